@@ -1,0 +1,63 @@
+// What the core throws. module.cpp turns each into the Python class of the same meaning in memsaver/errors.py.
+#pragma once
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace memsaver {
+
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct BadArgument : Error {  // -> ValueError
+  using Error::Error;
+};
+
+struct ConfigError : Error {
+  using Error::Error;
+};
+
+struct BackupError : Error {
+  BackupError(const std::string& what, std::size_t needed, std::size_t held)
+      : Error(what), needed_bytes(needed), held_bytes(held) {}
+  std::size_t needed_bytes;  // host bytes that this backup asked for
+  std::size_t held_bytes;    // host bytes that the arena holds already
+};
+
+struct RegionPausedError : Error {
+  RegionPausedError(const std::string& what, std::string region_tag, std::string region_state)
+      : Error(what), tag(std::move(region_tag)), state(std::move(region_state)) {}
+  std::string tag;
+  std::string state;
+};
+
+struct DriverError : Error {
+  DriverError(std::string failed_call, int error_code, std::string error_message, bool lost = false)
+      : Error(failed_call + " failed with code " + std::to_string(error_code) + ": " + error_message),
+        call(std::move(failed_call)),
+        code(error_code),
+        message(std::move(error_message)),
+        context_lost(lost) {}
+  std::string call;
+  int code;
+  std::string message;
+  bool context_lost;  // the device's context is dead: nothing on it can be saved
+};
+
+// The driver has no memory for a chunk. Sources catch it; what leaves the core is OutOfMemoryError.
+struct ChunkUnavailable : DriverError {
+  using DriverError::DriverError;
+};
+
+struct OutOfMemoryError : Error {
+  OutOfMemoryError(std::string on_device, std::size_t needed, std::size_t free)
+      : Error("out of memory on " + on_device), device(std::move(on_device)), needed_bytes(needed), free_bytes(free) {}
+  std::string device;
+  std::size_t needed_bytes;  // device bytes that the call asked for
+  std::size_t free_bytes;    // by the driver's figure, idle chunks of this process included
+};
+
+}  // namespace memsaver

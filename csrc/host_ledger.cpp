@@ -1,0 +1,199 @@
+#include "host_ledger.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <sstream>
+#include <unordered_set>
+
+namespace memsaver {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x6d656d7361766531;  // also the version of the layout
+constexpr std::size_t kSpareEntries = 1024;           // for imports beyond one per chunk
+
+// The start time of a living process in clock ticks since boot, or 0 for one that is gone or a zombie.
+std::uint64_t start_time_of(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  const auto after_name = text.rfind(')');  // the name may hold spaces and brackets
+  if (after_name == std::string::npos) return 0;
+  std::istringstream fields(text.substr(after_name + 1));
+  std::string state, skipped;
+  fields >> state;
+  if (state == "Z" || state == "X") return 0;
+  for (int i = 0; i < 18; ++i) fields >> skipped;
+  std::uint64_t start = 0;
+  fields >> start;
+  return start;
+}
+
+std::string ledger_path(std::size_t capacity) {
+  const char* folder = ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : std::getenv("TMPDIR");
+  return std::string(folder != nullptr ? folder : "/tmp") + "/memsaver-" + std::to_string(::getuid()) + "-" +
+         std::to_string(capacity);
+}
+
+[[noreturn]] void fail(const char* call, int error = errno) { throw DriverError(call, error, std::strerror(error)); }
+
+}  // namespace
+
+struct HostLedger::Header {
+  std::uint64_t magic;
+  std::uint64_t high_water;  // entries beyond it were never used
+};
+
+struct HostLedger::Entry {
+  std::uint64_t inode;
+  std::uint64_t size;
+  std::uint64_t start_time;
+  std::uint32_t imported;
+  std::uint32_t pid;  // 0: free. Written last, cleared first: an entry cut short by a crash is a free one.
+};
+
+class HostLedger::Lock {
+ public:
+  explicit Lock(HostLedger& ledger) : ledger_(ledger), guard_(ledger.mutex_) {
+    while (::flock(ledger_.file_, LOCK_EX) != 0)
+      if (errno != EINTR) fail("flock");
+  }
+  ~Lock() { ::flock(ledger_.file_, LOCK_UN); }
+
+ private:
+  HostLedger& ledger_;
+  std::lock_guard<std::mutex> guard_;
+};
+
+HostLedger::HostLedger(std::size_t capacity)
+    : capacity_(capacity),
+      entry_count_(2 * (capacity / kPage) + kSpareEntries),
+      file_size_(sizeof(Header) + entry_count_ * sizeof(Entry)),
+      start_time_(start_time_of(::getpid())) {
+  const std::string path = ledger_path(capacity);
+  file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (file_ < 0) fail("open");
+  struct stat status {};
+  if (::fstat(file_, &status) != 0) fail("fstat");
+  if (status.st_uid != ::getuid())
+    throw DriverError("open", EPERM, path + " belongs to user " + std::to_string(status.st_uid));
+  if (static_cast<std::size_t>(status.st_size) < file_size_ && ::ftruncate(file_, static_cast<off_t>(file_size_)) != 0)
+    fail("ftruncate");
+  void* memory = ::mmap(nullptr, file_size_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
+  if (memory == MAP_FAILED) fail("mmap");
+  header_ = static_cast<Header*>(memory);
+  Lock lock(*this);
+  if (header_->magic != kMagic) {
+    std::memset(memory, 0, sizeof(Header));
+    header_->magic = kMagic;
+  }
+}
+
+HostLedger::~HostLedger() {
+  if (header_ != nullptr) ::munmap(header_, file_size_);
+  if (file_ >= 0) ::close(file_);
+}
+
+HostLedger::Entry* HostLedger::entries() const { return reinterpret_cast<Entry*>(header_ + 1); }
+
+bool HostLedger::charge(std::uint64_t inode, std::size_t size) {
+  Lock lock(*this);
+  if (used_locked() + size > capacity_) {
+    strike_dead_locked();
+    if (used_locked() + size > capacity_) return false;
+  }
+  enter_locked(inode, size, false);
+  return true;
+}
+
+void HostLedger::charge_imported(std::uint64_t inode, std::size_t size) {
+  Lock lock(*this);
+  enter_locked(inode, size, true);
+}
+
+void HostLedger::enter_locked(std::uint64_t inode, std::size_t size, bool imported) {
+  Entry* table = entries();
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    for (std::size_t i = 0; i < entry_count_; ++i) {
+      if (table[i].pid != 0) continue;
+      table[i].inode = inode;
+      table[i].size = size;
+      table[i].start_time = start_time_;
+      table[i].imported = imported ? 1 : 0;
+      __atomic_store_n(&table[i].pid, static_cast<std::uint32_t>(::getpid()), __ATOMIC_RELEASE);
+      if (i >= header_->high_water) header_->high_water = i + 1;
+      return;
+    }
+    strike_dead_locked();
+  }
+  throw DriverError("charge", ENOSPC, "the host device's ledger has no free entry");
+}
+
+void HostLedger::discharge(std::uint64_t inode) {
+  Lock lock(*this);
+  Entry* table = entries();
+  const auto pid = static_cast<std::uint32_t>(::getpid());
+  for (std::size_t i = 0; i < header_->high_water; ++i) {
+    if (table[i].pid != pid || table[i].inode != inode) continue;
+    table[i].pid = 0;
+    break;
+  }
+  while (header_->high_water > 0 && table[header_->high_water - 1].pid == 0) --header_->high_water;
+}
+
+std::size_t HostLedger::used() {
+  Lock lock(*this);
+  strike_dead_locked();
+  return used_locked();
+}
+
+std::size_t HostLedger::used_locked() const {
+  const Entry* table = entries();
+  std::size_t bytes = 0;
+  bool any_imported = false;
+  for (std::size_t i = 0; i < header_->high_water; ++i) {
+    if (table[i].pid == 0) continue;
+    if (table[i].imported == 0) bytes += table[i].size;
+    any_imported = any_imported || table[i].imported != 0;
+  }
+  if (!any_imported) return bytes;
+  // A chunk held by several processes counts once, and as long as anyone holds it.
+  std::unordered_set<std::uint64_t> seen;
+  bytes = 0;
+  for (std::size_t i = 0; i < header_->high_water; ++i)
+    if (table[i].pid != 0 && seen.insert(table[i].inode).second) bytes += table[i].size;
+  return bytes;
+}
+
+void HostLedger::strike_dead_locked() {
+  Entry* table = entries();
+  std::map<std::uint32_t, std::uint64_t> alive;  // pid -> start time
+  for (std::size_t i = 0; i < header_->high_water; ++i) {
+    const std::uint32_t pid = table[i].pid;
+    if (pid == 0) continue;
+    auto [found, inserted] = alive.try_emplace(pid, 0);
+    if (inserted) found->second = start_time_of(static_cast<int>(pid));
+    if (found->second != table[i].start_time) table[i].pid = 0;
+  }
+}
+
+std::vector<Driver::Process> HostLedger::processes() {
+  Lock lock(*this);
+  strike_dead_locked();
+  std::map<int, std::size_t> bytes;
+  const Entry* table = entries();
+  for (std::size_t i = 0; i < header_->high_water; ++i)
+    if (table[i].pid != 0) bytes[static_cast<int>(table[i].pid)] += table[i].size;
+  std::vector<Driver::Process> found;
+  for (const auto& [pid, held] : bytes) found.push_back({pid, held});
+  return found;
+}
+
+}  // namespace memsaver

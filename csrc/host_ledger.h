@@ -1,0 +1,52 @@
+// Who uses how much of the host driver's device: a table in shared memory that all processes of a user keep together.
+//
+// Crash safety: an entry names its process by pid and start time, and what a dead process left is struck out by the
+// next one that runs short. The file lock is the kernel's, so a process that dies holding it lets go of it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "driver.h"
+
+namespace memsaver {
+
+class HostLedger {
+ public:
+  // Opens or makes the table of the device of this size. Processes that name the same size share one device.
+  explicit HostLedger(std::size_t capacity);
+  ~HostLedger();
+  HostLedger(const HostLedger&) = delete;
+  HostLedger& operator=(const HostLedger&) = delete;
+
+  std::size_t capacity() const { return capacity_; }
+  // Enters a new chunk; false when the device is full. `inode` tells chunks apart between processes.
+  bool charge(std::uint64_t inode, std::size_t size);
+  void charge_imported(std::uint64_t inode, std::size_t size);  // the memory is there already: never refused
+  void discharge(std::uint64_t inode);                          // one entry of this process
+  std::size_t used();
+  std::vector<Driver::Process> processes();
+
+ private:
+  struct Header;
+  struct Entry;
+  class Lock;
+
+  std::size_t used_locked() const;
+  void strike_dead_locked();
+  void enter_locked(std::uint64_t inode, std::size_t size, bool imported);
+  Entry* entries() const;
+
+  std::size_t capacity_;
+  std::size_t entry_count_;
+  std::size_t file_size_;
+  std::uint64_t start_time_;
+  int file_ = -1;
+  Header* header_ = nullptr;
+  std::mutex mutex_;  // the file lock excludes other processes, this one other threads
+};
+
+}  // namespace memsaver
