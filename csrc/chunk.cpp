@@ -1,0 +1,152 @@
+#include "chunk.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+namespace memsaver {
+namespace {
+
+constexpr auto kShortestPoll = std::chrono::milliseconds(1);
+constexpr auto kLongestPoll = std::chrono::milliseconds(20);
+
+struct Unreleased {
+  std::mutex mutex;
+  std::vector<std::tuple<Driver*, Handle, std::size_t>> handles;
+};
+
+Unreleased& unreleased() {
+  static auto* kept = new Unreleased;  // outlives every chunk, whatever the order of exit
+  return *kept;
+}
+
+bool try_release(Driver& driver, Handle handle) noexcept {
+  try {
+    driver.release(handle);
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+std::size_t chunk_class(std::size_t limit) {
+  for (std::size_t size : kChunkClasses)
+    if (size <= limit) return size;
+  throw Error("no chunk class is as small as " + std::to_string(limit) + " bytes");
+}
+
+Chunk::Chunk(Chunk&& other) noexcept
+    : driver_(std::exchange(other.driver_, nullptr)), handle_(other.handle_), size_(other.size_) {}
+
+Chunk& Chunk::operator=(Chunk&& other) noexcept {
+  if (this != &other) {
+    reset();
+    driver_ = std::exchange(other.driver_, nullptr);
+    handle_ = other.handle_;
+    size_ = other.size_;
+  }
+  return *this;
+}
+
+Chunk::~Chunk() { reset(); }
+
+void Chunk::reset() noexcept {
+  Driver* driver = std::exchange(driver_, nullptr);
+  if (driver == nullptr) return;
+  Unreleased& kept = unreleased();
+  std::lock_guard lock(kept.mutex);
+  std::erase_if(kept.handles, [](const auto& entry) { return try_release(*std::get<0>(entry), std::get<1>(entry)); });
+  if (!try_release(*driver, handle_)) kept.handles.emplace_back(driver, handle_, size_);
+}
+
+std::size_t unreleased_bytes() {
+  Unreleased& kept = unreleased();
+  std::lock_guard lock(kept.mutex);
+  std::size_t bytes = 0;
+  for (const auto& entry : kept.handles) bytes += std::get<2>(entry);
+  return bytes;
+}
+
+bool RetainBudget::take(std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  if (held_ + bytes > limit_) return false;
+  held_ += bytes;
+  return true;
+}
+
+void RetainBudget::put(std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  held_ -= bytes;
+}
+
+class RetainedPool::Request final : public ChunkRequest {
+ public:
+  explicit Request(RetainedPool& pool) : pool_(pool) {}
+
+  Chunk next(std::size_t limit) override {
+    // Idle chunks first, small ones too: making new memory while holding idle memory would take more than is needed.
+    if (Chunk chunk = pool_.take_idle(limit)) return chunk;
+    const std::size_t size = chunk_class(limit);
+    for (;;) {
+      try {
+        return Chunk(pool_.driver_, pool_.driver_.create(size), size);
+      } catch (const ChunkUnavailable&) {
+        // What is idle now is too large to be used here: let it go, and try again with its memory.
+        if (pool_.give_up(size) == 0) throw;
+      }
+    }
+  }
+
+ private:
+  RetainedPool& pool_;
+};
+
+std::unique_ptr<ChunkRequest> RetainedPool::ask(std::size_t bytes, Deadline deadline) {
+  // Taking chunks piecemeal while another process does the same would leave both with half: wait for the whole first.
+  auto poll = std::chrono::duration_cast<Clock::duration>(kShortestPoll);
+  while (Clock::now() < deadline && driver_.memory().free + idle_bytes() < bytes) {
+    std::this_thread::sleep_for(std::min(poll, deadline - Clock::now()));
+    poll = std::min<Clock::duration>(poll * 2, kLongestPoll);
+  }
+  return std::make_unique<Request>(*this);
+}
+
+void RetainedPool::give(Chunk chunk) {
+  if (!chunk || !budget_.take(chunk.size())) return;  // over budget: the chunk's end releases it
+  std::lock_guard lock(mutex_);
+  auto& same_size = idle_[chunk.size()];
+  same_size.push_back(std::move(chunk));
+}
+
+Chunk RetainedPool::take_idle(std::size_t limit) {
+  std::lock_guard lock(mutex_);
+  for (auto entry = idle_.rbegin(); entry != idle_.rend(); ++entry) {
+    if (entry->first > limit || entry->second.empty()) continue;
+    Chunk chunk = std::move(entry->second.back());
+    entry->second.pop_back();
+    budget_.put(chunk.size());
+    return chunk;
+  }
+  return Chunk();
+}
+
+std::size_t RetainedPool::give_up(std::size_t bytes) {
+  std::size_t released = 0;
+  while (released < bytes) {
+    Chunk chunk = take_idle(static_cast<std::size_t>(-1));
+    if (!chunk) break;
+    released += chunk.size();
+  }
+  return released;
+}
+
+std::size_t RetainedPool::idle_bytes() const {
+  std::lock_guard lock(mutex_);
+  std::size_t bytes = 0;
+  for (const auto& [size, chunks] : idle_) bytes += size * chunks.size();
+  return bytes;
+}
+
+}  // namespace memsaver

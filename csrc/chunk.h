@@ -1,0 +1,102 @@
+// Physical memory: chunks that clean up after themselves, and the sources they are borrowed from.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "driver.h"
+
+namespace memsaver {
+
+// Fixed classes: a handle can be neither split nor merged, so whoever gets a chunk must find a use for its size.
+constexpr std::array<std::size_t, 3> kChunkClasses = {256 * kMiB, 32 * kMiB, 2 * kMiB};
+
+// The largest class that is no larger than `limit`. `limit` is at least kPage.
+std::size_t chunk_class(std::size_t limit);
+
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;
+
+// One driver handle. The destructor releases it; a release that fails is put aside and tried again by the next one.
+class Chunk {
+ public:
+  Chunk() = default;
+  Chunk(Driver& driver, Handle handle, std::size_t size) : driver_(&driver), handle_(handle), size_(size) {}
+  Chunk(Chunk&& other) noexcept;
+  Chunk& operator=(Chunk&& other) noexcept;
+  ~Chunk();
+
+  Handle handle() const { return handle_; }
+  std::size_t size() const { return size_; }
+  explicit operator bool() const { return driver_ != nullptr; }
+
+ private:
+  void reset() noexcept;
+
+  Driver* driver_ = nullptr;
+  Handle handle_ = 0;
+  std::size_t size_ = 0;
+};
+
+// Handles whose release the driver refused, over all devices. Each later release tries them again.
+std::size_t unreleased_bytes();
+
+// An open demand at a source: chunks come one after the other. Destroying it stops the asking.
+class ChunkRequest {
+ public:
+  virtual ~ChunkRequest() = default;
+  // A chunk no larger than `limit` bytes. Throws ChunkUnavailable when there is none.
+  virtual Chunk next(std::size_t limit) = 0;
+};
+
+class ChunkSource {
+ public:
+  virtual ~ChunkSource() = default;
+  // Opens a demand for about `bytes`. Waits until that much seems to be there, at most to `deadline`.
+  virtual std::unique_ptr<ChunkRequest> ask(std::size_t bytes, Deadline deadline) = 0;
+  virtual void give(Chunk chunk) = 0;            // hands a chunk back
+  virtual std::size_t give_up(std::size_t bytes) = 0;  // lets idle chunks go to the driver; returns the bytes that went
+  virtual std::size_t idle_bytes() const = 0;    // held by the source, in nobody's use
+};
+
+// What `retain` allows the process to keep idle, over all devices.
+class RetainBudget {
+ public:
+  void set_limit(std::size_t bytes) { std::lock_guard lock(mutex_); limit_ = bytes; }
+  std::size_t limit() const { std::lock_guard lock(mutex_); return limit_; }
+  bool take(std::size_t bytes);  // false: over the limit
+  void put(std::size_t bytes);
+
+ private:
+  mutable std::mutex mutex_;
+  std::size_t limit_ = 0;
+  std::size_t held_ = 0;
+};
+
+// The driver as a source, with a pool in front of it in which idle chunks wait, up to the budget (0: none wait).
+class RetainedPool final : public ChunkSource {
+ public:
+  RetainedPool(Driver& driver, RetainBudget& budget) : driver_(driver), budget_(budget) {}
+  ~RetainedPool() override { give_up(static_cast<std::size_t>(-1)); }
+
+  std::unique_ptr<ChunkRequest> ask(std::size_t bytes, Deadline deadline) override;
+  void give(Chunk chunk) override;
+  std::size_t give_up(std::size_t bytes) override;
+  std::size_t idle_bytes() const override;
+
+ private:
+  class Request;
+  Chunk take_idle(std::size_t limit);
+
+  Driver& driver_;
+  RetainBudget& budget_;
+  mutable std::mutex mutex_;
+  std::map<std::size_t, std::vector<Chunk>> idle_;  // by class
+};
+
+}  // namespace memsaver

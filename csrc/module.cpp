@@ -1,0 +1,397 @@
+// Bindings: what memsaver's Python files see of the core, and nothing that users should call themselves.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <unistd.h>
+
+#include "region.h"
+#include "torch_hooks.h"
+#include "transition.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace memsaver {
+namespace {
+
+using Unlocked = nb::gil_scoped_release;
+
+// errors.py's make(kind, message, fields): the one place that knows the Python classes. Never freed: errors may be
+// raised while the interpreter goes down.
+PyObject* make_error = nullptr;
+
+struct RegionRow {
+  std::string tag;
+  const char* backup;
+  const char* state;
+  std::size_t allocated, mapped, backed_up;
+};
+
+nb::list region_rows(const std::string& device) {
+  // Read first, make Python objects after: making one may run the garbage collector, which frees arrays, which locks.
+  std::vector<RegionRow> rows;
+  {
+    std::lock_guard lock(core().mutex);
+    for (const auto& region : core().regions)
+      if (region->device.driver->name == device)
+        rows.push_back({region->tag, name_of(region->policy), name_of(region->state), region->allocated_bytes(),
+                        region->mapped_bytes(), region->backup ? region->backup->bytes() : 0});
+  }
+  nb::list found;
+  for (const RegionRow& row : rows) {
+    nb::dict entry;
+    entry["tag"] = row.tag;
+    entry["backup"] = row.backup;
+    entry["state"] = row.state;
+    entry["allocated_bytes"] = row.allocated;
+    entry["mapped_bytes"] = row.mapped;
+    entry["backup_bytes"] = row.backed_up;
+    found.append(entry);
+  }
+  return found;
+}
+
+nb::list process_rows(Device& device) {
+  std::vector<Driver::Process> processes;
+  {
+    Unlocked release;
+    processes = device.driver->processes();
+  }
+  nb::list rows;
+  for (const Driver::Process& process : processes)
+    if (process.pid != ::getpid()) rows.append(nb::make_tuple(process.pid, process.bytes));
+  return rows;
+}
+
+Device& opened(const std::string& name) {
+  Core& all = core();
+  std::lock_guard lock(all.mutex);
+  return all.device(name);
+}
+
+void raise(const char* kind, const std::exception& error, nb::dict fields) {
+  nb::object made = nb::borrow(make_error)(kind, error.what(), fields);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+}
+
+void translate(const std::exception_ptr& thrown, void*) {
+  nb::dict fields;
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const BadArgument& error) {
+    raise("ValueError", error, fields);
+  } catch (const ConfigError& error) {
+    raise("ConfigError", error, fields);
+  } catch (const BackupError& error) {
+    fields["needed_bytes"] = error.needed_bytes;
+    fields["held_bytes"] = error.held_bytes;
+    raise("BackupError", error, fields);
+  } catch (const RegionPausedError& error) {
+    fields["tag"] = error.tag;
+    fields["state"] = error.state;
+    raise("RegionPausedError", error, fields);
+  } catch (const DriverError& error) {
+    fields["call"] = error.call;
+    fields["code"] = error.code;
+    fields["detail"] = error.message;
+    raise("DriverError", error, fields);
+  } catch (const OutOfMemoryError& error) {
+    fields["device"] = error.device;
+    fields["needed_bytes"] = error.needed_bytes;
+    fields["free_bytes"] = error.free_bytes;
+    fields["regions"] = region_rows(error.device);
+    fields["processes"] = process_rows(opened(error.device));
+    raise("OutOfMemoryError", error, fields);
+  } catch (const Error& error) {
+    raise("Error", error, fields);
+  }
+}
+
+// Memory of a host region as an array that frees its segment when the last view of it goes.
+nb::ndarray<std::uint8_t, nb::ndim<1>> allocate_array(Region& region, std::size_t size) {
+  std::size_t offset = 0;
+  {
+    Unlocked release;
+    std::lock_guard lock(core().mutex);
+    offset = region.allocate(size);
+  }
+  struct Owner {
+    Region* region;
+    std::size_t offset;
+  };
+  nb::capsule owner(new Owner{&region, offset}, [](void* data) noexcept {
+    const std::unique_ptr<Owner> held(static_cast<Owner*>(data));
+    if (!usable()) return;
+    // A transition may wait for the GIL while it holds nothing, never while it holds the lock.
+    std::lock_guard lock(core().mutex);
+    held->region->free(held->offset);
+  });
+  return {reinterpret_cast<void*>(region.base + offset), {size}, owner};
+}
+
+std::vector<Region*> all_regions() {
+  std::vector<Region*> found;
+  std::lock_guard lock(core().mutex);
+  for (const auto& region : core().regions) found.push_back(region.get());
+  return found;
+}
+
+// Guarded launches: true and marked as users when all are active, or the first that is not.
+Region* acquire(const std::vector<Region*>& regions) {
+  std::lock_guard lock(core().mutex);
+  for (Region* region : regions)
+    if (region->state != State::active) return region;
+  for (Region* region : regions) ++region->users;
+  return nullptr;
+}
+
+void release(const std::vector<Region*>& regions) {
+  Core& all = core();
+  std::lock_guard lock(all.mutex);
+  for (Region* region : regions) --region->users;
+  all.changed.notify_all();
+}
+
+// Waits for the devices of the regions and returns what their freed segments held.
+void reclaim(const std::vector<Region*>& regions) {
+  Core& all = core();
+  for (Region* region : regions) {
+    all.synchronize(region->device);
+    std::lock_guard lock(all.mutex);
+    if (region->state == State::active) region->reap(true);
+  }
+}
+
+nb::dict device_stats(const std::string& name) {
+  Device& device = opened(name);
+  const Driver::Memory memory = device.driver->memory();
+  nb::dict row;
+  row["device"] = name;
+  row["uuid"] = device.driver->uuid();
+  row["total_bytes"] = memory.total;
+  row["free_bytes"] = memory.free;
+  row["retained_bytes"] = device.pool.idle_bytes();
+  row["host_held_bytes"] = device.arena.held_bytes();
+  row["host_used_bytes"] = device.arena.used_bytes();
+  row["regions"] = region_rows(name);
+  row["processes"] = process_rows(device);
+  return row;
+}
+
+nb::tuple as_tuple(const std::vector<std::pair<std::size_t, std::size_t>>& pairs) {
+  nb::list rows;
+  for (const auto& [first, second] : pairs) rows.append(nb::make_tuple(first, second));
+  return nb::tuple(rows);
+}
+
+void bind_region(nb::module_& module) {
+  nb::class_<Region>(module, "Region")
+      .def_prop_ro("tag", [](const Region& region) { return region.tag; })
+      .def_prop_ro("device", [](const Region& region) { return region.device.driver->name; })
+      .def_prop_ro("backup", [](const Region& region) { return name_of(region.policy); })
+      .def_prop_ro("base", [](const Region& region) { return region.base; })
+      .def_prop_ro("span", [](const Region& region) { return region.span; })
+      .def_prop_ro("state",
+                   [](const Region& region) {
+                     std::lock_guard lock(core().mutex);
+                     return name_of(region.state);
+                   })
+      .def_prop_ro("allocated_bytes",
+                   [](const Region& region) {
+                     std::lock_guard lock(core().mutex);
+                     return region.allocated_bytes();
+                   })
+      .def_prop_ro("mapped_bytes",
+                   [](const Region& region) {
+                     std::lock_guard lock(core().mutex);
+                     return region.mapped_bytes();
+                   })
+      .def_prop_ro("backup_bytes",
+                   [](const Region& region) {
+                     std::lock_guard lock(core().mutex);
+                     return region.backup ? region.backup->bytes() : 0;
+                   })
+      .def_prop_ro("chunks",
+                   [](const Region& region) {
+                     std::lock_guard lock(core().mutex);
+                     return region.chunk_sizes();
+                   })
+      .def("live",
+           [](const Region& region) {
+             std::vector<std::pair<std::size_t, std::size_t>> ranges;
+             {
+               std::lock_guard lock(core().mutex);
+               for (const Range& range : region.live()) ranges.emplace_back(range.offset, range.size);
+             }
+             return as_tuple(ranges);
+           })
+      .def("hooks",
+           [](Region& region) {
+             const HookNames names = bind_hooks(region);
+             return std::make_pair(names.alloc, names.free);
+           })
+      .def("allocate_array", &allocate_array, "size"_a);
+}
+
+void bind_transition(nb::module_& module) {
+  using Ranges = std::vector<std::pair<std::size_t, std::size_t>>;
+  nb::class_<Transition>(module, "Transition")
+      .def(nb::init<std::vector<Region*>, std::vector<Region*>>(), "pause"_a, "resume"_a)
+      .def("begin", &Transition::begin, nb::call_guard<Unlocked>())
+      .def("abort", &Transition::abort, nb::call_guard<Unlocked>())
+      .def_prop_ro("pausing", &Transition::pausing, nb::rv_policy::reference)
+      .def_prop_ro("resuming", &Transition::resuming, nb::rv_policy::reference)
+      .def(
+          "run",
+          [](Transition& transition, const std::vector<std::string>& policies, const std::vector<Ranges>& live,
+             bool restore, double timeout) {
+            std::vector<Transition::Pause> pauses;
+            const auto& pausing = transition.pausing();
+            if (policies.size() != pausing.size() || live.size() != pausing.size())
+              throw BadArgument("one policy and one list of ranges are needed for each region that pauses");
+            for (std::size_t i = 0; i < pausing.size(); ++i) {
+              std::vector<Range> ranges;
+              for (const auto& [offset, size] : live[i]) ranges.push_back({offset, size});
+              pauses.push_back({pausing[i], policy_of(policies[i]), std::move(ranges)});
+            }
+            const auto deadline =
+                Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
+            Transition::Outcome outcome;
+            {
+              Unlocked release;
+              outcome = transition.run(pauses, restore, deadline);
+            }
+            nb::dict row;
+            row["paused"] = nb::cast(outcome.paused, nb::rv_policy::reference);
+            row["resumed"] = nb::cast(outcome.resumed, nb::rv_policy::reference);
+            row["released_bytes"] = outcome.released_bytes;
+            row["restored_bytes"] = outcome.restored_bytes;
+            row["copied_bytes"] = outcome.copied_bytes;
+            row["seconds"] = outcome.seconds;
+            return row;
+          },
+          "policies"_a, "live"_a, "restore"_a, "timeout"_a);
+}
+
+// One driver, bare, for the conformance tests that both drivers pass.
+void bind_driver(nb::module_& module) {
+  nb::class_<Driver>(module, "Driver")
+      .def_prop_ro("name", [](const Driver& driver) { return driver.name; })
+      .def("uuid", &Driver::uuid)
+      .def("memory",
+           [](Driver& driver) {
+             const Driver::Memory memory = driver.memory();
+             return std::make_pair(memory.free, memory.total);
+           })
+      .def("processes",
+           [](Driver& driver) {
+             std::vector<std::pair<int, std::size_t>> rows;
+             for (const Driver::Process& process : driver.processes()) rows.emplace_back(process.pid, process.bytes);
+             return rows;
+           })
+      .def("reserve", &Driver::reserve, "size"_a)
+      .def("unreserve", &Driver::unreserve, "address"_a, "size"_a)
+      .def("create", &Driver::create, "size"_a)
+      .def("release", &Driver::release, "handle"_a)
+      .def("export_fd", &Driver::export_fd, "handle"_a)
+      .def("import_fd", &Driver::import_fd, "fd"_a, "size"_a)
+      .def("map", &Driver::map, "address"_a, "size"_a, "handle"_a)
+      .def("allow", &Driver::allow, "address"_a, "size"_a)
+      .def("unmap", &Driver::unmap, "address"_a, "size"_a)
+      .def("synchronize", &Driver::synchronize, nb::call_guard<Unlocked>())
+      .def("work_is_done",
+           [](Driver& driver) {
+             const Driver::Ticket ticket = driver.record();
+             return ticket != nullptr && driver.done(ticket);
+           })
+      .def(
+          "copy_out",
+          [](Driver& driver, std::uintptr_t host, Address address, std::size_t size) {
+            driver.copy_out(reinterpret_cast<void*>(host), address, size);
+          },
+          "host"_a, "address"_a, "size"_a)
+      .def(
+          "copy_in",
+          [](Driver& driver, Address address, std::uintptr_t host, std::size_t size) {
+            driver.copy_in(address, reinterpret_cast<void*>(host), size);
+          },
+          "address"_a, "host"_a, "size"_a)
+      .def("finish_copies", &Driver::finish_copies, nb::call_guard<Unlocked>());
+}
+
+}  // namespace
+
+NB_MODULE(_core, module) {
+  module.def("set_error_factory", [](nb::callable factory) { make_error = factory.release().ptr(); });
+  nb::register_exception_translator(translate);
+  bind_region(module);
+  bind_transition(module);
+  bind_driver(module);
+
+  module.def("cuda_device_count", &cuda_device_count);
+  module.def(
+      "region",
+      [](const std::string& tag, const std::string& device, const std::string& backup) {
+        const Policy policy = policy_of(backup);
+        Unlocked release;
+        std::lock_guard lock(core().mutex);
+        return &core().region(tag, device, policy);
+      },
+      nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a);
+  module.def("regions", &all_regions, nb::rv_policy::reference);
+  module.def("acquire", &acquire, nb::rv_policy::reference, "regions"_a);
+  module.def("release", &release, "regions"_a);
+  module.def("reclaim", &reclaim, nb::call_guard<Unlocked>(), "regions"_a);
+  module.def("capture_begins", [] { core().capture_begins(); }, nb::call_guard<Unlocked>());
+  module.def("capture_ends", [] { core().capture_ends(); });
+  module.def("capturing", [] {
+    std::lock_guard lock(core().mutex);
+    return core().capturing();
+  });
+  module.def("device_stats", &device_stats, "device"_a);
+  module.def("device_names", [] {
+    std::vector<std::string> names;
+    std::lock_guard lock(core().mutex);
+    for (const auto& [name, device] : core().devices) names.push_back(name);
+    return names;
+  });
+  module.def("unreleased_bytes", &unreleased_bytes);
+  module.def(
+      "set_retain",
+      [](std::size_t bytes) {
+        Unlocked release;
+        Core& all = core();
+        all.budget.set_limit(bytes);
+        std::lock_guard lock(all.mutex);
+        for (auto& [name, device] : all.devices) {
+          const std::size_t idle = device->pool.idle_bytes();
+          if (idle > bytes) device->pool.give_up(idle - bytes);
+        }
+      },
+      "bytes"_a);
+  module.def(
+      "set_host_device",
+      [](std::size_t bytes) {
+        std::lock_guard lock(core().mutex);
+        if (core().devices.contains("cpu") && bytes != core().host_device_bytes)
+          throw ConfigError("host_device cannot change after the host device came into use");
+        core().host_device_bytes = bytes;
+      },
+      "bytes"_a);
+  module.def(
+      "open_driver",
+      [](const std::string& name) -> Driver& { return *opened(name).driver; }, nb::rv_policy::reference, "device"_a);
+
+  // Fault injection, for tests.
+  module.def("faults_arm", [](std::uint64_t nth, const std::string& kind) { faults().arm(nth, kind); }, "nth"_a,
+             "kind"_a = "error");
+  module.def("faults_disarm", [] { faults().disarm(); });
+  module.def("faults_calls", [] { return faults().calls(); });
+}
+
+}  // namespace memsaver

@@ -1,0 +1,389 @@
+#include "region.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace memsaver {
+namespace {
+
+constexpr std::size_t kSmallAlignment = 512;  // what torch's own allocator promises
+constexpr std::size_t kLeastSpan = std::size_t{16} << 30;
+constexpr std::size_t kSpanPerDevice = 4;  // addresses are free: leave room for what fragmentation strands
+constexpr std::size_t kAllowance = 48 * kMiB;
+
+std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
+std::size_t round_down(std::size_t bytes, std::size_t unit) { return bytes / unit * unit; }
+
+std::size_t span_on(Driver& driver) {
+  return round_up(std::max(kLeastSpan, kSpanPerDevice * driver.memory().total), kPage);
+}
+
+}  // namespace
+
+const char* name_of(State state) {
+  switch (state) {
+    case State::active: return "active";
+    case State::pausing: return "pausing";
+    case State::paused: return "paused";
+    case State::resuming: return "resuming";
+    case State::lost: return "lost";
+  }
+  return "lost";
+}
+
+const char* name_of(Policy policy) { return policy == Policy::host ? "host" : "none"; }
+
+Policy policy_of(const std::string& name) {
+  if (name == "none") return Policy::none;
+  if (name == "host") return Policy::host;
+  throw BadArgument("backup is '" + name + "', expected 'none' or 'host'");
+}
+
+Region::Region(std::string region_tag, Device& on_device, Policy region_policy)
+    : tag(std::move(region_tag)),
+      device(on_device),
+      policy(region_policy),
+      span(span_on(*on_device.driver)),
+      base(on_device.driver->reserve(span)) {
+  addresses_[0] = span;
+}
+
+// Addresses: first fit, so that freed ranges (still mapped, often) are used before new ones.
+std::size_t Region::take_addresses(std::size_t size) {
+  const std::size_t alignment = size >= kPage ? kPage : kSmallAlignment;
+  for (const auto& [offset, free_size] : addresses_) {
+    const std::size_t begin = round_up(offset, alignment);
+    const std::size_t end = offset + free_size;
+    if (begin + size > end) continue;
+    const std::size_t head = offset;
+    addresses_.erase(head);
+    if (begin > head) addresses_[head] = begin - head;
+    if (begin + size < end) addresses_[begin + size] = end - begin - size;
+    return begin;
+  }
+  throw Error("region '" + tag + "' has no free addresses left for " + std::to_string(size) + " bytes, of " +
+              std::to_string(span));
+}
+
+void Region::give_addresses(std::size_t offset, std::size_t size) {
+  auto next = addresses_.lower_bound(offset);
+  if (next != addresses_.end() && next->first == offset + size) {
+    size += next->second;
+    next = addresses_.erase(next);
+  }
+  if (next != addresses_.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second == offset) {
+      before->second += size;
+      return;
+    }
+  }
+  addresses_[offset] = size;
+}
+
+std::size_t Region::allocate(std::size_t size) {
+  if (state != State::active)
+    throw RegionPausedError("region '" + tag + "' is " + name_of(state) + ": it cannot take an allocation of " +
+                                std::to_string(size) + " bytes",
+                            tag, name_of(state));
+  reap(false);
+  size = round_up(std::max<std::size_t>(size, 1), kSmallAlignment);
+  const std::size_t offset = take_addresses(size);
+  segments_[offset] = {size, false};
+  allocated_ += size;
+  try {
+    const auto request = device.pool.ask(size, Clock::now());
+    Mapping mapping(*this);
+    std::vector<Chunk> chunks;
+    std::vector<Slot> slots;
+    const std::size_t missing = unmapped_within(offset, offset + size);
+    std::size_t resting = 0;
+    for (const Rest& rest : resting_) resting += segments_.at(rest.offset).size;
+    std::size_t slack = mapped_ - (allocated_ + resting - missing);
+    lay_out_range(
+        offset, offset + size,
+        [&](std::size_t limit, std::size_t) {
+          chunks.push_back(request->next(limit));
+          return chunks.back().size();
+        },
+        slack, slots);
+    for (std::size_t i = 0; i < slots.size(); ++i) mapping.add(slots[i], std::move(chunks[i]));
+    mapping.allow();
+    mapping.commit();
+  } catch (const ChunkUnavailable&) {
+    const std::size_t wanted = size;
+    erase(offset);
+    throw OutOfMemoryError(device.driver->name, wanted, device.driver->memory().free + device.pool.idle_bytes());
+  } catch (...) {
+    erase(offset);
+    throw;
+  }
+  return offset;
+}
+
+void Region::erase(std::size_t offset) {
+  const auto found = segments_.find(offset);
+  const std::size_t size = found->second.size;
+  if (!found->second.resting) allocated_ -= size;
+  segments_.erase(found);
+  give_addresses(offset, size);
+}
+
+void Region::free(std::size_t offset) {
+  const auto found = segments_.find(offset);
+  if (found == segments_.end() || found->second.resting) return;
+  switch (state) {
+    case State::pausing:
+    case State::resuming:
+      freed_meanwhile_.push_back(offset);
+      break;
+    case State::paused:
+    case State::lost:
+      erase(offset);
+      break;
+    case State::active:
+      found->second.resting = true;
+      allocated_ -= found->second.size;
+      resting_.push_back({offset, nullptr});
+      reap(false);
+      break;
+  }
+}
+
+void Region::settle() {
+  for (const std::size_t offset : std::exchange(freed_meanwhile_, {})) free(offset);
+}
+
+void Region::reap(bool quiet) {
+  if (resting_.empty()) return;
+  Driver& driver = *device.driver;
+  if (!quiet) {
+    if (core().capturing()) return;  // a mark on the device would break the capture
+    try {
+      Driver::Ticket ticket;
+      for (Rest& rest : resting_) {
+        if (rest.ticket != nullptr) continue;
+        if (ticket == nullptr) ticket = driver.record();
+        rest.ticket = ticket;
+      }
+    } catch (const DriverError&) {
+      return;  // the driver cannot tell now: the segments rest on
+    }
+  }
+  // Tickets are in order, so the first that is not done ends the search.
+  std::vector<Slot> done;
+  Driver::Ticket known;
+  while (!resting_.empty()) {
+    const Rest& rest = resting_.front();
+    if (!quiet && rest.ticket != known) {
+      try {
+        if (rest.ticket == nullptr || !driver.done(rest.ticket)) break;
+      } catch (const DriverError&) {
+        break;
+      }
+      known = rest.ticket;
+    }
+    done.push_back({rest.offset, segments_.at(rest.offset).size});
+    erase(rest.offset);
+    resting_.pop_front();
+  }
+  for (const Slot& segment : done) return_empty_chunks(segment.offset, segment.offset + segment.size);
+}
+
+void Region::return_empty_chunks(std::size_t begin, std::size_t end) {
+  auto chunk = chunks_.upper_bound(begin);
+  if (chunk != chunks_.begin()) --chunk;
+  std::vector<std::size_t> empty;
+  for (; chunk != chunks_.end() && chunk->first < end; ++chunk) {
+    const std::size_t size = chunk->second.size();
+    if (chunk->first + size > begin && unused_within(chunk->first, chunk->first + size) == size)
+      empty.push_back(chunk->first);
+  }
+  std::vector<Chunk> freed;
+  unmap(empty, freed);
+  for (Chunk& piece : freed) device.pool.give(std::move(piece));
+}
+
+std::vector<Range> Region::live() const {
+  std::vector<Range> found;
+  for (const auto& [offset, segment] : segments_) {
+    if (segment.resting) continue;
+    if (!found.empty() && found.back().offset + found.back().size == offset)
+      found.back().size += segment.size;
+    else
+      found.push_back({offset, segment.size});
+  }
+  return found;
+}
+
+std::vector<Range> Region::live_within(const std::vector<Range>& ranges) const {
+  std::vector<Range> sorted = ranges;
+  std::sort(sorted.begin(), sorted.end(), [](const Range& a, const Range& b) { return a.offset < b.offset; });
+  const std::vector<Range> segments = live();
+  std::vector<Range> found;
+  auto segment = segments.begin();
+  for (const Range& range : sorted) {
+    while (segment != segments.end() && segment->offset + segment->size <= range.offset) ++segment;
+    for (auto at = segment; at != segments.end() && at->offset < range.offset + range.size; ++at) {
+      const std::size_t begin = std::max(range.offset, at->offset);
+      const std::size_t end = std::min(range.offset + range.size, at->offset + at->size);
+      if (!found.empty() && found.back().offset + found.back().size >= begin)
+        found.back().size = std::max(found.back().offset + found.back().size, end) - found.back().offset;
+      else
+        found.push_back({begin, end - begin});
+    }
+  }
+  return found;
+}
+
+// Mapped bytes that no segment uses stay below this: large chunks for large regions, small ones for small.
+std::size_t Region::allowance() const { return std::min(allocated_, allocated_ / 20 + kAllowance); }
+
+std::size_t Region::unmapped_within(std::size_t begin, std::size_t end) const {
+  std::size_t unmapped = end - begin;
+  auto chunk = chunks_.upper_bound(begin);
+  if (chunk != chunks_.begin()) --chunk;
+  for (; chunk != chunks_.end() && chunk->first < end; ++chunk) {
+    const std::size_t from = std::max(begin, chunk->first);
+    const std::size_t to = std::min(end, chunk->first + chunk->second.size());
+    if (to > from) unmapped -= to - from;
+  }
+  return unmapped;
+}
+
+std::size_t Region::unused_within(std::size_t begin, std::size_t end) const {
+  std::size_t unused = end - begin;
+  auto segment = segments_.upper_bound(begin);
+  if (segment != segments_.begin()) --segment;
+  for (; segment != segments_.end() && segment->first < end; ++segment) {
+    const std::size_t from = std::max(begin, segment->first);
+    const std::size_t to = std::min(end, segment->first + segment->second.size);
+    if (to > from) unused -= to - from;
+  }
+  return unused;
+}
+
+void Region::lay_out_range(std::size_t begin, std::size_t end, const Choose& choose, std::size_t& slack,
+                           std::vector<Slot>& slots) const {
+  std::size_t at = round_down(begin, kPage);
+  if (!slots.empty()) at = std::max(at, slots.back().offset + slots.back().size);
+  while (at < end) {
+    const auto next = chunks_.upper_bound(at);
+    if (next != chunks_.begin()) {
+      const auto before = std::prev(next);
+      if (before->first + before->second.size() > at) {
+        at = before->first + before->second.size();
+        continue;
+      }
+    }
+    const std::size_t border = next != chunks_.end() ? next->first : span;
+    const std::size_t room = border - at;
+    std::size_t limit = chunk_class(std::min(room, round_up(end - at, kPage)));
+    // A larger chunk may reach beyond the range, where that is free and not too wasteful.
+    for (const std::size_t size : kChunkClasses) {
+      if (size <= limit) break;
+      if (size > room || slack + unused_within(at, at + size) > allowance()) continue;
+      limit = size;
+      break;
+    }
+    const std::size_t size = choose(limit, room);
+    slack += unused_within(at, at + size);
+    slots.push_back({at, size});
+    at += size;
+  }
+}
+
+std::vector<Slot> Region::lay_out(const Choose& choose) const {
+  std::size_t slack = 0;
+  for (const auto& [offset, chunk] : chunks_) slack += unused_within(offset, offset + chunk.size());
+  std::vector<Slot> slots;
+  for (const Range& range : live()) lay_out_range(range.offset, range.offset + range.size, choose, slack, slots);
+  return slots;
+}
+
+std::size_t Region::missing_bytes() const {
+  std::size_t bytes = 0;
+  std::size_t covered = 0;
+  for (const Range& range : live()) {
+    const std::size_t begin = std::max(covered, round_down(range.offset, kPage));
+    covered = std::max(covered, round_up(range.offset + range.size, kPage));
+    if (covered > begin) bytes += covered - begin;
+  }
+  return bytes - std::min(bytes, mapped_);
+}
+
+void Region::map(Slot slot, Chunk chunk) {
+  try {
+    device.driver->map(base + slot.offset, slot.size, chunk.handle());
+  } catch (...) {
+    device.pool.give(std::move(chunk));
+    throw;
+  }
+  mapped_ += slot.size;
+  chunks_[slot.offset] = std::move(chunk);
+}
+
+void Region::allow(const std::vector<Slot>& slots) {
+  for (std::size_t i = 0; i < slots.size();) {
+    std::size_t end = slots[i].offset;
+    std::size_t next = i;
+    while (next < slots.size() && slots[next].offset == end) end += slots[next++].size;
+    device.driver->allow(base + slots[i].offset, end - slots[i].offset);
+    i = next;
+  }
+}
+
+std::optional<DriverError> Region::unmap(const std::vector<std::size_t>& offsets, std::vector<Chunk>& freed) {
+  std::optional<DriverError> refusal;
+  for (std::size_t i = 0; i < offsets.size();) {
+    std::size_t end = offsets[i];
+    std::size_t next = i;
+    while (next < offsets.size() && offsets[next] == end) end += chunks_.at(offsets[next++]).size();
+    try {
+      device.driver->unmap(base + offsets[i], end - offsets[i]);
+      for (; i < next; ++i) {
+        auto found = chunks_.find(offsets[i]);
+        mapped_ -= found->second.size();
+        freed.push_back(std::move(found->second));
+        chunks_.erase(found);
+      }
+    } catch (const DriverError& error) {
+      if (!refusal) refusal = error;
+      i = next;
+    }
+  }
+  return refusal;
+}
+
+std::vector<std::size_t> Region::chunk_offsets() const {
+  std::vector<std::size_t> found;
+  for (const auto& entry : chunks_) found.push_back(entry.first);
+  return found;
+}
+
+std::vector<std::size_t> Region::chunk_sizes() const {
+  std::vector<std::size_t> found;
+  for (const auto& entry : chunks_) found.push_back(entry.second.size());
+  return found;
+}
+
+Mapping::~Mapping() {
+  std::vector<std::size_t> offsets;
+  for (const Slot& slot : slots_) offsets.push_back(slot.offset);
+  std::vector<Chunk> freed;
+  region_->unmap(offsets, freed);
+  for (Chunk& chunk : freed) region_->device.pool.give(std::move(chunk));
+}
+
+void Mapping::add(Slot slot, Chunk chunk) {
+  region_->map(slot, std::move(chunk));
+  slots_.push_back(slot);
+}
+
+std::size_t Mapping::commit() {
+  std::size_t bytes = 0;
+  for (const Slot& slot : std::exchange(slots_, {})) bytes += slot.size;
+  return bytes;
+}
+
+}  // namespace memsaver
