@@ -1,0 +1,46 @@
+"""memsaver gives one GPU to whoever needs it now.
+
+Tensors live in regions. Pausing a region returns its physical memory; resuming it brings memory back under the same
+virtual addresses, so that captured CUDA graphs stay valid. Importing this loads neither torch nor ray.
+"""
+
+import pkgutil
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# From a source tree the compiled core is found where it was installed.
+__path__ = pkgutil.extend_path(__path__, __name__)
+
+from memsaver import _core, config, errors, regions  # noqa: E402
+from memsaver.config import configure  # noqa: E402
+from memsaver.errors import (  # noqa: E402
+    BackupError,
+    ConfigError,
+    DriverError,
+    Error,
+    OutOfMemoryError,
+    RegionPausedError,
+)
+from memsaver.phases import define_phase, phase  # noqa: E402
+from memsaver.regions import Region, Transition, outside, pause, region, resume, switch, trim  # noqa: E402
+from memsaver.stats import stats  # noqa: E402
+
+if TYPE_CHECKING:
+    from memsaver.graphs import CUDAGraph, graph
+
+__version__ = "0.1.0"
+__all__ = [
+    "BackupError", "CUDAGraph", "ConfigError", "DriverError", "Error", "OutOfMemoryError", "Region",
+    "RegionPausedError", "Transition", "configure", "define_phase", "graph", "outside", "pause", "phase", "region",
+    "resume", "stats", "switch", "trim",
+]  # fmt: skip
+
+_core.set_error_factory(errors.make)
+regions.load_adapter = lambda: import_module("memsaver.torch").Router()
+config.from_environment()
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("CUDAGraph", "graph"):  # torch classes: loaded when first asked for
+        return getattr(import_module("memsaver.graphs"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

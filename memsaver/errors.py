@@ -1,0 +1,114 @@
+"""What memsaver raises. Every error pickles, so that it crosses process and Ray boundaries whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+
+GIB = 1 << 30
+
+
+class Error(RuntimeError):
+    """Base of all errors of memsaver. Keyword arguments become attributes."""
+
+    def __init__(self, message: str = "", **fields: Any) -> None:
+        super().__init__(message)
+        self.__dict__.update(fields)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), self.__dict__)
+
+
+class OutOfMemoryError(Error):
+    """The device has not enough memory. Nothing has changed, and the same call can be made again.
+
+    Attributes: ``device`` (str), ``needed_bytes``, ``free_bytes`` (by the driver's figure, with what this process could
+    give), ``regions`` (dicts as in :func:`memsaver.stats`, what this process holds on the device), ``processes``
+    (tuples of pid, name and bytes: the other processes on the device, as far as the system tells).
+    """
+
+    device: str
+    needed_bytes: int
+    free_bytes: int
+    regions: list[dict[str, Any]]
+    processes: list[tuple[int, str, int]]
+
+
+class RegionPausedError(Error):
+    """A region was used that has no memory now. Attributes: ``tag``, ``state``."""
+
+    tag: str
+    state: str
+
+
+class DriverError(Error):
+    """The driver refused a call. Attributes: ``call``, ``code`` (CUDA's, or an errno), ``message``."""
+
+    call: str
+    code: int
+    message: str
+
+
+class BackupError(Error):
+    """Host memory for a backup is not to be had. Nothing has changed. Attributes: ``needed_bytes``, ``held_bytes``."""
+
+    needed_bytes: int
+    held_bytes: int
+
+
+class ConfigError(Error, ValueError):
+    """An option that does not exist, cannot have this value, or cannot change any more."""
+
+
+def _rebuild(kind: type[Error], message: str, fields: dict[str, Any]) -> Error:
+    error = kind(message)
+    error.__dict__.update(fields)
+    return error
+
+
+def gib(nbytes: int) -> str:
+    """Bytes for people to read: ``"1.50 GiB"``, or MiB below one GiB."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.1f} MiB"
+
+
+def process_name(pid: int) -> str:
+    """The name of a process, or ``"?"`` where the system does not tell."""
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:
+        return "?"
+
+
+def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
+    """Builds the exception that the core asks for (see ``translate`` in csrc/module.cpp)."""
+    if kind == "ValueError":
+        return ValueError(message)
+    if kind == "DriverError":
+        fields["message"] = fields.pop("detail")
+    if kind == "OutOfMemoryError":
+        fields["processes"] = [(pid, process_name(pid), nbytes) for pid, nbytes in fields["processes"]]
+        message = _out_of_memory(**fields)
+    return _KINDS[kind](message, **fields)
+
+
+def _out_of_memory(
+    device: str,
+    needed_bytes: int,
+    free_bytes: int,
+    regions: list[dict[str, Any]],
+    processes: list[tuple[int, str, int]],
+) -> str:
+    held = [f"{row['tag']} ({row['state']}) {gib(row['mapped_bytes'])}" for row in regions if row["mapped_bytes"]]
+    others = [f"{name} (pid {pid}) {gib(nbytes) if nbytes else 'an unknown amount'}" for pid, name, nbytes in processes]
+    return (
+        f"out of memory on {device}: {gib(needed_bytes)} ({needed_bytes} bytes) needed, "
+        f"{gib(free_bytes)} ({free_bytes} bytes) free; "
+        f"held by regions of this process: {', '.join(held) or 'nothing'}; "
+        f"other processes on the device: {', '.join(others) or 'none seen'}"
+    )
+
+
+_KINDS: dict[str, type[Error]] = {
+    kind.__name__: kind for kind in (Error, OutOfMemoryError, RegionPausedError, DriverError, BackupError, ConfigError)
+}

@@ -1,0 +1,326 @@
+"""Regions by tag, and the transitions between them. What torch is needed for stands behind :class:`Adapter`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from memsaver import _core
+from memsaver.errors import RegionPausedError
+
+log = logging.getLogger("memsaver")
+
+BACKUPS = ("none", "host")
+_LONGEST_TIMEOUT_S = 86400.0 * 365  # what the core's clock can add without overflow, and more than anybody waits
+Tags = str | Iterable[str] | None
+Ranges = list[tuple[int, int]]  # (offset, bytes) within a region
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What a pause, a resume or a switch did.
+
+    ``paused`` and ``resumed`` are tags, of the regions that changed. ``released_bytes`` and ``restored_bytes`` are
+    device memory handed back and mapped, ``copied_bytes`` is contents moved in either direction.
+    """
+
+    paused: tuple[str, ...] = ()
+    resumed: tuple[str, ...] = ()
+    released_bytes: int = 0
+    restored_bytes: int = 0
+    copied_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Adapter(Protocol):
+    """What regions ask of a tensor library. ``memsaver.torch`` is the one there is."""
+
+    def enter(self, region: Region) -> None: ...
+    def leave(self, region: Region, error: BaseException | None) -> None: ...
+    def empty(self, region: Region, shape: Sequence[int], dtype: Any) -> Any: ...
+    def pool(self, region: Region) -> Any: ...
+    def live(self, region: Region) -> Ranges | None: ...
+    def check_pausable(self, regions: Sequence[Region]) -> None: ...
+    def refresh(self) -> None: ...
+    def outside(self) -> AbstractContextManager[None]: ...
+    def trim(self, regions: Sequence[Region]) -> None: ...
+
+
+# Set by memsaver/__init__.py, which alone knows both sides. Loading torch waits until something needs it.
+load_adapter: Callable[[], Adapter]
+_adapter: Adapter | None = None
+
+
+def adapter() -> Adapter:
+    global _adapter
+    if _adapter is None:
+        _adapter = load_adapter()
+    return _adapter
+
+
+class Region:
+    """Addresses that stay, over memory that comes and goes. Made by :func:`region`, and lives as long as the process.
+
+    As a context manager it takes every torch allocation of the current thread, backward passes included. It can be
+    nested, entered again, and entered from several threads at once.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self.tag: str = core.tag
+        self.device: str = core.device
+        self.backup: str = core.backup
+
+    @property
+    def state(self) -> str:
+        """"active", "pausing", "paused", "resuming" or "lost"."""
+        return str(self._core.state)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the segments in use: what torch, or :meth:`empty`, asked for and has not freed."""
+        return int(self._core.allocated_bytes)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of device memory that the region holds now."""
+        return int(self._core.mapped_bytes)
+
+    @property
+    def backup_bytes(self) -> int:
+        """Bytes of contents that wait in host memory now."""
+        return int(self._core.backup_bytes)
+
+    @property
+    def pool(self) -> Any:
+        """A ``torch.cuda.MemPool`` over the region, for code that captures graphs itself:
+        ``torch.cuda.graph(g, pool=region.pool.id)``. What is allocated from it is backed up whole.
+
+        Raises memsaver.Error where the region is not on a CUDA device.
+        """
+        return adapter().pool(self)
+
+    def pause(self, backup: str | None = None) -> Transition:
+        """Returns the region's memory. See :func:`memsaver.pause`."""
+        return transition(pause=[self], backup=backup)
+
+    def resume(self, restore: bool = True, timeout: float = 0.0) -> Transition:
+        """Brings memory back under the region's addresses. See :func:`memsaver.resume`."""
+        return transition(resume=[self], restore=restore, timeout=timeout)
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = None) -> Any:
+        """An uninitialised torch tensor in the region, of the given shape and dtype (torch's default dtype if None).
+
+        Raises ValueError for a negative size, RegionPausedError while the region is paused, and OutOfMemoryError on the
+        host driver (on CUDA, torch's own error).
+        """
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        for size in sizes:
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"shape is {shape!r}, expected integers")
+            if size < 0:
+                raise ValueError(f"shape is {shape!r}, expected sizes of 0 or more")
+        self.check_active(f"take an allocation of shape {sizes}" if math.prod(sizes) else "be allocated in")
+        return adapter().empty(self, sizes, dtype)
+
+    def check_active(self, purpose: str) -> None:
+        """Raises RegionPausedError unless the region is active. ``purpose`` completes "cannot ..."."""
+        state = self.state
+        if state != "active":
+            raise RegionPausedError(f"region {self.tag!r} is {state}: it cannot {purpose}", tag=self.tag, state=state)
+
+    def __enter__(self) -> Region:
+        self.check_active("be entered")
+        adapter().enter(self)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        adapter().leave(self, error)
+
+    def __repr__(self) -> str:
+        return f"<memsaver.Region {self.tag!r} on {self.device}, backup={self.backup!r}, {self.state}>"
+
+
+_regions: dict[tuple[str, str, str], Region] = {}
+
+
+def default_device() -> str:
+    """The current CUDA device where there is one, else ``"cpu"``."""
+    return canonical_device("cuda") if _core.cuda_device_count() > 0 else "cpu"
+
+
+def canonical_device(device: object) -> str:
+    """``"cpu"`` or ``"cuda:N"`` from a torch-style string or a ``torch.device``. Raises ValueError for others."""
+    name = str(device)
+    if name == "cpu":
+        return name
+    kind, _, index = name.partition(":")
+    if kind == "cuda" and (index.isdigit() or not _):
+        if index:
+            return f"cuda:{int(index)}"
+        torch = sys.modules.get("torch")
+        return f"cuda:{torch.cuda.current_device() if torch and torch.cuda.is_initialized() else 0}"
+    raise ValueError(f"device is {device!r}, expected 'cpu', 'cuda' or 'cuda:N'")
+
+
+def region(tag: str, device: object = None, backup: str = "none") -> Region:
+    """The region of this tag, device and backup policy; made if there is none.
+
+    ``device`` is a torch-style string; by default the current CUDA device, or ``"cpu"``, the host driver, where there
+    is no CUDA. ``backup`` says what becomes of the contents on a pause: ``"none"`` (undefined after a resume) or
+    ``"host"`` (kept in pinned host memory).
+
+    Raises TypeError or ValueError for other arguments, DriverError where the device cannot be used.
+    """
+    if not isinstance(tag, str):
+        raise TypeError(f"tag is {tag!r}, expected a string")
+    if not tag:
+        raise ValueError("tag is '', expected a name")
+    check_backup(backup)
+    name = default_device() if device is None else canonical_device(device)
+    found = _regions.get((tag, name, backup))
+    if found is None:
+        found = _regions.setdefault((tag, name, backup), Region(_core.region(tag, name, backup)))
+        if name != "cpu" and "torch" in sys.modules:
+            adapter()  # from now on captures must be seen, whoever makes them
+    return found
+
+
+def check_backup(backup: object) -> None:
+    if backup not in BACKUPS:
+        raise ValueError(f"backup is {backup!r}, expected one of {', '.join(map(repr, BACKUPS))}")
+
+
+def all_regions() -> list[Region]:
+    return list(_regions.values())
+
+
+def find(tags: Tags) -> list[Region]:
+    """The regions of a tag, of several, or (None) all. Raises ValueError for a tag that no region has."""
+    if tags is None:
+        return all_regions()
+    names = [tags] if isinstance(tags, str) else list(tags)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"tag is {name!r}, expected a string")
+    known = {each.tag for each in all_regions()}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"there is no region {name!r}; there are {', '.join(map(repr, sorted(known))) or 'none'}")
+    return [each for each in all_regions() if each.tag in names]
+
+
+def pause(tags: Tags = None, *, backup: str | None = None) -> Transition:
+    """Returns the memory of these regions to where it came from, after waiting for the device's work.
+
+    ``tags``: one, several, or None for all regions; an empty list is nothing. What is paused already stays so.
+    ``backup``: another policy than the regions' own, for this pause.
+
+    Raises ValueError for an unknown tag, BackupError where host memory is short, memsaver.Error while a graph is being
+    captured; then everything is as it was.
+    """
+    return transition(pause=find(tags), backup=backup)
+
+
+def resume(tags: Tags = None, *, restore: bool = True, timeout: float = 0.0) -> Transition:
+    """Brings memory back under the same addresses, and contents where a backup waits.
+
+    ``restore=False`` leaves the contents undefined, for regions about to be overwritten. ``timeout``: seconds to wait
+    for memory that others still hold (0: none).
+
+    Raises ValueError for an unknown tag, OutOfMemoryError where memory is short; then everything is as it was.
+    """
+    return transition(resume=find(tags), restore=restore, timeout=timeout)
+
+
+def switch(
+    *, pause: Tags = (), resume: Tags = (), backup: str | None = None, restore: bool = True, timeout: float = 0.0
+) -> Transition:
+    """One transition: chunks of what goes out serve what comes in. Arguments as for pause() and resume().
+
+    Raises what pause() and resume() raise, and ValueError for a tag on both sides. What is needed is reserved first; if
+    what comes in fails after that, what was to go out is paused, and the same call can be made again.
+    """
+    return transition(pause=find(pause), resume=find(resume), backup=backup, restore=restore, timeout=timeout)
+
+
+def transition(
+    pause: Sequence[Region] = (),
+    resume: Sequence[Region] = (),
+    backup: str | None = None,
+    restore: bool = True,
+    timeout: float = 0.0,
+) -> Transition:
+    """The one way in which regions change state; see the three functions above."""
+    if backup is not None:
+        check_backup(backup)
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout is {timeout!r}, expected seconds")
+    if not timeout >= 0:
+        raise ValueError(f"timeout is {timeout!r}, expected seconds of 0 or more")
+    both = {each.tag for each in pause} & {each.tag for each in resume}
+    if both:
+        raise ValueError(f"{sorted(both)[0]!r} is to be paused and resumed at once, expected one of the two")
+    if not pause and not resume:
+        return Transition()
+    if _adapter is not None:
+        _adapter.check_pausable([each for each in pause if each.state == "active"])
+    move = _core.Transition([each._core for each in pause], [each._core for each in resume])
+    move.begin()
+    try:
+        going_out = [_wrapper(each) for each in move.pausing]
+        policies = [backup or each.backup for each in going_out]
+        live = [_live(each) if policy != "none" else [] for each, policy in zip(going_out, policies)]
+        done = move.run(policies, live, bool(restore), min(float(timeout), _LONGEST_TIMEOUT_S))
+    except BaseException:
+        move.abort()  # now, not when the traceback lets go of it
+        raise
+    finally:
+        if _adapter is not None:
+            _adapter.refresh()
+    outcome = Transition(
+        paused=_tags(done["paused"]),
+        resumed=_tags(done["resumed"]),
+        released_bytes=done["released_bytes"],
+        restored_bytes=done["restored_bytes"],
+        copied_bytes=done["copied_bytes"],
+        seconds=done["seconds"],
+    )
+    log.debug("%s", outcome)
+    return outcome
+
+
+def _wrapper(core: Any) -> Region:
+    return _regions[core.tag, core.device, core.backup]
+
+
+def _tags(cores: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(core.tag for core in cores))
+
+
+def _live(each: Region) -> Ranges:
+    """What of the region is to be copied: what torch's pools hold live, or all segments where torch has no say."""
+    known = _adapter.live(each) if _adapter is not None else None
+    return list(each._core.live()) if known is None else known
+
+
+def outside() -> AbstractContextManager[None]:
+    """Within it, torch allocates in its default pool again, whatever regions the thread has entered."""
+    return adapter().outside()
+
+
+def trim(tags: Tags = None) -> None:
+    """Gives back what torch's pools over these active regions hold free, after waiting for the device.
+
+    A pool cannot shrink while it lives, so a new one takes its place; segments with live tensors follow when those are
+    gone and ``torch.cuda.empty_cache()`` runs. Pools with graphs are left alone. Raises ValueError for unknown tags.
+    """
+    chosen = [each for each in find(tags) if each.state == "active"]
+    if _adapter is not None:
+        _adapter.trim(chosen)
+    _core.reclaim([each._core for each in chosen])

@@ -1,0 +1,392 @@
+"""Regions as torch memory pools (CUDA), or as a place for what torch's factory functions make (host driver).
+
+Which region an allocation joins follows from the pool that torch took it from: each region has its own pair of entry
+points, and a pool is bound to one pair. What is per thread here only chooses the pool.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import inspect
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from memsaver import _core
+from memsaver.errors import Error, RegionPausedError
+from memsaver.regions import Ranges, Region
+
+_EMPTY_FACTORIES = {
+    torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted,
+    torch.Tensor.new_empty, torch.Tensor.new_empty_strided,
+}  # fmt: skip
+_FACTORIES = _EMPTY_FACTORIES | {
+    torch.arange, torch.eye, torch.full, torch.full_like, torch.linspace, torch.logspace, torch.ones, torch.ones_like,
+    torch.rand, torch.rand_like, torch.randint, torch.randint_like, torch.randn, torch.randn_like, torch.randperm,
+    torch.scalar_tensor, torch.tensor, torch.zeros, torch.zeros_like,
+    torch.Tensor.new_full, torch.Tensor.new_ones, torch.Tensor.new_tensor, torch.Tensor.new_zeros,
+}  # fmt: skip
+
+
+def _keep_forever(thing: object) -> None:
+    """torch holds plain pointers to allocators and pools, also while the interpreter goes down."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _new_pool(hooks: tuple[str, str], device: torch.device, allocators: dict[str, Any]) -> torch.cuda.MemPool:
+    if not hasattr(torch._C, "_cuda_customAllocator"):
+        raise Error(f"this build of torch ({torch.__version__}) has no CUDA: regions on {device} cannot serve it")
+    if hooks[0] not in allocators:
+        allocators[hooks[0]] = torch.cuda.memory.CUDAPluggableAllocator(_core.__file__, *hooks)
+        _keep_forever(allocators[hooks[0]])
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool(allocators[hooks[0]].allocator())
+
+
+class RegionPools:
+    """torch's pools over one region: one per thread that is inside it, reused, and one for graphs.
+
+    torch refuses to route two threads to one pool, hence several. The graph pool is apart, because what a graph holds
+    in it looks free to torch. Guarded by the Router's lock.
+    """
+
+    def __init__(self, region: Region, allocators: dict[str, Any]) -> None:
+        self.region = region
+        self.device = torch.device(region.device)
+        self._allocators = allocators
+        self._idle: list[torch.cuda.MemPool] = []
+        self._lent: list[torch.cuda.MemPool] = []
+        self._retired_ids: list[tuple[int, int]] = []
+        self._graph: torch.cuda.MemPool | None = None
+
+    def _make(self) -> torch.cuda.MemPool:
+        return _new_pool(self.region._core.hooks(), self.device, self._allocators)
+
+    def lend(self) -> torch.cuda.MemPool:
+        pool = self._idle.pop() if self._idle else self._make()
+        self._lent.append(pool)
+        return pool
+
+    def take_back(self, pool: torch.cuda.MemPool) -> None:
+        self._lent.remove(pool)
+        self._idle.append(pool)
+
+    @property
+    def graph(self) -> torch.cuda.MemPool:
+        if self._graph is None:
+            self._graph = self._make()
+        return self._graph
+
+    def has(self, pool_id: tuple[int, int]) -> bool:
+        return self._graph is not None and self._graph.id == pool_id
+
+    def free_blocks(self) -> list[tuple[int, int]]:
+        """(address, bytes) of what these pools hold free, by address. The graph pool has none: graphs use it all."""
+        ids = [pool.id for pool in (*self._idle, *self._lent)] + self._retired_ids
+        return sorted(
+            (block["address"], block["size"])
+            for pool_id in ids
+            for segment in _snapshot(pool_id)
+            for block in segment["blocks"]
+            if block["state"] == "inactive"
+        )
+
+    def retire_idle(self) -> list[torch.cuda.MemPool]:
+        """Pools with free blocks, out of use from now on: once the caller lets go of them, torch frees what it can."""
+        keep, retired = [], []
+        for pool in self._idle:
+            blocks = (block for segment in _snapshot(pool.id) for block in segment["blocks"])
+            (retired if any(block["state"] == "inactive" for block in blocks) else keep).append(pool)
+        self._idle = keep
+        self._retired_ids += [pool.id for pool in retired]
+        return retired
+
+    def keep_forever(self) -> None:
+        for pool in (*self._idle, *self._lent, *([self._graph] if self._graph else [])):
+            _keep_forever(pool)
+
+
+if "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters:
+
+    def _snapshot(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
+        return torch.cuda.memory_snapshot(pool_id, include_traces=False)  # type: ignore[no-any-return]
+else:
+
+    def _snapshot(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
+        return torch.cuda.memory_snapshot(pool_id)  # type: ignore[no-any-return]
+
+
+class Thread(threading.local):
+    """What one thread has entered, innermost last (None: outside), and the pools that torch routes it to now."""
+
+    def __init__(self) -> None:
+        self.entered: list[Region | None] = []
+        self.pools: dict[Region, torch.cuda.MemPool] = {}  # lent to this thread
+        self.routed: dict[torch.device, torch.cuda.MemPool] = {}
+        self.refusing: dict[torch.device, torch.cuda.MemPool] = {}
+        self.autograd: list[Any] = []
+        self.host_mode: HostMode | None = None
+
+    def innermost(self) -> dict[str, Region]:
+        """The region that allocations on each device go to."""
+        found: dict[str, Region] = {}
+        for region in self.entered:
+            if region is None:
+                found.clear()
+            else:
+                found[region.device] = region
+        return found
+
+
+class HostMode(TorchFunctionMode):
+    """Moves what torch's factory functions make on the CPU into the host region that the thread is in."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self._router = router
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _FACTORIES and (not kwargs or kwargs.get("out") is None):
+            region = self._router.thread.innermost().get("cpu")
+            if region is not None:
+                self._place(region, made, copy=func not in _EMPTY_FACTORIES)
+        return made
+
+    def _place(self, region: Region, made: torch.Tensor, copy: bool) -> None:
+        if hasattr(made, "__tensor_flatten__"):  # a wrapper, such as DTensor: its parts are what has memory
+            for name in made.__tensor_flatten__()[0]:
+                self._place(region, getattr(made, name), copy)
+        elif made.device.type == "cpu" and made.layout == torch.strided and made.numel():
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(made.size(), made.stride()))
+            placed = self._router.empty(region, (extent,), made.dtype).as_strided(made.size(), made.stride())
+            if copy:
+                placed.copy_(made.detach())
+            made.data = placed
+
+
+class Router:
+    """The adapter that memsaver.regions asks for: who is where, and what torch is told of it."""
+
+    def __init__(self) -> None:
+        self.thread = Thread()
+        self._lock = threading.RLock()
+        self._pools: dict[Region, RegionPools] = {}
+        self._allocators: dict[str, Any] = {}
+        self._inside: dict[int, list[Region | None]] = {}  # thread -> its entered list
+        _observe_captures()
+        atexit.register(self._keep_pools)
+
+    # Entering and leaving
+
+    def enter(self, region: Region) -> None:
+        self._push(region)
+        try:
+            self.refresh()
+        except BaseException:
+            self._pop()
+            self.refresh()
+            raise
+
+    def leave(self, region: Region, error: BaseException | None) -> None:
+        self._pop()
+        self.refresh()
+        if isinstance(error, torch.OutOfMemoryError) and region.state != "active":
+            raise RegionPausedError(
+                f"region {region.tag!r} is {region.state}: what was entered before cannot take allocations now",
+                tag=region.tag,
+                state=region.state,
+            ) from error
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        self._push(None)
+        self.refresh()
+        try:
+            yield
+        finally:
+            self._pop()
+            self.refresh()
+
+    def _push(self, region: Region | None) -> None:
+        self.thread.entered.append(region)
+        with self._lock:
+            self._inside[threading.get_ident()] = self.thread.entered
+
+    def _pop(self) -> None:
+        self.thread.entered.pop()
+        if not self.thread.entered:
+            with self._lock:
+                self._inside.pop(threading.get_ident(), None)
+
+    def refresh(self) -> None:
+        """Makes torch's routing of this thread what the entered regions and their states say.
+
+        One pool at a time: torch versions differ in which of two routed pools wins.
+        """
+        thread = self.thread
+        entered = [region for region in thread.entered if region is not None]
+        self._set_host_mode(any(region.device == "cpu" for region in entered))
+        wanted = {
+            torch.device(device): self._pool_for(region)
+            for device, region in thread.innermost().items()
+            if device != "cpu"
+        }
+        for device, pool in list(thread.routed.items()):
+            if wanted.get(device) is not pool:
+                torch._C._cuda_endAllocateToPool(device.index, pool.id)
+                torch._C._cuda_releasePool(device.index, pool.id)
+                del thread.routed[device]
+        for device, pool in wanted.items():
+            if device not in thread.routed:
+                torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, pool.id)
+                thread.routed[device] = pool
+        with self._lock:
+            for region in [region for region in thread.pools if region not in entered]:
+                self._pools[region].take_back(thread.pools.pop(region))
+        self._set_autograd_threads(not any(region.device != "cpu" for region in entered))
+
+    def _pool_for(self, region: Region) -> torch.cuda.MemPool:
+        thread = self.thread
+        if region.state != "active":
+            device = torch.device(region.device)
+            if device not in thread.refusing:
+                hooks = ("memsaver_alloc_refused", "memsaver_free_refused")
+                thread.refusing[device] = _new_pool(hooks, device, self._allocators)
+                _keep_forever(thread.refusing[device])
+            return thread.refusing[device]
+        if region not in thread.pools:
+            with self._lock:
+                thread.pools[region] = self._of(region).lend()
+        return thread.pools[region]
+
+    def _set_autograd_threads(self, enabled: bool) -> None:
+        """Keeps backward on this thread while it is routed: autograd's own threads are not."""
+        if not enabled and not self.thread.autograd:
+            guard = torch.autograd.set_multithreading_enabled(False)
+            guard.__enter__()
+            self.thread.autograd.append(guard)
+        elif enabled and self.thread.autograd:
+            self.thread.autograd.pop().__exit__(None, None, None)
+
+    def _set_host_mode(self, on: bool) -> None:
+        thread = self.thread
+        if on and thread.host_mode is None:
+            thread.host_mode = HostMode(self)
+            thread.host_mode.__enter__()
+        elif not on and thread.host_mode is not None:
+            mode, thread.host_mode = thread.host_mode, None
+            mode.__exit__(None, None, None)
+
+    # What regions ask
+
+    def _of(self, region: Region) -> RegionPools:
+        if region not in self._pools:
+            self._pools[region] = RegionPools(region, self._allocators)
+        return self._pools[region]
+
+    def empty(self, region: Region, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is {dtype!r}, expected a torch.dtype")
+        count = math.prod(shape)
+        if count == 0:
+            with torch._C.DisableTorchFunction():
+                return torch.empty(tuple(shape), dtype=dtype, device=region.device)
+        if region.device != "cpu":
+            with region:
+                return torch.empty(tuple(shape), dtype=dtype, device=region.device)
+        return torch.from_dlpack(region._core.allocate_array(count * dtype.itemsize)).view(dtype).view(tuple(shape))
+
+    def pool(self, region: Region) -> torch.cuda.MemPool:
+        if region.device == "cpu":
+            raise Error(f"region {region.tag!r} is on the host driver, and torch has memory pools on CUDA only")
+        with self._lock:
+            return self._of(region).graph
+
+    def graph_region(self, pool_id: tuple[int, int]) -> Region | None:
+        """The region whose graph pool this is."""
+        with self._lock:
+            return next((region for region, pools in self._pools.items() if pools.has(pool_id)), None)
+
+    def live(self, region: Region) -> Ranges | None:
+        """What of the region counts: its segments less the blocks that its pools hold free."""
+        with self._lock:
+            pools = self._pools.get(region)
+            free = pools.free_blocks() if pools is not None else []
+        if not free:
+            return None
+        base = region._core.base
+        return _subtract(region._core.live(), [(address - base, size) for address, size in free])
+
+    def check_pausable(self, regions: Sequence[Region]) -> None:
+        """Raises Error if another thread is inside one: torch could give it cached memory that is about to go."""
+        with self._lock:
+            for ident, entered in self._inside.items():
+                held = next((region for region in regions if region in entered), None)
+                if held is not None and ident != threading.get_ident():
+                    raise Error(
+                        f"region {held.tag!r} cannot be paused: thread {ident} is inside it; it must leave first"
+                    )
+
+    def trim(self, regions: Sequence[Region]) -> None:
+        with self._lock:
+            retired = [pool for region in regions if region in self._pools for pool in self._pools[region].retire_idle()]
+        retired.clear()  # outside the lock: torch frees segments as the pools go
+
+    def _keep_pools(self) -> None:
+        for pools in self._pools.values():
+            pools.keep_forever()
+
+
+def _subtract(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> Ranges:
+    """The parts of ``ranges`` not covered by ``holes``; both are sorted (offset, bytes) without overlaps."""
+    left: Ranges = []
+    position = 0
+    for begin, size in ranges:
+        end = begin + size
+        while position < len(holes) and holes[position][0] + holes[position][1] <= begin:
+            position += 1
+        at = begin
+        for offset, nbytes in holes[position:]:
+            if offset >= end:
+                break
+            if offset > at:
+                left.append((at, offset - at))
+            at = max(at, offset + nbytes)
+        if at < end:
+            left.append((at, end - at))
+    return left
+
+
+def _observe_captures() -> None:
+    """Tells the core of every capture that torch makes: a device-wide wait beside one would break it."""
+    running: dict[int, Callable[[], object]] = {}
+    original_begin, original_end = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
+
+    def capture_begin(self: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
+        _core.capture_begins()
+        # Also when a graph goes away in the middle of its capture.
+        ends = running[id(self)] = weakref.finalize(self, _core.capture_ends)
+        ends.atexit = False
+        try:
+            original_begin(self, *args, **kwargs)
+        except BaseException:
+            running.pop(id(self))()
+            raise
+
+    def capture_end(self: torch.cuda.CUDAGraph) -> None:
+        try:
+            original_end(self)
+        finally:
+            running.pop(id(self), lambda: None)()
+
+    torch.cuda.CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph.capture_end = capture_end  # type: ignore[method-assign]
