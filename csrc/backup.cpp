@@ -22,7 +22,8 @@ void touch(std::byte* data, std::size_t size) {
   std::vector<std::thread> threads;
   for (std::size_t begin = 0; begin < size; begin += share)
     threads.emplace_back([data, begin, end = std::min(size, begin + share)] {
-      for (std::size_t at = begin; at < end; at += kHostPage) *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};
+      for (std::size_t at = begin; at < end; at += kHostPage)
+        *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};
     });
   for (auto& thread : threads) thread.join();
 }

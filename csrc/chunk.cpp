@@ -88,13 +88,16 @@ class RetainedPool::Request final : public ChunkRequest {
   Chunk next(std::size_t limit) override {
     // Idle chunks first, small ones too: making new memory while holding idle memory would take more than is needed.
     if (Chunk chunk = pool_.take_idle(limit)) return chunk;
-    const std::size_t size = chunk_class(limit);
+    std::size_t size = chunk_class(limit);
     for (;;) {
       try {
         return Chunk(pool_.driver_, pool_.driver_.create(size), size);
       } catch (const ChunkUnavailable&) {
-        // What is idle now is too large to be used here: let it go, and try again with its memory.
-        if (pool_.give_up(size) == 0) throw;
+        // What is idle now is too large to be used here: let it go, and try again with its memory. After that, the
+        // last of a device's memory comes in small chunks.
+        if (pool_.give_up(size) > 0) continue;
+        if (size == kPage) throw;
+        size = chunk_class(size - 1);
       }
     }
   }

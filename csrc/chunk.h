@@ -59,16 +59,22 @@ class ChunkSource {
   virtual ~ChunkSource() = default;
   // Opens a demand for about `bytes`. Waits until that much seems to be there, at most to `deadline`.
   virtual std::unique_ptr<ChunkRequest> ask(std::size_t bytes, Deadline deadline) = 0;
-  virtual void give(Chunk chunk) = 0;            // hands a chunk back
+  virtual void give(Chunk chunk) = 0;                  // hands a chunk back
   virtual std::size_t give_up(std::size_t bytes) = 0;  // lets idle chunks go to the driver; returns the bytes that went
-  virtual std::size_t idle_bytes() const = 0;    // held by the source, in nobody's use
+  virtual std::size_t idle_bytes() const = 0;          // held by the source, in nobody's use
 };
 
 // What `retain` allows the process to keep idle, over all devices.
 class RetainBudget {
  public:
-  void set_limit(std::size_t bytes) { std::lock_guard lock(mutex_); limit_ = bytes; }
-  std::size_t limit() const { std::lock_guard lock(mutex_); return limit_; }
+  void set_limit(std::size_t bytes) {
+    std::lock_guard lock(mutex_);
+    limit_ = bytes;
+  }
+  std::size_t limit() const {
+    std::lock_guard lock(mutex_);
+    return limit_;
+  }
   bool take(std::size_t bytes);  // false: over the limit
   void put(std::size_t bytes);
 

@@ -32,8 +32,9 @@ Core& core() {
     return new Core;
   }();
   if (forked)
-    throw Error("memsaver was in use before this process was forked, and a driver does not survive a fork: start the "
-                "process with the 'spawn' method instead");
+    throw Error(
+        "memsaver was in use before this process was forked, and a driver does not survive a fork: start the "
+        "process with the 'spawn' method instead");
   return *only;
 }
 

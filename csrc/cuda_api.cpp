@@ -62,8 +62,7 @@ struct Nvml {
     if (library == nullptr) return;
     init = reinterpret_cast<decltype(init)>(::dlsym(library, "nvmlInit_v2"));
     device_by_uuid = reinterpret_cast<decltype(device_by_uuid)>(::dlsym(library, "nvmlDeviceGetHandleByUUID"));
-    running =
-        reinterpret_cast<decltype(running)>(::dlsym(library, "nvmlDeviceGetComputeRunningProcesses_v3"));
+    running = reinterpret_cast<decltype(running)>(::dlsym(library, "nvmlDeviceGetComputeRunningProcesses_v3"));
     usable = init != nullptr && device_by_uuid != nullptr && running != nullptr && init() == 0;
   }
 };
@@ -92,8 +91,7 @@ bool loses_context(Result code) {
     case 719:  // launch failed
     case 721:  // tensor memory leak
       return true;
-    default:
-      return false;
+    default: return false;
   }
 }
 

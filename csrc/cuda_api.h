@@ -63,6 +63,7 @@ constexpr int kHostRegisterPortable = 1;
 constexpr int kCaptureRelaxed = 2;
 
 // name, API version of the signature, arguments. Optional ones are null on drivers older than their version.
+// clang-format off
 #define MEMSAVER_CUDA_CALLS(required, optional)                                                                    \
   required(cuInit, 2000, unsigned)                                                                                 \
   required(cuGetErrorString, 6000, Result, const char**)                                                           \
@@ -95,6 +96,7 @@ constexpr int kCaptureRelaxed = 2;
   required(cuEventCreate, 2000, Event*, unsigned)                                                                  \
   required(cuEventQuery, 2000, Event)                                                                              \
   required(cuEventDestroy, 4000, Event)
+// clang-format on
 
 struct Api {
 #define MEMSAVER_DECLARE(name, version, ...) Result (*name)(__VA_ARGS__) = nullptr;

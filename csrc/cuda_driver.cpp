@@ -31,7 +31,8 @@ class CudaDriver final : public Driver {
     int count = 0;
     check("cuDeviceGetCount", api().cuDeviceGetCount(&count));
     if (ordinal < 0 || ordinal >= count)
-      throw BadArgument("device is '" + name + "', expected one of the " + std::to_string(count) + " visible CUDA devices");
+      throw BadArgument("device is '" + name + "', expected one of the " + std::to_string(count) +
+                        " visible CUDA devices");
     check("cuDeviceGet", api().cuDeviceGet(&device_, ordinal));
     if (attribute(kAttributeVirtualMemory) == 0 || attribute(kAttributePosixFd) == 0)
       throw DriverError("cuDeviceGetAttribute", 801, name + " does not support virtual memory with POSIX descriptors");

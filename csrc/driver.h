@@ -57,7 +57,7 @@ class Driver {
 
   const std::string name;  // as torch spells it: "cuda:0", "cpu"
 
-  virtual std::string uuid() = 0;    // the same for every process that means this device
+  virtual std::string uuid() = 0;  // the same for every process that means this device
   virtual Memory memory() = 0;
   virtual std::vector<Process> processes() = 0;  // who holds memory of this device, as far as the system tells
 
@@ -77,8 +77,8 @@ class Driver {
   virtual void unmap(Address address, std::size_t size) = 0;
 
   // Work and copies. Copies are asynchronous until finish_copies(), and ordered behind nothing: synchronise first.
-  virtual void synchronize() = 0;                // waits for all work on the device; breaks a capture in progress
-  virtual Ticket record() = 0;                   // null where the driver cannot tell; must not run beside a capture
+  virtual void synchronize() = 0;  // waits for all work on the device; breaks a capture in progress
+  virtual Ticket record() = 0;     // null where the driver cannot tell; must not run beside a capture
   virtual bool done(const Ticket& ticket) = 0;
   virtual void copy_out(void* host, Address address, std::size_t size) = 0;
   virtual void copy_in(Address address, const void* host, std::size_t size) = 0;

@@ -110,10 +110,11 @@ class HostDriver final : public Driver {
 
   Handle import_fd(int fd, std::size_t size) override {
     faults().check("import_fd");
-    struct stat status {};
+    struct stat status{};
     if (::fstat(fd, &status) != 0) fail("import_fd");
     if (static_cast<std::size_t>(status.st_size) != size)
-      refuse("import_fd", "the descriptor has " + std::to_string(status.st_size) + " bytes, not " + std::to_string(size));
+      refuse("import_fd",
+             "the descriptor has " + std::to_string(status.st_size) + " bytes, not " + std::to_string(size));
     const int copy = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (copy < 0) fail("import_fd");
     ledger_.charge_imported(status.st_ino, size);
@@ -190,7 +191,7 @@ class HostDriver final : public Driver {
   }
 
   static std::uint64_t inode_of(int file) {
-    struct stat status {};
+    struct stat status{};
     if (::fstat(file, &status) != 0) fail("create");
     return status.st_ino;
   }
@@ -229,8 +230,8 @@ class HostDriver final : public Driver {
 
   void check_whole_chunks(const char* call, Address address, std::size_t size) const {
     Address covered = address;
-    for (auto entry = mapped_.find(address); entry != mapped_.end() && entry->first == covered && covered < address + size;
-         ++entry)
+    for (auto entry = mapped_.find(address);
+         entry != mapped_.end() && entry->first == covered && covered < address + size; ++entry)
       covered += entry->second.size;
     if (covered != address + size) refuse(call, "the range is not made of whole mapped chunks");
   }

@@ -80,7 +80,7 @@ HostLedger::HostLedger(std::size_t capacity)
   const std::string path = ledger_path(capacity);
   file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (file_ < 0) fail("open");
-  struct stat status {};
+  struct stat status{};
   if (::fstat(file_, &status) != 0) fail("fstat");
   if (status.st_uid != ::getuid())
     throw DriverError("open", EPERM, path + " belongs to user " + std::to_string(status.st_uid));

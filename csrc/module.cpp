@@ -6,7 +6,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-
 #include <unistd.h>
 
 #include "region.h"
@@ -327,6 +326,7 @@ void bind_driver(nb::module_& module) {
 }  // namespace
 
 NB_MODULE(_core, module) {
+  nb::set_leak_warnings(false);  // a region entered at exit is no leak, and the library never prints
   module.def("set_error_factory", [](nb::callable factory) { make_error = factory.release().ptr(); });
   nb::register_exception_translator(translate);
   bind_region(module);
@@ -384,12 +384,13 @@ NB_MODULE(_core, module) {
       },
       "bytes"_a);
   module.def(
-      "open_driver",
-      [](const std::string& name) -> Driver& { return *opened(name).driver; }, nb::rv_policy::reference, "device"_a);
+      "open_driver", [](const std::string& name) -> Driver& { return *opened(name).driver; }, nb::rv_policy::reference,
+      "device"_a);
 
   // Fault injection, for tests.
-  module.def("faults_arm", [](std::uint64_t nth, const std::string& kind) { faults().arm(nth, kind); }, "nth"_a,
-             "kind"_a = "error");
+  module.def(
+      "faults_arm", [](std::uint64_t nth, const std::string& kind) { faults().arm(nth, kind); }, "nth"_a,
+      "kind"_a = "error");
   module.def("faults_disarm", [] { faults().disarm(); });
   module.def("faults_calls", [] { return faults().calls(); });
 }

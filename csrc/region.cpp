@@ -6,7 +6,7 @@
 namespace memsaver {
 namespace {
 
-constexpr std::size_t kSmallAlignment = 512;  // what torch's own allocator promises
+constexpr std::size_t kAlignment = 512;  // what torch's own allocator promises
 constexpr std::size_t kLeastSpan = std::size_t{16} << 30;
 constexpr std::size_t kSpanPerDevice = 4;  // addresses are free: leave room for what fragmentation strands
 constexpr std::size_t kAllowance = 48 * kMiB;
@@ -48,17 +48,15 @@ Region::Region(std::string region_tag, Device& on_device, Policy region_policy)
   addresses_[0] = span;
 }
 
-// Addresses: first fit, so that freed ranges (still mapped, often) are used before new ones.
+// Addresses: first fit, so that freed ranges (still mapped, often) are used before new ones. Side by side whatever the
+// sizes: torch's own are whole pages, and any other alignment would waste up to half of what it skips.
 std::size_t Region::take_addresses(std::size_t size) {
-  const std::size_t alignment = size >= kPage ? kPage : kSmallAlignment;
   for (const auto& [offset, free_size] : addresses_) {
-    const std::size_t begin = round_up(offset, alignment);
-    const std::size_t end = offset + free_size;
-    if (begin + size > end) continue;
-    const std::size_t head = offset;
-    addresses_.erase(head);
-    if (begin > head) addresses_[head] = begin - head;
-    if (begin + size < end) addresses_[begin + size] = end - begin - size;
+    if (size > free_size) continue;
+    const std::size_t begin = offset;
+    const std::size_t rest = free_size - size;
+    addresses_.erase(begin);
+    if (rest > 0) addresses_[begin + size] = rest;
     return begin;
   }
   throw Error("region '" + tag + "' has no free addresses left for " + std::to_string(size) + " bytes, of " +
@@ -86,8 +84,9 @@ std::size_t Region::allocate(std::size_t size) {
     throw RegionPausedError("region '" + tag + "' is " + name_of(state) + ": it cannot take an allocation of " +
                                 std::to_string(size) + " bytes",
                             tag, name_of(state));
+  if (size > span) throw OutOfMemoryError(device.driver->name, size, device.driver->memory().free);
   reap(false);
-  size = round_up(std::max<std::size_t>(size, 1), kSmallAlignment);
+  size = round_up(std::max<std::size_t>(size, 1), kAlignment);
   const std::size_t offset = take_addresses(size);
   segments_[offset] = {size, false};
   allocated_ += size;
@@ -134,13 +133,9 @@ void Region::free(std::size_t offset) {
   if (found == segments_.end() || found->second.resting) return;
   switch (state) {
     case State::pausing:
-    case State::resuming:
-      freed_meanwhile_.push_back(offset);
-      break;
+    case State::resuming: freed_meanwhile_.push_back(offset); break;
     case State::paused:
-    case State::lost:
-      erase(offset);
-      break;
+    case State::lost: erase(offset); break;
     case State::active:
       found->second.resting = true;
       allocated_ -= found->second.size;
@@ -309,7 +304,7 @@ std::size_t Region::missing_bytes() const {
     covered = std::max(covered, round_up(range.offset + range.size, kPage));
     if (covered > begin) bytes += covered - begin;
   }
-  return bytes - std::min(bytes, mapped_);
+  return bytes - std::min(bytes, mapped_bytes());
 }
 
 void Region::map(Slot slot, Chunk chunk) {

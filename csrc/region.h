@@ -5,6 +5,7 @@
 // wait, a copy or Python.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
@@ -112,7 +113,7 @@ class Region {
   std::list<Rest> resting_;
   std::vector<std::size_t> freed_meanwhile_;  // while a transition owned the region
   std::size_t allocated_ = 0;
-  std::size_t mapped_ = 0;
+  std::atomic<std::size_t> mapped_ = 0;  // read by others while a transition owns the region
 };
 
 // Chunks mapped by an operation that may still fail: unless committed, they are unmapped and handed back.
@@ -145,10 +146,10 @@ class Core {
   void mark_lost(Device& dead);  // its context is gone: so are the regions on it
 
   // A device-wide wait breaks a capture on any thread, so the two exclude each other.
-  void capture_begins();                 // waits for device-wide waits under way
+  void capture_begins();  // waits for device-wide waits under way
   void capture_ends();
   bool capturing() const { return captures_ > 0; }
-  void synchronize(Device& device);      // throws Error, before it waits, where a capture is under way
+  void synchronize(Device& device);  // throws Error, before it waits, where a capture is under way
 
  private:
   std::size_t captures_ = 0;

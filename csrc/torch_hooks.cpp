@@ -69,11 +69,13 @@ extern "C" __attribute__((visibility("default"))) void memsaver_free_refused(voi
   extern "C" __attribute__((visibility("default"))) void memsaver_free_##n(void* data, ssize_t, int, void*) { \
     memsaver::deallocate(0x##n, data);                                                                        \
   }
+// clang-format off
 #define MEMSAVER_ROW(r)                                                                                       \
   MEMSAVER_PAIR(r##0) MEMSAVER_PAIR(r##1) MEMSAVER_PAIR(r##2) MEMSAVER_PAIR(r##3) MEMSAVER_PAIR(r##4)         \
   MEMSAVER_PAIR(r##5) MEMSAVER_PAIR(r##6) MEMSAVER_PAIR(r##7) MEMSAVER_PAIR(r##8) MEMSAVER_PAIR(r##9)         \
   MEMSAVER_PAIR(r##a) MEMSAVER_PAIR(r##b) MEMSAVER_PAIR(r##c) MEMSAVER_PAIR(r##d) MEMSAVER_PAIR(r##e)         \
   MEMSAVER_PAIR(r##f)
+// clang-format on
 MEMSAVER_ROW(0)
 MEMSAVER_ROW(1)
 MEMSAVER_ROW(2)

@@ -141,7 +141,10 @@ Transition::Outcome Transition::run(const std::vector<Pause>& pauses, bool resto
   // The commit point: from here on the regions that go out are paused, whatever the driver still refuses.
   std::exception_ptr refusal;
   std::map<Device*, std::map<std::size_t, std::vector<Chunk>>> handed;
-  for (auto& [region, backup] : backups) region->backup = std::move(backup);
+  {
+    std::lock_guard lock(core().mutex);  // others may read the figures of a region in transition
+    for (auto& [region, backup] : backups) region->backup = std::move(backup);
+  }
   for (Region* region : pausing_) {
     std::vector<Chunk> freed;
     if (const auto error = region->unmap(region->chunk_offsets(), freed); error && !refusal)
@@ -270,6 +273,7 @@ void Transition::come_in(std::vector<Incoming>& incoming, std::map<std::size_t, 
     throw;
   }
   outcome.copied_bytes += copied;
+  std::lock_guard lock(core().mutex);
   for (std::size_t i = 0; i < incoming.size(); ++i) {
     outcome.restored_bytes += mappings[i].commit();
     incoming[i].region->backup.reset();

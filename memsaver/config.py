@@ -18,19 +18,22 @@ _UNITS = {
     "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
 }  # fmt: skip
 _PAGE = 2 << 20
+_LARGEST = 1 << 60
 
 
 def parse_size(value: int | str, option: str) -> int:
     """Bytes from an integer or a string such as ``"64GiB"``, ``"1.5 GB"`` or ``"512M"``.
 
-    Raises ConfigError for anything else, and for negative sizes.
+    Raises ConfigError for anything else, and for sizes below 0 or above 1 EiB.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST:
         return value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
         if match and match[2].lower() in _UNITS:
-            return int(float(match[1]) * _UNITS[match[2].lower()])
+            nbytes = float(match[1]) * _UNITS[match[2].lower()]
+            if nbytes <= _LARGEST:
+                return int(nbytes)
     raise ConfigError(
         f"{option} is {value!r}, expected a number of bytes of 0 or more, or a string such as '64GiB'",
         option=option,
@@ -78,7 +81,11 @@ def configure(**options: int | str) -> None:
 
 def from_environment() -> None:
     """Applies ``MEMSAVER_<OPTION>`` for every option that the environment names."""
-    found = {option: os.environ[f"MEMSAVER_{option.upper()}"] for option in _OPTIONS if f"MEMSAVER_{option.upper()}" in os.environ}
+    found = {
+        option: os.environ[f"MEMSAVER_{option.upper()}"]
+        for option in _OPTIONS
+        if f"MEMSAVER_{option.upper()}" in os.environ
+    }
     configure(**found)
 
 

@@ -12,8 +12,8 @@ GIB = 1 << 30
 class Error(RuntimeError):
     """Base of all errors of memsaver. Keyword arguments become attributes."""
 
-    def __init__(self, message: str = "", **fields: Any) -> None:
-        super().__init__(message)
+    def __init__(self, text: str = "", /, **fields: Any) -> None:
+        super().__init__(text)
         self.__dict__.update(fields)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -75,7 +75,7 @@ def gib(nbytes: int) -> str:
 def process_name(pid: int) -> str:
     """The name of a process, or ``"?"`` where the system does not tell."""
     try:
-        return psutil.Process(pid).name()
+        return str(psutil.Process(pid).name())
     except psutil.Error:
         return "?"
 

@@ -34,7 +34,7 @@ class CUDAGraph(torch.cuda.CUDAGraph):
     def add_needs(self, needed: Iterable[Region]) -> None:
         self._needs = tuple(dict.fromkeys((*self._needs, *needed)))
 
-    def capture_begin(self, pool: Any = None, **kwargs: Any) -> None:
+    def capture_begin(self, pool: Any = None, **kwargs: Any) -> None:  # type: ignore[override]
         super().capture_begin(pool=pool, **kwargs)
         region = regions.adapter().graph_region(tuple(pool)) if pool is not None else None
         if region is not None:
@@ -85,13 +85,15 @@ def graph(
         with (
             regions.outside(),
             torch.cuda.device(device),
+            # Backward on this thread too: autograd's own may lack a cuBLAS handle, which cannot be made in a capture.
+            torch.autograd.set_multithreading_enabled(False),
             torch.cuda.graph(cuda_graph, pool=pool.id, stream=stream, capture_error_mode=capture_error_mode),
         ):
             yield
         completed = True
     finally:
         if not completed:
-            _clean_up(device, pool.id, before)
+            _clean_up(device, before)
     cuda_graph.add_needs(needed)
 
 
@@ -104,13 +106,8 @@ def _resolve(needs: Any) -> list[Region]:
     return found
 
 
-def _clean_up(device: torch.device, pool_id: tuple[int, int], before: torch.cuda.Stream) -> None:
-    """Undoes what torch leaves behind when ending a capture fails: routing, current stream, random generator."""
-    try:
-        torch._C._cuda_endAllocateToPool(device.index, pool_id)
-        torch._C._cuda_releasePool(device.index, pool_id)
-    except RuntimeError:
-        pass  # torch came as far as this itself
+def _clean_up(device: torch.device, before: torch.cuda.Stream) -> None:
+    """Undoes what torch leaves behind when ending a capture fails: its stream, and the random generator's state."""
     torch.cuda.set_stream(before)
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())

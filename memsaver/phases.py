@@ -23,9 +23,7 @@ class Phase:
 _phases: dict[str, Phase] = {}
 
 
-def define_phase(
-    name: str, resident: Iterable[str], on_enter: Hook | None = None, on_exit: Hook | None = None
-) -> None:
+def define_phase(name: str, resident: Iterable[str], on_enter: Hook | None = None, on_exit: Hook | None = None) -> None:
     """Says which tags are resident in a phase; a second definition takes the place of the first.
 
     ``on_enter`` runs after the phase's regions are there, ``on_exit`` when the phase is left. The regions need not

@@ -49,6 +49,7 @@ class Adapter(Protocol):
     def refresh(self) -> None: ...
     def outside(self) -> AbstractContextManager[None]: ...
     def trim(self, regions: Sequence[Region]) -> None: ...
+    def graph_region(self, pool_id: tuple[int, int]) -> Region | None: ...
 
 
 # Set by memsaver/__init__.py, which alone knows both sides. Loading torch waits until something needs it.
@@ -59,7 +60,7 @@ _adapter: Adapter | None = None
 def adapter() -> Adapter:
     global _adapter
     if _adapter is None:
-        _adapter = load_adapter()
+        _adapter = load_adapter()  # noqa: F821
     return _adapter
 
 
@@ -78,7 +79,7 @@ class Region:
 
     @property
     def state(self) -> str:
-        """"active", "pausing", "paused", "resuming" or "lost"."""
+        """One of "active", "pausing", "paused", "resuming" and "lost"."""
         return str(self._core.state)
 
     @property

@@ -65,6 +65,7 @@ class RegionPools:
         self._lent: list[torch.cuda.MemPool] = []
         self._retired_ids: list[tuple[int, int]] = []
         self._graph: torch.cuda.MemPool | None = None
+        self._spent: list[torch.cuda.MemPool] = []  # graph pools that a failed capture left unfit for another
 
     def _make(self) -> torch.cuda.MemPool:
         return _new_pool(self.region._core.hooks(), self.device, self._allocators)
@@ -87,6 +88,11 @@ class RegionPools:
     def has(self, pool_id: tuple[int, int]) -> bool:
         return self._graph is not None and self._graph.id == pool_id
 
+    def replace_graph(self) -> None:
+        if self._graph is not None:
+            self._spent.append(self._graph)
+        self._graph = None
+
     def free_blocks(self) -> list[tuple[int, int]]:
         """(address, bytes) of what these pools hold free, by address. The graph pool has none: graphs use it all."""
         ids = [pool.id for pool in (*self._idle, *self._lent)] + self._retired_ids
@@ -100,7 +106,8 @@ class RegionPools:
 
     def retire_idle(self) -> list[torch.cuda.MemPool]:
         """Pools with free blocks, out of use from now on: once the caller lets go of them, torch frees what it can."""
-        keep, retired = [], []
+        keep: list[torch.cuda.MemPool] = []
+        retired: list[torch.cuda.MemPool] = []
         for pool in self._idle:
             blocks = (block for segment in _snapshot(pool.id) for block in segment["blocks"])
             (retired if any(block["state"] == "inactive" for block in blocks) else keep).append(pool)
@@ -109,7 +116,7 @@ class RegionPools:
         return retired
 
     def keep_forever(self) -> None:
-        for pool in (*self._idle, *self._lent, *([self._graph] if self._graph else [])):
+        for pool in (*self._idle, *self._lent, *self._spent, *([self._graph] if self._graph else [])):
             _keep_forever(pool)
 
 
@@ -181,7 +188,7 @@ class Router:
         self._pools: dict[Region, RegionPools] = {}
         self._allocators: dict[str, Any] = {}
         self._inside: dict[int, list[Region | None]] = {}  # thread -> its entered list
-        _observe_captures()
+        self._observe_captures()
         atexit.register(self._keep_pools)
 
     # Entering and leaving
@@ -338,12 +345,62 @@ class Router:
 
     def trim(self, regions: Sequence[Region]) -> None:
         with self._lock:
-            retired = [pool for region in regions if region in self._pools for pool in self._pools[region].retire_idle()]
+            retired = [
+                pool for region in regions if region in self._pools for pool in self._pools[region].retire_idle()
+            ]
         retired.clear()  # outside the lock: torch frees segments as the pools go
 
     def _keep_pools(self) -> None:
         for pools in self._pools.values():
             pools.keep_forever()
+
+    # Captures, whoever makes them
+
+    def _observe_captures(self) -> None:
+        """Tells the core of every capture that torch makes: a device-wide wait beside one would break it."""
+        running: dict[int, tuple[Callable[[], object], Any]] = {}
+        original_begin, original_end = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
+
+        def capture_begin(graph: torch.cuda.CUDAGraph, pool: Any = None, *args: Any, **kwargs: Any) -> None:
+            _core.capture_begins()
+            ends = weakref.finalize(graph, _core.capture_ends)  # also when a graph goes away in mid-capture
+            ends.atexit = False
+            try:
+                original_begin(graph, pool, *args, **kwargs)
+            except BaseException:
+                ends()
+                raise
+            running[id(graph)] = ends, pool
+
+        def capture_end(graph: torch.cuda.CUDAGraph) -> None:
+            ends, pool = running.pop(id(graph), (lambda: None, None))
+            try:
+                original_end(graph)
+            except BaseException:
+                if pool is not None:
+                    self._capture_failed(graph, tuple(pool))
+                raise
+            finally:
+                ends()
+
+        torch.cuda.CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign,assignment]
+        torch.cuda.CUDAGraph.capture_end = capture_end  # type: ignore[method-assign]
+
+    def _capture_failed(self, graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int]) -> None:
+        """torch goes on routing to the pool of a capture that it could not end: this stops it.
+
+        Its allocator of pinned host memory has no such way out and refuses the pool from now on, so the next capture
+        gets a new one; and it keeps a pointer to the graph, which therefore stays.
+        """
+        region = self.graph_region(pool_id)
+        if region is None:
+            return
+        device = torch.device(region.device)
+        torch._C._cuda_endAllocateToPool(device.index, pool_id)
+        torch._C._cuda_releasePool(device.index, pool_id)
+        _keep_forever(graph)
+        with self._lock:
+            self._of(region).replace_graph()
 
 
 def _subtract(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> Ranges:
@@ -364,29 +421,3 @@ def _subtract(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]
         if at < end:
             left.append((at, end - at))
     return left
-
-
-def _observe_captures() -> None:
-    """Tells the core of every capture that torch makes: a device-wide wait beside one would break it."""
-    running: dict[int, Callable[[], object]] = {}
-    original_begin, original_end = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
-
-    def capture_begin(self: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
-        _core.capture_begins()
-        # Also when a graph goes away in the middle of its capture.
-        ends = running[id(self)] = weakref.finalize(self, _core.capture_ends)
-        ends.atexit = False
-        try:
-            original_begin(self, *args, **kwargs)
-        except BaseException:
-            running.pop(id(self))()
-            raise
-
-    def capture_end(self: torch.cuda.CUDAGraph) -> None:
-        try:
-            original_end(self)
-        finally:
-            running.pop(id(self), lambda: None)()
-
-    torch.cuda.CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign]
-    torch.cuda.CUDAGraph.capture_end = capture_end  # type: ignore[method-assign]
