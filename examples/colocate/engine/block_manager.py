@@ -1,0 +1,147 @@
+"""Which sequence holds which block of the paged KV cache, and which full blocks can be shared.
+
+A full block is known by a digest of its tokens and of all before them, so equal digests mean equal contents. Blocks
+nobody holds keep their contents, and can be found again, until they are handed out anew (least recently freed first).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+
+from .sequence import Sequence
+
+SCRATCH_BLOCK = 0  # never handed out: padding writes here
+
+
+class OutOfBlocksError(RuntimeError):
+    """The KV cache has too few free blocks for what was asked."""
+
+
+class BlockManager:
+    """Hands out blocks 1 to num_blocks - 1, each holding K and V of `block_size` tokens."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks is {num_blocks}; expected 2 or more, block {SCRATCH_BLOCK} is for padding")
+        if block_size < 1:
+            raise ValueError(f"block_size is {block_size}; expected a positive number of tokens")
+        self.num_blocks, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
+        self._references = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # next to hand out first
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that sequences can hold in all."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no sequence holds; some may still be found through the prefix cache."""
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def cached_blocks(self, tokens: list[int]) -> list[int]:
+        """The blocks whose contents a sequence of these tokens can share, from its start.
+
+        At least the last token is left out: its logits are needed, so it has to be computed.
+        """
+        found: list[int] = []
+        digest = b""
+        for start in range(0, len(tokens) - self.block_size, self.block_size):
+            digest = _digest(digest, tokens[start : start + self.block_size])
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def can_allocate(self, sequence: Sequence) -> bool:
+        """Whether blocks for all of the sequence's tokens can be had now."""
+        cached = self.cached_blocks(sequence.tokens)
+        return self._shortage(sequence, cached) <= 0
+
+    def allocate(self, sequence: Sequence) -> None:
+        """Give a sequence that holds nothing the blocks for all its tokens, shared ones first."""
+        assert not sequence.blocks
+        cached = self.cached_blocks(sequence.tokens)
+        if (shortage := self._shortage(sequence, cached)) > 0:
+            raise OutOfBlocksError(
+                f"{len(sequence.tokens)} tokens need {shortage} more free blocks of {self.block_size} tokens; "
+                f"{self.num_free} of {self.num_usable} are free"
+            )
+        for block in cached:
+            self._references[block] += 1
+            self._free.pop(block, None)
+        sequence.blocks = list(cached)
+        sequence.digests = [self._digest_of[block] for block in cached]
+        sequence.num_computed = len(cached) * self.block_size
+        while len(sequence.blocks) < self.blocks_for(len(sequence.tokens)):
+            sequence.blocks.append(self._take())
+
+    def can_append(self, sequence: Sequence) -> bool:
+        """Whether the sequence's last token has, or can get, a block for its K and V."""
+        return self.blocks_for(len(sequence.tokens)) <= len(sequence.blocks) or self.num_free > 0
+
+    def append(self, sequence: Sequence) -> None:
+        """Make room for K and V of the sequence's last token."""
+        if self.blocks_for(len(sequence.tokens)) > len(sequence.blocks):
+            sequence.blocks.append(self._take())
+
+    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let others share the sequence's full blocks among its first `num_tokens` tokens.
+
+        Call it once their K and V are written, or will be by the very step that others first read them in.
+        """
+        if not self.prefix_cache:
+            return
+        size = self.block_size
+        for index in range(len(sequence.digests), num_tokens // size):
+            parent = sequence.digests[-1] if index else b""
+            digest = _digest(parent, sequence.tokens[index * size : (index + 1) * size])
+            sequence.digests.append(digest)
+            if digest not in self._block_of:
+                self._block_of[digest] = sequence.blocks[index]
+                self._digest_of[sequence.blocks[index]] = digest
+
+    def free(self, sequence: Sequence) -> None:
+        """Take the sequence's blocks back; the end of its chain is handed out before the start."""
+        for block in reversed(sequence.blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free[block] = None
+                if block not in self._digest_of:
+                    self._free.move_to_end(block, last=False)
+        sequence.blocks, sequence.digests, sequence.num_computed = [], [], 0
+
+    def drop_prefix_cache(self) -> None:
+        """Forget all contents. Nothing may hold blocks: their owners would go on from what is forgotten here."""
+        held = self.num_usable - self.num_free
+        if held:
+            raise RuntimeError(f"{held} blocks of the KV cache are held by running requests; drain them first")
+        self._block_of.clear()
+        self._digest_of.clear()
+
+    def _shortage(self, sequence: Sequence, cached: list[int]) -> int:
+        idle = sum(1 for block in cached if self._references[block] == 0)
+        return self.blocks_for(len(sequence.tokens)) - len(cached) - (self.num_free - idle)
+
+    def _take(self) -> int:
+        if not self._free:
+            raise OutOfBlocksError(f"all {self.num_usable} blocks of {self.block_size} tokens are held")
+        block, _ = self._free.popitem(last=False)
+        digest = self._digest_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]
+        self._references[block] = 1
+        return block
+
+
+def _digest(parent: bytes, tokens: list[int]) -> bytes:
+    return hashlib.blake2b(array("q", tokens).tobytes(), key=parent, digest_size=16).digest()

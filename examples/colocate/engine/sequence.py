@@ -1,0 +1,67 @@
+"""One request on its way through the engine, and what its caller sees of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens: temperature 0 is greedy; `stop_token` ends a completion and is part of it."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 32
+    stop_token: int | None = None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.temperature) or self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature!r}; expected a finite number, zero or more")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens!r}; expected a positive integer")
+
+
+@dataclass
+class Completion:
+    """Tokens chosen after a prompt, and each one's log-probability under the model at temperature 1."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request's state. K and V of the first `num_computed` tokens are in the cache, in `blocks`."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    max_tokens: int  # prompt and completion together
+    tokens: list[int] = field(init=False)  # the prompt, then what was sampled
+    logprobs: list[float] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of the full blocks, in order
+    num_computed: int = 0
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    def append(self, token: int, logprob: float) -> None:
+        """Take a sampled token, and see whether it is the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token == self.sampling.stop_token:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.max_tokens:
+            self.finish_reason = "length"
+
+    def completion(self) -> Completion:
+        """The finished request's result; a ValueError if it is not finished."""
+        if self.finish_reason is None:
+            raise ValueError(f"request of {len(self.prompt)} prompt tokens is unfinished; expected a finished one")
+        return Completion(self.prompt, self.tokens[len(self.prompt) :], self.logprobs, self.finish_reason)

@@ -1,0 +1,80 @@
+"""The shape of a decoder of the Qwen3 and Llama family, and the names of its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a decoder; `qk_norm` tells Qwen3 (True) from Llama (False).
+
+    Raises ValueError for sizes that do not fit together.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position: int  # tokens in the longest sequence the rotary tables cover
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    qk_norm: bool = True
+    tie_word_embeddings: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "max_position",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} is {value!r}; expected a positive integer")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads is {self.num_heads}; expected a multiple of num_kv_heads, {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; expected an even number, rotary embeddings turn pairs")
+        for name in ("rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a positive number")
+        if self.dtype not in _FLOATING:
+            raise ValueError(f"dtype is {self.dtype}; expected one of {', '.join(map(str, _FLOATING))}")
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter's Hugging Face name and shape, in the order of the forward pass."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}."
+        shapes[layer + "input_layernorm.weight"] = (hidden,)
+        shapes[layer + "self_attn.q_proj.weight"] = (q_size, hidden)
+        shapes[layer + "self_attn.k_proj.weight"] = (kv_size, hidden)
+        shapes[layer + "self_attn.v_proj.weight"] = (kv_size, hidden)
+        if config.qk_norm:
+            shapes[layer + "self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[layer + "self_attn.k_norm.weight"] = (config.head_dim,)
+        shapes[layer + "self_attn.o_proj.weight"] = (hidden, q_size)
+        shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
+        shapes[layer + "mlp.gate_proj.weight"] = (inner, hidden)
+        shapes[layer + "mlp.up_proj.weight"] = (inner, hidden)
+        shapes[layer + "mlp.down_proj.weight"] = (hidden, inner)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes

@@ -1,0 +1,227 @@
+"""The engine on a GPU: the compiled kernel, and graphs against eager steps, across pauses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import memsaver
+from examples.colocate.engine import Engine, EngineConfig, SamplingParams, attention
+from examples.colocate.model import ModelConfig, parameter_shapes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"),
+]
+
+MODEL = ModelConfig(
+    vocab_size=512,
+    hidden_size=256,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=512,
+    max_position=512,
+    dtype=torch.bfloat16,
+)
+TAGS = ["weights", "kv_cache", "buffers", "cuda_graph"]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=64)
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [(8, 2, 64, 16), (4, 4, 128, 16), (14, 2, 64, 32), (16, 8, 128, 16), (3, 1, 80, 8)],
+)
+def test_triton_equals_torch(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(heads)
+    lengths = [0, 1, block_size, block_size + 1, 333, 2048, 4095]
+    blocks_each = -(-max(lengths) // block_size)
+    num_blocks = 1 + blocks_each * len(lengths)
+    order = torch.randperm(num_blocks - 1, generator=generator, device="cuda", dtype=torch.int32) + 1
+    table = order.view(len(lengths), blocks_each)
+    shape = (2, num_blocks, block_size, kv_heads, head_dim)
+    k_cache, v_cache = torch.randn(shape, generator=generator, device="cuda").to(dtype)
+    lengths_B = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    for row, length in enumerate(lengths):  # whatever is not live must not matter
+        slots = (table[row].long()[:, None] * block_size + torch.arange(block_size, device="cuda")).flatten()
+        k_cache.flatten(0, 1)[slots[length:]] = float("nan")
+        v_cache.flatten(0, 1)[slots[length:]] = float("nan")
+    q = torch.randn(len(lengths), heads, head_dim, generator=generator, device="cuda").to(dtype)
+    out = attention.paged_decode(q, k_cache, v_cache, table, lengths_B)
+    expected = attention.paged_decode_torch(q.float(), k_cache.float(), v_cache.float(), table, lengths_B)
+    tolerance = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    torch.testing.assert_close(out.float(), expected, rtol=0, atol=tolerance)
+    assert not out[0].any()
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    """Engines with random weights; closed, and all regions active, afterwards."""
+    engines: list[Engine] = []
+
+    def make(model: ModelConfig = MODEL, **config: Any) -> Engine:
+        defaults = {"max_batch_size": 8, "num_blocks": 128, "max_model_len": 256, "prefix_cache": False}
+        engine = Engine(model, EngineConfig(**{**defaults, **config}), "cuda")
+        engines.append(engine)
+        engine.load_weights(random_weights(model).items())
+        return engine
+
+    yield make
+    memsaver.resume()
+    for engine in engines:
+        engine.close()
+
+
+def random_weights(model: ModelConfig) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in parameter_shapes(model).items():
+        mean, deviation = (1.0, 0.1) if len(shape) == 1 else (0.0, 0.1)
+        weights[name] = (mean + deviation * torch.randn(shape, generator=generator)).to(model.dtype)
+    return weights
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    return [[(7 * row + 3 * at) % MODEL.vocab_size for at in range(3 + 5 * row)] for row in range(count)]
+
+
+def greedy(engine: Engine, count: int, use_graphs: bool) -> list[list[int]]:
+    return [completion.tokens for completion in engine.generate(prompts_of(count), GREEDY, use_graphs)]
+
+
+def overwrite_free_memory() -> None:
+    """Fill what the device has free with bytes that are NaN in every floating type, then give it back."""
+    free, _ = torch.cuda.mem_get_info()
+    filler = torch.full((min(free - (1 << 30), 8 << 30),), 0xFF, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    del filler
+    torch.cuda.empty_cache()
+
+
+def test_graphs_equal_eager_across_pauses(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    eager = {size: greedy(engine, size, use_graphs=False) for size in (1, 2, 4, 8)}
+    assert engine.replays == 0
+    engine.capture()
+    assert engine.captured_batch_sizes == (1, 2, 4, 8)
+    addresses = engine.addresses()
+    for cycle in range(3):
+        for size in engine.captured_batch_sizes:
+            before = engine.replays
+            assert greedy(engine, size, use_graphs=True) == eager[size]
+            assert engine.replays == before + GREEDY.max_new_tokens - 1
+            assert greedy(engine, size, use_graphs=False) == eager[size]
+        assert greedy(engine, 3, use_graphs=True) == greedy(engine, 3, use_graphs=False)  # padded to 4
+        if cycle < 2:
+            engine.drain()
+            memsaver.pause(TAGS)
+            with pytest.raises(memsaver.RegionPausedError):
+                greedy(engine, 1, use_graphs=True)
+            overwrite_free_memory()
+            memsaver.resume(TAGS)
+            engine.drop_prefix_cache()
+            assert engine.addresses() == addresses
+
+
+def test_prefix_hits_after_a_pause_come_from_new_contents(make_engine: MakeEngine) -> None:
+    engine = make_engine(prefix_cache=True, block_size=16)
+    engine.capture()
+    prompt = [[at % MODEL.vocab_size for at in range(70)]]
+    first = engine.generate(prompt, GREEDY)[0].tokens
+    again = engine.generate(prompt, GREEDY)[0].tokens  # a hit; other shapes, hence other rounding, from here on
+    memsaver.pause(TAGS)
+    overwrite_free_memory()
+    memsaver.resume(TAGS)
+    engine.drop_prefix_cache()
+    assert engine.generate(prompt, GREEDY)[0].tokens == first
+    assert engine.generate(prompt, GREEDY)[0].tokens == again
+
+
+def test_graphs_refuse_while_their_pool_is_paused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    expected = greedy(engine, 2, use_graphs=False)
+    engine.capture()
+    memsaver.pause("cuda_graph")
+    with pytest.raises(memsaver.RegionPausedError, match="cuda_graph"):
+        greedy(engine, 2, use_graphs=True)
+    assert greedy(engine, 2, use_graphs=False) == expected
+    memsaver.resume("cuda_graph")
+    assert greedy(engine, 2, use_graphs=True) == expected
+
+
+def test_logprobs_and_sampling_in_graphs(make_engine: MakeEngine) -> None:
+    engine = make_engine(dataclasses.replace(MODEL, dtype=torch.float32))
+    engine.capture()
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=16)
+    sampled = [engine.generate(prompts_of(4), sampling) for _ in range(2)]
+    assert sampled[0] != sampled[1]  # every replay draws anew
+    for completion in sampled[0]:
+        whole = torch.tensor(completion.prompt + completion.tokens, device="cuda")
+        logprobs = full_logits(engine, whole).log_softmax(-1)
+        first = len(completion.prompt)
+        expected = [logprobs[at - 1, whole[at]].item() for at in range(first, len(whole))]
+        assert completion.logprobs == pytest.approx(expected, abs=2e-3)
+
+
+@torch.no_grad()
+def full_logits(engine: Engine, tokens: Tensor) -> Tensor:
+    """The engine's own model with dense causal attention, fp32 [tokens, vocab]."""
+
+    def dense(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        return attention.causal_attention(q_THD, k_TKD, v_TKD)
+
+    positions = torch.arange(len(tokens), device="cuda")
+    return engine.model.logits(engine.model.forward(tokens, positions, dense)).float()
+
+
+def test_a_failing_capture_leaves_the_engine_serving(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    expected = {size: greedy(engine, size, use_graphs=False) for size in (2, 5)}
+    step = engine.runner.step
+
+    def synchronising(size: int) -> None:
+        step(size)
+        if size == 2:  # the third size: two graphs are there already
+            engine.batch.tokens_out_B.sum().item()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "step", synchronising)
+        with pytest.raises(RuntimeError, match="captur"):
+            engine.capture()
+    assert not engine.captured_batch_sizes
+    for size, tokens in expected.items():
+        assert greedy(engine, size, use_graphs=True) == tokens
+    assert engine.replays == 0
+    torch.rand(1, device="cuda")  # torch's own generator has recovered as well
+    engine.capture()
+    assert engine.captured_batch_sizes == (1, 2, 4, 8)
+    for size, tokens in expected.items():
+        assert greedy(engine, size, use_graphs=True) == tokens
+    assert engine.replays > 0
+
+
+def test_everything_that_lasts_is_in_a_region(make_engine: MakeEngine) -> None:
+    def outside(engine: Engine) -> int:
+        """Bytes that torch holds for what is not in the engine's regions."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        regions = [*engine.memory.of_a_step, engine.memory.cuda_graph]
+        inside = sum(int(region.allocated_bytes) for region in regions if region is not None)
+        return torch.cuda.memory_reserved() - inside
+
+    engine = make_engine(num_blocks=1 << 16)
+    before = outside(engine)
+    engine.capture()
+    greedy(engine, 8, use_graphs=True)
+    weights = sum(weight.nbytes for weight in engine.model.weights.values())
+    assert outside(engine) - before < 192 << 20  # workspaces of cuBLAS; the KV cache alone is more
+    assert engine.kv_cache.nbytes > 192 << 20
+    assert memsaver.pause(TAGS).released_bytes >= weights + engine.kv_cache.nbytes

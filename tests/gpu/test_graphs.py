@@ -1,0 +1,259 @@
+"""Captured graphs stay valid while memory goes away and comes back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import memsaver
+
+pytestmark = pytest.mark.gpu
+
+PAUSES = 20
+
+
+def build_model(width: int = 512) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width), torch.nn.LayerNorm(width)
+    ).cuda()
+
+
+def warm_up(step) -> None:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+
+
+def test_three_graphs_that_share_a_pool_replay_after_twenty_pauses(fresh, neighbour, inside):
+    weights, buffers, pool = fresh("weights", "host"), fresh("buffers", "host"), fresh("graphs", "host")
+    with torch.no_grad():
+        with weights:
+            model = build_model()
+        with buffers:
+            inputs = torch.randn(64, 512, device="cuda")
+            outputs = {size: torch.zeros(size, 512, device="cuda") for size in (64, 16, 1)}
+        warm_up(lambda: model(inputs))
+        graphs = {}
+        for size in outputs:
+            graphs[size] = memsaver.CUDAGraph()
+            with memsaver.graph(graphs[size], region=pool, needs=[weights, buffers]):
+                outputs[size].copy_(model(inputs[:size]))
+        expected = {}
+        for size, graph in graphs.items():
+            graph.replay()
+            expected[size] = outputs[size].clone()
+        addresses = [tensor.data_ptr() for tensor in (*model.parameters(), inputs, *outputs.values())]
+        assert pool.mapped_bytes > 0, "the graphs' memory is not in the region"
+        for _ in range(PAUSES):
+            held = sum(region.mapped_bytes for region in (weights, buffers, pool))
+            done = memsaver.pause([weights.tag, buffers.tag, pool.tag])
+            assert done.released_bytes == held > 0
+            assert neighbour.overwrite() >= held
+            for graph in graphs.values():
+                with pytest.raises(memsaver.RegionPausedError):
+                    graph.replay()
+            memsaver.resume([weights.tag, buffers.tag, pool.tag])
+            for size, graph in graphs.items():
+                outputs[size].zero_()
+                graph.replay()
+                assert torch.equal(outputs[size], expected[size])
+        assert addresses == [tensor.data_ptr() for tensor in (*model.parameters(), inputs, *outputs.values())]
+        assert all(inside(parameter, weights) for parameter in model.parameters())
+
+
+def test_a_captured_training_step_goes_on_after_pauses(fresh, neighbour):
+    """Forward, backward and optimizer in one graph: with pauses it trains as it does without."""
+
+    def losses(pauses: bool, tag: str) -> list[float]:
+        state, pool = fresh(f"state-{tag}", "host"), fresh(f"graph-{tag}", "host")
+        with state:
+            model = build_model(128)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+            torch.manual_seed(1)
+            inputs, targets = torch.randn(32, 128, device="cuda"), torch.randn(32, 128, device="cuda")
+            loss = torch.zeros((), device="cuda")
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=False)
+            result = torch.nn.functional.mse_loss(model(inputs), targets)
+            result.backward()
+            optimizer.step()
+            loss.copy_(result.detach())
+
+        with state:
+            warm_up(step)
+        graph = memsaver.CUDAGraph()
+        with memsaver.graph(graph, region=pool, needs=[state]):
+            step()
+        seen = []
+        for _ in range(8):
+            if pauses:
+                memsaver.pause([state.tag, pool.tag])
+                neighbour.overwrite()
+                memsaver.resume([state.tag, pool.tag])
+            graph.replay()
+            seen.append(loss.item())
+        return seen
+
+    plain, paused = losses(False, "plain"), losses(True, "paused")
+    assert paused == plain
+    assert plain[-1] < plain[0]
+
+
+def test_the_pool_of_a_region_serves_plain_torch_graphs(fresh, neighbour):
+    pool, buffers = fresh("pool", "host"), fresh("buffers", "host")
+    with buffers:
+        values = torch.arange(1000.0, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool.pool.id):
+        result = values * 2 + 1
+    graph.replay()
+    assert pool.allocated_bytes > 0
+    memsaver.pause([pool.tag, buffers.tag])
+    neighbour.overwrite()
+    memsaver.resume([pool.tag, buffers.tag])
+    result.zero_()
+    graph.replay()
+    assert torch.equal(result, torch.arange(1000.0, device="cuda") * 2 + 1)
+
+
+def test_state_that_a_graph_keeps_in_its_pool_survives(fresh, neighbour):
+    """Memory that is free to torch and live to the graph: counters of kernels, for example."""
+    pool = fresh("pool", "host")
+    graph = memsaver.CUDAGraph()
+    with memsaver.graph(graph, region=pool):
+        counter = torch.zeros(1, device="cuda")
+        scratch = torch.full((1 << 20,), 3.0, device="cuda")
+        total = counter + scratch.sum()
+        del scratch
+    counting = memsaver.CUDAGraph()
+    with memsaver.graph(counting, region=pool):
+        counter += 1
+    graph.replay()
+    for _ in range(3):
+        counting.replay()
+    pool.pause()
+    neighbour.overwrite()
+    pool.resume()
+    counting.replay()
+    assert counter.item() == 4
+    assert total.item() == 3 << 20
+
+
+def test_a_failed_capture_leaves_region_pool_and_torch_usable(fresh, inside):
+    pool, other = fresh("pool", "host"), fresh("other")
+    values = torch.ones(100, device="cuda")
+    stream = torch.cuda.current_stream()
+    before = memsaver.CUDAGraph()
+    with memsaver.graph(before, region=pool):
+        earlier = values * 5
+    for breaks in ("synchronize", "raise", "synchronize"):
+        broken = memsaver.CUDAGraph()
+        expected: type[Exception] = KeyError if breaks == "raise" else RuntimeError
+        with pytest.raises(expected), memsaver.graph(broken, region=pool):
+            torch.rand(10, device="cuda")
+            if breaks == "synchronize":
+                torch.cuda.synchronize()
+            raise KeyError("from the body")
+        assert torch.cuda.current_stream() == stream
+        assert not memsaver._core.capturing()
+        torch.randn(10, device="cuda")  # the random generator is not left in its capture state
+    assert not inside(torch.empty(1 << 20, device="cuda"), pool)
+    with other:
+        assert inside(torch.empty(1 << 22, device="cuda"), other)
+    good = memsaver.CUDAGraph()
+    with memsaver.graph(good, region=pool):
+        result = values * 3
+    pool.pause()
+    pool.resume()
+    result.zero_()
+    earlier.zero_()
+    good.replay()
+    before.replay()
+    assert torch.equal(result, values * 3)
+    assert torch.equal(earlier, values * 5)
+
+
+def test_a_pause_during_a_capture_raises_and_the_capture_goes_on(fresh):
+    pool, kv = fresh("pool", "host"), fresh("kv")
+    with kv:
+        cache = torch.ones(1 << 20, device="cuda")
+    for capture in (memsaver.graph, None):
+        graph = memsaver.CUDAGraph() if capture else torch.cuda.CUDAGraph()
+        manager = memsaver.graph(graph, region=pool) if capture else torch.cuda.graph(graph)
+        with manager:
+            doubled = cache * 2
+            with pytest.raises(memsaver.Error, match="captur"):
+                kv.pause()
+            assert kv.state == "active"
+            result = doubled + 1
+        graph.replay()
+        assert result[0].item() == 3
+
+
+def test_frees_and_allocations_in_the_middle_of_a_capture(fresh):
+    """Segments freed while a capture runs rest until it is over; new ones are mapped meanwhile."""
+    pool, scratch = fresh("pool", "host"), fresh("scratch")
+    with scratch:
+        first = torch.ones(8 << 20, device="cuda")
+    graph = memsaver.CUDAGraph()
+    with memsaver.graph(graph, region=pool):
+        big = torch.full((32 << 20,), 2.0, device="cuda")  # grows the graph's pool in the middle
+        result = big.sum()
+    with memsaver.graph(second := memsaver.CUDAGraph(), region=pool):
+        del first
+        other = torch.full((16 << 20,), 1.0, device="cuda").sum()
+    memsaver.trim(scratch.tag)
+    assert scratch.mapped_bytes == 0
+    graph.replay()
+    assert result.item() == 64 << 20
+    second.replay()
+    assert other.item() == 16 << 20
+
+
+def test_a_graph_refuses_arguments_that_cannot_be_guarded(fresh):
+    pool = fresh("pool", "host")
+    with pytest.raises(TypeError, match="memsaver.CUDAGraph"):
+        with memsaver.graph(torch.cuda.CUDAGraph(), region=pool):
+            pass
+    with pytest.raises(ValueError, match="no region 'nowhere'"):
+        with memsaver.graph(memsaver.CUDAGraph(), region=pool, needs=["nowhere"]):
+            pass
+    pool.pause()
+    with pytest.raises(memsaver.RegionPausedError):
+        with memsaver.graph(memsaver.CUDAGraph(), region=pool):
+            pass
+
+
+EXIT = """
+import torch, memsaver
+with memsaver.region("weights", backup="host") as weights:
+    model = torch.nn.Linear(1024, 1024).cuda()
+    x = torch.ones(8, 1024, device="cuda")
+with torch.no_grad():
+    model(x)
+    graph = memsaver.CUDAGraph()
+    with memsaver.graph(graph, needs=["weights"]):
+        y = model(x)
+graph.replay()
+kv = memsaver.region("kv")
+cache = kv.empty((1 << 20,))
+{last}
+"""
+
+
+@pytest.mark.parametrize(
+    "last",
+    ["", "memsaver.pause()", "kv.__enter__()", "import sys; sys.exit(0)", "del graph", "memsaver.pause(); del model"],
+)
+def test_the_interpreter_ends_cleanly_with_live_graphs(last):
+    done = subprocess.run([sys.executable, "-c", EXIT.format(last=last)], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")

@@ -1,0 +1,210 @@
+"""Pauses and resumes on a real device: work in flight, a neighbour, several threads."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+import memsaver
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def test_a_pause_waits_for_work_in_flight_on_every_stream(fresh):
+    region = fresh("flight", "host")
+    with region:
+        first, second = torch.zeros(16 * MIB, device="cuda"), torch.zeros(16 * MIB, device="cuda")
+    side = torch.cuda.Stream()
+    torch.cuda._sleep(400_000_000)
+    first.add_(1)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(400_000_000)
+        second.add_(2)
+    region.pause()
+    torch.cuda.synchronize()  # a lost context would raise here
+    region.resume()
+    assert bool((first == 1).all()) and bool((second == 2).all())
+
+
+def test_a_freed_segment_rests_until_its_work_is_done(fresh):
+    region = fresh()
+    with region:
+        tensor = torch.zeros(64 * MIB, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(400_000_000)
+        tensor.add_(1)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)
+    del tensor
+    pools = memsaver.regions.adapter()._pools[region]
+    pools.retire_idle().clear()  # torch frees the segment now, with the work still running
+    assert region.allocated_bytes == 0 and region.mapped_bytes > 0
+    torch.cuda.synchronize()
+    memsaver.trim(region.tag)
+    assert region.mapped_bytes == 0
+
+
+def test_pausing_twice_does_nothing(fresh):
+    region = fresh("twice", "host")
+    tensor = region.empty((MIB,)).fill_(3)
+    assert region.pause().paused == (region.tag,)
+    assert region.pause().paused == ()
+    assert region.resume().resumed == (region.tag,)
+    assert region.resume().resumed == ()
+    assert bool((tensor == 3).all())
+
+
+def test_out_of_memory_at_resume_names_the_holder_and_can_be_retried(fresh, neighbour, driver_free):
+    region = fresh("needs", "host")
+    tensor = region.empty((2 * GIB,), torch.uint8).random_()
+    expected = tensor.clone().cpu()
+    region.pause()
+    neighbour.tell(f"hold {GIB}")
+    before = driver_free()
+    with pytest.raises(memsaver.OutOfMemoryError) as raised:
+        region.resume()
+    error = raised.value
+    assert error.needed_bytes >= 2 * GIB and error.free_bytes < 2 * GIB
+    assert neighbour.process.pid in [pid for pid, _, _ in error.processes], error
+    assert str(neighbour.process.pid) in str(error)
+    assert region.state == "paused" and region.backup_bytes == 2 * GIB
+    assert abs(driver_free() - before) < 64 * MIB, "a failed resume kept memory"
+    with pytest.raises(memsaver.OutOfMemoryError):
+        region.resume(timeout=0.2)
+    neighbour.tell("release")
+    region.resume()
+    assert torch.equal(tensor.cpu(), expected)
+
+
+def test_a_resume_waits_for_memory_that_another_process_lets_go(fresh, neighbour):
+    region = fresh("waits")
+    region.empty((2 * GIB,), torch.uint8)
+    tensor = region.empty((2 * GIB,), torch.uint8)
+    region.pause()
+    neighbour.tell(f"hold {GIB}")
+    done = threading.Event()
+
+    def let_go() -> None:
+        time.sleep(0.5)
+        neighbour.tell("release")
+        done.set()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    region.resume(timeout=60)
+    thread.join()
+    tensor.fill_(1)
+    assert done.is_set()
+
+
+def test_two_regions_in_turn_on_a_full_device(fresh, neighbour):
+    a, b = fresh("a", "host"), fresh("b", "host")
+    tensor_a = a.empty((2 * GIB,), torch.uint8).random_()
+    kept_a = tensor_a.cpu()
+    a.pause()
+    tensor_b = b.empty((2 * GIB,), torch.uint8).random_()
+    kept_b = tensor_b.cpu()
+    neighbour.tell(f"hold {512 * MIB}")
+    with pytest.raises(memsaver.OutOfMemoryError):
+        a.resume()
+    for _ in range(3):
+        memsaver.switch(pause=b.tag, resume=a.tag)
+        assert torch.equal(tensor_a.cpu(), kept_a)
+        memsaver.switch(pause=a.tag, resume=b.tag)
+        assert torch.equal(tensor_b.cpu(), kept_b)
+
+
+def test_retained_chunks_go_from_region_to_region(fresh):
+    a, b = fresh("a"), fresh("b")
+    a.empty((2 * GIB,), torch.uint8)
+    tensor = a.empty((GIB,), torch.uint8)
+    a.pause()
+    other = b.empty((2 * GIB,), torch.uint8)
+    b.pause()
+    memsaver.configure(retain="16GiB")
+    a.resume()
+    for _ in range(3):
+        memsaver.switch(pause=a.tag, resume=b.tag)
+        other.fill_(1)
+        memsaver.switch(pause=b.tag, resume=a.tag)
+        tensor.fill_(2)
+    a.pause()
+    assert memsaver.stats()["devices"]["cuda:0"]["retained_bytes"] >= GIB
+    memsaver.configure(retain=0)
+    assert memsaver.stats()["devices"]["cuda:0"]["retained_bytes"] == 0
+
+
+def test_transitions_from_four_threads(fresh):
+    regions = [fresh(f"t{i}", "host") for i in range(3)]
+    tensors = [region.empty((32 * MIB,)).fill_(float(i)) for i, region in enumerate(regions)]
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        chooser = random.Random(seed)
+        try:
+            for _ in range(25):
+                chosen = chooser.sample(regions, 2)
+                match chooser.randrange(3):
+                    case 0:
+                        memsaver.pause([region.tag for region in chosen])
+                    case 1:
+                        memsaver.resume([region.tag for region in chosen])
+                    case 2:
+                        memsaver.switch(pause=chosen[0].tag, resume=chosen[1].tag)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    memsaver.resume([region.tag for region in regions])
+    assert all(bool((tensor == float(i)).all()) for i, tensor in enumerate(tensors))
+
+
+def test_a_fault_at_every_driver_call_loses_nothing(fresh, driver_free):
+    out, into = fresh("out", "host"), fresh("in", "host")
+    first, second = out.empty((40 * MIB,)).fill_(1), into.empty((70 * MIB,)).fill_(2)
+    into.pause()
+    core = memsaver._core
+    moves = {
+        "pause": (lambda: out.pause(), lambda: out.resume()),
+        "switch": (
+            lambda: memsaver.switch(pause=out.tag, resume=into.tag),
+            lambda: memsaver.switch(pause=into.tag, resume=out.tag),
+        ),
+    }
+    for move, back in moves.values():
+        core.faults_disarm()
+        move()
+        calls = core.faults_calls()
+        back()
+        for kind in ("error", "memory"):
+            for nth in range(1, calls + 1):
+                core.faults_arm(nth, kind)
+                try:
+                    move()
+                except memsaver.Error:
+                    core.faults_disarm()
+                    move()
+                finally:
+                    core.faults_disarm()
+                back()
+                assert bool((first == 1).all()), (kind, nth)
+    into.resume()
+    assert bool((second == 2).all())
+    free = driver_free()
+    memsaver.pause([out.tag, into.tag])
+    assert out.mapped_bytes == into.mapped_bytes == 0
+    assert driver_free() >= free + 440 * MIB
+    assert core.unreleased_bytes() == 0

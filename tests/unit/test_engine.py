@@ -1,0 +1,348 @@
+"""The engine against a dense forward pass of the same weights, written here without any of its parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import memsaver
+from examples.colocate.engine import Engine, EngineConfig, SamplingParams
+from examples.colocate.model import ModelConfig, parameter_shapes
+
+QWEN = ModelConfig(
+    vocab_size=29,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=48,
+    max_position=96,
+)
+LLAMA = dataclasses.replace(QWEN, qk_norm=False, tie_word_embeddings=True, rope_theta=500.0)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
+MakeEngine = Callable[..., Engine]
+
+
+def random_weights(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Large enough for clear winners among the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in parameter_shapes(model).items():
+        mean, deviation = (1.0, 0.1) if len(shape) == 1 else (0.0, 0.3)
+        weights[name] = (mean + deviation * torch.randn(shape, generator=generator)).to(model.dtype)
+    return weights
+
+
+def dense_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
+    """Logits of every position, fp64 [tokens, vocab]: no cache, one head at a time."""
+    w = {name: weight.double() for name, weight in weights.items()}
+    count, half = len(tokens), model.head_dim // 2
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * weight
+
+    frequency = model.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    turn = torch.polar(torch.ones(count, half, dtype=torch.float64), torch.arange(count)[:, None] * frequency)
+
+    def rotate(x: Tensor) -> Tensor:
+        turned = torch.complex(x[:, :half], x[:, half:]) * turn
+        return torch.cat((turned.real, turned.imag), dim=1)
+
+    x = w["model.embed_tokens.weight"][tokens]
+    hidden_from_future = torch.full((count, count), float("-inf"), dtype=torch.float64).triu(1)
+    for index in range(model.num_layers):
+        layer = f"model.layers.{index}."
+        y = norm(x, w[layer + "input_layernorm.weight"])
+        heads = []
+        for head in range(model.num_heads):
+            kv_head = head * model.num_kv_heads // model.num_heads
+            parts = []
+            for part, number in (("q", head), ("k", kv_head), ("v", kv_head)):
+                rows = slice(number * model.head_dim, (number + 1) * model.head_dim)
+                z = y @ w[layer + f"self_attn.{part}_proj.weight"][rows].T
+                if part != "v":
+                    z = rotate(norm(z, w[layer + f"self_attn.{part}_norm.weight"]) if model.qk_norm else z)
+                parts.append(z)
+            q, k, v = parts
+            heads.append((q @ k.T / model.head_dim**0.5 + hidden_from_future).softmax(-1) @ v)
+        x = x + torch.cat(heads, dim=1) @ w[layer + "self_attn.o_proj.weight"].T
+        y = norm(x, w[layer + "post_attention_layernorm.weight"])
+        gate, up = y @ w[layer + "mlp.gate_proj.weight"].T, y @ w[layer + "mlp.up_proj.weight"].T
+        x = x + (gate * gate.sigmoid() * up) @ w[layer + "mlp.down_proj.weight"].T
+    head_name = "model.embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"
+    return norm(x, w["model.norm.weight"]) @ w[head_name].T
+
+
+def dense_greedy(model: ModelConfig, weights: dict[str, Tensor], prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(dense_logits(model, weights, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """These tensors are so small that threads of torch would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    """Engines with `random_weights`; closed, and all regions active, afterwards."""
+    engines: list[Engine] = []
+
+    def make(model: ModelConfig = QWEN, weights_seed: int = 0, **config: Any) -> Engine:
+        engine = Engine(
+            model, EngineConfig(**{"max_batch_size": 4, "block_size": 4, "num_blocks": 64, **config}), "cpu"
+        )
+        engines.append(engine)
+        engine.load_weights(random_weights(model, weights_seed).items())
+        return engine
+
+    yield make
+    memsaver.resume()
+    for engine in engines:
+        engine.close()
+
+
+def tokens_of(engine: Engine, prompts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
+    return [completion.tokens for completion in engine.generate(prompts, sampling)]
+
+
+@pytest.mark.parametrize("model", [QWEN, LLAMA], ids=["qwen", "llama"])
+def test_greedy_equals_dense(make_engine: MakeEngine, model: ModelConfig) -> None:
+    weights = random_weights(model)
+    expected = [dense_greedy(model, weights, prompt, GREEDY.max_new_tokens) for prompt in PROMPTS]
+    assert tokens_of(make_engine(model), PROMPTS) == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_logprobs_are_those_of_temperature_one(make_engine: MakeEngine, temperature: float) -> None:
+    weights = random_weights(QWEN)
+    for completion in make_engine().generate(PROMPTS, SamplingParams(temperature, max_new_tokens=8)):
+        tokens = completion.prompt + completion.tokens
+        logprobs = dense_logits(QWEN, weights, tokens).log_softmax(-1)
+        first = len(completion.prompt)
+        expected = [logprobs[at - 1, tokens[at]].item() for at in range(first, len(tokens))]
+        assert completion.logprobs == pytest.approx(expected, abs=2e-4)
+
+
+def test_sampling_follows_the_distribution(make_engine: MakeEngine) -> None:
+    count = 2000
+    engine = make_engine(max_batch_size=64)
+    drawn = torch.tensor([tokens[0] for tokens in tokens_of(engine, [[3, 1]] * count, SamplingParams(1.0, 1))])
+    expected = dense_logits(QWEN, random_weights(QWEN), [3, 1])[-1].softmax(-1)
+    share = torch.bincount(drawn, minlength=QWEN.vocab_size) / count
+    assert (share - expected).abs().max() < 4 * (0.25 / count) ** 0.5  # four standard deviations at the most
+
+
+def test_the_seed_decides(make_engine: MakeEngine) -> None:
+    first, again, other = (tokens_of(make_engine(seed=seed), PROMPTS, SamplingParams(1.0)) for seed in (0, 0, 1))
+    assert first == again != other
+
+
+def test_more_requests_than_fit_a_batch(make_engine: MakeEngine) -> None:
+    prompts = [[token, token + 1] for token in range(11)]
+    alone = [tokens_of(make_engine(max_batch_size=1), [prompt])[0] for prompt in prompts]
+    engine = make_engine(max_batch_size=3)
+    assert tokens_of(engine, prompts) == alone
+    assert engine.tokens_generated == len(prompts) * GREEDY.max_new_tokens
+    assert engine.blocks.num_free == engine.blocks.num_usable
+
+
+def test_stop_token_and_length(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_model_len=10)
+    full = tokens_of(engine, [[3, 1, 4]])[0]
+    assert len(full) == 7  # the rest of max_model_len
+    stop = full[3]
+    completion = engine.generate([[3, 1, 4]], SamplingParams(0.0, 12, stop_token=stop))[0]
+    assert completion.tokens == full[: full.index(stop) + 1]
+    assert completion.finish_reason == "stop"
+    assert len(completion.logprobs) == len(completion.tokens)
+
+
+def test_preemption_gives_the_same_tokens(make_engine: MakeEngine) -> None:
+    prompts = [[token, 2 * token % 29, 7, 7, token] for token in range(4)]
+    sampling = SamplingParams(0.0, max_new_tokens=20)
+    expected = tokens_of(make_engine(), prompts, sampling)
+    for prefix_cache in (False, True):
+        engine = make_engine(num_blocks=12, prefix_cache=prefix_cache)
+        assert tokens_of(engine, prompts, sampling) == expected
+        assert engine.scheduler.preemptions > 0
+        assert engine.blocks.num_free == engine.blocks.num_usable
+
+
+def test_prefix_hits_give_the_same_tokens(make_engine: MakeEngine) -> None:
+    prefix = [5, 4, 3, 2, 1, 0, 1, 2, 3]
+    prompts = [[*prefix, token] for token in range(3)] + [prefix]
+    expected = tokens_of(make_engine(prefix_cache=False), prompts)
+    engine = make_engine()
+    assert tokens_of(engine, prompts) == expected  # shared within one prefill
+    assert len(engine.blocks.cached_blocks(prompts[0])) == 2
+    assert tokens_of(engine, prompts) == expected  # from the cache
+    engine.drop_prefix_cache()
+    assert engine.blocks.cached_blocks(prompts[0]) == []
+    engine.kv_cache.fill_(float("nan"))  # as a resume without a backup may leave it
+    assert tokens_of(engine, prompts) == expected
+
+
+def test_new_weights_forget_what_old_ones_cached(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    tokens_of(engine, PROMPTS)
+    engine.load_weights(random_weights(QWEN, seed=1).items())
+    assert tokens_of(engine, PROMPTS) == tokens_of(make_engine(weights_seed=1), PROMPTS)
+
+
+def test_drain_leaves_waiting_requests(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_batch_size=2)
+    sequences = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    engine.step()
+    engine.step()
+    with pytest.raises(RuntimeError, match="drain"):
+        engine.drop_prefix_cache()
+    engine.drain()
+    assert [sequence.finish_reason for sequence in sequences] == ["length", "length", None, None]
+    assert engine.blocks.num_free == engine.blocks.num_usable
+    engine.drop_prefix_cache()
+    while sequences[3].finish_reason is None:
+        engine.step()
+    assert [sequence.completion().tokens for sequence in sequences] == tokens_of(make_engine(), PROMPTS)
+
+
+def test_a_failed_step_leaves_the_engine_serving(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    expected = tokens_of(engine, PROMPTS)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("a kernel failed")
+
+    for broken in ("_prefill", "_decode"):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, broken, fail)
+            with pytest.raises(RuntimeError, match="a kernel failed"):
+                tokens_of(engine, PROMPTS)
+        assert engine.blocks.num_free == engine.blocks.num_usable
+        assert tokens_of(engine, PROMPTS) == expected
+
+
+def test_no_graphs_on_the_cpu(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.capture()
+    assert engine.captured_batch_sizes == ()
+    engine.generate(PROMPTS, GREEDY, use_graphs=True)
+    assert engine.replays == 0
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache", "buffers"])
+def test_paused_engine_refuses(make_engine: MakeEngine, tag: str) -> None:
+    engine = make_engine()
+    expected = tokens_of(engine, PROMPTS)
+    addresses = engine.addresses()
+    memsaver.pause(tag)
+    with pytest.raises(memsaver.RegionPausedError, match=tag):
+        engine.generate(PROMPTS, GREEDY)
+    assert not engine.scheduler.waiting
+    if tag == "weights":
+        with pytest.raises(memsaver.RegionPausedError, match=tag):
+            engine.load_weights(random_weights(QWEN).items())
+    memsaver.resume(tag)
+    engine.drop_prefix_cache()
+    assert engine.addresses() == addresses
+    assert tokens_of(engine, PROMPTS) == expected
+
+
+def test_weights_come_in_after_a_pause_that_dropped_them(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    expected = tokens_of(engine, PROMPTS)
+    memsaver.pause(["weights", "kv_cache", "buffers"])
+    memsaver.resume("weights", restore=False)
+    engine.load_weights(random_weights(QWEN).items())  # with everything else away
+    memsaver.resume()
+    assert tokens_of(engine, PROMPTS) == expected
+
+
+def test_loading_checks_every_tensor(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    good = random_weights(QWEN, seed=1)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    before = {known: tensor.clone() for known, tensor in engine.model.parameters.items()}
+    for bad, message in (
+        (good[name][:-1], r"k_proj.weight' is torch.float32 \(31, 32\); expected torch.float32 \(32, 32\)"),
+        (good[name].half(), r"is torch.float16 \(32, 32\); expected torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.load_weights([(name, bad)])
+        assert torch.equal(engine.model.parameters[name], before[name])
+    with pytest.raises(ValueError, match="'lm_tail.weight' is unexpected"):
+        engine.load_weights([("lm_tail.weight", good[name])])
+    with pytest.raises(ValueError, match="comes twice"):
+        engine.load_weights([(name, good[name]), (name, good[name])])
+    with pytest.raises(ValueError, match=f"missing: {name}"):
+        engine.load_weights((known, tensor) for known, tensor in good.items() if known != name)
+
+
+def test_loading_in_parts(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    good = list(random_weights(QWEN, seed=1).items())
+    engine.load_weights(good[:5], partial=True)
+    engine.load_weights(good[5:], partial=True)
+    engine.load_weights([])
+    assert tokens_of(engine, PROMPTS) == tokens_of(make_engine(weights_seed=1), PROMPTS)
+    engine.load_weights(good[:5], partial=True)
+    with pytest.raises(ValueError, match="missing"):
+        engine.load_weights(good[6:])
+    engine.load_weights(good)  # a failed load starts over
+
+
+def test_fused_weights_hold_all_parameters_and_nothing_else(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    fused = sum(weight.numel() for weight in engine.model.weights.values())
+    assert fused == sum(tensor.numel() for tensor in random_weights(QWEN).values())
+    for name, tensor in random_weights(QWEN).items():
+        assert torch.equal(engine.model.parameters[name], tensor)
+
+
+def test_bad_input_is_named(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_model_len=32, num_blocks=6)
+    for prompt, message in (([], "0 tokens"), ([1] * 32, "32 tokens"), ([29], "token 29"), ([-1], "token -1")):
+        with pytest.raises(ValueError, match=message):
+            engine.generate([[1, 2], prompt], GREEDY)
+        assert not engine.scheduler.waiting  # the good one is gone with the bad one
+    with pytest.raises(ValueError, match="needs 6 KV blocks; expected at most the cache's 5"):
+        engine.generate([[1] * 12], GREEDY)
+    bad: dict[str, Any]
+    for bad in ({"temperature": -1.0}, {"temperature": float("nan")}, {"max_new_tokens": 0}):
+        with pytest.raises(ValueError, match="expected"):
+            SamplingParams(**bad)
+    for bad in ({"max_batch_size": 0}, {"max_model_len": 1}, {"graph_batch_sizes": (33,)}):
+        with pytest.raises(ValueError, match="expected"):
+            EngineConfig(**bad)
+    for bad in ({"num_kv_heads": 3}, {"head_dim": 15}, {"vocab_size": 0}, {"dtype": torch.int8}, {"norm_eps": 0}):
+        with pytest.raises(ValueError, match="expected"):
+            dataclasses.replace(QWEN, **bad)
+    with pytest.raises(ValueError, match="max_model_len is 97; expected at most 96"):
+        make_engine(max_model_len=97)
+
+
+def test_closed_engine_refuses(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.generate(PROMPTS, GREEDY)
+
+
+def test_graph_batch_sizes() -> None:
+    assert EngineConfig(max_batch_size=12).batch_sizes() == (1, 2, 4, 8, 12)
+    assert EngineConfig(max_batch_size=1).batch_sizes() == (1,)
+    assert EngineConfig(graph_batch_sizes=(8, 2, 8)).batch_sizes() == (2, 8)

@@ -1,0 +1,170 @@
+"""KV blocks and the queues, without a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from examples.colocate.engine.block_manager import SCRATCH_BLOCK, BlockManager, OutOfBlocksError
+from examples.colocate.engine.scheduler import Scheduler, Step
+from examples.colocate.engine.sequence import SamplingParams, Sequence
+
+
+def sequence(tokens: list[int], new: int = 8) -> Sequence:
+    return Sequence(tokens, SamplingParams(max_new_tokens=new), len(tokens) + new)
+
+
+def allocated(blocks: BlockManager, tokens: list[int]) -> Sequence:
+    made = sequence(tokens)
+    blocks.allocate(made)
+    blocks.publish(made, len(tokens))
+    return made
+
+
+def test_blocks_are_handed_out_once_and_the_scratch_block_never() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=4)
+    first, second = allocated(blocks, [1] * 9), allocated(blocks, [2] * 16)
+    held = first.blocks + second.blocks
+    assert sorted(held) == list(range(1, 8))
+    assert SCRATCH_BLOCK not in held
+    assert blocks.num_free == 0
+    blocks.free(first)
+    assert blocks.num_free == 3
+    assert first.blocks == [] and first.num_computed == 0
+
+
+def test_running_out_is_told_and_changes_nothing() -> None:
+    blocks = BlockManager(num_blocks=4, block_size=4)
+    held = allocated(blocks, [1] * 8)
+    big = sequence([2] * 12)
+    assert not blocks.can_allocate(big)
+    with pytest.raises(OutOfBlocksError, match="12 tokens need 2 more free blocks of 4 tokens; 1 of 3 are free"):
+        blocks.allocate(big)
+    assert big.blocks == [] and blocks.num_free == 1
+    held.tokens.append(1)
+    blocks.append(held)
+    held.tokens += [1] * 4
+    assert not blocks.can_append(held)
+    with pytest.raises(OutOfBlocksError, match="all 3 blocks"):
+        blocks.append(held)
+
+
+def test_full_blocks_are_shared_and_counted() -> None:
+    blocks = BlockManager(num_blocks=16, block_size=4)
+    first = allocated(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    second = allocated(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 0, 0])
+    assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
+    assert second.num_computed == 8
+    blocks.free(first)
+    assert blocks.num_free == 15 - 3
+    third = allocated(blocks, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert third.num_computed == 4  # the last token is always computed
+    blocks.free(second)
+    blocks.free(third)
+    assert blocks.num_free == 15
+
+
+def test_a_chain_is_more_than_its_last_block() -> None:
+    blocks = BlockManager(num_blocks=16, block_size=2)
+    allocated(blocks, [1, 2, 3, 4, 5])
+    assert blocks.cached_blocks([9, 9, 3, 4, 5]) == []
+    assert len(blocks.cached_blocks([1, 2, 9, 9, 5])) == 1
+
+
+def test_freed_contents_are_found_until_their_block_is_taken() -> None:
+    blocks = BlockManager(num_blocks=5, block_size=2)
+    old = allocated(blocks, [1, 2, 3, 4, 5])
+    shared = old.blocks[:2]
+    blocks.free(old)
+    assert blocks.cached_blocks([1, 2, 3, 4, 5]) == shared
+    again = allocated(blocks, [1, 2, 3, 4, 5])
+    assert again.blocks[:2] == shared and again.num_computed == 4
+    blocks.free(again)
+    other = allocated(blocks, [7] * 5)  # takes the two empty blocks, then the chain's end
+    assert blocks.cached_blocks([1, 2, 3, 4, 5]) == shared[:1]
+    blocks.free(other)
+
+
+def test_sharing_counts_as_taking_from_the_free() -> None:
+    blocks = BlockManager(num_blocks=4, block_size=2)
+    blocks.free(allocated(blocks, [1, 2, 3, 4, 5, 6]))
+    # Two of the three free blocks are this sequence's own prefix, so one is left for the two blocks it lacks.
+    assert not blocks.can_allocate(sequence([1, 2, 3, 4, 0, 0, 0]))
+    assert blocks.can_allocate(sequence([1, 2, 3, 4, 0, 0]))
+
+
+def test_dropping_forgets_all_and_needs_all_free() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=2)
+    held = allocated(blocks, [1, 2, 3, 4, 5])
+    with pytest.raises(RuntimeError, match="3 blocks"):
+        blocks.drop_prefix_cache()
+    blocks.free(held)
+    blocks.drop_prefix_cache()
+    assert blocks.cached_blocks([1, 2, 3, 4, 5]) == []
+    assert blocks.num_free == 7
+
+
+def test_without_prefix_cache_nothing_is_shared() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=2, prefix_cache=False)
+    allocated(blocks, [1, 2, 3])
+    assert allocated(blocks, [1, 2, 3]).num_computed == 0
+
+
+def run(scheduler: Scheduler, step: Step) -> None:
+    count = len(step.sequences)
+    scheduler.update(step.sequences, [0] * count, [0.0] * count)
+
+
+def test_admission_by_batch_size_blocks_and_prefill_budget() -> None:
+    scheduler = Scheduler(BlockManager(9, 4), max_batch_size=3, max_prefill_tokens=16)
+    long, short = sequence([1] * 20, new=4), [sequence([token, 7]) for token in range(4)]
+    for each in (long, *short):
+        scheduler.add(each)
+    step = scheduler.schedule()
+    assert step.prefill and step.sequences == [long]  # over the budget, hence alone
+    run(scheduler, step)
+    step = scheduler.schedule()
+    assert step.prefill and step.sequences == short[:2]  # the batch is full
+    run(scheduler, step)
+    step = scheduler.schedule()
+    assert not step.prefill and step.sequences == [long, *short[:2]]
+    assert list(scheduler.waiting) == short[2:]
+
+
+def test_the_youngest_gives_way_and_comes_back_first() -> None:
+    scheduler = Scheduler(BlockManager(5, 2, prefix_cache=False), max_batch_size=4, max_prefill_tokens=64)
+    old, young, later = sequence([1, 1, 1], new=4), sequence([2, 2, 2], new=4), sequence([3], new=2)
+    for each in (old, young, later):
+        scheduler.add(each)
+    run(scheduler, scheduler.schedule())
+    assert scheduler.running == [old, young]
+    run(scheduler, scheduler.schedule())
+    step = scheduler.schedule()  # both need a third block now
+    assert step.sequences == [old] and list(scheduler.waiting) == [young, later]
+    assert young.tokens == [2, 2, 2, 0, 0] and young.blocks == [] and scheduler.preemptions == 1
+    while scheduler.waiting or scheduler.running:
+        run(scheduler, scheduler.schedule())
+    assert [len(each.tokens) for each in (old, young, later)] == [7, 7, 3]
+
+
+def test_cancel_takes_a_request_out_wherever_it_is() -> None:
+    scheduler = Scheduler(BlockManager(8, 2), max_batch_size=1, max_prefill_tokens=64)
+    running, waiting = sequence([1, 1, 1]), sequence([2])
+    scheduler.add(running)
+    scheduler.add(waiting)
+    run(scheduler, scheduler.schedule())
+    for each in (running, waiting, running):
+        scheduler.cancel(each)
+    assert not scheduler.running and not scheduler.waiting
+    assert scheduler.blocks.num_free == 7
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    scheduler = Scheduler(BlockManager(4, 2), max_batch_size=1, max_prefill_tokens=64)
+    scheduler.add(sequence([1, 1, 1], new=4))
+    with pytest.raises(ValueError, match="up to 8 tokens needs 4 KV blocks; expected at most the cache's 3"):
+        scheduler.add(sequence([1, 1, 1, 1], new=4))
+
+
+def test_an_unfinished_request_has_no_completion() -> None:
+    with pytest.raises(ValueError, match="unfinished"):
+        sequence([1, 2]).completion()
