@@ -10,7 +10,6 @@ run: plain copies between the device and pinned memory.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -21,6 +20,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+
+from environment import environment
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -137,11 +138,12 @@ def measure_handover(cycles: int, scale: float) -> dict[str, Any]:
         region.pause()
     regions[0].resume()
     switches = []
-    for cycle in range(2 * cycles + 2):
+    warm_up = 6
+    for cycle in range(4 * cycles + warm_up):
         out, into = regions[cycle % 2], regions[1 - cycle % 2]
         switches.append(milliseconds(partial(memsaver.switch, pause=out.tag, resume=into.tag)))
         tensors[2 * (1 - cycle % 2)].fill_(1)  # the memory is really there
-    return {"switch_ms": statistics.median(switches[2:]), "bytes": nbytes, "all_switch_ms": switches}
+    return {"switch_ms": statistics.median(switches[warm_up:]), "bytes": nbytes, "all_switch_ms": switches}
 
 
 def measure_limit(cycles: int) -> dict[str, Any]:
@@ -169,22 +171,6 @@ def in_process(arguments: list[str]) -> dict[str, Any]:
         return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
-
-
-def environment() -> dict[str, Any]:
-    import torch
-
-    from memsaver import __version__
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": os.environ.get("MEMSAVER_COMMIT", commit),
-        "memsaver": __version__,
-        "device": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-    }
 
 
 def main() -> None:

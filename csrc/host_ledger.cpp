@@ -11,6 +11,7 @@
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <optional>
 #include <sstream>
 #include <unordered_set>
 
@@ -20,9 +21,11 @@ namespace {
 constexpr std::uint64_t kMagic = 0x6d656d7361766531;  // also the version of the layout
 constexpr std::size_t kSpareEntries = 1024;           // for imports beyond one per chunk
 
-// The start time of a living process in clock ticks since boot, or 0 for one that is gone or a zombie.
-std::uint64_t start_time_of(int pid) {
+// The start time of a living process in clock ticks since boot, or 0 for one that is gone or a zombie. Nothing where
+// the system cannot tell now, as without a free descriptor: who took the living for dead would give their memory away.
+std::optional<std::uint64_t> start_time_of(int pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  if (!file && errno != ENOENT && errno != ESRCH) return std::nullopt;
   std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
   const auto after_name = text.rfind(')');  // the name may hold spaces and brackets
   if (after_name == std::string::npos) return 0;
@@ -76,7 +79,8 @@ HostLedger::HostLedger(std::size_t capacity)
     : capacity_(capacity),
       entry_count_(2 * (capacity / kPage) + kSpareEntries),
       file_size_(sizeof(Header) + entry_count_ * sizeof(Entry)),
-      start_time_(start_time_of(::getpid())) {
+      start_time_(start_time_of(::getpid()).value_or(0)) {
+  if (start_time_ == 0) throw DriverError("open", EIO, "/proc does not tell when this process began");
   const std::string path = ledger_path(capacity);
   file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (file_ < 0) fail("open");
@@ -174,13 +178,13 @@ std::size_t HostLedger::used_locked() const {
 
 void HostLedger::strike_dead_locked() {
   Entry* table = entries();
-  std::map<std::uint32_t, std::uint64_t> alive;  // pid -> start time
+  std::map<std::uint32_t, std::optional<std::uint64_t>> alive;  // pid -> start time
   for (std::size_t i = 0; i < header_->high_water; ++i) {
     const std::uint32_t pid = table[i].pid;
     if (pid == 0) continue;
     auto [found, inserted] = alive.try_emplace(pid, 0);
     if (inserted) found->second = start_time_of(static_cast<int>(pid));
-    if (found->second != table[i].start_time) table[i].pid = 0;
+    if (found->second && *found->second != table[i].start_time) table[i].pid = 0;
   }
 }
 

@@ -9,17 +9,20 @@ from typing import Any
 import torch
 
 from memsaver import _core, regions
-from memsaver.errors import RegionPausedError
+from memsaver.errors import Error, RegionPausedError
 from memsaver.regions import Region, Tags
 
 
 class CUDAGraph(torch.cuda.CUDAGraph):
     """A ``torch.cuda.CUDAGraph`` whose :meth:`replay` raises RegionPausedError while a region it needs has no memory.
 
-    It needs the region it was captured into, and what ``memsaver.graph(needs=...)`` named.
+    It needs the region it was captured into, and what ``memsaver.graph(needs=...)`` named. Making one raises
+    memsaver.Error where torch was built without CUDA.
     """
 
     def __new__(cls, keep_graph: bool = False) -> CUDAGraph:
+        if not torch.backends.cuda.is_built():
+            raise Error(f"this build of torch ({torch.__version__}) has no CUDA, and graphs are made of CUDA kernels")
         made: CUDAGraph = super().__new__(cls, keep_graph)
         made._needs = ()
         return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -57,11 +58,15 @@ load_adapter: Callable[[], Adapter]
 _adapter: Adapter | None = None
 
 
+_loading = threading.Lock()
+
+
 def adapter() -> Adapter:
     global _adapter
-    if _adapter is None:
-        _adapter = load_adapter()  # noqa: F821
-    return _adapter
+    with _loading:
+        if _adapter is None:
+            _adapter = load_adapter()  # noqa: F821
+        return _adapter
 
 
 class Region:
@@ -136,7 +141,6 @@ class Region:
             raise RegionPausedError(f"region {self.tag!r} is {state}: it cannot {purpose}", tag=self.tag, state=state)
 
     def __enter__(self) -> Region:
-        self.check_active("be entered")
         adapter().enter(self)
         return self
 
@@ -160,8 +164,8 @@ def canonical_device(device: object) -> str:
     name = str(device)
     if name == "cpu":
         return name
-    kind, _, index = name.partition(":")
-    if kind == "cuda" and (index.isdigit() or not _):
+    kind, colon, index = name.partition(":")
+    if kind == "cuda" and (not colon or (index.isascii() and index.isdecimal() and len(index) < 5)):
         if index:
             return f"cuda:{int(index)}"
         torch = sys.modules.get("torch")
@@ -269,12 +273,14 @@ def transition(
         raise ValueError(f"{sorted(both)[0]!r} is to be paused and resumed at once, expected one of the two")
     if not pause and not resume:
         return Transition()
-    if _adapter is not None:
+    if _adapter is not None:  # looked at again below, when nobody can enter any more; here it disturbs nobody
         _adapter.check_pausable([each for each in pause if each.state == "active"])
     move = _core.Transition([each._core for each in pause], [each._core for each in resume])
     move.begin()
     try:
         going_out = [_wrapper(each) for each in move.pausing]
+        if _adapter is not None:
+            _adapter.check_pausable(going_out)
         policies = [backup or each.backup for each in going_out]
         live = [_live(each) if policy != "none" else [] for each, policy in zip(going_out, policies)]
         done = move.run(policies, live, bool(restore), min(float(timeout), _LONGEST_TIMEOUT_S))

@@ -169,8 +169,9 @@ class HostMode(TorchFunctionMode):
 
     def _place(self, region: Region, made: torch.Tensor, copy: bool) -> None:
         if hasattr(made, "__tensor_flatten__"):  # a wrapper, such as DTensor: its parts are what has memory
-            for name in made.__tensor_flatten__()[0]:
-                self._place(region, getattr(made, name), copy)
+            for part in (getattr(made, name) for name in made.__tensor_flatten__()[0]):
+                if isinstance(part, torch.Tensor):  # DTensor names its mesh there as well
+                    self._place(region, part, copy)
         elif made.device.type == "cpu" and made.layout == torch.strided and made.numel():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(made.size(), made.stride()))
             placed = self._router.empty(region, (extent,), made.dtype).as_strided(made.size(), made.stride())
@@ -194,8 +195,11 @@ class Router:
     # Entering and leaving
 
     def enter(self, region: Region) -> None:
+        # Who enters is seen first and looks at the state second; who pauses does it the other way round. So of a thread
+        # that enters and one that pauses at the same moment, at least one sees the other.
         self._push(region)
         try:
+            region.check_active("be entered")
             self.refresh()
         except BaseException:
             self._pop()
@@ -384,7 +388,7 @@ class Router:
                 ends()
 
         torch.cuda.CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign,assignment]
-        torch.cuda.CUDAGraph.capture_end = capture_end  # type: ignore[method-assign]
+        torch.cuda.CUDAGraph.capture_end = capture_end  # type: ignore[method-assign,assignment]
 
     def _capture_failed(self, graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int]) -> None:
         """torch goes on routing to the pool of a capture that it could not end: this stops it.
