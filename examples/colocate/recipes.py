@@ -1,0 +1,110 @@
+"""Named sizes and settings of the loop, each tried as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from .arithmetic import VOCABULARY
+from .engine import EngineConfig
+from .model import ModelConfig
+from .trainer import TrainerConfig
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to train, on what, and how much memory each side takes.
+
+    The KV cache and the trainer's workspace are shares of the device. At more than one half each, the two sides cannot
+    be resident together. The workspace stands for what a larger model's activations would need: the trainer overwrites
+    it in each of its turns.
+    """
+
+    model: ModelConfig
+    engine: EngineConfig  # num_blocks is replaced by what kv_share gives
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    # The task
+    largest: int = 49
+    held_out: int = 256
+    carry_share: float = 0.6
+    slip_share: float = 0.7
+    # Warm-up by demonstrations
+    warm_up_steps: int = 350
+    warm_up_batch: int = 128
+    warm_up_rate: float = 3e-3
+    # Reinforcement learning
+    steps: int = 30
+    prompts: int = 64
+    group: int = 8
+    minibatches: int = 2  # steps of the optimizer for each rollout
+    rate: float = 1e-3
+    # Memory
+    kv_share: float = 0.55
+    workspace_share: float = 0.55
+    bucket_bytes: int = 128 << 10
+    host_device_bytes: int = 192 * MIB  # size of the host driver's device; on CUDA the GPU's own counts
+    # Proofs
+    probes: int = 8  # prompts completed greedily before and after each pause
+    proof_tokens: int = 64  # at every captured batch size, at the end
+    logprob_bound: float = 1e-3  # nats between the trainer's and the engine's log-probability of a token
+    threads: int = 1  # of torch in each actor, on the CPU
+
+    def warm_up_rate_at(self, step: int) -> float:
+        """Learning rate of a warm-up step: a ramp, a plateau, and down to zero over the last two fifths."""
+        ramp, decay = min(20, self.warm_up_steps), 0.4 * self.warm_up_steps
+        return self.warm_up_rate * min(1.0, (step + 1) / ramp, (self.warm_up_steps - step) / decay)
+
+    def rate_at(self, step: int) -> float:
+        """Learning rate of a step of reinforcement learning: a ramp, a plateau, and down to a tenth."""
+        ramp, decay = min(5, self.steps), 0.6 * self.steps
+        return self.rate * min(1.0, (step + 1) / ramp, (self.steps - step) / decay + 0.1)
+
+    def kv_blocks(self, device_bytes: int) -> int:
+        """Blocks of the KV cache on a device of this size."""
+        model = self.model
+        values = 2 * model.num_layers * self.engine.block_size * model.num_kv_heads * model.head_dim
+        return int(self.kv_share * device_bytes) // (values * model.dtype.itemsize)
+
+
+def _model(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, inner: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=inner,
+        max_position=128,
+    )
+
+
+_CPU = Recipe(model=_model(64, 2, 4, 2, 16, 192), engine=EngineConfig(max_batch_size=128))
+
+RECIPES = {
+    "cpu": _CPU,
+    # The same task and training; a wider model, and memory to match.
+    "gpu": replace(
+        _CPU,
+        model=_model(256, 4, 8, 4, 32, 768),
+        engine=EngineConfig(max_batch_size=64, block_size=64),
+        bucket_bytes=4 * MIB,
+    ),
+    # For tests: nothing is learned.
+    "tiny": replace(
+        _CPU,
+        model=_model(32, 1, 4, 2, 8, 64),
+        engine=EngineConfig(max_batch_size=8),
+        largest=9,
+        held_out=16,
+        warm_up_steps=4,
+        warm_up_batch=16,
+        steps=2,
+        prompts=4,
+        group=4,
+        bucket_bytes=4 << 10,
+        probes=4,
+        proof_tokens=8,
+    ),
+}

@@ -1,0 +1,122 @@
+"""memsaver in one file: a model leaves the device, somebody else overwrites the memory, and the model goes on.
+
+    python -m examples.quickstart
+
+On a GPU the model runs as a CUDA graph, which keeps working because every address stays what it was. Where there is
+none, the same happens without the graph on the host driver: a device made of this machine's own memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import memsaver
+
+MIB = 1 << 20
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda:0" if ON_GPU else "cpu"
+WIDTH, LAYERS, CACHE_MIB, MARGIN_MIB = (4096, 32, 8192, 1024) if ON_GPU else (1024, 32, 256, 32)
+BATCH = 8
+
+
+def main() -> int:
+    if ON_GPU:
+        print(f"device: {torch.cuda.get_device_name(0)}; the model runs as a CUDA graph")
+    else:
+        print("device: none with CUDA, so this is the host driver; the model runs without a graph")
+        if "MEMSAVER_HOST_DEVICE" not in os.environ:
+            memsaver.configure(host_device="512MiB")
+    torch.manual_seed(0)
+
+    # Regions. What torch allocates inside one lands in it; the policy says what a pause does with the contents.
+    weights = memsaver.region("weights", device=DEVICE, backup="host")
+    kv_cache = memsaver.region("kv_cache", device=DEVICE)  # "none": undefined after a resume, and nothing to copy
+    with weights:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=DEVICE) for _ in range(LAYERS))).requires_grad_(False)
+    cache = kv_cache.empty((CACHE_MIB * MIB // 4 // WIDTH, WIDTH), torch.float32)
+    inputs = torch.randn(BATCH, WIDTH, device=DEVICE)
+
+    def forward() -> Tensor:
+        cache[-BATCH:] = inputs  # written before it is read, as a cache has to be after a resume
+        hidden: Tensor = model(cache[-BATCH:])
+        return hidden
+
+    run, outputs = capture(forward) if ON_GPU else (forward, None)
+    expected = run().clone()
+    addresses = [cache.data_ptr(), *(parameter.data_ptr() for parameter in model.parameters())]
+    before = report("the model has run")
+    held = weights.mapped_bytes + kv_cache.mapped_bytes
+
+    # Pause. The driver has the memory back, and what needs it is refused instead of touching what is not there.
+    paused = memsaver.pause()
+    free = report(f"pause: {', '.join(paused.paused)}; {paused.copied_bytes // MIB} MiB copied out", paused.seconds)
+    try:
+        if ON_GPU:
+            run()
+        else:
+            kv_cache.__enter__()
+        print("FAILED: what is paused could be used")
+        return 1
+    except memsaver.RegionPausedError as error:
+        print(f"refused: {error}")
+
+    # Somebody else takes all memory there is, and overwrites it.
+    other = memsaver.region("other", device=DEVICE)
+    taken = []
+    for _ in range((free // MIB - MARGIN_MIB) // 32):
+        taken.append(other.empty(32 * MIB, torch.uint8).random_())
+    report(f"another region overwrote {len(taken) * 32} MiB with random bytes")
+    try:
+        memsaver.resume(["weights", "kv_cache"])  # too early: this raises, changes nothing, and can be tried again
+        print("FAILED: a resume found memory that is in use")
+        return 1
+    except memsaver.OutOfMemoryError as error:
+        print(f"refused: {error}")
+    other.pause()
+
+    # Resume. Same addresses, the weights' contents restored, and the graph replays as if nothing had been.
+    resumed = memsaver.resume(paused.paused)
+    report(f"resume: {', '.join(resumed.resumed)}; {resumed.copied_bytes // MIB} MiB copied in", resumed.seconds)
+    if outputs is not None:
+        outputs.zero_()
+    same_addresses = addresses == [cache.data_ptr(), *(parameter.data_ptr() for parameter in model.parameters())]
+    same_outputs = torch.equal(run(), expected)
+    gained = free - before >= held
+    print(f"same addresses: {same_addresses}; same outputs, bit for bit: {same_outputs}; memory was free: {gained}")
+    return 0 if same_addresses and same_outputs and gained else 1
+
+
+def capture(forward: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], Tensor]:
+    """A function that replays `forward` as a graph, and the tensor with its outputs."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # libraries set themselves up in the first calls; that must not be captured
+        forward()
+    torch.cuda.current_stream().wait_stream(side)
+
+    graph = memsaver.CUDAGraph()
+    with memsaver.graph(graph, region="cuda_graph", needs=["weights", "kv_cache"]):
+        outputs = forward()
+
+    def run() -> Tensor:
+        graph.replay()
+        return outputs
+
+    return run, outputs
+
+
+def report(what: str, seconds: float | None = None) -> int:
+    """Prints what happened and what the driver says is free, and returns the latter in bytes."""
+    free = int(memsaver.stats()["devices"][DEVICE]["free_bytes"])
+    took = "" if seconds is None else f", {seconds * 1e3:.0f} ms"
+    print(f"{free // MIB:>7} MiB free | {what}{took}")
+    return free
+
+
+if __name__ == "__main__":
+    sys.exit(main())

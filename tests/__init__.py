@@ -1,0 +1,1 @@
+"""Tests of memsaver; what several files share is in support.py."""

@@ -1,0 +1,27 @@
+"""The quick start runs, and says so by its exit status."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_quick_start_succeeds():
+    size = (512 << 20) + os.getpid() % 100 * (2 << 20)  # apart from what runs beside it
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.quickstart"],
+        cwd=ROOT,
+        env={**os.environ, "MEMSAVER_HOST_DEVICE": str(size)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "same addresses: True; same outputs, bit for bit: True" in done.stdout
+    assert done.stdout.count("refused:") == 2
+    assert done.stderr == ""

@@ -1,0 +1,204 @@
+"""What several test files share: contents to fill and compare, figures of this process, and subprocesses."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import memsaver
+from memsaver import _core
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+PAGE = 2 * MIB
+ROOT = Path(__file__).resolve().parent.parent
+
+_counter = itertools.count()
+
+
+class Block:
+    """One segment of a host region, and the bytes that it should hold."""
+
+    def __init__(self, region: memsaver.Region, nbytes: int, seed: int = 0) -> None:
+        before = {offset for offset, _ in segments(region)}
+        self.tensor = region.empty(nbytes, _uint8())
+        self.region = region
+        self.nbytes = nbytes
+        self.address = self.tensor.data_ptr()
+        self.is_new = self.address - region._core.base not in before
+        self.expected = np.zeros(0, np.uint8)
+        self.fill(seed)
+
+    def fill(self, seed: int) -> None:
+        self.expected = np.random.default_rng(seed).integers(0, 256, self.nbytes, np.uint8)
+        self.tensor.numpy()[:] = self.expected
+
+    def check(self) -> None:
+        """The address is where it was, and holds what was written."""
+        assert self.tensor.data_ptr() == self.address
+        assert np.array_equal(self.tensor.numpy(), self.expected), f"{self.nbytes} bytes at {self.address:#x} differ"
+
+
+def _uint8() -> Any:
+    import torch
+
+    return torch.uint8
+
+
+def blocks(region: memsaver.Region, sizes: Iterable[int], seed: int = 0) -> list[Block]:
+    return [Block(region, nbytes, seed + number) for number, nbytes in enumerate(sizes)]
+
+
+def segments(region: memsaver.Region) -> list[tuple[int, int]]:
+    """(offset, bytes) of what is in use, touching segments joined."""
+    return list(region._core.live())
+
+
+def free_bytes(device: str = "cpu") -> int:
+    return int(_core.open_driver(device).memory()[0])
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def host_used_bytes(device: str = "cpu") -> int:
+    return int(memsaver.stats()["devices"][device]["host_used_bytes"])
+
+
+def fresh_device() -> str:
+    """The size of a host device that no other test of this run names, and hardly one of another run."""
+    return str(GIB // 4 + ((os.getpid() * 61 + next(_counter)) % 50_000) * PAGE)
+
+
+class Fill:
+    """Takes memory of a device until ``leave`` bytes are free; close() gives it back."""
+
+    def __init__(self, leave: int = 0, device: str = "cpu") -> None:
+        self.driver = _core.open_driver(device)
+        self.handles: list[int] = []
+        missing = free_bytes(device) - leave
+        assert missing >= 0 and missing % PAGE == 0
+        while missing:
+            size = next(size for size in (256 * MIB, 32 * MIB, PAGE) if size <= missing)
+            self.handles.append(self.driver.create(size))
+            missing -= size
+
+    def close(self) -> None:
+        while self.handles:
+            self.driver.release(self.handles.pop())
+
+    def __enter__(self) -> Fill:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Hooks:
+    """A region's entry points as torch calls them."""
+
+    def __init__(self, region: memsaver.Region) -> None:
+        library = ctypes.CDLL(_core.__file__)
+        alloc_name, free_name = region._core.hooks()
+        self._alloc, self._free = library[alloc_name], library[free_name]
+        self._alloc.restype = ctypes.c_void_p
+        self._alloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self._free.restype = None
+        self._free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+
+    def alloc(self, nbytes: int) -> int | None:
+        found: int | None = self._alloc(nbytes, 0, None)
+        return found
+
+    def free(self, address: int | None, nbytes: int = 0) -> None:
+        self._free(address, nbytes, 0, None)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    changes.setdefault("MEMSAVER_HOST_DEVICE", fresh_device())
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, **changes}
+
+
+def run_python(source: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program in an interpreter of its own, on a fresh host device unless the environment names one."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def run_clean(source: str, **changes: str) -> str:
+    """run_python() of a program that must succeed and say nothing on stderr. Returns what it printed."""
+    done = run_python(source, **changes)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+class Peer:
+    """Another process with memsaver, which runs one statement at a time and answers what it prints."""
+
+    def __init__(self, **changes: str) -> None:
+        loop = """
+            import sys, memsaver
+            scope = {"memsaver": memsaver, "_core": memsaver._core}
+            for line in sys.stdin:
+                exec(line, scope)
+                print("<done>", flush=True)
+        """
+        changes.setdefault("MEMSAVER_HOST_DEVICE", os.environ["MEMSAVER_HOST_DEVICE"])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(loop)],
+            env=environment(**changes),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self.process.pid
+
+    def send(self, statement: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(statement + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        lines: list[str] = []
+        for line in self.process.stdout:
+            if line == "<done>\n":
+                return "".join(lines).strip()
+            lines.append(line)
+        raise AssertionError(f"the process ended with {self.process.wait()}")
+
+    def run(self, statement: str) -> str:
+        self.send(statement)
+        return self.answer()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()

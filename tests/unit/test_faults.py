@@ -1,0 +1,491 @@
+"""Every driver call of a transition fails in turn: promise 2 holds at each point, and no chunk is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+import memsaver
+from memsaver import _core
+from tests.support import KIB, MIB, PAGE, Block, Fill, Hooks, blocks, descriptors, free_bytes, host_used_bytes
+
+Make = Callable[..., memsaver.Region]
+KINDS = ["error", "memory"]
+SIZES = [3 * MIB, 40 * MIB, 5 * MIB, 100, 2 * MIB]  # the second goes: chunks with a gap take more calls
+
+
+@dataclass
+class Ledger:
+    """What this process holds of the device and of the system; a test ends where it began."""
+
+    free: int = field(default_factory=free_bytes)
+    files: int = field(default_factory=descriptors)
+    host_used: int = field(default_factory=host_used_bytes)
+
+    def check(self) -> None:
+        flush_unreleased()
+        assert _core.unreleased_bytes() == 0
+        assert Ledger() == self
+
+
+def flush_unreleased() -> None:
+    """A handle whose release was refused is tried again by the next release."""
+    region = memsaver.region("flush", device="cpu")
+    Block(region, 1)
+
+
+@pytest.fixture
+def ledger(make: Make) -> Ledger:
+    Block(memsaver.region("flush", device="cpu"), 1)  # the device is open, and the arena exists
+    return Ledger()
+
+
+@pytest.fixture(params=["0", "1GiB"], ids=["released", "retained"])
+def retain(request: pytest.FixtureRequest) -> str:
+    value: str = request.param
+    return value
+
+
+def with_a_gap(region: memsaver.Region, seed: int = 0) -> list[Block]:
+    held = []
+    for number, nbytes in enumerate(SIZES):
+        held.append(Block(region, nbytes, seed + number))
+        if number == 1:
+            gap = held.pop()
+    del gap
+    return held
+
+
+class Sweep:
+    """Calls something again and again, with its first driver call failing, its second, and so on to the last."""
+
+    def __init__(self, kind: str, act: Callable[[], object]) -> None:
+        self.kind = kind
+        self.act = act
+        self.failures = 0
+
+    def __iter__(self) -> Iterator[memsaver.Error | None]:
+        """Yields the error of each attempt; the caller checks, and brings back the state to begin with."""
+        for nth in range(1, 1000):
+            _core.faults_arm(nth, self.kind)
+            error = None
+            try:
+                self.act()
+            except memsaver.Error as raised:
+                error = raised
+            reached = _core.faults_calls() >= nth
+            _core.faults_disarm()
+            if not reached:
+                assert error is None
+                assert self.failures > 0
+                return
+            self.failures += error is not None
+            yield error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backup", ["none", "host"])
+def test_a_pause_whose_kth_call_fails(make: Make, ledger: Ledger, retain: str, backup: str, kind: str) -> None:
+    memsaver.configure(retain=retain)
+    region = make(backup)
+    held = with_a_gap(region)
+    rolled_back = rolled_forward = 0
+    mapped, free, used = region.mapped_bytes, free_bytes(), host_used_bytes()
+    for error in Sweep(kind, region.pause):
+        if region.state == "active":
+            rolled_back += 1
+            assert isinstance(error, (memsaver.DriverError, memsaver.BackupError))
+            assert (region.mapped_bytes, free_bytes(), host_used_bytes()) == (mapped, free, used)
+            for block in held:
+                block.check()
+        else:
+            rolled_forward += 1
+            assert region.state == "paused"
+            assert error is not None or region.mapped_bytes == 0
+        region.pause()
+        assert (region.state, region.mapped_bytes) == ("paused", 0)
+        region.resume()
+        for seed, block in enumerate(held):
+            if backup == "host":
+                block.check()
+            else:
+                block.fill(seed)
+        mapped, free, used = region.mapped_bytes, free_bytes(), host_used_bytes()
+        if retain == "0":
+            flush_unreleased()
+            free = free_bytes()
+    assert rolled_back >= (4 if backup == "host" else 1)
+    assert rolled_forward >= 2
+    del held, block
+    memsaver.configure(retain=0)
+    region.resume()
+    ledger.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backup", ["none", "host"])
+def test_a_half_paused_region_can_be_resumed_instead(make: Make, ledger: Ledger, backup: str, kind: str) -> None:
+    region = make(backup)
+    held = with_a_gap(region)
+    halves = 0
+    for _ in Sweep(kind, region.pause):
+        halves += region.state == "paused" and region.mapped_bytes > 0
+        region.resume()
+        for seed, block in enumerate(held):
+            if backup == "host":
+                block.check()
+            else:
+                block.fill(seed)
+    assert halves >= 2
+    del held, block
+    region.pause()
+    region.resume()
+    ledger.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backup", ["none", "host"])
+def test_a_resume_whose_kth_call_fails(make: Make, ledger: Ledger, retain: str, backup: str, kind: str) -> None:
+    memsaver.configure(retain=retain)
+    region = make(backup)
+    held = with_a_gap(region)
+    region.pause()
+    used, waiting = host_used_bytes(), region.backup_bytes
+    failed = 0
+    for error in Sweep(kind, region.resume):
+        if error is not None:
+            failed += 1
+            assert (region.state, region.mapped_bytes) == ("paused", 0)
+            assert (host_used_bytes(), region.backup_bytes) == (used, waiting)
+            flush_unreleased()
+            assert free_bytes() + retained() == ledger.free
+            region.resume()
+        assert region.state == "active"
+        if backup == "host":
+            for block in held:
+                block.check()
+        region.pause()
+    assert failed >= 2
+    held.clear()
+    block = None  # noqa: F841
+    memsaver.configure(retain=0)
+    region.resume()
+    ledger.check()
+
+
+@pytest.mark.parametrize(
+    ("room", "kind"), [("full", "error"), ("retained", "error"), ("free", "error"), ("free", "memory")]
+)
+@pytest.mark.parametrize("backup", ["none", "host"])
+def test_a_switch_whose_kth_call_fails(make: Make, ledger: Ledger, room: str, backup: str, kind: str) -> None:
+    memsaver.configure(retain="1GiB" if room == "retained" else 0)
+    out, back = make(backup), make("host")
+    there = with_a_gap(back, seed=10)
+    if room == "free":
+        there += blocks(back, [PAGE, 3 * PAGE], seed=20)  # beyond what goes out: made on the way
+    back.pause()
+    here = with_a_gap(out)
+    fill = Fill() if room == "full" else None
+    rolled_back = rolled_forward = 0
+    for error in Sweep(kind, lambda: memsaver.switch(pause=out.tag, resume=back.tag)):
+        if out.state == "active":
+            rolled_back += 1
+            assert error is not None
+            assert (back.state, back.mapped_bytes) == ("paused", 0)
+            for block in here:
+                block.check()
+        elif error is not None:
+            rolled_forward += 1
+            assert (out.state, back.state) == ("paused", "paused")
+        memsaver.switch(pause=out.tag, resume=back.tag)
+        assert (out.state, out.mapped_bytes, back.state) == ("paused", 0, "active")
+        for block in there:
+            block.check()
+        memsaver.switch(pause=back.tag, resume=out.tag)
+        assert (out.state, back.state, back.mapped_bytes) == ("active", "paused", 0)
+        for seed, block in enumerate(here):
+            if backup == "host":
+                block.check()
+            else:
+                block.fill(seed)
+    assert rolled_back >= 1 and rolled_forward >= 3
+    here.clear(), there.clear()
+    del block
+    if fill is not None:
+        fill.close()
+    memsaver.configure(retain=0)
+    memsaver.resume([out.tag, back.tag])
+    ledger.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_allocation_whose_kth_call_fails(make: Make, ledger: Ledger, kind: str) -> None:
+    region = make()
+    hooks = Hooks(region)
+    first = hooks.alloc(3 * MIB)
+    mapped = region.mapped_bytes
+    errors = 0
+
+    def allocate() -> None:
+        nonlocal address
+        address = hooks.alloc(40 * MIB)
+        if address is None:
+            raise memsaver.Error("torch raises its own")
+
+    address: int | None = None
+    for error in Sweep(kind, allocate):
+        if error is not None:
+            errors += 1
+            assert (region.allocated_bytes, region.mapped_bytes) == (3 * MIB, mapped)
+            address = hooks.alloc(40 * MIB)
+            assert address is not None
+        hooks.free(address)
+        address = None
+    assert errors >= 2
+    hooks.free(address)
+    hooks.free(first)
+    ledger.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_in_an_allocation_says_which_call(make: Make, kind: str) -> None:
+    region = make()
+    raised = []
+    for nth in range(1, 4):
+        _core.faults_arm(nth, kind)
+        try:
+            region.empty(100)
+        except memsaver.Error as error:
+            raised.append(error)
+        assert region.allocated_bytes == 0 and region.mapped_bytes == 0
+    expected = memsaver.DriverError if kind == "error" else memsaver.OutOfMemoryError
+    assert isinstance(raised[0], expected)
+    assert [error.call for error in raised[1:] if isinstance(error, memsaver.DriverError)] == ["map", "allow"]
+
+
+def test_a_free_whose_kth_call_fails_leaves_nothing_behind(make: Make, ledger: Ledger) -> None:
+    region = make()
+    for nth in range(1, 4):
+        block = Block(region, 3 * MIB)
+        _core.faults_arm(nth)
+        del block
+        _core.faults_disarm()
+        assert region.allocated_bytes == 0
+        region.pause()
+        assert region.mapped_bytes == 0
+        region.resume()
+    ledger.check()
+
+
+def test_a_chunk_that_a_free_could_not_unmap_is_used_again(make: Make, ledger: Ledger) -> None:
+    region = make()
+    block = Block(region, PAGE)
+    _core.faults_arm(1)
+    del block
+    assert (region.allocated_bytes, region.mapped_bytes) == (0, PAGE)
+    _core.faults_disarm()
+    again = Block(region, PAGE)
+    assert (_core.faults_calls(), region.mapped_bytes) == (0, PAGE)
+    del again
+    ledger.check()
+
+
+def test_a_release_that_is_refused_is_tried_again(make: Make, ledger: Ledger) -> None:
+    region = make()
+    block = Block(region, PAGE)
+    _core.faults_arm(2)  # unmap, then release
+    del block
+    assert region.mapped_bytes == 0
+    assert memsaver.stats()["unreleased_bytes"] == PAGE
+    assert free_bytes() == ledger.free - PAGE
+    ledger.check()
+
+
+def test_host_memory_that_cannot_be_pinned_is_an_error_before_anything(make: Make, ledger: Ledger) -> None:
+    region = make("host")
+    row = memsaver.stats()["devices"]["cpu"]
+    held_bytes = row["host_held_bytes"]
+    idle = held_bytes - row["host_used_bytes"]
+    held = blocks(region, [idle + 5 * MIB])
+    _core.faults_arm(1)
+    with pytest.raises(memsaver.BackupError) as caught:
+        region.pause()
+    assert caught.value.needed_bytes == 5 * MIB
+    assert caught.value.held_bytes == held_bytes
+    assert region.state == "active"
+    assert memsaver.stats()["devices"]["cpu"]["host_held_bytes"] == held_bytes
+    held[0].check()
+    region.pause()
+    region.resume()
+    held[0].check()
+    held.clear()
+    ledger.check()
+
+
+def test_a_region_whose_addresses_are_refused_can_be_asked_for_again(tag: str) -> None:
+    _core.faults_arm(1)
+    with pytest.raises(memsaver.DriverError, match="reserve"):
+        memsaver.region(tag, device="cpu")
+    assert tag not in {region.tag for region in memsaver.regions.all_regions()}
+    Block(memsaver.region(tag, device="cpu"), 100).check()
+
+
+def test_a_resume_without_descriptors_leaves_the_region_paused(make: Make, ledger: Ledger) -> None:
+    region = make("host")
+    held = blocks(region, [60 * MIB])
+    region.pause()
+    with few_descriptors(spare=1):
+        with pytest.raises(memsaver.DriverError):
+            region.resume()
+    assert (region.state, region.mapped_bytes, free_bytes()) == ("paused", 0, ledger.free)
+    region.resume()
+    held[0].check()
+    held.clear()
+    ledger.check()
+
+
+def test_without_descriptors_the_living_are_not_taken_for_dead(make: Make) -> None:
+    held = Block(make(), 3 * MIB)
+    before = free_bytes()
+    with few_descriptors(spare=0):
+        assert free_bytes() == before
+    assert free_bytes() == before
+    held.check()
+
+
+@contextmanager
+def few_descriptors(spare: int) -> Iterator[None]:
+    """The process can open ``spare`` files and no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    taken = []
+    try:
+        while True:
+            try:
+                taken.append(os.dup(0))
+            except OSError:
+                break
+        for file in taken[len(taken) - spare :]:
+            os.close(file)
+        del taken[len(taken) - spare :]
+        yield
+    finally:
+        for file in taken:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# Random sequences against a model
+
+
+class Model:
+    """Some regions, and the bytes that each of their segments should hold (None: undefined since a pause)."""
+
+    def __init__(self, make: Make, rng: random.Random) -> None:
+        self.rng = rng
+        self.regions = [make(("none", "host")[number % 2]) for number in range(4)]
+        self.held: dict[memsaver.Region, list[Block]] = {region: [] for region in self.regions}
+        self.known = dict.fromkeys(self.regions, True)
+        self.seed = 0
+        self.errors = 0
+
+    def step(self) -> None:
+        if self.rng.random() < 0.35:
+            _core.faults_arm(self.rng.randint(1, 16), self.rng.choice(KINDS))
+        act = self.rng.choice([self.grow, self.grow, self.grow, self.drop, self.write, self.move, self.move, self.move])
+        try:
+            act()
+        except memsaver.Error:
+            self.errors += 1
+        _core.faults_disarm()
+        self.check()
+
+    def grow(self) -> None:
+        region = self.rng.choice(self.regions)
+        if len(self.held[region]) > 12:
+            return self.drop()
+        self.seed += 1
+        nbytes = self.rng.choice([100, 700 * KIB, PAGE, 3 * MIB + 5, 9 * MIB])
+        self.refill(region)
+        self.held[region].append(Block(region, nbytes, self.seed))
+        return None
+
+    def drop(self) -> None:
+        held = self.held[self.rng.choice(self.regions)]
+        if held:
+            held.pop(self.rng.randrange(len(held)))
+
+    def write(self) -> None:
+        region = self.rng.choice(self.regions)
+        if region.state == "active" and self.held[region]:
+            self.refill(region)
+            self.seed += 1
+            self.rng.choice(self.held[region]).fill(self.seed)
+
+    def refill(self, region: memsaver.Region) -> None:
+        if region.state == "active" and not self.known[region]:
+            for block in self.held[region]:
+                self.seed += 1
+                block.fill(self.seed)
+            self.known[region] = True
+
+    def move(self) -> None:
+        chosen = self.rng.sample(self.regions, self.rng.randint(1, 3))
+        cut = self.rng.randint(0, len(chosen))
+        out, back = chosen[:cut], chosen[cut:]
+        backup = self.rng.choice([None, None, None, "none", "host"])
+        restore = self.rng.random() < 0.9
+        before = {region: region.state for region in self.regions}
+        try:
+            memsaver.switch(
+                pause=[each.tag for each in out], resume=[each.tag for each in back], backup=backup, restore=restore
+            )
+        finally:
+            for region in self.regions:
+                change = (before[region], region.state)
+                if change == ("active", "paused") and (backup or region.backup) == "none":
+                    self.known[region] = False
+                if change == ("paused", "active") and not restore:
+                    self.known[region] = False
+
+    def check(self) -> None:
+        for region in self.regions:
+            assert region.state in ("active", "paused")
+            assert region.allocated_bytes == sum(-(-block.nbytes // 512) * 512 for block in self.held[region])
+            for block in self.held[region]:
+                assert block.tensor.data_ptr() == block.address
+            if region.state == "active" and self.known[region]:
+                for block in self.held[region]:
+                    block.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_sequences_with_faults_keep_every_byte_and_every_chunk(make: Make, ledger: Ledger, seed: int) -> None:
+    rng = random.Random(seed)
+    memsaver.configure(retain=rng.choice([0, 16 * MIB, "1GiB"]))
+    model = Model(make, rng)
+    for _ in range(200):
+        model.step()
+    assert model.errors > 10
+    tags = [region.tag for region in model.regions]
+    memsaver.resume(tags)
+    model.check()
+    memsaver.pause(tags)
+    assert all(region.mapped_bytes == 0 for region in model.regions)
+    memsaver.configure(retain=0)
+    flush_unreleased()
+    assert (free_bytes(), _core.unreleased_bytes()) == (ledger.free, 0)
+    for held in model.held.values():
+        held.clear()
+    memsaver.resume(tags)
+    ledger.check()
+
+
+def retained() -> int:
+    return int(memsaver.stats()["devices"]["cpu"]["retained_bytes"])

@@ -1,0 +1,416 @@
+"""Regions: addresses that stay, segments side by side, and the chunks under them."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+
+import memsaver
+from memsaver import _core
+from tests.support import GIB, KIB, MIB, PAGE, Block, Fill, Hooks, blocks, free_bytes, run_clean, segments
+
+Make = Callable[..., memsaver.Region]
+CLASSES = {PAGE, 32 * MIB, 256 * MIB}
+
+
+def slack_bound(region: memsaver.Region) -> float:
+    """What may be mapped while nothing was freed since the last resume."""
+    return region.allocated_bytes * 1.05 + 64 * MIB
+
+
+def test_a_new_region_holds_nothing(make: Make) -> None:
+    before = free_bytes()
+    region = make()
+    assert (region.state, region.allocated_bytes, region.mapped_bytes, region.backup_bytes) == ("active", 0, 0, 0)
+    assert free_bytes() == before
+
+
+def test_contents_are_where_they_were_written(make: Make) -> None:
+    held = blocks(make(), [1, 511, 512, 4096, PAGE - 1, PAGE, PAGE + 1, 5 * MIB, 40 * MIB])
+    for block in held:
+        block.check()
+        assert block.address % 512 == 0
+
+
+def test_segments_do_not_overlap(make: Make) -> None:
+    rng = random.Random(0)
+    held = sorted(blocks(make(), [rng.randint(1, 5 * MIB) for _ in range(60)]), key=lambda block: block.address)
+    for block, following in zip(held, held[1:]):
+        assert block.address + block.nbytes <= following.address
+
+
+def test_allocated_bytes_follow_allocations_and_frees(make: Make) -> None:
+    region = make()
+    first, second = blocks(region, [3 * MIB, 1000])
+    assert region.allocated_bytes == 3 * MIB + 1024
+    del first
+    assert region.allocated_bytes == 1024
+    del second
+    assert region.allocated_bytes == 0
+
+
+def test_a_segment_lives_as_long_as_any_view_of_it(make: Make) -> None:
+    region = make()
+    tensor = region.empty(PAGE)
+    view = tensor[10:20].view(2, 5)
+    del tensor
+    assert region.allocated_bytes == 4 * PAGE
+    del view
+    assert region.allocated_bytes == 0
+
+
+def test_mapped_memory_is_the_devices(make: Make) -> None:
+    region = make()
+    before = free_bytes()
+    held = blocks(region, [40 * MIB, 3 * MIB])
+    assert region.mapped_bytes >= 43 * MIB
+    assert free_bytes() == before - region.mapped_bytes
+    del held
+    assert region.mapped_bytes == 0
+    assert free_bytes() == before
+
+
+def test_chunks_come_in_fixed_classes(make: Make) -> None:
+    region = make()
+    held = [region.empty(nbytes // 4) for nbytes in (300 * MIB, 50 * MIB, 3 * MIB, 7)]
+    assert set(region._core.chunks) <= CLASSES
+    assert sum(region._core.chunks) == region.mapped_bytes
+    del held
+
+
+def test_freed_segments_are_used_again(make: Make) -> None:
+    region = make()
+    first, _second, third = blocks(region, [4 * MIB, 6 * MIB, 2 * MIB])
+    address, mapped = first.address, region.mapped_bytes
+    del first
+    again = Block(region, 4 * MIB)
+    assert again.address == address
+    assert region.mapped_bytes == mapped
+    third.check()
+
+
+def test_a_chunk_that_holds_no_segment_goes_back(make: Make) -> None:
+    region = make()
+    held = blocks(region, [PAGE, PAGE, PAGE])
+    before = free_bytes()
+    del held[1]
+    assert region.mapped_bytes == 2 * PAGE
+    assert free_bytes() == before + PAGE
+    for block in held:
+        block.check()
+
+
+def test_a_chunk_stays_while_it_holds_a_segment(make: Make) -> None:
+    region = make()
+    held = blocks(region, [512] * 8)
+    keep = held[3]
+    held.clear()
+    assert region.mapped_bytes == PAGE
+    keep.check()
+
+
+def test_thousands_of_small_tensors_are_few_chunks(make: Make) -> None:
+    region = make()
+    held = [region.empty(16 * KIB // 4) for _ in range(4000)]
+    assert region.allocated_bytes == 4000 * 16 * KIB
+    assert len(region._core.chunks) <= 20
+    assert region.mapped_bytes <= slack_bound(region)
+    _core.faults_disarm()
+    region.pause()
+    assert _core.faults_calls() <= 40  # calls to the driver, however many tensors there are
+    region.resume()
+    assert len(region._core.chunks) <= 4
+    del held
+
+
+def test_segments_as_torch_asks_for_them_lie_side_by_side(make: Make) -> None:
+    region = make()
+    hooks = Hooks(region)
+    addresses = [hooks.alloc(PAGE) for _ in range(200)]
+    assert addresses == [region._core.base + number * PAGE for number in range(200)]
+    assert len(region._core.chunks) < 60
+    for address in addresses:
+        hooks.free(address)
+    assert region.mapped_bytes == 0
+
+
+SIZES: dict[str, Callable[[random.Random], int]] = {
+    "tiny": lambda rng: rng.randint(1, 4 * KIB),
+    "around_a_page": lambda rng: rng.randint(PAGE // 2, 2 * PAGE),
+    "just_over_a_page": lambda rng: rng.choice([PAGE + 512, PAGE]),
+    "mixed": lambda rng: int(2 ** rng.uniform(9, 26)),
+    "large": lambda rng: rng.randint(20 * MIB, 90 * MIB),
+}
+
+
+@pytest.mark.parametrize("pattern", SIZES)
+@pytest.mark.parametrize("seed", range(3))
+def test_growth_maps_little_beyond_what_is_allocated(make: Make, pattern: str, seed: int) -> None:
+    rng = random.Random(seed)
+    region = make()
+    held = []
+    while region.allocated_bytes < 600 * MIB and len(held) < 400:
+        held.append(region.empty(SIZES[pattern](rng) // 4 + 1))
+        assert region.mapped_bytes <= slack_bound(region)
+        if rng.random() < 0.02:
+            region.pause()
+            region.resume()
+            assert region.mapped_bytes <= slack_bound(region)
+    del held
+
+
+def test_a_small_region_maps_no_more_than_twice_its_contents(make: Make) -> None:
+    region = make()
+    held = []
+    for _ in range(20):
+        held.append(region.empty(300 * KIB // 4))
+        assert region.mapped_bytes <= max(PAGE, 2 * region.allocated_bytes + PAGE)
+
+
+def test_a_resume_lays_out_anew_what_has_grown(make: Make) -> None:
+    region = make()
+    held = blocks(region, [4 * MIB] * 64)
+    grown = len(region._core.chunks)
+    region.pause()
+    region.resume()
+    assert len(region._core.chunks) < grown
+    assert 256 * MIB in region._core.chunks
+    assert [block.tensor.data_ptr() for block in held] == [block.address for block in held]
+
+
+def test_addresses_never_change_while_a_region_lives(make: Make) -> None:
+    region = make(backup="host")
+    held = blocks(region, [1000, 3 * MIB, 33 * MIB, PAGE])
+    base = region._core.base
+    for round_number in range(4):
+        region.pause()
+        assert [block.tensor.data_ptr() for block in held] == [block.address for block in held]
+        region.resume()
+        for block in held:
+            block.check()
+        held.append(Block(region, 2 * MIB + 512, seed=100 + round_number))
+    assert region._core.base == base
+
+
+def test_an_allocation_takes_the_last_of_the_device(make: Make) -> None:
+    region = make()
+    held = blocks(region, [32 * MIB])  # enough for larger chunks to be preferred
+    with Fill(leave=3 * PAGE):
+        held += blocks(region, [PAGE, PAGE, PAGE], seed=5)
+        assert free_bytes() == 0
+        for block in held:
+            block.check()
+
+
+def test_a_resume_takes_the_last_of_the_device(make: Make) -> None:
+    region = make(backup="host")
+    held = blocks(region, [5 * MIB] * 9 + [PAGE, 700])
+    region.pause()
+    needed = -(-region.allocated_bytes // PAGE) * PAGE
+    with Fill(leave=needed):
+        region.resume()
+        assert free_bytes() == 0
+        for block in held:
+            block.check()
+
+
+def test_out_of_memory_in_an_allocation_changes_nothing(make: Make) -> None:
+    region = make()
+    held = blocks(region, [3 * MIB])
+    before = (region.allocated_bytes, region.mapped_bytes, segments(region))
+    with Fill(leave=4 * PAGE):
+        with pytest.raises(memsaver.OutOfMemoryError) as caught:
+            region.empty(100 * MIB, _uint8())
+        assert caught.value.needed_bytes == 100 * MIB
+        assert caught.value.free_bytes == 4 * PAGE == free_bytes()
+        assert (region.allocated_bytes, region.mapped_bytes, segments(region)) == before
+        small = Block(region, 6 * MIB)  # what fits is still to be had
+        small.check()
+    held[0].check()
+    Block(region, 100 * MIB).check()
+
+
+@pytest.mark.parametrize("nbytes", [4 * GIB, 1 << 40, 1 << 62])
+def test_more_than_the_device_has_is_out_of_memory(make: Make, nbytes: int) -> None:
+    region = make()
+    with pytest.raises(memsaver.OutOfMemoryError):
+        region.empty(nbytes, _uint8())
+    assert (region.allocated_bytes, region.mapped_bytes) == (0, 0)
+
+
+def test_threads_allocate_and_free_at_once(make: Make) -> None:
+    region = make()
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        held: list[Block] = []
+        try:
+            for step in range(60):
+                if held and rng.random() < 0.4:
+                    held.pop(rng.randrange(len(held))).check()
+                held.append(Block(region, rng.randint(1, 300 * KIB), seed * 1000 + step))
+            for block in held:
+                block.check()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert (region.allocated_bytes, region.mapped_bytes) == (0, 0)
+
+
+# The pool that the process retains
+
+
+def test_nothing_is_retained_by_default(make: Make) -> None:
+    region = make()
+    held = blocks(region, [40 * MIB])
+    region.pause()
+    assert retained() == 0
+    del held
+
+
+def test_retained_chunks_serve_the_next_region_without_the_driver_making_any(make: Make) -> None:
+    memsaver.configure(retain="128MiB")
+    one, two = make(), make()
+    held = blocks(one, [64 * MIB]) + blocks(two, [64 * MIB])
+    two.pause()
+    memsaver.configure(retain=0)
+    memsaver.configure(retain="128MiB")
+    before = free_bytes()
+    one.pause()
+    assert retained() == 64 * MIB
+    assert free_bytes() == before  # kept from others
+    _core.faults_disarm()
+    two.resume()
+    chunks = len(two._core.chunks)
+    assert _core.faults_calls() == chunks + 2  # map each, allow, wait for copies: none created
+    assert (retained(), free_bytes()) == (0, before)
+    one.resume()
+    assert free_bytes() == before - 64 * MIB
+    del held
+
+
+def test_no_more_is_retained_than_the_limit(make: Make) -> None:
+    memsaver.configure(retain=8 * MIB)
+    region = make()
+    held = blocks(region, [PAGE] * 10)
+    before = free_bytes()
+    region.pause()
+    assert retained() <= 8 * MIB
+    assert free_bytes() == before + 10 * PAGE - retained()
+    del held
+
+
+def test_lowering_the_limit_gives_chunks_back(make: Make) -> None:
+    memsaver.configure(retain="64MiB")
+    region = make()
+    held = blocks(region, [32 * MIB])
+    before = free_bytes()
+    region.pause()
+    assert retained() == 32 * MIB
+    memsaver.configure(retain="4MiB")
+    assert retained() <= 4 * MIB
+    memsaver.configure(retain=0)
+    assert retained() == 0
+    assert free_bytes() == before + 32 * MIB
+    del held
+
+
+def test_retained_chunks_are_given_up_before_an_allocation_fails(make: Make) -> None:
+    memsaver.configure(retain="1GiB")
+    giver, taker = make(), make()
+    held = blocks(giver, [PAGE] * 3)
+    giver.pause()
+    giver.resume()
+    giver.pause()
+    assert retained() == 3 * PAGE
+    with Fill():
+        block = Block(taker, 3 * PAGE)
+        block.check()
+        assert (retained(), free_bytes()) == (0, 0)
+    del held
+
+
+def test_retained_chunks_too_large_to_be_used_make_room_for_small_ones(make: Make) -> None:
+    memsaver.configure(retain="1GiB")
+    giver, taker = make(), make()
+    held = giver.empty(32 * MIB, _uint8())
+    giver.pause()
+    assert retained() == 32 * MIB
+    with Fill():
+        small = Block(taker, 3 * MIB)
+        small.check()
+        assert taker.mapped_bytes == 4 * MIB
+    del held
+
+
+def test_retained_chunks_count_as_memory_that_a_resume_can_have(make: Make) -> None:
+    memsaver.configure(retain="1GiB")
+    giver, taker = make(), make(backup="host")
+    held = blocks(taker, [10 * MIB])
+    taker.pause()
+    memsaver.configure(retain=0)
+    memsaver.configure(retain="1GiB")
+    held += blocks(giver, [10 * MIB])
+    with Fill():
+        giver.pause()
+        taker.resume()
+        held[0].check()
+
+
+# Trim, and exit
+
+
+def test_trim_leaves_what_is_in_use(make: Make) -> None:
+    region = make()
+    held = blocks(region, [3 * MIB])
+    memsaver.trim(region.tag)
+    held[0].check()
+    region.pause()
+    memsaver.trim(region.tag)
+    assert region.state == "paused"
+    region.resume()
+
+
+def test_exit_with_live_tensors_and_paused_regions_is_clean() -> None:
+    run_clean("""
+        import memsaver
+        memsaver.configure(retain="64MiB")
+        regions = [memsaver.region(f"r{i}", device="cpu", backup=("none", "host")[i % 2]) for i in range(4)]
+        tensors = [region.empty((1000, 1000)) for region in regions for _ in range(3)]
+        memsaver.pause(["r0", "r1"])
+        stack = regions[2].__enter__()
+        import torch
+        inside = torch.ones(100)
+    """)
+
+
+def test_exit_with_live_memory_and_no_torch_is_clean() -> None:
+    run_clean("""
+        import memsaver
+        region = memsaver.region("a", device="cpu", backup="host")
+        held = [region._core.allocate_array(3 << 20) for _ in range(3)]
+        memsaver.pause()
+        region.pause()
+        transition = memsaver._core.Transition([], [region._core])
+        transition.begin()
+    """)
+
+
+def retained() -> int:
+    return int(memsaver.stats()["devices"]["cpu"]["retained_bytes"])
+
+
+def _uint8() -> object:
+    import torch
+
+    return torch.uint8

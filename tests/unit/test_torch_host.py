@@ -1,0 +1,433 @@
+"""torch inside regions of the host driver: what its factory functions make, and what they do not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver
+from tests.support import MIB, run_clean
+
+Make = Callable[..., memsaver.Region]
+
+
+def inside(region: memsaver.Region, tensor: torch.Tensor) -> bool:
+    base = region._core.base
+    storage = tensor.untyped_storage()
+    return bool(base <= storage.data_ptr() and storage.data_ptr() + storage.nbytes() <= base + region._core.span)
+
+
+LIKE = torch.arange(6.0).view(2, 3)
+FACTORIES: dict[str, Callable[[], torch.Tensor]] = {
+    "empty": lambda: torch.empty(2, 3),
+    "empty_strided": lambda: torch.empty_strided((2, 3), (1, 2)),
+    "empty_permuted": lambda: torch.empty_permuted((2, 3, 4), (2, 0, 1)),
+    "empty_like": lambda: torch.empty_like(LIKE),
+    "zeros": lambda: torch.zeros(2, 3),
+    "zeros_like": lambda: torch.zeros_like(LIKE),
+    "ones": lambda: torch.ones((2, 3), dtype=torch.int8),
+    "ones_like": lambda: torch.ones_like(LIKE, dtype=torch.bool),
+    "full": lambda: torch.full((2, 3), 7.5),
+    "full_like": lambda: torch.full_like(LIKE, 3),
+    "arange": lambda: torch.arange(10),
+    "linspace": lambda: torch.linspace(0, 1, 5),
+    "logspace": lambda: torch.logspace(0, 1, 5),
+    "eye": lambda: torch.eye(4),
+    "tensor": lambda: torch.tensor([[1, 2], [3, 4]]),
+    "scalar_tensor": lambda: torch.scalar_tensor(3.0),
+    "rand": lambda: torch.rand(2, 3),
+    "rand_like": lambda: torch.rand_like(LIKE),
+    "randn": lambda: torch.randn(2, 3),
+    "randn_like": lambda: torch.randn_like(LIKE),
+    "randint": lambda: torch.randint(0, 10, (5,)),
+    "randint_like": lambda: torch.randint_like(LIKE, 10),
+    "randperm": lambda: torch.randperm(10),
+    "new_empty": lambda: LIKE.new_empty((2, 2)),
+    "new_empty_strided": lambda: LIKE.new_empty_strided((2, 2), (1, 2)),
+    "new_zeros": lambda: LIKE.new_zeros((2, 2)),
+    "new_ones": lambda: LIKE.new_ones((2, 2)),
+    "new_full": lambda: LIKE.new_full((2, 2), 5),
+    "new_tensor": lambda: LIKE.new_tensor([1.0, 2.0]),
+}
+UNDEFINED = {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_what_a_factory_makes_lands_in_the_region_and_is_what_torch_makes(make: Make, name: str) -> None:
+    region = make("host")
+    torch.manual_seed(0)
+    expected = FACTORIES[name]()
+    torch.manual_seed(0)
+    with region:
+        made = FACTORIES[name]()
+    assert inside(region, made)
+    assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    if name in UNDEFINED:
+        made.fill_(1)
+        expected = torch.ones_like(expected)
+    assert torch.equal(made, expected)
+    region.pause()
+    region.resume()
+    assert torch.equal(made, expected)
+
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool, torch.complex64,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_has_its_place(make: Make, dtype: torch.dtype) -> None:
+    region = make("host")
+    values = torch.arange(12).remainder(2).to(dtype)
+    placed = region.empty((3, 4), dtype)
+    with region:
+        made = torch.zeros(12, dtype=dtype)
+    for tensor in (placed, made):
+        assert tensor.dtype == dtype and inside(region, tensor)
+        tensor.view(-1).copy_(values)
+    region.pause()
+    region.resume()
+    for tensor in (placed, made):
+        assert tensor.view(-1).to(torch.complex64).tolist() == values.to(torch.complex64).tolist()
+
+
+@pytest.mark.parametrize("shape", [(), 5, (5,), [2, 3], (2, 0, 3), torch.Size([4, 1])])
+def test_region_empty_takes_shapes_as_torch_does(make: Make, shape: Any) -> None:
+    region = make()
+    made = region.empty(shape)
+    assert made.shape == torch.empty(shape).shape
+    assert made.dtype == torch.get_default_dtype()
+    assert made.is_contiguous() and made.device.type == "cpu"
+    assert inside(region, made) == (made.numel() > 0)
+
+
+def test_what_has_no_elements_takes_no_memory(make: Make) -> None:
+    region = make()
+    with region:
+        made = [torch.empty(0), torch.zeros(3, 0), torch.tensor([]), region.empty((0, 5), torch.bfloat16)]
+    assert [tuple(tensor.shape) for tensor in made] == [(0,), (3, 0), (0,), (0, 5)]
+    assert (region.allocated_bytes, region.mapped_bytes) == (0, 0)
+
+
+def test_strides_that_skip_memory_are_kept(make: Make) -> None:
+    region = make("host")
+    with region:
+        made = torch.empty_strided((3, 2), (100, 7))
+    assert made.stride() == (100, 7)
+    assert inside(region, made)
+    assert region.allocated_bytes <= 1024
+    made.copy_(torch.arange(6.0).view(3, 2))
+    region.pause()
+    region.resume()
+    assert made.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_expanded_tensors_keep_their_strides(make: Make) -> None:
+    region = make()
+    with region:
+        made = torch.empty_strided((3, 4), (0, 1)).fill_(2)
+    assert made.stride() == (0, 1) and inside(region, made)
+
+
+def test_leaves_that_require_gradients_stay_leaves(make: Make) -> None:
+    region = make("host")
+    with region:
+        made = torch.ones(3, requires_grad=True)
+    assert made.requires_grad and made.is_leaf and inside(region, made)
+    (made * 2).sum().backward()
+    assert made.grad is not None and made.grad.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_modes_of_torch_work_inside(make: Make, mode: Any) -> None:
+    region = make()
+    with region, mode():
+        made = torch.ones(3)
+    assert inside(region, made)
+
+
+def test_out_arguments_are_left_alone(make: Make) -> None:
+    region = make()
+    out = torch.empty(3)
+    pointer = out.data_ptr()
+    with region:
+        assert torch.ones(3, out=out) is out
+        torch.arange(3.0, out=out)
+    assert out.data_ptr() == pointer and region.allocated_bytes == 0
+
+
+def test_other_devices_and_layouts_are_left_alone(make: Make) -> None:
+    region = make()
+    with region:
+        meta = torch.empty(3, device="meta")
+        sparse = torch.zeros(3, 3, layout=torch.sparse_coo)
+        with torch.device("meta"):
+            also_meta = torch.ones(3)
+    assert meta.device.type == also_meta.device.type == "meta" and sparse.layout == torch.sparse_coo
+    assert region.allocated_bytes == 0
+
+
+def test_a_module_built_inside_lives_in_the_region(make: Make) -> None:
+    region = make("host")
+    torch.manual_seed(0)
+    expected = build()
+    torch.manual_seed(0)
+    with region:
+        model = build()
+    inputs = torch.randn(4, 16)
+    assert all(inside(region, tensor) for tensor in (*model.parameters(), *model.buffers()))
+    assert all(isinstance(parameter, torch.nn.Parameter) for parameter in model.parameters())
+    region.pause()
+    region.resume()
+    assert torch.equal(model(inputs), expected(inputs))
+    model(inputs).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def build() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.LayerNorm(32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 8, bias=False)
+    )
+
+
+class Pair(torch.Tensor):
+    """A wrapper of two tensors, as DTensor and quantised weights are."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, first: torch.Tensor, second: torch.Tensor) -> Pair:
+        made: Pair = torch.Tensor._make_wrapper_subclass(cls, first.shape, dtype=first.dtype)
+        made.first, made.second = first, second
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["first", "second"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> Pair:
+        return Pair(inner["first"], inner["second"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def part(name: str) -> Any:
+            return func(*[getattr(each, name) if isinstance(each, Pair) else each for each in args], **(kwargs or {}))
+
+        return Pair(part("first"), part("second"))
+
+
+def test_the_parts_of_a_wrapper_land_in_the_region(make: Make) -> None:
+    region = make("host")
+    wrapped = Pair(torch.ones(3), torch.ones(3))
+    with region:
+        made = torch.zeros_like(wrapped)
+    assert isinstance(made, Pair)
+    assert inside(region, made.first) and inside(region, made.second)
+    assert made.first.tolist() == made.second.tolist() == [0, 0, 0]
+
+
+def test_the_local_part_of_a_dtensor_lands_in_the_region() -> None:
+    run_clean("""
+        import os, warnings
+        warnings.simplefilter("ignore")
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        import torch, torch.distributed as dist, memsaver
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,))
+        whole = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+        region = memsaver.region("state", device="cpu", backup="host")
+        with region:
+            made = torch.ones_like(whole)
+        base = region._core.base
+        local = made.to_local()
+        assert base <= local.data_ptr() < base + region._core.span
+        region.pause()
+        region.resume()
+        assert local.tolist() == [1.0] * 8
+        dist.destroy_process_group()
+    """)
+
+
+# Entering
+
+
+def test_outside_a_region_nothing_lands_in_it(make: Make) -> None:
+    region = make()
+    before = torch.ones(3)
+    with region:
+        pass
+    after = torch.ones(3)
+    assert not inside(region, before) and not inside(region, after)
+    assert region.allocated_bytes == 0
+
+
+def test_regions_nest_and_the_innermost_takes(make: Make) -> None:
+    outer, inner = make(), make()
+    with outer:
+        first = torch.ones(3)
+        with inner:
+            second = torch.ones(3)
+            with outer:
+                third = torch.ones(3)
+            fourth = torch.ones(3)
+        fifth = torch.ones(3)
+    assert [inside(outer, tensor) for tensor in (first, second, third, fourth, fifth)] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert [inside(inner, tensor) for tensor in (first, second, third, fourth, fifth)] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_a_region_can_be_entered_again_while_inside(make: Make) -> None:
+    region = make()
+    with region, region:
+        with region:
+            first = torch.ones(3)
+        second = torch.ones(3)
+    assert inside(region, first) and inside(region, second)
+    assert not inside(region, torch.ones(3))
+
+
+def test_outside_is_torchs_own_place_again(make: Make) -> None:
+    region, other = make(), make()
+    with region:
+        with memsaver.outside():
+            first = torch.ones(3)
+            with other:
+                second = torch.ones(3)
+            with memsaver.outside():
+                third = torch.ones(3)
+        fourth = torch.ones(3)
+    assert not inside(region, first) and not inside(region, third)
+    assert inside(other, second)
+    assert inside(region, fourth)
+    with memsaver.outside():
+        assert not inside(region, torch.ones(3))
+
+
+def test_an_error_inside_leaves_the_region(make: Make) -> None:
+    region = make()
+    with pytest.raises(KeyError), region, memsaver.outside(), region:
+        raise KeyError
+    assert not inside(region, torch.ones(3))
+
+
+def test_entering_concerns_the_thread_alone(make: Make) -> None:
+    regions = [make() for _ in range(4)]
+    shared = make()
+    barrier = threading.Barrier(4, timeout=60)
+    results: list[bool] = []
+
+    def work(region: memsaver.Region) -> None:
+        barrier.wait()
+        for _ in range(20):
+            with shared:
+                first = torch.ones(10)
+                with region:
+                    second = torch.ones(10)
+            results.extend([inside(shared, first), inside(region, second), not inside(shared, torch.ones(3))])
+
+    threads = [threading.Thread(target=work, args=(region,)) for region in regions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4 * 20 * 3 and all(results)
+    assert shared.allocated_bytes == 0
+
+
+def test_what_another_thread_has_entered_cannot_be_paused(make: Make) -> None:
+    region = make("host")
+    with region:
+        kept = torch.arange(1000)
+    entered, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with region:
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    assert entered.wait(60)
+    for act in (region.pause, lambda: memsaver.pause([region.tag]), lambda: memsaver.switch(pause=region.tag)):
+        with pytest.raises(memsaver.Error, match="inside it") as caught:
+            act()
+        assert repr(region.tag) in str(caught.value)
+    assert region.state == "active"
+    leave.set()
+    thread.join()
+    region.pause()
+    region.resume()
+    assert torch.equal(kept, torch.arange(1000))
+
+
+def test_pausing_a_region_from_inside_refuses_allocations_until_it_is_resumed(make: Make) -> None:
+    region = make("host")
+    with region:
+        kept = torch.arange(10)
+        region.pause()
+        with pytest.raises(memsaver.RegionPausedError):
+            torch.ones(3)
+        with pytest.raises(memsaver.RegionPausedError), region:
+            pass
+        with memsaver.outside():
+            assert torch.ones(3).tolist() == [1, 1, 1]
+        region.resume()
+        assert inside(region, torch.ones(3))
+    assert kept.tolist() == list(range(10))
+
+
+def test_out_of_memory_inside_is_an_error_of_ours(make: Make) -> None:
+    region = make()
+    with region, pytest.raises(memsaver.OutOfMemoryError):
+        region.empty(4096 * MIB, torch.uint8)
+    with region:
+        assert inside(region, torch.ones(3))
+
+
+def test_views_and_optimizers_keep_their_addresses(make: Make) -> None:
+    weights, state = make("host"), make("host")
+    torch.manual_seed(0)
+    with weights:
+        model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    reference = torch.nn.Linear(64, 64)
+    reference.load_state_dict(model.state_dict())
+    other = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    inputs = torch.randn(8, 64)
+    pointers: set[tuple[int, ...]] = set()
+    for _ in range(4):
+        for net, stepper in ((model, optimizer), (reference, other)):
+            net(inputs).square().sum().backward()
+            if net is model:
+                with state:
+                    stepper.step()
+            else:
+                stepper.step()
+            stepper.zero_grad()
+        tensors = [each for row in optimizer.state.values() for each in row.values()]
+        assert all(inside(state, tensor) for tensor in tensors)
+        pointers.add(tuple(tensor.data_ptr() for tensor in (*model.parameters(), *tensors)))
+        memsaver.pause([weights.tag, state.tag])
+        memsaver.resume([weights.tag, state.tag])
+    assert len(pointers) == 1
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), reference.parameters()))

@@ -1,0 +1,576 @@
+"""Pause, resume and switch: what they move, what they refuse, and who waits for whom."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import memsaver
+from memsaver import _core
+from tests.support import MIB, PAGE, Block, Fill, Hooks, blocks, descriptors, free_bytes, host_used_bytes, segments
+
+Make = Callable[..., memsaver.Region]
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for another thread to come to a place; not for a time."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# What a pause gives and a resume brings
+
+
+@pytest.mark.parametrize("backup", ["none", "host"])
+def test_a_pause_gives_all_memory_of_a_region_to_others(make: Make, backup: str) -> None:
+    region = make(backup)
+    before = free_bytes()
+    held = blocks(region, [5 * MIB, 100, 33 * MIB])
+    mapped = region.mapped_bytes
+    assert free_bytes() == before - mapped
+    done = region.pause()
+    assert (region.state, region.mapped_bytes, free_bytes()) == ("paused", 0, before)
+    assert (done.paused, done.resumed, done.released_bytes) == ((region.tag,), (), mapped)
+    with Fill():
+        pass  # all of it can be taken
+    done = region.resume()
+    assert (region.state, free_bytes()) == ("active", before - region.mapped_bytes)
+    assert (done.paused, done.resumed, done.restored_bytes) == ((), (region.tag,), region.mapped_bytes)
+    del held
+
+
+def test_a_host_backup_brings_contents_back(make: Make) -> None:
+    region = make("host")
+    held = blocks(region, [5 * MIB, 100, 33 * MIB, PAGE + 1])
+    used = host_used_bytes()
+    paused = region.pause()
+    assert paused.copied_bytes == region.backup_bytes == region.allocated_bytes
+    with Fill() as fill:
+        overwrite(fill)
+    resumed = region.resume()
+    assert resumed.copied_bytes == paused.copied_bytes
+    assert (region.backup_bytes, host_used_bytes()) == (0, used)
+    for block in held:
+        block.check()
+
+
+def overwrite(fill: Fill) -> None:
+    """Writes over the beginning of every chunk that the fill took."""
+    for handle in fill.handles[:8]:
+        address = fill.driver.reserve(256 * MIB)
+        size = next(size for size in (256 * MIB, 32 * MIB, PAGE) if maps(fill, address, size, handle))
+        fill.driver.allow(address, size)
+        data = np.full(4096, 0xFF, np.uint8)
+        fill.driver.copy_in(address, data.ctypes.data, data.nbytes)
+        fill.driver.unmap(address, size)
+        fill.driver.unreserve(address, 256 * MIB)
+
+
+def maps(fill: Fill, address: int, size: int, handle: int) -> bool:
+    try:
+        fill.driver.map(address, size, handle)
+    except memsaver.DriverError:
+        return False
+    return True
+
+
+def test_no_backup_copies_nothing_and_holds_nothing(make: Make) -> None:
+    region = make("none")
+    held = blocks(region, [5 * MIB])
+    used = host_used_bytes()
+    assert region.pause().copied_bytes == 0
+    assert (region.backup_bytes, host_used_bytes()) == (0, used)
+    assert region.resume().copied_bytes == 0
+    held[0].tensor.fill_(3)  # undefined, and there to be written
+    assert bool((held[0].tensor == 3).all())
+
+
+def test_a_pause_can_keep_what_the_policy_would_not(make: Make) -> None:
+    region = make("none")
+    held = blocks(region, [5 * MIB])
+    region.pause(backup="host")
+    assert region.backup_bytes == 5 * MIB
+    region.resume()
+    held[0].check()
+    assert memsaver.pause(region.tag, backup="host").copied_bytes == 5 * MIB
+    memsaver.resume(region.tag)
+    held[0].check()
+    assert region.backup == "none"
+
+
+def test_a_pause_can_discard_what_the_policy_would_keep(make: Make) -> None:
+    region = make("host")
+    held = blocks(region, [5 * MIB])
+    assert region.pause(backup="none").copied_bytes == 0
+    assert region.backup_bytes == 0
+    region.resume()
+    held[0].fill(9)
+    region.pause()
+    region.resume()
+    held[0].check()
+
+
+def test_what_will_be_overwritten_need_not_be_restored(make: Make) -> None:
+    region = make("host")
+    held = blocks(region, [5 * MIB])
+    used = host_used_bytes()
+    region.pause()
+    assert memsaver.resume(region.tag, restore=False).copied_bytes == 0
+    assert (region.state, region.backup_bytes, host_used_bytes()) == ("active", 0, used)
+    held[0].fill(4)
+    region.pause()
+    region.resume()
+    held[0].check()
+
+
+def test_only_what_is_live_is_copied(make: Make) -> None:
+    region = make("host")
+    held = blocks(region, [1 * MIB] * 32)
+    del held[::2]
+    assert region.pause().copied_bytes == 16 * MIB
+    assert region.resume().copied_bytes == 16 * MIB
+    for block in held:
+        block.check()
+
+
+def test_what_grew_and_what_was_written_after_a_resume_is_kept_by_the_next_pause(make: Make) -> None:
+    region = make("host")
+    held = blocks(region, [3 * MIB])
+    for seed in range(3):
+        region.pause()
+        region.resume()
+        held[0].fill(seed)
+        held.append(Block(region, 1 * MIB + seed, seed=50 + seed))
+    region.pause()
+    region.resume()
+    for block in held:
+        block.check()
+
+
+def test_backups_share_an_arena_that_is_kept_and_reused(make: Make) -> None:
+    one, two = make("host"), make("host")
+    held = [blocks(each, [20 * MIB] + [100] * 50) for each in (one, two)]
+    one.pause()
+    one.resume()
+    before = memsaver.stats()["devices"]["cpu"]["host_held_bytes"]
+    for _ in range(3):
+        for each in (one, two):
+            each.pause()
+            each.resume()
+    assert memsaver.stats()["devices"]["cpu"]["host_held_bytes"] == before
+    del held
+
+
+def test_a_backup_is_not_rounded_up_per_tensor(make: Make) -> None:
+    region = make("host")
+    held = blocks(region, [4096 + 512] * 1000)
+    used = host_used_bytes()
+    region.pause()
+    assert host_used_bytes() - used <= 1000 * (4096 + 512) + 4096
+    region.resume()
+    for block in held:
+        block.check()
+
+
+def test_an_empty_region_can_be_paused_and_resumed(make: Make) -> None:
+    region = make("host")
+    assert region.pause().paused == (region.tag,)
+    assert region.resume().resumed == (region.tag,)
+    Block(region, 100).check()
+
+
+# Which regions
+
+
+def test_pausing_twice_and_resuming_twice_is_nothing(make: Make) -> None:
+    region = make("host")
+    held = blocks(region, [3 * MIB])
+    assert region.resume().resumed == ()
+    region.pause()
+    again = region.pause()
+    assert (again.paused, again.released_bytes, again.copied_bytes) == ((), 0, 0)
+    again = region.pause(backup="none")  # does not lose the backup that waits
+    assert again.paused == ()
+    region.resume()
+    assert (region.resume().resumed, region.resume().copied_bytes) == ((), 0)
+    held[0].check()
+
+
+def test_an_empty_list_is_nothing() -> None:
+    assert memsaver.pause([]) == memsaver.resume([]) == memsaver.switch() == memsaver.Transition()
+    assert memsaver.switch(pause=[], resume=()) == memsaver.Transition()
+
+
+def test_a_tag_several_tags_or_all(make: Make) -> None:
+    one, two, three = make(), make(), make()
+    assert memsaver.pause(one.tag).paused == (one.tag,)
+    assert memsaver.pause([one.tag, two.tag]).paused == (two.tag,)
+    assert three.tag in memsaver.pause().paused
+    assert all(region.state == "paused" for region in (one, two, three))
+    assert memsaver.resume((two.tag,)).resumed == (two.tag,)
+    assert {one.tag, three.tag} <= set(memsaver.resume().resumed)
+    assert all(region.state == "active" for region in (one, two, three))
+
+
+def test_a_tag_names_the_regions_of_all_its_policies(make: Make, tag: str) -> None:
+    kept, lost = make("host", tag), make("none", tag)
+    held = blocks(kept, [MIB]) + blocks(lost, [MIB])
+    done = memsaver.pause(tag)
+    assert (done.paused, done.copied_bytes) == ((tag,), MIB)
+    assert (kept.state, lost.state) == ("paused", "paused")
+    memsaver.resume(tag)
+    held[0].check()
+
+
+def test_a_paused_region_says_so_to_who_wants_in(make: Make) -> None:
+    region = make()
+    region.pause()
+    for use in (lambda: region.empty(10), lambda: region.empty(0), region.__enter__):
+        with pytest.raises(memsaver.RegionPausedError) as caught:
+            use()
+        assert (caught.value.tag, caught.value.state) == (region.tag, "paused")
+        assert repr(region.tag) in str(caught.value)
+    assert region.allocated_bytes == 0
+
+
+def test_tensors_can_be_freed_while_paused(make: Make) -> None:
+    region = make("host")
+    held = blocks(region, [3 * MIB, 100, 40 * MIB, 5 * MIB])
+    before = region.allocated_bytes
+    region.pause()
+    del held[2], held[0]
+    assert region.allocated_bytes == before - 43 * MIB
+    done = region.resume()
+    assert done.copied_bytes == region.allocated_bytes
+    assert region.mapped_bytes < 12 * MIB
+    for block in held:
+        block.check()
+    again = Block(region, 43 * MIB, seed=77)
+    region.pause()
+    region.resume()
+    for block in [*held, again]:
+        block.check()
+
+
+def test_everything_can_be_freed_while_paused(make: Make) -> None:
+    region = make("host")
+    before, used = free_bytes(), host_used_bytes()
+    held = blocks(region, [3 * MIB, 100])
+    region.pause()
+    held.clear()
+    region.resume()
+    assert (region.mapped_bytes, free_bytes(), host_used_bytes()) == (0, before, used)
+
+
+def test_freeing_twice_frees_once(make: Make) -> None:
+    region = make()
+    hooks = Hooks(region)
+    first, second = hooks.alloc(PAGE), hooks.alloc(PAGE)
+    hooks.free(first)
+    hooks.free(first)
+    assert region.allocated_bytes == PAGE
+    region.pause()
+    hooks.free(second)
+    hooks.free(second)
+    hooks.free(first)
+    assert region.allocated_bytes == 0
+    region.resume()
+    assert region.mapped_bytes == 0
+
+
+# Switch
+
+
+def test_a_switch_hands_chunks_from_region_to_region(make: Make) -> None:
+    out, back = make("none"), make("none")
+    held = blocks(out, [64 * MIB]) + blocks(back, [64 * MIB])
+    back.pause()
+    sizes = out._core.chunks
+    before, files = free_bytes(), descriptors()
+    _core.faults_disarm()
+    done = memsaver.switch(pause=out.tag, resume=[back.tag])
+    # Wait, unmap, map each, allow, and wait for copies in each direction: none is created or released.
+    assert _core.faults_calls() == len(sizes) + 5
+    assert (done.paused, done.resumed) == ((out.tag,), (back.tag,))
+    assert (done.released_bytes, done.restored_bytes) == (64 * MIB, 64 * MIB)
+    assert sorted(back._core.chunks) == sorted(sizes)
+    assert (free_bytes(), descriptors()) == (before, files)
+    del held
+
+
+def test_a_switch_works_on_a_full_device_where_a_resume_cannot(make: Make) -> None:
+    out, back = make("host"), make("host")
+    held = blocks(back, [20 * MIB, 3 * MIB, 100])
+    back.pause()
+    held += blocks(out, [24 * MIB, 1 * MIB, MIB // 2], seed=10)
+    with Fill():
+        with pytest.raises(memsaver.OutOfMemoryError):
+            back.resume()
+        assert (out.state, back.state) == ("active", "paused")
+        for _ in range(3):
+            memsaver.switch(pause=out.tag, resume=back.tag)
+            assert (out.state, back.state) == ("paused", "active")
+            for block in held[:3]:
+                block.check()
+            memsaver.switch(pause=[back.tag], resume=[out.tag])
+            for block in held[3:]:
+                block.check()
+
+
+def test_a_switch_takes_from_the_device_what_is_missing(make: Make) -> None:
+    out, back = make("host"), make("host")
+    held = blocks(out, [3 * MIB]) + blocks(back, [50 * MIB])
+    back.pause()
+    memsaver.switch(pause=out.tag, resume=back.tag)
+    held[1].check()
+    before = free_bytes()
+    mapped = back.mapped_bytes
+    memsaver.switch(pause=back.tag, resume=out.tag)
+    assert free_bytes() == before + mapped - out.mapped_bytes
+    held[0].check()
+
+
+def test_a_switch_that_cannot_have_the_memory_changes_nothing(make: Make) -> None:
+    out, back = make("host"), make("host")
+    held = blocks(out, [3 * MIB]) + blocks(back, [50 * MIB])
+    back.pause()
+    used, mapped = host_used_bytes(), out.mapped_bytes
+    with Fill(leave=PAGE):
+        with pytest.raises(memsaver.OutOfMemoryError) as caught:
+            memsaver.switch(pause=out.tag, resume=back.tag)
+        assert caught.value.needed_bytes == 50 * MIB
+        assert caught.value.free_bytes == mapped + PAGE  # with what goes out
+        assert (out.state, out.mapped_bytes, back.state, back.mapped_bytes) == ("active", mapped, "paused", 0)
+        assert (host_used_bytes(), free_bytes()) == (used, PAGE)
+        held[0].check()
+    memsaver.switch(pause=out.tag, resume=back.tag)
+    held[1].check()
+
+
+# Out of memory, and waiting for it
+
+
+def test_a_resume_without_memory_names_everything_and_can_be_retried(make: Make) -> None:
+    region, other = make("host"), make()
+    held = blocks(region, [5 * MIB, 40 * MIB]) + blocks(other, [7 * MIB])
+    region.pause()
+    used = host_used_bytes()
+    with Fill(leave=3 * PAGE):
+        for _ in range(3):
+            with pytest.raises(memsaver.OutOfMemoryError) as caught:
+                memsaver.resume(region.tag)
+            error = caught.value
+            assert (error.device, error.needed_bytes, error.free_bytes) == ("cpu", 46 * MIB, 3 * PAGE)
+            rows = {row["tag"]: row for row in error.regions}
+            assert rows[region.tag]["state"] == "paused"
+            assert rows[region.tag]["backup_bytes"] == region.allocated_bytes
+            assert rows[other.tag]["mapped_bytes"] == other.mapped_bytes > 0
+            for part in (str(46 * MIB), str(3 * PAGE), other.tag):
+                assert part in str(error)
+            assert (region.state, region.mapped_bytes, free_bytes()) == ("paused", 0, 3 * PAGE)
+            assert host_used_bytes() == used
+    region.resume()
+    for block in held:
+        block.check()
+
+
+def test_a_resume_waits_for_memory_that_comes_within_its_timeout(make: Make, threads: ThreadPoolExecutor) -> None:
+    region = make("host")
+    held = blocks(region, [40 * MIB])
+    region.pause()
+    fill = Fill(leave=PAGE)
+    resumed = threads.submit(region.resume, timeout=60.0)
+    until(lambda: region.state == "resuming")
+    fill.close()
+    assert resumed.result().resumed == (region.tag,)
+    held[0].check()
+
+
+def test_a_resume_gives_up_after_its_timeout(make: Make) -> None:
+    region = make("host")
+    held = blocks(region, [40 * MIB])
+    region.pause()
+    with Fill():
+        with pytest.raises(memsaver.OutOfMemoryError):
+            region.resume(timeout=0.05)
+        assert (region.state, region.mapped_bytes, free_bytes()) == ("paused", 0, 0)
+    region.resume(timeout=0.05)
+    held[0].check()
+
+
+def test_a_switch_waits_too(make: Make, threads: ThreadPoolExecutor) -> None:
+    out, back = make("host"), make("host")
+    held = blocks(out, [3 * MIB]) + blocks(back, [40 * MIB])
+    back.pause()
+    fill = Fill()
+    switched: Future[memsaver.Transition] = threads.submit(
+        memsaver.switch, pause=out.tag, resume=back.tag, timeout=60.0
+    )
+    until(lambda: back.state == "resuming")
+    fill.close()
+    assert switched.result().paused == (out.tag,)
+    held[1].check()
+
+
+# Several threads
+
+
+def test_transitions_of_one_region_queue(make: Make, threads: ThreadPoolExecutor) -> None:
+    region = make("host")
+    held = blocks(region, [40 * MIB])
+    region.pause()
+    fill = Fill()
+    resumed = threads.submit(region.resume, timeout=60.0)
+    until(lambda: region.state == "resuming")
+    paused = threads.submit(region.pause)
+    fill.close()
+    assert resumed.result().resumed == (region.tag,)
+    assert paused.result().paused == (region.tag,)
+    assert (region.state, region.mapped_bytes) == ("paused", 0)
+    region.resume()
+    held[0].check()
+
+
+def test_transitions_from_four_threads(make: Make, threads: ThreadPoolExecutor) -> None:
+    regions = [make("host") for _ in range(4)]
+    held = [block for seed, region in enumerate(regions) for block in blocks(region, [MIB, 3 * MIB + 512], seed * 10)]
+    before = free_bytes() + sum(region.mapped_bytes for region in regions)
+    tags = [region.tag for region in regions]
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(25):
+            one, two = (tags[number] for number in rng.permutation(4)[:2])
+            match rng.integers(3):
+                case 0:
+                    memsaver.pause([one, two])
+                case 1:
+                    memsaver.resume([one, two])
+                case 2:
+                    memsaver.switch(pause=one, resume=two)
+
+    for done in [threads.submit(work, seed) for seed in range(4)]:
+        done.result()
+    memsaver.pause(tags)
+    assert free_bytes() == before
+    memsaver.resume(tags)
+    for block in held:
+        block.check()
+
+
+def test_figures_can_be_read_during_transitions(make: Make, threads: ThreadPoolExecutor) -> None:
+    region = make("host")
+    held = blocks(region, [MIB])
+    stop = threading.Event()
+
+    def read() -> int:
+        count = 0
+        while not stop.is_set():
+            memsaver.stats()
+            count += 1
+        return count
+
+    readers = [threads.submit(read) for _ in range(2)]
+    for _ in range(30):
+        region.pause()
+        region.resume()
+    stop.set()
+    assert all(reader.result() > 0 for reader in readers)
+    held[0].check()
+
+
+# Guarded launches and captures
+
+
+def test_a_pause_waits_for_guarded_launches(make: Make, threads: ThreadPoolExecutor) -> None:
+    region = make("host")
+    held = blocks(region, [MIB])
+    assert _core.acquire([region._core]) is None
+    paused = threads.submit(region.pause)
+    until(lambda: region.state == "pausing")
+    assert region.mapped_bytes > 0
+    held[0].check()
+    assert _core.acquire([region._core]) is region._core  # no new one gets in
+    with pytest.raises(memsaver.RegionPausedError):
+        region.empty(1)
+    assert not paused.done()
+    _core.release([region._core])
+    assert paused.result().paused == (region.tag,)
+    region.resume()
+    held[0].check()
+
+
+def test_what_is_freed_during_a_pause_is_gone_after_it(make: Make, threads: ThreadPoolExecutor) -> None:
+    region = make("host")
+    held = blocks(region, [3 * MIB, MIB])
+    assert _core.acquire([region._core]) is None
+    paused = threads.submit(region.pause)
+    until(lambda: region.state == "pausing")
+    del held[0]
+    _core.release([region._core])
+    paused.result()
+    assert region.allocated_bytes == MIB
+    region.resume()
+    assert region.allocated_bytes == MIB
+    assert segments(region) == [(3 * MIB, MIB)]
+    held[0].check()
+
+
+def test_guards_are_all_or_none(make: Make) -> None:
+    one, two = make(), make()
+    two.pause()
+    assert _core.acquire([one._core, two._core]) is two._core
+    one.pause()  # not held
+    assert one.state == "paused"
+
+
+def test_a_pause_during_a_capture_raises_before_anything(make: Make) -> None:
+    region, other = make("host"), make()
+    held = blocks(region, [MIB])
+    other.pause()
+    _core.capture_begins()
+    _core.faults_disarm()
+    for act in (
+        region.pause,
+        lambda: memsaver.switch(pause=region.tag, resume=other.tag),
+        lambda: memsaver.trim(region.tag),
+    ):
+        with pytest.raises(memsaver.Error, match="captured"):
+            act()
+    assert _core.faults_calls() == 0  # nothing was asked of the driver: a wait would have broken the capture
+    assert (region.state, other.state) == ("active", "paused")
+    held[0].check()
+    other.resume()  # a resume waits for nothing on the device
+    _core.capture_ends()
+    region.pause()
+    region.resume()
+    held[0].check()
+
+
+def test_what_is_freed_during_a_capture_rests_until_its_end(make: Make) -> None:
+    region = make()
+    held = blocks(region, [PAGE, PAGE])
+    address = held[0].address
+    _core.capture_begins()
+    del held[0]
+    assert (region.allocated_bytes, region.mapped_bytes) == (PAGE, 2 * PAGE)
+    during = Block(region, PAGE)
+    assert during.address != address
+    _core.capture_ends()
+    after = Block(region, PAGE)
+    assert after.address == address
+    del held, during, after
+    assert region.mapped_bytes == 0
