@@ -1,10 +1,10 @@
 """Pause and resume, ours beside torch_memory_saver, on the same work in one run.
 
-    python benchmarks/pause_resume.py [--cycles 5] [--scale 1.0] [--no-peer]
+    python benchmarks/pause_resume.py [--rounds 3] [--cycles 3] [--scale 1.0] [--no-peer]
 
-Prints a table of milliseconds (medians over the cycles), then one JSON line. Each subject runs in a process of its own.
-Contents are random and compared whole after every cycle where they are backed up. The limit is measured in the same
-run: plain copies between the device and pinned memory.
+Prints a table of milliseconds (medians), then one JSON line with every sample. Subjects take turns, each time in a new
+process, because a machine's speed drifts over seconds. Contents are random and compared whole after every cycle where
+they are backed up. The limit is measured in the same run: plain copies between the device and pinned memory.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def measure_subject(subject: str, work: str, cycles: int, scale: float) -> dict[str, Any]:
-    """Runs in a process of its own: first and later cycles of pause and resume, in ms."""
+    """Runs in a process of its own: a first and `cycles` later cycles of pause and resume, in ms."""
     import torch
 
     name, _, variant = subject.partition(", ")
@@ -100,26 +100,18 @@ def measure_subject(subject: str, work: str, cycles: int, scale: float) -> dict[
     if backed_up:
         for tensor in tensors:
             tensor.random_()
-        kept = [tensor.cpu() for tensor in tensors]
+        kept = [tensor.clone() for tensor in tensors]
     pauses, resumes = [], []
     for _ in range(cycles + 1):
         pauses.append(milliseconds(saver.pause))
         resumes.append(milliseconds(saver.resume))
         if backed_up:
             for tensor, expected in zip(tensors, kept):
-                if not torch.equal(tensor.cpu(), expected):
+                if not torch.equal(tensor, expected):
                     raise SystemExit(f"{subject}: contents differ after a cycle")
     if addresses != [tensor.data_ptr() for tensor in tensors]:
         raise SystemExit(f"{subject}: addresses changed")
-    return {
-        "first_pause_ms": pauses[0],
-        "first_resume_ms": resumes[0],
-        "pause_ms": statistics.median(pauses[1:]),
-        "resume_ms": statistics.median(resumes[1:]),
-        "bytes": count * nbytes,
-        "all_pause_ms": pauses,
-        "all_resume_ms": resumes,
-    }
+    return {"bytes": count * nbytes, "pause_ms": pauses, "resume_ms": resumes}
 
 
 def measure_handover(cycles: int, scale: float) -> dict[str, Any]:
@@ -173,9 +165,42 @@ def in_process(arguments: list[str]) -> dict[str, Any]:
     return result
 
 
+class Samples:
+    """What the processes of one subject measured, in ms; `first` are each process's first cycles."""
+
+    def __init__(self) -> None:
+        self.first_pause_ms: list[float] = []
+        self.first_resume_ms: list[float] = []
+        self.pause_ms: list[float] = []
+        self.resume_ms: list[float] = []
+        self.error: str | None = None
+
+    def add(self, result: dict[str, Any]) -> None:
+        if "error" in result:
+            self.error = result["error"]
+            return
+        for name in ("pause_ms", "resume_ms"):
+            first, *later = result[name]
+            getattr(self, f"first_{name}").append(first)
+            getattr(self, name).extend(later)
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return self.error
+        columns = (self.first_pause_ms, self.first_resume_ms, self.pause_ms, self.resume_ms)
+        return " ".join(f"{statistics.median(column):{width}.1f}" for column, width in zip(columns, (12, 13, 8, 8)))
+
+
+def subjects(work: str, no_peer: bool) -> list[str]:
+    """Those that differ on this work: without a backup there is none to retain."""
+    left_out = ("torch_memory_saver",) if no_peer else () if WORK[work][2] else ("backups retained",)
+    return [subject for subject in SUBJECTS if not any(part in subject for part in left_out)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cycles", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="processes for each subject")
+    parser.add_argument("--cycles", type=int, default=3, help="in each process, after a first")
     parser.add_argument("--scale", type=float, default=1.0, help="of the sizes, for small devices")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--one", nargs=2, metavar=("SUBJECT", "WORK"), help=argparse.SUPPRESS)
@@ -196,29 +221,18 @@ def main() -> None:
     limit = in_process([*common, "--limit"])
     results: dict[str, Any] = {"benchmark": "pause_resume", **environment(), "limit": limit, "work": {}}
     print(f"limit: {limit}", flush=True)
-    header = f"{'':40} {'first pause':>12} {'first resume':>13} {'pause':>8} {'resume':>8}   ms"
     for work in WORK:
-        print(f"\n{work}\n{header}")
-        results["work"][work] = {}
-        for subject in SUBJECTS:
-            if options.no_peer and "torch_memory_saver" in subject:
-                continue
-            if "backups retained" in subject and not WORK[work][2]:
-                continue
-            row = in_process([*common, "--one", subject, work])
-            results["work"][work][subject] = row
-            if "error" in row:
-                print(f"{subject:40} {row['error']}", flush=True)
-                continue
-            print(
-                f"{subject:40} {row['first_pause_ms']:12.1f} {row['first_resume_ms']:13.1f} "
-                f"{row['pause_ms']:8.1f} {row['resume_ms']:8.1f}",
-                flush=True,
-            )
+        print(f"\n{work}\n{'':40} {'first pause':>12} {'first resume':>13} {'pause':>8} {'resume':>8}   ms")
+        rows = results["work"][work] = {subject: Samples() for subject in subjects(work, options.no_peer)}
+        for _ in range(options.rounds):
+            for subject, row in rows.items():
+                row.add(in_process([*common, "--one", subject, work]))
+        for subject, row in rows.items():
+            print(f"{subject:40} {row}", flush=True)
     handover = in_process([*common, "--handover"])
     results["handover"] = handover
     print(f"\n64 GiB out of one region, into another: {handover.get('switch_ms', handover.get('error'))} ms")
-    print(json.dumps(results))
+    print(json.dumps(results, default=vars))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <system_error>
 #include <thread>
 
 namespace memsaver {
@@ -19,12 +20,19 @@ void touch(std::byte* data, std::size_t size) {
   const unsigned cores = std::max(1U, std::thread::hardware_concurrency());
   const std::size_t count = std::min<std::size_t>({cores, kMostThreads, size / kPage + 1});
   const std::size_t share = round_up(size / count + 1, kHostPage);
+  const auto touch_share = [=](std::size_t begin) {
+    for (std::size_t at = begin; at < std::min(size, begin + share); at += kHostPage)
+      *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};
+  };
   std::vector<std::thread> threads;
-  for (std::size_t begin = 0; begin < size; begin += share)
-    threads.emplace_back([data, begin, end = std::min(size, begin + share)] {
-      for (std::size_t at = begin; at < end; at += kHostPage)
-        *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};
-    });
+  threads.reserve(count);
+  for (std::size_t begin = 0; begin < size; begin += share) {
+    try {
+      threads.emplace_back(touch_share, begin);
+    } catch (const std::system_error&) {
+      touch_share(begin);  // the system has no thread left to give
+    }
+  }
   for (auto& thread : threads) thread.join();
 }
 

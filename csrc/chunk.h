@@ -75,6 +75,10 @@ class RetainBudget {
     std::lock_guard lock(mutex_);
     return limit_;
   }
+  std::size_t held() const {
+    std::lock_guard lock(mutex_);
+    return held_;
+  }
   bool take(std::size_t bytes);  // false: over the limit
   void put(std::size_t bytes);
 

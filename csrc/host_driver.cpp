@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 #include "driver.h"
 #include "host_ledger.h"
@@ -34,6 +35,18 @@ std::string boot_id() {
   std::getline(file, id);
   return id.empty() ? "unknown" : id;
 }
+
+// A descriptor that closes unless it is kept.
+struct File {
+  explicit File(int opened) : descriptor(opened) {}
+  ~File() {
+    if (descriptor >= 0) ::close(descriptor);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  int keep() { return std::exchange(descriptor, -1); }
+  int descriptor;
+};
 
 class HostDriver final : public Driver {
  public:
@@ -76,19 +89,13 @@ class HostDriver final : public Driver {
   Handle create(std::size_t size) override {
     faults().check("create");
     check_size("create", size);
-    const int file = ::memfd_create("memsaver", MFD_CLOEXEC);
-    if (file < 0) fail("create");
-    const std::uint64_t inode = inode_of(file);
-    if (::ftruncate(file, static_cast<off_t>(size)) != 0) {
-      ::close(file);
-      fail("create");
-    }
-    if (!ledger_.charge(inode, size)) {
-      ::close(file);
-      throw ChunkUnavailable("create", kOutOfMemory, "the host device is full");
-    }
+    File file(::memfd_create("memsaver", MFD_CLOEXEC));
+    if (file.descriptor < 0) fail("create");
+    const std::uint64_t inode = inode_of(file.descriptor);
+    if (::ftruncate(file.descriptor, static_cast<off_t>(size)) != 0) fail("create");
+    if (!ledger_.charge(inode, size)) throw ChunkUnavailable("create", kOutOfMemory, "the host device is full");
     std::lock_guard lock(mutex_);
-    return enter(file, inode, size);
+    return enter(file.keep(), inode, size);
   }
 
   void release(Handle handle) override {
@@ -115,11 +122,11 @@ class HostDriver final : public Driver {
     if (static_cast<std::size_t>(status.st_size) != size)
       refuse("import_fd",
              "the descriptor has " + std::to_string(status.st_size) + " bytes, not " + std::to_string(size));
-    const int copy = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    if (copy < 0) fail("import_fd");
+    File copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    if (copy.descriptor < 0) fail("import_fd");
     ledger_.charge_imported(status.st_ino, size);
     std::lock_guard lock(mutex_);
-    return enter(copy, status.st_ino, size);
+    return enter(copy.keep(), status.st_ino, size);
   }
 
   void map(Address address, std::size_t size, Handle handle) override {

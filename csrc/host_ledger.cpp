@@ -1,7 +1,6 @@
 #include "host_ledger.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -65,12 +64,20 @@ struct HostLedger::Entry {
 class HostLedger::Lock {
  public:
   explicit Lock(HostLedger& ledger) : ledger_(ledger), guard_(ledger.mutex_) {
-    while (::flock(ledger_.file_, LOCK_EX) != 0)
-      if (errno != EINTR) fail("flock");
+    while (set(F_WRLCK) != 0)
+      if (errno != EINTR) fail("fcntl");
   }
-  ~Lock() { ::flock(ledger_.file_, LOCK_UN); }
+  ~Lock() { set(F_UNLCK); }
 
  private:
+  // Not flock(): its locks belong to the open file, which a forked child holds on to when its parent has died.
+  int set(short type) {
+    struct flock whole_file{};
+    whole_file.l_type = type;
+    whole_file.l_whence = SEEK_SET;
+    return ::fcntl(ledger_.file_, F_SETLKW, &whole_file);
+  }
+
   HostLedger& ledger_;
   std::lock_guard<std::mutex> guard_;
 };

@@ -160,23 +160,38 @@ void release(const std::vector<Region*>& regions) {
 void reclaim(const std::vector<Region*>& regions) {
   Core& all = core();
   for (Region* region : regions) {
+    std::uint64_t freed = 0;  // what is freed while this waits may have work in flight
+    {
+      std::lock_guard lock(all.mutex);
+      freed = region->frees();
+    }
     all.synchronize(region->device);
     std::lock_guard lock(all.mutex);
-    if (region->state == State::active) region->reap(true);
+    if (region->state == State::active) region->reap(freed);
   }
 }
 
 nb::dict device_stats(const std::string& name) {
   Device& device = opened(name);
-  const Driver::Memory memory = device.driver->memory();
+  Driver::Memory memory{};
+  std::string uuid;
+  std::size_t retained = 0, host_held = 0, host_used = 0;
+  {
+    Unlocked release;  // an arena that grows answers when it has grown
+    memory = device.driver->memory();
+    uuid = device.driver->uuid();
+    retained = device.pool.idle_bytes();
+    host_held = device.arena.held_bytes();
+    host_used = device.arena.used_bytes();
+  }
   nb::dict row;
   row["device"] = name;
-  row["uuid"] = device.driver->uuid();
+  row["uuid"] = uuid;
   row["total_bytes"] = memory.total;
   row["free_bytes"] = memory.free;
-  row["retained_bytes"] = device.pool.idle_bytes();
-  row["host_held_bytes"] = device.arena.held_bytes();
-  row["host_used_bytes"] = device.arena.used_bytes();
+  row["retained_bytes"] = retained;
+  row["host_held_bytes"] = host_held;
+  row["host_used_bytes"] = host_used;
   row["regions"] = region_rows(name);
   row["processes"] = process_rows(device);
   return row;
@@ -369,8 +384,8 @@ NB_MODULE(_core, module) {
         all.budget.set_limit(bytes);
         std::lock_guard lock(all.mutex);
         for (auto& [name, device] : all.devices) {
-          const std::size_t idle = device->pool.idle_bytes();
-          if (idle > bytes) device->pool.give_up(idle - bytes);
+          const std::size_t held = all.budget.held();  // over all devices, as the limit is
+          if (held > bytes) device->pool.give_up(held - bytes);
         }
       },
       "bytes"_a);

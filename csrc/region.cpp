@@ -85,7 +85,7 @@ std::size_t Region::allocate(std::size_t size) {
                                 std::to_string(size) + " bytes",
                             tag, name_of(state));
   if (size > span) throw OutOfMemoryError(device.driver->name, size, device.driver->memory().free);
-  reap(false);
+  reap(0);
   size = round_up(std::max<std::size_t>(size, 1), kAlignment);
   const std::size_t offset = take_addresses(size);
   segments_[offset] = {size, false};
@@ -139,8 +139,8 @@ void Region::free(std::size_t offset) {
     case State::active:
       found->second.resting = true;
       allocated_ -= found->second.size;
-      resting_.push_back({offset, nullptr});
-      reap(false);
+      resting_.push_back({offset, ++frees_, nullptr});
+      reap(0);
       break;
   }
 }
@@ -149,20 +149,20 @@ void Region::settle() {
   for (const std::size_t offset : std::exchange(freed_meanwhile_, {})) free(offset);
 }
 
-void Region::reap(bool quiet) {
+void Region::reap(std::uint64_t waited) {
   if (resting_.empty()) return;
   Driver& driver = *device.driver;
-  if (!quiet) {
-    if (core().capturing()) return;  // a mark on the device would break the capture
+  const bool capturing = core().capturing();  // a mark on the device would break the capture
+  if (!capturing && resting_.back().number > waited) {
     try {
       Driver::Ticket ticket;
-      for (Rest& rest : resting_) {
-        if (rest.ticket != nullptr) continue;
+      for (auto rest = resting_.rbegin(); rest != resting_.rend() && rest->ticket == nullptr; ++rest) {
         if (ticket == nullptr) ticket = driver.record();
-        rest.ticket = ticket;
+        if (ticket == nullptr) break;
+        rest->ticket = ticket;
       }
     } catch (const DriverError&) {
-      return;  // the driver cannot tell now: the segments rest on
+      // The driver cannot tell now: the segments rest on.
     }
   }
   // Tickets are in order, so the first that is not done ends the search.
@@ -170,13 +170,16 @@ void Region::reap(bool quiet) {
   Driver::Ticket known;
   while (!resting_.empty()) {
     const Rest& rest = resting_.front();
-    if (!quiet && rest.ticket != known) {
-      try {
-        if (rest.ticket == nullptr || !driver.done(rest.ticket)) break;
-      } catch (const DriverError&) {
-        break;
+    if (rest.number > waited) {
+      if (capturing || rest.ticket == nullptr) break;
+      if (rest.ticket != known) {
+        try {
+          if (!driver.done(rest.ticket)) break;
+        } catch (const DriverError&) {
+          break;
+        }
+        known = rest.ticket;
       }
-      known = rest.ticket;
     }
     done.push_back({rest.offset, segments_.at(rest.offset).size});
     erase(rest.offset);
@@ -190,9 +193,8 @@ void Region::return_empty_chunks(std::size_t begin, std::size_t end) {
   if (chunk != chunks_.begin()) --chunk;
   std::vector<std::size_t> empty;
   for (; chunk != chunks_.end() && chunk->first < end; ++chunk) {
-    const std::size_t size = chunk->second.size();
-    if (chunk->first + size > begin && unused_within(chunk->first, chunk->first + size) == size)
-      empty.push_back(chunk->first);
+    const std::size_t chunk_end = chunk->first + chunk->second.size();
+    if (chunk_end > begin && !used_within(chunk->first, chunk_end)) empty.push_back(chunk->first);
   }
   std::vector<Chunk> freed;
   unmap(empty, freed);
@@ -258,6 +260,12 @@ std::size_t Region::unused_within(std::size_t begin, std::size_t end) const {
   return unused;
 }
 
+bool Region::used_within(std::size_t begin, std::size_t end) const {
+  const auto next = segments_.lower_bound(begin);
+  if (next != segments_.end() && next->first < end) return true;
+  return next != segments_.begin() && std::prev(next)->first + std::prev(next)->second.size > begin;
+}
+
 void Region::lay_out_range(std::size_t begin, std::size_t end, const Choose& choose, std::size_t& slack,
                            std::vector<Slot>& slots) const {
   std::size_t at = round_down(begin, kPage);
@@ -302,9 +310,9 @@ std::size_t Region::missing_bytes() const {
   for (const Range& range : live()) {
     const std::size_t begin = std::max(covered, round_down(range.offset, kPage));
     covered = std::max(covered, round_up(range.offset + range.size, kPage));
-    if (covered > begin) bytes += covered - begin;
+    if (covered > begin) bytes += unmapped_within(begin, covered);
   }
-  return bytes - std::min(bytes, mapped_bytes());
+  return bytes;
 }
 
 void Region::map(Slot slot, Chunk chunk) {

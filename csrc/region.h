@@ -8,6 +8,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <list>
 #include <map>
@@ -68,8 +69,9 @@ class Region {
   std::vector<Range> live() const;  // segments in use, joined where they touch
   std::vector<Range> live_within(const std::vector<Range>& ranges) const;
 
-  // Freed segments whose work may still be in flight. `quiet`: the caller has just waited for the device.
-  void reap(bool quiet);
+  // Freed segments whose work may still be in flight. `waited`: frees() from before the caller waited for the device.
+  void reap(std::uint64_t waited);
+  std::uint64_t frees() const { return frees_; }
   void settle();  // handles the frees that came while a transition owned the region
 
   // Picks the size of the next chunk: at most `limit`, or at most `room` where nothing else is to be had.
@@ -94,6 +96,7 @@ class Region {
   };
   struct Rest {
     std::size_t offset;
+    std::uint64_t number;   // of the free, from 1
     Driver::Ticket ticket;  // null: not recorded yet
   };
 
@@ -101,7 +104,8 @@ class Region {
   void give_addresses(std::size_t offset, std::size_t size);
   void lay_out_range(std::size_t begin, std::size_t end, const Choose& choose, std::size_t& slack,
                      std::vector<Slot>& slots) const;
-  std::size_t unused_within(std::size_t begin, std::size_t end) const;    // bytes without a segment
+  std::size_t unused_within(std::size_t begin, std::size_t end) const;  // bytes without a segment
+  bool used_within(std::size_t begin, std::size_t end) const;
   std::size_t unmapped_within(std::size_t begin, std::size_t end) const;  // bytes without a chunk
   std::size_t allowance() const;
   void erase(std::size_t offset);
@@ -112,6 +116,7 @@ class Region {
   std::map<std::size_t, Chunk> chunks_;           // mapped: by offset
   std::list<Rest> resting_;
   std::vector<std::size_t> freed_meanwhile_;  // while a transition owned the region
+  std::uint64_t frees_ = 0;                   // that rested
   std::size_t allocated_ = 0;
   std::atomic<std::size_t> mapped_ = 0;  // read by others while a transition owns the region
 };

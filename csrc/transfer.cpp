@@ -24,15 +24,18 @@ std::size_t copy_in(Driver& driver, Address base, const Backup& backup, const st
   return copied;
 }
 
-void drain_copies(Driver& driver) noexcept {
+bool drain_copies(Driver& driver) noexcept {
   constexpr int kAttempts = 2;  // a refused call is worth one more; a dead context has no copies left to wait for
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     try {
       driver.finish_copies();
-      return;
+      return true;
+    } catch (const DriverError& error) {
+      if (error.context_lost) return false;
     } catch (const std::exception&) {
     }
   }
+  return true;
 }
 
 }  // namespace memsaver

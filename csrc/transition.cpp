@@ -43,6 +43,10 @@ class Transition::Inventory {
     if (--found->second == 0) sizes_.erase(found);
     return size;
   }
+  // The smallest, if it is no larger than `limit`; 0 when there is none.
+  std::size_t take_smallest(std::size_t limit) {
+    return sizes_.empty() || sizes_.begin()->first > limit ? 0 : take(sizes_.begin()->first);
+  }
 
  private:
   std::map<std::size_t, std::size_t> sizes_;
@@ -52,7 +56,7 @@ Transition::Transition(std::vector<Region*> pause, std::vector<Region*> resume)
     : wanted_out_(std::move(pause)), wanted_in_(std::move(resume)) {}
 
 void Transition::abort() {
-  if (marked_) finish();
+  if (marked_ && usable()) finish();  // in a forked child the marks are nobody's
 }
 
 void Transition::begin() {
@@ -101,10 +105,9 @@ std::vector<Device*> Transition::devices() const {
 
 Transition::Outcome Transition::run(const std::vector<Pause>& pauses, bool restore, Deadline deadline) {
   Outcome outcome;
-  const auto on_failure = [&](const std::exception& error) {
-    for (Device* device : devices()) drain_copies(*device->driver);
-    if (const auto* driver_error = dynamic_cast<const DriverError*>(&error); driver_error && driver_error->context_lost)
-      for (Device* device : devices()) core().mark_lost(*device);
+  const auto on_failure = [&] {
+    for (Device* device : devices())
+      if (!drain_copies(*device->driver)) core().mark_lost(*device);
     finish();
   };
 
@@ -126,15 +129,15 @@ Transition::Outcome Transition::run(const std::vector<Pause>& pauses, bool resto
     for (Device* device : busy) core().synchronize(*device);
     {
       std::lock_guard lock(core().mutex);
-      for (const Pause& pause : pauses) pause.region->reap(true);
+      for (const Pause& pause : pauses) pause.region->reap(pause.region->frees());
     }
     for (Region* region : resuming_) incoming.push_back({region, {}});
     for (Device* device : devices()) reserve_chunks(*device, incoming, deadline);
     for (const auto& [region, backup] : backups)
       outcome.copied_bytes += copy_out(*region->device.driver, region->base, *backup);
     for (Device* device : busy) device->driver->finish_copies();
-  } catch (const std::exception& error) {
-    on_failure(error);
+  } catch (const std::exception&) {
+    on_failure();
     throw;
   }
 
@@ -168,9 +171,9 @@ Transition::Outcome Transition::run(const std::vector<Pause>& pauses, bool resto
         if (&each.region->device == device) here.push_back(std::move(each));
       come_in(here, handed[device], restore, outcome);
     }
-  } catch (const std::exception& error) {
+  } catch (const std::exception&) {
     give_back();
-    on_failure(error);
+    on_failure();
     if (refusal) std::rethrow_exception(refusal);
     throw;
   }
@@ -210,7 +213,7 @@ void Transition::reserve_chunks(Device& device, std::vector<Incoming>& incoming,
               chunks.push_back(request->next(limit));
               return chunks.back().size();
             } catch (const ChunkUnavailable&) {
-              size = inventory.take(room);  // larger than needed: on a full device better than nothing
+              size = inventory.take_smallest(room);  // larger than needed: on a full device better than nothing
               if (size == 0) throw;
             }
           }
@@ -244,8 +247,8 @@ void Transition::come_in(std::vector<Incoming>& incoming, std::map<std::size_t, 
       Region& region = *each.region;
       Mapping& mapping = mappings.emplace_back(region);
       std::vector<Slot> left_mapped;  // by an unmap that was refused: their access is not known
-      for (const std::size_t offset : region.chunk_offsets()) left_mapped.push_back({offset, 0});
-      for (std::size_t i = 0; i < left_mapped.size(); ++i) left_mapped[i].size = region.chunk_sizes()[i];
+      const auto offsets = region.chunk_offsets(), sizes = region.chunk_sizes();
+      for (std::size_t i = 0; i < offsets.size(); ++i) left_mapped.push_back({offsets[i], sizes[i]});
       for (Incoming::Place& place : each.places) {
         if (!place.chunk) {
           auto& same_size = handed[place.slot.size];
@@ -273,10 +276,11 @@ void Transition::come_in(std::vector<Incoming>& incoming, std::map<std::size_t, 
     throw;
   }
   outcome.copied_bytes += copied;
+  std::vector<std::unique_ptr<Backup>> restored;  // let go of after the lock: the arena may be busy growing
   std::lock_guard lock(core().mutex);
   for (std::size_t i = 0; i < incoming.size(); ++i) {
     outcome.restored_bytes += mappings[i].commit();
-    incoming[i].region->backup.reset();
+    restored.push_back(std::move(incoming[i].region->backup));
     come_in_.push_back(incoming[i].region);
   }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -10,11 +11,22 @@ GIB = 1 << 30
 
 
 class Error(RuntimeError):
-    """Base of all errors of memsaver. Keyword arguments become attributes."""
+    """Base of all errors of memsaver. Keyword arguments become attributes.
+
+    Attribute ``discarded``: tags whose contents a transition gave up, by their policy "none", before it failed.
+    """
+
+    discarded: tuple[str, ...] = ()
 
     def __init__(self, text: str = "", /, **fields: Any) -> None:
         super().__init__(text)
         self.__dict__.update(fields)
+
+    def name_discarded(self, tags: Sequence[str]) -> None:
+        """Says which regions went out without a backup before the failure: the one thing that a retry cannot undo."""
+        if tags:
+            self.discarded = tuple(tags)
+            self.args = (f"{self}; paused before that, without a backup: {', '.join(map(repr, tags))}",)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), str(self), self.__dict__)

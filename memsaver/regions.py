@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from memsaver import _core
-from memsaver.errors import RegionPausedError
+from memsaver.errors import Error, RegionPausedError
 
 log = logging.getLogger("memsaver")
 
@@ -277,15 +277,19 @@ def transition(
         _adapter.check_pausable([each for each in pause if each.state == "active"])
     move = _core.Transition([each._core for each in pause], [each._core for each in resume])
     move.begin()
+    going_out = [_wrapper(each) for each in move.pausing]
+    policies = [backup or each.backup for each in going_out]
     try:
-        going_out = [_wrapper(each) for each in move.pausing]
         if _adapter is not None:
             _adapter.check_pausable(going_out)
-        policies = [backup or each.backup for each in going_out]
         live = [_live(each) if policy != "none" else [] for each, policy in zip(going_out, policies)]
-        done = move.run(policies, live, bool(restore), min(float(timeout), _LONGEST_TIMEOUT_S))
-    except BaseException:
+        done = move.run(policies, live, bool(restore), float(min(timeout, _LONGEST_TIMEOUT_S)))
+    except BaseException as error:
         move.abort()  # now, not when the traceback lets go of it
+        if isinstance(error, Error):
+            without = (each for each, policy in zip(going_out, policies) if policy == "none")
+            gone = [each.tag for each in without if each.state == "paused"]
+            error.name_discarded(list(dict.fromkeys(gone)))
         raise
     finally:
         if _adapter is not None:

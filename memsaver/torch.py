@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import inspect
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -112,6 +113,7 @@ class RegionPools:
             blocks = (block for segment in _snapshot(pool.id) for block in segment["blocks"])
             (retired if any(block["state"] == "inactive" for block in blocks) else keep).append(pool)
         self._idle = keep
+        self._retired_ids = [pool_id for pool_id in self._retired_ids if _snapshot(pool_id)]  # the others are gone
         self._retired_ids += [pool.id for pool in retired]
         return retired
 
@@ -314,7 +316,8 @@ class Router:
         if region.device != "cpu":
             with region:
                 return torch.empty(tuple(shape), dtype=dtype, device=region.device)
-        return torch.from_dlpack(region._core.allocate_array(count * dtype.itemsize)).view(dtype).view(tuple(shape))
+        nbytes = min(count * dtype.itemsize, sys.maxsize)  # no device has more
+        return torch.from_dlpack(region._core.allocate_array(nbytes)).view(dtype).view(tuple(shape))
 
     def pool(self, region: Region) -> torch.cuda.MemPool:
         if region.device == "cpu":
@@ -416,7 +419,8 @@ def _subtract(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]
         while position < len(holes) and holes[position][0] + holes[position][1] <= begin:
             position += 1
         at = begin
-        for offset, nbytes in holes[position:]:
+        for each in range(position, len(holes)):
+            offset, nbytes = holes[each]
             if offset >= end:
                 break
             if offset > at:

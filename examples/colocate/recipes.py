@@ -89,6 +89,8 @@ RECIPES = {
         _CPU,
         model=_model(256, 4, 8, 4, 32, 768),
         engine=EngineConfig(max_batch_size=64, block_size=64),
+        steps=20,
+        rate=5e-4,
         bucket_bytes=4 * MIB,
     ),
     # For tests: nothing is learned.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import torch
 
 MIB = 1 << 20
 _HEADER = " step  reward    loss   grad  clipped   gap/nats  tokens/s  turns/s  step/s"
@@ -77,7 +80,12 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
+        on_gpu = self.settings.get("device") == "cuda"
         return {
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": os.environ.get("MEMSAVER_COMMIT"),  # a run may be of a copy without history, so it is told
+            "hardware": torch.cuda.get_device_name() if on_gpu else f"host, {os.cpu_count()} cores",
+            "torch": torch.__version__,
             "settings": self.settings,
             "out_of_memory": self.out_of_memory,
             "reward_first": self.rows[0].reward if self.rows else None,
