@@ -7,7 +7,6 @@
 
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <mutex>
 #include <unordered_map>
@@ -30,10 +29,8 @@ void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 [[noreturn]] void refuse(const char* call, const std::string& why) { throw DriverError(call, kInvalidValue, why); }
 
 std::string boot_id() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  std::getline(file, id);
-  return id.empty() ? "unknown" : id;
+  const std::string id = read_text("/proc/sys/kernel/random/boot_id").value_or("unknown");
+  return id.substr(0, id.find('\n'));
 }
 
 // A descriptor that closes unless it is kept.

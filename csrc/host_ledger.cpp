@@ -8,10 +8,8 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <optional>
-#include <sstream>
 #include <unordered_set>
 
 namespace memsaver {
@@ -23,19 +21,17 @@ constexpr std::size_t kSpareEntries = 1024;           // for imports beyond one 
 // The start time of a living process in clock ticks since boot, or 0 for one that is gone or a zombie. Nothing where
 // the system cannot tell now, as without a free descriptor: who took the living for dead would give their memory away.
 std::optional<std::uint64_t> start_time_of(int pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  if (!file && errno != ENOENT && errno != ESRCH) return std::nullopt;
-  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  const auto after_name = text.rfind(')');  // the name may hold spaces and brackets
-  if (after_name == std::string::npos) return 0;
-  std::istringstream fields(text.substr(after_name + 1));
-  std::string state, skipped;
-  fields >> state;
-  if (state == "Z" || state == "X") return 0;
-  for (int i = 0; i < 18; ++i) fields >> skipped;
-  std::uint64_t start = 0;
-  fields >> start;
-  return start;
+  const std::optional<std::string> text = read_text("/proc/" + std::to_string(pid) + "/stat");
+  if (!text) return errno == ENOENT || errno == ESRCH ? std::optional<std::uint64_t>(0) : std::nullopt;
+  constexpr int kState = 3, kStartTime = 22;  // fields of /proc/PID/stat, counted from 1; the name is the second
+  std::size_t at = text->rfind(')');          // the name may hold spaces and brackets
+  for (int field = kState; field <= kStartTime && at != std::string::npos; ++field) {
+    at = text->find(' ', at + 1);
+    if (field != kState || at == std::string::npos) continue;
+    const char state = (*text)[at + 1];
+    if (state == 'Z' || state == 'X') return 0;
+  }
+  return at == std::string::npos ? 0 : std::strtoull(text->c_str() + at + 1, nullptr, 10);
 }
 
 std::string ledger_path(std::size_t capacity) {
@@ -47,6 +43,21 @@ std::string ledger_path(std::size_t capacity) {
 [[noreturn]] void fail(const char* call, int error = errno) { throw DriverError(call, error, std::strerror(error)); }
 
 }  // namespace
+
+std::optional<std::string> read_text(const std::string& path) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) return std::nullopt;
+  std::string text(4096, '\0');
+  ssize_t got = 0;
+  do got = ::read(file, text.data(), text.size());
+  while (got < 0 && errno == EINTR);
+  const int error = errno;
+  ::close(file);
+  errno = error;
+  if (got < 0) return std::nullopt;
+  text.resize(static_cast<std::size_t>(got));
+  return text;
+}
 
 struct HostLedger::Header {
   std::uint64_t magic;

@@ -197,6 +197,7 @@ def test_no_part_of_a_chunk_can_be_unmapped(bench: Bench, begin: int, pages: int
     assert np.array_equal(bench.read(address, 4 * PAGE), data)
 
 
+@host_only
 def test_unmapping_what_is_not_mapped_is_refused(bench: Bench) -> None:
     address = bench.reserve(2 * PAGE)
     refused(lambda: bench.driver.unmap(address, PAGE))
