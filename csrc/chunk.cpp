@@ -85,10 +85,10 @@ class RetainedPool::Request final : public ChunkRequest {
  public:
   explicit Request(RetainedPool& pool) : pool_(pool) {}
 
-  Chunk next(std::size_t limit) override {
+  Chunk next(std::size_t limit, std::size_t fresh) override {
     // Idle chunks first, small ones too: making new memory while holding idle memory would take more than is needed.
     if (Chunk chunk = pool_.take_idle(limit)) return chunk;
-    std::size_t size = chunk_class(limit);
+    std::size_t size = chunk_class(std::min(limit, fresh));
     for (;;) {
       try {
         return Chunk(pool_.driver_, pool_.driver_.create(size), size);

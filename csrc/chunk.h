@@ -13,8 +13,9 @@
 
 namespace memsaver {
 
-// Fixed classes: a handle can be neither split nor merged, so whoever gets a chunk must find a use for its size.
-constexpr std::array<std::size_t, 3> kChunkClasses = {256 * kMiB, 32 * kMiB, 2 * kMiB};
+// Fixed classes: a handle can be neither split nor merged, so whoever gets a chunk must find a use for its size. The
+// largest is for regions without contents to keep, whose transitions cost what remapping costs, and that is per chunk.
+constexpr std::array<std::size_t, 4> kChunkClasses = {1024 * kMiB, 256 * kMiB, 32 * kMiB, 2 * kMiB};
 
 // The largest class that is no larger than `limit`. `limit` is at least kPage.
 std::size_t chunk_class(std::size_t limit);
@@ -50,8 +51,9 @@ std::size_t unreleased_bytes();
 class ChunkRequest {
  public:
   virtual ~ChunkRequest() = default;
-  // A chunk no larger than `limit` bytes. Throws ChunkUnavailable when there is none.
-  virtual Chunk next(std::size_t limit) = 0;
+  // A chunk no larger than `limit` bytes, and no larger than `fresh` if it has to be made. Throws ChunkUnavailable when
+  // there is none.
+  virtual Chunk next(std::size_t limit, std::size_t fresh) = 0;
 };
 
 class ChunkSource {

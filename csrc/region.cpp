@@ -102,7 +102,7 @@ std::size_t Region::allocate(std::size_t size) {
     lay_out_range(
         offset, offset + size,
         [&](std::size_t limit, std::size_t) {
-          chunks.push_back(request->next(limit));
+          chunks.push_back(request->next(limit, largest_chunk()));
           return chunks.back().size();
         },
         slack, slots);
@@ -236,6 +236,11 @@ std::vector<Range> Region::live_within(const std::vector<Range>& ranges) const {
 // Mapped bytes that no segment uses stay below this: large chunks for large regions, small ones for small.
 std::size_t Region::allowance() const { return std::min(allocated_, allocated_ / 20 + kAllowance); }
 
+std::size_t Region::largest_chunk() const {
+  // Contents move chunk by chunk, and smaller ones overlap better.
+  return policy == Policy::none ? kChunkClasses[0] : kChunkClasses[1];
+}
+
 std::size_t Region::unmapped_within(std::size_t begin, std::size_t end) const {
   std::size_t unmapped = end - begin;
   auto chunk = chunks_.upper_bound(begin);
@@ -285,7 +290,7 @@ void Region::lay_out_range(std::size_t begin, std::size_t end, const Choose& cho
     // A larger chunk may reach beyond the range, where that is free and not too wasteful.
     for (const std::size_t size : kChunkClasses) {
       if (size <= limit) break;
-      if (size > room || slack + unused_within(at, at + size) > allowance()) continue;
+      if (size > room || size > largest_chunk() || slack + unused_within(at, at + size) > allowance()) continue;
       limit = size;
       break;
     }

@@ -65,8 +65,8 @@ class Region {
   bool owns(Address address) const { return address >= base && address < base + span; }
   std::size_t allocated_bytes() const { return allocated_; }
   std::size_t mapped_bytes() const { return mapped_; }
-  std::size_t chunk_count() const { return chunks_.size(); }
-  std::vector<Range> live() const;  // segments in use, joined where they touch
+  std::size_t largest_chunk() const;  // to be made for this region
+  std::vector<Range> live() const;    // segments in use, joined where they touch
   std::vector<Range> live_within(const std::vector<Range>& ranges) const;
 
   // Freed segments whose work may still be in flight. `waited`: frees() from before the caller waited for the device.

@@ -210,7 +210,7 @@ void Transition::reserve_chunks(Device& device, std::vector<Incoming>& incoming,
           std::size_t size = inventory.take(limit);
           if (size == 0) {
             try {
-              chunks.push_back(request->next(limit));
+              chunks.push_back(request->next(limit, each.region->largest_chunk()));
               return chunks.back().size();
             } catch (const ChunkUnavailable&) {
               size = inventory.take_smallest(room);  // larger than needed: on a full device better than nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from memsaver import _core
 from tests.support import GIB, KIB, MIB, PAGE, Block, Fill, Hooks, blocks, free_bytes, run_clean, segments
 
 Make = Callable[..., memsaver.Region]
-CLASSES = {PAGE, 32 * MIB, 256 * MIB}
+CLASSES = {PAGE, 32 * MIB, 256 * MIB, 1024 * MIB}
 
 
 def slack_bound(region: memsaver.Region) -> float:
@@ -414,3 +415,23 @@ def _uint8() -> object:
     import torch
 
     return torch.uint8
+
+
+def test_the_largest_chunks_are_made_for_regions_without_contents_and_taken_by_all() -> None:
+    said = run_clean(
+        """
+        import memsaver
+        memsaver.configure(retain="8GiB")
+        MIB = 1 << 20
+        kv = memsaver.region("kv", device="cpu")
+        weights = memsaver.region("weights", device="cpu", backup="host")
+        kv_array, weights_array = kv._core.allocate_array(2560 * MIB), weights._core.allocate_array(1280 * MIB)
+        print(*(size // MIB for size in kv._core.chunks))
+        print(*(size // MIB for size in weights._core.chunks))
+        weights.pause("none")
+        memsaver.switch(pause="kv", resume="weights", restore=False)
+        print(*(size // MIB for size in weights._core.chunks))
+        """,
+        MEMSAVER_HOST_DEVICE=str(5 * GIB + (os.getpid() % 1000) * PAGE),
+    )
+    assert said.splitlines() == ["1024 1024 256 256", "256 256 256 256 256", "1024 256"]
