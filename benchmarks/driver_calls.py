@@ -1,6 +1,6 @@
 """What the driver's virtual memory calls cost, by chunk class: the floor under every transition without contents.
 
-    python benchmarks/driver_calls.py [--device cuda:0] [--gib 64] [--cycles 5]
+    python benchmarks/driver_calls.py [--device cuda:0] [--gib 64] [--cycles 5] [--rest 0]
 
 Prints milliseconds for the whole size (medians), then one JSON line.
 """
@@ -18,7 +18,7 @@ from environment import environment
 from memsaver import _core
 
 MIB = 1 << 20
-CHUNKS = (2 * MIB, 32 * MIB, 256 * MIB)
+CHUNKS = (2 * MIB, 32 * MIB, 256 * MIB, 1024 * MIB)
 STEPS = ("create", "map", "allow", "unmap", "release")
 
 
@@ -47,16 +47,24 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--gib", type=int, default=64)
     parser.add_argument("--cycles", type=int, default=5)
+    parser.add_argument(
+        "--rest", type=float, default=0.0, help="seconds between two cycles: released memory gets clean"
+    )
     options = parser.parse_args()
     total = options.gib << 30
     base = _core.open_driver(options.device).reserve(total)
     rows = {}
     print(f"{options.gib} GiB in chunks of" + "".join(f"{step:>10}" for step in STEPS) + "   ms")
     for size in CHUNKS:
-        cycles = [cycle(options.device, total, size, base) for _ in range(options.cycles + 1)][1:]
-        rows[size] = {step: statistics.median(each[step] for each in cycles) for step in STEPS}
+        cycles = []
+        for _ in range(options.cycles + 1):
+            time.sleep(options.rest)
+            cycles.append(cycle(options.device, total, size, base))
+        rows[size] = {step: statistics.median(each[step] for each in cycles[1:]) for step in STEPS}
         print(f"{size // MIB:>10} MiB    " + "".join(f"{rows[size][step]:10.2f}" for step in STEPS), flush=True)
-    print(json.dumps({"benchmark": "driver_calls", **environment(), "bytes": total, "ms": rows}))
+    print(
+        json.dumps({"benchmark": "driver_calls", **environment(), "bytes": total, "rest_s": options.rest, "ms": rows})
+    )
 
 
 if __name__ == "__main__":
