@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from environment import environment
+from environment import environment, need_cuda
 
 from memsaver import _core
 
@@ -51,6 +51,8 @@ def main() -> None:
         "--rest", type=float, default=0.0, help="seconds between two cycles: released memory gets clean"
     )
     options = parser.parse_args()
+    if options.device != "cpu":
+        need_cuda()
     total = options.gib << 30
     base = _core.open_driver(options.device).reserve(total)
     rows = {}

@@ -24,3 +24,9 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": sys.version.split()[0],
     }
+
+
+def need_cuda() -> None:
+    """Ends the benchmark with a word where there is nothing to measure."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device, and torch sees none")

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from environment import environment
+from environment import environment, need_cuda
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--handover", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--limit", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    need_cuda()
     if options.one:
         print(json.dumps(measure_subject(*options.one, options.cycles, options.scale)), flush=True)
         os._exit(0)  # the peer ends a process that goes down in order with an error of its own

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 # From a source tree the compiled core is found where it was installed.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
-from memsaver import _core, config, errors, regions  # noqa: E402
+try:
+    from memsaver import _core
+except ImportError as error:
+    if "_core" not in str(error):
+        raise
+    raise ImportError("memsaver's compiled core is not built for this interpreter: run `pip install .`") from error
+
+from memsaver import config, errors, regions  # noqa: E402
 from memsaver.config import configure  # noqa: E402
 from memsaver.errors import (  # noqa: E402
     BackupError,

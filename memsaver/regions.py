@@ -125,6 +125,8 @@ class Region:
         Raises ValueError for a negative size, RegionPausedError while the region is paused, and OutOfMemoryError on the
         host driver (on CUDA, torch's own error).
         """
+        if not isinstance(shape, (int, Iterable)):
+            raise TypeError(f"shape is {shape!r}, expected an integer or several")
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         for size in sizes:
             if isinstance(size, bool) or not isinstance(size, int):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,10 @@ import torch
 
 MIB = 1 << 20
 _HEADER = " step  reward    loss   grad  clipped   gap/nats  tokens/s  turns/s  step/s"
+
+
+def _commit() -> str:
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class Report:
         on_gpu = self.settings.get("device") == "cuda"
         return {
             "date": time.strftime("%Y-%m-%d"),
-            "commit": os.environ.get("MEMSAVER_COMMIT"),  # a run may be of a copy without history, so it is told
+            "commit": os.environ.get("MEMSAVER_COMMIT") or _commit(),  # a copy without history is told its own
             "hardware": torch.cuda.get_device_name() if on_gpu else f"host, {os.cpu_count()} cores",
             "torch": torch.__version__,
             "settings": self.settings,

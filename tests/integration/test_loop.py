@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 import memsaver
-from examples.colocate import loop
+
+ray = pytest.importorskip("ray", reason="needs ray")
+
+from examples.colocate import loop  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
