@@ -238,7 +238,7 @@ def chosen_recipe(options: argparse.Namespace) -> Recipe:
 def main(arguments: list[str] | None = None) -> int:
     """Run the loop. Returns the exit status: 0, or OUT_OF_MEMORY_STATUS where the device was too small."""
     options = parse(arguments)
-    report = Report(settings=vars(options))
+    report = Report(settings={name: value for name, value in vars(options).items() if name != "json"})
     started_here = not ray.is_initialized()
     if started_here:
         start_ray(options)
