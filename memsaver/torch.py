@@ -97,21 +97,14 @@ class RegionPools:
     def free_blocks(self) -> list[tuple[int, int]]:
         """(address, bytes) of what these pools hold free, by address. The graph pool has none: graphs use it all."""
         ids = [pool.id for pool in (*self._idle, *self._lent)] + self._retired_ids
-        return sorted(
-            (block["address"], block["size"])
-            for pool_id in ids
-            for segment in _snapshot(pool_id)
-            for block in segment["blocks"]
-            if block["state"] == "inactive"
-        )
+        return sorted(block for pool_id in ids for block in _free_blocks(pool_id))
 
     def retire_idle(self) -> list[torch.cuda.MemPool]:
         """Pools with free blocks, out of use from now on: once the caller lets go of them, torch frees what it can."""
         keep: list[torch.cuda.MemPool] = []
         retired: list[torch.cuda.MemPool] = []
         for pool in self._idle:
-            blocks = (block for segment in _snapshot(pool.id) for block in segment["blocks"])
-            (retired if any(block["state"] == "inactive" for block in blocks) else keep).append(pool)
+            (retired if any(_free_blocks(pool.id)) else keep).append(pool)
         self._idle = keep
         self._retired_ids = [pool_id for pool_id in self._retired_ids if _snapshot(pool_id)]  # the others are gone
         self._retired_ids += [pool.id for pool in retired]
@@ -130,6 +123,14 @@ else:
 
     def _snapshot(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
         return torch.cuda.memory_snapshot(pool_id)  # type: ignore[no-any-return]
+
+
+def _free_blocks(pool_id: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """(address, bytes) of what torch holds free in a pool."""
+    for segment in _snapshot(pool_id):
+        for block in segment["blocks"]:
+            if block["state"] == "inactive":
+                yield block["address"], block["size"]
 
 
 class Thread(threading.local):
