@@ -1,78 +1,82 @@
-// Where contents wait while their region is paused: one arena of pinned host memory, kept and reused.
+// Where contents wait while their region is paused, and what moves them there and back.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
-#include <map>
+#include <functional>
 #include <memory>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 #include "driver.h"
+#include "ranges.h"
 
 namespace memsaver {
 
-struct Range {
-  std::size_t offset;  // within a region
-  std::size_t size;
-};
-
-// Pinned host memory of one kind of driver. It grows by what is missing and never shrinks by itself.
-class HostArena {
+// Counts the bytes that a transition copies, and tells who asked, now and then.
+class Progress {
  public:
-  struct Extent {
-    std::byte* data;
-    std::size_t size;
-  };
+  using Report = std::function<void(std::size_t done, std::size_t total)>;
 
-  explicit HostArena(Driver& driver) : driver_(driver) {}
-
-  // Extents of `bytes` in all, rounded up to whole host pages. Throws BackupError, and then holds what it held before.
-  std::vector<Extent> take(std::size_t bytes);
-  void put(const std::vector<Extent>& extents);
-  std::size_t held_bytes() const;
-  std::size_t used_bytes() const;
+  explicit Progress(Report report) : report_(std::move(report)) {}
+  void expect(std::size_t bytes);  // more, before any of them is copied
+  void add(std::size_t bytes);     // that were
 
  private:
-  struct Slab {
-    std::byte* data;
-    std::size_t size;
-  };
-  std::vector<Slab> grow(std::size_t bytes);
-  void discard(const std::vector<Slab>& slabs) noexcept;
-  void put_locked(Extent extent);
-
-  Driver& driver_;  // pins; pinned memory serves all devices of the driver's kind
+  using Clock = std::chrono::steady_clock;
   mutable std::mutex mutex_;
-  std::size_t held_ = 0;
-  std::size_t used_ = 0;
-  // Free extents by address. Slabs are registered apart from each other, so extents never join across a slab's start.
-  std::map<std::byte*, std::size_t> free_;
-  std::map<std::byte*, std::size_t> slabs_;
+  Report report_;
+  std::size_t total_ = 0;
+  std::size_t done_ = 0;
+  Clock::time_point last_ = Clock::now();
 };
 
-// The contents of some ranges of a region: the ranges in order, laid end to end over the extents.
+// Copies out. Batches are ranges of the region, in order; destroying it ends what it has under way.
+class Saver {
+ public:
+  virtual ~Saver() = default;
+  // Reserves what the contents need, and begins to copy: the region is as it was still. Throws BackupError.
+  virtual void start() = 0;
+  // Until all contents within a batch are saved. Throws, and then what was saved is in Backup::saved.
+  virtual void wait(std::size_t batch) = 0;
+};
+
+// Copies in, as memory for it comes.
+class Loader {
+ public:
+  virtual ~Loader() = default;
+  virtual void add(Range memory) = 0;  // is accessible now
+  virtual void finish() = 0;           // until all is there. Throws; the backup is as it was
+};
+
+// The contents of some parts of a region: never more than one segment each, by offset.
 class Backup {
  public:
-  struct Piece {
-    std::size_t offset;
-    std::byte* host;
-    std::size_t size;
-  };
-
-  Backup(HostArena& arena, std::vector<Range> live);
-  ~Backup() { arena_.put(extents_); }
+  explicit Backup(Ranges parts) : parts_(std::move(parts)), bytes_(bytes_of(parts_)) {}
+  virtual ~Backup() = default;
   Backup(const Backup&) = delete;
   Backup& operator=(const Backup&) = delete;
 
+  const Ranges& parts() const { return parts_; }
   std::size_t bytes() const { return bytes_; }
-  std::vector<Piece> pieces() const;  // contiguous on both sides
+  bool complete() const { return saved.covers(parts_); }
+  RangeSet saved;  // what has come here: of the rest, the only contents are in the region
+
+  virtual std::unique_ptr<Saver> saver(Driver& driver, Address base, Ranges batches, Progress& progress) = 0;
+  // Of what is saved, brings what lies in `wanted`.
+  virtual std::unique_ptr<Loader> loader(Driver& driver, Address base, Ranges wanted, Progress& progress) = 0;
+  // A range within one part that is saved: as memory that stays where it is while the backup lives, or as a copy.
+  // Both throw BackupError.
+  virtual std::byte* view(Range range) = 0;
+  virtual void read(Range range, std::byte* to) = 0;
 
  private:
-  HostArena& arena_;
-  std::vector<Range> live_;
-  std::size_t bytes_;
-  std::vector<HostArena::Extent> extents_;
+  const Ranges parts_;
+  const std::size_t bytes_;
 };
+
+// Waits for queued copies on the way out of a failure, so that none touches memory that is about to go. False: the
+// device's context is dead.
+bool drain_copies(Driver& driver) noexcept;
 
 }  // namespace memsaver

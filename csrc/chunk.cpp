@@ -38,12 +38,16 @@ std::size_t chunk_class(std::size_t limit) {
 }
 
 Chunk::Chunk(Chunk&& other) noexcept
-    : driver_(std::exchange(other.driver_, nullptr)), handle_(other.handle_), size_(other.size_) {}
+    : driver_(std::exchange(other.driver_, nullptr)),
+      source_(other.source_),
+      handle_(other.handle_),
+      size_(other.size_) {}
 
 Chunk& Chunk::operator=(Chunk&& other) noexcept {
   if (this != &other) {
     reset();
     driver_ = std::exchange(other.driver_, nullptr);
+    source_ = other.source_;
     handle_ = other.handle_;
     size_ = other.size_;
   }
@@ -52,9 +56,19 @@ Chunk& Chunk::operator=(Chunk&& other) noexcept {
 
 Chunk::~Chunk() { reset(); }
 
+Chunk Chunk::on_loan_from(ChunkSource* source) && {
+  Chunk chunk(std::move(*this));
+  chunk.source_ = source;
+  return chunk;
+}
+
 void Chunk::reset() noexcept {
   Driver* driver = std::exchange(driver_, nullptr);
   if (driver == nullptr) return;
+  if (source_ != nullptr) {
+    source_->take_back(Chunk(*driver, handle_, size_, nullptr));
+    return;
+  }
   Unreleased& kept = unreleased();
   std::lock_guard lock(kept.mutex);
   std::erase_if(kept.handles, [](const auto& entry) { return try_release(*std::get<0>(entry), std::get<1>(entry)); });
@@ -87,11 +101,11 @@ class RetainedPool::Request final : public ChunkRequest {
 
   Chunk next(std::size_t limit, std::size_t fresh) override {
     // Idle chunks first, small ones too: making new memory while holding idle memory would take more than is needed.
-    if (Chunk chunk = pool_.take_idle(limit)) return chunk;
+    if (Chunk chunk = pool_.take_idle(limit)) return std::move(chunk).on_loan_from(&pool_);
     std::size_t size = chunk_class(std::min(limit, fresh));
     for (;;) {
       try {
-        return Chunk(pool_.driver_, pool_.driver_.create(size), size);
+        return Chunk(pool_.driver_, pool_.driver_.create(size), size, &pool_);
       } catch (const ChunkUnavailable&) {
         // What is idle now is too large to be used here: let it go, and try again with its memory. After that, the
         // last of a device's memory comes in small chunks.
@@ -116,11 +130,15 @@ std::unique_ptr<ChunkRequest> RetainedPool::ask(std::size_t bytes, Deadline dead
   return std::make_unique<Request>(*this);
 }
 
-void RetainedPool::give(Chunk chunk) {
-  if (!chunk || !budget_.take(chunk.size())) return;  // over budget: the chunk's end releases it
-  std::lock_guard lock(mutex_);
-  auto& same_size = idle_[chunk.size()];
-  same_size.push_back(std::move(chunk));
+void RetainedPool::take_back(Chunk chunk) noexcept {
+  const std::size_t size = chunk.size();
+  if (!budget_.take(size)) return;  // over budget: the chunk's end releases it
+  try {
+    std::lock_guard lock(mutex_);
+    idle_[size].push_back(std::move(chunk));
+  } catch (const std::exception&) {
+    budget_.put(size);
+  }
 }
 
 Chunk RetainedPool::take_idle(std::size_t limit) {

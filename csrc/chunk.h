@@ -23,11 +23,15 @@ std::size_t chunk_class(std::size_t limit);
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 
-// One driver handle. The destructor releases it; a release that fails is put aside and tried again by the next one.
+class ChunkSource;
+
+// One driver handle, on loan. The destructor hands it back to the source it came from; without one it goes to the
+// driver, and a release that fails there is put aside and tried again by the next one.
 class Chunk {
  public:
   Chunk() = default;
-  Chunk(Driver& driver, Handle handle, std::size_t size) : driver_(&driver), handle_(handle), size_(size) {}
+  Chunk(Driver& driver, Handle handle, std::size_t size, ChunkSource* source)
+      : driver_(&driver), source_(source), handle_(handle), size_(size) {}
   Chunk(Chunk&& other) noexcept;
   Chunk& operator=(Chunk&& other) noexcept;
   ~Chunk();
@@ -35,11 +39,13 @@ class Chunk {
   Handle handle() const { return handle_; }
   std::size_t size() const { return size_; }
   explicit operator bool() const { return driver_ != nullptr; }
+  Chunk on_loan_from(ChunkSource* source) &&;  // the same handle with another place to go back to
 
  private:
   void reset() noexcept;
 
   Driver* driver_ = nullptr;
+  ChunkSource* source_ = nullptr;
   Handle handle_ = 0;
   std::size_t size_ = 0;
 };
@@ -51,8 +57,8 @@ std::size_t unreleased_bytes();
 class ChunkRequest {
  public:
   virtual ~ChunkRequest() = default;
-  // A chunk no larger than `limit` bytes, and no larger than `fresh` if it has to be made. Throws ChunkUnavailable when
-  // there is none.
+  // A chunk no larger than `limit` bytes, and no larger than `fresh` if it has to be made. May wait, at most to the
+  // deadline that ask() was given. Throws ChunkUnavailable when there is none.
   virtual Chunk next(std::size_t limit, std::size_t fresh) = 0;
 };
 
@@ -61,7 +67,7 @@ class ChunkSource {
   virtual ~ChunkSource() = default;
   // Opens a demand for about `bytes`. Waits until that much seems to be there, at most to `deadline`.
   virtual std::unique_ptr<ChunkRequest> ask(std::size_t bytes, Deadline deadline) = 0;
-  virtual void give(Chunk chunk) = 0;                  // hands a chunk back
+  virtual void take_back(Chunk chunk) noexcept = 0;    // called by the chunk's end; `chunk` is on loan from nobody
   virtual std::size_t give_up(std::size_t bytes) = 0;  // lets idle chunks go to the driver; returns the bytes that went
   virtual std::size_t idle_bytes() const = 0;          // held by the source, in nobody's use
 };
@@ -97,7 +103,7 @@ class RetainedPool final : public ChunkSource {
   ~RetainedPool() override { give_up(static_cast<std::size_t>(-1)); }
 
   std::unique_ptr<ChunkRequest> ask(std::size_t bytes, Deadline deadline) override;
-  void give(Chunk chunk) override;
+  void take_back(Chunk chunk) noexcept override;
   std::size_t give_up(std::size_t bytes) override;
   std::size_t idle_bytes() const override;
 
@@ -108,7 +114,7 @@ class RetainedPool final : public ChunkSource {
   Driver& driver_;
   RetainBudget& budget_;
   mutable std::mutex mutex_;
-  std::map<std::size_t, std::vector<Chunk>> idle_;  // by class
+  std::map<std::size_t, std::vector<Chunk>> idle_;  // by class; on loan from nobody
 };
 
 }  // namespace memsaver

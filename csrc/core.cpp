@@ -44,16 +44,20 @@ Device& Core::device(const std::string& name) {
   auto found = devices.find(name);
   if (found == devices.end()) {
     used = true;
-    found = devices.emplace(name, std::make_unique<Device>(open_driver(name, host_device_bytes), budget)).first;
+    found = devices.emplace(name, std::make_unique<Device>(open_driver(name, host_device_bytes), retain, host_budget))
+                .first;
   }
   return *found->second;
 }
 
-Region& Core::region(const std::string& tag, const std::string& device_name, Policy policy) {
+Region& Core::region(const std::string& tag, const std::string& device_name, Region::Options options) {
   Device& on = device(device_name);
   for (const auto& region : regions)
-    if (region->tag == tag && &region->device == &on && region->policy == policy) return *region;
-  regions.push_back(std::make_unique<Region>(tag, on, policy));
+    if (region->tag == tag && &region->device == &on && region->policy == options.policy) return *region;
+  if (options.policy == Policy::disk && disk_dir.empty())
+    throw ConfigError("backup='disk' needs a directory: configure(disk_dir=...) names it");
+  regions.push_back(std::make_unique<Region>(tag, on, options));
+  if (options.policy == Policy::host) on.arena.start_background();  // here, as an allocation may not start threads
   return *regions.back();
 }
 

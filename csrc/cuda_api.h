@@ -57,7 +57,9 @@ constexpr int kAccessReadWrite = 3;
 constexpr int kAttributePosixFd = 103;
 constexpr int kAttributeVirtualMemory = 102;
 constexpr int kAttributeRdma = 110;
+constexpr int kAttributeHostNode = 134;
 constexpr int kStreamNonBlocking = 1;
+constexpr int kEventBlockingSync = 1;
 constexpr int kEventDisableTiming = 2;
 constexpr int kHostRegisterPortable = 1;
 constexpr int kCaptureRelaxed = 2;
@@ -91,9 +93,12 @@ constexpr int kCaptureRelaxed = 2;
   required(cuMemHostUnregister, 4000, void*)                                                                       \
   required(cuMemcpyDtoHAsync, 3020, void*, DevicePointer, std::size_t, Stream)                                     \
   required(cuMemcpyHtoDAsync, 3020, DevicePointer, const void*, std::size_t, Stream)                               \
+  required(cuMemsetD8Async, 3020, DevicePointer, unsigned char, std::size_t, Stream)                               \
   required(cuStreamCreate, 2000, Stream*, unsigned)                                                                \
   required(cuStreamSynchronize, 2000, Stream)                                                                      \
   required(cuEventCreate, 2000, Event*, unsigned)                                                                  \
+  required(cuEventRecord, 2000, Event, Stream)                                                                     \
+  required(cuEventSynchronize, 2000, Event)                                                                        \
   required(cuEventQuery, 2000, Event)                                                                              \
   required(cuEventDestroy, 4000, Event)
 // clang-format on

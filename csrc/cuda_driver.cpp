@@ -72,6 +72,12 @@ class CudaDriver final : public Driver {
     return found;
   }
 
+  int host_node() override {
+    int node = -1;
+    const Result code = api().cuDeviceGetAttribute(&node, kAttributeHostNode, device_);
+    return code == kSuccess ? node : -1;  // drivers before 12.2 do not know the question
+  }
+
   Address reserve(std::size_t size) override {
     faults().check("cuMemAddressReserve");
     Scope scope(*this);
@@ -144,10 +150,8 @@ class CudaDriver final : public Driver {
   Ticket record() override {
     if (api().cuCtxRecordEvent == nullptr) return nullptr;
     Scope scope(*this);
-    Event event = nullptr;
-    check("cuEventCreate", api().cuEventCreate(&event, kEventDisableTiming));
-    Ticket ticket(event, [](void* recorded) { api().cuEventDestroy(recorded); });
-    check("cuCtxRecordEvent", api().cuCtxRecordEvent(context_, event));
+    const Ticket ticket = new_event();
+    check("cuCtxRecordEvent", api().cuCtxRecordEvent(context_, ticket.get()));
     return ticket;
   }
 
@@ -169,6 +173,26 @@ class CudaDriver final : public Driver {
     faults().check("cuMemcpyHtoDAsync");
     Scope scope(*this);
     check("cuMemcpyHtoDAsync", api().cuMemcpyHtoDAsync(address, host, size, in_));
+  }
+
+  void fill(Address address, std::size_t size, unsigned char byte) override {
+    faults().check("cuMemsetD8Async");
+    Scope scope(*this);
+    check("cuMemsetD8Async", api().cuMemsetD8Async(address, byte, size, in_));
+  }
+
+  Ticket mark(Direction direction) override {
+    faults().check("cuEventRecord");
+    Scope scope(*this);
+    const Ticket ticket = new_event();
+    check("cuEventRecord", api().cuEventRecord(ticket.get(), direction == Direction::out ? out_ : in_));
+    return ticket;
+  }
+
+  void wait(const Ticket& ticket) override {
+    faults().check("cuEventSynchronize");
+    Scope scope(*this);
+    check("cuEventSynchronize", api().cuEventSynchronize(ticket.get()));
   }
 
   void finish_copies() override {
@@ -209,6 +233,13 @@ class CudaDriver final : public Driver {
    private:
     int mode_ = kCaptureRelaxed;
   };
+
+  // Waiting for it sleeps: a transition of a second should not burn a core that the application could use.
+  static Ticket new_event() {
+    Event event = nullptr;
+    check("cuEventCreate", api().cuEventCreate(&event, kEventDisableTiming | kEventBlockingSync));
+    return Ticket(event, [](void* created) { api().cuEventDestroy(created); });
+  }
 
   int attribute(int which) const {
     int value = 0;

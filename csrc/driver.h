@@ -38,6 +38,8 @@ class Faults {
 };
 Faults& faults();
 
+enum class Direction { out, in };  // of a copy: from the device to the host, and back
+
 class Driver {
  public:
   struct Memory {
@@ -48,7 +50,7 @@ class Driver {
     int pid;
     std::size_t bytes;
   };
-  using Ticket = std::shared_ptr<void>;  // stands for all work submitted to the device when it was taken
+  using Ticket = std::shared_ptr<void>;  // stands for work submitted to the device before it was taken
 
   explicit Driver(std::string device_name) : name(std::move(device_name)) {}
   virtual ~Driver() = default;
@@ -60,6 +62,7 @@ class Driver {
   virtual std::string uuid() = 0;  // the same for every process that means this device
   virtual Memory memory() = 0;
   virtual std::vector<Process> processes() = 0;  // who holds memory of this device, as far as the system tells
+  virtual int host_node() = 0;                   // the NUMA node whose memory is nearest; -1 where that is not known
 
   // Addresses. Sizes and addresses are multiples of kPage.
   virtual Address reserve(std::size_t size) = 0;
@@ -76,13 +79,20 @@ class Driver {
   virtual void allow(Address address, std::size_t size) = 0;
   virtual void unmap(Address address, std::size_t size) = 0;
 
-  // Work and copies. Copies are asynchronous until finish_copies(), and ordered behind nothing: synchronise first.
-  virtual void synchronize() = 0;  // waits for all work on the device; breaks a capture in progress
-  virtual Ticket record() = 0;     // null where the driver cannot tell; must not run beside a capture
+  // Work. record() stands for everything on the device, is null where the driver cannot tell, and must not run beside a
+  // capture; synchronize() breaks one.
+  virtual void synchronize() = 0;
+  virtual Ticket record() = 0;
   virtual bool done(const Ticket& ticket) = 0;
+
+  // Copies. Asynchronous; those of one direction run in the order in which they were queued, the directions beside each
+  // other, and none waits for other work: synchronise first. mark() stands for the copies queued so far one way.
   virtual void copy_out(void* host, Address address, std::size_t size) = 0;
   virtual void copy_in(Address address, const void* host, std::size_t size) = 0;
-  virtual void finish_copies() = 0;
+  virtual void fill(Address address, std::size_t size, unsigned char byte) = 0;  // queued with the copies in
+  virtual Ticket mark(Direction direction) = 0;
+  virtual void wait(const Ticket& ticket) = 0;
+  virtual void finish_copies() = 0;  // waits for all that is queued, both ways
   virtual void pin(void* host, std::size_t size) = 0;
   virtual void unpin(void* host) = 0;
 };

@@ -20,11 +20,20 @@ struct ConfigError : Error {
   using Error::Error;
 };
 
+// What keeps contents cannot be had: host memory, or a file.
 struct BackupError : Error {
-  BackupError(const std::string& what, std::size_t needed, std::size_t held)
-      : Error(what), needed_bytes(needed), held_bytes(held) {}
-  std::size_t needed_bytes;  // host bytes that this backup asked for
-  std::size_t held_bytes;    // host bytes that the arena holds already
+  BackupError(const std::string& what, std::size_t needed, std::size_t held, std::size_t available)
+      : Error(what), needed_bytes(needed), held_bytes(held), available_bytes(available) {}
+  std::size_t needed_bytes;     // that the backup asked for, beyond what is held
+  std::size_t held_bytes;       // that this process holds already for backups
+  std::size_t available_bytes;  // that could be had
+};
+
+// A call on a file. What leaves the core is BackupError.
+struct FileError : Error {
+  FileError(const std::string& failed_call, int error_code, const std::string& message)
+      : Error(failed_call + ": " + message), code(error_code) {}
+  int code;  // an errno
 };
 
 struct RegionPausedError : Error {

@@ -12,7 +12,9 @@
 #include <unordered_map>
 #include <utility>
 
+#include "copy_engine.h"
 #include "driver.h"
+#include "files.h"
 #include "host_ledger.h"
 
 namespace memsaver {
@@ -33,18 +35,6 @@ std::string boot_id() {
   return id.substr(0, id.find('\n'));
 }
 
-// A descriptor that closes unless it is kept.
-struct File {
-  explicit File(int opened) : descriptor(opened) {}
-  ~File() {
-    if (descriptor >= 0) ::close(descriptor);
-  }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-  int keep() { return std::exchange(descriptor, -1); }
-  int descriptor;
-};
-
 class HostDriver final : public Driver {
  public:
   explicit HostDriver(std::size_t capacity) : Driver("cpu"), ledger_(capacity) {}
@@ -59,6 +49,8 @@ class HostDriver final : public Driver {
   }
 
   std::vector<Process> processes() override { return ledger_.processes(); }
+
+  int host_node() override { return -1; }
 
   Address reserve(std::size_t size) override {
     faults().check("reserve");
@@ -87,9 +79,9 @@ class HostDriver final : public Driver {
     faults().check("create");
     check_size("create", size);
     File file(::memfd_create("memsaver", MFD_CLOEXEC));
-    if (file.descriptor < 0) fail("create");
-    const std::uint64_t inode = inode_of(file.descriptor);
-    if (::ftruncate(file.descriptor, static_cast<off_t>(size)) != 0) fail("create");
+    if (file.get() < 0) fail("create");
+    const std::uint64_t inode = inode_of(file.get());
+    if (::ftruncate(file.get(), static_cast<off_t>(size)) != 0) fail("create");
     if (!ledger_.charge(inode, size)) throw ChunkUnavailable("create", kOutOfMemory, "the host device is full");
     std::lock_guard lock(mutex_);
     return enter(file.keep(), inode, size);
@@ -120,7 +112,7 @@ class HostDriver final : public Driver {
       refuse("import_fd",
              "the descriptor has " + std::to_string(status.st_size) + " bytes, not " + std::to_string(size));
     File copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
-    if (copy.descriptor < 0) fail("import_fd");
+    if (copy.get() < 0) fail("import_fd");
     ledger_.charge_imported(status.st_ino, size);
     std::lock_guard lock(mutex_);
     return enter(copy.keep(), status.st_ino, size);
@@ -160,20 +152,41 @@ class HostDriver final : public Driver {
     }
   }
 
-  // The host has no queue of work: what was called has happened.
+  // The host has no queue of work but copies: whatever else was called has happened.
   void synchronize() override { faults().check("synchronize"); }
-  Ticket record() override { return std::make_shared<int>(0); }
-  bool done(const Ticket&) override { return true; }
+  Ticket record() override { return std::make_shared<Mark>(); }
+  bool done(const Ticket& ticket) override {
+    const auto* mark = static_cast<const Mark*>(ticket.get());
+    return mark->engine == nullptr || mark->engine->done(mark->number);
+  }
 
   void copy_out(void* host, Address address, std::size_t size) override {
     faults().check("copy_out");
-    std::memcpy(host, pointer(address), size);
+    out_.submit([=] { std::memcpy(host, pointer(address), size); });
   }
   void copy_in(Address address, const void* host, std::size_t size) override {
     faults().check("copy_in");
-    std::memcpy(pointer(address), host, size);
+    in_.submit([=] { std::memcpy(pointer(address), host, size); });
   }
-  void finish_copies() override { faults().check("finish_copies"); }
+  void fill(Address address, std::size_t size, unsigned char byte) override {
+    faults().check("fill");
+    in_.submit([=] { std::memset(pointer(address), byte, size); });
+  }
+  Ticket mark(Direction direction) override {
+    faults().check("mark");
+    CopyEngine& engine = direction == Direction::out ? out_ : in_;
+    return std::make_shared<Mark>(Mark{&engine, engine.submitted()});
+  }
+  void wait(const Ticket& ticket) override {
+    faults().check("wait");
+    const auto* mark = static_cast<const Mark*>(ticket.get());
+    if (mark->engine != nullptr) mark->engine->wait(mark->number);
+  }
+  void finish_copies() override {
+    faults().check("finish_copies");
+    out_.wait(out_.submitted());
+    in_.wait(in_.submitted());
+  }
   void pin(void*, std::size_t) override { faults().check("pin"); }
   void unpin(void*) override {}
 
@@ -188,6 +201,10 @@ class HostDriver final : public Driver {
   struct Mapping {
     std::size_t size;
     Handle handle;
+  };
+  struct Mark {
+    CopyEngine* engine = nullptr;  // null: work that is done already
+    std::uint64_t number = 0;
   };
 
   static void check_size(const char* call, std::size_t size) {
@@ -241,6 +258,7 @@ class HostDriver final : public Driver {
   }
 
   HostLedger ledger_;
+  CopyEngine out_, in_;
   std::mutex mutex_;
   std::map<Address, std::size_t> reserved_;
   std::map<Address, Mapping> mapped_;

@@ -12,6 +12,8 @@
 #include <optional>
 #include <unordered_set>
 
+#include "files.h"
+
 namespace memsaver {
 namespace {
 
@@ -43,21 +45,6 @@ std::string ledger_path(std::size_t capacity) {
 [[noreturn]] void fail(const char* call, int error = errno) { throw DriverError(call, error, std::strerror(error)); }
 
 }  // namespace
-
-std::optional<std::string> read_text(const std::string& path) {
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) return std::nullopt;
-  std::string text(4096, '\0');
-  ssize_t got = 0;
-  do got = ::read(file, text.data(), text.size());
-  while (got < 0 && errno == EINTR);
-  const int error = errno;
-  ::close(file);
-  errno = error;
-  if (got < 0) return std::nullopt;
-  text.resize(static_cast<std::size_t>(got));
-  return text;
-}
 
 struct HostLedger::Header {
   std::uint64_t magic;

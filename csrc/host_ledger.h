@@ -7,17 +7,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "driver.h"
 
 namespace memsaver {
-
-// The text of a small file of the system's, at most 4 KiB; nothing, with errno set, where it cannot be read. Streams of
-// the standard library are avoided: beside torch, which may bring a C++ library of its own, they read nothing.
-std::optional<std::string> read_text(const std::string& path);
 
 class HostLedger {
  public:

@@ -28,6 +28,7 @@ struct RegionRow {
   std::string tag;
   const char* backup;
   const char* state;
+  bool frozen;
   std::size_t allocated, mapped, backed_up;
 };
 
@@ -38,8 +39,9 @@ nb::list region_rows(const std::string& device) {
     std::lock_guard lock(core().mutex);
     for (const auto& region : core().regions)
       if (region->device.driver->name == device)
-        rows.push_back({region->tag, name_of(region->policy), name_of(region->state), region->allocated_bytes(),
-                        region->mapped_bytes(), region->backup ? region->backup->bytes() : 0});
+        rows.push_back({region->tag, name_of(region->policy), name_of(region->state), region->frozen,
+                        region->allocated_bytes(), region->mapped_bytes(),
+                        region->backup ? region->backup->bytes() : 0});
   }
   nb::list found;
   for (const RegionRow& row : rows) {
@@ -47,6 +49,7 @@ nb::list region_rows(const std::string& device) {
     entry["tag"] = row.tag;
     entry["backup"] = row.backup;
     entry["state"] = row.state;
+    entry["frozen"] = row.frozen;
     entry["allocated_bytes"] = row.allocated;
     entry["mapped_bytes"] = row.mapped;
     entry["backup_bytes"] = row.backed_up;
@@ -89,6 +92,7 @@ void translate(const std::exception_ptr& thrown, void*) {
   } catch (const BackupError& error) {
     fields["needed_bytes"] = error.needed_bytes;
     fields["held_bytes"] = error.held_bytes;
+    fields["available_bytes"] = error.available_bytes;
     raise("BackupError", error, fields);
   } catch (const RegionPausedError& error) {
     fields["tag"] = error.tag;
@@ -133,6 +137,66 @@ nb::ndarray<std::uint8_t, nb::ndim<1>> allocate_array(Region& region, std::size_
   return {reinterpret_cast<void*>(region.base + offset), {size}, owner};
 }
 
+// Drops the copy of a frozen region, whose contents may change then.
+void thaw(Region& region) {
+  std::shared_ptr<Backup> dropped;
+  std::lock_guard lock(core().mutex);
+  if (region.state != State::active)
+    throw RegionPausedError("region '" + region.tag + "' is " + name_of(region.state) +
+                                ": its copy is all there is of its contents, so it cannot thaw",
+                            region.tag, name_of(region.state));
+  dropped = std::move(region.backup);
+}
+
+// A paused region whose backup is being read: no transition takes it meanwhile.
+class Reading {
+ public:
+  Reading(Region& region, Range range) : region_(region) {
+    std::lock_guard lock(core().mutex);
+    if (region.state != State::paused)
+      throw Error("region '" + region.tag + "' is " + name_of(region.state) +
+                  ": a backup can be read while its region is paused");
+    if (region.backup == nullptr || !region.backup->saved.covers(range))
+      throw BackupError("region '" + region.tag + "' has no backup of these " + std::to_string(range.size) + " bytes",
+                        range.size, region.backup ? region.backup->bytes() : 0, 0);
+    ++region.users;
+    backup = region.backup;
+  }
+  ~Reading() {
+    std::lock_guard lock(core().mutex);
+    --region_.users;
+    core().changed.notify_all();
+  }
+  Reading(const Reading&) = delete;
+  Reading& operator=(const Reading&) = delete;
+
+  std::shared_ptr<Backup> backup;
+
+ private:
+  const std::lock_guard<std::mutex> one_at_a_time_{core().viewing};
+  Region& region_;
+};
+
+// The contents where they wait: written to, they arrive with the resume. The memory stays while the array does.
+nb::ndarray<std::uint8_t, nb::ndim<1>> backup_view(Region& region, std::size_t offset, std::size_t size) {
+  std::shared_ptr<Backup> backup;
+  std::byte* data = nullptr;
+  {
+    Unlocked release;
+    const Reading reading(region, {offset, size});
+    data = reading.backup->view({offset, size});
+    backup = reading.backup;
+  }
+  nb::capsule owner(new std::shared_ptr<Backup>(std::move(backup)),
+                    [](void* held) noexcept { delete static_cast<std::shared_ptr<Backup>*>(held); });
+  return {data, {size}, owner};
+}
+
+void backup_read(Region& region, std::size_t offset, std::size_t size, std::uintptr_t to) {
+  const Reading reading(region, {offset, size});
+  reading.backup->read({offset, size}, reinterpret_cast<std::byte*>(to));
+}
+
 std::vector<Region*> all_regions() {
   std::vector<Region*> found;
   std::lock_guard lock(core().mutex);
@@ -171,16 +235,35 @@ void reclaim(const std::vector<Region*>& regions) {
   }
 }
 
+std::vector<Device*> all_devices() {
+  std::vector<Device*> found;
+  std::lock_guard lock(core().mutex);
+  for (const auto& [name, device] : core().devices) found.push_back(device.get());
+  return found;
+}
+
+std::size_t release_host_memory() {
+  std::size_t bytes = 0;
+  for (Device* device : all_devices()) bytes += device->arena.release_idle();
+  return bytes;
+}
+
+// Before the interpreter goes: a thread in the middle of a driver call must not meet the driver's end.
+void stop_background() {
+  if (!usable()) return;
+  for (Device* device : all_devices()) device->arena.stop_background();
+}
+
 nb::dict device_stats(const std::string& name) {
   Device& device = opened(name);
   Driver::Memory memory{};
   std::string uuid;
   std::size_t retained = 0, host_held = 0, host_used = 0;
   {
-    Unlocked release;  // an arena that grows answers when it has grown
+    Unlocked release;
     memory = device.driver->memory();
     uuid = device.driver->uuid();
-    retained = device.pool.idle_bytes();
+    retained = device.source->idle_bytes();
     host_held = device.arena.held_bytes();
     host_used = device.arena.used_bytes();
   }
@@ -192,6 +275,7 @@ nb::dict device_stats(const std::string& name) {
   row["retained_bytes"] = retained;
   row["host_held_bytes"] = host_held;
   row["host_used_bytes"] = host_used;
+  row["disk_used_bytes"] = device.bytes_on_disk.load();
   row["regions"] = region_rows(name);
   row["processes"] = process_rows(device);
   return row;
@@ -233,8 +317,20 @@ void bind_region(nb::module_& module) {
       .def_prop_ro("chunks",
                    [](const Region& region) {
                      std::lock_guard lock(core().mutex);
-                     return region.chunk_sizes();
+                     std::vector<std::size_t> sizes;
+                     for (const Slot& slot : region.slots()) sizes.push_back(slot.size);
+                     return sizes;
                    })
+      .def_prop_ro("frozen", [](const Region& region) { return region.frozen; })
+      .def_prop_ro("fill", [](const Region& region) { return name_of(region.fill); })
+      .def_prop_ro("sealed",
+                   [](const Region& region) {
+                     std::lock_guard lock(core().mutex);
+                     return region.sealed();
+                   })
+      .def("thaw", &thaw, nb::call_guard<Unlocked>())
+      .def("backup_view", &backup_view, "offset"_a, "size"_a)
+      .def("backup_read", &backup_read, "offset"_a, "size"_a, "to"_a, nb::call_guard<Unlocked>())
       .def("live",
            [](const Region& region) {
              std::vector<std::pair<std::size_t, std::size_t>> ranges;
@@ -253,7 +349,7 @@ void bind_region(nb::module_& module) {
 }
 
 void bind_transition(nb::module_& module) {
-  using Ranges = std::vector<std::pair<std::size_t, std::size_t>>;
+  using Pairs = std::vector<std::pair<std::size_t, std::size_t>>;
   nb::class_<Transition>(module, "Transition")
       .def(nb::init<std::vector<Region*>, std::vector<Region*>>(), "pause"_a, "resume"_a)
       .def("begin", &Transition::begin, nb::call_guard<Unlocked>())
@@ -262,23 +358,29 @@ void bind_transition(nb::module_& module) {
       .def_prop_ro("resuming", &Transition::resuming, nb::rv_policy::reference)
       .def(
           "run",
-          [](Transition& transition, const std::vector<std::string>& policies, const std::vector<Ranges>& live,
-             bool restore, double timeout) {
+          [](Transition& transition, const std::vector<std::string>& policies, const std::vector<Pairs>& live,
+             bool restore, double timeout, const nb::object& progress) {
             std::vector<Transition::Pause> pauses;
             const auto& pausing = transition.pausing();
             if (policies.size() != pausing.size() || live.size() != pausing.size())
               throw BadArgument("one policy and one list of ranges are needed for each region that pauses");
             for (std::size_t i = 0; i < pausing.size(); ++i) {
-              std::vector<Range> ranges;
+              Ranges ranges;
               for (const auto& [offset, size] : live[i]) ranges.push_back({offset, size});
               pauses.push_back({pausing[i], policy_of(policies[i]), std::move(ranges)});
             }
             const auto deadline =
                 Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
+            Progress::Report report;
+            if (!progress.is_none())
+              report = [&progress](std::size_t done, std::size_t total) {
+                nb::gil_scoped_acquire python;
+                progress(done, total);  // raises nothing: regions.py sees to that
+              };
             Transition::Outcome outcome;
             {
               Unlocked release;
-              outcome = transition.run(pauses, restore, deadline);
+              outcome = transition.run(pauses, restore, deadline, std::move(report));
             }
             nb::dict row;
             row["paused"] = nb::cast(outcome.paused, nb::rv_policy::reference);
@@ -289,8 +391,13 @@ void bind_transition(nb::module_& module) {
             row["seconds"] = outcome.seconds;
             return row;
           },
-          "policies"_a, "live"_a, "restore"_a, "timeout"_a);
+          "policies"_a, "live"_a, "restore"_a, "timeout"_a, "progress"_a.none());
 }
+
+struct CopyMark {
+  Driver* driver;
+  Driver::Ticket ticket;
+};
 
 // One driver, bare, for the conformance tests that both drivers pass.
 void bind_driver(nb::module_& module) {
@@ -335,7 +442,18 @@ void bind_driver(nb::module_& module) {
             driver.copy_in(address, reinterpret_cast<void*>(host), size);
           },
           "address"_a, "host"_a, "size"_a)
+      .def("fill", &Driver::fill, "address"_a, "size"_a, "byte"_a)
+      .def(
+          "mark",
+          [](Driver& driver, const std::string& direction) {
+            return CopyMark{&driver, driver.mark(direction == "out" ? Direction::out : Direction::in)};
+          },
+          "direction"_a)
+      .def("host_node", &Driver::host_node)
       .def("finish_copies", &Driver::finish_copies, nb::call_guard<Unlocked>());
+  nb::class_<CopyMark>(module, "CopyMark")
+      .def("done", [](const CopyMark& mark) { return mark.driver->done(mark.ticket); })
+      .def("wait", [](const CopyMark& mark) { mark.driver->wait(mark.ticket); }, nb::call_guard<Unlocked>());
 }
 
 }  // namespace
@@ -351,13 +469,14 @@ NB_MODULE(_core, module) {
   module.def("cuda_device_count", &cuda_device_count);
   module.def(
       "region",
-      [](const std::string& tag, const std::string& device, const std::string& backup) {
-        const Policy policy = policy_of(backup);
+      [](const std::string& tag, const std::string& device, const std::string& backup, bool frozen,
+         const std::string& fill) {
+        const Region::Options options{policy_of(backup), frozen, fill_of(fill)};
         Unlocked release;
         std::lock_guard lock(core().mutex);
-        return &core().region(tag, device, policy);
+        return &core().region(tag, device, options);
       },
-      nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a);
+      nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a, "frozen"_a = false, "fill"_a = "nothing");
   module.def("regions", &all_regions, nb::rv_policy::reference);
   module.def("acquire", &acquire, nb::rv_policy::reference, "regions"_a);
   module.def("release", &release, "regions"_a);
@@ -381,14 +500,40 @@ NB_MODULE(_core, module) {
       [](std::size_t bytes) {
         Unlocked release;
         Core& all = core();
-        all.budget.set_limit(bytes);
+        all.retain.set_limit(bytes);
         std::lock_guard lock(all.mutex);
         for (auto& [name, device] : all.devices) {
-          const std::size_t held = all.budget.held();  // over all devices, as the limit is
-          if (held > bytes) device->pool.give_up(held - bytes);
+          const std::size_t held = all.retain.held();  // over all devices, as the limit is
+          if (held > bytes) device->source->give_up(held - bytes);
         }
       },
       "bytes"_a);
+  module.def(
+      "set_host_limit", [](std::optional<std::size_t> bytes) { core().host_budget.set_limit(bytes); },
+      "bytes"_a.none());
+  module.def(
+      "set_backup_ahead",
+      [](bool on) {
+        std::lock_guard lock(core().mutex);
+        core().backup_ahead = on;
+      },
+      "on"_a);
+  module.def(
+      "set_disk_dir",
+      [](const std::string& directory) {
+        std::lock_guard lock(core().mutex);
+        core().disk_dir = directory;
+      },
+      "directory"_a);
+  module.def("release_host_memory", &release_host_memory, nb::call_guard<Unlocked>());
+  module.def("stop_background", &stop_background, nb::call_guard<Unlocked>());
+  module.def(
+      "host_memory",
+      [](const std::string& root) {
+        const HostMemory memory = host_memory(root);
+        return std::make_pair(memory.available, memory.total);
+      },
+      "root"_a = "");
   module.def(
       "set_host_device",
       [](std::size_t bytes) {

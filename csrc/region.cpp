@@ -14,6 +14,20 @@ constexpr std::size_t kAllowance = 48 * kMiB;
 std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 std::size_t round_down(std::size_t bytes, std::size_t unit) { return bytes / unit * unit; }
 
+// Bytes of a range in which a map of things by offset has nothing.
+template <typename Things, typename SizeOf>
+std::size_t uncovered(const Things& things, std::size_t begin, std::size_t end, SizeOf size_of) {
+  std::size_t bytes = end - begin;
+  auto thing = things.upper_bound(begin);
+  if (thing != things.begin()) --thing;
+  for (; thing != things.end() && thing->first < end; ++thing) {
+    const std::size_t from = std::max(begin, thing->first);
+    const std::size_t to = std::min(end, thing->first + size_of(thing->second));
+    if (to > from) bytes -= to - from;
+  }
+  return bytes;
+}
+
 std::size_t span_on(Driver& driver) {
   return round_up(std::max(kLeastSpan, kSpanPerDevice * driver.memory().total), kPage);
 }
@@ -31,18 +45,42 @@ const char* name_of(State state) {
   return "lost";
 }
 
-const char* name_of(Policy policy) { return policy == Policy::host ? "host" : "none"; }
-
-Policy policy_of(const std::string& name) {
-  if (name == "none") return Policy::none;
-  if (name == "host") return Policy::host;
-  throw BadArgument("backup is '" + name + "', expected 'none' or 'host'");
+const char* name_of(Policy policy) {
+  switch (policy) {
+    case Policy::none: return "none";
+    case Policy::host: return "host";
+    case Policy::disk: return "disk";
+  }
+  return "none";
 }
 
-Region::Region(std::string region_tag, Device& on_device, Policy region_policy)
+const char* name_of(Fill fill) {
+  switch (fill) {
+    case Fill::nothing: return "nothing";
+    case Fill::zero: return "zero";
+    case Fill::poison: return "poison";
+  }
+  return "nothing";
+}
+
+Policy policy_of(const std::string& name) {
+  for (const Policy policy : {Policy::none, Policy::host, Policy::disk})
+    if (name == name_of(policy)) return policy;
+  throw BadArgument("backup is '" + name + "', expected 'none', 'host' or 'disk'");
+}
+
+Fill fill_of(const std::string& name) {
+  for (const Fill fill : {Fill::nothing, Fill::zero, Fill::poison})
+    if (name == name_of(fill)) return fill;
+  throw BadArgument("fill is '" + name + "', expected 'nothing', 'zero' or 'poison'");
+}
+
+Region::Region(std::string region_tag, Device& on_device, Options options)
     : tag(std::move(region_tag)),
       device(on_device),
-      policy(region_policy),
+      policy(options.policy),
+      frozen(options.frozen),
+      fill(options.fill),
       span(span_on(*on_device.driver)),
       base(on_device.driver->reserve(span)) {
   addresses_[0] = span;
@@ -84,46 +122,53 @@ std::size_t Region::allocate(std::size_t size) {
     throw RegionPausedError("region '" + tag + "' is " + name_of(state) + ": it cannot take an allocation of " +
                                 std::to_string(size) + " bytes",
                             tag, name_of(state));
+  if (sealed())
+    throw Error("region '" + tag + "' is frozen and its contents are copied: it cannot take an allocation of " +
+                std::to_string(size) + " bytes before thaw()");
   if (size > span) throw OutOfMemoryError(device.driver->name, size, device.driver->memory().free);
   reap(0);
   size = round_up(std::max<std::size_t>(size, 1), kAlignment);
   const std::size_t offset = take_addresses(size);
   segments_[offset] = {size, false};
-  allocated_ += size;
+  count(static_cast<std::ptrdiff_t>(size));
   try {
-    const auto request = device.pool.ask(size, Clock::now());
+    const auto request = device.source->ask(size, Clock::now());
     Mapping mapping(*this);
-    std::vector<Chunk> chunks;
-    std::vector<Slot> slots;
     const std::size_t missing = unmapped_within(offset, offset + size);
-    std::size_t resting = 0;
-    for (const Rest& rest : resting_) resting += segments_.at(rest.offset).size;
-    std::size_t slack = mapped_ - (allocated_ + resting - missing);
+    std::size_t slack = mapped_ - (allocated_ + resting_bytes_ - missing);
     lay_out_range(
-        offset, offset + size,
+        0, {offset, size},
         [&](std::size_t limit, std::size_t) {
-          chunks.push_back(request->next(limit, largest_chunk()));
-          return chunks.back().size();
+          Chunk chunk = request->next(limit, largest_chunk());
+          return Choice{chunk.size(), std::move(chunk)};
         },
-        slack, slots);
-    for (std::size_t i = 0; i < slots.size(); ++i) mapping.add(slots[i], std::move(chunks[i]));
-    mapping.allow();
+        [&](Slot slot, Chunk chunk) { mapping.add(slot, std::move(chunk)); }, slack);
+    allow(mapping.slots());
     mapping.commit();
   } catch (const ChunkUnavailable&) {
     const std::size_t wanted = size;
     erase(offset);
-    throw OutOfMemoryError(device.driver->name, wanted, device.driver->memory().free + device.pool.idle_bytes());
+    throw OutOfMemoryError(device.driver->name, wanted, device.driver->memory().free + device.source->idle_bytes());
   } catch (...) {
     erase(offset);
     throw;
   }
+  if (policy == Policy::host && core().backup_ahead) device.arena.grow_ahead(device.to_back_up);
   return offset;
+}
+
+void Region::count(std::ptrdiff_t bytes) {
+  allocated_ += static_cast<std::size_t>(bytes);
+  if (policy == Policy::host) device.to_back_up += static_cast<std::size_t>(bytes);
 }
 
 void Region::erase(std::size_t offset) {
   const auto found = segments_.find(offset);
   const std::size_t size = found->second.size;
-  if (!found->second.resting) allocated_ -= size;
+  if (found->second.resting)
+    resting_bytes_ -= size;
+  else
+    count(-static_cast<std::ptrdiff_t>(size));
   segments_.erase(found);
   give_addresses(offset, size);
 }
@@ -138,7 +183,8 @@ void Region::free(std::size_t offset) {
     case State::lost: erase(offset); break;
     case State::active:
       found->second.resting = true;
-      allocated_ -= found->second.size;
+      count(-static_cast<std::ptrdiff_t>(found->second.size));
+      resting_bytes_ += found->second.size;
       resting_.push_back({offset, ++frees_, nullptr});
       reap(0);
       break;
@@ -196,16 +242,15 @@ void Region::return_empty_chunks(std::size_t begin, std::size_t end) {
     const std::size_t chunk_end = chunk->first + chunk->second.size();
     if (chunk_end > begin && !used_within(chunk->first, chunk_end)) empty.push_back(chunk->first);
   }
-  std::vector<Chunk> freed;
+  std::vector<Chunk> freed;  // go back at its end
   unmap(empty, freed);
-  for (Chunk& piece : freed) device.pool.give(std::move(piece));
 }
 
-std::vector<Range> Region::live() const {
-  std::vector<Range> found;
+Ranges Region::live() const {
+  Ranges found;
   for (const auto& [offset, segment] : segments_) {
     if (segment.resting) continue;
-    if (!found.empty() && found.back().offset + found.back().size == offset)
+    if (!found.empty() && found.back().end() == offset)
       found.back().size += segment.size;
     else
       found.push_back({offset, segment.size});
@@ -213,24 +258,11 @@ std::vector<Range> Region::live() const {
   return found;
 }
 
-std::vector<Range> Region::live_within(const std::vector<Range>& ranges) const {
-  std::vector<Range> sorted = ranges;
-  std::sort(sorted.begin(), sorted.end(), [](const Range& a, const Range& b) { return a.offset < b.offset; });
-  const std::vector<Range> segments = live();
-  std::vector<Range> found;
-  auto segment = segments.begin();
-  for (const Range& range : sorted) {
-    while (segment != segments.end() && segment->offset + segment->size <= range.offset) ++segment;
-    for (auto at = segment; at != segments.end() && at->offset < range.offset + range.size; ++at) {
-      const std::size_t begin = std::max(range.offset, at->offset);
-      const std::size_t end = std::min(range.offset + range.size, at->offset + at->size);
-      if (!found.empty() && found.back().offset + found.back().size >= begin)
-        found.back().size = std::max(found.back().offset + found.back().size, end) - found.back().offset;
-      else
-        found.push_back({begin, end - begin});
-    }
-  }
-  return found;
+Ranges Region::parts(const Ranges& ranges) const {
+  Ranges segments;
+  for (const auto& [offset, segment] : segments_)
+    if (!segment.resting) segments.push_back({offset, segment.size});
+  return intersect(segments, sorted(ranges));
 }
 
 // Mapped bytes that no segment uses stay below this: large chunks for large regions, small ones for small.
@@ -242,27 +274,11 @@ std::size_t Region::largest_chunk() const {
 }
 
 std::size_t Region::unmapped_within(std::size_t begin, std::size_t end) const {
-  std::size_t unmapped = end - begin;
-  auto chunk = chunks_.upper_bound(begin);
-  if (chunk != chunks_.begin()) --chunk;
-  for (; chunk != chunks_.end() && chunk->first < end; ++chunk) {
-    const std::size_t from = std::max(begin, chunk->first);
-    const std::size_t to = std::min(end, chunk->first + chunk->second.size());
-    if (to > from) unmapped -= to - from;
-  }
-  return unmapped;
+  return uncovered(chunks_, begin, end, [](const Chunk& chunk) { return chunk.size(); });
 }
 
 std::size_t Region::unused_within(std::size_t begin, std::size_t end) const {
-  std::size_t unused = end - begin;
-  auto segment = segments_.upper_bound(begin);
-  if (segment != segments_.begin()) --segment;
-  for (; segment != segments_.end() && segment->first < end; ++segment) {
-    const std::size_t from = std::max(begin, segment->first);
-    const std::size_t to = std::min(end, segment->first + segment->second.size);
-    if (to > from) unused -= to - from;
-  }
-  return unused;
+  return uncovered(segments_, begin, end, [](const Segment& segment) { return segment.size; });
 }
 
 bool Region::used_within(std::size_t begin, std::size_t end) const {
@@ -271,10 +287,10 @@ bool Region::used_within(std::size_t begin, std::size_t end) const {
   return next != segments_.begin() && std::prev(next)->first + std::prev(next)->second.size > begin;
 }
 
-void Region::lay_out_range(std::size_t begin, std::size_t end, const Choose& choose, std::size_t& slack,
-                           std::vector<Slot>& slots) const {
-  std::size_t at = round_down(begin, kPage);
-  if (!slots.empty()) at = std::max(at, slots.back().offset + slots.back().size);
+std::size_t Region::lay_out_range(std::size_t from, Range range, const Choose& choose, const Place& place,
+                                  std::size_t& slack) const {
+  std::size_t at = std::max(from, round_down(range.offset, kPage));
+  const std::size_t end = range.end();
   while (at < end) {
     const auto next = chunks_.upper_bound(at);
     if (next != chunks_.begin()) {
@@ -294,19 +310,19 @@ void Region::lay_out_range(std::size_t begin, std::size_t end, const Choose& cho
       limit = size;
       break;
     }
-    const std::size_t size = choose(limit, room);
-    slack += unused_within(at, at + size);
-    slots.push_back({at, size});
-    at += size;
+    Choice choice = choose(limit, room);
+    slack += unused_within(at, at + choice.size);
+    place({at, choice.size}, std::move(choice.chunk));
+    at += choice.size;
   }
+  return at;
 }
 
-std::vector<Slot> Region::lay_out(const Choose& choose) const {
+void Region::lay_out(const Choose& choose, const Place& place) const {
   std::size_t slack = 0;
   for (const auto& [offset, chunk] : chunks_) slack += unused_within(offset, offset + chunk.size());
-  std::vector<Slot> slots;
-  for (const Range& range : live()) lay_out_range(range.offset, range.offset + range.size, choose, slack, slots);
-  return slots;
+  std::size_t from = 0;
+  for (const Range& range : live()) from = lay_out_range(from, range, choose, place, slack);
 }
 
 std::size_t Region::missing_bytes() const {
@@ -321,12 +337,7 @@ std::size_t Region::missing_bytes() const {
 }
 
 void Region::map(Slot slot, Chunk chunk) {
-  try {
-    device.driver->map(base + slot.offset, slot.size, chunk.handle());
-  } catch (...) {
-    device.pool.give(std::move(chunk));
-    throw;
-  }
+  device.driver->map(base + slot.offset, slot.size, chunk.handle());
   mapped_ += slot.size;
   chunks_[slot.offset] = std::move(chunk);
 }
@@ -363,24 +374,17 @@ std::optional<DriverError> Region::unmap(const std::vector<std::size_t>& offsets
   return refusal;
 }
 
-std::vector<std::size_t> Region::chunk_offsets() const {
-  std::vector<std::size_t> found;
-  for (const auto& entry : chunks_) found.push_back(entry.first);
+std::vector<Slot> Region::slots() const {
+  std::vector<Slot> found;
+  for (const auto& [offset, chunk] : chunks_) found.push_back({offset, chunk.size()});
   return found;
 }
 
-std::vector<std::size_t> Region::chunk_sizes() const {
-  std::vector<std::size_t> found;
-  for (const auto& entry : chunks_) found.push_back(entry.second.size());
-  return found;
-}
-
-Mapping::~Mapping() {
+void Mapping::undo() {
   std::vector<std::size_t> offsets;
-  for (const Slot& slot : slots_) offsets.push_back(slot.offset);
-  std::vector<Chunk> freed;
+  for (const Slot& slot : std::exchange(slots_, {})) offsets.push_back(slot.offset);
+  std::vector<Chunk> freed;  // go back at its end
   region_->unmap(offsets, freed);
-  for (Chunk& chunk : freed) region_->device.pool.give(std::move(chunk));
 }
 
 void Mapping::add(Slot slot, Chunk chunk) {

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <list>
 #include <map>
@@ -18,25 +19,32 @@
 #include <string>
 #include <vector>
 
+#include "arena.h"
 #include "backup.h"
 #include "chunk.h"
 #include "driver.h"
+#include "ranges.h"
 
 namespace memsaver {
 
 enum class State { active, pausing, paused, resuming, lost };
-enum class Policy { none, host };
+enum class Policy { none, host, disk };
+enum class Fill { nothing, zero, poison };  // what a resume writes where it brings no contents
 const char* name_of(State state);
 const char* name_of(Policy policy);
+const char* name_of(Fill fill);
 Policy policy_of(const std::string& name);
+Fill fill_of(const std::string& name);
 
 // One device of this process: its driver, where its chunks come from, where its contents wait.
 struct Device {
-  Device(std::unique_ptr<Driver> opened, RetainBudget& budget)
-      : driver(std::move(opened)), pool(*driver, budget), arena(*driver) {}
+  Device(std::unique_ptr<Driver> opened, RetainBudget& retain, HostBudget& host)
+      : driver(std::move(opened)), source(std::make_unique<RetainedPool>(*driver, retain)), arena(*driver, host) {}
   std::unique_ptr<Driver> driver;
-  RetainedPool pool;
+  std::unique_ptr<ChunkSource> source;
   HostArena arena;
+  std::atomic<std::size_t> bytes_on_disk = 0;
+  std::size_t to_back_up = 0;  // bytes of segments in regions with policy "host"; guarded by Core::mutex
 };
 
 // A place that a chunk takes under a region's addresses.
@@ -47,17 +55,26 @@ struct Slot {
 
 class Region {
  public:
-  Region(std::string tag, Device& device, Policy policy);
+  struct Options {
+    Policy policy = Policy::none;
+    bool frozen = false;  // the contents never change once there is a copy of them
+    Fill fill = Fill::nothing;
+  };
+
+  Region(std::string tag, Device& device, Options options);
 
   const std::string tag;
   Device& device;
   const Policy policy;
+  const bool frozen;
+  const Fill fill;
   const std::size_t span;  // bytes of addresses
   const Address base;
 
   State state = State::active;
-  std::size_t users = 0;           // guarded launches under way: a pause waits for them
-  std::unique_ptr<Backup> backup;  // of the pause that is in force
+  std::size_t users = 0;           // guarded launches, and readers of the backup: transitions wait for them
+  std::shared_ptr<Backup> backup;  // of the pause that is in force; of a frozen region, from its first pause on
+  std::deque<const void*> queue;   // transitions that want the region, the first of which has it
 
   // Segments. allocate() throws RegionPausedError or OutOfMemoryError, and then nothing has changed.
   std::size_t allocate(std::size_t size);  // returns the offset
@@ -65,29 +82,34 @@ class Region {
   bool owns(Address address) const { return address >= base && address < base + span; }
   std::size_t allocated_bytes() const { return allocated_; }
   std::size_t mapped_bytes() const { return mapped_; }
-  std::size_t largest_chunk() const;  // to be made for this region
-  std::vector<Range> live() const;    // segments in use, joined where they touch
-  std::vector<Range> live_within(const std::vector<Range>& ranges) const;
+  std::size_t largest_chunk() const;         // to be made for this region
+  Ranges live() const;                       // segments in use, joined where they touch
+  Ranges parts(const Ranges& ranges) const;  // what of these is within segments in use, not joined; in any order
+  bool sealed() const { return frozen && backup != nullptr; }  // takes no allocations: its copy would not have them
 
   // Freed segments whose work may still be in flight. `waited`: frees() from before the caller waited for the device.
   void reap(std::uint64_t waited);
   std::uint64_t frees() const { return frees_; }
   void settle();  // handles the frees that came while a transition owned the region
 
-  // Picks the size of the next chunk: at most `limit`, or at most `room` where nothing else is to be had.
-  using Choose = std::function<std::size_t(std::size_t limit, std::size_t room)>;
-  // The slots that put memory under every live segment that has none.
-  std::vector<Slot> lay_out(const Choose& choose) const;
+  // Picks the next chunk: at most `limit`, or at most `room` where nothing else is to be had.
+  struct Choice {
+    std::size_t size;
+    Chunk chunk;  // empty: one of this size will be there
+  };
+  using Choose = std::function<Choice(std::size_t limit, std::size_t room)>;
+  using Place = std::function<void(Slot slot, Chunk chunk)>;
+  // Puts memory under every live segment that has none, chunk after chunk.
+  void lay_out(const Choose& choose, const Place& place) const;
   std::size_t missing_bytes() const;  // the memory that these slots need at least
 
-  // Maps a chunk, accessible only after allow(). A chunk that cannot be mapped is handed to the pool.
+  // Maps a chunk, accessible only after allow().
   void map(Slot slot, Chunk chunk);
   void allow(const std::vector<Slot>& slots);
   // Unmaps these chunks and appends them to `freed`. Those that the driver refuses to unmap stay mapped; the first
   // refusal is returned.
   std::optional<DriverError> unmap(const std::vector<std::size_t>& offsets, std::vector<Chunk>& freed);
-  std::vector<std::size_t> chunk_offsets() const;
-  std::vector<std::size_t> chunk_sizes() const;
+  std::vector<Slot> slots() const;  // of the chunks that are mapped
 
  private:
   struct Segment {
@@ -102,11 +124,13 @@ class Region {
 
   std::size_t take_addresses(std::size_t size);
   void give_addresses(std::size_t offset, std::size_t size);
-  void lay_out_range(std::size_t begin, std::size_t end, const Choose& choose, std::size_t& slack,
-                     std::vector<Slot>& slots) const;
+  // Returns where the last chunk ends; the first begins at `from` or later.
+  std::size_t lay_out_range(std::size_t from, Range range, const Choose& choose, const Place& place,
+                            std::size_t& slack) const;
   std::size_t unused_within(std::size_t begin, std::size_t end) const;  // bytes without a segment
   bool used_within(std::size_t begin, std::size_t end) const;
   std::size_t unmapped_within(std::size_t begin, std::size_t end) const;  // bytes without a chunk
+  void count(std::ptrdiff_t bytes);                                       // into allocated_, and what that entails
   std::size_t allowance() const;
   void erase(std::size_t offset);
   void return_empty_chunks(std::size_t begin, std::size_t end);
@@ -118,6 +142,7 @@ class Region {
   std::vector<std::size_t> freed_meanwhile_;  // while a transition owned the region
   std::uint64_t frees_ = 0;                   // that rested
   std::size_t allocated_ = 0;
+  std::size_t resting_bytes_ = 0;
   std::atomic<std::size_t> mapped_ = 0;  // read by others while a transition owns the region
 };
 
@@ -126,9 +151,10 @@ class Mapping {
  public:
   explicit Mapping(Region& region) : region_(&region) {}
   Mapping(Mapping&& other) noexcept : region_(other.region_), slots_(std::move(other.slots_)) { other.slots_.clear(); }
-  ~Mapping();
+  ~Mapping() { undo(); }
+  void undo();
   void add(Slot slot, Chunk chunk);
-  void allow() { region_->allow(slots_); }
+  const std::vector<Slot>& slots() const { return slots_; }
   std::size_t commit();  // returns the bytes mapped
 
  private:
@@ -140,14 +166,19 @@ class Mapping {
 class Core {
  public:
   std::mutex mutex;
-  std::condition_variable changed;  // states, users, captures, synchronisations
-  RetainBudget budget;
+  std::condition_variable changed;  // states, queues, users, captures, synchronisations
+  std::mutex viewing;               // one reader of backups at a time; taken before `mutex`, and held while one is read
+  RetainBudget retain;
+  HostBudget host_budget;
   std::size_t host_device_bytes = 0;  // 0: half of the machine's memory
+  bool backup_ahead = true;           // whether pinned host memory grows before a pause needs it
+  std::string disk_dir;               // empty: none was named
   std::map<std::string, std::unique_ptr<Device>> devices;
   std::vector<std::unique_ptr<Region>> regions;
 
   Device& device(const std::string& name);  // opens it at first use
-  Region& region(const std::string& tag, const std::string& device_name, Policy policy);
+  // The region of this tag, device and policy; other options hold where it is made.
+  Region& region(const std::string& tag, const std::string& device_name, Region::Options options);
   void mark_lost(Device& dead);  // its context is gone: so are the regions on it
 
   // A device-wide wait breaks a capture on any thread, so the two exclude each other.

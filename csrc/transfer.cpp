@@ -1,41 +1,355 @@
 #include "transfer.h"
 
 #include <algorithm>
+#include <limits>
+#include <thread>
+
+#include "disk_backup.h"
+#include "host_backup.h"
 
 namespace memsaver {
+namespace {
 
-std::size_t copy_out(Driver& driver, Address base, const Backup& backup) {
-  for (const Backup::Piece& piece : backup.pieces()) driver.copy_out(piece.host, base + piece.offset, piece.size);
-  return backup.bytes();
+constexpr std::size_t kBatch = 64 * kMiB;  // copies of this size come within 1 % of the bus
+constexpr auto kRetry = std::chrono::milliseconds(2);
+constexpr unsigned char kPoison = 0xff;  // a NaN in every floating-point type of torch's
+
+std::size_t bytes_of(const std::vector<Slot>& slots) {
+  std::size_t bytes = 0;
+  for (const Slot& slot : slots) bytes += slot.size;
+  return bytes;
 }
 
-std::size_t copy_in(Driver& driver, Address base, const Backup& backup, const std::vector<Range>& live) {
-  std::size_t copied = 0;
-  auto range = live.begin();
-  for (const Backup::Piece& piece : backup.pieces()) {
-    while (range != live.end() && range->offset + range->size <= piece.offset) ++range;
-    for (auto at = range; at != live.end() && at->offset < piece.offset + piece.size; ++at) {
-      const std::size_t begin = std::max(piece.offset, at->offset);
-      const std::size_t end = std::min(piece.offset + piece.size, at->offset + at->size);
-      driver.copy_in(base + begin, piece.host + (begin - piece.offset), end - begin);
-      copied += end - begin;
-    }
+Range range_of(const std::vector<Slot>& neighbours) { return {neighbours.front().offset, bytes_of(neighbours)}; }
+
+}  // namespace
+
+// The sizes of the chunks that leave, while they are still in use there.
+class Transfer::Inventory {
+ public:
+  void add(std::size_t size) { ++sizes_[size]; }
+  // The largest that is no larger than `limit`; 0 when there is none.
+  std::size_t take(std::size_t limit) {
+    auto found = sizes_.upper_bound(limit);
+    if (found == sizes_.begin()) return 0;
+    --found;
+    const std::size_t size = found->first;
+    if (--found->second == 0) sizes_.erase(found);
+    return size;
   }
-  return copied;
+  // The smallest, if it is no larger than `limit`; 0 when there is none.
+  std::size_t take_smallest(std::size_t limit) {
+    return sizes_.empty() || sizes_.begin()->first > limit ? 0 : take(sizes_.begin()->first);
+  }
+
+ private:
+  std::map<std::size_t, std::size_t> sizes_;
+};
+
+void Transfer::add_leaving(Region& region, Policy policy, Ranges live, bool half_out) {
+  leaving_.push_back({&region, policy, std::move(live), half_out, nullptr, {}, nullptr});
 }
 
-bool drain_copies(Driver& driver) noexcept {
-  constexpr int kAttempts = 2;  // a refused call is worth one more; a dead context has no copies left to wait for
-  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+void Transfer::add_coming(Region& region, bool restore) {
+  Ranges wanted;
+  if (restore && region.backup != nullptr)
+    wanted = intersect(region.backup->saved.within({0, region.span}), region.live());
+  // What a refused pause left mapped and not saved is there, and is neither copied nor written over.
+  const bool fills = region.fill != Fill::nothing && (!restore || region.backup == nullptr);
+  progress_.expect(memsaver::bytes_of(wanted));
+  coming_.push_back({&region, std::move(wanted), fills, Mapping(region), nullptr, {}, 0});
+}
+
+std::size_t Transfer::missing_bytes() const {
+  std::size_t bytes = 0;
+  for (const Coming& coming : coming_) bytes += coming.region->missing_bytes();
+  return bytes;
+}
+
+std::size_t Transfer::leaving_bytes() const {
+  std::size_t bytes = 0;
+  for (const Leaving& leaving : leaving_) bytes += leaving.region->mapped_bytes();
+  return bytes;
+}
+
+// Where the contents of a region go: there is a place already if a copy of them is kept, or a part of them went before.
+void Transfer::save_where(Leaving& leaving) {
+  Region& region = *leaving.region;
+  if (leaving.half_out || (region.sealed() && leaving.policy != Policy::none)) {
+    leaving.backup = region.backup;
+    return;
+  }
+  if (leaving.policy == Policy::none || leaving.live.empty()) return;
+  if (leaving.policy == Policy::host) {
+    leaving.backup = std::make_shared<HostBackup>(device_.arena, leaving.live);
+    return;
+  }
+  std::string directory;
+  {
+    std::lock_guard lock(core().mutex);
+    directory = core().disk_dir;
+  }
+  if (directory.empty()) throw ConfigError("backup='disk' needs a directory: configure(disk_dir=...) names it");
+  leaving.backup = std::make_shared<DiskBackup>(device_.arena, directory, leaving.live, device_.bytes_on_disk);
+}
+
+void Transfer::make_batches(Leaving& leaving) {
+  const std::size_t least = leaving.copies() ? kBatch : std::numeric_limits<std::size_t>::max();
+  for (const Slot& slot : leaving.region->slots()) {
+    const bool joins = !leaving.batches.empty() && range_of(leaving.batches.back()).end() == slot.offset &&
+                       bytes_of(leaving.batches.back()) < least;
+    if (!joins) leaving.batches.emplace_back();
+    leaving.batches.back().push_back(slot);
+  }
+}
+
+void Transfer::prepare(bool chunks, Deadline deadline) {
+  try {
+    reserve_and_start(chunks, deadline);
+  } catch (const DriverError& error) {
+    if (error.context_lost) core().mark_lost(device_);
+    throw;
+  }
+}
+
+void Transfer::reserve_and_start(bool chunks, Deadline deadline) {
+  if (!leaving_.empty()) {
+    std::size_t host_bytes = 0;
+    for (Leaving& leaving : leaving_) {
+      std::lock_guard lock(core().mutex);
+      leaving.live = leaving.region->parts(leaving.live);
+      if (leaving.policy == Policy::host && !leaving.half_out && !leaving.region->sealed())
+        host_bytes += memsaver::bytes_of(leaving.live);
+    }
+    device_.arena.check(host_bytes);  // of all, before one takes any
+    for (Leaving& leaving : leaving_) save_where(leaving);
+    core().synchronize(device_);
+    {
+      std::lock_guard lock(core().mutex);
+      for (const Leaving& leaving : leaving_) leaving.region->reap(leaving.region->frees());
+    }
+    for (Leaving& leaving : leaving_) make_batches(leaving);
+    // What has nothing to copy goes at once, and its chunks serve what comes while the others copy.
+    leaving_.sort([](const Leaving& a, const Leaving& b) { return !a.copies() && b.copies(); });
+  }
+  coming_.sort([](const Coming& a, const Coming& b) { return !a.wanted.empty() && b.wanted.empty(); });
+  if (chunks) reserve_chunks(deadline);
+  under_way_ = true;
+  for (Leaving& leaving : leaving_) {
+    if (!leaving.copies()) continue;
+    progress_.expect(memsaver::bytes_of(leaving.backup->saved.missing_from(leaving.backup->parts())));
+    Ranges batches;
+    for (const auto& batch : leaving.batches) batches.push_back(range_of(batch));
+    leaving.saver = leaving.backup->saver(*device_.driver, leaving.region->base, std::move(batches), progress_);
+    leaving.saver->start();
+  }
+}
+
+void Transfer::reserve_chunks(Deadline deadline) {
+  const std::size_t needed = missing_bytes(), going_out = leaving_bytes();
+  if (needed == 0) return;
+  for (;;) {
     try {
-      driver.finish_copies();
-      return true;
-    } catch (const DriverError& error) {
-      if (error.context_lost) return false;
-    } catch (const std::exception&) {
+      const auto request = device_.source->ask(needed - std::min(needed, going_out), deadline);
+      lay_out_promised(*request);
+      return;
+    } catch (const ChunkUnavailable&) {
+      places_.clear();
+      if (Clock::now() >= deadline)
+        throw OutOfMemoryError(device_.driver->name, needed,
+                               device_.driver->memory().free + device_.source->idle_bytes() + going_out);
+      std::this_thread::sleep_for(kRetry);
     }
   }
-  return true;
+}
+
+// Chunks that leave first; for the rest new ones.
+void Transfer::lay_out_promised(ChunkRequest& request) {
+  Inventory inventory;
+  for (const Leaving& leaving : leaving_)
+    for (const Slot& slot : leaving.region->slots()) inventory.add(slot.size);
+  for (Coming& coming : coming_) {
+    const Region& region = *coming.region;
+    region.lay_out(
+        [&](std::size_t limit, std::size_t room) {
+          if (const std::size_t size = inventory.take(limit); size != 0) return Region::Choice{size, Chunk()};
+          try {
+            Chunk chunk = request.next(limit, region.largest_chunk());
+            return Region::Choice{chunk.size(), std::move(chunk)};
+          } catch (const ChunkUnavailable&) {
+            const std::size_t size = inventory.take_smallest(room);  // larger than needed: on a full device better than
+            if (size == 0) throw;                                    // nothing
+            return Region::Choice{size, Chunk()};
+          }
+        },
+        [&](Slot slot, Chunk chunk) { places_.push_back({&coming, slot, std::move(chunk)}); });
+  }
+}
+
+void Transfer::commit() {
+  for (Leaving& leaving : leaving_) {
+    if (leaving.region->backup != leaving.backup) dropped_.push_back(std::move(leaving.region->backup));
+    leaving.region->backup = leaving.backup;
+  }
+}
+
+void Transfer::run(Deadline deadline) noexcept {
+  try {
+    if (leaving_.empty() && places_.empty()) {
+      come_in_alone(deadline);
+    } else {
+      for (Coming& coming : coming_) open(coming);
+      for (Place& place : places_) {
+        ++place.coming->to_come;
+        if (!place.chunk) waiting_[place.slot.size].push_back(&place);
+      }
+      for (Place& place : places_)
+        if (place.chunk) put(*place.coming, place.slot, std::move(place.chunk));
+    }
+  } catch (...) {
+    failed_ = std::current_exception();
+  }
+  for (Leaving& leaving : leaving_) let_go(leaving);
+  if (refused_ && !drain_copies(*device_.driver)) core().mark_lost(device_);
+  try {
+    if (!failed_) finish_coming();
+  } catch (...) {
+    failed_ = std::current_exception();
+  }
+  dropped_.clear();
+}
+
+void Transfer::let_go(Leaving& leaving) {
+  const std::size_t saved_before = leaving.saver != nullptr ? leaving.backup->saved.bytes() : 0;
+  for (std::size_t batch = 0; batch < leaving.batches.size(); ++batch) {
+    std::vector<Chunk> freed;
+    try {
+      if (leaving.saver != nullptr) leaving.saver->wait(batch);
+      std::vector<std::size_t> offsets;
+      for (const Slot& slot : leaving.batches[batch]) offsets.push_back(slot.offset);
+      if (const auto error = leaving.region->unmap(offsets, freed); error && !refused_)
+        refused_ = std::make_exception_ptr(*error);
+    } catch (...) {
+      if (!refused_) refused_ = std::current_exception();
+    }
+    for (Chunk& chunk : freed) hand_on(std::move(chunk));
+  }
+  if (leaving.saver == nullptr) return;
+  copied_ += leaving.backup->saved.bytes() - saved_before;
+  leaving.saver.reset();
+}
+
+void Transfer::hand_on(Chunk chunk) {
+  released_ += chunk.size();
+  auto& places = waiting_[chunk.size()];
+  if (failed_ || places.empty()) return;  // back to its source
+  Place& place = *places.front();
+  places.pop_front();
+  try {
+    put(*place.coming, place.slot, std::move(chunk));
+  } catch (...) {
+    failed_ = std::current_exception();
+  }
+}
+
+// Nothing leaves here, so nothing is lost if this fails: chunks are used as they come.
+void Transfer::come_in_alone(Deadline deadline) {
+  const std::size_t needed = missing_bytes();
+  for (;;) {
+    try {
+      for (Coming& coming : coming_) open(coming);
+      const auto request = device_.source->ask(needed, deadline);
+      for (Coming& coming : coming_) {
+        const Region& region = *coming.region;
+        coming.to_come = std::numeric_limits<std::size_t>::max();  // not known yet
+        region.lay_out(
+            [&](std::size_t limit, std::size_t) {
+              Chunk chunk = request->next(limit, region.largest_chunk());
+              return Region::Choice{chunk.size(), std::move(chunk)};
+            },
+            [&](Slot slot, Chunk chunk) { put(coming, slot, std::move(chunk)); });
+        give_access(coming);
+        coming.to_come = 0;
+      }
+      return;
+    } catch (const ChunkUnavailable&) {
+      undo();
+      if (Clock::now() >= deadline)
+        throw OutOfMemoryError(device_.driver->name, needed,
+                               device_.driver->memory().free + device_.source->idle_bytes());
+      std::this_thread::sleep_for(kRetry);
+    }
+  }
+}
+
+void Transfer::open(Coming& coming) {
+  Region& region = *coming.region;
+  if (!coming.wanted.empty())
+    coming.loader = region.backup->loader(*device_.driver, region.base, coming.wanted, progress_);
+  const std::vector<Slot> left_mapped = region.slots();  // by an unmap that was refused: their access is not known
+  region.allow(left_mapped);
+  for (const Slot& slot : left_mapped) write_into(coming, {slot.offset, slot.size});
+}
+
+void Transfer::put(Coming& coming, Slot slot, Chunk chunk) {
+  coming.mapping.add(slot, std::move(chunk));
+  if (!coming.run.empty() && range_of(coming.run).end() != slot.offset) give_access(coming);
+  coming.run.push_back(slot);
+  --coming.to_come;
+  const bool waits_for_more = coming.loader == nullptr || bytes_of(coming.run) < kBatch;
+  if (coming.to_come == 0 || !waits_for_more) give_access(coming);
+}
+
+void Transfer::give_access(Coming& coming) {
+  if (coming.run.empty()) return;
+  coming.region->allow(coming.run);
+  write_into(coming, range_of(std::exchange(coming.run, {})));
+}
+
+void Transfer::write_into(Coming& coming, Range range) {
+  const Region& region = *coming.region;
+  if (coming.fills)
+    device_.driver->fill(region.base + range.offset, range.size, region.fill == Fill::zero ? 0 : kPoison);
+  if (coming.loader != nullptr) coming.loader->add(range);
+}
+
+void Transfer::finish_coming() {
+  bool fills = false;
+  for (Coming& coming : coming_) {
+    if (coming.to_come > 0)
+      throw DriverError("unmap", 0, "a chunk promised to region '" + coming.region->tag + "' could not be unmapped");
+    fills |= coming.fills;
+  }
+  for (Coming& coming : coming_) {
+    if (coming.loader == nullptr) continue;
+    coming.loader->finish();
+    coming.loader.reset();
+    copied_ += memsaver::bytes_of(coming.wanted);
+  }
+  if (fills) device_.driver->wait(device_.driver->mark(Direction::in));
+}
+
+void Transfer::keep() {
+  under_way_ = false;
+  for (Coming& coming : coming_) {
+    restored_ += coming.mapping.commit();
+    Region& region = *coming.region;
+    const bool kept = region.frozen && region.backup != nullptr && region.backup->complete() && !coming.wanted.empty();
+    if (!kept) dropped_.push_back(std::move(region.backup));
+    region.backup = kept ? std::move(region.backup) : nullptr;
+  }
+}
+
+void Transfer::undo() noexcept {
+  if (!under_way_) return;
+  for (Leaving& leaving : leaving_) leaving.saver.reset();
+  for (Coming& coming : coming_) coming.loader.reset();
+  if (!drain_copies(*device_.driver)) core().mark_lost(device_);
+  for (Coming& coming : coming_) {
+    coming.mapping.undo();
+    coming.run.clear();
+    coming.to_come = 0;
+  }
 }
 
 }  // namespace memsaver

@@ -1,11 +1,13 @@
 // Pause, resume and switch: one mechanism. Reserve what can fail, commit, execute.
 //
-// 1. begin():  mark the regions, so that nobody else moves or uses them; wait for guarded launches to leave.
-// 2. reserve:  host memory for what goes out, chunks for what comes in beyond the chunks that go out, and wait for the
-//              device. A failure up to here, or in copying out, leaves everything as it was.
-// 3. commit:   unmap what goes out. From here on the transition rolls forward.
-// 4. come in:  map, allow, copy in. A failure here takes the regions that were to come in back to "paused", with their
-//              backups whole.
+// 1. The transition stands in the queue of each of its regions from the moment it is made; at the head of all,
+//    begin() marks them, so that nobody else moves or uses them, and waits for guarded launches to leave.
+// 2. run() reserves: host memory and files for what goes out, chunks for what comes in beyond those that go out; waits
+// for
+//    the devices; and begins to copy out. A failure up to here leaves everything as it was.
+// 3. It commits: from here on what goes out is paused.
+// 4. It executes: chunks go out, and in, as their contents move (transfer.h). A failure takes the regions that were to
+//    come in back to "paused", with their backups whole.
 #pragma once
 
 #include <cstddef>
@@ -13,6 +15,7 @@
 #include <vector>
 
 #include "region.h"
+#include "transfer.h"
 
 namespace memsaver {
 
@@ -20,8 +23,8 @@ class Transition {
  public:
   struct Pause {
     Region* region;
-    Policy policy;            // for this pause
-    std::vector<Range> live;  // the contents that count
+    Policy policy;  // for this pause
+    Ranges live;    // the contents that count
   };
   struct Outcome {
     std::vector<Region*> paused;
@@ -37,30 +40,26 @@ class Transition {
   Transition(const Transition&) = delete;
   Transition& operator=(const Transition&) = delete;
 
-  // Waits for other transitions on these regions. Regions that are already where they should be drop out.
+  // Waits for the transitions on these regions that were made before. Regions that are already where they should be
+  // drop out.
   void begin();
-  void abort();  // gives the marks back if run() was not reached; else nothing
+  void abort();  // leaves the queues, and gives the marks back if run() was not reached
   const std::vector<Region*>& pausing() const { return pausing_; }
   const std::vector<Region*>& resuming() const { return resuming_; }
 
   // `pauses` speaks of every region in pausing(). Waits for memory up to the deadline.
-  Outcome run(const std::vector<Pause>& pauses, bool restore, Deadline deadline);
+  Outcome run(const std::vector<Pause>& pauses, bool restore, Deadline deadline, Progress::Report report);
 
  private:
-  struct Incoming;
-  class Inventory;
-
-  void reserve_chunks(Device& device, std::vector<Incoming>& incoming, Deadline deadline);
-  void come_in(std::vector<Incoming>& incoming, std::map<std::size_t, std::vector<Chunk>>& handed, bool restore,
-               Outcome& outcome);
-  void finish();  // leaves the marked states and settles frees that came meanwhile
-  std::vector<Device*> devices() const;
+  using Transfers = std::vector<std::unique_ptr<Transfer>>;
+  Transfers make_transfers(const std::vector<Pause>& pauses, bool restore, Progress& progress) const;
+  void finish();  // leaves the marked states and the queues, and settles frees that came meanwhile
+  void leave_queues_locked();
 
   std::vector<Region*> wanted_out_, wanted_in_;
   std::vector<Region*> pausing_, resuming_;  // marked
-  std::vector<Region*> was_paused_;          // among pausing_: to give back what a refused unmap left
+  std::vector<Region*> was_paused_;          // among pausing_: to give back what a refusal left mapped
   std::vector<Region*> gone_out_, come_in_;  // reached their new state
-  bool marked_ = false;
   Clock::time_point began_;
 };
 

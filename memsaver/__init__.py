@@ -4,6 +4,7 @@ Tensors live in regions. Pausing a region returns its physical memory; resuming 
 virtual addresses, so that captured CUDA graphs stay valid. Importing this loads neither torch nor ray.
 """
 
+import atexit
 import pkgutil
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ except ImportError as error:
     raise ImportError("memsaver's compiled core is not built for this interpreter: run `pip install .`") from error
 
 from memsaver import config, errors, regions  # noqa: E402
+from memsaver.backups import cpu_backup, release_host_memory  # noqa: E402
 from memsaver.config import configure  # noqa: E402
 from memsaver.errors import (  # noqa: E402
     BackupError,
@@ -29,8 +31,9 @@ from memsaver.errors import (  # noqa: E402
     RegionPausedError,
 )
 from memsaver.phases import define_phase, phase  # noqa: E402
-from memsaver.regions import Region, Transition, outside, pause, region, resume, switch, trim  # noqa: E402
+from memsaver.regions import Region, outside, pause, region, resume, switch, trim  # noqa: E402
 from memsaver.stats import stats  # noqa: E402
+from memsaver.transitions import Transition  # noqa: E402
 
 if TYPE_CHECKING:
     from memsaver.graphs import CUDAGraph, graph
@@ -38,13 +41,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "BackupError", "CUDAGraph", "ConfigError", "DriverError", "Error", "OutOfMemoryError", "Region",
-    "RegionPausedError", "Transition", "configure", "define_phase", "graph", "outside", "pause", "phase", "region",
-    "resume", "stats", "switch", "trim",
+    "RegionPausedError", "Transition", "configure", "cpu_backup", "define_phase", "graph", "outside", "pause", "phase",
+    "region", "release_host_memory", "resume", "stats", "switch", "trim",
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)
 regions.load_adapter = lambda: import_module("memsaver.torch").Router()
 config.from_environment()
+atexit.register(_core.stop_background)
 
 
 def __getattr__(name: str) -> Any:

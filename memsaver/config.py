@@ -17,6 +17,7 @@ _UNITS = {
     "g": 1 << 30, "gib": 1 << 30, "gb": 10**9,
     "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
 }  # fmt: skip
+_SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _PAGE = 2 << 20
 _LARGEST = 1 << 60
 
@@ -41,31 +42,66 @@ def parse_size(value: int | str, option: str) -> int:
     )
 
 
-def _retain(value: int | str) -> int:
+def _retain(value: Any) -> int:
     return parse_size(value, "retain")
 
 
-def _host_device(value: int | str) -> int:
+def _host_device(value: Any) -> int:
     nbytes = parse_size(value, "host_device")
     if nbytes < _PAGE:
         raise ConfigError(f"host_device is {value!r}, expected at least 2 MiB", option="host_device", value=value)
     return nbytes // _PAGE * _PAGE
 
 
+def _host_limit(value: Any) -> int | None:
+    return None if value in (None, "auto") else parse_size(value, "host_limit")
+
+
+def _backup_ahead(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in _SWITCH:
+        return _SWITCH[value.lower()]
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"backup_ahead is {value!r}, expected True or False", option="backup_ahead", value=value)
+
+
+def _disk_dir(value: Any) -> str:
+    try:
+        path = os.path.abspath(os.fspath(value))
+    except TypeError:
+        path = ""
+    if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"disk_dir is {value!r}, expected a directory that can be written to", option="disk_dir", value=value
+        )
+    return path
+
+
 # option -> how its value is read, and where it goes
-_OPTIONS: dict[str, tuple[Callable[[Any], int], Callable[[int], None]]] = {
+_OPTIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], None]]] = {
+    "host_device": (_host_device, _core.set_host_device),  # first: it alone can be refused
     "retain": (_retain, _core.set_retain),
-    "host_device": (_host_device, _core.set_host_device),
+    "host_limit": (_host_limit, _core.set_host_limit),
+    "backup_ahead": (_backup_ahead, _core.set_backup_ahead),
+    "disk_dir": (_disk_dir, _core.set_disk_dir),
 }
-_values: dict[str, int] = {}
+_values: dict[str, Any] = {}
 
 
-def configure(**options: int | str) -> None:
+def configure(**options: Any) -> None:
     """Sets options of this process; they take effect at once.
 
-    ``retain``: bytes of idle chunks that the process keeps for its own regions instead of giving them back to the
-    driver (default 0). ``host_device``: size of the host driver's device (default half of the machine's memory), before
-    its first use; processes that name the same size share one device.
+    - ``retain``: bytes of idle chunks that the process keeps for its own regions instead of giving them back to the
+      driver (default 0).
+    - ``host_limit``: bytes of pinned host memory that the process may hold for backups. By default, or with ``"auto"``,
+      what the machine and its cgroups have available at the moment it is asked for, less a reserve of 5 % (at most
+      2 GiB), so that the processes of a node stay within its memory together.
+    - ``backup_ahead``: whether pinned host memory grows in the background as regions with ``backup="host"`` grow, so
+      that their first pause finds it ready (default True).
+    - ``disk_dir``: the directory for regions with ``backup="disk"``. There is no default, since the system's temporary
+      directory is often memory.
+    - ``host_device``: size of the host driver's device (default half of the machine's memory), before its first use;
+      processes that name the same size share one device.
 
     Sizes are integers in bytes or strings such as ``"64GiB"``. Raises ConfigError, and then nothing has changed.
     """
@@ -74,9 +110,10 @@ def configure(**options: int | str) -> None:
         if option not in _OPTIONS:
             raise ConfigError(f"there is no option {option!r}; there are {', '.join(_OPTIONS)}", option=option)
         parsed[option] = _OPTIONS[option][0](value)
-    for option in sorted(parsed):  # host_device first: it alone can be refused
-        _OPTIONS[option][1](parsed[option])
-        _values[option] = parsed[option]
+    for option, (_, apply) in _OPTIONS.items():
+        if option in parsed:
+            apply(parsed[option])
+            _values[option] = parsed[option]
 
 
 def from_environment() -> None:
@@ -89,6 +126,6 @@ def from_environment() -> None:
     configure(**found)
 
 
-def options() -> dict[str, int]:
-    """The options that were set, in bytes."""
+def options() -> dict[str, Any]:
+    """The options that were set; sizes in bytes."""
     return dict(_values)

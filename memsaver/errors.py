@@ -63,10 +63,15 @@ class DriverError(Error):
 
 
 class BackupError(Error):
-    """Host memory for a backup is not to be had. Nothing has changed. Attributes: ``needed_bytes``, ``held_bytes``."""
+    """Contents cannot be kept, or not be read: host memory or disk is short, a file call fails, there is no backup.
+
+    Where a pause runs short, nothing has changed. Attributes: ``needed_bytes`` (asked for beyond what is held),
+    ``held_bytes`` (by this process for backups), ``available_bytes`` (that could be had).
+    """
 
     needed_bytes: int
     held_bytes: int
+    available_bytes: int
 
 
 class ConfigError(Error, ValueError):

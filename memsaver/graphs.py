@@ -78,6 +78,7 @@ def graph(
         raise TypeError(f"cuda_graph is {type(cuda_graph).__name__}, expected a memsaver.CUDAGraph")
     home = region if isinstance(region, Region) else regions.region(region, backup="host")
     needed = [home, *_resolve(needs)]
+    home.check_fillable("take a capture")
     for each in needed:
         each.check_active("be used by a capture")
     pool = regions.adapter().pool(home)

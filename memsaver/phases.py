@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from memsaver import regions
-from memsaver.regions import Transition
+from memsaver.transitions import Progress, Transition
 
 Hook = Callable[[], object]
 
@@ -44,10 +44,11 @@ def define_phase(name: str, resident: Iterable[str], on_enter: Hook | None = Non
 
 
 @contextmanager
-def phase(name: str, *, timeout: float = 0.0) -> Iterator[Transition]:
+def phase(name: str, *, timeout: float = 0.0, progress: Progress | None = None) -> Iterator[Transition]:
     """Enters a phase: of all regions that any phase names, exactly this one's are resident. Yields the transition.
 
     Leaving runs ``on_exit`` and nothing else: the next phase says what goes. ``timeout``: seconds to wait for memory.
+    ``progress`` as for :func:`memsaver.pause`.
 
     Raises ValueError for a phase that is not defined or a resident tag without a region, and what switch() raises.
     """
@@ -58,7 +59,7 @@ def phase(name: str, *, timeout: float = 0.0) -> Iterator[Transition]:
     named = {tag for each in _phases.values() for tag in each.resident}
     existing = {each.tag for each in regions.all_regions()}
     leaving = sorted((named - set(entered.resident)) & existing)
-    moved = regions.switch(pause=leaving, resume=entered.resident, timeout=timeout)
+    moved = regions.switch(pause=leaving, resume=entered.resident, timeout=timeout, progress=progress)
     if entered.on_enter is not None:
         entered.on_enter()
     try:

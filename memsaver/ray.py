@@ -16,7 +16,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import memsaver
 from memsaver import regions
 from memsaver.errors import Error
-from memsaver.regions import Tags, Transition
+from memsaver.regions import Tags
+from memsaver.transitions import Transition
 
 log = logging.getLogger("memsaver")
 

@@ -7,35 +7,23 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import astuple
+from functools import partial
 from typing import Any, Protocol
 
 from memsaver import _core
 from memsaver.errors import Error, RegionPausedError
+from memsaver.transitions import Outcome, Progress, Transition
 
 log = logging.getLogger("memsaver")
 
-BACKUPS = ("none", "host")
+BACKUPS = ("none", "host", "disk")
+FILLS = ("zero", "poison")
 _LONGEST_TIMEOUT_S = 86400.0 * 365  # what the core's clock can add without overflow, and more than anybody waits
 Tags = str | Iterable[str] | None
 Ranges = list[tuple[int, int]]  # (offset, bytes) within a region
-
-
-@dataclass(frozen=True)
-class Transition:
-    """What a pause, a resume or a switch did.
-
-    ``paused`` and ``resumed`` are tags, of the regions that changed. ``released_bytes`` and ``restored_bytes`` are
-    device memory handed back and mapped, ``copied_bytes`` is contents moved in either direction.
-    """
-
-    paused: tuple[str, ...] = ()
-    resumed: tuple[str, ...] = ()
-    released_bytes: int = 0
-    restored_bytes: int = 0
-    copied_bytes: int = 0
-    seconds: float = 0.0
 
 
 class Adapter(Protocol):
@@ -46,10 +34,11 @@ class Adapter(Protocol):
     def empty(self, region: Region, shape: Sequence[int], dtype: Any) -> Any: ...
     def pool(self, region: Region) -> Any: ...
     def live(self, region: Region) -> Ranges | None: ...
-    def check_pausable(self, regions: Sequence[Region]) -> None: ...
+    def check_pausable(self, regions: Sequence[Region], thread: int | None) -> None: ...
     def refresh(self) -> None: ...
     def outside(self) -> AbstractContextManager[None]: ...
     def trim(self, regions: Sequence[Region]) -> None: ...
+    def cpu_backup(self, tensor: Any, clone: bool) -> Any: ...
     def graph_region(self, pool_id: tuple[int, int]) -> Region | None: ...
 
 
@@ -81,6 +70,8 @@ class Region:
         self.tag: str = core.tag
         self.device: str = core.device
         self.backup: str = core.backup
+        self.frozen: bool = core.frozen
+        self.fill: str | None = core.fill if core.fill in FILLS else None
 
     @property
     def state(self) -> str:
@@ -99,8 +90,13 @@ class Region:
 
     @property
     def backup_bytes(self) -> int:
-        """Bytes of contents that wait in host memory now."""
+        """Bytes of contents that wait in host memory or on disk now; of a frozen region, since its first pause."""
         return int(self._core.backup_bytes)
+
+    def owns(self, address: int) -> bool:
+        """Whether an address is one of the region's."""
+        base: int = self._core.base
+        return base <= address < base + int(self._core.span)
 
     @property
     def pool(self) -> Any:
@@ -111,13 +107,27 @@ class Region:
         """
         return adapter().pool(self)
 
-    def pause(self, backup: str | None = None) -> Transition:
+    def pause(self, backup: str | None = None, *, wait: bool = True, progress: Progress | None = None) -> Transition:
         """Returns the region's memory. See :func:`memsaver.pause`."""
-        return transition(pause=[self], backup=backup)
+        return transition(pause=[self], backup=backup, wait=wait, progress=progress)
 
-    def resume(self, restore: bool = True, timeout: float = 0.0) -> Transition:
+    def resume(
+        self,
+        restore: bool = True,
+        timeout: float = 0.0,
+        *,
+        wait: bool = True,
+        progress: Progress | None = None,
+    ) -> Transition:
         """Brings memory back under the region's addresses. See :func:`memsaver.resume`."""
-        return transition(resume=[self], restore=restore, timeout=timeout)
+        return transition(resume=[self], restore=restore, timeout=timeout, wait=wait, progress=progress)
+
+    def thaw(self) -> None:
+        """Drops the copy that a frozen region keeps, so that its contents may change; its next pause makes another.
+
+        Raises RegionPausedError unless the region is active.
+        """
+        self._core.thaw()
 
     def empty(self, shape: int | Sequence[int], dtype: Any = None) -> Any:
         """An uninitialised torch tensor in the region, of the given shape and dtype (torch's default dtype if None).
@@ -133,7 +143,7 @@ class Region:
                 raise TypeError(f"shape is {shape!r}, expected integers")
             if size < 0:
                 raise ValueError(f"shape is {shape!r}, expected sizes of 0 or more")
-        self.check_active(f"take an allocation of shape {sizes}" if math.prod(sizes) else "be allocated in")
+        self.check_fillable(f"take an allocation of shape {sizes}" if math.prod(sizes) else "be allocated in")
         return adapter().empty(self, sizes, dtype)
 
     def check_active(self, purpose: str) -> None:
@@ -141,6 +151,15 @@ class Region:
         state = self.state
         if state != "active":
             raise RegionPausedError(f"region {self.tag!r} is {state}: it cannot {purpose}", tag=self.tag, state=state)
+
+    def check_fillable(self, purpose: str) -> None:
+        """Raises as check_active() does, and Error where a frozen region has its copy already."""
+        self.check_active(purpose)
+        if self._core.sealed:
+            raise Error(
+                f"region {self.tag!r} is frozen and its contents are copied: "
+                f"it cannot {purpose} before thaw() drops the copy"
+            )
 
     def __enter__(self) -> Region:
         adapter().enter(self)
@@ -175,26 +194,52 @@ def canonical_device(device: object) -> str:
     raise ValueError(f"device is {device!r}, expected 'cpu', 'cuda' or 'cuda:N'")
 
 
-def region(tag: str, device: object = None, backup: str = "none") -> Region:
+def region(
+    tag: str,
+    device: object = None,
+    backup: str = "none",
+    *,
+    frozen: bool | None = None,
+    fill: str | None = None,
+) -> Region:
     """The region of this tag, device and backup policy; made if there is none.
 
-    ``device`` is a torch-style string; by default the current CUDA device, or ``"cpu"``, the host driver, where there
-    is no CUDA. ``backup`` says what becomes of the contents on a pause: ``"none"`` (undefined after a resume) or
-    ``"host"`` (kept in pinned host memory).
+    - ``device``: a torch-style string; by default the current CUDA device, or ``"cpu"``, the host driver, where there
+      is no CUDA.
+    - ``backup``: what becomes of the contents on a pause: ``"none"`` (undefined after a resume), ``"host"`` (kept in
+      pinned host memory) or ``"disk"`` (kept in a file in the directory of ``configure(disk_dir=...)``).
+    - ``frozen``: the contents never change once they are there, as those of a reference model. They are copied out by
+      the first pause; later ones copy nothing. From that pause on the region takes no allocations: :meth:`Region.thaw`
+      drops the copy.
+    - ``fill``: what a resume writes where it brings no contents: ``"zero"``, or ``"poison"``, bytes of 0xFF, which are
+      NaN in every floating-point type. By default nothing.
 
-    Raises TypeError or ValueError for other arguments, DriverError where the device cannot be used.
+    ``frozen`` and ``fill`` are given where the region is made; elsewhere they can be left out.
+
+    Raises TypeError or ValueError for other arguments, or options other than those the region was made with,
+    ConfigError for ``"disk"`` without a directory, DriverError where the device cannot be used.
     """
     if not isinstance(tag, str):
         raise TypeError(f"tag is {tag!r}, expected a string")
     if not tag:
         raise ValueError("tag is '', expected a name")
     check_backup(backup)
+    if frozen is not None and not isinstance(frozen, bool):
+        raise TypeError(f"frozen is {frozen!r}, expected True or False")
+    if frozen and backup == "none":
+        raise ValueError("frozen is True and backup is 'none', expected a backup that keeps what is frozen")
+    if fill is not None and fill not in FILLS:
+        raise ValueError(f"fill is {fill!r}, expected one of {', '.join(map(repr, FILLS))}")
     name = default_device() if device is None else canonical_device(device)
     found = _regions.get((tag, name, backup))
     if found is None:
-        found = _regions.setdefault((tag, name, backup), Region(_core.region(tag, name, backup)))
+        core = _core.region(tag, name, backup, bool(frozen), fill or "nothing")
+        found = _regions.setdefault((tag, name, backup), Region(core))
         if name != "cpu" and "torch" in sys.modules:
             adapter()  # from now on captures must be seen, whoever makes them
+    for option, given, has in (("frozen", frozen, found.frozen), ("fill", fill, found.fill)):
+        if given is not None and given != has:
+            raise ValueError(f"{option} is {given!r}, but region {tag!r} was made with {has!r}")
     return found
 
 
@@ -222,38 +267,67 @@ def find(tags: Tags) -> list[Region]:
     return [each for each in all_regions() if each.tag in names]
 
 
-def pause(tags: Tags = None, *, backup: str | None = None) -> Transition:
+def pause(
+    tags: Tags = None, *, backup: str | None = None, wait: bool = True, progress: Progress | None = None
+) -> Transition:
     """Returns the memory of these regions to where it came from, after waiting for the device's work.
 
-    ``tags``: one, several, or None for all regions; an empty list is nothing. What is paused already stays so.
-    ``backup``: another policy than the regions' own, for this pause.
+    - ``tags``: one, several, or None for all regions; an empty list is nothing. What is paused already stays so.
+    - ``backup``: another policy than the regions' own, for this pause.
+    - ``wait``: False returns at once; the transition goes on in the background, behind earlier ones on the same
+      regions, and its errors come with :meth:`Transition.wait`. The interpreter ends after it.
+    - ``progress``: called with bytes copied and bytes to copy, some times a second and at the end, by the thread that
+      moves them. An exception in it is logged.
 
-    Raises ValueError for an unknown tag, BackupError where host memory is short, memsaver.Error while a graph is being
-    captured; then everything is as it was.
+    Raises ValueError for an unknown tag, BackupError where host memory or disk is short, memsaver.Error while a graph
+    is being captured; then everything is as it was. A driver or file call that fails later leaves the regions paused
+    with nothing lost; pausing again goes on from there, and resuming brings everything back.
     """
-    return transition(pause=find(tags), backup=backup)
+    return transition(pause=find(tags), backup=backup, wait=wait, progress=progress)
 
 
-def resume(tags: Tags = None, *, restore: bool = True, timeout: float = 0.0) -> Transition:
+def resume(
+    tags: Tags = None,
+    *,
+    restore: bool = True,
+    timeout: float = 0.0,
+    wait: bool = True,
+    progress: Progress | None = None,
+) -> Transition:
     """Brings memory back under the same addresses, and contents where a backup waits.
 
     ``restore=False`` leaves the contents undefined, for regions about to be overwritten. ``timeout``: seconds to wait
-    for memory that others still hold (0: none).
+    for memory that others still hold (0: none). ``wait`` and ``progress`` as for :func:`pause`.
 
     Raises ValueError for an unknown tag, OutOfMemoryError where memory is short; then everything is as it was.
     """
-    return transition(resume=find(tags), restore=restore, timeout=timeout)
+    return transition(resume=find(tags), restore=restore, timeout=timeout, wait=wait, progress=progress)
 
 
 def switch(
-    *, pause: Tags = (), resume: Tags = (), backup: str | None = None, restore: bool = True, timeout: float = 0.0
+    *,
+    pause: Tags = (),
+    resume: Tags = (),
+    backup: str | None = None,
+    restore: bool = True,
+    timeout: float = 0.0,
+    wait: bool = True,
+    progress: Progress | None = None,
 ) -> Transition:
-    """One transition: chunks of what goes out serve what comes in. Arguments as for pause() and resume().
+    """One transition: contents go out and come in at once, through the same chunks. Arguments as for the two above.
 
     Raises what pause() and resume() raise, and ValueError for a tag on both sides. What is needed is reserved first; if
     what comes in fails after that, what was to go out is paused, and the same call can be made again.
     """
-    return transition(pause=find(pause), resume=find(resume), backup=backup, restore=restore, timeout=timeout)
+    return transition(
+        pause=find(pause),
+        resume=find(resume),
+        backup=backup,
+        restore=restore,
+        timeout=timeout,
+        wait=wait,
+        progress=progress,
+    )
 
 
 def transition(
@@ -262,6 +336,8 @@ def transition(
     backup: str | None = None,
     restore: bool = True,
     timeout: float = 0.0,
+    wait: bool = True,
+    progress: Progress | None = None,
 ) -> Transition:
     """The one way in which regions change state; see the three functions above."""
     if backup is not None:
@@ -270,42 +346,96 @@ def transition(
         raise TypeError(f"timeout is {timeout!r}, expected seconds")
     if not timeout >= 0:
         raise ValueError(f"timeout is {timeout!r}, expected seconds of 0 or more")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress is {progress!r}, expected something to call, or None")
     both = {each.tag for each in pause} & {each.tag for each in resume}
     if both:
         raise ValueError(f"{sorted(both)[0]!r} is to be paused and resumed at once, expected one of the two")
     if not pause and not resume:
         return Transition()
+    here = threading.get_ident() if wait else None  # the thread that may be inside a region that it pauses
     if _adapter is not None:  # looked at again below, when nobody can enter any more; here it disturbs nobody
-        _adapter.check_pausable([each for each in pause if each.state == "active"])
-    move = _core.Transition([each._core for each in pause], [each._core for each in resume])
-    move.begin()
-    going_out = [_wrapper(each) for each in move.pausing]
-    policies = [backup or each.backup for each in going_out]
+        _adapter.check_pausable([each for each in pause if each.state == "active"], here)
+    move = _Move([each._core for each in pause], [each._core for each in resume], here)
+    run = partial(move.run, backup, bool(restore), float(min(timeout, _LONGEST_TIMEOUT_S)), progress)
+    if wait:
+        return Transition(*astuple(run()))
+    future: Future[Outcome] = Future()
+    future.set_running_or_notify_cancel()
+    thread = threading.Thread(target=_run_into, args=(future, run), name="memsaver transition")
     try:
-        if _adapter is not None:
-            _adapter.check_pausable(going_out)
-        live = [_live(each) if policy != "none" else [] for each, policy in zip(going_out, policies)]
-        done = move.run(policies, live, bool(restore), float(min(timeout, _LONGEST_TIMEOUT_S)))
-    except BaseException as error:
-        move.abort()  # now, not when the traceback lets go of it
-        if isinstance(error, Error):
-            without = (each for each, policy in zip(going_out, policies) if policy == "none")
-            gone = [each.tag for each in without if each.state == "paused"]
-            error.name_discarded(list(dict.fromkeys(gone)))
+        thread.start()
+    except BaseException:
+        move.core.abort()
         raise
-    finally:
-        if _adapter is not None:
-            _adapter.refresh()
-    outcome = Transition(
-        paused=_tags(done["paused"]),
-        resumed=_tags(done["resumed"]),
-        released_bytes=done["released_bytes"],
-        restored_bytes=done["restored_bytes"],
-        copied_bytes=done["copied_bytes"],
-        seconds=done["seconds"],
-    )
-    log.debug("%s", outcome)
-    return outcome
+    return Transition.under_way(future)
+
+
+def _run_into(future: Future[Outcome], run: Callable[[], Outcome]) -> None:
+    try:
+        future.set_result(run())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+class _Move:
+    """One transition, which has its place in the queues of its regions from the moment it is made."""
+
+    def __init__(self, pause: list[Any], resume: list[Any], thread: int | None) -> None:
+        self.core = _core.Transition(pause, resume)
+        self._thread = thread
+
+    def run(self, backup: str | None, restore: bool, timeout: float, progress: Progress | None) -> Outcome:
+        move = self.core
+        report = _Report(progress) if progress is not None else None
+        going_out: list[Region] = []
+        policies: list[str] = []
+        try:
+            move.begin()
+            going_out = [_wrapper(each) for each in move.pausing]
+            policies = [backup or each.backup for each in going_out]
+            if _adapter is not None:
+                _adapter.check_pausable(going_out, self._thread)
+            live = [_live(each) if policy != "none" else [] for each, policy in zip(going_out, policies)]
+            done = move.run(policies, live, restore, timeout, report)
+        except BaseException as error:
+            move.abort()  # now, not when the traceback lets go of it
+            if isinstance(error, Error):
+                without = (each for each, policy in zip(going_out, policies) if policy == "none")
+                gone = [each.tag for each in without if each.state == "paused"]
+                error.name_discarded(list(dict.fromkeys(gone)))
+            raise
+        finally:
+            if _adapter is not None:
+                _adapter.refresh()
+        outcome = Outcome(
+            paused=_tags(done["paused"]),
+            resumed=_tags(done["resumed"]),
+            released_bytes=done["released_bytes"],
+            restored_bytes=done["restored_bytes"],
+            copied_bytes=done["copied_bytes"],
+            seconds=done["seconds"],
+        )
+        log.debug("%s", outcome)
+        if report is not None and report.interrupt is not None:
+            raise report.interrupt
+        return outcome
+
+
+class _Report:
+    """What the core calls with the progress: nothing that a caller's function raises may reach it."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.interrupt: BaseException | None = None  # such as Ctrl-C: raised when the transition has ended
+
+    def __call__(self, done: int, total: int) -> None:
+        try:
+            self._progress(done, total)
+        except Exception:
+            log.exception("the progress function of a transition failed")
+        except BaseException as error:
+            self.interrupt = error
 
 
 def _wrapper(core: Any) -> Region:

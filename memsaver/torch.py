@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from memsaver import _core
 from memsaver.errors import Error, RegionPausedError
-from memsaver.regions import Ranges, Region
+from memsaver.regions import Ranges, Region, all_regions
 
 _EMPTY_FACTORIES = {
     torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted,
@@ -202,7 +202,7 @@ class Router:
         # that enters and one that pauses at the same moment, at least one sees the other.
         self._push(region)
         try:
-            region.check_active("be entered")
+            region.check_fillable("be entered")
             self.refresh()
         except BaseException:
             self._pop()
@@ -320,6 +320,23 @@ class Router:
         nbytes = min(count * dtype.itemsize, sys.maxsize)  # no device has more
         return torch.from_dlpack(region._core.allocate_array(nbytes)).view(dtype).view(tuple(shape))
 
+    def cpu_backup(self, tensor: torch.Tensor, clone: bool) -> torch.Tensor:
+        if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "__tensor_flatten__"):
+            raise TypeError(f"tensor is a {type(tensor).__name__}, expected a plain torch.Tensor")
+        address = tensor.data_ptr()
+        region = next((each for each in all_regions() if each.owns(address)), None)
+        if region is None:
+            raise ValueError(f"the tensor, of shape {tuple(tensor.shape)} on {tensor.device}, is in no region")
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
+        offset, nbytes = address - region._core.base, extent * tensor.dtype.itemsize
+        with torch._C.DisableTorchFunction():
+            if clone:
+                found = torch.empty(nbytes, dtype=torch.uint8)
+                region._core.backup_read(offset, nbytes, found.data_ptr())
+            else:
+                found = torch.from_dlpack(region._core.backup_view(offset, nbytes))
+            return found.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+
     def pool(self, region: Region) -> torch.cuda.MemPool:
         if region.device == "cpu":
             raise Error(f"region {region.tag!r} is on the host driver, and torch has memory pools on CUDA only")
@@ -341,12 +358,12 @@ class Router:
         base = region._core.base
         return _subtract(region._core.live(), [(address - base, size) for address, size in free])
 
-    def check_pausable(self, regions: Sequence[Region]) -> None:
-        """Raises Error if another thread is inside one: torch could give it cached memory that is about to go."""
+    def check_pausable(self, regions: Sequence[Region], thread: int | None) -> None:
+        """Raises Error if a thread is inside one, other than this: torch could give it memory that is about to go."""
         with self._lock:
             for ident, entered in self._inside.items():
                 held = next((region for region in regions if region in entered), None)
-                if held is not None and ident != threading.get_ident():
+                if held is not None and ident != thread:
                     raise Error(
                         f"region {held.tag!r} cannot be paused: thread {ident} is inside it; it must leave first"
                     )

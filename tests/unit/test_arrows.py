@@ -15,22 +15,30 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # C++: layer of each file's stem. A file includes its own header and headers of layers below its own.
 LAYERS = {
-    "errors": 0,
-    "driver": 1, "faults": 2, "cuda_api": 2, "host_ledger": 2, "cuda_driver": 3, "host_driver": 3,
-    "backup": 4, "chunk": 4,
-    "region": 5, "core": 6, "transfer": 6,
-    "transition": 7, "torch_hooks": 7,
-    "module": 8,
+    "errors": 0, "ranges": 0,
+    "driver": 1, "copy_engine": 1, "faults": 2, "cuda_api": 2, "files": 2,
+    "host_ledger": 3, "host_memory": 3, "cuda_driver": 4, "host_driver": 4,
+    "arena": 5, "backup": 5, "chunk": 5,
+    "host_backup": 6, "disk_backup": 6, "region": 6,
+    "core": 7, "transfer": 7,
+    "transition": 8, "torch_hooks": 8,
+    "module": 9,
 }  # fmt: skip
-# What belongs to one driver; nobody above includes it.
-PRIVATE = {"cuda_api": "cuda_driver", "host_ledger": "host_driver"}
+# What one file alone includes.
+PRIVATE = {
+    "cuda_api": "cuda_driver", "host_ledger": "host_driver", "copy_engine": "host_driver",
+    "host_backup": "transfer", "disk_backup": "transfer",
+}  # fmt: skip
 # Who calls what of the system: device memory behind the seam alone, and host memory where backups and the ledger live.
 SYSTEM = {
     r"\bcu(?:Mem|Ctx|Device|Stream|Event|Init)\w*": {"cuda_api", "cuda_driver"},
     r"\bnvml[A-Z]\w*": {"cuda_api"},
     r"\bdlopen\b": {"cuda_api"},
-    r"\bmemfd_create\b|\bMAP_FIXED\b": {"host_driver"},
-    r"\bmmap\(": {"backup", "host_driver", "host_ledger"},
+    r"\bmemfd_create\b": {"host_driver"},
+    r"\bMAP_FIXED\b": {"arena", "host_driver"},
+    r"\bmmap\(": {"arena", "host_driver", "host_ledger"},
+    r"\bp(?:read|write)\b": {"files"},
+    r"\bstd::thread\b": {"arena", "copy_engine", "disk_backup", "transition"},
     r"#include <nanobind|#include <Python\.h>": {"module"},
     r"\bstd::c(?:out|err)\b|\bf?printf\(|\b_?exit\(|\bstd::abort\b|\bassert\(": set(),
 }
@@ -39,13 +47,15 @@ SYSTEM = {
 MODULES: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), {"psutil"}),
     "config": ({"_core", "errors"}, set()),
-    "regions": ({"_core", "errors"}, set()),
-    "phases": ({"_core", "errors", "regions"}, set()),
-    "stats": ({"_core", "config", "errors", "regions"}, set()),
-    "__init__": ({"_core", "config", "errors", "phases", "regions", "stats"}, set()),
+    "transitions": ({"errors"}, set()),
+    "regions": ({"_core", "errors", "transitions"}, set()),
+    "backups": ({"_core", "regions"}, set()),
+    "phases": ({"regions", "transitions"}, set()),
+    "stats": ({"_core", "config", "errors"}, set()),
+    "__init__": ({"_core", "backups", "config", "errors", "phases", "regions", "stats", "transitions"}, set()),
     "torch": ({"_core", "errors", "regions"}, {"torch"}),
     "graphs": ({"_core", "errors", "regions"}, {"torch"}),
-    "ray": ({"", "errors", "regions"}, {"ray"}),
+    "ray": ({"", "errors", "regions", "transitions"}, {"ray"}),
 }
 
 # The examples: the engine and the trainer do not know each other, only what stands above knows both.

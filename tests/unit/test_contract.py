@@ -257,7 +257,7 @@ def test_sizes_that_are_none_are_refused(value: Any) -> None:
 
 
 def test_an_option_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(memsaver.ConfigError, match="no option 'colour'; there are retain"):
+    with pytest.raises(memsaver.ConfigError, match="no option 'colour'; there are host_device, retain"):
         memsaver.configure(colour=1)
 
 
@@ -320,8 +320,8 @@ def test_stats_are_ready_for_json(make: Make) -> None:
     assert device["host_used_bytes"] >= 3 * MIB
     row = next(row for row in device["regions"] if row["tag"] == region.tag)
     assert row == {
-        "tag": region.tag, "backup": "host", "state": "paused", "allocated_bytes": 3 * MIB, "mapped_bytes": 0,
-        "backup_bytes": 3 * MIB,
+        "tag": region.tag, "backup": "host", "state": "paused", "frozen": False, "allocated_bytes": 3 * MIB,
+        "mapped_bytes": 0, "backup_bytes": 3 * MIB,
     }  # fmt: skip
     assert found["unreleased_bytes"] == 0
     region.resume()

@@ -1,0 +1,351 @@
+#include "disk_backup.h"
+
+#include <sys/statvfs.h>
+
+#include <algorithm>
+#include <array>
+#include <condition_variable>
+#include <cstring>
+#include <exception>
+#include <system_error>
+#include <thread>
+
+namespace memsaver {
+namespace {
+
+constexpr std::size_t kThreads = 4;  // what keeps a fast disk busy; each has a block of pinned memory
+constexpr int kAttempts = 2;         // a file call that fails may be an interruption
+
+// 64-bit FNV-1a over words in eight lanes: the multiplications of the lanes overlap, so it keeps up with any disk.
+std::uint64_t checksum(const std::byte* data, std::size_t size) {
+  constexpr std::uint64_t kBasis = 0xcbf29ce484222325, kPrime = 0x100000001b3;
+  constexpr std::size_t kLanes = 8;
+  std::array<std::uint64_t, kLanes> lanes;
+  for (std::size_t lane = 0; lane < kLanes; ++lane) lanes[lane] = kBasis + lane;
+  std::array<std::uint64_t, kLanes> words;
+  std::size_t at = 0;
+  for (; at + sizeof words <= size; at += sizeof words) {
+    std::memcpy(words.data(), data + at, sizeof words);
+    for (std::size_t lane = 0; lane < kLanes; ++lane) lanes[lane] = (lanes[lane] ^ words[lane]) * kPrime;
+  }
+  std::uint64_t sum = kBasis;
+  for (; at < size; ++at) sum = (sum ^ static_cast<std::uint64_t>(data[at])) * kPrime;
+  for (const std::uint64_t lane : lanes) {
+    sum = (sum ^ (lane & 0xffffffff)) * kPrime;
+    sum = (sum ^ (lane >> 32)) * kPrime;
+  }
+  return sum;
+}
+
+std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+// A block of pinned memory, on loan from the arena.
+class Staging {
+ public:
+  explicit Staging(HostArena& arena) : arena_(arena), extent_(arena.take_whole(DiskBackup::kBlock)) {}
+  ~Staging() { arena_.put(extent_); }
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+  std::byte* data() const { return extent_.data; }
+
+  // Copies of a piece, cut where the arena's slabs are.
+  template <typename Copy>
+  void each(std::size_t at, std::size_t size, Copy copy) const {
+    for (std::size_t done = 0; done < size;) {
+      std::byte* host = data() + at + done;
+      const std::size_t part = std::min(size - done, static_cast<std::size_t>(arena_.slab_end(host) - host));
+      copy(host, done, part);
+      done += part;
+    }
+  }
+
+ private:
+  HostArena& arena_;
+  HostArena::Extent extent_;
+};
+
+// Threads that share blocks out among themselves. The first error stops all.
+class Crew {
+ public:
+  virtual ~Crew() = default;
+
+ protected:
+  // Reserves the memory, before any thread starts.
+  Crew(DiskBackup& backup, Driver& driver, Address base, Progress& progress)
+      : backup_(backup), driver_(driver), base_(base), progress_(progress) {}
+
+  void prepare(std::vector<std::size_t> blocks) {
+    blocks_ = std::move(blocks);
+    for (std::size_t i = 0; i < std::min(kThreads, blocks_.size()); ++i)
+      staging_.push_back(std::make_unique<Staging>(backup_.staging()));
+  }
+
+  void start_threads() {
+    for (const auto& staging : staging_) {
+      try {
+        threads_.emplace_back([this, memory = staging.get()] { run(*memory); });
+      } catch (const std::system_error& error) {
+        if (threads_.empty()) throw Error(std::string("no thread for the files of a backup: ") + error.what());
+        return;  // fewer do as well
+      }
+    }
+  }
+
+  void stop() noexcept {
+    {
+      std::lock_guard lock(mutex_);
+      stopped_ = true;
+      changed_.notify_all();
+    }
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+  }
+
+  virtual void work(std::size_t block, Staging& staging) = 0;
+
+  DiskBackup& backup_;
+  Driver& driver_;
+  const Address base_;
+  Progress& progress_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool stopped_ = false;
+  std::exception_ptr error_;
+  std::size_t finished_ = 0;  // blocks
+  std::vector<std::size_t> blocks_;
+
+ private:
+  void run(Staging& staging) {
+    std::unique_lock lock(mutex_);
+    while (!stopped_ && next_ < blocks_.size()) {
+      const std::size_t block = blocks_[next_++];
+      lock.unlock();
+      std::exception_ptr error;
+      try {
+        work(block, staging);
+      } catch (...) {
+        error = std::current_exception();
+        drain_copies(driver_);  // none may touch the staging after this
+      }
+      lock.lock();
+      if (error) {
+        if (!error_) error_ = error;
+        stopped_ = true;
+      } else {
+        ++finished_;
+      }
+      changed_.notify_all();
+    }
+  }
+
+  std::size_t next_ = 0;
+  std::vector<std::unique_ptr<Staging>> staging_;
+  std::vector<std::thread> threads_;
+};
+
+class DiskSaver final : public Saver, private Crew {
+ public:
+  DiskSaver(DiskBackup& backup, Driver& driver, Address base, Ranges batches, Progress& progress)
+      : Crew(backup, driver, base, progress), batches_(std::move(batches)) {
+    for (std::size_t block = 0; block < backup.blocks(); ++block)
+      if (!backup.saved.covers(backup.ranges(block))) todo_.push_back(block);
+  }
+  ~DiskSaver() override { stop(); }
+
+  void start() override {
+    prepare(todo_);
+    start_threads();
+  }
+
+  void wait(std::size_t batch) override {
+    const Ranges contents = intersect(backup_.parts(), {batches_[batch]});
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return error_ || stopped_ || backup_.saved.covers(contents); });
+    if (backup_.saved.covers(contents)) return;
+    if (error_) std::rethrow_exception(error_);
+    throw Error("the copy of the contents was stopped");
+  }
+
+ private:
+  void work(std::size_t block, Staging& staging) override {
+    const auto pieces = backup_.pieces(block);
+    for (int attempt = 1;; ++attempt) {
+      try {
+        for (const DiskBackup::Piece& piece : pieces)
+          staging.each(piece.in_block, piece.size, [&](std::byte* host, std::size_t done, std::size_t size) {
+            driver_.copy_out(host, base_ + piece.offset + done, size);
+          });
+        driver_.wait(driver_.mark(Direction::out));
+        backup_.write(block, staging.data());
+        break;
+      } catch (const Error&) {
+        drain_copies(driver_);
+        if (attempt == kAttempts) throw;
+      }
+    }
+    const Ranges ranges = backup_.ranges(block);
+    {
+      std::lock_guard lock(mutex_);
+      for (const Range& range : ranges) backup_.saved.add(range);
+    }
+    progress_.add(bytes_of(ranges));
+  }
+
+  const Ranges batches_;
+  std::vector<std::size_t> todo_;
+};
+
+class DiskLoader final : public Loader, private Crew {
+ public:
+  DiskLoader(DiskBackup& backup, Driver& driver, Address base, Ranges wanted, Progress& progress)
+      : Crew(backup, driver, base, progress), wanted_(std::move(wanted)) {
+    std::vector<std::size_t> blocks;
+    for (std::size_t block = 0; block < backup.blocks(); ++block)
+      if (!intersect(wanted_, backup.ranges(block)).empty()) blocks.push_back(block);
+    prepare(std::move(blocks));
+    start_threads();
+  }
+  ~DiskLoader() override { stop(); }
+
+  void add(Range memory) override {
+    std::lock_guard lock(mutex_);
+    there_.add(memory);
+    changed_.notify_all();
+  }
+
+  void finish() override {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return error_ || stopped_ || finished_ == blocks_.size(); });
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  void work(std::size_t block, Staging& staging) override {
+    for (int attempt = 1;; ++attempt) {
+      try {
+        backup_.read(block, staging.data());
+        break;
+      } catch (const Error&) {
+        if (attempt == kAttempts) throw;
+      }
+    }
+    const Ranges here = intersect(wanted_, backup_.ranges(block));
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return stopped_ || there_.covers(here); });
+      if (stopped_) return;
+    }
+    for (const DiskBackup::Piece& piece : backup_.pieces(block))
+      for (const Range& part : intersect(here, {{piece.offset, piece.size}}))
+        staging.each(piece.in_block + (part.offset - piece.offset), part.size,
+                     [&](const std::byte* host, std::size_t done, std::size_t size) {
+                       driver_.copy_in(base_ + part.offset + done, host, size);
+                     });
+    driver_.wait(driver_.mark(Direction::in));
+    progress_.add(bytes_of(here));
+  }
+
+  const Ranges wanted_;
+  RangeSet there_;  // memory that can be copied to
+};
+
+}  // namespace
+
+DiskBackup::DiskBackup(HostArena& staging, const std::string& directory, Ranges parts,
+                       std::atomic<std::size_t>& bytes_on_disk)
+    : Backup(std::move(parts)), staging_(staging), directory_(directory), bytes_on_disk_(bytes_on_disk) {
+  std::size_t position = 0;
+  for (const Range& part : this->parts()) {
+    positions_.push_back(position);
+    position += part.size;
+  }
+  checksums_.resize((bytes() + kBlock - 1) / kBlock);
+  try {
+    file_ = std::make_unique<ScratchFile>(directory_, round_up(bytes(), kFileAlignment));
+  } catch (const Error& failure) {
+    throw error(std::string("cannot reserve a file for it: ") + failure.what());
+  }
+  bytes_on_disk_ += bytes();
+}
+
+DiskBackup::~DiskBackup() {
+  if (file_ != nullptr) bytes_on_disk_ -= bytes();
+}
+
+BackupError DiskBackup::error(const std::string& what) const {
+  struct statvfs status{};
+  std::size_t free = 0;
+  if (::statvfs(directory_.c_str(), &status) == 0) free = status.f_bavail * status.f_frsize;
+  return BackupError("a backup of " + std::to_string(bytes()) + " bytes in " + directory_ + ", which has " +
+                         std::to_string(free) + " bytes free: " + what,
+                     bytes(), bytes_on_disk_, free);
+}
+
+std::size_t DiskBackup::size_of(std::size_t block) const {
+  return round_up(std::min(kBlock, bytes() - block * kBlock), kFileAlignment);
+}
+
+std::vector<DiskBackup::Piece> DiskBackup::pieces(std::size_t block) const {
+  const std::size_t begin = block * kBlock, end = std::min(bytes(), begin + kBlock);
+  auto part =
+      static_cast<std::size_t>(std::upper_bound(positions_.begin(), positions_.end(), begin) - positions_.begin());
+  std::vector<Piece> found;
+  for (--part; part < positions_.size() && positions_[part] < end; ++part) {
+    const std::size_t from = std::max(begin, positions_[part]);
+    const std::size_t to = std::min(end, positions_[part] + parts()[part].size);
+    found.push_back({parts()[part].offset + (from - positions_[part]), to - from, from - begin});
+  }
+  return found;
+}
+
+Ranges DiskBackup::ranges(std::size_t block) const {
+  Ranges found;
+  for (const Piece& piece : pieces(block)) found.push_back({piece.offset, piece.size});
+  return found;
+}
+
+void DiskBackup::write(std::size_t block, std::byte* memory) {
+  const std::size_t used = std::min(kBlock, bytes() - block * kBlock), size = size_of(block);
+  std::memset(memory + used, 0, size - used);
+  checksums_[block] = checksum(memory, size);
+  try {
+    file_->write(memory, size, block * kBlock);
+  } catch (const Error& failure) {
+    throw error(failure.what());
+  }
+}
+
+void DiskBackup::read(std::size_t block, std::byte* memory) {
+  try {
+    file_->read(memory, size_of(block), block * kBlock);
+  } catch (const Error& failure) {
+    throw error(failure.what());
+  }
+  if (checksum(memory, size_of(block)) != checksums_[block])
+    throw error("bytes " + std::to_string(block * kBlock) + " and on of the file are not what was written (checksum)");
+}
+
+std::unique_ptr<Saver> DiskBackup::saver(Driver& driver, Address base, Ranges batches, Progress& progress) {
+  return std::make_unique<DiskSaver>(*this, driver, base, std::move(batches), progress);
+}
+
+std::unique_ptr<Loader> DiskBackup::loader(Driver& driver, Address base, Ranges wanted, Progress& progress) {
+  return std::make_unique<DiskLoader>(*this, driver, base, std::move(wanted), progress);
+}
+
+std::byte* DiskBackup::view(Range) { throw error("the contents are in a file: only a clone of them can be had"); }
+
+void DiskBackup::read(Range range, std::byte* to) {
+  const Staging staging(staging_);
+  for (std::size_t block = 0; block < blocks(); ++block) {
+    const Ranges here = intersect(ranges(block), {range});
+    if (here.empty()) continue;
+    read(block, staging.data());
+    for (const Piece& piece : pieces(block))
+      for (const Range& part : intersect(here, {{piece.offset, piece.size}}))
+        std::memcpy(to + (part.offset - range.offset), staging.data() + piece.in_block + (part.offset - piece.offset),
+                    part.size);
+  }
+}
+
+}  // namespace memsaver

@@ -1,0 +1,83 @@
+#include "files.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "driver.h"
+
+namespace memsaver {
+namespace {
+
+[[noreturn]] void fail(const std::string& call, int error) { throw FileError(call, error, std::strerror(error)); }
+
+// As the first choice a file that never had a name; where the file system cannot do that, one whose name goes at once.
+int open_unnamed(const std::string& directory, int flags) {
+  const int file = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
+  if (file >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != ENOENT)) return file;
+  std::string path = directory + "/memsaver-XXXXXX";
+  const int named = ::mkostemp(path.data(), O_CLOEXEC | flags);
+  if (named >= 0) ::unlink(path.c_str());
+  return named;
+}
+
+int open_scratch(const std::string& directory) {
+  faults().check("open");
+  int file = open_unnamed(directory, O_DIRECT);
+  if (file < 0 && errno == EINVAL) file = open_unnamed(directory, 0);  // a file system that only knows its cache
+  if (file < 0) fail("open " + directory, errno);
+  return file;
+}
+
+// Reads or writes until all is done: both calls may do less than they were asked to.
+template <typename Call, typename Pointer>
+void all_of_it(const char* name, Call call, int file, Pointer data, std::size_t size, std::size_t offset) {
+  while (size > 0) {
+    const ssize_t done = call(file, data, size, static_cast<off_t>(offset));
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) fail(name, errno);
+    if (done == 0) fail(name, EIO);  // the file is shorter than it was made
+    data += done;
+    size -= static_cast<std::size_t>(done);
+    offset += static_cast<std::size_t>(done);
+  }
+}
+
+}  // namespace
+
+File::~File() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+std::optional<std::string> read_text(const std::string& path) {
+  const File file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (file.get() < 0) return std::nullopt;
+  std::string text(4096, '\0');
+  ssize_t got = 0;
+  do got = ::read(file.get(), text.data(), text.size());
+  while (got < 0 && errno == EINTR);
+  if (got < 0) return std::nullopt;
+  text.resize(static_cast<std::size_t>(got));
+  return text;
+}
+
+ScratchFile::ScratchFile(const std::string& directory, std::size_t size) : file_(open_scratch(directory)) {
+  faults().check("posix_fallocate");
+  const int error = ::posix_fallocate(file_.get(), 0, static_cast<off_t>(size));
+  if (error != 0) fail("posix_fallocate", error);
+}
+
+void ScratchFile::write(const void* data, std::size_t size, std::size_t offset) {
+  faults().check("pwrite");
+  all_of_it("pwrite", ::pwrite, file_.get(), static_cast<const char*>(data), size, offset);
+}
+
+void ScratchFile::read(void* data, std::size_t size, std::size_t offset) {
+  faults().check("pread");
+  all_of_it("pread", ::pread, file_.get(), static_cast<char*>(data), size, offset);
+}
+
+}  // namespace memsaver

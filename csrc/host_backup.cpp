@@ -1,0 +1,180 @@
+#include "host_backup.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+
+namespace memsaver {
+namespace {
+
+class HostSaver final : public Saver {
+ public:
+  HostSaver(HostBackup& backup, Driver& driver, Address base, Ranges batches, Progress& progress)
+      : backup_(backup), driver_(driver), base_(base), batches_(std::move(batches)), progress_(progress) {
+    for (const Range& batch : batches_)
+      todo_.push_back(backup_.saved.missing_from(intersect(backup_.parts(), {batch})));
+  }
+
+  // Where host memory has to be made first, each slab of it is filled while the next one is made.
+  void start() override {
+    for (std::size_t batch = 0; batch < batches_.size(); ++batch) {
+      backup_.place(batches_[batch].end());
+      tickets_.push_back(queue(batch));
+    }
+  }
+
+  void wait(std::size_t batch) override {
+    if (tickets_[batch] == nullptr) return;
+    try {
+      driver_.wait(tickets_[batch]);
+    } catch (const DriverError& error) {
+      if (error.context_lost) throw;
+      driver_.wait(queue(batch));  // the contents are there still: worth another try
+    }
+    for (const Range& range : todo_[batch]) backup_.saved.add(range);
+    progress_.add(bytes_of(todo_[batch]));
+  }
+
+ private:
+  Driver::Ticket queue(std::size_t batch) {
+    if (todo_[batch].empty()) return nullptr;
+    for (const HostBackup::Piece& piece : backup_.pieces(todo_[batch]))
+      driver_.copy_out(piece.host, base_ + piece.offset, piece.size);
+    return driver_.mark(Direction::out);
+  }
+
+  HostBackup& backup_;
+  Driver& driver_;
+  const Address base_;
+  const Ranges batches_;
+  Progress& progress_;
+  std::vector<Ranges> todo_;
+  std::vector<Driver::Ticket> tickets_;  // null: nothing to copy
+};
+
+class HostLoader final : public Loader {
+ public:
+  HostLoader(HostBackup& backup, Driver& driver, Address base, Ranges wanted, Progress& progress)
+      : backup_(backup), driver_(driver), base_(base), wanted_(std::move(wanted)), progress_(progress) {}
+
+  void add(Range memory) override {
+    const Ranges here = intersect(wanted_, {memory});
+    if (here.empty()) return;
+    for (const HostBackup::Piece& piece : backup_.pieces(here))
+      driver_.copy_in(base_ + piece.offset, piece.host, piece.size);
+    under_way_.push_back({driver_.mark(Direction::in), bytes_of(here)});
+    while (!under_way_.empty() && driver_.done(under_way_.front().ticket)) settle();
+  }
+
+  void finish() override {
+    while (!under_way_.empty()) {
+      driver_.wait(under_way_.front().ticket);
+      settle();
+    }
+  }
+
+ private:
+  struct Copy {
+    Driver::Ticket ticket;
+    std::size_t bytes;
+  };
+
+  void settle() {
+    progress_.add(under_way_.front().bytes);
+    under_way_.pop_front();
+  }
+
+  HostBackup& backup_;
+  Driver& driver_;
+  const Address base_;
+  const Ranges wanted_;
+  Progress& progress_;
+  std::deque<Copy> under_way_;
+};
+
+}  // namespace
+
+HostBackup::HostBackup(HostArena& arena, Ranges parts) : Backup(std::move(parts)), arena_(arena), left_(bytes()) {
+  arena_.check(left_);
+}
+
+HostBackup::~HostBackup() {
+  for (const HostArena::Extent& extent : extents_) arena_.put(extent);
+}
+
+void HostBackup::place(std::size_t end) {
+  for (; next_part_ < parts().size() && parts()[next_part_].offset < end; ++next_part_, within_part_ = 0) {
+    const Range& part = parts()[next_part_];
+    while (within_part_ < part.size) {
+      if (free_.size == 0) free_ = extents_.emplace_back(arena_.take_some(left_));
+      const std::size_t size = std::min(part.size - within_part_, free_.size);
+      placed_.push_back({part.offset + within_part_, size, free_.data});
+      free_ = {free_.data + size, free_.size - size};
+      within_part_ += size;
+      left_ -= size;
+    }
+  }
+}
+
+std::vector<HostBackup::Piece> HostBackup::pieces(const Ranges& ranges) const {
+  std::vector<Piece> found;
+  const std::byte* border = nullptr;  // where the slab of the last piece ends
+  for (const Range& range : ranges) {
+    auto at = std::upper_bound(placed_.begin(), placed_.end(), range.offset,
+                               [](std::size_t offset, const Piece& piece) { return offset < piece.offset; });
+    if (at != placed_.begin()) --at;
+    for (; at != placed_.end() && at->offset < range.end(); ++at) {
+      std::size_t begin = std::max(range.offset, at->offset);
+      const std::size_t end = std::min(range.end(), at->offset + at->size);
+      while (begin < end) {
+        std::byte* host = at->host + (begin - at->offset);
+        Piece* last = found.empty() ? nullptr : &found.back();
+        const bool joins = last != nullptr && last->offset + last->size == begin && last->host + last->size == host;
+        if (!joins || host == border) {
+          if (host >= border || last == nullptr || host < last->host) border = arena_.slab_end(host);
+          found.push_back({begin, 0, host});
+        }
+        const std::size_t size = std::min(end - begin, static_cast<std::size_t>(border - host));
+        found.back().size += size;
+        begin += size;
+      }
+    }
+  }
+  return found;
+}
+
+std::unique_ptr<Saver> HostBackup::saver(Driver& driver, Address base, Ranges batches, Progress& progress) {
+  return std::make_unique<HostSaver>(*this, driver, base, std::move(batches), progress);
+}
+
+std::unique_ptr<Loader> HostBackup::loader(Driver& driver, Address base, Ranges wanted, Progress& progress) {
+  return std::make_unique<HostLoader>(*this, driver, base, std::move(wanted), progress);
+}
+
+std::byte* HostBackup::view(Range range) {
+  const auto part =
+      std::find_if(parts().begin(), parts().end(), [&](const Range& each) { return each.end() > range.offset; });
+  const auto begin = std::lower_bound(placed_.begin(), placed_.end(), part->offset,
+                                      [](const Piece& piece, std::size_t offset) { return piece.offset < offset; });
+  auto end = begin;
+  bool split = false;
+  for (; end != placed_.end() && end->offset < part->end(); ++end)
+    split |= end != begin && std::prev(end)->host + std::prev(end)->size != end->host;
+  if (split) {
+    // Memory came in pieces: the part moves to where there is room for all of it. Nobody can see this, since all views
+    // are of parts that are whole.
+    const HostArena::Extent whole = extents_.emplace_back(arena_.take_whole(part->size));
+    for (auto at = begin; at != end; ++at) {
+      std::byte* to = whole.data + (at->offset - part->offset);
+      std::memcpy(to, at->host, at->size);
+      at->host = to;
+    }
+  }
+  return begin->host + (range.offset - part->offset);
+}
+
+void HostBackup::read(Range range, std::byte* to) {
+  for (const Piece& piece : pieces({range})) std::memcpy(to + (piece.offset - range.offset), piece.host, piece.size);
+}
+
+}  // namespace memsaver
