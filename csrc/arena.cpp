@@ -118,11 +118,7 @@ std::size_t HostBudget::held() const {
 }
 
 void HostArena::check(std::size_t bytes) const {
-  std::size_t idle = 0;
-  {
-    std::lock_guard lock(mutex_);
-    idle = held_ - used_;
-  }
+  const std::size_t idle = idle_bytes();
   bytes = round_up(bytes, kHostPage);
   if (bytes > idle) budget_.check(round_up(bytes - idle, kPage));
 }
@@ -352,6 +348,11 @@ std::size_t HostArena::held_bytes() const {
 std::size_t HostArena::used_bytes() const {
   std::lock_guard lock(mutex_);
   return used_;
+}
+
+std::size_t HostArena::idle_bytes() const {
+  std::lock_guard lock(mutex_);
+  return held_ - used_;
 }
 
 }  // namespace memsaver

@@ -66,6 +66,7 @@ class HostArena {
   std::size_t release_idle();  // slabs without contents go back to the system; returns their bytes
   std::size_t held_bytes() const;
   std::size_t used_bytes() const;
+  std::size_t idle_bytes() const;
 
  private:
   void run_background();

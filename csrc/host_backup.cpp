@@ -7,6 +7,10 @@
 namespace memsaver {
 namespace {
 
+// Batches in the queue beside the one that is waited for: enough to keep the bus busy. With all of them queued, copies
+// the other way are held up.
+constexpr std::size_t kAhead = 3;
+
 class HostSaver final : public Saver {
  public:
   HostSaver(HostBackup& backup, Driver& driver, Address base, Ranges batches, Progress& progress)
@@ -18,12 +22,14 @@ class HostSaver final : public Saver {
   // Where host memory has to be made first, each slab of it is filled while the next one is made.
   void start() override {
     for (std::size_t batch = 0; batch < batches_.size(); ++batch) {
+      if (backup_.must_grow(batches_[batch].end())) queue_up_to(batch);
       backup_.place(batches_[batch].end());
-      tickets_.push_back(queue(batch));
     }
+    queue_up_to(std::min(kAhead, batches_.size()));
   }
 
   void wait(std::size_t batch) override {
+    queue_up_to(std::min(batch + kAhead, batches_.size()));
     if (tickets_[batch] == nullptr) return;
     try {
       driver_.wait(tickets_[batch]);
@@ -36,6 +42,10 @@ class HostSaver final : public Saver {
   }
 
  private:
+  void queue_up_to(std::size_t batches) {
+    while (tickets_.size() < batches) tickets_.push_back(queue(tickets_.size()));
+  }
+
   Driver::Ticket queue(std::size_t batch) {
     if (todo_[batch].empty()) return nullptr;
     for (const HostBackup::Piece& piece : backup_.pieces(todo_[batch]))
@@ -100,6 +110,10 @@ HostBackup::HostBackup(HostArena& arena, Ranges parts) : Backup(std::move(parts)
 
 HostBackup::~HostBackup() {
   for (const HostArena::Extent& extent : extents_) arena_.put(extent);
+}
+
+bool HostBackup::must_grow(std::size_t end) const {
+  return next_part_ < parts().size() && parts()[next_part_].offset < end && free_.size == 0 && arena_.idle_bytes() == 0;
 }
 
 void HostBackup::place(std::size_t end) {

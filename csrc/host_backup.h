@@ -20,7 +20,8 @@ class HostBackup final : public Backup {
   HostBackup(HostArena& arena, Ranges parts);
   ~HostBackup() override;
 
-  void place(std::size_t end);  // takes memory for all parts before this offset. Throws BackupError
+  bool must_grow(std::size_t end) const;  // whether place() has to wait for memory to be made
+  void place(std::size_t end);            // takes memory for all parts before this offset. Throws BackupError
   std::vector<Piece> pieces(const Ranges& ranges) const;  // contiguous on both sides, and each within a slab
 
   std::unique_ptr<Saver> saver(Driver& driver, Address base, Ranges batches, Progress& progress) override;
