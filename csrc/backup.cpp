@@ -6,7 +6,7 @@
 namespace memsaver {
 namespace {
 
-constexpr auto kBetweenReports = std::chrono::milliseconds(50);
+constexpr auto kBetweenReports = std::chrono::milliseconds(20);
 
 }  // namespace
 

@@ -168,6 +168,9 @@ std::unique_ptr<Loader> HostBackup::loader(Driver& driver, Address base, Ranges 
 std::byte* HostBackup::view(Range range) {
   const auto part =
       std::find_if(parts().begin(), parts().end(), [&](const Range& each) { return each.end() > range.offset; });
+  if (part == parts().end() || part->offset > range.offset || part->end() < range.end())
+    throw BackupError("these " + std::to_string(range.size) + " bytes are more than one allocation", range.size,
+                      bytes(), 0);
   const auto begin = std::lower_bound(placed_.begin(), placed_.end(), part->offset,
                                       [](const Piece& piece, std::size_t offset) { return piece.offset < offset; });
   auto end = begin;

@@ -53,7 +53,7 @@ def main() -> int:
     held = weights.mapped_bytes + kv_cache.mapped_bytes
 
     # Pause. The driver has the memory back, and what needs it is refused instead of touching what is not there.
-    paused = memsaver.pause()
+    paused = memsaver.pause(progress=show_progress)
     free = report(f"pause: {', '.join(paused.paused)}; {paused.copied_bytes // MIB} MiB copied out", paused.seconds)
     try:
         if ON_GPU:
@@ -80,7 +80,7 @@ def main() -> int:
     other.pause()
 
     # Resume. Same addresses, the weights' contents restored, and the graph replays as if nothing had been.
-    resumed = memsaver.resume(paused.paused)
+    resumed = memsaver.resume(paused.paused, progress=show_progress)
     report(f"resume: {', '.join(resumed.resumed)}; {resumed.copied_bytes // MIB} MiB copied in", resumed.seconds)
     if outputs is not None:
         outputs.zero_()
@@ -108,6 +108,11 @@ def capture(forward: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], Tensor
         return outputs
 
     return run, outputs
+
+
+def show_progress(done: int, total: int) -> None:
+    """Called now and then while contents move; on one line."""
+    print(f"\r{done // MIB:>7} of {total // MIB} MiB copied", end="" if done < total else "\n", flush=True)
 
 
 def report(what: str, seconds: float | None = None) -> int:

@@ -96,14 +96,15 @@ def fresh(request: pytest.FixtureRequest) -> Iterator[Callable[..., memsaver.Reg
     """Makes regions with tags of their own, and leaves them active."""
     made: list[memsaver.Region] = []
 
-    def make(name: str = "region", backup: str = "none") -> memsaver.Region:
-        made.append(memsaver.region(f"{name}-{next(_numbers)}", device="cuda:0", backup=backup))
+    def make(name: str = "region", backup: str = "none", **options: object) -> memsaver.Region:
+        made.append(memsaver.region(f"{name}-{next(_numbers)}", device="cuda:0", backup=backup, **options))
         return made[-1]
 
     yield make
     torch.cuda.synchronize()
     for region in made:
         region.resume()
+        region.thaw()
     torch.cuda.empty_cache()
     memsaver.trim([region.tag for region in made])
     memsaver.configure(retain=0)

@@ -1,0 +1,265 @@
+"""Contents on a real device: the pipeline both ways at once, ahead, frozen, on disk, read while away."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import memsaver
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def full_checks():
+    """Tensors of a test that failed must not fill the device of the next."""
+    yield
+    torch.cuda.empty_cache()
+    memsaver.release_host_memory()
+
+
+def random_tensors(region, count, nbytes):
+    with region:
+        tensors = [torch.empty(nbytes // 8, dtype=torch.int64, device="cuda") for _ in range(count)]
+    for tensor in tensors:
+        tensor.random_()
+    return tensors
+
+
+def sums(tensors):
+    """What tells contents apart without a second copy: weighted, so that swapped pieces show."""
+    weights = torch.arange(1, tensors[0].numel() + 1, device="cuda")
+    return [int((tensor * weights).sum()) for tensor in tensors]
+
+
+def host_bytes(name="host_held_bytes"):
+    return memsaver.stats()["devices"]["cuda:0"][name]
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("retain", [0, "16GiB"])
+def test_contents_of_several_regions_survive_pauses_and_switches(fresh, retain):
+    memsaver.configure(retain=retain)
+    regions = [fresh("contents", "host") for _ in range(3)]
+    sizes = (40, 64 * MIB), (3, GIB), (700, 2 * MIB)
+    held = [random_tensors(region, count, nbytes) for region, (count, nbytes) in zip(regions, sizes)]
+    expected = [sums(tensors) for tensors in held]
+    tags = [region.tag for region in regions]
+    for _ in range(3):
+        memsaver.pause(tags)
+        memsaver.resume(tags[0])
+        memsaver.switch(pause=tags[0], resume=tags[1:])
+        memsaver.switch(pause=tags[1], resume=tags[0])
+        memsaver.resume(tags)
+        assert [sums(tensors) for tensors in held] == expected
+
+
+def test_a_switch_in_place_needs_no_more_than_the_larger_side(fresh, neighbour, driver_free):
+    out, back = fresh("out", "host"), fresh("back", "host")
+    coming = random_tensors(back, 64, 64 * MIB)
+    there = sums(coming)
+    back.pause()
+    leaving = random_tensors(out, 48, 64 * MIB)
+    here = sums(leaving)
+    torch.cuda.empty_cache()
+    neighbour.tell(f"hold {1536 * MIB}")
+    lowest = [driver_free()]
+    assert lowest[0] <= 2 * GIB
+    stop = threading.Event()
+
+    def watch():
+        while not stop.is_set():
+            lowest.append(driver_free())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        memsaver.switch(pause=out.tag, resume=back.tag)  # 3 GiB out, 4 GiB in
+        after = driver_free()
+        memsaver.switch(pause=back.tag, resume=out.tag)
+    finally:
+        stop.set()
+        watcher.join()
+        neighbour.tell("release")
+    assert min(lowest) >= after - 64 * MIB  # never more in use than with the larger side in
+    assert sums(leaving) == here
+    memsaver.switch(pause=out.tag, resume=back.tag)
+    assert sums(coming) == there
+
+
+def test_host_memory_grows_ahead_and_holds_what_is_live(fresh):
+    memsaver.release_host_memory()
+    before = host_bytes()
+    region = fresh("ahead", "host")
+    tensors = random_tensors(region, 100, 20 * MIB)
+    until(lambda: host_bytes() - before >= region.allocated_bytes)
+    segments = sum(segment["total_size"] for segment in torch.cuda.memory_snapshot() if region.owns(segment["address"]))
+    assert segments == region.allocated_bytes
+    held = host_bytes()
+    assert held - before <= segments * 1.02 + 64 * MIB
+    expected = sums(tensors)
+    region.pause()
+    assert host_bytes() == held  # the pause found it ready
+    region.resume()
+    assert sums(tensors) == expected
+
+
+def test_graphs_are_captured_while_host_memory_grows(fresh):
+    region = fresh("beside", "host")
+    done = threading.Event()
+
+    def grow():
+        held = []
+        for _ in range(24):
+            held.append(region.empty((128 * MIB,), torch.uint8))
+            time.sleep(0.01)
+        done.set()
+
+    memsaver.release_host_memory()
+    value = torch.zeros(1024, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        value.add_(0)
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=grow)
+    thread.start()
+    captured = 0
+    while not done.is_set() or captured == 0:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            for _ in range(50):
+                value.add_(1)
+        graph.replay()
+        captured += 1
+    thread.join()
+    torch.cuda.synchronize()
+    assert bool((value == 50 * captured).all())
+
+
+def test_frozen_contents_are_copied_out_once(fresh):
+    region = fresh("frozen", "host", frozen=True)
+    tensors = random_tensors(region, 8, 64 * MIB)
+    expected = sums(tensors)
+    assert region.pause().copied_bytes == 512 * MIB
+    assert region.resume().copied_bytes == 512 * MIB
+    for _ in range(3):
+        assert region.pause().copied_bytes == 0
+        assert region.resume().copied_bytes == 512 * MIB
+        assert sums(tensors) == expected
+    with pytest.raises(memsaver.Error, match="frozen"), region:
+        pass
+    region.thaw()
+    tensors[0].random_()
+    expected = sums(tensors)
+    region.pause()
+    region.resume()
+    assert sums(tensors) == expected
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_poison_is_nan(fresh, dtype):
+    region = fresh("poison", fill="poison")
+    tensor = region.empty((3 * MIB,), dtype)
+    region.pause()
+    region.resume()
+    assert bool(tensor.float().isnan().all())
+
+
+def test_zero_is_zero(fresh):
+    region = fresh("zero", fill="zero")
+    tensor = region.empty((3 * MIB,), torch.int32).fill_(7)
+    region.pause()
+    region.resume()
+    assert not bool(tensor.any())
+
+
+def test_a_backup_can_be_read_and_written_while_its_tensor_is_away(fresh):
+    region = fresh("read", "host")
+    with region:
+        matrix = torch.randn(512, 300, device="cuda", dtype=torch.bfloat16)
+        other = torch.randn(5000, device="cuda")
+    expected, kept = matrix.cpu(), other.cpu()
+    region.pause()
+    view = memsaver.cpu_backup(matrix.t())
+    assert view.device.type == "cpu" and torch.equal(view, expected.t())
+    copy = memsaver.cpu_backup(other, clone=True)
+    assert torch.equal(copy, kept)
+    view[7] = 3.0
+    expected[:, 7] = 3.0
+    copy.zero_()
+    region.resume()
+    assert torch.equal(matrix.cpu(), expected) and torch.equal(other.cpu(), kept)
+    with pytest.raises(memsaver.Error, match="active"):
+        memsaver.cpu_backup(matrix)
+
+
+def test_contents_on_disk_come_back(fresh, tmp_path):
+    memsaver.configure(disk_dir=tmp_path)
+    region = fresh("disk", "disk")
+    tensors = random_tensors(region, 30, 22 * MIB)
+    expected = sums(tensors)
+    for _ in range(2):
+        assert region.pause().copied_bytes == 30 * 22 * MIB
+        assert list(tmp_path.iterdir()) == []  # the file has no name
+        assert host_bytes("host_used_bytes") == 0
+        region.resume()
+        assert sums(tensors) == expected
+
+
+def test_streams_go_on_beside_a_background_pause(fresh):
+    region = fresh("background", "host")
+    tensors = random_tensors(region, 64, 64 * MIB)
+    expected = sums(tensors)
+    counter = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    moved = region.pause(wait=False)
+    launched_while_under_way = 0
+    while not moved.done:
+        counter.add_(1)
+        torch.cuda.current_stream().synchronize()
+        launched_while_under_way += not moved.done
+    assert moved.wait().paused == (region.tag,)
+    assert launched_while_under_way > 10
+    back = region.resume(wait=False)
+    again = region.pause(wait=False)
+    region.resume()
+    assert back.done and again.done
+    assert sums(tensors) == expected
+
+
+def test_progress_of_a_long_transition(fresh):
+    region = fresh("progress", "host")
+    tensors = random_tensors(region, 128, 64 * MIB)
+    seen = []
+    region.pause(progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen) and seen[-1] == (8 * GIB, 8 * GIB) and len(seen) >= 2
+    seen.clear()
+    region.resume(progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (8 * GIB, 8 * GIB) and len(seen) >= 2
+    del tensors
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU only")
+def test_regions_of_several_devices_move_in_one_transition():
+    regions = [memsaver.region("several", device=f"cuda:{i}", backup="host") for i in range(torch.cuda.device_count())]
+    tensors = [region.empty((512 * MIB,), torch.uint8).random_() for region in regions]
+    expected = [tensor.cpu() for tensor in tensors]
+    for _ in range(2):
+        assert memsaver.pause("several").copied_bytes == 512 * MIB * len(regions)
+        memsaver.resume("several")
+    for tensor, kept in zip(tensors, expected):
+        assert torch.equal(tensor.cpu(), kept)
