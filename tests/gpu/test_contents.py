@@ -100,6 +100,7 @@ def test_a_switch_in_place_needs_no_more_than_the_larger_side(fresh, neighbour, 
 
 
 def test_host_memory_grows_ahead_and_holds_what_is_live(fresh):
+    memsaver.configure(backup_ahead=True)
     memsaver.release_host_memory()
     before = host_bytes()
     region = fresh("ahead", "host")
@@ -127,6 +128,7 @@ def test_graphs_are_captured_while_host_memory_grows(fresh):
             time.sleep(0.01)
         done.set()
 
+    memsaver.configure(backup_ahead=True)
     memsaver.release_host_memory()
     value = torch.zeros(1024, device="cuda")
     side = torch.cuda.Stream()
