@@ -12,7 +12,7 @@
 namespace memsaver {
 namespace {
 
-constexpr std::size_t kThreads = 4;  // what keeps a fast disk busy; each has a block of pinned memory
+constexpr std::size_t kThreads = 8;  // some read or write while others look at what they have; each has a block
 constexpr int kAttempts = 2;         // a file call that fails may be an interruption
 
 std::uint64_t word(const std::byte* data) {

@@ -15,7 +15,7 @@ namespace memsaver {
 
 class DiskBackup final : public Backup {
  public:
-  static constexpr std::size_t kBlock = 16 * kMiB;
+  static constexpr std::size_t kBlock = 8 * kMiB;
   struct Piece {
     std::size_t offset;  // within the region
     std::size_t size;

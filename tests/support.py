@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +74,89 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def unnamed_files(directory: object) -> list[int]:
+    """Descriptors of this process on files of a directory that have no name any more."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            link = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the listing's own
+            continue
+        if link.startswith(f"{directory}/") and link.endswith(" (deleted)"):
+            found.append(int(name))
+    return found
+
+
 def host_used_bytes(device: str = "cpu") -> int:
     return int(memsaver.stats()["devices"][device]["host_used_bytes"])
+
+
+def host_held_bytes(device: str = "cpu") -> int:
+    return int(memsaver.stats()["devices"][device]["host_held_bytes"])
+
+
+def drop_backups() -> int:
+    """Resumes what other tests left paused and gives the arena back. Returns what it still holds."""
+    for region in memsaver.regions.all_regions():
+        region.resume()
+        region.thaw()
+    memsaver.release_host_memory()
+    return host_held_bytes()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for another thread to come to a place; not for a time."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def flush_unreleased() -> None:
+    """A handle whose release was refused is tried again by the next release."""
+    region = memsaver.region("flush", device="cpu")
+    Block(region, 1)
+
+
+@dataclass
+class Ledger:
+    """What this process holds of the device and of the system; a test ends where it began."""
+
+    free: int = field(default_factory=free_bytes)
+    files: int = field(default_factory=descriptors)
+    host_used: int = field(default_factory=host_used_bytes)
+
+    def check(self) -> None:
+        flush_unreleased()
+        assert _core.unreleased_bytes() == 0
+        assert Ledger() == self
+
+
+class Sweep:
+    """Calls something again and again: its first driver or file call fails, its second, and so on to the last."""
+
+    def __init__(self, kind: str, act: Callable[[], object]) -> None:
+        self.kind = kind
+        self.act = act
+        self.failures = 0
+
+    def __iter__(self) -> Iterator[memsaver.Error | None]:
+        """Yields the error of each attempt; the caller checks, and brings back the state to begin with."""
+        for nth in range(1, 1000):
+            _core.faults_arm(nth, self.kind)
+            error = None
+            try:
+                self.act()
+            except memsaver.Error as raised:
+                error = raised
+            reached = _core.faults_calls() >= nth
+            _core.faults_disarm()
+            if not reached:
+                assert error is None
+                assert self.failures > 0
+                return
+            self.failures += error is not None
+            yield error
 
 
 def fresh_device() -> str:

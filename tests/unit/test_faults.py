@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import os
-import random
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import pytest
 
 import memsaver
 from memsaver import _core
-from tests.support import KIB, MIB, PAGE, Block, Fill, Hooks, blocks, descriptors, free_bytes, host_used_bytes
+from tests.support import (
+    MIB,
+    PAGE,
+    Block,
+    Fill,
+    Hooks,
+    Ledger,
+    Sweep,
+    blocks,
+    drop_backups,
+    flush_unreleased,
+    free_bytes,
+    host_used_bytes,
+)
 
 Make = Callable[..., memsaver.Region]
 KINDS = ["error", "memory"]
 SIZES = [3 * MIB, 40 * MIB, 5 * MIB, 100, 2 * MIB]  # the second goes: chunks with a gap take more calls
 
 
-@dataclass
-class Ledger:
-    """What this process holds of the device and of the system; a test ends where it began."""
-
-    free: int = field(default_factory=free_bytes)
-    files: int = field(default_factory=descriptors)
-    host_used: int = field(default_factory=host_used_bytes)
-
-    def check(self) -> None:
-        flush_unreleased()
-        assert _core.unreleased_bytes() == 0
-        assert Ledger() == self
-
-
-def flush_unreleased() -> None:
-    """A handle whose release was refused is tried again by the next release."""
-    region = memsaver.region("flush", device="cpu")
-    Block(region, 1)
-
-
 @pytest.fixture
 def ledger(make: Make) -> Ledger:
-    Block(memsaver.region("flush", device="cpu"), 1)  # the device is open, and the arena exists
+    flush_unreleased()  # the device is open, and the arena exists
+    drop_backups()
     return Ledger()
 
 
@@ -60,33 +52,6 @@ def with_a_gap(region: memsaver.Region, seed: int = 0) -> list[Block]:
             gap = held.pop()
     del gap
     return held
-
-
-class Sweep:
-    """Calls something again and again, with its first driver call failing, its second, and so on to the last."""
-
-    def __init__(self, kind: str, act: Callable[[], object]) -> None:
-        self.kind = kind
-        self.act = act
-        self.failures = 0
-
-    def __iter__(self) -> Iterator[memsaver.Error | None]:
-        """Yields the error of each attempt; the caller checks, and brings back the state to begin with."""
-        for nth in range(1, 1000):
-            _core.faults_arm(nth, self.kind)
-            error = None
-            try:
-                self.act()
-            except memsaver.Error as raised:
-                error = raised
-            reached = _core.faults_calls() >= nth
-            _core.faults_disarm()
-            if not reached:
-                assert error is None
-                assert self.failures > 0
-                return
-            self.failures += error is not None
-            yield error
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -377,112 +342,6 @@ def few_descriptors(spare: int) -> Iterator[None]:
         for file in taken:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-# Random sequences against a model
-
-
-class Model:
-    """Some regions, and the bytes that each of their segments should hold (None: undefined since a pause)."""
-
-    def __init__(self, make: Make, rng: random.Random) -> None:
-        self.rng = rng
-        self.regions = [make(("none", "host")[number % 2]) for number in range(4)]
-        self.held: dict[memsaver.Region, list[Block]] = {region: [] for region in self.regions}
-        self.known = dict.fromkeys(self.regions, True)
-        self.seed = 0
-        self.errors = 0
-
-    def step(self) -> None:
-        if self.rng.random() < 0.35:
-            _core.faults_arm(self.rng.randint(1, 16), self.rng.choice(KINDS))
-        act = self.rng.choice([self.grow, self.grow, self.grow, self.drop, self.write, self.move, self.move, self.move])
-        try:
-            act()
-        except memsaver.Error:
-            self.errors += 1
-        _core.faults_disarm()
-        self.check()
-
-    def grow(self) -> None:
-        region = self.rng.choice(self.regions)
-        if len(self.held[region]) > 12:
-            return self.drop()
-        self.seed += 1
-        nbytes = self.rng.choice([100, 700 * KIB, PAGE, 3 * MIB + 5, 9 * MIB])
-        self.refill(region)
-        self.held[region].append(Block(region, nbytes, self.seed))
-        return None
-
-    def drop(self) -> None:
-        held = self.held[self.rng.choice(self.regions)]
-        if held:
-            held.pop(self.rng.randrange(len(held)))
-
-    def write(self) -> None:
-        region = self.rng.choice(self.regions)
-        if region.state == "active" and self.held[region]:
-            self.refill(region)
-            self.seed += 1
-            self.rng.choice(self.held[region]).fill(self.seed)
-
-    def refill(self, region: memsaver.Region) -> None:
-        if region.state == "active" and not self.known[region]:
-            for block in self.held[region]:
-                self.seed += 1
-                block.fill(self.seed)
-            self.known[region] = True
-
-    def move(self) -> None:
-        chosen = self.rng.sample(self.regions, self.rng.randint(1, 3))
-        cut = self.rng.randint(0, len(chosen))
-        out, back = chosen[:cut], chosen[cut:]
-        backup = self.rng.choice([None, None, None, "none", "host"])
-        restore = self.rng.random() < 0.9
-        before = {region: region.state for region in self.regions}
-        try:
-            memsaver.switch(
-                pause=[each.tag for each in out], resume=[each.tag for each in back], backup=backup, restore=restore
-            )
-        finally:
-            for region in self.regions:
-                change = (before[region], region.state)
-                if change == ("active", "paused") and (backup or region.backup) == "none":
-                    self.known[region] = False
-                if change == ("paused", "active") and not restore:
-                    self.known[region] = False
-
-    def check(self) -> None:
-        for region in self.regions:
-            assert region.state in ("active", "paused")
-            assert region.allocated_bytes == sum(-(-block.nbytes // 512) * 512 for block in self.held[region])
-            for block in self.held[region]:
-                assert block.tensor.data_ptr() == block.address
-            if region.state == "active" and self.known[region]:
-                for block in self.held[region]:
-                    block.check()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_sequences_with_faults_keep_every_byte_and_every_chunk(make: Make, ledger: Ledger, seed: int) -> None:
-    rng = random.Random(seed)
-    memsaver.configure(retain=rng.choice([0, 16 * MIB, "1GiB"]))
-    model = Model(make, rng)
-    for _ in range(200):
-        model.step()
-    assert model.errors > 10
-    tags = [region.tag for region in model.regions]
-    memsaver.resume(tags)
-    model.check()
-    memsaver.pause(tags)
-    assert all(region.mapped_bytes == 0 for region in model.regions)
-    memsaver.configure(retain=0)
-    flush_unreleased()
-    assert (free_bytes(), _core.unreleased_bytes()) == (ledger.free, 0)
-    for held in model.held.values():
-        held.clear()
-    memsaver.resume(tags)
-    ledger.check()
 
 
 def retained() -> int:

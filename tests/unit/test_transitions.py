@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -12,7 +11,19 @@ import pytest
 
 import memsaver
 from memsaver import _core
-from tests.support import MIB, PAGE, Block, Fill, Hooks, blocks, descriptors, free_bytes, host_used_bytes, segments
+from tests.support import (
+    MIB,
+    PAGE,
+    Block,
+    Fill,
+    Hooks,
+    blocks,
+    descriptors,
+    free_bytes,
+    host_used_bytes,
+    segments,
+    until,
+)
 
 Make = Callable[..., memsaver.Region]
 
@@ -21,14 +32,6 @@ Make = Callable[..., memsaver.Region]
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as pool:
         yield pool
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for another thread to come to a place; not for a time."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # What a pause gives and a resume brings
