@@ -96,6 +96,50 @@ def test_what_is_copied_in_is_copied_out(bench: Bench) -> None:
     assert np.array_equal(bench.read(address + 777, data.nbytes), data)
 
 
+def test_a_mark_stands_for_the_copies_queued_before_it(bench: Bench) -> None:
+    size = 32 * MIB
+    address = bench.reserve(size)
+    bench.map(address, size, bench.create(size))
+    data, found = random_bytes(size, seed=1), np.zeros(size, np.uint8)
+    bench.driver.copy_in(address, data.ctypes.data, size)
+    into = bench.driver.mark("in")
+    into.wait()
+    assert into.done()
+    bench.driver.copy_out(found.ctypes.data, address, size)
+    out = bench.driver.mark("out")
+    out.wait()
+    assert out.done() and np.array_equal(found, data)
+
+
+def test_copies_of_one_direction_run_in_order(bench: Bench) -> None:
+    address = bench.reserve(PAGE)
+    bench.map(address, PAGE, bench.create(PAGE))
+    versions = [random_bytes(PAGE, seed) for seed in range(20)]
+    for version in versions:
+        bench.driver.copy_in(address, version.ctypes.data, PAGE)
+    bench.driver.fill(address + 100, 50, 7)  # queued behind them
+    expected = versions[-1].copy()
+    expected[100:150] = 7
+    bench.driver.mark("in").wait()
+    assert np.array_equal(bench.read(address, PAGE), expected)
+
+
+@pytest.mark.parametrize("byte", [0, 0xFF])
+def test_fill_writes_every_byte(bench: Bench, byte: int) -> None:
+    size = 3 * PAGE
+    address = bench.reserve(size)
+    for at in range(0, size, PAGE):
+        bench.map(address + at, PAGE, bench.create(PAGE))
+    bench.write(address, random_bytes(size))
+    bench.driver.fill(address, size, byte)
+    bench.driver.finish_copies()
+    assert np.array_equal(bench.read(address, size), np.full(size, byte, np.uint8))
+
+
+def test_the_nearest_memory_is_a_node_or_unknown(bench: Bench) -> None:
+    assert -1 <= bench.driver.host_node() < 1024
+
+
 def test_data_survives_remapping_a_handle_to_another_address(bench: Bench) -> None:
     before, after = bench.reserve(PAGE), bench.reserve(PAGE)
     handle = bench.create(PAGE)
