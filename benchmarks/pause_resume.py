@@ -1,172 +1,53 @@
-"""Pause and resume, ours beside torch_memory_saver, on the same work in one run.
+"""Pause, resume and switch, ours beside torch_memory_saver and beside plain copies, on the same work in one run.
 
-    python benchmarks/pause_resume.py [--rounds 3] [--cycles 3] [--scale 1.0] [--no-peer]
+    python benchmarks/pause_resume.py [--only table first switch handover host_memory] [--rounds 1] [--cycles 5]
+                                      [--scale 1.0] [--device cuda:0] [--no-peer]
 
-Prints a table of milliseconds (medians), then one JSON line with every sample. Subjects take turns, each time in a new
-process, because a machine's speed drifts over seconds. Contents are random and compared whole after every cycle where
-they are backed up. The limit is measured in the same run: plain copies between the device and pinned memory.
+Prints tables of milliseconds (medians) and of their part of the limit, then one JSON line with every sample. Subjects
+take turns, each time in a new process, because a machine's speed drifts over seconds; the peer that pins anew at every
+pause has one round of one cycle. The limit is measured before each of them: 16 GiB of plain copies between the device
+and pinned memory, one way, the other, and both at once. Contents are random, change before every pause, and are
+compared whole after every cycle where they are backed up. Needs 96 GiB of device memory and 80 of the host's, times
+``--scale``. With ``--device cpu`` and a small scale it runs on the host driver, which checks the benchmark and measures
+nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
+import first_pause
+import subjects
+import switches
 from environment import environment, need_cuda
+from host import GIB, MIB
+from limits import Limit
+from processes import Sample, in_process
+from work import LARGE, MEDIUM, SMALL, Work, size
 
-GIB = 1 << 30
-MIB = 1 << 20
-
-# name -> (tensors, bytes each, backed up)
-WORK = {
-    "64 GiB without backup, 2 tensors": (2, 32 * GIB, False),
-    "16 GiB backed up, 256 tensors": (256, 64 * MIB, True),
-    "8 GiB backed up, 4096 tensors": (4096, 2 * MIB, True),
-}
-SUBJECTS = ("memsaver", "memsaver, retained", "torch_memory_saver", "torch_memory_saver, backups retained")
+PARTS = ("table", "first", "switch", "handover", "host_memory")
+COLUMNS = ("first pause", "first resume", "pause", "resume")
+NAME = 40  # characters
 
 
-class Ours:
-    def __init__(self, backed_up: bool, retained: bool) -> None:
-        import memsaver
-
-        if retained:
-            memsaver.configure(retain="100GiB")
-        self._region = memsaver.region("work", device="cuda:0", backup="host" if backed_up else "none")
-
-    def region(self) -> AbstractContextManager[object]:
-        return self._region
-
-    def pause(self) -> None:
-        self._region.pause()
-
-    def resume(self) -> None:
-        self._region.resume()
+def median(samples: Sequence[float]) -> float | None:
+    return statistics.median(samples) if samples else None
 
 
-class TorchMemorySaver:
-    """The peer with its hook through torch's allocator: as a library, without LD_PRELOAD."""
-
-    def __init__(self, backed_up: bool, retained: bool) -> None:
-        from torch_memory_saver import torch_memory_saver
-
-        torch_memory_saver.hook_mode = "torch"
-        self._saver = torch_memory_saver
-        self._backed_up = backed_up
-        if retained:
-            torch_memory_saver.retain_cpu_backup = True
-
-    def region(self) -> AbstractContextManager[object]:
-        region: AbstractContextManager[object] = self._saver.region(tag="work", enable_cpu_backup=self._backed_up)
-        return region
-
-    def pause(self) -> None:
-        self._saver.pause("work")
-
-    def resume(self) -> None:
-        self._saver.resume("work")
+def cell(took_ms: float | None, limit_ms: float | None = None) -> str:
+    """Milliseconds, and how much of the limit's rate that is."""
+    if took_ms is None:
+        return f"{'-':>9}{'':7}"
+    return f"{took_ms:9.1f}" + (f"{100 * limit_ms / took_ms:5.0f} %" if limit_ms else f"{'':7}")
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    import torch
-
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) * 1e3
-
-
-def measure_subject(subject: str, work: str, cycles: int, scale: float) -> dict[str, Any]:
-    """Runs in a process of its own: a first and `cycles` later cycles of pause and resume, in ms."""
-    import torch
-
-    name, _, variant = subject.partition(", ")
-    count, nbytes, backed_up = WORK[work]
-    nbytes = int(nbytes * scale) // (2 * MIB) * 2 * MIB
-    saver = (Ours if name == "memsaver" else TorchMemorySaver)(backed_up, bool(variant))
-    with saver.region():
-        tensors = [torch.empty(nbytes // 8, dtype=torch.int64, device="cuda") for _ in range(count)]
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    if backed_up:
-        for tensor in tensors:
-            tensor.random_()
-        kept = [tensor.clone() for tensor in tensors]
-    pauses, resumes = [], []
-    for _ in range(cycles + 1):
-        pauses.append(milliseconds(saver.pause))
-        resumes.append(milliseconds(saver.resume))
-        if backed_up:
-            for tensor, expected in zip(tensors, kept):
-                if not torch.equal(tensor, expected):
-                    raise SystemExit(f"{subject}: contents differ after a cycle")
-    if addresses != [tensor.data_ptr() for tensor in tensors]:
-        raise SystemExit(f"{subject}: addresses changed")
-    return {"bytes": count * nbytes, "pause_ms": pauses, "resume_ms": resumes}
-
-
-def measure_handover(cycles: int, scale: float) -> dict[str, Any]:
-    """64 GiB out of one region and into another, chunks handed on within the process."""
-    import torch
-
-    import memsaver
-
-    memsaver.configure(retain="100GiB")
-    nbytes = int(64 * GIB * scale)
-    regions = [memsaver.region(f"side {i}", device="cuda:0") for i in range(2)]
-    regions[0].empty((1,))
-    tensors = []
-    for region in regions:
-        tensors += [region.empty((nbytes // 2,), torch.uint8) for _ in range(2)]
-        region.pause()
-    regions[0].resume()
-    switches = []
-    warm_up = 6
-    for cycle in range(4 * cycles + warm_up):
-        out, into = regions[cycle % 2], regions[1 - cycle % 2]
-        switches.append(milliseconds(partial(memsaver.switch, pause=out.tag, resume=into.tag)))
-        tensors[2 * (1 - cycle % 2)].fill_(1)  # the memory is really there
-    return {"switch_ms": statistics.median(switches[warm_up:]), "bytes": nbytes, "all_switch_ms": switches}
-
-
-def measure_limit(cycles: int) -> dict[str, Any]:
-    """Pinned copies of 64 MiB pieces, one way each, and what the driver takes to make and release memory."""
-    import torch
-
-    host = torch.empty(2 * GIB, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
-    step = 64 * MIB
-
-    def copy(to: torch.Tensor, source: torch.Tensor) -> None:
-        for at in range(0, 2 * GIB, step):
-            to[at : at + step].copy_(source[at : at + step], non_blocking=True)
-
-    copy(host, device)
-    out = statistics.median(milliseconds(lambda: copy(host, device)) for _ in range(cycles))
-    into = statistics.median(milliseconds(lambda: copy(device, host)) for _ in range(cycles))
-    return {"out_gb_per_s": 2 * GIB / out / 1e6, "in_gb_per_s": 2 * GIB / into / 1e6}
-
-
-def in_process(arguments: list[str]) -> dict[str, Any]:
-    """This script in a new process; its last line is JSON. An error comes back as such."""
-    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True)
-    if done.returncode != 0:
-        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
-
-
-class Samples:
-    """What the processes of one subject measured, in ms; `first` are each process's first cycles."""
+class Row:
+    """What the processes of one subject measured, in ms; ``first``: in each process's first cycle."""
 
     def __init__(self) -> None:
         self.first_pause_ms: list[float] = []
@@ -175,65 +56,180 @@ class Samples:
         self.resume_ms: list[float] = []
         self.error: str | None = None
 
-    def add(self, result: dict[str, Any]) -> None:
-        if "error" in result:
-            self.error = result["error"]
-            return
+    def add(self, sample: Sample) -> None:
+        self.error = sample.get("error", self.error)
         for name in ("pause_ms", "resume_ms"):
-            first, *later = result[name]
-            getattr(self, f"first_{name}").append(first)
-            getattr(self, name).extend(later)
+            first, *later = sample.get(name) or [None]
+            if first is not None:
+                getattr(self, f"first_{name}").append(first)
+                getattr(self, name).extend(later)
 
-    def __str__(self) -> str:
-        if self.error is not None:
-            return self.error
+    def text(self, out_ms: float | None, into_ms: float | None) -> str:
         columns = (self.first_pause_ms, self.first_resume_ms, self.pause_ms, self.resume_ms)
-        return " ".join(f"{statistics.median(column):{width}.1f}" for column, width in zip(columns, (12, 13, 8, 8)))
+        cells = "".join(cell(median(each), limit) for each, limit in zip(columns, (out_ms, into_ms) * 2))
+        return self.error if self.error is not None and not self.pause_ms else cells + (self.error or "")
 
 
-def subjects(work: str, no_peer: bool) -> list[str]:
-    """Those that differ on this work: without a backup there is none to retain."""
-    left_out = ("torch_memory_saver",) if no_peer else () if WORK[work][2] else ("backups retained",)
-    return [subject for subject in SUBJECTS if not any(part in subject for part in left_out)]
+class Run:
+    """One run of the benchmark; each part prints its table and returns what the JSON line keeps of it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.device: str = options.device
+        self.peer_version = None if options.no_peer or options.device == "cpu" else subjects.peer_version()
+        self.peers = subjects.PEERS if self.peer_version else ()
+        self.limit = Limit(MEDIUM.scaled(options.scale).total, self.device)
+        self.peer_first_pause_ms: list[float] = []
+        self.fresh: dict[Work, Sample] = {}  # samples of first pauses with the arena grown
+
+    def scaled(self, work: Work) -> Work:
+        return work.scaled(self.options.scale)
+
+    def limit_of(self, work: Work, since: int) -> dict[str, float | None]:
+        """Milliseconds for the bytes of this work: out, in, and out and in at once."""
+        return {way: self.limit.milliseconds(way, work.total, since) for way in ("out", "into", "both")}
+
+    def print_limit(self, limit: dict[str, float | None]) -> None:
+        if self.limit.error is not None:
+            print(f"{'plain pinned copies':{NAME}} {self.limit.error}")
+            return
+        out, into, both = limit["out"], limit["into"], limit["both"]
+        print(f"{'plain pinned copies':{NAME}} {cell(out)}{cell(into)}  both ways at once {cell(both).strip()}")
+
+    def table(self) -> Sample:
+        return {str(self.scaled(work)): self.table_of(work) for work in (LARGE, MEDIUM, SMALL)}
+
+    def table_of(self, work: Work) -> Sample:
+        backed_up, scaled, since = work.backed_up, self.scaled(work), len(self.limit.all)
+        names = subjects.OURS + (self.peers if backed_up else self.peers[:1])
+        rows = {name: Row() for name in names}
+        print(f"\n{scaled}\n{'':{NAME}} " + "".join(f"{column:>16}" for column in COLUMNS), flush=True)
+        for turn in range(self.options.rounds):
+            for name, row in rows.items():
+                slow = backed_up and name == subjects.SLOW
+                if turn > 0 and slow:
+                    continue
+                if backed_up:
+                    self.limit.measure()
+                cycles = min(1, self.options.cycles) if slow else self.options.cycles
+                row.add(in_process(subjects.measure, name=name, work=scaled, cycles=cycles, device=self.device))
+        if backed_up:
+            self.limit.measure()
+        limit = self.limit_of(scaled, since)
+        for name, row in rows.items():
+            print(f"{name:{NAME}} {row.text(limit['out'], limit['into'])}")
+        if backed_up:
+            self.print_limit(limit)
+        if work is MEDIUM and subjects.SLOW in rows:
+            self.peer_first_pause_ms = rows[subjects.SLOW].first_pause_ms
+        return {"limit_ms": limit, "rows": {name: vars(row) for name, row in rows.items()}}
+
+    def first(self) -> Sample:
+        """First pauses with the arena grown in the background, and with that off; the peer's beside them."""
+        work, since = self.scaled(MEDIUM), len(self.limit.all)
+        ways = {"arena grown in the background": True, "background growth off": False}
+        samples: dict[str, list[Sample]] = {way: [] for way in ways}
+        for _ in range(max(2, self.options.rounds)):
+            for way, ahead in ways.items():
+                self.limit.measure()
+                samples[way].append(in_process(first_pause.measure, work=work, device=self.device, ahead=ahead))
+        self.fresh[work] = samples["arena grown in the background"][0]
+        error = None
+        if self.peers and not self.peer_first_pause_ms:
+            peer = in_process(subjects.measure, name=subjects.SLOW, work=work, cycles=0, device=self.device)
+            error, self.peer_first_pause_ms = peer.get("error"), peer.get("pause_ms", [])
+        limit = self.limit_of(work, since)
+        print(f"\nfirst pause of {work}, in new processes\n{'':{NAME}} {'pause':>16}{'then resume':>16}")
+        for way, each in samples.items():
+            row = {name: [one[name] for one in each if name in one] for name in ("pause_ms", "resume_ms")}
+            notes = [one["error"] for one in each if "error" in one]
+            for name, text in (
+                ("growth_s", "grown {:.2f} s after the first allocation"),
+                ("touch_s", "host memory touched before by the process, in {:.2f} s"),
+            ):
+                notes += [
+                    text.format(statistics.median(found)) for found in [[o[name] for o in each if name in o]] if found
+                ]
+            cells = cell(median(row["pause_ms"]), limit["out"]) + cell(median(row["resume_ms"]), limit["into"])
+            print(f"{way:{NAME}} {cells}  {'; '.join(notes)}")
+        if self.peers:
+            print(f"{subjects.SLOW:{NAME}} {error or cell(median(self.peer_first_pause_ms), limit['out'])}")
+        self.print_limit(limit)
+        return {"limit_ms": limit, "rows": samples, "peer_first_pause_ms": self.peer_first_pause_ms}
+
+    def switch(self) -> Sample:
+        work, since = self.scaled(MEDIUM), len(self.limit.all)
+        self.limit.measure()
+        sample = in_process(switches.measure_full, work=work, cycles=self.options.cycles, device=self.device)
+        self.limit.measure()
+        limit = self.limit_of(work, since)
+        print(f"\n{size(work.total)} out of one region, as many into another, both backed up, on a full device")
+        if "error" in sample:
+            print(sample["error"])
+        else:
+            spare, after, beyond = (size(sample[f"{name}_bytes"]) for name in ("spare", "spare_after", "beyond"))
+            both, one_by_one = median(sample["switch_ms"]) or 0, median(sample["one_after_the_other_ms"]) or 0
+            rate = 2 * work.total / both / 1e6
+            print(f"{'switch':{NAME}} {cell(both, limit['both'])}  {rate:.1f} GB/s in all")
+            print(f"{'pause, then resume':{NAME}} {cell(one_by_one)}  {one_by_one / both:.2f} times as long")
+            print(f"to spare: {spare} before, {after} after the cycles; a switch took {beyond} beyond what was there")
+        self.print_limit(limit)
+        return {"limit_ms": limit, **sample}
+
+    def handover(self) -> Sample:
+        work = self.scaled(LARGE)
+        sample = in_process(switches.measure_handover, work=work, cycles=self.options.cycles, device=self.device)
+        took = sample.get("error") or f"{sample['median_ms']:.1f} ms"
+        print(f"\n{size(work.total)} out of one region, into another, without backup, chunks handed on: {took}")
+        return sample
+
+    def host_memory(self) -> Sample:
+        """After a pause in a new process: what the process holds beside what the region's segments need."""
+        rows = {}
+        print("\nhost memory after a pause, in a new process, GiB")
+        print(f"{'':{NAME}} {'held':>9}{'torch says':>12}{'we say':>9}{'beyond':>12}{'RSS grew':>10}")
+        for work in (self.scaled(MEDIUM), self.scaled(SMALL)):
+            if "pause_ms" not in self.fresh.get(work, {}):
+                self.fresh[work] = in_process(first_pause.measure, work=work, device=self.device, ahead=True)
+            row = rows[str(work)] = self.fresh[work]
+            if "error" in row:
+                print(f"{work!s:{NAME}} {row['error']}")
+                continue
+            needed = row["segment_bytes"] or row["allocated_bytes"]
+            held, beyond = row["host_held_bytes"], row["host_held_bytes"] - needed
+            grew = row.get("VmRSS_growth_bytes", 0)
+            verdict = "within" if abs(beyond) <= 0.02 * needed + 64 * MIB else "NOT within"
+            print(
+                f"{work!s:{NAME}} {held / GIB:9.3f}{(row['segment_bytes'] or 0) / GIB:12.3f}"
+                f"{row['allocated_bytes'] / GIB:9.3f}{beyond / MIB:8.1f} MiB{grew / GIB:10.3f}"
+                f"  {verdict} 2 % + 64 MiB"
+            )
+        return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="processes for each subject")
-    parser.add_argument("--cycles", type=int, default=3, help="in each process, after a first")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rounds", type=int, default=1, help="processes for each subject of the table")
+    parser.add_argument("--cycles", type=int, default=5, help="in each process, after a first")
     parser.add_argument("--scale", type=float, default=1.0, help="of the sizes, for small devices")
+    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--one", nargs=2, metavar=("SUBJECT", "WORK"), help=argparse.SUPPRESS)
-    parser.add_argument("--handover", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--limit", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    need_cuda()
-    if options.one:
-        print(json.dumps(measure_subject(*options.one, options.cycles, options.scale)), flush=True)
-        os._exit(0)  # the peer ends a process that goes down in order with an error of its own
-    if options.handover:
-        print(json.dumps(measure_handover(options.cycles, options.scale)))
-        return
-    if options.limit:
-        print(json.dumps(measure_limit(options.cycles)))
-        return
-
-    common = ["--cycles", str(options.cycles), "--scale", str(options.scale)]
-    limit = in_process([*common, "--limit"])
-    results: dict[str, Any] = {"benchmark": "pause_resume", **environment(), "limit": limit, "work": {}}
-    print(f"limit: {limit}", flush=True)
-    for work in WORK:
-        print(f"\n{work}\n{'':40} {'first pause':>12} {'first resume':>13} {'pause':>8} {'resume':>8}   ms")
-        rows = results["work"][work] = {subject: Samples() for subject in subjects(work, options.no_peer)}
-        for _ in range(options.rounds):
-            for subject, row in rows.items():
-                row.add(in_process([*common, "--one", subject, work]))
-        for subject, row in rows.items():
-            print(f"{subject:40} {row}", flush=True)
-    handover = in_process([*common, "--handover"])
-    results["handover"] = handover
-    print(f"\n64 GiB out of one region, into another: {handover.get('switch_ms', handover.get('error'))} ms")
-    print(json.dumps(results, default=vars))
+    if options.device != "cpu":
+        need_cuda()
+    begin = time.monotonic()
+    run = Run(options)
+    results: dict[str, Any] = {"benchmark": "pause_resume", **environment(), "scale": options.scale}
+    results["peer"] = {"name": subjects.SLOW, "version": run.peer_version}
+    results["parts"] = {}
+    for part in PARTS:
+        if part in options.only:
+            results["parts"][part] = getattr(run, part)()
+    run.limit.close()
+    results["limit"] = {"bytes": run.limit.nbytes, "samples": run.limit.all, "error": run.limit.error}
+    results["seconds"] = time.monotonic() - begin
+    print(f"\ntook {results['seconds']:.0f} s\n{json.dumps(results)}")
 
 
 if __name__ == "__main__":
