@@ -1,19 +1,19 @@
 #include "disk_backup.h"
 
-#include <sys/statvfs.h>
-
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <exception>
+#include <semaphore>
 #include <system_error>
 #include <thread>
 
 namespace memsaver {
 namespace {
 
-constexpr std::size_t kThreads = 8;  // some read or write while others look at what they have; each has a block
-constexpr int kAttempts = 2;         // a file call that fails may be an interruption
+constexpr std::size_t kThreads = 6;     // each with a block of pinned memory
+constexpr std::ptrdiff_t kReaders = 2;  // of them, at a time: keeps the disk busy, and what it reads in order
+constexpr int kAttempts = 2;            // a file call that fails may be an interruption
 
 std::uint64_t word(const std::byte* data) {
   std::uint64_t found = 0;
@@ -198,6 +198,18 @@ class DiskSaver final : public Saver, private Crew {
   std::vector<std::size_t> todo_;
 };
 
+// One of those who may, for as long as it lives.
+class Turn {
+ public:
+  explicit Turn(std::counting_semaphore<>& allowed) : allowed_(allowed) { allowed_.acquire(); }
+  ~Turn() { allowed_.release(); }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  std::counting_semaphore<>& allowed_;
+};
+
 class DiskLoader final : public Loader, private Crew {
  public:
   DiskLoader(DiskBackup& backup, Driver& driver, Address base, Ranges wanted, Progress& progress)
@@ -226,7 +238,11 @@ class DiskLoader final : public Loader, private Crew {
   void work(std::size_t block, Staging& staging) override {
     for (int attempt = 1;; ++attempt) {
       try {
-        backup_.read(block, staging.data());
+        {
+          const Turn turn(readers_);
+          backup_.read(block, staging.data());
+        }
+        backup_.check(block, staging.data());
         break;
       } catch (const Error&) {
         if (attempt == kAttempts) throw;
@@ -249,39 +265,28 @@ class DiskLoader final : public Loader, private Crew {
   }
 
   const Ranges wanted_;
+  std::counting_semaphore<> readers_{kReaders};
   RangeSet there_;  // memory that can be copied to
 };
 
 }  // namespace
 
-DiskBackup::DiskBackup(HostArena& staging, const std::string& directory, Ranges parts,
-                       std::atomic<std::size_t>& bytes_on_disk)
-    : Backup(std::move(parts)), staging_(staging), directory_(directory), bytes_on_disk_(bytes_on_disk) {
+DiskBackup::DiskBackup(HostArena& staging, DiskStore& store, const std::string& directory, Ranges parts)
+    : Backup(std::move(parts)), staging_(staging), store_(store), directory_(directory) {
   std::size_t position = 0;
   for (const Range& part : this->parts()) {
     positions_.push_back(position);
     position += part.size;
   }
   checksums_.resize((bytes() + kBlock - 1) / kBlock);
-  try {
-    file_ = std::make_unique<ScratchFile>(directory_, round_up(bytes(), kFileAlignment));
-  } catch (const Error& failure) {
-    throw error(std::string("cannot reserve a file for it: ") + failure.what());
-  }
-  bytes_on_disk_ += bytes();
+  file_ = store_.take(directory_, round_up(bytes(), kFileAlignment));
 }
 
-DiskBackup::~DiskBackup() {
-  if (file_ != nullptr) bytes_on_disk_ -= bytes();
-}
+DiskBackup::~DiskBackup() { store_.put(directory_, std::move(file_), round_up(bytes(), kFileAlignment)); }
 
 BackupError DiskBackup::error(const std::string& what) const {
-  struct statvfs status{};
-  std::size_t free = 0;
-  if (::statvfs(directory_.c_str(), &status) == 0) free = status.f_bavail * status.f_frsize;
-  return BackupError("a backup of " + std::to_string(bytes()) + " bytes in " + directory_ + ", which has " +
-                         std::to_string(free) + " bytes free: " + what,
-                     bytes(), bytes_on_disk_, free);
+  return BackupError("a backup of " + std::to_string(bytes()) + " bytes in " + directory_ + ": " + what, bytes(),
+                     store_.held_bytes(), 0);
 }
 
 std::size_t DiskBackup::size_of(std::size_t block) const {
@@ -324,6 +329,9 @@ void DiskBackup::read(std::size_t block, std::byte* memory) {
   } catch (const Error& failure) {
     throw error(failure.what());
   }
+}
+
+void DiskBackup::check(std::size_t block, const std::byte* memory) const {
   if (checksum(memory, size_of(block)) != checksums_[block])
     throw error("bytes " + std::to_string(block * kBlock) + " and on of the file are not what was written (checksum)");
 }
@@ -344,6 +352,7 @@ void DiskBackup::read(Range range, std::byte* to) {
     const Ranges here = intersect(ranges(block), {range});
     if (here.empty()) continue;
     read(block, staging.data());
+    check(block, staging.data());
     for (const Piece& piece : pieces(block))
       for (const Range& part : intersect(here, {{piece.offset, piece.size}}))
         std::memcpy(to + (part.offset - range.offset), staging.data() + piece.in_block + (part.offset - piece.offset),

@@ -2,14 +2,13 @@
 // beside the copies. Each block has a checksum.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "arena.h"
 #include "backup.h"
-#include "files.h"
+#include "disk_store.h"
 
 namespace memsaver {
 
@@ -22,8 +21,8 @@ class DiskBackup final : public Backup {
     std::size_t in_block;
   };
 
-  // Reserves the file's space. Throws BackupError, naming what the file system has free.
-  DiskBackup(HostArena& staging, const std::string& directory, Ranges parts, std::atomic<std::size_t>& bytes_on_disk);
+  // Takes a file with space for it. Throws BackupError.
+  DiskBackup(HostArena& staging, DiskStore& store, const std::string& directory, Ranges parts);
   ~DiskBackup() override;
 
   std::size_t blocks() const { return checksums_.size(); }
@@ -32,6 +31,7 @@ class DiskBackup final : public Backup {
   // Both from any thread, one block each. `memory`: kBlock bytes, page-aligned. They throw Error.
   void write(std::size_t block, std::byte* memory);
   void read(std::size_t block, std::byte* memory);
+  void check(std::size_t block, const std::byte* memory) const;  // that what was read is what was written
   HostArena& staging() const { return staging_; }
 
   std::unique_ptr<Saver> saver(Driver& driver, Address base, Ranges batches, Progress& progress) override;
@@ -44,11 +44,11 @@ class DiskBackup final : public Backup {
   BackupError error(const std::string& what) const;
 
   HostArena& staging_;
+  DiskStore& store_;
   const std::string directory_;
   std::vector<std::size_t> positions_;  // of each part in the file
   std::vector<std::uint64_t> checksums_;
   std::unique_ptr<ScratchFile> file_;
-  std::atomic<std::size_t>& bytes_on_disk_;
 };
 
 }  // namespace memsaver

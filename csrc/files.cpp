@@ -14,14 +14,12 @@ namespace {
 
 [[noreturn]] void fail(const std::string& call, int error) { throw FileError(call, error, std::strerror(error)); }
 
-// As the first choice a file that never had a name; where the file system cannot do that, one whose name goes at once.
+// The name goes at once. Files that never had one (O_TMPFILE) are read in parallel a sixth slower on ext4.
 int open_unnamed(const std::string& directory, int flags) {
-  const int file = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
-  if (file >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != ENOENT)) return file;
   std::string path = directory + "/memsaver-XXXXXX";
-  const int named = ::mkostemp(path.data(), O_CLOEXEC | flags);
-  if (named >= 0) ::unlink(path.c_str());
-  return named;
+  const int file = ::mkostemp(path.data(), O_CLOEXEC | flags);
+  if (file >= 0) ::unlink(path.c_str());
+  return file;
 }
 
 int open_scratch(const std::string& directory) {
@@ -64,10 +62,14 @@ std::optional<std::string> read_text(const std::string& path) {
   return text;
 }
 
-ScratchFile::ScratchFile(const std::string& directory, std::size_t size) : file_(open_scratch(directory)) {
+ScratchFile::ScratchFile(const std::string& directory) : file_(open_scratch(directory)) {}
+
+void ScratchFile::reserve(std::size_t size) {
+  if (size <= size_) return;
   faults().check("posix_fallocate");
   const int error = ::posix_fallocate(file_.get(), 0, static_cast<off_t>(size));
   if (error != 0) fail("posix_fallocate", error);
+  size_ = size;
 }
 
 void ScratchFile::write(const void* data, std::size_t size, std::size_t offset) {

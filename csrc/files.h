@@ -31,7 +31,9 @@ constexpr std::size_t kFileAlignment = 4096;  // of memory, offsets and sizes, s
 // A file without a name in a directory: it is gone when the process is, however that ends. Every call throws FileError.
 class ScratchFile {
  public:
-  ScratchFile(const std::string& directory, std::size_t size);  // with its space reserved
+  explicit ScratchFile(const std::string& directory);
+  void reserve(std::size_t size);  // space for so much at least
+  std::size_t size() const { return size_; }
 
   // Whole ranges; all arguments are multiples of kFileAlignment. From any thread.
   void write(const void* data, std::size_t size, std::size_t offset);
@@ -39,6 +41,7 @@ class ScratchFile {
 
  private:
   File file_;
+  std::size_t size_ = 0;
 };
 
 }  // namespace memsaver

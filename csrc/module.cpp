@@ -244,7 +244,7 @@ std::vector<Device*> all_devices() {
 
 std::size_t release_host_memory() {
   std::size_t bytes = 0;
-  for (Device* device : all_devices()) bytes += device->arena.release_idle();
+  for (Device* device : all_devices()) bytes += device->arena.release_idle() + device->files.release_idle();
   return bytes;
 }
 
@@ -275,7 +275,8 @@ nb::dict device_stats(const std::string& name) {
   row["retained_bytes"] = retained;
   row["host_held_bytes"] = host_held;
   row["host_used_bytes"] = host_used;
-  row["disk_used_bytes"] = device.bytes_on_disk.load();
+  row["disk_held_bytes"] = device.files.held_bytes();
+  row["disk_used_bytes"] = device.files.used_bytes();
   row["regions"] = region_rows(name);
   row["processes"] = process_rows(device);
   return row;

@@ -22,6 +22,7 @@
 #include "arena.h"
 #include "backup.h"
 #include "chunk.h"
+#include "disk_store.h"
 #include "driver.h"
 #include "ranges.h"
 
@@ -43,7 +44,7 @@ struct Device {
   std::unique_ptr<Driver> driver;
   std::unique_ptr<ChunkSource> source;
   HostArena arena;
-  std::atomic<std::size_t> bytes_on_disk = 0;
+  DiskStore files;
   std::size_t to_back_up = 0;  // bytes of segments in regions with policy "host"; guarded by Core::mutex
 };
 

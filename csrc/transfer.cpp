@@ -90,7 +90,7 @@ void Transfer::save_where(Leaving& leaving) {
     directory = core().disk_dir;
   }
   if (directory.empty()) throw ConfigError("backup='disk' needs a directory: configure(disk_dir=...) names it");
-  leaving.backup = std::make_shared<DiskBackup>(device_.arena, directory, leaving.live, device_.bytes_on_disk);
+  leaving.backup = std::make_shared<DiskBackup>(device_.arena, device_.files, directory, leaving.live);
 }
 
 void Transfer::make_batches(Leaving& leaving) {

@@ -21,8 +21,8 @@ def cpu_backup(tensor: Any, *, clone: bool = False) -> Any:
 
 
 def release_host_memory() -> int:
-    """Gives back the pinned host memory that holds no contents now, and returns its bytes.
+    """Gives back pinned host memory, and files, that hold no contents now; returns their bytes.
 
-    The next pause that needs some pins it again; so does the background once a region with ``backup="host"`` grows.
+    The next pause that needs some makes it again; so does the background once a region with ``backup="host"`` grows.
     """
     return int(_core.release_host_memory())

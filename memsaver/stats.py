@@ -15,7 +15,7 @@ def stats() -> dict[str, Any]:
             "uuid": str, "total_bytes": int, "free_bytes": int,          # by the driver, for the whole device
             "retained_bytes": int,                                       # idle chunks that this process keeps
             "host_held_bytes": int, "host_used_bytes": int,              # pinned host memory: held, of that in use
-            "disk_used_bytes": int,                                      # of contents in files
+            "disk_held_bytes": int, "disk_used_bytes": int,              # files for contents: held, of that in use
             "processes": [{"pid": int, "name": str, "bytes": int}],      # the others on the device, where NVML tells
             "regions": [{"tag", "backup", "state", "frozen", "allocated_bytes", "mapped_bytes", "backup_bytes"}]}},
          "unreleased_bytes": int,    # chunks whose release the driver refused; tried again with each later release

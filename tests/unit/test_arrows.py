@@ -18,7 +18,7 @@ LAYERS = {
     "errors": 0, "ranges": 0,
     "driver": 1, "copy_engine": 1, "faults": 2, "cuda_api": 2, "files": 2,
     "host_ledger": 3, "host_memory": 3, "cuda_driver": 4, "host_driver": 4,
-    "arena": 5, "backup": 5, "chunk": 5,
+    "arena": 5, "backup": 5, "chunk": 5, "disk_store": 5,
     "host_backup": 6, "disk_backup": 6, "region": 6,
     "core": 7, "transfer": 7,
     "transition": 8, "torch_hooks": 8,
