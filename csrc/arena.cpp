@@ -22,6 +22,10 @@ constexpr std::size_t kReservePart = 20;   // a twentieth of the memory stays fo
 constexpr std::size_t kLargestReserve = std::size_t{2} << 30;
 constexpr auto kPause = std::chrono::milliseconds(5);  // in a region's growth, before the arena follows
 
+constexpr std::size_t kSharers = 16;  // processes that may take memory at the same moment
+
+std::size_t reserve_of(const HostMemory& memory) { return std::min(memory.total / kReservePart, kLargestReserve); }
+
 std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 // The kernel hands out and zeroes a page at its first touch: one thread does 2 GiB/s, so several do it.
@@ -82,23 +86,30 @@ void HostBudget::check(std::size_t bytes) const {
   check_locked(bytes);
 }
 
-void HostBudget::check_locked(std::size_t bytes) const {
-  if (limit_) {
-    const std::size_t left = *limit_ - std::min(*limit_, held_);
-    if (bytes > left)
-      throw BackupError("a backup needs " + text(bytes) + " more of pinned host memory; this process holds " +
-                            text(held_) + " of it, and host_limit is " + text(*limit_),
-                        bytes, held_, left);
-    return;
-  }
+// What can be had beyond what is held.
+std::size_t HostBudget::left_locked() const {
+  if (limit_) return *limit_ - std::min(*limit_, held_);
   const HostMemory memory = host_memory();
-  const std::size_t reserve = std::min(memory.total / kReservePart, kLargestReserve);
-  const std::size_t left = memory.available - std::min(memory.available, reserve);
-  if (bytes > left)
-    throw BackupError("a backup needs " + text(bytes) + " more of pinned host memory; this process holds " +
-                          text(held_) + " of it, and the machine and its cgroup have " + text(memory.available) +
-                          " available, of which " + text(reserve) + " are left to others",
-                      bytes, held_, left);
+  return memory.available - std::min(memory.available, reserve_of(memory));
+}
+
+void HostBudget::check_locked(std::size_t bytes) const {
+  const std::size_t left = left_locked();
+  if (bytes <= left) return;
+  const std::string why = limit_ ? "host_limit is " + text(*limit_)
+                                 : "the machine and its cgroups have " + text(left) + " to give beyond a reserve of " +
+                                       text(reserve_of(host_memory()));
+  throw BackupError("a backup needs " + text(bytes) + " more of pinned host memory; this process holds " + text(held_) +
+                        " of it, and " + why,
+                    bytes, held_, left);
+}
+
+std::size_t HostBudget::slab(std::size_t bytes) const {
+  std::lock_guard lock(mutex_);
+  bytes = std::min(bytes, kLargestSlab);
+  if (limit_) return bytes;
+  // Other processes may be making theirs at this moment: near the end each takes a small part of what it sees.
+  return std::min(bytes, std::max(kPage, left_locked() / kSharers / kPage * kPage));
 }
 
 void HostBudget::take(std::size_t bytes) {
@@ -123,32 +134,29 @@ void HostArena::check(std::size_t bytes) const {
   if (bytes > idle) budget_.check(round_up(bytes - idle, kPage));
 }
 
+std::optional<HostArena::Extent> HostArena::take_idle(std::size_t bytes, bool whole) {
+  std::lock_guard lock(mutex_);
+  return take_idle_locked(bytes, whole);
+}
+
 HostArena::Extent HostArena::take_some(std::size_t bytes) {
   bytes = round_up(bytes, kHostPage);
-  const auto idle = [&] {
-    std::lock_guard lock(mutex_);
-    return take_idle_locked(bytes, false);
-  };
-  if (const auto extent = idle()) return *extent;
-  std::lock_guard lock(growing_);
+  if (const auto extent = take_idle(bytes, false)) return *extent;
+  std::lock_guard growing(growing_);
   for (;;) {
-    if (const auto extent = idle()) return *extent;  // also what the background made while this waited
-    make_slab(std::min(round_up(bytes, kPage), kLargestSlab), bytes);
+    if (const auto extent = take_idle(bytes, false)) return *extent;  // also what the background made meanwhile
+    put(make(budget_.slab(round_up(bytes, kPage)), bytes));
   }
 }
 
 HostArena::Extent HostArena::take_whole(std::size_t bytes) {
   bytes = round_up(bytes, kHostPage);
-  const auto idle = [&] {
-    std::lock_guard lock(mutex_);
-    return take_idle_locked(bytes, true);
-  };
-  if (const auto extent = idle()) return *extent;
-  std::lock_guard lock(growing_);
-  for (std::size_t made = 0;; made += kLargestSlab) {
-    if (const auto extent = idle()) return *extent;
-    make_slab(std::min(round_up(bytes - std::min(bytes, made), kPage), kLargestSlab), bytes);
-  }
+  if (const auto extent = take_idle(bytes, true)) return *extent;
+  std::lock_guard growing(growing_);
+  if (const auto extent = take_idle(bytes, true)) return *extent;
+  const Extent made = make(round_up(bytes, kPage), bytes);
+  if (made.size > bytes) put({made.data + bytes, made.size - bytes});
+  return {made.data, bytes};
 }
 
 std::optional<HostArena::Extent> HostArena::take_idle_locked(std::size_t bytes, bool whole) {
@@ -210,29 +218,39 @@ std::byte* HostArena::take_addresses_locked(std::size_t size) {
   return data;
 }
 
-void HostArena::make_slab(std::size_t bytes, std::size_t wanted) {
-  budget_.take(bytes);
+HostArena::Extent HostArena::make(std::size_t bytes, std::size_t wanted) {
   std::byte* data = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    data = take_addresses_locked(bytes);
+  }
+  std::size_t made = 0;
   try {
-    {
-      std::lock_guard lock(mutex_);
-      data = take_addresses_locked(bytes);
-    }
+    while (made < bytes) made += make_slab(data + made, budget_.slab(bytes - made), wanted);
+  } catch (const Error&) {
+    if (made > 0) put({data, made});
+    std::lock_guard lock(mutex_);
+    join_locked(addresses_, {data + made, bytes - made});
+    throw;
+  }
+  return {data, bytes};
+}
+
+std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t wanted) {
+  budget_.take(bytes);
+  try {
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
     if (::mmap(data, bytes, PROT_READ | PROT_WRITE, kFlags, -1, 0) == MAP_FAILED)
       throw Error("the system has no memory to map");
     ::madvise(data, bytes, MADV_HUGEPAGE);  // a wish: without it pinning is slower, and as right
+    ::madvise(data, bytes, MADV_DONTFORK);  // a fork copies pinned pages at once, and a child may not use them anyway
     prefer_node(data, bytes, driver_.host_node());
     touch(data, bytes);
     driver_.pin(data, bytes);
   } catch (const std::exception& error) {
-    if (data != nullptr) {
-      ::mmap(data, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-      std::lock_guard lock(mutex_);
-      join_locked(addresses_, {data, bytes});
-    }
-    const std::size_t held = held_bytes();
+    ::mmap(data, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     budget_.put(bytes);
+    const std::size_t held = held_bytes();
     throw BackupError(
         "cannot get " + text(wanted) + " more of pinned host memory (" + text(held) + " held): " + error.what(), wanted,
         held, 0);
@@ -240,7 +258,8 @@ void HostArena::make_slab(std::size_t bytes, std::size_t wanted) {
   std::lock_guard lock(mutex_);
   slabs_[data] = bytes;
   held_ += bytes;
-  join_locked(idle_, {data, bytes});
+  used_ += bytes;
+  return bytes;
 }
 
 std::size_t HostArena::release_idle() {
@@ -313,18 +332,16 @@ void HostArena::run_background() {
       wanted_.wait_for(lock, kPause, [&] { return stop_; });
     }
     if (stop_) return;
+    const std::size_t bytes = round_up(missing(), kPage);
     lock.unlock();
     bool made = true;
-    {
+    try {
+      budget_.check(bytes);  // a backup that cannot be had whole is not worth a part of it
       std::lock_guard growing(growing_);
-      lock.lock();
-      const std::size_t size = std::min(round_up(missing(), kPage), kLargestSlab);
-      lock.unlock();
-      try {
-        if (size > 0) make_slab(size, size);
-      } catch (const Error&) {
-        made = false;
-      }
+      const std::size_t slab = budget_.slab(std::min(bytes, kLargestSlab));
+      put(make(slab, slab));
+    } catch (const Error&) {
+      made = false;
     }
     lock.lock();
     if (!made) target_ = 0;  // the next growth tries again

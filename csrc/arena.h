@@ -27,10 +27,12 @@ class HostBudget {
   void check(std::size_t bytes) const;
   void take(std::size_t bytes);
   void put(std::size_t bytes);
+  std::size_t slab(std::size_t bytes) const;  // how much of so many bytes to take at a time
   std::size_t held() const;
 
  private:
   void check_locked(std::size_t bytes) const;
+  std::size_t left_locked() const;
 
   mutable std::mutex mutex_;
   std::optional<std::size_t> limit_;
@@ -70,8 +72,11 @@ class HostArena {
 
  private:
   void run_background();
-  void make_slab(std::size_t bytes, std::size_t wanted);  // with growing_ held; `wanted`: for the error
-  std::byte* take_addresses_locked(std::size_t size);     // lowest fit
+  // With growing_ held. The memory is the caller's, to use or to put(). `wanted`: bytes for an error to name.
+  Extent make(std::size_t bytes, std::size_t wanted);
+  std::size_t make_slab(std::byte* data, std::size_t bytes, std::size_t wanted);
+  std::optional<Extent> take_idle(std::size_t bytes, bool whole);
+  std::byte* take_addresses_locked(std::size_t size);  // lowest fit
   std::optional<Extent> take_idle_locked(std::size_t bytes, bool whole);
   void join_locked(std::map<std::byte*, std::size_t>& extents, Extent extent);
 

@@ -16,13 +16,21 @@ void Progress::expect(std::size_t bytes) {
 }
 
 void Progress::add(std::size_t bytes) {
-  std::unique_lock lock(mutex_);
-  done_ = std::min(done_ + bytes, total_);  // what is copied twice, as after waiting for memory, counts once
-  const auto now = Clock::now();
-  if (!report_ || bytes == 0 || (now - last_ < kBetweenReports && done_ < total_)) return;
-  last_ = now;
-  const std::size_t done = done_, total = total_;
-  lock.unlock();
+  {
+    std::lock_guard lock(mutex_);
+    done_ = std::min(done_ + bytes, total_);  // what is copied twice, as after waiting for memory, counts once
+    const auto now = Clock::now();
+    if (!report_ || (now - last_ < kBetweenReports && done_ < total_)) return;
+    last_ = now;
+  }
+  std::lock_guard one_at_a_time(reporting_);
+  std::size_t done = 0, total = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (done_ == reported_) return;
+    reported_ = done = done_;
+    total = total_;
+  }
   report_(done, total);
 }
 

@@ -28,6 +28,8 @@ class Progress {
   Report report_;
   std::size_t total_ = 0;
   std::size_t done_ = 0;
+  std::size_t reported_ = 0;
+  std::mutex reporting_;  // taken before mutex_, and held while the report runs: several threads copy
   Clock::time_point last_ = Clock::now();
 };
 

@@ -31,6 +31,8 @@ bool try_release(Driver& driver, Handle handle) noexcept {
 
 }  // namespace
 
+std::atomic<bool> waiting_is_over = false;
+
 std::size_t chunk_class(std::size_t limit) {
   for (std::size_t size : kChunkClasses)
     if (size <= limit) return size;
@@ -123,7 +125,7 @@ class RetainedPool::Request final : public ChunkRequest {
 std::unique_ptr<ChunkRequest> RetainedPool::ask(std::size_t bytes, Deadline deadline) {
   // Taking chunks piecemeal while another process does the same would leave both with half: wait for the whole first.
   auto poll = std::chrono::duration_cast<Clock::duration>(kShortestPoll);
-  while (Clock::now() < deadline && driver_.memory().free + idle_bytes() < bytes) {
+  while (Clock::now() < deadline && !waiting_is_over && driver_.memory().free + idle_bytes() < bytes) {
     std::this_thread::sleep_for(std::min(poll, deadline - Clock::now()));
     poll = std::min<Clock::duration>(poll * 2, kLongestPoll);
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <map>
@@ -19,6 +20,9 @@ constexpr std::array<std::size_t, 4> kChunkClasses = {1024 * kMiB, 256 * kMiB, 3
 
 // The largest class that is no larger than `limit`. `limit` is at least kPage.
 std::size_t chunk_class(std::size_t limit);
+
+// Set when the process goes down: whoever waits for memory, or for its turn, gives up.
+extern std::atomic<bool> waiting_is_over;
 
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;

@@ -63,8 +63,11 @@ Region& Core::region(const std::string& tag, const std::string& device_name, Reg
 
 void Core::mark_lost(Device& dead) {
   std::lock_guard lock(mutex);
-  for (const auto& region : regions)
-    if (&region->device == &dead) region->state = State::lost;
+  dead.lost = true;
+  for (const auto& region : regions) {
+    const bool at_rest = region->state == State::active || region->state == State::paused;
+    if (&region->device == &dead && at_rest) region->state = State::lost;  // the others: at their transition's end
+  }
   changed.notify_all();
 }
 

@@ -79,8 +79,15 @@ class Crew {
 
   void prepare(std::vector<std::size_t> blocks) {
     blocks_ = std::move(blocks);
-    for (std::size_t i = 0; i < std::min(kThreads, blocks_.size()); ++i)
-      staging_.push_back(std::make_unique<Staging>(backup_.staging()));
+    threads_.reserve(kThreads);
+    for (std::size_t i = 0; i < std::min(kThreads, blocks_.size()); ++i) {
+      try {
+        staging_.push_back(std::make_unique<Staging>(backup_.staging()));
+      } catch (const BackupError&) {
+        if (staging_.empty()) throw;
+        return;  // fewer do as well
+      }
+    }
   }
 
   void start_threads() {

@@ -15,17 +15,16 @@ std::unique_ptr<ScratchFile> DiskStore::take(const std::string& directory, std::
     std::lock_guard lock(mutex_);
     file = take_idle_locked(directory, bytes);
   }
-  for (bool again : {true, false}) {
+  for (bool again = true; file == nullptr || file->size() < bytes; again = false) {
     try {
       if (file == nullptr) file = std::make_unique<ScratchFile>(directory);
       file->reserve(bytes);
-      break;
     } catch (const Error& failure) {
-      if (again && release_idle() > 0) continue;  // idle files may have the space
+      file = nullptr;  // it may have got a part of the space, which goes back with it
+      if (again && release_idle() > 0) continue;
       struct statvfs status{};
       const std::size_t free = ::statvfs(directory.c_str(), &status) == 0 ? status.f_bavail * status.f_frsize : 0;
       const std::size_t held = held_bytes();
-      if (file != nullptr) put(directory, std::move(file), 0);
       throw BackupError("a backup needs " + std::to_string(bytes) + " bytes in " + directory + ", which has " +
                             std::to_string(free) + " bytes free; this process holds " + std::to_string(held) +
                             " there: " + failure.what(),
@@ -56,11 +55,9 @@ std::unique_ptr<ScratchFile> DiskStore::take_idle_locked(const std::string& dire
 
 void DiskStore::put(const std::string& directory, std::unique_ptr<ScratchFile> file, std::size_t bytes) noexcept {
   std::lock_guard lock(mutex_);
-  if (bytes > 0) {
-    lent_bytes_ -= file->size();
-    used_bytes_ -= bytes;
-  }
   const std::size_t size = file->size();
+  lent_bytes_ -= size;
+  used_bytes_ -= bytes;
   try {
     idle_[directory].push_back(std::move(file));
     idle_bytes_ += size;

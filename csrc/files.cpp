@@ -15,18 +15,12 @@ namespace {
 [[noreturn]] void fail(const std::string& call, int error) { throw FileError(call, error, std::strerror(error)); }
 
 // The name goes at once. Files that never had one (O_TMPFILE) are read in parallel a sixth slower on ext4.
-int open_unnamed(const std::string& directory, int flags) {
-  std::string path = directory + "/memsaver-XXXXXX";
-  const int file = ::mkostemp(path.data(), O_CLOEXEC | flags);
-  if (file >= 0) ::unlink(path.c_str());
-  return file;
-}
-
 int open_scratch(const std::string& directory) {
   faults().check("open");
-  int file = open_unnamed(directory, O_DIRECT);
-  if (file < 0 && errno == EINVAL) file = open_unnamed(directory, 0);  // a file system that only knows its cache
+  std::string path = directory + "/memsaver-XXXXXX";
+  const int file = ::mkostemp(path.data(), O_CLOEXEC);
   if (file < 0) fail("open " + directory, errno);
+  ::unlink(path.c_str());
   return file;
 }
 
@@ -67,9 +61,13 @@ ScratchFile::ScratchFile(const std::string& directory) : file_(open_scratch(dire
 void ScratchFile::reserve(std::size_t size) {
   if (size <= size_) return;
   faults().check("posix_fallocate");
-  const int error = ::posix_fallocate(file_.get(), 0, static_cast<off_t>(size));
+  int error = 0;
+  do error = ::posix_fallocate(file_.get(), 0, static_cast<off_t>(size));
+  while (error == EINTR);
   if (error != 0) fail("posix_fallocate", error);
   size_ = size;
+  // Past the page cache from here on; a file system that knows nothing but its cache refuses, and is used as it is.
+  ::fcntl(file_.get(), F_SETFL, O_DIRECT);
 }
 
 void ScratchFile::write(const void* data, std::size_t size, std::size_t offset) {

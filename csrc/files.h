@@ -32,7 +32,7 @@ constexpr std::size_t kFileAlignment = 4096;  // of memory, offsets and sizes, s
 class ScratchFile {
  public:
   explicit ScratchFile(const std::string& directory);
-  void reserve(std::size_t size);  // space for so much at least
+  void reserve(std::size_t size);  // space for so much at least; when it throws, the file is of no use any more
   std::size_t size() const { return size_; }
 
   // Whole ranges; all arguments are multiples of kFileAlignment. From any thread.

@@ -29,7 +29,13 @@ class HostSaver final : public Saver {
   }
 
   void wait(std::size_t batch) override {
-    queue_up_to(std::min(batch + kAhead, batches_.size()));
+    try {
+      queue_up_to(std::min(batch + kAhead, batches_.size()));
+    } catch (const DriverError& error) {
+      // One further ahead has its turn later; this one is worth another try, since its contents are there still.
+      if (error.context_lost) throw;
+      queue_up_to(batch + 1);
+    }
     if (tickets_[batch] == nullptr) return;
     try {
       driver_.wait(tickets_[batch]);
@@ -113,19 +119,24 @@ HostBackup::~HostBackup() {
 }
 
 bool HostBackup::must_grow(std::size_t end) const {
-  return next_part_ < parts().size() && parts()[next_part_].offset < end && free_.size == 0 && arena_.idle_bytes() == 0;
+  return next_part_ < parts().size() && parts()[next_part_].offset + within_part_ < end && free_.size == 0 &&
+         arena_.idle_bytes() == 0;
 }
 
 void HostBackup::place(std::size_t end) {
-  for (; next_part_ < parts().size() && parts()[next_part_].offset < end; ++next_part_, within_part_ = 0) {
+  while (next_part_ < parts().size()) {
     const Range& part = parts()[next_part_];
-    while (within_part_ < part.size) {
-      if (free_.size == 0) free_ = extents_.emplace_back(arena_.take_some(left_));
-      const std::size_t size = std::min(part.size - within_part_, free_.size);
-      placed_.push_back({part.offset + within_part_, size, free_.data});
-      free_ = {free_.data + size, free_.size - size};
-      within_part_ += size;
-      left_ -= size;
+    const std::size_t begin = part.offset + within_part_;
+    if (begin >= end) return;
+    if (free_.size == 0) free_ = extents_.emplace_back(arena_.take_some(left_));
+    const std::size_t size = std::min({part.end() - begin, end - begin, free_.size});
+    placed_.push_back({begin, size, free_.data});
+    free_ = {free_.data + size, free_.size - size};
+    left_ -= size;
+    within_part_ += size;
+    if (within_part_ == part.size) {
+      ++next_part_;
+      within_part_ = 0;
     }
   }
 }

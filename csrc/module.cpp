@@ -8,6 +8,11 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <thread>
+
 #include "region.h"
 #include "torch_hooks.h"
 #include "transition.h"
@@ -76,12 +81,21 @@ Device& opened(const std::string& name) {
   return all.device(name);
 }
 
+// For an error: that who else is there cannot be told must not hide it.
+nb::list process_rows_or_none(const std::string& device) {
+  try {
+    return process_rows(opened(device));
+  } catch (const Error&) {
+    return nb::list();
+  }
+}
+
 void raise(const char* kind, const std::exception& error, nb::dict fields) {
   nb::object made = nb::borrow(make_error)(kind, error.what(), fields);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
 }
 
-void translate(const std::exception_ptr& thrown, void*) {
+void translate_ours(const std::exception_ptr& thrown) {
   nb::dict fields;
   try {
     std::rethrow_exception(thrown);
@@ -108,10 +122,18 @@ void translate(const std::exception_ptr& thrown, void*) {
     fields["needed_bytes"] = error.needed_bytes;
     fields["free_bytes"] = error.free_bytes;
     fields["regions"] = region_rows(error.device);
-    fields["processes"] = process_rows(opened(error.device));
+    fields["processes"] = process_rows_or_none(error.device);
     raise("OutOfMemoryError", error, fields);
   } catch (const Error& error) {
     raise("Error", error, fields);
+  }
+}
+
+void translate(const std::exception_ptr& thrown, void*) {
+  try {
+    translate_ours(thrown);
+  } catch (nb::python_error& error) {  // such as Ctrl-C, which Python delivers when its code next runs: here
+    error.restore();
   }
 }
 
@@ -187,8 +209,9 @@ nb::ndarray<std::uint8_t, nb::ndim<1>> backup_view(Region& region, std::size_t o
     data = reading.backup->view({offset, size});
     backup = reading.backup;
   }
-  nb::capsule owner(new std::shared_ptr<Backup>(std::move(backup)),
-                    [](void* held) noexcept { delete static_cast<std::shared_ptr<Backup>*>(held); });
+  nb::capsule owner(new std::shared_ptr<Backup>(std::move(backup)), [](void* held) noexcept {
+    if (usable()) delete static_cast<std::shared_ptr<Backup>*>(held);
+  });
   return {data, {size}, owner};
 }
 
@@ -248,9 +271,23 @@ std::size_t release_host_memory() {
   return bytes;
 }
 
-// Before the interpreter goes: a thread in the middle of a driver call must not meet the driver's end.
+// Threads that a transition keeps, from before it lets go of the GIL until it has it back.
+std::atomic<std::size_t> under_way = 0;
+struct UnderWay {
+  UnderWay() { ++under_way; }
+  ~UnderWay() { --under_way; }
+};
+
+// Before the interpreter goes: a thread in the middle of a driver call must not meet the driver's end, and one that
+// wants the GIL after the interpreter's end is torn down where it stands.
 void stop_background() {
   if (!usable()) return;
+  waiting_is_over = true;
+  {
+    std::lock_guard lock(core().mutex);
+    core().changed.notify_all();
+  }
+  while (under_way > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   for (Device* device : all_devices()) device->arena.stop_background();
 }
 
@@ -353,10 +390,16 @@ void bind_transition(nb::module_& module) {
   using Pairs = std::vector<std::pair<std::size_t, std::size_t>>;
   nb::class_<Transition>(module, "Transition")
       .def(nb::init<std::vector<Region*>, std::vector<Region*>>(), "pause"_a, "resume"_a)
-      .def("begin", &Transition::begin, nb::call_guard<Unlocked>())
+      .def("begin",
+           [](Transition& transition) {
+             const UnderWay counted;
+             Unlocked release;
+             transition.begin();
+           })
       .def("abort", &Transition::abort, nb::call_guard<Unlocked>())
       .def_prop_ro("pausing", &Transition::pausing, nb::rv_policy::reference)
       .def_prop_ro("resuming", &Transition::resuming, nb::rv_policy::reference)
+      .def_prop_ro("discarded", &Transition::discarded, nb::rv_policy::reference)
       .def(
           "run",
           [](Transition& transition, const std::vector<std::string>& policies, const std::vector<Pairs>& live,
@@ -372,17 +415,24 @@ void bind_transition(nb::module_& module) {
             }
             const auto deadline =
                 Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
+            const UnderWay counted;
+            std::exception_ptr interrupt;  // Ctrl-C, delivered as the report's Python code begins
             Progress::Report report;
             if (!progress.is_none())
-              report = [&progress](std::size_t done, std::size_t total) {
+              report = [&progress, &interrupt](std::size_t done, std::size_t total) {
                 nb::gil_scoped_acquire python;
-                progress(done, total);  // raises nothing: regions.py sees to that
+                try {
+                  progress(done, total);
+                } catch (nb::python_error&) {
+                  interrupt = std::current_exception();
+                }
               };
             Transition::Outcome outcome;
             {
               Unlocked release;
               outcome = transition.run(pauses, restore, deadline, std::move(report));
             }
+            if (interrupt) std::rethrow_exception(interrupt);
             nb::dict row;
             row["paused"] = nb::cast(outcome.paused, nb::rv_policy::reference);
             row["resumed"] = nb::cast(outcome.resumed, nb::rv_policy::reference);

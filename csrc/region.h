@@ -45,6 +45,7 @@ struct Device {
   std::unique_ptr<ChunkSource> source;
   HostArena arena;
   DiskStore files;
+  bool lost = false;           // its context died; guarded by Core::mutex
   std::size_t to_back_up = 0;  // bytes of segments in regions with policy "host"; guarded by Core::mutex
 };
 
@@ -91,6 +92,7 @@ class Region {
   // Freed segments whose work may still be in flight. `waited`: frees() from before the caller waited for the device.
   void reap(std::uint64_t waited);
   std::uint64_t frees() const { return frees_; }
+  void return_empty() { return_empty_chunks(0, span); }  // chunks that no segment needs
   void settle();  // handles the frees that came while a transition owned the region
 
   // Picks the next chunk: at most `limit`, or at most `room` where nothing else is to be had.

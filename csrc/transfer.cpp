@@ -47,7 +47,7 @@ class Transfer::Inventory {
 };
 
 void Transfer::add_leaving(Region& region, Policy policy, Ranges live, bool half_out) {
-  leaving_.push_back({&region, policy, std::move(live), half_out, nullptr, {}, nullptr});
+  leaving_.push_back({&region, policy, std::move(live), half_out, nullptr, {}, nullptr, 0});
 }
 
 void Transfer::add_coming(Region& region, bool restore) {
@@ -57,7 +57,7 @@ void Transfer::add_coming(Region& region, bool restore) {
   // What a refused pause left mapped and not saved is there, and is neither copied nor written over.
   const bool fills = region.fill != Fill::nothing && (!restore || region.backup == nullptr);
   progress_.expect(memsaver::bytes_of(wanted));
-  coming_.push_back({&region, std::move(wanted), fills, Mapping(region), nullptr, {}, 0});
+  coming_.push_back({&region, std::move(wanted), fills, Mapping(region), nullptr, {}, 0, false});
 }
 
 std::size_t Transfer::missing_bytes() const {
@@ -77,6 +77,12 @@ void Transfer::save_where(Leaving& leaving) {
   Region& region = *leaving.region;
   if (leaving.half_out || (region.sealed() && leaving.policy != Policy::none)) {
     leaving.backup = region.backup;
+    if (leaving.half_out) return;
+    RangeSet copied;
+    for (const Range& part : region.backup->parts()) copied.add(part);
+    if (!copied.covers(leaving.live))
+      throw Error("region '" + region.tag +
+                  "' is frozen, and holds what its copy does not: thaw() lets it be copied anew");
     return;
   }
   if (leaving.policy == Policy::none || leaving.live.empty()) return;
@@ -133,11 +139,13 @@ void Transfer::reserve_and_start(bool chunks, Deadline deadline) {
     leaving_.sort([](const Leaving& a, const Leaving& b) { return !a.copies() && b.copies(); });
   }
   coming_.sort([](const Coming& a, const Coming& b) { return !a.wanted.empty() && b.wanted.empty(); });
-  if (chunks) reserve_chunks(deadline);
   under_way_ = true;
+  for (Coming& coming : coming_) open(coming);  // what reading needs is reserved as well
+  if (chunks) reserve_chunks(deadline);
   for (Leaving& leaving : leaving_) {
     if (!leaving.copies()) continue;
-    progress_.expect(memsaver::bytes_of(leaving.backup->saved.missing_from(leaving.backup->parts())));
+    leaving.saved_before = leaving.backup->saved.bytes();
+    progress_.expect(leaving.backup->bytes() - leaving.saved_before);
     Ranges batches;
     for (const auto& batch : leaving.batches) batches.push_back(range_of(batch));
     leaving.saver = leaving.backup->saver(*device_.driver, leaving.region->base, std::move(batches), progress_);
@@ -155,7 +163,7 @@ void Transfer::reserve_chunks(Deadline deadline) {
       return;
     } catch (const ChunkUnavailable&) {
       places_.clear();
-      if (Clock::now() >= deadline)
+      if (Clock::now() >= deadline || waiting_is_over)
         throw OutOfMemoryError(device_.driver->name, needed,
                                device_.driver->memory().free + device_.source->idle_bytes() + going_out);
       std::this_thread::sleep_for(kRetry);
@@ -198,7 +206,7 @@ void Transfer::run(Deadline deadline) noexcept {
     if (leaving_.empty() && places_.empty()) {
       come_in_alone(deadline);
     } else {
-      for (Coming& coming : coming_) open(coming);
+      for (Coming& coming : coming_) use_left_mapped(coming);
       for (Place& place : places_) {
         ++place.coming->to_come;
         if (!place.chunk) waiting_[place.slot.size].push_back(&place);
@@ -220,7 +228,6 @@ void Transfer::run(Deadline deadline) noexcept {
 }
 
 void Transfer::let_go(Leaving& leaving) {
-  const std::size_t saved_before = leaving.saver != nullptr ? leaving.backup->saved.bytes() : 0;
   for (std::size_t batch = 0; batch < leaving.batches.size(); ++batch) {
     std::vector<Chunk> freed;
     try {
@@ -235,8 +242,8 @@ void Transfer::let_go(Leaving& leaving) {
     for (Chunk& chunk : freed) hand_on(std::move(chunk));
   }
   if (leaving.saver == nullptr) return;
-  copied_ += leaving.backup->saved.bytes() - saved_before;
-  leaving.saver.reset();
+  leaving.saver.reset();  // whose threads write to `saved`
+  copied_ += leaving.backup->saved.bytes() - leaving.saved_before;
 }
 
 void Transfer::hand_on(Chunk chunk) {
@@ -257,7 +264,7 @@ void Transfer::come_in_alone(Deadline deadline) {
   const std::size_t needed = missing_bytes();
   for (;;) {
     try {
-      for (Coming& coming : coming_) open(coming);
+      for (Coming& coming : coming_) use_left_mapped(coming);
       const auto request = device_.source->ask(needed, deadline);
       for (Coming& coming : coming_) {
         const Region& region = *coming.region;
@@ -274,10 +281,11 @@ void Transfer::come_in_alone(Deadline deadline) {
       return;
     } catch (const ChunkUnavailable&) {
       undo();
-      if (Clock::now() >= deadline)
+      if (Clock::now() >= deadline || waiting_is_over)
         throw OutOfMemoryError(device_.driver->name, needed,
                                device_.driver->memory().free + device_.source->idle_bytes());
       std::this_thread::sleep_for(kRetry);
+      for (Coming& coming : coming_) open(coming);
     }
   }
 }
@@ -286,8 +294,13 @@ void Transfer::open(Coming& coming) {
   Region& region = *coming.region;
   if (!coming.wanted.empty())
     coming.loader = region.backup->loader(*device_.driver, region.base, coming.wanted, progress_);
-  const std::vector<Slot> left_mapped = region.slots();  // by an unmap that was refused: their access is not known
-  region.allow(left_mapped);
+}
+
+// Chunks that a refused unmap, or a failed copy, left: their access is not known.
+void Transfer::use_left_mapped(Coming& coming) {
+  const std::vector<Slot> left_mapped = coming.region->slots();
+  coming.had_chunks = !left_mapped.empty();
+  coming.region->allow(left_mapped);
   for (const Slot& slot : left_mapped) write_into(coming, {slot.offset, slot.size});
 }
 
@@ -334,7 +347,10 @@ void Transfer::keep() {
   for (Coming& coming : coming_) {
     restored_ += coming.mapping.commit();
     Region& region = *coming.region;
-    const bool kept = region.frozen && region.backup != nullptr && region.backup->complete() && !coming.wanted.empty();
+    if (coming.had_chunks) region.return_empty();
+    const bool kept = region.frozen && region.backup != nullptr && region.backup->complete() &&
+                      !coming.wanted.empty() &&
+                      region.backup.use_count() == 1;  // nobody has a view through which it might change
     if (!kept) dropped_.push_back(std::move(region.backup));
     region.backup = kept ? std::move(region.backup) : nullptr;
   }

@@ -57,6 +57,7 @@ class Transfer {
     std::shared_ptr<Backup> backup;          // null: the contents are given up
     std::vector<std::vector<Slot>> batches;  // neighbouring chunks
     std::unique_ptr<Saver> saver;            // null: nothing to copy
+    std::size_t saved_before;
     bool copies() const { return backup != nullptr && !backup->complete(); }
   };
   struct Coming {
@@ -67,6 +68,7 @@ class Transfer {
     std::unique_ptr<Loader> loader;
     std::vector<Slot> run;  // mapped, without access yet
     std::size_t to_come;    // chunks
+    bool had_chunks;        // from a pause that was refused some
   };
   struct Place {
     Coming* coming;
@@ -84,6 +86,7 @@ class Transfer {
   void let_go(Leaving& leaving);
   void come_in_alone(Deadline deadline);
   void open(Coming& coming);
+  void use_left_mapped(Coming& coming);
   void put(Coming& coming, Slot slot, Chunk chunk);
   void give_access(Coming& coming);
   void write_into(Coming& coming, Range range);

@@ -63,9 +63,10 @@ void Transition::begin() {
   std::unique_lock lock(all.mutex);
   const auto first = [this](const Region* region) { return region->queue.front() == this; };
   all.changed.wait(lock, [&] {
-    return std::all_of(wanted_out_.begin(), wanted_out_.end(), first) &&
-           std::all_of(wanted_in_.begin(), wanted_in_.end(), first);
+    return waiting_is_over || (std::all_of(wanted_out_.begin(), wanted_out_.end(), first) &&
+                               std::all_of(wanted_in_.begin(), wanted_in_.end(), first));
   });
+  if (waiting_is_over) throw Error("the interpreter is going down: no transition begins any more");
   for (const auto* wanted : {&wanted_out_, &wanted_in_})
     for (const Region* region : *wanted)
       if (region->state == State::lost)
@@ -88,9 +89,10 @@ void Transition::begin() {
   resuming_ = std::move(in);
   const auto unused = [](const Region* region) { return region->users == 0; };
   all.changed.wait(lock, [&] {
-    return std::all_of(pausing_.begin(), pausing_.end(), unused) &&
-           std::all_of(resuming_.begin(), resuming_.end(), unused);
+    return waiting_is_over || (std::all_of(pausing_.begin(), pausing_.end(), unused) &&
+                               std::all_of(resuming_.begin(), resuming_.end(), unused));
   });
+  if (waiting_is_over) throw Error("the interpreter is going down: no transition begins any more");
 }
 
 Transition::Transfers Transition::make_transfers(const std::vector<Pause>& pauses, bool restore,
@@ -126,6 +128,8 @@ Transition::Outcome Transition::run(const std::vector<Pause>& pauses, bool resto
     std::lock_guard lock(core().mutex);  // others may read the figures of a region in transition
     for (const auto& transfer : transfers) transfer->commit();
     gone_out_ = pausing_;
+    for (const Pause& pause : pauses)
+      if (pause.policy == Policy::none && !contains(was_paused_, pause.region)) discarded_.push_back(pause.region);
   }
   side_by_side(transfers, [&](Transfer& transfer) { transfer.run(deadline); });
 
@@ -162,8 +166,12 @@ void Transition::finish() {
       region->state = contains(gone_out_, region) || contains(was_paused_, region) ? State::paused : State::active;
   for (Region* region : resuming_)
     if (region->state == State::resuming) region->state = contains(come_in_, region) ? State::active : State::paused;
-  for (auto* marked : {&pausing_, &resuming_})
-    for (Region* region : std::exchange(*marked, {})) region->settle();
+  for (auto* marked : {&pausing_, &resuming_}) {
+    for (Region* region : std::exchange(*marked, {})) {
+      if (region->device.lost) region->state = State::lost;
+      region->settle();
+    }
+  }
   leave_queues_locked();
 }
 

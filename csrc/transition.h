@@ -46,6 +46,7 @@ class Transition {
   void abort();  // leaves the queues, and gives the marks back if run() was not reached
   const std::vector<Region*>& pausing() const { return pausing_; }
   const std::vector<Region*>& resuming() const { return resuming_; }
+  const std::vector<Region*>& discarded() const { return discarded_; }  // whose contents run() gave up
 
   // `pauses` speaks of every region in pausing(). Waits for memory up to the deadline.
   Outcome run(const std::vector<Pause>& pauses, bool restore, Deadline deadline, Progress::Report report);
@@ -60,6 +61,7 @@ class Transition {
   std::vector<Region*> pausing_, resuming_;  // marked
   std::vector<Region*> was_paused_;          // among pausing_: to give back what a refusal left mapped
   std::vector<Region*> gone_out_, come_in_;  // reached their new state
+  std::vector<Region*> discarded_;
   Clock::time_point began_;
 };
 

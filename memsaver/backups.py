@@ -12,7 +12,8 @@ def cpu_backup(tensor: Any, *, clone: bool = False) -> Any:
 
     Without ``clone`` it lies where the contents wait, in pinned host memory: nothing is copied, and what is written to
     it before the resume arrives with it. The memory stays as long as the tensor; after the resume it is the tensor's
-    alone. With ``clone`` it is a copy; backups on disk can be had so only.
+    alone (a frozen region that resumes while one is held makes a new copy at its next pause). With ``clone`` it is a
+    copy; backups on disk can be had so only.
 
     Raises ValueError for a tensor in no region, memsaver.Error where its region is not paused, and BackupError where
     there is no backup of it.

@@ -67,7 +67,7 @@ def _backup_ahead(value: Any) -> bool:
 
 def _disk_dir(value: Any) -> str:
     try:
-        path = os.path.abspath(os.fspath(value))
+        path = os.fsdecode(value) and os.path.abspath(os.fsdecode(value))
     except TypeError:
         path = ""
     if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):

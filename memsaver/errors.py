@@ -66,7 +66,8 @@ class BackupError(Error):
     """Contents cannot be kept, or not be read: host memory or disk is short, a file call fails, there is no backup.
 
     Where a pause runs short, nothing has changed. Attributes: ``needed_bytes`` (asked for beyond what is held),
-    ``held_bytes`` (by this process for backups), ``available_bytes`` (that could be had).
+    ``held_bytes`` (by this process for backups), ``available_bytes`` (that could be had; 0 where
+    a call failed for another reason).
     """
 
     needed_bytes: int

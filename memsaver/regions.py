@@ -281,7 +281,7 @@ def pause(
 
     Raises ValueError for an unknown tag, BackupError where host memory or disk is short, memsaver.Error while a graph
     is being captured; then everything is as it was. A driver or file call that fails later leaves the regions paused
-    with nothing lost; pausing again goes on from there, and resuming brings everything back.
+    with nothing lost that their policies keep; pausing again goes on from there, and resuming brings everything back.
     """
     return transition(pause=find(tags), backup=backup, wait=wait, progress=progress)
 
@@ -297,9 +297,11 @@ def resume(
     """Brings memory back under the same addresses, and contents where a backup waits.
 
     ``restore=False`` leaves the contents undefined, for regions about to be overwritten. ``timeout``: seconds to wait
-    for memory that others still hold (0: none). ``wait`` and ``progress`` as for :func:`pause`.
+    for memory that others still hold (0: none), once earlier transitions on the same regions have ended. ``wait`` and
+    ``progress`` as for :func:`pause`.
 
-    Raises ValueError for an unknown tag, OutOfMemoryError where memory is short; then everything is as it was.
+    Raises ValueError for an unknown tag, OutOfMemoryError where memory is short, BackupError where a file cannot be
+    read; then everything is as it was.
     """
     return transition(resume=find(tags), restore=restore, timeout=timeout, wait=wait, progress=progress)
 
@@ -401,9 +403,7 @@ class _Move:
         except BaseException as error:
             move.abort()  # now, not when the traceback lets go of it
             if isinstance(error, Error):
-                without = (each for each, policy in zip(going_out, policies) if policy == "none")
-                gone = [each.tag for each in without if each.state == "paused"]
-                error.name_discarded(list(dict.fromkeys(gone)))
+                error.name_discarded(_tags(move.discarded))
             raise
         finally:
             if _adapter is not None:

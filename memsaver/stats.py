@@ -19,7 +19,7 @@ def stats() -> dict[str, Any]:
             "processes": [{"pid": int, "name": str, "bytes": int}],      # the others on the device, where NVML tells
             "regions": [{"tag", "backup", "state", "frozen", "allocated_bytes", "mapped_bytes", "backup_bytes"}]}},
          "unreleased_bytes": int,    # chunks whose release the driver refused; tried again with each later release
-         "options": {option: int}}
+         "options": {option: its value}}
 
     Only devices in use appear.
     """

@@ -212,6 +212,8 @@ class Router:
     def leave(self, region: Region, error: BaseException | None) -> None:
         self._pop()
         self.refresh()
+        if isinstance(error, torch.OutOfMemoryError) and region.state == "active" and region._core.sealed:
+            raise Error(f"region {region.tag!r} is frozen and was copied meanwhile: it takes no allocations") from error
         if isinstance(error, torch.OutOfMemoryError) and region.state != "active":
             raise RegionPausedError(
                 f"region {region.tag!r} is {region.state}: what was entered before cannot take allocations now",
@@ -269,7 +271,7 @@ class Router:
 
     def _pool_for(self, region: Region) -> torch.cuda.MemPool:
         thread = self.thread
-        if region.state != "active":
+        if region.state != "active" or region._core.sealed:
             device = torch.device(region.device)
             if device not in thread.refusing:
                 hooks = ("memsaver_alloc_refused", "memsaver_free_refused")
@@ -335,7 +337,9 @@ class Router:
                 region._core.backup_read(offset, nbytes, found.data_ptr())
             else:
                 found = torch.from_dlpack(region._core.backup_view(offset, nbytes))
-            return found.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+            found = found.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+            found = found.conj() if tensor.is_conj() else found
+            return torch._neg_view(found) if tensor.is_neg() else found
 
     def pool(self, region: Region) -> torch.cuda.MemPool:
         if region.device == "cpu":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -65,7 +66,7 @@ class Transition:
         """
         try:
             self._future.result(timeout)
-        except TimeoutError:
+        except FutureTimeoutError:
             if not self._future.done():
                 raise TimeoutError(f"the transition is still under way after {timeout} s") from None
             raise
@@ -108,7 +109,10 @@ class Transition:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Transition):
             return NotImplemented
-        return self is other or (self.done and other.done and self._outcome == other._outcome)
+        if self is other:
+            return True
+        ended_well = all(each.done and each._future.exception() is None for each in (self, other))
+        return ended_well and self._outcome == other._outcome
 
     __hash__ = None  # type: ignore[assignment]
 
