@@ -235,6 +235,7 @@ void Region::reap(std::uint64_t waited) {
 }
 
 void Region::return_empty_chunks(std::size_t begin, std::size_t end) {
+  if (stranded_) begin = 0, end = span;
   auto chunk = chunks_.upper_bound(begin);
   if (chunk != chunks_.begin()) --chunk;
   std::vector<std::size_t> empty;
@@ -243,7 +244,7 @@ void Region::return_empty_chunks(std::size_t begin, std::size_t end) {
     if (chunk_end > begin && !used_within(chunk->first, chunk_end)) empty.push_back(chunk->first);
   }
   std::vector<Chunk> freed;  // go back at its end
-  unmap(empty, freed);
+  stranded_ = unmap(empty, freed).has_value();
 }
 
 Ranges Region::live() const {

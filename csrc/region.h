@@ -146,6 +146,7 @@ class Region {
   std::uint64_t frees_ = 0;                   // that rested
   std::size_t allocated_ = 0;
   std::size_t resting_bytes_ = 0;
+  bool stranded_ = false;                // the driver refused to unmap a chunk that no segment needs
   std::atomic<std::size_t> mapped_ = 0;  // read by others while a transition owns the region
 };
 
