@@ -74,8 +74,10 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def unnamed_files(directory: object) -> list[int]:
-    """Descriptors of this process on files of a directory that have no name any more."""
+def unnamed_files(directory: object, kept: bool = False) -> list[int]:
+    """Descriptors of this process on files without a name in a directory; ``kept``: also those without contents."""
+    if not kept:
+        memsaver.release_host_memory()
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -128,8 +130,10 @@ class Ledger:
 
     def check(self) -> None:
         flush_unreleased()
+        memsaver.release_host_memory()  # and files that are kept
         assert _core.unreleased_bytes() == 0
-        assert Ledger() == self
+        found = Ledger()
+        assert found == self, f"{found}, not {self}"
 
 
 class Sweep:

@@ -261,6 +261,40 @@ def test_a_chunk_that_a_free_could_not_unmap_is_used_again(make: Make, ledger: L
     ledger.check()
 
 
+@pytest.mark.parametrize("backup", ["none", "host"])
+def test_what_a_refused_unmap_left_goes_once_nothing_is_in_it(make: Make, ledger: Ledger, backup: str) -> None:
+    region = make(backup)
+    halves = 0
+    held: list[Block] = []
+    for _ in Sweep("error", region.pause):
+        halves += region.state == "paused" and region.mapped_bytes > 0
+        held.clear()
+        region.resume()
+        assert (region.allocated_bytes, region.mapped_bytes) == (0, 0)
+        held = with_a_gap(region)
+    assert halves > 0
+    held.clear()
+    region.resume()
+    ledger.check()
+
+
+def test_a_half_paused_region_whose_contents_are_kept_is_not_named_as_discarded(make: Make) -> None:
+    region = make("host")
+    held = with_a_gap(region)
+    for error in Sweep("error", region.pause):
+        if region.state == "paused" and region.mapped_bytes > 0:
+            _core.faults_arm(2)  # synchronize, unmap
+            with pytest.raises(memsaver.DriverError, match="unmap") as caught:
+                region.pause(backup="none")  # its backup was made before: nothing is given up
+            assert caught.value.discarded == ()
+            _core.faults_disarm()
+        elif error is not None:
+            assert error.discarded == ()
+        region.resume()
+        for block in held:
+            block.check()
+
+
 def test_a_release_that_is_refused_is_tried_again(make: Make, ledger: Ledger) -> None:
     region = make()
     block = Block(region, PAGE)
