@@ -332,19 +332,26 @@ void HostArena::run_background() {
       wanted_.wait_for(lock, kPause, [&] { return stop_; });
     }
     if (stop_) return;
-    const std::size_t bytes = round_up(missing(), kPage);
+    const std::size_t tried = target_;
     lock.unlock();
     bool made = true;
-    try {
-      budget_.check(bytes);  // a backup that cannot be had whole is not worth a part of it
+    {
       std::lock_guard growing(growing_);
-      const std::size_t slab = budget_.slab(std::min(bytes, kLargestSlab));
-      put(make(slab, slab));
-    } catch (const Error&) {
-      made = false;
+      lock.lock();
+      const std::size_t bytes = round_up(missing(), kPage);  // a pause may have made some of it meanwhile
+      lock.unlock();
+      try {
+        budget_.check(bytes);  // a backup that cannot be had whole is not worth a part of it
+        if (bytes > 0) {
+          const std::size_t slab = budget_.slab(bytes);
+          put(make(slab, slab));
+        }
+      } catch (const Error&) {
+        made = false;
+      }
     }
     lock.lock();
-    if (!made) target_ = 0;  // the next growth tries again
+    if (!made && target_ == tried) target_ = 0;  // the next growth tries again
   }
 }
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kBatch = 64 * kMiB;  // copies of this size come within 1 % of the bus
 constexpr auto kRetry = std::chrono::milliseconds(2);
-constexpr unsigned char kPoison = 0xff;  // a NaN in every floating-point type of torch's
+constexpr unsigned char kPoison = 0xff;  // a NaN in the floating-point types in use
 
 std::size_t bytes_of(const std::vector<Slot>& slots) {
   std::size_t bytes = 0;

@@ -212,7 +212,7 @@ def region(
       the first pause; later ones copy nothing. From that pause on the region takes no allocations: :meth:`Region.thaw`
       drops the copy.
     - ``fill``: what a resume writes where it brings no contents: ``"zero"``, or ``"poison"``, bytes of 0xFF, which are
-      NaN in every floating-point type. By default nothing.
+      NaN in float16, bfloat16, float32, float64, float8_e4m3fn and float8_e5m2. By default nothing.
 
     ``frozen`` and ``fill`` are given where the region is made; elsewhere they can be left out.
 
