@@ -76,7 +76,13 @@ class BackupError(Error):
 
 
 class ConfigError(Error, ValueError):
-    """An option that does not exist, cannot have this value, or cannot change any more."""
+    """An option that does not exist, cannot have this value, cannot change any more, or is needed.
+
+    Attributes: ``option``, ``value`` (None where none was given).
+    """
+
+    option: str | None = None
+    value: Any = None
 
 
 def _rebuild(kind: type[Error], message: str, fields: dict[str, Any]) -> Error:
