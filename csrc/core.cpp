@@ -18,7 +18,7 @@ std::size_t half_of_memory() {
 }
 
 std::unique_ptr<Driver> open_driver(const std::string& name, std::size_t host_bytes) {
-  if (name == "cpu") return open_host_driver(host_bytes != 0 ? host_bytes : half_of_memory());
+  if (name == "cpu") return open_host_driver(host_bytes);
   constexpr std::string_view kCuda = "cuda:";
   if (name.starts_with(kCuda)) return open_cuda_driver(std::stoi(name.substr(kCuda.size())));
   throw BadArgument("device is '" + name + "', expected 'cpu' or 'cuda:N'");
@@ -40,12 +40,13 @@ Core& core() {
 
 bool usable() { return !forked; }
 
+std::size_t Core::host_bytes() const { return host_device_bytes != 0 ? host_device_bytes : half_of_memory(); }
+
 Device& Core::device(const std::string& name) {
   auto found = devices.find(name);
   if (found == devices.end()) {
     used = true;
-    found = devices.emplace(name, std::make_unique<Device>(open_driver(name, host_device_bytes), retain, host_budget))
-                .first;
+    found = devices.emplace(name, std::make_unique<Device>(open_driver(name, host_bytes()), retain, host_budget)).first;
   }
   return *found->second;
 }

@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <cstdio>
+
 #include "driver.h"
 
 namespace memsaver::cuda {
@@ -51,10 +53,15 @@ struct NvmlProcess {
   unsigned compute_instance;
 };
 
+struct NvmlMemory {
+  unsigned long long total, free, used;
+};
+
 struct Nvml {
   int (*init)() = nullptr;
   int (*device_by_uuid)(const char*, void**) = nullptr;
   int (*running)(void*, unsigned*, NvmlProcess*) = nullptr;
+  int (*memory)(void*, NvmlMemory*) = nullptr;
   bool usable = false;
 
   Nvml() {
@@ -63,15 +70,77 @@ struct Nvml {
     init = reinterpret_cast<decltype(init)>(::dlsym(library, "nvmlInit_v2"));
     device_by_uuid = reinterpret_cast<decltype(device_by_uuid)>(::dlsym(library, "nvmlDeviceGetHandleByUUID"));
     running = reinterpret_cast<decltype(running)>(::dlsym(library, "nvmlDeviceGetComputeRunningProcesses_v3"));
-    usable = init != nullptr && device_by_uuid != nullptr && running != nullptr && init() == 0;
+    memory = reinterpret_cast<decltype(memory)>(::dlsym(library, "nvmlDeviceGetMemoryInfo"));
+    usable = memory != nullptr && init != nullptr && device_by_uuid != nullptr && running != nullptr && init() == 0;
   }
 };
+
+const Nvml& nvml() {
+  static const Nvml loaded;
+  return loaded;
+}
+
+// Null where NVML is missing, or does not know the device.
+void* nvml_device(const std::string& uuid) {
+  void* device = nullptr;
+  return nvml().usable && nvml().device_by_uuid(uuid.c_str(), &device) == 0 ? device : nullptr;
+}
 
 }  // namespace
 
 const Api& api() {
   static const Api loaded = load();
   return loaded;
+}
+
+void check(const char* call, Result code) {
+  if (code == kSuccess) return;
+  const char* text = nullptr;
+  if (api().cuGetErrorString(code, &text) != kSuccess || text == nullptr) text = "unknown error";
+  if (code == kOutOfMemory) throw ChunkUnavailable(call, code, text);
+  throw DriverError(call, code, text, loses_context(code));
+}
+
+Device device_at(int ordinal) {
+  int count = 0;
+  check("cuDeviceGetCount", api().cuDeviceGetCount(&count));
+  const std::string name = "cuda:" + std::to_string(ordinal);
+  if (ordinal < 0 || ordinal >= count)
+    throw BadArgument("device is '" + name + "', expected one of the " + std::to_string(count) +
+                      " visible CUDA devices");
+  Device device = 0;
+  check("cuDeviceGet", api().cuDeviceGet(&device, ordinal));
+  if (attribute_of(device, kAttributeVirtualMemory) == 0 || attribute_of(device, kAttributePosixFd) == 0)
+    throw DriverError("cuDeviceGetAttribute", 801, name + " does not support virtual memory with POSIX descriptors");
+  return device;
+}
+
+std::string uuid_of(Device device) {
+  Uuid id{};
+  check("cuDeviceGetUuid", api().cuDeviceGetUuid(&id, device));
+  std::string text = "GPU-";
+  for (int i = 0; i < 16; ++i) {
+    char byte[3];
+    std::snprintf(byte, sizeof byte, "%02x", id.bytes[i]);
+    text += byte;
+    if (i == 3 || i == 5 || i == 7 || i == 9) text += '-';
+  }
+  return text;
+}
+
+int attribute_of(Device device, int which) {
+  int value = 0;
+  check("cuDeviceGetAttribute", api().cuDeviceGetAttribute(&value, which, device));
+  return value;
+}
+
+AllocationProp chunk_properties(Device device) {
+  AllocationProp properties{};
+  properties.type = kAllocationPinned;
+  properties.handle_types = kHandlePosixFd;
+  properties.location = {kLocationDevice, device};  // a CUdevice is the ordinal among the visible devices
+  properties.flags.gpu_direct_rdma = attribute_of(device, kAttributeRdma) != 0 ? 1 : 0;
+  return properties;
 }
 
 bool loses_context(Result code) {
@@ -96,17 +165,23 @@ bool loses_context(Result code) {
 }
 
 std::vector<ProcessUse> compute_processes(const std::string& uuid) {
-  static const Nvml nvml;
-  void* device = nullptr;
-  if (!nvml.usable || nvml.device_by_uuid(uuid.c_str(), &device) != 0) return {};
+  void* device = nvml_device(uuid);
+  if (device == nullptr) return {};
   std::vector<NvmlProcess> rows(256);
   auto count = static_cast<unsigned>(rows.size());
-  if (nvml.running(device, &count, rows.data()) != 0) return {};
+  if (nvml().running(device, &count, rows.data()) != 0) return {};
   std::vector<ProcessUse> found;
   constexpr auto kUnknown = static_cast<unsigned long long>(-1);
   for (unsigned i = 0; i < count; ++i)
     found.push_back({static_cast<int>(rows[i].pid), rows[i].used_bytes == kUnknown ? 0 : rows[i].used_bytes});
   return found;
+}
+
+std::optional<std::size_t> free_memory(const std::string& uuid) {
+  NvmlMemory figures{};
+  void* device = nvml_device(uuid);
+  if (device == nullptr || nvml().memory(device, &figures) != 0) return std::nullopt;
+  return figures.free;
 }
 
 }  // namespace memsaver::cuda

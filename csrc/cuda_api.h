@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -73,6 +74,7 @@ constexpr int kCaptureRelaxed = 2;
   required(cuDeviceGet, 2000, Device*, int)                                                                        \
   required(cuDeviceGetUuid, 11040, Uuid*, Device)                                                                  \
   required(cuDeviceGetAttribute, 2000, int*, int, Device)                                                          \
+  required(cuDeviceTotalMem, 3020, std::size_t*, Device)                                                           \
   required(cuDevicePrimaryCtxRetain, 7000, Context*, Device)                                                       \
   required(cuCtxPushCurrent, 4000, Context)                                                                        \
   required(cuCtxPopCurrent, 4000, Context*)                                                                        \
@@ -112,6 +114,17 @@ struct Api {
 // Loads libcuda and initialises it, once. Throws DriverError where that cannot be.
 const Api& api();
 
+// Throws DriverError, or ChunkUnavailable where the device is full, for any code but success.
+void check(const char* call, Result code);
+
+// The device of this ordinal among the visible ones. Throws BadArgument where there is none, and DriverError where it
+// has no virtual memory with POSIX descriptors.
+Device device_at(int ordinal);
+std::string uuid_of(Device device);
+int attribute_of(Device device, int which);
+// What chunks are made with: exportable from the start, as this cannot be added to a chunk later.
+AllocationProp chunk_properties(Device device);
+
 // True for the codes after which a context answers nothing but errors.
 bool loses_context(Result code);
 
@@ -122,5 +135,7 @@ struct ProcessUse {
   std::size_t bytes;
 };
 std::vector<ProcessUse> compute_processes(const std::string& uuid);
+// NVML's figure for the free memory of the device; nothing where NVML does not tell.
+std::optional<std::size_t> free_memory(const std::string& uuid);
 
 }  // namespace memsaver::cuda

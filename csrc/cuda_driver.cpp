@@ -1,9 +1,6 @@
 // A CUDA device behind the seam, in the primary context that torch uses too.
 #include <unistd.h>
 
-#include <cstdio>
-#include <mutex>
-
 #include "cuda_api.h"
 #include "driver.h"
 
@@ -12,52 +9,17 @@ namespace {
 
 using namespace cuda;
 
-[[noreturn]] void fail(const char* call, Result code) {
-  const char* text = nullptr;
-  if (api().cuGetErrorString(code, &text) != kSuccess || text == nullptr) text = "unknown error";
-  if (code == kOutOfMemory) throw ChunkUnavailable(call, code, text);
-  throw DriverError(call, code, text, loses_context(code));
-}
-
-void check(const char* call, Result code) {
-  if (code != kSuccess) fail(call, code);
-}
-
-void* pointer(Address address) { return reinterpret_cast<void*>(address); }
-
 class CudaDriver final : public Driver {
  public:
-  explicit CudaDriver(int ordinal) : Driver("cuda:" + std::to_string(ordinal)) {
-    int count = 0;
-    check("cuDeviceGetCount", api().cuDeviceGetCount(&count));
-    if (ordinal < 0 || ordinal >= count)
-      throw BadArgument("device is '" + name + "', expected one of the " + std::to_string(count) +
-                        " visible CUDA devices");
-    check("cuDeviceGet", api().cuDeviceGet(&device_, ordinal));
-    if (attribute(kAttributeVirtualMemory) == 0 || attribute(kAttributePosixFd) == 0)
-      throw DriverError("cuDeviceGetAttribute", 801, name + " does not support virtual memory with POSIX descriptors");
+  explicit CudaDriver(int ordinal)
+      : Driver("cuda:" + std::to_string(ordinal)), device_(device_at(ordinal)), properties_(chunk_properties(device_)) {
     check("cuDevicePrimaryCtxRetain", api().cuDevicePrimaryCtxRetain(&context_, device_));
-    properties_.type = kAllocationPinned;
-    properties_.handle_types = kHandlePosixFd;  // exportable from the start: this cannot be added to a chunk later
-    properties_.location = {kLocationDevice, ordinal_of_device()};
-    properties_.flags.gpu_direct_rdma = attribute(kAttributeRdma) != 0 ? 1 : 0;
     Scope scope(*this);
     check("cuStreamCreate", api().cuStreamCreate(&out_, kStreamNonBlocking));
     check("cuStreamCreate", api().cuStreamCreate(&in_, kStreamNonBlocking));
   }
 
-  std::string uuid() override {
-    Uuid id{};
-    check("cuDeviceGetUuid", api().cuDeviceGetUuid(&id, device_));
-    std::string text = "GPU-";
-    for (int i = 0; i < 16; ++i) {
-      char byte[3];
-      std::snprintf(byte, sizeof byte, "%02x", id.bytes[i]);
-      text += byte;
-      if (i == 3 || i == 5 || i == 7 || i == 9) text += '-';
-    }
-    return text;
-  }
+  std::string uuid() override { return uuid_of(device_); }
 
   Memory memory() override {
     Scope scope(*this);
@@ -241,17 +203,9 @@ class CudaDriver final : public Driver {
     return Ticket(event, [](void* created) { api().cuEventDestroy(created); });
   }
 
-  int attribute(int which) const {
-    int value = 0;
-    check("cuDeviceGetAttribute", api().cuDeviceGetAttribute(&value, which, device_));
-    return value;
-  }
-
-  int ordinal_of_device() const { return device_; }  // a CUdevice is the ordinal among the visible devices
-
-  Device device_ = 0;
+  const Device device_;
+  const AllocationProp properties_;
   Context context_ = nullptr;
-  AllocationProp properties_{};
   Stream out_ = nullptr;
   Stream in_ = nullptr;
 };

@@ -2,7 +2,6 @@
 // so that everything above the seam runs, fails and shares between processes on any Linux machine.
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -14,15 +13,14 @@
 
 #include "copy_engine.h"
 #include "driver.h"
-#include "files.h"
+#include "host_chunk.h"
 #include "host_ledger.h"
 
 namespace memsaver {
 namespace {
 
-// The codes that CUDA gives for the same mistakes, so that code above the seam sees one set.
+// The code that CUDA gives for the same mistakes, so that code above the seam sees one set.
 constexpr int kInvalidValue = 1;
-constexpr int kOutOfMemory = 2;
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
@@ -30,18 +28,11 @@ void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
 [[noreturn]] void refuse(const char* call, const std::string& why) { throw DriverError(call, kInvalidValue, why); }
 
-std::string boot_id() {
-  const std::string id = read_text("/proc/sys/kernel/random/boot_id").value_or("unknown");
-  return id.substr(0, id.find('\n'));
-}
-
 class HostDriver final : public Driver {
  public:
   explicit HostDriver(std::size_t capacity) : Driver("cpu"), ledger_(capacity) {}
 
-  std::string uuid() override {
-    return "HOST-" + boot_id() + "-" + std::to_string(::getuid()) + "-" + std::to_string(ledger_.capacity());
-  }
+  std::string uuid() override { return ledger_.uuid(); }
 
   Memory memory() override {
     const std::size_t used = ledger_.used();
@@ -78,13 +69,9 @@ class HostDriver final : public Driver {
   Handle create(std::size_t size) override {
     faults().check("create");
     check_size("create", size);
-    File file(::memfd_create("memsaver", MFD_CLOEXEC));
-    if (file.get() < 0) fail("create");
-    const std::uint64_t inode = inode_of(file.get());
-    if (::ftruncate(file.get(), static_cast<off_t>(size)) != 0) fail("create");
-    if (!ledger_.charge(inode, size)) throw ChunkUnavailable("create", kOutOfMemory, "the host device is full");
+    HostChunk chunk = make_host_chunk(ledger_, size);
     std::lock_guard lock(mutex_);
-    return enter(file.keep(), inode, size);
+    return enter(chunk.file.keep(), chunk.inode, size);
   }
 
   void release(Handle handle) override {
@@ -106,16 +93,9 @@ class HostDriver final : public Driver {
 
   Handle import_fd(int fd, std::size_t size) override {
     faults().check("import_fd");
-    struct stat status{};
-    if (::fstat(fd, &status) != 0) fail("import_fd");
-    if (static_cast<std::size_t>(status.st_size) != size)
-      refuse("import_fd",
-             "the descriptor has " + std::to_string(status.st_size) + " bytes, not " + std::to_string(size));
-    File copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
-    if (copy.get() < 0) fail("import_fd");
-    ledger_.charge_imported(status.st_ino, size);
+    HostChunk chunk = import_host_chunk(ledger_, fd, size);
     std::lock_guard lock(mutex_);
-    return enter(copy.keep(), status.st_ino, size);
+    return enter(chunk.file.keep(), chunk.inode, size);
   }
 
   void map(Address address, std::size_t size, Handle handle) override {
@@ -209,12 +189,6 @@ class HostDriver final : public Driver {
 
   static void check_size(const char* call, std::size_t size) {
     if (size == 0 || size % kPage != 0) refuse(call, std::to_string(size) + " bytes is not a multiple of 2 MiB");
-  }
-
-  static std::uint64_t inode_of(int file) {
-    struct stat status{};
-    if (::fstat(file, &status) != 0) fail("create");
-    return status.st_ino;
   }
 
   Handle enter(int file, std::uint64_t inode, std::size_t size) {

@@ -112,6 +112,11 @@ HostLedger::~HostLedger() {
 
 HostLedger::Entry* HostLedger::entries() const { return reinterpret_cast<Entry*>(header_ + 1); }
 
+std::string HostLedger::uuid() const {
+  const std::string boot = read_text("/proc/sys/kernel/random/boot_id").value_or("unknown");
+  return "HOST-" + boot.substr(0, boot.find('\n')) + "-" + std::to_string(::getuid()) + "-" + std::to_string(capacity_);
+}
+
 bool HostLedger::charge(std::uint64_t inode, std::size_t size) {
   Lock lock(*this);
   if (used_locked() + size > capacity_) {

@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
@@ -13,9 +14,11 @@
 #include <exception>
 #include <thread>
 
+#include "physical.h"
 #include "region.h"
 #include "torch_hooks.h"
 #include "transition.h"
+#include "wire.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -507,6 +510,38 @@ void bind_driver(nb::module_& module) {
       .def("wait", [](const CopyMark& mark) { mark.driver->wait(mark.ticket); }, nb::call_guard<Unlocked>());
 }
 
+// What the broker is made of: memory, and the numbers of the protocol.
+void bind_broker(nb::module_& module) {
+  nb::class_<PhysicalMemory>(module, "PhysicalMemory")
+      .def("uuid", &PhysicalMemory::uuid)
+      .def("total_bytes", &PhysicalMemory::total_bytes)
+      .def("free_bytes", &PhysicalMemory::free_bytes)
+      .def("create", &PhysicalMemory::create, "size"_a)
+      .def("adopt", &PhysicalMemory::adopt, "file"_a, "size"_a)
+      .def("close", &PhysicalMemory::close, "file"_a);
+  module.def("open_cuda_memory", &open_cuda_memory, "ordinal"_a);
+  module.def("open_host_memory", [] { return open_host_memory(core().host_bytes()); });
+  module.def("cuda_uuid", &cuda_uuid, "ordinal"_a);
+  nb::dict kinds, refusals;
+#define MEMSAVER_KIND(name, number) kinds[#name] = number;
+  MEMSAVER_MESSAGES(MEMSAVER_KIND)
+#undef MEMSAVER_KIND
+#define MEMSAVER_REFUSAL(name, number) refusals[#name] = number;
+  MEMSAVER_REFUSALS(MEMSAVER_REFUSAL)
+#undef MEMSAVER_REFUSAL
+  module.attr("MESSAGES") = kinds;
+  module.attr("REFUSALS") = refusals;
+  module.attr("PROTOCOL_VERSION") = wire::kVersion;
+  module.attr("LONGEST_PACKET") = wire::kLongestPacket;
+  module.attr("MOST_DESCRIPTORS") = wire::kMostDescriptors;
+  module.attr("MOST_CHUNKS") = wire::kMostChunks;
+  module.attr("HAS_DESCRIPTOR") = wire::kHasDescriptor;
+  module.attr("SCRUB") = wire::kScrub;
+  nb::list classes;
+  for (const std::size_t size : kChunkClasses) classes.append(size);
+  module.attr("CHUNK_CLASSES") = nb::tuple(classes);  // bytes, largest first
+}
+
 }  // namespace
 
 NB_MODULE(_core, module) {
@@ -516,6 +551,7 @@ NB_MODULE(_core, module) {
   bind_region(module);
   bind_transition(module);
   bind_driver(module);
+  bind_broker(module);
 
   module.def("cuda_device_count", &cuda_device_count);
   module.def(

@@ -175,6 +175,7 @@ class Core {
   RetainBudget retain;
   HostBudget host_budget;
   std::size_t host_device_bytes = 0;  // 0: half of the machine's memory
+  std::size_t host_bytes() const;     // that figure
   bool backup_ahead = true;           // whether pinned host memory grows before a pause needs it
   std::string disk_dir;               // empty: none was named
   std::map<std::string, std::unique_ptr<Device>> devices;
