@@ -26,8 +26,6 @@ constexpr std::size_t kSharers = 16;  // processes that may take memory at the s
 
 std::size_t reserve_of(const HostMemory& memory) { return std::min(memory.total / kReservePart, kLargestReserve); }
 
-std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
 // The kernel hands out and zeroes a page at its first touch: one thread does 2 GiB/s, so several do it.
 void touch(std::byte* data, std::size_t size) {
   const unsigned cores = std::max(1U, std::thread::hardware_concurrency());

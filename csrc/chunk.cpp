@@ -64,6 +64,11 @@ Chunk Chunk::on_loan_from(ChunkSource* source) && {
   return chunk;
 }
 
+Handle Chunk::keep() && {
+  driver_ = nullptr;
+  return handle_;
+}
+
 void Chunk::reset() noexcept {
   Driver* driver = std::exchange(driver_, nullptr);
   if (driver == nullptr) return;
@@ -85,6 +90,24 @@ std::size_t unreleased_bytes() {
   return bytes;
 }
 
+std::size_t bytes_of(const Needs& needs) {
+  std::size_t bytes = 0;
+  for (const Need& need : needs) bytes += need.bytes;
+  return bytes;
+}
+
+OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::size_t needed, std::size_t more_free) {
+  Supply supply{0, {}};
+  try {
+    supply = source.look();
+  } catch (const Error&) {
+    // That the figures cannot be had must not hide the shortage.
+  }
+  OutOfMemoryError::Holders holders;
+  for (const Driver::Process& process : supply.holders) holders.emplace_back(process.pid, process.bytes);
+  return {driver.name, needed, supply.free + more_free, std::move(holders)};
+}
+
 bool RetainBudget::take(std::size_t bytes) {
   std::lock_guard lock(mutex_);
   if (held_ + bytes > limit_) return false;
@@ -99,9 +122,11 @@ void RetainBudget::put(std::size_t bytes) {
 
 class RetainedPool::Request final : public ChunkRequest {
  public:
-  explicit Request(RetainedPool& pool) : pool_(pool) {}
+  Request(RetainedPool& pool, std::size_t bytes, Deadline deadline)
+      : pool_(pool), missing_(bytes), deadline_(deadline) {}
 
-  Chunk next(std::size_t limit, std::size_t fresh) override {
+  Chunk next(std::size_t limit, std::size_t fresh, bool wait) override {
+    if (wait) wait_for_all();
     // Idle chunks first, small ones too: making new memory while holding idle memory would take more than is needed.
     if (Chunk chunk = pool_.take_idle(limit)) return std::move(chunk).on_loan_from(&pool_);
     std::size_t size = chunk_class(std::min(limit, fresh));
@@ -118,18 +143,27 @@ class RetainedPool::Request final : public ChunkRequest {
     }
   }
 
+  bool gather() override { return false; }
+
  private:
+  // Taking chunks piecemeal while another process does the same would leave both with half: wait for the whole first.
+  void wait_for_all() {
+    auto poll = std::chrono::duration_cast<Clock::duration>(kShortestPoll);
+    while (Clock::now() < deadline_ && !waiting_is_over &&
+           pool_.driver_.memory().free + pool_.idle_bytes() < missing_) {
+      std::this_thread::sleep_for(std::min(poll, deadline_ - Clock::now()));
+      poll = std::min<Clock::duration>(poll * 2, kLongestPoll);
+    }
+    missing_ = 0;  // once
+  }
+
   RetainedPool& pool_;
+  std::size_t missing_;
+  const Deadline deadline_;
 };
 
-std::unique_ptr<ChunkRequest> RetainedPool::ask(std::size_t bytes, Deadline deadline) {
-  // Taking chunks piecemeal while another process does the same would leave both with half: wait for the whole first.
-  auto poll = std::chrono::duration_cast<Clock::duration>(kShortestPoll);
-  while (Clock::now() < deadline && !waiting_is_over && driver_.memory().free + idle_bytes() < bytes) {
-    std::this_thread::sleep_for(std::min(poll, deadline - Clock::now()));
-    poll = std::min<Clock::duration>(poll * 2, kLongestPoll);
-  }
-  return std::make_unique<Request>(*this);
+std::unique_ptr<ChunkRequest> RetainedPool::ask(const Needs& needs, Deadline deadline) {
+  return std::make_unique<Request>(*this, bytes_of(needs), deadline);
 }
 
 void RetainedPool::take_back(Chunk chunk) noexcept {
@@ -171,5 +205,7 @@ std::size_t RetainedPool::idle_bytes() const {
   for (const auto& [size, chunks] : idle_) bytes += size * chunks.size();
   return bytes;
 }
+
+Supply RetainedPool::look() { return {driver_.memory().free + idle_bytes(), driver_.processes()}; }
 
 }  // namespace memsaver

@@ -44,6 +44,7 @@ class Chunk {
   std::size_t size() const { return size_; }
   explicit operator bool() const { return driver_ != nullptr; }
   Chunk on_loan_from(ChunkSource* source) &&;  // the same handle with another place to go back to
+  Handle keep() &&;                            // the caller has the handle from now on
 
  private:
   void reset() noexcept;
@@ -57,24 +58,47 @@ class Chunk {
 // Handles whose release the driver refused, over all devices. Each later release tries them again.
 std::size_t unreleased_bytes();
 
+// So many bytes in chunks of at most `limit`, and of at most `fresh` where they have to be made.
+struct Need {
+  std::size_t limit;
+  std::size_t fresh;
+  std::size_t bytes;
+};
+using Needs = std::vector<Need>;
+std::size_t bytes_of(const Needs& needs);
+
 // An open demand at a source: chunks come one after the other. Destroying it stops the asking.
 class ChunkRequest {
  public:
   virtual ~ChunkRequest() = default;
-  // A chunk no larger than `limit` bytes, and no larger than `fresh` if it has to be made. May wait, at most to the
-  // deadline that ask() was given. Throws ChunkUnavailable when there is none.
-  virtual Chunk next(std::size_t limit, std::size_t fresh) = 0;
+  // A chunk no larger than `limit` bytes, and no larger than `fresh` if it has to be made. Waits, at most to the
+  // deadline that ask() was given, unless `wait` is false. Throws ChunkUnavailable when there is none.
+  virtual Chunk next(std::size_t limit, std::size_t fresh, bool wait) = 0;
+  // Waits until the source has given what it can give now, whatever the deadline: for callers who then call next()
+  // without waiting, under a lock. False where that is less than was asked for, and where next() itself will tell.
+  virtual bool gather() = 0;
+};
+
+// What could be had from a source, and who holds the rest.
+struct Supply {
+  std::size_t free;
+  std::vector<Driver::Process> holders;
 };
 
 class ChunkSource {
  public:
   virtual ~ChunkSource() = default;
-  // Opens a demand for about `bytes`. Waits until that much seems to be there, at most to `deadline`.
-  virtual std::unique_ptr<ChunkRequest> ask(std::size_t bytes, Deadline deadline) = 0;
+  // Opens a demand: what will be asked of the request, as far as it is known. Neither this nor next(wait = true) nor
+  // look() is called with a lock held.
+  virtual std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline) = 0;
   virtual void take_back(Chunk chunk) noexcept = 0;    // called by the chunk's end; `chunk` is on loan from nobody
   virtual std::size_t give_up(std::size_t bytes) = 0;  // lets idle chunks go to the driver; returns the bytes that went
-  virtual std::size_t idle_bytes() const = 0;          // held by the source, in nobody's use
+  virtual std::size_t idle_bytes() const = 0;          // held in this process, in nobody's use
+  virtual Supply look() = 0;
 };
+
+// To be thrown when a source has not given enough: `more_free` would have been there beside what it has.
+OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::size_t needed, std::size_t more_free);
 
 // What `retain` allows the process to keep idle, over all devices.
 class RetainBudget {
@@ -106,10 +130,11 @@ class RetainedPool final : public ChunkSource {
   RetainedPool(Driver& driver, RetainBudget& budget) : driver_(driver), budget_(budget) {}
   ~RetainedPool() override { give_up(static_cast<std::size_t>(-1)); }
 
-  std::unique_ptr<ChunkRequest> ask(std::size_t bytes, Deadline deadline) override;
+  std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline) override;
   void take_back(Chunk chunk) noexcept override;
   std::size_t give_up(std::size_t bytes) override;
   std::size_t idle_bytes() const override;
+  Supply look() override;
 
  private:
   class Request;

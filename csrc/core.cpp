@@ -42,6 +42,11 @@ bool usable() { return !forked; }
 
 std::size_t Core::host_bytes() const { return host_device_bytes != 0 ? host_device_bytes : half_of_memory(); }
 
+const std::string& Core::disk_directory() const {
+  if (disk_dir.empty()) throw ConfigError("backup='disk' needs a directory: configure(disk_dir=...) names it");
+  return disk_dir;
+}
+
 Device& Core::device(const std::string& name) {
   auto found = devices.find(name);
   if (found == devices.end()) {
@@ -55,8 +60,7 @@ Region& Core::region(const std::string& tag, const std::string& device_name, Reg
   Device& on = device(device_name);
   for (const auto& region : regions)
     if (region->tag == tag && &region->device == &on && region->policy == options.policy) return *region;
-  if (options.policy == Policy::disk && disk_dir.empty())
-    throw ConfigError("backup='disk' needs a directory: configure(disk_dir=...) names it");
+  if (options.policy == Policy::disk) disk_directory();
   regions.push_back(std::make_unique<Region>(tag, on, options));
   if (options.policy == Policy::host) on.arena.start_background();  // here, as an allocation may not start threads
   return *regions.back();

@@ -40,8 +40,6 @@ std::uint64_t checksum(const std::byte* data, std::size_t size) {
   return sum;
 }
 
-std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
 // A block of pinned memory, on loan from the arena.
 class Staging {
  public:

@@ -21,7 +21,11 @@ using Handle = std::uint64_t;
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 constexpr std::size_t kPage = 2 * kMiB;  // the granularity of mappings, on CUDA and on the host driver alike
 
-// Fails a chosen driver call, so that tests can stand at every point of a transition. Disarmed unless a test arms it.
+constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
+constexpr std::size_t round_down(std::size_t bytes, std::size_t unit) { return bytes / unit * unit; }
+
+// Fails a chosen driver or file call, so that tests can stand at every point of a transition. Disarmed unless a test
+// arms it.
 class Faults {
  public:
   // The `nth` call from now (1 is the next) throws, once. `kind`: "error", or "memory" for what a full device says.

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace memsaver {
 
@@ -62,11 +63,31 @@ struct ChunkUnavailable : DriverError {
 };
 
 struct OutOfMemoryError : Error {
-  OutOfMemoryError(std::string on_device, std::size_t needed, std::size_t free)
-      : Error("out of memory on " + on_device), device(std::move(on_device)), needed_bytes(needed), free_bytes(free) {}
+  using Holders = std::vector<std::pair<int, std::size_t>>;
+  OutOfMemoryError(std::string on_device, std::size_t needed, std::size_t free, Holders others = {})
+      : Error("out of memory on " + on_device),
+        device(std::move(on_device)),
+        needed_bytes(needed),
+        free_bytes(free),
+        holders(std::move(others)) {}
   std::string device;
   std::size_t needed_bytes;  // device bytes that the call asked for
-  std::size_t free_bytes;    // by the driver's figure, idle chunks of this process included
+  std::size_t free_bytes;    // that the source of chunks could give, idle chunks of this process included
+  Holders holders;           // processes, and the bytes that each holds; this one too
+};
+
+// The broker of a shared pool cannot be reached, or refuses.
+struct BrokerError : Error {
+  BrokerError(const std::string& what, std::string socket_path) : Error(what), path(std::move(socket_path)) {}
+  std::string path;
+};
+
+// Other processes are attached to a region that was to be paused.
+struct AttachedError : Error {
+  AttachedError(const std::string& what, std::string region_tag, std::vector<int> processes)
+      : Error(what), tag(std::move(region_tag)), pids(std::move(processes)) {}
+  std::string tag;
+  std::vector<int> pids;
 };
 
 }  // namespace memsaver

@@ -49,7 +49,7 @@ class HostDriver final : public Driver {
     void* memory = ::mmap(nullptr, size + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) fail("reserve");
     const auto start = reinterpret_cast<Address>(memory);
-    const Address aligned = (start + kPage - 1) / kPage * kPage;
+    const Address aligned = round_up(start, kPage);
     if (aligned > start) ::munmap(memory, aligned - start);
     ::munmap(pointer(aligned + size), start + kPage - aligned);
     std::lock_guard lock(mutex_);

@@ -14,8 +14,10 @@
 #include <exception>
 #include <thread>
 
+#include "attachment.h"
 #include "physical.h"
 #include "region.h"
+#include "residents.h"
 #include "torch_hooks.h"
 #include "transition.h"
 #include "wire.h"
@@ -66,15 +68,11 @@ nb::list region_rows(const std::string& device) {
   return found;
 }
 
-nb::list process_rows(Device& device) {
-  std::vector<Driver::Process> processes;
-  {
-    Unlocked release;
-    processes = device.driver->processes();
-  }
+template <typename Processes>
+nb::list others(const Processes& processes) {
   nb::list rows;
-  for (const Driver::Process& process : processes)
-    if (process.pid != ::getpid()) rows.append(nb::make_tuple(process.pid, process.bytes));
+  for (const auto& [pid, bytes] : processes)
+    if (pid != ::getpid()) rows.append(nb::make_tuple(pid, bytes));
   return rows;
 }
 
@@ -82,15 +80,6 @@ Device& opened(const std::string& name) {
   Core& all = core();
   std::lock_guard lock(all.mutex);
   return all.device(name);
-}
-
-// For an error: that who else is there cannot be told must not hide it.
-nb::list process_rows_or_none(const std::string& device) {
-  try {
-    return process_rows(opened(device));
-  } catch (const Error&) {
-    return nb::list();
-  }
 }
 
 void raise(const char* kind, const std::exception& error, nb::dict fields) {
@@ -125,8 +114,15 @@ void translate_ours(const std::exception_ptr& thrown) {
     fields["needed_bytes"] = error.needed_bytes;
     fields["free_bytes"] = error.free_bytes;
     fields["regions"] = region_rows(error.device);
-    fields["processes"] = process_rows_or_none(error.device);
+    fields["processes"] = others(error.holders);
     raise("OutOfMemoryError", error, fields);
+  } catch (const BrokerError& error) {
+    fields["path"] = error.path;
+    raise("BrokerError", error, fields);
+  } catch (const AttachedError& error) {
+    fields["tag"] = error.tag;
+    fields["holders"] = error.pids;
+    raise("AttachedError", error, fields);
   } catch (const Error& error) {
     raise("Error", error, fields);
   }
@@ -145,8 +141,8 @@ nb::ndarray<std::uint8_t, nb::ndim<1>> allocate_array(Region& region, std::size_
   std::size_t offset = 0;
   {
     Unlocked release;
-    std::lock_guard lock(core().mutex);
-    offset = region.allocate(size);
+    std::unique_lock lock(core().mutex);
+    offset = region.allocate(size, lock);
   }
   struct Owner {
     Region* region;
@@ -291,7 +287,10 @@ void stop_background() {
     core().changed.notify_all();
   }
   while (under_way > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  for (Device* device : all_devices()) device->arena.stop_background();
+  for (Device* device : all_devices()) {
+    device->arena.stop_background();
+    if (device->shared != nullptr) device->shared->stop();
+  }
 }
 
 nb::dict device_stats(const std::string& name) {
@@ -299,11 +298,13 @@ nb::dict device_stats(const std::string& name) {
   Driver::Memory memory{};
   std::string uuid;
   std::size_t retained = 0, host_held = 0, host_used = 0;
+  std::vector<Driver::Process> processes;
   {
     Unlocked release;
     memory = device.driver->memory();
     uuid = device.driver->uuid();
-    retained = device.source->idle_bytes();
+    processes = device.driver->processes();
+    retained = device.source().idle_bytes();
     host_held = device.arena.held_bytes();
     host_used = device.arena.used_bytes();
   }
@@ -318,7 +319,7 @@ nb::dict device_stats(const std::string& name) {
   row["disk_held_bytes"] = device.files.held_bytes();
   row["disk_used_bytes"] = device.files.used_bytes();
   row["regions"] = region_rows(name);
-  row["processes"] = process_rows(device);
+  row["processes"] = others(processes);
   return row;
 }
 
@@ -364,6 +365,11 @@ void bind_region(nb::module_& module) {
                    })
       .def_prop_ro("frozen", [](const Region& region) { return region.frozen; })
       .def_prop_ro("fill", [](const Region& region) { return name_of(region.fill); })
+      .def_prop_ro("residence",
+                   [](const Region& region) {
+                     std::lock_guard lock(core().mutex);
+                     return region.residence;
+                   })
       .def_prop_ro("sealed",
                    [](const Region& region) {
                      std::lock_guard lock(core().mutex);
@@ -389,63 +395,94 @@ void bind_region(nb::module_& module) {
       .def("allocate_array", &allocate_array, "size"_a);
 }
 
+Deadline in_seconds(double seconds) {
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+// A transition that reports to Python.
+struct ReportingTransition : Transition {
+  using Transition::Transition;
+  ~ReportingTransition() {
+    const Unlocked release;  // what copies may be about to report
+    abort();
+  }
+
+  Progress::Report report() {
+    if (progress.is_none()) return {};
+    return [this](std::size_t done, std::size_t total) {
+      nb::gil_scoped_acquire python;
+      try {
+        progress(done, total);
+      } catch (nb::python_error&) {
+        interrupt = std::current_exception();
+      }
+    };
+  }
+
+  nb::object progress = nb::none();
+  std::exception_ptr interrupt;  // Ctrl-C, delivered as the report's Python code begins
+};
+
+void prepare(ReportingTransition& transition, const std::vector<std::string>& policies,
+             const std::vector<std::vector<std::pair<std::size_t, std::size_t>>>& live, bool restore, double timeout,
+             nb::object progress) {
+  std::vector<Transition::Pause> pauses;
+  const auto& pausing = transition.pausing();
+  if (policies.size() != pausing.size() || live.size() != pausing.size())
+    throw BadArgument("one policy and one list of ranges are needed for each region that pauses");
+  for (std::size_t i = 0; i < pausing.size(); ++i) {
+    Ranges ranges;
+    for (const auto& [offset, size] : live[i]) ranges.push_back({offset, size});
+    pauses.push_back({pausing[i], policy_of(policies[i]), std::move(ranges)});
+  }
+  transition.progress = std::move(progress);
+  const UnderWay counted;
+  const Unlocked release;
+  transition.prepare(pauses, restore, in_seconds(timeout), transition.report());
+}
+
+nb::dict run(ReportingTransition& transition, double timeout) {
+  const UnderWay counted;
+  Transition::Outcome outcome;
+  {
+    const Unlocked release;
+    outcome = transition.run(in_seconds(timeout));
+  }
+  if (transition.interrupt) std::rethrow_exception(std::exchange(transition.interrupt, nullptr));
+  nb::dict row;
+  row["paused"] = nb::cast(outcome.paused, nb::rv_policy::reference);
+  row["resumed"] = nb::cast(outcome.resumed, nb::rv_policy::reference);
+  row["released_bytes"] = outcome.released_bytes;
+  row["restored_bytes"] = outcome.restored_bytes;
+  row["copied_bytes"] = outcome.copied_bytes;
+  row["seconds"] = outcome.seconds;
+  return row;
+}
+
 void bind_transition(nb::module_& module) {
-  using Pairs = std::vector<std::pair<std::size_t, std::size_t>>;
-  nb::class_<Transition>(module, "Transition")
+  nb::class_<ReportingTransition>(module, "Transition")
       .def(nb::init<std::vector<Region*>, std::vector<Region*>>(), "pause"_a, "resume"_a)
-      .def("begin",
-           [](Transition& transition) {
-             const UnderWay counted;
-             Unlocked release;
-             transition.begin();
-           })
-      .def("abort", &Transition::abort, nb::call_guard<Unlocked>())
-      .def_prop_ro("pausing", &Transition::pausing, nb::rv_policy::reference)
-      .def_prop_ro("resuming", &Transition::resuming, nb::rv_policy::reference)
-      .def_prop_ro("discarded", &Transition::discarded, nb::rv_policy::reference)
       .def(
-          "run",
-          [](Transition& transition, const std::vector<std::string>& policies, const std::vector<Pairs>& live,
-             bool restore, double timeout, const nb::object& progress) {
-            std::vector<Transition::Pause> pauses;
-            const auto& pausing = transition.pausing();
-            if (policies.size() != pausing.size() || live.size() != pausing.size())
-              throw BadArgument("one policy and one list of ranges are needed for each region that pauses");
-            for (std::size_t i = 0; i < pausing.size(); ++i) {
-              Ranges ranges;
-              for (const auto& [offset, size] : live[i]) ranges.push_back({offset, size});
-              pauses.push_back({pausing[i], policy_of(policies[i]), std::move(ranges)});
-            }
-            const auto deadline =
-                Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
+          "begin",
+          [](ReportingTransition& transition, double timeout) {
             const UnderWay counted;
-            std::exception_ptr interrupt;  // Ctrl-C, delivered as the report's Python code begins
-            Progress::Report report;
-            if (!progress.is_none())
-              report = [&progress, &interrupt](std::size_t done, std::size_t total) {
-                nb::gil_scoped_acquire python;
-                try {
-                  progress(done, total);
-                } catch (nb::python_error&) {
-                  interrupt = std::current_exception();
-                }
-              };
-            Transition::Outcome outcome;
-            {
-              Unlocked release;
-              outcome = transition.run(pauses, restore, deadline, std::move(report));
-            }
-            if (interrupt) std::rethrow_exception(interrupt);
-            nb::dict row;
-            row["paused"] = nb::cast(outcome.paused, nb::rv_policy::reference);
-            row["resumed"] = nb::cast(outcome.resumed, nb::rv_policy::reference);
-            row["released_bytes"] = outcome.released_bytes;
-            row["restored_bytes"] = outcome.restored_bytes;
-            row["copied_bytes"] = outcome.copied_bytes;
-            row["seconds"] = outcome.seconds;
-            return row;
+            const Unlocked release;
+            transition.begin(in_seconds(timeout));
           },
-          "policies"_a, "live"_a, "restore"_a, "timeout"_a, "progress"_a.none());
+          "timeout"_a = 0.0)
+      .def(
+          "abort", [](ReportingTransition& transition) { transition.abort(); }, nb::call_guard<Unlocked>())
+      .def_prop_ro(
+          "pausing", [](const ReportingTransition& transition) { return transition.pausing(); },
+          nb::rv_policy::reference)
+      .def_prop_ro(
+          "resuming", [](const ReportingTransition& transition) { return transition.resuming(); },
+          nb::rv_policy::reference)
+      .def_prop_ro(
+          "discarded", [](const ReportingTransition& transition) { return transition.discarded(); },
+          nb::rv_policy::reference)
+      .def("prepare", &prepare, "policies"_a, "live"_a, "restore"_a, "timeout"_a, "progress"_a.none())
+      .def("run", &run, "timeout"_a);
 }
 
 struct CopyMark {
@@ -510,6 +547,68 @@ void bind_driver(nb::module_& module) {
       .def("wait", [](const CopyMark& mark) { mark.driver->wait(mark.ticket); }, nb::call_guard<Unlocked>());
 }
 
+SharedPool& pool_of(const std::string& device) {
+  Device& on = opened(device);
+  std::lock_guard lock(core().mutex);
+  if (!on.pooled) throw ConfigError("the memory of " + device + " is not in a shared pool: configure(pool='shared')");
+  return *on.shared;
+}
+
+void join_pool(const std::string& device, const std::string& path, bool scrub) {
+  Device& on = opened(device);
+  SharedPool* pool = nullptr;
+  {
+    std::lock_guard lock(core().mutex);
+    pool = &shared_pool(on);
+  }
+  pool->set_scrub(scrub);
+  pool->join(path);
+  on.pooled = true;
+}
+
+std::unique_ptr<Attachment> attach(const std::string& device, std::uint64_t owner, int pid, std::uint64_t residence,
+                                   const std::string& key, double timeout) {
+  pool_of(device);
+  return std::make_unique<Attachment>(opened(device), owner, pid, residence, key, in_seconds(timeout));
+}
+
+// This process as a client of shared pools.
+void bind_pool(nb::module_& module) {
+  nb::class_<Attachment>(module, "Attachment")
+      .def("address_of", &Attachment::address_of, "offset"_a)
+      .def("leave", &Attachment::leave, nb::call_guard<Unlocked>());
+  module.def("join_pool", &join_pool, nb::call_guard<Unlocked>(), "device"_a, "path"_a, "scrub"_a);
+  module.def(
+      "leave_pool", [](const std::string& device) { opened(device).pooled = false; }, nb::call_guard<Unlocked>(),
+      "device"_a);
+  module.def(
+      "in_pool", [](const std::string& device) { return opened(device).pooled.load(); }, nb::call_guard<Unlocked>(),
+      "device"_a);
+  module.def(
+      "pool_joined", [](const std::string& device) { return pool_of(device).joined(); }, nb::call_guard<Unlocked>(),
+      "device"_a);
+  module.def(
+      "pool_client", [](const std::string& device) { return pool_of(device).client(); }, nb::call_guard<Unlocked>(),
+      "device"_a);
+  module.def(
+      "pool_status", [](const std::string& device) { return pool_of(device).status(); }, nb::call_guard<Unlocked>(),
+      "device"_a);
+  module.def(
+      "pool_figures",
+      [](const std::string& device) {
+        const Supply supply = pool_of(device).look();
+        std::vector<std::pair<int, std::size_t>> holders;
+        for (const Driver::Process& process : supply.holders) holders.emplace_back(process.pid, process.bytes);
+        return std::make_pair(supply.free, holders);
+      },
+      nb::call_guard<Unlocked>(), "device"_a);
+  module.def("attach", &attach, nb::call_guard<Unlocked>(), "device"_a, "owner"_a, "pid"_a, "residence"_a, "key"_a,
+             "timeout"_a);
+  module.def(
+      "device_uuid", [](const std::string& device) { return opened(device).driver->uuid(); },
+      nb::call_guard<Unlocked>(), "device"_a);
+}
+
 // What the broker is made of: memory, and the numbers of the protocol.
 void bind_broker(nb::module_& module) {
   nb::class_<PhysicalMemory>(module, "PhysicalMemory")
@@ -551,6 +650,7 @@ NB_MODULE(_core, module) {
   bind_region(module);
   bind_transition(module);
   bind_driver(module);
+  bind_pool(module);
   bind_broker(module);
 
   module.def("cuda_device_count", &cuda_device_count);
@@ -591,7 +691,7 @@ NB_MODULE(_core, module) {
         std::lock_guard lock(all.mutex);
         for (auto& [name, device] : all.devices) {
           const std::size_t held = all.retain.held();  // over all devices, as the limit is
-          if (held > bytes) device->source->give_up(held - bytes);
+          if (held > bytes) device->retained.give_up(held - bytes);
         }
       },
       "bytes"_a);

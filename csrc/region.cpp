@@ -11,9 +11,6 @@ constexpr std::size_t kLeastSpan = std::size_t{16} << 30;
 constexpr std::size_t kSpanPerDevice = 4;  // addresses are free: leave room for what fragmentation strands
 constexpr std::size_t kAllowance = 48 * kMiB;
 
-std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
-std::size_t round_down(std::size_t bytes, std::size_t unit) { return bytes / unit * unit; }
-
 // Bytes of a range in which a map of things by offset has nothing.
 template <typename Things, typename SizeOf>
 std::size_t uncovered(const Things& things, std::size_t begin, std::size_t end, SizeOf size_of) {
@@ -117,44 +114,98 @@ void Region::give_addresses(std::size_t offset, std::size_t size) {
   addresses_[offset] = size;
 }
 
-std::size_t Region::allocate(std::size_t size) {
+void Region::check_allocatable(std::size_t size) const {
+  const std::string wanted = "it cannot take an allocation of " + std::to_string(size) + " bytes";
   if (state != State::active)
-    throw RegionPausedError("region '" + tag + "' is " + name_of(state) + ": it cannot take an allocation of " +
-                                std::to_string(size) + " bytes",
-                            tag, name_of(state));
-  if (sealed())
-    throw Error("region '" + tag + "' is frozen and its contents are copied: it cannot take an allocation of " +
-                std::to_string(size) + " bytes before thaw()");
-  if (size > span) throw OutOfMemoryError(device.driver->name, size, device.driver->memory().free);
+    throw RegionPausedError("region '" + tag + "' is " + name_of(state) + ": " + wanted, tag, name_of(state));
+  if (sealed()) throw Error("region '" + tag + "' is frozen and its contents are copied: " + wanted + " before thaw()");
+}
+
+std::size_t Region::allocate(std::size_t size, std::unique_lock<std::mutex>& held) {
+  check_allocatable(size);
   reap(0);
+  const std::size_t wanted = size;
   size = round_up(std::max<std::size_t>(size, 1), kAlignment);
-  const std::size_t offset = take_addresses(size);
-  segments_[offset] = {size, false};
-  count(static_cast<std::ptrdiff_t>(size));
+  if (size > span) {
+    held.unlock();
+    throw out_of_memory(*device.driver, device.source(), wanted, 0);
+  }
+  const std::size_t offset = take_addresses(size);  // nobody else's from here on, and in no segment yet
   try {
-    const auto request = device.source->ask(size, Clock::now());
-    Mapping mapping(*this);
-    const std::size_t missing = unmapped_within(offset, offset + size);
-    std::size_t slack = mapped_ - (allocated_ + resting_bytes_ - missing);
-    lay_out_range(
-        0, {offset, size},
-        [&](std::size_t limit, std::size_t) {
-          Chunk chunk = request->next(limit, largest_chunk());
-          return Choice{chunk.size(), std::move(chunk)};
-        },
-        [&](Slot slot, Chunk chunk) { mapping.add(slot, std::move(chunk)); }, slack);
-    allow(mapping.slots());
-    mapping.commit();
-  } catch (const ChunkUnavailable&) {
-    const std::size_t wanted = size;
-    erase(offset);
-    throw OutOfMemoryError(device.driver->name, wanted, device.driver->memory().free + device.source->idle_bytes());
+    const Needs needs = needs_of({offset, size});
+    held.unlock();
+    bool more = true;
+    const auto request = device.source().ask(needs, Clock::now());
+    do {  // another allocation may have taken, or left, chunks that this one counted on
+      if (!more) throw out_of_memory(*device.driver, device.source(), wanted, 0);
+      more = request->gather();
+      held.lock();
+      check_allocatable(size);
+      try {
+        map_new({offset, size}, *request);
+        break;
+      } catch (const ChunkUnavailable&) {
+        held.unlock();
+      }
+    } while (true);
   } catch (...) {
-    erase(offset);
+    if (!held.owns_lock()) held.lock();
+    give_addresses(offset, size);
     throw;
   }
   if (policy == Policy::host && core().backup_ahead) device.arena.grow_ahead(device.to_back_up);
   return offset;
+}
+
+// Puts memory under a segment to be, with its bytes counted as in use; they stay so unless this throws.
+void Region::lay_out_new(Range segment, const Choose& choose, const Place& place) {
+  segments_[segment.offset] = {segment.size, false};
+  count(static_cast<std::ptrdiff_t>(segment.size));
+  try {
+    const std::size_t missing = unmapped_within(segment.offset, segment.end());
+    std::size_t slack = mapped_ - (allocated_ + resting_bytes_ - missing);
+    lay_out_range(0, segment, choose, place, slack);
+  } catch (...) {
+    uncount_new(segment);
+    throw;
+  }
+}
+
+void Region::uncount_new(Range segment) {
+  count(-static_cast<std::ptrdiff_t>(segment.size));
+  segments_.erase(segment.offset);
+}
+
+// What map_new() will ask for, were each chunk as large as may be.
+Needs Region::needs_of(Range segment) {
+  Needs needs;
+  lay_out_new(
+      segment,
+      [&](std::size_t limit, std::size_t) {
+        needs.push_back(need(limit));
+        return Choice{limit, Chunk()};
+      },
+      [](Slot, Chunk) {});
+  uncount_new(segment);
+  return needs;
+}
+
+void Region::map_new(Range segment, ChunkRequest& request) {
+  Mapping mapping(*this);
+  lay_out_new(
+      segment,
+      [&](std::size_t limit, std::size_t) {
+        Chunk chunk = request.next(limit, largest_chunk(), false);
+        return Choice{chunk.size(), std::move(chunk)};
+      },
+      [&](Slot slot, Chunk chunk) { mapping.add(slot, std::move(chunk)); });
+  try {
+    allow(mapping.slots());
+  } catch (...) {
+    uncount_new(segment);
+    throw;
+  }
+  mapping.commit();
 }
 
 void Region::count(std::ptrdiff_t bytes) {
@@ -379,6 +430,20 @@ std::vector<Slot> Region::slots() const {
   std::vector<Slot> found;
   for (const auto& [offset, chunk] : chunks_) found.push_back({offset, chunk.size()});
   return found;
+}
+
+std::vector<Placed> Region::chunks_under(const Ranges& ranges) const {
+  std::map<std::size_t, Placed> found;
+  for (const Range& range : ranges) {
+    auto chunk = chunks_.upper_bound(range.offset);
+    if (chunk != chunks_.begin()) --chunk;
+    for (; chunk != chunks_.end() && chunk->first < range.end(); ++chunk)
+      if (chunk->first + chunk->second.size() > range.offset)
+        found[chunk->first] = {chunk->first, chunk->second.handle(), chunk->second.size()};
+  }
+  std::vector<Placed> placed;
+  for (const auto& [offset, chunk] : found) placed.push_back(chunk);
+  return placed;
 }
 
 void Mapping::undo() {

@@ -5,6 +5,7 @@
 // wait, a copy or Python.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -25,6 +26,7 @@
 #include "disk_store.h"
 #include "driver.h"
 #include "ranges.h"
+#include "shared_pool.h"
 
 namespace memsaver {
 
@@ -40,20 +42,21 @@ Fill fill_of(const std::string& name);
 // One device of this process: its driver, where its chunks come from, where its contents wait.
 struct Device {
   Device(std::unique_ptr<Driver> opened, RetainBudget& retain, HostBudget& host)
-      : driver(std::move(opened)), source(std::make_unique<RetainedPool>(*driver, retain)), arena(*driver, host) {}
+      : driver(std::move(opened)), retained(*driver, retain), arena(*driver, host) {}
+  // Where chunks come from now. Those that came from the other go back there.
+  ChunkSource& source() { return pooled ? static_cast<ChunkSource&>(*shared) : retained; }
+
   std::unique_ptr<Driver> driver;
-  std::unique_ptr<ChunkSource> source;
+  RetainedPool retained;
+  std::unique_ptr<SharedPool> shared;  // made when it is first wanted, and kept
+  std::atomic<bool> pooled = false;
   HostArena arena;
   DiskStore files;
   bool lost = false;           // its context died; guarded by Core::mutex
   std::size_t to_back_up = 0;  // bytes of segments in regions with policy "host"; guarded by Core::mutex
 };
 
-// A place that a chunk takes under a region's addresses.
-struct Slot {
-  std::size_t offset;
-  std::size_t size;
-};
+using Slot = Range;  // the place that a chunk takes under a region's addresses
 
 class Region {
  public:
@@ -77,10 +80,17 @@ class Region {
   std::size_t users = 0;           // guarded launches, and readers of the backup: transitions wait for them
   std::shared_ptr<Backup> backup;  // of the pause that is in force; of a frozen region, from its first pause on
   std::deque<const void*> queue;   // transitions that want the region, the first of which has it
+  std::uint64_t residence = 1;     // counts the stays in memory: what was said of one does not hold in the next
+  struct Lease {
+    int pid;
+    std::vector<Handle> chunks;
+  };
+  std::map<std::uint64_t, Lease> leases;  // other processes attached to the memory, by number. Pauses wait for them
 
-  // Segments. allocate() throws RegionPausedError or OutOfMemoryError, and then nothing has changed.
-  std::size_t allocate(std::size_t size);  // returns the offset
-  void free(std::size_t offset);           // in every state; unknown offsets are passed over
+  // Segments. allocate() returns the offset; it lets go of `held`, the lock of Core::mutex, while its source may wait.
+  // Throws RegionPausedError, OutOfMemoryError or what the source throws, and then nothing has changed.
+  std::size_t allocate(std::size_t size, std::unique_lock<std::mutex>& held);
+  void free(std::size_t offset);  // in every state; unknown offsets are passed over
   bool owns(Address address) const { return address >= base && address < base + span; }
   std::size_t allocated_bytes() const { return allocated_; }
   std::size_t mapped_bytes() const { return mapped_; }
@@ -104,6 +114,9 @@ class Region {
   using Place = std::function<void(Slot slot, Chunk chunk)>;
   // Puts memory under every live segment that has none, chunk after chunk.
   void lay_out(const Choose& choose, const Place& place) const;
+  Need need(std::size_t limit) const {
+    return {limit, std::min(limit, largest_chunk()), limit};
+  }                                   // for one such choice
   std::size_t missing_bytes() const;  // the memory that these slots need at least
 
   // Maps a chunk, accessible only after allow().
@@ -112,7 +125,8 @@ class Region {
   // Unmaps these chunks and appends them to `freed`. Those that the driver refuses to unmap stay mapped; the first
   // refusal is returned.
   std::optional<DriverError> unmap(const std::vector<std::size_t>& offsets, std::vector<Chunk>& freed);
-  std::vector<Slot> slots() const;  // of the chunks that are mapped
+  std::vector<Slot> slots() const;                               // of the chunks that are mapped
+  std::vector<Placed> chunks_under(const Ranges& ranges) const;  // by offset, each once
 
  private:
   struct Segment {
@@ -125,6 +139,11 @@ class Region {
     Driver::Ticket ticket;  // null: not recorded yet
   };
 
+  void check_allocatable(std::size_t size) const;
+  void lay_out_new(Range segment, const Choose& choose, const Place& place);
+  void uncount_new(Range segment);
+  Needs needs_of(Range segment);
+  void map_new(Range segment, ChunkRequest& request);
   std::size_t take_addresses(std::size_t size);
   void give_addresses(std::size_t offset, std::size_t size);
   // Returns where the last chunk ends; the first begins at `from` or later.
@@ -181,7 +200,8 @@ class Core {
   std::map<std::string, std::unique_ptr<Device>> devices;
   std::vector<std::unique_ptr<Region>> regions;
 
-  Device& device(const std::string& name);  // opens it at first use
+  const std::string& disk_directory() const;  // throws ConfigError where there is none
+  Device& device(const std::string& name);    // opens it at first use
   // The region of this tag, device and policy; other options hold where it is made.
   Region& region(const std::string& tag, const std::string& device_name, Region::Options options);
   void mark_lost(Device& dead);  // its context is gone: so are the regions on it

@@ -1,6 +1,7 @@
 // torch calls these with its allocator's mutex held, from any thread, sometimes in the middle of a capture, and frees
-// even during exit. So: bookkeeping and virtual memory calls only; no wait, no Python, no exception, and no state of
-// the thread: the symbol itself says which region is meant.
+// even during exit. So: bookkeeping, virtual memory calls, and the broker's answer where memory comes from a shared
+// pool (which waits for nobody, and holds no lock of ours); no Python, no exception, and no state of the thread: the
+// symbol itself says which region is meant.
 #include "torch_hooks.h"
 
 #include <sys/types.h>
@@ -18,8 +19,8 @@ void* allocate(std::size_t pair, ssize_t size) noexcept {
   Region* region = bound[pair].load();
   if (region == nullptr || size <= 0 || !usable()) return nullptr;
   try {
-    std::lock_guard lock(core().mutex);
-    return reinterpret_cast<void*>(region->base + region->allocate(static_cast<std::size_t>(size)));
+    std::unique_lock lock(core().mutex);
+    return reinterpret_cast<void*>(region->base + region->allocate(static_cast<std::size_t>(size), lock));
   } catch (const std::exception&) {
     return nullptr;  // torch raises its own out-of-memory error
   }

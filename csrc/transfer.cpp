@@ -14,12 +14,6 @@ constexpr std::size_t kBatch = 64 * kMiB;  // copies of this size come within 1 
 constexpr auto kRetry = std::chrono::milliseconds(2);
 constexpr unsigned char kPoison = 0xff;  // a NaN in the floating-point types in use
 
-std::size_t bytes_of(const std::vector<Slot>& slots) {
-  std::size_t bytes = 0;
-  for (const Slot& slot : slots) bytes += slot.size;
-  return bytes;
-}
-
 Range range_of(const std::vector<Slot>& neighbours) { return {neighbours.front().offset, bytes_of(neighbours)}; }
 
 }  // namespace
@@ -47,7 +41,7 @@ class Transfer::Inventory {
 };
 
 void Transfer::add_leaving(Region& region, Policy policy, Ranges live, bool half_out) {
-  leaving_.push_back({&region, policy, std::move(live), half_out, nullptr, {}, nullptr, 0});
+  leaving_.push_back({.region = &region, .policy = policy, .live = std::move(live), .half_out = half_out});
 }
 
 void Transfer::add_coming(Region& region, bool restore) {
@@ -56,8 +50,8 @@ void Transfer::add_coming(Region& region, bool restore) {
     wanted = intersect(region.backup->saved.within({0, region.span}), region.live());
   // What a refused pause left mapped and not saved is there, and is neither copied nor written over.
   const bool fills = region.fill != Fill::nothing && (!restore || region.backup == nullptr);
-  progress_.expect(memsaver::bytes_of(wanted));
-  coming_.push_back({&region, std::move(wanted), fills, Mapping(region), nullptr, {}, 0, false});
+  progress_.expect(bytes_of(wanted));
+  coming_.push_back({.region = &region, .wanted = std::move(wanted), .fills = fills, .mapping = Mapping(region)});
 }
 
 std::size_t Transfer::missing_bytes() const {
@@ -75,9 +69,12 @@ std::size_t Transfer::leaving_bytes() const {
 // Where the contents of a region go: there is a place already if a copy of them is kept, or a part of them went before.
 void Transfer::save_where(Leaving& leaving) {
   Region& region = *leaving.region;
-  if (leaving.half_out || (region.sealed() && leaving.policy != Policy::none)) {
+  if (leaving.half_out) {
     leaving.backup = region.backup;
-    if (leaving.half_out) return;
+    return;
+  }
+  if (region.sealed() && leaving.policy != Policy::none) {
+    leaving.backup = region.backup;
     RangeSet copied;
     for (const Range& part : region.backup->parts()) copied.add(part);
     if (!copied.covers(leaving.live))
@@ -93,9 +90,8 @@ void Transfer::save_where(Leaving& leaving) {
   std::string directory;
   {
     std::lock_guard lock(core().mutex);
-    directory = core().disk_dir;
+    directory = core().disk_directory();
   }
-  if (directory.empty()) throw ConfigError("backup='disk' needs a directory: configure(disk_dir=...) names it");
   leaving.backup = std::make_shared<DiskBackup>(device_.arena, device_.files, directory, leaving.live);
 }
 
@@ -125,7 +121,7 @@ void Transfer::reserve_and_start(bool chunks, Deadline deadline) {
       std::lock_guard lock(core().mutex);
       leaving.live = leaving.region->parts(leaving.live);
       if (leaving.policy == Policy::host && !leaving.half_out && !leaving.region->sealed())
-        host_bytes += memsaver::bytes_of(leaving.live);
+        host_bytes += bytes_of(leaving.live);
     }
     device_.arena.check(host_bytes);  // of all, before one takes any
     for (Leaving& leaving : leaving_) save_where(leaving);
@@ -153,42 +149,71 @@ void Transfer::reserve_and_start(bool chunks, Deadline deadline) {
   }
 }
 
-void Transfer::reserve_chunks(Deadline deadline) {
+// Tries until the deadline: a source may give chunks, and then lack the last of them, which another took.
+template <typename Attempt, typename GiveBack>
+void Transfer::with_chunks(Deadline deadline, Attempt attempt, GiveBack give_back) {
   const std::size_t needed = missing_bytes(), going_out = leaving_bytes();
-  if (needed == 0) return;
   for (;;) {
     try {
-      const auto request = device_.source->ask(needed - std::min(needed, going_out), deadline);
-      lay_out_promised(*request);
+      const auto request = device_.source().ask(needs(), deadline);
+      attempt(*request);
       return;
     } catch (const ChunkUnavailable&) {
-      places_.clear();
+      give_back();
       if (Clock::now() >= deadline || waiting_is_over)
-        throw OutOfMemoryError(device_.driver->name, needed,
-                               device_.driver->memory().free + device_.source->idle_bytes() + going_out);
+        throw out_of_memory(*device_.driver, device_.source(), needed, going_out);
       std::this_thread::sleep_for(kRetry);
     }
   }
 }
 
+Transfer::Inventory Transfer::inventory() const {
+  Inventory found;
+  for (const Leaving& leaving : leaving_)
+    for (const Slot& slot : leaving.region->slots()) found.add(slot.size);
+  return found;
+}
+
+// What is to be asked for: all that comes, less what leaves.
+Needs Transfer::needs() const {
+  Needs needs;
+  Inventory promised = inventory();
+  for (const Coming& coming : coming_) {
+    const Region& region = *coming.region;
+    region.lay_out(
+        [&](std::size_t limit, std::size_t) {
+          if (const std::size_t size = promised.take(limit); size != 0) return Region::Choice{size, Chunk()};
+          needs.push_back(region.need(limit));
+          return Region::Choice{limit, Chunk()};
+        },
+        [](Slot, Chunk) {});
+  }
+  return needs;
+}
+
+void Transfer::reserve_chunks(Deadline deadline) {
+  with_chunks(deadline, [&](ChunkRequest& request) { lay_out_promised(request); }, [&] { places_.clear(); });
+}
+
 // Chunks that leave first; for the rest new ones.
 void Transfer::lay_out_promised(ChunkRequest& request) {
-  Inventory inventory;
-  for (const Leaving& leaving : leaving_)
-    for (const Slot& slot : leaving.region->slots()) inventory.add(slot.size);
+  Inventory promised = inventory();
   for (Coming& coming : coming_) {
     const Region& region = *coming.region;
     region.lay_out(
         [&](std::size_t limit, std::size_t room) {
-          if (const std::size_t size = inventory.take(limit); size != 0) return Region::Choice{size, Chunk()};
+          if (const std::size_t size = promised.take(limit); size != 0) return Region::Choice{size, Chunk()};
+          Chunk chunk;
           try {
-            Chunk chunk = request.next(limit, region.largest_chunk());
-            return Region::Choice{chunk.size(), std::move(chunk)};
+            request.gather();
+            chunk = request.next(limit, region.largest_chunk(), false);
           } catch (const ChunkUnavailable&) {
-            const std::size_t size = inventory.take_smallest(room);  // larger than needed: on a full device better than
-            if (size == 0) throw;                                    // nothing
-            return Region::Choice{size, Chunk()};
+            // Larger than needed: on a full device better than nothing, and better than waiting.
+            const std::size_t size = promised.take_smallest(room);
+            if (size != 0) return Region::Choice{size, Chunk()};
+            chunk = request.next(limit, region.largest_chunk(), true);
           }
+          return Region::Choice{chunk.size(), std::move(chunk)};
         },
         [&](Slot slot, Chunk chunk) { places_.push_back({&coming, slot, std::move(chunk)}); });
   }
@@ -261,38 +286,32 @@ void Transfer::hand_on(Chunk chunk) {
 
 // Nothing leaves here, so nothing is lost if this fails: chunks are used as they come.
 void Transfer::come_in_alone(Deadline deadline) {
-  const std::size_t needed = missing_bytes();
-  for (;;) {
-    try {
-      for (Coming& coming : coming_) use_left_mapped(coming);
-      const auto request = device_.source->ask(needed, deadline);
-      for (Coming& coming : coming_) {
-        const Region& region = *coming.region;
-        coming.to_come = std::numeric_limits<std::size_t>::max();  // not known yet
-        region.lay_out(
-            [&](std::size_t limit, std::size_t) {
-              Chunk chunk = request->next(limit, region.largest_chunk());
-              return Region::Choice{chunk.size(), std::move(chunk)};
-            },
-            [&](Slot slot, Chunk chunk) { put(coming, slot, std::move(chunk)); });
-        give_access(coming);
-        coming.to_come = 0;
-      }
-      return;
-    } catch (const ChunkUnavailable&) {
-      undo();
-      if (Clock::now() >= deadline || waiting_is_over)
-        throw OutOfMemoryError(device_.driver->name, needed,
-                               device_.driver->memory().free + device_.source->idle_bytes());
-      std::this_thread::sleep_for(kRetry);
-      for (Coming& coming : coming_) open(coming);
-    }
+  with_chunks(deadline, [&](ChunkRequest& request) { map_as_they_come(request); }, [&] { undo(); });
+}
+
+void Transfer::map_as_they_come(ChunkRequest& request) {
+  for (Coming& coming : coming_) {
+    open(coming);
+    use_left_mapped(coming);
+  }
+  for (Coming& coming : coming_) {
+    const Region& region = *coming.region;
+    coming.to_come = std::numeric_limits<std::size_t>::max();  // not known yet
+    region.lay_out(
+        [&](std::size_t limit, std::size_t) {
+          Chunk chunk = request.next(limit, region.largest_chunk(), true);
+          return Region::Choice{chunk.size(), std::move(chunk)};
+        },
+        [&](Slot slot, Chunk chunk) { put(coming, slot, std::move(chunk)); });
+    give_access(coming);
+    coming.to_come = 0;
   }
 }
 
+// What reading needs; once, until undo() closes it.
 void Transfer::open(Coming& coming) {
   Region& region = *coming.region;
-  if (!coming.wanted.empty())
+  if (coming.loader == nullptr && !coming.wanted.empty())
     coming.loader = region.backup->loader(*device_.driver, region.base, coming.wanted, progress_);
 }
 
@@ -301,7 +320,7 @@ void Transfer::use_left_mapped(Coming& coming) {
   const std::vector<Slot> left_mapped = coming.region->slots();
   coming.had_chunks = !left_mapped.empty();
   coming.region->allow(left_mapped);
-  for (const Slot& slot : left_mapped) write_into(coming, {slot.offset, slot.size});
+  for (const Slot& slot : left_mapped) write_into(coming, slot);
 }
 
 void Transfer::put(Coming& coming, Slot slot, Chunk chunk) {
@@ -337,7 +356,7 @@ void Transfer::finish_coming() {
     if (coming.loader == nullptr) continue;
     coming.loader->finish();
     coming.loader.reset();
-    copied_ += memsaver::bytes_of(coming.wanted);
+    copied_ += bytes_of(coming.wanted);
   }
   if (fills) device_.driver->wait(device_.driver->mark(Direction::in));
 }

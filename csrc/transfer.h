@@ -42,7 +42,6 @@ class Transfer {
   void keep();
   void undo() noexcept;
 
-  Device& device() const { return device_; }
   std::size_t released_bytes() const { return released_; }
   std::size_t restored_bytes() const { return restored_; }
   std::size_t copied_bytes() const { return copied_; }
@@ -54,10 +53,10 @@ class Transfer {
     Policy policy;
     Ranges live;
     bool half_out;
-    std::shared_ptr<Backup> backup;          // null: the contents are given up
-    std::vector<std::vector<Slot>> batches;  // neighbouring chunks
-    std::unique_ptr<Saver> saver;            // null: nothing to copy
-    std::size_t saved_before;
+    std::shared_ptr<Backup> backup = nullptr;     // null: the contents are given up
+    std::vector<std::vector<Slot>> batches = {};  // neighbouring chunks
+    std::unique_ptr<Saver> saver = nullptr;       // null: nothing to copy
+    std::size_t saved_before = 0;
     bool copies() const { return backup != nullptr && !backup->complete(); }
   };
   struct Coming {
@@ -65,10 +64,10 @@ class Transfer {
     Ranges wanted;    // contents to bring
     bool fills;       // what has none is written over
     Mapping mapping;  // unmaps unless it is kept
-    std::unique_ptr<Loader> loader;
-    std::vector<Slot> run;  // mapped, without access yet
-    std::size_t to_come;    // chunks
-    bool had_chunks;        // from a pause that was refused some
+    std::unique_ptr<Loader> loader = nullptr;
+    std::vector<Slot> run = {};  // mapped, without access yet
+    std::size_t to_come = 0;     // chunks
+    bool had_chunks = false;     // from a pause that was refused some
   };
   struct Place {
     Coming* coming;
@@ -82,7 +81,12 @@ class Transfer {
   void save_where(Leaving& leaving);
   void make_batches(Leaving& leaving);
   void reserve_chunks(Deadline deadline);
+  Inventory inventory() const;
+  Needs needs() const;
   void lay_out_promised(ChunkRequest& request);
+  void map_as_they_come(ChunkRequest& request);
+  template <typename Attempt, typename GiveBack>
+  void with_chunks(Deadline deadline, Attempt attempt, GiveBack give_back);
   void let_go(Leaving& leaving);
   void come_in_alone(Deadline deadline);
   void open(Coming& coming);

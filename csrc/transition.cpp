@@ -54,19 +54,41 @@ void Transition::leave_queues_locked() {
 }
 
 void Transition::abort() {
-  if (usable()) finish();  // in a forked child the marks are nobody's
+  if (!usable()) {  // in a forked child the marks are nobody's, and the memory is its parent's
+    for (auto& transfer : transfers_) static_cast<void>(transfer.release());
+    return;
+  }
+  transfers_.clear();
+  finish();
 }
 
-void Transition::begin() {
+template <typename Ready>
+void Transition::wait_until(std::unique_lock<std::mutex>& lock, Ready ready) const {
+  core().changed.wait(lock, [&] { return waiting_is_over || ready(); });
+  if (waiting_is_over) throw Error("the interpreter is going down: no transition begins any more");
+}
+
+void Transition::wait_for_attached(std::unique_lock<std::mutex>& lock, Deadline deadline) const {
+  for (const Region* region : pausing_) {
+    while (!region->leases.empty() && !waiting_is_over) {
+      if (core().changed.wait_until(lock, deadline) != std::cv_status::timeout || region->leases.empty()) continue;
+      std::vector<int> pids;
+      for (const auto& [number, lease] : region->leases) pids.push_back(lease.pid);
+      throw AttachedError("region '" + region->tag + "' cannot be paused: other processes are attached to it",
+                          region->tag, std::move(pids));
+    }
+  }
+}
+
+void Transition::begin(Deadline attached) {
   began_ = Clock::now();
   Core& all = core();
   std::unique_lock lock(all.mutex);
   const auto first = [this](const Region* region) { return region->queue.front() == this; };
-  all.changed.wait(lock, [&] {
-    return waiting_is_over || (std::all_of(wanted_out_.begin(), wanted_out_.end(), first) &&
-                               std::all_of(wanted_in_.begin(), wanted_in_.end(), first));
+  wait_until(lock, [&] {
+    return std::all_of(wanted_out_.begin(), wanted_out_.end(), first) &&
+           std::all_of(wanted_in_.begin(), wanted_in_.end(), first);
   });
-  if (waiting_is_over) throw Error("the interpreter is going down: no transition begins any more");
   for (const auto* wanted : {&wanted_out_, &wanted_in_})
     for (const Region* region : *wanted)
       if (region->state == State::lost)
@@ -88,19 +110,18 @@ void Transition::begin() {
   pausing_ = std::move(out);
   resuming_ = std::move(in);
   const auto unused = [](const Region* region) { return region->users == 0; };
-  all.changed.wait(lock, [&] {
-    return waiting_is_over || (std::all_of(pausing_.begin(), pausing_.end(), unused) &&
-                               std::all_of(resuming_.begin(), resuming_.end(), unused));
+  wait_for_attached(lock, attached);
+  wait_until(lock, [&] {
+    return std::all_of(pausing_.begin(), pausing_.end(), unused) &&
+           std::all_of(resuming_.begin(), resuming_.end(), unused);
   });
-  if (waiting_is_over) throw Error("the interpreter is going down: no transition begins any more");
 }
 
-Transition::Transfers Transition::make_transfers(const std::vector<Pause>& pauses, bool restore,
-                                                 Progress& progress) const {
+Transition::Transfers Transition::make_transfers(const std::vector<Pause>& pauses, bool restore) const {
   std::map<Device*, std::unique_ptr<Transfer>> by_device;
   const auto on = [&](const Region& region) -> Transfer& {
     auto& transfer = by_device[&region.device];
-    if (transfer == nullptr) transfer = std::make_unique<Transfer>(region.device, progress);
+    if (transfer == nullptr) transfer = std::make_unique<Transfer>(region.device, *progress_);
     return *transfer;
   };
   std::lock_guard lock(core().mutex);
@@ -112,24 +133,26 @@ Transition::Transfers Transition::make_transfers(const std::vector<Pause>& pause
   return transfers;
 }
 
-Transition::Outcome Transition::run(const std::vector<Pause>& pauses, bool restore, Deadline deadline,
-                                    Progress::Report report) {
-  Progress progress(std::move(report));
-  Transfers transfers;
+void Transition::prepare(const std::vector<Pause>& pauses, bool restore, Deadline deadline, Progress::Report report) {
+  progress_ = std::make_unique<Progress>(std::move(report));
   try {
-    transfers = make_transfers(pauses, restore, progress);
-    side_by_side(transfers, [&](Transfer& transfer) { transfer.prepare(!pausing_.empty(), deadline); });
+    transfers_ = make_transfers(pauses, restore);
+    side_by_side(transfers_, [&](Transfer& transfer) { transfer.prepare(!pausing_.empty(), deadline); });
   } catch (...) {
-    transfers.clear();
-    finish();
+    abort();
     throw;
   }
+  for (const Pause& pause : pauses)
+    if (pause.policy == Policy::none && !contains(was_paused_, pause.region)) without_.push_back(pause.region);
+}
+
+Transition::Outcome Transition::run(Deadline deadline) {
+  Transfers transfers = std::move(transfers_);
   {
     std::lock_guard lock(core().mutex);  // others may read the figures of a region in transition
     for (const auto& transfer : transfers) transfer->commit();
     gone_out_ = pausing_;
-    for (const Pause& pause : pauses)
-      if (pause.policy == Policy::none && !contains(was_paused_, pause.region)) discarded_.push_back(pause.region);
+    discarded_ = without_;
   }
   side_by_side(transfers, [&](Transfer& transfer) { transfer.run(deadline); });
 
@@ -142,6 +165,7 @@ Transition::Outcome Transition::run(const std::vector<Pause>& pauses, bool resto
   if (!failed) {
     std::lock_guard lock(core().mutex);
     for (const auto& transfer : transfers) transfer->keep();
+    for (Region* region : resuming_) ++region->residence;
     come_in_ = resuming_;
   }
   for (const auto& transfer : transfers) {

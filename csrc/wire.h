@@ -22,7 +22,8 @@
 //   report    {allocated, mapped, backup, state, policy}...   answers query. text: the regions' tags, joined by '\n'
 //   attach    serial, client, pid, residence       a lease of another client's memory. text: `tag '\n' policy '\n'
 //                                                  offset '\n' size ['\n' offset '\n' size]...`
-//   leased    serial, lease, {offset, chunk, size}...   answers lease; lease 0: refused, and text says why
+//   leased    serial, lease, more, {offset, chunk, size}...   answers lease; lease 0: refused, and text says why.
+//                                                  `more`: 1 where another packet of the same follows
 //   detach    lease                                ends an attachment
 //   trim      serial, bytes                        lets idle chunks go until at most `bytes` of them are kept ->
 //   trimmed
@@ -42,7 +43,7 @@
 //   figures   serial, available, capacity, {pid, held}...   `available`: idle bytes, and what could be made
 //   status    serial                               text: JSON, see memsaver/pool.py
 //   lease     serial, pid, residence               text: as in attach -> leased
-//   attached  serial, lease, {offset, chunk, size}...  + a descriptor of each
+//   attached  serial, lease, more, {offset, chunk, size}...  + a descriptor of each
 //   unlease   lease                                the attachment has ended
 //   trimmed   serial, bytes                        bytes that went
 #pragma once

@@ -23,7 +23,9 @@ from memsaver import config, errors, regions  # noqa: E402
 from memsaver.backups import cpu_backup, release_host_memory  # noqa: E402
 from memsaver.config import configure  # noqa: E402
 from memsaver.errors import (  # noqa: E402
+    AttachedError,
     BackupError,
+    BrokerError,
     ConfigError,
     DriverError,
     Error,
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "BackupError", "CUDAGraph", "ConfigError", "DriverError", "Error", "OutOfMemoryError", "Region",
+    "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error", "OutOfMemoryError", "Region",
     "RegionPausedError", "Transition", "configure", "cpu_backup", "define_phase", "graph", "outside", "pause", "phase",
     "region", "release_host_memory", "resume", "stats", "switch", "trim",
 ]  # fmt: skip

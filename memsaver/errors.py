@@ -85,6 +85,22 @@ class ConfigError(Error, ValueError):
     value: Any = None
 
 
+class BrokerError(Error):
+    """The broker of a shared pool cannot be reached, or refuses. Attribute: ``path`` (of its socket)."""
+
+    path: str
+
+
+class AttachedError(Error):
+    """A region was to be paused while other processes stayed attached to it. Nothing has changed.
+
+    Attributes: ``tag``, ``holders`` (tuples of pid and name).
+    """
+
+    tag: str
+    holders: list[tuple[int, str]]
+
+
 def _rebuild(kind: type[Error], message: str, fields: dict[str, Any]) -> Error:
     error = kind(message)
     error.__dict__.update(fields)
@@ -113,6 +129,9 @@ def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
     if kind == "OutOfMemoryError":
         fields["processes"] = [(pid, process_name(pid), nbytes) for pid, nbytes in fields["processes"]]
         message = _out_of_memory(**fields)
+    if kind == "AttachedError":
+        fields["holders"] = [(pid, process_name(pid)) for pid in fields["holders"]]
+        message += f": {', '.join(f'{name} (pid {pid})' for pid, name in fields['holders'])}"
     return _KINDS[kind](message, **fields)
 
 
@@ -134,5 +153,15 @@ def _out_of_memory(
 
 
 _KINDS: dict[str, type[Error]] = {
-    kind.__name__: kind for kind in (Error, OutOfMemoryError, RegionPausedError, DriverError, BackupError, ConfigError)
+    kind.__name__: kind
+    for kind in (
+        Error,
+        OutOfMemoryError,
+        RegionPausedError,
+        DriverError,
+        BackupError,
+        ConfigError,
+        BrokerError,
+        AttachedError,
+    )
 }

@@ -21,6 +21,7 @@ log = logging.getLogger("memsaver")
 
 BACKUPS = ("none", "host", "disk")
 FILLS = ("zero", "poison")
+ATTACHED_S = 60.0  # how long a pause waits for other processes that are attached to its regions
 _LONGEST_TIMEOUT_S = 86400.0 * 365  # what the core's clock can add without overflow, and more than anybody waits
 Tags = str | Iterable[str] | None
 Ranges = list[tuple[int, int]]  # (offset, bytes) within a region
@@ -107,9 +108,16 @@ class Region:
         """
         return adapter().pool(self)
 
-    def pause(self, backup: str | None = None, *, wait: bool = True, progress: Progress | None = None) -> Transition:
+    def pause(
+        self,
+        backup: str | None = None,
+        timeout: float = ATTACHED_S,
+        *,
+        wait: bool = True,
+        progress: Progress | None = None,
+    ) -> Transition:
         """Returns the region's memory. See :func:`memsaver.pause`."""
-        return transition(pause=[self], backup=backup, wait=wait, progress=progress)
+        return transition(pause=[self], backup=backup, attached=timeout, wait=wait, progress=progress)
 
     def resume(
         self,
@@ -268,22 +276,28 @@ def find(tags: Tags) -> list[Region]:
 
 
 def pause(
-    tags: Tags = None, *, backup: str | None = None, wait: bool = True, progress: Progress | None = None
+    tags: Tags = None,
+    *,
+    backup: str | None = None,
+    timeout: float = ATTACHED_S,
+    wait: bool = True,
+    progress: Progress | None = None,
 ) -> Transition:
     """Returns the memory of these regions to where it came from, after waiting for the device's work.
 
     - ``tags``: one, several, or None for all regions; an empty list is nothing. What is paused already stays so.
     - ``backup``: another policy than the regions' own, for this pause.
+    - ``timeout``: seconds to wait for other processes that are attached to the regions (see :func:`memsaver.attach`).
     - ``wait``: False returns at once; the transition goes on in the background, behind earlier ones on the same
       regions, and its errors come with :meth:`Transition.wait`. The interpreter ends after it.
     - ``progress``: called with bytes copied and bytes to copy, some times a second and at the end, by the thread that
       moves them. An exception in it is logged.
 
-    Raises ValueError for an unknown tag, BackupError where host memory or disk is short, memsaver.Error while a graph
-    is being captured; then everything is as it was. A driver or file call that fails later leaves the regions paused
+    Raises ValueError for an unknown tag, BackupError where host memory or disk is short, AttachedError where others
+    stay attached, memsaver.Error while a graph is being captured; then everything is as it was. A driver or file call that fails later leaves the regions paused
     with nothing lost that their policies keep; pausing again goes on from there, and resuming brings everything back.
     """
-    return transition(pause=find(tags), backup=backup, wait=wait, progress=progress)
+    return transition(pause=find(tags), backup=backup, attached=timeout, wait=wait, progress=progress)
 
 
 def resume(
@@ -327,6 +341,7 @@ def switch(
         backup=backup,
         restore=restore,
         timeout=timeout,
+        attached=max(_seconds(timeout), ATTACHED_S),
         wait=wait,
         progress=progress,
     )
@@ -338,16 +353,14 @@ def transition(
     backup: str | None = None,
     restore: bool = True,
     timeout: float = 0.0,
+    attached: float = 0.0,
     wait: bool = True,
     progress: Progress | None = None,
 ) -> Transition:
     """The one way in which regions change state; see the three functions above."""
     if backup is not None:
         check_backup(backup)
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout is {timeout!r}, expected seconds")
-    if not timeout >= 0:
-        raise ValueError(f"timeout is {timeout!r}, expected seconds of 0 or more")
+    timeout, attached = _seconds(timeout), _seconds(attached)
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is {progress!r}, expected something to call, or None")
     both = {each.tag for each in pause} & {each.tag for each in resume}
@@ -359,7 +372,7 @@ def transition(
     if _adapter is not None:  # looked at again below, when nobody can enter any more; here it disturbs nobody
         _adapter.check_pausable([each for each in pause if each.state == "active"], here)
     move = _Move([each._core for each in pause], [each._core for each in resume], here)
-    run = partial(move.run, backup, bool(restore), float(min(timeout, _LONGEST_TIMEOUT_S)), progress)
+    run = partial(move.run, backup, bool(restore), timeout, attached, progress)
     if wait:
         return Transition(*astuple(run()))
     future: Future[Outcome] = Future()
@@ -371,6 +384,14 @@ def transition(
         move.core.abort()
         raise
     return Transition.under_way(future)
+
+
+def _seconds(timeout: object) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout is {timeout!r}, expected seconds")
+    if not timeout >= 0:
+        raise ValueError(f"timeout is {timeout!r}, expected seconds of 0 or more")
+    return float(min(timeout, _LONGEST_TIMEOUT_S))
 
 
 def _run_into(future: Future[Outcome], run: Callable[[], Outcome]) -> None:
@@ -386,22 +407,39 @@ class _Move:
     def __init__(self, pause: list[Any], resume: list[Any], thread: int | None) -> None:
         self.core = _core.Transition(pause, resume)
         self._thread = thread
+        self._timeout = 0.0
+        self._report: _Report | None = None
 
-    def run(self, backup: str | None, restore: bool, timeout: float, progress: Progress | None) -> Outcome:
+    def prepare(
+        self, backup: str | None, restore: bool, timeout: float, attached: float, progress: Progress | None
+    ) -> None:
+        """Everything up to the point of no return. Where this raises, all is as it was."""
         move = self.core
-        report = _Report(progress) if progress is not None else None
-        going_out: list[Region] = []
-        policies: list[str] = []
+        self._timeout = timeout
+        self._report = _Report(progress) if progress is not None else None
         try:
-            move.begin()
+            move.begin(attached)
             going_out = [_wrapper(each) for each in move.pausing]
             policies = [backup or each.backup for each in going_out]
             if _adapter is not None:
                 _adapter.check_pausable(going_out, self._thread)
             live = [_live(each) if policy != "none" else [] for each, policy in zip(going_out, policies)]
-            done = move.run(policies, live, restore, timeout, report)
+            move.prepare(policies, live, restore, timeout, self._report)
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        self.core.abort()  # now, not when a traceback lets go of it
+        if _adapter is not None:
+            _adapter.refresh()
+
+    def commit(self) -> Outcome:
+        move, report = self.core, self._report
+        try:
+            done = move.run(self._timeout)
         except BaseException as error:
-            move.abort()  # now, not when the traceback lets go of it
+            move.abort()
             if isinstance(error, Error):
                 error.name_discarded(_tags(move.discarded))
             raise
@@ -420,6 +458,46 @@ class _Move:
         if report is not None and report.interrupt is not None:
             raise report.interrupt
         return outcome
+
+    def run(
+        self, backup: str | None, restore: bool, timeout: float, attached: float, progress: Progress | None
+    ) -> Outcome:
+        self.prepare(backup, restore, timeout, attached, progress)
+        return self.commit()
+
+
+class Prepared:
+    """A pause that has reserved all it needs, and changed nothing yet: :meth:`commit` it, or :meth:`abort`.
+
+    Its regions are "pausing" meanwhile. Made by :func:`prepare_pause`.
+    """
+
+    def __init__(self, move: _Move | None) -> None:
+        self._move = move
+
+    def commit(self) -> Transition:
+        """Goes through with the pause. Raises what pause() raises after its point of no return."""
+        move, self._move = self._move, None
+        return Transition(*astuple(move.commit())) if move is not None else Transition()
+
+    def abort(self) -> None:
+        """Takes everything back: the regions are as they were before. Harmless when called again, or after commit()."""
+        move, self._move = self._move, None
+        if move is not None:
+            move.abort()
+
+
+def prepare_pause(tags: Tags = None, *, backup: str | None = None, timeout: float = ATTACHED_S) -> Prepared:
+    """The first half of :func:`pause`, with its arguments and errors: for processes that pause together or not at all."""
+    found = find(tags)
+    if backup is not None:
+        check_backup(backup)
+    timeout = _seconds(timeout)
+    if not found:
+        return Prepared(None)
+    move = _Move([each._core for each in found], [], threading.get_ident())
+    move.prepare(backup, True, 0.0, timeout, None)
+    return Prepared(move)
 
 
 class _Report:

@@ -19,17 +19,18 @@ LAYERS = {
     "driver": 1, "copy_engine": 1, "faults": 2, "cuda_api": 2, "files": 2,
     "host_ledger": 3, "host_memory": 3, "cuda_driver": 4, "cuda_physical": 4, "host_chunk": 4,
     "host_driver": 5, "host_physical": 5,
-    "arena": 5, "backup": 5, "chunk": 5, "disk_store": 5,
-    "host_backup": 6, "disk_backup": 6, "region": 6,
-    "core": 7, "transfer": 7,
-    "transition": 8, "torch_hooks": 8,
-    "module": 9,
+    "arena": 5, "backup": 5, "chunk": 5, "disk_store": 5, "link": 5,
+    "host_backup": 6, "disk_backup": 6, "shared_pool": 6,
+    "region": 7,
+    "core": 8, "transfer": 8, "residents": 8, "attachment": 8,
+    "transition": 9, "torch_hooks": 9,
+    "module": 10,
 }  # fmt: skip
 # What few files alone include.
 PRIVATE = {
     "cuda_api": {"cuda_driver", "cuda_physical"}, "host_ledger": {"host_driver", "host_chunk"},
     "host_chunk": {"host_driver", "host_physical"}, "copy_engine": {"host_driver"},
-    "host_backup": {"transfer"}, "disk_backup": {"transfer"},
+    "host_backup": {"transfer"}, "disk_backup": {"transfer"}, "link": {"shared_pool"},
 }  # fmt: skip
 # Who calls what of the system: device memory behind the seam alone, and host memory where backups and the ledger live.
 SYSTEM = {
@@ -40,7 +41,7 @@ SYSTEM = {
     r"\bMAP_FIXED\b": {"arena", "host_driver"},
     r"\bmmap\(": {"arena", "host_driver", "host_ledger"},
     r"\bp(?:read|write)\b": {"files"},
-    r"\bstd::thread\b": {"arena", "copy_engine", "disk_backup", "transition"},
+    r"\bstd::thread\b": {"arena", "copy_engine", "disk_backup", "shared_pool", "transition"},
     r"#include <nanobind|#include <Python\.h>": {"module"},
     r"\bstd::c(?:out|err)\b|\bf?printf\(|\b_?exit\(|\bstd::abort\b|\bassert\(": set(),
 }

@@ -1,0 +1,606 @@
+#include "shared_pool.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <random>
+#include <utility>
+
+namespace memsaver {
+namespace {
+
+using wire::Kind;
+using wire::Message;
+
+constexpr auto kPatience = std::chrono::seconds(10);  // for a broker that is there and says nothing
+constexpr auto kLookPatience = std::chrono::seconds(1);
+constexpr auto kSlice = std::chrono::milliseconds(50);    // between two looks at whether waiting is over
+constexpr auto kSearch = std::chrono::milliseconds(100);  // between two looks for a new broker
+
+std::uint64_t drawn() {
+  std::random_device source;
+  return ((std::uint64_t{source()} << 32) ^ source()) >> 1 | 1;
+}
+
+Message message_of(Kind kind, std::vector<std::uint64_t> words, std::string text = {}) {
+  return {kind, std::move(words), std::move(text), {}};
+}
+
+}  // namespace
+
+// Guarded by the pool's mutex.
+class SharedPool::Request final : public ChunkRequest {
+ public:
+  Request(SharedPool& pool, const Needs& needs, Deadline deadline)
+      : pool_(pool), total_(bytes_of(needs)), deadline_(deadline) {
+    if (needs.empty()) return;
+    std::lock_guard lock(pool_.mutex_);
+    if (pool_.link_ == nullptr) pool_.throw_parted();
+    number_ = ++pool_.last_number_;
+    pool_.requests_[number_] = this;
+    ask_locked(Kind::want, merged(needs));
+  }
+
+  ~Request() override {
+    if (number_ == 0) return;
+    std::lock_guard lock(pool_.mutex_);
+    pool_.requests_.erase(number_);
+    for (Offer& offer : std::exchange(stock_, {})) pool_.give_back_locked(offer);
+    if (received_ < asked_ && !over_) pool_.send_locked(message_of(Kind::close, {number_}));
+  }
+
+  Chunk next(std::size_t limit, std::size_t fresh, bool wait) override {
+    std::unique_lock lock(pool_.mutex_);
+    for (;;) {
+      check_locked();
+      if (std::optional<Offer> offer = take_locked(limit)) {
+        lock.unlock();
+        return pool_.import(*offer);
+      }
+      if (number_ == 0) throw ChunkUnavailable("ask", 2, "a request for nothing has no chunks");
+      // What still comes may all be larger than this place.
+      if (asked_up_to(limit) <= received_up_to(limit)) {
+        const std::size_t size = chunk_class(limit);
+        ask_locked(Kind::more, {{size, std::min(size, fresh), size}});
+      }
+      if (!wait) break;
+      if (stalled_locked()) {
+        if (give_up_largest_locked()) continue;  // its memory may serve as smaller chunks
+        if (Clock::now() >= deadline_ || waiting_is_over) break;
+      }
+      wait_locked(lock);
+    }
+    throw ChunkUnavailable("ask", 2, "the shared pool has no chunk to give");
+  }
+
+  bool gather() override {
+    std::unique_lock lock(pool_.mutex_);
+    while (number_ != 0 && received_ < asked_) {
+      check_locked();
+      if (stalled_locked() || waiting_is_over) return false;
+      wait_locked(lock);
+    }
+    check_locked();
+    return true;
+  }
+
+  // Called by the pool's thread.
+  void offered_locked(Offer offer) {
+    received_ += offer.size;
+    by_size_[offer.size].second += offer.size;
+    answered_ = Clock::now();
+    stock_.push_back(offer);
+  }
+  void stalled_locked(std::uint64_t messages) {
+    stalled_at_ = messages;
+    answered_ = Clock::now();
+  }
+  void refused_locked() { refused_ = over_ = true; }
+  void parted_locked() {
+    for (Offer& offer : std::exchange(stock_, {}))
+      if (offer.file >= 0) ::close(offer.file);
+    parted_ = over_ = true;
+  }
+
+ private:
+  static Needs merged(Needs needs) {
+    Needs found;
+    for (const Need& need : needs) {
+      const auto same = std::find_if(found.begin(), found.end(), [&](const Need& other) {
+        return other.limit == need.limit && other.fresh == need.fresh;
+      });
+      if (same != found.end())
+        same->bytes += need.bytes;
+      else
+        found.push_back(need);
+    }
+    return found;
+  }
+
+  void ask_locked(Kind kind, const Needs& needs) {
+    std::vector<std::uint64_t> words = {number_};
+    for (const Need& need : needs) {
+      words.insert(words.end(), {need.limit, need.fresh, need.bytes});
+      by_size_[need.limit].first += need.bytes;
+      asked_ += need.bytes;
+    }
+    ++messages_;
+    answered_ = Clock::now();
+    pool_.send_locked(message_of(kind, std::move(words)));
+  }
+
+  void check_locked() const {
+    if (parted_) pool_.throw_parted();
+    if (refused_) throw OutOfMemoryError(pool_.driver_.name, total_, 0);
+  }
+
+  // The largest that fits.
+  std::optional<Offer> take_locked(std::size_t limit) {
+    auto best = stock_.end();
+    for (auto offer = stock_.begin(); offer != stock_.end(); ++offer)
+      if (offer->size <= limit && (best == stock_.end() || offer->size > best->size)) best = offer;
+    if (best == stock_.end()) return std::nullopt;
+    const Offer found = *best;
+    stock_.erase(best);
+    return found;
+  }
+
+  bool give_up_largest_locked() {
+    if (stock_.empty()) return false;
+    const auto largest = std::max_element(stock_.begin(), stock_.end(),
+                                          [](const Offer& one, const Offer& other) { return one.size < other.size; });
+    pool_.give_back_locked(*largest);
+    stock_.erase(largest);
+    return true;
+  }
+
+  bool stalled_locked() const { return stalled_at_ == messages_; }
+
+  std::size_t asked_up_to(std::size_t limit) const { return sum(limit, &std::pair<std::size_t, std::size_t>::first); }
+  std::size_t received_up_to(std::size_t limit) const {
+    return sum(limit, &std::pair<std::size_t, std::size_t>::second);
+  }
+  std::size_t sum(std::size_t limit, std::size_t std::pair<std::size_t, std::size_t>::* which) const {
+    std::size_t bytes = 0;
+    for (const auto& [size, counts] : by_size_)
+      if (size <= limit) bytes += counts.*which;
+    return bytes;
+  }
+
+  void wait_locked(std::unique_lock<std::mutex>& lock) {
+    pool_.changed_.wait_until(lock, Clock::now() + kSlice);
+    if (!stalled_locked() && received_ < asked_ && !over_ && Clock::now() > answered_ + kPatience)
+      throw BrokerError("the broker at " + pool_.path_ + " does not answer", pool_.path_);
+  }
+
+  SharedPool& pool_;
+  const std::size_t total_;
+  const Deadline deadline_;
+  std::uint64_t number_ = 0;  // 0: nothing was asked for
+  std::size_t asked_ = 0, received_ = 0;
+  std::map<std::size_t, std::pair<std::size_t, std::size_t>> by_size_;  // bytes asked for by limit, received by size
+  std::uint64_t messages_ = 0, stalled_at_ = 0;                         // of this demand: sent, and when it stalled
+  Clock::time_point answered_;
+  std::vector<Offer> stock_;
+  bool refused_ = false, parted_ = false, over_ = false;
+};
+
+SharedPool::SharedPool(Driver& driver, Residents& residents)
+    : driver_(driver), residents_(residents), client_(drawn()), bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (bell_.get() < 0) throw DriverError("eventfd", errno, "no descriptor is left");
+}
+
+bool SharedPool::joined() const {
+  std::lock_guard lock(mutex_);
+  return link_ != nullptr;
+}
+
+void SharedPool::throw_parted() const {
+  throw BrokerError("no broker of the shared pool of " + driver_.name + ": " + parted_ +
+                        ". Memory in use stays as it is; start another with `memsaver broker`, or with " +
+                        "configure(pool='shared'), and this process joins it",
+                    path_);
+}
+
+void SharedPool::join(const std::string& path) {
+  {
+    std::lock_guard lock(mutex_);
+    if (link_ != nullptr) return;
+  }
+  introduce(meet(path));
+  std::lock_guard lock(mutex_);
+  if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+}
+
+std::unique_ptr<Link> SharedPool::meet(const std::string& path) const {
+  auto link = std::make_unique<Link>(path);
+  link->send(message_of(Kind::hello, {wire::kVersion, client_, scrub_ ? 1U : 0U}, driver_.uuid()));
+  link->expect(Kind::welcome, kPatience);
+  return link;
+}
+
+// Brings what is in use here to a broker that may not know it.
+void SharedPool::introduce(std::unique_ptr<Link> link) {
+  std::vector<Residents::Owed> owed = residents_.owed();
+  std::lock_guard lock(mutex_);
+  if (link_ != nullptr) return;
+  Message bring = message_of(Kind::bring, {});
+  const auto send_part = [&] { link->send(std::exchange(bring, message_of(Kind::bring, {}))); };
+  std::size_t brought = 0;
+  for (const auto& [id, entry] : chunks_) {
+    if (!entry.lent) continue;
+    bring.words.insert(bring.words.end(), {id, entry.size});
+    bring.descriptors.push_back(driver_.export_fd(entry.handle));
+    if (++brought % wire::kMostDescriptors == 0) send_part();
+  }
+  if (brought == 0 || !bring.words.empty()) send_part();
+  for (const Residents::Owed& lease : owed) {
+    std::vector<std::uint64_t> words = {lease.lease, static_cast<std::uint64_t>(lease.pid)};
+    for (const Handle chunk : lease.chunks)
+      if (const auto found = numbers_.find(chunk); found != numbers_.end()) words.push_back(found->second);
+    link->send(message_of(Kind::owed, std::move(words)));
+  }
+  path_ = link->path;
+  link_ = std::move(link);
+  ++meetings_;
+  for (const std::uint64_t lease : std::exchange(detached_, {})) send_locked(message_of(Kind::detach, {lease}));
+  changed_.notify_all();
+}
+
+// The broker has gone. Whatever is not in use here is nobody's now.
+void SharedPool::part_locked(const std::string& why) {
+  link_.reset();
+  parted_ = why;
+  gifts_.clear();
+  for (auto entry = chunks_.begin(); entry != chunks_.end();) {
+    if (entry->second.lent) {
+      ++entry;
+      continue;
+    }
+    Chunk(driver_, entry->second.handle, entry->second.size, nullptr);  // whose end releases it
+    numbers_.erase(entry->second.handle);
+    entry = chunks_.erase(entry);
+  }
+  for (auto& [number, request] : requests_) request->parted_locked();
+  for (auto& [number, question] : questions_) question.answered = true;
+  changed_.notify_all();
+}
+
+void SharedPool::wake() const {
+  const std::uint64_t one = 1;
+  static_cast<void>(::write(bell_.get(), &one, sizeof one));
+}
+
+void SharedPool::serve() {
+  while (!waiting_is_over) {
+    int socket = -1;
+    bool unsent = false;
+    {
+      std::lock_guard lock(mutex_);
+      if (link_ != nullptr) {
+        flush_gifts_locked();
+        socket = link_->descriptor();
+        unsent = !link_->flush();
+      }
+    }
+    if (socket < 0) {
+      rejoin();
+      continue;
+    }
+    pollfd ready[] = {{socket, static_cast<short>(unsent ? POLLIN | POLLOUT : POLLIN), 0}, {bell_.get(), POLLIN, 0}};
+    ::poll(ready, 2, -1);
+    if (ready[1].revents != 0) {
+      std::uint64_t rings = 0;
+      static_cast<void>(::read(bell_.get(), &rings, sizeof rings));
+    }
+    if (ready[0].revents == 0) continue;
+    try {
+      for (;;) {
+        std::optional<Message> message;
+        {
+          std::lock_guard lock(mutex_);
+          if (link_ == nullptr) break;
+          message = link_->receive();
+        }
+        if (!message) break;
+        handle(std::move(*message));
+      }
+    } catch (const std::exception& error) {
+      std::lock_guard lock(mutex_);
+      part_locked(error.what());
+    }
+  }
+}
+
+void SharedPool::stop() {
+  wake();
+  if (thread_.joinable()) thread_.join();
+}
+
+void SharedPool::rejoin() {
+  std::string path;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, kSearch, [this] { return link_ != nullptr || waiting_is_over.load(); });
+    if (link_ != nullptr || waiting_is_over) return;
+    path = path_;
+  }
+  try {
+    introduce(meet(path));
+  } catch (const Error&) {
+    // Not there yet: the next need for a chunk says so.
+  }
+}
+
+void SharedPool::handle(Message message) {
+  switch (message.kind) {
+    case Kind::grant: granted(std::move(message)); return;
+    case Kind::drop: drop(message.words); return;
+    case Kind::query: report(); return;
+    case Kind::lease: lend(message); return;
+    case Kind::unlease: residents_.returned(message.words.at(0)); return;
+    default: break;
+  }
+  std::lock_guard lock(mutex_);
+  if (message.kind == Kind::stalled) {
+    const auto found = requests_.find(message.words.at(0));
+    if (found != requests_.end()) found->second->stalled_locked(message.words.at(1));
+  } else if (message.kind == Kind::refused) {
+    const auto code = static_cast<wire::Refusal>(message.words.at(0));
+    if (code == wire::Refusal::no_room) {
+      const auto found = requests_.find(message.words.at(1));
+      if (found != requests_.end()) found->second->refused_locked();
+    } else if (const auto asked = questions_.find(message.words.at(1));
+               code == wire::Refusal::no_lease && asked != questions_.end()) {
+      asked->second.code = message.words[0];
+      asked->second.answer.push_back(std::move(message));
+      asked->second.answered = true;
+    } else if (code != wire::Refusal::no_lease) {
+      part_locked("it refuses: " + message.text);
+    }
+  } else if (!message.words.empty()) {  // figures, status, attached, trimmed
+    const auto asked = questions_.find(message.words[0]);
+    if (asked == questions_.end()) {
+      if (message.kind == Kind::attached) send_locked(message_of(Kind::detach, {message.words.at(1)}));  // too late
+      close_all(message.descriptors);
+    } else {
+      asked->second.answered = message.kind != Kind::attached || message.words.at(2) == 0;
+      asked->second.answer.push_back(std::move(message));
+    }
+  }
+  changed_.notify_all();
+}
+
+void SharedPool::granted(Message message) {
+  std::lock_guard lock(mutex_);
+  const auto found = requests_.find(message.words.at(0));
+  std::size_t file = 0;
+  for (std::size_t at = 1; at + 2 < message.words.size(); at += 3) {
+    const std::uint64_t flags = message.words[at + 2];
+    Offer offer{message.words[at], message.words[at + 1], (flags & wire::kScrub) != 0, -1};
+    if ((flags & wire::kHasDescriptor) != 0) offer.file = message.descriptors.at(file++);
+    if (found != requests_.end())
+      found->second->offered_locked(offer);
+    else
+      give_back_locked(offer);
+  }
+  changed_.notify_all();
+}
+
+void SharedPool::give_back_locked(Offer offer) {
+  if (offer.file >= 0) ::close(offer.file);
+  if (link_ == nullptr) return;
+  gifts_.push_back(offer.id);
+  if (offer.file < 0) return wake();
+  flush_gifts_locked();
+  send_locked(message_of(Kind::dropped, {offer.id}));  // there is no handle of it here
+}
+
+void SharedPool::flush_gifts_locked() {
+  const std::vector<std::uint64_t> gifts = std::exchange(gifts_, {});
+  for (std::size_t at = 0; at < gifts.size(); at += wire::kMostChunks) {
+    const std::size_t end = std::min(gifts.size(), at + wire::kMostChunks);
+    link_->send(message_of(Kind::give, {gifts.begin() + static_cast<std::ptrdiff_t>(at),
+                                        gifts.begin() + static_cast<std::ptrdiff_t>(end)}));
+  }
+}
+
+void SharedPool::drop(const std::vector<std::uint64_t>& ids) {
+  std::lock_guard lock(mutex_);
+  for (const std::uint64_t id : ids) {
+    const auto found = chunks_.find(id);
+    if (found == chunks_.end() || found->second.lent) continue;
+    Chunk(driver_, found->second.handle, found->second.size, nullptr);  // whose end releases it
+    numbers_.erase(found->second.handle);
+    chunks_.erase(found);
+  }
+  send_locked(message_of(Kind::dropped, ids));
+}
+
+void SharedPool::report() {
+  Message message = message_of(Kind::report, {});
+  for (const Residents::Row& row : residents_.rows()) {
+    message.words.insert(message.words.end(), {row.allocated, row.mapped, row.backed_up, row.state, row.policy});
+    message.text += (message.words.size() > 5 ? "\n" : "") + row.tag;
+  }
+  send(std::move(message));
+}
+
+void SharedPool::lend(const Message& message) {
+  const std::uint64_t lease = drawn();
+  std::vector<Message> answers = {message_of(Kind::leased, {message.words.at(0), lease, 0})};
+  try {
+    const auto placed =
+        residents_.lend(message.text, message.words.at(2), lease, static_cast<int>(message.words.at(1)));
+    std::lock_guard lock(mutex_);
+    std::size_t count = 0;
+    for (const Placed& chunk : placed) {
+      const auto number = numbers_.find(chunk.handle);
+      if (number == numbers_.end()) throw Error("it holds memory that did not come from the shared pool");
+      if (count++ == wire::kMostDescriptors) {
+        answers.back().words[2] = 1;
+        answers.push_back(message_of(Kind::leased, {message.words.at(0), lease, 0}));
+        count = 1;
+      }
+      answers.back().words.insert(answers.back().words.end(), {chunk.offset, number->second, chunk.size});
+    }
+  } catch (const Error& error) {
+    residents_.returned(lease);
+    answers = {message_of(Kind::leased, {message.words.at(0), 0, 0}, error.what())};
+  }
+  for (Message& answer : answers) send(std::move(answer));
+}
+
+void SharedPool::send(Message message) {
+  std::lock_guard lock(mutex_);
+  send_locked(std::move(message));
+}
+
+// In the order of what happened: what was given back is said first.
+void SharedPool::send_locked(Message message) {
+  if (link_ == nullptr) return close_all(message.descriptors);
+  flush_gifts_locked();
+  link_->send(std::move(message));
+  if (!link_->flush()) wake();
+}
+
+std::unique_ptr<ChunkRequest> SharedPool::ask(const Needs& needs, Deadline deadline) {
+  return std::make_unique<Request>(*this, needs, deadline);
+}
+
+void SharedPool::take_back(Chunk chunk) noexcept {
+  try {
+    std::lock_guard lock(mutex_);
+    const auto number = numbers_.find(chunk.handle());
+    if (number == numbers_.end()) return;  // its end releases it
+    if (link_ == nullptr) {
+      chunks_.erase(number->second);
+      numbers_.erase(number);
+      return;
+    }
+    gifts_.push_back(number->second);
+    chunks_.at(number->second).lent = false;
+    static_cast<void>(std::move(chunk).keep());
+    if (gifts_.size() == 1) wake();
+  } catch (const std::exception&) {
+    // Without memory for a number the broker learns of it when this process ends.
+  }
+}
+
+// What a chunk came with is turned into a handle here, by the thread that wants it.
+Chunk SharedPool::import(Offer offer) {
+  Handle handle = 0;
+  std::uint64_t meeting = 0;
+  {
+    std::lock_guard lock(mutex_);
+    meeting = meetings_;
+    if (link_ == nullptr) {
+      if (offer.file >= 0) ::close(offer.file);
+      throw_parted();
+    }
+    if (const auto found = chunks_.find(offer.id); offer.file < 0 && found != chunks_.end()) {
+      handle = found->second.handle;
+      found->second.lent = true;
+    }
+  }
+  if (offer.file >= 0) {
+    try {
+      handle = driver_.import_fd(offer.file, offer.size);
+    } catch (...) {
+      std::lock_guard lock(mutex_);
+      give_back_locked(offer);
+      throw;
+    }
+    ::close(offer.file);
+    std::lock_guard lock(mutex_);
+    if (link_ == nullptr || meetings_ != meeting) {
+      Chunk(driver_, handle, offer.size, nullptr);
+      throw_parted();
+    }
+    chunks_[offer.id] = {handle, offer.size, true};
+    numbers_[handle] = offer.id;
+  }
+  if (handle == 0) throw BrokerError("the broker granted a chunk of which this process has no handle", path_);
+  Chunk chunk(driver_, handle, offer.size, this);
+  if (offer.scrub) scrub(handle, offer.size);
+  return chunk;
+}
+
+void SharedPool::scrub(Handle handle, std::size_t size) {
+  std::lock_guard lock(scrubbing_);
+  if (scratch_ == 0) scratch_ = driver_.reserve(kChunkClasses.front());
+  driver_.map(scratch_, size, handle);
+  try {
+    driver_.allow(scratch_, size);
+    driver_.fill(scratch_, size, 0);
+    driver_.wait(driver_.mark(Direction::in));
+  } catch (...) {
+    driver_.unmap(scratch_, size);
+    throw;
+  }
+  driver_.unmap(scratch_, size);
+}
+
+std::vector<Message> SharedPool::ask_broker(Message message, Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  if (link_ == nullptr) throw_parted();
+  const std::uint64_t serial = ++last_number_;
+  message.words.insert(message.words.begin(), serial);
+  Question& question = questions_[serial];
+  const std::uint64_t meeting = meetings_;
+  send_locked(std::move(message));
+  while (!question.answered && Clock::now() < deadline && !waiting_is_over)
+    changed_.wait_until(lock, std::min(deadline, Clock::now() + kSlice));
+  Question answer = std::move(question);
+  questions_.erase(serial);
+  const bool parted = link_ == nullptr || meetings_ != meeting;
+  if (answer.answered && !parted && answer.code == 0) return std::move(answer.answer);
+  for (Message& part : answer.answer) close_all(part.descriptors);
+  if (answer.code != 0) throw Error(answer.answer.back().text);
+  if (parted) throw_parted();
+  throw BrokerError("the broker at " + path_ + " does not answer", path_);
+}
+
+Supply SharedPool::look() {
+  const Message figures = ask_broker(message_of(Kind::look, {}), Clock::now() + kLookPatience).back();
+  Supply supply{figures.words.at(1), {}};
+  for (std::size_t at = 3; at + 1 < figures.words.size(); at += 2)
+    supply.holders.push_back({static_cast<int>(figures.words[at]), figures.words[at + 1]});
+  return supply;
+}
+
+std::string SharedPool::status() {
+  return ask_broker(message_of(Kind::status, {}), Clock::now() + kPatience).back().text;
+}
+
+void SharedPool::set_scrub(bool wanted) {
+  std::lock_guard lock(mutex_);
+  scrub_ = wanted;
+  send_locked(message_of(Kind::scrub, {wanted ? 1U : 0U}));
+}
+
+Lease SharedPool::attach(std::uint64_t owner, int pid, std::uint64_t residence, const std::string& key,
+                         Deadline deadline) {
+  const auto answers =
+      ask_broker(message_of(Kind::attach, {owner, static_cast<std::uint64_t>(pid), residence}, key), deadline);
+  Lease lease;
+  for (const Message& answer : answers) {
+    lease.number = answer.words.at(1);
+    std::size_t file = 0;
+    for (std::size_t at = 3; at + 2 < answer.words.size(); at += 3)
+      lease.parts.push_back({answer.words[at], answer.words[at + 2], answer.descriptors.at(file++)});
+  }
+  return lease;
+}
+
+void SharedPool::detach(std::uint64_t lease) {
+  std::lock_guard lock(mutex_);
+  if (link_ == nullptr)
+    detached_.push_back(lease);
+  else
+    send_locked(message_of(Kind::detach, {lease}));
+}
+
+}  // namespace memsaver
