@@ -17,6 +17,7 @@ class Attachment {
   Attachment(const Attachment&) = delete;
   Attachment& operator=(const Attachment&) = delete;
 
+  const Device& device() const { return device_; }
   Address address_of(std::size_t offset) const {
     return base_ + (offset - first_);
   }  // of what lies there in the region

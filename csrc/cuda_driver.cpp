@@ -19,6 +19,8 @@ class CudaDriver final : public Driver {
     check("cuStreamCreate", api().cuStreamCreate(&in_, kStreamNonBlocking));
   }
 
+  int ordinal() const override { return device_; }
+
   std::string uuid() override { return uuid_of(device_); }
 
   Memory memory() override {

@@ -63,7 +63,8 @@ class Driver {
 
   const std::string name;  // as torch spells it: "cuda:0", "cpu"
 
-  virtual std::string uuid() = 0;  // the same for every process that means this device
+  virtual int ordinal() const { return -1; }  // of a CUDA device, among the visible ones
+  virtual std::string uuid() = 0;             // the same for every process that means this device
   virtual Memory memory() = 0;
   virtual std::vector<Process> processes() = 0;  // who holds memory of this device, as far as the system tells
   virtual int host_node() = 0;                   // the NUMA node whose memory is nearest; -1 where that is not known

@@ -116,7 +116,7 @@ class Region {
   void lay_out(const Choose& choose, const Place& place) const;
   Need need(std::size_t limit) const {
     return {limit, std::min(limit, largest_chunk()), limit};
-  }                                   // for one such choice
+  }  // for one such choice
   std::size_t missing_bytes() const;  // the memory that these slots need at least
 
   // Maps a chunk, accessible only after allow().

@@ -54,7 +54,7 @@ class SharedPool::Request final : public ChunkRequest {
   Chunk next(std::size_t limit, std::size_t fresh, bool wait) override {
     std::unique_lock lock(pool_.mutex_);
     for (;;) {
-      check_locked();
+      check(lock);
       if (std::optional<Offer> offer = take_locked(limit)) {
         lock.unlock();
         return pool_.import(*offer);
@@ -78,11 +78,11 @@ class SharedPool::Request final : public ChunkRequest {
   bool gather() override {
     std::unique_lock lock(pool_.mutex_);
     while (number_ != 0 && received_ < asked_) {
-      check_locked();
+      check(lock);
       if (stalled_locked() || waiting_is_over) return false;
       wait_locked(lock);
     }
-    check_locked();
+    check(lock);
     return true;
   }
 
@@ -131,9 +131,11 @@ class SharedPool::Request final : public ChunkRequest {
     pool_.send_locked(message_of(kind, std::move(words)));
   }
 
-  void check_locked() const {
+  void check(std::unique_lock<std::mutex>& lock) const {
     if (parted_) pool_.throw_parted();
-    if (refused_) throw OutOfMemoryError(pool_.driver_.name, total_, 0);
+    if (!refused_) return;
+    lock.unlock();
+    throw out_of_memory(pool_.driver_, pool_, total_, 0);
   }
 
   // The largest that fits.

@@ -39,12 +39,17 @@ from memsaver.transitions import Transition  # noqa: E402
 
 if TYPE_CHECKING:
     from memsaver.graphs import CUDAGraph, graph
+    from memsaver.sharing import Token, attach, share
 
+_WITH_TORCH = {
+    "CUDAGraph": "memsaver.graphs", "graph": "memsaver.graphs",
+    "Token": "memsaver.sharing", "attach": "memsaver.sharing", "share": "memsaver.sharing",
+}  # fmt: skip
 __version__ = "0.1.0"
 __all__ = [
     "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error", "OutOfMemoryError", "Region",
-    "RegionPausedError", "Transition", "configure", "cpu_backup", "define_phase", "graph", "outside", "pause", "phase",
-    "region", "release_host_memory", "resume", "stats", "switch", "trim",
+    "RegionPausedError", "Token", "Transition", "attach", "configure", "cpu_backup", "define_phase", "graph", "outside", "pause", "phase",
+    "region", "release_host_memory", "resume", "share", "stats", "switch", "trim",
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)
@@ -54,6 +59,6 @@ atexit.register(_core.stop_background)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("CUDAGraph", "graph"):  # torch classes: loaded when first asked for
-        return getattr(import_module("memsaver.graphs"), name)
+    if name in _WITH_TORCH:  # loaded when first asked for
+        return getattr(import_module(_WITH_TORCH[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

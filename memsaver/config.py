@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from memsaver import _core
+from memsaver import _core, membership
 from memsaver.errors import ConfigError
 
 _UNITS = {
@@ -57,12 +57,32 @@ def _host_limit(value: Any) -> int | None:
     return None if value in (None, "auto") else parse_size(value, "host_limit")
 
 
-def _backup_ahead(value: Any) -> bool:
-    if isinstance(value, str) and value.lower() in _SWITCH:
-        return _SWITCH[value.lower()]
-    if isinstance(value, bool):
-        return value
-    raise ConfigError(f"backup_ahead is {value!r}, expected True or False", option="backup_ahead", value=value)
+def _switch(option: str) -> Callable[[Any], bool]:
+    def read(value: Any) -> bool:
+        if isinstance(value, str) and value.lower() in _SWITCH:
+            return _SWITCH[value.lower()]
+        if isinstance(value, bool):
+            return value
+        raise ConfigError(f"{option} is {value!r}, expected True or False", option=option, value=value)
+
+    return read
+
+
+def _pool(value: Any) -> str:
+    if value in membership.POOLS:
+        return str(value)
+    raise ConfigError(
+        f"pool is {value!r}, expected one of {', '.join(map(repr, membership.POOLS))}", option="pool", value=value
+    )
+
+
+def _pool_capacity(value: Any) -> int | None:
+    if value is None:
+        return None
+    nbytes = parse_size(value, "pool_capacity")
+    if nbytes < _PAGE:
+        raise ConfigError(f"pool_capacity is {value!r}, expected at least 2 MiB", option="pool_capacity", value=value)
+    return nbytes // _PAGE * _PAGE
 
 
 def _disk_dir(value: Any) -> str:
@@ -79,10 +99,13 @@ def _disk_dir(value: Any) -> str:
 
 # option -> how its value is read, and where it goes
 _OPTIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], None]]] = {
-    "host_device": (_host_device, _core.set_host_device),  # first: it alone can be refused
+    "host_device": (_host_device, _core.set_host_device),  # first: it can be refused
+    "pool_capacity": (_pool_capacity, membership.set_capacity),
+    "scrub": (_switch("scrub"), membership.set_scrub),
+    "pool": (_pool, membership.set_pool),  # where a broker cannot be reached, what follows is not set either
     "retain": (_retain, _core.set_retain),
     "host_limit": (_host_limit, _core.set_host_limit),
-    "backup_ahead": (_backup_ahead, _core.set_backup_ahead),
+    "backup_ahead": (_switch("backup_ahead"), _core.set_backup_ahead),
     "disk_dir": (_disk_dir, _core.set_disk_dir),
 }
 _values: dict[str, Any] = {}
@@ -100,10 +123,17 @@ def configure(**options: Any) -> None:
       that their first pause finds it ready (default True).
     - ``disk_dir``: the directory for regions with ``backup="disk"``. There is no default, since the system's temporary
       directory is often memory.
+    - ``pool``: where device memory comes from: ``"process"`` (the driver; the default), or ``"shared"``: a pool that
+      all processes on the device borrow from, kept by its broker, which is started where there is none. Set it before
+      regions are made: memory that they have stays where it came from.
+    - ``pool_capacity``: bytes, for a broker that has to be started (default: all of the device).
+    - ``scrub``: whether chunks of a shared pool are zeroed before another process gets them from this one, or this one
+      from another (default False).
     - ``host_device``: size of the host driver's device (default half of the machine's memory), before its first use;
       processes that name the same size share one device.
 
-    Sizes are integers in bytes or strings such as ``"64GiB"``. Raises ConfigError, and then nothing has changed.
+    Sizes are integers in bytes or strings such as ``"64GiB"``. Raises ConfigError, and then nothing has changed;
+    BrokerError where a shared pool cannot be reached.
     """
     parsed = {}
     for option, value in options.items():

@@ -13,7 +13,7 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any, Protocol
 
-from memsaver import _core
+from memsaver import _core, membership
 from memsaver.errors import Error, RegionPausedError
 from memsaver.transitions import Outcome, Progress, Transition
 
@@ -225,7 +225,8 @@ def region(
     ``frozen`` and ``fill`` are given where the region is made; elsewhere they can be left out.
 
     Raises TypeError or ValueError for other arguments, or options other than those the region was made with,
-    ConfigError for ``"disk"`` without a directory, DriverError where the device cannot be used.
+    ConfigError for ``"disk"`` without a directory, DriverError where the device cannot be used, BrokerError where its
+    memory is to come from a shared pool and that cannot be reached.
     """
     if not isinstance(tag, str):
         raise TypeError(f"tag is {tag!r}, expected a string")
@@ -241,6 +242,7 @@ def region(
     name = default_device() if device is None else canonical_device(device)
     found = _regions.get((tag, name, backup))
     if found is None:
+        membership.join(name)
         core = _core.region(tag, name, backup, bool(frozen), fill or "nothing")
         found = _regions.setdefault((tag, name, backup), Region(core))
         if name != "cpu" and "torch" in sys.modules:
@@ -258,6 +260,11 @@ def check_backup(backup: object) -> None:
 
 def all_regions() -> list[Region]:
     return list(_regions.values())
+
+
+def owning(address: int) -> Region | None:
+    """The region that an address belongs to, if any."""
+    return next((each for each in all_regions() if each.owns(address)), None)
 
 
 def find(tags: Tags) -> list[Region]:
@@ -341,7 +348,7 @@ def switch(
         backup=backup,
         restore=restore,
         timeout=timeout,
-        attached=max(_seconds(timeout), ATTACHED_S),
+        attached=max(seconds(timeout), ATTACHED_S),
         wait=wait,
         progress=progress,
     )
@@ -360,7 +367,7 @@ def transition(
     """The one way in which regions change state; see the three functions above."""
     if backup is not None:
         check_backup(backup)
-    timeout, attached = _seconds(timeout), _seconds(attached)
+    timeout, attached = seconds(timeout), seconds(attached)
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is {progress!r}, expected something to call, or None")
     both = {each.tag for each in pause} & {each.tag for each in resume}
@@ -386,7 +393,8 @@ def transition(
     return Transition.under_way(future)
 
 
-def _seconds(timeout: object) -> float:
+def seconds(timeout: object) -> float:
+    """A timeout as a float that the core can take. Raises TypeError or ValueError."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"timeout is {timeout!r}, expected seconds")
     if not timeout >= 0:
@@ -492,7 +500,7 @@ def prepare_pause(tags: Tags = None, *, backup: str | None = None, timeout: floa
     found = find(tags)
     if backup is not None:
         check_backup(backup)
-    timeout = _seconds(timeout)
+    timeout = seconds(timeout)
     if not found:
         return Prepared(None)
     move = _Move([each._core for each in found], [], threading.get_ident())

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from memsaver import _core
 from memsaver.errors import Error, RegionPausedError
-from memsaver.regions import Ranges, Region, all_regions
+from memsaver.regions import Ranges, Region, all_regions, owning
 
 _EMPTY_FACTORIES = {
     torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted,
@@ -326,7 +326,7 @@ class Router:
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "__tensor_flatten__"):
             raise TypeError(f"tensor is a {type(tensor).__name__}, expected a plain torch.Tensor")
         address = tensor.data_ptr()
-        region = next((each for each in all_regions() if each.owns(address)), None)
+        region = owning(address)
         if region is None:
             raise ValueError(f"the tensor, of shape {tuple(tensor.shape)} on {tensor.device}, is in no region")
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))

@@ -49,16 +49,26 @@ SYSTEM = {
 # Python: what each module imports of memsaver, and of what is neither memsaver nor the standard library.
 MODULES: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), {"psutil"}),
-    "config": ({"_core", "errors"}, set()),
+    "membership": ({"_core", "sockets"}, set()),
+    "config": ({"_core", "errors", "membership"}, set()),
     "transitions": ({"errors"}, set()),
-    "regions": ({"_core", "errors", "transitions"}, set()),
+    "regions": ({"_core", "errors", "membership", "transitions"}, set()),
     "backups": ({"_core", "regions"}, set()),
     "phases": ({"regions", "transitions"}, set()),
     "stats": ({"_core", "config", "errors"}, set()),
     "__init__": ({"_core", "backups", "config", "errors", "phases", "regions", "stats", "transitions"}, set()),
     "torch": ({"_core", "errors", "regions"}, {"torch"}),
+    "sharing": ({"_core", "errors", "membership", "regions"}, {"torch"}),
     "graphs": ({"_core", "errors", "regions"}, {"torch"}),
     "ray": ({"", "errors", "regions", "transitions"}, {"ray"}),
+    "protocol": ({"_core"}, set()),
+    "pool": ({"_core", "errors", "protocol"}, set()),
+    "sockets": ({"errors"}, set()),
+    "connection": ({"protocol"}, set()),
+    "broker": ({"connection", "errors", "pool", "protocol", "sockets"}, set()),
+    "visitor": ({"errors", "protocol", "sockets"}, set()),
+    "cli": ({"_core", "broker", "config", "errors", "pool", "sockets", "visitor"}, set()),
+    "__main__": ({"cli"}, set()),
 }
 
 # The examples: the engine and the trainer do not know each other, only what stands above knows both.
