@@ -48,7 +48,7 @@ class SharedPool::Request final : public ChunkRequest {
     std::lock_guard lock(pool_.mutex_);
     pool_.requests_.erase(number_);
     for (Offer& offer : std::exchange(stock_, {})) pool_.give_back_locked(offer);
-    if (received_ < asked_ && !over_) pool_.send_locked(message_of(Kind::close, {number_}));
+    if (!over_) pool_.send_locked(message_of(Kind::close, {number_}));
   }
 
   Chunk next(std::size_t limit, std::size_t fresh, bool wait) override {
@@ -60,8 +60,7 @@ class SharedPool::Request final : public ChunkRequest {
         return pool_.import(*offer);
       }
       if (number_ == 0) throw ChunkUnavailable("ask", 2, "a request for nothing has no chunks");
-      // What still comes may all be larger than this place.
-      if (asked_up_to(limit) <= received_up_to(limit)) {
+      if (!comes_locked(limit)) {  // all that does may be larger than this place
         const std::size_t size = chunk_class(limit);
         ask_locked(Kind::more, {{size, std::min(size, fresh), size}});
       }
@@ -77,7 +76,7 @@ class SharedPool::Request final : public ChunkRequest {
 
   bool gather() override {
     std::unique_lock lock(pool_.mutex_);
-    while (number_ != 0 && received_ < asked_) {
+    while (!to_come_.empty()) {
       check(lock);
       if (stalled_locked() || waiting_is_over) return false;
       wait_locked(lock);
@@ -87,15 +86,16 @@ class SharedPool::Request final : public ChunkRequest {
   }
 
   // Called by the pool's thread.
-  void offered_locked(Offer offer) {
-    received_ += offer.size;
-    by_size_[offer.size].second += offer.size;
+  void offered_locked(Offer offer, std::size_t limit) {
+    came_locked(limit, offer.size);
     answered_ = Clock::now();
     stock_.push_back(offer);
   }
-  void stalled_locked(std::uint64_t messages) {
-    stalled_at_ = messages;
+  void stalled_locked(std::uint64_t messages, std::size_t left) {
     answered_ = Clock::now();
+    if (messages != messages_) return;
+    stalled_at_ = left > 0 ? messages : 0;
+    if (left == 0) to_come_.clear();  // a grant and `more` may have crossed on the way
   }
   void refused_locked() { refused_ = over_ = true; }
   void parted_locked() {
@@ -123,8 +123,8 @@ class SharedPool::Request final : public ChunkRequest {
     std::vector<std::uint64_t> words = {number_};
     for (const Need& need : needs) {
       words.insert(words.end(), {need.limit, need.fresh, need.bytes});
-      by_size_[need.limit].first += need.bytes;
-      asked_ += need.bytes;
+      if (kind == Kind::more) exchange_locked(need.bytes);
+      to_come_[need.limit] += need.bytes;
     }
     ++messages_;
     answered_ = Clock::now();
@@ -160,30 +160,36 @@ class SharedPool::Request final : public ChunkRequest {
 
   bool stalled_locked() const { return stalled_at_ == messages_; }
 
-  std::size_t asked_up_to(std::size_t limit) const { return sum(limit, &std::pair<std::size_t, std::size_t>::first); }
-  std::size_t received_up_to(std::size_t limit) const {
-    return sum(limit, &std::pair<std::size_t, std::size_t>::second);
+  bool comes_locked(std::size_t limit) const { return !to_come_.empty() && to_come_.begin()->first <= limit; }
+
+  void came_locked(std::size_t limit, std::size_t bytes) {
+    const auto found = to_come_.find(limit);
+    if (found == to_come_.end()) return;
+    found->second -= std::min(found->second, bytes);
+    if (found->second == 0) to_come_.erase(found);
   }
-  std::size_t sum(std::size_t limit, std::size_t std::pair<std::size_t, std::size_t>::* which) const {
-    std::size_t bytes = 0;
-    for (const auto& [size, counts] : by_size_)
-      if (size <= limit) bytes += counts.*which;
-    return bytes;
+
+  // What `more` asks for replaces as much of what was to come, the largest first; the broker counts alike.
+  void exchange_locked(std::size_t bytes) {
+    while (bytes > 0 && !to_come_.empty()) {
+      const auto [limit, left] = *to_come_.rbegin();
+      came_locked(limit, bytes);
+      bytes -= std::min(bytes, left);
+    }
   }
 
   void wait_locked(std::unique_lock<std::mutex>& lock) {
     pool_.changed_.wait_until(lock, Clock::now() + kSlice);
-    if (!stalled_locked() && received_ < asked_ && !over_ && Clock::now() > answered_ + kPatience)
+    if (!stalled_locked() && !to_come_.empty() && !over_ && Clock::now() > answered_ + kPatience)
       throw BrokerError("the broker at " + pool_.path_ + " does not answer", pool_.path_);
   }
 
   SharedPool& pool_;
   const std::size_t total_;
   const Deadline deadline_;
-  std::uint64_t number_ = 0;  // 0: nothing was asked for
-  std::size_t asked_ = 0, received_ = 0;
-  std::map<std::size_t, std::pair<std::size_t, std::size_t>> by_size_;  // bytes asked for by limit, received by size
-  std::uint64_t messages_ = 0, stalled_at_ = 0;                         // of this demand: sent, and when it stalled
+  std::uint64_t number_ = 0;                     // 0: nothing was asked for
+  std::map<std::size_t, std::size_t> to_come_;   // bytes, by their limit
+  std::uint64_t messages_ = 0, stalled_at_ = 0;  // of this demand: sent, and when it stalled
   Clock::time_point answered_;
   std::vector<Offer> stock_;
   bool refused_ = false, parted_ = false, over_ = false;
@@ -348,7 +354,7 @@ void SharedPool::handle(Message message) {
   std::lock_guard lock(mutex_);
   if (message.kind == Kind::stalled) {
     const auto found = requests_.find(message.words.at(0));
-    if (found != requests_.end()) found->second->stalled_locked(message.words.at(1));
+    if (found != requests_.end()) found->second->stalled_locked(message.words.at(1), message.words.at(2));
   } else if (message.kind == Kind::refused) {
     const auto code = static_cast<wire::Refusal>(message.words.at(0));
     if (code == wire::Refusal::no_room) {
@@ -379,12 +385,12 @@ void SharedPool::granted(Message message) {
   std::lock_guard lock(mutex_);
   const auto found = requests_.find(message.words.at(0));
   std::size_t file = 0;
-  for (std::size_t at = 1; at + 2 < message.words.size(); at += 3) {
+  for (std::size_t at = 1; at + 3 < message.words.size(); at += 4) {
     const std::uint64_t flags = message.words[at + 2];
     Offer offer{message.words[at], message.words[at + 1], (flags & wire::kScrub) != 0, -1};
     if ((flags & wire::kHasDescriptor) != 0) offer.file = message.descriptors.at(file++);
     if (found != requests_.end())
-      found->second->offered_locked(offer);
+      found->second->offered_locked(offer, message.words[at + 3]);
     else
       give_back_locked(offer);
   }

@@ -9,7 +9,9 @@
 //   want      request, {limit, fresh, bytes}...    opens a demand: `bytes` in chunks of at most `limit` each, and of at
 //                                                  most `fresh` where they have to be made. Demands are served in the
 //                                                  order in which they were opened
-//   more      request, {limit, fresh, bytes}...    adds to an open demand, to be served before the rest of it
+//   more      request, {limit, fresh, bytes}...    asks for this before the rest of an open demand, and instead of as
+//                                                  many bytes of the rest, those of the largest limit first; what the
+//                                                  rest does not have is added
 //   close     request                              ends a demand, served or not
 //   give      chunk...                             hands chunks back. Their contents are no longer of interest
 //   dropped   chunk...                             answers drop: this client holds no handle of them any more
@@ -34,10 +36,10 @@
 //   and
 //                                                  `no_lease` an attach (request: its serial); all other codes come
 //                                                  last: the broker hangs up
-//   grant     request, {chunk, size, flags}...  + descriptors   of those with flag `has_descriptor`, which this client
-//                                                  has no handle of yet
-//   stalled   request, count                       nothing more to be had now, after `count` messages of this demand
-//                                                  (want and more)
+//   grant     request, {chunk, size, flags, limit}...  + descriptors   of those with flag `has_descriptor`, which this
+//                                                  client has no handle of yet. `limit`: of what it was asked for as
+//   stalled   request, count, left                 nothing more to be had now, after `count` messages of this demand
+//                                                  (want and more): `left` bytes are still to come; 0: it is served
 //   drop      chunk...                             release the handles of these: they are not held by this client
 //   query                                          -> report
 //   figures   serial, available, capacity, {pid, held}...   `available`: idle bytes, and what could be made

@@ -4,63 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayError
 
-import memsaver
-from memsaver import regions
+from memsaver.colocated import AsyncColocated, Colocated, Ready
 from memsaver.errors import Error
-from memsaver.regions import Tags
+from memsaver.members import Call, Errors, Member, Results, barrier, collect, submit
+from memsaver.placement import Broker, device, placement, start_brokers
 from memsaver.transitions import Transition
+
+__all__ = [
+    "AsyncColocated", "Broker", "Colocated", "Group", "Ready", "Turn", "device", "placement", "start_brokers",
+]  # fmt: skip
 
 log = logging.getLogger("memsaver")
 
 _TELL_S = 10.0  # how long the group waits until everybody has heard of a failure
+_HANDOVER_S = 60.0  # how long a resume waits at least for memory that is on its way from another member
 
-
-class Colocated:
-    """Base of an actor with regions: ``@ray.remote class Engine(Colocated)``. Everything it returns or raises pickles.
-
-    A group calls :meth:`pause` and :meth:`resume`; override them to drain before, or to rebuild after.
-    """
-
-    def pause(self, tags: Tags = None, backup: str | None = None) -> Transition:
-        """See :func:`memsaver.pause`."""
-        return memsaver.pause(tags, backup=backup)
-
-    def resume(self, tags: Tags = None, restore: bool = True, timeout: float = 0.0) -> Transition:
-        """See :func:`memsaver.resume`."""
-        return memsaver.resume(tags, restore=restore, timeout=timeout)
-
-    def switch(
-        self,
-        pause: Tags = (),
-        resume: Tags = (),
-        backup: str | None = None,
-        restore: bool = True,
-        timeout: float = 0.0,
-    ) -> Transition:
-        """See :func:`memsaver.switch`."""
-        return memsaver.switch(pause=pause, resume=resume, backup=backup, restore=restore, timeout=timeout)
-
-    def stats(self) -> dict[str, Any]:
-        """See :func:`memsaver.stats`."""
-        return memsaver.stats()
-
-    def colocated_pause(self, tags: Sequence[str]) -> Transition:
-        """Pauses what must leave for a phase. A tag whose regions are still to be made is left out."""
-        existing = {each.tag for each in regions.all_regions()}
-        return self.pause([tag for tag in tags if tag in existing])
-
-    def colocated_failed(self, role: str, rank: int, error: Exception) -> None:
-        """Another rank could not follow into a phase. To be overridden; this one logs."""
-        log.warning("%s %d failed in a transition: %s", role, rank, error)
+_Tags = Mapping[str, list[str]]  # by role
 
 
 @dataclass(frozen=True)
@@ -70,12 +36,10 @@ class Turn:
     phase: str
     paused: dict[str, list[Any]]
     resumed: dict[str, list[Any]]
-    pause_seconds: float  # until the last rank had paused
-    resume_seconds: float  # from then until the last rank had resumed
-
-    @property
-    def seconds(self) -> float:
-        return self.pause_seconds + self.resume_seconds
+    pause_seconds: float  # from the call until the last rank had paused
+    resume_seconds: float  # from when the ranks were told to resume until the last rank had
+    seconds: float  # from the call until all was done: less than the two together where they were side by side
+    side_by_side: bool  # ranks resumed while others paused: their memory is in shared pools
 
     @property
     def transitions(self) -> list[Transition]:
@@ -84,39 +48,24 @@ class Turn:
         return [each for each in ranks if isinstance(each, Transition)]
 
 
-@dataclass(frozen=True, eq=False)
-class _Member:
-    role: str
-    rank: int
-    actor: Any
-
-    def call(self, method: str, *args: object, **options: object) -> Any:
-        return getattr(self.actor, method).remote(*args, **options)
-
-    def __str__(self) -> str:
-        return f"{self.role} {self.rank}"
-
-
-_Results = dict[_Member, Any]
-_Errors = dict[_Member, Exception]
-
-
 class Group:
     """All ranks of all roles, and the phases that they enter together. For one caller at a time.
 
-    ``phases``: name -> role -> tags. ``roles``: the actors of each, one or a list in the order of their ranks; they
-    derive from :class:`Colocated`, or have ``pause(tags)`` and ``resume(tags)`` that may be called twice::
+    ``phases``: name -> role -> tags. ``roles``: the members of each, one or a list in the order of their ranks. They
+    are Ray actors that derive from :class:`Colocated` or :class:`AsyncColocated`, or any actors or objects of this
+    process that have ``pause(tags)`` and ``resume(tags)`` which may be called twice. Objects are called in threads, and
+    what they return may be awaitable::
 
         Group(engine=engines, trainer=trainers, phases={"rollout": {"engine": ["weights", "kv_cache"]},
                                                         "train": {"trainer": ["params", "optimizer"]}})
 
-    Raises ValueError or TypeError for roles without actors, and phases with unknown roles or without tags.
+    Raises ValueError or TypeError for roles without members, and phases with unknown roles or without tags.
     """
 
     def __init__(self, *, phases: Mapping[str, Mapping[str, Iterable[str]]], **roles: Any) -> None:
         if not roles:
             raise ValueError("no roles, expected at least one, such as engine=[actor]")
-        self._members = [_Member(role, *each) for role, given in roles.items() for each in _ranks(role, given)]
+        self._members = [member for role, given in roles.items() for member in _ranks(role, given)]
         self._phases = _checked_phases(phases, roles)
         self._entered: str | None = None
 
@@ -125,17 +74,36 @@ class Group:
         """The phase that all ranks are in. None before the first, and after one that failed until one succeeds."""
         return self._entered
 
+    def replace(self, role: str, rank: int, actor: Any) -> None:
+        """Another member in place of one that has died: its regions are active, or still to be made.
+
+        The group is in no phase then, until it enters one. Raises ValueError where there is no such rank, TypeError
+        for what has no pause() and resume().
+        """
+        for at, member in enumerate(self._members):
+            if (member.role, member.rank) == (role, rank):
+                self._members[at] = Member(role, rank, actor)
+                self._entered = None
+                return
+        raise ValueError(f"there is no {role!r} {rank!r}; there are {_listed(map(str, self._members))}")
+
     @contextmanager
     def phase(self, name: str, *, timeout: float = 0.0, restore: bool | Mapping[str, bool] = True) -> Iterator[Turn]:
         """Enters a phase: of all tags that any phase names for a role, exactly this phase's are resident.
 
-        All ranks pause what leaves, side by side; when the last is done, all resume what comes. On exit nothing moves:
-        the next phase says what leaves. ``timeout``: seconds to wait for memory that others hold. ``restore``: False
-        for contents about to be overwritten, for all roles or as ``{role: bool}``.
+        All ranks prepare: what leaves drains, and what its pause needs is reserved. When the last is done, all pause,
+        and resume what comes: side by side where the memory of all of them is in shared pools, else when the last has
+        paused. On exit nothing moves: the next phase says what leaves.
+
+        - ``timeout``: seconds to wait for memory that others hold; at least 60 for what is on its way from a member.
+        - ``restore``: False for contents about to be overwritten, for all roles or as ``{role: bool}``.
+
+        Members that do not pause in two halves (see :class:`Colocated`) pause once all others are prepared.
 
         Raises ValueError or TypeError for wrong arguments, and memsaver.Error (``phase``, ``role``, ``rank``; its cause
-        chained) where a rank fails or has died. Then ranks that had resumed in this turn have paused again, everybody
-        was told through ``colocated_failed``, and this phase, or another, can be entered.
+        chained) where a rank fails or has died. Where that was while they prepared, nothing has changed on any rank.
+        Later, ranks that had resumed in this turn have paused again. Everybody was told through ``colocated_failed``,
+        and this phase, or another, can be entered.
         """
         leaving, coming = self._moves(name)
         options = self._resume_options(timeout, restore)
@@ -156,7 +124,7 @@ class Group:
                 found += [tag for tag in tags if tag not in coming.get(role, ()) and tag not in found]
         return leaving, coming
 
-    def _resume_options(self, timeout: float, restore: bool | Mapping[str, bool]) -> dict[str, dict[str, object]]:
+    def _resume_options(self, timeout: float, restore: bool | Mapping[str, bool]) -> dict[str, dict[str, Any]]:
         """By role, what its resumes are told beyond the tags."""
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
             raise TypeError(f"timeout is {timeout!r}, expected seconds")
@@ -169,104 +137,151 @@ class Group:
                 raise ValueError(f"restore names the role {role!r}, expected one of {_listed(roles)}")
             if not isinstance(restored, bool):
                 raise TypeError(f"restore is {restored!r}, expected True or False")
-        waits: dict[str, object] = {"timeout": timeout} if timeout else {}
+        waits: dict[str, Any] = {"timeout": timeout} if timeout else {}
         return {role: {**waits, **({} if by_role.get(role, True) else {"restore": False})} for role in roles}
 
-    def _enter(
-        self,
-        name: str,
-        leaving: Mapping[str, list[str]],
-        coming: Mapping[str, list[str]],
-        options: Mapping[str, Mapping[str, object]],
-    ) -> Turn:
-        def pause(member: _Member) -> Any:
-            method = "colocated_pause" if hasattr(member.actor, "colocated_pause") else "pause"
-            return member.call(method, leaving[member.role])
-
-        def resume(member: _Member) -> Any:
-            return member.call("resume", coming[member.role], **options[member.role])
+    def _enter(self, name: str, leaving: _Tags, coming: _Tags, options: Mapping[str, dict[str, Any]]) -> Turn:
+        going = [member for member in self._members if leaving.get(member.role)]
+        due = [member for member in self._members if coming.get(member.role)]
 
         begin = time.perf_counter()
-        paused, errors = _barrier(self._concerned(leaving), pause)
-        if errors:
-            self._fail(name, "pause", leaving, errors)
+        ready, paused = self._prepare(name, leaving, coming, going, due)
+        side_by_side = all(member in ready and ready[member].pooled for member in {*going, *due})
+        if side_by_side and any(ready[member].moves for member in going):
+            options = {role: {**given, "timeout": _patience(given)} for role, given in options.items()}
+
+        def resume(member: Member) -> Call:
+            return member.submit("resume", coming[member.role], **options[member.role])
+
+        # Past the point of no return. What fails from here on rolls forward: what leaves is paused.
+        commits, failed = submit([each for each in going if each not in paused], _commit)
+        told = time.perf_counter()
+        resumes, refused = submit(due, resume) if side_by_side else ({}, {})
+        done, errors = collect(commits)
+        failed.update(errors)
+        paused.update(done)
         middle = time.perf_counter()
-        resumed, errors = _barrier(self._concerned(coming), resume)
-        if errors:
-            self._undo(resumed, coming)
-            self._fail(name, "resume", coming, errors)
+        if not side_by_side and not failed:
+            told = middle
+            resumes, refused = submit(due, resume)
+        resumed, errors = collect(resumes)
+        refused.update(errors)
         end = time.perf_counter()
-        return Turn(name, _by_role(paused), _by_role(resumed), middle - begin, end - middle)
 
-    def _concerned(self, tags: Mapping[str, list[str]]) -> list[_Member]:
-        return [member for member in self._members if tags.get(member.role)]
+        if failed or refused:
+            self._undo(resumed, coming)
+            self._fail(name, [(failed, "pause", leaving), (refused, "resume", coming)])
+        return Turn(
+            phase=name,
+            paused=_by_role(going, paused),
+            resumed=_by_role(due, resumed),
+            pause_seconds=middle - begin,
+            resume_seconds=end - told,
+            seconds=end - begin,
+            side_by_side=side_by_side,
+        )
 
-    def _undo(self, resumed: _Results, coming: Mapping[str, list[str]]) -> None:
+    def _prepare(
+        self, name: str, leaving: _Tags, coming: _Tags, going: Sequence[Member], due: Sequence[Member]
+    ) -> tuple[dict[Member, Ready], Results]:
+        """What the members answered, and what came of pauses in one piece. Where this raises, no other has paused."""
+        concerned = [each for each in self._members if each in going or each in due]
+        colocated = [member for member in concerned if member.has("colocated_prepare")]
+        prepared = [member for member in colocated if member in going]
+
+        def prepare(member: Member) -> Call:
+            leaves, comes = leaving.get(member.role, []), coming.get(member.role, [])
+            return member.submit("colocated_prepare", leaves, comes)
+
+        def pause(member: Member) -> Call:
+            method = "colocated_pause" if member.has("colocated_pause") else "pause"
+            return member.submit(method, leaving[member.role])
+
+        try:
+            ready, errors = barrier(colocated, prepare)
+            if errors:
+                out = {member: error for member, error in errors.items() if member in going}
+                inward = {member: error for member, error in errors.items() if member not in going}
+                failures = [(out, "prepare to pause", leaving), (inward, "prepare to resume", coming)]
+                self._fail(name, failures, aborting=prepared)
+            whole = [member for member in going if member not in ready or not ready[member].halves]
+            paused, errors = barrier(whole, pause)
+            if errors:
+                self._fail(name, [(errors, "pause", leaving)], aborting=prepared)
+        except Error:
+            raise
+        except BaseException:  # such as Ctrl-C
+            submit(prepared, _abort)
+            raise
+        return {member: ready[member] for member in colocated if member not in whole}, paused
+
+    def _undo(self, resumed: Results, coming: _Tags) -> None:
         """Pauses again what did resume, so that ranks that wait for each other's memory can all try again."""
 
-        def changed(member: _Member) -> list[str]:
+        def changed(member: Member) -> list[str]:
             outcome = resumed[member]
             return list(outcome.resumed) if isinstance(outcome, Transition) else coming[member.role]
 
         members = [member for member in resumed if changed(member)]
-        _, errors = _barrier(members, lambda member: member.call("pause", changed(member)))
+        _, errors = barrier(members, lambda member: member.submit("pause", changed(member)))
         for member, error in errors.items():
             log.error("%s stays resident: it could not pause again: %s", member, error)
 
-    def _fail(self, name: str, verb: str, tags: Mapping[str, list[str]], errors: _Errors) -> None:
-        """Tells everybody of the first failure and raises it."""
-        failed, cause = next(iter(errors.items()))
+    def _fail(
+        self, name: str, failures: Sequence[tuple[Errors, str, _Tags]], aborting: Sequence[Member] = ()
+    ) -> NoReturn:
+        """Has what is prepared taken back, tells everybody of the first failure, and raises it."""
+        errors = {member: error for each, _, _ in failures for member, error in each.items()}
+        failed, cause, verb, tags = next(
+            (member, error, verb, tags[member.role]) for each, verb, tags in failures for member, error in each.items()
+        )
+        _, left = barrier(aborting, _abort)
+        for member, error in left.items():
+            if member not in errors:
+                log.warning("%s could not take back what it had prepared: %s", member, error)
         # What a rank raised may be of a class that others cannot load.
         told = cause if isinstance(cause, Error) else Error(_described(cause))
-        others = [each for each in self._members if each not in errors and hasattr(each.actor, "colocated_failed")]
+        others = [each for each in self._members if each not in errors and each.has("colocated_failed")]
         _tell(others, failed, told)
-        also = "".join(f"; {each}: {_described(error)}" for each, error in list(errors.items())[1:])
+        also = "".join(f"; {each}: {_described(error)}" for each, error in errors.items() if each is not failed)
+        said = f"{failed} could not {verb} {_listed(tags)}: {_described(cause)}{also}"
         raise Error(
-            f"phase {name!r} could not be entered: {failed} could not {verb} "
-            f"{_listed(tags[failed.role])}: {_described(cause)}{also}",
+            f"phase {name!r} could not be entered: {said}",
             phase=name,
             role=failed.role,
             rank=failed.rank,
         ) from cause
 
 
-def placement(ranks: int = 1, roles: int = 2, num_cpus: float = 1.0, timeout: float = 60.0) -> tuple[Any, list[Any]]:
-    """Room for actors of several roles, one of each on every one of ``ranks`` GPUs.
-
-    Returns Ray's placement group, which lasts until ``ray.util.remove_placement_group`` or the end of the driver, and
-    for each rank the options of its actors: ``Engine.options(**options[rank]).remote()``. On a cluster without a GPU
-    there are CPUs only, ``num_cpus`` for each actor. Raises memsaver.Error if there is no room within ``timeout``
-    seconds.
-    """
-    for what, count in (("ranks", ranks), ("roles", roles)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{what} is {count!r}, expected a number of 1 or more")
-    on_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    bundle = {"CPU": num_cpus * roles, **({"GPU": 1.0} if on_gpu else {})}
-    group = ray.util.placement_group([bundle] * ranks)
-    if not group.wait(timeout):
-        ray.util.remove_placement_group(group)
-        raise Error(f"no room for {ranks} times {bundle} within {timeout} s; free are {ray.available_resources()}")
-    fraction = 10_000 // roles / 10_000 if on_gpu else 0.0  # Ray counts in steps of 1/10000
-    return group, [
-        {
-            "num_cpus": num_cpus,
-            "num_gpus": fraction,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-        }
-        for rank in range(ranks)
-    ]
+def _commit(member: Member) -> Call:
+    return member.submit("colocated_commit")
 
 
-def _ranks(role: str, given: Any) -> list[tuple[int, Any]]:
+def _abort(member: Member) -> Call:
+    return member.submit("colocated_abort")
+
+
+def _tell(members: Sequence[Member], failed: Member, error: Error) -> None:
+    calls, errors = submit(members, lambda member: member.submit("colocated_failed", failed.role, failed.rank, error))
+    deadline = time.monotonic() + _TELL_S
+    for member, call in calls.items():
+        try:
+            call.result(max(0.0, deadline - time.monotonic()))
+        except Exception as raised:  # TimeoutError among them
+            errors[member] = raised
+    for member, unheard in errors.items():
+        log.warning("%s could not be told of a failure: %s", member, _described(unheard))
+
+
+def _patience(options: Mapping[str, Any]) -> float:
+    return max(options.get("timeout", 0.0), _HANDOVER_S)
+
+
+def _ranks(role: str, given: Any) -> list[Member]:
     actors = list(given) if isinstance(given, (list, tuple)) else [given]
     if not actors:
-        raise ValueError(f"the role {role!r} has no actors, expected one or more")
-    for actor in actors:
-        for method in ("pause", "resume"):
-            if not hasattr(getattr(actor, method, None), "remote"):
-                raise TypeError(f"{actor!r} of the role {role!r} has no {method}(), expected a Ray actor with one")
-    return list(enumerate(actors))
+        raise ValueError(f"the role {role!r} has no members, expected one or more")
+    return [Member(role, rank, actor) for rank, actor in enumerate(actors)]
 
 
 def _checked_phases(
@@ -295,49 +310,10 @@ def _checked_phases(
     return checked
 
 
-def _barrier(members: Iterable[_Member], submit: Callable[[_Member], Any]) -> tuple[_Results, _Errors]:
-    """Has all members do something side by side, and waits for the last of them, also where one fails."""
-    pending: dict[_Member, Any] = {}
-    results: _Results = {}
-    errors: _Errors = {}
-    for member in members:
-        try:
-            pending[member] = submit(member)
-        except RayError as error:
-            errors[member] = error
-    for member, reference in pending.items():
-        try:
-            results[member] = ray.get(reference)
-        except RayTaskError as error:
-            errors[member] = error.cause if isinstance(error.cause, Exception) else error
-        except RayError as error:
-            errors[member] = error
-    return results, errors
-
-
-def _tell(members: Sequence[_Member], failed: _Member, error: Error) -> None:
-    references = []
-    for member in members:
-        try:
-            references.append(member.call("colocated_failed", failed.role, failed.rank, error))
-        except RayError as unreachable:
-            log.warning("%s could not be told of a failure: %s", member, unreachable)
-    if not references:
-        return
-    heard, silent = ray.wait(references, num_returns=len(references), timeout=_TELL_S)
-    if silent:
-        log.warning("%d ranks have not answered to a failure within %s s", len(silent), _TELL_S)
-    for reference in heard:
-        try:
-            ray.get(reference)
-        except RayError as raised:
-            log.warning("colocated_failed failed: %s", raised)
-
-
-def _by_role(results: _Results) -> dict[str, list[Any]]:
+def _by_role(members: Iterable[Member], results: Results) -> dict[str, list[Any]]:
     by_role: dict[str, list[Any]] = {}
-    for member, outcome in results.items():
-        by_role.setdefault(member.role, []).append(outcome)
+    for member in members:
+        by_role.setdefault(member.role, []).append(results[member])
     return by_role
 
 
