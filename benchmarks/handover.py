@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Barrier
 from typing import Any
 
@@ -45,20 +45,13 @@ SPARE = GIB  # of the pool, beyond what one side needs: room for chunks on their
 
 
 class Pooled(Ours):
-    def __init__(self, device: str, backed_up: bool) -> None:
+    def __init__(self, device: str, backed_up: bool, directory: str) -> None:
+        os.environ["MEMSAVER_POOL_DIR"] = directory
         memsaver.configure(pool="shared")
         super().__init__(device, backed_up, retained=False)
 
     def resume(self) -> None:
         self._region.resume(timeout=WAIT_S)
-
-
-def make(name: str, work: Work, device: str) -> Subject:
-    if name in (POOL, POOL_AFTER):
-        return Pooled(device, work.backed_up)
-    if name == DRIVER:
-        return Ours(device, work.backed_up, retained=False)
-    return TorchMemorySaver(device, work.backed_up, retained=work.backed_up)
 
 
 @dataclass(frozen=True)
@@ -67,6 +60,14 @@ class Turns:
     work: Work
     turns: int
     device: str
+    directory: str = ""  # of the broker's socket
+
+    def make(self) -> Subject:
+        if self.subject in (POOL, POOL_AFTER):
+            return Pooled(self.device, self.work.backed_up, self.directory)
+        if self.subject == DRIVER:
+            return Ours(self.device, self.work.backed_up, retained=False)
+        return TorchMemorySaver(self.device, self.work.backed_up, retained=self.work.backed_up)
 
     @property
     def at_once(self) -> bool:
@@ -86,7 +87,7 @@ def _spans(turns: Turns, rank: int, barrier: Barrier) -> Iterator[tuple[float, f
     if turns.device != "cpu":
         torch.cuda.set_device(turns.device)
         torch.cuda.init()
-    subject = make(turns.subject, turns.work, turns.device)
+    subject = turns.make()
     for owner in range(2):  # one after the other: there is not room for both
         if rank == owner:
             with subject.region():
@@ -133,22 +134,21 @@ def check(tensors: list[torch.Tensor], rank: int, changes: int) -> None:
 
 
 @contextmanager
-def broker(device: str, capacity: int) -> Iterator[None]:
+def broker(device: str, capacity: int) -> Iterator[str]:
     """One of this benchmark's own, in a directory of its own."""
     with tempfile.TemporaryDirectory(prefix="memsaver-") as directory:
-        os.environ["MEMSAVER_POOL_DIR"] = directory
         command = [sys.executable, "-m", "memsaver", "broker", "--device", device, "--capacity", str(capacity)]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        environ = {**os.environ, "MEMSAVER_POOL_DIR": directory}
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environ)
         try:
             while not any(name.endswith(".sock") for name in os.listdir(directory)):
                 if process.poll() is not None:
                     raise RuntimeError(f"the broker ended with {process.returncode}")
                 time.sleep(0.01)
-            yield
+            yield directory
         finally:
             process.terminate()
             process.wait()
-            del os.environ["MEMSAVER_POOL_DIR"]
 
 
 def ballast(nbytes: int, device: str, done: Any) -> Sample:
@@ -179,7 +179,8 @@ def measure(turns: Turns) -> Sample:
     """Milliseconds of each turn after the first ones."""
     room = turns.work.total + SPARE
     pooled = turns.subject in (POOL, POOL_AFTER)
-    with full_device(turns.device, room), broker(turns.device, room) if pooled else nullcontext():
+    with full_device(turns.device, room), broker(turns.device, room) if pooled else nullcontext("") as directory:
+        turns = replace(turns, directory=directory)
         barrier = CONTEXT.Barrier(2)
         processes = [Process(take_turns, turns=turns, rank=rank, barrier=barrier) for rank in range(2)]
         samples = side_by_side(processes, barrier.abort)

@@ -243,7 +243,7 @@ void SharedPool::introduce(std::unique_ptr<Link> link) {
     bring.descriptors.push_back(driver_.export_fd(entry.handle));
     if (++brought % wire::kMostDescriptors == 0) send_part();
   }
-  if (brought == 0 || !bring.words.empty()) send_part();
+  if (brought % wire::kMostDescriptors == 0 || !bring.words.empty()) send_part();
   for (const Residents::Owed& lease : owed) {
     std::vector<std::uint64_t> words = {lease.lease, static_cast<std::uint64_t>(lease.pid)};
     for (const Handle chunk : lease.chunks)
@@ -400,10 +400,9 @@ void SharedPool::granted(Message message) {
 void SharedPool::give_back_locked(Offer offer) {
   if (offer.file >= 0) ::close(offer.file);
   if (link_ == nullptr) return;
+  if (offer.file >= 0) send_locked(message_of(Kind::dropped, {offer.id}));  // there is no handle of it here
   gifts_.push_back(offer.id);
-  if (offer.file < 0) return wake();
-  flush_gifts_locked();
-  send_locked(message_of(Kind::dropped, {offer.id}));  // there is no handle of it here
+  wake();
 }
 
 void SharedPool::flush_gifts_locked() {

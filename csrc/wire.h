@@ -16,7 +16,8 @@
 //   give      chunk...                             hands chunks back. Their contents are no longer of interest
 //   dropped   chunk...                             answers drop: this client holds no handle of them any more
 //   bring     {chunk, size}...  + descriptors      after welcome: chunks that this client still uses, held from the
-//                                                  broker that was here before; empty where it uses none
+//                                                  broker that was here before; ends with a packet of less than the
+//                                                  most descriptors, an empty one if need be
 //   owed      lease, pid, chunk...                 after bring: an attachment to this client's memory that goes on
 //   scrub     0 or 1                               whether this client wants its chunks zeroed for the next owner
 //   look      serial                               -> figures

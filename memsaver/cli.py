@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
 
     broker = commands.add_parser("broker", help="own a device's memory and lend it to processes")
     broker.add_argument("--device", help="index, cuda:INDEX, UUID, or cpu (default: GPU 0, without one the cpu)")
-    broker.add_argument("--capacity", type=_size, metavar="SIZE", help="most to lend, as 110GiB (default: all)")
+    broker.add_argument("--capacity", type=_size, metavar="SIZE", help="most to lend, as 110GiB (default: 90 %% of a GPU)")
     broker.add_argument("--linger", type=_seconds, metavar="SECONDS", help="end after so long without clients")
     broker.add_argument("--detach", action="store_true", help="go on in the background once clients are accepted")
     broker.set_defaults(run=_broker)
@@ -86,7 +86,9 @@ def _serve(options: argparse.Namespace, told: Callable[[], None]) -> int:
     name = _device(options.device)
     memory = _core.open_host_memory() if name == "cpu" else _core.open_cuda_memory(_ordinal(name))
     total = memory.total_bytes()
-    capacity = total if options.capacity is None else options.capacity
+    capacity = options.capacity
+    if capacity is None:  # contexts, and what torch has outside of regions, are on a GPU as well
+        capacity = total if name == "cpu" else total * 9 // 10
     if capacity > total:
         text = f"the capacity is {gib(capacity)} ({capacity} bytes), and {name} has {gib(total)} ({total} bytes)"
         raise ConfigError(text, option="capacity", value=capacity)

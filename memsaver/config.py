@@ -126,7 +126,7 @@ def configure(**options: Any) -> None:
     - ``pool``: where device memory comes from: ``"process"`` (the driver; the default), or ``"shared"``: a pool that
       all processes on the device borrow from, kept by its broker, which is started where there is none. Set it before
       regions are made: memory that they have stays where it came from.
-    - ``pool_capacity``: bytes, for a broker that has to be started (default: all of the device).
+    - ``pool_capacity``: bytes, for a broker that has to be started (default: 90 % of a GPU).
     - ``scrub``: whether chunks of a shared pool are zeroed before another process gets them from this one, or this one
       from another (default False).
     - ``host_device``: size of the host driver's device (default half of the machine's memory), before its first use;

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from memsaver.colocated import AsyncColocated, Colocated, Ready
 from memsaver.errors import Error
@@ -24,6 +24,8 @@ __all__ = [
 log = logging.getLogger("memsaver")
 
 _TELL_S = 10.0  # how long the group waits until everybody has heard of a failure
+_RESTART_S = 60.0  # how long Ray may refuse calls of an actor that restarts; while its __init__ runs they wait
+_POLL_S = 0.05
 _HANDOVER_S = 60.0  # how long a resume waits at least for memory that is on its way from another member
 
 _Tags = Mapping[str, list[str]]  # by role
@@ -68,6 +70,7 @@ class Group:
         self._members = [member for role, given in roles.items() for member in _ranks(role, given)]
         self._phases = _checked_phases(phases, roles)
         self._entered: str | None = None
+        self._lost: set[Member] = set()  # died, and may have restarted
 
     @property
     def entered(self) -> str | None:
@@ -83,6 +86,7 @@ class Group:
         for at, member in enumerate(self._members):
             if (member.role, member.rank) == (role, rank):
                 self._members[at] = Member(role, rank, actor)
+                self._lost.discard(member)
                 self._entered = None
                 return
         raise ValueError(f"there is no {role!r} {rank!r}; there are {_listed(map(str, self._members))}")
@@ -144,6 +148,7 @@ class Group:
         going = [member for member in self._members if leaving.get(member.role)]
         due = [member for member in self._members if coming.get(member.role)]
 
+        self._await_restarts({*going, *due})
         begin = time.perf_counter()
         ready, paused = self._prepare(name, leaving, coming, going, due)
         side_by_side = all(member in ready and ready[member].pooled for member in {*going, *due})
@@ -215,6 +220,15 @@ class Group:
             raise
         return {member: ready[member] for member in colocated if member not in whole}, paused
 
+    def _await_restarts(self, concerned: set[Member]) -> None:
+        deadline = time.monotonic() + _RESTART_S
+        waiting = self._lost & concerned
+        self._lost -= concerned
+        while waiting and time.monotonic() < deadline:
+            _, errors = barrier(waiting, lambda member: member.submit("__ray_ready__"))
+            waiting = {member for member, error in errors.items() if isinstance(error, ActorUnavailableError)}
+            time.sleep(_POLL_S if waiting else 0.0)
+
     def _undo(self, resumed: Results, coming: _Tags) -> None:
         """Pauses again what did resume, so that ranks that wait for each other's memory can all try again."""
 
@@ -235,7 +249,9 @@ class Group:
         failed, cause, verb, tags = next(
             (member, error, verb, tags[member.role]) for each, verb, tags in failures for member, error in each.items()
         )
-        _, left = barrier(aborting, _abort)
+        self._lost |= {member for member, error in errors.items() if isinstance(error, RayActorError)}
+        # One that died has nothing prepared, and would answer when it has restarted.
+        _, left = barrier((each for each in aborting if not isinstance(errors.get(each), RayError)), _abort)
         for member, error in left.items():
             if member not in errors:
                 log.warning("%s could not take back what it had prepared: %s", member, error)

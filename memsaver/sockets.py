@@ -126,7 +126,7 @@ def ensure(uuid: str, device: str, capacity: int | None = None, timeout_s: float
     """Starts a broker of a device, unless there is one, and returns its socket.
 
     - ``uuid``: of the device, as its driver says it; ``device``: ``"cuda:0"``, or ``"cpu"`` for the host driver's.
-    - ``capacity``: bytes, for a broker that has to be started; by default all of the device.
+    - ``capacity``: bytes, for a broker that has to be started; by default 90 % of a GPU.
 
     When several processes ask at once they get the same one. Raises BrokerError, with the last lines of the broker's
     log, and ConfigError.
