@@ -32,6 +32,7 @@ bool try_release(Driver& driver, Handle handle) noexcept {
 }  // namespace
 
 std::atomic<bool> waiting_is_over = false;
+std::function<void()> between_looks = [] {};
 
 std::size_t chunk_class(std::size_t limit) {
   for (std::size_t size : kChunkClasses)
@@ -151,6 +152,7 @@ class RetainedPool::Request final : public ChunkRequest {
     auto poll = std::chrono::duration_cast<Clock::duration>(kShortestPoll);
     while (Clock::now() < deadline_ && !waiting_is_over &&
            pool_.driver_.memory().free + pool_.idle_bytes() < missing_) {
+      between_looks();
       std::this_thread::sleep_for(std::min(poll, deadline_ - Clock::now()));
       poll = std::min<Clock::duration>(poll * 2, kLongestPoll);
     }

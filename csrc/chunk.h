@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -23,6 +24,10 @@ std::size_t chunk_class(std::size_t limit);
 
 // Set when the process goes down: whoever waits for memory, or for its turn, gives up.
 extern std::atomic<bool> waiting_is_over;
+
+// Called by whoever waits, every so often and with no lock held. What it throws ends the wait: Ctrl-C, in Python.
+extern std::function<void()> between_looks;
+constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
 
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;

@@ -663,6 +663,10 @@ NB_MODULE(_core, module) {
   nb::set_leak_warnings(false);  // a region entered at exit is no leak, and the library never prints
   module.def("set_error_factory", [](nb::callable factory) { make_error = factory.release().ptr(); });
   nb::register_exception_translator(translate);
+  between_looks = [] {
+    nb::gil_scoped_acquire python;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  };
   bind_region(module);
   bind_transition(module);
   bind_driver(module);

@@ -179,7 +179,11 @@ class SharedPool::Request final : public ChunkRequest {
   }
 
   void wait_locked(std::unique_lock<std::mutex>& lock) {
-    pool_.changed_.wait_until(lock, Clock::now() + kSlice);
+    if (pool_.changed_.wait_for(lock, kBetweenLooks) == std::cv_status::timeout) {
+      lock.unlock();
+      between_looks();
+      lock.lock();
+    }
     if (!stalled_locked() && !to_come_.empty() && !over_ && Clock::now() > answered_ + kPatience)
       throw BrokerError("the broker at " + pool_.path_ + " does not answer", pool_.path_);
   }
@@ -213,10 +217,8 @@ void SharedPool::throw_parted() const {
 }
 
 void SharedPool::join(const std::string& path) {
-  {
-    std::lock_guard lock(mutex_);
-    if (link_ != nullptr) return;
-  }
+  std::lock_guard only(meeting_);
+  if (joined()) return;
   introduce(meet(path));
   std::lock_guard lock(mutex_);
   if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
@@ -233,7 +235,6 @@ std::unique_ptr<Link> SharedPool::meet(const std::string& path) const {
 void SharedPool::introduce(std::unique_ptr<Link> link) {
   std::vector<Residents::Owed> owed = residents_.owed();
   std::lock_guard lock(mutex_);
-  if (link_ != nullptr) return;
   Message bring = message_of(Kind::bring, {});
   const auto send_part = [&] { link->send(std::exchange(bring, message_of(Kind::bring, {}))); };
   std::size_t brought = 0;
@@ -336,7 +337,8 @@ void SharedPool::rejoin() {
     path = path_;
   }
   try {
-    introduce(meet(path));
+    std::lock_guard only(meeting_);
+    if (!joined()) introduce(meet(path));
   } catch (const Error&) {
     // Not there yet: the next need for a chunk says so.
   }
@@ -507,7 +509,12 @@ Chunk SharedPool::import(Offer offer) {
       if (offer.file >= 0) ::close(offer.file);
       throw_parted();
     }
-    if (const auto found = chunks_.find(offer.id); offer.file < 0 && found != chunks_.end()) {
+    if (offer.file < 0) {
+      const auto found = chunks_.find(offer.id);
+      if (found == chunks_.end()) {
+        part_locked("it granted a chunk of which this process has no handle");
+        throw_parted();
+      }
       handle = found->second.handle;
       found->second.lent = true;
     }
@@ -529,7 +536,6 @@ Chunk SharedPool::import(Offer offer) {
     chunks_[offer.id] = {handle, offer.size, true};
     numbers_[handle] = offer.id;
   }
-  if (handle == 0) throw BrokerError("the broker granted a chunk of which this process has no handle", path_);
   Chunk chunk(driver_, handle, offer.size, this);
   if (offer.scrub) scrub(handle, offer.size);
   return chunk;
@@ -559,7 +565,7 @@ std::vector<Message> SharedPool::ask_broker(Message message, Deadline deadline) 
   const std::uint64_t meeting = meetings_;
   send_locked(std::move(message));
   while (!question.answered && Clock::now() < deadline && !waiting_is_over)
-    changed_.wait_until(lock, std::min(deadline, Clock::now() + kSlice));
+    changed_.wait_until(lock, std::min(deadline, Clock::now() + kBetweenLooks));
   Question answer = std::move(question);
   questions_.erase(serial);
   const bool parted = link_ == nullptr || meetings_ != meeting;

@@ -131,7 +131,8 @@ class SharedPool final : public ChunkSource {
   Driver& driver_;
   Residents& residents_;
   const std::uint64_t client_;
-  const File bell_;  // an eventfd that wakes the thread
+  const File bell_;     // an eventfd that wakes the thread
+  std::mutex meeting_;  // one at a time meets a broker; taken before `mutex_`
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::string path_;

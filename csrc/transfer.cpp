@@ -162,6 +162,7 @@ void Transfer::with_chunks(Deadline deadline, Attempt attempt, GiveBack give_bac
       give_back();
       if (Clock::now() >= deadline || waiting_is_over)
         throw out_of_memory(*device_.driver, device_.source(), needed, going_out);
+      between_looks();
       std::this_thread::sleep_for(kRetry);
     }
   }

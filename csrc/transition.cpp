@@ -64,19 +64,23 @@ void Transition::abort() {
 
 template <typename Ready>
 void Transition::wait_until(std::unique_lock<std::mutex>& lock, Ready ready) const {
-  core().changed.wait(lock, [&] { return waiting_is_over || ready(); });
+  while (!waiting_is_over && !ready()) {
+    if (core().changed.wait_for(lock, kBetweenLooks) == std::cv_status::no_timeout) continue;
+    lock.unlock();
+    between_looks();
+    lock.lock();
+  }
   if (waiting_is_over) throw Error("the interpreter is going down: no transition begins any more");
 }
 
 void Transition::wait_for_attached(std::unique_lock<std::mutex>& lock, Deadline deadline) const {
   for (const Region* region : pausing_) {
-    while (!region->leases.empty() && !waiting_is_over) {
-      if (core().changed.wait_until(lock, deadline) != std::cv_status::timeout || region->leases.empty()) continue;
-      std::vector<int> pids;
-      for (const auto& [number, lease] : region->leases) pids.push_back(lease.pid);
-      throw AttachedError("region '" + region->tag + "' cannot be paused: other processes are attached to it",
-                          region->tag, std::move(pids));
-    }
+    wait_until(lock, [&] { return region->leases.empty() || Clock::now() >= deadline; });
+    if (region->leases.empty()) continue;
+    std::vector<int> pids;
+    for (const auto& [number, lease] : region->leases) pids.push_back(lease.pid);
+    throw AttachedError("region '" + region->tag + "' cannot be paused: other processes are attached to it",
+                        region->tag, std::move(pids));
   }
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memsaver import _core, config
-from memsaver.errors import process_name
+from memsaver.errors import BrokerError, process_name
 
 
 def stats() -> dict[str, Any]:
@@ -29,6 +29,18 @@ def stats() -> dict[str, Any]:
         row["processes"] = [
             {"pid": pid, "name": process_name(pid), "bytes": nbytes} for pid, nbytes in row["processes"]
         ]
+        row["pool"] = _pool(name)
         del row["device"]
         devices[name] = row
     return {"devices": devices, "unreleased_bytes": _core.unreleased_bytes(), "options": config.options()}
+
+
+def _pool(device: str) -> dict[str, Any] | None:
+    if not _core.in_pool(device):
+        return None
+    try:
+        available, holders = _core.pool_figures(device)
+    except BrokerError:
+        return {"available_bytes": None, "holders": None}
+    rows = [{"pid": pid, "name": process_name(pid), "bytes": nbytes} for pid, nbytes in holders]
+    return {"available_bytes": available, "holders": rows}

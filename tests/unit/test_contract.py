@@ -257,7 +257,7 @@ def test_sizes_that_are_none_are_refused(value: Any) -> None:
 
 
 def test_an_option_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(memsaver.ConfigError, match="no option 'colour'; there are host_device, retain"):
+    with pytest.raises(memsaver.ConfigError, match="no option 'colour'; there are host_device, pool_capacity, scrub"):
         memsaver.configure(colour=1)
 
 
