@@ -121,11 +121,6 @@ void HostBudget::put(std::size_t bytes) {
   held_ -= bytes;
 }
 
-std::size_t HostBudget::held() const {
-  std::lock_guard lock(mutex_);
-  return held_;
-}
-
 void HostArena::check(std::size_t bytes) const {
   const std::size_t idle = idle_bytes();
   bytes = round_up(bytes, kHostPage);

@@ -28,7 +28,6 @@ class HostBudget {
   void take(std::size_t bytes);
   void put(std::size_t bytes);
   std::size_t slab(std::size_t bytes) const;  // how much of so many bytes to take at a time
-  std::size_t held() const;
 
  private:
   void check_locked(std::size_t bytes) const;

@@ -71,24 +71,20 @@ class Crew {
   virtual ~Crew() = default;
 
  protected:
-  // Reserves the memory, before any thread starts.
   Crew(DiskBackup& backup, Driver& driver, Address base, Progress& progress)
       : backup_(backup), driver_(driver), base_(base), progress_(progress) {}
 
-  void prepare(std::vector<std::size_t> blocks) {
-    blocks_ = std::move(blocks);
+  // Reserves the memory, before any thread starts.
+  void begin() {
     threads_.reserve(kThreads);
     for (std::size_t i = 0; i < std::min(kThreads, blocks_.size()); ++i) {
       try {
         staging_.push_back(std::make_unique<Staging>(backup_.staging()));
       } catch (const BackupError&) {
         if (staging_.empty()) throw;
-        return;  // fewer do as well
+        break;  // fewer do as well
       }
     }
-  }
-
-  void start_threads() {
     for (const auto& staging : staging_) {
       try {
         threads_.emplace_back([this, memory = staging.get()] { run(*memory); });
@@ -156,22 +152,17 @@ class DiskSaver final : public Saver, private Crew {
   DiskSaver(DiskBackup& backup, Driver& driver, Address base, Ranges batches, Progress& progress)
       : Crew(backup, driver, base, progress), batches_(std::move(batches)) {
     for (std::size_t block = 0; block < backup.blocks(); ++block)
-      if (!backup.saved.covers(backup.ranges(block))) todo_.push_back(block);
+      if (!backup.saved.covers(backup.ranges(block))) blocks_.push_back(block);
   }
   ~DiskSaver() override { stop(); }
 
-  void start() override {
-    prepare(todo_);
-    start_threads();
-  }
+  void start() override { begin(); }
 
   void wait(std::size_t batch) override {
     const Ranges contents = intersect(backup_.parts(), {batches_[batch]});
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return error_ || stopped_ || backup_.saved.covers(contents); });
-    if (backup_.saved.covers(contents)) return;
-    if (error_) std::rethrow_exception(error_);
-    throw Error("the copy of the contents was stopped");
+    changed_.wait(lock, [&] { return error_ || backup_.saved.covers(contents); });
+    if (!backup_.saved.covers(contents)) std::rethrow_exception(error_);
   }
 
  private:
@@ -200,7 +191,6 @@ class DiskSaver final : public Saver, private Crew {
   }
 
   const Ranges batches_;
-  std::vector<std::size_t> todo_;
 };
 
 // One of those who may, for as long as it lives.
@@ -219,11 +209,9 @@ class DiskLoader final : public Loader, private Crew {
  public:
   DiskLoader(DiskBackup& backup, Driver& driver, Address base, Ranges wanted, Progress& progress)
       : Crew(backup, driver, base, progress), wanted_(std::move(wanted)) {
-    std::vector<std::size_t> blocks;
     for (std::size_t block = 0; block < backup.blocks(); ++block)
-      if (!intersect(wanted_, backup.ranges(block)).empty()) blocks.push_back(block);
-    prepare(std::move(blocks));
-    start_threads();
+      if (!intersect(wanted_, backup.ranges(block)).empty()) blocks_.push_back(block);
+    begin();
   }
   ~DiskLoader() override { stop(); }
 
@@ -235,7 +223,7 @@ class DiskLoader final : public Loader, private Crew {
 
   void finish() override {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return error_ || stopped_ || finished_ == blocks_.size(); });
+    changed_.wait(lock, [&] { return error_ || finished_ == blocks_.size(); });
     if (error_) std::rethrow_exception(error_);
   }
 

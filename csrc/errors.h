@@ -32,9 +32,7 @@ struct BackupError : Error {
 
 // A call on a file. What leaves the core is BackupError.
 struct FileError : Error {
-  FileError(const std::string& failed_call, int error_code, const std::string& message)
-      : Error(failed_call + ": " + message), code(error_code) {}
-  int code;  // an errno
+  FileError(const std::string& failed_call, const std::string& message) : Error(failed_call + ": " + message) {}
 };
 
 struct RegionPausedError : Error {

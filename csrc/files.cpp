@@ -12,7 +12,7 @@
 namespace memsaver {
 namespace {
 
-[[noreturn]] void fail(const std::string& call, int error) { throw FileError(call, error, std::strerror(error)); }
+[[noreturn]] void fail(const std::string& call, int error) { throw FileError(call, std::strerror(error)); }
 
 // The name goes at once. Files that never had one (O_TMPFILE) are read in parallel a sixth slower on ext4.
 int open_scratch(const std::string& directory) {

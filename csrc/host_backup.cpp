@@ -110,9 +110,7 @@ class HostLoader final : public Loader {
 
 }  // namespace
 
-HostBackup::HostBackup(HostArena& arena, Ranges parts) : Backup(std::move(parts)), arena_(arena), left_(bytes()) {
-  arena_.check(left_);
-}
+HostBackup::HostBackup(HostArena& arena, Ranges parts) : Backup(std::move(parts)), arena_(arena), left_(bytes()) {}
 
 HostBackup::~HostBackup() {
   for (const HostArena::Extent& extent : extents_) arena_.put(extent);

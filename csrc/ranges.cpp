@@ -18,8 +18,14 @@ Ranges sorted(Ranges ranges) {
 
 Ranges intersect(const Ranges& one, const Ranges& other) {
   Ranges found;
-  auto a = one.begin();
-  auto b = other.begin();
+  if (one.empty() || other.empty()) return found;
+  // What ends before the other begins is passed over at once: one of them is often short.
+  const auto first = [](const Ranges& ranges, std::size_t offset) {
+    return std::partition_point(ranges.begin(), ranges.end(),
+                                [&](const Range& range) { return range.end() <= offset; });
+  };
+  auto a = first(one, other.front().offset);
+  auto b = first(other, one.front().offset);
   while (a != one.end() && b != other.end()) {
     const std::size_t begin = std::max(a->offset, b->offset);
     const std::size_t end = std::min(a->end(), b->end());
