@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from memsaver import _core, sockets
@@ -96,17 +96,24 @@ def start_brokers(group: Any = None, capacity: int | str | None = None, timeout:
             ).remote(False, nbytes)
             for index, bundle in enumerate(group.bundle_specs)
         ]
-    try:
-        found = ray.get(tasks, timeout=timeout)
-    except GetTimeoutError:
+    _, late = ray.wait(tasks, num_returns=len(tasks), timeout=timeout)
+    if late:
         for task in tasks:
             ray.cancel(task)
-        raise Error(f"brokers could not be started within {timeout} s: are all GPUs taken by actors?") from None
-    except RayTaskError as error:
-        raise error.cause if isinstance(error.cause, Error) else error from None
-    except RayError as error:
-        raise Error(f"brokers could not be started: {error}") from error
-    return list(dict.fromkeys(broker for brokers in found for broker in brokers))
+        raise Error(f"brokers could not be started within {timeout} s: have actors taken all of the GPUs?")
+    found: list[Broker] = []
+    errors: list[Error] = []
+    for task in tasks:
+        try:
+            found += ray.get(task)
+        except RayTaskError as error:
+            cause = error.cause
+            errors.append(cause if isinstance(cause, Error) else Error(f"a broker could not be started: {cause}"))
+        except RayError as error:
+            errors.append(Error(f"a broker could not be started: {error}"))
+    if errors:
+        raise errors[0]
+    return list(dict.fromkeys(found))
 
 
 def device() -> str:

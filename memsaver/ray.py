@@ -251,7 +251,7 @@ class Group:
         )
         self._lost |= {member for member, error in errors.items() if isinstance(error, RayActorError)}
         # One that died has nothing prepared, and would answer when it has restarted.
-        _, left = barrier((each for each in aborting if not isinstance(errors.get(each), RayError)), _abort)
+        _, left = barrier((each for each in aborting if not isinstance(errors.get(each), RayActorError)), _abort)
         for member, error in left.items():
             if member not in errors:
                 log.warning("%s could not take back what it had prepared: %s", member, error)

@@ -230,7 +230,7 @@ def test_a_dead_actor_gives_a_clear_error(spawn):
         pass
     os.kill(ray.get(first.pid.remote()), signal.SIGKILL)
     for _ in range(2):
-        with pytest.raises(memsaver.Error, match="trainer 0 could not resume 'params': .*died") as raised:
+        with pytest.raises(memsaver.Error, match="trainer 0 could not prepare to resume 'params': .*died") as raised:
             with group.phase("train"):
                 pytest.fail("entered")
         assert isinstance(raised.value.__cause__, ray.exceptions.RayActorError)
@@ -276,7 +276,7 @@ def test_wrong_arguments_name_what_was_expected(spawn):
     (actor,) = spawn(Bystander, 1)
     for error, text, phases, roles in [
         (ValueError, "no roles", PHASES, {}),
-        (ValueError, "'engine' has no actors", PHASES, {"engine": []}),
+        (ValueError, "'engine' has no members", PHASES, {"engine": []}),
         (TypeError, "no pause\\(\\)", PHASES, {"engine": [object()]}),
         (ValueError, "phases is empty", {}, {"engine": actor}),
         (ValueError, "no phase names a tag", {"on": {}}, {"engine": actor}),

@@ -1,0 +1,201 @@
+"""Several nodes, each with a device and a pool of its own: brokers on all of them, and turns over all of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray", reason="needs ray")
+
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
+
+import memsaver  # noqa: E402
+from memsaver import sockets  # noqa: E402
+from memsaver.ray import Colocated, Group, placement, start_brokers  # noqa: E402
+from tests import ray_support  # noqa: E402
+from tests.ray_support import Buffer  # noqa: E402
+from tests.support import MIB, fresh_device, until  # noqa: E402
+
+PART = 64 * MIB  # of one rank: two do not fit
+CAPACITY = 96 * MIB
+PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}, "none": {}}
+
+
+class Rank(Colocated):
+    def __init__(self, tag: str, seed: int) -> None:
+        self.buffer = Buffer(tag, PART)
+        self.buffer.fill(seed)
+        self.told: list[str] = []
+        self.breaks = False
+
+    def intact(self, seed: int) -> bool:
+        return self.buffer.holds(seed)
+
+    def state(self) -> str:
+        return self.buffer.region.state
+
+    def where(self) -> tuple[str, bool, str]:
+        """Node, whether the memory is in a shared pool, and the device."""
+        node = ray.get_runtime_context().get_node_id()
+        return node, memsaver._core.in_pool("cpu"), memsaver._core.device_uuid("cpu")
+
+    def limit(self, nbytes: int | None) -> None:
+        memsaver.release_host_memory()
+        memsaver.configure(host_limit=nbytes)
+
+    def break_next_resume(self) -> None:
+        self.breaks = True
+
+    def resume(self, tags: Any = None, restore: bool = True, timeout: float = 0.0) -> Any:
+        if self.breaks:
+            self.breaks = False
+            raise OSError("broken for the test")
+        return super().resume(tags, restore, timeout)
+
+    def colocated_failed(self, role: str, rank: int, error: Exception) -> None:
+        self.told.append(f"{role} {rank}")
+
+    def heard(self) -> list[str]:
+        return self.told
+
+
+@dataclass
+class Machine:
+    """A raylet that finds a device and a directory of sockets of its own, as on a machine of its own."""
+
+    raylet: Any
+    pools: Path
+
+    @property
+    def id(self) -> str:
+        return str(self.raylet.node_id)
+
+    def brokers(self) -> list[int]:
+        return [int(lock.read_text()) for lock in self.pools.glob("*.lock") if lock.read_text()]
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[Machine]]:
+    from ray.cluster_utils import Cluster
+
+    for module in (sys.modules[__name__], ray_support):  # workers cannot import them
+        ray.cloudpickle.register_pickle_by_value(module)
+    cluster, found = Cluster(), []
+    for _ in range(3):
+        pools = Path(tempfile.mkdtemp(prefix="pool", dir="/tmp"))  # short: a socket's path holds 107 bytes
+        variables = {
+            "MEMSAVER_POOL": "shared",
+            "MEMSAVER_POOL_DIR": str(pools),
+            "MEMSAVER_HOST_DEVICE": fresh_device(),
+            "MEMSAVER_BACKUP_AHEAD": "off",
+            "OMP_NUM_THREADS": "1",
+        }
+        raylet = cluster.add_node(
+            num_cpus=2, num_gpus=0, object_store_memory=80 * MIB, include_dashboard=False, env_vars=variables
+        )
+        found.append(Machine(raylet, pools))
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield found
+    brokers = [pid for each in found for pid in each.brokers()]
+    ray.shutdown()
+    cluster.shutdown()
+    try:
+        # They have outlived their starters, the actors and the raylets.
+        for machine in found:
+            assert all(sockets.accepts(path) for path in machine.pools.glob("*.sock"))
+        assert brokers
+    finally:
+        for pid in brokers:
+            os.kill(pid, signal.SIGTERM)
+        for machine in found:
+            until(lambda each=machine: not list(each.pools.glob("*.sock")))
+            shutil.rmtree(machine.pools)
+
+
+def is_dead(actor: Any) -> bool:
+    try:
+        ray.get(actor.state.remote())
+    except ray.exceptions.ActorDiedError:
+        return True
+    except ray.exceptions.ActorUnavailableError:
+        pass
+    return False
+
+
+def test_turns_over_nodes_with_a_broker_on_each(machines: list[Machine]) -> None:
+    room, options = placement(ranks=2, roles=2, num_cpus=1)
+    brokers = start_brokers(room, capacity=CAPACITY)
+    assert len(brokers) == len({each.uuid for each in brokers}) == len({each.path for each in brokers}) == 2
+    assert {each.device for each in brokers} == {"cpu"}
+    assert start_brokers(room, capacity="1GiB") == brokers  # those that run already
+    everywhere = start_brokers(capacity=CAPACITY)
+    assert len(everywhere) == 3
+    assert set(brokers) < set(everywhere)
+    assert {each.node for each in everywhere} == {each.id for each in machines}
+    assert [len(each.brokers()) for each in machines] == [1, 1, 1]
+
+    def actors(tag: str, seed: int) -> list[Any]:
+        return [ray.remote(Rank).options(**each).remote(tag, seed + rank) for rank, each in enumerate(options)]
+
+    engines = actors("weights", 10)
+    ray.get([each.pause.remote() for each in engines])
+    trainers = actors("params", 20)
+    where = ray.get([each.where.remote() for each in engines])
+    assert where == ray.get([each.where.remote() for each in trainers])
+    assert {(each.node, True, each.uuid) for each in brokers} == set(where)
+
+    # Nobody waits by the caller's word: the memory is on its way.
+    group = Group(engine=engines, trainer=trainers, phases=PHASES)
+    for _ in range(3):
+        for name, coming, seed, away in (("rollout", engines, 10, trainers), ("train", trainers, 20, engines)):
+            with group.phase(name) as turn:
+                assert turn.side_by_side
+                assert turn.seconds > 0
+                intact = [actor.intact.remote(seed + rank) for rank, actor in enumerate(coming)]
+                assert ray.get(intact) == [True, True]
+                assert ray.get([each.state.remote() for each in away]) == ["paused", "paused"]
+
+    ray.get(trainers[1].limit.remote(0))
+    with pytest.raises(memsaver.Error, match="trainer 1 could not prepare to pause") as raised:
+        with group.phase("rollout"):
+            pytest.fail("entered")
+    assert isinstance(raised.value.__cause__, memsaver.BackupError)
+    assert ray.get([each.state.remote() for each in trainers + engines]) == ["active"] * 2 + ["paused"] * 2
+    ray.get(trainers[1].limit.remote(None))
+
+    # Past that point what leaves is paused, and what has come leaves again.
+    ray.get(engines[0].break_next_resume.remote())
+    with pytest.raises(memsaver.Error, match="engine 0 could not resume 'weights': OSError"), group.phase("rollout"):
+        pytest.fail("entered")
+    assert ray.get([each.state.remote() for each in trainers + engines]) == ["paused"] * 4
+    with group.phase("train"):
+        assert ray.get([each.intact.remote(20 + rank) for rank, each in enumerate(trainers)]) == [True, True]
+
+    # A node dies; what lived there has its place taken on another.
+    next(each for each in machines if each.id == where[1][0]).raylet.kill_raylet()
+    until(lambda: all(is_dead(each[1]) for each in (engines, trainers)))  # workers end a moment after their raylet
+    with pytest.raises(memsaver.Error, match="[a-z]+ 1 could not prepare") as raised, group.phase("rollout"):
+        pytest.fail("entered")
+    assert isinstance(raised.value.__cause__, ray.exceptions.RayError)
+    assert ray.get([trainers[0].state.remote(), engines[0].state.remote()]) == ["active", "paused"]
+    assert "1" in ray.get(engines[0].heard.remote())[-1]
+    spare = next(each.id for each in machines if each.id not in {node for node, _, _ in where})
+    here = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(spare, soft=False)}
+    engines[1] = ray.remote(Rank).options(**here).remote("weights", 11)
+    ray.get(engines[1].pause.remote())
+    trainers[1] = ray.remote(Rank).options(**here).remote("params", 21)
+    group.replace("engine", 1, engines[1])
+    group.replace("trainer", 1, trainers[1])
+    for name, coming, seed in (("rollout", engines, 10), ("train", trainers, 20)):
+        with group.phase(name) as turn:
+            assert turn.side_by_side
+            assert ray.get([actor.intact.remote(seed + rank) for rank, actor in enumerate(coming)]) == [True, True]

@@ -1,0 +1,353 @@
+"""Turns of a group: all or nothing while ranks prepare, actors that die or are async, and members of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray", reason="needs ray")
+
+import memsaver  # noqa: E402
+from memsaver.ray import AsyncColocated, Colocated, Group  # noqa: E402
+from tests import ray_support  # noqa: E402
+from tests.ray_support import Buffer  # noqa: E402
+from tests.support import MIB, fresh_device, until  # noqa: E402
+
+PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}, "none": {}}
+ROOM = 8 * MIB
+
+
+class Rank(Colocated):
+    def __init__(self, tag: str, makes: bool = True) -> None:
+        self.calls: list[str] = []
+        self.dies = ""
+        self.tag = tag
+        if makes:
+            self.make()
+
+    def make(self) -> None:
+        self.buffer = Buffer(self.tag, ROOM)
+        self.buffer.fill(1)
+
+    def state(self) -> str:
+        return self.buffer.region.state
+
+    def intact(self) -> bool:
+        return self.buffer.holds(1)
+
+    def limit(self, nbytes: int | None) -> None:
+        memsaver.release_host_memory()
+        memsaver.configure(host_limit=nbytes)
+
+    def die_in(self, step: str) -> None:
+        self.dies = step
+
+    def seen(self) -> list[str]:
+        calls, self.calls = self.calls, []
+        return calls
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def _note(self, step: str) -> None:
+        self.calls.append(step)
+        if step == self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def colocated_drain(self, tags: Any) -> None:
+        self._note(f"drain {','.join(tags)}")
+
+    def colocated_commit(self) -> Any:
+        self._note("commit")
+        return super().colocated_commit()
+
+    def colocated_abort(self) -> None:
+        self._note("abort")
+        super().colocated_abort()
+
+    def colocated_failed(self, role: str, rank: int, error: Exception) -> None:
+        self.calls.append(f"failed {role} {rank}")
+
+
+class OldStyle(Rank):
+    """Overrides pause(), as engines do that know nothing of two halves."""
+
+    breaks = False
+
+    def break_pause(self) -> None:
+        self.breaks = True
+
+    def pause(self, tags: Any = None, backup: str | None = None) -> Any:
+        self.calls.append("pause")
+        if self.breaks:
+            self.breaks = False
+            raise RuntimeError("not now")
+        return super().pause(tags, backup)
+
+
+class AsyncRank(AsyncColocated):
+    def __init__(self, tag: str) -> None:
+        self.buffer = Buffer(tag, ROOM)
+        self.buffer.fill(1)
+        self.drained = 0
+
+    async def state(self) -> str:
+        return self.buffer.region.state
+
+    async def intact(self) -> bool:
+        return self.buffer.holds(1)
+
+    async def hold(self) -> None:
+        """As a launch does that uses the region: a pause waits for its end."""
+        assert memsaver._core.acquire([self.buffer.region._core]) is None
+
+    async def let_go(self) -> None:
+        memsaver._core.release([self.buffer.region._core])
+
+    async def colocated_drain(self, tags: Any) -> None:
+        await asyncio.sleep(0)
+        self.drained += 1
+
+    async def drains(self) -> int:
+        return self.drained
+
+
+class Local:
+    """An object of this process. Its methods are coroutines, or return what is to be waited for."""
+
+    def __init__(self, together: threading.Barrier | None = None) -> None:
+        self.calls: list[tuple[str, list[str]]] = []
+        self.together = together or threading.Barrier(1)
+        self.error: BaseException | None = None
+
+    async def pause(self, tags: list[str]) -> str:
+        self.together.wait(60)  # all ranks are in here at once
+        await asyncio.sleep(0)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        self.calls.append(("pause", tags))
+        return "paused"
+
+    def resume(self, tags: list[str], restore: bool = True, timeout: float = 0.0) -> Any:
+        self.calls.append(("resume", tags))
+        return memsaver.resume([], wait=False)
+
+
+class Interrupted(Local):
+    """Somebody presses Ctrl-C while it prepares."""
+
+    def colocated_prepare(self, tags: list[str], coming: list[str]) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    for module in (sys.modules[__name__], ray_support):  # workers cannot import them
+        ray.cloudpickle.register_pickle_by_value(module)
+    variables = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_BACKUP_AHEAD": "off", "OMP_NUM_THREADS": "1"}
+    ray.init(
+        num_cpus=4,
+        num_gpus=0,
+        include_dashboard=False,
+        object_store_memory=80 * MIB,
+        log_to_driver=False,
+        runtime_env={"env_vars": variables},
+    )
+    yield
+    ray.shutdown()
+
+
+Spawn = Callable[..., Any]
+
+
+@pytest.fixture
+def spawn() -> Iterator[Spawn]:
+    actors = []
+
+    def make(kind: type, *args: object, **options: object) -> Any:
+        actors.append(ray.remote(kind).options(num_cpus=0, **options).remote(*args))
+        return actors[-1]
+
+    yield make
+    for actor in actors:
+        ray.kill(actor)
+
+
+def ask(actors: list[Any], method: str, *args: object) -> list[Any]:
+    return ray.get([getattr(actor, method).remote(*args) for actor in actors])
+
+
+def fails(group: Group, name: str, text: str, **options: Any) -> memsaver.Error:
+    with pytest.raises(memsaver.Error, match=text) as raised, group.phase(name, **options):
+        pytest.fail("entered")
+    assert group.entered is None
+    assert raised.value.phase == name
+    return raised.value
+
+
+def test_ranks_that_cannot_prepare_leave_all_as_they_were(spawn: Spawn) -> None:
+    engines, trainer = [spawn(Rank, "weights"), spawn(Rank, "weights")], spawn(Rank, "params")
+    group = Group(engine=engines, trainer=trainer, phases=PHASES)
+    with group.phase("rollout"):
+        assert ask([trainer], "seen") == [["drain params", "commit"]]
+    ask([engines[1]], "limit", 0)
+    error = fails(group, "train", "engine 1 could not prepare to pause 'weights': BackupError")
+    assert (error.role, error.rank) == ("engine", 1)
+    assert isinstance(error.__cause__, memsaver.BackupError)
+    assert ask([*engines, trainer], "state") == ["active", "active", "paused"]
+    assert ask(engines, "intact") == [True, True]
+    assert ask(engines, "seen") == [["drain weights", "abort", "failed engine 1"], ["drain weights", "abort"]]
+    assert ask([trainer], "seen") == [["failed engine 1"]]
+
+    with group.phase("rollout") as turn:  # another phase, or the same
+        assert [each.resumed for each in turn.resumed["engine"]] == [(), ()]
+    ask([engines[1]], "limit", None)
+    with group.phase("train") as turn:
+        assert [each.paused for each in turn.paused["engine"]] == [("weights",)] * 2
+        assert not turn.side_by_side
+        assert turn.seconds >= turn.pause_seconds + turn.resume_seconds > 0
+    assert ask([*engines, trainer], "state") == ["paused", "paused", "active"]
+
+    # A group that ended between the halves leaves its ranks to the next one.
+    assert ray.get(trainer.colocated_prepare.remote(["params"])).moves
+    assert ask([trainer], "state") == ["pausing"]
+    with Group(engine=engines, trainer=trainer, phases=PHASES).phase("train"):
+        assert ask([trainer], "state") == ["active"]
+    with group.phase("rollout"):
+        assert ask(engines, "intact") == [True, True]
+
+    interrupted = Group(engine=[*engines, Interrupted()], trainer=trainer, phases=PHASES)
+    with pytest.raises(KeyboardInterrupt), interrupted.phase("train"):
+        pytest.fail("entered")
+    assert ask(engines, "state") == ["active", "active"]
+
+
+@pytest.mark.parametrize("step", ["drain weights", "commit"])
+def test_an_actor_that_dies_in_a_turn_restarts_and_joins_again(spawn: Spawn, step: str) -> None:
+    engines, trainer = [spawn(Rank, "weights", max_restarts=1) for _ in range(2)], spawn(Rank, "params")
+    group = Group(engine=engines, trainer=trainer, phases=PHASES)
+    with group.phase("rollout"):
+        ask([engines[0]], "die_in", step)
+    error = fails(group, "train", "engine 0 could not .*'weights': Actor")
+    assert isinstance(error.__cause__, ray.exceptions.RayActorError)
+    assert (error.role, error.rank) == ("engine", 0)
+    assert ask([engines[1], trainer], "state") == ["active" if step == "drain weights" else "paused", "paused"]
+    assert "failed engine 0" in ray.get(trainer.seen.remote())
+
+    # The restarted actor's region is active: it leaves.
+    for name, states in (("train", ["paused", "paused", "active"]), ("rollout", ["active", "active", "paused"])):
+        with group.phase(name):
+            assert ask([*engines, trainer], "state") == states
+    assert ask(engines, "intact") == [True, True]
+
+
+def test_another_actor_takes_the_place_of_a_dead_one(spawn: Spawn) -> None:
+    engines, trainer = [spawn(Rank, "weights") for _ in range(2)], spawn(Rank, "params")
+    group = Group(engine=engines, trainer=trainer, phases=PHASES)
+    with group.phase("rollout"):
+        os.kill(ray.get(engines[1].pid.remote()), signal.SIGKILL)
+    fails(group, "train", "engine 1 could not prepare to pause 'weights': .*died")
+    assert ask([engines[0], trainer], "state") == ["active", "paused"]
+
+    new = spawn(Rank, "weights", False)  # without regions
+    group.replace("engine", 1, new)
+    with group.phase("train"):
+        assert ask([engines[0], trainer], "state") == ["paused", "active"]
+    with group.phase("none"):
+        ask([new], "make")
+    for name, states in (("rollout", ["active", "active", "paused"]), ("train", ["paused", "paused", "active"])):
+        with group.phase(name):
+            assert ask([engines[0], new, trainer], "state") == states
+
+    for rank in (2, -1, "1"):
+        with pytest.raises(ValueError, match=f"no 'engine' {rank!r}; there are 'engine 0', 'engine 1', 'trainer 0'"):
+            group.replace("engine", rank, new)
+    with pytest.raises(TypeError, match="no pause"):
+        group.replace("engine", 1, object())
+    assert group.entered == "train"
+    group.replace("engine", 1, new)
+    assert group.entered is None
+
+
+def test_what_pauses_in_one_piece_does_so_once_all_others_are_prepared(spawn: Spawn) -> None:
+    engines, trainer = [spawn(Rank, "weights"), spawn(OldStyle, "weights")], spawn(Rank, "params")
+    group = Group(engine=engines, trainer=trainer, phases=PHASES)
+    with group.phase("rollout"):
+        ask([engines[1]], "break_pause")
+    fails(group, "train", "engine 1 could not pause 'weights': RuntimeError: not now")
+    assert ask([*engines, trainer], "state") == ["active", "active", "paused"]
+    assert ask(engines, "seen") == [["drain weights", "abort", "failed engine 1"], ["pause", "abort"]]
+
+    with group.phase("train") as turn:
+        assert [each.paused for each in turn.paused["engine"]] == [("weights",)] * 2
+    assert ask(engines, "seen") == [["drain weights", "commit"], ["pause", "drain weights"]]
+
+    local = Local()
+    mixed = Group(engine=[engines[0], local], trainer=trainer, phases=PHASES)
+    with mixed.phase("rollout"):
+        local.error = ValueError("not now")
+    fails(mixed, "train", "engine 1 could not pause 'weights': ValueError: not now")
+    assert ask([engines[0]], "state") == ["active"]
+    with mixed.phase("train") as turn:
+        assert turn.paused["engine"][1] == "paused"
+        assert local.calls == [("resume", ["weights"]), ("pause", ["weights"])]
+
+
+def test_members_of_this_process_move_side_by_side() -> None:
+    together = threading.Barrier(2)
+    engines = [Local(together), Local(together)]
+    group = Group(engine=engines, phases={"on": {"engine": ["a"]}, "off": {}})
+    with group.phase("on", timeout=1.0, restore=False) as turn:
+        assert turn.resumed == {"engine": [memsaver.Transition()] * 2}
+    with group.phase("off") as turn:
+        assert turn.paused == {"engine": ["paused"] * 2}
+    engines[1].error = OSError("broken")
+    error = fails(group, "off", "engine 1 could not pause 'a': OSError: broken")
+    assert isinstance(error.__cause__, OSError)
+
+
+def test_an_async_actor_goes_on_serving(spawn: Spawn) -> None:
+    engine, trainer = spawn(AsyncRank, "weights"), spawn(Rank, "params")
+    group = Group(engine=engine, trainer=trainer, phases=PHASES)
+    with group.phase("rollout"):
+        ray.get(engine.hold.remote())
+    with ThreadPoolExecutor(1) as caller:
+
+        def train() -> list[tuple[str, ...]]:
+            with group.phase("train") as turn:
+                return [each.paused for each in turn.transitions if each.paused]
+
+        entering = caller.submit(train)
+        until(lambda: ray.get(engine.drains.remote()) == 1)
+        for _ in range(20):  # the pause waits, and other methods answer
+            assert ray.get(engine.state.remote()) in ("active", "pausing")
+        assert not entering.done()
+        ray.get(engine.let_go.remote())
+        assert entering.result(60) == [("weights",)]
+    assert ask([engine, trainer], "state") == ["paused", "active"]
+
+    moved = ray.get(engine.switch.remote([], ["weights"]))
+    assert moved.resumed == ("weights",)
+    assert ray.get(engine.intact.remote())
+    ray.get(engine.hold.remote())
+    pausing = engine.pause.remote(["weights"])
+    until(lambda: ray.get(engine.state.remote()) == "pausing")
+    assert "cpu" in ray.get(engine.stats.remote())["devices"]
+    ray.get(engine.let_go.remote())
+    assert ray.get(pausing).paused == ("weights",)
+
+    with group.phase("rollout"):
+        ask([trainer], "seen")
+    os.kill(ray.get(trainer.pid.remote()), signal.SIGKILL)
+    fails(group, "train", "trainer 0 could not prepare to resume 'params'")
+    assert ask([engine], "state") == ["active"]
+    assert ray.get(engine.intact.remote())
