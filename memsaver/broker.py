@@ -427,6 +427,9 @@ class Broker:
             self._hang_up(connection)
         self._unwatch(pid)
         self._lonely_since = time.monotonic()
+        if not any(client.is_user for client in self._clients.values()):
+            _, drops = self.pool.trim(0)  # who comes next may not be of this pool
+            self._drop(drops)
 
     # Messages: chunks
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import socket
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import ray
 import torch
@@ -17,14 +20,14 @@ from memsaver.ray import Colocated
 from .engine import Completion, Engine, SamplingParams
 from .recipes import Recipe
 from .trainer import StepMetrics, TokenBatch, Trainer
-from .trainer.process_group import join
+from .trainer.process_group import join, of_all_ranks
 
 _SPARE_BYTES = 256 << 20  # left free on a GPU when all else is overwritten
 
 
 @dataclass(frozen=True)
 class Memory:
-    """A device as its driver sees it, in bytes."""
+    """A device as its driver sees it, or its shared pool as the broker does, in bytes."""
 
     total: int
     free: int
@@ -42,28 +45,61 @@ class BeforeResume:
     needed: int
 
 
+@dataclass(frozen=True)
+class WeightsWritten:
+    """How a rank of the trainer wrote weights into engines: bytes read and written, and seconds."""
+
+    way: str  # "shards", each rank's into all engines, or "gathered", full ones into the rank's own engine
+    nbytes: int  # read and written, without what was gathered
+    write_seconds: float  # the writing alone
+    seconds: float  # with attaching and leaving
+
+
 class Worker(Colocated):
     """What both actors share: a device and its figures."""
 
     largest: str  # tag of the region that takes most
 
-    def __init__(self, recipe: Recipe, device: str, rank: int, ranks: int, seed: int, host_device_bytes: int) -> None:
-        self.recipe, self.rank, self.ranks, self.seed = recipe, rank, ranks, seed
+    def __init__(
+        self, recipe: Recipe, device: str, rank: int, ranks: int, seed: int, pool: str, host_device_bytes: int
+    ) -> None:
+        self.recipe, self.rank, self.ranks, self.seed, self.pool = recipe, rank, ranks, seed, pool
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            self.capacity = recipe.capacity(torch.cuda.get_device_properties(self.device).total_memory)
         else:
             torch.set_num_threads(recipe.threads)
             memsaver.configure(host_device=host_device_bytes)
-        memsaver.region(self.largest, device=str(self.device))  # from now on stats() names the device
+            self.capacity = host_device_bytes
+        self._join()
+
+    def _join(self) -> None:
+        """Make the device's first region, and with it join the device's pool; from now on stats() names it."""
+        memsaver.configure(pool_capacity=self.capacity, pool=self.pool)
+        memsaver.region(self.largest, device=str(self.device))
 
     def memory(self) -> Memory:
-        row = self.stats()["devices"][str(self.device)]
-        return Memory(row["total_bytes"], row["free_bytes"])
+        row = self._figures()
+        if row["pool"] is None:
+            return Memory(row["total_bytes"], row["free_bytes"])
+        return Memory(self.capacity, row["pool"]["available_bytes"])
+
+    def mapped_bytes(self) -> int:
+        """Of the device's memory, what this actor's regions hold."""
+        return sum(row["mapped_bytes"] for row in self._figures()["regions"])
+
+    def _figures(self) -> dict[str, Any]:
+        row: dict[str, Any] = self.stats()["devices"][str(self.device)]
+        return row
 
     def _own_bytes(self) -> int:
         """What there is for this rank: a GPU of its own, or its part of the host's device."""
-        return self.memory().total // (self.ranks if self.device.type == "cpu" else 1)
+        return self.capacity // (self.ranks if self.device.type == "cpu" else 1)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _release_cache(self) -> None:
         if self.device.type == "cuda":
@@ -86,11 +122,10 @@ class EngineWorker(Worker):
         tags = ["weights", "buffers", "kv_cache"]
         return [*tags, "cuda_graph"] if self.engine.captured_batch_sizes else tags
 
-    def pause(self, tags: memsaver.regions.Tags = None, backup: str | None = None) -> memsaver.Transition:
-        """Drain, synchronise, and give back what torch's default pool holds; then pause."""
+    def colocated_drain(self, tags: Sequence[str]) -> None:
+        """Drain, synchronise, and give back what torch's default pool holds."""
         self.engine.drain()
         self._release_cache()
-        return super().pause(tags, backup)
 
     def resume(
         self, tags: memsaver.regions.Tags = None, restore: bool = True, timeout: float = 0.0
@@ -102,6 +137,13 @@ class EngineWorker(Worker):
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
         return self.engine.generate(prompts, sampling)
+
+    def share_weights(self) -> memsaver.Token:
+        return self.engine.share_weights()
+
+    def compare_bucket(self, bucket: dict[str, Tensor]) -> tuple[int, list[str]]:
+        """How many weights these are, and the names of those that the engine has otherwise."""
+        return len(bucket), self.engine.differing_weights(bucket.items())
 
     def load_bucket(self, bucket: dict[str, Tensor]) -> None:
         """Overwrite some of the weights."""
@@ -138,6 +180,8 @@ class TrainerWorker(Worker):
     _before_resume: BeforeResume | None = None
     _workspace: Tensor
     _buckets: Iterator[dict[str, Tensor]] = iter(())
+    _uuid: str  # of this rank's device
+    _devices: set[str]  # of all ranks of the trainer
 
     def meeting_point(self) -> str:
         """Where the ranks can meet: an address of this node with a free port."""
@@ -148,20 +192,23 @@ class TrainerWorker(Worker):
     def setup(self, init_method: str | None) -> list[str]:
         """Build the trainer. Returns the tags of its regions."""
         mesh = join(self.device.type, self.rank, self.ranks, init_method)
+        self._uuid = self._figures()["uuid"]
+        self._devices = set(of_all_ranks(self._uuid))
         self.trainer = Trainer(self.recipe.model, replace(self.recipe.trainer, seed=self.seed), mesh)
         region = memsaver.region("workspace", device=str(self.device))
         self._workspace = region.empty((int(self.recipe.workspace_share * self._own_bytes()) // 8,), torch.int64)
         self.trainer.release_activations()
         return ["params", "optimizer", "grads", "workspace"]
 
-    def pause(self, tags: memsaver.regions.Tags = None, backup: str | None = None) -> memsaver.Transition:
+    def colocated_drain(self, tags: Sequence[str]) -> None:
         self.trainer.release_activations()
-        return super().pause(tags, backup)
 
     def resume(
         self, tags: memsaver.regions.Tags = None, restore: bool = True, timeout: float = 0.0
     ) -> memsaver.Transition:
-        """Resume, and remember what was free before."""
+        """Resume, and remember what was free before; in a shared pool that says nothing, as others may still pause."""
+        if self.pool == "shared":
+            return super().resume(tags, restore, timeout)
         rows = self.stats()["devices"][str(self.device)]["regions"]
         named = [tags] if isinstance(tags, str) else None if tags is None else list(tags)
         coming = [row for row in rows if row["state"] == "paused" and (named is None or row["tag"] in named)]
@@ -197,6 +244,39 @@ class TrainerWorker(Worker):
     def addresses(self) -> dict[str, int]:
         return self.trainer.addresses()
 
+    def write_weights(self, tokens: Sequence[memsaver.Token]) -> WeightsWritten:
+        """Write the weights into engines' own, without a copy in between. All ranks get the tokens of all engines.
+
+        Where all are on one device, every rank writes its shards into every engine. A rank on a device of its own does
+        not reach the other engines: there all gather, and write full weights to the engine that is beside them.
+        """
+        gather = len(self._devices | {token.device_uuid for token in tokens}) > 1
+        self._synchronize()
+        begin = time.perf_counter()
+        with ExitStack() as leases:
+            targets = [leases.enter_context(memsaver.attach(each)) for each in tokens if each.device_uuid == self._uuid]
+            attached = time.perf_counter()
+            written = self.trainer.write_weights(targets, gather)
+            self._synchronize()
+            write_seconds = time.perf_counter() - attached
+        read = written * 4 // self.recipe.model.dtype.itemsize  # from fp32
+        way = "gathered" if gather else "shards"
+        return WeightsWritten(way, read + written, write_seconds, time.perf_counter() - begin)
+
+    def copy_rate(self, nbytes: int, repeats: int = 5) -> float:
+        """Bytes per second, read plus written, of plain copies on the device: the best of a few."""
+        source, target = (torch.ones(nbytes // 8, dtype=torch.int64, device=self.device) for _ in range(2))
+        seconds = []
+        for _ in range(repeats):
+            self._synchronize()
+            begin = time.perf_counter()
+            target.copy_(source)
+            self._synchronize()
+            seconds.append(time.perf_counter() - begin)
+        del source, target
+        self._release_cache()
+        return 2 * nbytes / min(seconds)
+
     def begin_sync(self) -> None:
         self._buckets = self.trainer.weight_buckets(self.recipe.bucket_bytes)
 
@@ -214,11 +294,14 @@ class TrainerWorker(Worker):
         """Take all memory that is free, overwrite it with random bytes, and give it back. Returns its bytes."""
         spare = _SPARE_BYTES if self.device.type == "cuda" else 0
         count = max(self.memory().free - spare, 0) // 8
-        if self.device.type == "cuda":
-            taken = torch.empty(count, dtype=torch.int64, device=self.device)
+        in_region = self.device.type == "cpu" or self.pool == "shared"
+        if in_region:
+            taken = memsaver.region("overwrite", device=str(self.device)).empty((count,), torch.int64)
         else:
-            taken = memsaver.region("overwrite", device="cpu").empty((count,), torch.int64)
+            taken = torch.empty(count, dtype=torch.int64, device=self.device)
         taken.random_(generator=torch.Generator(self.device).manual_seed(seed))
         del taken
         self._release_cache()
+        if in_region:
+            memsaver.trim("overwrite")
         return 8 * count

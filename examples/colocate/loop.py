@@ -2,8 +2,9 @@
 
     python -m examples.colocate.loop --help
 
-A step: sample completions; drain, engine out; trainer in, train; optimizer out, engine's weights in; send the weights;
-parameters out, KV cache and graphs in; go on. Each step checks what must hold across the pauses, and raises otherwise.
+A step: sample completions; drain, engine out; trainer in, train; optimizer out, engine's weights in; the trainer writes
+them; parameters out, KV cache and graphs in; go on. Each step checks what must hold across the pauses, and raises
+otherwise.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import torch
 import memsaver
 from memsaver.ray import placement
 
-from .actors import EngineWorker, TrainerWorker
+from .actors import EngineWorker, TrainerWorker, WeightsWritten
 from .arithmetic import Arithmetic
+from .model import parameter_shapes
 from .recipes import MIB, RECIPES, Recipe
 from .report import Report, StepRow
 from .rollout import Players, demonstration_batch
@@ -40,6 +42,9 @@ _WARM_UP_CHUNK = 50  # steps between two lines of progress
 class Loop:
     """One run: actors, turns and report."""
 
+    engine_worker, trainer_worker = EngineWorker, TrainerWorker
+    turns: Turns
+
     def __init__(self, options: argparse.Namespace, recipe: Recipe, report: Report) -> None:
         self.options, self.recipe, self.report = options, recipe, report
         self.task = Arithmetic(recipe.largest, recipe.held_out, recipe.carry_share, options.seed)
@@ -50,14 +55,16 @@ class Loop:
         def actors(worker: Any) -> list[Any]:
             remote = ray.remote(worker)
             return [
-                remote.options(**placed).remote(recipe, options.device, rank, options.ranks, options.seed, host_device)
+                remote.options(**placed).remote(
+                    recipe, options.device, rank, options.ranks, options.seed, options.pool, host_device
+                )
                 for rank, placed in enumerate(placements)
             ]
 
-        self.engines, self.trainers = actors(EngineWorker), actors(TrainerWorker)
+        self.engines, self.trainers = actors(self.engine_worker), actors(self.trainer_worker)
         self.players = Players(self.engines, self.task)
 
-    def _set_up(self) -> Turns:
+    def set_up(self) -> None:
         """Build both sides, one after the other: what the engine takes would not fit beside the trainer."""
         options, say = self.options, self.report.say
         say("building the engine")
@@ -68,14 +75,14 @@ class Loop:
         meeting = ray.get(self.trainers[0].meeting_point.remote()) if len(self.trainers) > 1 else None
         trainer_tags = ray.get([trainer.setup.remote(meeting) for trainer in self.trainers])[0]
         tags = {"engine": engine_tags, "trainer": trainer_tags}
-        return Turns(self.engines, self.trainers, tags, self.report, options.pause)
+        self.turns = Turns(self.engines, self.trainers, tags, self.report, options.pause, options.pool)
 
     def run(self) -> None:
         """Everything, from building both sides to the last evaluation."""
-        self.turns = self._set_up()
+        self.set_up()
         self.addresses = ray.get([engine.addresses.remote() for engine in self.engines])
         self._warm_up()
-        self._sync()
+        self.sync(prove=True)
         self.turns.enter("rollout")
         self._evaluate("warm-up")
         for step in range(self.recipe.steps):
@@ -120,14 +127,15 @@ class Loop:
         turns.prove_room()
         batch = ray.put(rollout.batch)
         gap = max(ray.get([trainer.logprob_gap.remote(batch) for trainer in self.trainers]))
-        if not gap <= recipe.logprob_bound:
-            raise ProofError(f"log-probabilities of the same tokens differ by {gap}; expected {recipe.logprob_bound}")
-        report.proofs["log-probabilities agree"] += 1
+        if recipe.model.dtype == torch.float32:  # the trainer's
+            if not gap <= recipe.logprob_bound:
+                raise ProofError(f"log-probabilities of one token differ by {gap}; expected {recipe.logprob_bound}")
+            report.proofs["log-probabilities agree"] += 1
         rate = recipe.rate_at(step)
         metrics = ray.get([trainer.train.remote(batch, recipe.minibatches, rate) for trainer in self.trainers])[0]
         turns.look("train")
 
-        self._sync()
+        self.sync(prove=recipe.prove_each_sync or step + 1 == recipe.steps)
         turns.enter("rollout")
         self._prove_addresses()
         if self.options.eval_every and (step + 1) % self.options.eval_every == 0:
@@ -147,18 +155,52 @@ class Loop:
             recipe.steps,
         )
 
-    def _sync(self) -> None:
-        """Send the weights, one bounded bucket on its way while the next is gathered."""
+    def sync(self, prove: bool) -> None:
+        """Bring the engines the trainer's weights, in a turn for that."""
         self.turns.enter("sync")
-        ray.get([trainer.begin_sync.remote() for trainer in self.trainers])
+        self.bring_weights()
+        if prove:
+            self.prove_weights()
+
+    def bring_weights(self) -> list[WeightsWritten]:
+        """Within the turn. Returns how each rank wrote them; nothing where buckets were sent."""
+        began = time.perf_counter()
+        written = self._write() if self.options.sync == "attach" else self._send()
+        self.report.sync_seconds.append(time.perf_counter() - began)
+        return written
+
+    def _write(self) -> list[WeightsWritten]:
+        """The trainer writes into the engines' own weights."""
+        tokens = ray.get([engine.share_weights.remote() for engine in self.engines])
+        written: list[WeightsWritten] = ray.get([trainer.write_weights.remote(tokens) for trainer in self.trainers])
+        return written
+
+    def _send(self) -> list[WeightsWritten]:
+        """One bounded bucket on its way while the next is gathered."""
         loading: list[Any] = []
         for bucket in self._buckets():
             ray.get(loading)
             loading = [engine.load_bucket.remote(bucket) for engine in self.engines]
         ray.get([*loading, *(engine.end_load.remote() for engine in self.engines)])
+        return []
+
+    def prove_weights(self) -> None:
+        """Each engine's tensors are, bit for bit, what a load of the trainer's checkpoint in its dtype would give."""
+        counts = [0] * len(self.engines)
+        for bucket in self._buckets():
+            compared = ray.get([engine.compare_bucket.remote(bucket) for engine in self.engines])
+            for rank, (count, differing) in enumerate(compared):
+                counts[rank] += count
+                if differing:
+                    raise ProofError(f"engine {rank} does not have the trainer's weights: {', '.join(differing[:4])}")
+        expected = len(parameter_shapes(self.recipe.model))
+        if counts != [expected] * len(counts):
+            raise ProofError(f"the checkpoint has {counts} weights; expected {expected}")
+        self.report.proofs["weights are the checkpoint's"] += 1
 
     def _buckets(self) -> Iterator[Any]:
         """References to the buckets, whose contents go from actor to actor."""
+        ray.get([trainer.begin_sync.remote() for trainer in self.trainers])
         while True:
             pairs = [trainer.next_bucket.options(num_returns=2).remote() for trainer in self.trainers]
             if not ray.get([more for more, _ in pairs])[0]:
@@ -214,6 +256,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
     parser.add_argument("--recipe", choices=tuple(RECIPES), help="sizes and settings; by default the device's")
     parser.add_argument("--ranks", type=int, default=1, help="engines and trainers, a pair for each GPU")
+    parser.add_argument(
+        "--pool", choices=("shared", "process"), default="shared", help="where device memory comes from"
+    )
+    parser.add_argument(
+        "--sync", choices=("attach", "buckets"), help="how weights travel; by default attach, with a shared pool"
+    )
+    parser.add_argument("--engine-dtype", choices=("float32", "bfloat16"), help="by default the recipe's")
     parser.add_argument("--steps", type=int, help="steps of reinforcement learning")
     parser.add_argument("--warm-up-steps", type=int, help="supervised steps before")
     parser.add_argument("--seed", type=int, default=0)
@@ -225,13 +274,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval-every", type=int, default=0, help="steps between held-out evaluations")
     parser.add_argument("--address", help="of a Ray cluster to join; by default a local one is started")
     parser.add_argument("--json", metavar="FILE", help="file that gets the JSON line too")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.sync = options.sync or ("attach" if options.pool == "shared" else "buckets")
+    if options.sync == "attach" and options.pool != "shared":
+        parser.error("--sync attach needs --pool shared: other memory cannot be attached to")
+    return options
 
 
 def chosen_recipe(options: argparse.Namespace) -> Recipe:
     """The named recipe, with what the options say in place of its own figures."""
     recipe = RECIPES[options.recipe or ("gpu" if options.device == "cuda" else "cpu")]
     named = {name: getattr(options, name) for name in ("steps", "warm_up_steps", "kv_share", "workspace_share")}
+    if options.engine_dtype is not None:
+        recipe = replace(recipe, model=replace(recipe.model, dtype=getattr(torch, options.engine_dtype)))
     return replace(recipe, **{name: value for name, value in named.items() if value is not None})
 
 

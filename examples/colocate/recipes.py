@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from .arithmetic import VOCABULARY
 from .engine import EngineConfig
 from .model import ModelConfig
 from .trainer import TrainerConfig
 
 MIB = 1 << 20
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,12 @@ class Recipe:
     workspace_share: float = 0.55
     bucket_bytes: int = 128 << 10
     host_device_bytes: int = 192 * MIB  # size of the host driver's device; on CUDA the GPU's own counts
+    outside_bytes: int = 6 * GIB  # of a GPU: both processes' contexts, and what torch's default pools need in a step
     # Proofs
     probes: int = 8  # prompts completed greedily before and after each pause
     proof_tokens: int = 64  # at every captured batch size, at the end
-    logprob_bound: float = 1e-3  # nats between the trainer's and the engine's log-probability of a token
+    prove_each_sync: bool = False  # that the engine has the trainer's weights; else after the first and the last
+    logprob_bound: float = 1e-3  # nats between trainer's and engine's log-probability of a token, both in fp32
     threads: int = 1  # of torch in each actor, on the CPU
 
     def warm_up_rate_at(self, step: int) -> float:
@@ -59,6 +64,10 @@ class Recipe:
         """Learning rate of a step of reinforcement learning: a ramp, a plateau, and down to a tenth."""
         ramp, decay = min(5, self.steps), 0.6 * self.steps
         return self.rate * min(1.0, (step + 1) / ramp, (self.steps - step) / decay + 0.1)
+
+    def capacity(self, device_bytes: int) -> int:
+        """Of a GPU of this size, what regions may take: all but what is needed outside of them."""
+        return max(device_bytes - self.outside_bytes, device_bytes // 2)
 
     def kv_blocks(self, device_bytes: int) -> int:
         """Blocks of the KV cache on a device of this size."""
@@ -93,6 +102,36 @@ RECIPES = {
         rate=5e-4,
         bucket_bytes=4 * MIB,
     ),
+    # For figures on a large GPU: random weights of the shape of Qwen2.5-1.5B, which do a step's work and learn nothing.
+    "1.5b": replace(
+        _CPU,
+        model=ModelConfig(
+            vocab_size=151936,
+            hidden_size=1536,
+            num_layers=28,
+            num_heads=12,
+            num_kv_heads=2,
+            head_dim=128,
+            intermediate_size=8960,
+            max_position=128,
+            tie_word_embeddings=True,
+            dtype=torch.bfloat16,
+        ),
+        engine=EngineConfig(max_batch_size=64, block_size=64),
+        held_out=16,
+        warm_up_steps=2,
+        warm_up_batch=32,
+        warm_up_rate=1e-5,
+        steps=3,
+        prompts=8,
+        group=4,
+        rate=1e-6,
+        kv_share=0.45,
+        workspace_share=0.5,
+        bucket_bytes=512 * MIB,
+        outside_bytes=16 * GIB,
+        proof_tokens=16,
+    ),
     # For tests: nothing is learned.
     "tiny": replace(
         _CPU,
@@ -106,6 +145,7 @@ RECIPES = {
         prompts=4,
         group=4,
         bucket_bytes=4 << 10,
+        prove_each_sync=True,
         probes=4,
         proof_tokens=8,
     ),

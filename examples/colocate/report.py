@@ -57,6 +57,7 @@ class Report:
     rollout_tokens: int = 0
     rollout_seconds: float = 0.0
     memsaver_seconds: float = 0.0  # within transitions, without the calls to the actors
+    sync_seconds: list[float] = field(default_factory=list)  # of each sync, without entering its phase
     proofs: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # passed, by name
     out_of_memory: str | None = None  # the reason, if the run ended so
     started: float = field(default_factory=time.perf_counter)
@@ -107,6 +108,7 @@ class Report:
             "transition_seconds": self.transition_seconds,
             "transition_seconds_by_phase": dict(self.phase_seconds),
             "memsaver_seconds": self.memsaver_seconds,
+            "sync_seconds": self.sync_seconds,
             "proofs_passed": dict(self.proofs),
             "seconds": self.seconds,
             "steps": [asdict(row) for row in self.rows],
@@ -149,6 +151,9 @@ class Report:
             lines.append((f"memory in phase {phase!r}", share + f", {self.phase_seconds[phase]:.2f} s to enter"))
         inside = f"{self.memsaver_seconds:.2f} in memsaver"
         lines.append(("seconds in transitions", f"{self.transition_seconds:.2f}, {inside}"))
+        if self.sync_seconds:
+            worst = max(self.sync_seconds)
+            lines.append(("seconds in weight syncs", f"{sum(self.sync_seconds):.2f}, at most {worst:.3f} in one"))
         passed = ", ".join(f"{name} ({count} times)" for name, count in self.proofs.items())
         lines.append(("proofs passed", passed or "none"))
         lines.append(("seconds in all", f"{self.seconds:.1f}"))

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 import torch
 
-from .arithmetic import PAD_TOKEN, STOP_TOKEN, Arithmetic, Problem, decode, encode, reward
+from .arithmetic import PAD_TOKEN, STOP_TOKEN, VOCABULARY, Arithmetic, Problem, decode, encode, reward
 from .engine import Completion, SamplingParams
 from .grpo import group_advantages
 from .trainer import TokenBatch
@@ -67,4 +67,9 @@ def demonstration_batch(task: Arithmetic, count: int, slip_share: float) -> Toke
 
 
 def _rewards(problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float]:
-    return [reward(problem, decode(each.tokens)) for problem, each in zip(problems, completions)]
+    return [reward(problem, _text(each.tokens)) for problem, each in zip(problems, completions)]
+
+
+def _text(tokens: Sequence[int]) -> str:
+    """What a completion says; nothing where a model with a larger vocabulary speaks beyond the task's."""
+    return decode(tokens) if all(token < len(VOCABULARY) for token in tokens) else ""

@@ -19,6 +19,9 @@ class ProofError(RuntimeError):
 class Turns:
     """Enters phases and keeps the figures. With `pausing` off nothing ever moves, and all stays resident.
 
+    `pool` is where memory comes from: in a "shared" one whoever resumes waits for what others give back, and may begin
+    while they do.
+
     rollout  the engine alone
     away     the trainer's workspace alone: the engine's memory is another's, and the weights have not changed
     train    the trainer alone
@@ -26,24 +29,33 @@ class Turns:
     """
 
     def __init__(
-        self, engines: Sequence[Any], trainers: Sequence[Any], tags: dict[str, list[str]], report: Report, pausing: bool
+        self,
+        engines: Sequence[Any],
+        trainers: Sequence[Any],
+        tags: dict[str, list[str]],
+        report: Report,
+        pausing: bool,
+        pool: str,
     ) -> None:
-        self.trainers, self.report, self.pausing = list(trainers), report, pausing
-        phases = {
+        self.engines, self.trainers, self.report = list(engines), list(trainers), report
+        self.pausing, self.pool = pausing, pool
+        self.phases = {
             "rollout": {"engine": tags["engine"]},
             "away": {"trainer": ["workspace"]},
             "train": {"trainer": tags["trainer"]},
             "sync": {"trainer": ["params"], "engine": ["weights"]},
         }
-        self._group = Group(engine=list(engines), trainer=self.trainers, phases=phases)
+        self._group = Group(engine=self.engines, trainer=self.trainers, phases=self.phases)
 
-    def enter(self, name: str, timeout: float = 60.0) -> None:
-        """Make it this phase's turn, on all ranks."""
+    def enter(self, name: str, timeout: float = 60.0) -> Turn | None:
+        """Make it this phase's turn, on all ranks. Returns how that went; None without pausing."""
+        turn = None
         if self.pausing:
             restore = {"engine": name != "sync"}  # the engine's old weights are about to be overwritten
             with self._group.phase(name, timeout=timeout, restore=restore) as turn:
                 self._count(turn)
         self.look(name)
+        return turn
 
     def look(self, name: str) -> None:
         """Note what the driver says is in use."""
@@ -51,8 +63,14 @@ class Turns:
             self.report.saw(name, memory.used, memory.total)
 
     def prove_room(self) -> None:
-        """The trainers saw the memory that they took free before they resumed."""
+        """The trainers saw the memory that they took free before they resumed; in a shared pool, engines hold none."""
         if not self.pausing:
+            return
+        if self.pool == "shared":
+            held = ray.get([engine.mapped_bytes.remote() for engine in self.engines])
+            if any(held):
+                raise ProofError(f"in the trainer's turn the engines hold {held} bytes")
+            self.report.proofs["engines hold nothing"] += 1
             return
         for rank, before in enumerate(ray.get([trainer.before_resume.remote() for trainer in self.trainers])):
             if before is None or before.free < before.needed:

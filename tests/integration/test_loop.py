@@ -16,6 +16,7 @@ import memsaver
 ray = pytest.importorskip("ray", reason="needs ray")
 
 from examples.colocate import loop  # noqa: E402
+from examples.colocate.turns import ProofError  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,9 +38,10 @@ def test_a_run_passes_its_proofs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     status, figures = run(tmp_path, "--steps", "3")
     assert status == 0
     assert figures["proofs_passed"] == {
+        "weights are the checkpoint's": 4,  # after the warm-up, and after each step
         "tokens are the same": 3,
         "addresses are the same": 6,
-        "memory was free": 3,
+        "engines hold nothing": 3,
         "log-probabilities agree": 3,
         "overwritten": 4,  # batch sizes
     }
@@ -55,6 +57,35 @@ def test_a_run_passes_its_proofs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert any(line.startswith("held-out greedy reward") for line in printed)
 
 
+def test_with_the_driver_as_the_source_weights_travel_in_buckets(tmp_path: Path) -> None:
+    status, figures = run(tmp_path, "--pool", "process", "--steps", "1")
+    assert status == 0
+    assert figures["settings"]["sync"] == "buckets"
+    assert figures["proofs_passed"]["weights are the checkpoint's"] == 2
+    assert figures["proofs_passed"]["memory was free"] == 1
+
+
+def test_two_ranks_write_into_engines_of_another_dtype(tmp_path: Path) -> None:
+    arguments = ("--ranks", "2", "--pool", "shared", "--sync", "attach", "--engine-dtype", "bfloat16")
+    status, figures = run(tmp_path, *arguments)
+    assert status == 0
+    assert figures["proofs_passed"]["weights are the checkpoint's"] == 3
+    assert "log-probabilities agree" not in figures["proofs_passed"]  # the engine rounds
+    assert len(figures["sync_seconds"]) == 3
+
+
+def test_weights_that_are_not_the_trainers_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop.Loop, "_write", lambda self: [])
+    with pytest.raises(ProofError, match="engine 0 does not have the trainer's weights: model"):
+        run(tmp_path)
+
+
+def test_attaching_needs_a_shared_pool(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        loop.parse(["--pool", "process", "--sync", "attach"])
+    assert "needs --pool shared" in capsys.readouterr().err
+
+
 def test_without_pausing_it_runs_out_of_memory(tmp_path: Path) -> None:
     status, figures = run(tmp_path, "--no-pause")
     assert status == loop.OUT_OF_MEMORY_STATUS
@@ -66,14 +97,13 @@ def test_two_ranks_with_zero_advantages_leave_the_weights_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[dict[str, torch.Tensor]] = []
-    sync = loop.Loop._sync
+    sync = loop.Loop.sync
 
-    def noting_sync(self: loop.Loop) -> None:
-        sync(self)
-        ray.get([trainer.begin_sync.remote() for trainer in self.trainers])
+    def noting_sync(self: loop.Loop, prove: bool) -> None:
+        sync(self, prove)
         found.append({name: tensor for bucket in self._buckets() for name, tensor in ray.get(bucket).items()})
 
-    monkeypatch.setattr(loop.Loop, "_sync", noting_sync)
+    monkeypatch.setattr(loop.Loop, "sync", noting_sync)
     status, figures = run(tmp_path, "--ranks", "2", "--zero-advantages")
     assert status == 0
     assert figures["proofs_passed"]["tokens are the same"] == 2

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+import memsaver
+
 from ..model.config import ModelConfig
 from .attention import DecodeAttention, PrefillAttention, Span
 from .block_manager import BlockManager
@@ -135,6 +137,20 @@ class Engine:
         self.drop_prefix_cache()
         self.model.load_weights(named_tensors, partial)
 
+    def share_weights(self) -> memsaver.Token:
+        """Offer the weights, by Hugging Face name, to a process that writes new ones; forget what old ones cached.
+
+        The token is good until the weights are paused. Whoever attaches has to be done before the next step. Needs the
+        weights' region alone, in a shared pool, and no running requests.
+        """
+        self.memory.weights.check_active("be shared")
+        self.drop_prefix_cache()
+        return memsaver.share(self.model.parameters)
+
+    def differing_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Names of those that are not, bit for bit, the weights that the engine has."""
+        return [name for name, tensor in named_tensors if not _same_bits(self.model.parameters[name], tensor)]
+
     @torch.no_grad()
     def capture(self) -> None:
         """Capture a decode graph for each batch size; nothing to do on the CPU, or with `use_graphs` off.
@@ -219,3 +235,8 @@ class Engine:
         for token in prompt:
             if not 0 <= token < self.model_config.vocab_size:
                 raise ValueError(f"prompt has token {token}; expected 0 to {self.model_config.vocab_size - 1}")
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    other = other.to(one.device)
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -7,7 +7,7 @@ Its modules:
     batch          sequences, and which of their tokens to learn from
     model          the decoder, with parameters named as in Hugging Face checkpoints
     memory         the regions that parameters, gradients and optimizer state live in
-    weights        full weights in buckets of bounded size
+    weights        written straight into tensors of others, or full in buckets of bounded size
     process_group  how the ranks find each other
 """
 

@@ -29,9 +29,16 @@ class TrainerMemory:
         self.grads: Any = memsaver.region("grads", device=str(device))
 
     def place_params(self, model: nn.Module) -> None:
-        """Give a sharded model on the meta device its memory; contents are undefined."""
-        with self.params:
-            model.to_empty(device=self.params.device)
+        """Give a sharded model on the meta device its memory. Tied weights share it, and have to be tied again."""
+        made: dict[Tensor, Tensor] = {}
+
+        def place(tensor: Tensor) -> Tensor:
+            if tensor not in made:  # tied weights come twice
+                made[tensor] = zeros_in(self.params, tensor)
+            return made[tensor]
+
+        with self.params:  # where FSDP2 pads a shard
+            model._apply(place)
 
     def place_grads(self, model: nn.Module) -> None:
         """Preset zero gradients: backward then adds to them where they are."""

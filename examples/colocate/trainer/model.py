@@ -106,7 +106,14 @@ class CausalLM(nn.Module):
         super().__init__()
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
+        self.tied = config.tie_word_embeddings
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head's weight the embedding's, if the config says so: also after a module has moved, as torch parts
+        them then.
+        """
+        if self.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens_BT: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:

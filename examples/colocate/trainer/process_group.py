@@ -29,3 +29,10 @@ def join(device: str, rank: int = 0, world_size: int = 1, init_method: str | Non
         device_id = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
         dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=device_id, **where)
     return init_device_mesh(device, (world_size,))
+
+
+def of_all_ranks(text: str) -> list[str]:
+    """What each rank says, in the order of ranks. All of them have to call it."""
+    said: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(said, text)
+    return said

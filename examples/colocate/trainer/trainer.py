@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from .batch import TokenBatch
 from .config import TrainerConfig
 from .memory import TrainerMemory, local
 from .model import CausalLM, initial_deviation
-from .weights import weight_buckets
+from .weights import weight_buckets, write_weights
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Trainer:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.memory.place_params(self.model)
+        self.model.tie()
         self._initialize()
         self.memory.place_grads(self.model)
         self.optimizer = torch.optim.AdamW(
@@ -99,6 +100,15 @@ class Trainer:
         Needs the region of the parameters alone.
         """
         return weight_buckets(self.model, max_bytes, dtype or self.model_config.dtype)
+
+    def write_weights(
+        self, targets: Sequence[Mapping[str, Tensor]], gather: bool = False, dtype: torch.dtype | None = None
+    ) -> int:
+        """Write the weights into tensors of others, of the model's dtype (or another): see `weights.write_weights`.
+
+        Needs the region of the parameters alone.
+        """
+        return write_weights(self.model, targets, dtype or self.model_config.dtype, gather)
 
     def addresses(self) -> dict[str, int]:
         """Where every tensor is that lasts: parameters, gradients and moments."""

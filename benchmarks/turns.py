@@ -1,0 +1,282 @@
+"""The loop's turns for a model of 1.5 billion parameters: a shared pool, the driver as the source, and ``.to("cpu")``.
+
+    python benchmarks/turns.py [--cycles 5] [--only pool driver offload] [--small]
+
+The same loop each time (examples/colocate), with the engine and the trainer as two Ray actors: rollout, training,
+weight sync, rollout. The trainer has fp32 weights, gradients and AdamW's moments, the engine bf16 weights and a KV
+cache; KV cache and workspace are so large that the two do not fit beside each other. Prints for each turn the bytes
+that must move over the bus, its seconds, and what they are to the seconds of plain pinned copies of those bytes,
+measured in the same run: what goes out and what comes in at once counts at the rate of both ways at once. (Of
+``.to("cpu")``, the bytes that it moved.) Then the weight sync: bytes read and written over its seconds, against a
+plain copy on the device. Then one JSON line. Needs about 30 GiB of host memory for backups, and some for Ray's object
+store.
+
+``--small`` runs it on a tiny model. With ``--device cpu`` on the host driver; figures mean nothing there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# Here, and in Ray's workers.
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
+
+import ray  # noqa: E402
+import torch  # noqa: E402
+from environment import environment, need_cuda  # noqa: E402
+from host import GIB, MIB  # noqa: E402
+from limits import Limit  # noqa: E402
+from offload import OffloadingLoop  # noqa: E402
+from work import size  # noqa: E402
+
+from examples.colocate import loop  # noqa: E402
+from examples.colocate.report import Report  # noqa: E402
+from examples.colocate.rollout import demonstration_batch  # noqa: E402
+from memsaver import _core  # noqa: E402
+
+PHASES = ("train", "sync", "rollout")
+SUBJECTS = {"pool": "shared pool", "driver": "driver as the source", "offload": '.to("cpu")'}
+WARM_UP = 2
+GONE_S = 60.0
+
+Turn = dict[str, float]
+
+
+class Measured:
+    """One subject's loop, and what its turns took."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name = name
+        pool = "shared" if name == "pool" else "process"
+        arguments = ["--device", options.device, "--recipe", options.recipe, "--pool", pool]
+        self.options = loop.parse(arguments)
+        recipe = loop.chosen_recipe(self.options)
+        if name == "offload":
+            recipe = replace(recipe, engine=replace(recipe.engine, use_graphs=False))
+        kind = OffloadingLoop if name == "offload" else loop.Loop
+        self.recipe, self.loop = recipe, kind(self.options, recipe, Report(settings={}))
+        self.copy_bytes = options.copy_bytes
+        self.turns: dict[str, list[Turn]] = {phase: [] for phase in PHASES}
+        self.syncs: list[dict[str, float]] = []
+        self.regions: dict[str, dict[str, dict[str, Any]]] = {}  # by role and tag
+
+    def run(self, cycles: int) -> None:
+        running, recipe = self.loop, self.recipe
+        running.set_up()
+        self._enter("rollout")
+        for cycle in range(WARM_UP + cycles):
+            self._enter("train")
+            batch = ray.put([demonstration_batch(running.task, recipe.warm_up_batch, recipe.slip_share)])
+            ray.get([trainer.warm_up.remote(batch, [recipe.warm_up_rate]) for trainer in running.trainers])
+            self._enter("sync")
+            begin = time.perf_counter()
+            written = running.bring_weights()
+            sync = {"seconds": time.perf_counter() - begin}
+            if written:
+                sync |= {"bytes": written[0].nbytes, "write_seconds": written[0].write_seconds}
+                sync |= {"attached_seconds": written[0].seconds}
+            self.syncs.append(sync)
+            if cycle == WARM_UP + cycles - 1:
+                running.prove_weights()
+            self._enter("rollout")
+            running.players.rollout(recipe.prompts, recipe.group, zero_advantages=False)
+        self._look()
+        self.turns = {phase: found[-cycles:] for phase, found in self.turns.items()}
+        self.syncs = self.syncs[-cycles:]
+
+    def copy_rate(self) -> float:
+        """Bytes per second, read plus written, of a plain copy on the device."""
+        rate: float = ray.get(self.loop.trainers[0].copy_rate.remote(self.copy_bytes))
+        return rate
+
+    def _enter(self, phase: str) -> None:
+        turns = self.loop.turns
+        if self.name == "offload":
+            self.turns[phase].append(self._offload(phase))
+            return
+        turn = turns.enter(phase)
+        assert turn is not None
+        out, into = (
+            sum(each.copied_bytes for ranks in side.values() for each in ranks) for side in (turn.paused, turn.resumed)
+        )
+        self.turns[phase].append({"seconds": turn.seconds, "out_bytes": out, "in_bytes": into})
+
+    def _offload(self, phase: str) -> Turn:
+        """First what leaves, then what comes."""
+        phases, running = self.loop.turns.phases, self.loop
+        begin = time.perf_counter()
+        found = {}
+        for verb in ("pause", "resume"):
+            calls = []
+            for role, actors in (("engine", running.engines), ("trainer", running.trainers)):
+                coming = phases[phase].get(role, [])
+                every = {tag for each in phases.values() for tag in each.get(role, [])}
+                tags = coming if verb == "resume" else sorted(every - set(coming))
+                calls += [getattr(actor, verb).remote(tags) for actor in actors]
+            found[verb] = sum(each.copied_bytes for each in ray.get(calls))
+        return {"seconds": time.perf_counter() - begin, "out_bytes": found["pause"], "in_bytes": found["resume"]}
+
+    def _look(self) -> None:
+        if self.name == "offload":
+            return
+        for role, actor in (("engine", self.loop.engines[0]), ("trainer", self.loop.trainers[0])):
+            (device,) = ray.get(actor.stats.remote())["devices"].values()
+            self.regions[role] = {row["tag"]: row for row in device["regions"]}
+
+    def must_move(self, before: str, after: str) -> tuple[int, int]:
+        """Bytes out, and in, that the turn from one phase to another cannot do without."""
+        phases = self.loop.turns.phases
+
+        def kept(one: str, other: str, restored: bool) -> int:
+            roles = [role for role in phases[one] if restored or role != "engine"]
+            return sum(
+                self.regions[role][tag]["allocated_bytes"]
+                for role in roles
+                for tag in phases[one][role]
+                if tag not in phases[other].get(role, []) and self.regions[role][tag]["backup"] != "none"
+            )
+
+        # In the sync the engine's weights come without their old contents.
+        return kept(before, after, True), kept(after, before, after != "sync")
+
+
+@contextmanager
+def own_broker() -> Iterator[None]:
+    """Sockets in a directory of this benchmark's own; the broker that was started for it ends with it."""
+    directory = tempfile.mkdtemp(prefix="memsaver-")
+    os.environ["MEMSAVER_POOL_DIR"] = directory
+    try:
+        yield
+    finally:
+        for lock in Path(directory).glob("*.lock"):
+            if (pid := int(lock.read_text() or 0)) > 0:
+                os.kill(pid, signal.SIGTERM)
+                wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+        del os.environ["MEMSAVER_POOL_DIR"]
+        shutil.rmtree(directory)
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + GONE_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def free_bytes(device: str) -> int:
+    return 0 if device == "cpu" else int(_core.open_driver("cuda:0").memory()[0])
+
+
+def measure(name: str, options: argparse.Namespace, limit: Limit) -> dict[str, Any]:
+    """Turns and syncs of a subject, with the bus measured right before and after."""
+    free, since = free_bytes(options.device), len(limit.all)
+    limit.measure()
+    with own_broker():
+        begin = time.monotonic()
+        loop.start_ray(loop.parse(["--device", options.device]))
+        try:
+            measured = Measured(name, options)
+            with closing(measured.loop):
+                measured.run(options.cycles)
+                copy_rate = measured.copy_rate()
+        finally:
+            ray.shutdown()
+    wait_until(lambda: free_bytes(options.device) >= free - GIB)
+    limit.measure()
+    turns = {}
+    for before, after in zip(PHASES[-1:] + PHASES[:-1], PHASES):
+        found = measured.turns[after]
+        turn = {key: statistics.median(each[key] for each in found) for key in found[0]}
+        turns[f"{before} -> {after}"] = turn | {"all_seconds": [each["seconds"] for each in found]}
+    result: dict[str, Any] = {"turns": turns, "syncs": measured.syncs, "copy_bytes_per_s": copy_rate}
+    if name != "offload":
+        for (before, after), turn in zip(zip(PHASES[-1:] + PHASES[:-1], PHASES), turns.values()):
+            turn["must_out_bytes"], turn["must_in_bytes"] = measured.must_move(before, after)
+            turn["bus_seconds"] = bus_seconds(limit, turn["must_out_bytes"], turn["must_in_bytes"], since)
+    return result | {"bus": limit.all[since:], "run_seconds": time.monotonic() - begin}
+
+
+def bus_seconds(limit: Limit, out: int, into: int, since: int) -> float:
+    """Of plain pinned copies: as much as goes both ways at once does, the rest one way."""
+    both = min(out, into)
+    parts = (("both", both), ("out", out - both), ("into", into - both))
+    return sum((limit.milliseconds(way, nbytes, since) or 0.0) for way, nbytes in parts if nbytes) / 1e3
+
+
+def show(name: str, result: dict[str, Any]) -> None:
+    print(f"\n{SUBJECTS[name]}")
+    print(f"  {'turn':20}{'out':>15}{'in':>15}{'seconds':>9}{'bus':>9}{'ratio':>7}")
+    rows = dict(result["turns"])
+    rows["all"] = {
+        key: sum(turn.get(key, 0) for turn in rows.values())
+        for key in ("seconds", "must_out_bytes", "must_in_bytes", "bus_seconds", "out_bytes", "in_bytes")
+    }
+    result["all"] = rows["all"]
+    for turn, row in rows.items():
+        must = "must_" if row.get("bus_seconds") else ""
+        line = f"  {turn:20}{size(row[must + 'out_bytes']):>15}{size(row[must + 'in_bytes']):>15}{row['seconds']:>9.3f}"
+        if must:
+            line += f"{row['bus_seconds']:>9.3f}{row['seconds'] / row['bus_seconds']:>7.2f}"
+        print(line)
+    seconds = statistics.median(sync["seconds"] for sync in result["syncs"])
+    line = f"  weight sync: {seconds:.3f} s from call to return"
+    if "bytes" in result["syncs"][0]:
+        rate = statistics.median(sync["bytes"] / sync["write_seconds"] for sync in result["syncs"])
+        share = rate / result["copy_bytes_per_s"]
+        result["sync_share_of_copy"] = share
+        line += (
+            f"; {size(result['syncs'][0]['bytes'])} read and written at {rate / 1e9:.1f} GB/s, {100 * share:.0f} % of "
+            f"a plain copy's {result['copy_bytes_per_s'] / 1e9:.1f}"
+        )
+    print(line, flush=True)
+
+
+def driver_version() -> str | None:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cycles", type=int, default=5, help="steps that count")
+    parser.add_argument("--only", nargs="+", choices=tuple(SUBJECTS), default=tuple(SUBJECTS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--small", action="store_true", help="a tiny model")
+    options = parser.parse_args()
+    if options.device != "cpu":
+        need_cuda()
+    options.recipe = "tiny" if options.small else "1.5b"
+    options.copy_bytes = 16 * MIB if options.small else GIB
+    begin = time.monotonic()
+    limit = Limit(64 * MIB if options.small else 2 * GIB, "cpu" if options.device == "cpu" else "cuda:0")
+    result: dict[str, Any] = {"benchmark": "turns", **environment(), "driver": driver_version()}
+    result |= {"recipe": options.recipe, "cycles": options.cycles, "subjects": {}}
+    for name in options.only:
+        result["subjects"][name] = measure(name, options, limit)
+        show(name, result["subjects"][name])
+    limit.close()
+    if limit.error is not None:
+        print(f"\nthe bus could not be measured: {limit.error}")
+    print(json.dumps({**result, "seconds": time.monotonic() - begin}))
+
+
+if __name__ == "__main__":
+    main()
