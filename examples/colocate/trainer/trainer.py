@@ -20,7 +20,7 @@ from .batch import TokenBatch
 from .config import TrainerConfig
 from .memory import TrainerMemory, local
 from .model import CausalLM, initial_deviation
-from .weights import weight_buckets, write_weights
+from .weights import WeightWriter, weight_buckets
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Trainer:
             self.model.parameters(), lr=0.0, betas=config.betas, weight_decay=0.0, fused=True
         )
         self.memory.place_optimizer(self.optimizer)
+        self._writer = WeightWriter(self.model)
         self._tables = rotary_tables(model.max_position, model.head_dim, model.rope_theta, self.device)
 
     def warm_up(self, batch: TokenBatch, learning_rate: float) -> StepMetrics:
@@ -104,11 +105,11 @@ class Trainer:
     def write_weights(
         self, targets: Sequence[Mapping[str, Tensor]], gather: bool = False, dtype: torch.dtype | None = None
     ) -> int:
-        """Write the weights into tensors of others, of the model's dtype (or another): see `weights.write_weights`.
+        """Write the weights into tensors of others, of the model's dtype (or another): see `WeightWriter`.
 
         Needs the region of the parameters alone.
         """
-        return write_weights(self.model, targets, dtype or self.model_config.dtype, gather)
+        return self._writer.write(targets, dtype or self.model_config.dtype, gather)
 
     def addresses(self) -> dict[str, int]:
         """Where every tensor is that lasts: parameters, gradients and moments."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -36,66 +37,84 @@ def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype) -> Iter
         yield bucket
 
 
-@torch.no_grad()
-def write_weights(
-    model: nn.Module, targets: Sequence[Mapping[str, Tensor]], dtype: torch.dtype, gather: bool = False
-) -> int:
-    """Write every parameter into the tensors of its name: full ones of `dtype`, parts of fused weights among them.
+@dataclass(frozen=True)
+class _Row:
+    """A parameter, and the rows of it that this rank's shard is."""
 
-    Each rank writes its shards into all `targets`, such as the attached weights of every engine on the device that the
-    ranks share; when all ranks are done each target is whole. The cast is part of the copy, a few kernels in all, and
-    takes no memory. With `gather`, for ranks that do not reach each other's targets, every rank gathers one full
-    parameter after the other, which is all that it takes, and writes each into its own targets. That is collective,
-    also for a rank without targets.
+    name: str
+    parameter: Tensor
+    shape: torch.Size  # of the whole
+    first: int
+    last: int
 
-    Returns the bytes that this rank wrote. Raises ValueError, before the first byte is written, for names, shapes or
-    dtypes that are not those of the model.
+    def part(self, full: Tensor) -> Tensor:
+        return full if self.last - self.first == self.shape[0] else full[self.first : self.last]
+
+
+class WeightWriter:
+    """Writes a model's parameters into tensors of others: full ones by name, parts of fused weights among them.
+
+    What does not change is looked up once: a write then costs the host a fraction of what it costs the device.
     """
-    parameters = dict(model.named_parameters())
-    for target in targets:
-        check_target(parameters, target, dtype)
-    if gather:
-        for name, parameter in parameters.items():
-            full = _full(parameter)
-            for target in targets:
-                target[name].copy_(full)
-        return sum(tensor.nbytes for target in targets for tensor in target.values())
-    written = 0
-    for target in targets:
-        pairs = [(_part(target[name], parameter), local(parameter)) for name, parameter in parameters.items()]
-        pairs = [(to, shard) for to, shard in pairs if shard.numel()]  # the last ranks may have none of a small one
-        torch._foreach_copy_([to for to, _ in pairs], [shard for _, shard in pairs])
-        written += sum(to.nbytes for to, _ in pairs)
-    return written
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rows = [_row(name, parameter) for name, parameter in model.named_parameters()]
+        self._names = {row.name for row in self._rows}
+
+    @torch.no_grad()
+    def write(self, targets: Sequence[Mapping[str, Tensor]], dtype: torch.dtype, gather: bool = False) -> int:
+        """Write into all `targets`, of `dtype`, such as the attached weights of every engine on the device.
+
+        Each rank writes its shards; when all ranks are done each target is whole. The cast is part of the copy, a few
+        kernels in all, and takes no memory. With `gather`, for ranks that do not reach each other's targets, every rank
+        gathers one full parameter after the other, which is all that it takes, and writes each into its own targets.
+        That is collective, also for a rank without targets.
+
+        Returns the bytes that this rank wrote. Raises ValueError, before the first byte is written, for names, shapes,
+        dtypes or devices that are not those of the model.
+        """
+        for target in targets:
+            self._check(target, dtype)
+        if gather:
+            for row in self._rows:
+                full = _full(row.parameter)
+                for target in targets:
+                    target[row.name].copy_(full)
+            return sum(tensor.nbytes for target in targets for tensor in target.values())
+        rows = [row for row in self._rows if row.last > row.first]  # the last ranks may have none of a small one
+        shards = [local(row.parameter) for row in rows]
+        for target in targets:
+            torch._foreach_copy_([row.part(target[row.name]) for row in rows], shards)
+        return len(targets) * sum(shard.numel() for shard in shards) * dtype.itemsize
+
+    def _check(self, target: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        for verb, names in (("missing", self._names - target.keys()), ("unknown", target.keys() - self._names)):
+            if names:
+                raise ValueError(f"targets are {verb}: {_some(names)}; expected one for every parameter of the model")
+        device = next(iter(target.values())).device
+        for row in self._rows:
+            to = target[row.name]
+            if to.shape != row.shape or to.dtype != dtype:
+                raise ValueError(
+                    f"the target of {row.name!r} is {to.dtype} {tuple(to.shape)}; expected {dtype} {tuple(row.shape)}"
+                )
+            if to.device != device:
+                raise ValueError(
+                    f"the target of {row.name!r} is on {to.device}; expected {device}, where the first one is"
+                )
 
 
-def check_target(parameters: Mapping[str, Tensor], target: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Raise ValueError unless `target` has a tensor of `dtype` for each parameter, of its full shape, and no other."""
-    for verb, names in (("missing", parameters.keys() - target.keys()), ("unknown", target.keys() - parameters.keys())):
-        if names:
-            raise ValueError(f"targets are {verb}: {_some(names)}; expected one for every parameter of the model")
-    device = next(iter(target.values())).device
-    for name, parameter in parameters.items():
-        to = target[name]
-        if to.shape != parameter.shape or to.dtype != dtype:
-            raise ValueError(
-                f"the target of {name!r} is {to.dtype} {tuple(to.shape)}; expected {dtype} {tuple(parameter.shape)}"
-            )
-        if to.device != device:
-            raise ValueError(f"the target of {name!r} is on {to.device}; expected {device}, where the first one is")
-        if isinstance(parameter, DTensor) and tuple(parameter.placements) != (Shard(0),):
-            raise ValueError(f"{name!r} is placed as {parameter.placements}; expected (Shard(dim=0),)")
-
-
-def _part(full: Tensor, parameter: Tensor) -> Tensor:
-    """The rows of a full tensor that this rank's shard of a parameter is: as torch.chunk() deals them out."""
+def _row(name: str, parameter: Tensor) -> _Row:
+    """Raises ValueError for a parameter that is sharded otherwise than FSDP2 does it: rows, as torch.chunk() deals."""
     if not isinstance(parameter, DTensor):
-        return full
-    rank, ranks, rows = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size(), full.shape[0]
+        return _Row(name, parameter, parameter.shape, 0, parameter.shape[0])
+    if tuple(parameter.placements) != (Shard(0),):
+        raise ValueError(f"{name!r} is placed as {parameter.placements}; expected (Shard(dim=0),)")
+    rank, ranks, rows = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size(), parameter.shape[0]
     chunk = -(-rows // ranks)
     first, last = min(rank * chunk, rows), min((rank + 1) * chunk, rows)
     assert local(parameter).shape[0] == last - first, "FSDP2 shards as torch.chunk() does"
-    return full[first:last]
+    return _Row(name, parameter, parameter.shape, first, last)
 
 
 def _some(names: set[str]) -> str:
