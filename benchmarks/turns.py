@@ -65,6 +65,7 @@ class Measured:
         self.name = name
         pool = "shared" if name == "pool" else "process"
         arguments = ["--device", options.device, "--recipe", options.recipe, "--pool", pool]
+        arguments += ["--ranks", str(options.ranks), "--ranks-per-gpu", str(options.ranks)]
         self.options = loop.parse(arguments)
         recipe = loop.chosen_recipe(self.options)
         if name == "offload":
@@ -89,8 +90,9 @@ class Measured:
             written = running.bring_weights()
             sync = {"seconds": time.perf_counter() - begin}
             if written:
-                sync |= {"bytes": written[0].nbytes, "write_seconds": written[0].write_seconds}
-                sync |= {"attached_seconds": written[0].seconds}
+                span = max(each.ended for each in written) - min(each.began for each in written)
+                sync |= {"bytes": sum(each.nbytes for each in written), "write_seconds": span}
+                sync |= {"attached_seconds": max(each.seconds for each in written)}
             self.syncs.append(sync)
             if cycle == WARM_UP + cycles - 1:
                 running.prove_weights()
@@ -259,6 +261,9 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=5, help="steps that count")
     parser.add_argument("--only", nargs="+", choices=tuple(SUBJECTS), default=tuple(SUBJECTS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="pairs of an engine and a trainer's rank, all on one device"
+    )
     parser.add_argument("--small", action="store_true", help="a tiny model")
     options = parser.parse_args()
     if options.device != "cpu":
@@ -268,7 +273,7 @@ def main() -> None:
     begin = time.monotonic()
     limit = Limit(64 * MIB if options.small else 2 * GIB, "cpu" if options.device == "cpu" else "cuda:0")
     result: dict[str, Any] = {"benchmark": "turns", **environment(), "driver": driver_version()}
-    result |= {"recipe": options.recipe, "cycles": options.cycles, "subjects": {}}
+    result |= {"recipe": options.recipe, "ranks": options.ranks, "cycles": options.cycles, "subjects": {}}
     for name in options.only:
         result["subjects"][name] = measure(name, options, limit)
         show(name, result["subjects"][name])

@@ -51,8 +51,13 @@ class WeightsWritten:
 
     way: str  # "shards", each rank's into all engines, or "gathered", full ones into the rank's own engine
     nbytes: int  # read and written, without what was gathered
-    write_seconds: float  # the writing alone
+    began: float  # the writing alone, by the machine's monotonic clock
+    ended: float
     seconds: float  # with attaching and leaving
+
+    @property
+    def write_seconds(self) -> float:
+        return self.ended - self.began
 
 
 class Worker(Colocated):
@@ -61,13 +66,23 @@ class Worker(Colocated):
     largest: str  # tag of the region that takes most
 
     def __init__(
-        self, recipe: Recipe, device: str, rank: int, ranks: int, seed: int, pool: str, host_device_bytes: int
+        self,
+        recipe: Recipe,
+        device: str,
+        rank: int,
+        ranks: int,
+        sharers: int,
+        seed: int,
+        pool: str,
+        host_device_bytes: int,
     ) -> None:
-        self.recipe, self.rank, self.ranks, self.seed, self.pool = recipe, rank, ranks, seed, pool
+        """`sharers`: how many of the ranks are on this device."""
+        self.recipe, self.rank, self.ranks, self.sharers = recipe, rank, ranks, sharers
+        self.seed, self.pool = seed, pool
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            self.capacity = recipe.capacity(torch.cuda.get_device_properties(self.device).total_memory)
+            self.capacity = recipe.capacity(torch.cuda.get_device_properties(self.device).total_memory, sharers)
         else:
             torch.set_num_threads(recipe.threads)
             memsaver.configure(host_device=host_device_bytes)
@@ -94,8 +109,8 @@ class Worker(Colocated):
         return row
 
     def _own_bytes(self) -> int:
-        """What there is for this rank: a GPU of its own, or its part of the host's device."""
-        return self.capacity // (self.ranks if self.device.type == "cpu" else 1)
+        """What there is for this rank of its device."""
+        return self.capacity // self.sharers
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -191,7 +206,7 @@ class TrainerWorker(Worker):
 
     def setup(self, init_method: str | None) -> list[str]:
         """Build the trainer. Returns the tags of its regions."""
-        mesh = join(self.device.type, self.rank, self.ranks, init_method)
+        mesh = join(self.device.type, self.rank, self.ranks, init_method, self.sharers)
         self._uuid = self._figures()["uuid"]
         self._devices = set(of_all_ranks(self._uuid))
         self.trainer = Trainer(self.recipe.model, replace(self.recipe.trainer, seed=self.seed), mesh)
@@ -258,10 +273,10 @@ class TrainerWorker(Worker):
             attached = time.perf_counter()
             written = self.trainer.write_weights(targets, gather)
             self._synchronize()
-            write_seconds = time.perf_counter() - attached
+            ended = time.perf_counter()
         read = written * 4 // self.recipe.model.dtype.itemsize  # from fp32
         way = "gathered" if gather else "shards"
-        return WeightsWritten(way, read + written, write_seconds, time.perf_counter() - begin)
+        return WeightsWritten(way, read + written, attached, ended, time.perf_counter() - begin)
 
     def copy_rate(self, nbytes: int, repeats: int = 5) -> float:
         """Bytes per second, read plus written, of plain copies on the device: the best of a few."""

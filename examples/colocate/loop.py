@@ -48,7 +48,10 @@ class Loop:
     def __init__(self, options: argparse.Namespace, recipe: Recipe, report: Report) -> None:
         self.options, self.recipe, self.report = options, recipe, report
         self.task = Arithmetic(recipe.largest, recipe.held_out, recipe.carry_share, options.seed)
-        self._placement, placements = placement(ranks=options.ranks, roles=2)
+        each = options.ranks_per_gpu
+        self._placement, gpus = placement(ranks=options.ranks // each, roles=2 * each)
+        placements = [gpus[rank // each] for rank in range(options.ranks)]
+        sharers = options.ranks if options.device == "cpu" else each
         # The host driver's device is named by its size: this run gets one of its own.
         host_device = recipe.host_device_bytes + (os.getpid() + next(_runs)) % 32 * 2 * MIB
 
@@ -56,7 +59,7 @@ class Loop:
             remote = ray.remote(worker)
             return [
                 remote.options(**placed).remote(
-                    recipe, options.device, rank, options.ranks, options.seed, options.pool, host_device
+                    recipe, options.device, rank, options.ranks, sharers, options.seed, options.pool, host_device
                 )
                 for rank, placed in enumerate(placements)
             ]
@@ -256,6 +259,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
     parser.add_argument("--recipe", choices=tuple(RECIPES), help="sizes and settings; by default the device's")
     parser.add_argument("--ranks", type=int, default=1, help="engines and trainers, a pair for each GPU")
+    parser.add_argument("--ranks-per-gpu", type=int, default=1, help="pairs that share a GPU")
     parser.add_argument(
         "--pool", choices=("shared", "process"), default="shared", help="where device memory comes from"
     )
@@ -275,6 +279,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--address", help="of a Ray cluster to join; by default a local one is started")
     parser.add_argument("--json", metavar="FILE", help="file that gets the JSON line too")
     options = parser.parse_args(arguments)
+    if not (options.ranks_per_gpu >= 1 and options.ranks % options.ranks_per_gpu == 0):
+        parser.error(f"--ranks-per-gpu is {options.ranks_per_gpu}, expected a divisor of --ranks, {options.ranks}")
     options.sync = options.sync or ("attach" if options.pool == "shared" else "buckets")
     if options.sync == "attach" and options.pool != "shared":
         parser.error("--sync attach needs --pool shared: other memory cannot be attached to")

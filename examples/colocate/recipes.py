@@ -65,9 +65,9 @@ class Recipe:
         ramp, decay = min(5, self.steps), 0.6 * self.steps
         return self.rate * min(1.0, (step + 1) / ramp, (self.steps - step) / decay + 0.1)
 
-    def capacity(self, device_bytes: int) -> int:
-        """Of a GPU of this size, what regions may take: all but what is needed outside of them."""
-        return max(device_bytes - self.outside_bytes, device_bytes // 2)
+    def capacity(self, device_bytes: int, sharers: int = 1) -> int:
+        """Of a GPU of this size, what the regions of so many pairs may take: all but what they need outside."""
+        return max(device_bytes - sharers * self.outside_bytes, device_bytes // 2)
 
     def kv_blocks(self, device_bytes: int) -> int:
         """Blocks of the KV cache on a device of this size."""

@@ -9,10 +9,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
-def join(device: str, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> DeviceMesh:
+def join(
+    device: str, rank: int = 0, world_size: int = 1, init_method: str | None = None, sharers: int = 1
+) -> DeviceMesh:
     """Join the process group and return its mesh of one dimension: gloo on the CPU, NCCL on CUDA.
 
-    `device` is "cpu" or "cuda" (the current one). `init_method` is torch's, such as "tcp://host:port"; one rank alone
+    `device` is "cpu" or "cuda" (the current one). `sharers`: ranks on the same device; NCCL refuses more than one, and
+    gloo then serves CUDA as well. `init_method` is torch's, such as "tcp://host:port"; one rank alone
     needs none. Can be called again.
     """
     if device not in ("cpu", "cuda"):
@@ -25,8 +28,8 @@ def join(device: str, rank: int = 0, world_size: int = 1, init_method: str | Non
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if not dist.is_initialized():
         where = {"store": dist.HashStore()} if init_method is None else {"init_method": init_method}
-        backend = "nccl" if device == "cuda" else "gloo"
-        device_id = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
+        backend = "nccl" if device == "cuda" and sharers == 1 else "gloo"
+        device_id = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=device_id, **where)
     return init_device_mesh(device, (world_size,))
 

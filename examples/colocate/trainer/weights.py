@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -123,5 +124,16 @@ def _some(names: set[str]) -> str:
 
 
 def _full(parameter: Tensor) -> Tensor:
-    full: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return full.detach()
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    group = parameter.device_mesh.get_group()
+    if not (parameter.is_cuda and dist.get_backend(group) == "gloo"):
+        return parameter.full_tensor().detach()
+    # Ranks that share a GPU: gloo's gathering on CUDA ended the process (torch 2.11), on the CPU it works.
+    row = _row("", parameter)
+    chunk = -(-row.shape[0] // dist.get_world_size(group))
+    shard = torch.zeros((chunk, *row.shape[1:]), dtype=parameter.dtype)
+    shard[: row.last - row.first].copy_(local(parameter))
+    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, shard, group=group)
+    return torch.cat(shards)[: row.shape[0]]

@@ -1,0 +1,149 @@
+"""What clients of a shared pool do on a CUDA device, in processes of their own (see tests/pool_support.py)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+
+import memsaver
+from memsaver import _core
+from tests.support import MIB, Hooks
+
+DEVICE = "cuda:0"
+FILLS = 200  # of one graph
+REPLAYS = 100
+
+
+class Numbers:
+    """A tensor in a region, which holds a sequence of numbers that ``start`` tells."""
+
+    def __init__(self, tag: str, nbytes: int, backup: str = "none", start: int = 0) -> None:
+        self.region = memsaver.region(tag, DEVICE, backup)
+        self.tensor = self.region.empty((nbytes // 8,), torch.int64)
+        self.fill(start)
+
+    def fill(self, start: int) -> None:
+        self.start = start
+        torch.arange(start, start + self.tensor.numel(), out=self.tensor)
+        torch.cuda.synchronize()
+
+    def check(self) -> None:
+        step = 1 << 24  # numbers at a time, so that the comparison takes little memory of its own
+        for at in range(0, self.tensor.numel(), step):
+            part = self.tensor[at : at + step]
+            expected = torch.arange(self.start + at, self.start + at + part.numel(), device=DEVICE)
+            assert torch.equal(part, expected), f"differs from number {at} on"
+
+
+def captured_sum() -> tuple[memsaver.CUDAGraph, torch.Tensor, torch.Tensor]:
+    """A graph that multiplies in regions; what it writes to, and what should be there after a replay."""
+    weights, pool = memsaver.region("weights", DEVICE, "host"), memsaver.region("graph", DEVICE, "host")
+    torch.manual_seed(0)
+    with weights:
+        matrix, vector, result = (torch.randn(512, 512, device=DEVICE) for _ in range(3))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            result.copy_(torch.relu(matrix @ vector) @ matrix)
+    torch.cuda.synchronize()
+    graph = memsaver.CUDAGraph()
+    with memsaver.graph(graph, region=pool, needs=[weights]):
+        result.copy_(torch.relu(matrix @ vector) @ matrix)
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, result, result.cpu()
+
+
+def write_for_long(numbers: Numbers) -> None:
+    """Queues some seconds of work that writes to all of the tensor, again and again; it ends by itself."""
+    graph = torch.cuda.CUDAGraph()
+    numbers.tensor.fill_(-1)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for byte in range(FILLS):
+            numbers.tensor.fill_(-1 - byte)
+    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    began.record()
+    graph.replay()
+    ended.record()
+    torch.cuda.synchronize()
+    for _ in range(max(1, min(REPLAYS, int(4000 / max(began.elapsed_time(ended), 1.0))))):
+        graph.replay()
+    numbers.graph = graph  # type: ignore[attr-defined]
+
+
+def is_busy() -> bool:
+    return not torch.cuda.current_stream().query()
+
+
+def client_dies(seed: int, sizes: tuple[int, int] = (192 * MIB, 320 * MIB)) -> str:
+    """A client of the pool pauses and resumes until it is killed at a random moment. Returns its pid, and its end.
+
+    A fork of this process, which must not have used CUDA.
+    """
+    choose = random.Random(seed)
+    ready, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            _live(choose, sizes, lambda: os.write(tell, b"1"))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(3)
+    os.close(tell)
+    os.read(ready, 1)
+    os.close(ready)
+    time.sleep(choose.random() * 0.3)
+    os.kill(child, signal.SIGKILL)
+    return f"{child} {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}"
+
+
+def _live(choose: random.Random, sizes: tuple[int, int], ready: Callable[[], object]) -> None:
+    regions = [memsaver.region(backup, DEVICE, backup) for backup in ("none", "host")]
+    for region, nbytes in zip(regions, sizes):
+        hooks = Hooks(region)
+        while hooks.alloc(nbytes) is None:
+            time.sleep(0.001)
+        if not region.pause().paused:
+            raise AssertionError("nothing was paused")
+    ready()
+    turn(regions, choose, lambda: False)
+
+
+def turn(regions: list[memsaver.Region], choose: random.Random, is_over: Callable[[], bool]) -> int:
+    """Random transitions, until it is over. Returns how many there were; shortage and a lost broker are none."""
+    count = 0
+    while not is_over():
+        chosen = choose.sample(regions, choose.randint(1, len(regions)))
+        try:
+            for region in chosen:
+                move = choose.choice((region.pause, lambda: region.resume(timeout=0.05)))  # noqa: B023
+                move()
+                count += 1
+        except (memsaver.OutOfMemoryError, memsaver.BrokerError):
+            time.sleep(0.001)
+    return count
+
+
+def survive(numbers: Numbers, seed: int, path: str) -> int:
+    """Transitions of one region with contents, until there is such a file; it is active and checked at the end."""
+    count = turn([numbers.region], random.Random(seed), lambda: os.path.exists(path))
+    deadline = time.monotonic() + 60
+    while numbers.region.state != "active":
+        try:
+            numbers.region.resume(timeout=10)
+        except (memsaver.OutOfMemoryError, memsaver.BrokerError):
+            assert time.monotonic() < deadline
+    numbers.check()
+    return count
+
+
+def unreleased() -> int:
+    return int(_core.unreleased_bytes())

@@ -1,0 +1,173 @@
+"""Processes that borrow from one pool on a CUDA device: hand-overs, attachments, and sudden ends."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.broker_support import Running
+from tests.pool_support import Worker, is_whole, until
+from tests.support import GIB, MIB
+
+pytestmark = pytest.mark.gpu
+
+CAPACITY = 2 * GIB
+CLIENT_KILLS, BROKER_KILLS = 30, 10
+IMPORTS = "from tests.gpu.pool_clients import *"
+
+
+@pytest.fixture
+def broker() -> Iterator[Running]:
+    with Running(str(CAPACITY), "--device", "cuda:0") as running:
+        yield running
+
+
+def settled(broker: Running) -> dict:
+    until(lambda: is_whole(broker.status()))
+    return broker.status()
+
+
+def pids(broker: Running) -> set[int]:
+    return {row["pid"] for row in broker.status()["clients"]}
+
+
+def held(broker: Running, worker: Worker) -> int:
+    return broker.row(worker.pid)["held_bytes"]
+
+
+def hand_over(owner: Worker, other: Worker, what: str) -> None:
+    text = owner.run(f"print(pickle.dumps(memsaver.share({what})).hex())")
+    other.run(f"token = pickle.loads(bytes.fromhex({text!r}))")
+    other.run("attached = contextlib.ExitStack(); tensors = attached.enter_context(memsaver.attach(token))")
+
+
+@pytest.mark.parametrize("backup", ["host", "none"])
+def test_memory_goes_from_process_to_process_and_contents_stay(broker, backup):
+    made = f"numbers = Numbers('numbers', {1536 * MIB}, {backup!r}, {{}})"
+    with Worker(broker, IMPORTS, made.format(1), "memsaver.pause()") as one, Worker(broker, IMPORTS) as two:
+        two.run(made.format(2))
+        for turn in range(6):
+            source, target = (two, one) if turn % 2 == 0 else (one, two)
+            target.send("memsaver.resume(timeout=60)")
+            until(lambda: broker.row(target.pid)["waiting"])  # noqa: B023
+            source.run("memsaver.pause()")
+            target.answer()
+            target.run("numbers.check()" if backup == "host" else f"numbers.fill({turn}); numbers.check()")
+        status = settled(broker)
+        assert status["total_bytes"] <= CAPACITY
+        assert status["idle_bytes"] + held(broker, two) == status["total_bytes"]
+        assert one.run("print(unreleased())") == two.run("print(unreleased())") == "0"
+
+
+def test_a_captured_graph_replays_after_its_memory_was_another_processs(broker):
+    with Worker(broker, IMPORTS, "graph, result, expected = captured_sum()") as one, Worker(broker, IMPORTS) as two:
+        one.run("memsaver.pause()")
+        two.run(f"numbers = Numbers('all', {CAPACITY})")
+        for turn in range(3):
+            assert one.fails("graph.replay()").startswith("RegionPausedError")
+            two.run("numbers.check(); memsaver.pause()")
+            one.run("memsaver.resume(timeout=60); result.zero_(); graph.replay(); torch.cuda.synchronize()")
+            one.run("assert torch.equal(result.cpu(), expected); memsaver.pause()")
+            two.run(f"memsaver.resume(timeout=60); numbers.fill({turn})")
+
+
+def test_views_of_fused_weights_are_shared_without_a_copy(broker):
+    with Worker(broker, IMPORTS) as owner, Worker(broker, IMPORTS) as other:
+        owner.run("region = memsaver.region('weights', DEVICE, 'host')")
+        owner.run("qkv = region.empty((3072, 1024), torch.bfloat16).zero_(); q, k, v = qkv.split(1024)")
+        owner.run(
+            "gate_up = region.empty((2, 4096, 1024), torch.bfloat16).zero_(); scale = region.empty((), torch.float32)"
+        )
+        owner.run("named = {'q': q, 'k': k, 'v': v, 'gate': gate_up[0], 'up': gate_up[1], 'scale': scale.fill_(0.5)}")
+        hand_over(owner, other, "named")
+        other.run("assert all(t.is_cuda and (t == 0).all() for name, t in tensors.items() if name != 'scale')")
+        other.run("assert tensors['q'].dtype == torch.bfloat16 and tensors['scale'].item() == 0.5")
+        other.run("[t.fill_(n + 1) for n, t in enumerate(tensors.values())]; torch.cuda.synchronize()")
+        assert "AttachedError" in owner.fails("memsaver.pause(timeout=0.2)")
+        owner.run("assert all((t == n + 1).all() for n, t in enumerate(named.values()))")
+        owner.run("assert torch.equal(qkv[1024:2048], k) and (gate_up[1] == 5).all()")
+        other.run("attached.close()")
+        owner.run("memsaver.pause(timeout=30); memsaver.resume(timeout=30)")
+        owner.run("assert all((t == n + 1).all() for n, t in enumerate(named.values()))")
+
+
+def test_leaving_waits_for_what_the_attachment_still_runs(broker):
+    with Worker(broker, IMPORTS) as owner, Worker(broker, IMPORTS) as other:
+        owner.run(f"numbers = Numbers('weights', {512 * MIB}, 'host')")
+        hand_over(owner, other, "numbers.tensor")
+        other.run("torch.cuda._sleep(1_000_000_000); tensors.fill_(5); attached.close()")
+        owner.run("assert (numbers.tensor == 5).all(); memsaver.pause(timeout=30)")
+
+
+def test_the_next_owners_bytes_are_untouched_by_a_killed_clients_kernels(broker):
+    """Memory goes on when the kernel reports the exit, and by then the driver has ended what the client ran."""
+    with Worker(broker, IMPORTS) as victim, Worker(broker, IMPORTS) as heir:
+        heir.run(f"numbers = Numbers('heir', {CAPACITY // 2})")
+        heir.run("memsaver.pause()")
+        victim.run(f"numbers = Numbers('victim', {CAPACITY})")
+        heir.send("memsaver.resume(timeout=60); numbers.fill(123)")
+        until(lambda: broker.row(heir.pid)["waiting"])
+        victim.run("write_for_long(numbers)")
+        assert victim.run("print(is_busy())") == "True"
+        victim.kill()
+        heir.answer()
+        for _ in range(6):
+            heir.run("numbers.check()")
+            time.sleep(0.5)
+        assert victim.pid not in pids(broker)
+
+
+def test_clients_killed_at_random_moments(broker, tmp_path, driver_free):
+    free = driver_free()
+    halt = tmp_path / "halt"
+    with Worker(broker, IMPORTS) as survivor, Worker(broker, IMPORTS) as nursery:
+        survivor.run(f"numbers = Numbers('numbers', {1280 * MIB}, 'host', 5)")
+        survivor.send(f"print(survive(numbers, 1, {str(halt)!r}))")
+        for seed in range(CLIENT_KILLS):
+            pid, ended = map(int, nursery.run(f"print(client_dies({seed}))").split())
+            assert ended == -signal.SIGKILL, f"seed {seed}: the client ended with {ended}"
+            until(lambda: pid not in pids(broker), within_s=10)  # noqa: B023
+            status = broker.status()
+            in_use = sum(row["held_bytes"] for row in status["clients"])
+            assert in_use + status["idle_bytes"] + status["leaving_bytes"] == status["total_bytes"] <= CAPACITY
+        halt.touch()
+        assert int(survivor.answer()) > 0
+        survivor.run("memsaver.pause()")
+        check_all(broker)
+        survivor.run("memsaver.resume(timeout=60); numbers.check()")
+    broker.kill()
+    until(lambda: driver_free() >= free - 256 * MIB)
+
+
+def check_all(broker: Running) -> None:
+    """All is there, and a client that comes can have it."""
+    status = settled(broker)
+    assert status["idle_bytes"] == status["total_bytes"] <= CAPACITY
+    with Worker(broker, IMPORTS) as claimant:
+        claimant.run(f"numbers = Numbers('all', {CAPACITY}, 'none', 9)")
+        claimant.run("numbers.check()")
+    until(lambda: claimant.pid not in pids(broker))
+
+
+def test_brokers_killed_at_random_moments(broker, tmp_path: Path):
+    halt = tmp_path / "halt"
+    made = "numbers = Numbers('numbers', {} * MIB, 'host', {})"
+    with Worker(broker, IMPORTS, made.format(1280, 5), "memsaver.pause()") as one, Worker(broker, IMPORTS) as two:
+        two.run(made.format(1280, 6))
+        for number, worker in enumerate((one, two)):
+            worker.send(f"print(survive(numbers, {number}, {str(halt)!r})); memsaver.pause()")
+        for seed in range(BROKER_KILLS):
+            until(lambda: {one.pid, two.pid} <= pids(broker))
+            time.sleep(random.Random(seed).random() * 0.4)
+            broker.kill()
+            broker.start()
+        until(lambda: {one.pid, two.pid} <= pids(broker))
+        halt.touch()
+        for worker in (one, two):
+            assert int(worker.answer()) > 0
+        check_all(broker)

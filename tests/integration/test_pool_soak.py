@@ -1,0 +1,64 @@
+"""Eight clients of a shared pool in turn, ten thousand times in all: nothing grows."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from tests.broker_support import Running
+from tests.pool_support import Worker, chunks_of, descriptors_of, is_whole, mappings_of, rss_bytes, until
+from tests.support import MIB, PAGE
+
+CLIENTS = 8
+CHUNKS = 3  # one client can have what it needs, and another a part of it
+TURNS = int(os.environ.get("MEMSAVER_TEST_TURNS", "10000"))
+WARM_UP = 50  # of each client: descriptors have arrived, allocators have what they keep
+GROWTH = 2 * MIB  # of a process's memory, for what allocators and the interpreter do as they like
+
+
+@dataclass
+class Footprint:
+    descriptors: int  # beside those of chunks
+    chunks: int
+    mappings: int
+    rss_bytes: int
+
+    @classmethod
+    def of(cls, pid: int) -> Footprint:
+        return cls(descriptors_of(pid) - chunks_of(pid), chunks_of(pid), mappings_of(pid), rss_bytes(pid))
+
+    def check(self, pid: int, who: str) -> None:
+        until(lambda: Footprint.of(pid).descriptors <= self.descriptors)  # who asked for the status is on its way out
+        now = Footprint.of(pid)
+        assert now.chunks <= CHUNKS, f"{who} has {now.chunks} chunks, there are {CHUNKS}"
+        assert now.mappings <= self.mappings + 4, f"{who}: {now.mappings} mappings, {self.mappings} before"
+        grown = now.rss_bytes - self.rss_bytes
+        assert grown <= GROWTH, f"{who} has grown by {grown / MIB:.1f} MiB in {TURNS} turns"
+
+
+def test_eight_clients_in_ten_thousand_turns() -> None:
+    with Running(str(CHUNKS * PAGE)) as broker:
+        workers: list[Worker] = []
+        try:
+            for number in range(CLIENTS):
+                made = f"held = hold('turns', PAGE + 4096, 'host', {number})"  # of two chunks
+                workers.append(Worker(broker, made, "memsaver.pause()"))
+            for turns in (WARM_UP, TURNS // CLIENTS):
+                if turns != WARM_UP:
+                    before = {worker.pid: Footprint.of(worker.pid) for worker in workers}
+                    of_broker = Footprint.of(broker.process.pid)
+                for worker in workers:
+                    worker.send(f"take_turns(held, {turns})")
+                for worker in workers:
+                    worker.answer()
+                until(lambda: is_whole(broker.status()))
+            status = broker.status()
+            assert status["idle_bytes"] == status["total_bytes"] == int(workers[0].run("print(used_bytes())"))
+            assert len(status["clients"]) == CLIENTS
+            for worker in workers:
+                before[worker.pid].check(worker.pid, f"client {worker.pid}")
+            of_broker.check(broker.process.pid, "the broker")
+        finally:
+            for worker in workers:
+                with worker:
+                    pass

@@ -1,0 +1,487 @@
+"""Processes that borrow from one pool: hand-overs, waiting, shortage, and brokers that die and come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memsaver import protocol
+from memsaver.protocol import Message
+from tests.broker_support import Running
+from tests.pool_support import SECOND_S, Worker, descriptors_of, is_whole, until
+from tests.support import MIB, PAGE, Peer, fresh_device
+
+CAPACITY = 64 * MIB
+LARGE = 50 * MIB  # of which no two fit
+
+
+@pytest.fixture
+def broker() -> Iterator[Running]:
+    with Running(str(CAPACITY)) as running:
+        yield running
+        for lock in running.directory.glob("*.lock"):  # of one that a client started
+            pid = int(lock.read_text() or 0)
+            if pid and pid != running.process.pid:
+                os.kill(pid, signal.SIGKILL)
+
+
+def held(broker: Running, worker: Worker) -> int:
+    return int(broker.row(worker.pid)["held_bytes"])
+
+
+def is_waiting(broker: Running, worker: Worker) -> bool:
+    return bool(broker.row(worker.pid)["waiting"])
+
+
+def settled(broker: Running) -> dict[str, Any]:
+    """The status, once what was given back on the way has arrived."""
+    until(lambda: is_whole(broker.status()))
+    return broker.status()
+
+
+# Hand-overs
+
+
+def test_a_pause_hands_its_chunks_to_a_resume_that_waits_in_another_process(broker: Running) -> None:
+    with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)", "memsaver.pause()") as one, Worker(broker) as two:
+        two.run(f"held = hold('b', {LARGE}, 'host', 2)")
+        one.send("print(memsaver.resume(timeout=60).resumed)")
+        until(lambda: is_waiting(broker, one))
+        assert broker.row(one.pid)["waiting"][0]["needed_bytes"] >= LARGE
+        two.run("memsaver.pause()")
+        assert one.answer() == "('a',)"
+        one.run("held.check()")
+        two.send("memsaver.resume(timeout=60); held.check()")
+        one.run("memsaver.pause()")
+        two.answer()
+        status = settled(broker)
+        assert status["total_bytes"] == int(one.run("print(used_bytes())")) <= CAPACITY
+
+
+def test_a_resume_takes_chunks_before_the_pause_that_gives_them_has_ended(tmp_path: Path) -> None:
+    """100 MiB out against 100 MiB in, on a device of 128 MiB."""
+    with (
+        Running("128MiB") as broker,
+        Worker(broker, "held = hold('a', 100 * MIB, 'host', 1)", "memsaver.pause()") as one,
+        Worker(broker, "held = hold('b', 100 * MIB, 'host', 2)") as two,
+    ):
+        one.send("memsaver.resume(timeout=60); held.check()")
+        until(lambda: is_waiting(broker, one))
+        two.send(f"memsaver.pause(progress=stay_until({str(tmp_path / 'go')!r}))")
+        until(lambda: held(broker, one) > 0)
+        assert held(broker, two) > 0 and is_waiting(broker, one)
+        (tmp_path / "go").touch()
+        two.answer()
+        one.answer()
+        assert held(broker, two) == 0
+
+
+def test_what_a_pause_gave_back_can_be_had_as_soon_as_it_has_returned(broker: Running) -> None:
+    with (
+        Worker(broker, "held = hold('a', 64 * MIB)", "memsaver.pause()") as one,
+        Worker(broker, "held = hold('b', 64 * MIB)") as two,
+    ):
+        for _ in range(30):
+            for source, target in ((two, one), (one, two)):
+                source.run("memsaver.pause()")
+                target.run("memsaver.resume()")
+
+
+def test_chunks_that_come_again_bring_no_descriptors(broker: Running) -> None:
+    with Worker(broker, f"held = hold('a', {LARGE}, 'none')", "memsaver.pause()") as one, Worker(broker) as two:
+        two.run(f"held = hold('b', {LARGE}, 'none')")
+        seen = []
+        for _ in range(10):
+            for source, target in ((two, one), (one, two)):
+                target.send("memsaver.resume(timeout=60)")
+                source.run("memsaver.pause()")
+                target.answer()
+            seen.append([descriptors_of(pid) for pid in (one.pid, two.pid, broker.process.pid)])
+        assert seen[1:] == seen[1:2] * 9
+        assert one.run("print(_core.unreleased_bytes())") == "0"
+
+
+def test_contents_survive_many_turns_under_every_policy(broker: Running, tmp_path: Path) -> None:
+    def worker(name: str, seed: int) -> Worker:
+        return Worker(
+            broker,
+            f"host = hold('host-{name}', 13 * MIB + 5, 'host', {seed})",
+            f"more = Held(host.region, 3 * MIB, {seed + 1})",
+            f"disk = hold('disk-{name}', 5 * MIB, 'disk', {seed + 2})",
+            f"frozen = hold('frozen-{name}', 6 * MIB, 'host', {seed + 3}, frozen=True)",
+            "none = hold('none', 3 * MIB)",
+            "zero = hold('zero', 3 * MIB, fill='zero')",
+            "poison = hold('poison', 3 * MIB, fill='poison')",
+            "memsaver.pause()",
+            "kept = (host, more, disk, frozen)",
+            MEMSAVER_DISK_DIR=str(tmp_path),
+        )
+
+    with worker("one", 10) as one:
+        with worker("two", 20) as two:
+            for turn in range(12):
+                source, target = (one, two) if turn % 2 else (two, one)
+                target.send("memsaver.resume(timeout=60)")
+                source.run("memsaver.pause()")
+                target.answer()
+                target.run("[each.check() for each in kept]")
+                target.run("assert not zero.data.any() and (poison.data == 255).all()")
+                target.run(f"host.fill({turn}); disk.fill({turn + 1}); [each.fill(7) for each in (none, zero, poison)]")
+            assert is_whole(settled(broker))
+
+
+def test_a_switch_in_one_process_goes_through_its_own_chunks(broker: Running) -> None:
+    with Worker(broker, f"one = hold('one', {LARGE}, 'host', 1)", "memsaver.pause()") as worker:
+        worker.run(f"two = hold('two', {LARGE}, 'host', 2)")
+        for _ in range(3):
+            worker.run("memsaver.switch(pause='two', resume='one'); one.check()")
+            worker.run("memsaver.switch(pause='one', resume='two'); two.check()")
+        assert held(broker, worker) == settled(broker)["total_bytes"] <= CAPACITY
+
+
+def test_figures_and_retained_memory(broker: Running) -> None:
+    with Worker(broker, "held = hold('a', 10 * MIB)", MEMSAVER_RETAIN="1GiB") as worker:
+        shown = worker.run("s = memsaver.stats(); d = s['devices']['cpu']; print(d['regions'][0]['mapped_bytes'])")
+        assert int(shown) >= 10 * MIB
+        assert worker.run("print(s['options']['pool'], d['retained_bytes'])") == "shared 0"
+        worker.run("memsaver.pause()")
+        assert worker.run("print(memsaver.stats()['devices']['cpu']['retained_bytes'])") == "0"
+        until(lambda: held(broker, worker) == 0)
+
+
+def test_memory_from_before_the_pool_stays_the_drivers(broker: Running) -> None:
+    with Worker(broker, f"held = hold('a', {PAGE}, 'host', 5)", MEMSAVER_POOL="process") as worker:
+        worker.run("memsaver.configure(pool='shared')")
+        assert held(broker, worker) == 0
+        worker.run("memsaver.pause(); memsaver.resume(); held.check()")
+        assert held(broker, worker) == PAGE
+        worker.run("memsaver.configure(pool='process'); memsaver.pause(); memsaver.resume(); held.check()")
+        until(lambda: held(broker, worker) == 0)
+
+
+# Waiting and shortage
+
+
+def test_a_resume_without_a_timeout_fails_at_once_and_names_who_holds_what(broker: Running) -> None:
+    with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)", "memsaver.pause()") as one, Worker(broker) as two:
+        two.run(f"held = hold('b', {LARGE}, 'host', 2)")
+        for timeout in (0, 0.3):
+            before = settled(broker)["total_bytes"]
+            text = one.fails(f"memsaver.resume(timeout={timeout})")
+            assert text.startswith("OutOfMemoryError")
+            bytes_held = held(broker, two)
+            assert one.run("print(repickled(error).processes)") == f"[({two.pid}, 'python', {bytes_held})]"
+            assert f"(pid {two.pid}) {bytes_held / MIB:.1f} MiB" in text
+            assert int(one.run("print(error.needed_bytes)")) >= LARGE
+            assert int(one.run("print(error.free_bytes)")) == CAPACITY - bytes_held
+            assert one.run("print(held.region.state, held.region.mapped_bytes)") == "paused 0"
+            assert int(one.run("print(held.region.backup_bytes)")) == LARGE
+            after = settled(broker)
+            assert held(broker, one) == 0 and after["total_bytes"] - after["idle_bytes"] == bytes_held
+            assert before <= CAPACITY
+        two.run("held.check(); memsaver.pause()")
+        one.run("memsaver.resume(timeout=60); held.check()")
+
+
+def test_a_waiter_gives_back_what_it_took(broker: Running) -> None:
+    with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)", "memsaver.pause()") as one, Worker(broker) as two:
+        two.run("held = hold('b', 32 * MIB, 'host', 2)")
+        one.send("error = raised(lambda: memsaver.resume(timeout=0.5)); print(type(error).__name__)")
+        until(lambda: held(broker, one) > 0)
+        assert one.answer() == "OutOfMemoryError"
+        assert settled(broker)["idle_bytes"] >= 32 * MIB
+        assert held(broker, one) == 0
+        with Worker(broker, "held = hold('c', 30 * MIB)") as three:
+            three.run("held.check()")
+            three.run("memsaver.pause()")
+        two.run("held.check(); memsaver.pause()")
+        one.run("memsaver.resume(timeout=60); held.check()")
+
+
+def test_waiting_is_first_come_first_served(broker: Running) -> None:
+    sizes = (14, 14, 14, 14, 8)  # MiB: in the smallest chunks
+    with (
+        Worker(broker, f"held = hold('b', {CAPACITY}, 'host', 1)", "memsaver.pause()") as first,
+        Worker(broker, f"held = hold('c', {PAGE}, 'host', 2)", "memsaver.pause()") as second,
+        Worker(broker, f"many = [hold(f'a{{n}}', size * MIB) for n, size in enumerate({sizes})]") as holder,
+    ):
+        first.send("memsaver.resume(timeout=60); held.check()")
+        until(lambda: is_waiting(broker, first))
+        second.send("memsaver.resume(timeout=60); held.check()")
+        until(lambda: is_waiting(broker, second))
+        for number in range(len(sizes)):
+            holder.run(f"memsaver.pause('a{number}')")
+            until(lambda: held(broker, first) == sum(sizes[: number + 1]) * MIB)  # noqa: B023
+            assert held(broker, second) == 0 and is_waiting(broker, second)  # although there was enough for it
+        first.answer()
+        first.run("memsaver.pause()")
+        second.answer()
+
+
+def test_two_that_wait_for_what_the_other_lacks_both_get_on(broker: Running) -> None:
+    with (
+        Worker(broker, "a = hold('a', 30 * MIB)", "memsaver.pause()", "b = hold('b', 30 * MIB)") as one,
+        Worker(broker, "a = hold('a', 30 * MIB)", "memsaver.pause()") as two,
+    ):
+        two.run("b = hold('b', 30 * MIB)")
+        one.send("error = raised(lambda: memsaver.resume('a', timeout=0.5)); memsaver.pause('b')")
+        two.run("memsaver.resume('a', timeout=30)")
+        one.answer()
+        two.run("memsaver.pause()")
+        one.run("memsaver.resume(timeout=30)")
+
+
+def test_an_allocation_beyond_the_pool_is_out_of_memory_and_names_the_holders(broker: Running) -> None:
+    with Worker(broker, f"held = hold('a', {LARGE})") as one, Worker(broker, "region = memsaver.region('b')") as two:
+        assert two.run("hooks = Hooks(region); print(hooks.alloc(32 * MIB))") == "None"
+        text = two.fails("region._core.allocate_array(32 * MIB)")
+        assert text.startswith("OutOfMemoryError") and f"(pid {one.pid})" in text
+        text = two.fails("region._core.allocate_array(200 * MIB)")  # never to be had
+        assert text.startswith("OutOfMemoryError") and f"(pid {one.pid})" in text
+        assert two.run("print(region.mapped_bytes, region.allocated_bytes)") == "0 0"
+        assert held(broker, two) == 0
+        one.run("held.check(); memsaver.pause()")
+        until(lambda: held(broker, one) == 0)
+        assert two.run("print(hooks.alloc(32 * MIB) is None)") == "False"
+
+
+def test_what_fits_is_not_refused_for_what_it_is_rounded_up_to() -> None:
+    """Large regions take large chunks, and waste a part of the last; on a full device they take small ones instead."""
+    with Running(str(48 * MIB)) as broker, Worker(broker, "region = memsaver.region('a', backup='host')") as worker:
+        assert worker.run("hooks = Hooks(region); print(hooks.alloc(48 * MIB) is None)") == "False"
+        worker.run("memsaver.pause(); memsaver.resume(timeout=5)")
+        assert held(broker, worker) == 48 * MIB
+
+
+def test_a_client_that_hangs_is_named_and_the_others_go_on(broker: Running) -> None:
+    with (
+        Worker(broker, "held = hold('a', 32 * MIB, 'host', 1)") as hung,
+        Worker(broker, f"held = hold('b', {PAGE}, 'host', 2)", "memsaver.pause()") as other,
+        Worker(broker, "region = memsaver.region('c')", "hooks = Hooks(region)") as waiter,
+    ):
+        hung.stop()
+        assert f"(pid {hung.pid})" in waiter.fails(f"region._core.allocate_array({LARGE})")
+        for _ in range(3):
+            other.run("memsaver.resume(timeout=10); held.check(); memsaver.pause()")
+        hung.go_on()
+        hung.run("held.check(); memsaver.pause()")
+        until(lambda: held(broker, hung) == 0)
+        assert waiter.run(f"print(hooks.alloc({LARGE}) is None)") == "False"
+
+
+def test_a_client_that_hangs_with_handles_of_idle_memory_is_named(broker: Running) -> None:
+    """Large chunks have to be broken up, which needs an answer of everybody who has a handle of them."""
+    with Worker(broker, "held = hold('a', 64 * MIB, 'host', 1)", "memsaver.pause()") as hung, Worker(broker) as other:
+        hung.stop()
+        text = other.run(
+            f"error = raised(lambda: [memsaver.region(f'b{{n}}')._core.allocate_array({PAGE}) for n in range(32)]); "
+            "print(error)"
+        )
+        assert f"(pid {hung.pid})" in text, text
+        hung.go_on()
+        until(lambda: is_whole(broker.status()))
+        other.run(f"one = hold('b', {PAGE}, 'host', 1)")
+
+
+# Ends of clients
+
+
+def test_what_a_dead_client_held_returns_though_its_child_lives_on(broker: Running) -> None:
+    with Worker(broker, f"held = hold('a', {LARGE})", "import os") as one, Worker(broker) as two:
+        child = int(one.run("child = fork_sleeper(); print(child)"))
+        try:
+            one.kill()
+            until(lambda: one.pid not in {row["pid"] for row in broker.status()["clients"]}, SECOND_S)
+            status = broker.status()
+            assert is_whole(status) and status["idle_bytes"] == status["total_bytes"]
+            os.kill(child, 0)
+            two.run("held = hold('b', 64 * MIB, 'none', 3)")
+            two.run("held.check()")
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("scrubs", ["giver", "taker"])
+def test_with_scrub_the_next_owner_sees_zeros(broker: Running, scrubs: str) -> None:
+    def option(who: str) -> str:
+        return "1" if who == scrubs else "0"
+
+    with (
+        Worker(broker, "held = hold('a', 64 * MIB, 'none', 1)", MEMSAVER_SCRUB=option("giver")) as giver,
+        Worker(broker, MEMSAVER_SCRUB=option("taker")) as taker,
+    ):
+        giver.run("memsaver.pause()")
+        for _ in range(2):  # the second time without descriptors
+            taker.run("seen = Held(memsaver.region('b'), 64 * MIB, None); assert not seen.data.any(); seen.fill(4)")
+            taker.run("seen.free(); memsaver.trim()")
+            until(lambda: held(broker, taker) == 0)
+            giver.run("memsaver.resume(timeout=60); held.fill(1); memsaver.pause()")
+
+
+# Ends of brokers
+
+
+def test_memory_in_use_outlives_the_broker_and_all_clients_join_the_next(broker: Running) -> None:
+    with (
+        Worker(broker, "held = hold('a', 15 * MIB, 'host', 1)") as one,
+        Worker(broker, "held = hold('b', 15 * MIB, 'host', 2)") as two,
+        Worker(broker, "held = hold('c', 15 * MIB, 'host', 3)", "memsaver.pause()") as three,
+    ):
+        in_use = [held(broker, worker) for worker in (one, two, three)]
+        broker.kill()
+        one.run("held.check(); held.fill(11)")
+        assert one.run("print(Hooks(held.region).alloc(15 * MIB))") == "None"
+        text = three.fails("memsaver.resume()")
+        assert text.startswith("BrokerError") and "memsaver broker" in text
+        assert str(broker.path) in three.run("print(repickled(error).path)")
+        assert three.run("print(held.region.state, held.region.mapped_bytes)") == "paused 0"
+        broker.start()
+        until(lambda: len(broker.status()["clients"]) == 3 and is_whole(broker.status()))
+        assert [held(broker, worker) for worker in (one, two, three)] == in_use
+        three.run("memsaver.resume(timeout=10); held.check()")
+        one.run("held.check(); memsaver.pause(); memsaver.resume(); held.check()")
+        two.run("held.check()")
+        status = settled(broker)
+        assert status["total_bytes"] == int(one.run("print(used_bytes())")) <= CAPACITY
+
+
+def test_a_client_can_start_the_next_broker_and_is_in_its_pool_at_once(broker: Running) -> None:
+    with (
+        Worker(broker, "held = hold('a', 20 * MIB, 'host', 1)", MEMSAVER_POOL_CAPACITY="64MiB") as one,
+        Worker(broker, "held = hold('b', 20 * MIB, 'host', 2)", "memsaver.pause()") as two,
+    ):
+        broker.kill()
+        one.run("memsaver.configure(pool='shared')")
+        one.run("memsaver.pause(); memsaver.resume(); held.check()")
+        until(lambda: len(broker.status()["clients"]) == 2)
+        two.run("memsaver.resume(timeout=10); held.check()")
+        assert broker.status()["capacity_bytes"] == CAPACITY
+        assert settled(broker)["total_bytes"] == int(one.run("print(used_bytes())"))
+
+
+def test_who_configures_while_its_pool_looks_for_a_broker_joins_once(broker: Running) -> None:
+    with Worker(broker, "held = hold('a', PAGE, 'host', 1)") as worker:
+        worker.stop()
+        broker.kill()
+        broker.start()
+        broker.process.send_signal(signal.SIGSTOP)
+        worker.go_on()
+        worker.send("memsaver.configure(pool='shared')")
+        time.sleep(0.5)  # both have said hello
+        broker.process.send_signal(signal.SIGCONT)
+        worker.answer()
+        worker.run("for _ in range(100): held.region.pause(); held.region.resume(timeout=5); held.check()")
+        assert settled(broker)["total_bytes"] == PAGE == held(broker, worker)
+
+
+def test_a_pause_without_a_broker_gives_the_memory_to_the_driver(broker: Running) -> None:
+    with Worker(broker, "held = hold('a', 20 * MIB, 'host', 1)") as worker:
+        broker.kill()
+        worker.run("memsaver.pause()")
+        assert worker.run("print(used_bytes(), held.region.state)") == "0 paused"
+        assert worker.fails("memsaver.resume(timeout=1)").startswith("BrokerError")
+        broker.start()
+        until(lambda: len(broker.status()["clients"]) == 1)
+        assert broker.status()["total_bytes"] == 0
+        worker.run("memsaver.resume(timeout=10); held.check()")
+
+
+def test_a_resume_that_waits_when_the_broker_dies_fails_and_changes_nothing(broker: Running) -> None:
+    with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)", "memsaver.pause()") as one, Worker(broker) as two:
+        two.run("held = hold('b', 32 * MIB, 'host', 2)")
+        one.send("error = raised(lambda: memsaver.resume(timeout=60)); print(type(error).__name__)")
+        until(lambda: held(broker, one) > 0)
+        broker.kill()
+        assert one.answer() == "BrokerError"
+        assert one.run("print(held.region.state, held.region.mapped_bytes)") == "paused 0"
+        broker.start()
+        until(lambda: len(broker.status()["clients"]) == 2 and held(broker, two) > 0)
+        two.run("held.check(); memsaver.pause()")
+        one.run("memsaver.resume(timeout=60); held.check()")
+        assert settled(broker)["total_bytes"] == int(one.run("print(used_bytes())")) <= CAPACITY
+
+
+def test_neither_dead_brokers_nor_shortage_leak_descriptors(broker: Running) -> None:
+    statements = "held = hold('a', 20 * MIB, 'host', 1)", f"b = Hooks(memsaver.region('b')); n = {LARGE}"
+    with Worker(broker, *statements) as one:
+        before: list[int] = []
+        for _ in range(4):
+            assert one.run("print(b.alloc(n))") == "None"
+            broker.kill()
+            one.run("memsaver.pause()")
+            one.fails("memsaver.resume()")
+            broker.start()
+            until(lambda: len(broker.status()["clients"]) == 1)
+            one.run("memsaver.resume(timeout=10); held.check()")
+            until(lambda: is_whole(broker.status()))
+            pids = (one.pid, broker.process.pid)
+            before = before or [descriptors_of(pid) for pid in pids]
+            for pid, count in zip(pids, before):
+                until(lambda: descriptors_of(pid) <= count, within_s=5)  # noqa: B023
+
+
+def test_a_client_without_descriptors_joins_the_next_broker_when_it_has_some(broker: Running) -> None:
+    """Each of its chunks needs one for a moment."""
+    with Worker(broker, "many = [hold(f'a{n}', PAGE, 'host', n) for n in range(30)]", "import resource") as one:
+        one.run("limit = resource.getrlimit(resource.RLIMIT_NOFILE)")
+        before = descriptors_of(one.pid)
+        broker.kill()
+        one.run("memsaver.pause('a0')")  # which tells that it knows
+        one.run(f"resource.setrlimit(resource.RLIMIT_NOFILE, ({before + 15}, limit[1]))")
+        broker.start()
+        time.sleep(0.5)
+        one.run("resource.setrlimit(resource.RLIMIT_NOFILE, limit)")
+        until(lambda: broker.status()["total_bytes"] == 29 * PAGE, within_s=10)
+        one.run("memsaver.resume('a0', timeout=10); [each.check() for each in many]")
+        until(lambda: descriptors_of(one.pid) <= before, within_s=5)
+
+
+class FakeBroker:
+    """Listens where a device's broker would, and gives one answer to whoever comes."""
+
+    def __init__(self, path: str, answer: Message) -> None:
+        self.channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel.bind(path)
+        self.channel.listen(16)
+        self.answer = answer
+
+    def serve(self) -> None:
+        guest, _ = self.channel.accept()
+        if protocol.receive(guest) is not None:  # None: it only looked whether somebody is there
+            protocol.send(guest, self.answer.encode())
+        guest.close()
+
+
+@pytest.mark.parametrize("answer", ["refused", "welcome"])
+def test_a_broker_of_another_version_is_an_error(short_dir: Path, answer: str) -> None:
+    settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": str(short_dir)}
+    with Peer(**settings) as worker:
+        worker.run("from tests.pool_support import *")
+        uuid = worker.run("print(_core.device_uuid('cpu'))")
+        if answer == "refused":
+            said = protocol.refusal("version", 0, "this broker speaks version 99")
+        else:
+            said = Message("welcome", (99, CAPACITY))
+        fake = FakeBroker(str(short_dir / f"{uuid}.sock"), said)
+        worker.send("error = raised(lambda: memsaver.configure(pool='shared')); print(type(error).__name__, error)")
+        fake.serve()
+        fake.serve()
+        text = worker.answer()
+        assert text.startswith("BrokerError") and "version" in text
+        assert worker.run("print(memsaver.stats()['options'].get('pool'), _core.in_pool('cpu'))").endswith("False")
+        fake.channel.close()
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="ms") as path:
+        yield Path(path)

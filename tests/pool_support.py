@@ -1,0 +1,491 @@
+"""Clients of a shared pool: what they run in processes of their own, and what a test says of the pool from outside.
+
+A client imports this too (``Worker``), so nothing here needs torch: regions are allocated in by the entry points that
+torch would call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import memsaver
+from memsaver import _core
+from tests.broker_support import Running
+from tests.support import MIB, PAGE, Hooks, environment  # noqa: F401 - statements of workers name them
+
+SECOND_S = 1.0  # within which a pool is whole again after an exit
+
+
+class Held:
+    """One segment of a host region, and the bytes that it should hold."""
+
+    def __init__(self, region: memsaver.Region, nbytes: int, seed: int | None = 0) -> None:
+        """``seed``: None leaves the contents as they come."""
+        self.region = region
+        self.nbytes = nbytes
+        self._hooks = Hooks(region)
+        address = self._hooks.alloc(nbytes)
+        if address is None:
+            raise MemoryError(f"{region.tag} got no {nbytes} bytes")
+        self.address = address
+        self.data = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+        if seed is not None:
+            self.fill(seed)
+
+    def fill(self, seed: int) -> None:
+        self.expected = np.frombuffer(np.random.default_rng(seed).bytes(self.nbytes), np.uint8)
+        self.data[:] = self.expected
+
+    def check(self) -> None:
+        assert np.array_equal(self.data, self.expected), f"{self.nbytes} bytes differ"
+
+    def free(self) -> None:
+        self._hooks.free(self.address)
+
+
+def hold(tag: str, nbytes: int, backup: str = "none", seed: int | None = 0, **options: Any) -> Held:
+    """A region with one segment."""
+    return Held(memsaver.region(tag, device="cpu", backup=backup, **options), nbytes, seed)
+
+
+def own_status() -> dict[str, Any]:
+    """The pool's status as this process, a client of it, is told."""
+    found: dict[str, Any] = json.loads(_core.pool_status("cpu"))
+    return found
+
+
+def used_bytes() -> int:
+    """Of the host device, by its ledger: whoever holds it."""
+    free, total = _core.open_driver("cpu").memory()
+    return int(total - free)
+
+
+def stay_until(path: str) -> Callable[[int, int], None]:
+    """A progress function that lets a transition's last copy end when there is a file."""
+
+    def progress(done: int, total: int) -> None:
+        while done == total and not os.path.exists(path):
+            time.sleep(0.002)
+
+    return progress
+
+
+def fork_sleeper() -> int:
+    """A child that holds every descriptor of this process."""
+    child = os.fork()
+    while not child:
+        time.sleep(1)
+    return child
+
+
+def repickled(error: memsaver.Error) -> memsaver.Error:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.__dict__) == (type(error), str(error), error.__dict__)
+    found: memsaver.Error = again
+    return found
+
+
+def descriptors_of(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def chunks_of(pid: int) -> int:
+    """Of those, the ones that keep a host device's chunks."""
+    count = 0
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            count += os.readlink(f"/proc/{pid}/fd/{name}").startswith("/memfd:memsaver")
+    return count
+
+
+def mappings_of(pid: int) -> int:
+    return len(Path(f"/proc/{pid}/maps").read_text().splitlines())
+
+
+def rss_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class Worker:
+    """A client of the pool in another process, which runs one statement at a time and answers what it prints.
+
+    Statements see what this module has. It is a fork of a process that has imported torch, and used nothing.
+    """
+
+    def __init__(self, broker: Running, *statements: str, **changes: str) -> None:
+        settings = {name: broker.environment[name] for name in ("MEMSAVER_HOST_DEVICE", "MEMSAVER_POOL_DIR")}
+        self.pid, self._channel = _nursery().bear({**settings, "MEMSAVER_POOL": "shared", **changes})
+        self._words = self._channel.makefile("rw")
+        try:
+            for statement in statements:
+                self.run(statement)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, statement: str) -> None:
+        self._words.write(statement + "\n")
+        self._words.flush()
+
+    def answer(self) -> str:
+        lines = []
+        for line in self._words:
+            if line == "<done>\n":
+                return "".join(lines).strip()
+            lines.append(line)
+        raise AssertionError("the process ended: " + "".join(lines))
+
+    def run(self, statement: str) -> str:
+        self.send(statement)
+        return self.answer()
+
+    def fails(self, statement: str) -> str:
+        """Runs what has to raise an error of memsaver's; ``error`` is that then, there. Returns its kind and text."""
+        return self.run(f"error = raised(lambda: {statement}); print(f'{{type(error).__name__}}: {{error}}')")
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        until(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self.is_there():
+            os.kill(self.pid, signal.SIGKILL)
+        until(lambda: not self.is_there())
+
+    def is_there(self) -> bool:
+        return os.path.exists(f"/proc/{self.pid}")
+
+    def close(self) -> None:
+        self.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self._words.close()
+        self._channel.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Nursery:
+    """Forks workers: that takes a fiftieth of what a new interpreter takes that imports torch."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair()
+        code = f"from tests.pool_support import nurse; nurse({theirs.fileno()})"
+        settings = environment()
+        self._process = subprocess.Popen([sys.executable, "-c", code], env=settings, pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def bear(self, settings: dict[str, str]) -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair()
+        socket.send_fds(self._channel, [json.dumps(settings).encode()], [theirs.fileno()])
+        theirs.close()
+        return int(self._channel.recv(100)), ours
+
+    def close(self) -> None:
+        self._channel.close()
+        self._process.wait()
+
+
+@functools.cache
+def _nursery() -> Nursery:
+    nursery = Nursery()
+    atexit.register(nursery.close)
+    return nursery
+
+
+def nurse(file: int) -> None:
+    """The process that workers are forked from."""
+    import torch  # noqa: F401
+
+    import memsaver.sharing  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    channel = socket.socket(fileno=file)
+    while True:
+        words, files, _, _ = socket.recv_fds(channel, 1 << 16, 1)
+        if not words:
+            return
+        child = os.fork()
+        if not child:
+            channel.close()
+            _live(files[0], json.loads(words))
+        os.close(files[0])
+        channel.send(str(child).encode())
+
+
+def _live(file: int, settings: dict[str, str]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(settings)
+    try:
+        memsaver.config.from_environment()
+        memsaver.configure(backup_ahead=False)
+        scope = dict(globals())
+        with os.fdopen(file, "r") as lines, os.fdopen(os.dup(file), "w") as sys.stdout:
+            for line in lines:
+                exec(line, scope)
+                print("<done>", flush=True)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def raised(act: Callable[[], object], kind: type[Exception] = memsaver.Error) -> Any:
+    try:
+        act()
+    except kind as error:
+        return error
+    raise AssertionError("it raised nothing")
+
+
+def attach_and_leave(token: Any) -> None:
+    with memsaver.attach(token):
+        pass
+
+
+def until(condition: Callable[[], object], within_s: float = 60.0) -> float:
+    """Waits for something that has to come. Returns the seconds that it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < within_s, f"not within {within_s} s"
+        time.sleep(0.002)
+    return time.monotonic() - began
+
+
+def claim(nbytes: int) -> None:
+    """All memory of a pool, in one region, filled and read, by whoever holds nothing. It is given back."""
+    held = hold("claim", nbytes, "none", 1)
+    held.check()
+    held.free()
+    held.region.pause()
+    held.region.resume()
+
+
+def is_whole(status: dict[str, Any]) -> bool:
+    """Every byte that was made is idle or somebody's, and nobody asks for any."""
+    held = sum(row["held_bytes"] for row in status["clients"])
+    return (
+        held + status["idle_bytes"] == status["total_bytes"] <= status["capacity_bytes"]
+        and status["leaving_bytes"] == 0
+        and not any(row["waiting"] for row in status["clients"])
+    )
+
+
+# What clients do
+
+
+def moves(seed: int, until_path: str = "", names: str = "") -> str:
+    """Random transitions of a client, until there is such a file, or for ever. Returns what was done.
+
+    Shortage and a missing broker are part of life here; contents that differ are not.
+    """
+    choose = random.Random(seed)
+    regions: dict[str, memsaver.Region] = {}
+    blocks: dict[str, Held] = {}
+    counts: Counter[str] = Counter()
+    while not (until_path and os.path.exists(until_path)):
+        name = choose.choice(("host", "none", "frozen"))
+        move = choose.choice(("new", "free", "pause", "resume", "resume", "switch"))
+        try:
+            if name not in regions:
+                backup = "none" if name == "none" else "host"
+                regions[name] = memsaver.region(f"{name}{names}", "cpu", backup, frozen=name == "frozen")
+            region = regions[name]
+            if move == "new" and name not in blocks and region.state == "active" and not region._core.sealed:
+                blocks[name] = Held(region, choose.choice((PAGE, 3 * PAGE + 5, 17 * PAGE)), choose.randrange(1 << 30))
+            elif move == "free" and name in blocks and choose.random() < 0.3:
+                if region._core.sealed and region.state == "active":
+                    region.thaw()
+                blocks.pop(name).free()
+            elif move == "pause":
+                region.pause()
+            elif move == "resume":
+                _resumed(region, blocks, lambda: region.resume(timeout=choose.choice((0, 0.02, 0.5))))  # noqa: B023
+            elif move == "switch":
+                other = choose.choice([each for each in regions.values() if each is not region] or [region])
+                if other is not region:
+                    tags = {"pause": other.tag, "resume": region.tag}
+                    _resumed(region, blocks, lambda: memsaver.switch(**tags, timeout=0.02))  # noqa: B023
+            counts[move] += 1
+        except (memsaver.OutOfMemoryError, memsaver.BrokerError, MemoryError) as error:
+            counts[type(error).__name__] += 1
+            if isinstance(error, memsaver.BrokerError):
+                time.sleep(0.002)
+    for name, block in blocks.items():
+        if regions[name].state == "active":
+            block.check()
+    return str(dict(counts))
+
+
+def _resumed(region: memsaver.Region, blocks: dict[str, Held], act: Callable[[], object]) -> None:
+    was_paused = region.state == "paused"
+    act()
+    block = blocks.get(region.tag.rstrip("0123456789-"))
+    if block is None:
+        return
+    if region.backup == "none" and was_paused:
+        block.fill(7)
+    block.check()
+
+
+def in_child(act: Callable[[], object]) -> int:
+    """Forks a process that has not used the core yet. Returns its pid, once it has begun."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    try:
+        act()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(3)
+    os._exit(0)
+
+
+def client_dies(seed: int) -> str:
+    """A client lives for a random moment, and is killed. Returns its pid, and how it ended.
+
+    It is a fork of this process, which must not have used the core.
+    """
+    choose = random.Random(seed)
+    ready, tell = os.pipe()
+
+    def live() -> None:
+        memsaver.region("host", "cpu", "host")
+        os.write(tell, b"1")
+        moves(seed)
+
+    child = in_child(live)
+    os.close(tell)
+    if choose.random() < 0.85:
+        os.read(ready, 1)
+    os.close(ready)
+    time.sleep(choose.random() * 0.03)
+    os.kill(child, signal.SIGKILL)
+    return f"{child} {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}"
+
+
+def sweep(move: str, backup: str, kind: str) -> int:
+    """Fails each driver call of a move in turn. After each, nothing is lost, and the same move succeeds.
+
+    Returns how many failed.
+    """
+    out, into = memsaver.region("out", "cpu", backup), memsaver.region("into", "cpu", "host")
+    blocks = [Held(out, nbytes, nbytes % 97) for nbytes in (3 * PAGE + 7, PAGE, 100)]
+    coming = [Held(into, 5 * PAGE, 3)] if move == "switch" else []
+    if move == "switch":
+        into.pause()
+    if move == "resume":
+        out.pause()
+    extra: list[int] = []
+    hooks = Hooks(out)
+
+    def act() -> None:
+        if move == "allocate":
+            address = hooks.alloc(9 * PAGE)
+            if address is None:
+                raise memsaver.Error("torch raises its own")
+            extra.append(address)
+        elif move == "free":
+            hooks.free(extra.pop())
+        elif move == "switch":
+            memsaver.switch(pause="out", resume="into")
+        else:
+            getattr(out, move)()
+
+    def back() -> None:
+        while extra:
+            hooks.free(extra.pop())
+        if move == "free":
+            extra.append(hooks.alloc(9 * PAGE) or 0)
+        elif move == "switch":
+            memsaver.switch(pause="into", resume="out")
+        elif move == "pause":
+            out.resume()
+        elif move == "resume":
+            out.pause()
+
+    if move == "free":
+        back()
+    failures = refused = 0
+    for nth in range(1, 1000):
+        before = out.state
+        _core.faults_arm(nth, kind)
+        error = None
+        try:
+            act()
+        except memsaver.Error as found:
+            error = found
+        until(lambda: _in_books(out, into), 10)  # the pool's thread makes calls as well
+        reached = _core.faults_calls() >= nth
+        _core.faults_disarm()
+        refused += reached
+        failures += error is not None
+        if error is not None and move == "resume":
+            assert (out.state, out.mapped_bytes) == ("paused", 0)
+        if error is not None and move == "allocate":
+            assert (out.state, before) == ("active", "active")
+        if error is not None and move in ("pause", "resume", "switch"):
+            act()  # what is paused now stays so, what is not is
+        for block in coming:
+            block.check()
+        if backup == "host" or move in ("allocate", "free"):
+            for block in blocks if out.state == "active" else []:
+                block.check()
+        back()
+        if backup == "none" and move in ("pause", "switch"):
+            for block in blocks:
+                block.fill(nth)
+        if not reached:
+            assert error is None
+            break
+    for block in (*blocks, *coming):
+        block.free()
+    for address in extra:
+        hooks.free(address)
+    memsaver.resume()
+    memsaver.pause()
+    hold("flush", PAGE).free()  # a handle whose release was refused is tried again by the next release
+    return refused
+
+
+def _in_books(*regions: memsaver.Region) -> bool:
+    """Whether the broker says that this process holds what its regions have mapped."""
+    [row] = [row for row in own_status()["clients"] if row["pid"] == os.getpid()]
+    return bool(row["held_bytes"] == sum(each.mapped_bytes for each in regions))
+
+
+def take_turns(held: Held, turns: int) -> None:
+    """Has a paused region's memory and lets go of it, again and again: who waits first has it next."""
+    for turn in range(turns):
+        held.region.resume(timeout=60.0)
+        held.check()
+        if turn % 16 == 0:
+            held.fill(turn)
+        held.region.pause()
