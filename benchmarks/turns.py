@@ -190,7 +190,7 @@ def measure(name: str, options: argparse.Namespace, limit: Limit) -> dict[str, A
     limit.measure()
     with own_broker():
         begin = time.monotonic()
-        loop.start_ray(loop.parse(["--device", options.device]))
+        loop.start_ray(loop.parse(["--device", options.device, "--ranks", str(options.ranks)]))
         try:
             measured = Measured(name, options)
             with closing(measured.loop):

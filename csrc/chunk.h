@@ -100,6 +100,7 @@ class ChunkSource {
   virtual std::size_t give_up(std::size_t bytes) = 0;  // lets idle chunks go to the driver; returns the bytes that went
   virtual std::size_t idle_bytes() const = 0;          // held in this process, in nobody's use
   virtual Supply look() = 0;
+  virtual void settle() {}  // returns when all that was taken back can be had by others
 };
 
 // To be thrown when a source has not given enough: `more_free` would have been there beside what it has.

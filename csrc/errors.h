@@ -60,6 +60,11 @@ struct ChunkUnavailable : DriverError {
   using DriverError::DriverError;
 };
 
+// Not even if everybody else gave back what they hold.
+struct ChunkNeverAvailable : ChunkUnavailable {
+  using ChunkUnavailable::ChunkUnavailable;
+};
+
 struct OutOfMemoryError : Error {
   using Holders = std::vector<std::pair<int, std::size_t>>;
   OutOfMemoryError(std::string on_device, std::size_t needed, std::size_t free, Holders others = {})

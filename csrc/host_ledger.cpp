@@ -86,6 +86,10 @@ HostLedger::HostLedger(std::size_t capacity)
       file_size_(sizeof(Header) + entry_count_ * sizeof(Entry)),
       start_time_(start_time_of(::getpid()).value_or(0)) {
   if (start_time_ == 0) throw DriverError("open", EIO, "/proc does not tell when this process began");
+  const auto boot = read_text("/proc/sys/kernel/random/boot_id");
+  if (!boot) fail("open");
+  uuid_ =
+      "HOST-" + boot->substr(0, boot->find('\n')) + "-" + std::to_string(::getuid()) + "-" + std::to_string(capacity_);
   const std::string path = ledger_path(capacity);
   file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (file_ < 0) fail("open");
@@ -111,11 +115,6 @@ HostLedger::~HostLedger() {
 }
 
 HostLedger::Entry* HostLedger::entries() const { return reinterpret_cast<Entry*>(header_ + 1); }
-
-std::string HostLedger::uuid() const {
-  const std::string boot = read_text("/proc/sys/kernel/random/boot_id").value_or("unknown");
-  return "HOST-" + boot.substr(0, boot.find('\n')) + "-" + std::to_string(::getuid()) + "-" + std::to_string(capacity_);
-}
 
 bool HostLedger::charge(std::uint64_t inode, std::size_t size) {
   Lock lock(*this);

@@ -23,7 +23,7 @@ class HostLedger {
   HostLedger& operator=(const HostLedger&) = delete;
 
   std::size_t capacity() const { return capacity_; }
-  std::string uuid() const;  // of the device, the same in every process that names it
+  const std::string& uuid() const { return uuid_; }  // of the device, the same in every process that names it
   // Enters a new chunk; false when the device is full. `inode` tells chunks apart between processes.
   bool charge(std::uint64_t inode, std::size_t size);
   void charge_imported(std::uint64_t inode, std::size_t size);  // the memory is there already: never refused
@@ -42,6 +42,7 @@ class HostLedger {
   Entry* entries() const;
 
   std::size_t capacity_;
+  std::string uuid_;
   std::size_t entry_count_;
   std::size_t file_size_;
   std::uint64_t start_time_;

@@ -62,7 +62,8 @@ bool try_send(int socket, Message& message) {
     if (::sendmsg(socket, &header, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) break;
     if (errno == EINTR) continue;
     if (errno == EAGAIN || errno == ENOBUFS || errno == ETOOMANYREFS) return false;
-    break;  // the broker has gone
+    ::shutdown(socket, SHUT_RDWR);  // the broker has gone, or what it should hear cannot be said: receive() tells
+    break;
   }
   close_all(message.descriptors);
   return true;

@@ -136,10 +136,18 @@ void translate(const std::exception_ptr& thrown, void*) {
   }
 }
 
+// Threads that a transition or an allocation keeps, from before it lets go of the GIL until it has it back.
+std::atomic<std::size_t> under_way = 0;
+struct UnderWay {
+  UnderWay() { ++under_way; }
+  ~UnderWay() { --under_way; }
+};
+
 // Memory of a host region as an array that frees its segment when the last view of it goes.
 nb::ndarray<std::uint8_t, nb::ndim<1>> allocate_array(Region& region, std::size_t size) {
   std::size_t offset = 0;
   {
+    const UnderWay counted;
     Unlocked release;
     std::unique_lock lock(core().mutex);
     offset = region.allocate(size, lock);
@@ -254,6 +262,7 @@ void reclaim(const std::vector<Region*>& regions) {
     all.synchronize(region->device);
     std::lock_guard lock(all.mutex);
     if (region->state == State::active) region->reap(freed);
+    region->device.source().settle();
   }
 }
 
@@ -269,13 +278,6 @@ std::size_t release_host_memory() {
   for (Device* device : all_devices()) bytes += device->arena.release_idle() + device->files.release_idle();
   return bytes;
 }
-
-// Threads that a transition keeps, from before it lets go of the GIL until it has it back.
-std::atomic<std::size_t> under_way = 0;
-struct UnderWay {
-  UnderWay() { ++under_way; }
-  ~UnderWay() { --under_way; }
-};
 
 // Before the interpreter goes: a thread in the middle of a driver call must not meet the driver's end, and one that
 // wants the GIL after the interpreter's end is torn down where it stands.

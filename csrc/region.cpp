@@ -10,6 +10,7 @@ constexpr std::size_t kAlignment = 512;  // what torch's own allocator promises
 constexpr std::size_t kLeastSpan = std::size_t{16} << 30;
 constexpr std::size_t kSpanPerDevice = 4;  // addresses are free: leave room for what fragmentation strands
 constexpr std::size_t kAllowance = 48 * kMiB;
+constexpr std::size_t kNoneAllowed = std::size_t{1} << 60;  // slack beyond any allowance
 
 // Bytes of a range in which a map of things by offset has nothing.
 template <typename Things, typename SizeOf>
@@ -132,22 +133,26 @@ std::size_t Region::allocate(std::size_t size, std::unique_lock<std::mutex>& hel
   }
   const std::size_t offset = take_addresses(size);  // nobody else's from here on, and in no segment yet
   try {
-    const Needs needs = needs_of({offset, size});
-    held.unlock();
-    bool more = true;
-    const auto request = device.source().ask(needs, Clock::now());
-    do {  // another allocation may have taken, or left, chunks that this one counted on
-      if (!more) throw out_of_memory(*device.driver, device.source(), wanted, 0);
-      more = request->gather();
+    for (bool snug = false;;) {
+      const Needs needs = needs_of({offset, size}, snug);
+      held.unlock();
+      const auto request = device.source().ask(needs, Clock::now());
+      const bool all = request->gather();
       held.lock();
       check_allocatable(size);
       try {
-        map_new({offset, size}, *request);
+        map_new({offset, size}, *request, snug);
         break;
       } catch (const ChunkUnavailable&) {
-        held.unlock();
+        if (all) continue;  // the layout has changed meanwhile: another thread freed a chunk that was counted on
       }
-    } while (true);
+      if (!snug && device.pooled) {  // which gives all that is asked for, or nothing
+        snug = true;
+        continue;
+      }
+      held.unlock();
+      throw out_of_memory(*device.driver, device.source(), wanted, 0);
+    }
   } catch (...) {
     if (!held.owns_lock()) held.lock();
     give_addresses(offset, size);
@@ -158,12 +163,12 @@ std::size_t Region::allocate(std::size_t size, std::unique_lock<std::mutex>& hel
 }
 
 // Puts memory under a segment to be, with its bytes counted as in use; they stay so unless this throws.
-void Region::lay_out_new(Range segment, const Choose& choose, const Place& place) {
+void Region::lay_out_new(Range segment, const Choose& choose, const Place& place, bool snug) {
   segments_[segment.offset] = {segment.size, false};
   count(static_cast<std::ptrdiff_t>(segment.size));
   try {
     const std::size_t missing = unmapped_within(segment.offset, segment.end());
-    std::size_t slack = mapped_ - (allocated_ + resting_bytes_ - missing);
+    std::size_t slack = snug ? kNoneAllowed : mapped_ - (allocated_ + resting_bytes_ - missing);
     lay_out_range(0, segment, choose, place, slack);
   } catch (...) {
     uncount_new(segment);
@@ -177,7 +182,7 @@ void Region::uncount_new(Range segment) {
 }
 
 // What map_new() will ask for, were each chunk as large as may be.
-Needs Region::needs_of(Range segment) {
+Needs Region::needs_of(Range segment, bool snug) {
   Needs needs;
   lay_out_new(
       segment,
@@ -185,12 +190,12 @@ Needs Region::needs_of(Range segment) {
         needs.push_back(need(limit));
         return Choice{limit, Chunk()};
       },
-      [](Slot, Chunk) {});
+      [](Slot, Chunk) {}, snug);
   uncount_new(segment);
   return needs;
 }
 
-void Region::map_new(Range segment, ChunkRequest& request) {
+void Region::map_new(Range segment, ChunkRequest& request, bool snug) {
   Mapping mapping(*this);
   lay_out_new(
       segment,
@@ -198,7 +203,7 @@ void Region::map_new(Range segment, ChunkRequest& request) {
         Chunk chunk = request.next(limit, largest_chunk(), false);
         return Choice{chunk.size(), std::move(chunk)};
       },
-      [&](Slot slot, Chunk chunk) { mapping.add(slot, std::move(chunk)); });
+      [&](Slot slot, Chunk chunk) { mapping.add(slot, std::move(chunk)); }, snug);
   try {
     allow(mapping.slots());
   } catch (...) {
@@ -370,8 +375,8 @@ std::size_t Region::lay_out_range(std::size_t from, Range range, const Choose& c
   return at;
 }
 
-void Region::lay_out(const Choose& choose, const Place& place) const {
-  std::size_t slack = 0;
+void Region::lay_out(const Choose& choose, const Place& place, bool snug) const {
+  std::size_t slack = snug ? kNoneAllowed : 0;
   for (const auto& [offset, chunk] : chunks_) slack += unused_within(offset, offset + chunk.size());
   std::size_t from = 0;
   for (const Range& range : live()) from = lay_out_range(from, range, choose, place, slack);

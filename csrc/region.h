@@ -113,7 +113,8 @@ class Region {
   using Choose = std::function<Choice(std::size_t limit, std::size_t room)>;
   using Place = std::function<void(Slot slot, Chunk chunk)>;
   // Puts memory under every live segment that has none, chunk after chunk.
-  void lay_out(const Choose& choose, const Place& place) const;
+  // `snug`: with no chunk that reaches beyond what needs it; else larger ones are used where little is wasted.
+  void lay_out(const Choose& choose, const Place& place, bool snug = false) const;
   Need need(std::size_t limit) const {
     return {limit, std::min(limit, largest_chunk()), limit};
   }  // for one such choice
@@ -140,10 +141,10 @@ class Region {
   };
 
   void check_allocatable(std::size_t size) const;
-  void lay_out_new(Range segment, const Choose& choose, const Place& place);
+  void lay_out_new(Range segment, const Choose& choose, const Place& place, bool snug);
   void uncount_new(Range segment);
-  Needs needs_of(Range segment);
-  void map_new(Range segment, ChunkRequest& request);
+  Needs needs_of(Range segment, bool snug);
+  void map_new(Range segment, ChunkRequest& request, bool snug);
   std::size_t take_addresses(std::size_t size);
   void give_addresses(std::size_t offset, std::size_t size);
   // Returns where the last chunk ends; the first begins at `from` or later.

@@ -16,8 +16,8 @@ using wire::Message;
 
 constexpr auto kPatience = std::chrono::seconds(10);  // for a broker that is there and says nothing
 constexpr auto kLookPatience = std::chrono::seconds(1);
-constexpr auto kSlice = std::chrono::milliseconds(50);    // between two looks at whether waiting is over
 constexpr auto kSearch = std::chrono::milliseconds(100);  // between two looks for a new broker
+constexpr auto kLongestSearch = std::chrono::milliseconds(5000);
 
 std::uint64_t drawn() {
   std::random_device source;
@@ -33,8 +33,7 @@ Message message_of(Kind kind, std::vector<std::uint64_t> words, std::string text
 // Guarded by the pool's mutex.
 class SharedPool::Request final : public ChunkRequest {
  public:
-  Request(SharedPool& pool, const Needs& needs, Deadline deadline)
-      : pool_(pool), total_(bytes_of(needs)), deadline_(deadline) {
+  Request(SharedPool& pool, const Needs& needs, Deadline deadline) : pool_(pool), deadline_(deadline) {
     if (needs.empty()) return;
     std::lock_guard lock(pool_.mutex_);
     if (pool_.link_ == nullptr) pool_.throw_parted();
@@ -44,51 +43,71 @@ class SharedPool::Request final : public ChunkRequest {
   }
 
   ~Request() override {
+    ready_.clear();  // go back by way of the pool, which locks
     if (number_ == 0) return;
     std::lock_guard lock(pool_.mutex_);
     pool_.requests_.erase(number_);
     for (Offer& offer : std::exchange(stock_, {})) pool_.give_back_locked(offer);
-    if (!over_) pool_.send_locked(message_of(Kind::close, {number_}));
+    if (!parted_) pool_.send_locked(message_of(Kind::close, {number_}));
   }
 
   Chunk next(std::size_t limit, std::size_t fresh, bool wait) override {
+    if (Chunk chunk = take_ready(limit)) return chunk;
     std::unique_lock lock(pool_.mutex_);
     for (;;) {
-      check(lock);
-      if (std::optional<Offer> offer = take_locked(limit)) {
+      if (parted_) pool_.throw_parted();
+      if (const std::optional<Offer> offer = take_locked(limit)) {
         lock.unlock();
         return pool_.import(*offer);
       }
-      if (number_ == 0) throw ChunkUnavailable("ask", 2, "a request for nothing has no chunks");
-      if (!comes_locked(limit)) {  // all that does may be larger than this place
+      if (refused_) throw ChunkNeverAvailable("ask", 2, "more than the shared pool has in all");
+      if (!wait || number_ == 0) throw ChunkUnavailable("ask", 2, "the shared pool has not given such a chunk");
+      if (!comes_locked(limit)) {  // what still does, and what is here, may all be larger than this place
+        if (!give_up_largest_locked() && fruitless_)
+          throw ChunkNeverAvailable("ask", 2, "the layout needs more than the shared pool has in all");
         const std::size_t size = chunk_class(limit);
+        fruitless_ = true;
         ask_locked(Kind::more, {{size, std::min(size, fresh), size}});
       }
-      if (!wait) break;
       if (stalled_locked()) {
         if (give_up_largest_locked()) continue;  // its memory may serve as smaller chunks
-        if (Clock::now() >= deadline_ || waiting_is_over) break;
+        if (Clock::now() >= deadline_ || waiting_is_over)
+          throw ChunkUnavailable("ask", 2, "the shared pool has no chunk to give");
+      }
+      if (wait_locked(lock)) continue;
+      lock.unlock();
+      between_looks();
+      lock.lock();
+    }
+  }
+
+  // Turns what has come into chunks as well: next() without waiting then makes no call of the driver.
+  bool gather() override {
+    std::unique_lock lock(pool_.mutex_);
+    bool all = true;
+    while (!to_come_.empty() && !refused_ && !parted_) {
+      if (stalled_locked() || waiting_is_over) {
+        all = false;
+        break;
       }
       wait_locked(lock);
     }
-    throw ChunkUnavailable("ask", 2, "the shared pool has no chunk to give");
-  }
-
-  bool gather() override {
-    std::unique_lock lock(pool_.mutex_);
-    while (!to_come_.empty()) {
-      check(lock);
-      if (stalled_locked() || waiting_is_over) return false;
-      wait_locked(lock);
+    while (!stock_.empty() && !parted_) {
+      const Offer offer = stock_.back();
+      stock_.pop_back();
+      lock.unlock();
+      ready_.push_back(pool_.import(offer));
+      lock.lock();
     }
-    check(lock);
-    return true;
+    if (parted_) pool_.throw_parted();
+    return all && !refused_;
   }
 
   // Called by the pool's thread.
   void offered_locked(Offer offer, std::size_t limit) {
     came_locked(limit, offer.size);
     answered_ = Clock::now();
+    fruitless_ = false;
     stock_.push_back(offer);
   }
   void stalled_locked(std::uint64_t messages, std::size_t left) {
@@ -97,15 +116,15 @@ class SharedPool::Request final : public ChunkRequest {
     stalled_at_ = left > 0 ? messages : 0;
     if (left == 0) to_come_.clear();  // a grant and `more` may have crossed on the way
   }
-  void refused_locked() { refused_ = over_ = true; }
+  void refused_locked() { refused_ = true; }
   void parted_locked() {
     for (Offer& offer : std::exchange(stock_, {}))
       if (offer.file >= 0) ::close(offer.file);
-    parted_ = over_ = true;
+    parted_ = true;
   }
 
  private:
-  static Needs merged(Needs needs) {
+  static Needs merged(const Needs& needs) {
     Needs found;
     for (const Need& need : needs) {
       const auto same = std::find_if(found.begin(), found.end(), [&](const Need& other) {
@@ -131,11 +150,14 @@ class SharedPool::Request final : public ChunkRequest {
     pool_.send_locked(message_of(kind, std::move(words)));
   }
 
-  void check(std::unique_lock<std::mutex>& lock) const {
-    if (parted_) pool_.throw_parted();
-    if (!refused_) return;
-    lock.unlock();
-    throw out_of_memory(pool_.driver_, pool_, total_, 0);
+  Chunk take_ready(std::size_t limit) {
+    auto best = ready_.end();
+    for (auto chunk = ready_.begin(); chunk != ready_.end(); ++chunk)
+      if (chunk->size() <= limit && (best == ready_.end() || chunk->size() > best->size())) best = chunk;
+    if (best == ready_.end()) return Chunk();
+    Chunk found = std::move(*best);
+    ready_.erase(best);
+    return found;
   }
 
   // The largest that fits.
@@ -178,25 +200,24 @@ class SharedPool::Request final : public ChunkRequest {
     }
   }
 
-  void wait_locked(std::unique_lock<std::mutex>& lock) {
-    if (pool_.changed_.wait_for(lock, kBetweenLooks) == std::cv_status::timeout) {
-      lock.unlock();
-      between_looks();
-      lock.lock();
-    }
-    if (!stalled_locked() && !to_come_.empty() && !over_ && Clock::now() > answered_ + kPatience)
+  // True when something has come meanwhile.
+  bool wait_locked(std::unique_lock<std::mutex>& lock) {
+    const bool told = pool_.changed_.wait_for(lock, kBetweenLooks) == std::cv_status::no_timeout;
+    if (!stalled_locked() && !to_come_.empty() && !refused_ && !parted_ && Clock::now() > answered_ + kPatience)
       throw BrokerError("the broker at " + pool_.path_ + " does not answer", pool_.path_);
+    return told;
   }
 
   SharedPool& pool_;
-  const std::size_t total_;
   const Deadline deadline_;
   std::uint64_t number_ = 0;                     // 0: nothing was asked for
   std::map<std::size_t, std::size_t> to_come_;   // bytes, by their limit
   std::uint64_t messages_ = 0, stalled_at_ = 0;  // of this demand: sent, and when it stalled
   Clock::time_point answered_;
   std::vector<Offer> stock_;
-  bool refused_ = false, parted_ = false, over_ = false;
+  std::vector<Chunk> ready_;  // the caller's alone
+  bool fruitless_ = false;    // the last `more` has brought nothing yet
+  bool refused_ = false, parted_ = false;
 };
 
 SharedPool::SharedPool(Driver& driver, Residents& residents)
@@ -219,15 +240,19 @@ void SharedPool::throw_parted() const {
 void SharedPool::join(const std::string& path) {
   std::lock_guard only(meeting_);
   if (joined()) return;
-  introduce(meet(path));
-  std::lock_guard lock(mutex_);
   if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+  introduce(meet(path));
 }
 
-std::unique_ptr<Link> SharedPool::meet(const std::string& path) const {
+std::unique_ptr<Link> SharedPool::meet(const std::string& path, bool* there) const {
   auto link = std::make_unique<Link>(path);
-  link->send(message_of(Kind::hello, {wire::kVersion, client_, scrub_ ? 1U : 0U}, driver_.uuid()));
-  link->expect(Kind::welcome, kPatience);
+  if (there != nullptr) *there = true;
+  link->send(message_of(Kind::hello, {wire::kVersion, client_, 0}, driver_.uuid()));
+  const Message welcome = link->expect(Kind::welcome, kPatience);
+  if (welcome.words.empty() || welcome.words[0] != wire::kVersion)
+    throw BrokerError(
+        "the broker at " + path + " speaks another version of the protocol, not " + std::to_string(wire::kVersion),
+        path);
   return link;
 }
 
@@ -237,20 +262,27 @@ void SharedPool::introduce(std::unique_ptr<Link> link) {
   std::lock_guard lock(mutex_);
   Message bring = message_of(Kind::bring, {});
   const auto send_part = [&] { link->send(std::exchange(bring, message_of(Kind::bring, {}))); };
-  std::size_t brought = 0;
-  for (const auto& [id, entry] : chunks_) {
-    if (!entry.lent) continue;
-    bring.words.insert(bring.words.end(), {id, entry.size});
-    bring.descriptors.push_back(driver_.export_fd(entry.handle));
-    if (++brought % wire::kMostDescriptors == 0) send_part();
+  try {
+    std::size_t brought = 0;
+    for (const auto& [id, entry] : chunks_) {
+      if (!entry.lent) continue;
+      bring.words.insert(bring.words.end(), {id, entry.size});
+      bring.descriptors.push_back(driver_.export_fd(entry.handle));
+      if (++brought % wire::kMostDescriptors == 0) send_part();
+    }
+    if (brought % wire::kMostDescriptors == 0 || !bring.words.empty()) send_part();
+  } catch (...) {
+    close_all(bring.descriptors);
+    throw;
   }
-  if (brought % wire::kMostDescriptors == 0 || !bring.words.empty()) send_part();
   for (const Residents::Owed& lease : owed) {
     std::vector<std::uint64_t> words = {lease.lease, static_cast<std::uint64_t>(lease.pid)};
     for (const Handle chunk : lease.chunks)
       if (const auto found = numbers_.find(chunk); found != numbers_.end()) words.push_back(found->second);
     link->send(message_of(Kind::owed, std::move(words)));
   }
+  link->send(message_of(Kind::holds, {attached_.begin(), attached_.end()}));
+  link->send(message_of(Kind::scrub, {scrub_ ? 1U : 0U}));
   path_ = link->path;
   link_ = std::move(link);
   ++meetings_;
@@ -284,43 +316,40 @@ void SharedPool::wake() const {
 
 void SharedPool::serve() {
   while (!waiting_is_over) {
-    int socket = -1;
-    bool unsent = false;
-    {
-      std::lock_guard lock(mutex_);
-      if (link_ != nullptr) {
-        flush_gifts_locked();
-        socket = link_->descriptor();
-        unsent = !link_->flush();
-      }
-    }
-    if (socket < 0) {
-      rejoin();
-      continue;
-    }
-    pollfd ready[] = {{socket, static_cast<short>(unsent ? POLLIN | POLLOUT : POLLIN), 0}, {bell_.get(), POLLIN, 0}};
-    ::poll(ready, 2, -1);
-    if (ready[1].revents != 0) {
-      std::uint64_t rings = 0;
-      static_cast<void>(::read(bell_.get(), &rings, sizeof rings));
-    }
-    if (ready[0].revents == 0) continue;
     try {
-      for (;;) {
-        std::optional<Message> message;
-        {
-          std::lock_guard lock(mutex_);
-          if (link_ == nullptr) break;
-          message = link_->receive();
-        }
-        if (!message) break;
-        handle(std::move(*message));
-      }
+      if (!serve_once()) rejoin();
     } catch (const std::exception& error) {
       std::lock_guard lock(mutex_);
       part_locked(error.what());
     }
   }
+}
+
+// Waits for the broker, or for something to tell it, and hears all it has said. False where there is none.
+bool SharedPool::serve_once() {
+  pollfd ready[] = {{-1, POLLIN, 0}, {bell_.get(), POLLIN, 0}};
+  {
+    std::lock_guard lock(mutex_);
+    if (link_ == nullptr) return false;
+    flush_gifts_locked();
+    ready[0].fd = link_->descriptor();
+    if (!link_->flush()) ready[0].events |= POLLOUT;
+  }
+  ::poll(ready, 2, -1);
+  if (ready[1].revents != 0) {
+    std::uint64_t rings = 0;
+    static_cast<void>(::read(bell_.get(), &rings, sizeof rings));
+  }
+  while (ready[0].revents != 0) {
+    std::optional<Message> message;
+    {
+      std::lock_guard lock(mutex_);
+      if (link_ != nullptr) message = link_->receive();
+    }
+    if (!message) break;
+    handle(std::move(*message));
+  }
+  return true;
 }
 
 void SharedPool::stop() {
@@ -332,15 +361,19 @@ void SharedPool::rejoin() {
   std::string path;
   {
     std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, kSearch, [this] { return link_ != nullptr || waiting_is_over.load(); });
-    if (link_ != nullptr || waiting_is_over) return;
+    changed_.wait_for(lock, search_, [this] { return link_ != nullptr || waiting_is_over.load(); });
+    if (link_ != nullptr || waiting_is_over || path_.empty()) return;
     path = path_;
   }
+  std::lock_guard only(meeting_);
+  if (joined()) return;
+  bool there = false;
   try {
-    std::lock_guard only(meeting_);
-    if (!joined()) introduce(meet(path));
-  } catch (const Error&) {
-    // Not there yet: the next need for a chunk says so.
+    introduce(meet(path, &there));
+    search_ = kSearch;
+  } catch (const std::exception&) {
+    // Not there yet: the next need for a chunk says so. One that is there and refuses is asked less and less often.
+    search_ = there ? std::min(2 * search_, kLongestSearch) : kSearch;
   }
 }
 
@@ -376,6 +409,7 @@ void SharedPool::handle(Message message) {
       if (message.kind == Kind::attached) send_locked(message_of(Kind::detach, {message.words.at(1)}));  // too late
       close_all(message.descriptors);
     } else {
+      if (message.kind == Kind::attached) attached_.insert(message.words.at(1));
       asked->second.answered = message.kind != Kind::attached || message.words.at(2) == 0;
       asked->second.answer.push_back(std::move(message));
     }
@@ -389,7 +423,7 @@ void SharedPool::granted(Message message) {
   std::size_t file = 0;
   for (std::size_t at = 1; at + 3 < message.words.size(); at += 4) {
     const std::uint64_t flags = message.words[at + 2];
-    Offer offer{message.words[at], message.words[at + 1], (flags & wire::kScrub) != 0, -1};
+    Offer offer{message.words[at], message.words[at + 1], (flags & wire::kScrub) != 0, -1, meetings_};
     if ((flags & wire::kHasDescriptor) != 0) offer.file = message.descriptors.at(file++);
     if (found != requests_.end())
       found->second->offered_locked(offer, message.words[at + 3]);
@@ -431,6 +465,7 @@ void SharedPool::drop(const std::vector<std::uint64_t>& ids) {
 void SharedPool::report() {
   Message message = message_of(Kind::report, {});
   for (const Residents::Row& row : residents_.rows()) {
+    if (8 * message.words.size() + message.text.size() > wire::kLongestPacket - 1024) break;
     message.words.insert(message.words.end(), {row.allocated, row.mapped, row.backed_up, row.state, row.policy});
     message.text += (message.words.size() > 5 ? "\n" : "") + row.tag;
   }
@@ -439,27 +474,27 @@ void SharedPool::report() {
 
 void SharedPool::lend(const Message& message) {
   const std::uint64_t lease = drawn();
-  std::vector<Message> answers = {message_of(Kind::leased, {message.words.at(0), lease, 0})};
   try {
     const auto placed =
         residents_.lend(message.text, message.words.at(2), lease, static_cast<int>(message.words.at(1)));
+    // A chunk that was freed meanwhile is one that the broker is told of before the answer.
     std::lock_guard lock(mutex_);
-    std::size_t count = 0;
+    std::vector<Message> answers = {message_of(Kind::leased, {message.words.at(0), lease, 0})};
     for (const Placed& chunk : placed) {
       const auto number = numbers_.find(chunk.handle);
-      if (number == numbers_.end()) throw Error("it holds memory that did not come from the shared pool");
-      if (count++ == wire::kMostDescriptors) {
+      if (number == numbers_.end() || !chunks_.at(number->second).lent)
+        throw Error("it holds memory that did not come from the shared pool, or does no more");
+      if (answers.back().words.size() >= 3 + 3 * wire::kMostDescriptors) {
         answers.back().words[2] = 1;
         answers.push_back(message_of(Kind::leased, {message.words.at(0), lease, 0}));
-        count = 1;
       }
       answers.back().words.insert(answers.back().words.end(), {chunk.offset, number->second, chunk.size});
     }
+    for (Message& answer : answers) send_locked(std::move(answer));
   } catch (const Error& error) {
     residents_.returned(lease);
-    answers = {message_of(Kind::leased, {message.words.at(0), 0, 0}, error.what())};
+    send(message_of(Kind::leased, {message.words.at(0), 0, 0}, error.what()));
   }
-  for (Message& answer : answers) send(std::move(answer));
 }
 
 void SharedPool::send(Message message) {
@@ -501,11 +536,9 @@ void SharedPool::take_back(Chunk chunk) noexcept {
 // What a chunk came with is turned into a handle here, by the thread that wants it.
 Chunk SharedPool::import(Offer offer) {
   Handle handle = 0;
-  std::uint64_t meeting = 0;
   {
     std::lock_guard lock(mutex_);
-    meeting = meetings_;
-    if (link_ == nullptr) {
+    if (link_ == nullptr || meetings_ != offer.meeting) {
       if (offer.file >= 0) ::close(offer.file);
       throw_parted();
     }
@@ -513,6 +546,7 @@ Chunk SharedPool::import(Offer offer) {
       const auto found = chunks_.find(offer.id);
       if (found == chunks_.end()) {
         part_locked("it granted a chunk of which this process has no handle");
+        wake();
         throw_parted();
       }
       handle = found->second.handle;
@@ -529,7 +563,7 @@ Chunk SharedPool::import(Offer offer) {
     }
     ::close(offer.file);
     std::lock_guard lock(mutex_);
-    if (link_ == nullptr || meetings_ != meeting) {
+    if (link_ == nullptr || meetings_ != offer.meeting) {
       Chunk(driver_, handle, offer.size, nullptr);
       throw_parted();
     }
@@ -543,41 +577,60 @@ Chunk SharedPool::import(Offer offer) {
 
 void SharedPool::scrub(Handle handle, std::size_t size) {
   std::lock_guard lock(scrubbing_);
-  if (scratch_ == 0) scratch_ = driver_.reserve(kChunkClasses.front());
-  driver_.map(scratch_, size, handle);
-  try {
-    driver_.allow(scratch_, size);
-    driver_.fill(scratch_, size, 0);
-    driver_.wait(driver_.mark(Direction::in));
-  } catch (...) {
-    driver_.unmap(scratch_, size);
-    throw;
-  }
-  driver_.unmap(scratch_, size);
+  // Where a call fails these addresses may still hold the chunk: others then take their place.
+  const Address scratch = std::exchange(scratch_, 0);
+  const Address at = scratch != 0 ? scratch : driver_.reserve(kChunkClasses.front());
+  driver_.map(at, size, handle);
+  driver_.allow(at, size);
+  driver_.fill(at, size, 0);
+  driver_.wait(driver_.mark(Direction::in));
+  driver_.unmap(at, size);
+  scratch_ = at;
 }
 
-std::vector<Message> SharedPool::ask_broker(Message message, Deadline deadline) {
+std::vector<Message> SharedPool::ask_broker(Message message, Deadline deadline, const std::string& who, bool looks) {
   std::unique_lock lock(mutex_);
   if (link_ == nullptr) throw_parted();
   const std::uint64_t serial = ++last_number_;
   message.words.insert(message.words.begin(), serial);
-  Question& question = questions_[serial];
+  Question& question = questions_[serial];  // stays where it is
   const std::uint64_t meeting = meetings_;
   send_locked(std::move(message));
-  while (!question.answered && Clock::now() < deadline && !waiting_is_over)
-    changed_.wait_until(lock, std::min(deadline, Clock::now() + kBetweenLooks));
+  std::exception_ptr interrupt;
+  while (!question.answered && Clock::now() < deadline && !waiting_is_over && !interrupt) {
+    changed_.wait_until(lock, std::min<Clock::time_point>(deadline, Clock::now() + kBetweenLooks));
+    if (!looks || question.answered) continue;
+    lock.unlock();
+    try {
+      between_looks();
+    } catch (...) {
+      interrupt = std::current_exception();
+    }
+    lock.lock();
+  }
   Question answer = std::move(question);
   questions_.erase(serial);
   const bool parted = link_ == nullptr || meetings_ != meeting;
-  if (answer.answered && !parted && answer.code == 0) return std::move(answer.answer);
-  for (Message& part : answer.answer) close_all(part.descriptors);
+  if (answer.answered && !parted && answer.code == 0 && !interrupt) return std::move(answer.answer);
+  for (Message& part : answer.answer) {
+    close_all(part.descriptors);
+    if (part.kind == Kind::attached) detach_locked(part.words.at(1));  // nobody will use it
+  }
+  if (interrupt) std::rethrow_exception(interrupt);
   if (answer.code != 0) throw Error(answer.answer.back().text);
   if (parted) throw_parted();
-  throw BrokerError("the broker at " + path_ + " does not answer", path_);
+  throw BrokerError("no answer from " + who + " at " + path_, path_);
+}
+
+// Others find what was given back here as soon as they ask, and not when this pool's thread comes to it.
+void SharedPool::settle() {
+  std::lock_guard lock(mutex_);
+  if (link_ != nullptr) flush_gifts_locked();
 }
 
 Supply SharedPool::look() {
-  const Message figures = ask_broker(message_of(Kind::look, {}), Clock::now() + kLookPatience).back();
+  const Message figures =
+      ask_broker(message_of(Kind::look, {}), Clock::now() + kLookPatience, "the broker", false).back();
   Supply supply{figures.words.at(1), {}};
   for (std::size_t at = 3; at + 1 < figures.words.size(); at += 2)
     supply.holders.push_back({static_cast<int>(figures.words[at]), figures.words[at + 1]});
@@ -585,7 +638,7 @@ Supply SharedPool::look() {
 }
 
 std::string SharedPool::status() {
-  return ask_broker(message_of(Kind::status, {}), Clock::now() + kPatience).back().text;
+  return ask_broker(message_of(Kind::status, {}), Clock::now() + kPatience, "the broker", true).back().text;
 }
 
 void SharedPool::set_scrub(bool wanted) {
@@ -596,8 +649,9 @@ void SharedPool::set_scrub(bool wanted) {
 
 Lease SharedPool::attach(std::uint64_t owner, int pid, std::uint64_t residence, const std::string& key,
                          Deadline deadline) {
-  const auto answers =
-      ask_broker(message_of(Kind::attach, {owner, static_cast<std::uint64_t>(pid), residence}, key), deadline);
+  const std::string who = "process " + std::to_string(pid) + ", asked through the broker";
+  const auto answers = ask_broker(message_of(Kind::attach, {owner, static_cast<std::uint64_t>(pid), residence}, key),
+                                  deadline, who, true);
   Lease lease;
   for (const Message& answer : answers) {
     lease.number = answer.words.at(1);
@@ -610,6 +664,11 @@ Lease SharedPool::attach(std::uint64_t owner, int pid, std::uint64_t residence, 
 
 void SharedPool::detach(std::uint64_t lease) {
   std::lock_guard lock(mutex_);
+  detach_locked(lease);
+}
+
+void SharedPool::detach_locked(std::uint64_t lease) {
+  attached_.erase(lease);
   if (link_ == nullptr)
     detached_.push_back(lease);
   else

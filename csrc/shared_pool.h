@@ -18,6 +18,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -82,6 +83,7 @@ class SharedPool final : public ChunkSource {
   std::size_t give_up(std::size_t) override { return 0; }
   std::size_t idle_bytes() const override { return 0; }
   Supply look() override;
+  void settle() override;
 
   std::string status();  // of the broker: JSON
   // A lease of another process's memory. `key`: "tag\npolicy\noffset\nsize[\noffset\nsize]...". Throws Error where the
@@ -100,7 +102,8 @@ class SharedPool final : public ChunkSource {
     std::uint64_t id;
     std::size_t size;
     bool scrub;
-    int file;  // -1: there is a handle
+    int file;               // -1: there is a handle
+    std::uint64_t meeting;  // with the broker that granted it
   };
   struct Question {
     bool answered = false;
@@ -109,8 +112,9 @@ class SharedPool final : public ChunkSource {
   };
 
   void serve();
+  bool serve_once();
   void rejoin();
-  std::unique_ptr<Link> meet(const std::string& path) const;
+  std::unique_ptr<Link> meet(const std::string& path, bool* there = nullptr) const;
   void introduce(std::unique_ptr<Link> link);
   void part_locked(const std::string& why);
   void handle(wire::Message message);
@@ -123,7 +127,8 @@ class SharedPool final : public ChunkSource {
   void give_back_locked(Offer offer);
   void flush_gifts_locked();
   void wake() const;
-  std::vector<wire::Message> ask_broker(wire::Message message, Deadline deadline);
+  std::vector<wire::Message> ask_broker(wire::Message message, Deadline deadline, const std::string& who, bool looks);
+  void detach_locked(std::uint64_t lease);
   Chunk import(Offer offer);
   void scrub(Handle handle, std::size_t size);
   [[noreturn]] void throw_parted() const;
@@ -145,10 +150,12 @@ class SharedPool final : public ChunkSource {
   std::vector<std::uint64_t> gifts_;  // to be given back
   std::map<std::uint64_t, Request*> requests_;
   std::map<std::uint64_t, Question> questions_;
+  std::set<std::uint64_t> attached_;     // leases of others' memory
   std::vector<std::uint64_t> detached_;  // while there was no broker to tell
   std::uint64_t last_number_ = 0;        // of requests and questions
   std::mutex scrubbing_;
-  Address scratch_ = 0;  // addresses for one chunk
+  Address scratch_ = 0;                    // addresses for one chunk
+  std::chrono::milliseconds search_{100};  // until the next look for a broker
   std::thread thread_;
 };
 

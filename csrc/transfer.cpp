@@ -153,18 +153,22 @@ void Transfer::reserve_and_start(bool chunks, Deadline deadline) {
 template <typename Attempt, typename GiveBack>
 void Transfer::with_chunks(Deadline deadline, Attempt attempt, GiveBack give_back) {
   const std::size_t needed = missing_bytes(), going_out = leaving_bytes();
-  for (;;) {
+  for (bool snug = false;;) {
+    bool never = false;
     try {
-      const auto request = device_.source().ask(needs(), deadline);
-      attempt(*request);
+      const auto request = device_.source().ask(needs(snug), deadline);
+      attempt(*request, snug);
       return;
+    } catch (const ChunkNeverAvailable&) {
+      never = true;
     } catch (const ChunkUnavailable&) {
-      give_back();
-      if (Clock::now() >= deadline || waiting_is_over)
-        throw out_of_memory(*device_.driver, device_.source(), needed, going_out);
-      between_looks();
-      std::this_thread::sleep_for(kRetry);
+      never = Clock::now() >= deadline || waiting_is_over;
     }
+    give_back();
+    if (never && (snug || !device_.pooled)) throw out_of_memory(*device_.driver, device_.source(), needed, going_out);
+    snug |= never;  // a shared pool gives all that is asked for, or nothing
+    between_looks();
+    std::this_thread::sleep_for(kRetry);
   }
 }
 
@@ -176,7 +180,7 @@ Transfer::Inventory Transfer::inventory() const {
 }
 
 // What is to be asked for: all that comes, less what leaves.
-Needs Transfer::needs() const {
+Needs Transfer::needs(bool snug) const {
   Needs needs;
   Inventory promised = inventory();
   for (const Coming& coming : coming_) {
@@ -187,17 +191,18 @@ Needs Transfer::needs() const {
           needs.push_back(region.need(limit));
           return Region::Choice{limit, Chunk()};
         },
-        [](Slot, Chunk) {});
+        [](Slot, Chunk) {}, snug);
   }
   return needs;
 }
 
 void Transfer::reserve_chunks(Deadline deadline) {
-  with_chunks(deadline, [&](ChunkRequest& request) { lay_out_promised(request); }, [&] { places_.clear(); });
+  with_chunks(
+      deadline, [&](ChunkRequest& request, bool snug) { lay_out_promised(request, snug); }, [&] { places_.clear(); });
 }
 
 // Chunks that leave first; for the rest new ones.
-void Transfer::lay_out_promised(ChunkRequest& request) {
+void Transfer::lay_out_promised(ChunkRequest& request, bool snug) {
   Inventory promised = inventory();
   for (Coming& coming : coming_) {
     const Region& region = *coming.region;
@@ -216,7 +221,7 @@ void Transfer::lay_out_promised(ChunkRequest& request) {
           }
           return Region::Choice{chunk.size(), std::move(chunk)};
         },
-        [&](Slot slot, Chunk chunk) { places_.push_back({&coming, slot, std::move(chunk)}); });
+        [&](Slot slot, Chunk chunk) { places_.push_back({&coming, slot, std::move(chunk)}); }, snug);
   }
 }
 
@@ -287,10 +292,10 @@ void Transfer::hand_on(Chunk chunk) {
 
 // Nothing leaves here, so nothing is lost if this fails: chunks are used as they come.
 void Transfer::come_in_alone(Deadline deadline) {
-  with_chunks(deadline, [&](ChunkRequest& request) { map_as_they_come(request); }, [&] { undo(); });
+  with_chunks(deadline, [&](ChunkRequest& request, bool snug) { map_as_they_come(request, snug); }, [&] { undo(); });
 }
 
-void Transfer::map_as_they_come(ChunkRequest& request) {
+void Transfer::map_as_they_come(ChunkRequest& request, bool snug) {
   for (Coming& coming : coming_) {
     open(coming);
     use_left_mapped(coming);
@@ -303,7 +308,7 @@ void Transfer::map_as_they_come(ChunkRequest& request) {
           Chunk chunk = request.next(limit, region.largest_chunk(), true);
           return Region::Choice{chunk.size(), std::move(chunk)};
         },
-        [&](Slot slot, Chunk chunk) { put(coming, slot, std::move(chunk)); });
+        [&](Slot slot, Chunk chunk) { put(coming, slot, std::move(chunk)); }, snug);
     give_access(coming);
     coming.to_come = 0;
   }

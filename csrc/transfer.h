@@ -42,6 +42,7 @@ class Transfer {
   void keep();
   void undo() noexcept;
 
+  Device& device() const { return device_; }
   std::size_t released_bytes() const { return released_; }
   std::size_t restored_bytes() const { return restored_; }
   std::size_t copied_bytes() const { return copied_; }
@@ -82,9 +83,9 @@ class Transfer {
   void make_batches(Leaving& leaving);
   void reserve_chunks(Deadline deadline);
   Inventory inventory() const;
-  Needs needs() const;
-  void lay_out_promised(ChunkRequest& request);
-  void map_as_they_come(ChunkRequest& request);
+  Needs needs(bool snug) const;
+  void lay_out_promised(ChunkRequest& request, bool snug);
+  void map_as_they_come(ChunkRequest& request, bool snug);
   template <typename Attempt, typename GiveBack>
   void with_chunks(Deadline deadline, Attempt attempt, GiveBack give_back);
   void let_go(Leaving& leaving);

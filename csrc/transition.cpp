@@ -4,6 +4,7 @@
 #include <chrono>
 #include <exception>
 #include <map>
+#include <set>
 #include <thread>
 
 namespace memsaver {
@@ -179,7 +180,10 @@ Transition::Outcome Transition::run(Deadline deadline) {
   }
   outcome.paused = gone_out_;
   outcome.resumed = come_in_;
+  std::set<Device*> devices;
+  for (const auto& transfer : transfers) devices.insert(&transfer->device());
   transfers.clear();  // before the states change: what did not come in is unmapped here
+  for (Device* device : devices) device->source().settle();
   finish();
   if (refused) std::rethrow_exception(refused);
   if (failed) std::rethrow_exception(failed);

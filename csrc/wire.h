@@ -19,6 +19,7 @@
 //                                                  broker that was here before; ends with a packet of less than the
 //                                                  most descriptors, an empty one if need be
 //   owed      lease, pid, chunk...                 after bring: an attachment to this client's memory that goes on
+//   holds     lease...                             after bring: the attachments of this client to others' memory
 //   scrub     0 or 1                               whether this client wants its chunks zeroed for the next owner
 //   look      serial                               -> figures
 //   status    serial                               -> status
@@ -63,11 +64,12 @@ constexpr std::size_t kMostDescriptors = 250;                 // in one packet; 
 constexpr std::size_t kMostChunks = 250;                      // in one packet
 
 // name, number
-#define MEMSAVER_MESSAGES(say)                                                                                    \
-  say(hello, 1) say(want, 2) say(more, 3) say(close, 4) say(give, 5) say(dropped, 6) say(bring, 7) say(owed, 8)   \
-      say(scrub, 9) say(look, 10) say(status, 11) say(report, 12) say(attach, 13) say(leased, 14) say(detach, 15) \
-          say(trim, 16) say(welcome, 101) say(refused, 102) say(grant, 103) say(stalled, 104) say(drop, 105)      \
-              say(query, 106) say(figures, 107) say(lease, 108) say(attached, 109) say(unlease, 110) say(trimmed, 111)
+#define MEMSAVER_MESSAGES(say)                                                                                      \
+  say(hello, 1) say(want, 2) say(more, 3) say(close, 4) say(give, 5) say(dropped, 6) say(bring, 7) say(owed, 8)     \
+      say(scrub, 9) say(look, 10) say(status, 11) say(report, 12) say(attach, 13) say(leased, 14) say(detach, 15)   \
+          say(trim, 16) say(holds, 17) say(welcome, 101) say(refused, 102) say(grant, 103) say(stalled, 104)        \
+              say(drop, 105) say(query, 106) say(figures, 107) say(lease, 108) say(attached, 109) say(unlease, 110) \
+                  say(trimmed, 111)
 
 #define MEMSAVER_REFUSALS(say) \
   say(version, 1) say(malformed, 2) say(user, 3) say(device, 4) say(no_room, 5) say(no_lease, 6) say(exhausted, 7)

@@ -44,7 +44,7 @@ _WORDS = {
     "hello": (3, 0, 0), "want": (1, 3, 1), "more": (1, 3, 1), "close": (1, 0, 0), "give": (0, 1, 0),
     "dropped": (0, 1, 0), "bring": (0, 2, 0), "owed": (2, 1, 0), "scrub": (1, 0, 0), "look": (1, 0, 0),
     "status": (1, 0, 0), "report": (0, 5, 0), "attach": (4, 0, 0), "leased": (3, 3, 0), "detach": (1, 0, 0),
-    "trim": (2, 0, 0),
+    "trim": (2, 0, 0), "holds": (0, 1, 0),
 }  # fmt: skip
 _WITH_TEXT = {"hello", "report", "attach", "leased"}
 
@@ -64,6 +64,7 @@ class Client:
     pid: int
     connection: Connection | None
     bringing: set[int] | None = field(default_factory=set)  # None: it has said what it uses
+    leases: set[int] | None = None  # of other clients' memory, that it has from an earlier broker; None: not said
     is_user: bool = False  # of memory, unlike a tool that asks for figures
     report: list[dict[str, Any]] = field(default_factory=list)
     reported_at: float | None = None
@@ -361,6 +362,7 @@ class Broker:
         if client is not None:
             client.connection = None
             client.asked_at = None
+            client.leases = None
             self.pool.disconnect(client.member)
             self._end_talks(client, f"process {client.pid} lost its connection to the broker")
             if client.member.id not in self.pool.members:
@@ -569,7 +571,7 @@ class Broker:
     def _on_owed(self, client: Client, message: Message) -> None:
         self._settle(client)
         lease, pid, *chunks = message.words
-        self.pool.lend(lease, client.member, pid, chunks)
+        self.pool.lend(lease, client.member, pid, chunks).owed = True
         try:
             self._watch(pid)
         except (ProcessLookupError, OverflowError):
@@ -580,6 +582,21 @@ class Broker:
         if lease in self._early_detaches:
             del self._early_detaches[lease]
             self._end_lease(lease)
+
+        else:
+            self._end_forgotten(pid)
+
+    def _on_holds(self, client: Client, message: Message) -> None:
+        self._settle(client)
+        client.leases = set(message.words)
+        self._end_forgotten(client.pid)
+
+    def _end_forgotten(self, pid: int) -> None:
+        """Leases that an earlier broker made, and whose holder never heard of."""
+        for client in [each for each in self._clients.values() if each.pid == pid and each.leases is not None]:
+            for lease in [each for each in self.pool.leases.values() if each.pid == pid and each.owed]:
+                if lease.id not in client.leases:
+                    self._end_lease(lease.id)
 
     def _end_lease(self, lease: int) -> None:
         ended = self.pool.end_lease(lease)
@@ -593,7 +610,8 @@ class Broker:
     # Messages: figures
 
     def _on_look(self, client: Client, message: Message) -> None:
-        rows = [(each.pid, self.pool.held_bytes(each.member)) for each in self._clients.values() if each.member.held]
+        rows = [(each.pid, self.pool.kept_bytes(each.member)) for each in self._clients.values()]
+        rows = [(pid, kept) for pid, kept in rows if kept]
         figures = itertools.chain.from_iterable(rows[: protocol.LONGEST_PACKET // 32])
         client.send(Message("figures", (message.words[0], self.pool.available_bytes(), self.pool.capacity, *figures)))
 
@@ -621,7 +639,7 @@ class Broker:
         now = time.monotonic()
         awaited = set()
         for each in self._clients.values():
-            if not each.is_user or each.connection is None or each is client:
+            if not each.is_user or each.connection is None:
                 continue
             if each.asked_at is None:
                 each.asked_at = now

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 
 from memsaver import _core, sockets
+from memsaver.errors import BrokerError
 
 POOLS = ("process", "shared")
 
@@ -53,5 +54,12 @@ def connect(device: str) -> None:
     with _lock:
         _core.set_scrub(device, _scrub)
         if not _core.connected(device):
-            path = sockets.ensure(_core.device_uuid(device), device, _capacity)
-            _core.connect(device, str(path))
+            uuid = _core.device_uuid(device)
+            path = sockets.ensure(uuid, device, _capacity)
+            try:
+                _core.connect(device, str(path))
+            except BrokerError:
+                if sockets.accepts(path):
+                    raise
+                # It was about to end.
+                _core.connect(device, str(sockets.ensure(uuid, device, _capacity)))

@@ -105,6 +105,7 @@ class Lease:
     owner: Member
     pid: int  # of the process that is attached
     chunks: list[Chunk]
+    owed: bool = False  # made by an earlier broker
 
 
 @dataclass(slots=True)
@@ -131,6 +132,7 @@ class Pool:
         self.total_bytes = 0  # made or adopted, and not gone
         self.idle_bytes = 0
         self.leaving_bytes = 0
+        self._ended: list[Demand] = []  # by a message, and their clients are still to be told
         self.failure: str | None = None  # of the driver, while it makes nothing
         self._idle: dict[int, dict[int, Chunk]] = {size: {} for size in CLASSES}
         self._queue: list[Demand] = []  # of those below, what waits
@@ -209,18 +211,29 @@ class Pool:
     def more(self, member: Member, request: int, entries: Sequence[int]) -> None:
         """Asks for something before the rest of a demand, and instead of as much of it, the largest limit first.
 
-        One that was served is back in its place in the queue. Raises NoRoomError.
+        One that was served is back in its place in the queue.
         """
         parsed = _entries(entries)
         demand = self._demands.get((member.id, request))
         if demand is None:
             raise MalformedError(f"there is no open request {request}")
-        if not demand.refused:
-            left = demand.left
-            self._exchange(demand, sum(entry.left for entry in parsed))
-            if left and not demand.entries:
-                self._queue.remove(demand)  # _add() puts it back
-            self._add(demand, parsed)
+        if demand.refused:
+            return
+        demand.count += 1
+        was_queued = bool(demand.entries)
+        self._exchange(demand, sum(entry.left for entry in parsed))
+        # What was granted while this was on its way counts: no demand can have more than there is.
+        room = self.capacity - demand.granted - demand.left
+        for entry in parsed:
+            entry.left = min(entry.left, max(room, 0))
+            room -= entry.left
+        demand.entries.extendleft(entry for entry in reversed(parsed) if entry.left)
+        if demand.entries and not was_queued:
+            bisect.insort(self._queue, demand, key=lambda queued: queued.order)
+        elif was_queued and not demand.entries:
+            self._queue.remove(demand)
+        if not demand.entries:
+            self._ended.append(demand)
 
     def close(self, member: Member, request: int) -> None:
         demand = self._demands.get((member.id, request))
@@ -372,7 +385,8 @@ class Pool:
 
     def serve(self) -> Served:
         """One step: hands out what is idle, makes at most one chunk, and says who is stuck."""
-        served = Served()
+        served = Served(done=self._ended)
+        self._ended = []
         while self._queue and self._collect(self._queue[0], served):
             self._queue.pop(0)
         if not self._queue:
@@ -380,7 +394,7 @@ class Pool:
         head = self._queue[0]
         served.again = self._make(head, served) or self._break_up(head, served)
         for demand in self._queue:
-            has_hope = demand is head and (served.again or self._drops_are_young())
+            has_hope = served.again or self._drops_are_young()  # those behind may be next in a moment
             if demand.told < demand.count and not has_hope:
                 demand.told = demand.count
                 served.stalled.append(demand)
@@ -497,6 +511,10 @@ class Pool:
 
     def held_bytes(self, member: Member) -> int:
         return sum(chunk.size for chunk in member.held.values())
+
+    def kept_bytes(self, member: Member) -> int:
+        """Held, and what it was asked to drop and has not."""
+        return self.held_bytes(member) + sum(chunk.size for chunk in member.known.values() if chunk.leaving)
 
     def attached_bytes(self, pid: int) -> int:
         attached = {chunk for lease in self.leases.values() if lease.pid == pid for chunk in lease.chunks}

@@ -21,6 +21,7 @@ log = logging.getLogger("memsaver")
 
 BACKUPS = ("none", "host", "disk")
 FILLS = ("zero", "poison")
+_LONGEST_TAG = 200
 ATTACHED_S = 60.0  # how long a pause waits for other processes that are attached to its regions
 _LONGEST_TIMEOUT_S = 86400.0 * 365  # what the core's clock can add without overflow, and more than anybody waits
 Tags = str | Iterable[str] | None
@@ -232,6 +233,8 @@ def region(
         raise TypeError(f"tag is {tag!r}, expected a string")
     if not tag:
         raise ValueError("tag is '', expected a name")
+    if len(tag) > _LONGEST_TAG or not tag.isprintable():
+        raise ValueError(f"tag is {tag!r}, expected at most {_LONGEST_TAG} printable characters")
     check_backup(backup)
     if frozen is not None and not isinstance(frozen, bool):
         raise TypeError(f"frozen is {frozen!r}, expected True or False")

@@ -49,7 +49,7 @@ SYSTEM = {
 # Python: what each module imports of memsaver, and of what is neither memsaver nor the standard library.
 MODULES: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), {"psutil"}),
-    "membership": ({"_core", "sockets"}, set()),
+    "membership": ({"_core", "errors", "sockets"}, set()),
     "config": ({"_core", "errors", "membership"}, set()),
     "transitions": ({"errors"}, set()),
     "regions": ({"_core", "errors", "membership", "transitions"}, set()),

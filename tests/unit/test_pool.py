@@ -250,11 +250,18 @@ def test_what_can_never_be_served_is_refused(pool, one):
     assert settle(pool).grants == []
     request = want(pool, one, (GIB, GIB, 4 * GIB))
     settle(pool)
-    with pytest.raises(NoRoomError):
-        pool.more(one, request, [SMALL, SMALL, SMALL])
-    pool.more(one, request, [SMALL, SMALL, SMALL])  # said before it heard of the refusal
-    assert settle(pool).grants == []
+    pool.more(one, request, [SMALL, SMALL, SMALL])  # said before it heard of the last grant
+    served = settle(pool)
+    assert served.grants == [] and [demand.left for demand in served.done] == [0]
     assert pool.held_bytes(one) == 4 * GIB
+
+
+def test_who_stands_behind_one_that_collects_is_not_told_that_it_is_stuck(pool, one, two):
+    want(pool, one, (SMALL, SMALL, 4 * SMALL))
+    want(pool, two, (SMALL, SMALL, SMALL))
+    served = pool.serve()
+    assert served.again and served.stalled == []
+    assert sorted(settle(pool).grants, key=id) and pool.held_bytes(two) == SMALL
 
 
 def test_what_a_demand_gave_back_it_can_ask_for_again(pool, one):
