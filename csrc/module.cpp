@@ -421,6 +421,13 @@ struct ReportingTransition : Transition {
     };
   }
 
+  // Drops what was reported to, and what that raised: both may know frames that know this transition, and Python's
+  // collector cannot see a cycle that passes here.
+  std::exception_ptr forget() {
+    progress = nb::none();
+    return std::exchange(interrupt, nullptr);
+  }
+
   nb::object progress = nb::none();
   std::exception_ptr interrupt;  // Ctrl-C, delivered as the report's Python code begins
 };
@@ -446,11 +453,18 @@ void prepare(ReportingTransition& transition, const std::vector<std::string>& po
 nb::dict run(ReportingTransition& transition, double timeout) {
   const UnderWay counted;
   Transition::Outcome outcome;
+  std::exception_ptr error;
   {
     const Unlocked release;
-    outcome = transition.run(in_seconds(timeout));
+    try {
+      outcome = transition.run(in_seconds(timeout));
+    } catch (...) {
+      error = std::current_exception();
+    }
   }
-  if (transition.interrupt) std::rethrow_exception(std::exchange(transition.interrupt, nullptr));
+  const std::exception_ptr interrupt = transition.forget();
+  if (error) std::rethrow_exception(error);
+  if (interrupt) std::rethrow_exception(interrupt);
   nb::dict row;
   row["paused"] = nb::cast(outcome.paused, nb::rv_policy::reference);
   row["resumed"] = nb::cast(outcome.resumed, nb::rv_policy::reference);

@@ -55,6 +55,7 @@ def captured_sum() -> tuple[memsaver.CUDAGraph, torch.Tensor, torch.Tensor]:
     graph = memsaver.CUDAGraph()
     with memsaver.graph(graph, region=pool, needs=[weights]):
         result.copy_(torch.relu(matrix @ vector) @ matrix)
+    graph.inputs = matrix, vector  # it does not keep them itself, and nobody else does
     graph.replay()
     torch.cuda.synchronize()
     return graph, result, result.cpu()
