@@ -137,9 +137,14 @@ class Measured:
     def _look(self) -> None:
         if self.name == "offload":
             return
-        for role, actor in (("engine", self.loop.engines[0]), ("trainer", self.loop.trainers[0])):
-            (device,) = ray.get(actor.stats.remote())["devices"].values()
-            self.regions[role] = {row["tag"]: row for row in device["regions"]}
+        for role, actors in (("engine", self.loop.engines), ("trainer", self.loop.trainers)):
+            rows: dict[str, dict[str, Any]] = {}
+            for stats in ray.get([actor.stats.remote() for actor in actors]):
+                (device,) = stats["devices"].values()
+                for row in device["regions"]:  # the same tags on all ranks
+                    known = rows.setdefault(row["tag"], {**row, "allocated_bytes": 0})
+                    known["allocated_bytes"] += row["allocated_bytes"]
+            self.regions[role] = rows
 
     def must_move(self, before: str, after: str) -> tuple[int, int]:
         """Bytes out, and in, that the turn from one phase to another cannot do without."""

@@ -47,9 +47,10 @@ _WITH_TORCH = {
 }  # fmt: skip
 __version__ = "0.1.0"
 __all__ = [
-    "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error", "OutOfMemoryError", "Region",
-    "RegionPausedError", "Token", "Transition", "attach", "configure", "cpu_backup", "define_phase", "graph", "outside", "pause", "phase",
-    "region", "release_host_memory", "resume", "share", "stats", "switch", "trim",
+    "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error",
+    "OutOfMemoryError", "Region", "RegionPausedError", "Token", "Transition", "attach", "configure", "cpu_backup",
+    "define_phase", "graph", "outside", "pause", "phase", "region", "release_host_memory", "resume", "share",
+    "stats", "switch", "trim",
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)

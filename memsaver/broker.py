@@ -593,9 +593,9 @@ class Broker:
 
     def _end_forgotten(self, pid: int) -> None:
         """Leases that an earlier broker made, and whose holder never heard of."""
-        for client in [each for each in self._clients.values() if each.pid == pid and each.leases is not None]:
+        for held in [each.leases for each in self._clients.values() if each.pid == pid and each.leases is not None]:
             for lease in [each for each in self.pool.leases.values() if each.pid == pid and each.owed]:
-                if lease.id not in client.leases:
+                if lease.id not in held:
                     self._end_lease(lease.id)
 
     def _end_lease(self, lease: int) -> None:

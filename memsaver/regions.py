@@ -304,8 +304,9 @@ def pause(
       moves them. An exception in it is logged.
 
     Raises ValueError for an unknown tag, BackupError where host memory or disk is short, AttachedError where others
-    stay attached, memsaver.Error while a graph is being captured; then everything is as it was. A driver or file call that fails later leaves the regions paused
-    with nothing lost that their policies keep; pausing again goes on from there, and resuming brings everything back.
+    stay attached, memsaver.Error while a graph is being captured; then everything is as it was. A driver or file call
+    that fails later leaves the regions paused with nothing lost that their policies keep; pausing again goes on from
+    there, and resuming brings everything back.
     """
     return transition(pause=find(tags), backup=backup, attached=timeout, wait=wait, progress=progress)
 
@@ -499,7 +500,7 @@ class Prepared:
 
 
 def prepare_pause(tags: Tags = None, *, backup: str | None = None, timeout: float = ATTACHED_S) -> Prepared:
-    """The first half of :func:`pause`, with its arguments and errors: for processes that pause together or not at all."""
+    """The first half of :func:`pause`, with its arguments and errors, for those who pause together or not at all."""
     found = find(tags)
     if backup is not None:
         check_backup(backup)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from memsaver import _core
 from memsaver.errors import Error, RegionPausedError
-from memsaver.regions import Ranges, Region, all_regions, owning
+from memsaver.regions import Ranges, Region, owning
 
 _EMPTY_FACTORIES = {
     torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted,
