@@ -28,6 +28,7 @@ from memsaver.protocol import HAS_DESCRIPTOR, SCRUB, MalformedError
 CLASSES: tuple[int, ...] = _core.CHUNK_CLASSES  # bytes, largest first
 PAGE = CLASSES[-1]
 RETRY_S = 0.02  # how long a driver that was full is not asked again
+PATIENCE_S = 0.02  # how long a large demand waits for large chunks while small ones are idle
 DROP_GRACE_S = 0.5  # how long a demand counts on clients to answer a drop, before it is told that it is stuck
 
 
@@ -88,6 +89,7 @@ class Demand:
     request: int
     order: int
     since: float
+    moved_at: float  # when it last got something
     entries: deque[Entry] = field(default_factory=deque)
     count: int = 0  # messages of it so far
     told: int = 0  # the count at which its client was last told that it is stuck
@@ -204,7 +206,7 @@ class Pool:
         if demand is not None and (demand.entries or demand.refused):
             raise MalformedError(f"request {request} is open already")
         self._opened += 1
-        demand = Demand(member, request, self._opened, time.monotonic())
+        demand = Demand(member, request, self._opened, now := time.monotonic(), now)
         self._demands[member.id, request] = demand
         self._add(demand, parsed)
 
@@ -392,24 +394,30 @@ class Pool:
         if not self._queue:
             return served
         head = self._queue[0]
-        served.again = self._make(head, served) or self._break_up(head, served)
+        served.again = self._make(head, served)
+        # Small chunks would be missed where only small ones fit, and large ones be broken up for them, more in each turn.
+        # In a turn the large ones are on their way: a moment's patience lets them come first.
+        is_patient = head.left >= CLASSES[0] and time.monotonic() < head.moved_at + PATIENCE_S
+        if not served.again and not is_patient:
+            served.again = self._collect(head, served, smaller=True) or self._break_up(head, served)
         for demand in self._queue:
-            has_hope = served.again or self._drops_are_young()  # those behind may be next in a moment
+            has_hope = served.again or is_patient or self._drops_are_young()  # those behind may be next in a moment
             if demand.told < demand.count and not has_hope:
                 demand.told = demand.count
                 served.stalled.append(demand)
         if not head.entries:
             self._queue.pop(0)
-        served.retry = self.leaving_bytes > 0 or self._ceiling == 0
+        served.retry = self.leaving_bytes > 0 or self._ceiling == 0 or is_patient
         return served
 
-    def _collect(self, demand: Demand, served: Served) -> bool:
-        """Gives a demand what is idle; whether that is all of it."""
+    def _collect(self, demand: Demand, served: Served, smaller: bool = False) -> bool:
+        """Gives a demand what is idle, also chunks smaller than wished for; whether that is all of it."""
         member = demand.member
         shelves: dict[int, list[Chunk]] = {}
         for entry in list(demand.entries):
-            for size in _preference(min(entry.fresh, entry.left)):
-                if not self._idle[size] or size > entry.limit:
+            best, *others = _preference(min(entry.fresh, entry.left))
+            for size in (best, *others):
+                if not self._idle[size] or size > entry.limit or (size < best and not smaller):
                     continue
                 if size not in shelves:  # those last that the client has a handle of: they are taken from the end
                     shelves[size] = sorted(self._idle[size].values(), key=lambda chunk: member in chunk.handles)
@@ -432,6 +440,7 @@ class Pool:
         chunk.limit = entry.limit
         chunk.demand = demand
         demand.granted += chunk.size
+        demand.moved_at = time.monotonic()
         entry.left -= chunk.size
         if not entry.left:
             demand.entries.remove(entry)

@@ -55,6 +55,7 @@ def memory() -> FakeMemory:
 @pytest.fixture
 def pool(memory: FakeMemory, monkeypatch: pytest.MonkeyPatch) -> Pool:
     monkeypatch.setattr(pools, "RETRY_S", 0.0)  # a full driver is asked again each time
+    monkeypatch.setattr(pools, "PATIENCE_S", 0.0)
     monkeypatch.setattr(pools, "DROP_GRACE_S", 3600.0)  # unless a test says otherwise, clients answer
     return Pool(memory, CAPACITY)
 
@@ -583,3 +584,31 @@ def test_the_books_are_right_after_anything(memory, monkeypatch, seed):
     assert pool.idle_bytes == pool.total_bytes
     pool.trim(0)
     assert (pool.total_bytes, memory.sizes, pool.chunks) == (0, {}, {})
+
+
+def test_turns_on_a_full_pool_do_not_break_it_up(pool, one, two, monkeypatch):
+    """Each side asks before the other gives: small chunks that are idle then are not for it."""
+    monkeypatch.setattr(pools, "PATIENCE_S", 3600.0)
+    plans = {
+        one: [(GIB, GIB, 2 * GIB), (LARGE, LARGE, 2 * LARGE), (MEDIUM, MEDIUM, 2 * MEDIUM)],
+        two: [(GIB, GIB, 2 * GIB), (LARGE, LARGE, LARGE), (MEDIUM, MEDIUM, 6 * MEDIUM)],
+    }
+    counts = []
+    for turn in range(20):
+        taker, giver = (one, two) if turn % 2 == 0 else (two, one)
+        request = want(pool, taker, *plans[taker])
+        settle(pool)
+        for chunk_id in list(giver.held):
+            pool.give(giver, [chunk_id])
+            dropped = settle(pool).drops
+            for member, chunk in dropped:
+                pool.dropped(member, [chunk.id])
+        with monkeypatch.context() as later:
+            later.setattr(pools, "PATIENCE_S", 0.0)  # a moment has passed
+            while drops := settle(pool).drops:
+                for member, chunk in drops:
+                    pool.dropped(member, [chunk.id])
+        assert pool.held_bytes(taker) == sum(nbytes for _, _, nbytes in plans[taker])
+        pool.close(taker, request)
+        counts.append(len(pool.chunks))
+    assert len(set(counts[6:])) == 1
