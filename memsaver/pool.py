@@ -395,8 +395,8 @@ class Pool:
             return served
         head = self._queue[0]
         served.again = self._make(head, served)
-        # Small chunks would be missed where only small ones fit, and large ones be broken up for them, more in each turn.
-        # In a turn the large ones are on their way: a moment's patience lets them come first.
+        # Small chunks would be missed where only small ones fit, and large ones be broken up for them, more of them in
+        # each turn. The large ones are on their way then: a moment's patience lets them come first.
         is_patient = head.left >= CLASSES[0] and time.monotonic() < head.moved_at + PATIENCE_S
         if not served.again and not is_patient:
             served.again = self._collect(head, served, smaller=True) or self._break_up(head, served)
