@@ -136,7 +136,7 @@ std::size_t Region::allocate(std::size_t size, std::unique_lock<std::mutex>& hel
     for (bool snug = false;;) {
       const Needs needs = needs_of({offset, size}, snug);
       held.unlock();
-      const auto request = device.source().ask(needs, Clock::now());
+      auto request = device.source().ask(needs, Clock::now());
       const bool all = request->gather();
       held.lock();
       check_allocatable(size);
@@ -151,6 +151,7 @@ std::size_t Region::allocate(std::size_t size, std::unique_lock<std::mutex>& hel
         continue;
       }
       held.unlock();
+      request.reset();  // what it got counts as free
       throw out_of_memory(*device.driver, device.source(), wanted, 0);
     }
   } catch (...) {

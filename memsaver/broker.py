@@ -165,7 +165,7 @@ class Broker:
         if retry or self._writing:
             waits.append(RETRY_S)
         waits += [question.deadline - now for question in self._questions]
-        if self._linger_s is not None and not self._connections and not self._clients:
+        if self._linger_s is not None and not self._has_users():
             waits.append(self._lonely_since + self._linger_s - now)
             if waits[-1] <= 0 and not self._listener_has_guests():
                 self._stopping = True
@@ -175,9 +175,9 @@ class Broker:
         """Whether somebody came at the last moment. Who comes after that finds no socket, and starts a broker."""
         self._listener.hide()
         self._accept(0)
-        if self._connections:
+        if self._has_users():
             self._listener.show()
-        return bool(self._connections)
+        return self._has_users()
 
     def _serve(self) -> tuple[bool, bool]:
         served = self.pool.serve()
@@ -368,7 +368,12 @@ class Broker:
             if client.member.id not in self.pool.members:
                 del self._clients[client.member.id]
         self._unwatch(connection.pid)
-        self._lonely_since = time.monotonic()
+        if client is None or client.is_user:
+            self._lonely_since = time.monotonic()
+
+    def _has_users(self) -> bool:
+        """Whether anybody needs this broker, unlike a tool that looks at it; who has not said hello yet may."""
+        return None in self._connections.values() or any(client.is_user for client in self._clients.values())
 
     def _end_talks(self, client: Client, why: str) -> None:
         self._questions = [question for question in self._questions if question.client is not client]
@@ -429,7 +434,7 @@ class Broker:
             self._hang_up(connection)
         self._unwatch(pid)
         self._lonely_since = time.monotonic()
-        if not any(client.is_user for client in self._clients.values()):
+        if not self._has_users():
             _, drops = self.pool.trim(0)  # who comes next may not be of this pool
             self._drop(drops)
 

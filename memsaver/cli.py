@@ -177,7 +177,11 @@ def _top(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps({"pools": pools}))
             return 0
-        sys.stdout.write(_CLEAR + "\n\n".join("\n".join(_lines(pool)) for pool in pools) + "\n")
+        table = "\n\n".join("\n".join(_lines(pool)) for pool in pools) + "\n"
+        if not sys.stdout.isatty():  # nobody watches: once
+            sys.stdout.write(table)
+            return 0
+        sys.stdout.write(_CLEAR + table)
         sys.stdout.flush()
         time.sleep(_REDRAW_S)
 

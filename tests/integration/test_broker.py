@@ -557,7 +557,7 @@ def test_descriptors_where_none_belong_are_refused_and_closed(broker):
         client = broker.client(bring=False)
         client.say(kind, *words, files=(0,) * count)
         assert client.is_refused()[0] == "malformed"
-    until(lambda: broker.descriptors() == before)
+    until(lambda: broker.descriptors() <= before)
 
 
 @pytest.mark.parametrize("sizes", [(PAGE, PAGE + 1), (PAGE, MEDIUM)], ids=["no class", "another size"])
