@@ -2,9 +2,8 @@
 //
 // 1. The transition stands in the queue of each of its regions from the moment it is made; at the head of all,
 //    begin() marks them, so that nobody else moves or uses them, and waits for guarded launches to leave.
-// 2. prepare() reserves: host memory and files for what goes out, chunks for what comes in beyond those that go out;
-// waits for
-//    the devices; and begins to copy out. A failure up to here leaves everything as it was.
+// 2. prepare() reserves: host memory and files for what goes out, chunks for what comes in beyond those that go out. It
+//    waits for the devices, and begins to copy out. A failure up to here leaves everything as it was.
 // 3. It commits: from here on what goes out is paused.
 // 4. It executes: chunks go out, and in, as their contents move (transfer.h). A failure takes the regions that were to
 //    come in back to "paused", with their backups whole.

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from memsaver import protocol
 from memsaver.connection import Connection
 from memsaver.errors import gib, process_name
-from memsaver.pool import Chunk, Demand, Member, Memory, NoRoomError, Pool
+from memsaver.pool import RETRY_S, Chunk, Demand, Member, Memory, NoRoomError, Pool
 from memsaver.protocol import MOST_CHUNKS, ExhaustedError, MalformedError, Message
 from memsaver.sockets import Listener
 
@@ -35,7 +35,6 @@ log = logging.getLogger("memsaver")
 STATES = ("active", "pausing", "paused", "resuming", "lost")  # as reports number them
 BACKUPS = ("none", "host", "disk")
 REPORTS_S = 0.2  # how long a status waits for reports
-RETRY_S = 0.02  # how long a demand waits until the driver is asked again
 MOST_MESSAGES = 256  # of one client in one turn, so that one that never stops is not the only one heard
 _EARLY_DETACHES = 10_000
 

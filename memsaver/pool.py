@@ -27,7 +27,7 @@ from memsaver.protocol import HAS_DESCRIPTOR, SCRUB, MalformedError
 
 CLASSES: tuple[int, ...] = _core.CHUNK_CLASSES  # bytes, largest first
 PAGE = CLASSES[-1]
-RETRY_S = 0.02  # how long a driver that was full is not asked again
+RETRY_S = 0.02  # how long a driver that was full is not asked again, and a demand that waits is not looked at
 PATIENCE_S = 0.02  # how long a large demand waits for large chunks while small ones are idle
 DROP_GRACE_S = 0.5  # how long a demand counts on clients to answer a drop, before it is told that it is stuck
 

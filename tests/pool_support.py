@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,17 @@ from tests.broker_support import Running
 from tests.support import MIB, PAGE, Hooks, environment  # noqa: F401 - statements of workers name them
 
 SECOND_S = 1.0  # within which a pool is whole again after an exit
+
+
+@contextlib.contextmanager
+def running(capacity: int) -> Iterator[Running]:
+    """A broker, and in the end nothing left of one that a client has started in its place."""
+    with Running(str(capacity)) as broker:
+        yield broker
+        for lock in broker.directory.glob("*.lock"):
+            pid = int(lock.read_text() or 0)
+            if pid and pid != broker.process.pid:
+                os.kill(pid, signal.SIGKILL)
 
 
 class Held:

@@ -15,7 +15,7 @@ import pytest
 from memsaver import protocol
 from memsaver.protocol import Message
 from tests.broker_support import Running
-from tests.pool_support import SECOND_S, Worker, descriptors_of, is_whole, until
+from tests.pool_support import SECOND_S, Worker, descriptors_of, is_whole, running, until
 from tests.support import MIB, PAGE, Peer, fresh_device
 
 CAPACITY = 64 * MIB
@@ -24,12 +24,8 @@ LARGE = 50 * MIB  # of which no two fit
 
 @pytest.fixture
 def broker() -> Iterator[Running]:
-    with Running(str(CAPACITY)) as running:
-        yield running
-        for lock in running.directory.glob("*.lock"):  # of one that a client started
-            pid = int(lock.read_text() or 0)
-            if pid and pid != running.process.pid:
-                os.kill(pid, signal.SIGKILL)
+    with running(CAPACITY) as started:
+        yield started
 
 
 def held(broker: Running, worker: Worker) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.broker_support import Running
-from tests.pool_support import Worker, descriptors_of, is_whole, mappings_of, until
+from tests.pool_support import Worker, descriptors_of, is_whole, mappings_of, running, until
 from tests.support import MIB
 
 CAPACITY = 64 * MIB
@@ -18,12 +16,8 @@ CAPACITY = 64 * MIB
 
 @pytest.fixture
 def broker() -> Iterator[Running]:
-    with Running(str(CAPACITY)) as running:
-        yield running
-        for lock in running.directory.glob("*.lock"):  # of one that a client started
-            pid = int(lock.read_text() or 0)
-            if pid and pid != running.process.pid:
-                os.kill(pid, signal.SIGKILL)
+    with running(CAPACITY) as started:
+        yield started
 
 
 @pytest.fixture

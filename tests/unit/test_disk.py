@@ -22,6 +22,7 @@ from tests.support import (
     Peer,
     Sweep,
     blocks,
+    change_between_pauses,
     drop_backups,
     flush_unreleased,
     fresh_device,
@@ -187,16 +188,7 @@ def test_what_was_written_before_anybody_waited_counts_as_copied(make: Make) -> 
 
 def test_what_is_written_after_a_resume_is_kept_by_the_next_pause(make: Make) -> None:
     region = make("disk")
-    held = blocks(region, [3 * MIB, 100])
-    for seed in range(3):
-        region.pause()
-        region.resume()
-        held[0].fill(seed)
-        held.append(Block(region, 1 * MIB + seed, seed=50 + seed))
-    region.pause()
-    region.resume()
-    for block in held:
-        block.check()
+    change_between_pauses(region, blocks(region, [3 * MIB, 100]))
 
 
 def test_host_memory_is_needed_for_a_few_blocks_only(make: Make) -> None:

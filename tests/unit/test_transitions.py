@@ -18,6 +18,7 @@ from tests.support import (
     Fill,
     Hooks,
     blocks,
+    change_between_pauses,
     descriptors,
     free_bytes,
     host_used_bytes,
@@ -152,16 +153,7 @@ def test_only_what_is_live_is_copied(make: Make) -> None:
 
 def test_what_grew_and_what_was_written_after_a_resume_is_kept_by_the_next_pause(make: Make) -> None:
     region = make("host")
-    held = blocks(region, [3 * MIB])
-    for seed in range(3):
-        region.pause()
-        region.resume()
-        held[0].fill(seed)
-        held.append(Block(region, 1 * MIB + seed, seed=50 + seed))
-    region.pause()
-    region.resume()
-    for block in held:
-        block.check()
+    change_between_pauses(region, blocks(region, [3 * MIB]))
 
 
 def test_backups_share_an_arena_that_is_kept_and_reused(make: Make) -> None:
