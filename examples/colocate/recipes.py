@@ -89,7 +89,13 @@ def _model(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, i
     )
 
 
-_CPU = Recipe(model=_model(64, 2, 4, 2, 16, 192), engine=EngineConfig(max_batch_size=128))
+def _engine(max_batch_size: int, block_size: int = 16) -> EngineConfig:
+    # Few batch sizes, since the loop proves each of them.
+    sizes = tuple(1 << exponent for exponent in range(max_batch_size.bit_length()))
+    return EngineConfig(max_batch_size=max_batch_size, block_size=block_size, graph_batch_sizes=sizes)
+
+
+_CPU = Recipe(model=_model(64, 2, 4, 2, 16, 192), engine=_engine(128))
 
 RECIPES = {
     "cpu": _CPU,
@@ -97,7 +103,7 @@ RECIPES = {
     "gpu": replace(
         _CPU,
         model=_model(256, 4, 8, 4, 32, 768),
-        engine=EngineConfig(max_batch_size=64, block_size=64),
+        engine=_engine(64, block_size=64),
         steps=20,
         rate=5e-4,
         bucket_bytes=4 * MIB,
@@ -117,7 +123,7 @@ RECIPES = {
             tie_word_embeddings=True,
             dtype=torch.bfloat16,
         ),
-        engine=EngineConfig(max_batch_size=64, block_size=64),
+        engine=_engine(64, block_size=64),
         held_out=16,
         warm_up_steps=2,
         warm_up_batch=32,
@@ -136,7 +142,7 @@ RECIPES = {
     "tiny": replace(
         _CPU,
         model=_model(32, 1, 4, 2, 8, 64),
-        engine=EngineConfig(max_batch_size=8),
+        engine=_engine(8),
         largest=9,
         held_out=16,
         warm_up_steps=4,

@@ -32,7 +32,7 @@ class Players:
 
     def complete(self, problems: Sequence[Problem], temperature: float) -> list[Completion]:
         """One completion of each problem, in their order. At temperature 0 it is greedy."""
-        sampling = SamplingParams(temperature, max_new_tokens=self.task.longest_answer, stop_token=STOP_TOKEN)
+        sampling = SamplingParams(temperature, max_new_tokens=self.task.longest_answer, stop_tokens=(STOP_TOKEN,))
         prompts = [encode(problem.prompt) for problem in problems]
         count = len(self.engines)
         dealt = ray.get(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import memsaver
-from examples.colocate.engine import Engine, EngineConfig, SamplingParams, attention
+from examples.colocate.engine import Engine, EngineConfig, SamplingParams, attention, ops
 from examples.colocate.model import ModelConfig, parameter_shapes
+from tests.unit.kernel_cases import DTYPES, LARGE_OPS_CASES, OPS_CASES, OPS_DIFFERENT, compare
 
 pytestmark = [
     pytest.mark.gpu,
@@ -225,3 +226,51 @@ def test_everything_that_lasts_is_in_a_region(make_engine: MakeEngine) -> None:
     assert outside(engine) - before < 192 << 20  # workspaces of cuBLAS; the KV cache alone is more
     assert engine.kv_cache.nbytes > 192 << 20
     assert memsaver.pause(TAGS).released_bytes >= weights + engine.kv_cache.nbytes
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.parametrize("case", [*OPS_CASES, *LARGE_OPS_CASES])
+def test_fused_kernels_equal_torch(case: str, dtype_name: str) -> None:
+    from examples.colocate.engine import fused_kernels
+
+    found = compare(fused_kernels, case, dtype_name, "cuda")
+    assert found["error"] <= 1
+    assert dtype_name == "fp32" or found["different"] <= OPS_DIFFERENT
+
+
+def test_one_kernel_attends_for_a_large_batch() -> None:
+    from examples.colocate.engine.paged_kernel import num_splits
+
+    batch, heads, kv_heads, head_dim, block_size, width = 65, 32, 8, 128, 16, 20
+    assert num_splits(batch, kv_heads) == 1
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (2, batch * width + 1, block_size, kv_heads, head_dim)
+    k_cache, v_cache = torch.randn(shape, generator=generator, device="cuda").bfloat16()
+    table = (torch.randperm(batch * width, generator=generator, device="cuda") + 1).int().view(batch, width)
+    lengths_B = torch.arange(batch, device="cuda", dtype=torch.int32) * 5  # the first is padding
+    q = torch.randn(batch, heads, head_dim, generator=generator, device="cuda").bfloat16()
+    out = attention.paged_decode(q, k_cache, v_cache, table, lengths_B)
+    expected = attention.paged_decode_torch(q.float(), k_cache.float(), v_cache.float(), table, lengths_B)
+    torch.testing.assert_close(out.float(), expected, rtol=0, atol=1.6e-2)
+    assert not out[0].any()
+
+
+def test_caches_of_more_elements_than_32_bits_count() -> None:
+    heads, kv_heads, head_dim, block_size = 32, 8, 128, 16
+    num_blocks = (1 << 31) // (block_size * kv_heads * head_dim) + 2
+    k_cache, v_cache = torch.empty(
+        2, num_blocks, block_size, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda"
+    )  # 8.6 GB
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = torch.randn(3, 2, heads, head_dim, generator=generator, device="cuda").bfloat16()
+    k, v = k[:, :kv_heads], v[:, :kv_heads]
+    last = num_blocks - 1
+    ops.write_kv(k_cache, v_cache, k, v, last * block_size + torch.arange(2, device="cuda"))
+    assert torch.equal(k_cache[last, :2], k)
+    assert torch.equal(v_cache[last, :2], v)
+    table = torch.full((1, 1), last, dtype=torch.int32, device="cuda")
+    lengths_B = torch.tensor([2], dtype=torch.int32, device="cuda")
+    out = attention.paged_decode(q[:1], k_cache, v_cache, table, lengths_B)
+    part = [cache[last:].float() for cache in (k_cache, v_cache)]
+    expected = attention.paged_decode_torch(q[:1].float(), *part, torch.zeros_like(table), lengths_B)
+    torch.testing.assert_close(out.float(), expected, rtol=0, atol=1.6e-2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch import Tensor
 
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
+from examples.colocate.engine.graph_pool import GraphPool
+from examples.colocate.engine.verify import VerificationError, verify
 from examples.colocate.model import ModelConfig, parameter_shapes
 
 QWEN = ModelConfig(
@@ -165,7 +169,7 @@ def test_stop_token_and_length(make_engine: MakeEngine) -> None:
     full = tokens_of(engine, [[3, 1, 4]])[0]
     assert len(full) == 7  # the rest of max_model_len
     stop = full[3]
-    completion = engine.generate([[3, 1, 4]], SamplingParams(0.0, 12, stop_token=stop))[0]
+    completion = engine.generate([[3, 1, 4]], SamplingParams(0.0, 12, stop_tokens=(stop,)))[0]
     assert completion.tokens == full[: full.index(stop) + 1]
     assert completion.finish_reason == "stop"
     assert len(completion.logprobs) == len(completion.tokens)
@@ -324,7 +328,15 @@ def test_bad_input_is_named(make_engine: MakeEngine) -> None:
     for bad in ({"temperature": -1.0}, {"temperature": float("nan")}, {"max_new_tokens": 0}):
         with pytest.raises(ValueError, match="expected"):
             SamplingParams(**bad)
-    for bad in ({"max_batch_size": 0}, {"max_model_len": 1}, {"graph_batch_sizes": (33,)}):
+    for bad in (
+        {"max_batch_size": 0},
+        {"max_model_len": 1},
+        {"graph_batch_sizes": (33,)},
+        {"prefill_graph_sizes": (0,)},
+        {"prefill_graph_sizes": (128,), "max_prefill_tokens": 64},
+        {"compile_batch_sizes": (33,)},
+        {"compile_batch_sizes": tuple(range(1, 10))},
+    ):
         with pytest.raises(ValueError, match="expected"):
             EngineConfig(**bad)
     for bad in ({"num_kv_heads": 3}, {"head_dim": 15}, {"vocab_size": 0}, {"dtype": torch.int8}, {"norm_eps": 0}):
@@ -332,6 +344,181 @@ def test_bad_input_is_named(make_engine: MakeEngine) -> None:
             dataclasses.replace(QWEN, **bad)
     with pytest.raises(ValueError, match="max_model_len is 97; expected at most 96"):
         make_engine(max_model_len=97)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_prompts_in_chunks_give_the_same_tokens(make_engine: MakeEngine, prefix_cache: bool) -> None:
+    expected = tokens_of(make_engine(), PROMPTS)
+    for budget in (1, 3, 8):
+        engine = make_engine(max_prefill_tokens=budget, prefix_cache=prefix_cache)
+        assert tokens_of(engine, PROMPTS) == expected
+        assert engine.blocks.num_free == engine.blocks.num_usable
+
+
+def test_cancelled_requests_leave_the_others_alone(make_engine: MakeEngine) -> None:
+    expected = tokens_of(make_engine(), PROMPTS)
+    engine = make_engine(max_batch_size=2)
+    sequences = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    for _ in range(4):
+        engine.step()
+    engine.cancel(sequences[0])  # in flight
+    engine.cancel(sequences[3])  # waiting
+    while any(each.finish_reason is None for each in sequences):
+        engine.step()
+    engine.settle()
+    assert [each.finish_reason for each in sequences] == ["cancelled", "length", "length", "cancelled"]
+    assert [each.completion().tokens for each in sequences[1:3]] == expected[1:3]
+    partial = sequences[0].completion().tokens
+    assert partial == expected[0][: len(partial)] and 0 < len(partial) < len(expected[0])
+    assert sequences[3].completion().tokens == []
+    assert engine.blocks.num_free == engine.blocks.num_usable
+    engine.cancel(sequences[1])
+    assert sequences[1].finish_reason == "length"
+
+
+def test_requests_put_back_for_a_pause_go_on_after_it(make_engine: MakeEngine) -> None:
+    expected = tokens_of(make_engine(), PROMPTS)
+    engine = make_engine(max_prefill_tokens=8)
+    sequences = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    for steps in (2, 3, 5):
+        for _ in range(steps):
+            engine.step()
+        engine.drain(finish=False)
+        assert not any(each.blocks or each.in_flight for each in sequences)
+        memsaver.pause()
+        memsaver.resume()
+        engine.kv_cache.fill_(float("nan"))
+        engine.drop_prefix_cache()
+    while any(each.finish_reason is None for each in sequences):
+        engine.step()
+    assert [each.completion().tokens for each in sequences] == expected
+
+
+def test_every_token_is_counted_and_read_back_once(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    stop = tokens_of(engine, [[3, 1, 4]])[0][3]
+    engine.tokens_generated = 0
+    done = engine.generate(PROMPTS, SamplingParams(0.0, 12, stop_tokens=(stop,)))
+    kept = sum(len(each.tokens) for each in done)
+    assert any(each.finish_reason == "stop" for each in done)
+    assert engine.tokens_generated == kept
+
+
+class HostGraphs(GraphPool):
+    """Captures on the CPU: a replay calls what was captured, and leaves its results where the capture left them."""
+
+    fails_at = -1
+
+    @property
+    def available(self) -> bool:
+        return True
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        yield
+
+    def warm_up(self, functions: list[Callable[[], object]]) -> None:
+        for function in functions:
+            function()
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Any, Any]:
+        if len(self.captures) == self.fails_at:
+            raise RuntimeError("a synchronisation inside")
+        outputs = function()
+
+        def replay() -> None:
+            for kept, new in zip(outputs or (), function() or ()):
+                kept.copy_(new)
+
+        self._graphs += 1
+        return SimpleNamespace(replay=replay), outputs
+
+    def _held_bytes(self) -> int:
+        return 0
+
+
+def with_host_graphs(engine: Engine) -> Engine:
+    pool = HostGraphs(engine.memory, engine.sampler, engine.device)
+    engine.graphs = engine.runner.pool = engine.prefill_runner.pool = pool
+    return engine
+
+
+def test_decode_and_prefill_by_graphs_give_the_same_tokens(make_engine: MakeEngine) -> None:
+    expected = tokens_of(make_engine(), PROMPTS)
+    engine = with_host_graphs(make_engine(prefill_graph_sizes=(8, 32), graph_batch_sizes=(2, 4), max_prefill_tokens=32))
+    engine.capture()
+    assert engine.captured_batch_sizes == (2, 4)
+    assert [(each.what, each.graphs) for each in engine.graphs.captures] == [
+        ("prefill 32", 3), ("prefill 8", 3), ("decode 4", 1), ("decode 2", 1),
+    ]  # fmt: skip
+    assert engine.graphs.table().splitlines()[-1].split()[:2] == ["all", "8"]
+    for _ in range(2):
+        engine.drop_prefix_cache()
+        assert tokens_of(engine, PROMPTS) == expected
+    for prompt, tokens in zip(PROMPTS, expected):
+        assert tokens_of(engine, [prompt]) == [tokens]
+    assert engine.replays > 0 and engine.prefill_runner.replays > 0
+    before = engine.replays, engine.prefill_runner.replays
+    assert [each.tokens for each in engine.generate(PROMPTS, GREEDY, use_graphs=False)] == expected
+    assert (engine.replays, engine.prefill_runner.replays) == before
+
+
+def test_a_capture_that_fails_leaves_the_engine_serving_eagerly(make_engine: MakeEngine) -> None:
+    expected = tokens_of(make_engine(), PROMPTS)
+    engine = with_host_graphs(make_engine(prefill_graph_sizes=(8,), graph_batch_sizes=(2, 4)))
+    engine.graphs.fails_at = 2  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="a synchronisation inside"):
+        engine.capture()
+    assert not engine.captured_batch_sizes and not engine.prefill_runner.pieces and not engine.graphs.captures
+    assert tokens_of(engine, PROMPTS) == expected
+    assert engine.replays == engine.prefill_runner.replays == 0
+
+
+def test_verification_compares_every_size(make_engine: MakeEngine) -> None:
+    engine = with_host_graphs(make_engine(prefill_graph_sizes=(8, 48), graph_batch_sizes=(1, 3), max_model_len=32))
+    assert verify(engine) == []  # nothing is captured yet
+    engine.capture()
+    rows = verify(engine)
+    assert [row.what for row in rows] == [
+        "decode 1", "decode 3", "prefill 8 of 8", "prefill 1 of 8", "prefill 48 of 48", "prefill 41 of 48",
+    ]  # fmt: skip
+    assert all(row.holds and row.compared for row in rows)
+    assert tokens_of(engine, PROMPTS) == tokens_of(make_engine(), PROMPTS)
+
+    graph = engine.runner.graphs[3]
+    graph.replay, right = lambda: engine.batch.outputs.zero_(), graph.replay  # type: ignore[attr-defined, method-assign]
+    with pytest.raises(VerificationError, match="decode 3: [123] of 3 tokens differ, log-probabilities by up to"):
+        verify(engine)
+    graph.replay = right  # type: ignore[attr-defined, method-assign]
+    pieces = engine.prefill_runner.pieces
+    pieces[8], right_pieces = pieces[8][::-1], pieces[8]
+    pieces[8] = [*right_pieces[:1], *right_pieces[:1], *right_pieces[2:]]
+    with pytest.raises(VerificationError, match="prefill 8 of 8"):
+        verify(engine)
+    pieces[8] = right_pieces
+    verify(engine)
+    running = engine.submit([1, 2, 3], GREEDY)
+    engine.step()
+    with pytest.raises(RuntimeError, match="drain"):
+        verify(engine)
+    engine.cancel(running)
+
+
+def test_compiled_sizes_give_the_same_tokens(make_engine: MakeEngine) -> None:
+    expected = tokens_of(make_engine(), PROMPTS)
+    # Traced in one piece, as for any other backend; compiling in C++ would take a minute.
+    engine = make_engine(graph_batch_sizes=(4,), compile_batch_sizes=(4,), compile_backend="eager")
+    assert tokens_of(engine, PROMPTS) == expected
+    with_host_graphs(engine).capture()
+    assert tokens_of(engine, PROMPTS) == expected
+    assert [row.what for row in verify(engine)] == ["decode 4"]
+
+
+def test_without_regions_nothing_can_be_paused(make_engine: MakeEngine) -> None:
+    expected = tokens_of(make_engine(), PROMPTS)
+    engine = make_engine(use_regions=False)
+    memsaver.pause()
+    assert tokens_of(engine, PROMPTS) == expected
 
 
 def test_closed_engine_refuses(make_engine: MakeEngine) -> None:
@@ -343,6 +530,7 @@ def test_closed_engine_refuses(make_engine: MakeEngine) -> None:
 
 
 def test_graph_batch_sizes() -> None:
-    assert EngineConfig(max_batch_size=12).batch_sizes() == (1, 2, 4, 8, 12)
+    assert EngineConfig(max_batch_size=12).batch_sizes() == tuple(range(1, 13))
     assert EngineConfig(max_batch_size=1).batch_sizes() == (1,)
+    assert EngineConfig(max_batch_size=130).batch_sizes() == (*range(1, 33), 64, 96, 128, 130)
     assert EngineConfig(graph_batch_sizes=(8, 2, 8)).batch_sizes() == (2, 8)

@@ -40,10 +40,11 @@ def test_running_out_is_told_and_changes_nothing() -> None:
     with pytest.raises(OutOfBlocksError, match="12 tokens need 2 more free blocks of 4 tokens; 1 of 3 are free"):
         blocks.allocate(big)
     assert big.blocks == [] and blocks.num_free == 1
-    held.tokens.append(1)
+    held.in_flight = 1
+    assert blocks.shortage_to_append([held]) == 0
     blocks.append(held)
     held.tokens += [1] * 4
-    assert not blocks.can_append(held)
+    assert blocks.shortage_to_append([held]) == 1
     with pytest.raises(OutOfBlocksError, match="all 3 blocks"):
         blocks.append(held)
 
@@ -110,24 +111,71 @@ def test_without_prefix_cache_nothing_is_shared() -> None:
 
 
 def run(scheduler: Scheduler, step: Step) -> None:
-    count = len(step.sequences)
-    scheduler.update(step.sequences, [0] * count, [0.0] * count)
+    count = len(step.sampling)
+    scheduler.update(step, [0] * count, [0.0] * count)
+
+
+def chunks(step: Step) -> list[tuple[Sequence, int, int]]:
+    return [(chunk.sequence, chunk.start, chunk.stop) for chunk in step.chunks]
 
 
 def test_admission_by_batch_size_blocks_and_prefill_budget() -> None:
-    scheduler = Scheduler(BlockManager(9, 4), max_batch_size=3, max_prefill_tokens=16)
-    long, short = sequence([1] * 20, new=4), [sequence([token, 7]) for token in range(4)]
+    scheduler = Scheduler(BlockManager(9, 4), max_batch_size=3, max_prefill_tokens=20)
+    long, short = sequence([1] * 19, new=4), [sequence([token, 7]) for token in range(4)]
     for each in (long, *short):
         scheduler.add(each)
     step = scheduler.schedule()
-    assert step.prefill and step.sequences == [long]  # over the budget, hence alone
+    assert step.prefill and chunks(step) == [(long, 0, 19), (short[0], 0, 1)]  # the budget is used up
+    assert step.sampling == [long]
     run(scheduler, step)
     step = scheduler.schedule()
-    assert step.prefill and step.sequences == short[:2]  # the batch is full
+    assert not step.prefill and step.sampling == [long]  # prompts do not keep others waiting for two steps
     run(scheduler, step)
     step = scheduler.schedule()
-    assert not step.prefill and step.sequences == [long, *short[:2]]
+    assert step.prefill and chunks(step) == [(short[0], 1, 2), (short[1], 0, 2)]  # the batch is full
+    run(scheduler, step)
+    step = scheduler.schedule()
+    assert not step.prefill and step.sampling == [long, *short[:2]]
     assert list(scheduler.waiting) == short[2:]
+
+
+def test_a_long_prompt_comes_in_chunks_between_decode_steps() -> None:
+    scheduler = Scheduler(BlockManager(33, 2), max_batch_size=2, max_prefill_tokens=4)
+    short, long = sequence([1] * 2), sequence([2] * 11)
+    scheduler.add(short)
+    run(scheduler, scheduler.schedule())
+    scheduler.add(long)
+    seen = []
+    while long.num_computed < 11:
+        step = scheduler.schedule()
+        seen.append((step.prefill, [chunk.stop - chunk.start for chunk in step.chunks], len(step.sampling)))
+        # Only what is computed, or will be by the step that reads it, is to be found.
+        assert len(scheduler.blocks.cached_blocks([2] * 11)) <= long.num_computed // 2
+        run(scheduler, step)
+    decode = (False, [1], 1)
+    assert seen == [decode, (True, [4], 0), decode, (True, [4], 0), decode, (True, [3], 1)]
+    assert scheduler.running == [short, long]
+
+
+def test_a_step_is_scheduled_before_the_last_one_is_read_back() -> None:
+    scheduler = Scheduler(BlockManager(9, 2), max_batch_size=2, max_prefill_tokens=64)
+    stops = Sequence([1, 1, 1], SamplingParams(max_new_tokens=9, stop_tokens=(5,)), 12)
+    ends = sequence([2, 2, 2], new=2)
+    for each in (stops, ends):
+        scheduler.add(each)
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    assert [each.length for each in (stops, ends)] == [5, 5] and stops.tokens == [1, 1, 1]
+    assert chunks(second) == [(stops, 3, 4), (ends, 3, 4)]
+    scheduler.update(first, [7, 7], [0.0, 0.0])
+    third = scheduler.schedule()
+    assert chunks(third) == [(stops, 4, 5)]  # the other's last token is on its way
+    scheduler.update(second, [5, 7], [0.0, 0.0])  # the third step runs in vain
+    assert (stops.finish_reason, ends.finish_reason) == ("stop", "length")
+    assert scheduler.blocks.num_free == 8 and not scheduler.running
+    scheduler.update(third, [9], [0.0])
+    assert stops.tokens == [1, 1, 1, 7, 5] and stops.in_flight == 0
+    assert not scheduler.schedule().chunks
 
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:
@@ -137,13 +185,57 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
         scheduler.add(each)
     run(scheduler, scheduler.schedule())
     assert scheduler.running == [old, young]
-    run(scheduler, scheduler.schedule())
-    step = scheduler.schedule()  # both need a third block now
-    assert step.sequences == [old] and list(scheduler.waiting) == [young, later]
+    step = scheduler.schedule()
+    assert not scheduler.schedule().chunks  # both need a third block, and their tokens are not known yet
+    assert scheduler.preemptions == 0
+    run(scheduler, step)
+    step = scheduler.schedule()
+    assert step.sampling == [old] and list(scheduler.waiting) == [young, later]
     assert young.tokens == [2, 2, 2, 0, 0] and young.blocks == [] and scheduler.preemptions == 1
+    run(scheduler, step)
     while scheduler.waiting or scheduler.running:
         run(scheduler, scheduler.schedule())
     assert [len(each.tokens) for each in (old, young, later)] == [7, 7, 3]
+
+
+def test_one_in_the_middle_of_its_prompt_gives_way_first() -> None:
+    scheduler = Scheduler(BlockManager(6, 2, prefix_cache=False), max_batch_size=4, max_prefill_tokens=4)
+    old, young = sequence([1, 1, 1], new=4), sequence([2] * 5, new=2)
+    for each in (old, young):
+        scheduler.add(each)
+        run(scheduler, scheduler.schedule())
+    assert scheduler.prefilling == [] and list(scheduler.waiting) == [young]  # a decode step came first
+    run(scheduler, scheduler.schedule())
+    assert scheduler.prefilling == [young] and young.num_computed == 4
+    step = scheduler.schedule()
+    assert step.sampling == [old] and list(scheduler.waiting) == [young] and scheduler.preemptions == 1
+    run(scheduler, step)
+    while scheduler.waiting or scheduler.active:
+        run(scheduler, scheduler.schedule())
+    assert [len(each.tokens) for each in (old, young)] == [7, 7]
+
+
+def test_rows_are_owned_while_blocks_are() -> None:
+    scheduler = Scheduler(BlockManager(33, 2), max_batch_size=3, max_prefill_tokens=64)
+    for count in range(40):
+        scheduler.add(sequence([count, 1], new=1 + count % 4))
+    while scheduler.waiting or scheduler.active:
+        step = scheduler.schedule()
+        held = [each.row for each in scheduler.running]
+        assert len(set(held)) == len(held) <= 3 and all(0 <= row < 3 for row in held)
+        run(scheduler, step)
+    assert sorted(scheduler._rows) == [0, 1, 2]
+
+
+def test_all_give_way_and_come_back_in_order() -> None:
+    scheduler = Scheduler(BlockManager(33, 2), max_batch_size=3, max_prefill_tokens=4)
+    each = [sequence([token] * 3) for token in range(4)]
+    for one in each:
+        scheduler.add(one)
+    run(scheduler, scheduler.schedule())
+    assert scheduler.running == each[:1] and scheduler.prefilling == each[1:2]
+    scheduler.preempt_all()
+    assert list(scheduler.waiting) == each and scheduler.blocks.num_free == 32
 
 
 def test_cancel_takes_a_request_out_wherever_it_is() -> None:
@@ -152,10 +244,14 @@ def test_cancel_takes_a_request_out_wherever_it_is() -> None:
     scheduler.add(running)
     scheduler.add(waiting)
     run(scheduler, scheduler.schedule())
+    step = scheduler.schedule()
     for each in (running, waiting, running):
         scheduler.cancel(each)
     assert not scheduler.running and not scheduler.waiting
     assert scheduler.blocks.num_free == 7
+    assert running.finish_reason == waiting.finish_reason == "cancelled"
+    run(scheduler, step)  # what was in flight is dropped
+    assert running.completion().tokens == [0]
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:

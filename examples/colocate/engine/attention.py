@@ -8,77 +8,112 @@ A token's slot is block * P + its place in the block. Slots of block 0 belong to
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .ops import write_kv
 
-class Attention(Protocol):
-    """One layer's attention, as the model calls it."""
-
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """Write k and v into the layer's cache, attend, return [T, H, D]."""
-        ...
+Caches = list[tuple[Tensor, Tensor]]  # of K and V, each [N, P, K, D], by layer
 
 
 @dataclass(frozen=True)
 class DecodeAttention:
     """One new token for each sequence; where it goes and what it sees is read on the device."""
 
-    kv_cache: Tensor  # [layers, 2, N, P, K, D]
-    slots_B: Tensor  # int64; padding points into block 0
+    kv_caches: Caches
+    slots_B: Tensor  # padding points into block 0
     block_table: Tensor  # int32 [B, blocks of the longest sequence]
     lengths_B: Tensor  # int32, the new token included; 0 is padding
+    use_kernel: bool = True
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """See `Attention`; T is B."""
-        k_cache, v_cache = self.kv_cache[layer]
+        """See `model.Attention`; T is B."""
+        k_cache, v_cache = self.kv_caches[layer]
         write_kv(k_cache, v_cache, k_TKD, v_TKD, self.slots_B)
-        return paged_decode(q_THD, k_cache, v_cache, self.block_table, self.lengths_B)
-
-
-@dataclass(frozen=True)
-class Span:
-    """One sequence's part of a prefill: its tokens are start to stop of the step's, the last ones of its context."""
-
-    start: int
-    stop: int
-    context_slots_L: Tensor | None  # int64, where K and V of the whole context are; None if the span is all of it
+        return paged_decode(q_THD, k_cache, v_cache, self.block_table, self.lengths_B, self.use_kernel)
 
 
 @dataclass(frozen=True)
 class PrefillAttention:
-    """Causal attention of whole prompts, laid end to end; each sees its own context, the cached prefix included."""
+    """Causal attention of chunks laid end to end, each the last tokens of its own context.
 
-    kv_cache: Tensor  # [layers, 2, N, P, K, D]
-    slots_T: Tensor  # int64
-    spans: list[Span]
+    All of a step's K and V are written before any is read: a chunk may share blocks that another of this step fills.
+    There may be more tokens than the chunks have: what is beyond them is padding.
+    """
+
+    kv_caches: Caches
+    slots_T: Tensor  # int64; of padding 0
+    queries: Ranges  # the chunks among the tokens
+    context: Ranges  # of each chunk, its own tokens included
+    context_slots_L: Tensor | None  # int64, where K and V of all contexts are; None if the chunks are all there is
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """See `Attention`."""
-        k_cache, v_cache = self.kv_cache[layer]
-        # All spans are written before any is read: a span may share blocks that another one of this step fills.
+        """See `model.Attention`; [T, H, D] without padding."""
+        k_cache, v_cache = self.kv_caches[layer]
         write_kv(k_cache, v_cache, k_TKD, v_TKD, self.slots_T)
-        out_THD = torch.empty_like(q_THD)
-        for span in self.spans:
-            part = slice(span.start, span.stop)
-            if span.context_slots_L is None:
-                k_LKD, v_LKD = k_TKD[part], v_TKD[part]
-            else:
-                k_LKD = k_cache.flatten(0, 1)[span.context_slots_L]
-                v_LKD = v_cache.flatten(0, 1)[span.context_slots_L]
-            out_THD[part] = causal_attention(q_THD[part], k_LKD, v_LKD)
-        return out_THD
+        count = self.queries.total
+        if self.context_slots_L is None:
+            k_LKD, v_LKD = k_TKD[:count], v_TKD[:count]
+        else:
+            k_LKD = k_cache.flatten(0, 1)[self.context_slots_L]
+            v_LKD = v_cache.flatten(0, 1)[self.context_slots_L]
+        return varlen_attention(q_THD[:count], k_LKD, v_LKD, self.queries, self.context)
 
 
-def write_kv(k_cache: Tensor, v_cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
-    """Put k and v into the caches [N, P, K, D] at their slots (int64). Slot 0, or -1, is padding's scratch."""
-    slots_T = slots_T.clamp_min(0)
-    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots_T, k_TKD)
-    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots_T, v_TKD)
+class Ranges:
+    """Sequences laid end to end: where each begins and ends."""
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        self.bounds = [0, *accumulate(lengths)]
+        self.longest, self.total = max(lengths), self.bounds[-1]
+        self.bounds_on_device = torch.tensor(self.bounds, dtype=torch.int32, device=device)
+
+    def __iter__(self) -> Iterator[slice]:
+        return map(slice, self.bounds, self.bounds[1:])
+
+
+def varlen_attention(q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor, queries: Ranges, context: Ranges) -> Tensor:
+    """Causal attention of each range of queries over its range of context, whose last tokens they are: [T, H, D].
+
+    One kernel of torch's, Flash Attention, for half precision on CUDA; elsewhere one call for each range.
+    """
+    if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
+        return _flash(
+            q_THD,
+            k_LKD,
+            v_LKD,
+            queries.bounds_on_device,
+            context.bounds_on_device,
+            queries.longest,
+            context.longest,
+        )
+    out_THD = torch.empty_like(q_THD)
+    for part, seen in zip(queries, context):
+        out_THD[part] = causal_attention(q_THD[part], k_LKD[seen], v_LKD[seen])
+    return out_THD
+
+
+def _flash(*args: Any) -> Tensor:
+    # Newer than the rest of what is used of torch, hence imported where it is needed.
+    from torch.nn.attention.varlen import varlen_attn
+
+    return cast(Tensor, varlen_attn(*args, **_flash_options(varlen_attn)))
+
+
+@cache
+def _flash_options(varlen_attn: Any) -> dict[str, Any]:
+    """How this version of torch is told of a causal mask and of grouped queries."""
+    known = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    return {**causal, "enable_gqa": True} if "enable_gqa" in known else causal
 
 
 def causal_attention(q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
@@ -95,23 +130,31 @@ def causal_attention(q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
     return out[0].transpose(0, 1)
 
 
-def paged_decode(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor) -> Tensor:
+def paged_decode(
+    q_BHD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    lengths_B: Tensor,
+    use_kernel: bool = True,
+) -> Tensor:
     """Each sequence's one query over its cached context; [B, H, D] in q's dtype, computed in fp32.
 
     k_cache and v_cache are [N, P, K, D]; block_table (int32 [B, M]) names the blocks of each sequence in order;
     lengths_B (int32) counts its tokens. A row of length 0 is padding: its result is zero. What lies in the cache
-    beyond a sequence's length is never used, whatever its bits. Triton on CUDA, torch elsewhere.
+    beyond a sequence's length is never used, whatever its bits. Triton on CUDA, unless told otherwise; torch elsewhere.
     """
     _check(q_BHD, k_cache, v_cache, block_table, lengths_B)
-    if q_BHD.is_cuda:
+    if q_BHD.is_cuda and use_kernel:
         # Imported when first needed: without a GPU the engine runs without Triton.
         from .paged_kernel import paged_decode_triton
 
         return paged_decode_triton(q_BHD, k_cache, v_cache, block_table, lengths_B)
-    # Here lengths are cheap to look at, so no more than the longest context is read.
-    block_size = k_cache.shape[1]
-    used = -(-max(1, int(lengths_B.max())) // block_size)
-    return paged_decode_torch(q_BHD, k_cache, v_cache, block_table[:, :used], lengths_B)
+    if not q_BHD.is_cuda:
+        # Here lengths are cheap to look at, so no more than the longest context is read.
+        used = -(-max(1, int(lengths_B.max())) // k_cache.shape[1])
+        block_table = block_table[:, :used]
+    return paged_decode_torch(q_BHD, k_cache, v_cache, block_table, lengths_B)
 
 
 def paged_decode_torch(

@@ -85,13 +85,13 @@ class BlockManager:
         while len(sequence.blocks) < self.blocks_for(len(sequence.tokens)):
             sequence.blocks.append(self._take())
 
-    def can_append(self, sequence: Sequence) -> bool:
-        """Whether the sequence's last token has, or can get, a block for its K and V."""
-        return self.blocks_for(len(sequence.tokens)) <= len(sequence.blocks) or self.num_free > 0
+    def shortage_to_append(self, sequences: list[Sequence]) -> int:
+        """How many free blocks too few there are for K and V of the last token of each; 0 or less if all have room."""
+        return sum(self._lacks_block(sequence) for sequence in sequences) - self.num_free
 
     def append(self, sequence: Sequence) -> None:
         """Make room for K and V of the sequence's last token."""
-        if self.blocks_for(len(sequence.tokens)) > len(sequence.blocks):
+        if self._lacks_block(sequence):
             sequence.blocks.append(self._take())
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
@@ -127,6 +127,9 @@ class BlockManager:
             raise RuntimeError(f"{held} blocks of the KV cache are held by running requests; drain them first")
         self._block_of.clear()
         self._digest_of.clear()
+
+    def _lacks_block(self, sequence: Sequence) -> bool:
+        return sequence.length > len(sequence.blocks) * self.block_size
 
     def _shortage(self, sequence: Sequence, cached: list[int]) -> int:
         idle = sum(1 for block in cached if self._references[block] == 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_MOST_COMPILED = 8  # how many variants of one function torch.compile makes before it gives up
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -13,9 +15,15 @@ class EngineConfig:
     block_size: int = 16  # tokens in a KV block
     num_blocks: int = 256  # KV blocks, one of which is padding's scratch
     max_model_len: int | None = None  # tokens, prompt and completion together; None: the model's max_position
-    max_prefill_tokens: int = 8192  # in one step; a longer prompt is a step of its own
-    graph_batch_sizes: tuple[int, ...] | None = None  # None: powers of two up to max_batch_size, and that itself
+    max_prefill_tokens: int = 8192  # in one step; longer prompts take several
     use_graphs: bool = True
+    graph_batch_sizes: tuple[int, ...] | None = None  # None: 1 to 32, then every 32, and max_batch_size
+    prefill_graph_sizes: tuple[int, ...] = ()  # tokens; such as 512, 1024, 2048, 4096
+    compile_batch_sizes: tuple[int, ...] = ()  # decode steps of these go through torch.compile
+    compile_backend: str = "inductor"
+    use_kernel: bool = True  # decode attention in Triton on CUDA; False: in torch, over all blocks that a row can name
+    freeze_gc: bool = True  # no garbage collection during captures
+    use_regions: bool = True  # False: torch's own memory, which cannot be paused
     seed: int = 0
     prefix_cache: bool = True
 
@@ -28,10 +36,23 @@ class EngineConfig:
         for size in self.graph_batch_sizes or ():
             if not 1 <= size <= self.max_batch_size:
                 raise ValueError(f"graph batch size {size!r} is out of range; expected 1 to {self.max_batch_size}")
+        for size in self.prefill_graph_sizes:
+            if not 1 <= size <= self.max_prefill_tokens:
+                raise ValueError(
+                    f"prefill graph size {size!r} is out of range; "
+                    f"expected 1 to max_prefill_tokens, {self.max_prefill_tokens}"
+                )
+        if len(self.compile_batch_sizes) > _MOST_COMPILED:
+            raise ValueError(
+                f"compile_batch_sizes has {len(self.compile_batch_sizes)} sizes; expected at most {_MOST_COMPILED}"
+            )
+        for size in self.compile_batch_sizes:
+            if size not in self.batch_sizes():
+                raise ValueError(f"compile batch size {size!r} is not among {self.batch_sizes()}; expected one of them")
 
     def batch_sizes(self) -> tuple[int, ...]:
         """The sizes that decode steps are padded to, ascending."""
         if self.graph_batch_sizes is not None:
             return tuple(sorted(set(self.graph_batch_sizes)))
-        powers = {1 << exponent for exponent in range(self.max_batch_size.bit_length())}
-        return tuple(sorted(powers | {self.max_batch_size}))
+        limit = self.max_batch_size
+        return tuple(sorted({*range(1, min(32, limit) + 1), *range(64, limit + 1, 32), limit}))

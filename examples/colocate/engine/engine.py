@@ -9,16 +9,20 @@ from torch import Tensor
 
 import memsaver
 
-from ..model.config import ModelConfig
-from .attention import DecodeAttention, PrefillAttention, Span
+from .attention import Caches, DecodeAttention
 from .block_manager import BlockManager
+from .checkpoint import build
 from .config import EngineConfig
-from .decode_batch import DecodeBatch
+from .decode_batch import DecodeBatch, Readback
+from .graph_pool import GraphPool
 from .graph_runner import GraphRunner
 from .memory import EngineMemory
-from .model import Decoder
+from .model import Config
+from .parallel import ONE_RANK, Parallel
+from .prefill_batch import PrefillBatch, count_tokens
+from .prefill_runner import PrefillRunner
 from .sampler import Sampler
-from .scheduler import Scheduler
+from .scheduler import Scheduler, Step
 from .sequence import Completion, SamplingParams, Sequence
 
 
@@ -30,9 +34,18 @@ class Engine:
     contents: `drain` before the pause, `drop_prefix_cache` before going on.
     """
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, device: torch.device | str = "cpu") -> None:
-        """Random weights to begin with; `load_weights` brings real ones. Graphs come with `capture`."""
-        self.model_config, self.config = model, config
+    def __init__(
+        self,
+        model: Config,
+        config: EngineConfig,
+        device: torch.device | str = "cpu",
+        parallel: Parallel = ONE_RANK,
+    ) -> None:
+        """Random weights to begin with; `load_weights` brings real ones. Graphs come with `capture`.
+
+        With tensor parallel every rank is an engine in a process of its own, and all are called alike.
+        """
+        self.model_config, self.config, self.parallel = model, config, parallel
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -41,21 +54,31 @@ class Engine:
             raise ValueError(f"max_model_len is {self.max_model_len}; expected at most {model.max_position}")
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_cache)
         self.scheduler = Scheduler(self.blocks, config.max_batch_size, config.max_prefill_tokens)
-        self.memory = EngineMemory(self.device)
-        self.model = Decoder(model, self.memory.weights, self.memory.buffers)
+        self.memory = EngineMemory(self.device, config.use_regions)
+        self.model = build(model, self.memory.weights, self.memory.buffers, parallel)
         self.model.initialize(config.seed)
-        cache_shape = (2, config.num_blocks, config.block_size, model.num_kv_heads, model.head_dim)
+        cache_shape = (2, config.num_blocks, config.block_size, self.model.num_kv_heads, model.head_dim)
         self.kv_cache: Tensor = self.memory.kv_cache.empty((model.num_layers, *cache_shape), model.dtype)
+        # Taken apart once: to index a tensor costs as much as to launch a kernel.
+        self.kv_caches: Caches = [(layer[0], layer[1]) for layer in self.kv_cache]
         max_blocks = self.blocks.blocks_for(self.max_model_len)
         self.batch = DecodeBatch(config.max_batch_size, max_blocks, self.memory.buffers, self.device)
         self.sampler = Sampler(self.device, config.seed)
-        self.runner = GraphRunner(self._decode_step, config.batch_sizes(), self.sampler, self.memory, self.device)
+        self.graphs = GraphPool(self.memory, self.sampler, self.device, config.freeze_gc)
+        self.runner = GraphRunner(self.decode_step, config.batch_sizes(), self.graphs)
+        self.prefill_runner = PrefillRunner(self.model, config.prefill_graph_sizes, self.memory.buffers, self.graphs)
+        self._compiled_logits = self._decode_logits
+        if config.compile_batch_sizes:  # anew for each batch size that it is called with
+            self._compiled_logits = torch.compile(
+                self._decode_logits, backend=config.compile_backend, fullgraph=True, dynamic=False
+            )
         self.tokens_generated = 0
+        self._in_flight: tuple[Step, Readback] | None = None
         self._closed = False
 
     @property
     def replays(self) -> int:
-        """Graphs replayed so far."""
+        """Decode graphs replayed so far."""
         return self.runner.replays
 
     @property
@@ -77,9 +100,10 @@ class Engine:
                 sequences.append(self.submit(prompt, sampling))
             while any(sequence.finish_reason is None for sequence in sequences):
                 self.step(use_graphs)
+            self.settle()
         except BaseException:
             for sequence in sequences:
-                self.scheduler.cancel(sequence)
+                self.cancel(sequence)
             raise
         return [sequence.completion() for sequence in sequences]
 
@@ -91,35 +115,53 @@ class Engine:
         self.scheduler.add(sequence)
         return sequence
 
-    @torch.no_grad()
-    def step(self, use_graphs: bool | None = None, admit: bool = True) -> None:
-        """One prefill of new requests, or one token for each that runs. Without `admit` waiting ones stay so.
+    def cancel(self, sequence: Sequence) -> None:
+        """Finish a request with the tokens it has; nothing happens if it is finished."""
+        self.scheduler.cancel(sequence)
 
-        If the step fails, all requests are dropped, and the engine can go on with new ones.
+    @torch.no_grad()
+    def step(self, use_graphs: bool | None = None, admit: bool = True) -> list[Sequence]:
+        """Launch the next step, then take what the one before it sampled, while this one runs.
+
+        A step is a prefill of new requests, or one token for each that runs. Without `admit` waiting ones stay so.
+        Returns the requests that have one token more. If it fails, all requests are dropped, and the engine can go on
+        with new ones.
         """
         with_graphs = self._want_graphs(use_graphs)
         self._check_ready(with_graphs)
         try:
             step = self.scheduler.schedule(admit)
-            if not step.sequences:
-                return
-            if step.prefill:
-                tokens, logprobs = self._prefill(step.sequences)
-            else:
-                tokens, logprobs = self._decode(step.sequences, with_graphs)
-            self.scheduler.update(step.sequences, tokens, logprobs)
+            launched = self._launch(step, with_graphs)
+            advanced = self.settle()
+            self._in_flight = launched
         except BaseException:
+            self._in_flight = None
             self.scheduler.abort()
             raise
-        self.tokens_generated += len(tokens)
+        return advanced
 
-    def drain(self) -> None:
-        """Finish what is running, admit nothing, and wait for the device: before a pause.
+    def settle(self) -> list[Sequence]:
+        """Wait for the step in flight, and take what it sampled. Returns the requests that have one token more."""
+        if self._in_flight is None:
+            return []
+        (step, readback), self._in_flight = self._in_flight, None
+        tokens, logprobs = readback.wait(len(step.sampling))
+        advanced = self.scheduler.update(step, tokens, logprobs)
+        self.tokens_generated += len(advanced)
+        return advanced
 
-        Requests that wait, or are preempted meanwhile, hold no blocks; the next `step` goes on with them.
+    def drain(self, finish: bool = True) -> None:
+        """Empty the KV cache of running requests, admit nothing, and wait for the device: before a pause.
+
+        They run to their end; with `finish` False they are put back, and computed anew later. Requests that wait hold
+        no blocks; the next `step` goes on with them.
         """
-        while self.scheduler.running:
+        self.settle()
+        if not finish:
+            self.scheduler.preempt_all()
+        while self.scheduler.active:
             self.step(admit=False)
+        self.settle()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -134,6 +176,7 @@ class Engine:
         no running requests.
         """
         self.memory.weights.check_active("take weights")
+        self.settle()
         self.drop_prefix_cache()
         self.model.load_weights(named_tensors, partial)
 
@@ -143,7 +186,12 @@ class Engine:
         The token is good until the weights are paused. Whoever attaches has to be done before the next step. Needs the
         weights' region alone, in a shared pool, and no running requests.
         """
+        if self.parallel.size > 1:
+            raise ValueError(
+                f"tensor parallel size is {self.parallel.size}; expected 1 where weights are shared in whole"
+            )
         self.memory.weights.check_active("be shared")
+        self.settle()
         self.drop_prefix_cache()
         return memsaver.share(self.model.parameters)
 
@@ -153,21 +201,36 @@ class Engine:
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Capture a decode graph for each batch size; nothing to do on the CPU, or with `use_graphs` off.
+        """Capture graphs for the configured sizes; nothing to do on the CPU, with `use_graphs` off, or a second time.
 
-        If a capture fails its error is raised, and the engine goes on eagerly.
+        What each cost is in `graphs.captures`. If a capture fails its error is raised, there are no graphs, and the
+        engine goes on eagerly.
         """
         self._check_ready(graphs=False)
-        if self.config.use_graphs and self.device.type == "cuda":
-            self.batch.fill([], self.config.max_batch_size, self.config.block_size)
-            self.runner.capture()
+        if not (self.config.use_graphs and self.graphs.available) or self.graphs.captures:
+            return
+        self.settle()
+        self.batch.fill([], self.config.max_batch_size, self.config.block_size)
+        try:
+            with self.graphs.open():
+                self.prefill_runner.capture()  # the largest temporaries come first
+                self.runner.capture()
+        except BaseException:
+            self._release_graphs()
+            raise
+
+    def decode_step(self, size: int, compiled: bool | None = None) -> None:
+        """What a graph of this size records: from the static inputs to the static outputs of `batch`."""
+        batch = self.batch
+        compiled = size in self.config.compile_batch_sizes if compiled is None else compiled
+        logits_BV = (self._compiled_logits if compiled else self._decode_logits)(size)
+        batch.store(batch.rows(size), *self.sampler(logits_BV, batch.temperatures(size)))
 
     def addresses(self) -> dict[str, int]:
         """Where every tensor is that graphs rely on: weights, KV cache, constants, static inputs and outputs."""
         found = {f"weights/{name}": weight.data_ptr() for name, weight in self.model.weights.items()}
         found["kv_cache"] = self.kv_cache.data_ptr()
-        found["buffers/cos"] = self.model.cos_PD.data_ptr()
-        found["buffers/sin"] = self.model.sin_PD.data_ptr()
+        found.update({f"buffers/{name}": constant.data_ptr() for name, constant in self.model.constants.items()})
         found.update({f"buffers/{name}": address for name, address in self.batch.addresses().items()})
         return found
 
@@ -176,50 +239,51 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        self._in_flight = None
         self.scheduler.abort()
-        self.runner.release()
-        # The runner holds a bound method of this engine; without it no collector is needed to free the tensors.
-        del self.runner, self.model, self.kv_cache, self.batch
+        self._release_graphs()
+        # The runners hold bound methods of this engine; without them no collector is needed to free the tensors.
+        del (
+            self.runner,
+            self.prefill_runner,
+            self._compiled_logits,
+            self.model,
+            self.kv_cache,
+            self.kv_caches,
+            self.batch,
+        )
 
-    def _prefill(self, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        spans: list[Span] = []
-        for sequence in sequences:
-            cached, length = sequence.num_computed, len(sequence.tokens)
-            context = self._slots(sequence, length)
-            context_slots = torch.tensor(context, device=self.device) if cached else None
-            spans.append(Span(len(tokens), len(tokens) + length - cached, context_slots))
-            tokens += sequence.tokens[cached:]
-            positions += range(cached, length)
-            slots += context[cached:]
-        tokens_T, positions_T, slots_T = torch.tensor([tokens, positions, slots], device=self.device)
-        hidden_TC = self.model.forward(tokens_T, positions_T, PrefillAttention(self.kv_cache, slots_T, spans))
-        last_B = torch.tensor([span.stop - 1 for span in spans], device=self.device)
-        temperatures = [sequence.sampling.temperature for sequence in sequences]
-        temperature_B = torch.tensor(temperatures, dtype=torch.float32, device=self.device)
-        tokens_B, logprobs_B = self.sampler(self.model.logits(hidden_TC[last_B]), temperature_B)
-        return tokens_B.tolist(), logprobs_B.tolist()
+    def _launch(self, step: Step, use_graphs: bool) -> tuple[Step, Readback] | None:
+        """None if no token comes of it."""
+        if not step.chunks:
+            return None
+        (self._prefill if step.prefill else self._decode)(step, use_graphs)
+        return (step, self.batch.read_back()) if step.sampling else None
 
-    def _decode(self, sequences: list[Sequence], use_graphs: bool) -> tuple[list[int], list[float]]:
-        count = len(sequences)
-        self.batch.fill(sequences, self.runner.padded_size(count), self.config.block_size)
-        self.runner.run(count, use_graphs)
-        return self.batch.tokens_out_B[:count].tolist(), self.batch.logprobs_out_B[:count].tolist()
+    def _prefill(self, step: Step, use_graphs: bool) -> None:
+        size = self.prefill_runner.padded_size(count_tokens(step.chunks), use_graphs)
+        batch = PrefillBatch.build(step, size, self.kv_caches, self.config.block_size)
+        hidden_TC = self.prefill_runner.run(batch.tokens_T, batch.positions_T, batch.attention, use_graphs)
+        if step.sampling:
+            logits_BV = self.model.logits(hidden_TC[batch.last_B])
+            self.batch.store(batch.rows_B, *self.sampler(logits_BV, batch.temperatures_B))
 
-    def _decode_step(self, size: int) -> None:
-        """What a graph of this size records: from the static inputs to the static outputs."""
+    def _decode(self, step: Step, use_graphs: bool) -> None:
+        sequences = step.sampling
+        self.batch.fill(sequences, self.runner.padded_size(len(sequences)), self.config.block_size)
+        self.runner.run(len(sequences), use_graphs)
+
+    def _decode_logits(self, size: int) -> Tensor:
         batch = self.batch
-        attention = DecodeAttention(self.kv_cache, batch.slots(size), batch.block_table(size), batch.lengths(size))
-        hidden_BC = self.model.forward(batch.tokens(size), batch.positions(size), attention)
-        tokens_B, logprobs_B = self.sampler(self.model.logits(hidden_BC), batch.temperatures(size))
-        batch.tokens_out_B[:size].copy_(tokens_B)
-        batch.logprobs_out_B[:size].copy_(logprobs_B)
+        attention = DecodeAttention(
+            self.kv_caches, batch.slots(size), batch.block_table(size), batch.lengths(size), self.config.use_kernel
+        )
+        return self.model.logits(self.model.forward(batch.tokens(size), batch.positions(size), attention))
 
-    def _slots(self, sequence: Sequence, length: int) -> list[int]:
-        size = self.config.block_size
-        return [sequence.blocks[position // size] * size + position % size for position in range(length)]
+    def _release_graphs(self) -> None:
+        self.runner.release()
+        self.prefill_runner.release()
+        self.graphs.captures.clear()
 
     def _want_graphs(self, use_graphs: bool | None) -> bool:
         return self.config.use_graphs if use_graphs is None else use_graphs

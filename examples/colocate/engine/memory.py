@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import memsaver
 
@@ -16,18 +18,20 @@ class EngineMemory:
     kv_cache   not backed up: after a resume its contents are undefined, and the prefix cache has to be dropped
     buffers    constants and static inputs and outputs; apart from the weights, whose resume may not restore them
     cuda_graph the pool of the captured graphs; made for the first capture, so there is none on the CPU
+
+    With `use_regions` False all of it is torch's own memory, for comparison.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.weights: Any = memsaver.region("weights", device=str(device), backup="host")
-        self.kv_cache: Any = memsaver.region("kv_cache", device=str(device))
-        self.buffers: Any = memsaver.region("buffers", device=str(device), backup="host")
+    def __init__(self, device: torch.device, use_regions: bool = True) -> None:
+        self.device, self.use_regions = device, use_regions
+        self.weights = self._region("weights", backup="host")
+        self.kv_cache = self._region("kv_cache")
+        self.buffers = self._region("buffers", backup="host")
         self.cuda_graph: Any = None
-        self._device = str(device)
 
     def make_graph_region(self) -> Any:
         """The region for captures; backed up, because graphs keep state in their pool between replays."""
-        self.cuda_graph = memsaver.region("cuda_graph", device=self._device, backup="host")
+        self.cuda_graph = self._region("cuda_graph", backup="host")
         return self.cuda_graph
 
     @property
@@ -39,3 +43,25 @@ class EngineMemory:
         """Raise memsaver.RegionPausedError, with its tag, if a region that a step touches is not resident."""
         for region in self.of_a_step + ([self.cuda_graph] if graphs and self.cuda_graph is not None else []):
             region.check_active("serve a step of the engine")
+
+    def _region(self, tag: str, **policy: Any) -> Any:
+        return memsaver.region(tag, device=str(self.device), **policy) if self.use_regions else Unmanaged(self.device)
+
+
+class Unmanaged:
+    """Torch's own memory, with what is used here of a region."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def check_active(self, what: str) -> None:
+        """It always is."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...

@@ -1,133 +1,197 @@
-"""The decoder in plain torch, on fused weights that live in a region.
+"""What all models share: weights by Hugging Face name in a region, loading, and the forward pass in pieces.
 
-Shape suffixes: T tokens, C hidden size, V vocabulary, H query heads, K key-value heads, D head dimension.
+Shape suffixes: T tokens, C hidden size, V vocabulary, H query heads, K key-value heads, D head dimension; H, K and V
+are those of this rank around attention, and of the full model elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..model.config import ModelConfig, parameter_shapes
-from ..model.layers import apply_rotary, rms_norm, rotary_tables, swiglu
-from .attention import Attention
+from .parallel import ONE_RANK, Parallel, Shard
 
-_FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+# One layer's attention, (layer, q_THD, k_TKD, v_TKD) -> [T, H, D]: writes k and v where later steps find them, attends.
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# The residual stream and what the last layer adds to it, kept apart so that the sum and the norm after it are one
+# kernel; None where nothing is to be added.
+State = tuple[Tensor, Tensor | None]
+
+_DEVIATION = 0.02  # of random weights
 
 
-class Decoder:
-    """Weights and forward pass.
+class Config(Protocol):
+    """What the engine asks of a model's configuration."""
 
-    `weights` holds the tensors as the forward pass uses them, q, k and v in one, gate and up in one; `parameters`
-    shows each Hugging Face name as the part of them that it is.
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def max_position(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a checkpoint, and where the model keeps it."""
+
+    shape: tuple[int, ...]  # in full
+    shard: Shard | None = None  # what a rank holds of it; None: all
+    weight: str | None = None  # the weight that it is some rows of, with others; None: it is one by itself
+
+
+class Model(ABC):
+    """Weights and forward pass of one rank.
+
+    config      of the full model
+    weights     the tensors as the forward pass uses them, some of them several parameters in one
+    parameters  each Hugging Face name's part of `weights`: what this rank holds of it
+    constants   tables that are computed from the configuration, not loaded
+    num_heads, num_kv_heads  of this rank
     """
 
-    def __init__(self, config: ModelConfig, weights: Any, buffers: Any) -> None:
-        """Allocate in two regions: parameters in `weights`, the rotary tables in `buffers`."""
-        self.config = config
+    embedding: ClassVar[str]  # the parameter whose rows stand for tokens, in the output too if there is no lm_head
+    config: Config
+
+    def __init__(self, config: Config, weights: Any, buffers: Any, parallel: Parallel = ONE_RANK) -> None:
+        """Allocate in two regions: parameters in `weights`, constants in `buffers`.
+
+        Raises ValueError for sizes that the ranks cannot share.
+        """
+        parallel.check(
+            num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, intermediate_size=config.intermediate_size
+        )
+        self.config, self.parallel = config, parallel
+        self.num_heads, self.num_kv_heads = config.num_heads // parallel.size, config.num_kv_heads // parallel.size
         self.weights: dict[str, Tensor] = {}
         self.parameters: dict[str, Tensor] = {}
-        rows: dict[str, int] = {}
-        shapes = parameter_shapes(config)
-        for name, shape in shapes.items():
-            rows[_fused(name)] = rows.get(_fused(name), 0) + shape[0]
-        filled = dict.fromkeys(rows, 0)
-        for name, shape in shapes.items():
-            fused = _fused(name)
-            if fused not in self.weights:
-                self.weights[fused] = weights.empty((rows[fused], *shape[1:]), config.dtype)
-            self.parameters[name] = self.weights[fused].narrow(0, filled[fused], shape[0])
-            filled[fused] += shape[0]
-        table_shape = (config.max_position, config.head_dim // 2)
-        self.cos_PD: Tensor = buffers.empty(table_shape, torch.float32)
-        self.sin_PD: Tensor = buffers.empty(table_shape, torch.float32)
-        cos, sin = rotary_tables(config.max_position, config.head_dim, config.rope_theta)
-        self.cos_PD.copy_(cos)
-        self.sin_PD.copy_(sin)
-        self._awaited = set(shapes)
+        self.constants: dict[str, Tensor] = {}
+        # A vocabulary that the ranks cannot share is every rank's own.
+        self.shares_vocabulary = parallel.size > 1 and config.vocab_size % parallel.size == 0
+        self._layout = self.layout()
+        self._awaited = set(self._layout)
+        self._allocate(weights, config.dtype)
+        head_VC = self.weights.get("lm_head.weight", self.weights[self.embedding])
+        if self.shares_vocabulary and len(head_VC) == config.vocab_size:  # tied
+            head_VC = head_VC.chunk(parallel.size)[parallel.rank]
+        self._head_VC = head_VC
+
+    @abstractmethod
+    def layout(self) -> dict[str, Parameter]:
+        """Every parameter by its Hugging Face name, in the order of the forward pass."""
+
+    @abstractmethod
+    def embed(self, tokens_T: Tensor, positions_T: Tensor) -> State:
+        """The first state, of tokens laid end to end."""
+
+    @abstractmethod
+    def before_attention(self, layer: int, state: State, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(q_THD, k_TKD, v_TKD, residual_TC): what this rank's attention gets, and the residual that goes round it."""
+
+    @abstractmethod
+    def after_attention(self, layer: int, residual_TC: Tensor, out_THD: Tensor) -> State:
+        """The state that the next layer gets."""
+
+    @abstractmethod
+    def finish(self, state: State) -> Tensor:
+        """Hidden states [T, C], after the last norm."""
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> Tensor:
+        """Hidden states [T, C] of tokens laid end to end; which sequence each is of is attention's business."""
+        state = self.embed(tokens_T, positions_T)
+        for layer in range(self.config.num_layers):
+            q_THD, k_TKD, v_TKD, residual_TC = self.before_attention(layer, state, positions_T)
+            state = self.after_attention(layer, residual_TC, attention(layer, q_THD, k_TKD, v_TKD))
+        return self.finish(state)
+
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        """Logits [T, V] in the model's dtype, of the whole vocabulary on every rank."""
+        logits_TV = F.linear(hidden_TC, self._head_VC)
+        return self.parallel.gather_last(logits_TV) if self.shares_vocabulary else logits_TV
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Random weights: norms one, the rest normal with deviation 0.02."""
-        generator = torch.Generator(self.cos_PD.device).manual_seed(seed)
-        for weight in self.weights.values():
-            if weight.dim() == 1:
-                weight.fill_(1.0)
+        """Random weights: norms one, biases zero, the rest normal with deviation 0.02.
+
+        The full model is the same for every number of ranks.
+        """
+        generator = torch.Generator(self._head_VC.device)
+        for index, (name, parameter) in enumerate(self._layout.items()):
+            part = self.parameters[name]
+            if len(parameter.shape) == 1:
+                part.fill_(0.0 if name.endswith(".bias") else 1.0)
+                continue
+            generator.manual_seed((seed * 1_000_003 + index) % 2**32)
+            if part.shape == parameter.shape:
+                part.normal_(0.0, _DEVIATION, generator=generator)
             else:
-                weight.normal_(0.0, 0.02, generator=generator)
+                full = torch.empty(parameter.shape, dtype=part.dtype, device=part.device)
+                self.parallel.copy_part(full.normal_(0.0, _DEVIATION, generator=generator), parameter.shard, part)
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool = False) -> None:
         """Copy tensors in by Hugging Face name, each checked before its first byte is written.
 
-        The tensors may be on any device. With `partial` more calls follow, and only the last one, without it, asks
-        that every name has come. Raises ValueError for a name that is unknown, comes twice or is missing, and for
-        another shape or dtype than the config's; after that the load starts over.
+        The tensors are full ones, on any device; a rank takes its part of them. With `partial` more calls follow, and
+        only the last one, without it, asks that every name has come. Raises ValueError for a name that is unknown,
+        comes twice or is missing, and for another shape or dtype than the config's; after that the load starts over.
         """
         complete = False
         try:
             for name, tensor in named_tensors:
                 self._check(name, tensor)
-                self.parameters[name].copy_(tensor)
+                self.parallel.copy_part(tensor, self._layout[name].shard, self.parameters[name])
                 self._awaited.discard(name)
             if not partial and self._awaited:
                 raise ValueError(f"weights are missing: {_some(self._awaited)}; expected every parameter of the model")
             complete = True
         finally:
             if not (complete and partial):
-                self._awaited = set(self.parameters)
+                self._awaited = set(self._layout)
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> Tensor:
-        """Hidden states [T, C] after the last norm, of tokens laid end to end; sequences are attention's business."""
-        config, weights = self.config, self.weights
-        cos_TD, sin_TD = self.cos_PD[positions_T], self.sin_PD[positions_T]
-        x_TC = F.embedding(tokens_T, weights["model.embed_tokens.weight"])
-        for index in range(config.num_layers):
-            layer = f"model.layers.{index}."
-            normed = rms_norm(x_TC, weights[layer + "input_layernorm.weight"], config.norm_eps)
-            x_TC = x_TC + self._attention(index, normed, cos_TD, sin_TD, attention)
-            normed = rms_norm(x_TC, weights[layer + "post_attention_layernorm.weight"], config.norm_eps)
-            gate, up = F.linear(normed, weights[layer + "mlp.gate_up.weight"]).chunk(2, dim=-1)
-            x_TC = x_TC + F.linear(swiglu(gate, up), weights[layer + "mlp.down_proj.weight"])
-        return rms_norm(x_TC, weights["model.norm.weight"], config.norm_eps)
-
-    def logits(self, hidden_TC: Tensor) -> Tensor:
-        """Logits [T, V] in the model's dtype."""
-        tied = self.config.tie_word_embeddings
-        return F.linear(hidden_TC, self.weights["model.embed_tokens.weight" if tied else "lm_head.weight"])
-
-    def _attention(self, index: int, x_TC: Tensor, cos_TD: Tensor, sin_TD: Tensor, attention: Attention) -> Tensor:
-        config, weights, prefix = self.config, self.weights, f"model.layers.{index}.self_attn."
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = F.linear(x_TC, weights[prefix + "qkv.weight"]).view(-1, heads + 2 * kv_heads, head_dim)
-        q_THD, k_TKD, v_TKD = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        if config.qk_norm:
-            q_THD = rms_norm(q_THD, weights[prefix + "q_norm.weight"], config.norm_eps)
-            k_TKD = rms_norm(k_TKD, weights[prefix + "k_norm.weight"], config.norm_eps)
-        q_THD, k_TKD = apply_rotary(q_THD, cos_TD, sin_TD), apply_rotary(k_TKD, cos_TD, sin_TD)
-        return F.linear(attention(index, q_THD, k_TKD, v_TKD).flatten(1), weights[prefix + "o_proj.weight"])
+    def _allocate(self, region: Any, dtype: torch.dtype) -> None:
+        shapes = {name: self.parallel.part_shape(each.shape, each.shard) for name, each in self._layout.items()}
+        rows: dict[str, int] = {}
+        for name, shape in shapes.items():
+            weight = self._layout[name].weight or name
+            rows[weight] = rows.get(weight, 0) + shape[0]
+        filled = dict.fromkeys(rows, 0)
+        for name, shape in shapes.items():
+            weight = self._layout[name].weight or name
+            if weight not in self.weights:
+                self.weights[weight] = region.empty((rows[weight], *shape[1:]), dtype)
+            self.parameters[name] = self.weights[weight].narrow(0, filled[weight], shape[0])
+            filled[weight] += shape[0]
 
     def _check(self, name: str, tensor: Tensor) -> None:
-        target = self.parameters.get(name)
-        if target is None:
+        parameter = self._layout.get(name)
+        if parameter is None:
             raise ValueError(f"weight {name!r} is unexpected; expected one of {_some(self._awaited)}")
         if name not in self._awaited:
             raise ValueError(f"weight {name!r} comes twice; expected each once")
-        if tensor.shape != target.shape or tensor.dtype != target.dtype:
+        dtype = self.parameters[name].dtype
+        if tensor.shape != parameter.shape or tensor.dtype != dtype:
             raise ValueError(
-                f"weight {name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
-                f"expected {target.dtype} {tuple(target.shape)}"
+                f"weight {name!r} is {tensor.dtype} {tuple(tensor.shape)}; expected {dtype} {parameter.shape}"
             )
-
-
-def _fused(name: str) -> str:
-    for part, fused in _FUSED.items():
-        name = name.replace(part, fused)
-    return name
 
 
 def _some(names: set[str]) -> str:

@@ -1,8 +1,12 @@
 """Paged decode attention in Triton: grouped queries, split over the context as in Flash-Decoding (Dao et al., 2023).
 
-Two kernels: one attends to a part of the context each, the other joins the parts. How many parts there are follows
-from the batch and the number of heads, never from how long a context is: grids and addresses are those a CUDA graph
-recorded, while lengths and block table are read on the device. What is too short for all parts leaves some empty.
+One kernel attends to a part of the context in each program; where a context has several parts, another joins them. How
+many parts there are follows from the batch and the number of heads, never from how long a context is: kernels, grids
+and addresses are those a CUDA graph recorded, while lengths and block table are read on the device. What is too short
+for all parts leaves some empty.
+
+A step reads every K and V once, so memory sets the pace, and what counts is how many bytes are under way: on an H200
+about 40 KB on each multiprocessor at all times (4.8 TB/s at a latency near 1 us).
 """
 
 from __future__ import annotations
@@ -13,8 +17,13 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 _LOG2_E = 1.4426950408889634
-_PROGRAMS = 512  # about four to a multiprocessor of a large GPU: enough to keep its memory busy
+# To be tuned by measurement: these follow from sizes and from what the compiler reports, not from timings. For D = 128,
+# 16 bits, `python -m tests.unit.test_kernels resources` shows 96 registers and 37 KB of shared memory, nothing spilled.
+_PROGRAMS = 512  # four to each of an H200's 132 multiprocessors; five fit, so all run at once and none comes second
 _MAX_SPLITS = 64
+_TILE_BYTES = 8192  # of K, and as many of V, in one round of the loop: 32 tokens at D = 128
+_STAGES = 3  # two tiles in shared memory, one on its way while the other is used: four programs have 64 KB under way
+_WARPS = 4  # fewer would copy with more instructions each, more would wait for each other in sums over a tile
 
 
 def num_splits(batch: int, kv_heads: int) -> int:
@@ -28,43 +37,48 @@ def num_splits(batch: int, kv_heads: int) -> int:
 def paged_decode_triton(
     q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor
 ) -> Tensor:
-    """`attention.paged_decode` on the GPU; shapes as there. Caches are contiguous in their last two dimensions."""
+    """`attention.paged_decode` on the GPU; shapes as there. The caches have no gaps, nor do rows of q and table."""
     batch, heads, head_dim = q_BHD.shape
     block_size, kv_heads = k_cache.shape[1:3]
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or block_table.stride(1) != 1:
         raise ValueError("k_cache, v_cache or a row of block_table has gaps; expected contiguous ones")
+    if q_BHD.stride(2) != 1 or (q_BHD.stride(1) != head_dim and heads != 1):
+        raise ValueError(f"q {tuple(q_BHD.shape)} has strides {q_BHD.stride()}; expected rows without gaps")
     splits = num_splits(batch, kv_heads)
-    q_BHD = q_BHD.contiguous()
-    parts_BHSD = torch.empty(batch, heads, splits, head_dim, dtype=torch.float32, device=q_BHD.device)
-    weights_BHS = torch.empty(batch, heads, splits, dtype=torch.float32, device=q_BHD.device)
     out_BHD = torch.empty_like(q_BHD)
-    dim_pad = max(16, triton.next_power_of_2(head_dim))
-    _attend_part[(batch, kv_heads, splits)](
+    # [B, H, splits, D] of the parts' results, then [B, H, splits] of their weights.
+    parts = out_BHD if splits == 1 else q_BHD.new_empty(batch * heads * splits * (head_dim + 1), dtype=torch.float32)
+    dim_pad = _pad(head_dim)
+    _attend_part[(kv_heads, batch, splits)](
         q_BHD,
         k_cache,
         v_cache,
         block_table,
         lengths_B,
-        parts_BHSD,
-        weights_BHS,
+        parts,
         head_dim**-0.5 * _LOG2_E,
+        q_BHD.stride(0),
         block_table.stride(0),
         lengths_B.stride(0),
-        HEADS=heads,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         # tl.dot wants 16 rows at least; those beyond the group compute on zeros and are not stored.
-        GROUP_PAD=max(16, triton.next_power_of_2(heads // kv_heads)),
+        GROUP_PAD=_pad(heads // kv_heads),
         DIM=head_dim,
         DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size,
         SPLITS=splits,
-        TILE=32 if q_BHD.dtype == torch.float32 or dim_pad > 128 else 64,
+        TILE=max(16, _TILE_BYTES // (dim_pad * k_cache.element_size())),
+        STAGES=_STAGES,
+        num_warps=_WARPS,
     )
-    _join_parts[(batch, heads)](
-        parts_BHSD, weights_BHS, out_BHD, HEADS=heads, DIM=head_dim, DIM_PAD=dim_pad, SPLITS=splits
-    )
+    if splits > 1:
+        _join_parts[(batch * heads,)](parts, out_BHD, DIM=head_dim, DIM_PAD=dim_pad, SPLITS=splits, num_warps=4)
     return out_BHD
+
+
+def _pad(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
 
 
 @triton.jit
@@ -75,11 +89,10 @@ def _attend_part(
     table_ptr,
     lengths_ptr,
     parts_ptr,
-    weights_ptr,
     scale_log2,
+    q_stride,
     table_stride,
     lengths_stride,
-    HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -88,13 +101,16 @@ def _attend_part(
     BLOCK_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One sequence, one key-value head with its group of queries, one part of the context.
 
-    Stores the part's softmax-weighted mean of V, and the base-2 logarithm of its weights' sum (-inf if empty).
+    Stores the part's softmax-weighted mean of V, and the base-2 logarithm of its weights' sum; of an empty part, only
+    that this is -inf. A context of one part is stored as the result, zero where it is empty.
     """
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    # Neighbours share a sequence: the heads of a token lie side by side in memory.
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(lengths_ptr + row * lengths_stride)
     # Whole tiles for each part, so that only the last one that is not empty has a ragged end.
@@ -104,18 +120,23 @@ def _attend_part(
 
     group = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
-    head = row * HEADS + kv_head * GROUP + group
+    head = kv_head * GROUP + group
     q_mask = (group[:, None] < GROUP) & (dim[None, :] < DIM)
-    q = tl.load(q_ptr + head[:, None] * DIM + dim[None, :], mask=q_mask, other=0.0)
+    q = tl.load(q_ptr + row * q_stride + head[:, None] * DIM + dim[None, :], mask=q_mask, other=0.0)
 
+    tile = tl.arange(0, TILE)
+    table_ptr += row * table_stride
     peak = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
+    # Added up over the tile once, at the end: every sum over it is a wait of all warps for each other.
+    totals = tl.zeros([GROUP_PAD, TILE], tl.float32)
     mean = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    for first in range(start, stop, TILE):
-        position = first + tl.arange(0, TILE)
+    # The blocks of a tile are looked up one round ahead, so that its K and V are not a second wait.
+    block = tl.load(table_ptr + (start + tile) // BLOCK_SIZE, mask=start + tile < stop, other=0)
+    for first in tl.range(start, stop, TILE, num_stages=STAGES):
+        position = first + tile
         seen = position < stop
-        block = tl.load(table_ptr + row * table_stride + position // BLOCK_SIZE, mask=seen, other=0)
         slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        block = tl.load(table_ptr + (position + TILE) // BLOCK_SIZE, mask=position + TILE < stop, other=0)
         offset = (slot * KV_HEADS + kv_head) * DIM
         kv_mask = seen[:, None] & (dim[None, :] < DIM)
         k = tl.load(k_ptr + offset[:, None] + dim[None, :], mask=kv_mask, other=0.0)
@@ -125,38 +146,34 @@ def _attend_part(
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[:, None])
-        total = total * shrink + tl.sum(weights, 1)
+        totals = totals * shrink[:, None] + weights
         mean = mean * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         peak = new_peak
 
-    empty = total == 0.0
-    divisor = tl.where(empty, 1.0, total)
-    out = head * SPLITS + split
-    tl.store(parts_ptr + out[:, None] * DIM + dim[None, :], mean / divisor[:, None], mask=q_mask)
-    log_weight = tl.where(empty, float("-inf"), peak + tl.log2(divisor))
-    tl.store(weights_ptr + out, log_weight, mask=group < GROUP)
+    total = tl.sum(totals, 1)
+    mean = mean / tl.where(total == 0.0, 1.0, total)[:, None]
+    at = row * (KV_HEADS * GROUP) + head
+    if SPLITS == 1:
+        tl.store(parts_ptr + at[:, None] * DIM + dim[None, :], mean.to(parts_ptr.dtype.element_ty), mask=q_mask)
+    else:
+        at = at * SPLITS + split
+        weights_ptr = parts_ptr + tl.num_programs(1) * (KV_HEADS * GROUP * SPLITS * DIM)
+        tl.store(parts_ptr + at[:, None] * DIM + dim[None, :], mean, mask=q_mask & (start < stop))
+        tl.store(weights_ptr + at, peak + tl.log2(total), mask=group < GROUP)
 
 
 @triton.jit
-def _join_parts(
-    parts_ptr,
-    weights_ptr,
-    out_ptr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+def _join_parts(parts_ptr, out_ptr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr):
     """One query head of one sequence: the mean of its parts, by their weights; zero where all are empty."""
-    head = tl.program_id(0) * HEADS + tl.program_id(1)
+    head = tl.program_id(0)
     split = tl.arange(0, SPLITS)
     dim = tl.arange(0, DIM_PAD)
+    weights_ptr = parts_ptr + tl.num_programs(0) * (SPLITS * DIM)
     log_weights = tl.load(weights_ptr + head * SPLITS + split)
     peak = tl.max(log_weights, 0)
     # Against the difference of two infinities, which is not a number.
-    peak = tl.where(peak == float("-inf"), 0.0, peak)
-    weights = tl.exp2(log_weights - peak)
-    mask = (dim[None, :] < DIM) & (split[:, None] < SPLITS)
+    weights = tl.exp2(log_weights - tl.where(peak == float("-inf"), 0.0, peak))
+    mask = (dim[None, :] < DIM) & (weights[:, None] > 0.0)  # empty parts were not stored
     parts = tl.load(parts_ptr + (head * SPLITS + split)[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
     total = tl.sum(weights, 0)
     mean = tl.sum(weights[:, None] * parts, 0) / tl.where(total == 0.0, 1.0, total)

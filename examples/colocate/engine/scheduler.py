@@ -1,4 +1,8 @@
-"""Which requests the next step works on: continuous batching with preemption by recompute."""
+"""Which requests the next step works on: continuous batching, prompts in chunks, preemption by recompute.
+
+Steps are scheduled ahead of their results: when a step is chosen, the tokens that the one before it samples may still
+be on the device. What follows from lengths alone is decided at once; what needs to know the tokens waits a step.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,44 @@ from .sequence import Sequence
 
 
 @dataclass(frozen=True)
-class Step:
-    """Sequences to run together: a prefill of all tokens not computed yet, or one token of each."""
+class Chunk:
+    """Tokens `start` to `stop` of a sequence, whose K and V a step computes."""
 
-    sequences: list[Sequence]
+    sequence: Sequence
+    start: int
+    stop: int
+    samples: bool  # it ends with the last token there is, so that the next one is sampled
+
+
+@dataclass(frozen=True)
+class Step:
+    """Chunks to run together: of prompts, or one token of each sequence that decodes."""
+
+    chunks: list[Chunk]
     prefill: bool
+
+    @property
+    def sampling(self) -> list[Sequence]:
+        """The sequences that get a token, in the order of the chunks."""
+        return [chunk.sequence for chunk in self.chunks if chunk.samples]
 
 
 class Scheduler:
-    """Requests wait, run, and leave when finished; one that is preempted waits again, first in line."""
+    """Requests wait, prefill, run, and leave when finished; one that is preempted waits again, first in line."""
 
     def __init__(self, blocks: BlockManager, max_batch_size: int, max_prefill_tokens: int) -> None:
         self.blocks, self.max_batch_size, self.max_prefill_tokens = blocks, max_batch_size, max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
+        self.prefilling: list[Sequence] = []  # in the middle of their prompts
         self.running: list[Sequence] = []  # oldest first
         self.preemptions = 0
+        self._rows = list(range(max_batch_size))  # free ones, see Sequence.row
+        self._prefilled = False  # in the last step
+
+    @property
+    def active(self) -> bool:
+        """Whether any request holds blocks."""
+        return bool(self.running or self.prefilling)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request. One that could not finish alone in the whole cache is a ValueError."""
@@ -38,66 +65,109 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self, admit: bool = True) -> Step:
-        """The next step: new requests before running ones. Without `admit` the waiting ones stay where they are."""
-        admitted = self._admit() if admit else []
-        if admitted:
-            return Step(admitted, prefill=True)
-        self._make_room()
-        return Step(list(self.running), prefill=False)
+        """The next step, taken as launched. Without `admit` the waiting ones stay where they are.
 
-    def update(self, sequences: list[Sequence], tokens: list[int], logprobs: list[float]) -> None:
-        """Take a step's outcome: one sampled token for each of its sequences."""
-        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            sequence.num_computed = len(sequence.tokens)
-            self.blocks.publish(sequence, sequence.num_computed)
+        Prompts go first, but no two steps of them in turn while others decode. A step without chunks has nothing to
+        do before what is in flight was read back.
+        """
+        chunks = [] if self._prefilled and self.running else self._prefill(admit)
+        self._prefilled = bool(chunks)
+        if not chunks:
+            chunks = self._decode()
+        for chunk in chunks:
+            chunk.sequence.num_computed = chunk.stop
+            chunk.sequence.in_flight += chunk.samples
+        return Step(chunks, self._prefilled)
+
+    def update(self, step: Step, tokens: list[int], logprobs: list[float]) -> list[Sequence]:
+        """Take a step's outcome, one sampled token for each of its `sampling`. Returns those that got theirs."""
+        advanced: list[Sequence] = []
+        for sequence, token, logprob in zip(step.sampling, tokens, logprobs, strict=True):
+            sequence.in_flight -= 1
+            if sequence.finish_reason is not None:
+                continue  # known only now: this step was launched in vain
             sequence.append(token, logprob)
+            advanced.append(sequence)
             if sequence.finish_reason is not None:
                 self.running.remove(sequence)
-                self.blocks.free(sequence)
+                self._release(sequence)
+            else:
+                self.blocks.publish(sequence, min(sequence.num_computed, len(sequence.tokens)))
+        return advanced
 
     def cancel(self, sequence: Sequence) -> None:
-        """Forget a request, between two steps; nothing happens if it is not here, or no longer."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self.blocks.free(sequence)
-        elif sequence in self.waiting:
+        """Finish a request with what it has; nothing happens if it is not here, or no longer."""
+        for holders in (self.running, self.prefilling):
+            if sequence in holders:
+                holders.remove(sequence)
+                self._release(sequence)
+                sequence.finish_reason = "cancelled"
+        if sequence in self.waiting:
             self.waiting.remove(sequence)
+            sequence.finish_reason = "cancelled"
+
+    def preempt_all(self) -> None:
+        """Take all blocks back; requests wait again in their order. Nothing may be in flight."""
+        while self.active:
+            self._preempt()
 
     def abort(self) -> None:
         """Forget every request and what was cached, after a step that failed half-way."""
-        for sequence in self.running:
-            self.blocks.free(sequence)
-        self.running.clear()
-        self.waiting.clear()
+        for sequence in [*self.running, *self.prefilling]:
+            self._release(sequence)
+        for queue in (self.running, self.prefilling, self.waiting):
+            queue.clear()
         self.blocks.drop_prefix_cache()
 
-    def _admit(self) -> list[Sequence]:
-        admitted: list[Sequence] = []
+    def _prefill(self, admit: bool) -> list[Chunk]:
+        chunks: list[Chunk] = []
         budget = self.max_prefill_tokens
-        while self.waiting and len(self.running) < self.max_batch_size:
+        for sequence in list(self.prefilling):
+            budget -= self._next_chunk(sequence, budget, chunks)
+        while admit and budget and self.waiting and len(self.running) + len(self.prefilling) < self.max_batch_size:
             sequence = self.waiting[0]
-            cached = self.blocks.cached_blocks(sequence.tokens)
-            cost = len(sequence.tokens) - len(cached) * self.blocks.block_size
-            if (admitted and cost > budget) or not self.blocks.can_allocate(sequence):
+            if not self.blocks.can_allocate(sequence):
                 break
             self.blocks.allocate(sequence)
-            # Published before they are computed: this step writes them before any of its sequences reads them.
-            self.blocks.publish(sequence, len(sequence.tokens))
-            budget -= cost
-            admitted.append(sequence)
-            self.running.append(self.waiting.popleft())
-        return admitted
+            sequence.row = self._rows.pop()
+            self.prefilling.append(self.waiting.popleft())
+            budget -= self._next_chunk(sequence, budget, chunks)
+        return chunks
 
-    def _make_room(self) -> None:
-        index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
-            if self.blocks.can_append(sequence):
-                self.blocks.append(sequence)
-                index += 1
-            else:
-                # The youngest gives way, which may be this very one; the oldest always gets on.
-                victim = self.running.pop()
-                self.blocks.free(victim)
-                self.waiting.appendleft(victim)
-                self.preemptions += 1
+    def _next_chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        """Its tokens. None if the budget is used up."""
+        start, length = sequence.num_computed, len(sequence.tokens)
+        stop = min(length, start + budget)
+        if stop == start:
+            return 0
+        chunks.append(Chunk(sequence, start, stop, samples=stop == length))
+        # Published before they are computed: a step writes them before any of its sequences reads them.
+        self.blocks.publish(sequence, stop)
+        if stop == length:
+            self.prefilling.remove(sequence)
+            self.running.append(sequence)
+        return stop - start
+
+    def _decode(self) -> list[Chunk]:
+        decoding = [sequence for sequence in self.running if sequence.length < sequence.max_tokens]
+        while self.blocks.shortage_to_append(decoding) > 0:
+            if any(sequence.in_flight for sequence in self.running):
+                return []  # recomputing needs the tokens, and one of them may end its sequence
+            # The youngest gives way, which may be this very one; the oldest always gets on.
+            victim = self._preempt()
+            decoding = [sequence for sequence in decoding if sequence is not victim]
+        for sequence in decoding:
+            self.blocks.append(sequence)
+        return [Chunk(sequence, sequence.length - 1, sequence.length, samples=True) for sequence in decoding]
+
+    def _preempt(self) -> Sequence:
+        victim = (self.prefilling or self.running).pop()
+        self._release(victim)
+        self.waiting.appendleft(victim)
+        self.preemptions += 1
+        return victim
+
+    def _release(self, sequence: Sequence) -> None:
+        # A step in flight may still write there. Whoever gets the blocks writes in a later step, hence after it.
+        self.blocks.free(sequence)
+        self._rows.append(sequence.row)

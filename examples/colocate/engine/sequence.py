@@ -6,16 +6,16 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens: temperature 0 is greedy; `stop_token` ends a completion and is part of it."""
+    """How to choose tokens: temperature 0 is greedy; one of `stop_tokens` ends a completion and is part of it."""
 
     temperature: float = 1.0
     max_new_tokens: int = 32
-    stop_token: int | None = None
+    stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.temperature) or self.temperature < 0:
@@ -36,7 +36,10 @@ class Completion:
 
 @dataclass(eq=False)
 class Sequence:
-    """A request's state. K and V of the first `num_computed` tokens are in the cache, in `blocks`."""
+    """A request's state. K and V of the first `num_computed` tokens are in the cache, in `blocks`.
+
+    A token that a step samples is in flight until it is read back: it counts in `length`, and is not yet in `tokens`.
+    """
 
     prompt: list[int]
     sampling: SamplingParams
@@ -45,17 +48,24 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of the full blocks, in order
-    num_computed: int = 0
+    num_computed: int = 0  # a step that is launched counts as done
+    in_flight: int = 0
+    row: int = -1  # its place among the device's latest tokens, while it holds blocks
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
 
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion, those in flight included."""
+        return len(self.tokens) + self.in_flight
+
     def append(self, token: int, logprob: float) -> None:
         """Take a sampled token, and see whether it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if token == self.sampling.stop_token:
+        if token in self.sampling.stop_tokens:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.max_tokens:
             self.finish_reason = "length"

@@ -1,5 +1,5 @@
 """What the engine and the trainer share about the model: its configuration and its pure layer functions."""
 
-from .config import ModelConfig, parameter_shapes
+from .config import ModelConfig, RopeScaling, parameter_shapes
 
-__all__ = ["ModelConfig", "parameter_shapes"]
+__all__ = ["ModelConfig", "RopeScaling", "parameter_shapes"]

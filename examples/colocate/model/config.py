@@ -3,10 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position",
+)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How the rotary frequencies of a model are stretched for contexts longer than it was first trained on.
+
+    "linear" divides all by `factor`; "llama3" those whose wave is longer than original_max_position / low_freq_factor
+    tokens, none whose wave is shorter than original_max_position / high_freq_factor, and in between by degrees.
+    Raises ValueError for anything else.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192  # tokens
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise ValueError(f"rope scaling is {self.kind!r}; expected 'linear' or 'llama3'")
+        _check_positive(self, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"))
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor is {self.high_freq_factor}; expected more than low_freq_factor, "
+                f"{self.low_freq_factor}"
+            )
 
 
 @dataclass(frozen=True)
@@ -29,30 +66,32 @@ class ModelConfig:
     qk_norm: bool = True
     tie_word_embeddings: bool = False
     dtype: torch.dtype = torch.float32
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "intermediate_size",
-            "max_position",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}; expected a positive integer")
+        check_values(self, positive=("rope_theta", "norm_eps"))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads is {self.num_heads}; expected a multiple of num_kv_heads, {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; expected an even number, rotary embeddings turn pairs")
-        for name in ("rope_theta", "norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a positive number")
-        if self.dtype not in _FLOATING:
-            raise ValueError(f"dtype is {self.dtype}; expected one of {', '.join(map(str, _FLOATING))}")
+
+
+def check_values(config: Any, positive: tuple[str, ...]) -> None:
+    """Raise ValueError for sizes that are no positive integers, values that are not positive, another kind of dtype."""
+    for name in _SIZES:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} is {value!r}; expected a positive integer")
+    _check_positive(config, positive)
+    if config.dtype not in _FLOATING:
+        raise ValueError(f"dtype is {config.dtype}; expected one of {', '.join(map(str, _FLOATING))}")
+
+
+def _check_positive(config: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, (int, float)) or not value > 0:
+            raise ValueError(f"{name} is {value!r}; expected a positive number")
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -5,9 +5,13 @@ Shape suffixes: T tokens, H heads, D head dimension, C hidden size, P positions;
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from .config import RopeScaling
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -18,13 +22,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotary_tables(
-    max_position: int, head_dim: int, theta: float, device: torch.device | str = "cpu"
+    max_position: int,
+    head_dim: int,
+    theta: float,
+    device: torch.device | str = "cpu",
+    scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(cos, sin) of every position's angles, each fp32 [P, D / 2]."""
     # The same values on every device: angles are computed on the CPU and copied.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
-    angles = torch.outer(torch.arange(max_position, dtype=torch.float64, device="cpu"), theta**-exponents)
+    frequencies = theta**-exponents
+    if scaling is not None:
+        frequencies = _scaled(frequencies, scaling)
+    angles = torch.outer(torch.arange(max_position, dtype=torch.float64, device="cpu"), frequencies)
     return angles.cos().float().to(device), angles.sin().float().to(device)
+
+
+def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    waves = scaling.original_max_position * frequencies / (2 * math.pi)  # that fit into the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((waves - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

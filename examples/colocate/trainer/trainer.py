@@ -62,7 +62,9 @@ class Trainer:
         )
         self.memory.place_optimizer(self.optimizer)
         self._writer = WeightWriter(self.model)
-        self._tables = rotary_tables(model.max_position, model.head_dim, model.rope_theta, self.device)
+        self._tables = rotary_tables(
+            model.max_position, model.head_dim, model.rope_theta, self.device, model.rope_scaling
+        )
 
     def warm_up(self, batch: TokenBatch, learning_rate: float) -> StepMetrics:
         """A supervised step: cross-entropy of the masked tokens."""

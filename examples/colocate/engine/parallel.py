@@ -1,0 +1,69 @@
+"""Tensor parallel, as in Megatron-LM: one process for each rank, all making the same calls with the same arguments.
+
+Column-parallel products give each rank its share of the outputs, row-parallel ones a summand of all outputs; so a layer
+needs two all-reduces. All collectives here can be captured in a CUDA graph: nothing is read back to the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of a parameter: its equal share of each of `sections` equal parts along `dim`."""
+
+    dim: int
+    sections: int = 1  # GPT-2 keeps q, k and v in one parameter, and a rank holds a share of each
+
+
+class Parallel:
+    """This process's rank among those that hold one model; by default it is alone, and nothing is sent."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """`torch.distributed.group.WORLD`, once that is initialised, or a part of it. None is one rank."""
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    def check(self, **sizes: int) -> None:
+        """Raise ValueError for a size that cannot be shared equally."""
+        for name, size in sizes.items():
+            if size % self.size:
+                raise ValueError(f"{name} is {size}; expected a multiple of the tensor parallel size, {self.size}")
+
+    def part_shape(self, shape: tuple[int, ...], shard: Shard | None) -> tuple[int, ...]:
+        """The shape of a rank's part; without a shard it is all."""
+        if shard is None:
+            return shape
+        return (*shape[: shard.dim], shape[shard.dim] // self.size, *shape[shard.dim + 1 :])
+
+    def copy_part(self, full: Tensor, shard: Shard | None, part: Tensor) -> None:
+        """Fill `part` from the full tensor, which may be on another device."""
+        if shard is None or self.size == 1:
+            part.copy_(full)
+            return
+        dim, sections = shard.dim, shard.sections
+        mine = full.unflatten(dim, (sections, self.size, -1)).select(dim + 1, self.rank)
+        part.unflatten(dim, (sections, -1)).copy_(mine)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in place, and returned."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather_last(self, x_TV: Tensor) -> Tensor:
+        """The ranks' last dimensions one after the other: [T, size * V] on every rank."""
+        if self.size == 1:
+            return x_TV
+        gathered = torch.empty((self.size, *x_TV.shape), dtype=x_TV.dtype, device=x_TV.device)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), x_TV.contiguous(), group=self.group)
+        return gathered.transpose(0, 1).flatten(1)
+
+
+ONE_RANK = Parallel()

@@ -1,0 +1,123 @@
+"""Prefill in pieces: the parts between two attentions as CUDA graphs, for a few token counts, attention called between.
+
+Attention cannot be captured with them, since its kernels are chosen by the lengths of the step's sequences. The rest of
+a layer depends on the number of tokens alone, which is padded to the next captured size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .graph_pool import Graph, GraphPool
+from .model import Attention, Model
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """From one attention to the next. What it leaves: q, k and v for the attention after it, or the last hidden state.
+
+    They are views that own nothing: a later piece of the same pool may use their memory again once they are read.
+    """
+
+    graph: Graph
+    outputs: tuple[Tensor, ...]
+
+
+class PrefillRunner:
+    """Runs a model over the tokens of a prefill, by its pieces' graphs or by calling it."""
+
+    def __init__(self, model: Model, sizes: tuple[int, ...], buffers: Any, pool: GraphPool) -> None:
+        """`sizes`: token counts. Static inputs for the largest are made in the region `buffers`."""
+        self.model, self.sizes, self.pool = model, tuple(sorted(set(sizes))), pool
+        self.pieces: dict[int, list[_Piece]] = {}
+        self.replays = 0
+        if self.sizes:
+            config, most = model.config, self.sizes[-1]
+            self.tokens_T: Tensor = buffers.empty((most,), torch.int64)
+            self.positions_T: Tensor = buffers.empty((most,), torch.int64)
+            self.attended_THD: Tensor = buffers.empty((most, model.num_heads, config.head_dim), config.dtype)
+            for tensor in (self.tokens_T, self.positions_T, self.attended_THD):
+                tensor.zero_()
+
+    def padded_size(self, count: int, use_graphs: bool) -> int:
+        """The size that so many tokens are padded to: that of the graphs that run them, or none at all."""
+        return next((size for size in self.sizes if size >= count and use_graphs and size in self.pieces), count)
+
+    def run(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, use_graphs: bool) -> Tensor:
+        """Hidden states of the tokens, which were padded to `padded_size`; of padding they mean nothing."""
+        size = len(tokens_T)
+        if not (use_graphs and size in self.pieces):
+            return self.model.forward(tokens_T, positions_T, attention)
+        self.tokens_T[:size].copy_(tokens_T)
+        self.positions_T[:size].copy_(positions_T)
+        *layers, last = self.pieces[size]
+        for layer, piece in enumerate(layers):
+            piece.graph.replay()
+            attended_THD = attention(layer, *piece.outputs)
+            self.attended_THD[: len(attended_THD)].copy_(attended_THD)
+        last.graph.replay()
+        self.replays += 1
+        return last.outputs[0]
+
+    def capture(self) -> None:
+        """Capture every size, the largest first. The pool is open."""
+        self.pool.warm_up([partial(self._call_pieces, size) for size in reversed(self.sizes)])
+        for size in reversed(self.sizes):
+            with self.pool.account(f"prefill {size}"):
+                self.pieces[size] = self._capture(size)
+
+    def release(self) -> None:
+        """Drop the graphs."""
+        self.pieces.clear()
+
+    def _capture(self, size: int) -> list[_Piece]:
+        pieces: list[_Piece] = []
+        kept: tuple[Tensor, ...] = ()  # of the last piece alone, so that the next but one has its memory
+        for index in range(self.model.config.num_layers + 1):
+            residual_TC = kept[-1] if kept else None
+            graph, kept = self.pool.capture(partial(self._piece, index, size, residual_TC))
+            pieces.append(_Piece(graph, tuple(_borrowed(each) for each in kept[:3])))
+        return pieces
+
+    def _call_pieces(self, size: int) -> None:
+        residual_TC: Tensor | None = None
+        for index in range(self.model.config.num_layers + 1):
+            residual_TC = self._piece(index, size, residual_TC)[-1]
+
+    def _piece(self, index: int, size: int, residual_TC: Tensor | None) -> tuple[Tensor, ...]:
+        """(q, k, v, residual), or (hidden,) for the last one."""
+        model = self.model
+        positions_T = self.positions_T[:size]
+        if residual_TC is None:
+            state = model.embed(self.tokens_T[:size], positions_T)
+        else:
+            state = model.after_attention(index - 1, residual_TC, self.attended_THD[:size])
+        if index == model.config.num_layers:
+            return (model.finish(state),)
+        return model.before_attention(index, state, positions_T)
+
+
+class _Borrowed:
+    """A tensor's memory under CUDA's array interface, without the tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        width = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * width for stride in tensor.stride()),
+            "typestr": f"<i{width}",
+            "version": 3,
+        }
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    """A view that does not keep the memory from being used again."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.as_tensor(_Borrowed(tensor), device=tensor.device).view(tensor.dtype)

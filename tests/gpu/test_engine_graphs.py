@@ -1,0 +1,176 @@
+"""The engine's graphs on a GPU: what they hold, the pieces of a prefill, torch.compile, and their memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver
+from examples.colocate.engine import Engine, EngineConfig, SamplingParams
+from examples.colocate.engine.profile import profile_replays
+from examples.colocate.engine.verify import fill_with_random_context, verify
+from examples.colocate.model import ModelConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"),
+]
+
+MODEL = ModelConfig(1000, 256, 3, 8, 2, 64, 512, 4096, dtype=torch.bfloat16)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    """Engines with random weights; closed, and all regions active, afterwards."""
+    engines: list[Engine] = []
+
+    def make(model: ModelConfig = MODEL, **config: Any) -> Engine:
+        defaults = {"max_batch_size": 6, "num_blocks": 1024, "max_model_len": 2048}
+        engines.append(Engine(model, EngineConfig(**{**defaults, **config}), "cuda"))
+        return engines[-1]
+
+    yield make
+    memsaver.resume()
+    for engine in engines:
+        engine.close()
+
+
+def prompts(lengths: list[int]) -> list[list[int]]:
+    return [[(7 * length + 3 * at) % MODEL.vocab_size for at in range(length)] for length in lengths]
+
+
+def tokens_of(engine: Engine, lengths: list[int], use_graphs: bool = True) -> list[list[int]]:
+    engine.drop_prefix_cache()
+    return [each.tokens for each in engine.generate(prompts(lengths), GREEDY, use_graphs)]
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_graph_is_the_same_at_every_context_length(make_engine: MakeEngine, tmp_path: Path, size: int) -> None:
+    """Node by node: kernels in their order, grids, blocks and parameters, addresses among them."""
+    engine = make_engine(graph_batch_sizes=(size,))
+    engine.capture()
+    dumps = []
+    for context in (1, 300, 2047):
+        fill_with_random_context(engine, size, context)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph.enable_debug_mode()
+        graph.register_generator_state(engine.sampler.generator)
+        pool = torch.cuda.graph_pool_handle()  # a new one, so that temporaries begin in the same place
+        with torch.no_grad(), torch.cuda.graph(graph, pool=pool):
+            engine.decode_step(size)
+        path = tmp_path / f"{context}.dot"
+        graph.debug_dump(str(path))
+        dumps.append(nodes(path.read_text()))
+        del graph
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    assert len(dumps[0]) > 10 * MODEL.num_layers
+    assert dumps[0] == dumps[1] == dumps[2]
+
+
+def nodes(dot: str) -> list[str]:
+    """The nodes of a dump, without numbers that are each graph's own."""
+    found = re.findall(r'"graph_\d+_node_\d+"\[(.*?)\];', dot, flags=re.DOTALL)
+    # A handle of the graph's own copy of a node; addresses of memory stay as they are.
+    return [re.sub(r"(graph_\d+|node handle \| 0x[0-9a-fA-F]+|ID \| \d+)", "", each) for each in found]
+
+
+def test_graphs_equal_eager_for_every_size_also_after_pauses(make_engine: MakeEngine) -> None:
+    engine = make_engine(prefill_graph_sizes=(256, 512), max_prefill_tokens=512)
+    engine.capture()
+    for _ in range(3):
+        rows = verify(engine)
+        assert [row.what for row in rows] == [f"decode {size}" for size in range(1, 7)] + [
+            "prefill 256 of 256", "prefill 249 of 256", "prefill 512 of 512", "prefill 505 of 512",
+        ]  # fmt: skip
+        assert all(row.difference == 0.0 for row in rows[:6])
+        engine.drain()
+        memsaver.pause()
+        memsaver.resume()
+
+
+def test_prefill_in_pieces_gives_the_same_tokens(make_engine: MakeEngine) -> None:
+    model = dataclasses.replace(MODEL, dtype=torch.float32)  # rounding does not choose tokens
+    engine = make_engine(model, prefill_graph_sizes=(128, 512), max_prefill_tokens=512)
+    lengths = [100, 700, 3, 1300]  # longer ones in segments
+    expected = tokens_of(engine, lengths, use_graphs=False)
+    engine.capture()
+    assert tokens_of(engine, lengths) == expected
+    assert engine.prefill_runner.replays > 3
+    engine.drain()
+    memsaver.pause()
+    memsaver.resume()
+    assert tokens_of(engine, lengths) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_flash_attention_agrees_with_one_call_for_each_sequence(dtype: torch.dtype) -> None:
+    from examples.colocate.engine.attention import Ranges, causal_attention, varlen_attention
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    queries, context = [1, 70, 256, 3], [1, 70, 700, 515]  # whole prompts, and chunks after a context
+    draw = partial(torch.randn, generator=generator, device="cuda", dtype=dtype)
+    q, k, v = draw(sum(queries), 8, 64), draw(sum(context), 2, 64), draw(sum(context), 2, 64)
+    parts, seen = Ranges(queries, q.device), Ranges(context, q.device)
+    out = varlen_attention(q, k, v, parts, seen)
+    for part, span in zip(parts, seen):
+        expected = causal_attention(q[part].float(), k[span].float(), v[span].float())
+        torch.testing.assert_close(out[part].float(), expected, rtol=0, atol=2e-2)
+
+
+def test_compiled_sizes(make_engine: MakeEngine) -> None:
+    engine = make_engine(graph_batch_sizes=(2, 4), compile_batch_sizes=(4,))
+    engine.capture()
+    rows = verify(engine)
+    assert [row.what for row in rows] == ["decode 2", "decode 4"]
+    assert rows[0].difference == 0.0
+
+
+def test_without_regions_graphs_serve_as_well(make_engine: MakeEngine) -> None:
+    engine = make_engine(use_regions=False)
+    expected = tokens_of(engine, [5, 60], use_graphs=False)
+    engine.capture()
+    assert tokens_of(engine, [5, 60]) == expected
+    assert engine.replays > 0
+    assert tokens_of(make_engine(), [5, 60], use_graphs=False) == expected
+
+
+def test_captures_are_accounted_for(make_engine: MakeEngine) -> None:
+    engine = make_engine(prefill_graph_sizes=(256,))
+    engine.capture()
+    captures = engine.graphs.captures
+    assert [each.what for each in captures] == ["prefill 256", *(f"decode {size}" for size in range(6, 0, -1))]
+    assert captures[0].graphs == MODEL.num_layers + 1
+    assert sum(each.nbytes for each in captures) == engine.memory.cuda_graph.allocated_bytes
+    assert all(each.seconds > 0 for each in captures)
+
+
+def test_a_step_is_no_more_kernels_than_it_needs(make_engine: MakeEngine) -> None:
+    engine = make_engine(graph_batch_sizes=(6,))
+    engine.capture()
+    profiled = profile_replays(engine, 6, replays=5, context=100)
+    assert profiled.by_graph
+    # Two norms, rotation, K and V, attention in one or two, swiglu, and four products, some of which are split in two.
+    assert sum(each.calls for each in profiled.kernels) <= 15 * MODEL.num_layers + 30
+    assert profiled.kernels[0].name in profiled.table()
+
+
+def test_a_request_that_stops_early_leaves_no_trace(make_engine: MakeEngine) -> None:
+    """Its last step runs in vain, while another request gets its blocks."""
+    engine = make_engine(max_batch_size=2, num_blocks=24, max_model_len=256)
+    engine.capture()
+    expected = tokens_of(engine, [30, 40, 50, 60])
+    stop = expected[0][5]
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=24, stop_tokens=(stop,))
+    engine.drop_prefix_cache()
+    for whole, done in zip(expected, engine.generate(prompts([30, 40, 50, 60]), sampling)):
+        assert done.tokens == whole[: whole.index(stop) + 1] if stop in whole else whole

@@ -1,0 +1,107 @@
+"""The engine's benchmark as a command, on a checkpoint of a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors", reason="needs safetensors")
+
+from safetensors.torch import save_file
+
+from examples.colocate.engine import benchmark
+from examples.colocate.model import ModelConfig, parameter_shapes
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+SMALL = [
+    "--device",
+    "cpu",
+    "--num-requests",
+    "5",
+    "--max-batch-size",
+    "3",
+    "--max-new-tokens",
+    "7",
+    "--block-size",
+    "4",
+]
+ONCE = ["--warmup-runs", "0", "--repeat-runs", "1"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    more = {"model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps({**SIZES, **more, "torch_dtype": "float32"}))
+    model = ModelConfig(300, 32, 2, 4, 2, 16, 48, 64)
+    generator = torch.Generator().manual_seed(0)
+    shapes = parameter_shapes(model).items()
+    save_file({name: torch.randn(shape, generator=generator) for name, shape in shapes}, folder / "model.safetensors")
+    return folder
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    benchmark.main(list(arguments))
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def test_offline(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = figures(capsys, "--model", str(checkpoint), *SMALL, "--no-stop-on-eos", "--repeat-runs", "2")
+    assert row["completion_tokens"] == 5 * 7
+    assert 0 < row["decode_s"] <= row["total_s"]
+    assert row["tokens_per_s_total"] == pytest.approx(35 / row["total_s"], rel=0.5)  # medians of two runs each
+    assert 0 < row["ttft_p50_ms"] <= row["latency_p50_ms"] <= 1e3 * row["total_s"] * 2
+    assert row["tpot_mean_ms"] > 0
+    assert row["paused_bytes"] < row["active_bytes"]
+
+
+def test_online_requests_are_timed_from_their_arrival(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--mode", "online", "--request-rate", "200", "--prompt-tokens", "9", "--temperature", "1", "--pretok")
+    row = figures(capsys, "--model", str(checkpoint), *SMALL, *ONCE, *options, "--no-stop-on-eos")
+    assert row["completion_tokens"] == 5 * 7
+    assert row["latency_p50_ms"] >= row["ttft_p50_ms"] > 0
+
+
+def test_switches_reach_the_engine(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    build = benchmark.build_engine
+
+    def spy(*given: Any) -> Any:
+        made = build(*given)
+        seen.append((made[0].config, made[2]))
+        return made
+
+    monkeypatch.setattr(benchmark, "build_engine", spy)
+    common = ("--model", str(checkpoint), *SMALL, *ONCE)
+    figures(capsys, *common)
+    row = figures(
+        capsys, *common, "--no-cuda-graph", "--no-paged-attn", "--no-prefix-cache", "--no-stop-on-eos", "--no-regions",
+        "--graph-sizes", "1,3", "--dtype", "bfloat16",
+    )  # fmt: skip
+    (default, stops), (changed, no_stops) = seen
+    assert default.use_graphs and default.use_kernel and default.prefix_cache and default.use_regions
+    assert not (changed.use_graphs or changed.use_kernel or changed.prefix_cache or changed.use_regions)
+    assert changed.batch_sizes() == (1, 3)
+    assert (stops, no_stops) == ((2,), ())
+    assert "paused_bytes" not in row
+
+
+def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="expected a checkpoint's folder, or one of gpt2, qwen3-0.6b"):
+        benchmark.main(["--model", str(tmp_path / "none"), "--device", "cpu"])

@@ -1,0 +1,329 @@
+"""The engine's Triton kernels without a GPU: against torch in Triton's interpreter, and compiled for a Hopper GPU.
+
+The interpreter is chosen when Triton is imported, so its cases run in a process of their own: this file as a program.
+`python -m tests.unit.test_kernels resources` prints the registers and the shared memory of the compiled kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.kernel_cases import (
+    DTYPES,
+    OPS_CASES,
+    OPS_DIFFERENT,
+    PAGED_CASES,
+    PAGED_TOLERANCE,
+    compare,
+    dense_attention,
+    paged_inputs,
+)
+
+ROOT = Path(__file__).parents[2]
+SPLIT = [
+    "grouped",
+    "odd sizes",
+    "padding only",
+    "all parts of a context",
+    "bf16",
+]  # also in two parts
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Any]:
+    """What this file prints as a program, under Triton's interpreter."""
+    env = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.parametrize(("name", "splits"), [(name, "1") for name in PAGED_CASES] + [(name, "2") for name in SPLIT])
+def test_paged_attention_equals_dense(name: str, splits: str, interpreted: dict[str, Any]) -> None:
+    found = interpreted["paged"][splits][name]
+    assert found["error"] <= PAGED_TOLERANCE[PAGED_CASES[name][0]]
+    assert found["padding"] == 0
+
+
+def test_the_launches_do_not_depend_on_the_context(interpreted: dict[str, Any]) -> None:
+    for splits, kernels in ((1, ["_attend_part"]), (2, ["_attend_part", "_join_parts"])):
+        short, long = interpreted["launches"][str(splits)]
+        assert short == long
+        assert [name for name, _ in short] == kernels
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.parametrize("case", OPS_CASES)
+def test_fused_kernels_equal_torch(case: str, dtype_name: str, interpreted: dict[str, Any]) -> None:
+    found = interpreted["ops"][case][dtype_name]
+    assert found["error"] <= 1
+    assert dtype_name == "fp32" or found["different"] <= OPS_DIFFERENT
+
+
+def test_rows_with_gaps_are_refused() -> None:
+    from examples.colocate.engine import fused_kernels
+
+    with pytest.raises(ValueError, match="strides .* expected rows without gaps"):
+        fused_kernels.swiglu(torch.zeros(8, 4).T)
+    with pytest.raises(ValueError, match="gaps; expected contiguous"):
+        fused_kernels.write_kv(*torch.zeros(2, 2, 4, 2, 16)[..., :8], *torch.zeros(2, 3, 2, 8), torch.arange(3))
+
+
+def _interpret() -> dict[str, Any]:
+    from examples.colocate.engine import fused_kernels, paged_kernel
+
+    _mend_interpreter()
+    paged: dict[int, Any] = {}
+    launches: dict[int, Any] = {}
+    # Few programs, because the interpreter takes its time for each, and small tiles, so that contexts have several.
+    paged_kernel._TILE_BYTES = 1024
+    for splits in (1, 2):
+        paged_kernel._MAX_SPLITS = splits
+        paged[splits] = {}
+        for name in PAGED_CASES if splits == 1 else SPLIT:
+            inputs = paged_inputs(name)
+            out = paged_kernel.paged_decode_triton(**inputs).double()
+            difference = (out - dense_attention(**inputs)).abs().max().item()
+            paged[splits][name] = {
+                "error": difference if difference == difference else float("inf"),
+                "padding": out[inputs["lengths_B"] == 0].abs().sum().item(),
+            }
+        inputs = paged_inputs("grouped")
+        launches[splits] = []
+        for length in (1, 90):
+            lengths = torch.full_like(inputs["lengths_B"], length)
+            calls = _recorded(paged_kernel, "paged_decode_triton", **{**inputs, "lengths_B": lengths})
+            launches[splits].append([(call.name, call.grid) for call in calls])
+    found = {case: {name: compare(fused_kernels, case, name, "cpu") for name in DTYPES} for case in OPS_CASES}
+    return {"paged": paged, "launches": launches, "ops": found}
+
+
+def _mend_interpreter() -> None:
+    """Three gaps of Triton 3.6's interpreter that the kernels meet, and a GPU does not have."""
+    import numpy as np
+    from triton.runtime import interpreter  # type: ignore[import-untyped]
+
+    # Loop bounds are made with int(array of one element), which NumPy 2.4 refuses.
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+    # Kept as the upper halves of fp32, bf16 is cut off, not rounded ...
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def rounded(self: Any, handle: Any, dtype: Any) -> Any:
+        if (handle.dtype.scalar.name, dtype.scalar.name) != ("fp32", "bf16"):
+            return cast(self, handle, dtype)
+        bits = np.ascontiguousarray(handle.data).view(np.uint32)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # half-way cases to even
+        return interpreter.TensorHandle(nearest.astype(np.uint16), dtype.scalar)
+
+    interpreter.InterpreterBuilder.cast_impl = rounded
+
+    # ... and matrix products take it for integers.
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar.name != "bf16":
+            return handle
+        wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(wide, interpreter.tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widened(a), widened(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+class Launch:
+    """A launch that did not take place: the kernel, its grid and its arguments."""
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.kernel, self.grid = kernel, list(grid)
+        self.name: str = kernel.fn.__name__
+        names = [parameter.name for parameter in kernel.params] if hasattr(kernel, "params") else []
+        self.args = {**dict(zip(names, args)), **{name: value for name, value in options.items() if name in names}}
+        self.options = {name: value for name, value in options.items() if name not in names}
+
+
+class _Recorder:
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **options: self.launches.append(Launch(self.kernel, grid, args, options))
+
+
+def _recorded(module: Any, function: str, *args: Any, **keywords: Any) -> list[Launch]:
+    """What a module's function would launch of the module's kernels."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Launch] = []
+    kernels = {name: x for name, x in vars(module).items() if isinstance(x, (JITFunction, InterpretedFunction))}
+    try:
+        for name, kernel in kernels.items():
+            setattr(module, name, _Recorder(kernel, launches))
+        getattr(module, function)(*args, **keywords)
+    finally:
+        for name, kernel in kernels.items():
+            setattr(module, name, kernel)
+    return launches
+
+
+# Compiled for a GPU that is not here ---------------------------------------------------------------------------------
+
+MODELS = {
+    # name: query heads, kv heads, head dimension, hidden size, inner size; of GPT-2 the attention alone is ours
+    "qwen3-8b": (32, 8, 128, 4096, 12288),
+    "qwen3-0.6b": (16, 8, 128, 1024, 3072),
+    "gpt2": (12, 12, 64, 0, 0),
+}
+_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+_MULTIPROCESSOR_BYTES = 228 << 10  # of shared memory on a Hopper GPU; each program takes 1 KB more than it asks for
+_MULTIPROCESSOR_REGISTERS = 1 << 16
+
+
+class Compiled:
+    """A kernel as a Hopper GPU would run it."""
+
+    def __init__(self, launch: Launch) -> None:
+        from triton import compile
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        attributes: dict[tuple[int], Any] = {}
+        # As the launch would specialise: on None, on one, and on what 16 divides.
+        for index, parameter in enumerate(launch.kernel.params):
+            name, value = parameter.name, launch.args[parameter.name]
+            aligned = False
+            if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+                signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, Tensor):
+                signature[name], aligned = _TYPES[value.dtype], value.data_ptr() % 16 == 0
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            else:
+                signature[name], aligned = "i32", value % 16 == 0
+            if aligned:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(launch.kernel, signature, constants, attributes)
+        built = compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+        self.name, self.ptx = launch.name, built.asm["ptx"]
+        self.warps, self.shared = built.metadata.num_warps, built.metadata.shared
+        usage = _resource_usage(built.asm["cubin"])
+        self.registers, self.stack, self.local = usage["REG"], usage["STACK"], usage["LOCAL"]
+
+    @property
+    def resident(self) -> int:
+        """Programs that fit on a multiprocessor at once; registers are given out by 8 to a thread."""
+        by_registers = _MULTIPROCESSOR_REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.warps)
+        return min(32, 64 // self.warps, by_registers, _MULTIPROCESSOR_BYTES // (self.shared + 1024))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name:16} {self.warps:2} warps, {self.registers:3} registers, {self.stack + self.local} bytes "
+            f"spilled, {self.shared:5} bytes shared, {self.resident:2} programs at once"
+        )
+
+
+def _tool(name: str) -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_tool("cuobjdump")), "--dump-resource-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", shown)}
+
+
+def launches_of(model: str, batch: int) -> list[Launch]:
+    """A decode step's launches of one layer, in order."""
+    from examples.colocate.engine import fused_kernels, paged_kernel
+
+    heads, kv_heads, head_dim, hidden, inner = MODELS[model]
+    bf16 = torch.bfloat16
+    qkv = torch.empty(batch, heads + 2 * kv_heads, head_dim, dtype=bf16)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    caches = torch.empty(2, 2, 16, kv_heads, head_dim, dtype=bf16)
+    rows = torch.zeros(batch, 5 + 64, dtype=torch.int32)  # as in a step's inputs: columns, then the block table
+    index = torch.zeros(batch, dtype=torch.int64)
+    launches: list[Launch] = []
+    if hidden:
+        x, weight, norm = (torch.empty(shape, dtype=bf16) for shape in ((batch, hidden), hidden, head_dim))
+        table = torch.empty(64, head_dim // 2)
+        launches += _recorded(fused_kernels, "add_rms_norm", x, x, weight, 1e-6)
+        launches += _recorded(fused_kernels, "rotate", q, k, norm, norm, 1e-6, table, table, index)
+        q, k = q.contiguous(), k.contiguous()
+    launches += _recorded(fused_kernels, "write_kv", *caches, k, v, index)
+    launches += _recorded(paged_kernel, "paged_decode_triton", q, *caches, rows[:, 5:], rows[:, 3])
+    if hidden:
+        launches += _recorded(fused_kernels, "swiglu", torch.empty(batch, 2 * inner, dtype=bf16))
+    return launches
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "kernels"), [("qwen3-8b", 1, 6), ("qwen3-8b", 64, 5), ("qwen3-0.6b", 64, 5), ("gpt2", 64, 2)]
+)
+def test_compiled_for_hopper(
+    model: str, batch: int, kernels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("triton interprets, and so does not compile")
+    if not _tool("ptxas").exists() or not _tool("cuobjdump").exists():
+        pytest.skip("triton was installed without ptxas and cuobjdump")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = {kernel.name: kernel for kernel in map(Compiled, launches_of(model, batch))}
+    assert len(compiled) == kernels
+    for kernel in compiled.values():
+        assert kernel.stack == kernel.local == 0, kernel  # nothing is spilled
+        assert not re.search(r"ld\.global(\.\w+)*\.b16", kernel.ptx), kernel  # data comes in vectors
+    attend = compiled["_attend_part"]
+    # K and V go to shared memory ahead of their use, 16 bytes a thread.
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x\w+)", attend.ptx)
+    assert copies and set(copies) == {"0x10"}, attend
+    assert attend.resident >= 4, attend
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["resources"]:
+        for model in MODELS:
+            for batch in (1, 64):
+                print(f"{model}, batch {batch}")
+                for launch in launches_of(model, batch):
+                    print(f"  {Compiled(launch)}, grid {launch.grid}")
+    else:
+        sys.stdout.write(json.dumps(_interpret()))

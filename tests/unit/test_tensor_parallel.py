@@ -1,0 +1,156 @@
+"""Two ranks that share a model, over gloo, against the same model on one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from examples.colocate.engine.checkpoint import build
+from examples.colocate.engine.gpt2 import GPT2Config
+from examples.colocate.engine.model import Config, Model
+from examples.colocate.engine.parallel import Parallel
+from examples.colocate.model import ModelConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN = ModelConfig(
+    vocab_size=30,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=24,
+    max_position=32,
+)
+GPT2 = GPT2Config(vocab_size=31, hidden_size=32, num_layers=2, num_heads=4, max_position=32, inner_size=40)
+CONFIGS: dict[str, Config] = {
+    "qwen": QWEN,
+    "qwen, a vocabulary that is not shared": dataclasses.replace(QWEN, vocab_size=31),
+    "llama, tied": dataclasses.replace(QWEN, qk_norm=False, tie_word_embeddings=True),
+    "gpt2, a vocabulary that is not shared": GPT2,
+    "gpt2": dataclasses.replace(GPT2, vocab_size=30),
+}
+
+
+class Memory:
+    """What a model asks of a region."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+
+class DenseAttention:
+    """One sequence's attention; keeps what it saw."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        if layer in self.seen:
+            k_TKD, v_TKD = (torch.cat(pair) for pair in zip(self.seen[layer], (k_TKD, v_TKD)))
+        self.seen[layer] = k_TKD, v_TKD
+        group, new, length = q_THD.shape[1] // k_TKD.shape[1], len(q_THD), len(k_TKD)
+        k_LHD, v_LHD = k_TKD.repeat_interleave(group, 1), v_TKD.repeat_interleave(group, 1)
+        scores = torch.einsum("thd,lhd->htl", q_THD, k_LHD) / q_THD.shape[-1] ** 0.5
+        scores.masked_fill_(torch.ones(new, length, dtype=torch.bool).triu(length - new + 1), float("-inf"))
+        return torch.einsum("htl,lhd->thd", scores.softmax(-1), v_LHD)
+
+
+def weights(model: Model) -> dict[str, Tensor]:
+    """Large enough for clear winners among the logits."""
+    generator = torch.Generator().manual_seed(1)
+    return {name: 0.3 * torch.randn(each.shape, generator=generator) for name, each in model.parameters.items()}
+
+
+@torch.no_grad()
+def greedy(model: Model) -> tuple[list[int], Tensor]:
+    """Tokens after a prompt, and the logits that chose them."""
+    attention, tokens, logits = DenseAttention(), torch.tensor([3, 1, 4, 1, 5]), []
+    position = 0
+    chosen: list[int] = []
+    for _ in range(8):
+        positions = torch.arange(position, position + len(tokens))
+        logits.append(model.logits(model.forward(tokens, positions, attention)))
+        position += len(tokens)
+        tokens = logits[-1][-1:].argmax(-1)
+        chosen.append(int(tokens))
+    return chosen, torch.cat(logits)
+
+
+def check_rank(config: Config) -> None:
+    """On one of the two ranks: the same weights from a seed, the same logits and tokens from a checkpoint."""
+    alone = build(config, Memory(), Memory())
+    model = build(config, Memory(), Memory(), Parallel(dist.group.WORLD))
+    alone.initialize(seed=5)
+    model.initialize(seed=5)
+    held = sum(weight.numel() for weight in model.weights.values())
+    assert held < 0.7 * sum(weight.numel() for weight in alone.weights.values())
+    torch.testing.assert_close(greedy(model)[1], greedy(alone)[1], atol=1e-5, rtol=0)
+    full = weights(alone)
+    for each in (alone, model):
+        each.load_weights(full.items())
+    tokens, logits = greedy(model)
+    expected_tokens, expected = greedy(alone)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    assert tokens == expected_tokens
+
+
+def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
+    # Both in one go: most of the time goes into starting them.
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(tmp_path / "store")],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    assert all(f"{len(CONFIGS)} models agree" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (QWEN, "num_heads is 4; expected a multiple of the tensor parallel size, 3"),
+        (dataclasses.replace(QWEN, num_heads=6), "num_kv_heads is 2; expected a multiple"),
+        (dataclasses.replace(QWEN, num_heads=6, num_kv_heads=3, intermediate_size=25), "intermediate_size is 25"),
+        (GPT2, "num_heads is 4"),
+    ],
+)
+def test_sizes_that_the_ranks_cannot_share(config: Config, message: str) -> None:
+    parallel = Parallel()
+    parallel.size = 3
+    with pytest.raises(ValueError, match=message):
+        build(config, Memory(), Memory(), parallel)
+
+
+def test_one_rank_sends_nothing() -> None:
+    x = torch.ones(2, 3)
+    assert Parallel().all_reduce(x) is x
+    assert Parallel().gather_last(x) is x
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
+    for some_config in CONFIGS.values():
+        check_rank(some_config)
+    dist.destroy_process_group()
+    print(f"{len(CONFIGS)} models agree")
