@@ -158,7 +158,7 @@ def _attend_part(
     else:
         at = at * SPLITS + split
         weights_ptr = parts_ptr + tl.num_programs(1) * (KV_HEADS * GROUP * SPLITS * DIM)
-        tl.store(parts_ptr + at[:, None] * DIM + dim[None, :], mean, mask=q_mask & (start < stop))
+        tl.store(parts_ptr + at[:, None] * DIM + dim[None, :], mean, mask=q_mask & (total[:, None] > 0.0))
         tl.store(weights_ptr + at, peak + tl.log2(total), mask=group < GROUP)
 
 
