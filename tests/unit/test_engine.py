@@ -438,7 +438,7 @@ class HostGraphs(GraphPool):
 
 
 def with_host_graphs(engine: Engine) -> Engine:
-    pool = HostGraphs(engine.memory, engine.sampler, engine.device)
+    pool = HostGraphs(engine.memory, engine.device)
     engine.graphs = engine.runner.pool = engine.prefill_runner.pool = pool
     return engine
 

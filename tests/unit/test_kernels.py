@@ -80,9 +80,28 @@ def test_fused_kernels_equal_torch(case: str, dtype_name: str, interpreted: dict
     assert dtype_name == "fp32" or found["different"] <= OPS_DIFFERENT
 
 
-def test_rows_with_gaps_are_refused() -> None:
-    from examples.colocate.engine import fused_kernels
+def test_greedy_tokens_are_the_largest_logits(interpreted: dict[str, Any]) -> None:
+    for found in interpreted["greedy"]:
+        assert found["tokens"] == found["expected"]
+        assert found["error"] < 1e-5
 
+
+def test_samples_follow_the_logits_and_the_count_of_calls(interpreted: dict[str, Any]) -> None:
+    found = interpreted["sampled"]
+    assert found["counts"][0] == 0  # of probability 1e-5
+    # Five standard deviations of 120 draws.
+    for count, probability in zip(found["counts"], found["probabilities"]):
+        assert abs(count / 120 - probability) < 5 * (probability * (1 - probability) / 120) ** 0.5 + 1e-3
+    assert found["first"] == found["again"] != found["next"]
+    assert found["calls"] == 2
+    assert len(set(found["uniform"])) > 0.9 * len(found["uniform"])  # of 4,000 equal ones, each row draws its own
+
+
+def test_rows_with_gaps_are_refused() -> None:
+    from examples.colocate.engine import fused_kernels, sampling_kernel
+
+    with pytest.raises(ValueError, match="logits .* have strides"):
+        sampling_kernel.sample(torch.zeros(8, 4).T, torch.zeros(4), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match="strides .* expected rows without gaps"):
         fused_kernels.swiglu(torch.zeros(8, 4).T)
     with pytest.raises(ValueError, match="gaps; expected contiguous"):
@@ -115,7 +134,43 @@ def _interpret() -> dict[str, Any]:
             calls = _recorded(paged_kernel, "paged_decode_triton", **{**inputs, "lengths_B": lengths})
             launches[splits].append([(call.name, call.grid) for call in calls])
     found = {case: {name: compare(fused_kernels, case, name, "cpu") for name in DTYPES} for case in OPS_CASES}
-    return {"paged": paged, "launches": launches, "ops": found}
+    return {"paged": paged, "launches": launches, "ops": found, "greedy": _greedy(), "sampled": _sampled()}
+
+
+def _greedy() -> list[dict[str, Any]]:
+    from examples.colocate.engine import sampling_kernel
+
+    generator, found = torch.Generator().manual_seed(0), []
+    sampling_kernel._PART = 128
+    for dtype, vocab in ((torch.float32, 300), (torch.bfloat16, 777), (torch.float16, 100)):
+        logits = (3 * torch.randn(3, vocab + 5, generator=generator)).to(dtype)[:, :vocab]
+        logits[0, vocab // 2] = logits[0, vocab - 1] = 20.0  # the first of equals
+        tokens, logprobs = sampling_kernel.sample(logits, torch.zeros(3), torch.tensor([1, 0]))
+        expected, best = logits.float().log_softmax(-1).max(-1)
+        error = (logprobs - expected).abs().max().item()
+        found.append({"tokens": tokens.tolist(), "expected": best.tolist(), "error": error})
+    return found
+
+
+def _sampled() -> dict[str, Any]:
+    from examples.colocate.engine import sampling_kernel
+
+    probabilities = torch.tensor([1e-5, 0.16, 0.33, 0.51])
+    sampling_kernel._PART = 4096
+    tokens, _ = sampling_kernel.sample(
+        probabilities.log().expand(120, 4).contiguous(), torch.ones(120), torch.tensor([1, 0])
+    )
+    equal, state = torch.zeros(20, 4000), torch.tensor([1, 0])
+    first, following = (sampling_kernel.sample(equal, torch.ones(20), state)[0].tolist() for _ in range(2))
+    return {
+        "counts": torch.bincount(tokens, minlength=4).tolist(),
+        "probabilities": (probabilities / probabilities.sum()).tolist(),
+        "first": first,
+        "next": following,
+        "again": sampling_kernel.sample(equal, torch.ones(20), torch.tensor([1, 0]))[0].tolist(),
+        "calls": int(state[1]),
+        "uniform": first,
+    }
 
 
 def _mend_interpreter() -> None:
@@ -198,10 +253,10 @@ def _recorded(module: Any, function: str, *args: Any, **keywords: Any) -> list[L
 # Compiled for a GPU that is not here ---------------------------------------------------------------------------------
 
 MODELS = {
-    # name: query heads, kv heads, head dimension, hidden size, inner size; of GPT-2 the attention alone is ours
-    "qwen3-8b": (32, 8, 128, 4096, 12288),
-    "qwen3-0.6b": (16, 8, 128, 1024, 3072),
-    "gpt2": (12, 12, 64, 0, 0),
+    # name: query heads, kv heads, head dimension, hidden size, inner size, vocabulary
+    "qwen3-8b": (32, 8, 128, 4096, 12288, 151936),
+    "qwen3-0.6b": (16, 8, 128, 1024, 3072, 151936),
+    "gpt2": (12, 12, 64, 0, 0, 50257),  # of its layers attention alone is ours
 }
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 _MULTIPROCESSOR_BYTES = 228 << 10  # of shared memory on a Hopper GPU; each program takes 1 KB more than it asks for
@@ -271,32 +326,33 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def launches_of(model: str, batch: int) -> list[Launch]:
-    """A decode step's launches of one layer, in order."""
-    from examples.colocate.engine import fused_kernels, paged_kernel
+    """A decode step's launches of one layer, in order, and those that sample."""
+    from examples.colocate.engine import fused_kernels, paged_kernel, sampling_kernel
 
-    heads, kv_heads, head_dim, hidden, inner = MODELS[model]
+    heads, kv_heads, head_dim, hidden, inner, vocab = MODELS[model]
     bf16 = torch.bfloat16
     qkv = torch.empty(batch, heads + 2 * kv_heads, head_dim, dtype=bf16)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     caches = torch.empty(2, 2, 16, kv_heads, head_dim, dtype=bf16)
     rows = torch.zeros(batch, 5 + 64, dtype=torch.int32)  # as in a step's inputs: columns, then the block table
-    index = torch.zeros(batch, dtype=torch.int64)
     launches: list[Launch] = []
     if hidden:
         x, weight, norm = (torch.empty(shape, dtype=bf16) for shape in ((batch, hidden), hidden, head_dim))
         table = torch.empty(64, head_dim // 2)
         launches += _recorded(fused_kernels, "add_rms_norm", x, x, weight, 1e-6)
-        launches += _recorded(fused_kernels, "rotate", q, k, norm, norm, 1e-6, table, table, index)
+        launches += _recorded(fused_kernels, "rotate", q, k, norm, norm, 1e-6, table, table, rows[:, 1])
         q, k = q.contiguous(), k.contiguous()
-    launches += _recorded(fused_kernels, "write_kv", *caches, k, v, index)
+    launches += _recorded(fused_kernels, "write_kv", *caches, k, v, rows[:, 2])
     launches += _recorded(paged_kernel, "paged_decode_triton", q, *caches, rows[:, 5:], rows[:, 3])
     if hidden:
         launches += _recorded(fused_kernels, "swiglu", torch.empty(batch, 2 * inner, dtype=bf16))
+    state = torch.zeros(2, dtype=torch.int64)
+    launches += _recorded(sampling_kernel, "sample", torch.empty(batch, vocab, dtype=bf16), torch.empty(batch), state)
     return launches
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "kernels"), [("qwen3-8b", 1, 6), ("qwen3-8b", 64, 5), ("qwen3-0.6b", 64, 5), ("gpt2", 64, 2)]
+    ("model", "batch", "kernels"), [("qwen3-8b", 1, 8), ("qwen3-8b", 64, 7), ("qwen3-0.6b", 64, 7), ("gpt2", 64, 4)]
 )
 def test_compiled_for_hopper(
     model: str, batch: int, kernels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -310,7 +366,8 @@ def test_compiled_for_hopper(
     assert len(compiled) == kernels
     for kernel in compiled.values():
         assert kernel.stack == kernel.local == 0, kernel  # nothing is spilled
-        assert not re.search(r"ld\.global(\.\w+)*\.b16", kernel.ptx), kernel  # data comes in vectors
+        if (model, kernel.name) != ("gpt2", "_sample_part"):  # rows of 50,257 logits begin anywhere
+            assert not re.search(r"ld\.global(\.\w+)*\.b16", kernel.ptx), kernel  # data comes in vectors
     attend = compiled["_attend_part"]
     # K and V go to shared memory ahead of their use, 16 bytes a thread.
     copies = re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x\w+)", attend.ptx)

@@ -36,7 +36,6 @@ from .verify import verify
 
 MIB = 1 << 20
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_HEADROOM = 0.85  # of the device's free memory that the KV cache takes at most
 
 
 @dataclass
@@ -105,7 +104,12 @@ class Tokenizer:
 
 
 def serve(
-    engine: Engine, requests: list[Request], sampling: SamplingParams, encode: Callable[[str], list[int]], online: bool
+    engine: Engine,
+    requests: list[Request],
+    sampling: SamplingParams,
+    encode: Callable[[str], list[int]],
+    online: bool = False,
+    use_graphs: bool | None = None,
 ) -> Run:
     """All requests to their end. Offline all are there at the start, online each comes at its arrival."""
     run, waiting = Run(requests), list(requests)
@@ -125,7 +129,7 @@ def serve(
             now = time.perf_counter()
             continue
         before = now
-        advanced = engine.step()
+        advanced = engine.step(use_graphs)
         now = time.perf_counter()
         for sequence in advanced:
             by_sequence[sequence].tokens_at.append(now - begin)
@@ -298,7 +302,10 @@ def _parallel(arguments: argparse.Namespace) -> Parallel:
     if arguments.device == "cuda":
         arguments.device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(arguments.device)
-    dist.init_process_group("nccl" if arguments.device.startswith("cuda") else "gloo")
+    # Buffers of captured graphs must not be registered with NCCL: after a pause their memory is another.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    on_gpu = arguments.device.startswith("cuda")
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=torch.device(arguments.device) if on_gpu else None)
     return Parallel(dist.group.WORLD)
 
 

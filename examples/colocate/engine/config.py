@@ -50,6 +50,10 @@ class EngineConfig:
             if size not in self.batch_sizes():
                 raise ValueError(f"compile batch size {size!r} is not among {self.batch_sizes()}; expected one of them")
 
+    def prefill_budget(self) -> int:
+        """Tokens that a step prefills at most. With graphs no more than the largest holds: longer ones in segments."""
+        return max(self.prefill_graph_sizes) if self.prefill_graph_sizes else self.max_prefill_tokens
+
     def batch_sizes(self) -> tuple[int, ...]:
         """The sizes that decode steps are padded to, ascending."""
         if self.graph_batch_sizes is not None:

@@ -53,7 +53,7 @@ class Engine:
         if self.max_model_len > model.max_position:
             raise ValueError(f"max_model_len is {self.max_model_len}; expected at most {model.max_position}")
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_cache)
-        self.scheduler = Scheduler(self.blocks, config.max_batch_size, config.max_prefill_tokens)
+        self.scheduler = Scheduler(self.blocks, config.max_batch_size, config.prefill_budget())
         self.memory = EngineMemory(self.device, config.use_regions)
         self.model = build(model, self.memory.weights, self.memory.buffers, parallel)
         self.model.initialize(config.seed)
@@ -63,8 +63,8 @@ class Engine:
         self.kv_caches: Caches = [(layer[0], layer[1]) for layer in self.kv_cache]
         max_blocks = self.blocks.blocks_for(self.max_model_len)
         self.batch = DecodeBatch(config.max_batch_size, max_blocks, self.memory.buffers, self.device)
-        self.sampler = Sampler(self.device, config.seed)
-        self.graphs = GraphPool(self.memory, self.sampler, self.device, config.freeze_gc)
+        self.sampler = Sampler(self.device, config.seed, self.memory.buffers)
+        self.graphs = GraphPool(self.memory, self.device, config.freeze_gc)
         self.runner = GraphRunner(self.decode_step, config.batch_sizes(), self.graphs)
         self.prefill_runner = PrefillRunner(self.model, config.prefill_graph_sizes, self.memory.buffers, self.graphs)
         self._compiled_logits = self._decode_logits
@@ -231,6 +231,7 @@ class Engine:
         found = {f"weights/{name}": weight.data_ptr() for name, weight in self.model.weights.items()}
         found["kv_cache"] = self.kv_cache.data_ptr()
         found.update({f"buffers/{name}": constant.data_ptr() for name, constant in self.model.constants.items()})
+        found["buffers/sampler"] = self.sampler.state.data_ptr()
         found.update({f"buffers/{name}": address for name, address in self.batch.addresses().items()})
         return found
 
@@ -243,15 +244,8 @@ class Engine:
         self.scheduler.abort()
         self._release_graphs()
         # The runners hold bound methods of this engine; without them no collector is needed to free the tensors.
-        del (
-            self.runner,
-            self.prefill_runner,
-            self._compiled_logits,
-            self.model,
-            self.kv_cache,
-            self.kv_caches,
-            self.batch,
-        )
+        del self.runner, self.prefill_runner, self._compiled_logits
+        del self.model, self.kv_cache, self.kv_caches, self.batch, self.sampler
 
     def _launch(self, step: Step, use_graphs: bool) -> tuple[Step, Readback] | None:
         """None if no token comes of it."""

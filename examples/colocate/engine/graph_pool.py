@@ -15,7 +15,6 @@ import torch
 import memsaver
 
 from .memory import EngineMemory
-from .sampler import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +44,8 @@ class Capture:
 class GraphPool:
     """One pool and one stream for all captures. There are no graphs on the CPU."""
 
-    def __init__(self, memory: EngineMemory, sampler: Sampler, device: torch.device, freeze_gc: bool = True) -> None:
-        self.memory, self.sampler, self.device, self.freeze_gc = memory, sampler, device, freeze_gc
+    def __init__(self, memory: EngineMemory, device: torch.device, freeze_gc: bool = True) -> None:
+        self.memory, self.device, self.freeze_gc = memory, device, freeze_gc
         self.captures: list[Capture] = []
         self._stream: Any = None
         self._plain_pool: Any = None  # without regions
@@ -69,7 +68,6 @@ class GraphPool:
                 yield
         except BaseException:
             self.captures.clear()
-            self.sampler.renew()  # a generator that took part in a failed capture stays unusable
             raise
 
     def warm_up(self, functions: list[Callable[[], object]]) -> None:
@@ -100,9 +98,6 @@ class GraphPool:
         self._graphs += 1
         reason: BaseException | None = None
         graph: Any = memsaver.CUDAGraph() if self.memory.use_regions else torch.cuda.CUDAGraph()
-        with self.memory.buffers:
-            # The first registration allocates the seed and offset that replays read.
-            graph.register_generator_state(self.sampler.generator)
         try:
             with self._capturing(graph):
                 try:

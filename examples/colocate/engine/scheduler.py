@@ -112,11 +112,9 @@ class Scheduler:
             self._preempt()
 
     def abort(self) -> None:
-        """Forget every request and what was cached, after a step that failed half-way."""
-        for sequence in [*self.running, *self.prefilling]:
-            self._release(sequence)
-        for queue in (self.running, self.prefilling, self.waiting):
-            queue.clear()
+        """Cancel every request and forget what was cached, after a step that failed half-way."""
+        for sequence in [*self.running, *self.prefilling, *self.waiting]:
+            self.cancel(sequence)
         self.blocks.drop_prefix_cache()
 
     def _prefill(self, admit: bool) -> list[Chunk]:

@@ -108,9 +108,13 @@ def _prefill(engine: Engine, count: int, size: int, generator: torch.Generator) 
 
 
 def _sequences(engine: Engine, lengths: list[int], generator: torch.Generator, shared: bool) -> Iterator[Sequence]:
-    """Of random tokens and blocks. Where blocks are shared, no two sequences have their last token in the same one."""
+    """Of random tokens and blocks.
+
+    Where blocks may be shared they are if there are too few; no two sequences have their last token in the same one.
+    """
     usable = engine.blocks.num_usable
     order = (torch.randperm(usable, generator=generator) + 1).tolist()
+    shared = shared and sum(map(engine.blocks.blocks_for, lengths)) > usable
     for row, length in enumerate(lengths):
         tokens = torch.randint(engine.model_config.vocab_size, (length,), generator=generator).tolist()
         sequence = Sequence(tokens, SamplingParams(temperature=0.0), length + 1)
