@@ -97,7 +97,8 @@ std::size_t bytes_of(const Needs& needs) {
   return bytes;
 }
 
-OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::size_t needed, std::size_t more_free) {
+OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::size_t needed, std::size_t more_free,
+                               double waited_s) {
   Supply supply{0, {}};
   try {
     supply = source.look();
@@ -106,7 +107,7 @@ OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::s
   }
   OutOfMemoryError::Holders holders;
   for (const Driver::Process& process : supply.holders) holders.emplace_back(process.pid, process.bytes);
-  return {driver.name, needed, supply.free + more_free, std::move(holders)};
+  return {driver.name, needed, supply.free + more_free, std::move(holders), waited_s};
 }
 
 bool RetainBudget::take(std::size_t bytes) {

@@ -104,7 +104,8 @@ class ChunkSource {
 };
 
 // To be thrown when a source has not given enough: `more_free` would have been there beside what it has.
-OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::size_t needed, std::size_t more_free);
+OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::size_t needed, std::size_t more_free,
+                               double waited_s = 0);
 
 // What `retain` allows the process to keep idle, over all devices.
 class RetainBudget {

@@ -1,4 +1,4 @@
-// What the core throws. module.cpp turns each into the Python class of the same meaning in memsaver/errors.py.
+// What the core throws. error_bindings.cpp turns each into the Python class of the same meaning in memsaver/errors.py.
 #pragma once
 
 #include <cstddef>
@@ -67,16 +67,18 @@ struct ChunkNeverAvailable : ChunkUnavailable {
 
 struct OutOfMemoryError : Error {
   using Holders = std::vector<std::pair<int, std::size_t>>;
-  OutOfMemoryError(std::string on_device, std::size_t needed, std::size_t free, Holders others = {})
+  OutOfMemoryError(std::string on_device, std::size_t needed, std::size_t free, Holders others, double waited)
       : Error("out of memory on " + on_device),
         device(std::move(on_device)),
         needed_bytes(needed),
         free_bytes(free),
-        holders(std::move(others)) {}
+        holders(std::move(others)),
+        waited_s(waited) {}
   std::string device;
   std::size_t needed_bytes;  // device bytes that the call asked for
   std::size_t free_bytes;    // that the source of chunks could give, idle chunks of this process included
   Holders holders;           // processes, and the bytes that each holds; this one too
+  double waited_s;           // for others to give some back; 0: the call was not to wait
 };
 
 // The broker of a shared pool cannot be reached, or refuses.

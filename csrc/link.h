@@ -12,6 +12,8 @@
 
 namespace memsaver {
 
+constexpr auto kPatience = std::chrono::seconds(10);  // for a broker that is there and says nothing
+
 class Link {
  public:
   // Throws BrokerError where nobody listens.

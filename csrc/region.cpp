@@ -32,47 +32,6 @@ std::size_t span_on(Driver& driver) {
 
 }  // namespace
 
-const char* name_of(State state) {
-  switch (state) {
-    case State::active: return "active";
-    case State::pausing: return "pausing";
-    case State::paused: return "paused";
-    case State::resuming: return "resuming";
-    case State::lost: return "lost";
-  }
-  return "lost";
-}
-
-const char* name_of(Policy policy) {
-  switch (policy) {
-    case Policy::none: return "none";
-    case Policy::host: return "host";
-    case Policy::disk: return "disk";
-  }
-  return "none";
-}
-
-const char* name_of(Fill fill) {
-  switch (fill) {
-    case Fill::nothing: return "nothing";
-    case Fill::zero: return "zero";
-    case Fill::poison: return "poison";
-  }
-  return "nothing";
-}
-
-Policy policy_of(const std::string& name) {
-  for (const Policy policy : {Policy::none, Policy::host, Policy::disk})
-    if (name == name_of(policy)) return policy;
-  throw BadArgument("backup is '" + name + "', expected 'none', 'host' or 'disk'");
-}
-
-Fill fill_of(const std::string& name) {
-  for (const Fill fill : {Fill::nothing, Fill::zero, Fill::poison})
-    if (name == name_of(fill)) return fill;
-  throw BadArgument("fill is '" + name + "', expected 'nothing', 'zero' or 'poison'");
-}
-
 Region::Region(std::string region_tag, Device& on_device, Options options)
     : tag(std::move(region_tag)),
       device(on_device),

@@ -27,17 +27,9 @@
 #include "driver.h"
 #include "ranges.h"
 #include "shared_pool.h"
+#include "states.h"
 
 namespace memsaver {
-
-enum class State { active, pausing, paused, resuming, lost };
-enum class Policy { none, host, disk };
-enum class Fill { nothing, zero, poison };  // what a resume writes where it brings no contents
-const char* name_of(State state);
-const char* name_of(Policy policy);
-const char* name_of(Fill fill);
-Policy policy_of(const std::string& name);
-Fill fill_of(const std::string& name);
 
 // One device of this process: its driver, where its chunks come from, where its contents wait.
 struct Device {

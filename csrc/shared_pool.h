@@ -26,6 +26,7 @@
 
 #include "chunk.h"
 #include "link.h"
+#include "pool_request.h"
 
 namespace memsaver {
 
@@ -67,7 +68,9 @@ struct Lease {
   std::vector<Part> parts;
 };
 
-class SharedPool final : public ChunkSource {
+std::uint64_t drawn_number();  // at random, never 0
+
+class SharedPool final : public ChunkSource, private RequestHost {
  public:
   SharedPool(Driver& driver, Residents& residents);
 
@@ -92,18 +95,11 @@ class SharedPool final : public ChunkSource {
   void detach(std::uint64_t lease);
 
  private:
-  class Request;
+  static constexpr std::chrono::milliseconds kSearch{100};  // between two looks for a new broker
   struct Entry {
     Handle handle;
     std::size_t size;
     bool lent;  // in use here; else the broker has it, and its handle waits
-  };
-  struct Offer {  // a chunk that was granted, and is not imported yet or again
-    std::uint64_t id;
-    std::size_t size;
-    bool scrub;
-    int file;               // -1: there is a handle
-    std::uint64_t meeting;  // with the broker that granted it
   };
   struct Question {
     bool answered = false;
@@ -111,6 +107,16 @@ class SharedPool final : public ChunkSource {
     std::vector<wire::Message> answer;
   };
 
+  // As requests ask.
+  std::uint64_t open_locked(PoolRequest& request) override;
+  void close_locked(std::uint64_t number) override;
+  void send_locked(wire::Message message) override;
+  void give_back_locked(Offer offer) override;
+  Chunk import(Offer offer) override;
+  [[noreturn]] void throw_parted() const override;
+  [[noreturn]] void throw_silent() const override;
+
+  // In shared_pool_thread.cpp: what the thread does, and how a broker is met and parted from.
   void serve();
   bool serve_once();
   void rejoin();
@@ -122,24 +128,19 @@ class SharedPool final : public ChunkSource {
   void lend(const wire::Message& message);
   void drop(const std::vector<std::uint64_t>& ids);
   void report();
-  void send(wire::Message message);
-  void send_locked(wire::Message message);
-  void give_back_locked(Offer offer);
-  void flush_gifts_locked();
   void wake() const;
+
+  void send(wire::Message message);
+  void flush_gifts_locked();
   std::vector<wire::Message> ask_broker(wire::Message message, Deadline deadline, const std::string& who, bool looks);
   void detach_locked(std::uint64_t lease);
-  Chunk import(Offer offer);
   void scrub(Handle handle, std::size_t size);
-  [[noreturn]] void throw_parted() const;
 
   Driver& driver_;
   Residents& residents_;
   const std::uint64_t client_;
   const File bell_;     // an eventfd that wakes the thread
   std::mutex meeting_;  // one at a time meets a broker; taken before `mutex_`
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
   std::string path_;
   std::unique_ptr<Link> link_;  // null: no broker
   std::uint64_t meetings_ = 0;  // with brokers, this one included
@@ -148,14 +149,14 @@ class SharedPool final : public ChunkSource {
   std::unordered_map<std::uint64_t, Entry> chunks_;  // by the broker's number
   std::unordered_map<Handle, std::uint64_t> numbers_;
   std::vector<std::uint64_t> gifts_;  // to be given back
-  std::map<std::uint64_t, Request*> requests_;
+  std::map<std::uint64_t, PoolRequest*> requests_;
   std::map<std::uint64_t, Question> questions_;
   std::set<std::uint64_t> attached_;     // leases of others' memory
   std::vector<std::uint64_t> detached_;  // while there was no broker to tell
   std::uint64_t last_number_ = 0;        // of requests and questions
   std::mutex scrubbing_;
-  Address scratch_ = 0;                    // addresses for one chunk
-  std::chrono::milliseconds search_{100};  // until the next look for a broker
+  Address scratch_ = 0;                         // addresses for one chunk
+  std::chrono::milliseconds search_ = kSearch;  // until the next look for a broker
   std::thread thread_;
 };
 

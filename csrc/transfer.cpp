@@ -153,6 +153,7 @@ void Transfer::reserve_and_start(bool chunks, Deadline deadline) {
 template <typename Attempt, typename GiveBack>
 void Transfer::with_chunks(Deadline deadline, Attempt attempt, GiveBack give_back) {
   const std::size_t needed = missing_bytes(), going_out = leaving_bytes();
+  const Clock::time_point began = Clock::now();
   for (bool snug = false;;) {
     bool never = false;
     try {
@@ -165,7 +166,10 @@ void Transfer::with_chunks(Deadline deadline, Attempt attempt, GiveBack give_bac
       never = Clock::now() >= deadline || waiting_is_over;
     }
     give_back();
-    if (never && (snug || !device_.pooled)) throw out_of_memory(*device_.driver, device_.source(), needed, going_out);
+    if (never && (snug || !device_.pooled)) {
+      const std::chrono::duration<double> waited = deadline > began ? Clock::now() - began : Clock::duration::zero();
+      throw out_of_memory(*device_.driver, device_.source(), needed, going_out, waited.count());
+    }
     snug |= never;  // a shared pool gives all that is asked for, or nothing
     between_looks();
     std::this_thread::sleep_for(kRetry);

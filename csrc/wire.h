@@ -5,7 +5,7 @@
 // is their one place.
 //
 //   client -> broker
-//   hello     version, client, scrub               text: the device's uuid. `client`: drawn at random, kept for life
+//   hello     version, client                      text: the device's uuid. `client`: drawn at random, kept for life
 //   want      request, {limit, fresh, bytes}...    opens a demand: `bytes` in chunks of at most `limit` each, and of at
 //                                                  most `fresh` where they have to be made. Demands are served in the
 //                                                  order in which they were opened
@@ -20,7 +20,8 @@
 //                                                  most descriptors, an empty one if need be
 //   owed      lease, pid, chunk...                 after bring: an attachment to this client's memory that goes on
 //   holds     lease...                             after bring: the attachments of this client to others' memory
-//   scrub     0 or 1                               whether this client wants its chunks zeroed for the next owner
+//   scrub     0 or 1                               whether this client wants its chunks zeroed for the next owner;
+//                                                  0 until it says so
 //   look      serial                               -> figures
 //   status    serial                               -> status
 //   report    {allocated, mapped, backup, state, policy}...   answers query. text: the regions' tags, joined by '\n'
@@ -54,11 +55,12 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace memsaver::wire {
 
-constexpr std::uint64_t kVersion = 1;
+constexpr std::uint64_t kVersion = 2;
 constexpr std::size_t kLongestPacket = std::size_t{1} << 16;  // bytes
 constexpr std::size_t kMostDescriptors = 250;                 // in one packet; the kernel allows 253
 constexpr std::size_t kMostChunks = 250;                      // in one packet
@@ -94,5 +96,9 @@ struct Message {
   std::string text;
   std::vector<int> descriptors;  // who receives a message closes them
 };
+
+inline Message message_of(Kind kind, std::vector<std::uint64_t> words, std::string text = {}) {
+  return {kind, std::move(words), std::move(text), {}};
+}
 
 }  // namespace memsaver::wire

@@ -16,7 +16,7 @@ from memsaver import _core, sockets
 from memsaver.broker import Broker, raise_descriptor_limit
 from memsaver.config import parse_size
 from memsaver.errors import BrokerError, ConfigError, Error, gib
-from memsaver.pool import PAGE
+from memsaver.records import PAGE
 from memsaver.visitor import Visitor
 
 _REDRAW_S = 1.0

@@ -36,13 +36,15 @@ class OutOfMemoryError(Error):
     """The device has not enough memory. Nothing has changed, and the same call can be made again.
 
     Attributes: ``device`` (str), ``needed_bytes``, ``free_bytes`` (by the driver's figure, with what this process could
-    give), ``regions`` (dicts as in :func:`memsaver.stats`, what this process holds on the device), ``processes``
-    (tuples of pid, name and bytes: the other processes on the device, as far as the system tells).
+    give), ``waited_s`` (seconds, for others to give some back; 0: the call was not to wait), ``regions`` (dicts as in
+    :func:`memsaver.stats`, what this process holds on the device), ``processes`` (tuples of pid, name and bytes: the
+    other processes on the device, as far as the system tells).
     """
 
     device: str
     needed_bytes: int
     free_bytes: int
+    waited_s: float
     regions: list[dict[str, Any]]
     processes: list[tuple[int, str, int]]
 
@@ -121,7 +123,7 @@ def process_name(pid: int) -> str:
 
 
 def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
-    """Builds the exception that the core asks for (see ``translate`` in csrc/module.cpp)."""
+    """Builds the exception that the core asks for (see ``translate`` in csrc/error_bindings.cpp)."""
     if kind == "ValueError":
         return ValueError(message)
     if kind == "DriverError":
@@ -139,14 +141,16 @@ def _out_of_memory(
     device: str,
     needed_bytes: int,
     free_bytes: int,
+    waited_s: float,
     regions: list[dict[str, Any]],
     processes: list[tuple[int, str, int]],
 ) -> str:
     held = [f"{row['tag']} ({row['state']}) {gib(row['mapped_bytes'])}" for row in regions if row["mapped_bytes"]]
+    waited = f" after waiting {waited_s:.2f} s" if waited_s else ""
     others = [f"{name} (pid {pid}) {gib(nbytes) if nbytes else 'an unknown amount'}" for pid, name, nbytes in processes]
     return (
         f"out of memory on {device}: {gib(needed_bytes)} ({needed_bytes} bytes) needed, "
-        f"{gib(free_bytes)} ({free_bytes} bytes) free; "
+        f"{gib(free_bytes)} ({free_bytes} bytes) free{waited}; "
         f"held by regions of this process: {', '.join(held) or 'nothing'}; "
         f"other processes on the device: {', '.join(others) or 'none seen'}"
     )

@@ -13,20 +13,17 @@ of what the other lacks cannot be.
 
 from __future__ import annotations
 
-import bisect
 import os
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from memsaver import _core
-from memsaver.errors import DriverError, gib
+from memsaver.demands import Demands
+from memsaver.errors import DriverError
 from memsaver.protocol import HAS_DESCRIPTOR, SCRUB, MalformedError
+from memsaver.records import CLASS_NAMES, CLASSES, Chunk, Demand, Entry, Lease, Member
 
-CLASSES: tuple[int, ...] = _core.CHUNK_CLASSES  # bytes, largest first
-PAGE = CLASSES[-1]
 RETRY_S = 0.02  # how long a driver that was full is not asked again, and a demand that waits is not looked at
 PATIENCE_S = 0.02  # how long a large demand waits for large chunks while small ones are idle
 DROP_GRACE_S = 0.5  # how long a demand counts on clients to answer a drop, before it is told that it is stuck
@@ -39,75 +36,6 @@ class Memory(Protocol):
     def adopt(self, file: int, size: int) -> None: ...
     def close(self, file: int) -> None: ...
     def free_bytes(self) -> int: ...
-
-
-class NoRoomError(Exception):
-    """A demand is larger than the whole pool."""
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """A client as the pool sees it."""
-
-    id: int
-    scrub: bool
-    connected: bool = True  # whether a drop would reach it
-    held: dict[int, Chunk] = field(default_factory=dict)
-    known: dict[int, Chunk] = field(default_factory=dict)  # of which it has a handle
-
-
-@dataclass(slots=True, eq=False)
-class Chunk:
-    """Physical memory, kept by a descriptor."""
-
-    id: int  # drawn at random, so that it stays the same under the next broker
-    size: int
-    file: int
-    holder: Member | None = None
-    demand: Demand | None = None  # that brought it to its holder
-    limit: int = 0  # of the part of that demand
-    handles: set[Member] = field(default_factory=set)
-    last: int | None = None  # id of who held it last; None: as the driver made it, all zeros
-    secret: bool = False  # one of those who held it asked for scrubbing. Stays: nobody says that a scrub was done
-    flagged: bool = False  # who has it, or had it last, was told to scrub it
-    leases: int = 0
-    leaving: bool = False
-
-
-@dataclass(slots=True)
-class Entry:
-    """A part of a demand."""
-
-    limit: int  # the largest chunk that it can use
-    fresh: int  # the largest to make for it
-    left: int  # bytes
-
-
-@dataclass(slots=True, eq=False)
-class Demand:
-    member: Member
-    request: int
-    order: int
-    since: float
-    moved_at: float  # when it last got something
-    entries: deque[Entry] = field(default_factory=deque)
-    count: int = 0  # messages of it so far
-    told: int = 0  # the count at which its client was last told that it is stuck
-    granted: int = 0  # bytes that it got, and that its client still holds
-    refused: bool = False
-
-    @property
-    def left(self) -> int:
-        return sum(entry.left for entry in self.entries)
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    id: int
-    owner: Member
-    pid: int  # of the process that is attached
-    chunks: list[Chunk]
-    owed: bool = False  # made by an earlier broker
 
 
 @dataclass(slots=True)
@@ -134,32 +62,27 @@ class Pool:
         self.total_bytes = 0  # made or adopted, and not gone
         self.idle_bytes = 0
         self.leaving_bytes = 0
-        self._ended: list[Demand] = []  # by a message, and their clients are still to be told
         self.failure: str | None = None  # of the driver, while it makes nothing
         self._idle: dict[int, dict[int, Chunk]] = {size: {} for size in CLASSES}
-        self._queue: list[Demand] = []  # of those below, what waits
-        self._demands: dict[tuple[int, int], Demand] = {}  # by member and request, until closed
-        self._opened = 0
+        self._demands = Demands(capacity)
         self._ceiling = CLASSES[0]  # larger chunks are not to be had from the driver until then
         self._ceiling_until = 0.0
         self._dropped_at = -DROP_GRACE_S
 
     # Members
 
-    def join(self, client: int, scrub: bool) -> Member:
-        """A client comes, or comes again; what it held before stays its."""
+    def join(self, client: int, scrub: bool = False) -> Member:
+        """A client comes, or comes again; what it held before stays its. ``scrub``: the wish of one that is new."""
         member = self.members.get(client)
         if member is None:
             member = self.members[client] = Member(client, scrub)
-        member.scrub = scrub
         member.connected = True
         return member
 
     def disconnect(self, member: Member) -> None:
         """Its socket broke. The process may go on, so what it holds stays its; it asks again when it is back."""
         member.connected = False
-        for demand in [demand for demand in self._demands.values() if demand.member is member]:
-            self._end(demand)
+        self._demands.leave(member)
         if not member.held and not member.known:
             self.members.pop(member.id, None)
 
@@ -174,7 +97,7 @@ class Pool:
     def bring(self, member: Member, chunk_id: int, size: int, file: int) -> bool:
         """A chunk that a client still uses. Returns whether the pool took the descriptor; a known one needs it not."""
         if size not in CLASSES:
-            raise MalformedError(f"a chunk of {size} bytes, expected one of {_class_names()}")
+            raise MalformedError(f"a chunk of {size} bytes, expected one of {CLASS_NAMES}")
         chunk = self.chunks.get(chunk_id)
         if chunk is not None:
             if chunk.holder is not member or chunk.size != size:
@@ -200,80 +123,14 @@ class Pool:
     # Demands
 
     def want(self, member: Member, request: int, entries: Sequence[int]) -> None:
-        """Opens a demand. Raises NoRoomError where the pool can never serve it."""
-        parsed = _entries(entries)
-        demand = self._demands.get((member.id, request))
-        if demand is not None and (demand.entries or demand.refused):
-            raise MalformedError(f"request {request} is open already")
-        self._opened += 1
-        demand = Demand(member, request, self._opened, now := time.monotonic(), now)
-        self._demands[member.id, request] = demand
-        self._add(demand, parsed)
+        """See Demands.want(); so are the next two."""
+        self._demands.want(member, request, entries)
 
     def more(self, member: Member, request: int, entries: Sequence[int]) -> None:
-        """Asks for something before the rest of a demand, and instead of as much of it, the largest limit first.
-
-        One that was served is back in its place in the queue.
-        """
-        parsed = _entries(entries)
-        demand = self._demands.get((member.id, request))
-        if demand is None:
-            raise MalformedError(f"there is no open request {request}")
-        if demand.refused:
-            return
-        demand.count += 1
-        was_queued = bool(demand.entries)
-        self._exchange(demand, sum(entry.left for entry in parsed))
-        # What was granted while this was on its way counts: no demand can have more than there is.
-        room = self.capacity - demand.granted - demand.left
-        for entry in parsed:
-            entry.left = min(entry.left, max(room, 0))
-            room -= entry.left
-        demand.entries.extendleft(entry for entry in reversed(parsed) if entry.left)
-        if demand.entries and not was_queued:
-            bisect.insort(self._queue, demand, key=lambda queued: queued.order)
-        elif was_queued and not demand.entries:
-            self._queue.remove(demand)
-        if not demand.entries:
-            self._ended.append(demand)
+        self._demands.more(member, request, entries)
 
     def close(self, member: Member, request: int) -> None:
-        demand = self._demands.get((member.id, request))
-        if demand is not None:
-            self._end(demand)
-
-    def _exchange(self, demand: Demand, nbytes: int) -> None:
-        while nbytes and demand.entries:
-            limit = max(entry.limit for entry in demand.entries)
-            entry = next(entry for entry in demand.entries if entry.limit == limit)
-            part = min(nbytes, entry.left)
-            entry.left -= part
-            nbytes -= part
-            if not entry.left:
-                demand.entries.remove(entry)
-
-    def _add(self, demand: Demand, entries: list[Entry]) -> None:
-        demand.count += 1
-        needed = demand.granted + demand.left + sum(entry.left for entry in entries)
-        if needed > self.capacity:
-            self._unqueue(demand)
-            demand.entries.clear()
-            demand.refused = True
-            raise NoRoomError(
-                f"{gib(needed)} ({needed} bytes) needed, the pool's capacity is "
-                f"{gib(self.capacity)} ({self.capacity} bytes)"
-            )
-        if not demand.entries:
-            bisect.insort(self._queue, demand, key=lambda queued: queued.order)
-        demand.entries.extendleft(reversed(entries))
-
-    def _end(self, demand: Demand) -> None:
-        self._unqueue(demand)
-        del self._demands[demand.member.id, demand.request]
-
-    def _unqueue(self, demand: Demand) -> None:
-        if demand.entries:
-            self._queue.remove(demand)
+        self._demands.close(member, request)
 
     # Chunks
 
@@ -387,26 +244,26 @@ class Pool:
 
     def serve(self) -> Served:
         """One step: hands out what is idle, makes at most one chunk, and says who is stuck."""
-        served = Served(done=self._ended)
-        self._ended = []
-        while self._queue and self._collect(self._queue[0], served):
-            self._queue.pop(0)
-        if not self._queue:
+        served = Served(done=self._demands.take_ended())
+        queue = self._demands.queue
+        while queue and self._collect(queue[0], served):
+            queue.pop(0)
+        if not queue:
             return served
-        head = self._queue[0]
+        head = queue[0]
         served.again = self._make(head, served)
         # Small chunks would be missed where only small ones fit, and large ones be broken up for them, more of them in
         # each turn. The large ones are on their way then: a moment's patience lets them come first.
         is_patient = head.left >= CLASSES[0] and time.monotonic() < head.moved_at + PATIENCE_S
         if not served.again and not is_patient:
             served.again = self._collect(head, served, smaller=True) or self._break_up(head, served)
-        for demand in self._queue:
+        for demand in queue:
             has_hope = served.again or is_patient or self._drops_are_young()  # those behind may be next in a moment
             if demand.told < demand.count and not has_hope:
                 demand.told = demand.count
                 served.stalled.append(demand)
         if not head.entries:
-            self._queue.pop(0)
+            queue.pop(0)
         served.retry = self.leaving_bytes > 0 or self._ceiling == 0 or is_patient
         return served
 
@@ -512,10 +369,9 @@ class Pool:
 
     def waiting(self, member: Member) -> list[dict[str, Any]]:
         rows = []
-        for demand in self._queue:
-            if demand.member is member:
-                needed, seconds = demand.granted + demand.left, round(time.monotonic() - demand.since, 3)
-                rows.append({"needed_bytes": needed, "granted_bytes": demand.granted, "seconds": seconds})
+        for demand in self._demands.of(member):
+            needed, seconds = demand.granted + demand.left, round(time.monotonic() - demand.since, 3)
+            rows.append({"needed_bytes": needed, "granted_bytes": demand.granted, "seconds": seconds})
         return rows
 
     def held_bytes(self, member: Member) -> int:
@@ -539,20 +395,3 @@ def _preference(nbytes: int) -> list[int]:
 def _trouble(chunk: Chunk) -> tuple[bool, int]:
     """How little one would like to wait for a chunk's handles."""
     return any(not member.connected for member in chunk.handles), len(chunk.handles)
-
-
-def _entries(words: Sequence[int]) -> list[Entry]:
-    entries = [Entry(*words[at : at + 3]) for at in range(0, len(words), 3)]
-    for entry in entries:
-        if entry.limit not in CLASSES or entry.fresh not in CLASSES or entry.fresh > entry.limit:
-            raise MalformedError(
-                f"chunks of at most {entry.limit} bytes, made of at most {entry.fresh}, expected of {_class_names()}, "
-                "the second not above the first"
-            )
-        if entry.left <= 0 or entry.left % PAGE:
-            raise MalformedError(f"{entry.left} bytes are wanted, expected a multiple of {PAGE}")
-    return entries
-
-
-def _class_names() -> str:
-    return ", ".join(map(str, CLASSES))

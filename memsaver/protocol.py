@@ -19,6 +19,8 @@ MOST_DESCRIPTORS: int = _core.MOST_DESCRIPTORS
 MOST_CHUNKS: int = _core.MOST_CHUNKS
 HAS_DESCRIPTOR: int = _core.HAS_DESCRIPTOR
 SCRUB: int = _core.SCRUB
+STATES: tuple[str, ...] = _core.STATES  # as reports number them
+BACKUPS: tuple[str, ...] = _core.BACKUPS
 
 _NAMES = {number: name for name, number in KINDS.items()}
 _REFUSAL_NAMES = {number: name for name, number in REFUSALS.items()}
@@ -26,6 +28,15 @@ _HEAD = struct.Struct("<II")
 _WORD_BYTES = 8
 _KERNEL_MOST_DESCRIPTORS = 253
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_KERNEL_MOST_DESCRIPTORS * array.array("i").itemsize)
+
+# Words of each message of a client: how many come first, how many a group has, and how many groups at least.
+_SHAPES = {
+    "hello": (2, 0, 0), "want": (1, 3, 1), "more": (1, 3, 1), "close": (1, 0, 0), "give": (0, 1, 0),
+    "dropped": (0, 1, 0), "bring": (0, 2, 0), "owed": (2, 1, 0), "scrub": (1, 0, 0), "look": (1, 0, 0),
+    "status": (1, 0, 0), "report": (0, 5, 0), "attach": (4, 0, 0), "leased": (3, 3, 0), "detach": (1, 0, 0),
+    "trim": (2, 0, 0), "holds": (0, 1, 0),
+}  # fmt: skip
+_WITH_TEXT = {"hello", "report", "attach", "leased"}
 
 
 class MalformedError(Exception):
@@ -52,6 +63,20 @@ class Message:
     def close(self) -> None:
         while self.files:
             os.close(self.files.pop())
+
+
+def check_shape(message: Message) -> None:
+    """Raises MalformedError where a client's message has other words than its kind says. What they mean is not seen."""
+    kind, count = message.kind, len(message.words)
+    first, group, least = _SHAPES[kind]
+    groups, rest = divmod(count - first, group) if group else (0, count - first)
+    if rest or groups < least:
+        expected = f"{first} words" + (f" and {least} or more groups of {group}" if group else "")
+        raise MalformedError(f"{kind!r} has {count} words, expected {expected}")
+    if message.text and kind not in _WITH_TEXT:
+        raise MalformedError(f"{kind!r} has {len(message.text)} characters of text, expected none")
+    if message.files and kind != "bring":
+        raise MalformedError(f"{kind!r} has {len(message.files)} descriptors, expected none")
 
 
 def refusal(code: str, request: int, text: str) -> Message:

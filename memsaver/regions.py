@@ -19,8 +19,8 @@ from memsaver.transitions import Outcome, Progress, Transition
 
 log = logging.getLogger("memsaver")
 
-BACKUPS = ("none", "host", "disk")
-FILLS = ("zero", "poison")
+BACKUPS: tuple[str, ...] = _core.BACKUPS
+_NO_FILL, *FILLS = _core.FILLS
 _LONGEST_TAG = 200
 ATTACHED_S = 60.0  # how long a pause waits for other processes that are attached to its regions
 _LONGEST_TIMEOUT_S = 86400.0 * 365  # what the core's clock can add without overflow, and more than anybody waits
@@ -246,7 +246,7 @@ def region(
     found = _regions.get((tag, name, backup))
     if found is None:
         membership.join(name)
-        core = _core.region(tag, name, backup, bool(frozen), fill or "nothing")
+        core = _core.region(tag, name, backup, bool(frozen), fill or _NO_FILL)
         found = _regions.setdefault((tag, name, backup), Region(core))
         if name != "cpu" and "torch" in sys.modules:
             adapter()  # from now on captures must be seen, whoever makes them

@@ -7,8 +7,6 @@ points, and a pool is bound to one pair. What is per thread here only chooses th
 from __future__ import annotations
 
 import atexit
-import ctypes
-import inspect
 import math
 import sys
 import threading
@@ -23,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from memsaver import _core
 from memsaver.errors import Error, RegionPausedError
 from memsaver.regions import Ranges, Region, owning
+from memsaver.torch_pools import RegionPools, keep_forever, new_pool
 
 _EMPTY_FACTORIES = {
     torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted,
@@ -34,103 +33,6 @@ _FACTORIES = _EMPTY_FACTORIES | {
     torch.scalar_tensor, torch.tensor, torch.zeros, torch.zeros_like,
     torch.Tensor.new_full, torch.Tensor.new_ones, torch.Tensor.new_tensor, torch.Tensor.new_zeros,
 }  # fmt: skip
-
-
-def _keep_forever(thing: object) -> None:
-    """torch holds plain pointers to allocators and pools, also while the interpreter goes down."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-def _new_pool(hooks: tuple[str, str], device: torch.device, allocators: dict[str, Any]) -> torch.cuda.MemPool:
-    if not hasattr(torch._C, "_cuda_customAllocator"):
-        raise Error(f"this build of torch ({torch.__version__}) has no CUDA: regions on {device} cannot serve it")
-    if hooks[0] not in allocators:
-        allocators[hooks[0]] = torch.cuda.memory.CUDAPluggableAllocator(_core.__file__, *hooks)
-        _keep_forever(allocators[hooks[0]])
-    with torch.cuda.device(device):
-        return torch.cuda.MemPool(allocators[hooks[0]].allocator())
-
-
-class RegionPools:
-    """torch's pools over one region: one per thread that is inside it, reused, and one for graphs.
-
-    torch refuses to route two threads to one pool, hence several. The graph pool is apart, because what a graph holds
-    in it looks free to torch. Guarded by the Router's lock.
-    """
-
-    def __init__(self, region: Region, allocators: dict[str, Any]) -> None:
-        self.region = region
-        self.device = torch.device(region.device)
-        self._allocators = allocators
-        self._idle: list[torch.cuda.MemPool] = []
-        self._lent: list[torch.cuda.MemPool] = []
-        self._retired_ids: list[tuple[int, int]] = []
-        self._graph: torch.cuda.MemPool | None = None
-        self._spent: list[torch.cuda.MemPool] = []  # graph pools that a failed capture left unfit for another
-
-    def _make(self) -> torch.cuda.MemPool:
-        return _new_pool(self.region._core.hooks(), self.device, self._allocators)
-
-    def lend(self) -> torch.cuda.MemPool:
-        pool = self._idle.pop() if self._idle else self._make()
-        self._lent.append(pool)
-        return pool
-
-    def take_back(self, pool: torch.cuda.MemPool) -> None:
-        self._lent.remove(pool)
-        self._idle.append(pool)
-
-    @property
-    def graph(self) -> torch.cuda.MemPool:
-        if self._graph is None:
-            self._graph = self._make()
-        return self._graph
-
-    def has(self, pool_id: tuple[int, int]) -> bool:
-        return self._graph is not None and self._graph.id == pool_id
-
-    def replace_graph(self) -> None:
-        if self._graph is not None:
-            self._spent.append(self._graph)
-        self._graph = None
-
-    def free_blocks(self) -> list[tuple[int, int]]:
-        """(address, bytes) of what these pools hold free, by address. The graph pool has none: graphs use it all."""
-        ids = [pool.id for pool in (*self._idle, *self._lent)] + self._retired_ids
-        return sorted(block for pool_id in ids for block in _free_blocks(pool_id))
-
-    def retire_idle(self) -> list[torch.cuda.MemPool]:
-        """Pools with free blocks, out of use from now on: once the caller lets go of them, torch frees what it can."""
-        keep: list[torch.cuda.MemPool] = []
-        retired: list[torch.cuda.MemPool] = []
-        for pool in self._idle:
-            (retired if any(_free_blocks(pool.id)) else keep).append(pool)
-        self._idle = keep
-        self._retired_ids = [pool_id for pool_id in self._retired_ids if _snapshot(pool_id)]  # the others are gone
-        self._retired_ids += [pool.id for pool in retired]
-        return retired
-
-    def keep_forever(self) -> None:
-        for pool in (*self._idle, *self._lent, *self._spent, *([self._graph] if self._graph else [])):
-            _keep_forever(pool)
-
-
-if "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters:
-
-    def _snapshot(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
-        return torch.cuda.memory_snapshot(pool_id, include_traces=False)  # type: ignore[no-any-return]
-else:
-
-    def _snapshot(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
-        return torch.cuda.memory_snapshot(pool_id)  # type: ignore[no-any-return]
-
-
-def _free_blocks(pool_id: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """(address, bytes) of what torch holds free in a pool."""
-    for segment in _snapshot(pool_id):
-        for block in segment["blocks"]:
-            if block["state"] == "inactive":
-                yield block["address"], block["size"]
 
 
 class Thread(threading.local):
@@ -275,8 +177,8 @@ class Router:
             device = torch.device(region.device)
             if device not in thread.refusing:
                 hooks = ("memsaver_alloc_refused", "memsaver_free_refused")
-                thread.refusing[device] = _new_pool(hooks, device, self._allocators)
-                _keep_forever(thread.refusing[device])
+                thread.refusing[device] = new_pool(hooks, device, self._allocators)
+                keep_forever(thread.refusing[device])
             return thread.refusing[device]
         if region not in thread.pools:
             with self._lock:
@@ -427,7 +329,7 @@ class Router:
         device = torch.device(region.device)
         torch._C._cuda_endAllocateToPool(device.index, pool_id)
         torch._C._cuda_releasePool(device.index, pool_id)
-        _keep_forever(graph)
+        keep_forever(graph)
         with self._lock:
             self._of(region).replace_graph()
 

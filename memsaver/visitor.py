@@ -22,7 +22,7 @@ class Visitor:
         self._channel = sockets.connect(path)
         self._channel.settimeout(_PATIENCE_S)
         self._serial = 0
-        self._ask(Message("hello", (protocol.VERSION, secrets.randbits(63), 0), path.stem), "welcome")
+        self._ask(Message("hello", (protocol.VERSION, secrets.randbits(63)), path.stem), "welcome")
 
     def status(self) -> dict[str, Any]:
         """See ``Pool.describe``."""

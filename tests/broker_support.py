@@ -41,10 +41,12 @@ class Client:
         self.channel = sockets.connect(self.path)
         self.channel.settimeout(PATIENCE_S)
         self.files: dict[int, int] = {}  # of chunks that it was lent
-        self.say("hello", protocol.VERSION, self.number, scrub, text=self.path.stem)
+        self.say("hello", protocol.VERSION, self.number, text=self.path.stem)
         self.capacity = self.hear("welcome").words[1]
         if bring:
             self.say("bring")
+        if scrub:
+            self.say("scrub", scrub)
 
     def say(self, kind: str, *words: int, text: str = "", files: tuple[int, ...] = ()) -> None:
         self.say_raw(Message(kind, words, text).encode(), files)

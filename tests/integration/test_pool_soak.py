@@ -14,6 +14,8 @@ CHUNKS = 3  # one client can have what it needs, and another a part of it
 TURNS = int(os.environ.get("MEMSAVER_TEST_TURNS", "10000"))
 WARM_UP = 50  # of each client: descriptors have arrived, allocators have what they keep
 GROWTH = 2 * MIB  # of a process's memory, for what allocators and the interpreter do as they like
+# M_MMAP_THRESHOLD: arrays go back to the system when they are freed, whatever lies above them in the heap by then.
+LARGE_ARRAYS_ARE_MAPPED = f"ctypes.CDLL(None).mallopt(-3, {MIB})"
 
 
 @dataclass
@@ -42,7 +44,7 @@ def test_eight_clients_in_ten_thousand_turns() -> None:
         try:
             for number in range(CLIENTS):
                 made = f"held = hold('turns', PAGE + 4096, 'host', {number})"  # of two chunks
-                workers.append(Worker(broker, made, "memsaver.pause()"))
+                workers.append(Worker(broker, LARGE_ARRAYS_ARE_MAPPED, made, "memsaver.pause()"))
             for turns in (WARM_UP, TURNS // CLIENTS):
                 if turns != WARM_UP:
                     before = {worker.pid: Footprint.of(worker.pid) for worker in workers}

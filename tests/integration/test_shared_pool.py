@@ -481,3 +481,16 @@ def short_dir() -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory(prefix="ms") as path:
         yield Path(path)
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.3])
+def test_a_shortage_says_how_long_was_waited(broker: Running, timeout_s: float) -> None:
+    with Worker(broker, f"held = hold('a', {LARGE})", "memsaver.pause()") as one, Worker(broker) as two:
+        two.run(f"held = hold('b', {LARGE})")
+        text = one.fails(f"memsaver.resume(timeout={timeout_s})")
+        assert text.startswith("OutOfMemoryError")
+        waited_s = float(one.run("print(repickled(error).waited_s)"))
+        if timeout_s == 0:
+            assert waited_s == 0 and "waiting" not in text
+        else:
+            assert timeout_s <= waited_s < 60 and f" free after waiting {waited_s:.2f} s; " in text

@@ -16,21 +16,27 @@ ROOT = Path(__file__).resolve().parents[2]
 # C++: layer of each file's stem. A file includes its own header and headers of layers below its own.
 LAYERS = {
     "errors": 0, "ranges": 0, "wire": 0, "physical": 0,
-    "driver": 1, "copy_engine": 1, "faults": 2, "cuda_api": 2, "files": 2,
-    "host_ledger": 3, "host_memory": 3, "cuda_driver": 4, "cuda_physical": 4, "host_chunk": 4,
+    "driver": 1, "copy_engine": 1, "states": 1, "faults": 2, "cuda_api": 2, "files": 2,
+    "host_ledger": 3, "host_memory": 3, "cuda_driver": 4, "cuda_physical": 4, "host_chunk": 4, "host_budget": 4,
     "host_driver": 5, "host_physical": 5,
     "arena": 5, "backup": 5, "chunk": 5, "disk_store": 5, "link": 5,
-    "host_backup": 6, "disk_backup": 6, "shared_pool": 6,
-    "region": 7,
-    "core": 8, "transfer": 8, "residents": 8, "attachment": 8,
-    "transition": 9, "torch_hooks": 9,
-    "module": 10,
+    "host_backup": 6, "disk_backup": 6, "pool_request": 6,
+    "shared_pool": 7,
+    "shared_pool_thread": 8, "region": 8,
+    "core": 9, "transfer": 9, "residents": 9, "attachment": 9,
+    "transition": 10, "torch_hooks": 10,
+    "bindings": 11,
+    "broker_bindings": 12, "driver_bindings": 12, "error_bindings": 12, "pool_bindings": 12, "process_bindings": 12,
+    "region_bindings": 12, "transition_bindings": 12, "module": 12,
 }  # fmt: skip
+BINDINGS = {stem for stem, layer in LAYERS.items() if layer >= LAYERS["bindings"]}
 # What few files alone include.
 PRIVATE = {
     "cuda_api": {"cuda_driver", "cuda_physical"}, "host_ledger": {"host_driver", "host_chunk"},
     "host_chunk": {"host_driver", "host_physical"}, "copy_engine": {"host_driver"},
-    "host_backup": {"transfer"}, "disk_backup": {"transfer"}, "link": {"shared_pool"},
+    "host_backup": {"transfer"}, "disk_backup": {"transfer"}, "host_budget": {"arena"},
+    "link": {"pool_request", "shared_pool", "shared_pool_thread"}, "pool_request": {"shared_pool"},
+    "bindings": BINDINGS,
 }  # fmt: skip
 # Who calls what of the system: device memory behind the seam alone, and host memory where backups and the ledger live.
 SYSTEM = {
@@ -41,8 +47,8 @@ SYSTEM = {
     r"\bMAP_FIXED\b": {"arena", "host_driver"},
     r"\bmmap\(": {"arena", "host_driver", "host_ledger"},
     r"\bp(?:read|write)\b": {"files"},
-    r"\bstd::thread\b": {"arena", "copy_engine", "disk_backup", "shared_pool", "transition"},
-    r"#include <nanobind|#include <Python\.h>": {"module"},
+    r"\bstd::thread\b": {"arena", "copy_engine", "disk_backup", "shared_pool", "shared_pool_thread", "transition"},
+    r"#include <nanobind|#include <Python\.h>": BINDINGS,
     r"\bstd::c(?:out|err)\b|\bf?printf\(|\b_?exit\(|\bstd::abort\b|\bassert\(": set(),
 }
 
@@ -57,7 +63,8 @@ MODULES: dict[str, tuple[set[str], set[str]]] = {
     "phases": ({"regions", "transitions"}, set()),
     "stats": ({"_core", "config", "errors"}, set()),
     "__init__": ({"_core", "backups", "config", "errors", "phases", "regions", "stats", "transitions"}, set()),
-    "torch": ({"_core", "errors", "regions"}, {"torch"}),
+    "torch_pools": ({"_core", "errors", "regions"}, {"torch"}),
+    "torch": ({"_core", "errors", "regions", "torch_pools"}, {"torch"}),
     "sharing": ({"_core", "errors", "membership", "regions"}, {"torch"}),
     "graphs": ({"_core", "errors", "regions"}, {"torch"}),
     "colocated": ({"", "_core", "errors", "regions", "transitions"}, set()),
@@ -65,12 +72,24 @@ MODULES: dict[str, tuple[set[str], set[str]]] = {
     "placement": ({"_core", "config", "errors", "sockets"}, {"ray"}),
     "ray": ({"colocated", "errors", "members", "placement", "transitions"}, {"ray"}),
     "protocol": ({"_core"}, set()),
-    "pool": ({"_core", "errors", "protocol"}, set()),
+    "records": ({"_core"}, set()),
+    "demands": ({"errors", "protocol", "records"}, set()),
+    "pool": ({"demands", "errors", "protocol", "records"}, set()),
     "sockets": ({"errors"}, set()),
     "connection": ({"protocol"}, set()),
-    "broker": ({"connection", "errors", "pool", "protocol", "sockets"}, set()),
+    "watches": (set(), set()),
+    "server": ({"connection", "protocol", "sockets"}, set()),
+    "clients": ({"connection", "pool", "protocol", "records"}, set()),
+    "lender": ({"clients", "demands", "pool", "protocol", "records"}, set()),
+    "leases": ({"clients", "pool", "protocol", "watches"}, set()),
+    "reports": ({"clients", "errors", "pool", "protocol"}, set()),
+    "broker": (
+        {"clients", "connection", "errors", "leases", "lender", "pool", "protocol", "reports", "server", "sockets"}
+        | {"watches"},
+        set(),
+    ),
     "visitor": ({"errors", "protocol", "sockets"}, set()),
-    "cli": ({"_core", "broker", "config", "errors", "pool", "sockets", "visitor"}, set()),
+    "cli": ({"_core", "broker", "config", "errors", "records", "sockets", "visitor"}, set()),
     "__main__": ({"cli"}, set()),
 }
 

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import pytest
 
 from memsaver import pool as pools
+from memsaver.demands import NoRoomError
 from memsaver.errors import DriverError
-from memsaver.pool import CLASSES, PAGE, Chunk, Member, NoRoomError, Pool, Served
+from memsaver.pool import Pool, Served
 from memsaver.protocol import HAS_DESCRIPTOR, SCRUB, MalformedError
+from memsaver.records import CLASSES, PAGE, Chunk, Member
 
 GIB, LARGE, MEDIUM, SMALL = CLASSES
 CAPACITY = 4 * GIB

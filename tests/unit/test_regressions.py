@@ -196,15 +196,15 @@ def test_a_timeout_of_any_size_is_a_timeout(make: Make) -> None:
 
 
 def test_pools_that_are_gone_are_asked_nothing_more(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memsaver import torch as adapter
+    from memsaver import torch_pools
 
     live: set[Any] = {(0, 1)}
 
     def snapshot(pool_id: Any) -> list[dict[str, Any]]:
         return [{"blocks": [{"state": "inactive", "address": 0, "size": 1}]}] if pool_id in live else []
 
-    monkeypatch.setattr(adapter, "_snapshot", snapshot)
-    pools = adapter.RegionPools(make(), {})
+    monkeypatch.setattr(torch_pools, "_snapshot", snapshot)
+    pools = torch_pools.RegionPools(make(), {})
     for number in range(1, 5):
         live.add((0, number))
         pools._idle = [SimpleNamespace(id=(0, number))]  # type: ignore[list-item]

@@ -1,0 +1,79 @@
+// Errors of the core as Python's.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <exception>
+
+#include "bindings.h"
+
+namespace memsaver {
+namespace {
+
+// errors.py's make(kind, message, fields): the one place that knows the Python classes. Never freed: errors may be
+// raised while the interpreter goes down.
+PyObject* make_error = nullptr;
+
+void raise(const char* kind, const std::exception& error, nb::dict fields) {
+  nb::object made = nb::borrow(make_error)(kind, error.what(), fields);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+}
+
+void translate_ours(const std::exception_ptr& thrown) {
+  nb::dict fields;
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const BadArgument& error) {
+    raise("ValueError", error, fields);
+  } catch (const ConfigError& error) {
+    raise("ConfigError", error, fields);
+  } catch (const BackupError& error) {
+    fields["needed_bytes"] = error.needed_bytes;
+    fields["held_bytes"] = error.held_bytes;
+    fields["available_bytes"] = error.available_bytes;
+    raise("BackupError", error, fields);
+  } catch (const RegionPausedError& error) {
+    fields["tag"] = error.tag;
+    fields["state"] = error.state;
+    raise("RegionPausedError", error, fields);
+  } catch (const DriverError& error) {
+    fields["call"] = error.call;
+    fields["code"] = error.code;
+    fields["detail"] = error.message;
+    raise("DriverError", error, fields);
+  } catch (const OutOfMemoryError& error) {
+    fields["device"] = error.device;
+    fields["needed_bytes"] = error.needed_bytes;
+    fields["free_bytes"] = error.free_bytes;
+    fields["waited_s"] = error.waited_s;
+    fields["regions"] = region_rows(error.device);
+    fields["processes"] = others(error.holders);
+    raise("OutOfMemoryError", error, fields);
+  } catch (const BrokerError& error) {
+    fields["path"] = error.path;
+    raise("BrokerError", error, fields);
+  } catch (const AttachedError& error) {
+    fields["tag"] = error.tag;
+    fields["holders"] = error.pids;
+    raise("AttachedError", error, fields);
+  } catch (const Error& error) {
+    raise("Error", error, fields);
+  }
+}
+
+void translate(const std::exception_ptr& thrown, void*) {
+  try {
+    translate_ours(thrown);
+  } catch (nb::python_error& error) {  // such as Ctrl-C, which Python delivers when its code next runs: here
+    error.restore();
+  }
+}
+
+}  // namespace
+
+void bind_errors(nb::module_& module) {
+  module.def("set_error_factory", [](nb::callable factory) { make_error = factory.release().ptr(); });
+  nb::register_exception_translator(translate);
+}
+
+}  // namespace memsaver
