@@ -318,13 +318,12 @@ def prefill_in_pieces(device: str, small: bool, model: str) -> Sample:
         if verified:
             figure, holds = f"up to {max(row.difference for row in verified):.3g}", True
         lines += [
-            f"  {row.what}: {row.differing_tokens} of {row.compared} tokens differ, log-probabilities by up to "
-            f"{row.difference:.3g} of {row.tolerance:.3g}"
+            f"  {row.what}: {row.compared} tokens differ by up to {row.difference:.3g} of {row.tolerance:.3g}"
             for row in verified
         ]
     except VerificationError as error:
         figure, holds = str(error), False
-    promises.append(promise(6, f"{model}, log-probabilities by graphs and eagerly, within tolerance", figure, holds))
+    promises.append(promise(6, f"{model}, results by graphs and eagerly, within tolerance", figure, holds))
     return {"lines": lines, "model": model, "rows": rows, "promises": promises}
 
 

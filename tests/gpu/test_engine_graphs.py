@@ -119,7 +119,9 @@ def test_flash_attention_agrees_with_one_call_for_each_sequence(dtype: torch.dty
     queries, context = [1, 70, 256, 3], [1, 70, 700, 515]  # whole prompts, and chunks after a context
     draw = partial(torch.randn, generator=generator, device="cuda", dtype=dtype)
     q, k, v = draw(sum(queries), 8, 64), draw(sum(context), 2, 64), draw(sum(context), 2, 64)
-    parts, seen = Ranges(queries, q.device), Ranges(context, q.device)
+    parts, seen = Ranges(queries), Ranges(context)
+    for ranges in (parts, seen):
+        ranges.bounds_on_device = torch.tensor(ranges.bounds, dtype=torch.int32, device="cuda")
     out = varlen_attention(q, k, v, parts, seen)
     for part, span in zip(parts, seen):
         expected = causal_attention(q[part].float(), k[span].float(), v[span].float())

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -872,12 +873,20 @@ def test_top_shows_processes_and_regions(broker):
 def test_top_goes_on_in_a_terminal_until_interrupted(broker):
     shown = show_a_client(broker)
     terminal, end = pty.openpty()
-    top = subprocess.Popen([sys.executable, "-m", "memsaver", "top"], env=broker.environment, stdout=end)
+    top = subprocess.Popen(
+        [sys.executable, "-m", "memsaver", "top"],
+        env=broker.environment,
+        stdout=end,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     os.close(end)
     text = ""
     while text.count(shown[0]) < 3:
         text += os.read(terminal, 1 << 16).decode()
     top.send_signal(signal.SIGINT)
+    with suppress(OSError):  # how a terminal says that its other end is closed
+        while os.read(terminal, 1 << 16):
+            pass
     assert top.wait(PATIENCE_S) == 0
     os.close(terminal)
     assert all(part in text for part in shown), text

@@ -14,7 +14,9 @@ from torch import Tensor
 
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
+from examples.colocate.engine.decode_batch import Readback
 from examples.colocate.engine.graph_pool import GraphPool
+from examples.colocate.engine.sequence import Sequence
 from examples.colocate.engine.verify import VerificationError, verify
 from examples.colocate.model import ModelConfig, parameter_shapes
 
@@ -123,6 +125,11 @@ def tokens_of(engine: Engine, prompts: list[list[int]], sampling: SamplingParams
     return [completion.tokens for completion in engine.generate(prompts, sampling)]
 
 
+def cached(engine: Engine, prompt: list[int]) -> list[int]:
+    """Blocks that a request with this prompt would share."""
+    return engine.blocks.cached_blocks(Sequence(prompt, GREEDY, len(prompt) + 1))
+
+
 @pytest.mark.parametrize("model", [QWEN, LLAMA], ids=["qwen", "llama"])
 def test_greedy_equals_dense(make_engine: MakeEngine, model: ModelConfig) -> None:
     weights = random_weights(model)
@@ -192,10 +199,10 @@ def test_prefix_hits_give_the_same_tokens(make_engine: MakeEngine) -> None:
     expected = tokens_of(make_engine(prefix_cache=False), prompts)
     engine = make_engine()
     assert tokens_of(engine, prompts) == expected  # shared within one prefill
-    assert len(engine.blocks.cached_blocks(prompts[0])) == 2
+    assert len(cached(engine, prompts[0])) == 2
     assert tokens_of(engine, prompts) == expected  # from the cache
     engine.drop_prefix_cache()
-    assert engine.blocks.cached_blocks(prompts[0]) == []
+    assert cached(engine, prompts[0]) == []
     engine.kv_cache.fill_(float("nan"))  # as a resume without a backup may leave it
     assert tokens_of(engine, prompts) == expected
 
@@ -318,18 +325,41 @@ def test_fused_weights_hold_all_parameters_and_nothing_else(make_engine: MakeEng
 
 def test_bad_input_is_named(make_engine: MakeEngine) -> None:
     engine = make_engine(max_model_len=32, num_blocks=6)
-    for prompt, message in (([], "0 tokens"), ([1] * 32, "32 tokens"), ([29], "token 29"), ([-1], "token -1")):
-        with pytest.raises(ValueError, match=message):
-            engine.generate([[1, 2], prompt], GREEDY)
+    bad_prompt: Any
+    for bad_prompt, message in (
+        ([], "0 tokens"),
+        ([1] * 32, "32 tokens"),
+        ([29], "token 29"),
+        ([-1], "token -1"),
+        ([1, 2.0], "has 2.0 at 1; expected integers"),
+        (["a"], "has 'a' at 0; expected integers"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            engine.generate([[1, 2], bad_prompt], GREEDY)
         assert not engine.scheduler.waiting  # the good one is gone with the bad one
+    sequence = engine.submit(torch.tensor([1, 2]), GREEDY)  # type: ignore[arg-type]
+    assert sequence.prompt == [1, 2] and type(sequence.prompt[0]) is int
+    engine.cancel(sequence)
     with pytest.raises(ValueError, match="needs 6 KV blocks; expected at most the cache's 5"):
         engine.generate([[1] * 12], GREEDY)
     bad: dict[str, Any]
-    for bad in ({"temperature": -1.0}, {"temperature": float("nan")}, {"max_new_tokens": 0}):
+    for bad in (
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": 1e39},
+        {"temperature": "hot"},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 1.5},
+        {"stop_tokens": 5},
+        {"stop_tokens": ("a",)},
+    ):
         with pytest.raises(ValueError, match="expected"):
             SamplingParams(**bad)
     for bad in (
         {"max_batch_size": 0},
+        {"max_batch_size": 2.5},
+        {"num_blocks": "8"},
+        {"max_model_len": 10.0},
         {"max_model_len": 1},
         {"graph_batch_sizes": (33,)},
         {"prefill_graph_sizes": (0,)},
@@ -482,26 +512,54 @@ def test_verification_compares_every_size(make_engine: MakeEngine) -> None:
     assert [row.what for row in rows] == [
         "decode 1", "decode 3", "prefill 8 of 8", "prefill 1 of 8", "prefill 48 of 48", "prefill 41 of 48",
     ]  # fmt: skip
-    assert all(row.holds and row.compared for row in rows)
+    assert [row.compared for row in rows] == [1, 3, 8, 1, 48, 41]
+    assert all(row.holds for row in rows)
     assert tokens_of(engine, PROMPTS) == tokens_of(make_engine(), PROMPTS)
-
-    graph = engine.runner.graphs[3]
-    graph.replay, right = lambda: engine.batch.outputs.zero_(), graph.replay  # type: ignore[attr-defined, method-assign]
-    with pytest.raises(VerificationError, match="decode 3: [123] of 3 tokens differ, log-probabilities by up to"):
-        verify(engine)
-    graph.replay = right  # type: ignore[attr-defined, method-assign]
-    pieces = engine.prefill_runner.pieces
-    pieces[8], right_pieces = pieces[8][::-1], pieces[8]
-    pieces[8] = [*right_pieces[:1], *right_pieces[:1], *right_pieces[2:]]
-    with pytest.raises(VerificationError, match="prefill 8 of 8"):
-        verify(engine)
-    pieces[8] = right_pieces
-    verify(engine)
     running = engine.submit([1, 2, 3], GREEDY)
     engine.step()
     with pytest.raises(RuntimeError, match="drain"):
         verify(engine)
     engine.cancel(running)
+
+
+@pytest.mark.parametrize("wrong", [0.0, float("nan")])
+def test_verification_sees_a_graph_that_is_wrong(make_engine: MakeEngine, wrong: float) -> None:
+    engine = with_host_graphs(make_engine(prefill_graph_sizes=(8,), graph_batch_sizes=(3,)))
+    engine.capture()
+    graph, pieces = engine.runner.graphs[3], engine.prefill_runner.pieces
+    right = graph.replay
+
+    def last_is_wrong() -> None:
+        right()
+        engine.batch.outputs.view(torch.float32)[1, 2] = wrong
+
+    graph.replay = last_is_wrong  # type: ignore[method-assign]
+    with pytest.raises(VerificationError, match="decode 3: results of 3 tokens differ by up to .*, expected at most 0"):
+        verify(engine)
+    graph.replay = right  # type: ignore[method-assign]
+
+    layers, last = pieces[8][:-1], pieces[8][-1]
+    last_right = last.graph.replay
+
+    def one_token_is_wrong() -> None:
+        last_right()
+        last.outputs[0][0] = wrong  # the first, which nothing is sampled from
+
+    last.graph.replay = one_token_is_wrong  # type: ignore[method-assign]
+    with pytest.raises(VerificationError, match="prefill 8 of 8: .*; prefill 1 of 8"):
+        verify(engine)
+    last.graph.replay = last_right  # type: ignore[method-assign]
+    pieces[8] = [layers[0], layers[0], last]  # a layer that runs twice
+    with pytest.raises(VerificationError, match="prefill 8 of 8"):
+        verify(engine)
+
+
+def test_verification_needs_blocks(make_engine: MakeEngine) -> None:
+    for sizes in ({"graph_batch_sizes": (4,)}, {"graph_batch_sizes": (1,), "prefill_graph_sizes": (16,)}):
+        engine = with_host_graphs(make_engine(num_blocks=4, **sizes))
+        engine.capture()
+        with pytest.raises(ValueError, match="the KV cache has 3 blocks; expected 4 or more"):
+            verify(engine)
 
 
 def test_compiled_sizes_give_the_same_tokens(make_engine: MakeEngine) -> None:
@@ -511,7 +569,7 @@ def test_compiled_sizes_give_the_same_tokens(make_engine: MakeEngine) -> None:
     assert tokens_of(engine, PROMPTS) == expected
     with_host_graphs(engine).capture()
     assert tokens_of(engine, PROMPTS) == expected
-    assert [row.what for row in verify(engine)] == ["decode 4"]
+    assert [row.what for row in verify(engine)] == ["decode 4", "compiled 4"]
 
 
 def test_without_regions_nothing_can_be_paused(make_engine: MakeEngine) -> None:
@@ -523,10 +581,63 @@ def test_without_regions_nothing_can_be_paused(make_engine: MakeEngine) -> None:
 
 def test_closed_engine_refuses(make_engine: MakeEngine) -> None:
     engine = make_engine()
+    waiting = engine.submit([1], GREEDY)
     engine.close()
     engine.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.generate(PROMPTS, GREEDY)
+    assert waiting.finish_reason == "failed"
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.generate(PROMPTS, GREEDY),
+        lambda: engine.submit([1], GREEDY),
+        engine.step,
+        engine.drain,
+        engine.capture,
+        engine.drop_prefix_cache,
+        engine.addresses,
+        lambda: engine.load_weights([]),
+        engine.share_weights,
+        lambda: engine.differing_weights([]),
+        lambda: verify(engine),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+def test_weights_of_other_names_or_bits_differ(make_engine: MakeEngine) -> None:
+    engine, weights = make_engine(), random_weights(QWEN)
+    name = "model.norm.weight"
+    assert engine.differing_weights(weights.items()) == []
+    wrong = {name: weights[name] + 1, "lm_tail.weight": weights[name], "lm_head.weight": weights["lm_head.weight"][1:]}
+    assert engine.differing_weights(wrong.items()) == list(wrong)
+
+
+def test_a_wait_that_is_interrupted_loses_no_token(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens_of(make_engine(), PROMPTS)
+    engine = make_engine()
+    sequences = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    for _ in range(3):
+        engine.step()
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Readback, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.drain()
+    engine.drain()
+    assert [each.completion().tokens for each in sequences] == expected
+
+
+def test_requests_of_a_failed_step_are_told(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(max_batch_size=1)
+    sequences = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_decode", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert [each.finish_reason for each in sequences] == ["failed"] * len(PROMPTS)
 
 
 def test_graph_batch_sizes() -> None:

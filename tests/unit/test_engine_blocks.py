@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from examples.colocate.engine import block_manager
 from examples.colocate.engine.block_manager import SCRATCH_BLOCK, BlockManager, OutOfBlocksError
 from examples.colocate.engine.scheduler import Scheduler, Step
 from examples.colocate.engine.sequence import SamplingParams, Sequence
@@ -67,8 +68,8 @@ def test_full_blocks_are_shared_and_counted() -> None:
 def test_a_chain_is_more_than_its_last_block() -> None:
     blocks = BlockManager(num_blocks=16, block_size=2)
     allocated(blocks, [1, 2, 3, 4, 5])
-    assert blocks.cached_blocks([9, 9, 3, 4, 5]) == []
-    assert len(blocks.cached_blocks([1, 2, 9, 9, 5])) == 1
+    assert blocks.cached_blocks(sequence([9, 9, 3, 4, 5])) == []
+    assert len(blocks.cached_blocks(sequence([1, 2, 9, 9, 5]))) == 1
 
 
 def test_freed_contents_are_found_until_their_block_is_taken() -> None:
@@ -76,12 +77,12 @@ def test_freed_contents_are_found_until_their_block_is_taken() -> None:
     old = allocated(blocks, [1, 2, 3, 4, 5])
     shared = old.blocks[:2]
     blocks.free(old)
-    assert blocks.cached_blocks([1, 2, 3, 4, 5]) == shared
+    assert blocks.cached_blocks(sequence([1, 2, 3, 4, 5])) == shared
     again = allocated(blocks, [1, 2, 3, 4, 5])
     assert again.blocks[:2] == shared and again.num_computed == 4
     blocks.free(again)
     other = allocated(blocks, [7] * 5)  # takes the two empty blocks, then the chain's end
-    assert blocks.cached_blocks([1, 2, 3, 4, 5]) == shared[:1]
+    assert blocks.cached_blocks(sequence([1, 2, 3, 4, 5])) == shared[:1]
     blocks.free(other)
 
 
@@ -100,7 +101,7 @@ def test_dropping_forgets_all_and_needs_all_free() -> None:
         blocks.drop_prefix_cache()
     blocks.free(held)
     blocks.drop_prefix_cache()
-    assert blocks.cached_blocks([1, 2, 3, 4, 5]) == []
+    assert blocks.cached_blocks(sequence([1, 2, 3, 4, 5])) == []
     assert blocks.num_free == 7
 
 
@@ -120,7 +121,7 @@ def chunks(step: Step) -> list[tuple[Sequence, int, int]]:
 
 
 def test_admission_by_batch_size_blocks_and_prefill_budget() -> None:
-    scheduler = Scheduler(BlockManager(9, 4), max_batch_size=3, max_prefill_tokens=20)
+    scheduler = Scheduler(BlockManager(12, 4), max_batch_size=3, max_prefill_tokens=20)
     long, short = sequence([1] * 19, new=4), [sequence([token, 7]) for token in range(4)]
     for each in (long, *short):
         scheduler.add(each)
@@ -150,7 +151,7 @@ def test_a_long_prompt_comes_in_chunks_between_decode_steps() -> None:
         step = scheduler.schedule()
         seen.append((step.prefill, [chunk.stop - chunk.start for chunk in step.chunks], len(step.sampling)))
         # Only what is computed, or will be by the step that reads it, is to be found.
-        assert len(scheduler.blocks.cached_blocks([2] * 11)) <= long.num_computed // 2
+        assert len(scheduler.blocks.cached_blocks(sequence([2] * 11))) <= long.num_computed // 2
         run(scheduler, step)
     decode = (False, [1], 1)
     assert seen == [decode, (True, [4], 0), decode, (True, [4], 0), decode, (True, [3], 1)]
@@ -179,7 +180,7 @@ def test_a_step_is_scheduled_before_the_last_one_is_read_back() -> None:
 
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:
-    scheduler = Scheduler(BlockManager(5, 2, prefix_cache=False), max_batch_size=4, max_prefill_tokens=64)
+    scheduler = Scheduler(BlockManager(6, 2, prefix_cache=False), max_batch_size=4, max_prefill_tokens=64)
     old, young, later = sequence([1, 1, 1], new=4), sequence([2, 2, 2], new=4), sequence([3], new=2)
     for each in (old, young, later):
         scheduler.add(each)
@@ -199,20 +200,50 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
 
 
 def test_one_in_the_middle_of_its_prompt_gives_way_first() -> None:
-    scheduler = Scheduler(BlockManager(6, 2, prefix_cache=False), max_batch_size=4, max_prefill_tokens=4)
-    old, young = sequence([1, 1, 1], new=4), sequence([2] * 5, new=2)
+    scheduler = Scheduler(BlockManager(9, 2, prefix_cache=False), max_batch_size=4, max_prefill_tokens=2)
+    old, young = sequence([1] * 2, new=12), sequence([2] * 9, new=2)
     for each in (old, young):
         scheduler.add(each)
+    prefilling: list[Sequence] = []
+    while not scheduler.preemptions:
+        prefilling = list(scheduler.prefilling)
         run(scheduler, scheduler.schedule())
-    assert scheduler.prefilling == [] and list(scheduler.waiting) == [young]  # a decode step came first
-    run(scheduler, scheduler.schedule())
-    assert scheduler.prefilling == [young] and young.num_computed == 4
-    step = scheduler.schedule()
-    assert step.sampling == [old] and list(scheduler.waiting) == [young] and scheduler.preemptions == 1
-    run(scheduler, step)
+    assert prefilling == [young] == list(scheduler.waiting)
+    assert scheduler.running == [old] and young.num_computed == 0
     while scheduler.waiting or scheduler.active:
         run(scheduler, scheduler.schedule())
-    assert [len(each.tokens) for each in (old, young)] == [7, 7]
+    assert [len(each.tokens) for each in (old, young)] == [14, 11]
+
+
+def test_who_comes_in_leaves_a_block_for_each_that_runs() -> None:
+    scheduler = Scheduler(BlockManager(6, 2, prefix_cache=False), max_batch_size=4, max_prefill_tokens=64)
+    first, second = sequence([1] * 4, new=2), sequence([2] * 6, new=1)
+    scheduler.add(first)
+    run(scheduler, scheduler.schedule())
+    scheduler.add(second)
+    while first.finish_reason is None:
+        assert list(scheduler.waiting) == [second]  # three blocks are free, and the first grows into one of them
+        run(scheduler, scheduler.schedule())
+    run(scheduler, scheduler.schedule())
+    assert second.finish_reason == "length" and scheduler.preemptions == 0
+
+
+def test_a_waiting_prompt_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    digest = block_manager._digest
+    monkeypatch.setattr(block_manager, "_digest", lambda *given: made.append(1) or digest(*given))
+    blocks = BlockManager(64, 2)
+    blocks.free(allocated(blocks, [1] * 40))
+    held = allocated(blocks, list(range(100)))
+    made.clear()
+    waiting = sequence([1] * 40)
+    for _ in range(50):
+        assert not blocks.can_allocate(waiting)
+    assert len(made) == 19
+    blocks.free(held)
+    blocks.allocate(waiting)
+    blocks.publish(waiting, 40)
+    assert len(made) == 20
 
 
 def test_rows_are_owned_while_blocks_are() -> None:

@@ -50,10 +50,10 @@ class PrefillAttention:
     """
 
     kv_caches: Caches
-    slots_T: Tensor  # int64; of padding 0
+    slots_T: Tensor  # of padding 0
     queries: Ranges  # the chunks among the tokens
     context: Ranges  # of each chunk, its own tokens included
-    context_slots_L: Tensor | None  # int64, where K and V of all contexts are; None if the chunks are all there is
+    context_slots_L: Tensor | None  # where K and V of all contexts are; None if the chunks are all there is
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         """See `model.Attention`; [T, H, D] without padding."""
@@ -63,18 +63,19 @@ class PrefillAttention:
         if self.context_slots_L is None:
             k_LKD, v_LKD = k_TKD[:count], v_TKD[:count]
         else:
-            k_LKD = k_cache.flatten(0, 1)[self.context_slots_L]
-            v_LKD = v_cache.flatten(0, 1)[self.context_slots_L]
+            k_LKD = k_cache.flatten(0, 1).index_select(0, self.context_slots_L)
+            v_LKD = v_cache.flatten(0, 1).index_select(0, self.context_slots_L)
         return varlen_attention(q_THD[:count], k_LKD, v_LKD, self.queries, self.context)
 
 
 class Ranges:
     """Sequences laid end to end: where each begins and ends."""
 
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
+    bounds_on_device: Tensor  # int32, to be set for CUDA
+
+    def __init__(self, lengths: list[int]) -> None:
         self.bounds = [0, *accumulate(lengths)]
         self.longest, self.total = max(lengths), self.bounds[-1]
-        self.bounds_on_device = torch.tensor(self.bounds, dtype=torch.int32, device=device)
 
     def __iter__(self) -> Iterator[slice]:
         return map(slice, self.bounds, self.bounds[1:])

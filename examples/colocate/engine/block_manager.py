@@ -47,30 +47,29 @@ class BlockManager:
         """How many blocks hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def cached_blocks(self, tokens: list[int]) -> list[int]:
-        """The blocks whose contents a sequence of these tokens can share, from its start.
+    def cached_blocks(self, sequence: Sequence) -> list[int]:
+        """The blocks whose contents the sequence can share, from its start.
 
         At least the last token is left out: its logits are needed, so it has to be computed.
         """
+        if not self.prefix_cache:
+            return []
         found: list[int] = []
-        digest = b""
-        for start in range(0, len(tokens) - self.block_size, self.block_size):
-            digest = _digest(digest, tokens[start : start + self.block_size])
+        for digest in self._digests(sequence, len(sequence.tokens) - 1):
             block = self._block_of.get(digest)
             if block is None:
                 break
             found.append(block)
         return found
 
-    def can_allocate(self, sequence: Sequence) -> bool:
-        """Whether blocks for all of the sequence's tokens can be had now."""
-        cached = self.cached_blocks(sequence.tokens)
-        return self._shortage(sequence, cached) <= 0
+    def can_allocate(self, sequence: Sequence, reserve: int = 0) -> bool:
+        """Whether blocks for all of the sequence's tokens can be had now, and so many stay free."""
+        return self._shortage(sequence, self.cached_blocks(sequence)) + reserve <= 0
 
     def allocate(self, sequence: Sequence) -> None:
         """Give a sequence that holds nothing the blocks for all its tokens, shared ones first."""
         assert not sequence.blocks
-        cached = self.cached_blocks(sequence.tokens)
+        cached = self.cached_blocks(sequence)
         if (shortage := self._shortage(sequence, cached)) > 0:
             raise OutOfBlocksError(
                 f"{len(sequence.tokens)} tokens need {shortage} more free blocks of {self.block_size} tokens; "
@@ -80,7 +79,7 @@ class BlockManager:
             self._references[block] += 1
             self._free.pop(block, None)
         sequence.blocks = list(cached)
-        sequence.digests = [self._digest_of[block] for block in cached]
+        sequence.num_published = len(cached)
         sequence.num_computed = len(cached) * self.block_size
         while len(sequence.blocks) < self.blocks_for(len(sequence.tokens)):
             sequence.blocks.append(self._take())
@@ -99,16 +98,13 @@ class BlockManager:
 
         Call it once their K and V are written, or will be by the very step that others first read them in.
         """
-        if not self.prefix_cache:
+        if not self.prefix_cache or num_tokens // self.block_size <= sequence.num_published:
             return
-        size = self.block_size
-        for index in range(len(sequence.digests), num_tokens // size):
-            parent = sequence.digests[-1] if index else b""
-            digest = _digest(parent, sequence.tokens[index * size : (index + 1) * size])
-            sequence.digests.append(digest)
-            if digest not in self._block_of:
+        for index, digest in enumerate(self._digests(sequence, num_tokens)):
+            if index >= sequence.num_published and digest not in self._block_of:
                 self._block_of[digest] = sequence.blocks[index]
                 self._digest_of[sequence.blocks[index]] = digest
+        sequence.num_published = num_tokens // self.block_size
 
     def free(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back; the end of its chain is handed out before the start."""
@@ -118,7 +114,7 @@ class BlockManager:
                 self._free[block] = None
                 if block not in self._digest_of:
                     self._free.move_to_end(block, last=False)
-        sequence.blocks, sequence.digests, sequence.num_computed = [], [], 0
+        sequence.blocks, sequence.num_published, sequence.num_computed = [], 0, 0
 
     def drop_prefix_cache(self) -> None:
         """Forget all contents. Nothing may hold blocks: their owners would go on from what is forgotten here."""
@@ -127,6 +123,13 @@ class BlockManager:
             raise RuntimeError(f"{held} blocks of the KV cache are held by running requests; drain them first")
         self._block_of.clear()
         self._digest_of.clear()
+
+    def _digests(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """Of the full blocks among the first tokens. Made once: a request that waits asks in every step."""
+        size, made = self.block_size, sequence.digests
+        for index in range(len(made), num_tokens // size):
+            made.append(_digest(made[-1] if made else b"", sequence.tokens[index * size : (index + 1) * size]))
+        return made[: max(0, num_tokens) // size]
 
     def _lacks_block(self, sequence: Sequence) -> bool:
         return sequence.length > len(sequence.blocks) * self.block_size

@@ -29,15 +29,16 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "block_size", "num_blocks", "max_prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a positive integer")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(f"max_model_len is {self.max_model_len!r}; expected 2 tokens or more, or None")
+            check_count(name, getattr(self, name))
+        if self.max_model_len is not None:
+            check_count("max_model_len", self.max_model_len, least=2)
         for size in self.graph_batch_sizes or ():
-            if not 1 <= size <= self.max_batch_size:
+            check_count("graph batch size", size)
+            if size > self.max_batch_size:
                 raise ValueError(f"graph batch size {size!r} is out of range; expected 1 to {self.max_batch_size}")
         for size in self.prefill_graph_sizes:
-            if not 1 <= size <= self.max_prefill_tokens:
+            check_count("prefill graph size", size)
+            if size > self.max_prefill_tokens:
                 raise ValueError(
                     f"prefill graph size {size!r} is out of range; "
                     f"expected 1 to max_prefill_tokens, {self.max_prefill_tokens}"
@@ -51,8 +52,8 @@ class EngineConfig:
                 raise ValueError(f"compile batch size {size!r} is not among {self.batch_sizes()}; expected one of them")
 
     def prefill_budget(self) -> int:
-        """Tokens that a step prefills at most. With graphs no more than the largest holds: longer ones in segments."""
-        return max(self.prefill_graph_sizes) if self.prefill_graph_sizes else self.max_prefill_tokens
+        """Tokens that a step prefills at most. Where there are sizes for graphs, as many as the largest holds."""
+        return max(self.prefill_graph_sizes, default=self.max_prefill_tokens)
 
     def batch_sizes(self) -> tuple[int, ...]:
         """The sizes that decode steps are padded to, ascending."""
@@ -60,3 +61,9 @@ class EngineConfig:
             return tuple(sorted(set(self.graph_batch_sizes)))
         limit = self.max_batch_size
         return tuple(sorted({*range(1, min(32, limit) + 1), *range(64, limit + 1, 32), limit}))
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Raise ValueError for what is no integer, or a smaller one."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}; expected an integer of {least} or more")

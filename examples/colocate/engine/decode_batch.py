@@ -48,9 +48,9 @@ class DecodeBatch:
         self.inputs[:size].copy_(rows, non_blocking=True)
 
     def store(self, rows_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
-        """Keep what was sampled (int64 and fp32 [B]) for the next step and for the host."""
+        """Keep what was sampled (int64 and fp32 [B]) at these rows for the next step, and for the host."""
         count = len(tokens_B)
-        self.latest.index_copy_(0, rows_B, tokens_B)
+        self.latest.index_copy_(0, rows_B.long(), tokens_B)
         self.outputs[_TOKEN, :count].copy_(tokens_B)
         self.outputs.view(torch.float32)[_LOGPROB, :count].copy_(logprobs_B)
 
@@ -67,11 +67,11 @@ class DecodeBatch:
 
     def tokens(self, size: int) -> Tensor:
         """Int64 [size]."""
-        return self.latest[self.rows(size)]
+        return self.latest.index_select(0, self.rows(size))
 
     def rows(self, size: int) -> Tensor:
-        """Int64 [size], in `latest`."""
-        return self.inputs[:size, _ROW].long()
+        """Int32 [size], a view, in `latest`."""
+        return self.inputs[:size, _ROW]
 
     def positions(self, size: int) -> Tensor:
         """Int32 [size], a view."""

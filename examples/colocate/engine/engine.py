@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+import os
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +35,8 @@ class Engine:
 
     Everything that lasts lives in the regions of `EngineMemory`. While one of them is paused every call that would
     touch it raises memsaver.RegionPausedError, and changes nothing. A resume of the KV cache brings undefined
-    contents: `drain` before the pause, `drop_prefix_cache` before going on.
+    contents: `drain` before the pause, `drop_prefix_cache` before going on. All work is queued on one stream, that of
+    the caller.
     """
 
     def __init__(
@@ -43,7 +48,8 @@ class Engine:
     ) -> None:
         """Random weights to begin with; `load_weights` brings real ones. Graphs come with `capture`.
 
-        With tensor parallel every rank is an engine in a process of its own, and all are called alike.
+        With tensor parallel every rank is an engine in a process of its own, and all are called alike. If a call
+        fails on one of them the others wait for it in a collective, until the process group's timeout.
         """
         self.model_config, self.config, self.parallel = model, config, parallel
         self.device = torch.device(device)
@@ -108,10 +114,14 @@ class Engine:
         return [sequence.completion() for sequence in sequences]
 
     def submit(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
-        """Queue one request; `step` works on it until its `finish_reason` is set."""
-        self._check_prompt(prompt)
+        """Queue one request; `step`, or a `drain`, works on it until its `finish_reason` is set.
+
+        "failed" if a step did, whether it was this request's or not.
+        """
+        self._check_open()
+        prompt = self._checked(prompt)
         max_tokens = min(len(prompt) + sampling.max_new_tokens, self.max_model_len)
-        sequence = Sequence(list(prompt), sampling, max_tokens)
+        sequence = Sequence(prompt, sampling, max_tokens)
         self.scheduler.add(sequence)
         return sequence
 
@@ -129,23 +139,27 @@ class Engine:
         """
         with_graphs = self._want_graphs(use_graphs)
         self._check_ready(with_graphs)
-        try:
-            step = self.scheduler.schedule(admit)
-            launched = self._launch(step, with_graphs)
-            advanced = self.settle()
-            self._in_flight = launched
-        except BaseException:
-            self._in_flight = None
-            self.scheduler.abort()
-            raise
+        with self.on_device():
+            try:
+                step = self.scheduler.schedule(admit)
+                launched = self._launch(step, with_graphs)
+                advanced = self.settle()
+                self._in_flight = launched
+            except BaseException:
+                self._in_flight = None
+                self.scheduler.abort()
+                with suppress(RuntimeError):  # of a device that is lost: the reason is on its way
+                    self._synchronize()  # copies from buffers that are filled anew may still be queued
+                raise
         return advanced
 
     def settle(self) -> list[Sequence]:
         """Wait for the step in flight, and take what it sampled. Returns the requests that have one token more."""
         if self._in_flight is None:
             return []
-        (step, readback), self._in_flight = self._in_flight, None
-        tokens, logprobs = readback.wait(len(step.sampling))
+        step, readback = self._in_flight
+        tokens, logprobs = readback.wait(len(step.sampling))  # a wait that is interrupted can be repeated
+        self._in_flight = None
         advanced = self.scheduler.update(step, tokens, logprobs)
         self.tokens_generated += len(advanced)
         return advanced
@@ -153,28 +167,30 @@ class Engine:
     def drain(self, finish: bool = True) -> None:
         """Empty the KV cache of running requests, admit nothing, and wait for the device: before a pause.
 
-        They run to their end; with `finish` False they are put back, and computed anew later. Requests that wait hold
-        no blocks; the next `step` goes on with them.
+        They run to their end, unless one is preempted; with `finish` False they are put back, and computed anew later.
+        Requests that wait hold no blocks; the next `step` goes on with them.
         """
+        self._check_open()
         self.settle()
         if not finish:
             self.scheduler.preempt_all()
         while self.scheduler.active:
             self.step(admit=False)
         self.settle()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._synchronize()
 
     def drop_prefix_cache(self) -> None:
         """Forget what the KV cache holds; a RuntimeError while requests are running."""
+        self._check_open()
         self.blocks.drop_prefix_cache()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool = False) -> None:
-        """Overwrite the weights by Hugging Face name (see `Decoder.load_weights`), and forget what old ones cached.
+        """Overwrite the weights by Hugging Face name (see `Model.load_weights`), and forget what old ones cached.
 
         With `partial` the last call, without it, checks that all names came. Needs the weights' region alone, and
         no running requests.
         """
+        self._check_open()
         self.memory.weights.check_active("take weights")
         self.settle()
         self.drop_prefix_cache()
@@ -186,10 +202,7 @@ class Engine:
         The token is good until the weights are paused. Whoever attaches has to be done before the next step. Needs the
         weights' region alone, in a shared pool, and no running requests.
         """
-        if self.parallel.size > 1:
-            raise ValueError(
-                f"tensor parallel size is {self.parallel.size}; expected 1 where weights are shared in whole"
-            )
+        self._check_whole()
         self.memory.weights.check_active("be shared")
         self.settle()
         self.drop_prefix_cache()
@@ -197,7 +210,9 @@ class Engine:
 
     def differing_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Names of those that are not, bit for bit, the weights that the engine has."""
-        return [name for name, tensor in named_tensors if not _same_bits(self.model.parameters[name], tensor)]
+        self._check_whole()
+        parameters = self.model.parameters
+        return [name for name, tensor in named_tensors if not _same_bits(parameters.get(name), tensor)]
 
     @torch.no_grad()
     def capture(self) -> None:
@@ -209,6 +224,11 @@ class Engine:
         self._check_ready(graphs=False)
         if not (self.config.use_graphs and self.graphs.available) or self.graphs.captures:
             return
+        if self.parallel.size > 1 and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+            raise RuntimeError(
+                "NCCL_GRAPH_REGISTER is not set to 0, expected that from before the process group was made: NCCL would "
+                "keep the memory that graphs have now, and a pause takes it away"
+            )
         self.settle()
         self.batch.fill([], self.config.max_batch_size, self.config.block_size)
         try:
@@ -219,21 +239,31 @@ class Engine:
             self._release_graphs()
             raise
 
-    def decode_step(self, size: int, compiled: bool | None = None) -> None:
+    def decode_step(self, size: int) -> None:
         """What a graph of this size records: from the static inputs to the static outputs of `batch`."""
         batch = self.batch
-        compiled = size in self.config.compile_batch_sizes if compiled is None else compiled
-        logits_BV = (self._compiled_logits if compiled else self._decode_logits)(size)
+        logits_BV = self.decode_logits(size, compiled=size in self.config.compile_batch_sizes)
         batch.store(batch.rows(size), *self.sampler(logits_BV, batch.temperatures(size)))
+
+    def decode_logits(self, size: int, compiled: bool) -> Tensor:
+        """The part of `decode_step` that may go through torch.compile: logits [size, V]."""
+        logits_BV: Tensor = (self._compiled_logits if compiled else self._decode_logits)(size)
+        return logits_BV
 
     def addresses(self) -> dict[str, int]:
         """Where every tensor is that graphs rely on: weights, KV cache, constants, static inputs and outputs."""
+        self._check_open()
         found = {f"weights/{name}": weight.data_ptr() for name, weight in self.model.weights.items()}
         found["kv_cache"] = self.kv_cache.data_ptr()
         found.update({f"buffers/{name}": constant.data_ptr() for name, constant in self.model.constants.items()})
         found["buffers/sampler"] = self.sampler.state.data_ptr()
         found.update({f"buffers/{name}": address for name, address in self.batch.addresses().items()})
+        found.update({f"buffers/{name}": address for name, address in self.prefill_runner.addresses().items()})
         return found
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Makes the engine's GPU the current one, where kernels are launched and events recorded."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def close(self) -> None:
         """Give back graphs and tensors; the engine cannot be used afterwards. Idempotent."""
@@ -259,7 +289,7 @@ class Engine:
         batch = PrefillBatch.build(step, size, self.kv_caches, self.config.block_size)
         hidden_TC = self.prefill_runner.run(batch.tokens_T, batch.positions_T, batch.attention, use_graphs)
         if step.sampling:
-            logits_BV = self.model.logits(hidden_TC[batch.last_B])
+            logits_BV = self.model.logits(hidden_TC.index_select(0, batch.last_B))
             self.batch.store(batch.rows_B, *self.sampler(logits_BV, batch.temperatures_B))
 
     def _decode(self, step: Step, use_graphs: bool) -> None:
@@ -282,19 +312,38 @@ class Engine:
     def _want_graphs(self, use_graphs: bool | None) -> bool:
         return self.config.use_graphs if use_graphs is None else use_graphs
 
-    def _check_ready(self, graphs: bool) -> None:
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
+
+    def _check_ready(self, graphs: bool) -> None:
+        self._check_open()
         self.memory.check_active(graphs)
 
-    def _check_prompt(self, prompt: list[int]) -> None:
-        if not 1 <= len(prompt) < self.max_model_len:
-            raise ValueError(f"prompt has {len(prompt)} tokens; expected 1 to {self.max_model_len - 1}")
-        for token in prompt:
-            if not 0 <= token < self.model_config.vocab_size:
+    def _check_whole(self) -> None:
+        self._check_open()
+        if self.parallel.size > 1:
+            raise ValueError(f"tensor parallel size is {self.parallel.size}; expected 1, so that weights are whole")
+
+    def _checked(self, prompt: list[int]) -> list[int]:
+        tokens: list[int] = []
+        for position, token in enumerate(prompt):
+            try:
+                tokens.append(operator.index(token))
+            except TypeError:
+                raise TypeError(f"prompt has {token!r} at {position}; expected integers") from None
+            if not 0 <= tokens[-1] < self.model_config.vocab_size:
                 raise ValueError(f"prompt has token {token}; expected 0 to {self.model_config.vocab_size - 1}")
+        if not 1 <= len(tokens) < self.max_model_len:
+            raise ValueError(f"prompt has {len(tokens)} tokens; expected 1 to {self.max_model_len - 1}")
+        return tokens
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    other = other.to(one.device)
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def _same_bits(one: Tensor | None, other: Tensor) -> bool:
+    if one is None or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.view(torch.uint8), other.to(one.device).view(torch.uint8))

@@ -58,17 +58,12 @@ class GraphPool:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Around warm-up and captures. What was captured inside has to be dropped if this raises."""
-        self.captures.clear()
-        try:
-            with torch.cuda.device(self.device), _garbage_frozen(self.freeze_gc):
-                # One stream for all: cuBLAS keeps a workspace for each stream for good, so the capture's has to be
-                # made by the warm-up, outside any region.
-                self._stream = self._stream or torch.cuda.Stream()
-                self.memory.make_graph_region()
-                yield
-        except BaseException:
-            self.captures.clear()
-            raise
+        with torch.cuda.device(self.device), _garbage_frozen(self.freeze_gc):
+            # One stream for all: cuBLAS keeps a workspace for each stream for good, so the capture's has to be made by
+            # the warm-up, outside any region.
+            self._stream = self._stream or torch.cuda.Stream()
+            self.memory.make_graph_region()
+            yield
 
     def warm_up(self, functions: list[Callable[[], object]]) -> None:
         """Run each twice, so that kernels are compiled, libraries loaded, and what allocates once has done so."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,44 +19,51 @@ from .sequence import Sequence
 class PrefillBatch:
     """Made anew for each step; T tokens, B sequences that sample."""
 
-    tokens_T: Tensor  # int64
-    positions_T: Tensor  # int64
+    tokens_T: Tensor  # int32
+    positions_T: Tensor  # int32
     attention: PrefillAttention
-    last_B: Tensor  # int64, the last token of each that samples
-    rows_B: Tensor  # int64, see `DecodeBatch`
+    last_B: Tensor  # int32, the last token of each that samples
+    rows_B: Tensor  # int32, see `DecodeBatch`
     temperatures_B: Tensor  # fp32
 
     @classmethod
     def build(cls, step: Step, size: int, kv_caches: Caches, block_size: int) -> PrefillBatch:
-        """Of a step's chunks, padded to `size` tokens, on the caches' device."""
-        device, chunks = kv_caches[0][0].device, step.chunks
-        tokens = [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.stop]]
-        positions = [position for chunk in chunks for position in range(chunk.start, chunk.stop)]
-        contexts = [_slots(chunk.sequence, chunk.stop, block_size) for chunk in chunks]
-        slots = [slot for chunk, context in zip(chunks, contexts) for slot in context[chunk.start :]]
-        padding = [0] * (size - len(tokens))
-        tokens_T, positions_T, slots_T = torch.tensor(
-            [tokens + padding, positions + padding, slots + padding], device=device
-        )
+        """Of a step's chunks, padded to `size` tokens, on the caches' device, where they come in one copy."""
+        chunks = step.chunks
+        padding = [0] * (size - count_tokens(chunks))
         whole = all(chunk.start == 0 for chunk in chunks)
-        queries = Ranges([chunk.stop - chunk.start for chunk in chunks], device)
+        contexts = [_slots(chunk.sequence, chunk.stop, block_size) for chunk in chunks]
+        queries = Ranges([chunk.stop - chunk.start for chunk in chunks])
+        context = queries if whole else Ranges([chunk.stop for chunk in chunks])
+        temperatures = array("f", [sequence.sampling.temperature for sequence in step.sampling])
+        parts: list[Iterable[int]] = [
+            [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.stop]] + padding,
+            [position for chunk in chunks for position in range(chunk.start, chunk.stop)] + padding,
+            [slot for chunk, slots in zip(chunks, contexts) for slot in slots[chunk.start :]] + padding,
+            [] if whole else [slot for slots in contexts for slot in slots],
+            queries.bounds,
+            context.bounds,
+            [end - 1 for chunk, end in zip(chunks, queries.bounds[1:]) if chunk.samples],
+            [sequence.row for sequence in step.sampling],
+            array("i", temperatures.tobytes()),  # their bits
+        ]
+        tokens_T, positions_T, slots_T, context_slots_L, *bounds, last_B, rows_B, bits_B = _on_device(
+            parts, kv_caches[0][0].device
+        )
+        queries.bounds_on_device, context.bounds_on_device = bounds
         attention = PrefillAttention(
-            kv_caches,
-            slots_T,
-            queries,
-            queries if whole else Ranges([chunk.stop for chunk in chunks], device),
-            None if whole else torch.tensor([slot for context in contexts for slot in context], device=device),
+            kv_caches, slots_T, queries, context, context_slots_L=None if whole else context_slots_L
         )
-        ends = [end for chunk, end in zip(chunks, queries.bounds[1:]) if chunk.samples]
-        temperatures = [sequence.sampling.temperature for sequence in step.sampling]
-        return cls(
-            tokens_T,
-            positions_T,
-            attention,
-            torch.tensor(ends, dtype=torch.int64, device=device) - 1,
-            torch.tensor([sequence.row for sequence in step.sampling], dtype=torch.int64, device=device),
-            torch.tensor(temperatures, dtype=torch.float32, device=device),
-        )
+        return cls(tokens_T, positions_T, attention, last_B, rows_B, bits_B.view(torch.float32))
+
+
+def _on_device(parts: list[Iterable[int]], device: torch.device) -> list[Tensor]:
+    """Int32 tensors, in one copy that nobody waits for: torch keeps the pinned memory until it is done."""
+    arrays = [np.asarray(part, dtype=np.int32) for part in parts]
+    packed = torch.from_numpy(np.concatenate(arrays))
+    if device.type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    return list(packed.split([len(each) for each in arrays]))
 
 
 def count_tokens(chunks: list[Chunk]) -> int:

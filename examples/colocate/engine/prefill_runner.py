@@ -38,11 +38,16 @@ class PrefillRunner:
         self.replays = 0
         if self.sizes:
             config, most = model.config, self.sizes[-1]
-            self.tokens_T: Tensor = buffers.empty((most,), torch.int64)
-            self.positions_T: Tensor = buffers.empty((most,), torch.int64)
+            self.tokens_T: Tensor = buffers.empty((most,), torch.int32)
+            self.positions_T: Tensor = buffers.empty((most,), torch.int32)
             self.attended_THD: Tensor = buffers.empty((most, model.num_heads, config.head_dim), config.dtype)
             for tensor in (self.tokens_T, self.positions_T, self.attended_THD):
                 tensor.zero_()
+
+    def addresses(self) -> dict[str, int]:
+        """Where the static tensors are."""
+        names = ("tokens_T", "positions_T", "attended_THD") if self.sizes else ()
+        return {f"prefill_{name}": getattr(self, name).data_ptr() for name in names}
 
     def padded_size(self, count: int, use_graphs: bool) -> int:
         """The size that so many tokens are padded to: that of the graphs that run them, or none at all."""

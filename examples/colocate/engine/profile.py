@@ -49,8 +49,13 @@ def profile_replays(engine: Engine, size: int, replays: int, context: int | None
 
     Overwrites the KV cache and forgets what it held: a RuntimeError while requests are running.
     """
+    with engine.on_device():
+        return _profiled(engine, size, replays, engine.max_model_len - 1 if context is None else context)
+
+
+def _profiled(engine: Engine, size: int, replays: int, context: int) -> Profile:
     graph = engine.runner.graphs.get(size)
-    fill_with_random_context(engine, size, engine.max_model_len - 1 if context is None else context)
+    fill_with_random_context(engine, size, context)
     step = partial(engine.decode_step, size) if graph is None else graph.replay
     on_gpu = engine.device.type == "cuda"
 

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Sampling in Triton: one pass over the logits, which are the largest tensor of a decode step after the weights.
 
-Two kernels: one takes a part of a row each, the other joins a row's parts. Random numbers are Philox's (Salmon et al.,
-2011), keyed by a seed and a count of calls on the device, so that every replay of a graph draws others.
+Two kernels, and one that counts: the first takes a part of a row each, the second joins a row's parts. Random numbers
+are Philox's (Salmon et al., 2011), keyed by a seed and a count of calls on the device, so that every replay of a graph
+draws others.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def _sample_part(
     noise = tl.where(uniform < 1e-3, uniform + 0.5 * uniform * uniform, -tl.log(1.0 - uniform))
     scores = tl.where(mask, logits - temperature * tl.log(tl.maximum(noise, 1e-10)), float("-inf"))
     best = tl.max(scores, 0)
-    chosen = tl.min(tl.where(scores == best, column, VOCAB), 0)
+    # Inside the vocabulary also where logits are NaN, and nothing is the best.
+    chosen = tl.min(tl.where((scores == best) & mask, column, VOCAB - 1), 0)
     peak = tl.max(logits, 0)
     at = row * tl.num_programs(0) + part
     plane = tl.num_programs(0) * tl.num_programs(1)
@@ -95,7 +97,7 @@ def _sample_joined(found_ptr, columns_ptr, tokens_ptr, logprobs_ptr, PARTS: tl.c
     peaks = tl.load(found_ptr + 2 * plane + at, mask=mask, other=float("-inf"))
     totals = tl.load(found_ptr + 3 * plane + at, mask=mask, other=0.0)
     # The first of equals, as torch.argmax takes.
-    winner = tl.min(tl.where(scores == tl.max(scores, 0), part, PARTS_PAD), 0)
+    winner = tl.min(tl.where((scores == tl.max(scores, 0)) & mask, part, PARTS - 1), 0)
     logit = tl.sum(tl.where(part == winner, logits, 0.0), 0)
     peak = tl.max(peaks, 0)
     total = tl.sum(totals * tl.exp(peaks - peak), 0)

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from .block_manager import BlockManager
-from .sequence import Sequence
+from .sequence import FinishReason, Sequence
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,16 @@ class Scheduler:
                 self.blocks.publish(sequence, min(sequence.num_computed, len(sequence.tokens)))
         return advanced
 
-    def cancel(self, sequence: Sequence) -> None:
+    def cancel(self, sequence: Sequence, reason: FinishReason = "cancelled") -> None:
         """Finish a request with what it has; nothing happens if it is not here, or no longer."""
         for holders in (self.running, self.prefilling):
             if sequence in holders:
                 holders.remove(sequence)
                 self._release(sequence)
-                sequence.finish_reason = "cancelled"
+                sequence.finish_reason = reason
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-            sequence.finish_reason = "cancelled"
+            sequence.finish_reason = reason
 
     def preempt_all(self) -> None:
         """Take all blocks back; requests wait again in their order. Nothing may be in flight."""
@@ -112,9 +112,9 @@ class Scheduler:
             self._preempt()
 
     def abort(self) -> None:
-        """Cancel every request and forget what was cached, after a step that failed half-way."""
+        """Drop every request and forget what was cached, after a step that failed half-way."""
         for sequence in [*self.running, *self.prefilling, *self.waiting]:
-            self.cancel(sequence)
+            self.cancel(sequence, "failed")
         self.blocks.drop_prefix_cache()
 
     def _prefill(self, admit: bool) -> list[Chunk]:
@@ -124,7 +124,8 @@ class Scheduler:
             budget -= self._next_chunk(sequence, budget, chunks)
         while admit and budget and self.waiting and len(self.running) + len(self.prefilling) < self.max_batch_size:
             sequence = self.waiting[0]
-            if not self.blocks.can_allocate(sequence):
+            # A block stays free for each that runs, lest one that comes in take what they grow into next.
+            if not self.blocks.can_allocate(sequence, reserve=len(self.running) + len(self.prefilling)):
                 break
             self.blocks.allocate(sequence)
             sequence.row = self._rows.pop()

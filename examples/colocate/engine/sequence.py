@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "cancelled"]
+from .config import check_count
+
+FinishReason = Literal["stop", "length", "cancelled", "failed"]  # failed: a step was, and all requests are dropped
+
+_HOTTEST = 1e6  # far beyond sampling evenly, and finite in fp32
 
 
 @dataclass(frozen=True)
@@ -18,10 +21,11 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature!r}; expected a finite number, zero or more")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens!r}; expected a positive integer")
+        if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature <= _HOTTEST:
+            raise ValueError(f"temperature is {self.temperature!r}; expected a number from 0 to {_HOTTEST:g}")
+        check_count("max_new_tokens", self.max_new_tokens)
+        if not isinstance(self.stop_tokens, tuple) or not all(isinstance(token, int) for token in self.stop_tokens):
+            raise ValueError(f"stop_tokens is {self.stop_tokens!r}; expected a tuple of integers")
 
 
 @dataclass
@@ -47,7 +51,8 @@ class Sequence:
     tokens: list[int] = field(init=False)  # the prompt, then what was sampled
     logprobs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)  # of the full blocks, in order
+    digests: list[bytes] = field(default_factory=list)  # of full blocks of tokens, as far as anybody has asked
+    num_published: int = 0  # blocks that others may share
     num_computed: int = 0  # a step that is launched counts as done
     in_flight: int = 0
     row: int = -1  # its place among the device's latest tokens, while it holds blocks
