@@ -1,0 +1,174 @@
+"""The engine's Triton kernels on a GPU: bytes they must move over their time, beside a plain copy on the device.
+
+    python benchmarks/kernels.py [--sweep]
+
+Each kernel runs many times in one CUDA graph, so that launches do not count; ``host us`` is what a launch costs a
+caller without graphs. Paged decode reads a different layer's cache each time, so that a small batch does not stay in the
+L2 cache. ``--sweep`` tries other tiles, stages, warps and numbers of programs for it, one line each. Prints a table,
+then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+from environment import environment, need_cuda  # noqa: E402
+
+LAYERS = 36
+REPEATS = 20  # of a kernel in a graph
+TUNED = ("_TILE_BYTES", "_STAGES", "_WARPS", "_PROGRAMS")
+TRIED = [
+    (8192, 2, 4, 512),
+    (8192, 4, 4, 512),
+    (8192, 3, 2, 512),
+    (8192, 4, 2, 512),
+    (8192, 3, 1, 512),
+    (16384, 3, 4, 512),
+    (16384, 3, 8, 512),
+    (4096, 5, 4, 512),
+    (8192, 3, 4, 256),
+    (8192, 3, 4, 1024),
+]
+# name: batch, query heads, kv heads, head dimension, tokens of context, whether lengths run from 1 to that
+PAGED = {
+    "8b, batch 64, 1024 tokens": (64, 32, 8, 128, 1024, False),
+    "8b, batch 64, 1 to 2048 tokens": (64, 32, 8, 128, 2048, True),
+    "8b, batch 1, 1024 tokens": (1, 32, 8, 128, 1024, False),
+    "8b, batch 1, 16384 tokens": (1, 32, 8, 128, 16384, False),
+    "0.6b, batch 128, 512 tokens": (128, 16, 8, 128, 512, False),
+    "gpt2, batch 64, 512 tokens": (64, 12, 12, 64, 512, False),
+}
+Row = dict[str, Any]
+
+
+def graph_us(calls: list[Callable[[], Any]], replays: int = 10) -> float:
+    """Microseconds of one of the calls, on the device."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for _ in range(2):
+        graph.replay()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3 / replays / len(calls)
+
+
+def host_us(call: Callable[[], Any], count: int = 300) -> float:
+    """Microseconds until a call returns."""
+    call()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        call()
+    spent = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return spent / count * 1e6
+
+
+def copy_rate() -> float:
+    """Bytes read and written in a microsecond by a plain copy of 1 GiB."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / graph_us([lambda: target.copy_(source)])
+
+
+def paged(shape: tuple[int, int, int, int, int, bool]) -> tuple[list[Callable[[], Any]], int]:
+    """A call for each layer, and the bytes of K and V that one reads."""
+    from examples.colocate.engine import paged_kernel
+
+    batch, heads, kv_heads, head_dim, length, ragged = shape
+    width = -(-length // 16)
+    caches = torch.randn(
+        LAYERS, 2, batch * width + 1, 16, kv_heads, head_dim, device="cuda", dtype=torch.bfloat16
+    ).unbind()
+    table = (torch.randperm(batch * width, device="cuda") + 1).int().view(batch, width)
+    lengths = torch.linspace(1 if ragged else length, length, batch, device="cuda").int()
+    q = torch.randn(batch, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    calls = [lambda each=each: paged_kernel.paged_decode_triton(q, *each, table, lengths) for each in caches]
+    return calls, int(lengths.sum()) * 2 * kv_heads * head_dim * 2
+
+
+def fused(tokens: int) -> dict[str, tuple[Callable[[], Any], int]]:
+    """A call of each of the other kernels, in the shapes of Qwen3-8B, and the bytes that it moves."""
+    from examples.colocate.engine import fused_kernels, sampling_kernel
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    x, residual, weight, norm = draw(tokens, 4096), draw(tokens, 4096), draw(4096), draw(128)
+    q, k, v = draw(tokens, 48, 128).split((32, 8, 8), dim=1)
+    keys, gate_up = k.contiguous(), draw(tokens, 24576)
+    angles, positions = torch.randn(8192, 64, device="cuda"), torch.arange(tokens, device="cuda", dtype=torch.int32)
+    caches = draw(2, tokens // 16 + 2, 16, 8, 128).unbind()
+    calls: dict[str, tuple[Callable[[], Any], int]] = {
+        "add_rms_norm": (lambda: fused_kernels.add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes),
+        "rotate": (
+            lambda: fused_kernels.rotate(q, k, norm, norm, 1e-6, angles, angles, positions),
+            2 * tokens * 40 * 256,
+        ),
+        "write_kv": (lambda: fused_kernels.write_kv(*caches, keys, v, positions), 4 * keys.nbytes),
+        "swiglu": (lambda: fused_kernels.swiglu(gate_up), gate_up.nbytes * 3 // 2),
+    }
+    if tokens <= 128:
+        logits, temperatures = draw(tokens, 151936), torch.ones(tokens, device="cuda")
+        state = torch.zeros(2, dtype=torch.int64, device="cuda")
+        calls["sample"] = lambda: sampling_kernel.sample(logits, temperatures, state), logits.nbytes
+    return calls
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    arguments = parser.parse_args()
+    need_cuda()
+    from examples.colocate.engine import paged_kernel
+
+    rate = copy_rate()
+    print(f"plain copy: {rate / 1e3:.0f} GB/s read and written")
+    rows: list[Row] = []
+
+    def show(name: str, nbytes: int, us: float, host: float | None, **more: Any) -> None:
+        rows.append({"kernel": name, "bytes": nbytes, "us": us, "of_copy": nbytes / us / rate, "host_us": host, **more})
+        figures = f"{nbytes / 1e6:9.2f} MB {us:9.2f} us {nbytes / us / rate:6.0%} of the copy"
+        print(f"{name:45} {figures}" + (f" {host:7.1f} host us" if host is not None else ""), flush=True)
+
+    chosen = tuple(getattr(paged_kernel, name) for name in TUNED)
+    for name, shape in PAGED.items():
+        calls, nbytes = paged(shape)
+        show(name, nbytes, graph_us(calls), host_us(calls[0]))
+        for tried in TRIED if arguments.sweep else ():
+            for attribute, value in zip(TUNED, tried):
+                setattr(paged_kernel, attribute, value)
+            try:
+                show(f"  {tried}", nbytes, graph_us(calls, replays=5), None, shape=name, tried=tried)
+            except Exception as error:  # more shared memory than there is, such as
+                print(f"  {tried}: {type(error).__name__}: {str(error)[:80]}")
+        for attribute, value in zip(TUNED, chosen):
+            setattr(paged_kernel, attribute, value)
+        del calls
+        torch.cuda.empty_cache()
+    for tokens in (1, 64, 4096):
+        for name, (call, nbytes) in fused(tokens).items():
+            show(f"{name}, {tokens} tokens", nbytes, graph_us([call] * REPEATS), host_us(call))
+    print(json.dumps({"benchmark": "kernels", **environment(), "copy_gb_per_s": rate / 1e3, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
