@@ -3,7 +3,7 @@
     python benchmarks/kernels.py [--sweep]
 
 Each kernel runs many times in one CUDA graph, so that launches do not count; ``host us`` is what a launch costs a
-caller without graphs. Paged decode reads a different layer's cache each time, so that a small batch does not stay in the
+caller without graphs. Paged decode reads another layer's cache each time, so that a small batch does not stay in the
 L2 cache. ``--sweep`` tries other tiles, stages, warps and numbers of programs for it, one line each. Prints a table,
 then one JSON line.
 """
