@@ -19,6 +19,7 @@ from examples.colocate.engine.graph_pool import GraphPool
 from examples.colocate.engine.sequence import Sequence
 from examples.colocate.engine.verify import VerificationError, verify
 from examples.colocate.model import ModelConfig, parameter_shapes
+from tests.engine_support import one_thread  # noqa: F401
 
 QWEN = ModelConfig(
     vocab_size=29,
@@ -91,15 +92,6 @@ def dense_greedy(model: ModelConfig, weights: dict[str, Tensor], prompt: list[in
     for _ in range(count):
         tokens.append(int(dense_logits(model, weights, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """These tensors are so small that threads of torch would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

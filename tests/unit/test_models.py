@@ -8,13 +8,12 @@ import gc
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from examples.colocate.engine.checkpoint import (
     PRESETS,
@@ -25,8 +24,10 @@ from examples.colocate.engine.checkpoint import (
     named_tensors,
 )
 from examples.colocate.engine.gpt2 import GPT2Config
+from examples.colocate.engine.memory import Unmanaged
 from examples.colocate.engine.model import Config, Model
 from examples.colocate.model import ModelConfig, RopeScaling
+from tests.engine_support import CPU, DenseAttention, one_thread  # noqa: F401
 
 transformers = pytest.importorskip("transformers", reason="these checkpoints are written, and checked, by transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="checkpoints are safetensors")
@@ -61,42 +62,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 Save = Callable[..., tuple[Path, Any]]
-
-
-class Memory:
-    """What a model asks of a region."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        self.device = device
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-
-class DenseAttention:
-    """One sequence's attention, in fp32; keeps what it saw."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        if layer in self.seen:
-            k_TKD, v_TKD = (torch.cat(pair) for pair in zip(self.seen[layer], (k_TKD, v_TKD)))
-        self.seen[layer] = k_TKD, v_TKD
-        group, new, length = q_THD.shape[1] // k_TKD.shape[1], len(q_THD), len(k_TKD)
-        q_THD, k_LHD, v_LHD = (x.float() for x in (q_THD, *(y.repeat_interleave(group, 1) for y in (k_TKD, v_TKD))))
-        scores = torch.einsum("thd,lhd->htl", q_THD, k_LHD) / q_THD.shape[-1] ** 0.5
-        scores.masked_fill_(torch.ones(new, length, dtype=torch.bool).triu(length - new + 1), float("-inf"))
-        return torch.einsum("htl,lhd->thd", scores.softmax(-1), v_LHD).to(k_TKD.dtype)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """These tensors are so small that threads of torch would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +115,7 @@ def gpt2(save: Save) -> Path:
 
 
 def loaded(folder: Path, dtype: torch.dtype | None = None) -> Model:
-    model = build(load_config(folder, dtype), Memory(), Memory())
+    model = build(load_config(folder, dtype), CPU, CPU)
     model.load_weights(named_tensors(folder, dtype))
     return model
 
@@ -202,7 +167,7 @@ def test_bf16(save: Save, case: str) -> None:
 
 
 def test_a_dtype_is_converted_only_if_it_is_asked_for(qwen3: Path) -> None:
-    model = build(load_config(qwen3, torch.float16), Memory(), Memory())
+    model = build(load_config(qwen3, torch.float16), CPU, CPU)
     with pytest.raises(ValueError, match=r"is torch.float32 .*expected torch.float16"):
         model.load_weights(named_tensors(qwen3))
     model.load_weights(named_tensors(qwen3, torch.float16))
@@ -348,7 +313,7 @@ def test_a_checkpoint_of_another_model(save: Save) -> None:
 def test_presets_have_the_published_sizes(name: str, parameters: int) -> None:
     # Without memory, and with short rotary tables.
     config: Any = dataclasses.replace(PRESETS[name], **({} if name == "gpt2" else {"max_position": 1}))
-    model = build(config, Memory("meta"), Memory("meta"))
+    model = build(config, Unmanaged(torch.device("meta")), Unmanaged(torch.device("meta")))
     assert sum(weight.numel() for weight in model.weights.values()) == parameters
     assert sum(each.numel() for each in model.parameters.values()) == parameters
     assert config.dtype == torch.bfloat16
@@ -356,7 +321,7 @@ def test_presets_have_the_published_sizes(name: str, parameters: int) -> None:
 
 @pytest.mark.parametrize("config", [GPT2Config(61, 32, 2, 4, 64), ModelConfig(61, 32, 2, 4, 2, 16, 48, 64)])
 def test_random_weights(config: Config) -> None:
-    models = [build(config, Memory(), Memory()) for _ in range(2)]
+    models = [build(config, CPU, CPU) for _ in range(2)]
     for model, seed in zip(models, (3, 4)):
         model.initialize(seed)
         for name, parameter in model.parameters.items():
@@ -378,4 +343,4 @@ def test_values_that_make_no_model() -> None:
         with pytest.raises(ValueError, match="expected"):
             dataclasses.replace(GPT2Config(61, 32, 2, 4, 64), **bad)
     with pytest.raises(ValueError, match="config is a dict; expected ModelConfig or GPT2Config"):
-        build({}, Memory(), Memory())  # type: ignore[arg-type]
+        build({}, CPU, CPU)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from examples.colocate.engine.gpt2 import GPT2Config
 from examples.colocate.engine.model import Config, Model
 from examples.colocate.engine.parallel import Parallel
 from examples.colocate.model import ModelConfig
+from tests.engine_support import CPU, DenseAttention
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN = ModelConfig(
@@ -38,30 +39,6 @@ CONFIGS: dict[str, Config] = {
     "gpt2, a vocabulary that is not shared": GPT2,
     "gpt2": dataclasses.replace(GPT2, vocab_size=30),
 }
-
-
-class Memory:
-    """What a model asks of a region."""
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-
-class DenseAttention:
-    """One sequence's attention; keeps what it saw."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        if layer in self.seen:
-            k_TKD, v_TKD = (torch.cat(pair) for pair in zip(self.seen[layer], (k_TKD, v_TKD)))
-        self.seen[layer] = k_TKD, v_TKD
-        group, new, length = q_THD.shape[1] // k_TKD.shape[1], len(q_THD), len(k_TKD)
-        k_LHD, v_LHD = k_TKD.repeat_interleave(group, 1), v_TKD.repeat_interleave(group, 1)
-        scores = torch.einsum("thd,lhd->htl", q_THD, k_LHD) / q_THD.shape[-1] ** 0.5
-        scores.masked_fill_(torch.ones(new, length, dtype=torch.bool).triu(length - new + 1), float("-inf"))
-        return torch.einsum("htl,lhd->thd", scores.softmax(-1), v_LHD)
 
 
 def weights(model: Model) -> dict[str, Tensor]:
@@ -87,8 +64,8 @@ def greedy(model: Model) -> tuple[list[int], Tensor]:
 
 def check_rank(config: Config) -> None:
     """On one of the two ranks: the same weights from a seed, the same logits and tokens from a checkpoint."""
-    alone = build(config, Memory(), Memory())
-    model = build(config, Memory(), Memory(), Parallel(dist.group.WORLD))
+    alone = build(config, CPU, CPU)
+    model = build(config, CPU, CPU, Parallel(dist.group.WORLD))
     alone.initialize(seed=5)
     model.initialize(seed=5)
     held = sum(weight.numel() for weight in model.weights.values())
@@ -139,7 +116,7 @@ def test_sizes_that_the_ranks_cannot_share(config: Config, message: str) -> None
     parallel = Parallel()
     parallel.size = 3
     with pytest.raises(ValueError, match=message):
-        build(config, Memory(), Memory(), parallel)
+        build(config, CPU, CPU, parallel)
 
 
 def test_one_rank_sends_nothing() -> None:
