@@ -16,6 +16,7 @@ import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
 from examples.colocate.engine.decode_batch import Readback
 from examples.colocate.engine.graph_pool import GraphPool
+from examples.colocate.engine.profile import profile_replays
 from examples.colocate.engine.sequence import Sequence
 from examples.colocate.engine.verify import VerificationError, verify
 from examples.colocate.model import ModelConfig, parameter_shapes
@@ -544,6 +545,20 @@ def test_verification_sees_a_graph_that_is_wrong(make_engine: MakeEngine, wrong:
     pieces[8] = [layers[0], layers[0], last]  # a layer that runs twice
     with pytest.raises(VerificationError, match="prefill 8 of 8"):
         verify(engine)
+
+
+def test_a_profile_names_what_a_step_spends_its_time_on(make_engine: MakeEngine) -> None:
+    engine = with_host_graphs(make_engine(graph_batch_sizes=(1, 3)))
+    for by_graph in (False, True):
+        profiled = profile_replays(engine, 3, replays=2, context=20)
+        assert profiled.by_graph == by_graph and profiled.seconds > 0
+        named = {kernel.name: kernel.calls for kernel in profiled.kernels}
+        # Four products in a layer, and the logits.
+        assert named["aten::mm"] == 4 * QWEN.num_layers + 1
+        longest, *others = (kernel.seconds for kernel in profiled.kernels)
+        assert longest >= max(others)
+        assert profiled.kernels[0].name in profiled.table(most=1)
+        engine.capture()
 
 
 def test_verification_needs_blocks(make_engine: MakeEngine) -> None:

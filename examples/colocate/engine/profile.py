@@ -69,7 +69,7 @@ def _profiled(engine: Engine, size: int, replays: int, context: int) -> Profile:
 
     run()
     seconds = run()
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         run()
     rows: list[Any] = list(profiler.key_averages())
     spent = [(row.self_device_time_total if on_gpu else row.self_cpu_time_total) / 1e6 for row in rows]
