@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -58,12 +59,17 @@ class PrefillBatch:
 
 
 def _on_device(parts: list[Iterable[int]], device: torch.device) -> list[Tensor]:
-    """Int32 tensors, in one copy that nobody waits for: torch keeps the pinned memory until it is done."""
+    """Int32 tensors, in one copy that nobody waits for: torch keeps the pinned memory until it is done.
+
+    Each begins at a multiple of 16 bytes: kernels are compiled anew for addresses that do and that do not.
+    """
     arrays = [np.asarray(part, dtype=np.int32) for part in parts]
-    packed = torch.from_numpy(np.concatenate(arrays))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    return list(packed.split([len(each) for each in arrays]))
+    starts = [0, *accumulate(-(-len(each) // 4) * 4 for each in arrays)]
+    packed = torch.zeros(starts[-1], dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    for start, each in zip(starts, arrays):
+        packed.numpy()[start : start + len(each)] = each
+    packed = packed.to(device, non_blocking=True)
+    return [packed[start : start + len(each)] for start, each in zip(starts, arrays)]
 
 
 def count_tokens(chunks: list[Chunk]) -> int:
