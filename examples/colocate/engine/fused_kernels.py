@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
 """The operations of `ops` in Triton, one launch each: what layers compute between their matrix products.
 
 All of them wait for memory alone, and in a decode step, which is small, for the launch. So whatever belongs together

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
 """Sampling in Triton: one pass over the logits, which are the largest tensor of a decode step after the weights.
 
 Two kernels, and one that counts: the first takes a part of a row each, the second joins a row's parts. Random numbers
