@@ -102,6 +102,30 @@ def test_switches_reach_the_engine(
     assert "paused_bytes" not in row
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--num-requests", "0"], "--num-requests: '0', expected an integer of 1 or more"),
+        (["--repeat-runs", "-1"], "expected an integer of 1 or more"),
+        (["--block-size", "x"], "--block-size: 'x', expected"),
+        (["--request-rate", "0"], "--request-rate: '0', expected a positive number"),
+        (["--graph-sizes", "1,abc"], "--graph-sizes: 'abc', expected"),
+    ],
+)
+def test_wrong_options_are_named(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.parse(options)
+    assert said in capsys.readouterr().err
+
+
+def test_what_the_engine_refuses_is_a_sentence(checkpoint: Path) -> None:
+    common = ["--model", str(checkpoint), *SMALL]
+    with pytest.raises(SystemExit, match="graph batch size 9 is out of range; expected 1 to 3"):
+        benchmark.main([*common, "--graph-sizes", "9"])
+    with pytest.raises(SystemExit, match="free"):  # what is needed, what is free, and who has the rest
+        benchmark.main([*common, "--num-blocks", "1000000000"])
+
+
 def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="expected a checkpoint's folder, or one of gpt2, qwen3-0.6b"):
         benchmark.main(["--model", str(tmp_path / "none"), "--device", "cpu"])

@@ -224,14 +224,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=DTYPES, help="of weights and KV cache, if not the model's own")
     add("--prompt", default="The memory of a GPU changes hands twice in every step of", help="of every request")
-    add("--prompt-tokens", type=int, default=0, help="random prompts of this many tokens, instead of --prompt")
-    add("--num-requests", type=int, default=64)
-    add("--max-new-tokens", type=int, default=128)
+    add(
+        "--prompt-tokens",
+        type=_count_or_none,
+        default=0,
+        help="random prompts of this many tokens, instead of --prompt",
+    )
+    add("--num-requests", type=_count, default=64)
+    add("--max-new-tokens", type=_count, default=128)
     add("--mode", choices=["online", "offline"], default="offline", help="offline: all requests are there at the start")
-    add("--request-rate", type=float, default=16.0, help="requests that arrive in a second, online, at random")
-    add("--max-batch-size", type=int, default=64)
-    add("--block-size", type=int, default=16, help="tokens in a KV block")
-    add("--num-blocks", type=int, default=0, help="KV blocks; 0: as many as a full batch needs")
+    add("--request-rate", type=_rate, default=16.0, help="requests that arrive in a second, online, at random")
+    add("--max-batch-size", type=_count, default=64, help="sequences that run together; the KV cache has room for all")
+    add("--block-size", type=_count, default=16, help="tokens in a KV block")
+    add("--num-blocks", type=_count_or_none, default=0, help="KV blocks; 0: as many as a full batch needs")
     add("--paged-attn", action=switch, default=True, help="decode attention as a kernel, on CUDA; otherwise in torch")
     add("--cuda-graph", action=switch, default=True)
     add("--graph-sizes", type=_sizes, help="batch sizes to capture, such as 1,8,64; None: 1 to 32, then every 32")
@@ -242,20 +247,46 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--no-stop-on-eos", action="store_true")
     add("--no-prefix-cache", action="store_true")
     add("--pretok", action="store_true", help="tokenize before the clock starts")
-    add("--warmup-runs", type=int, default=1)
-    add("--repeat-runs", type=int, default=3, help="runs of which the medians are printed")
+    add("--warmup-runs", type=_count_or_none, default=1)
+    add("--repeat-runs", type=_count, default=3, help="runs of which the medians are printed")
     add("--verify", action="store_true", help="first compare every graph with its eager step")
-    add("--profile", type=int, default=0, help="then profile so many replays of the largest batch")
+    add("--profile", type=_count_or_none, default=0, help="then profile so many replays of the largest batch")
     add("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
 
+def _count(text: str) -> int:
+    return _integer(text, least=1)
+
+
+def _count_or_none(text: str) -> int:
+    return _integer(text, least=0)
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected an integer of {least} or more")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a positive number")
+    return rate
+
+
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part)
+    return tuple(_count(part) for part in text.split(",") if part)
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        sys.exit(f"--device is {arguments.device!r}, and torch sees no CUDA device; expected 'cpu'")
     parallel = _parallel(arguments)
     if parallel.size > 1 and arguments.mode == "online":
         sys.exit("--mode online is for one rank, expected offline: ranks would admit requests by clocks of their own")
@@ -263,9 +294,13 @@ def main(argv: list[str] | None = None) -> None:
         engine, tokenizer, stops = build_engine(arguments, parallel)
     except CheckpointError as error:
         sys.exit(f"{error}; expected a checkpoint's folder, or one of {', '.join(PRESETS)}")
+    except (ValueError, memsaver.Error) as error:
+        sys.exit(str(error))
     talks = parallel.rank == 0
     if talks and engine.graphs.captures:
         print(engine.graphs.table())
+    if talks and arguments.verify and not engine.graphs.captures:
+        print("no graphs to verify")
     if arguments.verify:
         for row in verify(engine):
             if talks:
@@ -289,9 +324,9 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{name.replace('bytes', 'MiB'):>22} {value:12.2f}")
         told = {name: value for name, value in vars(arguments).items() if name != "prompt"}
         where = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "host"
-        print(
-            json.dumps({"benchmark": "engine", "where": where, "torch": torch.__version__, **told, **figures, **left})
-        )
+        captured = [capture.what for capture in engine.graphs.captures]
+        about = {"benchmark": "engine", "where": where, "torch": torch.__version__, "captured": captured}
+        print(json.dumps({**about, **told, **figures, **left}))
     engine.close()
 
 

@@ -58,13 +58,14 @@ class Engine:
         self.max_model_len = model.max_position if config.max_model_len is None else config.max_model_len
         if self.max_model_len > model.max_position:
             raise ValueError(f"max_model_len is {self.max_model_len}; expected at most {model.max_position}")
-        self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_cache)
-        self.scheduler = Scheduler(self.blocks, config.max_batch_size, config.prefill_budget())
         self.memory = EngineMemory(self.device, config.use_regions)
         self.model = build(model, self.memory.weights, self.memory.buffers, parallel)
         self.model.initialize(config.seed)
         cache_shape = (2, config.num_blocks, config.block_size, self.model.num_kv_heads, model.head_dim)
         self.kv_cache: Tensor = self.memory.kv_cache.empty((model.num_layers, *cache_shape), model.dtype)
+        # After the cache itself, which a number of blocks that is too large fails at.
+        self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_cache)
+        self.scheduler = Scheduler(self.blocks, config.max_batch_size, config.prefill_budget())
         # Taken apart once: to index a tensor costs as much as to launch a kernel.
         self.kv_caches: Caches = [(layer[0], layer[1]) for layer in self.kv_cache]
         max_blocks = self.blocks.blocks_for(self.max_model_len)
