@@ -42,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     broker = commands.add_parser("broker", help="own a device's memory and lend it to processes")
     broker.add_argument("--device", help="index, cuda:INDEX, UUID, or cpu (default: GPU 0, without one the cpu)")
     broker.add_argument("--capacity", type=_size, metavar="SIZE", help="most to lend (default: 90 %% of a GPU)")
-    broker.add_argument("--linger", type=_seconds, metavar="SECONDS", help="end after so long without clients (default: never)")
+    broker.add_argument(
+        "--linger", type=_seconds, metavar="SECONDS", help="end after so long without clients; else never"
+    )
     broker.add_argument("--detach", action="store_true", help="go on in the background once clients are accepted")
     broker.set_defaults(run=_broker)
 
