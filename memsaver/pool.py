@@ -51,7 +51,7 @@ class Served:
 
 
 class Pool:
-    """The books. ``capacity``: bytes that it may have made at any time; adopted chunks may exceed it."""
+    """The books. ``capacity``: bytes that it may have made at any time; adopted chunks may exceed it while in use."""
 
     def __init__(self, memory: Memory, capacity: int) -> None:
         self.memory = memory
@@ -249,6 +249,10 @@ class Pool:
         while queue and self._collect(queue[0], served):
             queue.pop(0)
         if not queue:
+            # Clients of an earlier broker may have brought more than there should be, each in its own time.
+            excess = self.total_bytes - self.leaving_bytes - self.capacity
+            if excess > 0 and self.idle_bytes:
+                served.drops += self.trim(max(0, self.idle_bytes - excess))[1]
             return served
         head = queue[0]
         served.again = self._make(head, served)

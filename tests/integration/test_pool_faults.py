@@ -68,14 +68,20 @@ class Survivors:
                 pass
 
 
+def settled(broker: Running) -> dict[str, Any]:
+    """The status, once the pool is whole."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_whole(status := broker.status()):
+        assert time.monotonic() < deadline, f"not whole within {PATIENCE_S} s: {status}"
+    return status
+
+
 def check_all(broker: Running, claimant: Worker) -> None:
     """With everybody at rest: all is there, once, and a client that comes can have it."""
-    until(lambda: is_whole(broker.status()), PATIENCE_S)
-    status = broker.status()
+    status = settled(broker)
     assert status["idle_bytes"] == status["total_bytes"] == int(claimant.run("print(used_bytes())")), status
     claimant.run(f"claim({CAPACITY})")
-    until(lambda: is_whole(broker.status()), PATIENCE_S)
-    assert broker.status()["idle_bytes"] == CAPACITY == int(claimant.run("print(used_bytes())"))
+    assert settled(broker)["idle_bytes"] == CAPACITY == int(claimant.run("print(used_bytes())"))
 
 
 def test_clients_killed_at_random_moments(broker: Running, tmp_path: Path) -> None:
@@ -107,9 +113,16 @@ def test_brokers_killed_at_random_moments(broker: Running, tmp_path: Path) -> No
             survivors.go(begin)
             for seed in range(begin, min(begin + 10, FIRST_SEED + BROKER_KILLS)):
                 until(lambda: pids <= books(broker)[1], PATIENCE_S)
-                time.sleep(random.Random(seed).random() * 0.05)
+                choose = random.Random(seed)
+                time.sleep(choose.random() * 0.05)
+                late = choose.choice(survivors.workers) if choose.random() < 0.5 else None
+                if late:
+                    late.stop()
                 broker.kill()
                 broker.start()
+                if late:
+                    time.sleep(choose.random() * 0.3)  # the other joins before it, and takes what there is
+                    late.go_on()
                 took = until(lambda: pids <= books(broker)[1], PATIENCE_S)
                 if took > SECOND_S:
                     slow.append((seed, took))
@@ -129,7 +142,7 @@ def test_a_call_that_fails_loses_nothing(broker: Running, move: str, backup: str
         failed = worker.run(f"print(sweep({move!r}, {backup!r}, {kind!r}))")
         assert int(failed) > 0
         worker.run("memsaver.pause()")
-        until(lambda: is_whole(broker.status()), PATIENCE_S)
+        settled(broker)
         assert broker.row(worker.pid)["held_bytes"] == 0
     with Worker(broker) as claimant:
         until(lambda: worker.pid not in books(broker)[1], PATIENCE_S)

@@ -476,6 +476,30 @@ def test_chunks_of_an_earlier_broker_are_adopted_even_beyond_the_capacity(pool, 
         pool.give(two, [901])
 
 
+def test_what_exceeds_the_capacity_goes_once_it_is_idle(pool, memory, one, two):
+    """A client makes what the new broker can have, and then another brings what it had of the old one."""
+    chunks = borrow(pool, one, GIB, GIB, GIB, GIB)
+    for number in range(3):
+        pool.bring(two, 900 + number, GIB, number)
+    pool.keep_only(two, {900, 901, 902})
+    assert pool.total_bytes == 7 * GIB
+    want(pool, one, (GIB, GIB, GIB))
+    pool.give(two, [900])
+    assert granted(settle(pool), one) == [GIB]  # who waits comes first
+    pool.give(two, [901, 902])
+    served = settle(pool)
+    assert [(member, chunk.size) for member, chunk in served.drops] == [(two, GIB)] * 2
+    assert (pool.idle_bytes, pool.leaving_bytes) == (0, 2 * GIB)
+    assert settle(pool).drops == []
+    pool.dropped(two, [901, 902])
+    give(pool, chunks)
+    [(member, chunk)] = settle(pool).drops
+    pool.dropped(member, [chunk.id])
+    assert settle(pool).drops == []
+    assert (pool.total_bytes, pool.idle_bytes, pool.leaving_bytes) == (CAPACITY, 3 * GIB, 0)
+    check_books(pool, memory)
+
+
 @pytest.mark.parametrize(
     "entry",
     [(GIB + 1, GIB, GIB), (GIB, 3, GIB), (LARGE, GIB, GIB), (GIB, GIB, 0), (GIB, GIB, PAGE + 1), (0, 0, PAGE)],
