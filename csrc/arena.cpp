@@ -65,8 +65,6 @@ std::pair<std::byte*, std::size_t> reserve_addresses(std::size_t least) {
   throw Error("the system has no addresses for " + std::to_string(least) + " bytes");
 }
 
-std::string text(std::size_t bytes) { return std::to_string(bytes) + " bytes"; }
-
 }  // namespace
 
 void HostArena::check(std::size_t bytes) const {
@@ -192,9 +190,9 @@ std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t
     ::mmap(data, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     budget_.put(bytes);
     const std::size_t held = held_bytes();
-    throw BackupError(
-        "cannot get " + text(wanted) + " more of pinned host memory (" + text(held) + " held): " + error.what(), wanted,
-        held, 0);
+    throw BackupError("cannot get " + std::to_string(wanted) + " bytes more of pinned host memory (" +
+                          std::to_string(held) + " bytes held): " + error.what(),
+                      wanted, held, 0);
   }
   std::lock_guard lock(mutex_);
   slabs_[data] = bytes;

@@ -97,7 +97,7 @@ void check(const char* call, Result code) {
   if (code == kSuccess) return;
   const char* text = nullptr;
   if (api().cuGetErrorString(code, &text) != kSuccess || text == nullptr) text = "unknown error";
-  if (code == kOutOfMemory) throw ChunkUnavailable(call, code, text);
+  if (code == ChunkUnavailable::kCode) throw ChunkUnavailable(call, text);
   throw DriverError(call, code, text, loses_context(code));
 }
 

@@ -22,7 +22,6 @@ using DevicePointer = unsigned long long;
 using AllocationHandle = unsigned long long;
 
 constexpr Result kSuccess = 0;
-constexpr Result kOutOfMemory = 2;
 constexpr Result kDeinitialized = 4;
 constexpr Result kNotReady = 600;
 

@@ -57,7 +57,9 @@ struct DriverError : Error {
 
 // The driver has no memory for a chunk. Sources catch it; what leaves the core is OutOfMemoryError.
 struct ChunkUnavailable : DriverError {
-  using DriverError::DriverError;
+  static constexpr int kCode = 2;  // CUDA's, also where it is not CUDA that lacks memory
+  ChunkUnavailable(std::string failed_call, std::string error_message)
+      : DriverError(std::move(failed_call), kCode, std::move(error_message)) {}
 };
 
 // Not even if everybody else gave back what they hold.

@@ -26,7 +26,7 @@ void Faults::check(const char* call) {
   std::lock_guard lock(mutex_);
   if (++calls_ != fail_at_) return;
   fail_at_ = 0;
-  if (memory_ && std::string(call) == "create") throw ChunkUnavailable(call, 2, "injected: out of memory");
+  if (memory_ && std::string(call) == "create") throw ChunkUnavailable(call, "injected: out of memory");
   throw DriverError(call, 999, "injected");
 }
 

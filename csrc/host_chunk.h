@@ -9,6 +9,9 @@
 
 namespace memsaver {
 
+// The code that CUDA gives for the same mistakes, so that code above the seam sees one set.
+constexpr int kInvalidValue = 1;
+
 struct HostChunk {
   File file;
   std::uint64_t inode;  // what the ledger knows it by

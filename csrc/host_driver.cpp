@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -19,12 +18,7 @@
 namespace memsaver {
 namespace {
 
-// The code that CUDA gives for the same mistakes, so that code above the seam sees one set.
-constexpr int kInvalidValue = 1;
-
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
-
-[[noreturn]] void fail(const char* call) { throw DriverError(call, errno, std::strerror(errno)); }
 
 [[noreturn]] void refuse(const char* call, const std::string& why) { throw DriverError(call, kInvalidValue, why); }
 
@@ -47,7 +41,7 @@ class HostDriver final : public Driver {
     faults().check("reserve");
     check_size("reserve", size);
     void* memory = ::mmap(nullptr, size + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) fail("reserve");
+    if (memory == MAP_FAILED) throw_errno("reserve");
     const auto start = reinterpret_cast<Address>(memory);
     const Address aligned = round_up(start, kPage);
     if (aligned > start) ::munmap(memory, aligned - start);
@@ -87,7 +81,7 @@ class HostDriver final : public Driver {
     faults().check("export_fd");
     std::lock_guard lock(mutex_);
     const int copy = ::fcntl(find("export_fd", handle).file, F_DUPFD_CLOEXEC, 0);
-    if (copy < 0) fail("export_fd");
+    if (copy < 0) throw_errno("export_fd");
     return copy;
   }
 
@@ -105,7 +99,8 @@ class HostDriver final : public Driver {
     if (size != memory.size) refuse("map", "a chunk is mapped whole");
     if (!within_reservation(address, size)) refuse("map", "the address was not reserved");
     if (overlaps(address, size)) refuse("map", "the range holds a mapping");
-    if (::mmap(pointer(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, memory.file, 0) == MAP_FAILED) fail("map");
+    if (::mmap(pointer(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, memory.file, 0) == MAP_FAILED)
+      throw_errno("map");
     mapped_[address] = {size, handle};
     ++memory.mappings;
   }
@@ -114,7 +109,7 @@ class HostDriver final : public Driver {
     faults().check("allow");
     std::lock_guard lock(mutex_);
     check_whole_chunks("allow", address, size);
-    if (::mprotect(pointer(address), size, PROT_READ | PROT_WRITE) != 0) fail("allow");
+    if (::mprotect(pointer(address), size, PROT_READ | PROT_WRITE) != 0) throw_errno("allow");
   }
 
   void unmap(Address address, std::size_t size) override {
@@ -123,7 +118,7 @@ class HostDriver final : public Driver {
     check_whole_chunks("unmap", address, size);
     if (::mmap(pointer(address), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) ==
         MAP_FAILED)
-      fail("unmap");
+      throw_errno("unmap");
     for (auto entry = mapped_.lower_bound(address); entry != mapped_.end() && entry->first < address + size;) {
       const Handle handle = entry->second.handle;
       entry = mapped_.erase(entry);

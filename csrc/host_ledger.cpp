@@ -42,9 +42,10 @@ std::string ledger_path(std::size_t capacity) {
          std::to_string(capacity);
 }
 
-[[noreturn]] void fail(const char* call, int error = errno) { throw DriverError(call, error, std::strerror(error)); }
-
 }  // namespace
+
+void throw_errno(const char* call, int error) { throw DriverError(call, error, std::strerror(error)); }
+void throw_errno(const char* call) { throw_errno(call, errno); }
 
 struct HostLedger::Header {
   std::uint64_t magic;
@@ -63,7 +64,7 @@ class HostLedger::Lock {
  public:
   explicit Lock(HostLedger& ledger) : ledger_(ledger), guard_(ledger.mutex_) {
     while (set(F_WRLCK) != 0)
-      if (errno != EINTR) fail("fcntl");
+      if (errno != EINTR) throw_errno("fcntl");
   }
   ~Lock() { set(F_UNLCK); }
 
@@ -87,20 +88,20 @@ HostLedger::HostLedger(std::size_t capacity)
       start_time_(start_time_of(::getpid()).value_or(0)) {
   if (start_time_ == 0) throw DriverError("open", EIO, "/proc does not tell when this process began");
   const auto boot = read_text("/proc/sys/kernel/random/boot_id");
-  if (!boot) fail("open");
+  if (!boot) throw_errno("open");
   uuid_ =
       "HOST-" + boot->substr(0, boot->find('\n')) + "-" + std::to_string(::getuid()) + "-" + std::to_string(capacity_);
   const std::string path = ledger_path(capacity);
   file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-  if (file_ < 0) fail("open");
+  if (file_ < 0) throw_errno("open");
   struct stat status{};
-  if (::fstat(file_, &status) != 0) fail("fstat");
+  if (::fstat(file_, &status) != 0) throw_errno("fstat");
   if (status.st_uid != ::getuid())
     throw DriverError("open", EPERM, path + " belongs to user " + std::to_string(status.st_uid));
   if (static_cast<std::size_t>(status.st_size) < file_size_ && ::ftruncate(file_, static_cast<off_t>(file_size_)) != 0)
-    fail("ftruncate");
+    throw_errno("ftruncate");
   void* memory = ::mmap(nullptr, file_size_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
-  if (memory == MAP_FAILED) fail("mmap");
+  if (memory == MAP_FAILED) throw_errno("mmap");
   header_ = static_cast<Header*>(memory);
   Lock lock(*this);
   if (header_->magic != kMagic) {

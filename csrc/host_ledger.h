@@ -14,6 +14,10 @@
 
 namespace memsaver {
 
+// What the system refused, by `errno`, as a driver's error.
+[[noreturn]] void throw_errno(const char* call, int error);
+[[noreturn]] void throw_errno(const char* call);
+
 class HostLedger {
  public:
   // Opens or makes the table of the device of this size. Processes that name the same size share one device.

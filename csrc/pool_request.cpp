@@ -71,11 +71,11 @@ Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, bool wait) {
       lock.unlock();
       return pool_.import(*offer);
     }
-    if (refused_) throw ChunkNeverAvailable("ask", 2, "more than the shared pool has in all");
-    if (!wait || number_ == 0) throw ChunkUnavailable("ask", 2, "the shared pool has not given such a chunk");
+    if (refused_) throw ChunkNeverAvailable("ask", "more than the shared pool has in all");
+    if (!wait || number_ == 0) throw ChunkUnavailable("ask", "the shared pool has not given such a chunk");
     if (!comes_locked(limit)) {  // what still does, and what is here, may all be larger than this place
       if (!give_up_largest_locked() && fruitless_)
-        throw ChunkNeverAvailable("ask", 2, "the layout needs more than the shared pool has in all");
+        throw ChunkNeverAvailable("ask", "the layout needs more than the shared pool has in all");
       const std::size_t size = chunk_class(limit);
       fruitless_ = true;
       ask_locked(Kind::more, {{size, std::min(size, fresh), size}});
@@ -83,7 +83,7 @@ Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, bool wait) {
     if (stalled_locked()) {
       if (give_up_largest_locked()) continue;  // its memory may serve as smaller chunks
       if (Clock::now() >= deadline_ || waiting_is_over)
-        throw ChunkUnavailable("ask", 2, "the shared pool has no chunk to give");
+        throw ChunkUnavailable("ask", "the shared pool has no chunk to give");
     }
     if (wait_locked(lock)) continue;
     lock.unlock();

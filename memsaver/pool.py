@@ -71,11 +71,11 @@ class Pool:
 
     # Members
 
-    def join(self, client: int, scrub: bool = False) -> Member:
-        """A client comes, or comes again; what it held before stays its. ``scrub``: the wish of one that is new."""
+    def join(self, client: int) -> Member:
+        """A client comes, or comes again; what it held before stays its."""
         member = self.members.get(client)
         if member is None:
-            member = self.members[client] = Member(client, scrub)
+            member = self.members[client] = Member(client)
         member.connected = True
         return member
 

@@ -17,7 +17,7 @@ class Member:
     """A client as the pool sees it."""
 
     id: int
-    scrub: bool
+    scrub: bool = False  # its chunks are to be zeroed for the next owner, and those it gets from others
     connected: bool = True  # whether a drop would reach it
     held: dict[int, Chunk] = field(default_factory=dict)
     known: dict[int, Chunk] = field(default_factory=dict)  # of which it has a handle

@@ -106,14 +106,20 @@ def give(pool: Pool, chunks: Sequence[Chunk]) -> None:
         pool.give(chunk.holder, [chunk.id])
 
 
+def joined(pool: Pool, client: int, scrub: bool) -> Member:
+    member = pool.join(client)
+    member.scrub = scrub
+    return member
+
+
 @pytest.fixture
 def one(pool: Pool) -> Member:
-    return pool.join(1, False)
+    return pool.join(1)
 
 
 @pytest.fixture
 def two(pool: Pool) -> Member:
-    return pool.join(2, False)
+    return pool.join(2)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +174,7 @@ def test_of_equal_chunks_those_come_first_that_the_client_knows(pool, one, two):
 
 
 def test_only_the_head_of_the_queue_collects(pool, one, two):
-    three = pool.join(3, False)
+    three = pool.join(3)
     held = borrow(pool, one, GIB, GIB, GIB, GIB)
     want(pool, two, (GIB, GIB, 3 * GIB))
     want(pool, three, (GIB, GIB, GIB))
@@ -237,7 +243,7 @@ def test_a_served_demand_that_asks_for_more_is_back_in_its_place(pool, one, two)
 def test_closing_keeps_what_was_granted(pool, one, two):
     borrow(pool, one, GIB, GIB, GIB)
     request = want(pool, two, (GIB, GIB, 2 * GIB))
-    three = pool.join(3, False)
+    three = pool.join(3)
     want(pool, three, (GIB, GIB, GIB))
     settle(pool)
     pool.close(two, request)
@@ -373,7 +379,7 @@ def test_a_chunk_on_its_way_out_is_not_granted(pool, one):
 # who wants it: (who had it, who gets it) -> whether it is to be scrubbed
 @pytest.mark.parametrize(("first", "second", "due"), [(0, 0, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1)])
 def test_a_chunk_is_scrubbed_when_it_changes_hands_and_one_of_both_asks(pool, first, second, due):
-    one, two = pool.join(1, bool(first)), pool.join(2, bool(second))
+    one, two = joined(pool, 1, bool(first)), joined(pool, 2, bool(second))
     want(pool, one, (MEDIUM, MEDIUM, MEDIUM))
     [(_, chunk, flags)] = settle(pool).grants
     assert flags == HAS_DESCRIPTOR  # the driver zeroed it
@@ -387,7 +393,7 @@ def test_a_chunk_is_scrubbed_when_it_changes_hands_and_one_of_both_asks(pool, fi
 
 def test_a_scrub_that_nobody_confirmed_stays_due(pool):
     """A client that gives a chunk back untouched has not scrubbed it."""
-    one, two, three = pool.join(1, True), pool.join(2, False), pool.join(3, False)
+    one, two, three = joined(pool, 1, scrub=True), pool.join(2), pool.join(3)
     [chunk] = borrow(pool, one, MEDIUM)
     for member in (two, two, three, two):
         give(pool, [chunk])
@@ -397,7 +403,7 @@ def test_a_scrub_that_nobody_confirmed_stays_due(pool):
 
 
 def test_the_dead_owners_wish_for_scrubbing_counts(pool, two):
-    one = pool.join(1, True)
+    one = joined(pool, 1, scrub=True)
     borrow(pool, one, MEDIUM)
     pool.leave(one)
     want(pool, two, (MEDIUM, MEDIUM, MEDIUM))
@@ -439,14 +445,14 @@ def test_a_broken_socket_returns_nothing_but_ends_demands(pool, one, two):
     assert settle(pool).grants == []
     assert pool.held_bytes(one) == 2 * GIB
     assert pool.idle_bytes == 0
-    assert pool.join(1, False) is one
+    assert pool.join(1) is one
 
 
 def test_who_comes_back_has_what_it_brings(pool, one):
     chunks = borrow(pool, one, GIB, LARGE, MEDIUM)
     give(pool, chunks[2:])
     pool.disconnect(one)
-    again = pool.join(1, False)
+    again = pool.join(1)
     assert pool.bring(again, chunks[0].id, GIB, 5) is False
     pool.keep_only(again, {chunks[0].id})
     assert set(again.held) == set(again.known) == {chunks[0].id}
@@ -544,7 +550,7 @@ def test_the_books_are_right_after_anything(memory, monkeypatch, seed):
     draw = random.Random(seed)
     pool = Pool(memory, GIB)
     memory.room = draw.choice([GIB, GIB * 3 // 4, 1 << 60])
-    members = [pool.join(number, draw.random() < 0.3) for number in range(5)]
+    members = [joined(pool, number, draw.random() < 0.3) for number in range(5)]
     asked: dict[tuple[int, int], int] = {}
     owed: list[tuple[Member, Chunk]] = []
     leases: list[int] = []
@@ -591,7 +597,7 @@ def test_the_books_are_right_after_anything(memory, monkeypatch, seed):
                 pool.leave(member)
             else:
                 pool.disconnect(member)
-            members[at] = pool.join(member.id, draw.random() < 0.3)
+            members[at] = joined(pool, member.id, draw.random() < 0.3)
             pool.keep_only(members[at], set(draw.sample(list(members[at].held), len(members[at].held) // 2)))
         if leases and draw.random() < 0.2:
             pool.end_lease(leases.pop())
