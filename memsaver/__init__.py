@@ -63,3 +63,7 @@ def __getattr__(name: str) -> Any:
     if name in _WITH_TORCH:  # loaded when first asked for
         return getattr(import_module(_WITH_TORCH[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

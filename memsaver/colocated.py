@@ -7,7 +7,6 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -237,14 +236,4 @@ def _existing(tags: Sequence[str]) -> list[str]:
 
 async def _in_thread(function: Callable[[], _T]) -> _T:
     """Not one of the event loop's few threads, which may all be busy. A caller that is cancelled leaves it running."""
-    future: Future[_T] = Future()
-    future.set_running_or_notify_cancel()
-    threading.Thread(target=_run_into, args=(future, function), name="memsaver colocated").start()
-    return await asyncio.wrap_future(future)
-
-
-def _run_into(future: Future[_T], function: Callable[[], _T]) -> None:
-    try:
-        future.set_result(function())
-    except BaseException as error:
-        future.set_exception(error)
+    return await asyncio.wrap_future(regions.in_thread(function, "memsaver colocated"))

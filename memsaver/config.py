@@ -22,6 +22,10 @@ _PAGE = 2 << 20
 _LARGEST = 1 << 60
 
 
+def _wrong(option: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{option} is {value!r}, expected {expected}", option=option, value=value)
+
+
 def parse_size(value: int | str, option: str) -> int:
     """Bytes from an integer or a string such as ``"64GiB"``, ``"1.5 GB"`` or ``"512M"``.
 
@@ -35,11 +39,15 @@ def parse_size(value: int | str, option: str) -> int:
             nbytes = float(match[1]) * _UNITS[match[2].lower()]
             if nbytes <= _LARGEST:
                 return int(nbytes)
-    raise ConfigError(
-        f"{option} is {value!r}, expected a number of bytes of 0 or more, or a string such as '64GiB'",
-        option=option,
-        value=value,
-    )
+    raise _wrong(option, value, "a number of bytes of 0 or more, or a string such as '64GiB'")
+
+
+def _pages(value: Any, option: str) -> int:
+    """A size in whole pages of the device."""
+    nbytes = parse_size(value, option)
+    if nbytes < _PAGE:
+        raise _wrong(option, value, "at least 2 MiB")
+    return nbytes // _PAGE * _PAGE
 
 
 def _retain(value: Any) -> int:
@@ -47,10 +55,7 @@ def _retain(value: Any) -> int:
 
 
 def _host_device(value: Any) -> int:
-    nbytes = parse_size(value, "host_device")
-    if nbytes < _PAGE:
-        raise ConfigError(f"host_device is {value!r}, expected at least 2 MiB", option="host_device", value=value)
-    return nbytes // _PAGE * _PAGE
+    return _pages(value, "host_device")
 
 
 def _host_limit(value: Any) -> int | None:
@@ -63,7 +68,7 @@ def _switch(option: str) -> Callable[[Any], bool]:
             return _SWITCH[value.lower()]
         if isinstance(value, bool):
             return value
-        raise ConfigError(f"{option} is {value!r}, expected True or False", option=option, value=value)
+        raise _wrong(option, value, "True or False")
 
     return read
 
@@ -71,18 +76,11 @@ def _switch(option: str) -> Callable[[Any], bool]:
 def _pool(value: Any) -> str:
     if value in membership.POOLS:
         return str(value)
-    raise ConfigError(
-        f"pool is {value!r}, expected one of {', '.join(map(repr, membership.POOLS))}", option="pool", value=value
-    )
+    raise _wrong("pool", value, f"one of {', '.join(map(repr, membership.POOLS))}")
 
 
 def _pool_capacity(value: Any) -> int | None:
-    if value is None:
-        return None
-    nbytes = parse_size(value, "pool_capacity")
-    if nbytes < _PAGE:
-        raise ConfigError(f"pool_capacity is {value!r}, expected at least 2 MiB", option="pool_capacity", value=value)
-    return nbytes // _PAGE * _PAGE
+    return None if value is None else _pages(value, "pool_capacity")
 
 
 def _disk_dir(value: Any) -> str:
@@ -91,9 +89,7 @@ def _disk_dir(value: Any) -> str:
     except TypeError:
         path = ""
     if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"disk_dir is {value!r}, expected a directory that can be written to", option="disk_dir", value=value
-        )
+        raise _wrong("disk_dir", value, "a directory that can be written to")
     return path
 
 
@@ -147,13 +143,14 @@ def configure(**options: Any) -> None:
 
 
 def from_environment() -> None:
-    """Applies ``MEMSAVER_<OPTION>`` for every option that the environment names."""
-    found = {
-        option: os.environ[f"MEMSAVER_{option.upper()}"]
-        for option in _OPTIONS
-        if f"MEMSAVER_{option.upper()}" in os.environ
-    }
-    configure(**found)
+    """Applies ``MEMSAVER_<OPTION>`` for every option that the environment names. A ConfigError names the variable."""
+    variables = {option: f"MEMSAVER_{option.upper()}" for option in _OPTIONS}
+    try:
+        configure(**{option: os.environ[name] for option, name in variables.items() if name in os.environ})
+    except ConfigError as error:
+        if error.option in variables:
+            error.args = (f"{error}; it comes from {variables[error.option]} in the environment",)
+        raise
 
 
 def options() -> dict[str, Any]:

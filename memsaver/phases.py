@@ -31,12 +31,7 @@ def define_phase(name: str, resident: Iterable[str], on_enter: Hook | None = Non
     """
     if not isinstance(name, str):
         raise TypeError(f"name is {name!r}, expected a string")
-    if isinstance(resident, str):
-        raise TypeError(f"resident is {resident!r}, expected a list of tags")
-    tags = tuple(resident)
-    for tag in tags:
-        if not isinstance(tag, str):
-            raise TypeError(f"a tag in resident is {tag!r}, expected a string")
+    tags = tuple(regions.several(resident, "resident"))
     for hook in (on_enter, on_exit):
         if hook is not None and not callable(hook):
             raise TypeError(f"on_enter or on_exit is {hook!r}, expected something to call, or None")

@@ -33,14 +33,17 @@ _Tags = Mapping[str, list[str]]  # by role
 
 @dataclass(frozen=True)
 class Turn:
-    """How a group entered a phase. Transitions by role, then by rank; what other members return stands as it is."""
+    """How a group entered a phase. Transitions by role, then by rank; what other members return stands as it is.
+
+    Seconds count from when all actors concerned have started.
+    """
 
     phase: str
     paused: dict[str, list[Any]]
     resumed: dict[str, list[Any]]
-    pause_seconds: float  # from the call until the last rank had paused
+    pause_seconds: float  # until the last rank had paused
     resume_seconds: float  # from when the ranks were told to resume until the last rank had
-    seconds: float  # from the call until all was done: less than the two together where they were side by side
+    seconds: float  # until all was done: less than the two together where they were side by side
     side_by_side: bool  # ranks resumed while others paused: their memory is in shared pools
 
     @property
@@ -70,7 +73,7 @@ class Group:
         self._members = [member for role, given in roles.items() for member in _ranks(role, given)]
         self._phases = _checked_phases(phases, roles)
         self._entered: str | None = None
-        self._lost: set[Member] = set()  # died, and may have restarted
+        self._starting = set(self._members)  # perhaps: they are new, or died and may have restarted
 
     @property
     def entered(self) -> str | None:
@@ -86,7 +89,8 @@ class Group:
         for at, member in enumerate(self._members):
             if (member.role, member.rank) == (role, rank):
                 self._members[at] = Member(role, rank, actor)
-                self._lost.discard(member)
+                self._starting.discard(member)
+                self._starting.add(self._members[at])
                 self._entered = None
                 return
         raise ValueError(f"there is no {role!r} {rank!r}; there are {_listed(map(str, self._members))}")
@@ -148,7 +152,7 @@ class Group:
         going = [member for member in self._members if leaving.get(member.role)]
         due = [member for member in self._members if coming.get(member.role)]
 
-        self._await_restarts({*going, *due})
+        self._await_starts({*going, *due})
         begin = time.perf_counter()
         ready, paused = self._prepare(name, leaving, coming, going, due)
         side_by_side = all(member in ready and ready[member].pooled for member in {*going, *due})
@@ -220,10 +224,10 @@ class Group:
             raise
         return {member: ready[member] for member in colocated if member not in whole}, paused
 
-    def _await_restarts(self, concerned: set[Member]) -> None:
+    def _await_starts(self, concerned: set[Member]) -> None:
         deadline = time.monotonic() + _RESTART_S
-        waiting = self._lost & concerned
-        self._lost -= concerned
+        waiting = {member for member in self._starting & concerned if member.has("__ray_ready__")}
+        self._starting -= concerned
         while waiting and time.monotonic() < deadline:
             _, errors = barrier(waiting, lambda member: member.submit("__ray_ready__"))
             waiting = {member for member, error in errors.items() if isinstance(error, ActorUnavailableError)}
@@ -249,7 +253,7 @@ class Group:
         failed, cause, verb, tags = next(
             (member, error, verb, tags[member.role]) for each, verb, tags in failures for member, error in each.items()
         )
-        self._lost |= {member for member, error in errors.items() if isinstance(error, RayActorError)}
+        self._starting |= {member for member, error in errors.items() if isinstance(error, RayActorError)}
         # One that died has nothing prepared, and would answer when it has restarted.
         _, left = barrier((each for each in aborting if not isinstance(errors.get(each), RayActorError)), _abort)
         for member, error in left.items():
@@ -317,10 +321,12 @@ def _checked_phases(
                 raise ValueError(f"phase {name!r} names the role {role!r}, expected one of {_listed(roles)}")
             if isinstance(tags, str) or not isinstance(tags, Iterable):
                 raise TypeError(f"phase {name!r} has {tags!r} for {role!r}, expected a list of tags")
-            checked[name][role] = list(dict.fromkeys(tags))
-            for tag in checked[name][role]:
+            checked[name][role] = []
+            for tag in tags:
                 if not isinstance(tag, str):
                     raise TypeError(f"phase {name!r} has the tag {tag!r} for {role!r}, expected a string")
+                if tag not in checked[name][role]:
+                    checked[name][role].append(tag)
     if not any(tags for by_role in checked.values() for tags in by_role.values()):
         raise ValueError("no phase names a tag, expected at least one")
     return checked

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import astuple
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from memsaver import _core, membership
 from memsaver.errors import Error, RegionPausedError
@@ -26,6 +26,7 @@ ATTACHED_S = 60.0  # how long a pause waits for other processes that are attache
 _LONGEST_TIMEOUT_S = 86400.0 * 365  # what the core's clock can add without overflow, and more than anybody waits
 Tags = str | Iterable[str] | None
 Ranges = list[tuple[int, int]]  # (offset, bytes) within a region
+_T = TypeVar("_T")
 
 
 class Adapter(Protocol):
@@ -271,18 +272,31 @@ def owning(address: int) -> Region | None:
 
 
 def find(tags: Tags) -> list[Region]:
-    """The regions of a tag, of several, or (None) all. Raises ValueError for a tag that no region has."""
+    """The regions of a tag, of several, or (None) all.
+
+    Raises ValueError for a tag that no region has, TypeError for what is no tags, such as a region.
+    """
     if tags is None:
         return all_regions()
-    names = [tags] if isinstance(tags, str) else list(tags)
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"tag is {name!r}, expected a string")
+    if not isinstance(tags, Iterable):
+        raise TypeError(f"tags is {tags!r}, expected a tag, several, or None for all")
+    names = [tags] if isinstance(tags, str) else several(tags, "tags")
     known = {each.tag for each in all_regions()}
     for name in names:
         if name not in known:
             raise ValueError(f"there is no region {name!r}; there are {', '.join(map(repr, sorted(known))) or 'none'}")
     return [each for each in all_regions() if each.tag in names]
+
+
+def several(tags: object, what: str) -> list[str]:
+    """Tags as a list. Raises TypeError for anything else, one string alone among it; ``what`` says what that was."""
+    if isinstance(tags, str) or not isinstance(tags, Iterable):
+        raise TypeError(f"{what} is {tags!r}, expected a list of tags")
+    names = list(tags)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{what} has {name!r}, expected a string")
+    return names
 
 
 def pause(
@@ -386,15 +400,11 @@ def transition(
     run = partial(move.run, backup, bool(restore), timeout, attached, progress)
     if wait:
         return Transition(*astuple(run()))
-    future: Future[Outcome] = Future()
-    future.set_running_or_notify_cancel()
-    thread = threading.Thread(target=_run_into, args=(future, run), name="memsaver transition")
     try:
-        thread.start()
-    except BaseException:
+        return Transition.under_way(in_thread(run, "memsaver transition"))
+    except BaseException:  # there is no thread to be had
         move.core.abort()
         raise
-    return Transition.under_way(future)
 
 
 def seconds(timeout: object) -> float:
@@ -406,11 +416,19 @@ def seconds(timeout: object) -> float:
     return float(min(timeout, _LONGEST_TIMEOUT_S))
 
 
-def _run_into(future: Future[Outcome], run: Callable[[], Outcome]) -> None:
-    try:
-        future.set_result(run())
-    except BaseException as error:
-        future.set_exception(error)
+def in_thread(function: Callable[[], _T], name: str) -> Future[_T]:
+    """Runs it in a thread of its own, which the interpreter waits for, and which cannot be cancelled."""
+    future: Future[_T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name).start()
+    return future
 
 
 class _Move:

@@ -117,9 +117,8 @@ class Worker(Colocated):
             torch.cuda.synchronize(self.device)
 
     def _release_cache(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        self._synchronize()
+        torch.cuda.empty_cache()  # nothing, where CUDA is not in use
 
 
 class EngineWorker(Worker):
@@ -224,11 +223,10 @@ class TrainerWorker(Worker):
         """Resume, and remember what was free before; in a shared pool that says nothing, as others may still pause."""
         if self.pool == "shared":
             return super().resume(tags, restore, timeout)
-        rows = self.stats()["devices"][str(self.device)]["regions"]
-        named = [tags] if isinstance(tags, str) else None if tags is None else list(tags)
-        coming = [row for row in rows if row["state"] == "paused" and (named is None or row["tag"] in named)]
-        before = BeforeResume(self.memory().free, sum(row["allocated_bytes"] for row in coming))
-        done = super().resume(named, restore, timeout)
+        found = memsaver.regions.find(tags)
+        needed = sum(region.allocated_bytes for region in found if region.state == "paused")
+        before = BeforeResume(self.memory().free, needed)
+        done = super().resume([region.tag for region in found], restore, timeout)
         self._before_resume = before
         return done
 

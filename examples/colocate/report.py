@@ -17,7 +17,16 @@ _HEADER = " step  reward    loss   grad  clipped   gap/nats  tokens/s  turns/s  
 
 
 def _commit() -> str:
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    try:
+        return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git here: the figures count for more
+        return ""
+
+
+def _hardware(device: str | None) -> str:
+    if device != "cuda":
+        return f"host, {os.cpu_count()} cores"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "GPUs of other nodes"
 
 
 @dataclass(frozen=True)
@@ -86,11 +95,10 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        on_gpu = self.settings.get("device") == "cuda"
         return {
             "date": time.strftime("%Y-%m-%d"),
             "commit": os.environ.get("MEMSAVER_COMMIT") or _commit(),  # a copy without history is told its own
-            "hardware": torch.cuda.get_device_name() if on_gpu else f"host, {os.cpu_count()} cores",
+            "hardware": _hardware(self.settings.get("device")),
             "torch": torch.__version__,
             "settings": self.settings,
             "out_of_memory": self.out_of_memory,

@@ -16,6 +16,7 @@ import memsaver
 ray = pytest.importorskip("ray", reason="needs ray")
 
 from examples.colocate import loop  # noqa: E402
+from examples.colocate.report import Report  # noqa: E402
 from examples.colocate.turns import ProofError  # noqa: E402
 
 
@@ -80,10 +81,51 @@ def test_weights_that_are_not_the_trainers_end_the_run(tmp_path: Path, monkeypat
         run(tmp_path)
 
 
-def test_attaching_needs_a_shared_pool(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        loop.parse(["--pool", "process", "--sync", "attach"])
-    assert "needs --pool shared" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--pool process --sync attach", "needs --pool shared"),
+        ("--steps -1", "--steps: '-1', expected an integer of 0 or more"),
+        ("--warm-up-steps x", "--warm-up-steps: 'x', expected an integer of 0 or more"),
+        ("--eval-every -1", "--eval-every: '-1', expected an integer of 0 or more"),
+        ("--ranks 0", "--ranks: '0', expected an integer of 1 or more"),
+        ("--ranks-per-gpu 0", "--ranks-per-gpu: '0', expected an integer of 1 or more"),
+        ("--ranks 3 --ranks-per-gpu 2", "--ranks-per-gpu is 2, expected a divisor of --ranks, 3"),
+        ("--kv-share 0", "--kv-share: '0', expected a share above 0 and up to 1"),
+        ("--kv-share nan", "--kv-share: 'nan', expected a share above 0 and up to 1"),
+        ("--workspace-share 1.5", "--workspace-share: '1.5', expected a share above 0 and up to 1"),
+        ("--json .", "--json: '.', expected a file that can be written"),
+        ("--json no/such/folder.json", "--json: 'no/such/folder.json', expected a file that can be written"),
+        ("--json old/file", "--json: 'old/file', expected a file that can be written"),
+        ("--device cuda", "--device is 'cuda' and this machine has no CUDA device"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old").write_text("kept")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(loop, "Loop", None)
+    with pytest.raises(SystemExit) as ended:
+        loop.main(arguments.split())
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["old"]
+
+
+def test_the_least_there_can_be_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("overwritten when there are figures")
+    options = loop.parse(["--steps", "0", "--kv-share", "1", "--json", str(tmp_path / "old"), "--device", "cpu"])
+    assert (options.steps, options.kv_share, options.json) == (0, 1.0, str(tmp_path / "old"))
+    assert (tmp_path / "old").read_text() == "overwritten when there are figures"
+    assert loop.parse(["--device", "cuda", "--address", "10.0.0.1:6379"]).device == "cuda"  # its GPUs are elsewhere
+
+
+def test_figures_come_without_git_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("MEMSAVER_COMMIT", raising=False)
+    assert Report(settings={"device": "cpu"}).as_dict()["commit"] == ""
 
 
 def test_without_pausing_it_runs_out_of_memory(tmp_path: Path) -> None:

@@ -283,6 +283,12 @@ def test_wrong_arguments_name_what_was_expected(spawn):
         (ValueError, "names the role 'trainer', expected one of 'engine'", PHASES, {"engine": actor}),
         (TypeError, "expected a list of tags", {"on": {"engine": "weights"}}, {"engine": actor}),
         (TypeError, "expected a string", {"on": {"engine": [1]}}, {"engine": actor}),
+        (
+            TypeError,
+            "has the tag \\['a'\\] for 'engine', expected a string",
+            {"on": {"engine": [["a"]]}},
+            {"engine": actor},
+        ),
         (TypeError, "expected a dict", {"on": ["weights"]}, {"engine": actor}),
         (TypeError, "expected a dict", ["on"], {"engine": actor}),
     ]:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,6 +24,7 @@ from tests.support import MIB, fresh_device, until  # noqa: E402
 
 PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}, "none": {}}
 ROOM = 8 * MIB
+START_S = 1.0
 
 
 class Rank(Colocated):
@@ -91,6 +93,12 @@ class OldStyle(Rank):
             self.breaks = False
             raise RuntimeError("not now")
         return super().pause(tags, backup)
+
+
+class SlowToStart(Rank):
+    def __init__(self, tag: str) -> None:
+        time.sleep(START_S)
+        super().__init__(tag)
 
 
 class AsyncRank(AsyncColocated):
@@ -300,6 +308,17 @@ def test_what_pauses_in_one_piece_does_so_once_all_others_are_prepared(spawn: Sp
     with mixed.phase("train") as turn:
         assert turn.paused["engine"][1] == "paused"
         assert local.calls == [("resume", ["weights"]), ("pause", ["weights"])]
+
+
+def test_a_turn_does_not_count_the_time_in_which_an_actor_starts(spawn: Spawn) -> None:
+    begin = time.perf_counter()
+    group = Group(engine=spawn(SlowToStart, "weights"), phases={"on": {"engine": ["weights"]}, "off": {}})
+    for _ in range(2):
+        with group.phase("off") as turn:
+            assert turn.seconds < time.perf_counter() - begin - START_S
+            assert turn.paused["engine"][0].paused == ("weights",)
+        begin = time.perf_counter()
+        group.replace("engine", 0, spawn(SlowToStart, "weights"))
 
 
 def test_members_of_this_process_move_side_by_side() -> None:

@@ -28,6 +28,10 @@ def test_the_names_of_the_contract_are_there() -> None:
         memsaver.nothing  # noqa: B018
 
 
+def test_dir_shows_the_names_of_the_contract() -> None:
+    assert dir(memsaver) == sorted([*memsaver.__all__, "__version__"])
+
+
 def test_importing_loads_neither_torch_nor_ray() -> None:
     out = run_clean("""
         import sys, memsaver
@@ -139,6 +143,24 @@ def test_wrong_arguments_are_refused_before_anything_changes(
     assert _core.faults_calls() == 0
     assert region.state == "active"
     held[0].check()
+
+
+@pytest.mark.parametrize("call", [memsaver.pause, memsaver.resume, memsaver.trim])
+def test_what_is_no_tag_is_named(make: Make, call: Callable[[Any], object]) -> None:
+    region = make("host")
+    for wrong in (region, 3):
+        with pytest.raises(TypeError, match="expected a tag, several, or None for all") as caught:
+            call(wrong)
+        assert str(caught.value).startswith(f"tags is {wrong!r}")
+    with pytest.raises(TypeError, match="tags has <memsaver.Region .*, expected a string"):
+        call([region])
+    for both in ({"pause": region}, {"resume": region}):
+        with pytest.raises(TypeError, match="tags is <memsaver.Region"):
+            memsaver.switch(**both)
+    for resident in (region, region.tag, None):
+        with pytest.raises(TypeError, match="resident is .*, expected a list of tags"):
+            memsaver.define_phase("wrong", resident=resident)
+    assert region.state == "active"
 
 
 def test_an_unknown_tag_names_the_known_ones(make: Make) -> None:
@@ -299,10 +321,22 @@ def test_options_come_from_the_environment() -> None:
     assert run_clean(source, MEMSAVER_RETAIN="3MiB", MEMSAVER_HOST_DEVICE=size) == f"{3 * MIB} {size}\n"
 
 
-def test_a_wrong_option_in_the_environment_is_named() -> None:
-    done = run_python("import memsaver", MEMSAVER_RETAIN="plenty")
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("MEMSAVER_RETAIN", "plenty", "retain is 'plenty', expected a number of bytes of 0 or more, or a string"),
+        ("MEMSAVER_HOST_DEVICE", "1MiB", "host_device is '1MiB', expected at least 2 MiB"),
+        ("MEMSAVER_POOL", "ours", "pool is 'ours', expected one of 'process', 'shared'"),
+        ("MEMSAVER_SCRUB", "perhaps", "scrub is 'perhaps', expected True or False"),
+        ("MEMSAVER_DISK_DIR", "/no/such", "disk_dir is '/no/such', expected a directory that can be written to"),
+    ],
+)
+def test_a_wrong_option_in_the_environment_is_named(variable: str, value: str, text: str) -> None:
+    done = run_python("import memsaver", **{variable: value})
     assert done.returncode == 1
-    assert "ConfigError: retain is 'plenty'" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert f"ConfigError: {text}" in last
+    assert last.endswith(f"; it comes from {variable} in the environment")
 
 
 # Figures
