@@ -1,16 +1,50 @@
-"""What tests of the engine's models share."""
+"""What tests of the engine and its models share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+import memsaver
+from examples.colocate.engine import Engine
 from examples.colocate.engine.memory import Unmanaged
+from examples.colocate.model import ModelConfig, parameter_shapes
 
 CPU = Unmanaged(torch.device("cpu"))  # in place of a region
+QWEN = ModelConfig(
+    vocab_size=29,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=48,
+    max_position=96,
+)
+MakeEngine = Callable[..., Engine]
+
+
+def random_weights(model: ModelConfig, seed: int = 0, deviation: float = 0.3) -> dict[str, Tensor]:
+    """Large enough for clear winners among the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in parameter_shapes(model).items():
+        mean, spread = (1.0, 0.1) if len(shape) == 1 else (0.0, deviation)
+        weights[name] = (mean + spread * torch.randn(shape, generator=generator)).to(model.dtype)
+    return weights
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    """To be filled; afterwards all in it are closed, and all regions active."""
+    made: list[Engine] = []
+    yield made
+    memsaver.resume()
+    for engine in made:
+        engine.close()
 
 
 class DenseAttention:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ from torch import Tensor
 
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams, attention, ops
-from examples.colocate.model import ModelConfig, parameter_shapes
+from examples.colocate.model import ModelConfig
+from tests.engine_support import MakeEngine, engines, random_weights  # noqa: F401
 from tests.unit.kernel_cases import DTYPES, LARGE_OPS_CASES, OPS_CASES, OPS_DIFFERENT, compare
 
 pytestmark = [
@@ -33,7 +33,6 @@ MODEL = ModelConfig(
 )
 TAGS = ["weights", "kv_cache", "buffers", "cuda_graph"]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=64)
-MakeEngine = Callable[..., Engine]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -64,31 +63,18 @@ def test_triton_equals_torch(dtype: torch.dtype, heads: int, kv_heads: int, head
 
 
 @pytest.fixture
-def make_engine() -> Iterator[MakeEngine]:
-    """Engines with random weights; closed, and all regions active, afterwards."""
-    engines: list[Engine] = []
+def make_engine(engines: list[Engine]) -> MakeEngine:  # noqa: F811
+    """Engines with `random_weights`."""
 
     def make(model: ModelConfig = MODEL, **config: Any) -> Engine:
         defaults = {"max_batch_size": 8, "num_blocks": 128, "max_model_len": 256, "prefix_cache": False}
         config.setdefault("graph_batch_sizes", (1, 2, 4, 8))
         engine = Engine(model, EngineConfig(**{**defaults, **config}), "cuda")
         engines.append(engine)
-        engine.load_weights(random_weights(model).items())
+        engine.load_weights(random_weights(model, deviation=0.1).items())
         return engine
 
-    yield make
-    memsaver.resume()
-    for engine in engines:
-        engine.close()
-
-
-def random_weights(model: ModelConfig) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
-    for name, shape in parameter_shapes(model).items():
-        mean, deviation = (1.0, 0.1) if len(shape) == 1 else (0.0, 0.1)
-        weights[name] = (mean + deviation * torch.randn(shape, generator=generator)).to(model.dtype)
-    return weights
+    return make
 
 
 def prompts_of(count: int) -> list[list[int]]:

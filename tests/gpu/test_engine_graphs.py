@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from examples.colocate.engine import Engine, EngineConfig, SamplingParams
 from examples.colocate.engine.profile import profile_replays
 from examples.colocate.engine.verify import fill_with_random_context, verify
 from examples.colocate.model import ModelConfig
+from tests.engine_support import MakeEngine, engines  # noqa: F401
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,23 +25,18 @@ pytestmark = [
 
 MODEL = ModelConfig(1000, 256, 3, 8, 2, 64, 512, 4096, dtype=torch.bfloat16)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
-MakeEngine = Callable[..., Engine]
 
 
 @pytest.fixture
-def make_engine() -> Iterator[MakeEngine]:
-    """Engines with random weights; closed, and all regions active, afterwards."""
-    engines: list[Engine] = []
+def make_engine(engines: list[Engine]) -> MakeEngine:  # noqa: F811
+    """Engines with the weights that they begin with."""
 
     def make(model: ModelConfig = MODEL, **config: Any) -> Engine:
         defaults = {"max_batch_size": 6, "num_blocks": 1024, "max_model_len": 2048}
         engines.append(Engine(model, EngineConfig(**{**defaults, **config}), "cuda"))
         return engines[-1]
 
-    yield make
-    memsaver.resume()
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def prompts(lengths: list[int]) -> list[list[int]]:

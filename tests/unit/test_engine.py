@@ -19,33 +19,12 @@ from examples.colocate.engine.graph_pool import GraphPool
 from examples.colocate.engine.profile import profile_replays
 from examples.colocate.engine.sequence import Sequence
 from examples.colocate.engine.verify import VerificationError, verify
-from examples.colocate.model import ModelConfig, parameter_shapes
-from tests.engine_support import one_thread  # noqa: F401
+from examples.colocate.model import ModelConfig
+from tests.engine_support import QWEN, MakeEngine, engines, one_thread, random_weights  # noqa: F401
 
-QWEN = ModelConfig(
-    vocab_size=29,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=48,
-    max_position=96,
-)
 LLAMA = dataclasses.replace(QWEN, qk_norm=False, tie_word_embeddings=True, rope_theta=500.0)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
-MakeEngine = Callable[..., Engine]
-
-
-def random_weights(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Large enough for clear winners among the logits."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, shape in parameter_shapes(model).items():
-        mean, deviation = (1.0, 0.1) if len(shape) == 1 else (0.0, 0.3)
-        weights[name] = (mean + deviation * torch.randn(shape, generator=generator)).to(model.dtype)
-    return weights
 
 
 def dense_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
@@ -96,9 +75,8 @@ def dense_greedy(model: ModelConfig, weights: dict[str, Tensor], prompt: list[in
 
 
 @pytest.fixture
-def make_engine() -> Iterator[MakeEngine]:
-    """Engines with `random_weights`; closed, and all regions active, afterwards."""
-    engines: list[Engine] = []
+def make_engine(engines: list[Engine]) -> MakeEngine:  # noqa: F811
+    """Engines with `random_weights`."""
 
     def make(model: ModelConfig = QWEN, weights_seed: int = 0, **config: Any) -> Engine:
         engine = Engine(
@@ -108,10 +86,7 @@ def make_engine() -> Iterator[MakeEngine]:
         engine.load_weights(random_weights(model, weights_seed).items())
         return engine
 
-    yield make
-    memsaver.resume()
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def tokens_of(engine: Engine, prompts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
@@ -316,6 +291,59 @@ def test_fused_weights_hold_all_parameters_and_nothing_else(make_engine: MakeEng
         assert torch.equal(engine.model.parameters[name], tensor)
 
 
+def test_arguments_of_another_type_are_named(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    expected = tokens_of(engine, PROMPTS)
+    wrong: Any
+    for wrong in (None, {"temperature": 0.0}):
+        with pytest.raises(TypeError, match=f"sampling is {wrong}; expected SamplingParams"):
+            engine.submit([1, 2, 3], wrong)
+        with pytest.raises(TypeError, match="sampling is .*; expected SamplingParams"):
+            engine.generate(PROMPTS, wrong)
+    for wrong, message in (
+        ([1, 2, 3], "prompt is 1; expected a list of token ids"),
+        ([[1], None], "prompt is None; expected a list of token ids"),
+        (None, "prompts is None; expected a list of prompts"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            engine.generate(wrong, GREEDY)
+    assert not engine.scheduler.busy
+    assert tokens_of(engine, PROMPTS) == expected
+    with pytest.raises(ValueError, match="config is a str; expected ModelConfig or GPT2Config"):
+        Engine("gpt2", engine.config)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="config is 8; expected EngineConfig"):
+        Engine(QWEN, 8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("seed", "x", "'x'; expected an integer from -9223372036854775808 to 9223372036854775807"),
+        ("seed", 1 << 63, "9223372036854775808; expected an integer"),
+        ("num_blocks", 1, "1; expected an integer of 2 or more"),
+        ("use_graphs", "no", "'no'; expected bool"),
+        ("use_kernel", 0, "0; expected bool"),
+        ("freeze_gc", None, "None; expected bool"),
+        ("use_regions", 1, "1; expected bool"),
+        ("prefix_cache", "", "''; expected bool"),
+        ("compile_backend", 5, "5; expected str"),
+        ("graph_batch_sizes", 0, "0; expected a tuple of integers"),
+        ("prefill_graph_sizes", None, "None; expected a tuple of integers"),
+        ("compile_batch_sizes", None, "None; expected a tuple of integers"),
+    ],
+)
+def test_a_field_of_another_type_is_named(field: str, value: object, expected: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"{field} is {expected}"):
+        EngineConfig(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["graph_batch_sizes", "prefill_graph_sizes", "compile_batch_sizes"])
+@pytest.mark.parametrize("size", [0, 9000, 2.0, "8", None])
+def test_a_size_that_cannot_be_is_named(field: str, size: object) -> None:
+    with pytest.raises(ValueError, match=f"a size in {field} is {size!r}; expected an integer from 1 to"):
+        EngineConfig(**{field: (1, size)})  # type: ignore[arg-type]
+
+
 def test_bad_input_is_named(make_engine: MakeEngine) -> None:
     engine = make_engine(max_model_len=32, num_blocks=6)
     bad_prompt: Any
@@ -326,6 +354,8 @@ def test_bad_input_is_named(make_engine: MakeEngine) -> None:
         ([-1], "token -1"),
         ([1, 2.0], "has 2.0 at 1; expected integers"),
         (["a"], "has 'a' at 0; expected integers"),
+        (3, "prompt is 3; expected a list of token ids"),
+        (torch.tensor(3), r"prompt is tensor\(3\); expected a list"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             engine.generate([[1, 2], bad_prompt], GREEDY)
@@ -604,6 +634,9 @@ def test_closed_engine_refuses(make_engine: MakeEngine) -> None:
         engine.share_weights,
         lambda: engine.differing_weights([]),
         lambda: verify(engine),
+        lambda: profile_replays(engine, 1, replays=1),
+        lambda: engine.replays,
+        lambda: engine.captured_batch_sizes,
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match="closed"):

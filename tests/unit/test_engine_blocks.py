@@ -42,12 +42,17 @@ def test_running_out_is_told_and_changes_nothing() -> None:
         blocks.allocate(big)
     assert big.blocks == [] and blocks.num_free == 1
     held.in_flight = 1
-    assert blocks.shortage_to_append([held]) == 0
-    blocks.append(held)
+    assert blocks.append([held]) and len(held.blocks) == 3 and blocks.num_free == 0
+    assert blocks.append([held])  # there is room already
     held.tokens += [1] * 4
-    assert blocks.shortage_to_append([held]) == 1
-    with pytest.raises(OutOfBlocksError, match="all 3 blocks"):
-        blocks.append(held)
+    before = list(held.blocks)
+    assert not blocks.append([held]) and held.blocks == before
+    blocks.free(held)
+    others = [allocated(blocks, [token] * 4) for token in (2, 3)]
+    for other in others:
+        other.in_flight = 1
+    assert not blocks.append(others)  # one block for the two of them
+    assert [len(other.blocks) for other in others] == [1, 1] and blocks.num_free == 1
 
 
 def test_full_blocks_are_shared_and_counted() -> None:

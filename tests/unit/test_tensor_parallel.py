@@ -17,25 +17,15 @@ from examples.colocate.engine.checkpoint import build
 from examples.colocate.engine.gpt2 import GPT2Config
 from examples.colocate.engine.model import Config, Model
 from examples.colocate.engine.parallel import Parallel
-from examples.colocate.model import ModelConfig
-from tests.engine_support import CPU, DenseAttention
+from tests.engine_support import CPU, QWEN, DenseAttention
 
 ROOT = Path(__file__).resolve().parents[2]
-QWEN = ModelConfig(
-    vocab_size=30,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=24,
-    max_position=32,
-)
+SHARED = dataclasses.replace(QWEN, vocab_size=30)
 GPT2 = GPT2Config(vocab_size=31, hidden_size=32, num_layers=2, num_heads=4, max_position=32, inner_size=40)
 CONFIGS: dict[str, Config] = {
-    "qwen": QWEN,
-    "qwen, a vocabulary that is not shared": dataclasses.replace(QWEN, vocab_size=31),
-    "llama, tied": dataclasses.replace(QWEN, qk_norm=False, tie_word_embeddings=True),
+    "qwen": SHARED,
+    "qwen, a vocabulary that is not shared": QWEN,
+    "llama, tied": dataclasses.replace(SHARED, qk_norm=False, tie_word_embeddings=True),
     "gpt2, a vocabulary that is not shared": GPT2,
     "gpt2": dataclasses.replace(GPT2, vocab_size=30),
 }

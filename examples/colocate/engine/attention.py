@@ -87,15 +87,8 @@ def varlen_attention(q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor, queries: Range
     One kernel of torch's, Flash Attention, for half precision on CUDA; elsewhere one call for each range.
     """
     if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
-        return _flash(
-            q_THD,
-            k_LKD,
-            v_LKD,
-            queries.bounds_on_device,
-            context.bounds_on_device,
-            queries.longest,
-            context.longest,
-        )
+        bounds = queries.bounds_on_device, context.bounds_on_device
+        return _flash(q_THD, k_LKD, v_LKD, *bounds, queries.longest, context.longest)
     out_THD = torch.empty_like(q_THD)
     for part, seen in zip(queries, context):
         out_THD[part] = causal_attention(q_THD[part], k_LKD[seen], v_LKD[seen])
@@ -132,12 +125,7 @@ def causal_attention(q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
 
 
 def paged_decode(
-    q_BHD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    lengths_B: Tensor,
-    use_kernel: bool = True,
+    q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor, use_kernel: bool = True
 ) -> Tensor:
     """Each sequence's one query over its cached context; [B, H, D] in q's dtype, computed in fp32.
 

@@ -17,15 +17,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import memsaver
 
-from .checkpoint import PRESETS, CheckpointError, eos_tokens, load_config, named_tensors
+from .checkpoint import DTYPES, PRESETS, CheckpointError, eos_tokens, load_config, named_tensors
 from .config import EngineConfig
 from .engine import Engine
 from .model import Config
@@ -35,7 +35,7 @@ from .sequence import SamplingParams, Sequence
 from .verify import verify
 
 MIB = 1 << 20
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+Encode = Callable[[str], list[int]]
 
 
 @dataclass
@@ -86,28 +86,21 @@ class Run:
         return found
 
 
-class Tokenizer:
-    """The checkpoint's own, if it has one and `transformers` is there; otherwise a text's bytes are its tokens."""
+def tokenizer(folder: Path | None, vocab_size: int) -> Encode:
+    """The checkpoint's own, if it has one; otherwise a text's bytes are its tokens."""
+    if folder is not None and any(folder.glob("tokenizer*")):
+        from transformers import AutoTokenizer
 
-    def __init__(self, folder: Path | None, vocab_size: int) -> None:
-        self.name, self._vocab_size = "bytes", vocab_size
-        self._tokenizer: Any = None
-        if folder is not None and any(folder.glob("tokenizer*")):
-            from transformers import AutoTokenizer
-
-            self._tokenizer, self.name = AutoTokenizer.from_pretrained(folder), "checkpoint"
-
-    def encode(self, text: str) -> list[int]:
-        if self._tokenizer is not None:
-            return list(self._tokenizer.encode(text))
-        return [byte % self._vocab_size for byte in text.encode()]
+        encode: Encode = AutoTokenizer.from_pretrained(folder).encode
+        return encode
+    return lambda text: [byte % vocab_size for byte in text.encode()]
 
 
 def serve(
     engine: Engine,
     requests: list[Request],
     sampling: SamplingParams,
-    encode: Callable[[str], list[int]],
+    encode: Encode,
     online: bool = False,
     use_graphs: bool | None = None,
 ) -> Run:
@@ -124,7 +117,7 @@ def serve(
             prompt = encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
             request.sequence = engine.submit(prompt, sampling)
             by_sequence[request.sequence] = request
-        if waiting and not _busy(engine):
+        if waiting and not engine.scheduler.busy:
             time.sleep(max(0.0, waiting[0].arrival - (time.perf_counter() - begin)))
             now = time.perf_counter()
             continue
@@ -141,34 +134,30 @@ def serve(
     return run
 
 
-def _busy(engine: Engine) -> bool:
-    return bool(engine.scheduler.active or engine.scheduler.waiting)
-
-
-def make_requests(arguments: argparse.Namespace, engine: Engine, tokenizer: Tokenizer, repeat: int) -> list[Request]:
+def make_requests(arguments: argparse.Namespace, vocab_size: int, encode: Encode, repeat: int) -> list[Request]:
     draw = random.Random(arguments.seed + repeat)
     requests: list[Request] = []
     arrival = 0.0
     for _ in range(arguments.num_requests):
         prompt: list[int] | str = arguments.prompt
         if arguments.prompt_tokens:
-            prompt = [draw.randrange(engine.model_config.vocab_size) for _ in range(arguments.prompt_tokens)]
+            prompt = [draw.randrange(vocab_size) for _ in range(arguments.prompt_tokens)]
         elif arguments.pretok:
-            prompt = tokenizer.encode(arguments.prompt)
+            prompt = encode(arguments.prompt)
         requests.append(Request(arrival, prompt))
         arrival += draw.expovariate(arguments.request_rate)
     return requests
 
 
-def build_engine(arguments: argparse.Namespace, parallel: Parallel) -> tuple[Engine, Tokenizer, tuple[int, ...]]:
-    """The engine with its weights and graphs, the tokenizer, and the tokens that end a completion."""
+def build_engine(arguments: argparse.Namespace, parallel: Parallel) -> tuple[Engine, Encode, tuple[int, ...]]:
+    """The engine with its weights and graphs, its tokenizer, and the tokens that end a completion."""
     folder = None if arguments.model in PRESETS else Path(arguments.model)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     model: Config = PRESETS[arguments.model] if folder is None else load_config(folder, dtype)
     if folder is None and dtype is not None:
         model = replace(model, dtype=dtype)  # type: ignore[type-var]
-    tokenizer = Tokenizer(folder, model.vocab_size)
-    prompt_tokens = arguments.prompt_tokens or len(tokenizer.encode(arguments.prompt))
+    encode = tokenizer(folder, model.vocab_size)
+    prompt_tokens = arguments.prompt_tokens or len(encode(arguments.prompt))
     length = min(model.max_position, prompt_tokens + arguments.max_new_tokens)
     blocks = 1 + arguments.max_batch_size * -(-length // arguments.block_size)
     config = EngineConfig(
@@ -190,7 +179,7 @@ def build_engine(arguments: argparse.Namespace, parallel: Parallel) -> tuple[Eng
         engine.load_weights(named_tensors(folder, dtype))
     engine.capture()
     stops = () if arguments.no_stop_on_eos or folder is None else eos_tokens(folder)
-    return engine, tokenizer, stops
+    return engine, encode, stops
 
 
 def left_behind(engine: Engine) -> dict[str, int]:
@@ -220,23 +209,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     switch = argparse.BooleanOptionalAction
     add = parser.add_argument
+    count_or_none = partial(_count, least=0)
     add("--model", default="gpt2", help=f"a checkpoint's folder, or {', '.join(PRESETS)} with random weights")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=DTYPES, help="of weights and KV cache, if not the model's own")
     add("--prompt", default="The memory of a GPU changes hands twice in every step of", help="of every request")
-    add(
-        "--prompt-tokens",
-        type=_count_or_none,
-        default=0,
-        help="random prompts of this many tokens, instead of --prompt",
-    )
+    add("--prompt-tokens", type=count_or_none, default=0, help="random prompts of so many tokens, not --prompt")
     add("--num-requests", type=_count, default=64)
     add("--max-new-tokens", type=_count, default=128)
     add("--mode", choices=["online", "offline"], default="offline", help="offline: all requests are there at the start")
     add("--request-rate", type=_rate, default=16.0, help="requests that arrive in a second, online, at random")
     add("--max-batch-size", type=_count, default=64, help="sequences that run together; the KV cache has room for all")
     add("--block-size", type=_count, default=16, help="tokens in a KV block")
-    add("--num-blocks", type=_count_or_none, default=0, help="KV blocks; 0: as many as a full batch needs")
+    add("--num-blocks", type=count_or_none, default=0, help="KV blocks; 0: as many as a full batch needs")
     add("--paged-attn", action=switch, default=True, help="decode attention as a kernel, on CUDA; otherwise in torch")
     add("--cuda-graph", action=switch, default=True)
     add("--graph-sizes", type=_sizes, help="batch sizes to capture, such as 1,8,64; None: 1 to 32, then every 32")
@@ -247,23 +232,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--no-stop-on-eos", action="store_true")
     add("--no-prefix-cache", action="store_true")
     add("--pretok", action="store_true", help="tokenize before the clock starts")
-    add("--warmup-runs", type=_count_or_none, default=1)
+    add("--warmup-runs", type=count_or_none, default=1)
     add("--repeat-runs", type=_count, default=3, help="runs of which the medians are printed")
     add("--verify", action="store_true", help="first compare every graph with its eager step")
-    add("--profile", type=_count_or_none, default=0, help="then profile so many replays of the largest batch")
+    add("--profile", type=count_or_none, default=0, help="then profile so many replays of the largest batch")
     add("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
 
-def _count(text: str) -> int:
-    return _integer(text, least=1)
-
-
-def _count_or_none(text: str) -> int:
-    return _integer(text, least=0)
-
-
-def _integer(text: str, least: int) -> int:
+def _count(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r}, expected an integer of {least} or more")
     return int(text)
@@ -291,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
     if parallel.size > 1 and arguments.mode == "online":
         sys.exit("--mode online is for one rank, expected offline: ranks would admit requests by clocks of their own")
     try:
-        engine, tokenizer, stops = build_engine(arguments, parallel)
+        engine, encode, stops = build_engine(arguments, parallel)
     except CheckpointError as error:
         sys.exit(f"{error}; expected a checkpoint's folder, or one of {', '.join(PRESETS)}")
     except (ValueError, memsaver.Error) as error:
@@ -309,8 +286,8 @@ def main(argv: list[str] | None = None) -> None:
     runs = []
     for repeat in range(arguments.warmup_runs + arguments.repeat_runs):
         engine.drop_prefix_cache()
-        requests = make_requests(arguments, engine, tokenizer, repeat)
-        run = serve(engine, requests, sampling, tokenizer.encode, arguments.mode == "online")
+        requests = make_requests(arguments, engine.model_config.vocab_size, encode, repeat)
+        run = serve(engine, requests, sampling, encode, arguments.mode == "online")
         runs.append(run.figures())
     runs = runs[arguments.warmup_runs :]
     figures = {name: statistics.median(run[name] for run in runs) for name in runs[0]}

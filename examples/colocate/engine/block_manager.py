@@ -23,10 +23,6 @@ class BlockManager:
     """Hands out blocks 1 to num_blocks - 1, each holding K and V of `block_size` tokens."""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
-        if num_blocks < 2:
-            raise ValueError(f"num_blocks is {num_blocks}; expected 2 or more, block {SCRATCH_BLOCK} is for padding")
-        if block_size < 1:
-            raise ValueError(f"block_size is {block_size}; expected a positive number of tokens")
         self.num_blocks, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # next to hand out first
@@ -78,33 +74,33 @@ class BlockManager:
         for block in cached:
             self._references[block] += 1
             self._free.pop(block, None)
-        sequence.blocks = list(cached)
         sequence.num_published = len(cached)
         sequence.num_computed = len(cached) * self.block_size
-        while len(sequence.blocks) < self.blocks_for(len(sequence.tokens)):
-            sequence.blocks.append(self._take())
+        lacking = self.blocks_for(len(sequence.tokens)) - len(cached)
+        sequence.blocks = cached + [self._take() for _ in range(lacking)]
 
-    def shortage_to_append(self, sequences: list[Sequence]) -> int:
-        """How many free blocks too few there are for K and V of the last token of each; 0 or less if all have room."""
-        return sum(self._lacks_block(sequence) for sequence in sequences) - self.num_free
-
-    def append(self, sequence: Sequence) -> None:
-        """Make room for K and V of the sequence's last token."""
-        if self._lacks_block(sequence):
+    def append(self, sequences: list[Sequence]) -> bool:
+        """Make room for K and V of the last token of each; False, and for none, if there are too few free blocks."""
+        lacking = [sequence for sequence in sequences if sequence.length > len(sequence.blocks) * self.block_size]
+        if len(lacking) > self.num_free:
+            return False
+        for sequence in lacking:
             sequence.blocks.append(self._take())
+        return True
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others share the sequence's full blocks among its first `num_tokens` tokens.
 
         Call it once their K and V are written, or will be by the very step that others first read them in.
         """
-        if not self.prefix_cache or num_tokens // self.block_size <= sequence.num_published:
+        begin, end = sequence.num_published, num_tokens // self.block_size
+        if not self.prefix_cache or end <= begin:
             return
-        for index, digest in enumerate(self._digests(sequence, num_tokens)):
-            if index >= sequence.num_published and digest not in self._block_of:
-                self._block_of[digest] = sequence.blocks[index]
-                self._digest_of[sequence.blocks[index]] = digest
-        sequence.num_published = num_tokens // self.block_size
+        for block, digest in zip(sequence.blocks[begin:end], self._digests(sequence, num_tokens)[begin:]):
+            if digest not in self._block_of:
+                self._block_of[digest] = block
+                self._digest_of[block] = digest
+        sequence.num_published = end
 
     def free(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back; the end of its chain is handed out before the start."""
@@ -131,16 +127,11 @@ class BlockManager:
             made.append(_digest(made[-1] if made else b"", sequence.tokens[index * size : (index + 1) * size]))
         return made[: max(0, num_tokens) // size]
 
-    def _lacks_block(self, sequence: Sequence) -> bool:
-        return sequence.length > len(sequence.blocks) * self.block_size
-
     def _shortage(self, sequence: Sequence, cached: list[int]) -> int:
         idle = sum(1 for block in cached if self._references[block] == 0)
         return self.blocks_for(len(sequence.tokens)) - len(cached) - (self.num_free - idle)
 
     def _take(self) -> int:
-        if not self._free:
-            raise OutOfBlocksError(f"all {self.num_usable} blocks of {self.block_size} tokens are held")
         block, _ = self._free.popitem(last=False)
         digest = self._digest_of.pop(block, None)
         if digest is not None:

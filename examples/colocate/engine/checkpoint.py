@@ -18,7 +18,7 @@ from .model import Config, Model
 from .parallel import ONE_RANK, Parallel
 
 _MODELS: dict[type, type[Model]] = {ModelConfig: Decoder, GPT2Config: GPT2}
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 # What names begin with by model_type; checkpoints of the model without its head leave it out.
 _PREFIXES = {"qwen3": "model.", "llama": "model.", "gpt2": "transformer."}
 # What older checkpoints hold besides parameters.
@@ -31,9 +31,14 @@ class CheckpointError(ValueError):
 
 def build(config: Config, weights: Any, buffers: Any, parallel: Parallel = ONE_RANK) -> Model:
     """The model that the configuration is of, uninitialised, in two regions (see `Model`)."""
+    check_supported(config)
+    return _MODELS[type(config)](config, weights, buffers, parallel)
+
+
+def check_supported(config: Config) -> None:
+    """Raise ValueError for the configuration of a model that is not built here."""
     if type(config) not in _MODELS:
         raise ValueError(f"config is a {type(config).__name__}; expected {' or '.join(c.__name__ for c in _MODELS)}")
-    return _MODELS[type(config)](config, weights, buffers, parallel)
 
 
 def load_config(folder: Path | str, dtype: torch.dtype | None = None) -> Config:
@@ -108,9 +113,9 @@ class _Fields:
     def dtype(self) -> torch.dtype:
         """Float32 if nothing is said."""
         name = str(self.get("dtype", "torch_dtype", default="float32")).removeprefix("torch.")
-        if name not in _DTYPES:
-            raise CheckpointError(f"{self.path}: dtype is {name!r}; expected one of {', '.join(_DTYPES)}")
-        return _DTYPES[name]
+        if name not in DTYPES:
+            raise CheckpointError(f"{self.path}: dtype is {name!r}; expected one of {', '.join(DTYPES)}")
+        return DTYPES[name]
 
 
 def _decoder(fields: _Fields, dtype: torch.dtype) -> ModelConfig:

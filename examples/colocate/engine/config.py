@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 _MOST_COMPILED = 8  # how many variants of one function torch.compile makes before it gives up
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes in sequences, blocks and tokens. Raises ValueError for what cannot be."""
+    """Sizes in sequences, blocks and tokens. Raises ValueError or TypeError for what cannot be."""
 
     max_batch_size: int = 32  # sequences that run together
     block_size: int = 16  # tokens in a KV block
@@ -24,25 +26,23 @@ class EngineConfig:
     use_kernel: bool = True  # decode attention in Triton on CUDA; False: in torch, over all blocks that a row can name
     freeze_gc: bool = True  # no garbage collection during captures
     use_regions: bool = True  # False: torch's own memory, which cannot be paused
-    seed: int = 0
+    seed: int = 0  # of random weights and of sampling; 64 bits
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "block_size", "num_blocks", "max_prefill_tokens"):
+        for name in ("max_batch_size", "block_size", "max_prefill_tokens"):
             check_count(name, getattr(self, name))
+        check_count("num_blocks", self.num_blocks, least=2)
+        check_count("seed", self.seed, least=-(1 << 63), most=(1 << 63) - 1)
         if self.max_model_len is not None:
             check_count("max_model_len", self.max_model_len, least=2)
-        for size in self.graph_batch_sizes or ():
-            check_count("graph batch size", size)
-            if size > self.max_batch_size:
-                raise ValueError(f"graph batch size {size!r} is out of range; expected 1 to {self.max_batch_size}")
-        for size in self.prefill_graph_sizes:
-            check_count("prefill graph size", size)
-            if size > self.max_prefill_tokens:
-                raise ValueError(
-                    f"prefill graph size {size!r} is out of range; "
-                    f"expected 1 to max_prefill_tokens, {self.max_prefill_tokens}"
-                )
+        for name in ("use_graphs", "use_kernel", "freeze_gc", "use_regions", "prefix_cache"):
+            check_type(name, getattr(self, name), bool)
+        check_type("compile_backend", self.compile_backend, str)
+        if self.graph_batch_sizes is not None:
+            _check_sizes("graph_batch_sizes", self.graph_batch_sizes, self.max_batch_size)
+        _check_sizes("prefill_graph_sizes", self.prefill_graph_sizes, self.max_prefill_tokens)
+        _check_sizes("compile_batch_sizes", self.compile_batch_sizes, self.max_batch_size)
         if len(self.compile_batch_sizes) > _MOST_COMPILED:
             raise ValueError(
                 f"compile_batch_sizes has {len(self.compile_batch_sizes)} sizes; expected at most {_MOST_COMPILED}"
@@ -63,7 +63,21 @@ class EngineConfig:
         return tuple(sorted({*range(1, min(32, limit) + 1), *range(64, limit + 1, 32), limit}))
 
 
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Raise ValueError for what is no integer, or a smaller one."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {value!r}; expected an integer of {least} or more")
+def check_count(name: str, value: object, least: int = 1, most: int | None = None) -> None:
+    """Raise ValueError for what is no integer, or one out of range."""
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value and (most is None or value <= most):
+        return
+    expected = f"of {least} or more" if most is None else f"from {least} to {most}"
+    raise ValueError(f"{name} is {value!r}; expected an integer {expected}")
+
+
+def check_type(name: str, value: object, kind: type, expected: str | None = None) -> None:
+    """Raise TypeError for what is no `kind`; `expected` says what that is, if its name does not."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r}; expected {expected or kind.__name__}")
+
+
+def _check_sizes(name: str, sizes: Collection[Any], most: int) -> None:
+    check_type(name, sizes, Collection, "a tuple of integers")
+    for size in sizes:
+        check_count(f"a size in {name}", size, most=most)

@@ -28,24 +28,25 @@ class DecodeBatch:
     of an fp32) leave in one copy, too.
     """
 
-    def __init__(self, max_batch_size: int, max_blocks: int, buffers: Any, device: torch.device) -> None:
-        self.max_batch_size, self.device = max_batch_size, device
+    def __init__(
+        self, max_batch_size: int, max_blocks: int, block_size: int, buffers: Any, device: torch.device
+    ) -> None:
+        self.device = device
         self.inputs: Tensor = buffers.empty((max_batch_size, _BLOCKS + max_blocks), torch.int32)
         self.outputs: Tensor = buffers.empty((2, max_batch_size), torch.int32)
         self.latest: Tensor = buffers.empty((max_batch_size + 1,), torch.int64)  # the last one is padding's
         for tensor in (self.inputs, self.outputs, self.latest):
             tensor.zero_()
-        self._stagings = [_Staging(self.inputs, device) for _ in range(2)]
+        self._stagings = [_Staging(self.inputs, block_size, device) for _ in range(2)]
         self._readbacks = [_pinned(self.outputs, device) for _ in range(2)]
 
-    def fill(self, sequences: list[Sequence], size: int, block_size: int) -> None:
+    def fill(self, sequences: list[Sequence], size: int) -> None:
         """Set the first `size` rows: the sequences' last tokens, then padding, which touches no live block.
 
         The copy is queued on the current stream. At most one earlier step may still be in flight.
         """
         self._stagings.reverse()
-        rows = self._stagings[0].fill(sequences, size, block_size, self.max_batch_size)
-        self.inputs[:size].copy_(rows, non_blocking=True)
+        self.inputs[:size].copy_(self._stagings[0].fill(sequences, size), non_blocking=True)
 
     def store(self, rows_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
         """Keep what was sampled (int64 and fp32 [B]) at these rows for the next step, and for the host."""
@@ -115,23 +116,23 @@ class Readback:
 class _Staging:
     """Inputs on the host. Blocks of a row that are there from an earlier step are not written again."""
 
-    def __init__(self, inputs: Tensor, device: torch.device) -> None:
-        self._tensor = _pinned(inputs, device)
+    def __init__(self, inputs: Tensor, block_size: int, device: torch.device) -> None:
+        self._block_size, self._tensor = block_size, _pinned(inputs, device)
         self._rows = self._tensor.numpy()
+        self._temperatures = self._rows.view("float32")[:, _TEMPERATURE]
         # Whose blocks a row holds, and how many: a sequence's list only grows, and a new one starts as another list.
         self._held: list[tuple[list[int] | None, int]] = [(None, 0)] * len(inputs)
 
-    def fill(self, sequences: list[Sequence], size: int, block_size: int, padding_row: int) -> Tensor:
-        heads = []
+    def fill(self, sequences: list[Sequence], size: int) -> Tensor:
+        block_size, heads = self._block_size, []
         for sequence in sequences:
             position = sequence.num_computed - 1
             slot = sequence.blocks[position // block_size] * block_size + position % block_size
             heads.append((sequence.row, position, slot, position + 1))
-        heads += [(padding_row, 0, 0, 0)] * (size - len(sequences))
+        heads += [(len(self._rows), 0, 0, 0)] * (size - len(sequences))
         self._rows[:size, :_TEMPERATURE] = heads
-        temperatures = self._rows.view("float32")[:, _TEMPERATURE]
-        temperatures[: len(sequences)] = [sequence.sampling.temperature for sequence in sequences]
-        temperatures[len(sequences) : size] = 0.0
+        self._temperatures[: len(sequences)] = [sequence.sampling.temperature for sequence in sequences]
+        self._temperatures[len(sequences) : size] = 0.0
         for index, sequence in enumerate(sequences):
             blocks, (held, count) = sequence.blocks, self._held[index]
             if held is not blocks:

@@ -46,7 +46,7 @@ class Decoder(Model):
 
     def embed(self, tokens_T: Tensor, positions_T: Tensor) -> State:
         """See `Model`; positions come in with every layer's rotation."""
-        return F.embedding(tokens_T, self.weights[self.embedding]), None
+        return None, F.embedding(tokens_T, self.weights[self.embedding])
 
     def before_attention(self, layer: int, state: State, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See `Model`."""
@@ -83,7 +83,4 @@ class Decoder(Model):
 
     def _norm(self, state: State, name: str) -> tuple[Tensor, Tensor]:
         residual_TC, delta_TC = state
-        weight_C, eps = self.weights[name], self.config.norm_eps
-        if delta_TC is None:
-            return ops.add_rms_norm(residual_TC, None, weight_C, eps)
-        return ops.add_rms_norm(delta_TC, residual_TC, weight_C, eps)
+        return ops.add_rms_norm(delta_TC, residual_TC, self.weights[name], self.config.norm_eps)

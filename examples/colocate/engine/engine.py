@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -15,15 +15,15 @@ import memsaver
 
 from .attention import Caches, DecodeAttention
 from .block_manager import BlockManager
-from .checkpoint import build
-from .config import EngineConfig
+from .checkpoint import build, check_supported
+from .config import EngineConfig, check_type
 from .decode_batch import DecodeBatch, Readback
 from .graph_pool import GraphPool
 from .graph_runner import GraphRunner
 from .memory import EngineMemory
 from .model import Config
 from .parallel import ONE_RANK, Parallel
-from .prefill_batch import PrefillBatch, count_tokens
+from .prefill_batch import PrefillBatch
 from .prefill_runner import PrefillRunner
 from .sampler import Sampler
 from .scheduler import Scheduler, Step
@@ -40,17 +40,15 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: Config,
-        config: EngineConfig,
-        device: torch.device | str = "cpu",
-        parallel: Parallel = ONE_RANK,
+        self, model: Config, config: EngineConfig, device: torch.device | str = "cpu", parallel: Parallel = ONE_RANK
     ) -> None:
         """Random weights to begin with; `load_weights` brings real ones. Graphs come with `capture`.
 
         With tensor parallel every rank is an engine in a process of its own, and all are called alike. If a call
         fails on one of them the others wait for it in a collective, until the process group's timeout.
         """
+        check_supported(model)
+        check_type("config", config, EngineConfig)
         self.model_config, self.config, self.parallel = model, config, parallel
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
@@ -69,15 +67,15 @@ class Engine:
         # Taken apart once: to index a tensor costs as much as to launch a kernel.
         self.kv_caches: Caches = [(layer[0], layer[1]) for layer in self.kv_cache]
         max_blocks = self.blocks.blocks_for(self.max_model_len)
-        self.batch = DecodeBatch(config.max_batch_size, max_blocks, self.memory.buffers, self.device)
+        self.batch = DecodeBatch(config.max_batch_size, max_blocks, config.block_size, self.memory.buffers, self.device)
         self.sampler = Sampler(self.device, config.seed, self.memory.buffers)
         self.graphs = GraphPool(self.memory, self.device, config.freeze_gc)
         self.runner = GraphRunner(self.decode_step, config.batch_sizes(), self.graphs)
         self.prefill_runner = PrefillRunner(self.model, config.prefill_graph_sizes, self.memory.buffers, self.graphs)
-        self._compiled_logits = self._decode_logits
+        self.compiled_logits: Callable[[int], Tensor] = self.decode_logits
         if config.compile_batch_sizes:  # anew for each batch size that it is called with
-            self._compiled_logits = torch.compile(
-                self._decode_logits, backend=config.compile_backend, fullgraph=True, dynamic=False
+            self.compiled_logits = torch.compile(
+                self.decode_logits, backend=config.compile_backend, fullgraph=True, dynamic=False
             )
         self.tokens_generated = 0
         self._in_flight: tuple[Step, Readback] | None = None
@@ -86,11 +84,13 @@ class Engine:
     @property
     def replays(self) -> int:
         """Decode graphs replayed so far."""
+        self._check_open()
         return self.runner.replays
 
     @property
     def captured_batch_sizes(self) -> tuple[int, ...]:
         """Batch sizes that have a graph, ascending; none on the CPU."""
+        self._check_open()
         return tuple(sorted(self.runner.graphs))
 
     def generate(
@@ -98,15 +98,17 @@ class Engine:
     ) -> list[Completion]:
         """Complete prompts of token ids, in their order.
 
-        `use_graphs` False runs every step eagerly, True replays the graphs there are; None follows the config.
+        `use_graphs` False runs every step eagerly, True replays the graphs there are; None follows the config. Raises
+        as `submit` does, with none of the prompts queued.
         """
         self._check_ready(self._want_graphs(use_graphs))
         sequences: list[Sequence] = []
         try:
-            for prompt in prompts:
+            for prompt in _listed("prompts", prompts, "prompts"):
                 sequences.append(self.submit(prompt, sampling))
-            while any(sequence.finish_reason is None for sequence in sequences):
-                self.step(use_graphs)
+            for sequence in sequences:
+                while sequence.finish_reason is None:
+                    self.step(use_graphs)
             self.settle()
         except BaseException:
             for sequence in sequences:
@@ -117,9 +119,11 @@ class Engine:
     def submit(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
         """Queue one request; `step`, or a `drain`, works on it until its `finish_reason` is set.
 
-        "failed" if a step did, whether it was this request's or not.
+        "failed" if a step did, whether it was this request's or not. Raises ValueError or TypeError for a prompt that
+        is no list of the model's tokens, or too long, and for `sampling` of another type.
         """
         self._check_open()
+        check_type("sampling", sampling, SamplingParams)
         prompt = self._checked(prompt)
         max_tokens = min(len(prompt) + sampling.max_new_tokens, self.max_model_len)
         sequence = Sequence(prompt, sampling, max_tokens)
@@ -231,7 +235,7 @@ class Engine:
                 "keep the memory that graphs have now, and a pause takes it away"
             )
         self.settle()
-        self.batch.fill([], self.config.max_batch_size, self.config.block_size)
+        self.batch.fill([], self.config.max_batch_size)
         try:
             with self.graphs.open():
                 self.prefill_runner.capture()  # the largest temporaries come first
@@ -243,24 +247,26 @@ class Engine:
     def decode_step(self, size: int) -> None:
         """What a graph of this size records: from the static inputs to the static outputs of `batch`."""
         batch = self.batch
-        logits_BV = self.decode_logits(size, compiled=size in self.config.compile_batch_sizes)
-        batch.store(batch.rows(size), *self.sampler(logits_BV, batch.temperatures(size)))
+        forward = self.compiled_logits if size in self.config.compile_batch_sizes else self.decode_logits
+        batch.store(batch.rows(size), *self.sampler(forward(size), batch.temperatures(size)))
 
-    def decode_logits(self, size: int, compiled: bool) -> Tensor:
+    def decode_logits(self, size: int) -> Tensor:
         """The part of `decode_step` that may go through torch.compile: logits [size, V]."""
-        logits_BV: Tensor = (self._compiled_logits if compiled else self._decode_logits)(size)
-        return logits_BV
+        batch = self.batch
+        attention = DecodeAttention(
+            self.kv_caches, batch.slots(size), batch.block_table(size), batch.lengths(size), self.config.use_kernel
+        )
+        return self.model.logits(self.model.forward(batch.tokens(size), batch.positions(size), attention))
 
     def addresses(self) -> dict[str, int]:
         """Where every tensor is that graphs rely on: weights, KV cache, constants, static inputs and outputs."""
         self._check_open()
         found = {f"weights/{name}": weight.data_ptr() for name, weight in self.model.weights.items()}
         found["kv_cache"] = self.kv_cache.data_ptr()
-        found.update({f"buffers/{name}": constant.data_ptr() for name, constant in self.model.constants.items()})
-        found["buffers/sampler"] = self.sampler.state.data_ptr()
-        found.update({f"buffers/{name}": address for name, address in self.batch.addresses().items()})
-        found.update({f"buffers/{name}": address for name, address in self.prefill_runner.addresses().items()})
-        return found
+        buffers = {name: constant.data_ptr() for name, constant in self.model.constants.items()}
+        buffers |= {"sampler": self.sampler.state.data_ptr()}
+        buffers |= self.batch.addresses() | self.prefill_runner.addresses()
+        return found | {f"buffers/{name}": address for name, address in buffers.items()}
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Makes the engine's GPU the current one, where kernels are launched and events recorded."""
@@ -275,7 +281,7 @@ class Engine:
         self.scheduler.abort()
         self._release_graphs()
         # The runners hold bound methods of this engine; without them no collector is needed to free the tensors.
-        del self.runner, self.prefill_runner, self._compiled_logits
+        del self.runner, self.prefill_runner, self.compiled_logits
         del self.model, self.kv_cache, self.kv_caches, self.batch, self.sampler
 
     def _launch(self, step: Step, use_graphs: bool) -> tuple[Step, Readback] | None:
@@ -286,24 +292,17 @@ class Engine:
         return (step, self.batch.read_back()) if step.sampling else None
 
     def _prefill(self, step: Step, use_graphs: bool) -> None:
-        size = self.prefill_runner.padded_size(count_tokens(step.chunks), use_graphs)
-        batch = PrefillBatch.build(step, size, self.kv_caches, self.config.block_size)
+        size = self.prefill_runner.padded_size(step.num_tokens, use_graphs)
+        batch = PrefillBatch.build(step, size, self.kv_caches)
         hidden_TC = self.prefill_runner.run(batch.tokens_T, batch.positions_T, batch.attention, use_graphs)
         if step.sampling:
             logits_BV = self.model.logits(hidden_TC.index_select(0, batch.last_B))
             self.batch.store(batch.rows_B, *self.sampler(logits_BV, batch.temperatures_B))
 
     def _decode(self, step: Step, use_graphs: bool) -> None:
-        sequences = step.sampling
-        self.batch.fill(sequences, self.runner.padded_size(len(sequences)), self.config.block_size)
-        self.runner.run(len(sequences), use_graphs)
-
-    def _decode_logits(self, size: int) -> Tensor:
-        batch = self.batch
-        attention = DecodeAttention(
-            self.kv_caches, batch.slots(size), batch.block_table(size), batch.lengths(size), self.config.use_kernel
-        )
-        return self.model.logits(self.model.forward(batch.tokens(size), batch.positions(size), attention))
+        size = self.runner.padded_size(len(step.sampling))
+        self.batch.fill(step.sampling, size)
+        self.runner.run(size, use_graphs)
 
     def _release_graphs(self) -> None:
         self.runner.release()
@@ -331,17 +330,24 @@ class Engine:
             raise ValueError(f"tensor parallel size is {self.parallel.size}; expected 1, so that weights are whole")
 
     def _checked(self, prompt: list[int]) -> list[int]:
-        tokens: list[int] = []
-        for position, token in enumerate(prompt):
+        tokens = _listed("prompt", prompt, "token ids")
+        for position, token in enumerate(tokens):
             try:
-                tokens.append(operator.index(token))
+                tokens[position] = operator.index(token)
             except TypeError:
                 raise TypeError(f"prompt has {token!r} at {position}; expected integers") from None
-            if not 0 <= tokens[-1] < self.model_config.vocab_size:
+            if not 0 <= tokens[position] < self.model_config.vocab_size:
                 raise ValueError(f"prompt has token {token}; expected 0 to {self.model_config.vocab_size - 1}")
         if not 1 <= len(tokens) < self.max_model_len:
             raise ValueError(f"prompt has {len(tokens)} tokens; expected 1 to {self.max_model_len - 1}")
         return tokens
+
+
+def _listed(name: str, value: Iterable[Any], items: str) -> list[Any]:
+    try:
+        return list(value)
+    except TypeError:  # by trying, since a tensor of no dimensions has an iterator, which raises
+        raise TypeError(f"{name} is {value!r}; expected a list of {items}") from None
 
 
 def _same_bits(one: Tensor | None, other: Tensor) -> bool:

@@ -17,10 +17,8 @@ from torch import Tensor
 # To be tuned by measurement. A thread's share of 8 elements is one access of 16 bytes at 16 bits each.
 _THREAD_ELEMENTS = 8
 _MAX_WARPS = 16  # 512 threads: four programs still fill a multiprocessor
-_COLUMNS, _COLUMNS_WARPS = (
-    1024,
-    4,
-)  # of a program of swiglu or write_kv: few, so that a decode batch makes many programs
+# Of a program of swiglu or write_kv: few, so that a decode batch makes many programs.
+_COLUMNS, _COLUMNS_WARPS = 1024, 4
 _HEADS = 8  # of a program of rotate: two warps at D = 128, and no idle lanes with 8, 16 or 32 heads
 
 
@@ -30,20 +28,12 @@ def add_rms_norm(delta_TC: Tensor, residual_TC: Tensor | None, weight_C: Tensor,
     # Of rows with gaps between them, which is all that is let through below, empty_like makes contiguous ones.
     normed_TC = torch.empty_like(delta_TC)
     sum_TC = delta_TC if residual_TC is None else torch.empty_like(delta_TC)
-    size_pad = _pad(size)
+    size_pad = pad(size)
     _add_rms_norm[(tokens,)](
-        delta_TC,
-        residual_TC,
-        weight_C,
-        normed_TC,
-        sum_TC,
-        eps,
-        _row_stride(delta_TC, 1),
-        0 if residual_TC is None else _row_stride(residual_TC, 1),
-        SIZE=size,
-        SIZE_PAD=size_pad,
-        num_warps=_warps(size_pad),
-    )
+        delta_TC, residual_TC, weight_C, normed_TC, sum_TC, eps,
+        row_stride(delta_TC, 1), 0 if residual_TC is None else row_stride(residual_TC, 1),
+        SIZE=size, SIZE_PAD=size_pad, num_warps=_warps(size_pad),
+    )  # fmt: skip
     return normed_TC, sum_TC
 
 
@@ -61,28 +51,13 @@ def rotate(
     tokens, heads, head_dim = q_THD.shape
     kv_heads = k_TKD.shape[1]
     q_out, k_out = torch.empty_like(q_THD), torch.empty_like(k_TKD)
-    half_pad = _pad(head_dim // 2)
+    half_pad = pad(head_dim // 2)
     _rotate[(tokens, _parts(heads, _HEADS) + _parts(kv_heads, _HEADS))](
-        q_THD,
-        k_TKD,
-        q_norm_D,
-        k_norm_D,
-        cos_PD,
-        sin_PD,
-        positions_T,
-        q_out,
-        k_out,
-        eps,
-        _row_stride(q_THD, head_dim),
-        _row_stride(k_TKD, head_dim),
-        positions_T.stride(0),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        HALF=head_dim // 2,
-        HALF_PAD=half_pad,
-        PROGRAM_HEADS=_HEADS,
+        q_THD, k_TKD, q_norm_D, k_norm_D, cos_PD, sin_PD, positions_T, q_out, k_out, eps,
+        row_stride(q_THD, head_dim), row_stride(k_TKD, head_dim), positions_T.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, HALF_PAD=half_pad, PROGRAM_HEADS=_HEADS,
         num_warps=_warps(_HEADS * half_pad),
-    )
+    )  # fmt: skip
     return q_out, k_out
 
 
@@ -92,7 +67,7 @@ def swiglu(gate_up_TF: Tensor) -> Tensor:
     half = size // 2
     out = gate_up_TF.new_empty((tokens, half))
     _swiglu[(tokens, _parts(half, _COLUMNS))](
-        gate_up_TF, out, _row_stride(gate_up_TF, 1), HALF=half, COLUMNS=_COLUMNS, num_warps=_COLUMNS_WARPS
+        gate_up_TF, out, row_stride(gate_up_TF, 1), HALF=half, COLUMNS=_COLUMNS, num_warps=_COLUMNS_WARPS
     )
     return out
 
@@ -103,22 +78,14 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, slo
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("k_cache or v_cache has gaps; expected contiguous ones")
     _write_kv[(tokens, _parts(kv_heads * head_dim, _COLUMNS))](
-        k_cache,
-        v_cache,
-        k_TKD,
-        v_TKD,
-        slots_T,
-        _row_stride(k_TKD, head_dim),
-        _row_stride(v_TKD, head_dim),
-        slots_T.stride(0),
-        SIZE=kv_heads * head_dim,
-        COLUMNS=_COLUMNS,
-        num_warps=_COLUMNS_WARPS,
-    )
+        k_cache, v_cache, k_TKD, v_TKD, slots_T,
+        row_stride(k_TKD, head_dim), row_stride(v_TKD, head_dim), slots_T.stride(0),
+        SIZE=kv_heads * head_dim, COLUMNS=_COLUMNS, num_warps=_COLUMNS_WARPS,
+    )  # fmt: skip
 
 
-def _pad(size: int) -> int:
-    """The power of two that Triton wants for a tensor's length."""
+def pad(size: int) -> int:
+    """The power of two that Triton wants for a tensor's length, without the 3 us that its own function takes."""
     return 1 << (size - 1).bit_length()
 
 
@@ -130,7 +97,7 @@ def _warps(elements: int) -> int:
     return min(_MAX_WARPS, max(1, elements // (32 * _THREAD_ELEMENTS)))
 
 
-def _row_stride(x: Tensor, inner: int) -> int:
+def row_stride(x: Tensor, inner: int) -> int:
     """Elements from one row to the next; `inner` is the stride that the dimension after it must have."""
     stride = x.stride()
     if stride[-1] != 1 or (stride[1] != inner and x.shape[1] != 1):
@@ -142,15 +109,9 @@ def _row_stride(x: Tensor, inner: int) -> int:
 def _add_rms_norm(
     delta_ptr,
     residual_ptr,  # None: nothing is added, and the sum is not stored
-    weight_ptr,
-    normed_ptr,
-    sum_ptr,
-    eps,
-    delta_stride,
-    residual_stride,
-    SIZE: tl.constexpr,
-    SIZE_PAD: tl.constexpr,
-):
+    weight_ptr, normed_ptr, sum_ptr, eps, delta_stride, residual_stride,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE_PAD)
     mask = column < SIZE
@@ -168,25 +129,12 @@ def _add_rms_norm(
 
 @triton.jit
 def _rotate(
-    q_ptr,
-    k_ptr,
-    q_norm_ptr,  # None, like the next: heads are not normed
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    eps,
-    q_stride,
-    k_stride,
-    positions_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr,
+    q_ptr, k_ptr,
+    q_norm_ptr, k_norm_ptr,  # None: heads are not normed
+    cos_ptr, sin_ptr, positions_ptr, q_out_ptr, k_out_ptr, eps, q_stride, k_stride, positions_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     PROGRAM_HEADS: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (HEADS + PROGRAM_HEADS - 1) // PROGRAM_HEADS
@@ -201,49 +149,22 @@ def _rotate(
     if part < Q_PARTS:
         first_head = part * PROGRAM_HEADS
         _rotate_heads(
-            q_ptr + token * q_stride,
-            q_norm_ptr,
-            q_out_ptr + token * HEADS * HALF * 2,
-            eps,
-            cos,
-            sin,
-            first_head,
-            HEADS,
-            HALF,
-            HALF_PAD,
-            PROGRAM_HEADS,
-        )
+            q_ptr + token * q_stride, q_norm_ptr, q_out_ptr + token * HEADS * HALF * 2, eps, cos, sin,
+            first_head, HEADS, HALF, HALF_PAD, PROGRAM_HEADS,
+        )  # fmt: skip
     else:
         first_head = (part - Q_PARTS) * PROGRAM_HEADS
         _rotate_heads(
-            k_ptr + token * k_stride,
-            k_norm_ptr,
-            k_out_ptr + token * KV_HEADS * HALF * 2,
-            eps,
-            cos,
-            sin,
-            first_head,
-            KV_HEADS,
-            HALF,
-            HALF_PAD,
-            PROGRAM_HEADS,
-        )
+            k_ptr + token * k_stride, k_norm_ptr, k_out_ptr + token * KV_HEADS * HALF * 2, eps, cos, sin,
+            first_head, KV_HEADS, HALF, HALF_PAD, PROGRAM_HEADS,
+        )  # fmt: skip
 
 
 @triton.jit
 def _rotate_heads(
-    x_ptr,
-    norm_ptr,
-    out_ptr,
-    eps,
-    cos,
-    sin,
-    first_head,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-    PROGRAM_HEADS: tl.constexpr,
-):
+    x_ptr, norm_ptr, out_ptr, eps, cos, sin, first_head,
+    HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, PROGRAM_HEADS: tl.constexpr,
+):  # fmt: skip
     """Heads [first_head, first_head + PROGRAM_HEADS) of one token's x; the halves of a head form the pairs."""
     dtype = x_ptr.dtype.element_ty
     head = first_head + tl.arange(0, PROGRAM_HEADS)[:, None]
@@ -276,17 +197,9 @@ def _swiglu(gate_up_ptr, out_ptr, stride, HALF: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def _write_kv(
-    k_cache_ptr,
-    v_cache_ptr,
-    k_ptr,
-    v_ptr,
-    slots_ptr,
-    k_stride,
-    v_stride,
-    slots_stride,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slots_ptr, k_stride, v_stride, slots_stride,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < SIZE

@@ -105,8 +105,7 @@ class GPT2(Model):
 
     def _norm(self, state: State, name: str) -> tuple[Tensor, Tensor]:
         residual_TC, delta_TC = state
-        if delta_TC is not None:
-            residual_TC = residual_TC + delta_TC
+        residual_TC = delta_TC if residual_TC is None else residual_TC + delta_TC
         weight_C, bias_C = self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]
         return F.layer_norm(residual_TC, weight_C.shape, weight_C, bias_C, self.config.norm_eps), residual_TC
 

@@ -27,10 +27,9 @@ class GraphRunner:
         """Whether a graph serves a batch of this many sequences."""
         return self.padded_size(batch) in self.graphs
 
-    def run(self, batch: int, use_graphs: bool) -> None:
-        """Run the step on the filled inputs of a batch that was padded to `padded_size`."""
-        size = self.padded_size(batch)
-        if use_graphs and self.can_run(batch):
+    def run(self, size: int, use_graphs: bool) -> None:
+        """Run the step on the filled inputs of a batch that was padded to this `padded_size`."""
+        if use_graphs and self.can_run(size):
             self.graphs[size].replay()
             self.replays += 1
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,21 +27,18 @@ class EngineMemory:
         self.kv_cache = self._region("kv_cache")
         self.buffers = self._region("buffers", backup="host")
         self.cuda_graph: Any = None
+        self.of_a_step = [self.weights, self.kv_cache, self.buffers]  # what each touches, a graph's replay included
 
-    def make_graph_region(self) -> Any:
+    def make_graph_region(self) -> None:
         """The region for captures; backed up, because graphs keep state in their pool between replays."""
         self.cuda_graph = self._region("cuda_graph", backup="host")
-        return self.cuda_graph
-
-    @property
-    def of_a_step(self) -> list[Any]:
-        """The regions that every step touches, a graph's replay included."""
-        return [self.weights, self.kv_cache, self.buffers]
 
     def check_active(self, graphs: bool) -> None:
         """Raise memsaver.RegionPausedError, with its tag, if a region that a step touches is not resident."""
-        for region in self.of_a_step + ([self.cuda_graph] if graphs and self.cuda_graph is not None else []):
+        for region in self.of_a_step:
             region.check_active("serve a step of the engine")
+        if graphs and self.cuda_graph is not None:
+            self.cuda_graph.check_active("serve a step of the engine")
 
     def _region(self, tag: str, **policy: Any) -> Any:
         return memsaver.region(tag, device=str(self.device), **policy) if self.use_regions else Unmanaged(self.device)
@@ -59,9 +55,3 @@ class Unmanaged:
 
     def check_active(self, what: str) -> None:
         """It always is."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None: ...

@@ -19,9 +19,9 @@ from .parallel import ONE_RANK, Parallel, Shard
 
 # One layer's attention, (layer, q_THD, k_TKD, v_TKD) -> [T, H, D]: writes k and v where later steps find them, attends.
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-# The residual stream and what the last layer adds to it, kept apart so that the sum and the norm after it are one
-# kernel; None where nothing is to be added.
-State = tuple[Tensor, Tensor | None]
+# The residual stream, None before there is any, and what the last layer adds to it: kept apart so that the sum and the
+# norm after it are one kernel.
+State = tuple[Tensor | None, Tensor]
 
 _DEVIATION = 0.02  # of random weights
 

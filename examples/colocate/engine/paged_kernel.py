@@ -16,6 +16,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from .fused_kernels import pad, row_stride
+
 _LOG2_E = 1.4426950408889634
 # To be tuned by measurement: these follow from sizes and from what the compiler reports, not from timings. For D = 128,
 # 16 bits, `python -m tests.unit.test_kernels resources` shows 96 registers and 37 KB of shared memory, nothing spilled.
@@ -42,67 +44,30 @@ def paged_decode_triton(
     block_size, kv_heads = k_cache.shape[1:3]
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or block_table.stride(1) != 1:
         raise ValueError("k_cache, v_cache or a row of block_table has gaps; expected contiguous ones")
-    if q_BHD.stride(2) != 1 or (q_BHD.stride(1) != head_dim and heads != 1):
-        raise ValueError(f"q {tuple(q_BHD.shape)} has strides {q_BHD.stride()}; expected rows without gaps")
     splits = num_splits(batch, kv_heads)
     out_BHD = torch.empty_like(q_BHD)
     # [B, H, splits, D] of the parts' results, then [B, H, splits] of their weights.
     parts = out_BHD if splits == 1 else q_BHD.new_empty(batch * heads * splits * (head_dim + 1), dtype=torch.float32)
-    dim_pad = _pad(head_dim)
+    dim_pad = max(16, pad(head_dim))
     _attend_part[(kv_heads, batch, splits)](
-        q_BHD,
-        k_cache,
-        v_cache,
-        block_table,
-        lengths_B,
-        parts,
-        head_dim**-0.5 * _LOG2_E,
-        q_BHD.stride(0),
-        block_table.stride(0),
-        lengths_B.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
+        q_BHD, k_cache, v_cache, block_table, lengths_B, parts, head_dim**-0.5 * _LOG2_E,
+        row_stride(q_BHD, head_dim), block_table.stride(0), lengths_B.stride(0),
         # tl.dot wants 16 rows at least; those beyond the group compute on zeros and are not stored.
-        GROUP_PAD=_pad(heads // kv_heads),
-        DIM=head_dim,
-        DIM_PAD=dim_pad,
-        BLOCK_SIZE=block_size,
-        SPLITS=splits,
-        TILE=max(16, _TILE_BYTES // (dim_pad * k_cache.element_size())),
-        STAGES=_STAGES,
-        num_warps=_WARPS,
-    )
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, GROUP_PAD=max(16, pad(heads // kv_heads)),
+        DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size, SPLITS=splits,
+        TILE=max(16, _TILE_BYTES // (dim_pad * k_cache.element_size())), STAGES=_STAGES, num_warps=_WARPS,
+    )  # fmt: skip
     if splits > 1:
         _join_parts[(batch * heads,)](parts, out_BHD, DIM=head_dim, DIM_PAD=dim_pad, SPLITS=splits, num_warps=4)
     return out_BHD
 
 
-def _pad(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
-
-
 @triton.jit
 def _attend_part(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    lengths_ptr,
-    parts_ptr,
-    scale_log2,
-    q_stride,
-    table_stride,
-    lengths_stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, parts_ptr, scale_log2, q_stride, table_stride, lengths_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """One sequence, one key-value head with its group of queries, one part of the context.
 
     Stores the part's softmax-weighted mean of V, and the base-2 logarithm of its weights' sum; of an empty part, only

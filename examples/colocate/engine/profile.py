@@ -54,8 +54,8 @@ def profile_replays(engine: Engine, size: int, replays: int, context: int | None
 
 
 def _profiled(engine: Engine, size: int, replays: int, context: int) -> Profile:
-    graph = engine.runner.graphs.get(size)
     fill_with_random_context(engine, size, context)
+    graph = engine.runner.graphs.get(size)
     step = partial(engine.decode_step, size) if graph is None else graph.replay
     on_gpu = engine.device.type == "cuda"
 

@@ -12,6 +12,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from .fused_kernels import pad
+
 _PART = 4096  # logits of a program: 64 rows of 150,000 make over two thousand programs, one row still 37
 
 
@@ -29,36 +31,19 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, state: Tensor) -> tuple[Ten
     tokens_B = logits_BV.new_empty((batch,), dtype=torch.int64)
     logprobs_B = logits_BV.new_empty((batch,), dtype=torch.float32)
     _sample_part[(parts, batch)](
-        logits_BV,
-        temperature_B,
-        state,
-        found,
-        columns,
-        logits_BV.stride(0),
-        temperature_B.stride(0),
-        VOCAB=vocab,
-        PART=_PART,
-        num_warps=8,
-    )
-    _sample_joined[(batch,)](
-        found, columns, tokens_B, logprobs_B, PARTS=parts, PARTS_PAD=1 << (parts - 1).bit_length(), num_warps=1
-    )
+        logits_BV, temperature_B, state, found, columns, logits_BV.stride(0), temperature_B.stride(0),
+        VOCAB=vocab, PART=_PART, num_warps=8,
+    )  # fmt: skip
+    _sample_joined[(batch,)](found, columns, tokens_B, logprobs_B, PARTS=parts, PARTS_PAD=pad(parts), num_warps=1)
     state[1:].add_(1)
     return tokens_B, logprobs_B
 
 
 @triton.jit
 def _sample_part(
-    logits_ptr,
-    temperature_ptr,
-    state_ptr,
-    found_ptr,
-    columns_ptr,
-    logits_stride,
-    temperature_stride,
-    VOCAB: tl.constexpr,
-    PART: tl.constexpr,
-):
+    logits_ptr, temperature_ptr, state_ptr, found_ptr, columns_ptr, logits_stride, temperature_stride,
+    VOCAB: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     part = tl.program_id(0)
     row = tl.program_id(1)
     column = part * PART + tl.arange(0, PART)

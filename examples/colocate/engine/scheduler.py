@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from .block_manager import BlockManager
 from .sequence import FinishReason, Sequence
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens `start` to `stop` of a sequence, whose K and V a step computes."""
 
     sequence: Sequence
@@ -31,6 +32,11 @@ class Step:
     prefill: bool
 
     @property
+    def num_tokens(self) -> int:
+        """Of all chunks."""
+        return sum(chunk.stop - chunk.start for chunk in self.chunks)
+
+    @cached_property
     def sampling(self) -> list[Sequence]:
         """The sequences that get a token, in the order of the chunks."""
         return [chunk.sequence for chunk in self.chunks if chunk.samples]
@@ -52,6 +58,11 @@ class Scheduler:
     def active(self) -> bool:
         """Whether any request holds blocks."""
         return bool(self.running or self.prefilling)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is any request at all."""
+        return self.active or bool(self.waiting)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request. One that could not finish alone in the whole cache is a ValueError."""
@@ -97,14 +108,12 @@ class Scheduler:
 
     def cancel(self, sequence: Sequence, reason: FinishReason = "cancelled") -> None:
         """Finish a request with what it has; nothing happens if it is not here, or no longer."""
-        for holders in (self.running, self.prefilling):
+        for holders in (self.running, self.prefilling, self.waiting):
             if sequence in holders:
                 holders.remove(sequence)
-                self._release(sequence)
+                if holders is not self.waiting:
+                    self._release(sequence)
                 sequence.finish_reason = reason
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-            sequence.finish_reason = reason
 
     def preempt_all(self) -> None:
         """Take all blocks back; requests wait again in their order. Nothing may be in flight."""
@@ -149,14 +158,12 @@ class Scheduler:
 
     def _decode(self) -> list[Chunk]:
         decoding = [sequence for sequence in self.running if sequence.length < sequence.max_tokens]
-        while self.blocks.shortage_to_append(decoding) > 0:
+        while not self.blocks.append(decoding):
             if any(sequence.in_flight for sequence in self.running):
                 return []  # recomputing needs the tokens, and one of them may end its sequence
             # The youngest gives way, which may be this very one; the oldest always gets on.
             victim = self._preempt()
             decoding = [sequence for sequence in decoding if sequence is not victim]
-        for sequence in decoding:
-            self.blocks.append(sequence)
         return [Chunk(sequence, sequence.length - 1, sequence.length, samples=True) for sequence in decoding]
 
     def _preempt(self) -> Sequence:

@@ -40,7 +40,7 @@ class Verified:
 
 
 @torch.no_grad()
-def verify(engine: Engine, seed: int = 0) -> list[Verified]:
+def verify(engine: Engine) -> list[Verified]:
     """Compare for every captured size; the results, largest size last.
 
     - "decode N": a graph's tokens and log-probabilities are the eager step's, bit for bit;
@@ -52,7 +52,7 @@ def verify(engine: Engine, seed: int = 0) -> list[Verified]:
     nothing to compare.
     """
     with engine.on_device():
-        generator = _prepare(engine, seed)
+        generator = _prepare(engine)
         rows: list[Verified] = []
         for size in engine.captured_batch_sizes:
             rows += _decode(engine, size, generator)
@@ -70,26 +70,26 @@ def verify(engine: Engine, seed: int = 0) -> list[Verified]:
     return rows
 
 
-def fill_with_random_context(engine: Engine, size: int, context: int, seed: int = 0) -> None:
+def fill_with_random_context(engine: Engine, size: int, context: int) -> None:
     """Make the inputs of a decode step those of so many sequences of `context` tokens, over a random KV cache.
 
     Forgets what the cache held: a RuntimeError while requests are running.
     """
-    sequences = _sequences(engine, [context] * size, _prepare(engine, seed), shared=True)
-    engine.batch.fill(list(sequences), size, engine.config.block_size)
+    sequences = _sequences(engine, [context] * size, _prepare(engine), shared=True)
+    engine.batch.fill(list(sequences), size)
 
 
-def _prepare(engine: Engine, seed: int) -> torch.Generator:
+def _prepare(engine: Engine) -> torch.Generator:
     engine.settle()
     engine.drop_prefix_cache()
-    engine.kv_cache.normal_(generator=torch.Generator(engine.device).manual_seed(seed))
-    return torch.Generator().manual_seed(seed)
+    engine.kv_cache.normal_(generator=torch.Generator(engine.device).manual_seed(0))
+    return torch.Generator().manual_seed(0)
 
 
 def _decode(engine: Engine, size: int, generator: torch.Generator) -> list[Verified]:
     batch = engine.batch
     lengths = (torch.randint(engine.max_model_len - 1, (size,), generator=generator, device="cpu") + 1).tolist()
-    batch.fill(list(_sequences(engine, lengths, generator, shared=True)), size, engine.config.block_size)
+    batch.fill(list(_sequences(engine, lengths, generator, shared=True)), size)
     latest = torch.randint(engine.model_config.vocab_size, batch.latest.shape, generator=generator, device="cpu")
     outcomes = []
     for step in (engine.runner.graphs[size].replay, partial(engine.decode_step, size)):
@@ -101,8 +101,7 @@ def _decode(engine: Engine, size: int, generator: torch.Generator) -> list[Verif
     found = [Verified(f"decode {size}", size, difference, tolerance=0.0)]
     if size in engine.config.compile_batch_sizes:
         batch.latest.copy_(latest)
-        compiled, plain = (engine.decode_logits(size, compiled) for compiled in (True, False))
-        found.append(_compared(f"compiled {size}", compiled, plain))
+        found.append(_compared(f"compiled {size}", engine.compiled_logits(size), engine.decode_logits(size)))
     return found
 
 
@@ -113,7 +112,7 @@ def _prefill(engine: Engine, count: int, size: int, generator: torch.Generator) 
     chunks = [Chunk(each, 0, len(each.tokens), samples=True) for each in sequences]
     outcomes = []
     for padded, use_graphs in ((size, True), (count, False)):
-        batch = PrefillBatch.build(Step(chunks, prefill=True), padded, engine.kv_caches, engine.config.block_size)
+        batch = PrefillBatch.build(Step(chunks, prefill=True), padded, engine.kv_caches)
         hidden_TC = engine.prefill_runner.run(batch.tokens_T, batch.positions_T, batch.attention, use_graphs)
         outcomes.append(hidden_TC[:count].clone())
     return _compared(f"prefill {count} of {size}", outcomes[0], outcomes[1])
