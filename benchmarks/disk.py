@@ -7,12 +7,11 @@ Prints seconds and GB/s (medians), then one JSON line. The three take turns: mem
 them; the same through the cache, with fsync at the end of writing, and the cache dropped before reading. The faster of
 the plain ones is the limit, for each direction. Contents are random; those of memsaver change before every pause and
 are compared whole after every resume. The directory, by default a temporary one under the current, needs twice the
-size; all is gone afterwards.
+size; all is gone afterwards. With ``--device cpu`` it runs on the host driver, and measures nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import mmap
 import os
@@ -24,7 +23,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from environment import environment, need_cuda
+from arguments import add_device, count, directory, parse, parser_for, positive
+from environment import environment
 from host import GIB, MIB
 from processes import Process, Sample
 from work import Contents, Work, milliseconds, size
@@ -89,15 +89,15 @@ def plain(directory: str, nbytes: int, flags: int, data: memoryview) -> Sample:
         os.close(file)
 
 
-def measure(options: argparse.Namespace, directory: str) -> dict[str, list[Sample]]:
-    work = Work(256, int(options.gib * GIB) // 256 // 4096 * 4096, backed_up=True)
+def measure(work: Work, rounds: int, directory: str, device: str) -> dict[str, list[Sample]]:
     data = mmap.mmap(-1, RANDOM, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     torch.frombuffer(data, dtype=torch.int64).random_()
-    ours = Process(pauses_and_resumes, work=work, directory=directory, device=options.device)
+    ours = Process(pauses_and_resumes, work=work, directory=directory, device=device)
     samples: dict[str, list[Sample]] = {name: [] for name in (OURS, *PLAIN)}
     first = ours.ask()
-    print(f"{size(work.total)} in 256 tensors; first pause and resume: {first}", flush=True)
-    for _ in range(options.rounds):
+    said = first.get("error") or first
+    print(f"{size(work.total)} in {work.tensors} tensors; first pause and resume: {said}", flush=True)
+    for _ in range(rounds):
         if "error" not in first:
             samples[OURS].append(ours.ask())
         for name, flags in PLAIN.items():
@@ -107,18 +107,17 @@ def measure(options: argparse.Namespace, directory: str) -> dict[str, list[Sampl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gib", type=float, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--disk-dir", help="on the disk to be measured")
-    parser.add_argument("--device", default="cuda:0")
-    options = parser.parse_args()
-    if options.device != "cpu":
-        need_cuda()
+    parser = parser_for(__doc__)
+    parser.add_argument("--gib", type=positive, help="each way (default: 16, on the CPU 0.125)")
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--disk-dir", type=directory, default=os.getcwd(), help="on the disk to be measured")
+    add_device(parser)
+    options = parse(parser, gib=(16.0, 0.125))
     begin = time.monotonic()
-    nbytes = int(options.gib * GIB) // 256 // 4096 * 4096 * 256
-    with tempfile.TemporaryDirectory(prefix="memsaver-disk-", dir=options.disk_dir or os.getcwd()) as directory:
-        samples = measure(options, directory)
+    work = Work(256, max(1, int(options.gib * GIB) // 256 // 4096) * 4096, backed_up=True)
+    nbytes = work.total
+    with tempfile.TemporaryDirectory(prefix="memsaver-disk-", dir=options.disk_dir) as folder:
+        samples = measure(work, options.rounds, folder, options.device)
     rows: dict[str, dict[str, float]] = {}
     for name in (OURS, *PLAIN):
         whole = [sample for sample in samples[name] if "error" not in sample]
@@ -135,8 +134,8 @@ def main() -> None:
             print(f"{name:28} {''.join(cells)}")
         for error in sorted({sample["error"] for sample in samples[name] if "error" in sample}):
             print(f"{name:28} {error}")
-    result: dict[str, Any] = {"benchmark": "disk", **environment(), "bytes": nbytes, "median": rows, "samples": samples}
-    print(json.dumps({**result, "seconds": time.monotonic() - begin}))
+    result: dict[str, Any] = {"benchmark": "disk", **environment(options.device), "bytes": nbytes, "median": rows}
+    print(json.dumps({**result, "samples": samples, "seconds": time.monotonic() - begin}))
 
 
 if __name__ == "__main__":

@@ -7,17 +7,17 @@ Prints milliseconds for the whole size (medians), then one JSON line.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable
 
-from environment import environment, need_cuda
+from arguments import add_device, count, not_negative, parse, parser_for
+from environment import environment
+from host import MIB
 
 from memsaver import _core
 
-MIB = 1 << 20
 CHUNKS = (2 * MIB, 32 * MIB, 256 * MIB, 1024 * MIB)
 STEPS = ("create", "map", "allow", "unmap", "release")
 
@@ -43,16 +43,15 @@ def cycle(device: str, total: int, size: int, base: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--gib", type=int, default=64)
-    parser.add_argument("--cycles", type=int, default=5)
+    parser = parser_for(__doc__)
+    add_device(parser)
+    parser.add_argument("--gib", type=count, help="(default: 64, on the CPU 1)")
+    parser.add_argument("--cycles", type=count, default=5, help="after a first")
     parser.add_argument(
-        "--rest", type=float, default=0.0, help="seconds between two cycles: released memory gets clean"
+        "--rest", type=not_negative, default=0.0, help="seconds between two cycles: released memory gets clean"
     )
-    options = parser.parse_args()
-    if options.device != "cpu":
-        need_cuda()
+    options = parse(parser, gib=(64, 1))
+    begin = time.monotonic()
     total = options.gib << 30
     base = _core.open_driver(options.device).reserve(total)
     rows = {}
@@ -64,9 +63,8 @@ def main() -> None:
             cycles.append(cycle(options.device, total, size, base))
         rows[size] = {step: statistics.median(each[step] for each in cycles[1:]) for step in STEPS}
         print(f"{size // MIB:>10} MiB    " + "".join(f"{rows[size][step]:10.2f}" for step in STEPS), flush=True)
-    print(
-        json.dumps({"benchmark": "driver_calls", **environment(), "bytes": total, "rest_s": options.rest, "ms": rows})
-    )
+    result = {"benchmark": "driver_calls", **environment(options.device), "bytes": total, "rest_s": options.rest}
+    print(json.dumps({**result, "ms": rows, "seconds": time.monotonic() - begin}))
 
 
 if __name__ == "__main__":

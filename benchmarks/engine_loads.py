@@ -5,15 +5,13 @@ from __future__ import annotations
 import random
 import statistics
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from host import GIB
-from processes import Process, Sample, last_line
+from processes import Sample
 
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
@@ -24,7 +22,7 @@ from examples.colocate.engine.model import Config
 from examples.colocate.engine.parallel import ONE_RANK, Parallel
 
 BLOCK = 16  # tokens in a KV block
-TIMEOUT_S = 300.0
+TIMEOUT_S = 300.0  # of a process, for one sample
 _SMALL = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position": 128}
 _SMALL_DECODER = {"num_kv_heads": 2, "head_dim": 16, "intermediate_size": 96}
 
@@ -82,11 +80,18 @@ def make_engine(
         "max_prefill_tokens": max(load.batch * load.prompt for load in loads),
         "graph_batch_sizes": tuple(sorted({load.batch for load in loads})),
     }
+    use(device)
     # Memory that is pinned in the background would take the machine's attention from what is measured.
     memsaver.configure(backup_ahead=False)
     engine = Engine(shape_of(loads[0].model, small), EngineConfig(**{**config, **settings}), device, parallel)
     engine.capture()
     return engine
+
+
+def use(device: str) -> None:
+    """Launch on this GPU from now on, and record events there."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
 
 
 def allow_backups() -> None:
@@ -97,10 +102,10 @@ def allow_backups() -> None:
 
 def served(engine: Engine, load: Load, use_graphs: bool = True, seed: int = 0) -> Run:
     """The load to its end through `Engine.step`, greedily, nothing cached before. The same seed is the same prompts."""
-    engine.config = replace(engine.config, use_graphs=use_graphs)
     engine.drop_prefix_cache()
     requests = [Request(0.0, prompt) for prompt in load.prompts(engine.model_config.vocab_size, seed)]
-    return serve(engine, requests, SamplingParams(0.0, load.new_tokens), encode=list, online=False)  # type: ignore[arg-type]
+    sampling = SamplingParams(0.0, load.new_tokens)
+    return serve(engine, requests, sampling, encode=list, use_graphs=use_graphs)  # type: ignore[arg-type]
 
 
 def decode_rate(engine: Engine, load: Load, use_graphs: bool = True) -> float:
@@ -174,7 +179,7 @@ def copy_bandwidth(device: str, nbytes: int) -> float:
 
 
 def promise(number: int, what: str, figure: str, met: bool | None) -> Sample:
-    """What issue 5 promises under that number, and what was found. `met` None: this machine cannot tell."""
+    """What issue 5 promises under that number, and what was found. `met` None: that is no word on it."""
     return {"promise": number, "what": what, "figure": figure, "met": met}
 
 
@@ -183,20 +188,6 @@ def promise_line(row: Sample) -> str:
     return f"  promise {row['promise']}: {row['what']}: {row['figure']}: {met}"
 
 
-def on_gpu(device: str, met: bool) -> bool | None:
-    """What the CPU says of speed and memory is no word on a promise."""
-    return None if device == "cpu" else met
-
-
-def start(function: Callable[..., Any], **arguments: Any) -> Process:
-    """A process for the function, whose samples say in full what failed."""
-    return Process(partial(_telling, function), TIMEOUT_S, **arguments)
-
-
-def _telling(function: Callable[..., Any], **arguments: Any) -> Iterator[Sample]:
-    try:
-        made = function(**arguments)
-        yield from [made] if isinstance(made, dict) else made
-    except Exception as error:
-        said = last_line("".join(traceback.format_exception_only(error)))
-        yield {"error": said, "traceback": traceback.format_exc()}
+def in_full(small: bool, met: bool) -> bool | None:
+    """What tiny shapes say, and hence the CPU, is no word on a promise."""
+    return None if small else met

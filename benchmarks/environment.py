@@ -6,27 +6,58 @@ import datetime
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import memsaver
 
+TREE = Path(__file__).resolve().parent
 
-def environment() -> dict[str, Any]:
-    """``MEMSAVER_COMMIT`` names the commit where the tree has no history, as in a copy."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+
+def environment(device: str = "cuda") -> dict[str, Any]:
+    """Of a benchmark on a device. ``MEMSAVER_COMMIT`` names the commit where the tree has no history, as in a copy."""
+    on_gpu = device != "cpu"
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": os.environ.get("MEMSAVER_COMMIT", commit),
+        "commit": os.environ.get("MEMSAVER_COMMIT") or _said("git", "-C", str(TREE), "rev-parse", "--short", "HEAD"),
         "memsaver": memsaver.__version__,
-        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "host",
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"host, {os.cpu_count()} cores",
+        "driver": _said(*_smi(device, "--query-gpu=driver_version")) if on_gpu else None,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
     }
 
 
-def need_cuda() -> None:
-    """Ends the benchmark with a word where there is nothing to measure."""
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device, and torch sees none")
+def need_cuda(device: str = "cuda", count: int = 1) -> None:
+    """Ends the benchmark with a word where the device, or so many of its kind, is not there to be measured."""
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device != "cpu" and seen < max(count, 1 + _index(device)):
+        what = device if _index(device) else f"{count} CUDA devices" if count > 1 else "a CUDA device"
+        raise SystemExit(f"this benchmark needs {what}, and torch sees {seen or 'none'}")
+
+
+def nvidia_smi(device: str, query: str) -> list[str]:
+    """The rows that answer a query about one device, without units; asked without making a context."""
+    command = _smi(device, query)
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+
+
+def _smi(device: str, query: str) -> list[str]:
+    # nvidia-smi counts all of the machine's devices, and takes whatever CUDA_VISIBLE_DEVICES calls them.
+    index, visible = _index(device), os.environ.get("CUDA_VISIBLE_DEVICES")
+    which = visible.split(",")[index] if visible else str(index)
+    return ["nvidia-smi", "-i", which, query, "--format=csv,noheader,nounits"]
+
+
+def _index(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
+
+
+def _said(*command: str) -> str | None:
+    """The first line that a command printed; None where there is none."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None

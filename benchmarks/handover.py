@@ -1,6 +1,6 @@
 """Memory that goes from one process to another on the same GPU: through the shared pool, the driver, and a peer.
 
-    python benchmarks/handover.py [--cycles 10] [--scale 1] [--only empty contents] [--device cuda]
+    python benchmarks/handover.py [--cycles 10] [--rounds 2] [--scale 1] [--only empty contents] [--device cuda]
 
 Two processes, each with a region as large as the memory that they share; all else of the device is taken by a third
 party. In each turn one pauses and the other resumes. With the shared pool both calls are made at once, and the resume
@@ -11,7 +11,6 @@ kept, change before each turn and are compared after it. Prints a table, then on
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -26,11 +25,13 @@ from threading import Barrier
 from typing import Any
 
 import torch
-from environment import environment, need_cuda
+from arguments import add_device, count, parse, parser_for, positive
+from environment import environment
 from host import GIB, MIB
 from limits import Limit
 from processes import CONTEXT, Process, Sample, side_by_side
 from subjects import SLOW, Ours, Subject, TorchMemorySaver, peer_version
+from switches import free_bytes
 from work import Contents, Work, size, synchronize
 
 import memsaver
@@ -164,9 +165,10 @@ def full_device(device: str, room: int) -> Iterator[None]:
     if device == "cpu":
         yield
         return
-    free = memsaver._core.open_driver(device).memory()[0]
     done = CONTEXT.Event()
-    holder = CONTEXT.Process(target=ballast, args=(max(free - room - CONTEXTS, 2 * MIB), device, done), daemon=True)
+    holder = CONTEXT.Process(
+        target=ballast, args=(max(free_bytes(device) - room - CONTEXTS, 2 * MIB), device, done), daemon=True
+    )
     holder.start()
     try:
         yield
@@ -194,24 +196,21 @@ def measure(turns: Turns) -> Sample:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cycles", type=int, default=10, help="turns that count")
-    parser.add_argument("--rounds", type=int, default=2, help="each runs all subjects in turn")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the bytes")
+    parser = parser_for(__doc__)
+    parser.add_argument("--cycles", type=count, default=10, help="turns that count")
+    parser.add_argument("--rounds", type=count, default=2, help="each runs all subjects in turn")
+    parser.add_argument("--scale", type=positive, help="of the bytes (default: 1, on the CPU 0.01)")
     parser.add_argument("--only", nargs="+", choices=("empty", "contents"), default=("empty", "contents"))
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    options = parser.parse_args()
-    device = "cpu"
-    if options.device != "cpu":
-        need_cuda()
-        device = "cuda:0"
+    add_device(parser, numbered=False)
+    options = parse(parser, scale=(1.0, 0.01))
+    device = "cpu" if options.device == "cpu" else "cuda:0"
     begin = time.monotonic()
     empty = Work(2, 32 * GIB, backed_up=False).scaled(options.scale)
     contents = Work(256, 64 * MIB, backed_up=True).scaled(options.scale)
     peers = [SLOW] if peer_version() else []
     plan = [(empty, [POOL, DRIVER, *peers])] if "empty" in options.only else []
     plan += [(contents, [POOL, POOL_AFTER, DRIVER, *peers])] if "contents" in options.only else []
-    result: dict[str, Any] = {"benchmark": "handover", **environment(), "peer": peer_version(), "work": []}
+    result: dict[str, Any] = {"benchmark": "handover", **environment(device), "peer": peer_version(), "work": []}
     for work, subjects in plan:
         print(
             f"{size(work.total)} {'with' if work.backed_up else 'without'} backup, from process to process", flush=True

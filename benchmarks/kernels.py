@@ -10,7 +10,6 @@ then one JSON line.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -21,7 +20,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
-from environment import environment, need_cuda  # noqa: E402
+from arguments import parse, parser_for  # noqa: E402
+from engine_loads import copy_bandwidth  # noqa: E402
+from environment import environment  # noqa: E402
+from host import GIB  # noqa: E402
 
 LAYERS = 36
 REPEATS = 20  # of a kernel in a graph
@@ -82,13 +84,6 @@ def host_us(call: Callable[[], Any], count: int = 300) -> float:
     return spent / count * 1e6
 
 
-def copy_rate() -> float:
-    """Bytes read and written in a microsecond by a plain copy of 1 GiB."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / graph_us([lambda: target.copy_(source)])
-
-
 def paged(shape: tuple[int, int, int, int, int, bool]) -> tuple[list[Callable[[], Any]], int]:
     """A call for each layer, and the bytes of K and V that one reads."""
     from examples.colocate.engine import paged_kernel
@@ -134,13 +129,13 @@ def fused(tokens: int) -> dict[str, tuple[Callable[[], Any], int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true")
-    arguments = parser.parse_args()
-    need_cuda()
+    parser = parser_for(__doc__)
+    parser.add_argument("--sweep", action="store_true", help="try other settings of paged decode")
+    options = parse(parser)
     from examples.colocate.engine import paged_kernel
 
-    rate = copy_rate()
+    begin = time.monotonic()
+    rate = copy_bandwidth("cuda", GIB) / 1e6  # bytes read and written in a microsecond
     print(f"plain copy: {rate / 1e3:.0f} GB/s read and written")
     rows: list[Row] = []
 
@@ -149,25 +144,28 @@ def main() -> None:
         figures = f"{nbytes / 1e6:9.2f} MB {us:9.2f} us {nbytes / us / rate:6.0%} of the copy"
         print(f"{name:45} {figures}" + (f" {host:7.1f} host us" if host is not None else ""), flush=True)
 
+    def tune(values: tuple[int, ...]) -> None:
+        for name, value in zip(TUNED, values):
+            setattr(paged_kernel, name, value)
+
     chosen = tuple(getattr(paged_kernel, name) for name in TUNED)
     for name, shape in PAGED.items():
         calls, nbytes = paged(shape)
         show(name, nbytes, graph_us(calls), host_us(calls[0]))
-        for tried in TRIED if arguments.sweep else ():
-            for attribute, value in zip(TUNED, tried):
-                setattr(paged_kernel, attribute, value)
+        for tried in TRIED if options.sweep else ():
+            tune(tried)
             try:
                 show(f"  {tried}", nbytes, graph_us(calls, replays=5), None, shape=name, tried=tried)
             except Exception as error:  # more shared memory than there is, such as
                 print(f"  {tried}: {type(error).__name__}: {str(error)[:80]}")
-        for attribute, value in zip(TUNED, chosen):
-            setattr(paged_kernel, attribute, value)
+        tune(chosen)
         del calls
         torch.cuda.empty_cache()
     for tokens in (1, 64, 4096):
         for name, (call, nbytes) in fused(tokens).items():
             show(f"{name}, {tokens} tokens", nbytes, graph_us([call] * REPEATS), host_us(call))
-    print(json.dumps({"benchmark": "kernels", **environment(), "copy_gb_per_s": rate / 1e3, "rows": rows}))
+    result = {"benchmark": "kernels", **environment(), "copy_gb_per_s": rate / 1e3, "rows": rows}
+    print(json.dumps({**result, "seconds": time.monotonic() - begin}))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ take turns, each time in a new process, because a machine's speed drifts over se
 pause has one round of one cycle. The limit is measured before each of them: 16 GiB of plain copies between the device
 and pinned memory, one way, the other, and both at once. Contents are random, change before every pause, and are
 compared whole after every cycle where they are backed up. Needs 96 GiB of device memory and 80 of the host's, times
-``--scale``. With ``--device cpu`` and a small scale it runs on the host driver, which checks the benchmark and measures
+``--scale``. With ``--device cpu`` it runs on the host driver, on a small scale, which checks the benchmark and measures
 nothing.
 """
 
@@ -24,7 +24,8 @@ from typing import Any
 import first_pause
 import subjects
 import switches
-from environment import environment, need_cuda
+from arguments import add_device, count, parse, parser_for, positive
+from environment import environment
 from host import GIB, MIB
 from limits import Limit
 from processes import Sample, in_process
@@ -208,19 +209,17 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_for(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--rounds", type=int, default=1, help="processes for each subject of the table")
-    parser.add_argument("--cycles", type=int, default=5, help="in each process, after a first")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the sizes, for small devices")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--no-peer", action="store_true")
-    options = parser.parse_args()
-    if options.device != "cpu":
-        need_cuda()
+    parser.add_argument("--rounds", type=count, default=1, help="processes for each subject of the table")
+    parser.add_argument("--cycles", type=count, default=5, help="in each process, after a first")
+    parser.add_argument("--scale", type=positive, help="of the sizes (default: 1, on the CPU 0.01)")
+    add_device(parser)
+    parser.add_argument("--no-peer", action="store_true", help="without torch_memory_saver")
+    options = parse(parser, scale=(1.0, 0.01))
     begin = time.monotonic()
     run = Run(options)
-    results: dict[str, Any] = {"benchmark": "pause_resume", **environment(), "scale": options.scale}
+    results: dict[str, Any] = {"benchmark": "pause_resume", **environment(options.device), "scale": options.scale}
     results["peer"] = {"name": subjects.SLOW, "version": run.peer_version}
     results["parts"] = {}
     for part in PARTS:

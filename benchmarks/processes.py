@@ -41,7 +41,8 @@ def _serve(connection: Connection, log: str, function: Callable[..., Any], argum
     except BaseException as error:
         traceback.print_exc()
         code = 1
-        connection.send({"error": last_line("".join(traceback.format_exception_only(error)))})
+        said = last_line("".join(traceback.format_exception_only(error)))
+        connection.send({"error": said, "traceback": traceback.format_exc()})
     connection.close()
     os._exit(code)  # torch_memory_saver ends a process that goes down in order with an error of its own
 
@@ -49,7 +50,7 @@ def _serve(connection: Connection, log: str, function: Callable[..., Any], argum
 class Process:
     """Runs ``function(**arguments)`` in a new process: it returns one sample, or yields one for each :meth:`ask`.
 
-    A sample of what failed is ``{"error": its last line}``.
+    A sample of what failed has its last line as ``"error"``, and in full a ``"traceback"`` where it was an exception.
     """
 
     def __init__(self, function: Callable[..., Any], timeout_s: float = 180.0, **arguments: Any) -> None:
@@ -84,7 +85,7 @@ class Process:
         self._log.close()
 
 
-def side_by_side(processes: Sequence[Process], failed: Callable[[], object]) -> list[Sample]:
+def side_by_side(processes: Sequence[Process], failed: Callable[[], object] = lambda: None) -> list[Sample]:
     """One sample from each, all at once; ``failed`` is called when one has an error, for what others may wait for."""
 
     def ask(process: Process) -> Sample:

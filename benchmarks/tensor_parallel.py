@@ -11,7 +11,6 @@ where there are no graphs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -28,19 +27,21 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from arguments import add_device, add_small, count, parse, parser_for  # noqa: E402
 from engine_loads import (  # noqa: E402
+    TIMEOUT_S,
     Load,
     allow_backups,
+    in_full,
     make_engine,
-    on_gpu,
     promise,
     promise_line,
     served,
-    start,
     tokens_of,
+    use,
 )
 from environment import environment, need_cuda  # noqa: E402
-from processes import Sample, side_by_side  # noqa: E402
+from processes import Process, Sample, side_by_side  # noqa: E402
 
 import memsaver  # noqa: E402
 from examples.colocate.engine.benchmark import Run  # noqa: E402
@@ -56,8 +57,7 @@ FIRST = 8  # tokens that are decoded anew after each pause
 def rank(number: int, store: str, load: Load, device: str, small: bool, pauses: int) -> Sample:
     """In a process of its own, as all others do; without a `store` it is alone."""
     parallel = ONE_RANK
-    if device != "cpu":
-        torch.cuda.set_device(device)
+    use(device)
     if store:
         # Buffers of captured graphs must not be registered with NCCL: after a pause their memory is another.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
@@ -110,38 +110,36 @@ def run_ranks(devices: list[str], **arguments: Any) -> list[Sample]:
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store") if len(devices) > 1 else ""
         processes = [
-            start(rank, number=number, store=store, device=device, **arguments) for number, device in enumerate(devices)
+            Process(rank, TIMEOUT_S, number=number, store=store, device=device, **arguments)
+            for number, device in enumerate(devices)
         ]
         try:
             # A rank that fails leaves the other one waiting for it, until it calls it lost.
-            return side_by_side(processes, lambda: None)
+            return side_by_side(processes)
         finally:
             for process in processes:
                 process.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_for(__doc__)
     parser.add_argument("--model", default="qwen3-8b", choices=PRESETS)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--pauses", type=int, default=20)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--small", action="store_true", help="a tiny shape and load, to try it out")
-    options = parser.parse_args()
+    parser.add_argument("--batch", type=count, default=64)
+    parser.add_argument("--pauses", type=count, default=20)
+    add_device(parser, numbered=False)
+    add_small(parser)
+    options = parse(parser)
     device, begin = options.device, time.monotonic()
+    need_cuda(device, RANKS)
     if device == "cpu":
         print("no graphs on the CPU: they are asked for, and every step is eager; figures say nothing of a GPU")
-    else:
-        need_cuda()
-        if torch.cuda.device_count() < RANKS:
-            raise SystemExit(f"this benchmark needs {RANKS} GPUs, and torch sees {torch.cuda.device_count()}")
     devices = ["cpu"] * RANKS if device == "cpu" else [f"cuda:{number}" for number in range(RANKS)]
     load = Load(options.model, options.batch, 128, 128).scaled(options.small)
     arguments = {"load": load, "small": options.small}
     alone = run_ranks(devices[:1], pauses=0, **arguments)
     ranks = run_ranks(devices, pauses=options.pauses, **arguments)
 
-    result: dict[str, Any] = {"benchmark": "tensor_parallel", **environment(), "load": str(load), "ranks": RANKS}
+    result: dict[str, Any] = {"benchmark": "tensor_parallel", **environment(device), "load": str(load), "ranks": RANKS}
     errors = {where: sample for where, sample in zip(["alone", *devices], alone + ranks) if "error" in sample}
     for where, sample in errors.items():
         print(f"{where}: {sample.get('traceback', sample['error'])}")
@@ -154,7 +152,7 @@ def main() -> None:
         figure = f"{'identical' if kept else 'DIFFERENT'}, {'and' if agreed else 'but NOT'} those of the other rank"
         met = kept and agreed
         # Without graphs what was promised of them was not tried; that tokens differ is a word nevertheless.
-        found = promise(8, found["what"], figure, on_gpu(device, met and captured) if met else False)
+        found = promise(8, found["what"], figure, in_full(options.small, met and captured) if met else False)
         print(f"{load}, tokens/s of decode{'before':>12}{'after':>12} the pauses")
         for where, sample in zip(["one GPU", *(f"rank {number}" for number in range(RANKS))], alone + ranks):
             if "error" not in sample:

@@ -11,7 +11,6 @@ machine may have to get it first. With ``--device cpu`` it runs on the host driv
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -20,7 +19,8 @@ from typing import Any
 
 import host
 import torch
-from environment import environment, need_cuda
+from arguments import add_device, count, parse, parser_for, positive
+from environment import environment
 from host import GIB, MIB
 from limits import PlainCopies
 from processes import CONTEXT, Process, Sample, in_process, side_by_side
@@ -79,32 +79,35 @@ def rates(samples: list[Sample], way: str) -> tuple[list[float], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", type=int, help="by default one for each GPU")
-    parser.add_argument("--gib", type=float, default=16, help="out of each device, and as many in")
-    parser.add_argument("--cycles", type=int, default=5)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    options = parser.parse_args()
-    if options.device != "cpu":
-        need_cuda()
+    parser = parser_for(__doc__)
+    parser.add_argument("--processes", type=count, help="by default one for each GPU; on the CPU two")
+    parser.add_argument("--gib", type=positive, help="out of each, and as many in (default: 16, on the CPU 0.125)")
+    parser.add_argument("--cycles", type=count, default=5, help="after two to warm up")
+    add_device(parser, numbered=False)
+    options = parse(parser, gib=(16.0, 0.125))
     begin = time.monotonic()
     gpus = torch.cuda.device_count() if options.device != "cpu" else 2
-    count = options.processes or gpus
+    number = options.processes or gpus
     work = Work(max(1, int(options.gib * GIB) // (64 * MIB)), 64 * MIB, backed_up=True)
-    host_bytes = count * (2 * work.total + 2 * min(work.total, FOOTPRINT))
-    print(f"{count} processes, {size(work.total)} out and as many in; host memory: {size(host_bytes)}", flush=True)
-    touched = in_process(touch, nbytes=host_bytes) if count > 1 else {"seconds": 0.0}
+    host_bytes = number * (2 * work.total + 2 * min(work.total, FOOTPRINT))
+    print(f"{number} processes, {size(work.total)} out and as many in; host memory: {size(host_bytes)}", flush=True)
+    touched = in_process(touch, nbytes=host_bytes) if number > 1 else {"seconds": 0.0}
     print(f"touched first: {touched}", flush=True)
 
-    barrier = CONTEXT.Barrier(count)
-    devices = ["cpu" if options.device == "cpu" else f"cuda:{i % gpus}" for i in range(count)]
+    barrier = CONTEXT.Barrier(number)
+    devices = ["cpu" if options.device == "cpu" else f"cuda:{i % gpus}" for i in range(number)]
     arguments = {"work": work, "cycles": options.cycles, "barrier": barrier}
     processes = [Process(take_turns, device=device, **arguments) for device in devices]
     samples = side_by_side(processes, barrier.abort)
     for process in processes:
         process.close()
 
-    result: dict[str, Any] = {"benchmark": "together", **environment(), "processes": count, "gb_per_s": {}}
+    result: dict[str, Any] = {
+        "benchmark": "together",
+        **environment(options.device),
+        "processes": number,
+        "gb_per_s": {},
+    }
     errors = [f"{device}: {sample['error']}" for device, sample in zip(devices, samples) if "error" in sample]
     if errors:
         print("\n".join(errors))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from engine_loads import Clock, Load, shape_of
+from engine_loads import Clock, Load, shape_of, use
 from processes import Sample
 from torch import Tensor
 
@@ -21,6 +21,7 @@ def build(load: Load, device: str, small: bool) -> Any:
     from transformers import AutoModelForCausalLM, Qwen3Config
     from transformers import GPT2Config as TheirGPT2Config
 
+    use(device)
     shape: Any = shape_of(load.model, small)
     nothing_special: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}  # or a completion could end early
     config: Any
@@ -78,6 +79,8 @@ def compiled(load: Load, device: str, small: bool) -> Iterator[Sample]:
     if device != "cpu":
         torch.cuda.empty_cache()
     counters = torch._dynamo.utils.counters
+    if not counters["stats"]["unique_graphs"]:  # `generate` only logs that it does not compile
+        raise RuntimeError("generate compiled nothing")
     yield {
         "compile_s": time.perf_counter() - begin,
         "compiled_graphs": counters["stats"]["unique_graphs"],

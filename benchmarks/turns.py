@@ -1,6 +1,6 @@
 """The loop's turns for a model of 1.5 billion parameters: a shared pool, the driver as the source, and ``.to("cpu")``.
 
-    python benchmarks/turns.py [--cycles 5] [--only pool driver offload] [--small]
+    python benchmarks/turns.py [--cycles 5] [--only pool driver offload] [--ranks 1] [--small]
 
 The same loop each time (examples/colocate), with the engine and the trainer as two Ray actors: rollout, training,
 weight sync, rollout. The trainer has fp32 weights, gradients and AdamW's moments, the engine bf16 weights and a KV
@@ -11,7 +11,7 @@ measured in the same run: what goes out and what comes in at once counts at the 
 plain copy on the device. Then one JSON line. Needs about 30 GiB of host memory for backups, and some for Ray's object
 store.
 
-``--small`` runs it on a tiny model. With ``--device cpu`` on the host driver; figures mean nothing there.
+``--small`` runs it on a tiny model. With ``--device cpu`` it does so on the host driver; figures mean nothing there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import os
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,17 +37,17 @@ sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
 
 import ray  # noqa: E402
-import torch  # noqa: E402
-from environment import environment, need_cuda  # noqa: E402
+from arguments import add_device, add_small, count, parse, parser_for  # noqa: E402
+from environment import environment  # noqa: E402
 from host import GIB, MIB  # noqa: E402
 from limits import Limit  # noqa: E402
 from offload import OffloadingLoop  # noqa: E402
+from switches import free_bytes  # noqa: E402
 from work import size  # noqa: E402
 
 from examples.colocate import loop  # noqa: E402
 from examples.colocate.report import Report  # noqa: E402
 from examples.colocate.rollout import demonstration_batch  # noqa: E402
-from memsaver import _core  # noqa: E402
 
 PHASES = ("train", "sync", "rollout")
 SUBJECTS = {"pool": "shared pool", "driver": "driver as the source", "offload": '.to("cpu")'}
@@ -185,13 +184,9 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.05)
 
 
-def free_bytes(device: str) -> int:
-    return 0 if device == "cpu" else int(_core.open_driver("cuda:0").memory()[0])
-
-
 def measure(name: str, options: argparse.Namespace, limit: Limit) -> dict[str, Any]:
     """Turns and syncs of a subject, with the bus measured right before and after."""
-    free, since = free_bytes(options.device), len(limit.all)
+    free, since = 0 if options.device == "cpu" else free_bytes("cuda:0"), len(limit.all)
     limit.measure()
     with own_broker():
         begin = time.monotonic()
@@ -203,7 +198,7 @@ def measure(name: str, options: argparse.Namespace, limit: Limit) -> dict[str, A
                 copy_rate = measured.copy_rate()
         finally:
             ray.shutdown()
-    wait_until(lambda: free_bytes(options.device) >= free - GIB)
+    wait_until(lambda: options.device == "cpu" or free_bytes("cuda:0") >= free - GIB)
     limit.measure()
     turns = {}
     for before, after in zip(PHASES[-1:] + PHASES[:-1], PHASES):
@@ -253,31 +248,21 @@ def show(name: str, result: dict[str, Any]) -> None:
     print(line, flush=True)
 
 
-def driver_version() -> str | None:
-    try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cycles", type=int, default=5, help="steps that count")
+    parser = parser_for(__doc__)
+    parser.add_argument("--cycles", type=count, default=5, help="steps that count")
     parser.add_argument("--only", nargs="+", choices=tuple(SUBJECTS), default=tuple(SUBJECTS))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    add_device(parser, numbered=False)
     parser.add_argument(
-        "--ranks", type=int, default=1, help="pairs of an engine and a trainer's rank, all on one device"
+        "--ranks", type=count, default=1, help="pairs of an engine and a trainer's rank, all on one device"
     )
-    parser.add_argument("--small", action="store_true", help="a tiny model")
-    options = parser.parse_args()
-    if options.device != "cpu":
-        need_cuda()
+    add_small(parser)
+    options = parse(parser)
     options.recipe = "tiny" if options.small else "1.5b"
     options.copy_bytes = 16 * MIB if options.small else GIB
     begin = time.monotonic()
     limit = Limit(64 * MIB if options.small else 2 * GIB, "cpu" if options.device == "cpu" else "cuda:0")
-    result: dict[str, Any] = {"benchmark": "turns", **environment(), "driver": driver_version()}
+    result: dict[str, Any] = {"benchmark": "turns", **environment(options.device)}
     result |= {"recipe": options.recipe, "ranks": options.ranks, "cycles": options.cycles, "subjects": {}}
     for name in options.only:
         result["subjects"][name] = measure(name, options, limit)

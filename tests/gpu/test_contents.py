@@ -9,15 +9,13 @@ import pytest
 import torch
 
 import memsaver
+from tests.support import GIB, MIB, until
 
 pytestmark = pytest.mark.gpu
 
-MIB = 1 << 20
-GIB = 1 << 30
-
 
 @pytest.fixture(autouse=True)
-def full_checks():
+def nothing_held():
     """Tensors of a test that failed must not fill the device of the next."""
     yield
     torch.cuda.empty_cache()
@@ -40,13 +38,6 @@ def sums(tensors):
 
 def host_bytes(name="host_held_bytes"):
     return memsaver.stats()["devices"]["cuda:0"][name]
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("retain", [0, "16GiB"])

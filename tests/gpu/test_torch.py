@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import memsaver
+from tests.support import MIB
 
 pytestmark = pytest.mark.gpu
-
-MIB = 1 << 20
 
 
 def test_nested_reentered_and_outside(fresh, inside):

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 import memsaver
+from tests.support import GIB, MIB
 
 pytestmark = pytest.mark.gpu
-
-MIB = 1 << 20
-GIB = 1 << 30
 
 
 def test_a_pause_waits_for_work_in_flight_on_every_stream(fresh):

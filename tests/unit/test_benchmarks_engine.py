@@ -13,12 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_parts_run_on_the_cpu_and_promise_nothing_there() -> None:
     command = [sys.executable, "benchmarks/engine.py", "--small", "--device", "cpu", "--only", "2", "7"]
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    environment = dict(os.environ, OMP_NUM_THREADS="1", MEMSAVER_COMMIT="abc1234")
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     results = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     assert [row["part"] for row in results] == [2, 7]
     assert not any("error" in row for row in results), ran.stdout
+    assert all(row["date"] and row["device"].startswith("host") and row["commit"] == "abc1234" for row in results)
     assert all(promise["met"] is None for row in results for promise in row["promises"])
     by_load = [row["tokens_per_s"] for row in results[0]["rows"]]
     assert len(by_load) == 4 and all(min(each["on"]) > 0 for each in by_load)
