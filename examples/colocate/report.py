@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
+from .provenance import provenance
 
 MIB = 1 << 20
 _HEADER = " step  reward    loss   grad  clipped   gap/nats  tokens/s  turns/s  step/s"
-
-
-def _commit() -> str:
-    try:
-        return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git here: the figures count for more
-        return ""
-
-
-def _hardware(device: str | None) -> str:
-    if device != "cuda":
-        return f"host, {os.cpu_count()} cores"
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "GPUs of other nodes"
 
 
 @dataclass(frozen=True)
@@ -96,10 +81,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         return {
-            "date": time.strftime("%Y-%m-%d"),
-            "commit": os.environ.get("MEMSAVER_COMMIT") or _commit(),  # a copy without history is told its own
-            "hardware": _hardware(self.settings.get("device")),
-            "torch": torch.__version__,
+            **provenance(self.settings.get("device", "cpu")),
             "settings": self.settings,
             "out_of_memory": self.out_of_memory,
             "reward_first": self.rows[0].reward if self.rows else None,

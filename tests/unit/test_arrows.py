@@ -94,7 +94,7 @@ MODULES: dict[str, tuple[set[str], set[str]]] = {
 }
 
 # The examples: the engine and the trainer do not know each other, only what stands above knows both.
-COLOCATE = {"engine": {"engine", "model"}, "trainer": {"trainer", "model", "grpo"}, "model": {"model"}}
+COLOCATE = {"engine": {"engine", "model", "provenance"}, "trainer": {"trainer", "model", "grpo"}, "model": {"model"}}
 
 
 def code_of(path: Path) -> str:

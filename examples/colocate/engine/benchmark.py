@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import memsaver
 
+from ..provenance import provenance
 from .checkpoint import DTYPES, PRESETS, CheckpointError, eos_tokens, load_config, named_tensors
 from .config import EngineConfig
 from .engine import Engine
@@ -300,9 +301,8 @@ def main(argv: list[str] | None = None) -> None:
         for name, value in {**figures, **{name: value / MIB for name, value in left.items()}}.items():
             print(f"{name.replace('bytes', 'MiB'):>22} {value:12.2f}")
         told = {name: value for name, value in vars(arguments).items() if name != "prompt"}
-        where = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "host"
         captured = [capture.what for capture in engine.graphs.captures]
-        about = {"benchmark": "engine", "where": where, "torch": torch.__version__, "captured": captured}
+        about = {"benchmark": "engine", **provenance(engine.device.type), "captured": captured}
         print(json.dumps({**about, **told, **figures, **left}))
     engine.close()
 
