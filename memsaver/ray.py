@@ -15,6 +15,7 @@ from memsaver.colocated import AsyncColocated, Colocated, Ready
 from memsaver.errors import Error
 from memsaver.members import Call, Errors, Member, Results, barrier, collect, submit
 from memsaver.placement import Broker, device, placement, start_brokers
+from memsaver.regions import seconds, several
 from memsaver.transitions import Transition
 
 __all__ = [
@@ -134,10 +135,7 @@ class Group:
 
     def _resume_options(self, timeout: float, restore: bool | Mapping[str, bool]) -> dict[str, dict[str, Any]]:
         """By role, what its resumes are told beyond the tags."""
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-            raise TypeError(f"timeout is {timeout!r}, expected seconds")
-        if not timeout >= 0:
-            raise ValueError(f"timeout is {timeout!r}, expected seconds of 0 or more")
+        timeout = seconds(timeout)
         roles = dict.fromkeys(member.role for member in self._members)
         by_role = dict(restore) if isinstance(restore, Mapping) else dict.fromkeys(roles, restore)
         for role, restored in by_role.items():
@@ -319,14 +317,7 @@ def _checked_phases(
         for role, tags in by_role.items():
             if role not in roles:
                 raise ValueError(f"phase {name!r} names the role {role!r}, expected one of {_listed(roles)}")
-            if isinstance(tags, str) or not isinstance(tags, Iterable):
-                raise TypeError(f"phase {name!r} has {tags!r} for {role!r}, expected a list of tags")
-            checked[name][role] = []
-            for tag in tags:
-                if not isinstance(tag, str):
-                    raise TypeError(f"phase {name!r} has the tag {tag!r} for {role!r}, expected a string")
-                if tag not in checked[name][role]:
-                    checked[name][role].append(tag)
+            checked[name][role] = list(dict.fromkeys(several(tags, f"phase {name!r} for {role!r}")))
     if not any(tags for by_role in checked.values() for tags in by_role.values()):
         raise ValueError("no phase names a tag, expected at least one")
     return checked

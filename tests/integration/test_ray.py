@@ -285,7 +285,7 @@ def test_wrong_arguments_name_what_was_expected(spawn):
         (TypeError, "expected a string", {"on": {"engine": [1]}}, {"engine": actor}),
         (
             TypeError,
-            "has the tag \\['a'\\] for 'engine', expected a string",
+            "phase 'on' for 'engine' has \\['a'\\], expected a string",
             {"on": {"engine": [["a"]]}},
             {"engine": actor},
         ),

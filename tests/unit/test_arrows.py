@@ -70,7 +70,7 @@ MODULES: dict[str, tuple[set[str], set[str]]] = {
     "colocated": ({"", "_core", "errors", "regions", "transitions"}, set()),
     "members": ({"transitions"}, {"ray"}),
     "placement": ({"_core", "config", "errors", "sockets"}, {"ray"}),
-    "ray": ({"colocated", "errors", "members", "placement", "transitions"}, {"ray"}),
+    "ray": ({"colocated", "errors", "members", "placement", "regions", "transitions"}, {"ray"}),
     "protocol": ({"_core"}, set()),
     "records": ({"_core"}, set()),
     "demands": ({"errors", "protocol", "records"}, set()),
