@@ -90,9 +90,8 @@ def paged(shape: tuple[int, int, int, int, int, bool]) -> tuple[list[Callable[[]
 
     batch, heads, kv_heads, head_dim, length, ragged = shape
     width = -(-length // 16)
-    caches = torch.randn(
-        LAYERS, 2, batch * width + 1, 16, kv_heads, head_dim, device="cuda", dtype=torch.bfloat16
-    ).unbind()
+    shape = (LAYERS, 2, batch * width + 1, 16, kv_heads, head_dim)
+    caches = [tuple(each) for each in torch.randn(shape, device="cuda", dtype=torch.bfloat16)]
     table = (torch.randperm(batch * width, device="cuda") + 1).int().view(batch, width)
     lengths = torch.linspace(1 if ragged else length, length, batch, device="cuda").int()
     q = torch.randn(batch, heads, head_dim, device="cuda", dtype=torch.bfloat16)

@@ -50,32 +50,32 @@ def tokens_of(engine: Engine, lengths: list[int], use_graphs: bool = True) -> li
 
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_graph_is_the_same_at_every_context_length(make_engine: MakeEngine, tmp_path: Path, size: int) -> None:
-    """Node by node: kernels in their order, grids, blocks and parameters, addresses among them."""
+    """Node by node: kernels in their order, grids and blocks, and what is copied from where to where."""
     engine = make_engine(graph_batch_sizes=(size,))
     engine.capture()
+    pool = torch.cuda.MemPool()
     dumps = []
-    for context in (1, 300, 2047):
+    for context in (1, 1, 300, 2047):  # the first makes the pool's memory, which the others find
         fill_with_random_context(engine, size, context)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         graph.enable_debug_mode()
-        pool = torch.cuda.graph_pool_handle()  # a new one, so that temporaries begin in the same place
-        with torch.no_grad(), torch.cuda.graph(graph, pool=pool):
+        with torch.no_grad(), torch.cuda.graph(graph, pool=pool.id):
             engine.decode_step(size)
-        path = tmp_path / f"{context}.dot"
+        path = tmp_path / f"{len(dumps)}.dot"
         graph.debug_dump(str(path))
         dumps.append(nodes(path.read_text()))
         del graph
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    assert len(dumps[0]) > 10 * MODEL.num_layers
-    assert dumps[0] == dumps[1] == dumps[2]
+    assert len(dumps[1]) > 10 * MODEL.num_layers
+    assert dumps[1] == dumps[2] == dumps[3]
 
 
 def nodes(dot: str) -> list[str]:
     """The nodes of a dump, without numbers that are each graph's own."""
     found = re.findall(r'"graph_\d+_node_\d+"\[(.*?)\];', dot, flags=re.DOTALL)
-    # A handle of the graph's own copy of a node; addresses of memory stay as they are.
-    return [re.sub(r"(graph_\d+|node handle \| 0x[0-9a-fA-F]+|ID \| \d+)", "", each) for each in found]
+    # Handles of nodes and functions stand first in a row of values; addresses of memory stay as they are.
+    handles = r"(handle\} \| \{(?:\d+ \(topoId: \d+\) \| )?)0x[0-9a-fA-F]+(?: \| 0x[0-9a-fA-F]+)?"
+    return [re.sub(handles, r"\1", each) for each in found]
 
 
 def test_graphs_equal_eager_for_every_size_also_after_pauses(make_engine: MakeEngine) -> None:
@@ -127,7 +127,7 @@ def test_compiled_sizes(make_engine: MakeEngine) -> None:
     engine = make_engine(graph_batch_sizes=(2, 4), compile_batch_sizes=(4,))
     engine.capture()
     rows = verify(engine)
-    assert [row.what for row in rows] == ["decode 2", "decode 4"]
+    assert [row.what for row in rows] == ["decode 2", "decode 4", "compiled 4"]
     assert rows[0].difference == 0.0
 
 
@@ -142,11 +142,12 @@ def test_without_regions_graphs_serve_as_well(make_engine: MakeEngine) -> None:
 
 def test_captures_are_accounted_for(make_engine: MakeEngine) -> None:
     engine = make_engine(prefill_graph_sizes=(256,))
+    held = memsaver.region("cuda_graph", device="cuda", backup="host").allocated_bytes  # of engines before this one
     engine.capture()
     captures = engine.graphs.captures
     assert [each.what for each in captures] == ["prefill 256", *(f"decode {size}" for size in range(6, 0, -1))]
     assert captures[0].graphs == MODEL.num_layers + 1
-    assert sum(each.nbytes for each in captures) == engine.memory.cuda_graph.allocated_bytes
+    assert sum(each.nbytes for each in captures) == engine.memory.cuda_graph.allocated_bytes - held
     assert all(each.seconds > 0 for each in captures)
 
 

@@ -20,7 +20,7 @@ from .config import EngineConfig, check_type
 from .decode_batch import DecodeBatch, Readback
 from .graph_pool import GraphPool
 from .graph_runner import GraphRunner
-from .memory import EngineMemory
+from .memory import EngineMemory, borrowed
 from .model import Config
 from .parallel import ONE_RANK, Parallel
 from .prefill_batch import PrefillBatch
@@ -64,8 +64,9 @@ class Engine:
         # After the cache itself, which a number of blocks that is too large fails at.
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_cache)
         self.scheduler = Scheduler(self.blocks, config.max_batch_size, config.prefill_budget())
-        # Taken apart once: to index a tensor costs as much as to launch a kernel.
-        self.kv_caches: Caches = [(layer[0], layer[1]) for layer in self.kv_cache]
+        # Taken apart once: to index a tensor costs as much as to launch a kernel. Each with a storage of its own: of
+        # several that a kernel writes to in one storage, torch.compile copies all but the first.
+        self.kv_caches: Caches = [(borrowed(layer[0]), borrowed(layer[1])) for layer in self.kv_cache]
         max_blocks = self.blocks.blocks_for(self.max_model_len)
         self.batch = DecodeBatch(config.max_batch_size, max_blocks, config.block_size, self.memory.buffers, self.device)
         self.sampler = Sampler(self.device, config.seed, self.memory.buffers)

@@ -75,6 +75,7 @@ class GraphPool:
                 function()
         current.wait_stream(self._stream)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # as a capture does when it begins: it would count against the first one's account
 
     @contextmanager
     def account(self, what: str) -> Iterator[None]:

@@ -55,3 +55,24 @@ class Unmanaged:
 
     def check_active(self, what: str) -> None:
         """It always is."""
+
+
+class _Borrowed:
+    """A tensor's memory under CUDA's array interface, without the tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        width = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * width for stride in tensor.stride()),
+            "typestr": f"<i{width}",
+            "version": 3,
+        }
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """A view of CUDA memory with a storage of its own, which does not keep the memory from being used again."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.as_tensor(_Borrowed(tensor), device=tensor.device).view(tensor.dtype)

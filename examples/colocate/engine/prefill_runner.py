@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .graph_pool import Graph, GraphPool
+from .memory import borrowed
 from .model import Attention, Model
 
 
@@ -86,7 +87,7 @@ class PrefillRunner:
         for index in range(self.model.config.num_layers + 1):
             residual_TC = kept[-1] if kept else None
             graph, kept = self.pool.capture(partial(self._piece, index, size, residual_TC))
-            pieces.append(_Piece(graph, tuple(_borrowed(each) for each in kept[:3])))
+            pieces.append(_Piece(graph, tuple(borrowed(each) for each in kept[:3])))
         return pieces
 
     def _call_pieces(self, size: int) -> None:
@@ -105,24 +106,3 @@ class PrefillRunner:
         if index == model.config.num_layers:
             return (model.finish(state),)
         return model.before_attention(index, state, positions_T)
-
-
-class _Borrowed:
-    """A tensor's memory under CUDA's array interface, without the tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        width = tensor.element_size()
-        self.__cuda_array_interface__ = {
-            "data": (tensor.data_ptr(), False),
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * width for stride in tensor.stride()),
-            "typestr": f"<i{width}",
-            "version": 3,
-        }
-
-
-def _borrowed(tensor: Tensor) -> Tensor:
-    """A view that does not keep the memory from being used again."""
-    if not tensor.is_cuda:
-        return tensor
-    return torch.as_tensor(_Borrowed(tensor), device=tensor.device).view(tensor.dtype)
