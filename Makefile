@@ -27,8 +27,6 @@ READY := .venv/.ready
 LINTERS := .venv/.linters
 CLANG_FORMAT := .venv/bin/clang-format
 endif
-# Not compiled ahead: torch, Ray and transformers bring a minute's worth of files, most of which nobody imports.
-INSTALL := $(RUN) -m pip install --quiet --no-compile
 
 .DELETE_ON_ERROR:
 .PHONY: demo test lint clean
@@ -52,17 +50,17 @@ clean:
 .venv/.torch:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; see PYTHON=")'
 	$(PYTHON) -m venv .venv
-	$(INSTALL) '$(TORCH)'
+	$(RUN) -m pip install --quiet '$(TORCH)'
 	touch $@
 
 # The core is rebuilt when it changes; Python is used from where it lies.
 .venv/.ready: .venv/.torch $(CORE)
-	$(INSTALL) 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
-	$(INSTALL) --no-build-isolation --editable '.[examples,test]'
+	$(RUN) -m pip install --quiet 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
+	$(RUN) -m pip install --quiet --no-build-isolation --editable '.[examples,test]'
 	touch $@
 
 .venv/.linters: .venv/.ready
-	$(INSTALL) --no-build-isolation --editable '.[lint]'
+	$(RUN) -m pip install --quiet --no-build-isolation --editable '.[lint]'
 	touch $@
 
 # Programs started elsewhere find the copy, hence Python counts here too.
