@@ -82,6 +82,11 @@ class Region:
         return str(self._core.state)
 
     @property
+    def residence(self) -> int:
+        """Counts the stays in memory: another number after each resume. What no backup keeps lasts for one stay."""
+        return int(self._core.residence)
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes of the segments in use: what torch, or :meth:`empty`, asked for and has not freed."""
         return int(self._core.allocated_bytes)

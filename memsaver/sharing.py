@@ -98,7 +98,7 @@ def share(tensors: Any) -> Token:
         region.check_active("be shared")
         for first in range(0, len(shared_there), _TENSORS_IN_A_LEASE):
             some = tuple(shared_there[first : first + _TENSORS_IN_A_LEASE])
-            parts.append(_Part(region.tag, region.backup, region._core.residence, some))
+            parts.append(_Part(region.tag, region.backup, region.residence, some))
     return Token(_core.device_uuid(device), _core.pool_client(device), os.getpid(), tuple(parts), single)
 
 

@@ -141,14 +141,6 @@ class EngineWorker(Worker):
         self.engine.drain()
         self._release_cache()
 
-    def resume(
-        self, tags: memsaver.regions.Tags = None, restore: bool = True, timeout: float = 0.0
-    ) -> memsaver.Transition:
-        done = super().resume(tags, restore, timeout)
-        if "kv_cache" in done.resumed:
-            self.engine.drop_prefix_cache()  # it names blocks whose contents are gone
-        return done
-
     def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
         return self.engine.generate(prompts, sampling)
 

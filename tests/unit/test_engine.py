@@ -429,6 +429,27 @@ def test_cancelled_requests_leave_the_others_alone(make_engine: MakeEngine) -> N
     assert sequences[1].finish_reason == "length"
 
 
+@pytest.mark.parametrize("keeps_prefixes", [True, False])
+def test_a_pause_without_a_drain_loses_no_request(make_engine: MakeEngine, keeps_prefixes: bool) -> None:
+    """What the KV cache held is computed anew: neither running requests nor cached prefixes meet what came instead."""
+    engine = make_engine(max_batch_size=2, prefix_cache=keeps_prefixes)
+    prompts = [[*range(1, 25), 3], [*range(1, 25), 5, 6], [7]]
+    expected = [each.tokens for each in engine.generate(prompts, GREEDY)]
+    requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
+    advanced = 0
+    for _ in range(4):
+        for _ in range(2):
+            advanced += len(engine.step())
+        memsaver.pause()
+        memsaver.resume()
+        engine.kv_cache.fill_(float("nan"))
+    while any(request.finish_reason is None for request in requests):
+        advanced += len(engine.step())
+    assert [request.completion().tokens for request in requests] == expected
+    assert advanced == sum(map(len, expected))
+    assert engine.scheduler.preemptions > 2
+
+
 def test_requests_put_back_for_a_pause_go_on_after_it(make_engine: MakeEngine) -> None:
     expected = tokens_of(make_engine(), PROMPTS)
     engine = make_engine(max_prefill_tokens=8)

@@ -34,9 +34,9 @@ class Engine:
     """Generates completions. One caller at a time.
 
     Everything that lasts lives in the regions of `EngineMemory`. While one of them is paused every call that would
-    touch it raises memsaver.RegionPausedError, and changes nothing. A resume of the KV cache brings undefined
-    contents: `drain` before the pause, `drop_prefix_cache` before going on. All work is queued on one stream, that of
-    the caller.
+    touch it raises memsaver.RegionPausedError, and changes nothing. A pause of the KV cache loses its contents: the
+    next step forgets what was cached, and computes anew what running requests had there; `drain` before spares them
+    that. All work is queued on one stream, that of the caller.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Engine:
             self.compiled_logits = torch.compile(
                 self.decode_logits, backend=config.compile_backend, fullgraph=True, dynamic=False
             )
+        self._residence = self.memory.kv_cache.residence
         self.tokens_generated = 0
         self._in_flight: tuple[Step, Readback] | None = None
         self._closed = False
@@ -147,9 +148,10 @@ class Engine:
         self._check_ready(with_graphs)
         with self.on_device():
             try:
+                advanced = self._follow_kv_cache()
                 step = self.scheduler.schedule(admit)
                 launched = self._launch(step, with_graphs)
-                advanced = self.settle()
+                advanced += self.settle()
                 self._in_flight = launched
             except BaseException:
                 self._in_flight = None
@@ -284,6 +286,17 @@ class Engine:
         # The runners hold bound methods of this engine; without them no collector is needed to free the tensors.
         del self.runner, self.prefill_runner, self.compiled_logits
         del self.model, self.kv_cache, self.kv_caches, self.batch, self.sampler
+
+    def _follow_kv_cache(self) -> list[Sequence]:
+        """If it was paused its contents are gone. Returns the requests that have one token more."""
+        residence = self.memory.kv_cache.residence
+        if residence == self._residence:
+            return []
+        advanced = self.settle()
+        self.scheduler.preempt_all()
+        self.drop_prefix_cache()
+        self._residence = residence
+        return advanced
 
     def _launch(self, step: Step, use_graphs: bool) -> tuple[Step, Readback] | None:
         """None if no token comes of it."""

@@ -14,7 +14,7 @@ class EngineMemory:
     """The engine's regions on one device.
 
     weights    backed up on the host; resumed without restoring when a weight sync is about to overwrite them
-    kv_cache   not backed up: after a resume its contents are undefined, and the prefix cache has to be dropped
+    kv_cache   not backed up: after a resume its contents are undefined
     buffers    constants and static inputs and outputs; apart from the weights, whose resume may not restore them
     cuda_graph the pool of the captured graphs; made for the first capture, so there is none on the CPU
 
@@ -52,6 +52,8 @@ class Unmanaged:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    residence = 1
 
     def check_active(self, what: str) -> None:
         """It always is."""
