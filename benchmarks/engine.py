@@ -1,4 +1,4 @@
-"""What issue 5 promises of the example's engine, its lines 1 to 7, each measured beside what it is compared with.
+"""What is promised of the example's engine, in seven parts, each measured beside what it is compared with.
 
     python benchmarks/engine.py [--only 1 2 3 4 5 6 7] [--device cuda:0] [--small]
 

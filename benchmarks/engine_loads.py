@@ -179,12 +179,12 @@ def copy_bandwidth(device: str, nbytes: int) -> float:
 
 
 def promise(number: int, what: str, figure: str, met: bool | None) -> Sample:
-    """What issue 5 promises under that number, and what was found. `met` None: that is no word on it."""
+    """What is promised under that number (see `engine.py`), and what was found. `met` None: that is no word on it."""
     return {"promise": number, "what": what, "figure": figure, "met": met}
 
 
 def promise_line(row: Sample) -> str:
-    met = {True: "met", False: "NOT met", None: "no word on it from here"}[row["met"]]
+    met = {True: "met", False: "NOT met", None: "says nothing at this size"}[row["met"]]
     return f"  promise {row['promise']}: {row['what']}: {row['figure']}: {met}"
 
 

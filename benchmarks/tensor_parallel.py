@@ -2,11 +2,11 @@
 
     python benchmarks/tensor_parallel.py [--model qwen3-8b] [--batch 64] [--pauses 20] [--device cuda] [--small]
 
-Line 8 of issue 5. One GPU decodes the load first, then two ranks do, one process and one GPU each, over NCCL. They
-pause everything and resume at the same time, again and again, decode the first tokens anew after each time, and all of
-them after the last: greedy tokens are compared with those before, on both ranks. Prints tokens per second beside the
-one GPU's, then one JSON line. ``--small`` is for trying it out, with ``--device cpu`` on the host driver and over gloo,
-where there are no graphs.
+The eighth promise, after those of `engine.py`. One GPU decodes the load first, then two ranks do, one process and one
+GPU each, over NCCL. They pause everything and resume at the same time, again and again, decode the first tokens anew
+after each time, and all of them after the last: greedy tokens are compared with those before, on both ranks. Prints
+tokens per second beside the one GPU's, then one JSON line. ``--small`` is for trying it out, with ``--device cpu`` on
+the host driver and over gloo, where there are no graphs.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class Colocated:
     def colocated_prepare(self, tags: Sequence[str], coming: Sequence[str] = ()) -> Ready:
         """Drains, and reserves all that a pause of ``tags`` needs. ``coming``: tags that will resume in the same turn.
 
-        A tag whose regions are still to be made is left out. What an earlier group left prepared is taken back. Raises
-        what pause() raises before anything changes.
+        A leaving tag whose regions are still to be made is left out. What an earlier group left prepared is taken back.
+        Raises what pause() raises before anything changes, and ValueError for a coming tag that no region has.
         """
         halves = _halves(self)
         halves.abort()
@@ -216,6 +216,7 @@ def _ready(actor: object, base: type, tags: Sequence[str], coming: Sequence[str]
         inspect.unwrap(getattr(type(actor), method)) is not getattr(base, method)
         for method in ("pause", "colocated_pause")
     )
+    regions.find(coming)  # what cannot come is said before anything leaves
     concerned = [each for each in regions.all_regions() if each.tag in tags or each.tag in coming]
     return Ready(
         halves=not whole,

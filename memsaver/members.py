@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from typing import Any, Protocol
 
 import ray
+from ray.actor import ActorClass
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 from memsaver.transitions import Transition
@@ -27,7 +28,9 @@ class Member:
     """One rank of a role. Its calls run one after the other, unless the actor itself is threaded or async."""
 
     def __init__(self, role: str, rank: int, actor: Any) -> None:
-        """Raises TypeError for what has no pause() and resume()."""
+        """Raises TypeError for a class, and for what has no pause() and resume()."""
+        if isinstance(actor, (type, ActorClass)):
+            raise TypeError(f"{actor!r} of the role {role!r} is a class, expected a member made of it")
         for method in ("pause", "resume"):
             if not _callable(getattr(actor, method, None)):
                 raise TypeError(f"{actor!r} of the role {role!r} has no {method}(), expected a member with one")

@@ -248,6 +248,7 @@ def test_regions_need_not_exist_to_leave_but_to_come(spawn):
     with pytest.raises(memsaver.Error, match="engine 0.*no region 'weights'") as raised, group.phase("rollout"):
         pytest.fail("entered")
     assert isinstance(raised.value.__cause__, ValueError)
+    assert ray.get(trainer.states.remote()) == {"params": "active", "scratch": "active"}  # and nobody has left for it
 
 
 def test_members_need_only_pause_and_resume(spawn):
@@ -278,6 +279,8 @@ def test_wrong_arguments_name_what_was_expected(spawn):
         (ValueError, "no roles", PHASES, {}),
         (ValueError, "'engine' has no members", PHASES, {"engine": []}),
         (TypeError, "no pause\\(\\)", PHASES, {"engine": [object()]}),
+        (TypeError, "is a class", PHASES, {"engine": [Bystander]}),
+        (TypeError, "is a class", PHASES, {"engine": ray.remote(Bystander)}),
         (ValueError, "phases is empty", {}, {"engine": actor}),
         (ValueError, "no phase names a tag", {"on": {}}, {"engine": actor}),
         (ValueError, "names the role 'trainer', expected one of 'engine'", PHASES, {"engine": actor}),
