@@ -44,8 +44,7 @@ std::string ledger_path(std::size_t capacity) {
 
 }  // namespace
 
-void throw_errno(const char* call, int error) { throw DriverError(call, error, std::strerror(error)); }
-void throw_errno(const char* call) { throw_errno(call, errno); }
+void throw_errno(const char* call) { throw DriverError(call, errno, std::strerror(errno)); }
 
 struct HostLedger::Header {
   std::uint64_t magic;

@@ -15,7 +15,6 @@
 namespace memsaver {
 
 // What the system refused, by `errno`, as a driver's error.
-[[noreturn]] void throw_errno(const char* call, int error);
 [[noreturn]] void throw_errno(const char* call);
 
 class HostLedger {

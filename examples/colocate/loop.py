@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -27,6 +27,7 @@ import memsaver
 from memsaver.ray import placement
 
 from .actors import EngineWorker, TrainerWorker, WeightsWritten
+from .arguments import integer, share
 from .arithmetic import Arithmetic
 from .model import parameter_shapes
 from .recipes import MIB, RECIPES, Recipe
@@ -258,8 +259,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
     parser.add_argument("--recipe", choices=tuple(RECIPES), help="sizes and settings; by default the device's")
-    parser.add_argument("--ranks", type=_count(1), default=1, help="engines and trainers, a pair for each GPU")
-    parser.add_argument("--ranks-per-gpu", type=_count(1), default=1, help="pairs that share a GPU")
+    parser.add_argument("--ranks", type=integer(1), default=1, help="engines and trainers, a pair for each GPU")
+    parser.add_argument("--ranks-per-gpu", type=integer(1), default=1, help="pairs that share a GPU")
     parser.add_argument(
         "--pool", choices=("shared", "process"), default="shared", help="where device memory comes from"
     )
@@ -267,15 +268,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--sync", choices=("attach", "buckets"), help="how weights travel; by default attach, with a shared pool"
     )
     parser.add_argument("--engine-dtype", choices=("float32", "bfloat16"), help="by default the recipe's")
-    parser.add_argument("--steps", type=_count(0), help="steps of reinforcement learning")
-    parser.add_argument("--warm-up-steps", type=_count(0), help="supervised steps before")
+    parser.add_argument("--steps", type=integer(0), help="steps of reinforcement learning")
+    parser.add_argument("--warm-up-steps", type=integer(0), help="supervised steps before")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--zero-advantages", action="store_true", help="control: nothing can be learned")
     parser.add_argument("--pause", action=flag, default=True, help="without, both sides stay resident")
     parser.add_argument("--prove-overwrite", action=flag, default=True, help="overwrite all free memory at the end")
-    parser.add_argument("--kv-share", type=_share, help="of the device's memory, for the engine's KV cache")
-    parser.add_argument("--workspace-share", type=_share, help="of the device's memory, for the trainer's workspace")
-    parser.add_argument("--eval-every", type=_count(0), default=0, help="steps between held-out evaluations")
+    parser.add_argument("--kv-share", type=share, help="of the device's memory, for the engine's KV cache")
+    parser.add_argument("--workspace-share", type=share, help="of the device's memory, for the trainer's workspace")
+    parser.add_argument("--eval-every", type=integer(0), default=0, help="steps between held-out evaluations")
     parser.add_argument("--address", help="of a Ray cluster to join; by default a local one is started")
     parser.add_argument("--json", type=_file, metavar="FILE", help="file that gets the JSON line too")
     options = parser.parse_args(arguments)
@@ -289,29 +290,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.sync == "attach" and options.pool != "shared":
         parser.error("--sync attach needs --pool shared: other memory cannot be attached to")
     return options
-
-
-def _count(least: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r}, expected an integer of {least} or more")
-        return value
-
-    return read
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a share above 0 and up to 1")
-    return value
 
 
 def _file(text: str) -> str:

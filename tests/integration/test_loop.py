@@ -23,7 +23,7 @@ from examples.colocate.turns import ProofError  # noqa: E402
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    ray.init(num_cpus=8, include_dashboard=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR")
     yield
     ray.shutdown()
 

@@ -96,6 +96,7 @@ class Bystander:
 def cluster():
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
     ray.init(
+        address="local",
         num_cpus=4,
         num_gpus=0,
         include_dashboard=False,

@@ -26,7 +26,14 @@ class Actor:
 @pytest.fixture(scope="module")
 def room() -> Iterator[list[dict[str, Any]]]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
-    ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, object_store_memory=80 * MIB, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=4,
+        num_gpus=2,
+        include_dashboard=False,
+        object_store_memory=80 * MIB,
+        log_to_driver=False,
+    )
     group, options = placement(ranks=2, roles=2, num_cpus=1)
     yield group, options
     ray.util.remove_placement_group(group)

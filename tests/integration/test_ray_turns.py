@@ -163,6 +163,7 @@ def cluster() -> Iterator[None]:
         ray.cloudpickle.register_pickle_by_value(module)
     variables = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_BACKUP_AHEAD": "off", "OMP_NUM_THREADS": "1"}
     ray.init(
+        address="local",
         num_cpus=4,
         num_gpus=0,
         include_dashboard=False,

@@ -94,7 +94,11 @@ MODULES: dict[str, tuple[set[str], set[str]]] = {
 }
 
 # The examples: the engine and the trainer do not know each other, only what stands above knows both.
-COLOCATE = {"engine": {"engine", "model", "provenance"}, "trainer": {"trainer", "model", "grpo"}, "model": {"model"}}
+COLOCATE = {
+    "engine": {"arguments", "engine", "model", "provenance"},
+    "trainer": {"trainer", "model", "grpo"},
+    "model": {"model"},
+}
 
 
 def code_of(path: Path) -> str:

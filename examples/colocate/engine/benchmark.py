@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 import memsaver
 
+from ..arguments import integer, positive
 from ..provenance import provenance
 from .checkpoint import DTYPES, PRESETS, CheckpointError, eos_tokens, load_config, named_tensors
 from .config import EngineConfig
@@ -210,19 +210,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     switch = argparse.BooleanOptionalAction
     add = parser.add_argument
-    count_or_none = partial(_count, least=0)
+    some, any_number = integer(1), integer(0)
     add("--model", default="gpt2", help=f"a checkpoint's folder, or {', '.join(PRESETS)} with random weights")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=DTYPES, help="of weights and KV cache, if not the model's own")
     add("--prompt", default="The memory of a GPU changes hands twice in every step of", help="of every request")
-    add("--prompt-tokens", type=count_or_none, default=0, help="random prompts of so many tokens, not --prompt")
-    add("--num-requests", type=_count, default=64)
-    add("--max-new-tokens", type=_count, default=128)
+    add("--prompt-tokens", type=any_number, default=0, help="random prompts of so many tokens, not --prompt")
+    add("--num-requests", type=some, default=64)
+    add("--max-new-tokens", type=some, default=128)
     add("--mode", choices=["online", "offline"], default="offline", help="offline: all requests are there at the start")
-    add("--request-rate", type=_rate, default=16.0, help="requests that arrive in a second, online, at random")
-    add("--max-batch-size", type=_count, default=64, help="sequences that run together; the KV cache has room for all")
-    add("--block-size", type=_count, default=16, help="tokens in a KV block")
-    add("--num-blocks", type=count_or_none, default=0, help="KV blocks; 0: as many as a full batch needs")
+    add("--request-rate", type=positive, default=16.0, help="requests that arrive in a second, online, at random")
+    add("--max-batch-size", type=some, default=64, help="sequences that run together; the KV cache has room for all")
+    add("--block-size", type=some, default=16, help="tokens in a KV block")
+    add("--num-blocks", type=any_number, default=0, help="KV blocks; 0: as many as a full batch needs")
     add("--paged-attn", action=switch, default=True, help="decode attention as a kernel, on CUDA; otherwise in torch")
     add("--cuda-graph", action=switch, default=True)
     add("--graph-sizes", type=_sizes, help="batch sizes to capture, such as 1,8,64; None: 1 to 32, then every 32")
@@ -233,32 +233,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--no-stop-on-eos", action="store_true")
     add("--no-prefix-cache", action="store_true")
     add("--pretok", action="store_true", help="tokenize before the clock starts")
-    add("--warmup-runs", type=count_or_none, default=1)
-    add("--repeat-runs", type=_count, default=3, help="runs of which the medians are printed")
+    add("--warmup-runs", type=any_number, default=1)
+    add("--repeat-runs", type=some, default=3, help="runs of which the medians are printed")
     add("--verify", action="store_true", help="first compare every graph with its eager step")
-    add("--profile", type=count_or_none, default=0, help="then profile so many replays of the largest batch")
+    add("--profile", type=any_number, default=0, help="then profile so many replays of the largest batch")
     add("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
 
-def _count(text: str, least: int = 1) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected an integer of {least} or more")
-    return int(text)
-
-
-def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a positive number")
-    return rate
-
-
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(_count(part) for part in text.split(",") if part)
+    return tuple(integer(1)(part) for part in text.split(",") if part)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -47,13 +47,13 @@ class EngineMemory:
 class Unmanaged:
     """Torch's own memory, with what is used here of a region."""
 
+    residence = 1  # for good
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
-
-    residence = 1
 
     def check_active(self, what: str) -> None:
         """It always is."""
