@@ -24,7 +24,7 @@ from .ops import write_kv
 Caches = list[tuple[Tensor, Tensor]]  # of K and V, each [N, P, K, D], by layer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # torch.compile hashes it before its fields are there
 class DecodeAttention:
     """One new token for each sequence; where it goes and what it sees is read on the device."""
 
