@@ -32,7 +32,7 @@ def make_engine(engines: list[Engine]) -> MakeEngine:  # noqa: F811
     """Engines with the weights that they begin with."""
 
     def make(model: ModelConfig = MODEL, **config: Any) -> Engine:
-        defaults = {"max_batch_size": 6, "num_blocks": 1024, "max_model_len": 2048}
+        defaults = {"max_batch_size": 6, "num_blocks": 1024, "max_model_len": 2048, "prefill_graph_sizes": ()}
         engines.append(Engine(model, EngineConfig(**{**defaults, **config}), "cuda"))
         return engines[-1]
 

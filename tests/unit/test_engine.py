@@ -328,7 +328,7 @@ def test_arguments_of_another_type_are_named(make_engine: MakeEngine) -> None:
         ("prefix_cache", "", "''; expected bool"),
         ("compile_backend", 5, "5; expected str"),
         ("graph_batch_sizes", 0, "0; expected a tuple of integers"),
-        ("prefill_graph_sizes", None, "None; expected a tuple of integers"),
+        ("prefill_graph_sizes", 512, "512; expected a tuple of integers"),
         ("compile_batch_sizes", None, "None; expected a tuple of integers"),
     ],
 )
@@ -706,3 +706,11 @@ def test_graph_batch_sizes() -> None:
     assert EngineConfig(max_batch_size=1).batch_sizes() == (1,)
     assert EngineConfig(max_batch_size=130).batch_sizes() == (*range(1, 33), 64, 96, 128, 130)
     assert EngineConfig(graph_batch_sizes=(8, 2, 8)).batch_sizes() == (2, 8)
+
+
+def test_prefill_sizes_are_those_that_a_step_can_have() -> None:
+    assert EngineConfig(num_blocks=1024).prefill_sizes(with_graphs=True) == (512, 1024, 2048, 4096)
+    assert EngineConfig(num_blocks=100).prefill_sizes(with_graphs=True) == (512, 1024)
+    assert EngineConfig(num_blocks=1024, max_prefill_tokens=600).prefill_sizes(with_graphs=True) == (512,)
+    assert EngineConfig(num_blocks=1024).prefill_sizes(with_graphs=False) == ()
+    assert EngineConfig(prefill_graph_sizes=(64, 8, 64)).prefill_sizes(with_graphs=False) == (8, 64)

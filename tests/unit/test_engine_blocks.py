@@ -145,6 +145,44 @@ def test_admission_by_batch_size_blocks_and_prefill_budget() -> None:
     assert list(scheduler.waiting) == short[2:]
 
 
+@pytest.mark.parametrize(
+    ("waiting", "prefilled"),
+    [
+        ([3], [3]),  # padded to the smallest
+        ([8], [8]),
+        ([15], [15]),  # an eighth of the padded step at most
+        ([13], [8, 5]),  # more than that: what fills a smaller one first
+        ([29, 2], [31]),
+        ([20], [16, 4]),
+        ([40], [32, 8]),  # no more than the largest
+        ([5, 5, 3], [8, 5]),
+    ],
+)
+def test_prefill_steps_leave_little_to_pad(waiting: list[int], prefilled: list[int]) -> None:
+    scheduler = Scheduler(BlockManager(64, 2), max_batch_size=4, max_prefill_tokens=64, prefill_sizes=(8, 16, 32))
+    each = [sequence([number] * length, new=1) for number, length in enumerate(waiting)]
+    for one in each:
+        scheduler.add(one)
+    seen = []
+    while sum(seen) < sum(waiting):
+        step = scheduler.schedule()
+        if step.prefill:
+            seen.append(step.num_tokens)
+        run(scheduler, step)
+    assert seen == prefilled
+    assert all(one.finish_reason == "length" for one in each)
+
+
+def test_those_that_cannot_come_in_are_no_reason_for_a_larger_step() -> None:
+    scheduler = Scheduler(BlockManager(64, 2), max_batch_size=2, max_prefill_tokens=64, prefill_sizes=(8, 16, 32))
+    each = [sequence([number] * 5) for number in range(4)]
+    for one in each:
+        scheduler.add(one)
+    step = scheduler.schedule()
+    assert chunks(step) == [(each[0], 0, 5), (each[1], 0, 3)]  # of ten tokens that can come, those that fill a size
+    assert scheduler.schedule(admit=False).num_tokens  # the rest comes without admission as well
+
+
 def test_a_long_prompt_comes_in_chunks_between_decode_steps() -> None:
     scheduler = Scheduler(BlockManager(33, 2), max_batch_size=2, max_prefill_tokens=4)
     short, long = sequence([1] * 2), sequence([2] * 11)

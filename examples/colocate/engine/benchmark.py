@@ -226,7 +226,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--paged-attn", action=switch, default=True, help="decode attention as a kernel, on CUDA; otherwise in torch")
     add("--cuda-graph", action=switch, default=True)
     add("--graph-sizes", type=_sizes, help="batch sizes to capture, such as 1,8,64; None: 1 to 32, then every 32")
-    add("--prefill-graph-sizes", type=_sizes, default=(), help="token counts, such as 512,1024,2048,4096")
+    add("--prefill-graph-sizes", type=_sizes, help="token counts to capture, '' for none; None: 512 to 4096")
     add("--compile-sizes", type=_sizes, default=(), help="batch sizes whose decode step goes through torch.compile")
     add("--regions", action=switch, default=True, help="memory that can be paused; otherwise torch's own")
     add("--temperature", type=float, default=0.0)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+_PREFILL_SIZES = (512, 1024, 2048, 4096)
 _MOST_COMPILED = 8  # how many variants of one function torch.compile makes before it gives up
 
 
@@ -20,7 +21,7 @@ class EngineConfig:
     max_prefill_tokens: int = 8192  # in one step; longer prompts take several
     use_graphs: bool = True
     graph_batch_sizes: tuple[int, ...] | None = None  # None: 1 to 32, then every 32, and max_batch_size
-    prefill_graph_sizes: tuple[int, ...] = ()  # tokens; such as 512, 1024, 2048, 4096
+    prefill_graph_sizes: tuple[int, ...] | None = None  # tokens; None: 512 to 4096, as far as there is room for them
     compile_batch_sizes: tuple[int, ...] = ()  # decode steps of these go through torch.compile
     compile_backend: str = "inductor"
     use_kernel: bool = True  # decode attention in Triton on CUDA; False: in torch, over all blocks that a row can name
@@ -41,7 +42,8 @@ class EngineConfig:
         check_type("compile_backend", self.compile_backend, str)
         if self.graph_batch_sizes is not None:
             _check_sizes("graph_batch_sizes", self.graph_batch_sizes, self.max_batch_size)
-        _check_sizes("prefill_graph_sizes", self.prefill_graph_sizes, self.max_prefill_tokens)
+        if self.prefill_graph_sizes is not None:
+            _check_sizes("prefill_graph_sizes", self.prefill_graph_sizes, self.max_prefill_tokens)
         _check_sizes("compile_batch_sizes", self.compile_batch_sizes, self.max_batch_size)
         if len(self.compile_batch_sizes) > _MOST_COMPILED:
             raise ValueError(
@@ -51,9 +53,12 @@ class EngineConfig:
             if size not in self.batch_sizes():
                 raise ValueError(f"compile batch size {size!r} is not among {self.batch_sizes()}; expected one of them")
 
-    def prefill_budget(self) -> int:
-        """Tokens that a step prefills at most. Where there are sizes for graphs, as many as the largest holds."""
-        return max(self.prefill_graph_sizes, default=self.max_prefill_tokens)
+    def prefill_sizes(self, with_graphs: bool) -> tuple[int, ...]:
+        """The token counts that prefill steps are padded to, ascending; by default none where there are no graphs."""
+        if self.prefill_graph_sizes is not None:
+            return tuple(sorted(set(self.prefill_graph_sizes)))
+        most = min(self.max_prefill_tokens, self.num_blocks * self.block_size)
+        return tuple(size for size in _PREFILL_SIZES if size <= most and with_graphs)
 
     def batch_sizes(self) -> tuple[int, ...]:
         """The sizes that decode steps are padded to, ascending."""

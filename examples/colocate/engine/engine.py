@@ -63,7 +63,8 @@ class Engine:
         self.kv_cache: Tensor = self.memory.kv_cache.empty((model.num_layers, *cache_shape), model.dtype)
         # After the cache itself, which a number of blocks that is too large fails at.
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_cache)
-        self.scheduler = Scheduler(self.blocks, config.max_batch_size, config.prefill_budget())
+        prefill_sizes = config.prefill_sizes(config.use_graphs and self.device.type == "cuda")
+        self.scheduler = Scheduler(self.blocks, config.max_batch_size, config.max_prefill_tokens, prefill_sizes)
         # Taken apart once: to index a tensor costs as much as to launch a kernel. Each with a storage of its own: of
         # several that a kernel writes to in one storage, torch.compile copies all but the first.
         self.kv_caches: Caches = [(borrowed(layer[0]), borrowed(layer[1])) for layer in self.kv_cache]
@@ -72,7 +73,7 @@ class Engine:
         self.sampler = Sampler(self.device, config.seed, self.memory.buffers)
         self.graphs = GraphPool(self.memory, self.device, config.freeze_gc)
         self.runner = GraphRunner(self.decode_step, config.batch_sizes(), self.graphs)
-        self.prefill_runner = PrefillRunner(self.model, config.prefill_graph_sizes, self.memory.buffers, self.graphs)
+        self.prefill_runner = PrefillRunner(self.model, prefill_sizes, self.memory.buffers, self.graphs)
         self.compiled_logits: Callable[[int], Tensor] = self.decode_logits
         if config.compile_batch_sizes:  # anew for each batch size that it is called with
             self.compiled_logits = torch.compile(
@@ -306,7 +307,7 @@ class Engine:
         return (step, self.batch.read_back()) if step.sampling else None
 
     def _prefill(self, step: Step, use_graphs: bool) -> None:
-        size = self.prefill_runner.padded_size(step.num_tokens, use_graphs)
+        size = self.prefill_runner.padded_size(step.num_tokens)
         batch = PrefillBatch.build(step, size, self.kv_caches)
         hidden_TC = self.prefill_runner.run(batch.tokens_T, batch.positions_T, batch.attention, use_graphs)
         if step.sampling:

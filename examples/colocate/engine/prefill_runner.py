@@ -30,11 +30,14 @@ class _Piece:
 
 
 class PrefillRunner:
-    """Runs a model over the tokens of a prefill, by its pieces' graphs or by calling it."""
+    """Runs a model over the tokens of a prefill, by its pieces' graphs or by calling it.
+
+    Both ways pad the tokens to the same size, so both run the same kernels.
+    """
 
     def __init__(self, model: Model, sizes: tuple[int, ...], buffers: Any, pool: GraphPool) -> None:
-        """`sizes`: token counts. Static inputs for the largest are made in the region `buffers`."""
-        self.model, self.sizes, self.pool = model, tuple(sorted(set(sizes))), pool
+        """`sizes`: token counts, ascending. Static inputs for the largest are made in the region `buffers`."""
+        self.model, self.sizes, self.pool = model, sizes, pool
         self.pieces: dict[int, list[_Piece]] = {}
         self.replays = 0
         if self.sizes:
@@ -50,12 +53,12 @@ class PrefillRunner:
         names = ("tokens_T", "positions_T", "attended_THD") if self.sizes else ()
         return {f"prefill_{name}": getattr(self, name).data_ptr() for name in names}
 
-    def padded_size(self, count: int, use_graphs: bool) -> int:
-        """The size that so many tokens are padded to: that of the graphs that run them, or none at all."""
-        return next((size for size in self.sizes if size >= count and use_graphs and size in self.pieces), count)
+    def padded_size(self, count: int) -> int:
+        """The size that so many tokens are padded to: the next of `sizes`, or their own where there is none."""
+        return next((size for size in self.sizes if size >= count), count)
 
     def run(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, use_graphs: bool) -> Tensor:
-        """Hidden states of the tokens, which were padded to `padded_size`; of padding they mean nothing."""
+        """Hidden states of the tokens. Padding's mean nothing."""
         size = len(tokens_T)
         if not (use_graphs and size in self.pieces):
             return self.model.forward(tokens_T, positions_T, attention)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from typing import NamedTuple
 
 from .block_manager import BlockManager
@@ -43,10 +44,20 @@ class Step:
 
 
 class Scheduler:
-    """Requests wait, prefill, run, and leave when finished; one that is preempted waits again, first in line."""
+    """Requests wait, prefill, run, and leave when finished; one that is preempted waits again, first in line.
 
-    def __init__(self, blocks: BlockManager, max_batch_size: int, max_prefill_tokens: int) -> None:
-        self.blocks, self.max_batch_size, self.max_prefill_tokens = blocks, max_batch_size, max_prefill_tokens
+    Where prefill steps are padded to the next of `prefill_sizes` (ascending), they are cut so that little is padded.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_batch_size: int,
+        max_prefill_tokens: int,
+        prefill_sizes: tuple[int, ...] = (),
+    ) -> None:
+        self.blocks, self.max_batch_size = blocks, max_batch_size
+        self.max_prefill_tokens, self.prefill_sizes = max_prefill_tokens, prefill_sizes
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []  # in the middle of their prompts
         self.running: list[Sequence] = []  # oldest first
@@ -128,7 +139,7 @@ class Scheduler:
 
     def _prefill(self, admit: bool) -> list[Chunk]:
         chunks: list[Chunk] = []
-        budget = self.max_prefill_tokens
+        budget = self._prefill_budget(admit)
         for sequence in list(self.prefilling):
             budget -= self._next_chunk(sequence, budget, chunks)
         while admit and budget and self.waiting and len(self.running) + len(self.prefilling) < self.max_batch_size:
@@ -141,6 +152,24 @@ class Scheduler:
             self.prefilling.append(self.waiting.popleft())
             budget -= self._next_chunk(sequence, budget, chunks)
         return chunks
+
+    def _prefill_budget(self, admit: bool) -> int:
+        """Tokens that the next step prefills at most.
+
+        The size that holds all that wait, if at most an eighth of it would be padding; else the next smaller one, which
+        they fill, and the rest comes in another step. Of cached prefixes nothing is known yet: they count as tokens.
+        """
+        if not self.prefill_sizes:
+            return self.max_prefill_tokens
+        room = self.max_batch_size - len(self.running) - len(self.prefilling)
+        tokens = 0
+        for sequence in chain(self.prefilling, islice(self.waiting, room if admit else 0)):
+            tokens += len(sequence.tokens) - sequence.num_computed
+            if tokens >= self.prefill_sizes[-1]:
+                return self.prefill_sizes[-1]
+        size = next(each for each in self.prefill_sizes if each >= tokens)
+        filled = [each for each in self.prefill_sizes if each < tokens]
+        return filled[-1] if filled and size - tokens > size // 8 else size
 
     def _next_chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Its tokens. None if the budget is used up."""
