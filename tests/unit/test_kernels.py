@@ -296,8 +296,6 @@ class Compiled:
                 signature[name], constants[name] = "constexpr", value
             elif isinstance(value, Tensor):
                 signature[name], aligned = _TYPES[value.dtype], value.data_ptr() % 16 == 0
-            elif isinstance(value, float):
-                signature[name] = "fp32"
             else:
                 signature[name], aligned = "i32", value % 16 == 0
             if aligned:

@@ -5,6 +5,7 @@ is one kernel, a thread moves 16 bytes at a time, and a program is as small as s
 fp32, rounded to the tensors' dtype at the same places as the torch versions round.
 
 Tensors may be views with a row stride, as parts of one product are; within a token's row they have no gaps.
+Floats are constants of a kernel, since torch.compile passes others in double precision.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-# To be tuned by measurement. A thread's share of 8 elements is one access of 16 bytes at 16 bits each.
+# A thread's share of 8 elements is one access of 16 bytes at 16 bits each.
 _THREAD_ELEMENTS = 8
 _MAX_WARPS = 16  # 512 threads: four programs still fill a multiprocessor
 # Of a program of swiglu or write_kv: few, so that a decode batch makes many programs.
@@ -30,9 +31,9 @@ def add_rms_norm(delta_TC: Tensor, residual_TC: Tensor | None, weight_C: Tensor,
     sum_TC = delta_TC if residual_TC is None else torch.empty_like(delta_TC)
     size_pad = pad(size)
     _add_rms_norm[(tokens,)](
-        delta_TC, residual_TC, weight_C, normed_TC, sum_TC, eps,
+        delta_TC, residual_TC, weight_C, normed_TC, sum_TC,
         row_stride(delta_TC, 1), 0 if residual_TC is None else row_stride(residual_TC, 1),
-        SIZE=size, SIZE_PAD=size_pad, num_warps=_warps(size_pad),
+        EPS=eps, SIZE=size, SIZE_PAD=size_pad, num_warps=_warps(size_pad),
     )  # fmt: skip
     return normed_TC, sum_TC
 
@@ -53,9 +54,9 @@ def rotate(
     q_out, k_out = torch.empty_like(q_THD), torch.empty_like(k_TKD)
     half_pad = pad(head_dim // 2)
     _rotate[(tokens, _parts(heads, _HEADS) + _parts(kv_heads, _HEADS))](
-        q_THD, k_TKD, q_norm_D, k_norm_D, cos_PD, sin_PD, positions_T, q_out, k_out, eps,
+        q_THD, k_TKD, q_norm_D, k_norm_D, cos_PD, sin_PD, positions_T, q_out, k_out,
         row_stride(q_THD, head_dim), row_stride(k_TKD, head_dim), positions_T.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, HALF_PAD=half_pad, PROGRAM_HEADS=_HEADS,
+        EPS=eps, HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, HALF_PAD=half_pad, PROGRAM_HEADS=_HEADS,
         num_warps=_warps(_HEADS * half_pad),
     )  # fmt: skip
     return q_out, k_out
@@ -109,8 +110,8 @@ def row_stride(x: Tensor, inner: int) -> int:
 def _add_rms_norm(
     delta_ptr,
     residual_ptr,  # None: nothing is added, and the sum is not stored
-    weight_ptr, normed_ptr, sum_ptr, eps, delta_stride, residual_stride,
-    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
+    weight_ptr, normed_ptr, sum_ptr, delta_stride, residual_stride,
+    EPS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE_PAD)
@@ -123,7 +124,7 @@ def _add_rms_norm(
         x = (residual.to(tl.float32) + x.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + row * SIZE + column, x, mask=mask)
     x = x.to(tl.float32)
-    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)).to(dtype)
+    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + EPS)).to(dtype)
     tl.store(normed_ptr + row * SIZE + column, (normed.to(tl.float32) * weight.to(tl.float32)).to(dtype), mask=mask)
 
 
@@ -131,8 +132,8 @@ def _add_rms_norm(
 def _rotate(
     q_ptr, k_ptr,
     q_norm_ptr, k_norm_ptr,  # None: heads are not normed
-    cos_ptr, sin_ptr, positions_ptr, q_out_ptr, k_out_ptr, eps, q_stride, k_stride, positions_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    cos_ptr, sin_ptr, positions_ptr, q_out_ptr, k_out_ptr, q_stride, k_stride, positions_stride,
+    EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     PROGRAM_HEADS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -149,21 +150,21 @@ def _rotate(
     if part < Q_PARTS:
         first_head = part * PROGRAM_HEADS
         _rotate_heads(
-            q_ptr + token * q_stride, q_norm_ptr, q_out_ptr + token * HEADS * HALF * 2, eps, cos, sin,
-            first_head, HEADS, HALF, HALF_PAD, PROGRAM_HEADS,
+            q_ptr + token * q_stride, q_norm_ptr, q_out_ptr + token * HEADS * HALF * 2, cos, sin,
+            first_head, EPS, HEADS, HALF, HALF_PAD, PROGRAM_HEADS,
         )  # fmt: skip
     else:
         first_head = (part - Q_PARTS) * PROGRAM_HEADS
         _rotate_heads(
-            k_ptr + token * k_stride, k_norm_ptr, k_out_ptr + token * KV_HEADS * HALF * 2, eps, cos, sin,
-            first_head, KV_HEADS, HALF, HALF_PAD, PROGRAM_HEADS,
+            k_ptr + token * k_stride, k_norm_ptr, k_out_ptr + token * KV_HEADS * HALF * 2, cos, sin,
+            first_head, EPS, KV_HEADS, HALF, HALF_PAD, PROGRAM_HEADS,
         )  # fmt: skip
 
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, norm_ptr, out_ptr, eps, cos, sin, first_head,
-    HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, PROGRAM_HEADS: tl.constexpr,
+    x_ptr, norm_ptr, out_ptr, cos, sin, first_head,
+    EPS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, PROGRAM_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Heads [first_head, first_head + PROGRAM_HEADS) of one token's x; the halves of a head form the pairs."""
     dtype = x_ptr.dtype.element_ty
@@ -176,7 +177,7 @@ def _rotate_heads(
     if norm_ptr is not None:
         first_weight = tl.load(norm_ptr + column, mask=mask, other=0.0).to(tl.float32)
         second_weight = tl.load(norm_ptr + HALF + column, mask=mask, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * HALF) + eps)[:, None]
+        scale = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * HALF) + EPS)[:, None]
         first = ((first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
         second = ((second * scale).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
     tl.store(out_ptr + offset, (first * cos - second * sin).to(dtype), mask=mask)

