@@ -314,7 +314,7 @@ def test_presets_have_the_published_sizes(name: str, parameters: int) -> None:
     # Without memory, and with short rotary tables.
     config: Any = dataclasses.replace(PRESETS[name], **({} if name == "gpt2" else {"max_position": 1}))
     model = build(config, Unmanaged(torch.device("meta")), Unmanaged(torch.device("meta")))
-    assert sum(weight.numel() for weight in model.weights.values()) == parameters
+    assert sum(each.numel() for each in model.parameters.values()) == parameters
     assert sum(each.numel() for each in model.parameters.values()) == parameters
     assert config.dtype == torch.bfloat16
 

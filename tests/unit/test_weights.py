@@ -67,7 +67,7 @@ def test_every_tensor_is_that_of_a_checkpoint_load(trainer: Trainer, dtype: torc
     model = replace(MODEL, dtype=dtype)
     expected, engines = loaded(trainer, model), [Engine(model, SMALL) for _ in range(2)]
     written = trainer.write_weights([each.model.parameters for each in engines], gather, dtype)
-    assert written == 2 * sum(tensor.nbytes for tensor in expected.model.weights.values())
+    assert written == 2 * sum(tensor.nbytes for tensor in expected.model.parameters.values())
     for each in engines:
         assert bits(each.model.weights) == bits(expected.model.weights)  # fused, as the forward pass uses them
         assert each.differing_weights(expected.model.parameters.items()) == []

@@ -24,6 +24,7 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 State = tuple[Tensor | None, Tensor]
 
 _DEVIATION = 0.02  # of random weights
+_HEAD_ROWS = 64  # the output's matrix has a multiple of it: a product with GPT-2's 50257 takes six times as long
 
 
 class Config(Protocol):
@@ -62,7 +63,7 @@ class Model(ABC):
     """Weights and forward pass of one rank.
 
     config      of the full model
-    weights     the tensors as the forward pass uses them, some of them several parameters in one
+    weights     the tensors as the forward pass uses them, some of them several parameters in one, the output's padded
     parameters  each Hugging Face name's part of `weights`: what this rank holds of it
     constants   tables that are computed from the configuration, not loaded
     num_heads, num_kv_heads  of this rank
@@ -87,12 +88,12 @@ class Model(ABC):
         # A vocabulary that the ranks cannot share is every rank's own.
         self.shares_vocabulary = parallel.size > 1 and config.vocab_size % parallel.size == 0
         self._layout = self.layout()
+        self._head = "lm_head.weight" if "lm_head.weight" in self._layout else self.embedding
         self._awaited = set(self._layout)
         self._allocate(weights, config.dtype)
-        head_VC = self.weights.get("lm_head.weight", self.weights[self.embedding])
-        if self.shares_vocabulary and len(head_VC) == config.vocab_size:  # tied
-            head_VC = head_VC.chunk(parallel.size)[parallel.rank]
-        self._head_VC = head_VC
+        self._head_VC = self.weights[self._head]
+        if self.shares_vocabulary and self._head == self.embedding:
+            self._head_VC = self.parameters[self.embedding].chunk(parallel.size)[parallel.rank]
 
     @abstractmethod
     def layout(self) -> dict[str, Parameter]:
@@ -125,7 +126,9 @@ class Model(ABC):
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """Logits [T, V] in the model's dtype, of the whole vocabulary on every rank."""
         logits_TV = F.linear(hidden_TC, self._head_VC)
-        return self.parallel.gather_last(logits_TV) if self.shares_vocabulary else logits_TV
+        if self.shares_vocabulary:
+            return self.parallel.gather_last(logits_TV)
+        return logits_TV[:, : self.config.vocab_size]
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -173,6 +176,8 @@ class Model(ABC):
         for name, shape in shapes.items():
             weight = self._layout[name].weight or name
             rows[weight] = rows.get(weight, 0) + shape[0]
+        if not self.shares_vocabulary:
+            rows[self._head] = -(-rows[self._head] // _HEAD_ROWS) * _HEAD_ROWS
         filled = dict.fromkeys(rows, 0)
         for name, shape in shapes.items():
             weight = self._layout[name].weight or name
@@ -180,6 +185,7 @@ class Model(ABC):
                 self.weights[weight] = region.empty((rows[weight], *shape[1:]), dtype)
             self.parameters[name] = self.weights[weight].narrow(0, filled[weight], shape[0])
             filled[weight] += shape[0]
+        self.weights[self._head][filled[self._head] :].zero_()
 
     def _check(self, name: str, tensor: Tensor) -> None:
         parameter = self._layout.get(name)
