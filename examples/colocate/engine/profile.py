@@ -69,7 +69,8 @@ def _profiled(engine: Engine, size: int, replays: int, context: int) -> Profile:
 
     run()
     seconds = run()
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as profiler:  # without it torch warns of cycles, here one
         run()
     rows: list[Any] = list(profiler.key_averages())
     spent = [(row.self_device_time_total if on_gpu else row.self_cpu_time_total) / 1e6 for row in rows]
