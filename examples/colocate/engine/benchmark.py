@@ -171,6 +171,7 @@ def build_engine(arguments: argparse.Namespace, parallel: Parallel) -> tuple[Eng
         prefill_graph_sizes=arguments.prefill_graph_sizes,
         compile_batch_sizes=arguments.compile_sizes,
         use_kernel=arguments.paged_attn,
+        freeze_gc=arguments.freeze_gc,
         use_regions=arguments.regions,
         seed=arguments.seed,
         prefix_cache=not arguments.no_prefix_cache,
@@ -228,6 +229,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--graph-sizes", type=_sizes, help="batch sizes to capture, such as 1,8,64; None: 1 to 32, then every 32")
     add("--prefill-graph-sizes", type=_sizes, help="token counts to capture, '' for none; None: 512 to 4096")
     add("--compile-sizes", type=_sizes, default=(), help="batch sizes whose decode step goes through torch.compile")
+    add("--freeze-gc", action=switch, default=True, help="no garbage collection during captures")
     add("--regions", action=switch, default=True, help="memory that can be paused; otherwise torch's own")
     add("--temperature", type=float, default=0.0)
     add("--no-stop-on-eos", action="store_true")
