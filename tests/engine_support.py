@@ -10,7 +10,9 @@ from torch import Tensor
 
 import memsaver
 from examples.colocate.engine import Engine
+from examples.colocate.engine.checkpoint import build
 from examples.colocate.engine.memory import Unmanaged
+from examples.colocate.engine.model import Config
 from examples.colocate.model import ModelConfig, parameter_shapes
 
 CPU = Unmanaged(torch.device("cpu"))  # in place of a region
@@ -27,11 +29,15 @@ QWEN = ModelConfig(
 MakeEngine = Callable[..., Engine]
 
 
-def random_weights(model: ModelConfig, seed: int = 0, deviation: float = 0.3) -> dict[str, Tensor]:
+def random_weights(model: Config, seed: int = 0, deviation: float = 0.3) -> dict[str, Tensor]:
     """Large enough for clear winners among the logits."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in parameter_shapes(model).items():
+    if isinstance(model, ModelConfig):
+        shapes = parameter_shapes(model)
+    else:
+        shapes = {name: parameter.shape for name, parameter in build(model, CPU, CPU).layout().items()}
+    for name, shape in shapes.items():
         mean, spread = (1.0, 0.1) if len(shape) == 1 else (0.0, deviation)
         weights[name] = (mean + spread * torch.randn(shape, generator=generator)).to(model.dtype)
     return weights

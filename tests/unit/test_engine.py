@@ -15,6 +15,7 @@ from torch import Tensor
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
 from examples.colocate.engine.decode_batch import Readback
+from examples.colocate.engine.gpt2 import GPT2Config
 from examples.colocate.engine.graph_pool import GraphPool
 from examples.colocate.engine.profile import profile_replays
 from examples.colocate.engine.sequence import Sequence
@@ -22,6 +23,7 @@ from examples.colocate.engine.verify import VerificationError, verify
 from examples.colocate.model import ModelConfig
 from tests.engine_support import QWEN, MakeEngine, engines, one_thread, random_weights  # noqa: F401
 
+GPT2 = GPT2Config(29, 32, num_layers=2, num_heads=4, max_position=96)
 LLAMA = dataclasses.replace(QWEN, qk_norm=False, tie_word_embeddings=True, rope_theta=500.0)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
@@ -538,6 +540,26 @@ def test_decode_and_prefill_by_graphs_give_the_same_tokens(make_engine: MakeEngi
     assert (engine.replays, engine.prefill_runner.replays) == before
 
 
+@pytest.mark.parametrize("model", [QWEN, GPT2], ids=["qwen", "gpt2"])
+def test_padded_prefills_give_the_same_tokens_in_every_way(make_engine: MakeEngine, model: Any) -> None:
+    """Before graphs there are, by graphs, eagerly beside them, and after a capture that failed."""
+    prompts = [[1 + at % 15 for at in range(length)] for length in (3, 7, 13, 5)]
+    expected = tokens_of(make_engine(model), prompts)
+    engine = with_host_graphs(make_engine(model, prefill_graph_sizes=(8, 16), graph_batch_sizes=(2, 4)))
+    assert tokens_of(engine, prompts) == expected
+    engine.graphs.fails_at = 3  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="a synchronisation inside"):
+        engine.capture()
+    engine.drop_prefix_cache()
+    assert tokens_of(engine, prompts) == expected
+    engine.graphs.fails_at = -1  # type: ignore[attr-defined]
+    engine.capture()
+    for use_graphs in (True, False):
+        engine.drop_prefix_cache()
+        assert [each.tokens for each in engine.generate(prompts, GREEDY, use_graphs)] == expected
+    assert engine.prefill_runner.replays > 0
+
+
 def test_a_capture_that_fails_leaves_the_engine_serving_eagerly(make_engine: MakeEngine) -> None:
     expected = tokens_of(make_engine(), PROMPTS)
     engine = with_host_graphs(make_engine(prefill_graph_sizes=(8,), graph_batch_sizes=(2, 4)))
@@ -629,11 +651,16 @@ def test_a_profile_names_what_a_step_spends_its_time_on(make_engine: MakeEngine)
 
 
 def test_verification_needs_blocks(make_engine: MakeEngine) -> None:
-    for sizes in ({"graph_batch_sizes": (4,)}, {"graph_batch_sizes": (1,), "prefill_graph_sizes": (16,)}):
-        engine = with_host_graphs(make_engine(num_blocks=4, **sizes))
-        engine.capture()
-        with pytest.raises(ValueError, match="the KV cache has 3 blocks; expected 4 or more"):
-            verify(engine)
+    engine = with_host_graphs(make_engine(num_blocks=4, graph_batch_sizes=(4,)))
+    engine.capture()
+    with pytest.raises(ValueError, match="the KV cache has 3 blocks; expected 4 or more"):
+        verify(engine)
+
+
+def test_prefills_larger_than_the_cache_are_verified_as_well(make_engine: MakeEngine) -> None:
+    engine = with_host_graphs(make_engine(num_blocks=4, graph_batch_sizes=(1,), prefill_graph_sizes=(16,)))
+    engine.capture()
+    assert [row.what for row in verify(engine)] == ["decode 1", "prefill 16 of 16", "prefill 9 of 16"]
 
 
 def test_compiled_sizes_give_the_same_tokens(make_engine: MakeEngine) -> None:
@@ -725,8 +752,9 @@ def test_graph_batch_sizes() -> None:
 
 
 def test_prefill_sizes_are_those_that_a_step_can_have() -> None:
-    assert EngineConfig(num_blocks=1024).prefill_sizes(with_graphs=True) == (512, 1024, 2048, 4096)
-    assert EngineConfig(num_blocks=100).prefill_sizes(with_graphs=True) == (512, 1024)
-    assert EngineConfig(num_blocks=1024, max_prefill_tokens=600).prefill_sizes(with_graphs=True) == (512,)
-    assert EngineConfig(num_blocks=1024).prefill_sizes(with_graphs=False) == ()
-    assert EngineConfig(prefill_graph_sizes=(64, 8, 64)).prefill_sizes(with_graphs=False) == (8, 64)
+    assert EngineConfig(num_blocks=1024).prefill_sizes(on_cuda=True) == (512, 1024, 2048, 4096)
+    assert EngineConfig(num_blocks=100).prefill_sizes(on_cuda=True) == (512, 1024)
+    assert EngineConfig(num_blocks=1024, max_prefill_tokens=600).prefill_sizes(on_cuda=True) == (512,)
+    assert EngineConfig(num_blocks=1024).prefill_sizes(on_cuda=False) == ()
+    assert EngineConfig(prefill_graph_sizes=(64, 8, 64)).prefill_sizes(on_cuda=False) == (8, 64)
+    assert EngineConfig(prefill_graph_sizes=(64,), use_graphs=False).prefill_sizes(on_cuda=True) == ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from examples.colocate.engine import block_manager
-from examples.colocate.engine.block_manager import SCRATCH_BLOCK, BlockManager, OutOfBlocksError
+from examples.colocate.engine.block_manager import SCRATCH_BLOCK, BlockManager
 from examples.colocate.engine.scheduler import Scheduler, Step
 from examples.colocate.engine.sequence import SamplingParams, Sequence
 
@@ -16,7 +16,7 @@ def sequence(tokens: list[int], new: int = 8) -> Sequence:
 
 def allocated(blocks: BlockManager, tokens: list[int]) -> Sequence:
     made = sequence(tokens)
-    blocks.allocate(made)
+    assert blocks.allocate(made)
     blocks.publish(made, len(tokens))
     return made
 
@@ -37,9 +37,9 @@ def test_running_out_is_told_and_changes_nothing() -> None:
     blocks = BlockManager(num_blocks=4, block_size=4)
     held = allocated(blocks, [1] * 8)
     big = sequence([2] * 12)
-    assert not blocks.can_allocate(big)
-    with pytest.raises(OutOfBlocksError, match="12 tokens need 2 more free blocks of 4 tokens; 1 of 3 are free"):
-        blocks.allocate(big)
+    assert not blocks.allocate(big)
+    small = sequence([2] * 4)
+    assert not blocks.allocate(small, reserve=1) and small.blocks == []
     assert big.blocks == [] and blocks.num_free == 1
     held.in_flight = 1
     assert blocks.append([held]) and len(held.blocks) == 3 and blocks.num_free == 0
@@ -95,8 +95,8 @@ def test_sharing_counts_as_taking_from_the_free() -> None:
     blocks = BlockManager(num_blocks=4, block_size=2)
     blocks.free(allocated(blocks, [1, 2, 3, 4, 5, 6]))
     # Two of the three free blocks are this sequence's own prefix, so one is left for the two blocks it lacks.
-    assert not blocks.can_allocate(sequence([1, 2, 3, 4, 0, 0, 0]))
-    assert blocks.can_allocate(sequence([1, 2, 3, 4, 0, 0]))
+    assert not blocks.allocate(sequence([1, 2, 3, 4, 0, 0, 0]))
+    assert blocks.allocate(sequence([1, 2, 3, 4, 0, 0]))
 
 
 def test_dropping_forgets_all_and_needs_all_free() -> None:
@@ -150,12 +150,13 @@ def test_admission_by_batch_size_blocks_and_prefill_budget() -> None:
     [
         ([3], [3]),  # padded to the smallest
         ([8], [8]),
-        ([15], [15]),  # an eighth of the padded step at most
-        ([13], [8, 5]),  # more than that: what fills a smaller one first
+        ([9], [9]),  # two steps of 8 compute as much as one of 16
+        ([17], [16, 1]),  # what fills a smaller one first, then one of 8
+        ([24], [16, 8]),
+        ([25], [25]),
         ([29, 2], [31]),
-        ([20], [16, 4]),
         ([40], [32, 8]),  # no more than the largest
-        ([5, 5, 3], [8, 5]),
+        ([7, 7, 5], [16, 3]),
     ],
 )
 def test_prefill_steps_leave_little_to_pad(waiting: list[int], prefilled: list[int]) -> None:
@@ -175,12 +176,15 @@ def test_prefill_steps_leave_little_to_pad(waiting: list[int], prefilled: list[i
 
 def test_those_that_cannot_come_in_are_no_reason_for_a_larger_step() -> None:
     scheduler = Scheduler(BlockManager(64, 2), max_batch_size=2, max_prefill_tokens=64, prefill_sizes=(8, 16, 32))
-    each = [sequence([number] * 5) for number in range(4)]
+    each = [sequence([number] * 9) for number in range(4)]
     for one in each:
         scheduler.add(one)
     step = scheduler.schedule()
-    assert chunks(step) == [(each[0], 0, 5), (each[1], 0, 3)]  # of ten tokens that can come, those that fill a size
-    assert scheduler.schedule(admit=False).num_tokens  # the rest comes without admission as well
+    assert chunks(step) == [(each[0], 0, 9), (each[1], 0, 7)]  # of 18 tokens that can come, those that fill a size
+    run(scheduler, step)
+    run(scheduler, scheduler.schedule(admit=False))  # a decode step
+    step = scheduler.schedule(admit=False)
+    assert step.prefill and chunks(step) == [(each[1], 7, 9)]  # what is begun goes on without admission
 
 
 def test_a_long_prompt_comes_in_chunks_between_decode_steps() -> None:
@@ -281,10 +285,10 @@ def test_a_waiting_prompt_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> Non
     made.clear()
     waiting = sequence([1] * 40)
     for _ in range(50):
-        assert not blocks.can_allocate(waiting)
+        assert not blocks.allocate(waiting)
     assert len(made) == 19
     blocks.free(held)
-    blocks.allocate(waiting)
+    assert blocks.allocate(waiting)
     blocks.publish(waiting, 40)
     assert len(made) == 20
 

@@ -15,10 +15,6 @@ from .sequence import Sequence
 SCRATCH_BLOCK = 0  # never handed out: padding writes here
 
 
-class OutOfBlocksError(RuntimeError):
-    """The KV cache has too few free blocks for what was asked."""
-
-
 class BlockManager:
     """Hands out blocks 1 to num_blocks - 1, each holding K and V of `block_size` tokens."""
 
@@ -58,26 +54,23 @@ class BlockManager:
             found.append(block)
         return found
 
-    def can_allocate(self, sequence: Sequence, reserve: int = 0) -> bool:
-        """Whether blocks for all of the sequence's tokens can be had now, and so many stay free."""
-        return self._shortage(sequence, self.cached_blocks(sequence)) + reserve <= 0
+    def allocate(self, sequence: Sequence, reserve: int = 0) -> bool:
+        """Give a sequence that holds nothing the blocks for all its tokens, shared ones first.
 
-    def allocate(self, sequence: Sequence) -> None:
-        """Give a sequence that holds nothing the blocks for all its tokens, shared ones first."""
-        assert not sequence.blocks
+        False, and none, if too few are free, or fewer than `reserve` would stay so.
+        """
         cached = self.cached_blocks(sequence)
-        if (shortage := self._shortage(sequence, cached)) > 0:
-            raise OutOfBlocksError(
-                f"{len(sequence.tokens)} tokens need {shortage} more free blocks of {self.block_size} tokens; "
-                f"{self.num_free} of {self.num_usable} are free"
-            )
+        lacking = self.blocks_for(len(sequence.tokens)) - len(cached)
+        idle = sum(1 for block in cached if self._references[block] == 0)
+        if lacking + idle + reserve > self.num_free:
+            return False
         for block in cached:
             self._references[block] += 1
             self._free.pop(block, None)
         sequence.num_published = len(cached)
         sequence.num_computed = len(cached) * self.block_size
-        lacking = self.blocks_for(len(sequence.tokens)) - len(cached)
         sequence.blocks = cached + [self._take() for _ in range(lacking)]
+        return True
 
     def append(self, sequences: list[Sequence]) -> bool:
         """Make room for K and V of the last token of each; False, and for none, if there are too few free blocks."""
@@ -126,10 +119,6 @@ class BlockManager:
         for index in range(len(made), num_tokens // size):
             made.append(_digest(made[-1] if made else b"", sequence.tokens[index * size : (index + 1) * size]))
         return made[: max(0, num_tokens) // size]
-
-    def _shortage(self, sequence: Sequence, cached: list[int]) -> int:
-        idle = sum(1 for block in cached if self._references[block] == 0)
-        return self.blocks_for(len(sequence.tokens)) - len(cached) - (self.num_free - idle)
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)

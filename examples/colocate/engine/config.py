@@ -18,7 +18,7 @@ class EngineConfig:
     block_size: int = 16  # tokens in a KV block
     num_blocks: int = 256  # KV blocks, one of which is padding's scratch
     max_model_len: int | None = None  # tokens, prompt and completion together; None: the model's max_position
-    max_prefill_tokens: int = 8192  # in one step; longer prompts take several
+    max_prefill_tokens: int = 8192  # in one step, or as the largest prefill size has; longer prompts take several
     use_graphs: bool = True
     graph_batch_sizes: tuple[int, ...] | None = None  # None: 1 to 32, then every 32, and max_batch_size
     prefill_graph_sizes: tuple[int, ...] | None = None  # tokens; None: 512 to 4096, as far as there is room for them
@@ -53,12 +53,14 @@ class EngineConfig:
             if size not in self.batch_sizes():
                 raise ValueError(f"compile batch size {size!r} is not among {self.batch_sizes()}; expected one of them")
 
-    def prefill_sizes(self, with_graphs: bool) -> tuple[int, ...]:
-        """The token counts that prefill steps are padded to, ascending; by default none where there are no graphs."""
+    def prefill_sizes(self, on_cuda: bool) -> tuple[int, ...]:
+        """The token counts that prefill steps are padded to, ascending; none without graphs."""
+        if not self.use_graphs:
+            return ()
         if self.prefill_graph_sizes is not None:
             return tuple(sorted(set(self.prefill_graph_sizes)))
         most = min(self.max_prefill_tokens, self.num_blocks * self.block_size)
-        return tuple(size for size in _PREFILL_SIZES if size <= most and with_graphs)
+        return tuple(size for size in _PREFILL_SIZES if size <= most and on_cuda)
 
     def batch_sizes(self) -> tuple[int, ...]:
         """The sizes that decode steps are padded to, ascending."""

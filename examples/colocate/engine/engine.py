@@ -63,7 +63,7 @@ class Engine:
         self.kv_cache: Tensor = self.memory.kv_cache.empty((model.num_layers, *cache_shape), model.dtype)
         # After the cache itself, which a number of blocks that is too large fails at.
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_cache)
-        prefill_sizes = config.prefill_sizes(config.use_graphs and self.device.type == "cuda")
+        prefill_sizes = config.prefill_sizes(on_cuda=self.device.type == "cuda")
         self.scheduler = Scheduler(self.blocks, config.max_batch_size, config.max_prefill_tokens, prefill_sizes)
         # Taken apart once: to index a tensor costs as much as to launch a kernel. Each with a storage of its own: of
         # several that a kernel writes to in one storage, torch.compile copies all but the first.

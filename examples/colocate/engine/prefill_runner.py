@@ -1,7 +1,7 @@
 """Prefill in pieces: the parts between two attentions as CUDA graphs, for a few token counts, attention called between.
 
 Attention cannot be captured with them, since its kernels are chosen by the lengths of the step's sequences. The rest of
-a layer depends on the number of tokens alone, which is padded to the next captured size.
+a layer depends on the number of tokens alone, which is padded to the next size.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .graph_pool import Graph, GraphPool
 from .memory import borrowed
@@ -61,7 +62,7 @@ class PrefillRunner:
         """Hidden states of the tokens. Padding's mean nothing."""
         size = len(tokens_T)
         if not (use_graphs and size in self.pieces):
-            return self.model.forward(tokens_T, positions_T, attention)
+            return self.model.forward(tokens_T, positions_T, partial(_attend_padded, attention))
         self.tokens_T[:size].copy_(tokens_T)
         self.positions_T[:size].copy_(positions_T)
         *layers, last = self.pieces[size]
@@ -109,3 +110,10 @@ class PrefillRunner:
         if index == model.config.num_layers:
             return (model.finish(state),)
         return model.before_attention(index, state, positions_T)
+
+
+def _attend_padded(attention: Attention, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    """What attention leaves out for padding is zero."""
+    out_THD = attention(layer, q_THD, k_TKD, v_TKD)
+    padding = len(q_THD) - len(out_THD)
+    return F.pad(out_THD, (0, 0, 0, 0, 0, padding)) if padding else out_THD

@@ -46,7 +46,7 @@ class Step:
 class Scheduler:
     """Requests wait, prefill, run, and leave when finished; one that is preempted waits again, first in line.
 
-    Where prefill steps are padded to the next of `prefill_sizes` (ascending), they are cut so that little is padded.
+    Where prefill steps are padded to the next of `prefill_sizes` (ascending), they are cut where that saves padding.
     """
 
     def __init__(
@@ -145,9 +145,8 @@ class Scheduler:
         while admit and budget and self.waiting and len(self.running) + len(self.prefilling) < self.max_batch_size:
             sequence = self.waiting[0]
             # A block stays free for each that runs, lest one that comes in take what they grow into next.
-            if not self.blocks.can_allocate(sequence, reserve=len(self.running) + len(self.prefilling)):
+            if not self.blocks.allocate(sequence, reserve=len(self.running) + len(self.prefilling)):
                 break
-            self.blocks.allocate(sequence)
             sequence.row = self._rows.pop()
             self.prefilling.append(self.waiting.popleft())
             budget -= self._next_chunk(sequence, budget, chunks)
@@ -156,8 +155,9 @@ class Scheduler:
     def _prefill_budget(self, admit: bool) -> int:
         """Tokens that the next step prefills at most.
 
-        The size that holds all that wait, if at most an eighth of it would be padding; else the next smaller one, which
-        they fill, and the rest comes in another step. Of cached prefixes nothing is known yet: they count as tokens.
+        The size that holds all that wait; or the next smaller one, which they fill, where the rest in steps of the
+        smallest size would save more than an eighth of the larger one. What is cached, or finds no blocks, is not known
+        yet and counts as tokens.
         """
         if not self.prefill_sizes:
             return self.max_prefill_tokens
@@ -169,7 +169,9 @@ class Scheduler:
                 return self.prefill_sizes[-1]
         size = next(each for each in self.prefill_sizes if each >= tokens)
         filled = [each for each in self.prefill_sizes if each < tokens]
-        return filled[-1] if filled and size - tokens > size // 8 else size
+        smallest = self.prefill_sizes[0]
+        saved = size - -(-tokens // smallest) * smallest
+        return filled[-1] if filled and saved > size // 8 else size
 
     def _next_chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Its tokens. None if the budget is used up."""

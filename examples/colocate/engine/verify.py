@@ -75,7 +75,7 @@ def fill_with_random_context(engine: Engine, size: int, context: int) -> None:
 
     Forgets what the cache held: a RuntimeError while requests are running.
     """
-    sequences = _sequences(engine, [context] * size, _prepare(engine), shared=True)
+    sequences = _sequences(engine, [context] * size, _prepare(engine))
     engine.batch.fill(list(sequences), size)
 
 
@@ -89,7 +89,7 @@ def _prepare(engine: Engine) -> torch.Generator:
 def _decode(engine: Engine, size: int, generator: torch.Generator) -> list[Verified]:
     batch = engine.batch
     lengths = (torch.randint(engine.max_model_len - 1, (size,), generator=generator, device="cpu") + 1).tolist()
-    batch.fill(list(_sequences(engine, lengths, generator, shared=True)), size)
+    batch.fill(list(_sequences(engine, lengths, generator)), size)
     latest = torch.randint(engine.model_config.vocab_size, batch.latest.shape, generator=generator, device="cpu")
     outcomes = []
     for step in (engine.runner.graphs[size].replay, partial(engine.decode_step, size)):
@@ -108,7 +108,7 @@ def _decode(engine: Engine, size: int, generator: torch.Generator) -> list[Verif
 def _prefill(engine: Engine, count: int, size: int, generator: torch.Generator) -> Verified:
     longest = engine.max_model_len - 1
     lengths = [longest] * (count // longest) + ([count % longest] if count % longest else [])
-    sequences = _sequences(engine, lengths, generator, shared=False)
+    sequences = _sequences(engine, lengths, generator)  # whole prompts read no block, so they may share some
     chunks = [Chunk(each, 0, len(each.tokens), samples=True) for each in sequences]
     outcomes = []
     for padded, use_graphs in ((size, True), (count, False)):
@@ -125,17 +125,13 @@ def _compared(what: str, one: Tensor, other: Tensor) -> Verified:
     return Verified(what, len(one), difference, _ROUNDING[one.dtype])
 
 
-def _sequences(engine: Engine, lengths: list[int], generator: torch.Generator, shared: bool) -> Iterator[Sequence]:
-    """Of random tokens and blocks.
-
-    Where blocks may be shared they are if there are too few; no two sequences have their last token in the same one.
-    """
+def _sequences(engine: Engine, lengths: list[int], generator: torch.Generator) -> Iterator[Sequence]:
+    """Of random tokens and blocks, which they share if there are too few; each has its last token in one of its own."""
     usable, needed_in_all = engine.blocks.num_usable, sum(map(engine.blocks.blocks_for, lengths))
-    least = len(lengths) if shared else needed_in_all
-    if usable < least:
-        raise ValueError(f"the KV cache has {usable} blocks; expected {least} or more for {len(lengths)} sequences")
+    if usable < len(lengths):
+        raise ValueError(f"the KV cache has {usable} blocks; expected {len(lengths)} or more for as many sequences")
     order = (torch.randperm(usable, generator=generator, device="cpu") + 1).tolist()
-    shared = shared and needed_in_all > usable
+    shared = needed_in_all > usable
     for row, length in enumerate(lengths):
         tokens = torch.randint(engine.model_config.vocab_size, (length,), generator=generator, device="cpu").tolist()
         sequence = Sequence(tokens, SamplingParams(temperature=0.0), length + 1)
