@@ -94,11 +94,12 @@ def test_switches_reach_the_engine(
         capsys, *common, "--no-cuda-graph", "--no-paged-attn", "--no-prefix-cache", "--no-stop-on-eos", "--no-regions",
         "--graph-sizes", "1,3", "--dtype", "bfloat16",
     )  # fmt: skip
-    (default, stops), (changed, no_stops) = seen
+    (default, asked), (changed, asked_without) = seen
     assert default.use_graphs and default.use_kernel and default.prefix_cache and default.use_regions
     assert not (changed.use_graphs or changed.use_kernel or changed.prefix_cache or changed.use_regions)
     assert changed.batch_sizes() == (1, 3)
-    assert (stops, no_stops) == ((2,), ())
+    assert (asked.stop_tokens, asked_without.stop_tokens) == ((2,), ())
+    assert row["captures"] == row["verified"] == []
     assert "paused_bytes" not in row
 
 
@@ -124,6 +125,26 @@ def test_what_the_engine_refuses_is_a_sentence(checkpoint: Path) -> None:
         benchmark.main([*common, "--graph-sizes", "9"])
     with pytest.raises(SystemExit, match="free"):  # what is needed, what is free, and who has the rest
         benchmark.main([*common, "--num-blocks", "1000000000"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--device", "tpu"], "--device is 'tpu'; expected 'cpu', 'cuda'"),
+        (["--temperature", "-1"], "temperature is -1.0; expected"),
+        (["--prompt", ""], "prompt has 0 tokens; expected 1 to"),
+        (["--num-blocks", "2", "--block-size", "2"], "a request of up to .* needs .* KV blocks; expected at most"),
+        (["--max-new-tokens", "1000"], "make 10.. tokens; expected at most the model's 64"),
+    ],
+)
+def test_what_would_fail_in_every_request_is_a_sentence(checkpoint: Path, options: list[str], said: str) -> None:
+    with pytest.raises(SystemExit, match=said):
+        benchmark.main(["--model", str(checkpoint), *SMALL, *options])
+
+
+def test_replays_are_verified_and_profiled(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = figures(capsys, "--model", str(checkpoint), *SMALL, *ONCE, "--verify", "--profile", "2")
+    assert row["profile"]["size"] == 3 and not row["profile"]["by_graph"] and row["profile"]["kernels"]
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ import argparse
 import json
 import os
 import random
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +35,7 @@ from .model import Config
 from .parallel import ONE_RANK, Parallel
 from .profile import profile_replays
 from .sequence import SamplingParams, Sequence
-from .verify import verify
+from .verify import VerificationError, verify
 
 MIB = 1 << 20
 Encode = Callable[[str], list[int]]
@@ -150,16 +152,25 @@ def make_requests(arguments: argparse.Namespace, vocab_size: int, encode: Encode
     return requests
 
 
-def build_engine(arguments: argparse.Namespace, parallel: Parallel) -> tuple[Engine, Encode, tuple[int, ...]]:
-    """The engine with its weights and graphs, its tokenizer, and the tokens that end a completion."""
+def build_engine(arguments: argparse.Namespace, parallel: Parallel) -> tuple[Engine, Encode, SamplingParams]:
+    """The engine with its weights and graphs, its tokenizer, and what all requests ask for."""
     folder = None if arguments.model in PRESETS else Path(arguments.model)
+    if folder is not None and not folder.is_dir():
+        raise CheckpointError(
+            f"--model is {arguments.model!r}; expected a checkpoint's folder, or one of {', '.join(PRESETS)}"
+        )
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     model: Config = PRESETS[arguments.model] if folder is None else load_config(folder, dtype)
     if folder is None and dtype is not None:
         model = replace(model, dtype=dtype)  # type: ignore[type-var]
     encode = tokenizer(folder, model.vocab_size)
     prompt_tokens = arguments.prompt_tokens or len(encode(arguments.prompt))
-    length = min(model.max_position, prompt_tokens + arguments.max_new_tokens)
+    length = prompt_tokens + arguments.max_new_tokens
+    if length > model.max_position:
+        raise ValueError(
+            f"a prompt of {prompt_tokens} and --max-new-tokens {arguments.max_new_tokens} make {length} tokens; "
+            f"expected at most the model's {model.max_position}"
+        )
     blocks = 1 + arguments.max_batch_size * -(-length // arguments.block_size)
     config = EngineConfig(
         max_batch_size=arguments.max_batch_size,
@@ -181,7 +192,10 @@ def build_engine(arguments: argparse.Namespace, parallel: Parallel) -> tuple[Eng
         engine.load_weights(named_tensors(folder, dtype))
     engine.capture()
     stops = () if arguments.no_stop_on_eos or folder is None else eos_tokens(folder)
-    return engine, encode, stops
+    sampling = SamplingParams(arguments.temperature, arguments.max_new_tokens, stops)
+    # What is wrong with one request is wrong with all.
+    engine.cancel(engine.submit([0] * arguments.prompt_tokens or encode(arguments.prompt), sampling))
+    return engine, encode, sampling
 
 
 def left_behind(engine: Engine) -> dict[str, int]:
@@ -217,29 +231,29 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, help="of weights and KV cache, if not the model's own")
     add("--prompt", default="The memory of a GPU changes hands twice in every step of", help="of every request")
     add("--prompt-tokens", type=any_number, default=0, help="random prompts of so many tokens, not --prompt")
-    add("--num-requests", type=some, default=64)
-    add("--max-new-tokens", type=some, default=128)
+    add("--num-requests", type=some, default=64, help="in each run")
+    add("--max-new-tokens", type=some, default=128, help="of each request")
     add("--mode", choices=["online", "offline"], default="offline", help="offline: all requests are there at the start")
     add("--request-rate", type=positive, default=16.0, help="requests that arrive in a second, online, at random")
     add("--max-batch-size", type=some, default=64, help="sequences that run together; the KV cache has room for all")
     add("--block-size", type=some, default=16, help="tokens in a KV block")
     add("--num-blocks", type=any_number, default=0, help="KV blocks; 0: as many as a full batch needs")
     add("--paged-attn", action=switch, default=True, help="decode attention as a kernel, on CUDA; otherwise in torch")
-    add("--cuda-graph", action=switch, default=True)
+    add("--cuda-graph", action=switch, default=True, help="there are none on the CPU")
     add("--graph-sizes", type=_sizes, help="batch sizes to capture, such as 1,8,64; None: 1 to 32, then every 32")
     add("--prefill-graph-sizes", type=_sizes, help="token counts to capture, '' for none; None: 512 to 4096")
     add("--compile-sizes", type=_sizes, default=(), help="batch sizes whose decode step goes through torch.compile")
     add("--freeze-gc", action=switch, default=True, help="no garbage collection during captures")
     add("--regions", action=switch, default=True, help="memory that can be paused; otherwise torch's own")
-    add("--temperature", type=float, default=0.0)
-    add("--no-stop-on-eos", action="store_true")
-    add("--no-prefix-cache", action="store_true")
+    add("--temperature", type=float, default=0.0, help="0: the likeliest token")
+    add("--no-stop-on-eos", action="store_true", help="go on behind the checkpoint's end tokens")
+    add("--no-prefix-cache", action="store_true", help="compute prompts that begin alike each anew")
     add("--pretok", action="store_true", help="tokenize before the clock starts")
-    add("--warmup-runs", type=any_number, default=1)
+    add("--warmup-runs", type=any_number, default=1, help="runs before them")
     add("--repeat-runs", type=some, default=3, help="runs of which the medians are printed")
-    add("--verify", action="store_true", help="first compare every graph with its eager step")
+    add("--verify", action="store_true", help="first compare every graph with its eager step; needs graphs")
     add("--profile", type=any_number, default=0, help="then profile so many replays of the largest batch")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of random weights, prompts, arrivals and sampling")
     return parser.parse_args(argv)
 
 
@@ -249,27 +263,23 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", arguments.device):
+        sys.exit(f"--device is {arguments.device!r}; expected 'cpu', 'cuda', or one such as 'cuda:0'")
+    if arguments.device != "cpu" and not torch.cuda.is_available():
         sys.exit(f"--device is {arguments.device!r}, and torch sees no CUDA device; expected 'cpu'")
     parallel = _parallel(arguments)
     if parallel.size > 1 and arguments.mode == "online":
         sys.exit("--mode online is for one rank, expected offline: ranks would admit requests by clocks of their own")
+    talks, begin = parallel.rank == 0, time.monotonic()
     try:
-        engine, encode, stops = build_engine(arguments, parallel)
-    except CheckpointError as error:
-        sys.exit(f"{error}; expected a checkpoint's folder, or one of {', '.join(PRESETS)}")
-    except (ValueError, memsaver.Error) as error:
+        engine, encode, sampling = build_engine(arguments, parallel)
+        if talks:
+            print(f"ready after {time.monotonic() - begin:.1f} s; {_graphs_in_words(engine)}", flush=True)
+        verified = verify(engine) if arguments.verify else []
+    except (ValueError, VerificationError, memsaver.Error) as error:
         sys.exit(str(error))
-    talks = parallel.rank == 0
-    if talks and engine.graphs.captures:
-        print(engine.graphs.table())
-    if talks and arguments.verify and not engine.graphs.captures:
-        print("no graphs to verify")
-    if arguments.verify:
-        for row in verify(engine):
-            if talks:
-                print(f"{row.what}: {row.compared} tokens differ by up to {row.difference:.2g} of {row.tolerance:g}")
-    sampling = SamplingParams(arguments.temperature, arguments.max_new_tokens, stops)
+    for row in verified if talks else ():
+        print(f"{row.what}: {row.compared} tokens differ by up to {row.difference:.2g} of {row.tolerance:g}")
     runs = []
     for repeat in range(arguments.warmup_runs + arguments.repeat_runs):
         engine.drop_prefix_cache()
@@ -278,19 +288,28 @@ def main(argv: list[str] | None = None) -> None:
         runs.append(run.figures())
     runs = runs[arguments.warmup_runs :]
     figures = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    about: dict[str, Any] = {}
     if arguments.profile:
         profiled = profile_replays(engine, arguments.max_batch_size, arguments.profile)
+        about["profile"] = asdict(profiled)
         if talks:
             print(profiled.table())
     left = left_behind(engine) if arguments.regions else {}
     if talks:
         for name, value in {**figures, **{name: value / MIB for name, value in left.items()}}.items():
             print(f"{name.replace('bytes', 'MiB'):>22} {value:12.2f}")
-        told = {name: value for name, value in vars(arguments).items() if name != "prompt"}
-        captured = [capture.what for capture in engine.graphs.captures]
-        about = {"benchmark": "engine", **provenance(engine.device.type), "captured": captured}
-        print(json.dumps({**about, **told, **figures, **left}))
+        told = {name: value for name, value in vars(arguments).items() if name not in ("verify", "profile")}
+        about["captures"] = [asdict(each) for each in engine.graphs.captures]
+        about["verified"] = [asdict(each) for each in verified]
+        where = {"benchmark": "serving", **provenance(engine.device.type)}
+        print(json.dumps({**where, **told, **figures, **left, **about}))
     engine.close()
+
+
+def _graphs_in_words(engine: Engine) -> str:
+    if engine.graphs.captures:
+        return "\n" + engine.graphs.table()
+    return "no graphs" if engine.graphs.available else "no graphs on the CPU, every step is eager"
 
 
 def _parallel(arguments: argparse.Namespace) -> Parallel:
