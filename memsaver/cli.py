@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="memsaver", description="One GPU's memory, shared by several processes.")
+    parser.add_argument("--version", action="version", version=f"memsaver {version('memsaver')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     broker = commands.add_parser("broker", help="own a device's memory and lend it to processes")

@@ -9,7 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+try:
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "memsaver.ray needs Ray; expected it from pip install 'memsaver[ray]'", name="ray"
+    ) from error
 
 from memsaver.colocated import AsyncColocated, Colocated, Ready
 from memsaver.errors import Error

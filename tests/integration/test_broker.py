@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from memsaver import errors, protocol, sockets
+from memsaver import __version__, errors, protocol, sockets
 from memsaver.protocol import Message
 from tests.broker_support import PATIENCE_S, Client, Running, until
 from tests.support import GIB, MIB, PAGE, ROOT, Peer, run_python
@@ -921,6 +921,11 @@ def test_commands_say_when_there_is_no_broker(empty):
         done = empty.run(*command)
         assert (done.returncode, done.stdout) == (1, "")
         assert "no broker" in done.stderr
+
+
+def test_the_command_tells_its_version(empty):
+    done = empty.run("--version")
+    assert done.returncode == 0 and done.stdout.split() == ["memsaver", __version__]
 
 
 def test_importing_memsaver_loads_no_broker():

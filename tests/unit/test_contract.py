@@ -45,6 +45,18 @@ def test_importing_loads_neither_torch_nor_ray() -> None:
     assert out == "[]\n"
 
 
+def test_without_ray_its_part_says_how_to_get_it() -> None:
+    out = run_clean("""
+        import sys
+        sys.modules["ray"] = None
+        try:
+            import memsaver.ray
+        except ModuleNotFoundError as error:
+            print(error)
+    """)
+    assert "memsaver.ray needs Ray" in out and "pip install 'memsaver[ray]'" in out
+
+
 def test_the_process_never_prints(capfd: pytest.CaptureFixture[str], make: Make) -> None:
     region = make("host")
     held = blocks(region, [MIB])
