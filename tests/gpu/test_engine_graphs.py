@@ -13,6 +13,8 @@ import torch
 
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
+from examples.colocate.engine.gpt2 import GPT2Config
+from examples.colocate.engine.model import Config
 from examples.colocate.engine.profile import profile_replays
 from examples.colocate.engine.verify import fill_with_random_context, verify
 from examples.colocate.model import ModelConfig
@@ -31,7 +33,7 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
 def make_engine(engines: list[Engine]) -> MakeEngine:  # noqa: F811
     """Engines with the weights that they begin with."""
 
-    def make(model: ModelConfig = MODEL, **config: Any) -> Engine:
+    def make(model: Config = MODEL, **config: Any) -> Engine:
         defaults = {"max_batch_size": 6, "num_blocks": 1024, "max_model_len": 2048, "prefill_graph_sizes": ()}
         engines.append(Engine(model, EngineConfig(**{**defaults, **config}), "cuda"))
         return engines[-1]
@@ -104,6 +106,26 @@ def test_prefill_in_pieces_gives_the_same_tokens(make_engine: MakeEngine) -> Non
     memsaver.pause()
     memsaver.resume()
     assert tokens_of(engine, lengths) == expected
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        dataclasses.replace(MODEL, dtype=torch.float32),
+        GPT2Config(1000, 256, num_layers=3, num_heads=4, max_position=2048),
+    ],
+    ids=["qwen", "gpt2"],
+)
+def test_padded_prefills_give_the_same_tokens_in_every_way(make_engine: MakeEngine, model: Config) -> None:
+    lengths = [100, 7, 300]
+    expected = tokens_of(make_engine(model), lengths, use_graphs=False)
+    engine = make_engine(model, prefill_graph_sizes=None)
+    assert engine.prefill_runner.sizes == (512, 1024, 2048, 4096)
+    assert tokens_of(engine, lengths, use_graphs=False) == expected  # before there are graphs
+    engine.capture()
+    for use_graphs in (False, True):
+        assert tokens_of(engine, lengths, use_graphs) == expected
+    assert engine.prefill_runner.replays > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

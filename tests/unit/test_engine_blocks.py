@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
+
 import pytest
 
 from examples.colocate.engine import block_manager
@@ -185,6 +188,52 @@ def test_those_that_cannot_come_in_are_no_reason_for_a_larger_step() -> None:
     run(scheduler, scheduler.schedule(admit=False))  # a decode step
     step = scheduler.schedule(admit=False)
     assert step.prefill and chunks(step) == [(each[1], 7, 9)]  # what is begun goes on without admission
+
+
+def test_prefill_steps_know_what_is_shared_and_what_finds_no_blocks() -> None:
+    def scheduler(num_blocks: int) -> Scheduler:
+        return Scheduler(
+            BlockManager(num_blocks, 2), max_batch_size=8, max_prefill_tokens=64, prefill_sizes=(8, 16, 32)
+        )
+
+    group = scheduler(64)
+    for _ in range(6):  # samples of one prompt: 13 tokens, then one of each other, since 12 are in shared blocks
+        group.add(sequence([7] * 13))
+    assert group.blocks.tokens_to_compute(group.waiting, reserve=0, most=32) == 18
+    step = group.schedule()
+    assert step.num_tokens == 16  # of 18 those that fill a size
+    run(group, step)
+    later = [sequence([7] * 13), sequence([7] * 12 + [8] * 4)]  # 12 tokens of each are cached
+    assert group.blocks.tokens_to_compute(later, reserve=0, most=32) == 1 + 4
+    assert group.blocks.tokens_to_compute(later, reserve=0, most=3) == 3
+
+    crowded = scheduler(9)  # blocks for two prompts, but one stays free for each that runs
+    each = [sequence([number] * 7, new=1) for number in range(4)]
+    for one in each:
+        crowded.add(one)
+    assert crowded.blocks.tokens_to_compute(crowded.waiting, reserve=0, most=32) == 7
+    assert crowded.schedule().num_tokens == 7
+
+
+def test_tokens_to_compute_are_those_that_a_step_then_has() -> None:
+    """But for cached blocks that one takes before another finds them, which is rare."""
+    draw, steps, more = random.Random(3), 0, 0
+    for _ in range(400):
+        scheduler = Scheduler(BlockManager(draw.randrange(6, 60), 4), 5, 64, prefill_sizes=(64,))
+        for _ in range(3):
+            for _ in range(draw.randrange(1, 6)):
+                prompt = [draw.randrange(2)] * draw.randrange(1, 14) + [draw.randrange(3)] * draw.randrange(1, 6)
+                with suppress(ValueError):  # more than the whole cache
+                    scheduler.add(sequence(prompt, new=1))
+            room = scheduler.max_batch_size - len(scheduler.running)
+            coming = list(scheduler.waiting)[:room]
+            expected = scheduler.blocks.tokens_to_compute(coming, reserve=len(scheduler.running), most=64)
+            step = scheduler.schedule()
+            if step.prefill:
+                assert step.num_tokens >= expected
+                steps, more = steps + 1, more + (step.num_tokens > expected)
+            run(scheduler, step)
+    assert steps > 500 and more < steps / 50
 
 
 def test_a_long_prompt_comes_in_chunks_between_decode_steps() -> None:

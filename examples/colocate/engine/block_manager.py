@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
+from itertools import takewhile
 
 from .sequence import Sequence
 
@@ -71,6 +73,26 @@ class BlockManager:
         sequence.num_computed = len(cached) * self.block_size
         sequence.blocks = cached + [self._take() for _ in range(lacking)]
         return True
+
+    def tokens_to_compute(self, sequences: Iterable[Sequence], reserve: int, most: int) -> int:
+        """Of sequences that hold nothing, if they are allocated in this order as far as blocks go: `most` at the most.
+
+        Each finds what is cached, and what those before it will publish; that they may take cached blocks which others
+        would find is left out. `reserve` as in `allocate`, and one more for each of them.
+        """
+        tokens, free, coming = 0, self.num_free, set[bytes]()
+        for sequence in sequences:
+            length = len(sequence.tokens)
+            digests = self._digests(sequence, length) if self.prefix_cache else []
+            sharable = digests[: (length - 1) // self.block_size]
+            found = list(takewhile(lambda digest: digest in self._block_of or digest in coming, sharable))
+            idle = sum(1 for digest in found if digest not in coming and not self._references[self._block_of[digest]])
+            taken = self.blocks_for(length) - len(found) + idle
+            if taken + reserve > free or tokens >= most:
+                break
+            tokens, free, reserve = tokens + length - len(found) * self.block_size, free - taken, reserve + 1
+            coming.update(digests)
+        return min(tokens, most)
 
     def append(self, sequences: list[Sequence]) -> bool:
         """Make room for K and V of the last token of each; False, and for none, if there are too few free blocks."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
+from itertools import islice
 from typing import NamedTuple
 
 from .block_manager import BlockManager
@@ -155,18 +155,15 @@ class Scheduler:
     def _prefill_budget(self, admit: bool) -> int:
         """Tokens that the next step prefills at most.
 
-        The size that holds all that wait; or the next smaller one, which they fill, where the rest in steps of the
-        smallest size would save more than an eighth of the larger one. What is cached, or finds no blocks, is not known
-        yet and counts as tokens.
+        The size that holds all that can come; or the next smaller one, which they fill, where the rest in steps of the
+        smallest size would save more than an eighth of the larger one.
         """
         if not self.prefill_sizes:
             return self.max_prefill_tokens
-        room = self.max_batch_size - len(self.running) - len(self.prefilling)
-        tokens = 0
-        for sequence in chain(self.prefilling, islice(self.waiting, room if admit else 0)):
-            tokens += len(sequence.tokens) - sequence.num_computed
-            if tokens >= self.prefill_sizes[-1]:
-                return self.prefill_sizes[-1]
+        active, most = len(self.running) + len(self.prefilling), self.prefill_sizes[-1]
+        coming = islice(self.waiting, self.max_batch_size - active if admit else 0)
+        tokens = sum(len(sequence.tokens) - sequence.num_computed for sequence in self.prefilling)
+        tokens = min(most, tokens + self.blocks.tokens_to_compute(coming, reserve=active, most=most))
         size = next(each for each in self.prefill_sizes if each >= tokens)
         filled = [each for each in self.prefill_sizes if each < tokens]
         smallest = self.prefill_sizes[0]
