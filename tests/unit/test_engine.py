@@ -673,6 +673,19 @@ def test_compiled_sizes_give_the_same_tokens(make_engine: MakeEngine) -> None:
     assert [row.what for row in verify(engine)] == ["decode 4", "compiled 4"]
 
 
+def test_all_that_graphs_rely_on_is_in_the_regions(make_engine: MakeEngine) -> None:
+    engine = make_engine(prefill_graph_sizes=(8, 16))
+    ranges = [
+        range(region._core.base + offset, region._core.base + offset + nbytes)
+        for region in engine.memory.of_a_step
+        for offset, nbytes in region._core.live()
+    ]
+    addresses = engine.addresses()
+    assert len(addresses) > 10 and any("prefill" in name for name in addresses)
+    for name, address in addresses.items():
+        assert any(address in part for part in ranges), name
+
+
 def test_without_regions_nothing_can_be_paused(make_engine: MakeEngine) -> None:
     expected = tokens_of(make_engine(), PROMPTS)
     engine = make_engine(use_regions=False)

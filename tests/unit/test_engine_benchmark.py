@@ -142,8 +142,14 @@ def test_what_would_fail_in_every_request_is_a_sentence(checkpoint: Path, option
         benchmark.main(["--model", str(checkpoint), *SMALL, *options])
 
 
-def test_replays_are_verified_and_profiled(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = figures(capsys, "--model", str(checkpoint), *SMALL, *ONCE, "--verify", "--profile", "2")
+def test_steps_are_profiled_and_without_graphs_nothing_is_verified(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(checkpoint), *SMALL, *ONCE, "--verify", "--profile", "2"]
+    benchmark.main(arguments)
+    said = capsys.readouterr().out.splitlines()
+    assert "nothing to verify without graphs" in said
+    row = json.loads(said[-1])
     assert row["profile"]["size"] == 3 and not row["profile"]["by_graph"] and row["profile"]["kernels"]
 
 

@@ -252,7 +252,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--warmup-runs", type=any_number, default=1, help="runs before them")
     add("--repeat-runs", type=some, default=3, help="runs of which the medians are printed")
     add("--verify", action="store_true", help="first compare every graph with its eager step; needs graphs")
-    add("--profile", type=any_number, default=0, help="then profile so many replays of the largest batch")
+    add(
+        "--profile",
+        type=any_number,
+        default=0,
+        help="then profile so many replays of the largest batch; on the CPU operators",
+    )
     add("--seed", type=int, default=0, help="of random weights, prompts, arrivals and sampling")
     return parser.parse_args(argv)
 
@@ -276,8 +281,10 @@ def main(argv: list[str] | None = None) -> None:
         if talks:
             print(f"ready after {time.monotonic() - begin:.1f} s; {_graphs_in_words(engine)}", flush=True)
         verified = verify(engine) if arguments.verify else []
-    except (ValueError, VerificationError, memsaver.Error) as error:
+    except (ValueError, VerificationError, memsaver.Error, torch.OutOfMemoryError) as error:
         sys.exit(str(error))
+    if talks and arguments.verify and not verified:
+        print("nothing to verify without graphs")
     for row in verified if talks else ():
         print(f"{row.what}: {row.compared} tokens differ by up to {row.difference:.2g} of {row.tolerance:g}")
     runs = []
@@ -309,7 +316,8 @@ def main(argv: list[str] | None = None) -> None:
 def _graphs_in_words(engine: Engine) -> str:
     if engine.graphs.captures:
         return "\n" + engine.graphs.table()
-    return "no graphs" if engine.graphs.available else "no graphs on the CPU, every step is eager"
+    compiled = "; --compile-sizes are compiled when they first run" if engine.config.compile_batch_sizes else ""
+    return ("no graphs" if engine.graphs.available else "no graphs on the CPU") + compiled
 
 
 def _parallel(arguments: argparse.Namespace) -> Parallel:
