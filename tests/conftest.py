@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Iterator
 
 # Before memsaver is imported. Processes that name the same size share a device, so each run has a size of its own.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.pop("MEMSAVER_HOST_DEVICE", None)  # the controller's
 os.environ.setdefault("MEMSAVER_HOST_DEVICE", str((1 << 30) + os.getpid() % 1000 * (2 << 20)))
 
 import pytest  # noqa: E402
