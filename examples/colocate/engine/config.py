@@ -70,6 +70,11 @@ class EngineConfig:
         return tuple(sorted({*range(1, min(32, limit) + 1), *range(64, limit + 1, 32), limit}))
 
 
+def padded_to(count: int, sizes: tuple[int, ...]) -> int:
+    """The next of the ascending `sizes`, or the count itself where there is none."""
+    return next((size for size in sizes if size >= count), count)
+
+
 def check_count(name: str, value: object, least: int = 1, most: int | None = None) -> None:
     """Raise ValueError for what is no integer, or one out of range."""
     if isinstance(value, int) and not isinstance(value, bool) and least <= value and (most is None or value <= most):

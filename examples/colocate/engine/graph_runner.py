@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from .config import padded_to
 from .graph_pool import Graph, GraphPool
 
 
@@ -21,7 +22,7 @@ class GraphRunner:
 
     def padded_size(self, batch: int) -> int:
         """The size that a batch is padded to: the next of `sizes`, or its own where there is none."""
-        return next((size for size in self.sizes if size >= batch), batch)
+        return padded_to(batch, self.sizes)
 
     def can_run(self, batch: int) -> bool:
         """Whether a graph serves a batch of this many sequences."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .config import padded_to
 from .graph_pool import Graph, GraphPool
 from .memory import borrowed
 from .model import Attention, Model
@@ -56,7 +57,7 @@ class PrefillRunner:
 
     def padded_size(self, count: int) -> int:
         """The size that so many tokens are padded to: the next of `sizes`, or their own where there is none."""
-        return next((size for size in self.sizes if size >= count), count)
+        return padded_to(count, self.sizes)
 
     def run(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, use_graphs: bool) -> Tensor:
         """Hidden states of the tokens. Padding's mean nothing."""

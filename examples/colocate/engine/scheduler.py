@@ -13,6 +13,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from .block_manager import BlockManager
+from .config import padded_to
 from .sequence import FinishReason, Sequence
 
 
@@ -164,7 +165,7 @@ class Scheduler:
         coming = islice(self.waiting, self.max_batch_size - active if admit else 0)
         tokens = sum(len(sequence.tokens) - sequence.num_computed for sequence in self.prefilling)
         tokens = min(most, tokens + self.blocks.tokens_to_compute(coming, reserve=active, most=most))
-        size = next(each for each in self.prefill_sizes if each >= tokens)
+        size = padded_to(tokens, self.prefill_sizes)
         filled = [each for each in self.prefill_sizes if each < tokens]
         smallest = self.prefill_sizes[0]
         saved = size - -(-tokens // smallest) * smallest
