@@ -1,7 +1,16 @@
-# make demo    the quick start, then the colocated RL loop
-# make test    all tests; those for a GPU are skipped, with the reason, where there is none.  ARGS="-k name": for pytest
-# make lint    style, types and format of Python and C++
-# make clean   removes everything that these made
+# make demo      the quick start, then the colocated RL loop, which draws device memory in build/memory.svg.
+#                ARGS="--no-pause": for the loop; without matplotlib there is no picture
+# make test      all tests; those for a GPU are skipped, with the reason, where there is none.  ARGS="-k name": for pytest
+#                ASYNC=1: on a host device that is busy, as a GPU is, and whose marks and copies come late
+# make cpptest   the C++ tests of the library without Python; ARGS="-tc=layout*": for doctest
+# make sanitize  the same under the address, undefined-behaviour and thread sanitizers
+# make mutants   builds small wrong changes into the core, and checks that tests find each.  ARGS=name: one of them
+# make stubs     memsaver/_core.pyi, the types of the compiled core, from the core as it is built
+# make lint      style, types, layers and format of Python and C++
+# make wheel     builds the wheels of this architecture in dist/, and runs the quick start from each without a compiler.
+#                WHEEL_PYTHONS="python3.11 python3.12 python3.13": the interpreters; 3.12 builds for all that are newer
+# make docs      the documentation site in build/site; every warning is an error
+# make clean     removes everything that these made
 #
 # Each sets up what it needs, once, in .venv. PYTHON=python3.12 chooses the interpreter for it, TORCH="torch==2.9.1" the
 # torch in it. SYSTEM=1 uses PYTHON as it is, with the torch that it has, and without a network: memsaver alone is
@@ -12,8 +21,18 @@ ARGS ?=
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # Without a GPU one version, of which package mirrors for such machines carry a build without CUDA.
 TORCH ?= $(if $(GPU),torch>=2.8,torch==2.13.0)
+# The quick start of a wheel runs on the host driver.
+WHEEL_PYTHONS ?= python3.11 python3.12
+WHEEL_TORCH ?= torch==2.13.0
 
-CORE := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+CORE := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
+
+# The C++ tests need cmake and doctest (Debian and Ubuntu: doctest-dev), no Python.
+CMAKE ?= $(or $(shell command -v cmake),.venv/bin/cmake)
+CPP_OPTIONS := -DMEMSAVER_PYTHON=OFF -DMEMSAVER_TESTS=ON -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g1"
+CPP_JOBS := $(shell nproc)
+# Address space layouts of newer kernels are too random for some thread sanitizers.
+UNSHUFFLED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 ifdef SYSTEM
 RUN := $(PYTHON)
@@ -21,34 +40,75 @@ RUN := $(PYTHON)
 READY := build/.ready-$(shell $(PYTHON) -c "import sys; print(sys.prefix.strip('/').replace('/', '-'))")
 LINTERS := $(READY)
 CLANG_FORMAT := clang-format
+LINT_IMPORTS := lint-imports
 else
 RUN := .venv/bin/python
 READY := .venv/.ready
 LINTERS := .venv/.linters
 CLANG_FORMAT := .venv/bin/clang-format
+LINT_IMPORTS := .venv/bin/lint-imports
 endif
 
+# With SYSTEM=1 the interpreter may lack matplotlib. Read when the recipe runs, after the environment is set up.
+PICTURE = $(shell $(RUN) -c "import matplotlib" 2>/dev/null && echo --picture build/memory.svg)
+
 .DELETE_ON_ERROR:
-.PHONY: demo test lint clean
+.PHONY: demo test cpptest sanitize mutants stubs lint wheel docs clean
 
 demo: $(READY)
 	$(RUN) -m examples.quickstart
-	$(RUN) -m examples.colocate.loop $(ARGS)
+	mkdir -p build
+	$(if $(PICTURE),,@echo "no picture of the memory: $(RUN) has no matplotlib")
+	$(RUN) -m examples.colocate.loop $(PICTURE) $(ARGS)
 
 test: $(READY)
-	$(RUN) -m pytest $(ARGS)
+	$(if $(ASYNC),MEMSAVER_TEST_ASYNC=1) $(RUN) -m pytest $(ARGS)
+
+cpptest: build/cpp/plain
+	$</memsaver_tests $(ARGS)
+
+sanitize: build/cpp/address build/cpp/thread
+	build/cpp/address/memsaver_tests $(ARGS)
+	$(UNSHUFFLED) build/cpp/thread/memsaver_tests $(ARGS)
+
+.PHONY: build/cpp/plain build/cpp/address build/cpp/thread
+build/cpp/address: CPP_SANITIZE := -DMEMSAVER_SANITIZE=address,undefined
+build/cpp/thread: CPP_SANITIZE := -DMEMSAVER_SANITIZE=thread
+build/cpp/plain build/cpp/address build/cpp/thread:
+	$(CMAKE) -S . -B $@ $(CPP_OPTIONS) $(CPP_SANITIZE) --log-level=NOTICE
+	MAKEFLAGS=--no-print-directory $(CMAKE) --build $@ --parallel $(CPP_JOBS) --target memsaver_tests
+
+mutants: $(READY)
+	CMAKE=$(CMAKE) $(RUN) tests/mutants.py $(ARGS)
 
 lint: $(LINTERS)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(CLANG_FORMAT) --dry-run -Werror csrc/*.h csrc/*.cpp
+	$(LINT_IMPORTS) --no-cache --no-logo
+	$(CLANG_FORMAT) --dry-run -Werror csrc/*/*.h csrc/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp
+
+wheel:
+	tools/wheel.sh '$(WHEEL_TORCH)' $(WHEEL_PYTHONS)
+
+stubs: $(READY)
+	$(RUN) -m nanobind.stubgen -q -m memsaver._core -p csrc/bindings/stubs.txt -o memsaver/_core.pyi
+
+# An environment of its own: it reads the sources, and needs neither torch nor a compiler.
+docs: build/docs/.ready
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
+
+build/docs/.ready: pyproject.toml
+	$(PYTHON) -m venv build/docs
+	build/docs/bin/python -m pip install --quiet \
+	  $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
 
 .venv/.torch:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; see PYTHON=")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; see PYTHON=")'
 	$(PYTHON) -m venv .venv
 	$(RUN) -m pip install --quiet '$(TORCH)'
 	touch $@
@@ -56,7 +116,7 @@ clean:
 # The core is rebuilt when it changes; Python is used from where it lies.
 .venv/.ready: .venv/.torch $(CORE)
 	$(RUN) -m pip install --quiet 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
-	$(RUN) -m pip install --quiet --no-build-isolation --editable '.[examples,test]'
+	$(RUN) -m pip install --quiet --no-build-isolation --editable '.[examples,picture,test]'
 	touch $@
 
 .venv/.linters: .venv/.ready
@@ -64,7 +124,7 @@ clean:
 	touch $@
 
 # Programs started elsewhere find the copy, hence Python counts here too.
-build/.ready-%: $(CORE) $(wildcard memsaver/*.py)
+build/.ready-%: $(CORE) $(wildcard memsaver/*.py memsaver/*/*.py)
 	PIP_BREAK_SYSTEM_PACKAGES=1 $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index .
 	mkdir -p build
 	touch $@

@@ -34,11 +34,19 @@ def cycle(device: str, total: int, size: int, base: int) -> dict[str, float]:
         call()
         took[step] = (time.perf_counter() - begin) * 1e3
 
+    def map_all() -> None:
+        for i, handle in enumerate(handles):
+            driver.map(base + i * size, size, handle)
+
+    def release_all() -> None:
+        for handle in handles:
+            driver.release(handle)
+
     timed("create", lambda: handles.extend(driver.create(size) for _ in range(count)))
-    timed("map", lambda: [driver.map(base + i * size, size, handle) for i, handle in enumerate(handles)])
+    timed("map", map_all)
     timed("allow", lambda: driver.allow(base, total))
     timed("unmap", lambda: driver.unmap(base, total))
-    timed("release", lambda: [driver.release(handle) for handle in handles])
+    timed("release", release_all)
     return took
 
 

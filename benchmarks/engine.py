@@ -1,6 +1,6 @@
-"""What is promised of the example's engine, in seven parts, each measured beside what it is compared with.
+"""What is promised of the example's engine, in nine parts, each measured beside what it is compared with.
 
-    python benchmarks/engine.py [--only 1 2 3 4 5 6 7] [--device cuda:0] [--small]
+    python benchmarks/engine.py [--only 1 2 3 4 5 6 7 8 9] [--device cuda:0] [--small]
 
 1  GPT-2 small, 64 requests: decode with graphs on and off, and `transformers`' eager decode
 2  Qwen3-0.6B: decode with graphs on and off at batch 1, 8, 32 and 128
@@ -9,6 +9,8 @@
 5  with memsaver's regions and without, then the same after pauses
 6  prefill with piecewise graphs and without, and the graphs' verification
 7  what a pause of everything leaves with the process
+8  the first run of 256 ragged requests after `capture`, the second and the third, and what Triton compiled meanwhile
+9  a prompt of 32,768 tokens prefilled in chunks of 4,096, and in one step
 
 Weights are random, in bf16. Decode figures are those of `Engine.step` as it serves, with the scheduler. What is
 compared takes turns in one process (part 4: one process for each, on a device that is otherwise idle), after a round
@@ -25,10 +27,12 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +49,7 @@ from engine_loads import (  # noqa: E402
     TIMEOUT_S,
     Load,
     allow_backups,
+    compilations,
     copy_bandwidth,
     decode_rate,
     in_full,
@@ -81,9 +86,16 @@ REPLAYS = 20
 PREFILLS = (512, 1024, 2048, 4096)
 UNALIGNED = 1500  # between two of them: 1024, and the rest padded to 512; nothing is promised of it
 
+RAGGED = Load("qwen3-0.6b", 256, 1024, 512)  # requests of 16 tokens to these, drawn evenly
+SHORTEST = 16
+OF_THE_THIRD = 0.95
+LONG = Load("qwen3-0.6b", 1, 32768, 2)
+CHUNK = 4096
+TO_ONE_STEP = 1.2
+
 # Of kernels by name, the first that fits; on the CPU of operators.
 GROUPS = {
-    "attention": r"_attend_part|_join_parts|flash",
+    "attention": r"_attend_part|_join_parts|_attend_chunk|flash",
     "matrix products": r"gemm|gemv|nvjet|cutlass|cublas|splitk|aten::(mm|addmm|bmm)",
     "norms, rotary, activation, KV writes": r"_add_rms_norm|_rotate|_swiglu|_write_kv|layer_norm",
     "copies": r"memcpy|memset",
@@ -332,7 +344,7 @@ def prefill_in_pieces(device: str, small: bool, model: str) -> Sample:
         if verified:
             figure, holds = f"up to {max(row.difference for row in verified):.3g}", in_full(small, True)
         lines += [
-            f"  {row.what}: {row.compared} tokens differ by up to {row.difference:.3g} of {row.tolerance:.3g}"
+            f"  {row.name}: {row.compared} tokens differ by up to {row.difference:.3g} of {row.tolerance:.3g}"
             for row in verified
         ]
     except VerificationError as error:
@@ -367,7 +379,7 @@ def left_after_a_pause(device: str, small: bool) -> Sample:
     _release(device)
     used.append(driver_used(device))
     listed = listed_bytes(device)
-    row = memsaver.stats()["devices"].get(device, {})
+    row = memsaver.stats().asdict()["devices"].get(device, {})
     in_torch = torch_cache_bytes() if device != "cpu" else 0
     memsaver.resume()
     engine.drop_prefix_cache()
@@ -393,6 +405,68 @@ def left_after_a_pause(device: str, small: bool) -> Sample:
     return {"lines": lines, "bytes": figures, "listed_bytes": listed, "same_tokens": same, "promises": [found]}
 
 
+def first_runs(device: str, small: bool) -> Sample:
+    """Part 8."""
+    load = RAGGED.scaled(small)
+    draw, least = random.Random(0), min(SHORTEST, load.prompt, load.new_tokens) // (4 if small else 1)
+    lengths = [(draw.randint(least, load.prompt), draw.randint(least, load.new_tokens)) for _ in range(load.batch)]
+    begin = time.perf_counter()
+    with compilations() as before:
+        engine = make_engine([load], device, small, graph_batch_sizes=None, max_prefill_tokens=CHUNK)
+    ready_s = time.perf_counter() - begin
+    with compilations() as names:
+        rates = [ragged_rate(engine, lengths) for _ in range(3)]
+    lines = [
+        f"{load.batch} requests of {least} to {load.prompt} tokens, {least} to {load.new_tokens} new ones",
+        f"  ready after {ready_s:.1f} s, {len(before)} kernels in Triton",
+        "  tokens/s of three runs: " + ", ".join(f"{rate:.0f}" for rate in rates),
+        f"  compiled meanwhile: {', '.join(names) or 'nothing'}",
+    ]
+    part, none = rates[0] / rates[2], "none" if not names else str(len(names))
+    what = f"{load.model}, first run to third, at least {100 * OF_THE_THIRD:.0f} %"
+    promises = [
+        promise(8, what, f"{100 * part:.1f} %", in_full(small, part >= OF_THE_THIRD)),
+        promise(8, f"{load.model}, kernels compiled after capture, none", none, in_full(small, not names)),
+    ]
+    row = {"tokens_per_s": rates, "compiled_before": sorted(before), "compiled_after": names, "ready_s": ready_s}
+    return {"lines": lines, **row, "promises": promises}
+
+
+def ragged_rate(engine: Engine, lengths: list[tuple[int, int]]) -> float:
+    """Tokens per second, from the first request to the last token, of requests of these prompts and completions."""
+    engine.drop_prefix_cache()
+    draw, vocab = random.Random(1), engine.model_config.vocab_size
+    prompts = [[draw.randrange(vocab) for _ in range(prompt)] for prompt, _ in lengths]
+    begin = time.perf_counter()
+    for tokens, (_, new_tokens) in zip(prompts, lengths):
+        engine.submit(tokens, SamplingParams(1.0, new_tokens))
+    while engine.scheduler.busy:
+        engine.step()
+    engine.settle()
+    return sum(new_tokens for _, new_tokens in lengths) / (time.perf_counter() - begin)
+
+
+def prefill_in_chunks(device: str, small: bool) -> Sample:
+    """Part 9."""
+    load, chunk = (LONG, CHUNK) if not small else (replace(LONG, prompt=96), 16)
+    in_chunks: dict[str, Any] = {"prefill_graph_sizes": (chunk,), "max_prefill_tokens": chunk}
+    ways: dict[str, dict[str, Any]] = {
+        "one step": {"prefill_graph_sizes": ()},
+        "chunks": in_chunks,
+        "chunks, contexts gathered": {**in_chunks, "use_kernel": False},
+    }
+    engines = {way: make_engine([load], device, small, **settings) for way, settings in ways.items()}
+    prompt = load.prompts(engines["one step"].model_config.vocab_size)[0]
+    measures = {way: partial(prefill_ms, engine, prompt) for way, engine in engines.items()}
+    samples = take_turns(measures, 5 if not small else 2)
+    ratios = {way: ratio(samples, way, "one step") for way in ways}
+    lines = [f"{load.model}, {load.prompt} tokens, by {chunk} in chunks"]
+    lines += [f"  {way:28}{took:10.1f} ms  {ratios[way]:.3f} times" for way, took in medians(samples).items()]
+    what = f"{load.model}, {load.prompt} tokens in chunks of {chunk} to one step, at most {TO_ONE_STEP}"
+    found = promise(9, what, f"{ratios['chunks']:.3f}", in_full(small, ratios["chunks"] <= TO_ONE_STEP))
+    return {"lines": lines, "ms": samples, "ratios": ratios, "promises": [found]}
+
+
 def torch_cache_bytes() -> int:
     """In torch's default pool; the regions' own pools count as reserved too, though their memory is gone."""
     segments = torch.cuda.memory_snapshot()
@@ -402,7 +476,7 @@ def torch_cache_bytes() -> int:
 def driver_used(device: str) -> int:
     """Bytes of the device in use, by all processes; asked without making a context."""
     if device == "cpu":
-        row = memsaver.stats()["devices"].get(device)
+        row = memsaver.stats().asdict()["devices"].get(device)
         return row["total_bytes"] - row["free_bytes"] if row else 0
     return int(nvidia_smi(device, "--query-gpu=memory.used")[0]) * MIB
 
@@ -438,6 +512,8 @@ PARTS: dict[int, list[Callable[..., Sample]]] = {
     ],
     6: [_alone(prefill_in_pieces, model=model) for model in (QWEN[0].model, LARGE[0].model)],
     7: [_alone(left_after_a_pause)],
+    8: [_alone(first_runs)],
+    9: [_alone(prefill_in_chunks)],
 }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,7 +97,7 @@ def use(device: str) -> None:
 
 def allow_backups() -> None:
     """Host memory for all backups: what a virtual machine calls available may be less than it can get."""
-    rows = [region for row in memsaver.stats()["devices"].values() for region in row["regions"]]
+    rows = [region for row in memsaver.stats().asdict()["devices"].values() for region in row["regions"]]
     memsaver.configure(host_limit=2 * GIB + sum(row["allocated_bytes"] for row in rows if row["backup"] == "host"))
 
 
@@ -164,6 +165,23 @@ class Clock:
             return [1e3 * (after - before) for before, after in pairs]
         torch.cuda.synchronize()
         return [before.elapsed_time(after) for before, after in pairs]
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Names of the kernels in Triton that are compiled, or read from Triton's cache on disk, while this is open."""
+    names: list[str] = []
+    try:
+        from triton import knobs  # type: ignore[import-untyped]
+    except ImportError:  # as on machines without a GPU: nothing compiles there
+        yield names
+        return
+    before = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = lambda **given: names.append(given["fn"].name)
+    try:
+        yield names
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
 
 
 def copy_bandwidth(device: str, nbytes: int) -> float:

@@ -17,11 +17,12 @@ TREE = Path(__file__).resolve().parent
 
 
 def environment(device: str = "cuda") -> dict[str, Any]:
-    """Of a benchmark on a device. ``MEMSAVER_COMMIT`` names the commit where the tree has no history, as in a copy."""
+    """Of a benchmark on a device. ``MEMSAVER_TEST_COMMIT`` names the commit of a tree without history, as of a copy."""
     on_gpu = device != "cpu"
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": os.environ.get("MEMSAVER_COMMIT") or _said("git", "-C", str(TREE), "rev-parse", "--short", "HEAD"),
+        "commit": os.environ.get("MEMSAVER_TEST_COMMIT")
+        or _said("git", "-C", str(TREE), "rev-parse", "--short", "HEAD"),
         "memsaver": memsaver.__version__,
         "device": torch.cuda.get_device_name(device) if on_gpu else f"host, {os.cpu_count()} cores",
         "driver": _said(*_smi(device, "--query-gpu=driver_version")) if on_gpu else None,

@@ -16,7 +16,7 @@ WAIT_S = 30.0
 
 
 def host_held(device: str) -> int:
-    held: int = memsaver.stats()["devices"][device]["host_held_bytes"]
+    held: int = memsaver.stats().devices[device].host_held_bytes
     return held
 
 

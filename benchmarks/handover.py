@@ -52,7 +52,7 @@ class Pooled(Ours):
         super().__init__(device, backed_up, retained=False)
 
     def resume(self) -> None:
-        self._region.resume(timeout=WAIT_S)
+        self._region.resume(memory_timeout=WAIT_S)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 
 GIB = 1 << 30
 MIB = 1 << 20
+KIB = 1 << 10
 SLAB = GIB  # pinned and touched at a time
 SHARE = 64 * MIB  # touched by one thread at a time
 PAGE = 4096

@@ -1,11 +1,14 @@
 """The engine's Triton kernels on a GPU: bytes they must move over their time, beside a plain copy on the device.
 
-    python benchmarks/kernels.py [--sweep]
+    python benchmarks/kernels.py [--sweep] [--only-prefill]
 
 Each kernel runs many times in one CUDA graph, so that launches do not count; ``host us`` is what a launch costs a
 caller without graphs. Paged decode reads another layer's cache each time, so that a small batch does not stay in the
-L2 cache. ``--sweep`` tries other tiles, stages, warps and numbers of programs for it, one line each. Prints a table,
-then one JSON line.
+L2 cache. ``--sweep`` tries other tiles, stages, warps and numbers of programs for it, one line each.
+
+Prefill attention to a paged context is bound by operations. Its kernel stands beside torch's Flash Attention over K
+and V that lie in order, and beside the same with the gathering before it. ``--sweep`` tries other tilings for it too.
+Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,15 @@ PAGED = {
     "0.6b, batch 128, 512 tokens": (128, 16, 8, 128, 512, False),
     "gpt2, batch 64, 512 tokens": (64, 12, 12, 64, 512, False),
 }
+# name: query heads, kv heads, head dimension, new tokens, tokens of context with them
+PREFILLS = {
+    "0.6b, 4096 of 32768 tokens": (16, 8, 128, 4096, 32768),
+    "0.6b, 4096 of 8192 tokens": (16, 8, 128, 4096, 8192),
+    "8b, 4096 of 32768 tokens": (32, 8, 128, 4096, 32768),
+    "8b, 512 of 1024 tokens": (32, 8, 128, 512, 1024),
+    "gpt2, 512 of 1024 tokens": (12, 12, 64, 512, 1024),
+}
+TILINGS = [(128, 64, 2, 8), (128, 64, 4, 8), (128, 128, 2, 8), (128, 32, 4, 8), (64, 64, 3, 4), (64, 128, 2, 4)]
 Row = dict[str, Any]
 
 
@@ -90,12 +103,14 @@ def paged(shape: tuple[int, int, int, int, int, bool]) -> tuple[list[Callable[[]
 
     batch, heads, kv_heads, head_dim, length, ragged = shape
     width = -(-length // 16)
-    shape = (LAYERS, 2, batch * width + 1, 16, kv_heads, head_dim)
-    caches = [tuple(each) for each in torch.randn(shape, device="cuda", dtype=torch.bfloat16)]
+    sizes = (LAYERS, 2, batch * width + 1, 16, kv_heads, head_dim)
+    caches = [each.unbind() for each in torch.randn(sizes, device="cuda", dtype=torch.bfloat16)]
     table = (torch.randperm(batch * width, device="cuda") + 1).int().view(batch, width)
     lengths = torch.linspace(1 if ragged else length, length, batch, device="cuda").int()
     q = torch.randn(batch, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-    calls = [lambda each=each: paged_kernel.paged_decode_triton(q, *each, table, lengths) for each in caches]
+    calls: list[Callable[[], Any]] = [
+        partial(paged_kernel.paged_decode_triton, q, k_cache, v_cache, table, lengths) for k_cache, v_cache in caches
+    ]
     return calls, int(lengths.sum()) * 2 * kv_heads * head_dim * 2
 
 
@@ -110,14 +125,14 @@ def fused(tokens: int) -> dict[str, tuple[Callable[[], Any], int]]:
     q, k, v = draw(tokens, 48, 128).split((32, 8, 8), dim=1)
     keys, gate_up = k.contiguous(), draw(tokens, 24576)
     angles, positions = torch.randn(8192, 64, device="cuda"), torch.arange(tokens, device="cuda", dtype=torch.int32)
-    caches = draw(2, tokens // 16 + 2, 16, 8, 128).unbind()
+    k_cache, v_cache = draw(2, tokens // 16 + 2, 16, 8, 128).unbind()
     calls: dict[str, tuple[Callable[[], Any], int]] = {
         "add_rms_norm": (lambda: fused_kernels.add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes),
         "rotate": (
             lambda: fused_kernels.rotate(q, k, norm, norm, 1e-6, angles, angles, positions),
             2 * tokens * 40 * 256,
         ),
-        "write_kv": (lambda: fused_kernels.write_kv(*caches, keys, v, positions), 4 * keys.nbytes),
+        "write_kv": (lambda: fused_kernels.write_kv(k_cache, v_cache, keys, v, positions), 4 * keys.nbytes),
         "swiglu": (lambda: fused_kernels.swiglu(gate_up), gate_up.nbytes * 3 // 2),
     }
     if tokens <= 128:
@@ -127,9 +142,62 @@ def fused(tokens: int) -> dict[str, tuple[Callable[[], Any], int]]:
     return calls
 
 
+def prefill(shape: tuple[int, int, int, int, int]) -> tuple[dict[str, Callable[[], Any]], float]:
+    """A call of each way to attend, and the operations that it makes."""
+    from examples.colocate.engine import attention
+
+    heads, kv_heads, head_dim, new, context = shape
+    count = -(-context // 16)
+    caches = torch.randn((2, count + 1, 16, kv_heads, head_dim), device="cuda", dtype=torch.bfloat16)
+    blocks = (torch.randperm(count, device="cuda") + 1).int()
+    queries, lengths, tables = (attention.Ranges([each]) for each in (new, context, count))
+    for ranges in (queries, lengths, tables):
+        ranges.bounds_on_device = torch.tensor(ranges.bounds, dtype=torch.int32, device="cuda")
+    k_cache, v_cache = caches
+    contexts = attention.PagedContexts(lengths, blocks, tables)
+    q = torch.randn(new, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = caches[:, 1:].flatten(1, 2)[:, :context].contiguous()
+    calls: dict[str, Callable[[], Any]] = {
+        "paged": lambda: attention.paged_prefill(q, k_cache, v_cache, queries, contexts),
+        "gathered, then flash": partial(
+            attention.paged_prefill, q, k_cache, v_cache, queries, contexts, use_kernel=False
+        ),
+        "flash alone": lambda: attention.varlen_attention(q, k, v, queries, lengths),
+    }
+    return calls, 4.0 * heads * head_dim * new * (context - (new - 1) / 2)
+
+
+def prefills(sweep: bool) -> list[Row]:
+    from examples.colocate.engine import prefill_kernel
+
+    rows: list[Row] = []
+
+    def show(name: str, way: str, call: Callable[[], Any], operations: float) -> None:
+        us = graph_us([call] * 3, replays=5)
+        rows.append({"prefill": name, "way": way, "us": us, "tflops": operations / us / 1e6})
+        print(f"{name:30}{way:32}{us:10.1f} us {operations / us / 1e6:7.1f} TFLOP/s", flush=True)
+
+    chosen = dict(prefill_kernel.TILINGS)
+    for name, shape in PREFILLS.items():
+        calls, operations = prefill(shape)
+        for way, call in calls.items():
+            show(name, way, call, operations)
+        for tried in TILINGS if sweep else ():
+            prefill_kernel.TILINGS.update(dict.fromkeys(chosen, prefill_kernel.Tiling(*tried)))
+            try:
+                show(name, f"paged, {tried}", calls["paged"], operations)
+            except Exception as error:  # more shared memory than there is, such as
+                print(f"  {tried}: {type(error).__name__}: {str(error)[:80]}")
+        prefill_kernel.TILINGS.update(chosen)
+        del calls
+        torch.cuda.empty_cache()
+    return rows
+
+
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--sweep", action="store_true", help="try other settings of paged decode")
+    parser.add_argument("--sweep", action="store_true", help="try other settings of paged attention")
+    parser.add_argument("--only-prefill", action="store_true", help="prefill attention alone")
     options = parse(parser)
     from examples.colocate.engine import paged_kernel
 
@@ -147,8 +215,9 @@ def main() -> None:
         for name, value in zip(TUNED, values):
             setattr(paged_kernel, name, value)
 
+    of_prefill = prefills(options.sweep)
     chosen = tuple(getattr(paged_kernel, name) for name in TUNED)
-    for name, shape in PAGED.items():
+    for name, shape in PAGED.items() if not options.only_prefill else ():
         calls, nbytes = paged(shape)
         show(name, nbytes, graph_us(calls), host_us(calls[0]))
         for tried in TRIED if options.sweep else ():
@@ -160,10 +229,10 @@ def main() -> None:
         tune(chosen)
         del calls
         torch.cuda.empty_cache()
-    for tokens in (1, 64, 4096):
+    for tokens in (1, 64, 4096) if not options.only_prefill else ():
         for name, (call, nbytes) in fused(tokens).items():
             show(f"{name}, {tokens} tokens", nbytes, graph_us([call] * REPEATS), host_us(call))
-    result = {"benchmark": "kernels", **environment(), "copy_gb_per_s": rate / 1e3, "rows": rows}
+    result = {"benchmark": "kernels", **environment(), "copy_gb_per_s": rate / 1e3, "rows": rows, "prefill": of_prefill}
     print(json.dumps({**result, "seconds": time.monotonic() - begin}))
 
 

@@ -23,6 +23,7 @@ class PlainRegion:
     def __init__(self, tag: str, device: str, backup: str) -> None:
         self.tag, self.device, self.backup = tag, device, backup
         self.state = "active"
+        self.residence = 1
         self._tensors: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
 
@@ -35,6 +36,9 @@ class PlainRegion:
 
     def __exit__(self, *_: object) -> None: ...
 
+    def expect(self, backup: str | None) -> None:
+        """No memory is made ahead here."""
+
     def check_active(self, purpose: str) -> None:
         if self.state != "active":
             raise RuntimeError(f"cannot {purpose}: {self.tag} is away")
@@ -43,9 +47,9 @@ class PlainRegion:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors)
 
-    def leave(self) -> int:
+    def leave(self, backup: str) -> int:
         """Returns the bytes copied."""
-        if self.backup != "none":
+        if backup != "none":
             self._kept = [tensor.to("cpu", copy=True) for tensor in self._tensors]
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)  # views of it stay views
@@ -59,6 +63,7 @@ class PlainRegion:
             tensor.copy_(kept)
         copied = sum(kept.nbytes for kept in self._kept)
         self._kept, self.state = [], "active"
+        self.residence += 1
         return copied
 
 
@@ -76,15 +81,18 @@ class Plain(Worker):
         names = {tags} if isinstance(tags, str) else set(self.regions if tags is None else tags)
         return [region for tag, region in self.regions.items() if tag in names]
 
-    def pause(self, tags: Any = None, backup: str | None = None) -> memsaver.Transition:
+    def pause(  # type: ignore[override]  # without bounds
+        self, tags: Any = None, backup: memsaver.policies.Backup = None
+    ) -> memsaver.Transition:
         self.colocated_drain([])
         begin = time.perf_counter()
         leaving = [region for region in self._named(tags) if region.state == "active"]
-        copied = sum(region.leave() for region in leaving)
+        named: dict[str, Any] = backup if isinstance(backup, dict) else {region.tag: backup for region in leaving}
+        copied = sum(region.leave(named.get(region.tag) or region.backup) for region in leaving)
         self._release_cache()
         return self._done(begin, leaving, copied, paused=True)
 
-    def resume(self, tags: Any = None, restore: bool = True, timeout: float = 0.0) -> memsaver.Transition:
+    def resume(self, tags: Any = None, restore: Any = True, **bounds: Any) -> memsaver.Transition:
         begin = time.perf_counter()
         coming = [region for region in self._named(tags) if region.state == "paused"]
         copied = sum(region.come() for region in coming)

@@ -59,7 +59,7 @@ def free_bytes(device: str) -> int:
 
 
 def spare_bytes(device: str) -> int:
-    row = memsaver.stats()["devices"][device]
+    row = memsaver.stats().asdict()["devices"][device]
     return int(row["free_bytes"]) + int(row["retained_bytes"])
 
 

@@ -95,7 +95,7 @@ def _generate_ms(model: Any, load: Load) -> list[float]:
 
     clock = Clock(model.device.type)
 
-    class Marks(LogitsProcessor):
+    class Marks(LogitsProcessor):  # type: ignore[misc]  # transformers is read without types
         """Called for every token, between the forward pass and the choice."""
 
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

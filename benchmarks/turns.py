@@ -5,11 +5,12 @@
 The same loop each time (examples/colocate), with the engine and the trainer as two Ray actors: rollout, training,
 weight sync, rollout. The trainer has fp32 weights, gradients and AdamW's moments, the engine bf16 weights and a KV
 cache; KV cache and workspace are so large that the two do not fit beside each other. Prints for each turn the bytes
-that must move over the bus, its seconds, and what they are to the seconds of plain pinned copies of those bytes,
-measured in the same run: what goes out and what comes in at once counts at the rate of both ways at once. (Of
-``.to("cpu")``, the bytes that it moved.) Then the weight sync: bytes read and written over its seconds, against a
-plain copy on the device. Then one JSON line. Needs about 30 GiB of host memory for backups, and some for Ray's object
-store.
+that must move over the bus, counted by hand (examples/colocate/traffic.py), the bytes that moved to those, its seconds,
+and what they are to the seconds of plain pinned copies of the bytes that must move, measured in the same run: what goes
+out and what comes in at once counts at the rate of both ways at once. (Of ``.to("cpu")``, the bytes that it moved.)
+Then the pinned host memory that each side holds, and the weight sync: bytes read and written over its seconds, against
+a plain copy on the device. Then one JSON line. Needs about 25 GiB of host memory for backups, and some for Ray's
+object store.
 
 ``--small`` runs it on a tiny model. With ``--device cpu`` it does so on the host driver; figures mean nothing there.
 """
@@ -48,6 +49,7 @@ from work import size  # noqa: E402
 from examples.colocate import loop  # noqa: E402
 from examples.colocate.report import Report  # noqa: E402
 from examples.colocate.rollout import demonstration_batch  # noqa: E402
+from examples.colocate.traffic import Contents  # noqa: E402
 
 PHASES = ("train", "sync", "rollout")
 SUBJECTS = {"pool": "shared pool", "driver": "driver as the source", "offload": '.to("cpu")'}
@@ -74,19 +76,19 @@ class Measured:
         self.copy_bytes = options.copy_bytes
         self.turns: dict[str, list[Turn]] = {phase: [] for phase in PHASES}
         self.syncs: list[dict[str, float]] = []
-        self.regions: dict[str, dict[str, dict[str, Any]]] = {}  # by role and tag
+        self.constants = 0  # bytes that the engines keep over training, of all ranks
+        self.host_bytes: dict[str, int] = {}  # pinned by all ranks of a role
 
     def run(self, cycles: int) -> None:
         running, recipe = self.loop, self.recipe
         running.set_up()
-        self._enter("rollout")
         for cycle in range(WARM_UP + cycles):
             self._enter("train")
             batch = ray.put([demonstration_batch(running.task, recipe.warm_up_batch, recipe.slip_share)])
             ray.get([trainer.warm_up.remote(batch, [recipe.warm_up_rate]) for trainer in running.trainers])
             self._enter("sync")
             begin = time.perf_counter()
-            written = running.bring_weights()
+            written = running.weights.bring()
             sync = {"seconds": time.perf_counter() - begin}
             if written:
                 span = max(each.ended for each in written) - min(each.began for each in written)
@@ -94,7 +96,7 @@ class Measured:
                 sync |= {"attached_seconds": max(each.seconds for each in written)}
             self.syncs.append(sync)
             if cycle == WARM_UP + cycles - 1:
-                running.prove_weights()
+                running.proofs.weights()
             self._enter("rollout")
             running.players.rollout(recipe.prompts, recipe.group, zero_advantages=False)
         self._look()
@@ -113,10 +115,8 @@ class Measured:
             return
         turn = turns.enter(phase)
         assert turn is not None
-        out, into = (
-            sum(each.copied_bytes for ranks in side.values() for each in ranks) for side in (turn.paused, turn.resumed)
-        )
-        self.turns[phase].append({"seconds": turn.seconds, "out_bytes": out, "in_bytes": into})
+        moved = turns.moved[-1]
+        self.turns[phase].append({"seconds": turn.seconds, "out_bytes": moved.out_bytes, "in_bytes": moved.in_bytes})
 
     def _offload(self, phase: str) -> Turn:
         """First what leaves, then what comes."""
@@ -129,37 +129,27 @@ class Measured:
                 coming = phases[phase].get(role, [])
                 every = {tag for each in phases.values() for tag in each.get(role, [])}
                 tags = coming if verb == "resume" else sorted(every - set(coming))
-                calls += [getattr(actor, verb).remote(tags) for actor in actors]
+                backup = running.turns.BACKUP.get(phase, {}).get(role)
+                policy = {"backup": backup} if verb == "pause" else {}
+                calls += [getattr(actor, verb).remote(tags, **policy) for actor in actors]
             found[verb] = sum(each.copied_bytes for each in ray.get(calls))
         return {"seconds": time.perf_counter() - begin, "out_bytes": found["pause"], "in_bytes": found["resume"]}
 
     def _look(self) -> None:
         if self.name == "offload":
             return
+        self.constants = sum(ray.get([engine.constant_bytes.remote() for engine in self.loop.engines]))
         for role, actors in (("engine", self.loop.engines), ("trainer", self.loop.trainers)):
-            rows: dict[str, dict[str, Any]] = {}
-            for stats in ray.get([actor.stats.remote() for actor in actors]):
-                (device,) = stats["devices"].values()
-                for row in device["regions"]:  # the same tags on all ranks
-                    known = rows.setdefault(row["tag"], {**row, "allocated_bytes": 0})
-                    known["allocated_bytes"] += row["allocated_bytes"]
-            self.regions[role] = rows
+            rows = [
+                row
+                for each in ray.get([actor.stats.remote() for actor in actors])
+                for row in each.asdict()["devices"].values()
+            ]
+            self.host_bytes[role] = sum(row["host_held_bytes"] for row in rows)
 
     def must_move(self, before: str, after: str) -> tuple[int, int]:
         """Bytes out, and in, that the turn from one phase to another cannot do without."""
-        phases = self.loop.turns.phases
-
-        def kept(one: str, other: str, restored: bool) -> int:
-            roles = [role for role in phases[one] if restored or role != "engine"]
-            return sum(
-                self.regions[role][tag]["allocated_bytes"]
-                for role in roles
-                for tag in phases[one][role]
-                if tag not in phases[other].get(role, []) and self.regions[role][tag]["backup"] != "none"
-            )
-
-        # In the sync the engine's weights come without their old contents.
-        return kept(before, after, True), kept(after, before, after != "sync")
+        return Contents.of(self.recipe.model, len(self.loop.engines), self.constants).must_move(before, after)
 
 
 @contextmanager
@@ -200,17 +190,25 @@ def measure(name: str, options: argparse.Namespace, limit: Limit) -> dict[str, A
             ray.shutdown()
     wait_until(lambda: options.device == "cpu" or free_bytes("cuda:0") >= free - GIB)
     limit.measure()
-    turns = {}
+    turns: dict[str, dict[str, Any]] = {}
     for before, after in zip(PHASES[-1:] + PHASES[:-1], PHASES):
         found = measured.turns[after]
-        turn = {key: statistics.median(each[key] for each in found) for key in found[0]}
-        turns[f"{before} -> {after}"] = turn | {"all_seconds": [each["seconds"] for each in found]}
+        medians = {key: statistics.median(each[key] for each in found) for key in found[0]}
+        turns[f"{before} -> {after}"] = medians | {"all_seconds": [each["seconds"] for each in found]}
     result: dict[str, Any] = {"turns": turns, "syncs": measured.syncs, "copy_bytes_per_s": copy_rate}
     if name != "offload":
+        result["host_held_bytes"] = measured.host_bytes
         for (before, after), turn in zip(zip(PHASES[-1:] + PHASES[:-1], PHASES), turns.values()):
             turn["must_out_bytes"], turn["must_in_bytes"] = measured.must_move(before, after)
+            turn["moved_to_must"] = moved_to_must(turn)
             turn["bus_seconds"] = bus_seconds(limit, turn["must_out_bytes"], turn["must_in_bytes"], since)
     return result | {"bus": limit.all[since:], "run_seconds": time.monotonic() - begin}
+
+
+def moved_to_must(turn: dict[str, Any]) -> float | None:
+    """Bytes that moved to those that have to. None where none have to."""
+    must = turn["must_out_bytes"] + turn["must_in_bytes"]
+    return (turn["out_bytes"] + turn["in_bytes"]) / must if must else None
 
 
 def bus_seconds(limit: Limit, out: int, into: int, since: int) -> float:
@@ -222,19 +220,25 @@ def bus_seconds(limit: Limit, out: int, into: int, since: int) -> float:
 
 def show(name: str, result: dict[str, Any]) -> None:
     print(f"\n{SUBJECTS[name]}")
-    print(f"  {'turn':20}{'out':>15}{'in':>15}{'seconds':>9}{'bus':>9}{'ratio':>7}")
+    print(f"  {'turn':20}{'out':>15}{'in':>15}{'moved':>7}{'seconds':>9}{'bus':>9}{'ratio':>7}")
     rows = dict(result["turns"])
     rows["all"] = {
         key: sum(turn.get(key, 0) for turn in rows.values())
         for key in ("seconds", "must_out_bytes", "must_in_bytes", "bus_seconds", "out_bytes", "in_bytes")
     }
+    if name != "offload":
+        rows["all"]["moved_to_must"] = moved_to_must(rows["all"])
     result["all"] = rows["all"]
     for turn, row in rows.items():
         must = "must_" if row.get("bus_seconds") else ""
-        line = f"  {turn:20}{size(row[must + 'out_bytes']):>15}{size(row[must + 'in_bytes']):>15}{row['seconds']:>9.3f}"
+        line = f"  {turn:20}{size(row[must + 'out_bytes']):>15}{size(row[must + 'in_bytes']):>15}"
+        line += f"{row.get('moved_to_must') or float('nan'):>7.3f}{row['seconds']:>9.3f}"
         if must:
             line += f"{row['bus_seconds']:>9.3f}{row['seconds'] / row['bus_seconds']:>7.2f}"
         print(line)
+    if name != "offload":
+        held = ", ".join(f"{size(nbytes)} by the {role}" for role, nbytes in result["host_held_bytes"].items())
+        print(f"  pinned host memory: {held}")
     seconds = statistics.median(sync["seconds"] for sync in result["syncs"])
     line = f"  weight sync: {seconds:.3f} s from call to return"
     if "bytes" in result["syncs"][0]:

@@ -1,9 +1,9 @@
-"""memsaver in one file: a model leaves the device, somebody else overwrites the memory, and the model goes on.
+"""memsaver in one file: pause a model, overwrite the memory that it released, resume the model.
 
     python -m examples.quickstart
 
-On a GPU the model runs as a CUDA graph, which keeps working because every address stays what it was. Where there is
-none, the same happens without the graph on the host driver: a device made of this machine's own memory.
+On a GPU the model runs as a CUDA graph. The graph stays valid because no address changes. Without a GPU, the same runs
+without the graph on the host driver, a device made of host memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
             memsaver.configure(host_device="512MiB")
     torch.manual_seed(0)
 
-    # Regions. What torch allocates inside one lands in it; the policy says what a pause does with the contents.
+    # Regions. Torch allocates inside `with region:` from the region. Its policy decides over the contents in a pause.
     weights = memsaver.region("weights", device=DEVICE, backup="host")
     kv_cache = memsaver.region("kv_cache", device=DEVICE)  # "none": undefined after a resume, and nothing to copy
     with weights:
@@ -52,7 +52,7 @@ def main() -> int:
     before = report("the model has run")
     held = weights.mapped_bytes + kv_cache.mapped_bytes
 
-    # Pause. The driver has the memory back, and what needs it is refused instead of touching what is not there.
+    # Pause. The driver has the memory back. A use of the paused regions raises an error.
     paused = memsaver.pause(progress=show_progress)
     free = report(f"pause: {', '.join(paused.paused)}; {paused.copied_bytes // MIB} MiB copied out", paused.seconds)
     try:
@@ -60,12 +60,12 @@ def main() -> int:
             run()
         else:
             kv_cache.__enter__()
-        print("FAILED: what is paused could be used")
+        print("FAILED: a paused region could be used")
         return 1
     except memsaver.RegionPausedError as error:
         print(f"refused: {error}")
 
-    # Somebody else takes all memory there is, and overwrites it.
+    # Another region takes all free memory and overwrites it.
     other = memsaver.region("other", device=DEVICE)
     taken = []
     for _ in range((free // MIB - MARGIN_MIB) // 32):
@@ -79,7 +79,7 @@ def main() -> int:
         print(f"refused: {error}")
     other.pause()
 
-    # Resume. Same addresses, the weights' contents restored, and the graph replays as if nothing had been.
+    # Resume. The addresses are the same, the weights have their contents, and the graph replays.
     resumed = memsaver.resume(paused.paused, progress=show_progress)
     report(f"resume: {', '.join(resumed.resumed)}; {resumed.copied_bytes // MIB} MiB copied in", resumed.seconds)
     if outputs is not None:
@@ -95,7 +95,7 @@ def capture(forward: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], Tensor
     """A function that replays `forward` as a graph, and the tensor with its outputs."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # libraries set themselves up in the first calls; that must not be captured
+    with torch.cuda.stream(side):  # libraries initialise in their first calls, which must not be captured
         forward()
     torch.cuda.current_stream().wait_stream(side)
 
@@ -111,15 +111,15 @@ def capture(forward: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], Tensor
 
 
 def show_progress(done: int, total: int) -> None:
-    """Called now and then while contents move; on one line."""
+    """Show the progress of the copies on one line."""
     print(f"\r{done // MIB:>7} of {total // MIB} MiB copied", end="" if done < total else "\n", flush=True)
 
 
-def report(what: str, seconds: float | None = None) -> int:
-    """Prints what happened and what the driver says is free, and returns the latter in bytes."""
-    free = int(memsaver.stats()["devices"][DEVICE]["free_bytes"])
+def report(event: str, seconds: float | None = None) -> int:
+    """Print an event and the free memory by the driver's figure. Returns the free bytes."""
+    free = memsaver.stats().devices[DEVICE].free_bytes or 0
     took = "" if seconds is None else f", {seconds * 1e3:.0f} ms"
-    print(f"{free // MIB:>7} MiB free | {what}{took}")
+    print(f"{free // MIB:>7} MiB free | {event}{took}")
     return free
 
 

@@ -1,15 +1,17 @@
-"""memsaver gives one GPU to whoever needs it now.
+"""memsaver lets several models and processes take turns on one GPU.
 
-Tensors live in regions. Pausing a region returns its physical memory; resuming it brings memory back under the same
-virtual addresses, so that captured CUDA graphs stay valid. Importing this loads neither torch nor ray.
+Tensors are allocated in regions. Pausing a region releases its physical memory. Resuming the region maps memory under
+the same virtual addresses, so that captured CUDA graphs stay valid. Importing memsaver loads neither torch nor ray.
 """
 
 import atexit
 import pkgutil
+import sys
+import threading
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# From a source tree the compiled core is found where it was installed.
+# In a source tree, the compiled core is in the installed package.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
 try:
@@ -17,10 +19,13 @@ try:
 except ImportError as error:
     if "_core" not in str(error):
         raise
-    raise ImportError("memsaver's compiled core is not built for this interpreter: run `pip install .`") from error
+    raise ImportError(
+        f"memsaver's compiled core is not built for this interpreter ({sys.implementation.cache_tag}{sys.abiflags}): "
+        "run `pip install .` with it"
+    ) from error
 
-from memsaver import config, errors, regions  # noqa: E402
-from memsaver.backups import cpu_backup, release_host_memory  # noqa: E402
+from memsaver import _adapter, config, errors  # noqa: E402
+from memsaver._torch.backups import cpu_backup, release_host_memory  # noqa: E402
 from memsaver.config import configure  # noqa: E402
 from memsaver.errors import (  # noqa: E402
     AttachedError,
@@ -31,36 +36,40 @@ from memsaver.errors import (  # noqa: E402
     Error,
     OutOfMemoryError,
     RegionPausedError,
+    VerifyError,
+    WaitTimeoutError,
 )
+from memsaver.foreign_captures import capturing  # noqa: E402
 from memsaver.phases import define_phase, phase  # noqa: E402
-from memsaver.regions import Region, outside, pause, region, resume, switch, trim  # noqa: E402
+from memsaver.regions import Region, outside, region, trim  # noqa: E402
 from memsaver.stats import stats  # noqa: E402
-from memsaver.transitions import Transition  # noqa: E402
+from memsaver.transitions import Transition, TransitionFuture, pause, resume, switch  # noqa: E402
 
 if TYPE_CHECKING:
-    from memsaver.graphs import CUDAGraph, graph
-    from memsaver.sharing import Token, attach, share
+    from memsaver._torch.graphs import CUDAGraph, graph
+    from memsaver._torch.sharing import Token, attach, share
 
 _WITH_TORCH = {
-    "CUDAGraph": "memsaver.graphs", "graph": "memsaver.graphs",
-    "Token": "memsaver.sharing", "attach": "memsaver.sharing", "share": "memsaver.sharing",
+    "CUDAGraph": "memsaver._torch.graphs", "graph": "memsaver._torch.graphs",
+    "Token": "memsaver._torch.sharing", "attach": "memsaver._torch.sharing", "share": "memsaver._torch.sharing",
 }  # fmt: skip
 __version__ = "0.1.0"
 __all__ = [
     "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error",
-    "OutOfMemoryError", "Region", "RegionPausedError", "Token", "Transition", "attach", "configure", "cpu_backup",
-    "define_phase", "graph", "outside", "pause", "phase", "region", "release_host_memory", "resume", "share",
-    "stats", "switch", "trim",
+    "OutOfMemoryError", "Region", "RegionPausedError", "Token", "Transition", "TransitionFuture", "VerifyError",
+    "WaitTimeoutError", "attach", "capturing", "configure", "cpu_backup", "define_phase", "graph", "outside", "pause",
+    "phase", "region", "release_host_memory", "resume", "share", "stats", "switch", "trim",
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)
-regions.load_adapter = lambda: import_module("memsaver.torch").Router()
-config.from_environment()
+_adapter.load = lambda: import_module("memsaver._torch.routing").Router()
+config.from_environment_of_import()
 atexit.register(_core.stop_background)
+threading._register_atexit(_core.bound_waits)  # type: ignore[attr-defined]  # runs before the interpreter joins its threads
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WITH_TORCH:  # loaded when first asked for
+    if name in _WITH_TORCH:  # loaded on the first access
         return getattr(import_module(_WITH_TORCH[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

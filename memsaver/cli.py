@@ -1,4 +1,4 @@
-"""The command ``memsaver``: starts a broker, shows who holds what, trims."""
+"""The command ``memsaver``: starts and stops brokers, shows their status, and releases idle memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from memsaver import _core, sockets
-from memsaver.broker import Broker, raise_descriptor_limit
-from memsaver.config import parse_size
+from memsaver import _core
+from memsaver.broker import daemon, discovery, procfs
+from memsaver.broker.admin import AdminClient
+from memsaver.broker.chunks import PAGE
+from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
+from memsaver.config import Setting, parse_size, settings
 from memsaver.errors import BrokerError, ConfigError, Error, gib
-from memsaver.records import PAGE
-from memsaver.visitor import Visitor
 
 _REDRAW_S = 1.0
 _CLEAR = "\x1b[H\x1b[J"
+_WIDEST_NAME = 40  # characters of a process in the table of `top`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 0, or 1 with a message on stderr; wrong usage exits with 2."""
+    """Runs one command. Returns the exit status: 0, or 1 with a message on stderr. Exits with 2 on wrong usage."""
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
@@ -41,13 +43,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"memsaver {version('memsaver')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    broker = commands.add_parser("broker", help="own a device's memory and lend it to processes")
-    broker.add_argument("--device", help="index, cuda:INDEX, UUID, or cpu (default: GPU 0, without one the cpu)")
-    broker.add_argument("--capacity", type=_size, metavar="SIZE", help="most to lend (default: 90 %% of a GPU)")
+    broker = commands.add_parser("broker", help="start the process that holds the shared pool of a device")
+    broker.add_argument(
+        "--device",
+        help="index, cuda:INDEX, UUID, or cpu (default: GPU 0, or cpu on a machine without GPUs; with --stop: all)",
+    )
+    broker.add_argument(
+        "--capacity", type=_size, metavar="SIZE", help="most to lend (default: 90 %% of a GPU, all of the host device)"
+    )
     broker.add_argument(
         "--linger", type=_seconds, metavar="SECONDS", help="end after so long without clients; else never"
     )
-    broker.add_argument("--detach", action="store_true", help="go on in the background once clients are accepted")
+    broker.add_argument("--detach", action="store_true", help="run in the background, with a log beside the socket")
+    broker.add_argument(
+        "--stop", action="store_true", help="stop the running broker of --device; without --device all of this user"
+    )
     broker.set_defaults(run=_broker)
 
     top = commands.add_parser("top", help="show processes, regions and free memory of the shared pools")
@@ -59,6 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     trim.add_argument("--device", help="that of one pool alone (default: all pools of this user)")
     trim.add_argument("--keep", type=_size, default=0, metavar="SIZE", help="idle memory to keep (default: 0)")
     trim.set_defaults(run=_trim)
+
+    config = commands.add_parser("config", help="show each option, its value, and the source of the value")
+    config.add_argument("--json", action="store_true", help="print them as JSON")
+    config.set_defaults(run=_config)
     return parser
 
 
@@ -80,18 +94,31 @@ def _seconds(text: str) -> float:
 
 
 def _broker(options: argparse.Namespace) -> int:
+    if options.stop:
+        return _stop(options)
     if options.detach:
-        return _detached(lambda told: _serve(options, told))
-    return _serve(options, lambda: None)
+        return daemon.detach(lambda on_ready: _serve(options, on_ready))
+    return _serve(options, None)
 
 
-def _serve(options: argparse.Namespace, told: Callable[[], None]) -> int:
+def _stop(options: argparse.Namespace) -> int:
+    for path in _paths(options.device):
+        with AdminClient(path) as client:
+            device = client.status()["device"]
+        print(f"{device} ({path.stem}): stopped the broker with pid {daemon.stop(path)}")
+    return 0
+
+
+def _serve(options: argparse.Namespace, on_ready: Callable[[Path], None] | None) -> int:
+    """Serves clients until the broker ends. ``on_ready``: called when clients are accepted, with the socket's path."""
     logging.basicConfig(format="%(asctime)s memsaver broker: %(message)s", level=logging.INFO)
     name = _device(options.device)
     memory = _core.open_host_memory() if name == "cpu" else _core.open_cuda_memory(_ordinal(name))
+    if memory.under_mps():
+        raise procfs.mps_error(name)
     total = memory.total_bytes()
     capacity = options.capacity
-    if capacity is None:  # contexts, and what torch has outside of regions, are on a GPU as well
+    if capacity is None:  # the rest of a GPU is for contexts, and for torch's memory outside of regions
         capacity = total if name == "cpu" else total * 9 // 10
     if capacity > total:
         text = f"the capacity is {gib(capacity)} ({capacity} bytes), and {name} has {gib(total)} ({total} bytes)"
@@ -100,40 +127,18 @@ def _serve(options: argparse.Namespace, told: Callable[[], None]) -> int:
         text = f"the capacity is {capacity} bytes, expected at least {PAGE}"
         raise ConfigError(text, option="capacity", value=capacity)
     raise_descriptor_limit()
-    broker = Broker(memory, name, capacity // PAGE * PAGE, sockets.Listener(memory.uuid()), options.linger)
-    told()
+    listener = discovery.Listener(memory.uuid())
+    broker = BrokerLoop(memory, name, capacity // PAGE * PAGE, listener, options.linger)
+    if on_ready is not None:
+        log = listener.path.with_suffix(".log")
+        print(f"the broker of {name} ({memory.uuid()}) runs with pid {os.getpid()}, its log is {log}")
+        on_ready(listener.path)
     broker.run()
     return 0
 
 
-def _detached(run: Callable[[Callable[[], None]], int]) -> int:
-    """Runs in a child that outlives this process, which ends when the child has called what it is given, or failed.
-
-    Before the core is in use: a fork copies none of its threads, and no driver's state.
-    """
-    ready, tell = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(tell)
-        if os.read(ready, 1):
-            return 0
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.close(ready)
-    os.setsid()
-
-    def told() -> None:
-        os.write(tell, b"1")
-        os.close(tell)
-
-    try:
-        return run(told)
-    except Exception as error:
-        print(f"memsaver: {error}", file=sys.stderr)
-        return 1
-
-
 def _device(text: str | None) -> str:
-    """``"cuda:INDEX"`` or ``"cpu"``, from what a user wrote."""
+    """Parses an option: ``"cuda:INDEX"`` or ``"cpu"``."""
     count = _core.cuda_device_count()
     if text is None:
         return "cuda:0" if count else "cpu"
@@ -144,7 +149,7 @@ def _device(text: str | None) -> str:
     index = uuids.get(text.lower(), int(number) if number.isascii() and number.isdigit() else -1)
     if not 0 <= index < count:
         there = ", ".join(["cpu", *(f"cuda:{each} ({uuid})" for uuid, each in uuids.items())])
-        raise ConfigError(f"there is no device {text!r}; there are {there}", option="device", value=text)
+        raise ConfigError(f"there is no device {text!r}; the devices are: {there}", option="device", value=text)
     return f"cuda:{index}"
 
 
@@ -153,22 +158,52 @@ def _ordinal(name: str) -> int:
 
 
 def _paths(device: str | None) -> list[Path]:
-    """The sockets of the brokers that a command is about. Raises BrokerError where there is none."""
+    """The sockets of the running brokers that a command applies to. Raises BrokerError if there is none."""
+    found = discovery.found()
+    if not found:
+        where = discovery.directory()
+        raise BrokerError(f"no broker of a shared pool runs (looked in {where})", path=str(where))
     if device is None:
-        found = sockets.found()
-        if not found:
-            where = sockets.directory()
-            raise BrokerError(f"no broker of a shared pool runs (looked in {where})", path=str(where))
         return found
+    named = [path for path in found if path.stem == device]  # also the UUID of another shell's host device
+    if named:
+        return named
     name = _device(device)
     uuid = _core.open_host_memory().uuid() if name == "cpu" else _core.cuda_uuid(_ordinal(name))
-    return [sockets.socket_path(uuid)]
+    path = discovery.socket_path(uuid)
+    if path not in found:
+        running = ", ".join(f"{'cpu' if each.stem.startswith('HOST') else 'GPU'} ({each.stem})" for each in found)
+        hint = "; MEMSAVER_HOST_DEVICE determines which device cpu is" if name == "cpu" else ""
+        text = f"no broker of {name} ({uuid}) runs{hint}; running: {running}. --device takes these UUIDs"
+        raise BrokerError(text, path=str(path))
+    return [path]
+
+
+def _config(options: argparse.Namespace) -> int:
+    found = settings()
+    if options.json:
+        print(json.dumps({each.option.name: {"value": each.value, "source": each.source} for each in found}))
+        return 0
+    values = [_shown(each) for each in found]
+    width = max(map(len, values))
+    for each, value in zip(found, values):
+        print(f"{each.option.name:<14} {value:<{width}}  {each.source}")
+    return 0
+
+
+def _shown(setting: Setting) -> str:
+    """The value of an option for readers, with the bytes of a default that depends on the machine alone."""
+    if setting.option.name != "host_device" or setting.value is not None:
+        return str(setting)
+    # As in the core, which could return the size only by opening the device, and that makes its ledger's file.
+    nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // PAGE * PAGE
+    return f"{gib(nbytes)} ({nbytes} bytes), {setting}"
 
 
 def _trim(options: argparse.Namespace) -> int:
     for path in _paths(options.device):
-        with Visitor(path) as visitor:
-            print(f"{visitor.status()['device']} ({path.stem}): {gib(visitor.trim(options.keep))} given back")
+        with AdminClient(path) as client:
+            print(f"{client.status()['device']} ({path.stem}): {gib(client.release_idle(options.keep))} given back")
     return 0
 
 
@@ -176,13 +211,13 @@ def _top(options: argparse.Namespace) -> int:
     while True:
         pools = []
         for path in _paths(options.device):
-            with Visitor(path) as visitor:
-                pools.append(visitor.status())
+            with AdminClient(path) as client:
+                pools.append(client.status())
         if options.json:
             print(json.dumps({"pools": pools}))
             return 0
         table = "\n\n".join("\n".join(_lines(pool)) for pool in pools) + "\n"
-        if not sys.stdout.isatty():  # nobody watches: once
+        if not sys.stdout.isatty():  # not a terminal: printed once
             sys.stdout.write(table)
             return 0
         sys.stdout.write(_CLEAR + table)
@@ -191,13 +226,14 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def _lines(pool: dict[str, Any]) -> list[str]:
-    """One pool, for people to read."""
+    """The table of one pool."""
     free = pool["capacity_bytes"] - pool["total_bytes"] + pool["idle_bytes"]
+    width = max([20, *(min(len(client["name"]), _WIDEST_NAME) for client in pool["clients"])])
     lines = [
-        f"{pool['device']} ({pool['uuid']})",
+        f"{pool['device']} ({pool['uuid']}), broker pid {pool['pid']}",
         f"  capacity {gib(pool['capacity_bytes'])}, free {gib(free)}, of that {gib(pool['idle_bytes'])} idle",
         "",
-        f"  {'pid':>8}  {'process':<20} {'region':<24} {'state':<9} {'backup':<7}"
+        f"  {'pid':>8}  {'process':<{width}} {'region':<24} {'state':<9} {'backup':<7}"
         f"{'allocated':>12} {'mapped':>12} {'backed up':>12}",
     ]
     for client in pool["clients"]:
@@ -208,15 +244,18 @@ def _lines(pool: dict[str, Any]) -> list[str]:
             notes.append(
                 f"waits for {gib(each['needed_bytes'])} since {each['seconds']:.1f} s, has {gib(each['granted_bytes'])}"
             )
-        if not client["connected"]:
+        if client["exited"]:
+            keepers = ", ".join(f"{each['name']} (pid {each['pid']})" for each in client["kept_by"])
+            notes.append(f"has exited; its memory is kept by {keepers or 'the driver'}")
+        elif not client["connected"]:
             notes.append("not connected")
         age = client["report_age_s"]
-        if age is None or age > _REDRAW_S:
+        if not client["exited"] and (age is None or age > _REDRAW_S):
             notes.append("no report" if age is None else f"does not answer since {age:.0f} s")
-        lines.append(f"  {client['pid']:>8}  {client['name'][:20]:<20} {', '.join(notes)}")
+        lines.append(f"  {client['pid']:>8}  {client['name'][:width]:<{width}} {', '.join(notes)}")
         for region in client["regions"]:
             lines.append(
-                f"  {'':>8}  {'':<20} {region['tag'][:24]:<24} {region['state']:<9} {region['backup']:<7}"
+                f"  {'':>8}  {'':<{width}} {region['tag'][:24]:<24} {region['state']:<9} {region['backup']:<7}"
                 + "".join(f"{gib(region[key]):>13}" for key in ("allocated_bytes", "mapped_bytes", "backup_bytes"))[1:]
             )
     return lines

@@ -1,4 +1,4 @@
-"""What memsaver raises. Every error pickles, so that it crosses process and Ray boundaries whole."""
+"""The errors of memsaver. Every error pickles with its attributes, so that Ray and other processes can pass it on."""
 
 from __future__ import annotations
 
@@ -8,12 +8,27 @@ from typing import Any
 import psutil
 
 GIB = 1 << 30
+_UNCHANGED = "; nothing has changed"
 
 
 class Error(RuntimeError):
-    """Base of all errors of memsaver. Keyword arguments become attributes.
+    """Base of all errors of memsaver.
 
-    Attribute ``discarded``: tags whose contents a transition gave up, by their policy "none", before it failed.
+    Args:
+        text: The message.
+        fields: Become attributes.
+
+    Attributes:
+        discarded: Tags whose contents a transition discarded, by their policy ``"none"``, before it failed.
+
+    Examples:
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> kv.close()
+        >>> try:
+        ...     memsaver.pause(kv)
+        ... except memsaver.Error as error:
+        ...     print(error)
+        region 'kv_cache' was closed
     """
 
     discarded: tuple[str, ...] = ()
@@ -22,11 +37,13 @@ class Error(RuntimeError):
         super().__init__(text)
         self.__dict__.update(fields)
 
-    def name_discarded(self, tags: Sequence[str]) -> None:
-        """Says which regions went out without a backup before the failure: the one thing that a retry cannot undo."""
-        if tags:
-            self.discarded = tuple(tags)
-            self.args = (f"{self}; paused before that, without a backup: {', '.join(map(repr, tags))}",)
+    def _name_paused(self, paused: Sequence[str], discarded: Sequence[str]) -> None:
+        """Adds the regions that were paused before the failure to the text, and marks those without a backup."""
+        if paused:
+            rows = [f"{tag!r} (without a backup)" if tag in discarded else repr(tag) for tag in paused]
+            self.args = (f"{str(self).removesuffix(_UNCHANGED)}; paused before that: {', '.join(rows)}",)
+        if discarded:
+            self.discarded = tuple(discarded)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), str(self), self.__dict__)
@@ -35,29 +52,77 @@ class Error(RuntimeError):
 class OutOfMemoryError(Error):
     """The device has not enough memory. Nothing has changed, and the same call can be made again.
 
-    Attributes: ``device`` (str), ``needed_bytes``, ``free_bytes`` (by the driver's figure, with what this process could
-    give), ``waited_s`` (seconds, for others to give some back; 0: the call was not to wait), ``regions`` (dicts as in
-    :func:`memsaver.stats`, what this process holds on the device), ``processes`` (tuples of pid, name and bytes: the
-    other processes on the device, as far as the system tells).
+    There is one exception: if a switch runs short of memory after its commit, the regions to pause are paused, and the
+    message names them.
+
+    Attributes:
+        stage: ``"memory"``.
+        device: The name of the device.
+        needed_bytes: Memory that the call needed.
+        free_bytes: Free memory by the driver's figure, with the memory that this process could release.
+        waited_s: Seconds that the call waited for others to release memory.
+        regions: This process's regions on the device, one dictionary each, with the fields of ``RegionStats`` (see
+            ``memsaver.stats()``).
+        processes: The other processes on the device, as far as the system lists them: tuples of pid, name and bytes.
+        outside_bytes: This process's memory on the device beyond its regions and the idle chunks that it retains:
+            torch's default pool, contexts, NCCL. None if the system does not list it, or if the device's memory comes
+            from a shared pool.
+
+    Examples:
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> try:
+        ...     kv.empty(1 << 50, torch.uint8)
+        ... except memsaver.OutOfMemoryError as error:
+        ...     print(error.stage, error.device, error.needed_bytes > error.free_bytes)
+        memory cpu True
     """
 
+    stage = "memory"
     device: str
     needed_bytes: int
     free_bytes: int
     waited_s: float
     regions: list[dict[str, Any]]
     processes: list[tuple[int, str, int]]
+    outside_bytes: int | None
 
 
 class RegionPausedError(Error):
-    """A region was used that has no memory now. Attributes: ``tag``, ``state``."""
+    """The region has no memory now.
+
+    Attributes:
+        tag: The tag of the region.
+        state: The state of the region: ``"pausing"``, ``"paused"``, ``"resuming"`` or ``"lost"``.
+
+    Examples:
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> _ = kv.pause()
+        >>> try:
+        ...     kv.empty(16)
+        ... except memsaver.RegionPausedError as error:
+        ...     print(error.tag, error.state)
+        kv_cache paused
+    """
 
     tag: str
     state: str
 
 
 class DriverError(Error):
-    """The driver refused a call. Attributes: ``call``, ``code`` (CUDA's, or an errno), ``message``."""
+    """The driver refused a call.
+
+    Attributes:
+        call: The name of the call.
+        code: The code of CUDA, an errno, or -1 if there is no CUDA driver.
+        message: The driver's text.
+
+    Examples:
+        >>> try:
+        ...     memsaver.region("weights", device="cuda:9999")
+        ... except memsaver.DriverError as error:
+        ...     print(type(error.call), type(error.code))
+        <class 'str'> <class 'int'>
+    """
 
     call: str
     code: int
@@ -65,22 +130,53 @@ class DriverError(Error):
 
 
 class BackupError(Error):
-    """Contents cannot be kept, or not be read: host memory or disk is short, a file call fails, there is no backup.
+    """Contents cannot be kept or read: host memory or disk space is short, a file call failed, or there is no backup.
 
-    Where a pause runs short, nothing has changed. Attributes: ``needed_bytes`` (asked for beyond what is held),
-    ``held_bytes`` (by this process for backups), ``available_bytes`` (that could be had; 0 where
-    a call failed for another reason).
+    If a pause runs short, nothing has changed.
+
+    Attributes:
+        needed_bytes: Memory or disk space that the call needed beyond that which is held.
+        held_bytes: Memory or disk space that this process holds for backups.
+        available_bytes: Memory or disk space that was available. 0 if a call failed for another reason.
+        regions: Tags of the regions whose contents the pause was to keep. Empty for other calls.
+
+    Examples:
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> cache = kv.empty(16)
+        >>> _ = kv.pause()
+        >>> try:
+        ...     memsaver.cpu_backup(cache)
+        ... except memsaver.BackupError as error:
+        ...     print(error.regions, error.available_bytes)
+        () 0
     """
 
     needed_bytes: int
     held_bytes: int
     available_bytes: int
+    regions: tuple[str, ...] = ()
+
+    def _name_regions(self, tags: Sequence[str], remedy: str) -> None:
+        """Adds the regions whose contents the transition was to keep, the figures and the remedy to the text."""
+        self.regions = tuple(tags)
+        figures = f"{gib(self.needed_bytes)} needed, {gib(self.held_bytes)} held, {gib(self.available_bytes)} available"
+        names = ", ".join(map(repr, tags))
+        self.args = (f"no backup for {names}: {self} ({figures}); {remedy}{_UNCHANGED}",)
 
 
 class ConfigError(Error, ValueError):
-    """An option that does not exist, cannot have this value, cannot change any more, or is needed.
+    """An option does not exist, cannot have this value, cannot change any more, or has to be set.
 
-    Attributes: ``option``, ``value`` (None where none was given).
+    Attributes:
+        option: The name of the option.
+        value: The value that was given. None if there is none.
+
+    Examples:
+        >>> try:
+        ...     memsaver.configure(retain="two gigabytes")
+        ... except memsaver.ConfigError as error:
+        ...     print(error.option, error.value)
+        retain two gigabytes
     """
 
     option: str | None = None
@@ -88,19 +184,91 @@ class ConfigError(Error, ValueError):
 
 
 class BrokerError(Error):
-    """The broker of a shared pool cannot be reached, or refuses. Attribute: ``path`` (of its socket)."""
+    """The broker of a shared pool cannot be reached, or refuses a request.
+
+    Attributes:
+        path: The path of the broker's socket.
+
+    Examples:
+        >>> weights = memsaver.region("weights", device="cpu")
+        >>> try:
+        ...     memsaver.configure(pool="shared", pool_capacity="1024TiB")  # more than the device has
+        ... except memsaver.BrokerError as error:
+        ...     print(error.path.endswith(".sock"))
+        True
+    """
 
     path: str
 
 
-class AttachedError(Error):
-    """A region was to be paused while other processes stayed attached to it. Nothing has changed.
+class WaitTimeoutError(Error, TimeoutError):
+    """The bound ``timeout`` of a call ended one of its waits. Nothing has changed, and the call can be made again.
 
-    Attributes: ``tag``, ``holders`` (tuples of pid and name).
+    Attributes:
+        stage: The wait that was ended. ``"queue"``: for earlier transitions on the same regions. ``"launches"``: for
+            guarded replays under way. ``"device"``: for work queued on the device. ``"backup"``: for host memory that
+            is being allocated. ``"answer"``: for a member of a group.
+        waited_s: Seconds since the call began.
+
+    Examples:
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> try:
+        ...     done = memsaver.pause("kv_cache", timeout=10)
+        ... except memsaver.WaitTimeoutError as error:
+        ...     print(error.stage, error.waited_s)
+    """
+
+    stage: str
+    waited_s: float
+
+
+class AttachedError(Error):
+    """Other processes stayed attached to a region that was to be paused. Nothing has changed.
+
+    Attributes:
+        stage: ``"readers"``.
+        tag: The tag of the region.
+        holders: The attached processes: tuples of pid and name.
+
+    Examples:
+        >>> weights = memsaver.region("weights", device="cpu", backup="host")
+        >>> try:
+        ...     done = memsaver.pause("weights", reader_timeout=5)
+        ... except memsaver.AttachedError as error:
+        ...     print(error.tag, error.holders)
+    """
+
+    stage = "readers"
+    tag: str
+    holders: list[tuple[int, str]]
+
+
+class VerifyError(Error):
+    """Contents have changed between a pause and a resume. Only ``configure(verify=True)`` looks for this.
+
+    The region is active, and its contents cannot be used.
+
+    Attributes:
+        tag: The tag of the region.
+        segment: The address of the segment with the first difference.
+        offset: The offset of the difference within the segment, in bytes, rounded down to 8 KiB.
+
+    Examples:
+        >>> memsaver.configure(verify=True)
+        >>> weights = memsaver.region("weights", device="cpu", backup="host")
+        >>> with weights:
+        ...     tensor = torch.ones(4)
+        >>> _ = weights.pause()
+        >>> try:
+        ...     done = weights.resume()
+        ... except memsaver.VerifyError as error:
+        ...     print(error.tag, error.offset)
+        >>> memsaver.configure(verify=False)
     """
 
     tag: str
-    holders: list[tuple[int, str]]
+    segment: int
+    offset: int
 
 
 def _rebuild(kind: type[Error], message: str, fields: dict[str, Any]) -> Error:
@@ -110,12 +278,12 @@ def _rebuild(kind: type[Error], message: str, fields: dict[str, Any]) -> Error:
 
 
 def gib(nbytes: int) -> str:
-    """Bytes for people to read: ``"1.50 GiB"``, or MiB below one GiB."""
+    """Bytes with a unit: ``"1.50 GiB"``, or MiB below one GiB."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.1f} MiB"
 
 
 def process_name(pid: int) -> str:
-    """The name of a process, or ``"?"`` where the system does not tell."""
+    """The name of a process, or ``"?"`` if the system does not return it."""
     try:
         return str(psutil.Process(pid).name())
     except psutil.Error:
@@ -123,18 +291,31 @@ def process_name(pid: int) -> str:
 
 
 def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
-    """Builds the exception that the core asks for (see ``translate`` in csrc/error_bindings.cpp)."""
+    """Builds an exception for the core (see ``translate`` in csrc/bindings/error_bindings.cpp)."""
     if kind == "ValueError":
         return ValueError(message)
+    if kind == "DriverError" and fields["call"] == "dlopen":
+        message = f"there is no CUDA driver ({message}): use device='cpu', the host driver, or install NVIDIA's driver"
     if kind == "DriverError":
         fields["message"] = fields.pop("detail")
     if kind == "OutOfMemoryError":
         fields["processes"] = [(pid, process_name(pid), nbytes) for pid, nbytes in fields["processes"]]
+        fields["outside_bytes"] = _outside(fields.pop("own_bytes"), fields.pop("retained_bytes"), fields["regions"])
         message = _out_of_memory(**fields)
     if kind == "AttachedError":
         fields["holders"] = [(pid, process_name(pid)) for pid in fields["holders"]]
-        message += f": {', '.join(f'{name} (pid {pid})' for pid, name in fields['holders'])}"
+        names = ", ".join(f"{name} (pid {pid})" for pid, name in fields["holders"])
+        message += f": {names} (stage 'readers'){_UNCHANGED}"
+    if kind == "WaitTimeoutError":
+        message += f" (stage {fields['stage']!r}, after {fields['waited_s']:.2f} s){_UNCHANGED}"
     return _KINDS[kind](message, **fields)
+
+
+def _outside(own_bytes: int | None, retained_bytes: int, regions: list[dict[str, Any]]) -> int | None:
+    if own_bytes is None:
+        return None
+    # The figures are not taken at the same time, so the difference can be negative.
+    return max(0, own_bytes - retained_bytes - sum(row["mapped_bytes"] for row in regions))
 
 
 def _out_of_memory(
@@ -144,15 +325,19 @@ def _out_of_memory(
     waited_s: float,
     regions: list[dict[str, Any]],
     processes: list[tuple[int, str, int]],
+    outside_bytes: int | None,
 ) -> str:
     held = [f"{row['tag']} ({row['state']}) {gib(row['mapped_bytes'])}" for row in regions if row["mapped_bytes"]]
     waited = f" after waiting {waited_s:.2f} s" if waited_s else ""
+    outside = "an unknown amount" if outside_bytes is None else gib(outside_bytes) if outside_bytes else "nothing"
+    if outside_bytes != 0 and device != "cpu":
+        outside += " (torch's default pool, contexts, NCCL)"
     others = [f"{name} (pid {pid}) {gib(nbytes) if nbytes else 'an unknown amount'}" for pid, name, nbytes in processes]
     return (
-        f"out of memory on {device}: {gib(needed_bytes)} ({needed_bytes} bytes) needed, "
+        f"out of memory on {device} (stage 'memory'): {gib(needed_bytes)} ({needed_bytes} bytes) needed, "
         f"{gib(free_bytes)} ({free_bytes} bytes) free{waited}; "
-        f"held by regions of this process: {', '.join(held) or 'nothing'}; "
-        f"other processes on the device: {', '.join(others) or 'none seen'}"
+        f"this process: regions {', '.join(held) or 'nothing'}, outside of regions {outside}; "
+        f"other processes on the device: {', '.join(others) or 'none seen'}{_UNCHANGED}"
     )
 
 
@@ -167,5 +352,6 @@ _KINDS: dict[str, type[Error]] = {
         ConfigError,
         BrokerError,
         AttachedError,
+        WaitTimeoutError,
     )
 }

@@ -1,46 +1,190 @@
-"""What is mapped, paused and backed up, and what the driver says is free."""
+"""Figures of this process and its devices: memory that is mapped, backed up, and free."""
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 from memsaver import _core, config
 from memsaver.errors import BrokerError, process_name
 
 
-def stats() -> dict[str, Any]:
-    """Figures of this process, in bytes, ready for JSON::
+@dataclass(frozen=True)
+class ProcessStats:
+    """Another process on a device.
 
-        {"devices": {"cuda:0": {
-            "uuid": str, "total_bytes": int, "free_bytes": int,          # by the driver, for the whole device
-            "retained_bytes": int,                                       # idle chunks that this process keeps
-            "host_held_bytes": int, "host_used_bytes": int,              # pinned host memory: held, of that in use
-            "disk_held_bytes": int, "disk_used_bytes": int,              # files for contents: held, of that in use
-            "processes": [{"pid": int, "name": str, "bytes": int}],      # the others on the device, where NVML tells
-            "regions": [{"tag", "backup", "state", "frozen", "allocated_bytes", "mapped_bytes", "backup_bytes"}]}},
-         "unreleased_bytes": int,    # chunks whose release the driver refused; tried again with each later release
-         "options": {option: its value}}
+    Attributes:
+        pid: Its process id.
+        name: Its name, or ``"?"`` if the system does not return it.
+        bytes: Device memory that it holds.
 
-    Only devices in use appear.
+    Examples:
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> others = memsaver.stats().devices["cpu"].processes
+        >>> sum(each.bytes for each in others) >= 0
+        True
+    """
+
+    pid: int
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class RegionStats:
+    """A region. The fields are those of ``memsaver.Region``.
+
+    Attributes:
+        tag: Its tag.
+        backup: Its policy: ``"none"``, ``"host"`` or ``"disk"``.
+        state: ``"active"``, ``"pausing"``, ``"paused"``, ``"resuming"`` or ``"lost"``.
+        frozen: Whether its contents do not change after the first pause.
+        allocated_bytes: Bytes of the segments in use.
+        mapped_bytes: Bytes of device memory that it holds now.
+        backup_bytes: Bytes of contents in host memory or on disk now.
+
+    Examples:
+        >>> weights = memsaver.region("weights", device="cpu", backup="host")
+        >>> tensor = weights.empty((1 << 20,), torch.uint8)
+        >>> _ = weights.pause()
+        >>> rows = [each for each in memsaver.stats().devices["cpu"].regions if each.tag == "weights"]
+        >>> rows[0].state, rows[0].mapped_bytes, rows[0].backup_bytes
+        ('paused', 0, 1048576)
+    """
+
+    tag: str
+    backup: str
+    state: str
+    frozen: bool
+    allocated_bytes: int
+    mapped_bytes: int
+    backup_bytes: int
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """The shared pool of a device.
+
+    Attributes:
+        available_bytes: Bytes that this process could still get. None while the broker cannot be reached.
+        holders: The other processes that hold memory of the pool. None while the broker cannot be reached.
+
+    Examples:
+        >>> memsaver.configure(pool="shared")
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> pool = memsaver.stats().devices["cpu"].pool
+        >>> pool.available_bytes > 0, pool.holders
+        (True, [])
+    """
+
+    available_bytes: int | None
+    holders: list[ProcessStats] | None
+
+
+@dataclass(frozen=True)
+class DeviceStats:
+    """A device in use. Figures are in bytes.
+
+    Attributes:
+        uuid: The driver's name of the device. None if a call of the driver fails.
+        total_bytes: Memory of the whole device. None if a call of the driver fails.
+        free_bytes: Free memory of the whole device. None if a call of the driver fails.
+        own_bytes: Device memory of this process, regions and everything else. None if NVML does not list it.
+        retained_bytes: Idle chunks that this process keeps.
+        host_held_bytes: Pinned host memory that this process holds.
+        host_used_bytes: The part of it that holds contents.
+        disk_held_bytes: Size of the files for contents.
+        disk_used_bytes: The part of it that holds contents.
+        processes: The other processes on the device, as far as NVML lists them.
+        regions: The regions of this process on the device.
+        pool: None if the device's memory does not come from a shared pool.
+
+    Examples:
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> device = memsaver.stats().devices["cpu"]
+        >>> 0 < device.free_bytes <= device.total_bytes
+        True
+    """
+
+    uuid: str | None
+    total_bytes: int | None
+    free_bytes: int | None
+    own_bytes: int | None
+    retained_bytes: int
+    host_held_bytes: int
+    host_used_bytes: int
+    disk_held_bytes: int
+    disk_used_bytes: int
+    processes: list[ProcessStats]
+    regions: list[RegionStats]
+    pool: PoolStats | None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The result of ``memsaver.stats()``.
+
+    Attributes:
+        devices: By name, the devices in use.
+        unreleased_bytes: Chunks whose release the driver refused. Each later release tries them again.
+        options: The options that were set, and their values.
+
+    Examples:
+        >>> memsaver.configure(retain="1GiB")
+        >>> memsaver.stats().options["retain"]
+        1073741824
+    """
+
+    devices: dict[str, DeviceStats]
+    unreleased_bytes: int
+    options: dict[str, Any]
+
+    def asdict(self) -> dict[str, Any]:
+        """Converts the figures into nested dictionaries and lists, such as ``json.dumps()`` takes.
+
+        Returns:
+            A dictionary with the keys ``"devices"``, ``"unreleased_bytes"`` and ``"options"``.
+
+        Examples:
+            >>> kv = memsaver.region("kv_cache", device="cpu")
+            >>> memsaver.stats().asdict()["devices"]["cpu"]["pool"] is None
+            True
+        """
+        return dataclasses.asdict(self)
+
+
+def stats() -> Stats:
+    """Reads the figures of this process and of its devices.
+
+    Returns:
+        Dataclasses, with the devices in use. ``stats().asdict()`` converts them into dictionaries.
+
+    Examples:
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> cache = kv.empty((1 << 20,), torch.uint8)
+        >>> {row.tag: row.allocated_bytes for row in memsaver.stats().devices["cpu"].regions}["kv_cache"]
+        1048576
     """
     devices = {}
     for name in _core.device_names():
         row = _core.device_stats(name)
-        row["processes"] = [
-            {"pid": pid, "name": process_name(pid), "bytes": nbytes} for pid, nbytes in row["processes"]
-        ]
-        row["pool"] = _pool(name)
         del row["device"]
-        devices[name] = row
-    return {"devices": devices, "unreleased_bytes": _core.unreleased_bytes(), "options": config.options()}
+        row["processes"] = _processes(row["processes"])
+        row["regions"] = [RegionStats(**each) for each in row["regions"]]
+        devices[name] = DeviceStats(**row, pool=_pool(name))
+    return Stats(devices, _core.unreleased_bytes(), config.options())
 
 
-def _pool(device: str) -> dict[str, Any] | None:
+def _pool(device: str) -> PoolStats | None:
     if not _core.in_pool(device):
         return None
     try:
         available, holders = _core.pool_figures(device)
     except BrokerError:
-        return {"available_bytes": None, "holders": None}
-    rows = [{"pid": pid, "name": process_name(pid), "bytes": nbytes} for pid, nbytes in holders]
-    return {"available_bytes": available, "holders": rows}
+        return PoolStats(None, None)
+    return PoolStats(available, _processes(holders))
+
+
+def _processes(rows: list[tuple[int, int]]) -> list[ProcessStats]:
+    return [ProcessStats(pid, process_name(pid), nbytes) for pid, nbytes in rows]

@@ -1,1 +1,1 @@
-"""Tests of memsaver; what several files share is in support.py."""
+"""Tests of memsaver; shared helpers are in support.py."""

@@ -1,8 +1,9 @@
-"""A broker in a process of its own, and clients that speak its protocol word by word."""
+"""A broker in a process of its own, and clients that send single messages of its protocol."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -16,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memsaver import protocol, sockets
-from memsaver.protocol import Message
-from memsaver.visitor import Visitor
+from memsaver.broker import discovery, protocol
+from memsaver.broker.admin import AdminClient
+from memsaver.broker.protocol import Message
 from tests.support import GIB, environment, fresh_device
 
 PATIENCE_S = 60.0
@@ -32,19 +33,40 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
+@functools.cache
+def sentinel() -> int:
+    """The read end of this process's sentinel."""
+    read, _ = os.pipe()
+    return read
+
+
 class Client:
     """One client. ``number``: the same again joins as the same client."""
 
-    def __init__(self, path: Path | str, number: int | None = None, scrub: int = 0, bring: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        number: int | None = None,
+        scrub: int = 0,
+        bring: bool = True,
+        proves: bool = True,
+        version: int = protocol.VERSION,
+        oldest: int | None = None,
+    ) -> None:
         self.path = Path(path)
         self.number = number or random.getrandbits(62) + 1
-        self.channel = sockets.connect(self.path)
+        self.channel = discovery.connect(self.path)
         self.channel.settimeout(PATIENCE_S)
         self.files: dict[int, int] = {}  # of chunks that it was lent
-        self.say("hello", protocol.VERSION, self.number, text=self.path.stem)
-        self.capacity = self.hear("welcome").words[1]
+        hello = Message("hello", (version, self.number, os.getpid()), self.path.stem)
+        hello.fields = {} if oldest is None else {"oldest": oldest}
+        self.say_raw(hello.encode())
+        self.welcome = self.hear("welcome")
+        self.capacity = self.welcome.words[1]
+        if proves:
+            self.say("sentinel", files=(sentinel(),))
         if bring:
-            self.say("bring")
+            self.say("inventory")
         if scrub:
             self.say("scrub", scrub)
 
@@ -52,40 +74,38 @@ class Client:
         self.say_raw(Message(kind, words, text).encode(), files)
 
     def say_raw(self, packet: bytes, files: tuple[int, ...] = ()) -> None:
-        with contextlib.suppress(BrokenPipeError):  # what it said before it hung up can still be read
+        with contextlib.suppress(BrokenPipeError):  # messages from before the hang-up can still be read
             protocol.send(self.channel, packet, files)
 
     def hear(self, *kinds: str) -> Message:
-        """The next message, but for queries, which come with each status, and for news that a demand is served."""
+        """The next message, but for queries, which come with each status."""
         message = protocol.receive(self.channel)
-        while message is not None and (
-            (message.kind == "query" and "query" not in kinds) or (message.kind == "stalled" and message.words[2] == 0)
-        ):
+        while message is not None and message.kind == "query" and "query" not in kinds:
             message = protocol.receive(self.channel)
         assert message is not None, f"the broker hung up instead of {kinds}"
         assert message.kind in kinds, message
         return message
 
     def hears_nothing(self) -> bool:
-        """Once the broker has answered a question, what it had to say before was said."""
-        self.say("look", 4711)
-        return self.hear("figures").words[0] == 4711
+        """Whether no message comes. A question is answered last, so all earlier messages have arrived by then."""
+        self.say("usage", 4711)
+        return self.hear("usage").words[0] == 4711
 
     def want(self, nbytes: int, limit: int = GIB, fresh: int | None = None) -> int:
         request = next(_requests)
-        self.say("want", request, limit, fresh or limit, nbytes)
+        self.say("demand", request, limit, fresh or limit, nbytes)
         return request
 
     def take(self, nbytes: int) -> list[tuple[int, int, int]]:
-        """What is granted next, of so many bytes in all: (chunk, size, flags)."""
+        """The next grants, until they have so many bytes in all: (chunk, size, flags)."""
         chunks: list[tuple[int, int, int]] = []
         while sum(size for _, size, _ in chunks) < nbytes:
             message = self.hear("grant")
-            words, files = message.words[1:], list(message.files)
-            for at in range(0, len(words), 4):
-                chunks.append((words[at], words[at + 1], words[at + 2]))
-                if words[at + 2] & protocol.HAS_DESCRIPTOR:
-                    self.files[words[at]] = files.pop(0)
+            files = list(message.files)
+            for chunk, size, flags in granted(message):
+                chunks.append((chunk, size, flags))
+                if flags & protocol.HAS_DESCRIPTOR:
+                    self.files[chunk] = files.pop(0)
             assert not files
         assert sum(size for _, size, _ in chunks) == nbytes
         return chunks
@@ -95,7 +115,7 @@ class Client:
         return [chunk for chunk, *_ in self.take(nbytes)]
 
     def give(self, chunks: list[int]) -> None:
-        self.say("give", *chunks)
+        self.say("give_back", *chunks)
 
     def drop(self, *chunks: int) -> None:
         for chunk in chunks:
@@ -104,11 +124,11 @@ class Client:
 
     def bring(self, *chunks: tuple[int, int]) -> None:
         words = itertools.chain.from_iterable(chunks)
-        self.say("bring", *words, files=tuple(self.files[chunk] for chunk, _ in chunks))
+        self.say("inventory", *words, files=tuple(self.files[chunk] for chunk, _ in chunks))
 
     def look(self) -> tuple[int, int, dict[int, int]]:
-        self.say("look", 7)
-        serial, available, capacity, *rows = self.hear("figures").words
+        self.say("usage", 7)
+        serial, available, capacity, *rows = self.hear("usage").words
         assert serial == 7
         return available, capacity, dict(zip(rows[::2], rows[1::2]))
 
@@ -123,11 +143,8 @@ class Client:
         return code, text
 
     def is_left(self) -> bool:
-        """Whether the broker hangs up next, with no more than news that demands are served before it."""
-        message = protocol.receive(self.channel)
-        while message is not None and message.kind == "stalled" and message.words[2] == 0:
-            message = protocol.receive(self.channel)
-        return message is None
+        """Whether the broker hangs up next."""
+        return protocol.receive(self.channel) is None
 
     def hang_up(self) -> None:
         self.channel.close()
@@ -136,6 +153,41 @@ class Client:
         self.channel.close()
         while self.files:
             os.close(self.files.popitem()[1])
+
+
+def granted(message: Message) -> list[tuple[int, ...]]:
+    """(chunk, size, flags) of each chunk in a grant."""
+    words = message.words[3 + 2 * message.words[2] :]
+    return list(zip(*[iter(words)] * 3))
+
+
+# The command, with a device whose figures come from files in the directory of sockets.
+TOLD = """
+import os, sys
+from pathlib import Path
+from memsaver import _core, cli
+
+class Told:
+    def __init__(self, memory):
+        self._memory = memory
+
+    def __getattr__(self, name):
+        return getattr(self._memory, name)
+
+    def compute_pids(self):
+        return [int(pid) for pid in self._read("pids").split()]
+
+    def under_mps(self):
+        return bool(self._read("mps"))
+
+    def _read(self, name):
+        path = Path(os.environ["MEMSAVER_POOL_DIR"], name)
+        return path.read_text() if path.exists() else ""
+
+open_host_memory = _core.open_host_memory
+_core.open_host_memory = lambda: Told(open_host_memory())
+sys.exit(cli.main())
+"""
 
 
 class Running:
@@ -148,6 +200,8 @@ class Running:
         )
         self.arguments = ("--device", "cpu", "--capacity", capacity, *arguments)
         self.limit_files = limit_files
+        self.prefix: list[str] = []  # of its command
+        self.program = ["-m", "memsaver"]
         self.clients: list[Client] = []
         self.start()
 
@@ -160,12 +214,12 @@ class Running:
 
     def command(self, *arguments: str) -> list[str]:
         limit = ["prlimit", f"--nofile={self.limit_files}"] if self.limit_files else []
-        return [*limit, sys.executable, "-m", "memsaver", *arguments]
+        return [*self.prefix, *limit, sys.executable, *self.program, *arguments]
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Another command beside it."""
         return subprocess.run(
-            [sys.executable, "-m", "memsaver", *arguments],
+            [sys.executable, *self.program, *arguments],
             env=self.environment,
             capture_output=True,
             text=True,
@@ -174,21 +228,36 @@ class Running:
         )
 
     def sockets(self) -> list[Path]:
-        return [path for path in self.directory.glob("*.sock") if sockets.accepts(path)]
+        return [path for path in self.directory.glob("*.sock") if discovery.accepts(path)]
 
-    def client(self, number: int | None = None, scrub: int = 0, bring: bool = True) -> Client:
-        self.clients.append(Client(self.path, number, scrub, bring))
+    def client(self, number: int | None = None, scrub: int = 0, bring: bool = True, proves: bool = True) -> Client:
+        self.clients.append(Client(self.path, number, scrub, bring, proves))
         return self.clients[-1]
 
     def status(self) -> dict[str, Any]:
-        with Visitor(self.path) as visitor:
-            return visitor.status()
+        with AdminClient(self.path) as admin:
+            return admin.status()
 
     def row(self, pid: int) -> dict[str, Any]:
         return next(row for row in self.status()["clients"] if row["pid"] == pid)
 
     def descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def idle_descriptors(self) -> int:
+        """The number of its descriptors while it runs and watches no process."""
+        self.status()  # its socket accepts before its loop runs
+
+        def is_watching() -> bool:
+            folder = f"/proc/{self.process.pid}/fd"
+            for name in os.listdir(folder):
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    if "pidfd" in os.readlink(f"{folder}/{name}"):
+                        return True
+            return False
+
+        until(lambda: not is_watching())
+        return self.descriptors()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         self.process.send_signal(number)

@@ -1,13 +1,15 @@
-"""Fixtures of all tests: a small host device of this run's own, fresh tags, and nothing left armed or paused behind."""
+"""Fixtures of all tests: a small host device for each run, fresh tags, and a clean state after each test."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
-# Before memsaver is imported. Processes that name the same size share a device, so each run has a size of its own.
+# Before the import of memsaver. Processes with the same size share a device, so each run has a size of its own.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("MEMSAVER_HOST_DEVICE", None)  # the controller's
 os.environ.setdefault("MEMSAVER_HOST_DEVICE", str((1 << 30) + os.getpid() % 1000 * (2 << 20)))
@@ -17,9 +19,15 @@ import pytest  # noqa: E402
 import memsaver  # noqa: E402
 from memsaver import _core  # noqa: E402
 
-# The background grows host memory when it likes, which tests that fail a certain driver call, or count bytes, cannot
-# have. Tests of it turn it on.
+# Off, because the background thread grows host memory at any time: tests that fail a certain driver call, or count
+# bytes, would be random. Tests of the growth turn it on.
 memsaver.configure(backup_ahead=False)
+
+LATE = os.environ.get("MEMSAVER_TEST_ASYNC", "0") != "0"
+if LATE:
+    from tests import late_device
+
+    late_device.install()
 
 _numbers = itertools.count()
 
@@ -38,10 +46,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason is not None:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+    for item in items if LATE else ():
+        for name, why in late_device.EXEMPT.items():
+            if item.nodeid.partition("[")[0].endswith(name):
+                item.add_marker(pytest.mark.skip(reason=f"not on a late device: {why}"))
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what the imports made stays out of each test's collection
+    gc.freeze()  # objects of the imports stay out of each test's collection
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is marked ``isolated`` in a process of its own, with a device of its own."""
+    if pyfuncitem.get_closest_marker("isolated") is None or "PYTEST_ISOLATED" in os.environ:
+        return None
+    environment = {**os.environ, "PYTEST_ISOLATED": "1"}
+    environment.pop("MEMSAVER_HOST_DEVICE")
+    command = [sys.executable, "-m", "pytest", "-q", "--runxfail", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    done = subprocess.run(
+        command,
+        cwd=pyfuncitem.config.rootpath,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if done.returncode != 0:
+        pytest.fail(f"it ended with {done.returncode}:\n{done.stdout}{done.stderr}", pytrace=False)
+    return True
 
 
 @pytest.fixture
@@ -67,13 +101,19 @@ def make(fresh_tag: Callable[[], str]) -> Callable[..., memsaver.Region]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Disarms faults, ends captures, and gives retained chunks back, whatever the test did.
+    """Disarms faults, ends captures, resets the host device, and releases retained chunks.
 
-    An exception that a test caught keeps the test's tensors in a cycle: they go before the next one counts bytes.
+    An exception that a test caught keeps the test's tensors in a cycle. They are freed before the next counts bytes.
     """
     gc.collect()
+    if LATE:
+        late_device.begin()
     yield
     _core.faults_disarm()
+    _core.virtual_clock(False)
+    _core.host_reset()
+    if LATE:
+        late_device.end()
     while _core.capturing():
         _core.capture_ends()
     memsaver.configure(retain=0, host_limit=None, backup_ahead=False)

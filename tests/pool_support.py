@@ -1,7 +1,7 @@
-"""Clients of a shared pool: what they run in processes of their own, and what a test says of the pool from outside.
+"""Clients of a shared pool: the code that they run in processes of their own, and checks of the pool from outside.
 
-A client imports this too (``Worker``), so nothing here needs torch: regions are allocated in by the entry points that
-torch would call.
+A client imports this too (``Worker``), so nothing here needs torch: allocations call the entry points that torch
+would call.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -30,14 +31,14 @@ import numpy as np
 import memsaver
 from memsaver import _core
 from tests.broker_support import Running
-from tests.support import MIB, PAGE, Hooks, environment  # noqa: F401 - statements of workers name them
+from tests.support import MIB, PAGE, Hooks, end_main_thread, environment  # noqa: F401 - statements of workers name them
 
 SECOND_S = 1.0  # within which a pool is whole again after an exit
 
 
 @contextlib.contextmanager
 def running(capacity: int) -> Iterator[Running]:
-    """A broker, and in the end nothing left of one that a client has started in its place."""
+    """A broker. At the end every broker that a client has started in its place is ended too."""
     with Running(str(capacity)) as broker:
         yield broker
         for lock in broker.directory.glob("*.lock"):
@@ -47,10 +48,10 @@ def running(capacity: int) -> Iterator[Running]:
 
 
 class Held:
-    """One segment of a host region, and the bytes that it should hold."""
+    """One segment of a host region, with its expected contents."""
 
     def __init__(self, region: memsaver.Region, nbytes: int, seed: int | None = 0) -> None:
-        """``seed``: None leaves the contents as they come."""
+        """``seed``: None leaves the contents unchanged."""
         self.region = region
         self.nbytes = nbytes
         self._hooks = Hooks(region)
@@ -58,7 +59,7 @@ class Held:
         if address is None:
             raise MemoryError(f"{region.tag} got no {nbytes} bytes")
         self.address = address
-        self.data = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+        self.data = np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), np.uint8)
         if seed is not None:
             self.fill(seed)
 
@@ -79,13 +80,13 @@ def hold(tag: str, nbytes: int, backup: str = "none", seed: int | None = 0, **op
 
 
 def own_status() -> dict[str, Any]:
-    """The pool's status as this process, a client of it, is told."""
+    """The pool's status, as this process gets it as a client."""
     found: dict[str, Any] = json.loads(_core.pool_status("cpu"))
     return found
 
 
 def used_bytes() -> int:
-    """Of the host device, by its ledger: whoever holds it."""
+    """Of the host device, by its ledger, of all processes."""
     free, total = _core.open_driver("cpu").memory()
     return int(total - free)
 
@@ -108,6 +109,29 @@ def fork_sleeper() -> int:
     return child
 
 
+def fork_exiting(go: str) -> int:
+    """A child that exits, and closes its descriptors once a file exists. It stays in its exit until it is killed."""
+
+    def close() -> None:
+        while not os.path.exists(go):
+            time.sleep(0.01)
+        os.closerange(3, 1 << 16)
+        while True:
+            time.sleep(1)
+
+    child = os.fork()
+    if not child:
+        threading.Thread(target=close).start()
+        end_main_thread()
+    return child
+
+
+def driver_file() -> str:
+    """The file that every process on this process's host device has open."""
+    links = (os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+    return next(link for link in links if os.path.basename(link).startswith("memsaver-"))
+
+
 def repickled(error: memsaver.Error) -> memsaver.Error:
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.__dict__) == (type(error), str(error), error.__dict__)
@@ -120,7 +144,7 @@ def descriptors_of(pid: int) -> int:
 
 
 def chunks_of(pid: int) -> int:
-    """Of those, the ones that keep a host device's chunks."""
+    """The number of its descriptors that keep chunks of a host device."""
     count = 0
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -138,9 +162,9 @@ def rss_bytes(pid: int) -> int:
 
 
 class Worker:
-    """A client of the pool in another process, which runs one statement at a time and answers what it prints.
+    """A client of the pool in another process, which runs one statement at a time and returns its output.
 
-    Statements see what this module has. It is a fork of a process that has imported torch, and used nothing.
+    Statements see the names of this module. It is a fork of a process that has imported torch and used nothing.
     """
 
     def __init__(self, broker: Running, *statements: str, **changes: str) -> None:
@@ -159,7 +183,7 @@ class Worker:
         self._words.flush()
 
     def answer(self) -> str:
-        lines = []
+        lines: list[str] = []
         for line in self._words:
             if line == "<done>\n":
                 return "".join(lines).strip()
@@ -171,7 +195,7 @@ class Worker:
         return self.answer()
 
     def fails(self, statement: str) -> str:
-        """Runs what has to raise an error of memsaver's; ``error`` is that then, there. Returns its kind and text."""
+        """Runs a statement that must raise an error of memsaver, kept there as ``error``. Returns its type and text."""
         return self.run(f"error = raised(lambda: {statement}); print(f'{{type(error).__name__}}: {{error}}')")
 
     def stop(self) -> None:
@@ -203,7 +227,7 @@ class Worker:
 
 
 class Nursery:
-    """Forks workers: that takes a fiftieth of what a new interpreter takes that imports torch."""
+    """Forks workers. A fork takes a fiftieth of the time of a new interpreter that imports torch."""
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair()
@@ -234,9 +258,9 @@ def nurse(file: int) -> None:
     """The process that workers are forked from."""
     import torch  # noqa: F401
 
-    import memsaver.sharing  # noqa: F401
+    import memsaver._torch.sharing  # noqa: F401
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no test reads their exit status
     channel = socket.socket(fileno=file)
     while True:
         words, files, _, _ = socket.recv_fds(channel, 1 << 16, 1)
@@ -290,7 +314,7 @@ def until(condition: Callable[[], object], within_s: float = 60.0) -> float:
 
 
 def claim(nbytes: int) -> None:
-    """All memory of a pool, in one region, filled and read, by whoever holds nothing. It is given back."""
+    """All memory of a pool, in one region, filled, read and given back, by a process that holds nothing else."""
     held = hold("claim", nbytes, "none", 1)
     held.check()
     held.free()
@@ -299,7 +323,7 @@ def claim(nbytes: int) -> None:
 
 
 def is_whole(status: dict[str, Any]) -> bool:
-    """Every byte that was made is idle or somebody's, and nobody asks for any."""
+    """Every byte of the pool is idle or held by a client, and no demand waits."""
     held = sum(row["held_bytes"] for row in status["clients"])
     return (
         held + status["idle_bytes"] == status["total_bytes"] <= status["capacity_bytes"]
@@ -308,13 +332,13 @@ def is_whole(status: dict[str, Any]) -> bool:
     )
 
 
-# What clients do
+# Actions of clients
 
 
 def moves(seed: int, until_path: str = "", names: str = "") -> str:
-    """Random transitions of a client, until there is such a file, or for ever. Returns what was done.
+    """Random transitions of a client, until the file exists, or for ever. Returns the counts of actions.
 
-    Shortage and a missing broker are part of life here; contents that differ are not.
+    Shortage and a missing broker are expected. Contents that differ raise.
     """
     choose = random.Random(seed)
     regions: dict[str, memsaver.Region] = {}
@@ -337,12 +361,12 @@ def moves(seed: int, until_path: str = "", names: str = "") -> str:
             elif move == "pause":
                 region.pause()
             elif move == "resume":
-                _resumed(region, blocks, lambda: region.resume(timeout=choose.choice((0, 0.02, 0.5))))  # noqa: B023
+                _resumed(region, blocks, lambda: region.resume(memory_timeout=choose.choice((0, 0.02, 0.5))))  # noqa: B023
             elif move == "switch":
                 other = choose.choice([each for each in regions.values() if each is not region] or [region])
                 if other is not region:
-                    tags = {"pause": other.tag, "resume": region.tag}
-                    _resumed(region, blocks, lambda: memsaver.switch(**tags, timeout=0.02))  # noqa: B023
+                    switch = functools.partial(memsaver.switch, pause=other.tag, resume=region.tag, memory_timeout=0.02)
+                    _resumed(region, blocks, switch)
             counts[move] += 1
         except (memsaver.OutOfMemoryError, memsaver.BrokerError, MemoryError) as error:
             counts[type(error).__name__] += 1
@@ -380,7 +404,7 @@ def in_child(act: Callable[[], object]) -> int:
 
 
 def client_dies(seed: int) -> str:
-    """A client lives for a random moment, and is killed. Returns its pid, and how it ended.
+    """Starts a client and kills it at a random moment. Returns its pid and its exit status.
 
     It is a fork of this process, which must not have used the core.
     """
@@ -463,7 +487,7 @@ def sweep(move: str, backup: str, kind: str) -> int:
         if error is not None and move == "allocate":
             assert (out.state, before) == ("active", "active")
         if error is not None and move in ("pause", "resume", "switch"):
-            act()  # what is paused now stays so, what is not is
+            act()  # the same call again completes the transition
         for block in coming:
             block.check()
         if backup == "host" or move in ("allocate", "free"):
@@ -487,15 +511,15 @@ def sweep(move: str, backup: str, kind: str) -> int:
 
 
 def _in_books(*regions: memsaver.Region) -> bool:
-    """Whether the broker says that this process holds what its regions have mapped."""
+    """Whether the bytes that the broker counts for this process equal the bytes that its regions map."""
     [row] = [row for row in own_status()["clients"] if row["pid"] == os.getpid()]
     return bool(row["held_bytes"] == sum(each.mapped_bytes for each in regions))
 
 
 def take_turns(held: Held, turns: int) -> None:
-    """Has a paused region's memory and lets go of it, again and again: who waits first has it next."""
+    """Resumes and pauses a region repeatedly. The first waiting client gets the memory next."""
     for turn in range(turns):
-        held.region.resume(timeout=60.0)
+        held.region.resume(memory_timeout=60.0)
         held.check()
         if turn % 16 == 0:
             held.fill(turn)

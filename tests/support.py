@@ -1,4 +1,4 @@
-"""What several test files share: contents to fill and compare, figures of this process, and subprocesses."""
+"""Shared helpers: contents to fill and compare, figures of this process, and subprocesses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,24 +20,29 @@ import memsaver
 from memsaver import _core
 
 KIB = 1 << 10
+if TYPE_CHECKING:
+    import torch
+
 MIB = 1 << 20
 GIB = 1 << 30
 PAGE = 2 * MIB
 ROOT = Path(__file__).resolve().parent.parent
+# Python 3.12 and newer warn of a fork beside other threads. Programs that fork are the tests' own.
+_FORK = "ignore:This process (pid=:DeprecationWarning"
 
 _counter = itertools.count()
 
 
 class Block:
-    """One segment of a host region, and the bytes that it should hold."""
+    """One segment of a host region, with its expected contents."""
 
     def __init__(self, region: memsaver.Region, nbytes: int, seed: int = 0) -> None:
         before = {offset for offset, _ in segments(region)}
-        self.tensor = region.empty(nbytes, _uint8())
+        self.tensor = region.empty(nbytes, uint8())
         self.region = region
         self.nbytes = nbytes
         self.address = self.tensor.data_ptr()
-        self.is_new = self.address - region._core.base not in before
+        self.is_new = self.address not in before
         self.expected = np.zeros(0, np.uint8)
         self.fill(seed)
 
@@ -46,12 +51,12 @@ class Block:
         self.tensor.numpy()[:] = self.expected
 
     def check(self) -> None:
-        """The address is where it was, and holds what was written."""
+        """The address has not changed, and the contents are the written ones."""
         assert self.tensor.data_ptr() == self.address
         assert np.array_equal(self.tensor.numpy(), self.expected), f"{self.nbytes} bytes at {self.address:#x} differ"
 
 
-def _uint8() -> Any:
+def uint8() -> torch.dtype:
     import torch
 
     return torch.uint8
@@ -62,7 +67,7 @@ def blocks(region: memsaver.Region, sizes: Iterable[int], seed: int = 0) -> list
 
 
 def change_between_pauses(region: memsaver.Region, held: list[Block]) -> None:
-    """What is written, and what grows, after a resume is kept by the next pause."""
+    """Writes and growth after a resume are kept by the next pause."""
     for seed in range(3):
         region.pause()
         region.resume()
@@ -75,7 +80,7 @@ def change_between_pauses(region: memsaver.Region, held: list[Block]) -> None:
 
 
 def segments(region: memsaver.Region) -> list[tuple[int, int]]:
-    """(offset, bytes) of what is in use, touching segments joined."""
+    """(address, bytes) of the segments in use. Adjacent segments are joined."""
     return list(region._core.live())
 
 
@@ -103,15 +108,15 @@ def unnamed_files(directory: object, kept: bool = False) -> list[int]:
 
 
 def host_used_bytes(device: str = "cpu") -> int:
-    return int(memsaver.stats()["devices"][device]["host_used_bytes"])
+    return int(memsaver.stats().devices[device].host_used_bytes)
 
 
 def host_held_bytes(device: str = "cpu") -> int:
-    return int(memsaver.stats()["devices"][device]["host_held_bytes"])
+    return int(memsaver.stats().devices[device].host_held_bytes)
 
 
 def drop_backups() -> int:
-    """Resumes what other tests left paused and gives the arena back. Returns what it still holds."""
+    """Resumes the regions that other tests left paused, and releases the arena. Returns the bytes it still holds."""
     for region in memsaver.regions.all_regions():
         region.resume()
         region.thaw()
@@ -119,9 +124,9 @@ def drop_backups() -> int:
     return host_held_bytes()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for another thread to come to a place; not for a time."""
-    deadline = time.monotonic() + 60
+def until(condition: Callable[[], bool], limit_s: float = 60) -> None:
+    """Waits for a condition that another thread makes true, not for a time."""
+    deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -135,7 +140,7 @@ def flush_unreleased() -> None:
 
 @dataclass
 class Ledger:
-    """What this process holds of the device and of the system; a test ends where it began."""
+    """Bytes and descriptors that this process holds. They are equal before and after a test."""
 
     free: int = field(default_factory=free_bytes)
     files: int = field(default_factory=descriptors)
@@ -145,22 +150,28 @@ class Ledger:
         flush_unreleased()
         memsaver.release_host_memory()  # and files that are kept
         assert _core.unreleased_bytes() == 0
-        found = Ledger()
+        deadline = time.monotonic() + 3
+        while (found := Ledger()) != self and time.monotonic() < deadline:
+            time.sleep(0.001)  # a thread in the background may have a file of the system open for a moment
         assert found == self, f"{found}, not {self}"
 
 
 class Sweep:
-    """Calls something again and again: its first driver or file call fails, its second, and so on to the last."""
+    """Repeats an action. Its first driver or file call fails, then its second, and so on to the last.
 
-    def __init__(self, kind: str, act: Callable[[], object]) -> None:
+    ``call``: count only calls of this name.
+    """
+
+    def __init__(self, kind: str, act: Callable[[], object], call: str = "") -> None:
         self.kind = kind
         self.act = act
+        self.call = call
         self.failures = 0
 
     def __iter__(self) -> Iterator[memsaver.Error | None]:
-        """Yields the error of each attempt; the caller checks, and brings back the state to begin with."""
+        """Yields the error of each attempt. The caller checks the state, and restores the initial one."""
         for nth in range(1, 1000):
-            _core.faults_arm(nth, self.kind)
+            _core.faults_arm(nth, self.kind, self.call)
             error = None
             try:
                 self.act()
@@ -170,14 +181,15 @@ class Sweep:
             _core.faults_disarm()
             if not reached:
                 assert error is None
-                assert self.failures > 0
+                assert self.failures > 0 or self.kind == "after"  # a call that was made can count as made
+                assert nth > 1
                 return
             self.failures += error is not None
             yield error
 
 
 def fresh_device() -> str:
-    """The size of a host device that no other test of this run names, and hardly one of another run."""
+    """A host device size that no other test of this run uses, and probably none of another run."""
     return str(GIB // 4 + ((os.getpid() * 61 + next(_counter)) % 50_000) * PAGE)
 
 
@@ -205,17 +217,18 @@ class Fill:
         self.close()
 
 
+def functions(points: tuple[int, int]) -> tuple[Any, Any]:
+    """A pair of entry points as functions that ctypes can call."""
+    alloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+    free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+    return alloc(points[0]), free(points[1])
+
+
 class Hooks:
     """A region's entry points as torch calls them."""
 
     def __init__(self, region: memsaver.Region) -> None:
-        library = ctypes.CDLL(_core.__file__)
-        alloc_name, free_name = region._core.hooks()
-        self._alloc, self._free = library[alloc_name], library[free_name]
-        self._alloc.restype = ctypes.c_void_p
-        self._alloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-        self._free.restype = None
-        self._free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self._alloc, self._free = functions(region._core.entry_points())
 
     def alloc(self, nbytes: int) -> int | None:
         found: int | None = self._alloc(nbytes, 0, None)
@@ -234,7 +247,7 @@ def environment(**changes: str) -> dict[str, str]:
 def run_python(source: str, **changes: str) -> subprocess.CompletedProcess[str]:
     """Runs a program in an interpreter of its own, on a fresh host device unless the environment names one."""
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
+        [sys.executable, "-W", _FORK, "-c", textwrap.dedent(source)],
         env=environment(**changes),
         capture_output=True,
         text=True,
@@ -244,7 +257,7 @@ def run_python(source: str, **changes: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_clean(source: str, **changes: str) -> str:
-    """run_python() of a program that must succeed and say nothing on stderr. Returns what it printed."""
+    """run_python() of a program that must succeed and print nothing to stderr. Returns its stdout."""
     done = run_python(source, **changes)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -252,7 +265,7 @@ def run_clean(source: str, **changes: str) -> str:
 
 
 class Peer:
-    """Another process with memsaver, which runs one statement at a time and answers what it prints."""
+    """Another process with memsaver, which runs one statement at a time and returns its output."""
 
     def __init__(self, **changes: str) -> None:
         loop = """
@@ -302,3 +315,9 @@ class Peer:
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 stream.close()
+
+
+def end_main_thread() -> None:
+    """Ends only this thread, unlike os._exit(). The system treats a process without a main thread as exiting."""
+    exit_thread = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+    ctypes.CDLL(None).syscall(exit_thread, 0)

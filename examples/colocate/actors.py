@@ -1,13 +1,15 @@
-"""The two sides as Ray actors: an engine, and a rank of the trainer. They never meet; only the loop knows both."""
+"""The Ray actors: an engine, and a rank of the trainer. Neither has a handle of the other."""
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,16 +20,19 @@ import memsaver
 from memsaver.ray import Colocated
 
 from .engine import Completion, Engine, SamplingParams
-from .recipes import Recipe
-from .trainer import StepMetrics, TokenBatch, Trainer
+from .recipes import Demand, Recipe
+from .sampler import Sampler
+from .timeline import BOOT_ID, ProcessSamples
+from .trainer import LogprobGap, RankBatch, StepMetrics, TokenBatch, Trainer
 from .trainer.process_group import join, of_all_ranks
 
+_POLL_S = 0.05
 _SPARE_BYTES = 256 << 20  # left free on a GPU when all else is overwritten
 
 
 @dataclass(frozen=True)
 class Memory:
-    """A device as its driver sees it, or its shared pool as the broker does, in bytes."""
+    """A device by its driver's figures, or its shared pool by the broker's, in bytes."""
 
     total: int
     free: int
@@ -39,7 +44,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class BeforeResume:
-    """What an actor saw of the device right before it resumed: bytes free, and bytes it was about to take."""
+    """The device right before an actor resumed: free bytes, and the bytes that the resume takes."""
 
     free: int
     needed: int
@@ -47,10 +52,10 @@ class BeforeResume:
 
 @dataclass(frozen=True)
 class WeightsWritten:
-    """How a rank of the trainer wrote weights into engines: bytes read and written, and seconds."""
+    """Figures of the write of a rank of the trainer into engines: bytes read and written, and seconds."""
 
     way: str  # "shards", each rank's into all engines, or "gathered", full ones into the rank's own engine
-    nbytes: int  # read and written, without what was gathered
+    nbytes: int  # read and written, without the gathering
     began: float  # the writing alone, by the machine's monotonic clock
     ended: float
     seconds: float  # with attaching and leaving
@@ -61,9 +66,10 @@ class WeightsWritten:
 
 
 class Worker(Colocated):
-    """What both actors share: a device and its figures."""
+    """Base of both actors: a device and its figures."""
 
-    largest: str  # tag of the region that takes most
+    role: str
+    largest: str  # tag of the largest region
 
     def __init__(
         self,
@@ -76,10 +82,13 @@ class Worker(Colocated):
         pool: str,
         host_device_bytes: int,
     ) -> None:
-        """`sharers`: how many of the ranks are on this device."""
+        """`sharers`: the number of ranks on this device."""
+        self._sampler = Sampler()
         self.recipe, self.rank, self.ranks, self.sharers = recipe, rank, ranks, sharers
         self.seed, self.pool = seed, pool
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        if recipe.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first handle is made
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             self.capacity = recipe.capacity(torch.cuda.get_device_properties(self.device).total_memory, sharers)
@@ -90,9 +99,13 @@ class Worker(Colocated):
         self._join()
 
     def _join(self) -> None:
-        """Make the device's first region, and with it join the device's pool; from now on stats() names it."""
+        """Make the device's first region. This joins the device's pool, and stats() has the device from now on."""
         memsaver.configure(pool_capacity=self.capacity, pool=self.pool)
         memsaver.region(self.largest, device=str(self.device))
+
+    def device_bytes(self) -> int:
+        """The bytes of the device, of which the regions may take a part."""
+        return int(self._figures()["total_bytes"])
 
     def memory(self) -> Memory:
         row = self._figures()
@@ -100,16 +113,55 @@ class Worker(Colocated):
             return Memory(row["total_bytes"], row["free_bytes"])
         return Memory(self.capacity, row["pool"]["available_bytes"])
 
+    def await_memory(self, held: int, timeout: float) -> None:
+        """Wait until only `held` bytes of the regions' capacity are in use, or the timeout is over."""
+        until = time.monotonic() + timeout
+        while self.memory().free < self.capacity - held and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
+    def resume(
+        self, tags: memsaver.regions.Selection = None, *, restore: memsaver.policies.Restore = True, **bounds: Any
+    ) -> memsaver.Transition:
+        with self._sampler.around():
+            return super().resume(tags, restore=restore, **bounds)
+
+    def colocated_commit(self) -> memsaver.Transition:
+        with self._sampler.around():
+            return super().colocated_commit()
+
+    def start_sampling(self) -> None:
+        """Sample the memory of the regions until `stop_sampling`. No effect while sampling."""
+        self._sampler.start()
+
+    def stop_sampling(self) -> ProcessSamples:
+        """End the sampling and return the samples."""
+        row = self._figures()
+        return ProcessSamples(
+            self.role,
+            self.rank,
+            os.getpid(),
+            row["uuid"],
+            row["total_bytes"],
+            BOOT_ID.read_text().strip(),
+            self._sampler.stop(),
+        )
+
+    def demand(self) -> Demand:
+        """The device memory that this actor's regions will hold once it is built."""
+        if self.role == "engine":
+            return self.recipe.engine_demand(self._own_bytes())
+        return self.recipe.trainer_demand(self._own_bytes(), self.ranks)
+
     def mapped_bytes(self) -> int:
-        """Of the device's memory, what this actor's regions hold."""
+        """Bytes of device memory that this actor's regions hold."""
         return sum(row["mapped_bytes"] for row in self._figures()["regions"])
 
     def _figures(self) -> dict[str, Any]:
-        row: dict[str, Any] = self.stats()["devices"][str(self.device)]
+        row: dict[str, Any] = self.stats().asdict()["devices"][str(self.device)]
         return row
 
     def _own_bytes(self) -> int:
-        """What there is for this rank of its device."""
+        """This rank's share of its device."""
         return self.capacity // self.sharers
 
     def _synchronize(self) -> None:
@@ -118,26 +170,28 @@ class Worker(Colocated):
 
     def _release_cache(self) -> None:
         self._synchronize()
-        torch.cuda.empty_cache()  # nothing, where CUDA is not in use
+        torch.cuda.empty_cache()  # no effect without CUDA
 
 
 class EngineWorker(Worker):
-    """An engine that serves, and gives way between two calls."""
+    """An engine that serves, and that pauses between two calls."""
 
-    largest = "kv_cache"
+    role, largest = "engine", "kv_cache"
     engine: Engine
 
     def setup(self) -> list[str]:
         """Build the engine and capture its graphs. Returns the tags of its regions."""
         blocks = self.recipe.kv_blocks(self._own_bytes())
         config = replace(self.recipe.engine, num_blocks=blocks, seed=1000 * self.seed + self.rank)
+        # Its first pause discards them (see Loop.set_up): no host memory is pinned ahead.
+        memsaver.region("weights", device=str(self.device), backup="host").expect("none")
         self.engine = Engine(self.recipe.model, config, self.device)
         self.engine.capture()
         tags = ["weights", "buffers", "kv_cache"]
         return [*tags, "cuda_graph"] if self.engine.captured_batch_sizes else tags
 
     def colocated_drain(self, tags: Sequence[str]) -> None:
-        """Drain, synchronise, and give back what torch's default pool holds."""
+        """Drain, synchronise, and release the free memory of torch's default pool."""
         self.engine.drain()
         self._release_cache()
 
@@ -148,7 +202,7 @@ class EngineWorker(Worker):
         return self.engine.share_weights()
 
     def compare_bucket(self, bucket: dict[str, Tensor]) -> tuple[int, list[str]]:
-        """How many weights these are, and the names of those that the engine has otherwise."""
+        """The number of these weights, and the names of those that differ from the engine's."""
         return len(bucket), self.engine.differing_weights(bucket.items())
 
     def load_bucket(self, bucket: dict[str, Tensor]) -> None:
@@ -156,18 +210,31 @@ class EngineWorker(Worker):
         self.engine.load_weights(bucket.items(), partial=True)
 
     def end_load(self) -> None:
-        """Raises ValueError if not all weights have come."""
+        """Raises ValueError if weights are missing."""
         self.engine.load_weights(())
+
+    def constant_bytes(self) -> int:
+        """Bytes of contents that are written once: the buffers, and the graphs' memory between replays."""
+        rows = self._figures()["regions"]
+        return sum(row["allocated_bytes"] for row in rows if row["tag"] in ("buffers", "cuda_graph"))
 
     def addresses(self) -> dict[str, int]:
         return self.engine.addresses()
+
+    def random_state(self) -> list[int]:
+        """The sampler's state: its seed, and the number of its calls."""
+        state: list[int] = self.engine.sampler.state.tolist()
+        return state
+
+    def set_random_state(self, state: list[int]) -> None:
+        self.engine.sampler.state.copy_(torch.tensor(state))
 
     def counters(self) -> tuple[int, int]:
         """Tokens generated and graphs replayed so far."""
         return self.engine.tokens_generated, self.engine.replays
 
     def batch_sizes(self) -> tuple[int, ...]:
-        """Captured ones; where there are no graphs, those that steps are padded to."""
+        """The captured batch sizes; without graphs, the sizes to which steps are padded."""
         return self.engine.captured_batch_sizes or self.engine.config.batch_sizes()
 
     def greedy(self, size: int, use_graphs: bool) -> list[list[int]]:
@@ -179,18 +246,19 @@ class EngineWorker(Worker):
 
 
 class TrainerWorker(Worker):
-    """A rank of the trainer, and the memory that it works in."""
+    """A rank of the trainer, and its workspace."""
 
-    largest = "workspace"
+    role, largest = "trainer", "workspace"
     trainer: Trainer
     _before_resume: BeforeResume | None = None
+    _minibatches: Sequence[RankBatch] = ()  # of this rank, each of them for one step
     _workspace: Tensor
     _buckets: Iterator[dict[str, Tensor]] = iter(())
     _uuid: str  # of this rank's device
     _devices: set[str]  # of all ranks of the trainer
 
     def meeting_point(self) -> str:
-        """Where the ranks can meet: an address of this node with a free port."""
+        """The rendezvous of the ranks: an address of this node with a free port."""
         with socket.socket() as listener:
             listener.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{listener.getsockname()[1]}"
@@ -198,6 +266,7 @@ class TrainerWorker(Worker):
     def setup(self, init_method: str | None) -> list[str]:
         """Build the trainer. Returns the tags of its regions."""
         mesh = join(self.device.type, self.rank, self.ranks, init_method, self.sharers)
+        torch.use_deterministic_algorithms(self.recipe.deterministic)
         self._uuid = self._figures()["uuid"]
         self._devices = set(of_all_ranks(self._uuid))
         self.trainer = Trainer(self.recipe.model, replace(self.recipe.trainer, seed=self.seed), mesh)
@@ -210,20 +279,20 @@ class TrainerWorker(Worker):
         self.trainer.release_activations()
 
     def resume(
-        self, tags: memsaver.regions.Tags = None, restore: bool = True, timeout: float = 0.0
+        self, tags: memsaver.regions.Selection = None, *, restore: memsaver.policies.Restore = True, **bounds: Any
     ) -> memsaver.Transition:
-        """Resume, and remember what was free before; in a shared pool that says nothing, as others may still pause."""
+        """Resume, and keep the free bytes before. Not with a shared pool, where other processes may still pause."""
         if self.pool == "shared":
-            return super().resume(tags, restore, timeout)
+            return super().resume(tags, restore=restore, **bounds)
         found = memsaver.regions.find(tags)
         needed = sum(region.allocated_bytes for region in found if region.state == "paused")
         before = BeforeResume(self.memory().free, needed)
-        done = super().resume([region.tag for region in found], restore, timeout)
+        done = super().resume([region.tag for region in found], restore=restore, **bounds)
         self._before_resume = before
         return done
 
     def before_resume(self) -> BeforeResume | None:
-        """What the last resume found; None before the first."""
+        """The device before the last resume; None before the first."""
         return self._before_resume
 
     def warm_up(self, batches: Sequence[TokenBatch], rates: Sequence[float]) -> StepMetrics:
@@ -235,25 +304,42 @@ class TrainerWorker(Worker):
     def end_warm_up(self) -> None:
         self.trainer.reset_optimizer()
 
-    def logprob_gap(self, batch: TokenBatch) -> float:
-        """The largest difference, in nats, between this rank's log-probabilities and those in the batch."""
-        own = batch.shard(self.trainer.rank, self.trainer.world_size)
-        gap_BT = (self.trainer.logprobs(batch) - own.behaviour_BT).abs()
-        return float(gap_BT[own.mask_BT].max()) if own.num_targets else 0.0
+    def recompute(self, batch: TokenBatch, minibatches: int) -> LogprobGap:
+        """Prepare a rollout for training, in parts. Returns the gap of the engines' log-probabilities to this rank's.
 
-    def train(self, batch: TokenBatch, minibatches: int, rate: float) -> StepMetrics:
-        """Policy-gradient steps, one for each part of the batch. Returns the mean of their metrics."""
-        parts = [self.trainer.train_step(batch.shard(part, minibatches), rate) for part in range(minibatches)]
-        return StepMetrics(*(sum(column) / minibatches for column in zip(*map(astuple, parts))))
+        All parts are recomputed before the first step: each is compared with the policy that the engines had.
+        """
+        found = [self.trainer.recompute(batch.shard(part, minibatches)) for part in range(minibatches)]
+        self._minibatches = [own for own, _ in found]
+        return LogprobGap.joined([gap for _, gap in found])
+
+    def train(self, rate: float) -> StepMetrics:
+        """Policy-gradient steps, one for each recomputed part. Returns the mean of their metrics."""
+        minibatches, self._minibatches = self._minibatches, []
+        if not minibatches:
+            raise RuntimeError("there is nothing to train on, expected a call of recompute() before")
+        metrics = [self.trainer.train_step(own, rate) for own in minibatches]
+        return StepMetrics(*(sum(column) / len(minibatches) for column in zip(*map(astuple, metrics))))
+
+    def steps_taken(self) -> int:
+        """Updates of the weights since the warm-up."""
+        return self.trainer.steps_taken
+
+    def save(self, folder: Path) -> None:
+        self.trainer.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self._minibatches = []
+        self.trainer.load(folder)
 
     def addresses(self) -> dict[str, int]:
         return self.trainer.addresses()
 
     def write_weights(self, tokens: Sequence[memsaver.Token]) -> WeightsWritten:
-        """Write the weights into engines' own, without a copy in between. All ranks get the tokens of all engines.
+        """Write the weights into the engines' tensors, without a copy in between. `tokens`: of all engines.
 
-        Where all are on one device, every rank writes its shards into every engine. A rank on a device of its own does
-        not reach the other engines: there all gather, and write full weights to the engine that is beside them.
+        If all are on one device, every rank writes its shards into every engine. A rank on a device of its own does
+        not reach the other engines: there all ranks gather, and each writes full weights into the engine on its device.
         """
         gather = len(self._devices | {token.device_uuid for token in tokens}) > 1
         self._synchronize()
@@ -286,7 +372,7 @@ class TrainerWorker(Worker):
         self._buckets = self.trainer.weight_buckets(self.recipe.bucket_bytes)
 
     def next_bucket(self) -> tuple[bool, dict[str, Tensor]]:
-        """(whether there was one, the bucket). All ranks gather it together; the first one's alone is not empty."""
+        """(True, the next bucket), or (False, {}) at the end. All ranks gather; rank 0 alone returns the contents."""
         bucket = next(self._buckets, None)
         return bucket is not None, (bucket or {}) if self.rank == 0 else {}
 

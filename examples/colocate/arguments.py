@@ -1,4 +1,4 @@
-"""What the command lines read: what is wrong with an argument is said before anything starts."""
+"""Readers of command-line arguments. A wrong argument is an error before the program starts its work."""
 
 from __future__ import annotations
 

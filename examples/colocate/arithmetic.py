@@ -1,10 +1,10 @@
 """Additions to solve: a generated task with a small character vocabulary and a reward that can be verified.
 
 A prompt is `"17+25="`, its answer the sum with the ones digit first, `"24"`, ended by a newline: in that order each
-digit follows from what was written before it, which suits a model that writes left to right.
+digit follows from the text before it, which suits a model that writes left to right.
 
-Demonstrations are made by a pupil who often forgets to carry. A model that imitates them learns to add digit by digit,
-and the habit; that carrying pays is left for reinforcement learning to find from the reward alone.
+Demonstrations often omit the carry. A model that imitates them learns to add digit by digit, and to omit the carry.
+Reinforcement learning then teaches the carry from the reward alone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 VOCABULARY = "0123456789+=\n "
 STOP_TOKEN = VOCABULARY.index("\n")
@@ -52,7 +53,7 @@ class Problem:
 
     @property
     def slip(self) -> str:
-        """What a pupil writes who forgets to carry."""
+        """The sum without any carry."""
         left, right = str(self.left)[::-1], str(self.right)[::-1]
         digits = [
             (int(left[place : place + 1] or "0") + int(right[place : place + 1] or "0")) % 10
@@ -94,6 +95,16 @@ class Arithmetic:
             raise ValueError(f"held_out is {held_out}; expected 1 to {len(problems) - 1} of {len(problems)} problems")
         self.held_out, self.train = problems[:held_out], problems[held_out:]
 
+    def random_state(self) -> list[Any]:
+        """The state of the random numbers, ready for JSON. The next draws follow from it."""
+        version, words, gauss = self._random.getstate()
+        return [version, list(words), gauss]
+
+    def set_random_state(self, state: Sequence[Any]) -> None:
+        """Continue from the state of another instance of the same task."""
+        version, words, gauss = state
+        self._random.setstate((version, tuple(words), gauss))
+
     def sample(self, count: int) -> list[Problem]:
         """Distinct training problems."""
         if not 0 < count <= len(self.train):
@@ -103,7 +114,7 @@ class Arithmetic:
     def demonstrations(self, count: int, slip_share: float) -> list[tuple[str, str]]:
         """(prompt, completion) of training problems, drawn with repetition.
 
-        The pupil forgets to carry with probability `slip_share`.
+        A completion omits the carry with probability `slip_share`.
         """
         if not 0 <= slip_share <= 1:
             raise ValueError(f"slip_share is {slip_share}; expected a share from 0 to 1")

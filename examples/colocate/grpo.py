@@ -1,16 +1,20 @@
 """Group-relative policy optimization: advantages from groups of completions, and the clipped policy loss.
 
 After "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models" (GRPO) and "Proximal Policy
-Optimization Algorithms" (clipping), with the mean over all tokens of a batch and without a reference model.
+Optimization Algorithms" (clipping), with the mean over all tokens of a batch and without a reference model. The weights
+for tokens that another program sampled are truncated importance weights: Ionides, "Truncated Importance Sampling".
 
 Shape suffixes: P prompts, G completions of each prompt, B completions, T positions.
 """
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 _SMALLEST_DEVIATION = 1e-4  # keeps groups of equal rewards at zero
+_LARGEST_LOG_RATIO = 20.0  # nats: exp(20) is 5e8, far beyond every clip, and its products stay finite in fp32
 
 
 def group_advantages(rewards_PG: Tensor, zero: bool = False) -> Tensor:
@@ -27,21 +31,44 @@ def group_advantages(rewards_PG: Tensor, zero: bool = False) -> Tensor:
     return advantages_PG * 0.0 if zero else advantages_PG
 
 
+def importance_weights(policy_BT: Tensor, sampler_BT: Tensor, cap: float) -> Tensor:
+    """min(exp(policy - sampler), cap): how much more likely the policy's own program makes a token than the sampler's.
+
+    Both are log-probabilities, in nats, that two programs compute from the same weights. The weights are constants of
+    the loss. The cap bounds the variance that one token can cause; below 1 nothing is truncated.
+    """
+    if not cap >= 1:
+        raise ValueError(f"cap is {cap}; expected a number of 1 or more")
+    return (policy_BT - sampler_BT).detach().clamp(max=math.log(cap)).exp()
+
+
 def policy_loss(
-    logprobs_BT: Tensor, behaviour_BT: Tensor, advantages_B: Tensor, mask_BT: Tensor, clip: float
+    logprobs_BT: Tensor,
+    behaviour_BT: Tensor,
+    advantages_B: Tensor,
+    mask_BT: Tensor,
+    clip: float,
+    weights_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, clipped): the sum over tokens of the clipped surrogate's negative, and how many tokens the clip held back.
 
-    `behaviour_BT` are the log-probabilities under the policy that chose the tokens; both are in nats. Only tokens where
-    `mask_BT` is true count. The caller divides by the number of tokens, which only it knows for all ranks.
+    `behaviour_BT` are the log-probabilities under the policy that chose the tokens; both are in nats. `weights_BT`
+    multiply each token's part, see `importance_weights`; None: one everywhere. Only tokens where `mask_BT` is true
+    count. The caller divides by the number of tokens of all ranks.
+
+    A ratio beyond exp(20), to either side, counts as exp(20) or exp(-20) and has no gradient.
     """
     if not 0 < clip < 1:
         raise ValueError(f"clip is {clip}; expected a number between 0 and 1")
-    # Masked first: what stands at other positions must not reach the exponential.
-    ratio_BT = (logprobs_BT - behaviour_BT).masked_fill(~mask_BT, 0.0).exp()
+    # Masked first: values at other positions must not reach the exponential. Clamped next: an infinite ratio times
+    # an advantage of zero, or times the zero gradient of a clipped token, is NaN.
+    log_ratio_BT = (logprobs_BT - behaviour_BT).masked_fill(~mask_BT, 0.0)
+    ratio_BT = log_ratio_BT.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
     advantages_B1 = advantages_B[:, None]
     plain_BT = ratio_BT * advantages_B1
     clipped_BT = ratio_BT.clamp(1 - clip, 1 + clip) * advantages_B1
     held_BT = (clipped_BT < plain_BT) & mask_BT
     loss_BT = -plain_BT.minimum(clipped_BT)
+    if weights_BT is not None:
+        loss_BT = loss_BT * weights_BT
     return loss_BT.masked_fill(~mask_BT, 0.0).sum(), held_BT.sum()

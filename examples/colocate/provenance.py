@@ -1,4 +1,4 @@
-"""What a figure is kept with: when, on what, and of which commit."""
+"""The origin of a figure: date, hardware, commit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """Of figures from this kind of device, ready for JSON. ``MEMSAVER_COMMIT`` names that of a copy without git."""
+    """The origin of figures from this kind of device, ready for JSON. ``MEMSAVER_TEST_COMMIT`` overrides git."""
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": os.environ.get("MEMSAVER_COMMIT") or _commit(),
+        "commit": os.environ.get("MEMSAVER_TEST_COMMIT") or _commit(),
         "hardware": _hardware(device),
         "torch": torch.__version__,
     }
@@ -23,7 +23,7 @@ def provenance(device: str) -> dict[str, Any]:
 def _commit() -> str:
     try:
         return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git here: the figures count for more
+    except OSError:  # without git the figures come without a commit
         return ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,19 +25,23 @@ class Rollout:
 
 
 class Players:
-    """The engines, as one: problems are dealt out to all of them."""
+    """All engines together: each gets a part of the problems."""
 
     def __init__(self, engines: Sequence[Any], task: Arithmetic) -> None:
         self.engines, self.task = list(engines), task
 
-    def complete(self, problems: Sequence[Problem], temperature: float) -> list[Completion]:
-        """One completion of each problem, in their order. At temperature 0 it is greedy."""
+    def complete(
+        self, problems: Sequence[Problem], temperature: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[Completion]:
+        """One completion of each problem, in their order. At temperature 0 it is greedy. `meanwhile` is called once,
+        while the engines work.
+        """
         sampling = SamplingParams(temperature, max_new_tokens=self.task.longest_answer, stop_tokens=(STOP_TOKEN,))
         prompts = [encode(problem.prompt) for problem in problems]
         count = len(self.engines)
-        dealt = ray.get(
-            [engine.generate.remote(prompts[rank::count], sampling) for rank, engine in enumerate(self.engines)]
-        )
+        calls = [engine.generate.remote(prompts[rank::count], sampling) for rank, engine in enumerate(self.engines)]
+        meanwhile()
+        dealt = ray.get(calls)
         return [dealt[index % count][index // count] for index in range(len(prompts))]
 
     def greedy_reward(self, problems: Sequence[Problem]) -> float:
@@ -45,10 +49,12 @@ class Players:
         completions = self.complete(problems, temperature=0.0)
         return sum(_rewards(problems, completions)) / len(problems)
 
-    def rollout(self, prompts: int, group: int, zero_advantages: bool) -> Rollout:
+    def rollout(
+        self, prompts: int, group: int, zero_advantages: bool, meanwhile: Callable[[], None] = lambda: None
+    ) -> Rollout:
         """Sampled completions, `group` of each of so many training problems, with their advantages."""
         problems = [problem for problem in self.task.sample(prompts) for _ in range(group)]
-        completions = self.complete(problems, temperature=1.0)
+        completions = self.complete(problems, 1.0, meanwhile)
         rewards = torch.tensor(_rewards(problems, completions))
         batch = TokenBatch.build(
             [each.prompt for each in completions],
@@ -71,5 +77,5 @@ def _rewards(problems: Sequence[Problem], completions: Sequence[Completion]) -> 
 
 
 def _text(tokens: Sequence[int]) -> str:
-    """What a completion says; nothing where a model with a larger vocabulary speaks beyond the task's."""
+    """The text of a completion; empty for tokens outside the task's vocabulary, which a larger model can sample."""
     return decode(tokens) if all(token < len(VOCABULARY) for token in tokens) else ""

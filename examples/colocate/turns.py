@@ -1,8 +1,11 @@
-"""Whose turn it is: phases of the group, with what each of them found on the device."""
+"""The phases of the loop, and the figures of each turn from one phase into another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -12,21 +15,30 @@ from memsaver.ray import Group, Turn
 from .report import Report
 
 
-class ProofError(RuntimeError):
-    """What a pause must not change has changed."""
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of contents that one turn moved, on all ranks together."""
+
+    before: str | None  # the phase that was left; None for the first turn
+    after: str
+    out_bytes: int
+    in_bytes: int
 
 
 class Turns:
-    """Enters phases and keeps the figures. With `pausing` off nothing ever moves, and all stays resident.
+    """Enters phases and keeps the figures. With `pausing` off all regions stay resident.
 
-    `pool` is where memory comes from: in a "shared" one whoever resumes waits for what others give back, and may begin
-    while they do.
+    `pool`: the source of memory. With a "shared" pool a resume waits for memory that a pause on another actor releases,
+    so both run at the same time.
 
     rollout  the engine alone
-    away     the trainer's workspace alone: the engine's memory is another's, and the weights have not changed
-    train    the trainer alone
-    sync     parameters here, weights there: the weights come without their old contents
+    away     the trainer's workspace alone. The engine pauses with its weights in host memory
+    train    the trainer alone. The engine's weights have no backup, since the sync overwrites them
+    sync     the trainer's parameters and the engine's weights, which come without their old contents
     """
+
+    BACKUP = {"train": {"engine": {"weights": "none"}}}
+    RESTORE = {"sync": {"engine": {"weights": False}}}
 
     def __init__(
         self,
@@ -45,42 +57,53 @@ class Turns:
             "train": {"trainer": tags["trainer"]},
             "sync": {"trainer": ["params"], "engine": ["weights"]},
         }
-        self._group = Group(engine=self.engines, trainer=self.trainers, phases=self.phases)
+        self._group = Group(
+            engine=self.engines,
+            trainer=self.trainers,
+            phases=self.phases,
+            backup=self.BACKUP,
+            restore=self.RESTORE,
+        )
+        self.moved: list[Moved] = []
 
-    def enter(self, name: str, timeout: float = 60.0) -> Turn | None:
-        """Make it this phase's turn, on all ranks. Returns how that went; None without pausing."""
-        turn = None
-        if self.pausing:
-            restore = {"engine": name != "sync"}  # the engine's old weights are about to be overwritten
-            with self._group.phase(name, timeout=timeout, restore=restore) as turn:
-                self._count(turn)
-        self.look(name)
-        return turn
+    def enter(self, name: str, memory_timeout: float = 60.0) -> Turn | None:
+        """Enter a phase on all ranks. Returns the turn; None without pausing."""
+        with self.phase(name, memory_timeout) as turn:
+            return turn
+
+    @contextmanager
+    def phase(self, name: str, memory_timeout: float = 60.0) -> Iterator[Turn | None]:
+        """The same as a context manager. If the body fails, contents that it was to write count as not written."""
+        began = time.monotonic()
+        if not self.pausing:
+            self.report.entered(name, began)
+            self.look(name)
+            yield None
+            return
+        with self._group.enter(name, memory_timeout=memory_timeout) as turn:
+            self.report.entered(name, began)
+            self._count(turn)
+            self.look(name)
+            yield turn
 
     def look(self, name: str) -> None:
-        """Note what the driver says is in use."""
-        for memory in ray.get([trainer.memory.remote() for trainer in self.trainers]):
-            self.report.saw(name, memory.used, memory.total)
-
-    def prove_room(self) -> None:
-        """The trainers saw the memory that they took free before they resumed; in a shared pool, engines hold none."""
-        if not self.pausing:
-            return
-        if self.pool == "shared":
-            held = ray.get([engine.mapped_bytes.remote() for engine in self.engines])
-            if any(held):
-                raise ProofError(f"in the trainer's turn the engines hold {held} bytes")
-            self.report.proofs["engines hold nothing"] += 1
-            return
-        for rank, before in enumerate(ray.get([trainer.before_resume.remote() for trainer in self.trainers])):
-            if before is None or before.free < before.needed:
-                raise ProofError(f"trainer {rank} resumed over memory that was not free: it saw {before}")
-        self.report.proofs["memory was free"] += 1
+        """Note the device memory that is in use, and the bytes that the regions of each role hold."""
+        memory = [trainer.memory.remote() for trainer in self.trainers]
+        engines = [engine.mapped_bytes.remote() for engine in self.engines]
+        trainers = [trainer.mapped_bytes.remote() for trainer in self.trainers]
+        for each in ray.get(memory):
+            self.report.saw(name, each.used, each.total)
+        self.report.held(name, sum(ray.get(engines)), sum(ray.get(trainers)))
 
     def _count(self, turn: Turn) -> None:
         self.report.phase_seconds[turn.phase] += turn.seconds
+        out, into = (
+            sum(each.copied_bytes for ranks in side.values() for each in ranks) for side in (turn.paused, turn.resumed)
+        )
+        before = self.moved[-1].after if self.moved else None
+        self.moved.append(Moved(before, turn.phase, out, into))
         self.report.pauses += sum(len(each.paused) for each in turn.transitions)
-        # Ranks move side by side: the slowest counts.
+        # All ranks move at the same time: the slowest counts.
         for side in (turn.paused, turn.resumed):
             ranks = [each.seconds for transitions in side.values() for each in transitions]
             self.report.memsaver_seconds += max(ranks, default=0.0)

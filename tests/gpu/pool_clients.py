@@ -1,4 +1,4 @@
-"""What clients of a shared pool do on a CUDA device, in processes of their own (see tests/pool_support.py)."""
+"""The code of a shared pool's clients on a CUDA device, in processes of their own (see tests/pool_support.py)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from tests.support import MIB, Hooks
 DEVICE = "cuda:0"
 FILLS = 200  # of one graph
 REPLAYS = 100
+LOOKS, LOOKS_APART_S = 10, 0.05
 
 
 class Numbers:
-    """A tensor in a region, which holds a sequence of numbers that ``start`` tells."""
+    """A tensor in a region, which holds a sequence of numbers from ``start``."""
 
     def __init__(self, tag: str, nbytes: int, backup: str = "none", start: int = 0) -> None:
         self.region = memsaver.region(tag, DEVICE, backup)
@@ -41,8 +42,33 @@ class Numbers:
             assert torch.equal(part, expected), f"differs from number {at} on"
 
 
+class Heir:
+    """A paused tensor that gets a dead client's memory, fills it, and counts the bytes that change afterwards."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.region = memsaver.region("heir", DEVICE)
+        self.tensor = self.region.empty((nbytes,), torch.uint8).fill_(7)
+        assert self.wrong_bytes() == 0  # and the kernels are loaded: take() loses no time
+        self.region.pause()
+
+    def take(self, memory_timeout: float) -> str:
+        """Returns the arrival time of the memory, by the machine's clock, and the wrong bytes summed over all reads."""
+        self.region.resume(memory_timeout=memory_timeout)
+        came = time.monotonic()
+        self.tensor.fill_(7)
+        wrong = 0
+        for _ in range(LOOKS):
+            wrong += self.wrong_bytes()
+            time.sleep(LOOKS_APART_S)
+        return f"{came} {wrong}"
+
+    def wrong_bytes(self) -> int:
+        parts = self.tensor.split(256 * MIB)  # the comparison takes as much memory as a part
+        return int(torch.stack([(part != 7).sum() for part in parts]).sum())
+
+
 def captured_sum() -> tuple[memsaver.CUDAGraph, torch.Tensor, torch.Tensor]:
-    """A graph that multiplies in regions; what it writes to, and what should be there after a replay."""
+    """A graph that multiplies in regions. Returns it with its output and the output expected after a replay."""
     weights, pool = memsaver.region("weights", DEVICE, "host"), memsaver.region("graph", DEVICE, "host")
     torch.manual_seed(0)
     with weights:
@@ -55,14 +81,14 @@ def captured_sum() -> tuple[memsaver.CUDAGraph, torch.Tensor, torch.Tensor]:
     graph = memsaver.CUDAGraph()
     with memsaver.graph(graph, region=pool, needs=[weights]):
         result.copy_(torch.relu(matrix @ vector) @ matrix)
-    graph.inputs = matrix, vector  # it does not keep them itself, and nobody else does
+    graph.inputs = matrix, vector  # type: ignore[attr-defined]  # the graph itself keeps no reference to them
     graph.replay()
     torch.cuda.synchronize()
     return graph, result, result.cpu()
 
 
-def write_for_long(numbers: Numbers) -> None:
-    """Queues some seconds of work that writes to all of the tensor, again and again; it ends by itself."""
+def write_for_long(numbers: Numbers, seconds: float = 4.0) -> None:
+    """Queues work for about so many seconds that writes to the whole tensor repeatedly."""
     graph = torch.cuda.CUDAGraph()
     numbers.tensor.fill_(-1)
     torch.cuda.synchronize()
@@ -74,7 +100,7 @@ def write_for_long(numbers: Numbers) -> None:
     graph.replay()
     ended.record()
     torch.cuda.synchronize()
-    for _ in range(max(1, min(REPLAYS, int(4000 / max(began.elapsed_time(ended), 1.0))))):
+    for _ in range(max(1, min(REPLAYS, int(1e3 * seconds / max(began.elapsed_time(ended), 1.0))))):
         graph.replay()
     numbers.graph = graph  # type: ignore[attr-defined]
 
@@ -119,13 +145,13 @@ def _live(choose: random.Random, sizes: tuple[int, int], ready: Callable[[], obj
 
 
 def turn(regions: list[memsaver.Region], choose: random.Random, is_over: Callable[[], bool]) -> int:
-    """Random transitions, until it is over. Returns how many there were; shortage and a lost broker are none."""
+    """Random transitions until ``is_over()``. Returns the number of those that did not fail for memory or a broker."""
     count = 0
     while not is_over():
         chosen = choose.sample(regions, choose.randint(1, len(regions)))
         try:
             for region in chosen:
-                move = choose.choice((region.pause, lambda: region.resume(timeout=0.05)))  # noqa: B023
+                move = choose.choice((region.pause, lambda: region.resume(memory_timeout=0.05)))  # noqa: B023
                 move()
                 count += 1
         except (memsaver.OutOfMemoryError, memsaver.BrokerError):
@@ -134,12 +160,12 @@ def turn(regions: list[memsaver.Region], choose: random.Random, is_over: Callabl
 
 
 def survive(numbers: Numbers, seed: int, path: str) -> int:
-    """Transitions of one region with contents, until there is such a file; it is active and checked at the end."""
+    """Transitions of one region with contents, until the file exists. At the end the region is active and checked."""
     count = turn([numbers.region], random.Random(seed), lambda: os.path.exists(path))
     deadline = time.monotonic() + 60
     while numbers.region.state != "active":
         try:
-            numbers.region.resume(timeout=10)
+            numbers.region.resume(memory_timeout=10)
         except (memsaver.OutOfMemoryError, memsaver.BrokerError):
             assert time.monotonic() < deadline
     numbers.check()

@@ -12,8 +12,17 @@ from torch import Tensor
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams, attention, ops
 from examples.colocate.model import ModelConfig
-from tests.engine_support import MakeEngine, engines, random_weights  # noqa: F401
-from tests.unit.kernel_cases import DTYPES, LARGE_OPS_CASES, OPS_CASES, OPS_DIFFERENT, compare
+from tests.examples.engine_support import MakeEngine, engines, random_weights  # noqa: F401
+from tests.examples.kernel_cases import (
+    DTYPES,
+    LARGE_OPS_CASES,
+    OPS_CASES,
+    OPS_DIFFERENT,
+    PAGED_TOLERANCE,
+    compare,
+    dense_prefill,
+    prefill_arguments,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +59,7 @@ def test_triton_equals_torch(dtype: torch.dtype, heads: int, kv_heads: int, head
     shape = (2, num_blocks, block_size, kv_heads, head_dim)
     k_cache, v_cache = torch.randn(shape, generator=generator, device="cuda").to(dtype)
     lengths_B = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    for row, length in enumerate(lengths):  # whatever is not live must not matter
+    for row, length in enumerate(lengths):  # blocks that are not live must not affect the result
         slots = (table[row].long()[:, None] * block_size + torch.arange(block_size, device="cuda")).flatten()
         k_cache.flatten(0, 1)[slots[length:]] = float("nan")
         v_cache.flatten(0, 1)[slots[length:]] = float("nan")
@@ -60,6 +69,21 @@ def test_triton_equals_torch(dtype: torch.dtype, heads: int, kv_heads: int, head
     tolerance = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
     torch.testing.assert_close(out.float(), expected, rtol=0, atol=tolerance)
     assert not out[0].any()
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [(8, 2, 64, 16), (4, 4, 128, 16), (14, 2, 64, 32), (16, 8, 128, 16), (3, 1, 80, 8), (2, 1, 256, 16)],
+)
+def test_paged_prefill_equals_dense(dtype_name: str, heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
+    chunks = [(1, 1), (1, 700), (70, 70), (127, 128), (128, 1000), (129, 129), (300, 2048), (513, 1025)]
+    inputs = prefill_arguments(dtype_name, heads, kv_heads, head_dim, block_size, chunks, "cuda")
+    out = attention.paged_prefill(*inputs)
+    tolerance = {**PAGED_TOLERANCE, "fp32": 5e-6}[dtype_name]
+    torch.testing.assert_close(out.double(), dense_prefill(*inputs), rtol=0, atol=tolerance)
+    gathered = attention.paged_prefill(*inputs, use_kernel=False)
+    torch.testing.assert_close(gathered.double(), out.double(), rtol=0, atol=2 * tolerance)
 
 
 @pytest.fixture
@@ -86,7 +110,7 @@ def greedy(engine: Engine, count: int, use_graphs: bool) -> list[list[int]]:
 
 
 def overwrite_free_memory() -> None:
-    """Fill what the device has free with bytes that are NaN in every floating type, then give it back."""
+    """Fills the free memory of the device with bytes that are NaN in every floating type, then frees it."""
     free, _ = torch.cuda.mem_get_info()
     filler = torch.full((min(free - (1 << 30), 8 << 30),), 0xFF, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
@@ -196,9 +220,9 @@ def test_a_failing_capture_leaves_the_engine_serving(make_engine: MakeEngine, mo
     assert engine.replays > 0
 
 
-def test_everything_that_lasts_is_in_a_region(make_engine: MakeEngine) -> None:
+def test_all_permanent_tensors_are_in_regions(make_engine: MakeEngine) -> None:
     def outside(engine: Engine) -> int:
-        """Bytes that torch holds for what is not in the engine's regions."""
+        """Bytes that torch holds outside of the engine's regions."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         regions = [*engine.memory.of_a_step, engine.memory.cuda_graph]
@@ -242,7 +266,7 @@ def test_one_kernel_attends_for_a_large_batch() -> None:
     assert not out[0].any()
 
 
-def test_caches_of_more_elements_than_32_bits_count() -> None:
+def test_caches_beyond_32_bit_indices_are_addressed_correctly() -> None:
     heads, kv_heads, head_dim, block_size = 32, 8, 128, 16
     num_blocks = (1 << 31) // (block_size * kv_heads * head_dim) + 2
     k_cache, v_cache = torch.empty(
@@ -258,6 +282,6 @@ def test_caches_of_more_elements_than_32_bits_count() -> None:
     table = torch.full((1, 1), last, dtype=torch.int32, device="cuda")
     lengths_B = torch.tensor([2], dtype=torch.int32, device="cuda")
     out = attention.paged_decode(q[:1], k_cache, v_cache, table, lengths_B)
-    part = [cache[last:].float() for cache in (k_cache, v_cache)]
-    expected = attention.paged_decode_torch(q[:1].float(), *part, torch.zeros_like(table), lengths_B)
+    k_part, v_part = (cache[last:].float() for cache in (k_cache, v_cache))
+    expected = attention.paged_decode_torch(q[:1].float(), k_part, v_part, torch.zeros_like(table), lengths_B)
     torch.testing.assert_close(out.float(), expected, rtol=0, atol=1.6e-2)

@@ -1,4 +1,4 @@
-"""The engine's graphs on a GPU: what they hold, the pieces of a prefill, torch.compile, and their memory."""
+"""The engine's graphs on a GPU: their nodes, the pieces of a prefill, torch.compile, and their memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from examples.colocate.engine.model import Config
 from examples.colocate.engine.profile import profile_replays
 from examples.colocate.engine.verify import fill_with_random_context, verify
 from examples.colocate.model import ModelConfig
-from tests.engine_support import MakeEngine, engines  # noqa: F401
+from tests.examples.engine_support import MakeEngine, engines  # noqa: F401
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,16 +52,16 @@ def tokens_of(engine: Engine, lengths: list[int], use_graphs: bool = True) -> li
 
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_graph_is_the_same_at_every_context_length(make_engine: MakeEngine, tmp_path: Path, size: int) -> None:
-    """Node by node: kernels in their order, grids and blocks, and what is copied from where to where."""
+    """Node by node: kernels in their order, grids and blocks, and the addresses of copies."""
     engine = make_engine(graph_batch_sizes=(size,))
     engine.capture()
     pool = torch.cuda.MemPool()
-    dumps = []
+    dumps: list[list[str]] = []
     for context in (1, 1, 300, 2047):  # the first makes the pool's memory, which the others find
         fill_with_random_context(engine, size, context)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         graph.enable_debug_mode()
-        with torch.no_grad(), torch.cuda.graph(graph, pool=pool.id):
+        with torch.no_grad(), torch.cuda.graph(graph, pool=pool.id):  # type: ignore[arg-type]
             engine.decode_step(size)
         path = tmp_path / f"{len(dumps)}.dot"
         graph.debug_dump(str(path))
@@ -85,7 +85,7 @@ def test_graphs_equal_eager_for_every_size_also_after_pauses(make_engine: MakeEn
     engine.capture()
     for _ in range(3):
         rows = verify(engine)
-        assert [row.what for row in rows] == [f"decode {size}" for size in range(1, 7)] + [
+        assert [row.name for row in rows] == [f"decode {size}" for size in range(1, 7)] + [
             "prefill 256 of 256", "prefill 249 of 256", "prefill 512 of 512", "prefill 505 of 512",
         ]  # fmt: skip
         assert all(row.difference == 0.0 for row in rows[:6])
@@ -145,11 +145,50 @@ def test_flash_attention_agrees_with_one_call_for_each_sequence(dtype: torch.dty
         torch.testing.assert_close(out[part].float(), expected, rtol=0, atol=2e-2)
 
 
-def test_compiled_sizes(make_engine: MakeEngine) -> None:
+# Of shapes that no other test has: a kernel that another one compiled would not be compiled again.
+ODD = {
+    hidden: ModelConfig(1003 + hidden, hidden, 2, 10, 5, head_dim, 2 * hidden, 4096, dtype=torch.bfloat16)
+    for hidden, head_dim in ((320, 32), (384, 48), (448, 40))
+}
+
+
+@pytest.mark.parametrize(("hidden", "prefill_sizes"), [(320, None), (384, (96, 384)), (448, ())])
+def test_nothing_compiles_after_a_capture(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, hidden: int, prefill_sizes: tuple[int, ...] | None
+) -> None:
+    """By Triton's own hook, which is also called for kernels from its cache on disk."""
+    from triton import knobs
+
+    compiled: list[str] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **given: compiled.append(given["fn"].name))
+    sizes: dict[str, Any] = {"graph_batch_sizes": (1, 2, 4, 8), "prefill_graph_sizes": prefill_sizes}
+    engine = make_engine(ODD[hidden], max_batch_size=20, prefix_cache=True, **sizes)
+    engine.capture()
+    assert {"_write_kv", "_sample_part", "_attend_part", "_attend_chunk"} <= set(compiled)
+    compiled.clear()
+    lengths = [1, 2, 3, 15, 16, 17, 95, 96, 97, 383, 500, 1024, 1800] + [5] * 12
+    for use_graphs in (None, False):
+        for temperature in (0.0, 1.0):
+            engine.generate(prompts(lengths), SamplingParams(temperature, 24), use_graphs)
+        engine.drop_prefix_cache()
+    assert compiled == []
+
+
+def test_a_capture_does_not_change_sampled_tokens(make_engine: MakeEngine) -> None:
+    sampled = []
+    for capture in (False, True):
+        engine = make_engine(seed=7, prefill_graph_sizes=(96,))
+        if capture:
+            engine.capture()
+        sampled.append(engine.generate(prompts([5, 60]), SamplingParams(1.0, 1)))
+    assert [each.tokens for each in sampled[0]] == [each.tokens for each in sampled[1]]
+
+
+def test_compile_batch_sizes_selects_the_compiled_graphs(make_engine: MakeEngine) -> None:
     engine = make_engine(graph_batch_sizes=(2, 4), compile_batch_sizes=(4,))
     engine.capture()
     rows = verify(engine)
-    assert [row.what for row in rows] == ["decode 2", "decode 4", "compiled 4"]
+    assert [row.name for row in rows] == ["decode 2", "decode 4", "compiled 4"]
     assert rows[0].difference == 0.0
 
 
@@ -162,12 +201,12 @@ def test_without_regions_graphs_serve_as_well(make_engine: MakeEngine) -> None:
     assert tokens_of(make_engine(), [5, 60], use_graphs=False) == expected
 
 
-def test_captures_are_accounted_for(make_engine: MakeEngine) -> None:
+def test_captures_list_their_graphs_and_bytes(make_engine: MakeEngine) -> None:
     engine = make_engine(prefill_graph_sizes=(256,))
     held = memsaver.region("cuda_graph", device="cuda", backup="host").allocated_bytes  # of engines before this one
     engine.capture()
     captures = engine.graphs.captures
-    assert [each.what for each in captures] == ["prefill 256", *(f"decode {size}" for size in range(6, 0, -1))]
+    assert [each.name for each in captures] == ["prefill 256", *(f"decode {size}" for size in range(6, 0, -1))]
     assert captures[0].graphs == MODEL.num_layers + 1
     assert sum(each.nbytes for each in captures) == engine.memory.cuda_graph.allocated_bytes - held
     assert all(each.seconds > 0 for each in captures)

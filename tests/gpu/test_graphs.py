@@ -1,14 +1,17 @@
-"""Captured graphs stay valid while memory goes away and comes back."""
+"""Captured graphs stay valid while memory is released and restored."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import memsaver
+from tests.gpu.fixtures import Inside, Make, Neighbour
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +25,7 @@ def build_model(width: int = 512) -> torch.nn.Module:
     ).cuda()
 
 
-def warm_up(step) -> None:
+def warm_up(step: Callable[[], object]) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -32,7 +35,9 @@ def warm_up(step) -> None:
     torch.cuda.synchronize()
 
 
-def test_three_graphs_that_share_a_pool_replay_after_twenty_pauses(fresh, neighbour, inside):
+def test_three_graphs_that_share_a_pool_replay_after_twenty_pauses(
+    fresh: Make, neighbour: Neighbour, inside: Inside
+) -> None:
     weights, buffers, pool = fresh("weights", "host"), fresh("buffers", "host"), fresh("graphs", "host")
     with torch.no_grad():
         with weights:
@@ -69,7 +74,7 @@ def test_three_graphs_that_share_a_pool_replay_after_twenty_pauses(fresh, neighb
         assert all(inside(parameter, weights) for parameter in model.parameters())
 
 
-def test_a_captured_training_step_goes_on_after_pauses(fresh, neighbour):
+def test_a_captured_training_step_goes_on_after_pauses(fresh: Make, neighbour: Neighbour) -> None:
     """Forward, backward and optimizer in one graph: with pauses it trains as it does without."""
 
     def losses(pauses: bool, tag: str) -> list[float]:
@@ -108,12 +113,12 @@ def test_a_captured_training_step_goes_on_after_pauses(fresh, neighbour):
     assert plain[-1] < plain[0]
 
 
-def test_the_pool_of_a_region_serves_plain_torch_graphs(fresh, neighbour):
+def test_the_pool_of_a_region_serves_plain_torch_graphs(fresh: Make, neighbour: Neighbour) -> None:
     pool, buffers = fresh("pool", "host"), fresh("buffers", "host")
     with buffers:
         values = torch.arange(1000.0, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool.pool.id):
+    with torch.cuda.graph(graph, pool=pool.pool.id):  # type: ignore[arg-type]
         result = values * 2 + 1
     graph.replay()
     assert pool.allocated_bytes > 0
@@ -125,8 +130,29 @@ def test_the_pool_of_a_region_serves_plain_torch_graphs(fresh, neighbour):
     assert torch.equal(result, torch.arange(1000.0, device="cuda") * 2 + 1)
 
 
-def test_state_that_a_graph_keeps_in_its_pool_survives(fresh, neighbour):
-    """Memory that is free to torch and live to the graph: counters of kernels, for example."""
+def test_a_region_is_not_closed_while_a_graph_lives() -> None:
+    pool = memsaver.region("graphs to be closed", device="cuda:0", backup="host")
+    x, out = torch.ones(1 << 20, device="cuda"), torch.zeros(1 << 20, device="cuda")
+    graph = memsaver.CUDAGraph()
+    with memsaver.graph(graph, region=pool):
+        out.copy_(x * 2 + 1)
+    with pytest.raises(memsaver.Error, match=r"cannot be closed: [1-9]\d* bytes of it are allocated"):
+        pool.close()
+    pool.pause()
+    pool.resume()
+    graph.replay()
+    assert torch.equal(out, torch.full_like(out, 3.0))
+    other = memsaver.CUDAGraph()  # the refused close took no pool away: this one shares it
+    with memsaver.graph(other, region=pool):
+        out.copy_(x * 4)
+    other.replay()
+    assert torch.equal(out, torch.full_like(out, 4.0))
+    del graph, other
+    pool.close(timeout=60)
+
+
+def test_state_that_a_graph_keeps_in_its_pool_survives(fresh: Make, neighbour: Neighbour) -> None:
+    """Memory that is free for torch and in use by the graph: counters of kernels, for example."""
     pool = fresh("pool", "host")
     graph = memsaver.CUDAGraph()
     with memsaver.graph(graph, region=pool):
@@ -148,7 +174,7 @@ def test_state_that_a_graph_keeps_in_its_pool_survives(fresh, neighbour):
     assert total.item() == 3 << 20
 
 
-def test_a_failed_capture_leaves_region_pool_and_torch_usable(fresh, inside):
+def test_a_failed_capture_leaves_region_pool_and_torch_usable(fresh: Make, inside: Inside) -> None:
     pool, other = fresh("pool", "host"), fresh("other")
     values = torch.ones(100, device="cuda")
     stream = torch.cuda.current_stream()
@@ -182,12 +208,12 @@ def test_a_failed_capture_leaves_region_pool_and_torch_usable(fresh, inside):
     assert torch.equal(earlier, values * 5)
 
 
-def test_a_pause_during_a_capture_raises_and_the_capture_goes_on(fresh):
+def test_a_pause_during_a_capture_raises_and_the_capture_goes_on(fresh: Make) -> None:
     pool, kv = fresh("pool", "host"), fresh("kv")
     with kv:
         cache = torch.ones(1 << 20, device="cuda")
     for capture in (memsaver.graph, None):
-        graph = memsaver.CUDAGraph() if capture else torch.cuda.CUDAGraph()
+        graph: Any = memsaver.CUDAGraph() if capture else torch.cuda.CUDAGraph()
         manager = memsaver.graph(graph, region=pool) if capture else torch.cuda.graph(graph)
         with manager:
             doubled = cache * 2
@@ -199,7 +225,7 @@ def test_a_pause_during_a_capture_raises_and_the_capture_goes_on(fresh):
         assert result[0].item() == 3
 
 
-def test_frees_and_allocations_in_the_middle_of_a_capture(fresh):
+def test_frees_and_allocations_during_a_capture_keep_contents(fresh: Make) -> None:
     """Segments freed while a capture runs rest until it is over; new ones are mapped meanwhile."""
     pool, scratch = fresh("pool", "host"), fresh("scratch")
     with scratch:
@@ -219,10 +245,10 @@ def test_frees_and_allocations_in_the_middle_of_a_capture(fresh):
     assert other.item() == 16 << 20
 
 
-def test_a_graph_refuses_arguments_that_cannot_be_guarded(fresh):
+def test_a_graph_refuses_arguments_that_cannot_be_guarded(fresh: Make) -> None:
     pool = fresh("pool", "host")
     with pytest.raises(TypeError, match="memsaver.CUDAGraph"):
-        with memsaver.graph(torch.cuda.CUDAGraph(), region=pool):
+        with memsaver.graph(torch.cuda.CUDAGraph(), region=pool):  # type: ignore[arg-type]
             pass
     with pytest.raises(ValueError, match="no region 'nowhere'"):
         with memsaver.graph(memsaver.CUDAGraph(), region=pool, needs=["nowhere"]):
@@ -254,6 +280,6 @@ cache = kv.empty((1 << 20,))
     "last",
     ["", "memsaver.pause()", "kv.__enter__()", "import sys; sys.exit(0)", "del graph", "memsaver.pause(); del model"],
 )
-def test_the_interpreter_ends_cleanly_with_live_graphs(last):
+def test_the_interpreter_ends_cleanly_with_live_graphs(last: str) -> None:
     done = subprocess.run([sys.executable, "-c", EXIT.format(last=last)], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")

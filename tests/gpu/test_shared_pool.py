@@ -1,12 +1,13 @@
-"""Processes that borrow from one pool on a CUDA device: hand-overs, attachments, and sudden ends."""
+"""Processes that borrow from one pool on a CUDA device: hand-overs, attachments, and killed processes."""
 
 from __future__ import annotations
 
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def broker() -> Iterator[Running]:
         yield running
 
 
-def settled(broker: Running) -> dict:
+def settled(broker: Running) -> dict[str, Any]:
     until(lambda: is_whole(broker.status()))
     return broker.status()
 
@@ -47,13 +48,13 @@ def hand_over(owner: Worker, other: Worker, what: str) -> None:
 
 
 @pytest.mark.parametrize("backup", ["host", "none"])
-def test_memory_goes_from_process_to_process_and_contents_stay(broker, backup):
+def test_memory_goes_from_process_to_process_and_contents_stay(broker: Running, backup: str) -> None:
     made = f"numbers = Numbers('numbers', {1536 * MIB}, {backup!r}, {{}})"
     with Worker(broker, IMPORTS, made.format(1), "memsaver.pause()") as one, Worker(broker, IMPORTS) as two:
         two.run(made.format(2))
         for turn in range(6):
             source, target = (two, one) if turn % 2 == 0 else (one, two)
-            target.send("memsaver.resume(timeout=60)")
+            target.send("memsaver.resume(memory_timeout=60)")
             until(lambda: broker.row(target.pid)["waiting"])  # noqa: B023
             source.run("memsaver.pause()")
             target.answer()
@@ -64,19 +65,19 @@ def test_memory_goes_from_process_to_process_and_contents_stay(broker, backup):
         assert one.run("print(unreleased())") == two.run("print(unreleased())") == "0"
 
 
-def test_a_captured_graph_replays_after_its_memory_was_another_processs(broker):
+def test_a_captured_graph_replays_after_its_memory_was_another_processs(broker: Running) -> None:
     with Worker(broker, IMPORTS, "graph, result, expected = captured_sum()") as one, Worker(broker, IMPORTS) as two:
         one.run("memsaver.pause()")
         two.run(f"numbers = Numbers('all', {CAPACITY})")
         for turn in range(3):
             assert one.fails("graph.replay()").startswith("RegionPausedError")
             two.run("numbers.check(); memsaver.pause()")
-            one.run("memsaver.resume(timeout=60); result.zero_(); graph.replay(); torch.cuda.synchronize()")
+            one.run("memsaver.resume(memory_timeout=60); result.zero_(); graph.replay(); torch.cuda.synchronize()")
             one.run("assert torch.equal(result.cpu(), expected); memsaver.pause()")
-            two.run(f"memsaver.resume(timeout=60); numbers.fill({turn})")
+            two.run(f"memsaver.resume(memory_timeout=60); numbers.fill({turn})")
 
 
-def test_views_of_fused_weights_are_shared_without_a_copy(broker):
+def test_views_of_fused_weights_are_shared_without_a_copy(broker: Running) -> None:
     with Worker(broker, IMPORTS) as owner, Worker(broker, IMPORTS) as other:
         owner.run("region = memsaver.region('weights', DEVICE, 'host')")
         owner.run("qkv = region.empty((3072, 1024), torch.bfloat16).zero_(); q, k, v = qkv.split(1024)")
@@ -88,29 +89,29 @@ def test_views_of_fused_weights_are_shared_without_a_copy(broker):
         other.run("assert all(t.is_cuda and (t == 0).all() for name, t in tensors.items() if name != 'scale')")
         other.run("assert tensors['q'].dtype == torch.bfloat16 and tensors['scale'].item() == 0.5")
         other.run("[t.fill_(n + 1) for n, t in enumerate(tensors.values())]; torch.cuda.synchronize()")
-        assert "AttachedError" in owner.fails("memsaver.pause(timeout=0.2)")
+        assert "AttachedError" in owner.fails("memsaver.pause(reader_timeout=0.2)")
         owner.run("assert all((t == n + 1).all() for n, t in enumerate(named.values()))")
         owner.run("assert torch.equal(qkv[1024:2048], k) and (gate_up[1] == 5).all()")
         other.run("attached.close()")
-        owner.run("memsaver.pause(timeout=30); memsaver.resume(timeout=30)")
+        owner.run("memsaver.pause(reader_timeout=30); memsaver.resume(memory_timeout=30)")
         owner.run("assert all((t == n + 1).all() for n, t in enumerate(named.values()))")
 
 
-def test_leaving_waits_for_what_the_attachment_still_runs(broker):
+def test_detaching_waits_for_kernels_of_the_attached_process(broker: Running) -> None:
     with Worker(broker, IMPORTS) as owner, Worker(broker, IMPORTS) as other:
         owner.run(f"numbers = Numbers('weights', {512 * MIB}, 'host')")
         hand_over(owner, other, "numbers.tensor")
         other.run("torch.cuda._sleep(1_000_000_000); tensors.fill_(5); attached.close()")
-        owner.run("assert (numbers.tensor == 5).all(); memsaver.pause(timeout=30)")
+        owner.run("assert (numbers.tensor == 5).all(); memsaver.pause(reader_timeout=30)")
 
 
-def test_the_next_owners_bytes_are_untouched_by_a_killed_clients_kernels(broker):
-    """Memory goes on when the kernel reports the exit, and by then the driver has ended what the client ran."""
+def test_the_next_owners_bytes_are_untouched_by_a_killed_clients_kernels(broker: Running) -> None:
+    """No child holds the driver's descriptors here; tests/gpu/test_under_fire.py has clients with one."""
     with Worker(broker, IMPORTS) as victim, Worker(broker, IMPORTS) as heir:
         heir.run(f"numbers = Numbers('heir', {CAPACITY // 2})")
         heir.run("memsaver.pause()")
         victim.run(f"numbers = Numbers('victim', {CAPACITY})")
-        heir.send("memsaver.resume(timeout=60); numbers.fill(123)")
+        heir.send("memsaver.resume(memory_timeout=60); numbers.fill(123)")
         until(lambda: broker.row(heir.pid)["waiting"])
         victim.run("write_for_long(numbers)")
         assert victim.run("print(is_busy())") == "True"
@@ -122,7 +123,9 @@ def test_the_next_owners_bytes_are_untouched_by_a_killed_clients_kernels(broker)
         assert victim.pid not in pids(broker)
 
 
-def test_clients_killed_at_random_moments(broker, tmp_path, driver_free):
+def test_clients_killed_at_random_moments_leave_the_pool_consistent(
+    broker: Running, tmp_path: Path, driver_free: Callable[[], int]
+) -> None:
     free = driver_free()
     halt = tmp_path / "halt"
     with Worker(broker, IMPORTS) as survivor, Worker(broker, IMPORTS) as nursery:
@@ -139,7 +142,7 @@ def test_clients_killed_at_random_moments(broker, tmp_path, driver_free):
         assert int(survivor.answer()) > 0
         survivor.run("memsaver.pause()")
         check_all(broker)
-        survivor.run("memsaver.resume(timeout=60); numbers.check()")
+        survivor.run("memsaver.resume(memory_timeout=60); numbers.check()")
     broker.kill()
     until(lambda: driver_free() >= free - 256 * MIB)
 
@@ -154,7 +157,7 @@ def check_all(broker: Running) -> None:
     until(lambda: claimant.pid not in pids(broker))
 
 
-def test_brokers_killed_at_random_moments(broker, tmp_path: Path):
+def test_brokers_killed_at_random_moments_leave_contents_intact(broker: Running, tmp_path: Path) -> None:
     halt = tmp_path / "halt"
     made = "numbers = Numbers('numbers', {} * MIB, 'host', {})"
     with Worker(broker, IMPORTS, made.format(1280, 5), "memsaver.pause()") as one, Worker(broker, IMPORTS) as two:

@@ -1,4 +1,4 @@
-"""Where torch's allocations land, and what becomes of them when they are freed."""
+"""The regions of torch's allocations, and their memory after they are freed."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import memsaver
+from tests.gpu.fixtures import Inside, Make, Neighbour
 from tests.support import MIB
 
 pytestmark = pytest.mark.gpu
 
 
-def test_nested_reentered_and_outside(fresh, inside):
+def test_nested_and_reentered_regions_take_their_allocations(fresh: Make, inside: Inside) -> None:
     a, b = fresh("a"), fresh("b")
     with a:
         first = torch.empty(4 * MIB, device="cuda")
@@ -38,7 +41,7 @@ def test_nested_reentered_and_outside(fresh, inside):
     assert not any(inside(tensor, region) for tensor in (fifth, ninth) for region in (a, b))
 
 
-def test_small_allocations_and_explicit_ones_land_too(fresh, inside):
+def test_small_and_explicit_allocations_land_in_the_region(fresh: Make, inside: Inside) -> None:
     region = fresh()
     with region:
         small = [torch.full((10,), float(i), device="cuda") for i in range(100)]
@@ -47,7 +50,7 @@ def test_small_allocations_and_explicit_ones_land_too(fresh, inside):
     assert all(inside(tensor, region) for tensor in (*small, view))
 
 
-def test_backward_lands_where_forward_did(fresh, inside):
+def test_backward_lands_where_forward_did(fresh: Make, inside: Inside) -> None:
     weights, grads = fresh("weights"), fresh("grads")
     with weights:
         model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]).cuda()
@@ -55,13 +58,15 @@ def test_backward_lands_where_forward_did(fresh, inside):
     loss = model(x).square().mean()
     with grads:
         loss.backward()
-    assert all(inside(parameter.grad, grads) for parameter in model.parameters())
+    gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
+    assert all(inside(gradient, grads) for gradient in gradients)
     model.zero_grad(set_to_none=True)
     model(x).square().mean().backward()
-    assert not any(inside(parameter.grad, grads) for parameter in model.parameters())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert not any(inside(gradient, grads) for gradient in gradients)
 
 
-def test_threads_each_in_their_own_region_and_two_in_one(fresh, inside):
+def test_threads_each_in_their_own_region_and_two_in_one(fresh: Make, inside: Inside) -> None:
     a, b = fresh("a"), fresh("b")
     barrier = threading.Barrier(4)
     made: dict[int, list[torch.Tensor]] = {}
@@ -91,7 +96,7 @@ def test_threads_each_in_their_own_region_and_two_in_one(fresh, inside):
     assert not any(inside(tensor, region) for tensor in made[3] for region in (a, b))
 
 
-def test_a_tensor_freed_on_another_thread_and_outside(fresh):
+def test_a_tensor_can_be_freed_on_another_thread_outside_its_region(fresh: Make) -> None:
     region = fresh()
     with region:
         holder = [torch.empty(64 * MIB, device="cuda")]
@@ -102,7 +107,7 @@ def test_a_tensor_freed_on_another_thread_and_outside(fresh):
     assert region.allocated_bytes == 0 and region.mapped_bytes == 0
 
 
-def test_thousands_of_small_tensors_are_few_chunks(fresh):
+def test_thousands_of_small_tensors_share_few_chunks(fresh: Make) -> None:
     region = fresh("many", "host")
     count = 4096
     with region:
@@ -117,7 +122,7 @@ def test_thousands_of_small_tensors_are_few_chunks(fresh):
     assert all(bool((tensor == float(i)).all()) for i, tensor in enumerate(tensors))
 
 
-def test_only_what_is_live_is_copied(fresh):
+def test_only_live_bytes_are_copied(fresh: Make) -> None:
     region = fresh("half", "host")
     with region:
         tensors = [torch.full((16 * MIB,), float(i), device="cuda") for i in range(8)]  # 64 MiB each
@@ -128,7 +133,7 @@ def test_only_what_is_live_is_copied(fresh):
     assert [tensor[0].item() for tensor in tensors] == [1.0, 3.0, 5.0, 7.0]
 
 
-def test_frees_while_paused_and_empty_cache_in_every_state(fresh):
+def test_frees_while_paused_and_empty_cache_in_every_state(fresh: Make) -> None:
     region = fresh("freed", "host")
     with region:
         keep, drop = torch.full((32 * MIB,), 7.0, device="cuda"), torch.full((32 * MIB,), 8.0, device="cuda")
@@ -148,7 +153,7 @@ def test_frees_while_paused_and_empty_cache_in_every_state(fresh):
     assert bool((again == 9.0).all()) and bool((keep == 7.0).all())
 
 
-def test_trim_gives_back_what_pools_hold_free(fresh, driver_free):
+def test_trim_releases_free_memory_of_torch_pools(fresh: Make, driver_free: Callable[[], int]) -> None:
     region = fresh()
     with region:
         keep = torch.ones(MIB, device="cuda")
@@ -164,7 +169,7 @@ def test_trim_gives_back_what_pools_hold_free(fresh, driver_free):
     assert bool((keep == 1).all()) and bool((after == 1).all())
 
 
-def test_allocating_in_a_paused_region_raises(fresh):
+def test_allocating_in_a_paused_region_raises(fresh: Make) -> None:
     region = fresh()
     with region:
         torch.empty(64 * MIB, device="cuda")  # free in torch's pool: it could be handed out again without asking
@@ -184,13 +189,13 @@ def test_allocating_in_a_paused_region_raises(fresh):
         torch.ones(64 * MIB, device="cuda")
 
 
-def test_out_of_memory_is_torchs_own_and_gives_up_retained_chunks_first(fresh, neighbour):
+def test_out_of_memory_in_torch_releases_retained_chunks_first(fresh: Make, neighbour: Neighbour) -> None:
     big, late = fresh("big"), fresh("late")
     with big:
         held = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
     memsaver.configure(retain="8GiB")
     big.pause()
-    assert memsaver.stats()["devices"]["cuda:0"]["retained_bytes"] >= 4 << 30
+    assert memsaver.stats().devices["cuda:0"].retained_bytes >= 4 << 30
     neighbour.tell(f"hold {1 << 30}")
     with late:  # more than is free, less than free and retained: and in another size of chunks
         late_tensors = [torch.ones(6 * MIB, device="cuda") for _ in range(80)]
@@ -225,7 +230,7 @@ assert os.environ[{name!r}] == "expandable_segments:True,max_split_size_mb:512"
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_expandable_segments_stay_out_of_regions_and_in_force_elsewhere(name):
+def test_expandable_segments_stay_out_of_regions_and_in_force_elsewhere(name: str) -> None:
     environment = {**os.environ, name: "expandable_segments:True,max_split_size_mb:512"}
     source = EXPANDABLE.format(name=name)
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300, env=environment)
@@ -241,7 +246,7 @@ params, states = memsaver.region("params", backup="host"), memsaver.region("opti
 grads = memsaver.region("grads")
 def inside(tensor, region):
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return region._core.base <= local.data_ptr() < region._core.base + region._core.span
+    return region.owns(local.data_ptr())
 torch.manual_seed(0)
 with params:
     model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]).cuda()
@@ -272,6 +277,6 @@ dist.destroy_process_group()
 """
 
 
-def test_fsdp2_lands_in_regions_and_trains_across_pauses():
+def test_fsdp2_lands_in_regions_and_trains_across_pauses() -> None:
     done = subprocess.run([sys.executable, "-c", FSDP], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -5,17 +5,20 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import memsaver
+from tests.gpu.fixtures import Make, Neighbour
 from tests.support import GIB, MIB
 
 pytestmark = pytest.mark.gpu
 
 
-def test_a_pause_waits_for_work_in_flight_on_every_stream(fresh):
+def test_a_pause_waits_for_work_in_flight_on_every_stream(fresh: Make) -> None:
     region = fresh("flight", "host")
     with region:
         first, second = torch.zeros(16 * MIB, device="cuda"), torch.zeros(16 * MIB, device="cuda")
@@ -31,7 +34,7 @@ def test_a_pause_waits_for_work_in_flight_on_every_stream(fresh):
     assert bool((first == 1).all()) and bool((second == 2).all())
 
 
-def test_a_freed_segment_rests_until_its_work_is_done(fresh):
+def test_a_freed_segment_rests_until_its_work_is_done(fresh: Make) -> None:
     region = fresh()
     with region:
         tensor = torch.zeros(64 * MIB, device="cuda")
@@ -42,7 +45,8 @@ def test_a_freed_segment_rests_until_its_work_is_done(fresh):
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(100_000_000)
     del tensor
-    pools = memsaver.regions.adapter()._pools[region]
+    adapter: Any = memsaver._adapter.adapter()
+    pools = adapter._pools[region]
     pools.retire_idle().clear()  # torch frees the segment now, with the work still running
     assert region.allocated_bytes == 0 and region.mapped_bytes > 0
     torch.cuda.synchronize()
@@ -50,7 +54,7 @@ def test_a_freed_segment_rests_until_its_work_is_done(fresh):
     assert region.mapped_bytes == 0
 
 
-def test_pausing_twice_does_nothing(fresh):
+def test_pause_of_a_paused_region_is_a_no_op(fresh: Make) -> None:
     region = fresh("twice", "host")
     tensor = region.empty((MIB,)).fill_(3)
     assert region.pause().paused == (region.tag,)
@@ -60,7 +64,9 @@ def test_pausing_twice_does_nothing(fresh):
     assert bool((tensor == 3).all())
 
 
-def test_out_of_memory_at_resume_names_the_holder_and_can_be_retried(fresh, neighbour, driver_free):
+def test_out_of_memory_at_resume_names_the_holder_and_can_be_retried(
+    fresh: Make, neighbour: Neighbour, driver_free: Callable[[], int]
+) -> None:
     region = fresh("needs", "host")
     tensor = region.empty((2 * GIB,), torch.uint8).random_()
     expected = tensor.clone().cpu()
@@ -76,13 +82,13 @@ def test_out_of_memory_at_resume_names_the_holder_and_can_be_retried(fresh, neig
     assert region.state == "paused" and region.backup_bytes == 2 * GIB
     assert abs(driver_free() - before) < 64 * MIB, "a failed resume kept memory"
     with pytest.raises(memsaver.OutOfMemoryError):
-        region.resume(timeout=0.2)
+        region.resume(memory_timeout=0.2)
     neighbour.tell("release")
     region.resume()
     assert torch.equal(tensor.cpu(), expected)
 
 
-def test_a_resume_waits_for_memory_that_another_process_lets_go(fresh, neighbour):
+def test_a_resume_waits_for_memory_that_another_process_lets_go(fresh: Make, neighbour: Neighbour) -> None:
     region = fresh("waits")
     region.empty((2 * GIB,), torch.uint8)
     tensor = region.empty((2 * GIB,), torch.uint8)
@@ -97,13 +103,13 @@ def test_a_resume_waits_for_memory_that_another_process_lets_go(fresh, neighbour
 
     thread = threading.Thread(target=let_go)
     thread.start()
-    region.resume(timeout=60)
+    region.resume(memory_timeout=60)
     thread.join()
     tensor.fill_(1)
     assert done.is_set()
 
 
-def test_two_regions_in_turn_on_a_full_device(fresh, neighbour):
+def test_two_regions_alternate_on_a_full_device(fresh: Make, neighbour: Neighbour) -> None:
     a, b = fresh("a", "host"), fresh("b", "host")
     tensor_a = a.empty((2 * GIB,), torch.uint8).random_()
     kept_a = tensor_a.cpu()
@@ -120,7 +126,7 @@ def test_two_regions_in_turn_on_a_full_device(fresh, neighbour):
         assert torch.equal(tensor_b.cpu(), kept_b)
 
 
-def test_retained_chunks_go_from_region_to_region(fresh):
+def test_retained_chunks_go_from_region_to_region(fresh: Make) -> None:
     a, b = fresh("a"), fresh("b")
     a.empty((2 * GIB,), torch.uint8)
     tensor = a.empty((GIB,), torch.uint8)
@@ -135,12 +141,12 @@ def test_retained_chunks_go_from_region_to_region(fresh):
         memsaver.switch(pause=b.tag, resume=a.tag)
         tensor.fill_(2)
     a.pause()
-    assert memsaver.stats()["devices"]["cuda:0"]["retained_bytes"] >= GIB
+    assert memsaver.stats().devices["cuda:0"].retained_bytes >= GIB
     memsaver.configure(retain=0)
-    assert memsaver.stats()["devices"]["cuda:0"]["retained_bytes"] == 0
+    assert memsaver.stats().devices["cuda:0"].retained_bytes == 0
 
 
-def test_transitions_from_four_threads(fresh):
+def test_transitions_from_four_threads_keep_all_contents(fresh: Make) -> None:
     regions = [fresh(f"t{i}", "host") for i in range(3)]
     tensors = [region.empty((32 * MIB,)).fill_(float(i)) for i, region in enumerate(regions)]
     failures: list[BaseException] = []
@@ -170,7 +176,7 @@ def test_transitions_from_four_threads(fresh):
     assert all(bool((tensor == float(i)).all()) for i, tensor in enumerate(tensors))
 
 
-def test_a_fault_at_every_driver_call_loses_nothing(fresh, driver_free):
+def test_a_fault_at_every_driver_call_loses_nothing(fresh: Make, driver_free: Callable[[], int]) -> None:
     out, into = fresh("out", "host"), fresh("in", "host")
     first, second = out.empty((40 * MIB,)).fill_(1), into.empty((70 * MIB,)).fill_(2)
     into.pause()

@@ -1,4 +1,4 @@
-"""The broker as clients meet it: processes that come, wait, misbehave, hang, die and come back."""
+"""The broker and its clients: demands, waits, invalid messages, stopped and killed processes, and reconnection."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
-from memsaver import __version__, errors, protocol, sockets
-from memsaver.protocol import Message
-from tests.broker_support import PATIENCE_S, Client, Running, until
+from memsaver import __version__, errors
+from memsaver.broker import daemon, discovery, protocol, status
+from memsaver.broker.protocol import Message
+from tests.broker_support import PATIENCE_S, TOLD, Client, Running, granted, sentinel, until
 from tests.support import GIB, MIB, PAGE, ROOT, Peer, run_python
 
 LARGE = 256 * MIB
@@ -50,7 +52,7 @@ def contents(client: Client, chunk: int, size: int = PAGE) -> mmap.mmap:
 # Lending
 
 
-def test_one_memory_goes_from_client_to_client(broker):
+def test_a_chunk_keeps_its_contents_between_clients(broker: Running) -> None:
     one, two = broker.client(), broker.client()
     assert one.capacity == GIB
     [chunk] = one.borrow(PAGE, PAGE)
@@ -66,21 +68,24 @@ def test_one_memory_goes_from_client_to_client(broker):
     assert len(one.files) == len(two.files) == 1
 
 
-def test_a_hand_over_of_many_chunks_comes_in_one_packet(broker):
+def test_a_hand_over_of_many_chunks_comes_in_one_packet(broker: Running) -> None:
     one, two = broker.client(), broker.client()
     chunks = one.borrow(GIB, GIB, PAGE)
     assert len(chunks) == 512
     two.want(500 * PAGE, GIB, PAGE)
     assert two.hear("stalled").words[1] == 1
-    one.say_raw(Message("give", chunks[:300]).encode())
+    one.say_raw(Message("give_back", chunks[:300]).encode())
     until(lambda: broker.row(os.getpid()) and sum(row["held_bytes"] for row in broker.status()["clients"]) == GIB)
     message = two.hear("grant")
-    assert len(message.files) == (len(message.words) - 1) // 4 == 250
+    assert len(message.files) == len(granted(message)) == 250
+    assert list(message.words[1:3]) == [0, 0]  # the next message has the remaining bytes
     message.close()
-    two.hear("grant").close()
+    message = two.hear("grant")
+    assert list(message.words[1:5]) == [1, 1, GIB, 200 * PAGE]
+    message.close()
 
 
-def test_waiting_is_first_come_first_served_and_only_the_head_collects(broker):
+def test_waiting_is_first_come_first_served_and_only_the_head_collects(broker: Running) -> None:
     one, two, three = broker.client(), broker.client(), broker.client()
     chunks = one.borrow(GIB, LARGE)
     two.want(3 * LARGE)
@@ -95,27 +100,35 @@ def test_waiting_is_first_come_first_served_and_only_the_head_collects(broker):
     three.take(LARGE)
 
 
-def test_a_grant_says_what_it_was_asked_for_and_when_it_was_the_last(broker):
+def test_each_answer_has_the_remaining_bytes_of_a_demand(broker: Running) -> None:
     one, two = broker.client(), broker.client()
     chunks = one.borrow(GIB, LARGE)
     request = two.want(LARGE, GIB, PAGE)
-    assert list(two.hear("stalled").words) == [request, 1, LARGE]
-    two.say("more", request, MEDIUM, MEDIUM, MEDIUM)  # instead of as much of the rest
-    assert list(two.hear("stalled").words) == [request, 2, LARGE]
+    assert list(two.hear("stalled").words) == [request, 1, GIB, LARGE]
+    two.say("exchange", request, MEDIUM, MEDIUM, MEDIUM)  # instead of as much of the rest
+    assert list(two.hear("stalled").words) == [request, 2, MEDIUM, MEDIUM, GIB, LARGE - MEDIUM]
     one.give(chunks[:1])
     one.drop(*one.hear("drop").words)
-    limits = []
-    while not limits or MEDIUM + len(limits[1:]) * PAGE < LARGE:
+    parts: list[int] = []
+    sizes: list[int] = []
+    while not sizes or parts:
         message = two.hear("grant")
-        limits += message.words[4::4]
+        sizes += [size for _, size, _ in granted(message)]
+        count, length, *words = message.words[1:]
+        parts = words[: 2 * length]
+        assert count == 2
+        assert sum(parts[1::2]) == LARGE - sum(sizes) and parts[::2] == [GIB][: len(parts) // 2]
         message.close()
-    assert limits == [MEDIUM] + [GIB] * 112
-    message = protocol.receive(two.channel)
-    assert message is not None
-    assert (message.kind, list(message.words)) == ("stalled", [request, 2, 0])
+    assert sizes == [MEDIUM] + [PAGE] * 112
+    two.say("exchange", request, PAGE, PAGE, PAGE)
+    one.give(chunks[1:2])
+    one.drop(*one.hear("drop").words)
+    message = two.hear("grant")
+    assert list(message.words[1:3]) == [3, 0]
+    message.close()
 
 
-def test_closing_a_demand_lets_the_next_one_collect(broker):
+def test_closing_a_demand_lets_the_next_one_collect(broker: Running) -> None:
     one, two, three = broker.client(), broker.client(), broker.client()
     one.borrow(3 * LARGE, LARGE)
     request = two.want(2 * LARGE)
@@ -128,16 +141,16 @@ def test_closing_a_demand_lets_the_next_one_collect(broker):
     three.take(LARGE)
 
 
-def test_a_demand_beyond_the_capacity_is_refused_and_its_client_goes_on(broker):
+def test_a_demand_beyond_the_capacity_is_refused_and_its_client_goes_on(broker: Running) -> None:
     client = broker.client()
     request = client.want(GIB + PAGE)
     code, refused, text = client.refusal()
-    assert (code, refused) == ("no_room", request)
+    assert (code, refused) == ("over_capacity", request)
     assert str(GIB + PAGE) in text and str(GIB) in text
     client.borrow(GIB)
 
 
-def test_large_chunks_are_broken_up_for_small_demands(broker):
+def test_large_chunks_are_broken_up_for_small_demands(broker: Running) -> None:
     one, two = broker.client(), broker.client()
     [chunk] = one.borrow(GIB)
     one.give([chunk])
@@ -149,7 +162,7 @@ def test_large_chunks_are_broken_up_for_small_demands(broker):
     assert broker.status()["total_bytes"] == 3 * PAGE
 
 
-def test_a_client_that_never_drops_is_not_waited_for(broker):
+def test_a_client_that_never_drops_is_not_waited_for(broker: Running) -> None:
     one, two = broker.client(), broker.client()
     one.give(one.borrow(GIB))
     two.want(PAGE, PAGE)
@@ -157,7 +170,7 @@ def test_a_client_that_never_drops_is_not_waited_for(broker):
     assert two.hear("stalled").words[1] == 1
 
 
-def test_scrubbing_is_asked_for_when_a_chunk_changes_hands(broker):
+def test_a_chunk_that_changes_hands_is_granted_with_a_scrub_flag(broker: Running) -> None:
     one, two = broker.client(), broker.client(scrub=1)
     chunks = one.borrow(PAGE, PAGE)
     one.give(chunks)
@@ -174,7 +187,7 @@ def test_scrubbing_is_asked_for_when_a_chunk_changes_hands(broker):
 # Figures
 
 
-def test_figures(broker):
+def test_stats_and_trim_of_a_broker_agree_with_its_clients(broker: Running) -> None:
     one, two = broker.client(), broker.client()
     chunks = one.borrow(3 * MEDIUM, MEDIUM)
     one.give(chunks[:1])
@@ -184,7 +197,7 @@ def test_figures(broker):
     assert list(one.hear("drop").words) == chunks[:1]
 
 
-def test_status_tells_what_clients_report(broker, peer):
+def test_status_shows_the_reports_of_clients(broker: Running, peer: Peer) -> None:
     peer.run("chunks = client.borrow(96 << 20, 32 << 20)")
     row = broker.row(peer.pid)
     assert (row["held_bytes"], row["connected"], row["waiting"], row["regions"]) == (3 * MEDIUM, True, [], [])
@@ -207,7 +220,7 @@ def test_status_tells_what_clients_report(broker, peer):
     assert broker.status()["idle_bytes"] == 0
 
 
-def test_a_status_longer_than_a_packet_leaves_regions_out(broker):
+def test_a_status_longer_than_a_packet_leaves_regions_out(broker: Running) -> None:
     clients = [broker.client() for _ in range(3)]
     for client in clients:
         client.say("report", *[1, 1, 1, 0, 0] * 500, text="\n".join(["tag" * 5] * 500))
@@ -219,7 +232,7 @@ def test_a_status_longer_than_a_packet_leaves_regions_out(broker):
 # Clients that go
 
 
-def test_what_a_killed_client_held_returns(broker, peer):
+def test_memory_of_a_killed_client_returns(broker: Running, peer: Peer) -> None:
     peer.run("chunks = client.borrow(1 << 30)")
     other = broker.client()
     other.want(GIB)
@@ -230,22 +243,109 @@ def test_what_a_killed_client_held_returns(broker, peer):
     assert len(broker.status()["clients"]) == 1
 
 
-def test_also_while_a_forked_child_holds_its_socket(broker, peer):
-    """No hang-up comes then."""
-    child = int(
-        peer.run("chunks = client.borrow(1 << 30); child = os.fork() or (__import__('time').sleep(600)); print(child)")
-    )
+def fork_in(peer: Peer) -> int:
+    """A child of a client, which holds every descriptor of it."""
+    return int(peer.run("child = os.fork() or __import__('time').sleep(600); print(child)"))
+
+
+def test_memory_of_a_killed_client_waits_for_its_forked_child(broker: Running, peer: Peer) -> None:
+    """Work of the client may continue: on a GPU its kernels do, as long as the child holds the driver's descriptors."""
+    peer.run("chunks = client.borrow(1 << 30)")
+    child = fork_in(peer)
     try:
         other = broker.client()
         other.want(GIB)
+        assert list(other.hear("stalled").words[2:]) == [GIB, GIB]
+        peer.kill()
+        until(lambda: broker.row(peer.pid)["exited"])
+        row = broker.row(peer.pid)
+        assert (row["held_bytes"], row["connected"]) == (GIB, False)
+        assert row["kept_by"] == [{"pid": child, "name": errors.process_name(child)}]
+        assert other.look() == (0, GIB, {child: GIB})
+    finally:
+        os.kill(child, signal.SIGKILL)
+    other.take(GIB)
+    assert [row["pid"] for row in broker.status()["clients"]] == [os.getpid()]
+
+
+def test_memory_of_a_killed_client_waits_while_the_driver_lists_it(
+    empty: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty.program = ["-c", TOLD]
+    empty.start()
+    with Peer(MEMSAVER_HOST_DEVICE=empty.environment["MEMSAVER_HOST_DEVICE"]) as peer:
+        peer.run(f"from tests.broker_support import Client; client = Client({str(empty.path)!r})")
+        peer.run("chunks = client.borrow(1 << 30)")
+        (empty.directory / "pids").write_text(f"1 {peer.pid}")
+        other = empty.client()
+        other.want(GIB)
         other.hear("stalled")
         peer.kill()
+        until(lambda: empty.row(peer.pid)["exited"])
+        assert other.look() == (0, GIB, {peer.pid: GIB})
+        assert empty.row(peer.pid)["kept_by"] == []
+        assert "has exited; its memory is kept by the driver" in empty.run("top").stdout
+        (empty.directory / "pids").write_text("1")
         other.take(GIB)
+
+
+def test_a_broker_does_not_start_under_mps(empty: Running) -> None:
+    empty.program = ["-c", TOLD]
+    (empty.directory / "mps").write_text("1")
+    done = empty.run("broker", "--device", "cpu")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "under MPS" in done.stderr
+    assert empty.sockets() == []
+
+
+def test_a_program_that_a_client_has_started_delays_nothing(broker: Running, peer: Peer) -> None:
+    peer.run("chunks = client.borrow(1 << 30); import subprocess")
+    child = int(peer.run("print(subprocess.Popen(['sleep', '600'], close_fds=False).pid)"))
+    try:
+        peer.kill()
+        broker.client().borrow(GIB)
+        os.kill(child, 0)
     finally:
         os.kill(child, signal.SIGKILL)
 
 
-def test_demands_of_a_killed_client_do_not_hold_up_the_others(broker, peer):
+def test_a_client_without_a_sentinel_gets_nothing(broker: Running) -> None:
+    client = broker.client(bring=False, proves=False)
+    assert client.look()[1] == GIB  # as tools do
+    client.say("inventory")
+    code, text = client.is_refused()
+    assert code == "malformed" and "'sentinel'" in text
+
+
+@pytest.mark.parametrize("wrong", ["none", "write end", "file", "socket"])
+def test_a_sentinel_is_the_read_end_of_a_pipe(broker: Running, wrong: str) -> None:
+    client = broker.client(bring=False, proves=False)
+    read, write = os.pipe()
+    files = {"none": (), "write end": (write,), "file": (0,), "socket": (client.channel.fileno(),)}[wrong]
+    client.say("sentinel", files=files)
+    assert client.is_refused()[0] == "malformed"
+    os.close(read)
+    os.close(write)
+
+
+def test_children_that_a_client_has_named_are_waited_for(broker: Running, peer: Peer) -> None:
+    """Those that were forked before it had its sentinel."""
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        peer.run(f"client.say('sentinel', files=(os.pidfd_open({child.pid}),)); chunks = client.borrow(1 << 30)")
+        other = broker.client()
+        other.want(GIB)
+        other.hear("stalled")
+        peer.kill()
+        until(lambda: broker.row(peer.pid)["exited"])
+        assert other.look() == (0, GIB, {child.pid: GIB})
+    finally:
+        child.kill()
+    other.take(GIB)
+    child.wait()
+
+
+def test_demands_of_a_killed_client_do_not_hold_up_the_others(broker: Running, peer: Peer) -> None:
     one, other = broker.client(), broker.client()
     chunks = one.borrow(GIB)
     peer.run("client.want(1 << 30); client.hear('stalled')")
@@ -256,7 +356,7 @@ def test_demands_of_a_killed_client_do_not_hold_up_the_others(broker, peer):
     other.take(GIB)
 
 
-def test_a_hang_up_alone_returns_nothing(broker, peer):
+def test_a_disconnect_of_a_living_client_returns_no_memory(broker: Running, peer: Peer) -> None:
     peer.run("chunks = client.borrow(1 << 30); client.hang_up()")
     until(lambda: not broker.row(peer.pid)["connected"])
     other = broker.client()
@@ -267,7 +367,7 @@ def test_a_hang_up_alone_returns_nothing(broker, peer):
     other.take(GIB)
 
 
-def test_who_comes_back_brings_what_it_uses(broker):
+def test_a_rejoining_client_keeps_only_the_chunks_it_names(broker: Running) -> None:
     one = broker.client()
     chunks = one.borrow(4 * LARGE, LARGE)
     one.hang_up()
@@ -283,17 +383,17 @@ def test_who_comes_back_brings_what_it_uses(broker):
     again.give(chunks[:2])
 
 
-def test_who_comes_back_takes_the_place_of_its_old_socket(broker):
+def test_a_rejoining_client_replaces_its_old_connection(broker: Running) -> None:
     one = broker.client()
     chunks = one.borrow(GIB)
     again = broker.client(one.number, bring=False)
     assert one.is_left()
-    again.say("bring")
+    again.say("inventory")
     assert again.look()[0] == GIB
     assert chunks
 
 
-def test_a_new_broker_adopts_what_clients_bring(broker, peer):
+def test_a_new_broker_adopts_the_chunks_of_rejoining_clients(broker: Running, peer: Peer) -> None:
     one = broker.client()
     mine = one.borrow(3 * LARGE, LARGE)
     with contents(one, mine[0]) as memory:
@@ -317,7 +417,7 @@ def test_a_new_broker_adopts_what_clients_bring(broker, peer):
     two.borrow(LARGE)
 
 
-def test_bringing_goes_on_while_packets_are_full(broker):
+def test_a_client_with_many_chunks_rejoins_in_several_packets(broker: Running) -> None:
     one = broker.client()
     chunks = one.borrow(501 * PAGE, PAGE)
     broker.kill()
@@ -331,7 +431,7 @@ def test_bringing_goes_on_while_packets_are_full(broker):
     assert again.is_refused()[0] == "malformed"
 
 
-def test_more_than_the_capacity_may_be_brought(broker):
+def test_more_than_the_capacity_may_be_brought(broker: Running) -> None:
     one = broker.client()
     chunks = one.borrow(GIB, LARGE)
     broker.kill()
@@ -352,7 +452,7 @@ def test_more_than_the_capacity_may_be_brought(broker):
     two.take(PAGE)
 
 
-def test_a_client_that_hangs_stops_nobody(broker, peer):
+def test_a_stopped_client_does_not_block_the_others(broker: Running, peer: Peer) -> None:
     peer.run("chunks = client.borrow(256 << 20, 2 << 20); client.give(chunks)")
     until(lambda: broker.status()["idle_bytes"] == LARGE)
     os.kill(peer.pid, signal.SIGSTOP)
@@ -372,14 +472,14 @@ def test_a_client_that_hangs_stops_nobody(broker, peer):
     until(lambda: broker.status()["leaving_bytes"] == 0)
 
 
-def test_a_client_that_reads_nothing_stops_nobody(broker):
+def test_a_client_that_never_reads_does_not_block_the_others(broker: Running) -> None:
     deaf, one = broker.client(), broker.client()
     for number in range(20_000):
-        deaf.say("look", number)  # which waits where the broker is slow, not where answers are unread
+        deaf.say("usage", number)  # which waits where the broker is slow, not where answers are unread
         if number % 1000 == 0:
             one.look()
     for number in range(20_000):
-        assert deaf.hear("figures").words[0] == number
+        assert deaf.hear("usage").words[0] == number
 
 
 # Leases
@@ -388,16 +488,16 @@ def test_a_client_that_reads_nothing_stops_nobody(broker):
 def lend(owner: Client, attacher: Client, *rows: tuple[int, int, int], lease: int = 99) -> None:
     """``attacher`` asks, and ``owner`` lends."""
     attacher.say("attach", 5, owner.number, os.getpid(), 3, text="tag\nnone\n0\n2097152")
-    asked = owner.hear("lease")
+    asked = owner.hear("attach_request")
     assert list(asked.words[1:]) == [os.getpid(), 3]
     assert asked.text == "tag\nnone\n0\n2097152"
     parts = [rows[at : at + 250] for at in range(0, len(rows), 250)]
     for at, part in enumerate(parts):
         more = int(at + 1 < len(parts))
-        owner.say("leased", asked.words[0], lease, more, *(word for row in part for word in row))
+        owner.say("attach_reply", asked.words[0], lease, more, *(word for row in part for word in row))
 
 
-def test_a_lease_is_the_owners_memory(broker):
+def test_a_lease_is_the_owners_memory(broker: Running) -> None:
     owner, attacher = broker.client(), broker.client()
     chunks = owner.borrow(2 * PAGE, PAGE)
     lend(owner, attacher, (0, chunks[1], PAGE), (PAGE, chunks[0], PAGE))
@@ -409,10 +509,10 @@ def test_a_lease_is_the_owners_memory(broker):
     answer.close()
     assert {row["attached_bytes"] for row in broker.status()["clients"]} == {2 * PAGE}
     attacher.say("detach", 99)
-    assert list(owner.hear("unlease").words) == [99]
+    assert list(owner.hear("detached").words) == [99]
 
 
-def test_a_lease_of_many_chunks_comes_in_several_packets(broker):
+def test_a_lease_of_many_chunks_comes_in_several_packets(broker: Running) -> None:
     owner, attacher = broker.client(), broker.client()
     chunks = owner.borrow(GIB, PAGE)
     lend(owner, attacher, *((at * PAGE, chunk, PAGE) for at, chunk in enumerate(chunks)))
@@ -426,46 +526,46 @@ def test_a_lease_of_many_chunks_comes_in_several_packets(broker):
     assert [chunk for _, chunk, _ in rows] == chunks
 
 
-def test_a_lease_may_be_refused(broker):
+def test_a_refused_lease_reaches_the_attaching_client(broker: Running) -> None:
     owner, attacher = broker.client(), broker.client()
     attacher.say("attach", 6, owner.number, os.getpid(), 3, text="x")
-    owner.say("leased", owner.hear("lease").words[0], 0, 0, text="of an earlier residence")
-    assert attacher.refusal() == ("no_lease", 6, "of an earlier residence")
+    owner.say("attach_reply", owner.hear("attach_request").words[0], 0, 0, text="of an earlier residence")
+    assert attacher.refusal() == ("not_attached", 6, "of an earlier residence")
     attacher.say("attach", 7, 1, 999, 3, text="x")
     code, serial, text = attacher.refusal()
-    assert (code, serial) == ("no_lease", 7)
+    assert (code, serial) == ("not_attached", 7)
     assert "999" in text
 
 
-def test_an_owner_that_dies_refuses(broker, peer):
+def test_the_death_of_an_owner_refuses_pending_attachments(broker: Running, peer: Peer) -> None:
     number = int(peer.run("print(client.number)"))
     attacher = broker.client()
     attacher.say("attach", 8, number, peer.pid, 3, text="x")
-    peer.run("client.hear('lease')")
+    peer.run("client.hear('attach_request')")
     peer.kill()
     code, serial, text = attacher.refusal()
-    assert (code, serial) == ("no_lease", 8)
+    assert (code, serial) == ("not_attached", 8)
     assert str(peer.pid) in text
 
 
-def test_a_lease_ends_with_the_process_that_is_attached(broker, peer):
+def test_a_lease_ends_with_the_process_that_is_attached(broker: Running, peer: Peer) -> None:
     owner = broker.client()
     [chunk] = owner.borrow(PAGE, PAGE)
     peer.run(f"client.say('attach', 5, {owner.number}, {os.getpid()}, 3, text='x')")
-    asked = owner.hear("lease")
+    asked = owner.hear("attach_request")
     assert asked.words[1] == peer.pid
-    owner.say("leased", asked.words[0], 99, 0, 0, chunk, PAGE)
+    owner.say("attach_reply", asked.words[0], 99, 0, 0, chunk, PAGE)
     peer.run("client.hear('attached'); client.hang_up()")
     assert owner.hears_nothing()  # it may still write
     peer.kill()
-    assert list(owner.hear("unlease").words) == [99]
+    assert list(owner.hear("detached").words) == [99]
 
 
-def test_chunks_of_a_dead_owner_wait_for_who_is_attached(broker, peer):
+def test_chunks_of_a_dead_owner_wait_for_the_attached_process(broker: Running, peer: Peer) -> None:
     attacher = broker.client()
     number, chunk = map(int, peer.run("[chunk] = client.borrow(1 << 30); print(client.number, chunk)").split())
     attacher.say("attach", 5, number, peer.pid, 3, text="x")
-    peer.run(f"client.say('leased', client.hear('lease').words[0], 99, 0, 0, {chunk}, 1 << 30)")
+    peer.run(f"client.say('attach_reply', client.hear('attach_request').words[0], 99, 0, 0, {chunk}, 1 << 30)")
     attacher.hear("attached").close()
     peer.kill()
     until(lambda: len(broker.status()["clients"]) == 1)
@@ -476,12 +576,14 @@ def test_chunks_of_a_dead_owner_wait_for_who_is_attached(broker, peer):
     assert [taken for taken, *_ in other.take(GIB)] == [chunk]
 
 
-def test_leases_go_on_under_a_new_broker(broker, peer):
-    """The owner owes them; what was detached meanwhile ends, in whatever order the two come back."""
+def test_leases_go_on_under_a_new_broker(broker: Running, peer: Peer) -> None:
+    """The owner brings them. Leases that were detached meanwhile end, in either order of reconnection."""
     owner = broker.client()
     [chunk] = owner.borrow(PAGE, PAGE)
     gone = subprocess.Popen(["true"])
+    gone_file = os.pidfd_open(gone.pid)
     gone.wait()
+    pidfds = {peer.pid: os.pidfd_open(peer.pid), gone.pid: gone_file}
     broker.kill()
     broker.start()
     peer.run(f"client = Client({str(broker.path)!r}); client.say('detach', 71)")
@@ -490,22 +592,59 @@ def test_leases_go_on_under_a_new_broker(broker, peer):
     again.files, owner.files = owner.files, {}
     again.bring((chunk, PAGE))
     for lease, pid in ((70, peer.pid), (71, peer.pid), (72, gone.pid)):
-        again.say("owed", lease, pid, chunk)
-    assert [again.hear("unlease").words[0] for _ in range(2)] == [71, 72]
+        again.say("restore", lease, pid, chunk, files=(pidfds[pid],))
+    assert [again.hear("detached").words[0] for _ in range(2)] == [71, 72]
     assert broker.row(peer.pid)["attached_bytes"] == PAGE
     peer.run("client.say('detach', 70)")
-    assert list(again.hear("unlease").words) == [70]
+    assert list(again.hear("detached").words) == [70]
+    for file in pidfds.values():
+        os.close(file)
 
 
-def test_who_leaves_before_it_is_told_of_its_lease_has_none(broker):
+def test_a_lease_lasts_until_forked_children_of_the_attached_process_exit(broker: Running, peer: Peer) -> None:
+    """Also where both the broker and the attached process have died, and the next broker has met neither."""
+    owner = broker.client()
+    [chunk] = owner.borrow(PAGE, PAGE)
+    peer.run(f"client.say('attach', 5, {owner.number}, {os.getpid()}, 3, text='x')")
+    asked = owner.hear("attach_request")
+    owner.say("attach_reply", asked.words[0], 99, 0, 0, chunk, PAGE)
+    peer.run("client.hear('attached').close()")
+    child = fork_in(peer)
+    try:
+        peer.kill()
+        assert owner.hears_nothing()
+        broker.kill()
+        broker.start()
+        again = broker.client(owner.number, bring=False)
+        again.files, owner.files = owner.files, {}
+        again.bring((chunk, PAGE))
+        again.say("restore", 99, peer.pid, chunk, files=tuple(asked.files))
+        again.give([chunk])
+        assert again.hears_nothing()
+        assert broker.status()["idle_bytes"] == 0
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert list(again.hear("detached").words) == [99]
+    assert broker.status()["idle_bytes"] == PAGE
+    asked.close()
+
+
+def test_an_attachment_without_a_way_to_watch_it_is_malformed(broker: Running) -> None:
+    owner = broker.client()
+    [chunk] = owner.borrow(PAGE, PAGE)
+    owner.say("restore", 99, os.getpid(), chunk, files=(sentinel(),))
+    assert owner.is_refused()[0] == "malformed"
+
+
+def test_a_client_that_disconnects_before_its_lease_has_none(broker: Running) -> None:
     owner, attacher = broker.client(), broker.client()
     [chunk] = owner.borrow(PAGE, PAGE)
     attacher.say("attach", 5, owner.number, os.getpid(), 3, text="x")
-    asked = owner.hear("lease")
+    asked = owner.hear("attach_request")
     attacher.hang_up()
     until(lambda: len(broker.status()["clients"]) == 1)
-    owner.say("leased", asked.words[0], 99, 0, 0, chunk, PAGE)
-    assert list(owner.hear("unlease").words) == [99]
+    owner.say("attach_reply", asked.words[0], 99, 0, 0, chunk, PAGE)
+    assert list(owner.hear("detached").words) == [99]
 
 
 # Clients that misbehave
@@ -513,33 +652,34 @@ def test_who_leaves_before_it_is_told_of_its_lease_has_none(broker):
 _UNKNOWN = 1 << 40
 MALFORMED = {
     "too short": b"abc",
-    "unknown kind": struct.pack("<II", 77, 0),
+    "unknown kind": struct.pack("<III", 77, 0, 0),
     "a broker's word": Message("welcome", (1, 2)).encode(),
     "hello again": Message("hello", (1, 2)).encode(),
-    "more words announced": struct.pack("<II", protocol.KINDS["give"], 1 << 30),
-    "text that is none": struct.pack("<IIQ", protocol.KINDS["look"], 1, 1) + b"\xff\xfe",
-    "text without need": Message("look", (1,), "why").encode(),
-    "too few words": Message("want", (1,)).encode(),
-    "half a group": Message("want", (1, PAGE, PAGE)).encode(),
+    "more words announced": struct.pack("<III", protocol.KINDS["give_back"], 1 << 30, 0),
+    "more fields announced": struct.pack("<III", protocol.KINDS["give_back"], 0, 1 << 30),
+    "text that is none": struct.pack("<IIIQ", protocol.KINDS["usage"], 1, 0, 1) + b"\xff\xfe",
+    "text without need": Message("usage", (1,), "why").encode(),
+    "too few words": Message("demand", (1,)).encode(),
+    "half a group": Message("demand", (1, PAGE, PAGE)).encode(),
     "too many words": Message("close", (1, 2)).encode(),
-    "no class": Message("want", (1, PAGE + 1, PAGE, PAGE)).encode(),
-    "no pages": Message("want", (1, PAGE, PAGE, 5)).encode(),
-    "nothing": Message("want", (1, PAGE, PAGE, 0)).encode(),
-    "more of nothing": Message("more", (1, PAGE, PAGE, PAGE)).encode(),
-    "another's chunk": Message("give", (_UNKNOWN,)).encode(),
-    "bring without descriptors": Message("bring", (_UNKNOWN, PAGE)).encode(),
-    "bring late": Message("bring").encode(),
-    "owed of another": Message("owed", (1, 2, _UNKNOWN)).encode(),
+    "no class": Message("demand", (1, PAGE + 1, PAGE, PAGE)).encode(),
+    "no pages": Message("demand", (1, PAGE, PAGE, 5)).encode(),
+    "nothing": Message("demand", (1, PAGE, PAGE, 0)).encode(),
+    "more of nothing": Message("exchange", (1, PAGE, PAGE, PAGE)).encode(),
+    "another's chunk": Message("give_back", (_UNKNOWN,)).encode(),
+    "inventory without descriptors": Message("inventory", (_UNKNOWN, PAGE)).encode(),
+    "inventory late": Message("inventory").encode(),
+    "restore of another": Message("restore", (1, 2, _UNKNOWN)).encode(),
     "scrub": Message("scrub", (2,)).encode(),
     "report without tags": Message("report", (1, 2, 3, 0, 0, 1, 2, 3, 0, 0), "one").encode(),
     "report of no state": Message("report", (1, 2, 3, 9, 0), "one").encode(),
-    "leased unasked": Message("leased", (1, 2, 0)).encode(),
+    "attach_reply unasked": Message("attach_reply", (1, 2, 0)).encode(),
     "longest": b"\0" * (protocol.LONGEST_PACKET + 1),
 }
 
 
 @pytest.mark.parametrize("packet", MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_message_ends_its_connection_alone(broker, packet):
+def test_a_malformed_message_ends_its_connection_alone(broker: Running, packet: bytes) -> None:
     bystander, client = broker.client(), broker.client()
     client.borrow(PAGE, PAGE)
     bystander.want(PAGE, PAGE)
@@ -553,9 +693,10 @@ def test_a_malformed_message_ends_its_connection_alone(broker, packet):
     assert sum(row["held_bytes"] for row in broker.status()["clients"]) == 3 * PAGE
 
 
-def test_descriptors_where_none_belong_are_refused_and_closed(broker):
-    before = broker.descriptors()
-    for kind, words, count in (("give", (), 3), ("bring", (_UNKNOWN, PAGE), 2), ("bring", (_UNKNOWN, PAGE), 1)):
+def test_descriptors_where_none_belong_are_refused_and_closed(broker: Running) -> None:
+    before = broker.idle_descriptors()
+    chunk = (_UNKNOWN, PAGE)
+    for kind, words, count in (("give_back", (), 3), ("inventory", chunk, 2), ("inventory", chunk, 1)):
         client = broker.client(bring=False)
         client.say(kind, *words, files=(0,) * count)
         assert client.is_refused()[0] == "malformed"
@@ -563,40 +704,42 @@ def test_descriptors_where_none_belong_are_refused_and_closed(broker):
 
 
 @pytest.mark.parametrize("sizes", [(PAGE, PAGE + 1), (PAGE, MEDIUM)], ids=["no class", "another size"])
-def test_a_chunk_that_is_not_what_is_said_cannot_be_brought(broker, sizes):
+def test_a_chunk_with_a_wrong_descriptor_is_refused(broker: Running, sizes: tuple[int, int]) -> None:
     file = os.memfd_create("test")
     try:
         os.ftruncate(file, sizes[0])
         client = broker.client(bring=False)
-        client.say("bring", 5, sizes[1], files=(file,))
+        client.say("inventory", 5, sizes[1], files=(file,))
         assert client.is_refused()[0] == "malformed"
     finally:
         os.close(file)
 
 
-def test_a_chunk_is_brought_once_and_by_its_holder(broker):
+def test_a_chunk_is_accepted_once_and_only_from_its_holder(broker: Running) -> None:
     one = broker.client()
     chunks = one.borrow(PAGE, PAGE)
     thief = broker.client(bring=False)
-    thief.say("bring", chunks[0], PAGE, files=(one.files[chunks[0]],))
+    thief.say("inventory", chunks[0], PAGE, files=(one.files[chunks[0]],))
     assert thief.is_refused()[0] == "malformed"
     one.hang_up()
     again = broker.client(one.number, bring=False)
-    again.say("bring", *(chunks[0], PAGE) * 2, files=(one.files[chunks[0]],) * 2)
+    again.say("inventory", *(chunks[0], PAGE) * 2, files=(one.files[chunks[0]],) * 2)
     code, text = again.is_refused()
     assert (code, str(chunks[0]) in text) == ("malformed", True)
 
 
-def test_random_bytes_leave_the_broker_up(broker):
+def test_random_bytes_leave_the_broker_up(broker: Running) -> None:
     draw = random.Random(1)
     bystander = broker.client()
+    bystander.look()
     before = broker.descriptors()
     for _ in range(300):
         client = broker.client(bring=False)
         for _ in range(draw.randint(1, 5)):
             kind = draw.choice([draw.getrandbits(32), *protocol.KINDS.values()])
             words = [draw.choice([0, 1, PAGE, draw.getrandbits(64)]) for _ in range(draw.randint(0, 9))]
-            packet = struct.pack(f"<II{len(words)}Q", kind, draw.choice([len(words), draw.getrandbits(4)]), *words)
+            counts = draw.choice([len(words), draw.getrandbits(4)]), draw.choice([0, 0, draw.getrandbits(2)])
+            packet = struct.pack(f"<III{len(words)}Q", kind, *counts, *words)
             client.say_raw(packet + draw.randbytes(draw.choice([0, 0, 0, 5])), (0,) * draw.choice([0, 0, 0, 2]))
         client.close()
     assert bystander.look()[1] == GIB
@@ -606,7 +749,7 @@ def test_random_bytes_leave_the_broker_up(broker):
 
 def greet(broker: Running, *words: int, text: str = "", kind: str = "hello") -> tuple[str, str]:
     stranger = Client.__new__(Client)
-    stranger.channel = sockets.connect(broker.path)
+    stranger.channel = discovery.connect(broker.path)
     stranger.channel.settimeout(PATIENCE_S)
     stranger.say(kind, *words, text=text)
     try:
@@ -615,27 +758,61 @@ def greet(broker: Running, *words: int, text: str = "", kind: str = "hello") -> 
         stranger.channel.close()
 
 
-def test_another_version_or_device_is_refused(broker):
-    code, text = greet(broker, 0, 5, text=broker.uuid)
-    assert code == "version"
-    assert f"version {protocol.VERSION} " in text and "version 0" in text
-    assert greet(broker, protocol.VERSION + 1, text="whatever that one says")[0] == "version"
-    code, text = greet(broker, protocol.VERSION, 5, text="GPU-of-another")
+def test_another_device_is_refused(broker: Running) -> None:
+    code, text = greet(broker, protocol.VERSION, 5, os.getpid(), text="GPU-of-another")
     assert code == "device"
     assert broker.uuid in text and "GPU-of-another" in text
-    assert greet(broker, 1, kind="look")[0] == "malformed"
+    assert greet(broker, 1, kind="usage")[0] == "malformed"
     assert greet(broker)[0] == "malformed"
 
 
-def test_a_client_number_belongs_to_one_process(broker, peer):
+def test_a_client_number_belongs_to_one_process(broker: Running, peer: Peer) -> None:
     number = int(peer.run("print(client.number)"))
-    code, text = greet(broker, protocol.VERSION, number, text=broker.uuid)
+    code, text = greet(broker, protocol.VERSION, number, os.getpid(), text=broker.uuid)
     assert code == "malformed"
     assert str(peer.pid) in text
 
 
+APART = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]  # a pid namespace of its own
+needs_namespaces = pytest.mark.skipif(
+    subprocess.run(["sh", "-c", f"{' '.join(APART)} true"], check=False, capture_output=True).returncode != 0,
+    reason="no pid namespace can be made here",
+)
+
+
+@needs_namespaces
+def test_a_client_in_a_pid_namespace_of_its_own_is_refused(broker: Running) -> None:
+    program = "import memsaver; memsaver.configure(pool='shared'); memsaver.region('r', device='cpu')"
+    done = subprocess.run(
+        [*APART, sys.executable, "-c", program], env=broker.environment, capture_output=True, text=True, check=False
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("memsaver.errors.BrokerError: ") and "pid namespace" in last and str(broker.path) in last
+    assert broker.client().look()[1] == GIB
+
+
+@needs_namespaces
+def test_a_broker_in_a_pid_namespace_of_its_own_refuses(empty: Running) -> None:
+    empty.prefix = APART
+    empty.start()
+    with pytest.raises(AssertionError, match="'refused'.*another pid namespace"):
+        empty.client()
+    program = "import memsaver; memsaver.configure(pool='shared'); memsaver.region('r', device='cpu')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=empty.environment, capture_output=True, text=True, check=False
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("memsaver.errors.BrokerError: ") and "another pid namespace" in last
+
+
+def test_a_process_with_another_number_in_its_own_namespace_is_refused(broker: Running) -> None:
+    code, text = greet(broker, protocol.VERSION, 5, 1, text=broker.uuid)
+    assert code == "pid_namespace"
+    assert f"process {os.getpid()} " in text and "process 1 in its own" in text
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
-def test_another_user_is_refused(broker):
+def test_another_user_is_refused(broker: Running) -> None:
     program = f"""
         import os, socket, struct
         os.setgid(65534); os.setuid(65534)
@@ -646,16 +823,16 @@ def test_another_user_is_refused(broker):
             print("kept out")
         else:
             uuid = {broker.uuid!r}.encode()
-            channel.send(struct.pack("<IIQQQ", 1, 3, 1, 5, 0) + uuid)
+            channel.send(struct.pack("<IIIQQQ", 1, 3, 0, 1, 5, 0) + uuid)
             packet = channel.recv(65536)
-            print(struct.unpack_from("<IIQQ", packet), packet[24:].decode(), channel.recv(10))
+            print(struct.unpack_from("<IIIQQ", packet), packet[28:].decode(), channel.recv(10))
     """
     assert run_bare(program) == "kept out\n"
     broker.directory.chmod(0o755)
     assert run_bare(program) == "kept out\n"
     broker.path.chmod(0o666)
     said = run_bare(program)
-    assert said.startswith(f"({protocol.KINDS['refused']}, 2, {protocol.REFUSALS['user']}, 0)")
+    assert said.startswith(f"({protocol.KINDS['refused']}, 2, 0, {protocol.REFUSALS['user']}, 0)")
     assert "65534" in said
     assert broker.client().look()[1] == GIB
 
@@ -666,8 +843,9 @@ def run_bare(program: str) -> str:
     return done.stdout
 
 
-def test_many_connections_leak_nothing(broker):
+def test_many_connections_leak_nothing(broker: Running) -> None:
     bystander = broker.client()
+    bystander.look()
     before = broker.descriptors()
     for number in range(1000):
         client = Client(broker.path)
@@ -679,7 +857,7 @@ def test_many_connections_leak_nothing(broker):
     until(lambda: broker.descriptors() <= before + 1)
 
 
-def test_out_of_descriptors_is_said_and_passes():
+def test_a_broker_without_descriptors_reports_it_and_recovers() -> None:
     with Running(limit_files=64) as broker:
         one = broker.client()
         others = []
@@ -687,10 +865,11 @@ def test_out_of_descriptors_is_said_and_passes():
         while not code:
             try:
                 others.append(broker.client())
+                others[-1].look()
             except AssertionError as error:
                 assert "refused" in str(error)
                 code = str(error)
-        assert "out of file descriptors" in code
+        assert "descriptor" in code
         assert one.look()[1] == GIB
         one.want(GIB, PAGE)  # not as many chunks as that
         message = one.hear("grant", "stalled")
@@ -705,14 +884,14 @@ def test_out_of_descriptors_is_said_and_passes():
 # Starting and ending
 
 
-def test_a_device_has_one_broker(broker):
+def test_a_device_has_one_broker(broker: Running) -> None:
     done = broker.run("broker", "--device", "cpu")
     assert done.returncode == 1
     assert f"has a broker already (pid {broker.process.pid}" in done.stderr
     assert broker.client().look()[1] == GIB
 
 
-def test_a_capacity_larger_than_the_device_is_refused(broker):
+def test_a_capacity_larger_than_the_device_is_refused(broker: Running) -> None:
     done = broker.run("broker", "--device", "cpu", "--capacity", "900TiB")
     assert done.returncode == 1
     assert "921600.00 GiB" in done.stderr and broker.environment["MEMSAVER_HOST_DEVICE"] in done.stderr
@@ -724,7 +903,7 @@ def test_a_capacity_larger_than_the_device_is_refused(broker):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_broker_ends_cleanly_when_told(broker, number):
+def test_a_broker_exits_cleanly_on_a_signal(broker: Running, number: int) -> None:
     client = broker.client()
     client.borrow(PAGE, PAGE)
     broker.kill(number)
@@ -734,17 +913,17 @@ def test_a_broker_ends_cleanly_when_told(broker, number):
     broker.start()
 
 
-def test_a_socket_that_a_dead_broker_left_is_replaced(broker):
+def test_a_socket_that_a_dead_broker_left_is_replaced(broker: Running) -> None:
     broker.kill()
     assert broker.path.exists()
     with pytest.raises(errors.BrokerError, match="no broker") as caught:
-        sockets.connect(broker.path)
+        discovery.connect(broker.path)
     assert caught.value.path == str(broker.path)
     broker.start()
     broker.client()
 
 
-def test_a_lingering_broker_ends_when_nobody_is_left():
+def test_a_lingering_broker_exits_after_its_last_client() -> None:
     with Running("1GiB", "--linger", "0.2") as broker:
         client = broker.client()
         time.sleep(0.5)
@@ -784,8 +963,8 @@ def end(pid: int) -> None:
     until(gone)
 
 
-def test_processes_that_need_a_broker_at_once_get_one(empty):
-    program = f"from memsaver import sockets; print(sockets.ensure({empty.uuid!r}, 'cpu', 1 << 29))"
+def test_processes_that_need_a_broker_at_once_get_one(empty: Running) -> None:
+    program = f"from memsaver.broker import daemon; print(daemon.ensure({empty.uuid!r}, 'cpu', 1 << 29))"
     starters = [
         subprocess.Popen([sys.executable, "-c", program], env=empty.environment, stdout=subprocess.PIPE, text=True)
         for _ in range(6)
@@ -795,16 +974,16 @@ def test_processes_that_need_a_broker_at_once_get_one(empty):
         assert starter.returncode == 0
     pid = broker_pid(empty.path)
     assert empty.path.with_suffix(".log").read_text().count("serving cpu") == 1
-    assert sockets.ensure(empty.uuid, "cpu") == empty.path
+    assert daemon.ensure(empty.uuid, "cpu") == empty.path
     assert empty.client().capacity == 1 << 29
     assert broker_pid(empty.path) == pid
     end(pid)
     assert not empty.path.exists()
 
 
-def test_a_started_broker_outlives_who_asked_for_it(empty):
+def test_a_started_broker_outlives_the_client_that_started_it(empty: Running) -> None:
     with Peer(**{name: empty.environment[name] for name in ("MEMSAVER_HOST_DEVICE", "MEMSAVER_POOL_DIR")}) as peer:
-        peer.run(f"from memsaver import sockets; sockets.ensure({empty.uuid!r}, 'cpu')")
+        peer.run(f"from memsaver.broker import daemon; daemon.ensure({empty.uuid!r}, 'cpu')")
         group = int(peer.run("import os; print(os.getpgid(0))"))
         pid = broker_pid(empty.path)
         assert os.getpgid(pid) != group
@@ -813,47 +992,47 @@ def test_a_started_broker_outlives_who_asked_for_it(empty):
     end(pid)
 
 
-def test_a_broker_that_cannot_start_says_why(empty):
+def test_a_broker_that_cannot_start_reports_the_reason(empty: Running) -> None:
     with pytest.raises(errors.BrokerError, match="could not be started.*900000.00 GiB"):
-        sockets.ensure(empty.uuid, "cpu", 900_000 * GIB)
+        daemon.ensure(empty.uuid, "cpu", 900_000 * GIB)
     with pytest.raises(errors.BrokerError, match="after 0 s"):
-        sockets.ensure(empty.uuid, "cpu", timeout_s=0.0)
-    until(lambda: sockets.accepts(empty.path) or not sockets._is_locked(empty.path))
-    if sockets.accepts(empty.path):
+        daemon.ensure(empty.uuid, "cpu", timeout_s=0.0)
+    until(lambda: discovery.accepts(empty.path) or not discovery.is_locked(empty.path))
+    if discovery.accepts(empty.path):
         end(broker_pid(empty.path))
 
 
-def test_the_directory_must_be_this_users_alone(monkeypatch):
+def test_the_directory_must_be_this_users_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="ms") as name:
         monkeypatch.setenv("MEMSAVER_POOL_DIR", f"{name}/new")
-        assert sockets.directory() == Path(name) / "new"
+        assert discovery.directory() == Path(name) / "new"
         assert (Path(name) / "new").stat().st_mode & 0o777 == 0o700
         (Path(name) / "new").chmod(0o770)
         with pytest.raises(errors.ConfigError, match="written by others"):
-            sockets.directory()
+            discovery.directory()
         (Path(name) / "file").touch()
         (Path(name) / "link").symlink_to(name)
         for wrong in ("file", "link"):
             monkeypatch.setenv("MEMSAVER_POOL_DIR", f"{name}/{wrong}")
             with pytest.raises(errors.ConfigError, match="is no directory"):
-                sockets.directory()
+                discovery.directory()
         monkeypatch.setenv("MEMSAVER_POOL_DIR", f"{name}/no/such")
         with pytest.raises(errors.ConfigError, match="No such file"):
-            sockets.directory()
+            discovery.directory()
         monkeypatch.setenv("MEMSAVER_POOL_DIR", f"{name}/{'long' * 20}")
         with pytest.raises(errors.ConfigError, match="107"):
-            sockets.socket_path("GPU-" + "0" * 32)
+            discovery.socket_path("GPU-" + "0" * 32)
         if os.getuid() == 0:
             os.chown(name, 65534, 65534)
             monkeypatch.setenv("MEMSAVER_POOL_DIR", name)
             with pytest.raises(errors.ConfigError, match="belongs to user 65534"):
-                sockets.directory()
+                discovery.directory()
 
 
 # The command line
 
 
-def test_top_prints_all_pools_once(broker, peer):
+def test_top_prints_all_pools_once(broker: Running, peer: Peer) -> None:
     peer.run("chunks = client.borrow(96 << 20, 32 << 20)")
     done = broker.run("top", "--json")
     assert done.returncode == 0, done.stderr
@@ -863,14 +1042,14 @@ def test_top_prints_all_pools_once(broker, peer):
     assert json.loads(broker.run("top", "--json", "--device", "cpu").stdout)["pools"][0]["uuid"] == broker.uuid
 
 
-def test_top_shows_processes_and_regions(broker):
+def test_top_shows_processes_and_regions(broker: Running) -> None:
     shown = show_a_client(broker)
     done = broker.run("top")  # into a pipe, hence once
     assert done.returncode == 0
     assert all(part in done.stdout for part in shown), done.stdout
 
 
-def test_top_goes_on_in_a_terminal_until_interrupted(broker):
+def test_top_goes_on_in_a_terminal_until_interrupted(broker: Running) -> None:
     shown = show_a_client(broker)
     terminal, end = pty.openpty()
     top = subprocess.Popen(
@@ -892,8 +1071,8 @@ def test_top_goes_on_in_a_terminal_until_interrupted(broker):
     assert all(part in text for part in shown), text
 
 
-def show_a_client(broker) -> list[str]:
-    """Has a client hold and report something. Returns what `top` says of it."""
+def show_a_client(broker: Running) -> list[str]:
+    """A client that holds chunks and reports a region. Returns its expected texts in the output of `top`."""
     client = broker.client()
     client.say("report", 5 * GIB, 4 * MIB, 3 * GIB, 2, 1, text="kv cache")
     client.want(2 * MEDIUM, MEDIUM)
@@ -904,7 +1083,144 @@ def show_a_client(broker) -> list[str]:
     ]  # fmt: skip
 
 
-def test_trim_gives_idle_memory_back(broker):
+def test_trim_without_its_broker_lists_the_running_ones(broker: Running) -> None:
+    """The device `cpu` depends on MEMSAVER_HOST_DEVICE of the shell."""
+    here, broker.environment["MEMSAVER_HOST_DEVICE"] = broker.environment["MEMSAVER_HOST_DEVICE"], "1GiB"
+    try:
+        done = broker.run("trim", "--device", "cpu")
+        assert done.returncode == 1
+        assert "no broker of cpu" in done.stderr and "MEMSAVER_HOST_DEVICE" in done.stderr
+        assert f"running: cpu ({broker.uuid})" in done.stderr
+        done = broker.run("trim", "--device", broker.uuid)
+        assert (done.returncode, done.stdout) == (0, f"cpu ({broker.uuid}): 0.0 MiB given back\n"), done.stderr
+    finally:
+        broker.environment["MEMSAVER_HOST_DEVICE"] = here
+
+
+def test_top_shows_the_name_that_the_user_gave_a_process(broker: Running) -> None:
+    names = {"MEMSAVER_HOST_DEVICE": broker.environment["MEMSAVER_HOST_DEVICE"], "MEMSAVER_NAME": "rollout engine"}
+    names["MEMSAVER_POOL_DIR"] = str(broker.directory)
+    with Peer(**names) as peer:
+        peer.run("memsaver.configure(pool='shared'); region = memsaver.region('kv', device='cpu')")
+        peer.run("memsaver.stats()")
+        until(lambda: [row for row in broker.status()["clients"] if row["pid"] == peer.pid])
+        assert broker.row(peer.pid)["name"] == "rollout engine"
+        assert "rollout engine" in broker.run("top").stdout
+
+
+def test_name_of_ray_actor_is_its_title() -> None:
+    with subprocess.Popen(["ray::Trainer.step of job 1", "60"], executable="sleep") as process:
+        try:
+            until(psutil.Process(process.pid).cmdline)  # some sandboxes show it some time after the exec
+            name = status._name(process.pid)
+        finally:
+            process.kill()
+        assert name == "ray::Trainer.step"
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert status._name(process.pid) == "sleep"  # a zombie has no title
+    assert status._name(process.pid) == "?"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["python", "/home/me/train.py", "--token", "secret"], "train.py"),
+        (["/usr/bin/python3.11", "-u", "-W", "ignore", "-X", "dev", "train.py"], "train.py"),
+        (["python3", "-Wignore", "-Xdev", "--check-hash-based-pycs", "always", "--", "train.py"], "train.py"),
+        (["python", "-m", "examples.x", "secret"], "examples.x"),
+        (["python", "-um", "examples.x"], "examples.x"),
+        (["python", "-mexamples.x"], "examples.x"),
+        (["python", "a/folder/"], "folder"),
+        (["python", "-c", "password = 'secret'"], "sleep"),
+        (["python", "-Ic", "password = 'secret'"], "sleep"),
+        (["python", "-", "secret"], "sleep"),
+        (["python"], "sleep"),
+        (["serve", "train.py"], "sleep"),
+        (["python", "\udcff" + 200 * "x"], "?" + 99 * "x"),
+    ],
+)
+def test_name_of_python_process_is_its_script_or_module(arguments: list[str], name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(psutil.Process, "cmdline", lambda self: arguments)
+        patch.setattr(status, "process_name", lambda pid: "sleep")
+        assert status._name(os.getpid()) == name
+
+
+def test_top_shows_the_script_of_a_process_without_its_arguments(broker: Running, tmp_path: Path) -> None:
+    script = tmp_path / "train_with_a_name_of_32_letters.py"
+    script.write_text(
+        "import memsaver\nmemsaver.configure(pool='shared')\nmemsaver.region('kv', device='cpu')\n"
+        "print(flush=True)\ninput()"
+    )
+    command = [sys.executable, str(script), "--token", "secret"]
+    with subprocess.Popen(command, env=broker.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"\n"
+            until(lambda: [row for row in broker.status()["clients"] if row["pid"] == process.pid])
+            assert broker.row(process.pid)["name"] == script.name
+            shown = broker.run("top").stdout
+        finally:
+            process.kill()
+    assert f"{process.pid}  {script.name} holds" in shown and "secret" not in shown
+
+
+def test_top_shows_the_pid_of_the_broker(broker: Running) -> None:
+    assert broker.status()["pid"] == broker.process.pid
+    assert f"cpu ({broker.uuid}), broker pid {broker.process.pid}\n" in broker.run("top").stdout
+
+
+def test_a_detached_broker_closes_the_files_of_its_caller(empty: Running) -> None:
+    """The pipes of `run` end while the broker runs, and so does one that the command inherits."""
+    inherited, writer = os.pipe()
+    started = subprocess.run(
+        [sys.executable, "-m", "memsaver", "broker", "--detach", "--device", "cpu"],
+        env=empty.environment, capture_output=True, text=True, timeout=PATIENCE_S, pass_fds=(writer,), check=False,
+    )  # fmt: skip
+    os.close(writer)
+    pid = broker_pid(empty.path)
+    log = empty.path.with_suffix(".log")
+    try:
+        assert started.returncode == 0, started.stderr
+        assert started.stdout == f"the broker of cpu ({empty.uuid}) runs with pid {pid}, its log is {log}\n"
+        assert os.read(inherited, 1) == b""
+        assert [os.readlink(f"/proc/{pid}/fd/{file}") for file in range(3)] == [os.devnull, str(log), str(log)]
+        assert os.getsid(pid) == pid
+        until(lambda: "serving cpu" in log.read_text())
+        client = empty.client()
+        assert client.borrow(MEDIUM)
+    finally:
+        os.close(inherited)
+        stopped = empty.run("broker", "--stop", "--device", "cpu")
+    assert (stopped.returncode, stopped.stdout) == (0, f"cpu ({empty.uuid}): stopped the broker with pid {pid}\n")
+    assert not discovery.accepts(empty.path) and not discovery.is_locked(empty.path)
+    assert "SIGTERM" in log.read_text()
+
+
+def test_a_detached_broker_that_cannot_start_reports_it_to_the_caller(broker: Running) -> None:
+    done = broker.run("broker", "--detach", "--device", "cpu")
+    assert done.returncode == 1 and "has a broker already" in done.stderr
+
+
+def test_stopping_without_a_broker_is_an_error(empty: Running) -> None:
+    done = empty.run("broker", "--stop")
+    assert done.returncode == 1 and "no broker" in done.stderr
+
+
+def test_an_unknown_device_is_refused_with_those_that_exist(empty: Running) -> None:
+    done = empty.run("broker", "--device", "cuda:99")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("memsaver: there is no device 'cuda:99'; the devices are: cpu")
+
+
+def test_help_of_broker_names_the_defaults_of_starting_and_of_stopping(empty: Running) -> None:
+    shown = " ".join(empty.run("broker", "--help").stdout.split())
+    assert "(default: GPU 0, or cpu on a machine without GPUs; with --stop: all)" in shown
+    assert "(default: 90 % of a GPU, all of the host device)" in shown
+    assert "without --device all of this user" in shown
+
+
+def test_trim_gives_idle_memory_back(broker: Running) -> None:
     client = broker.client()
     chunks = client.borrow(2 * MEDIUM, MEDIUM)
     client.give(chunks)
@@ -916,25 +1232,25 @@ def test_trim_gives_idle_memory_back(broker):
     until(lambda: broker.status()["total_bytes"] == 0)
 
 
-def test_commands_say_when_there_is_no_broker(empty):
+def test_commands_report_a_missing_broker(empty: Running) -> None:
     for command in (["top"], ["top", "--json"], ["trim"], ["trim", "--device", "cpu"]):
         done = empty.run(*command)
         assert (done.returncode, done.stdout) == (1, "")
         assert "no broker" in done.stderr
 
 
-def test_the_command_tells_its_version(empty):
+def test_the_command_prints_its_version(empty: Running) -> None:
     done = empty.run("--version")
     assert done.returncode == 0 and done.stdout.split() == ["memsaver", __version__]
 
 
-def test_importing_memsaver_loads_no_broker():
-    program = "import sys, memsaver; print([name for name in sys.modules if name.startswith('memsaver.')])"
-    loaded = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    for module in (
-        "broker", "server", "lender", "leases", "reports", "clients", "watches", "pool", "demands", "records",
-        "connection", "cli", "visitor",
-    ):  # fmt: skip
-        assert f"memsaver.{module}'" not in loaded
+def test_importing_memsaver_loads_no_broker() -> None:
+    program = "import sys, memsaver; print(*sorted(name for name in sys.modules if name.startswith('memsaver.')))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {name for name in done.stdout.split() if name.startswith(("memsaver.broker", "memsaver.cli"))}
+    assert loaded == {
+        "memsaver.broker",
+        "memsaver.broker.daemon",
+        "memsaver.broker.discovery",
+        "memsaver.broker.procfs",
+    }

@@ -1,6 +1,6 @@
-"""A shared pool whose clients and brokers are killed at random moments, or meet a refusal in each of their calls.
+"""A shared pool whose clients and brokers are killed at random moments, or whose driver calls fail one after the other.
 
-MEMSAVER_TEST_KILLS multiplies the number of kills, and MEMSAVER_TEST_SEED begins the seeds elsewhere.
+MEMSAVER_TEST_KILLS multiplies the number of kills, and MEMSAVER_TEST_SEED is the first seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CLIENT_KILLS = 200 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
 BROKER_KILLS = 50 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
 FIRST_SEED = int(os.environ.get("MEMSAVER_TEST_SEED", "0"))
 CAPACITY = 64 * MIB  # less than two clients would sometimes like to have
-PATIENCE_S = 10.0  # a busy machine is no fault of the pool's; what took longer than a second is counted
+PATIENCE_S = 10.0  # generous, for a busy machine; waits of more than a second are counted
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def broker() -> Iterator[Running]:
 
 
 def books(broker: Running) -> tuple[dict[str, Any], set[int]]:
-    """The status, and who is in it. At any moment each byte is in one place."""
+    """The status, and the pids in it. Checks that each byte is in one place."""
     status = broker.status()
     held = sum(row["held_bytes"] for row in status["clients"])
     assert held + status["idle_bytes"] + status["leaving_bytes"] == status["total_bytes"], status
@@ -41,7 +41,7 @@ def books(broker: Running) -> tuple[dict[str, Any], set[int]]:
 
 
 class Survivors:
-    """Clients that go on through it all, and tell when something is not as they left it."""
+    """Clients that are not killed, and report contents that have changed."""
 
     def __init__(self, broker: Running, halt: Path, count: int) -> None:
         self.halt = halt
@@ -53,7 +53,7 @@ class Survivors:
             worker.send(f"print(moves({seed} * 10 + {number}, {str(self.halt)!r}, '-{seed}'))")
 
     def rest(self) -> None:
-        """Checks, then lets go of what they hold."""
+        """Checks contents, then releases the memory."""
         self.halt.touch()
         for worker in self.workers:
             assert "resume" in worker.answer()
@@ -84,7 +84,7 @@ def check_all(broker: Running, claimant: Worker) -> None:
     assert settled(broker)["idle_bytes"] == CAPACITY == int(claimant.run("print(used_bytes())"))
 
 
-def test_clients_killed_at_random_moments(broker: Running, tmp_path: Path) -> None:
+def test_clients_killed_at_random_moments_leave_the_pool_consistent(broker: Running, tmp_path: Path) -> None:
     slow = []
     with (
         Survivors(broker, tmp_path / "halt", 1) as survivors,
@@ -104,7 +104,7 @@ def test_clients_killed_at_random_moments(broker: Running, tmp_path: Path) -> No
     assert not slow, f"seed and seconds until the pool was whole: {slow}"
 
 
-def test_brokers_killed_at_random_moments(broker: Running, tmp_path: Path) -> None:
+def test_brokers_killed_at_random_moments_leave_contents_intact(broker: Running, tmp_path: Path) -> None:
     slow = []
     with Survivors(broker, tmp_path / "halt", 2) as survivors, Worker(broker) as claimant:
         claimant.run("region = memsaver.region('claim')")
@@ -121,7 +121,7 @@ def test_brokers_killed_at_random_moments(broker: Running, tmp_path: Path) -> No
                 broker.kill()
                 broker.start()
                 if late:
-                    time.sleep(choose.random() * 0.3)  # the other joins before it, and takes what there is
+                    time.sleep(choose.random() * 0.3)  # the other joins before it, and takes the free chunks
                     late.go_on()
                 took = until(lambda: pids <= books(broker)[1], PATIENCE_S)
                 if took > SECOND_S:

@@ -10,11 +10,11 @@ from tests.pool_support import Worker, chunks_of, descriptors_of, is_whole, mapp
 from tests.support import MIB, PAGE
 
 CLIENTS = 8
-CHUNKS = 3  # one client can have what it needs, and another a part of it
+CHUNKS = 3  # enough for one client, and for a part of another's need
 TURNS = int(os.environ.get("MEMSAVER_TEST_TURNS", "10000"))
-WARM_UP = 50  # of each client: descriptors have arrived, allocators have what they keep
-GROWTH = 2 * MIB  # of a process's memory, for what allocators and the interpreter do as they like
-# M_MMAP_THRESHOLD: arrays go back to the system when they are freed, whatever lies above them in the heap by then.
+WARM_UP = 50  # of each client: descriptors have arrived, allocators have their caches
+GROWTH = 2 * MIB  # of a process's memory: a margin for allocators and the interpreter
+# M_MMAP_THRESHOLD: freed arrays go back to the system, also below used memory in the heap.
 LARGE_ARRAYS_ARE_MAPPED = f"ctypes.CDLL(None).mallopt(-3, {MIB})"
 
 
@@ -30,7 +30,7 @@ class Footprint:
         return cls(descriptors_of(pid) - chunks_of(pid), chunks_of(pid), mappings_of(pid), rss_bytes(pid))
 
     def check(self, pid: int, who: str) -> None:
-        until(lambda: Footprint.of(pid).descriptors <= self.descriptors)  # who asked for the status is on its way out
+        until(lambda: Footprint.of(pid).descriptors <= self.descriptors)  # the status connection closes late
         now = Footprint.of(pid)
         assert now.chunks <= CHUNKS, f"{who} has {now.chunks} chunks, there are {CHUNKS}"
         assert now.mappings <= self.mappings + 4, f"{who}: {now.mappings} mappings, {self.mappings} before"
@@ -38,7 +38,7 @@ class Footprint:
         assert grown <= GROWTH, f"{who} has grown by {grown / MIB:.1f} MiB in {TURNS} turns"
 
 
-def test_eight_clients_in_ten_thousand_turns() -> None:
+def test_eight_clients_keep_contents_over_ten_thousand_turns() -> None:
     with Running(str(CHUNKS * PAGE)) as broker:
         workers: list[Worker] = []
         try:

@@ -1,4 +1,4 @@
-"""Several processes on one host device: they see one memory, wait for each other, and outlive each other."""
+"""Several processes on one host device: shared figures, waits for each other, and exits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def hold(peer: Peer, nbytes: int, tag: str = "theirs", backup: str = "host") -> 
 
 
 def row_of(pid: int) -> dict[str, object] | None:
-    rows = memsaver.stats()["devices"]["cpu"]["processes"]
+    rows = memsaver.stats().asdict()["devices"]["cpu"]["processes"]
     return next((row for row in rows if row["pid"] == pid), None)
 
 
-def test_both_see_one_device(peer: Peer) -> None:
+def test_two_processes_share_one_host_device(peer: Peer) -> None:
     driver = _core.open_driver("cpu")
     uuid, total, free = peer.run(
         "driver = _core.open_driver('cpu'); print(driver.uuid(), driver.memory()[1], driver.memory()[0])"
@@ -40,7 +40,7 @@ def test_both_see_one_device(peer: Peer) -> None:
     assert (uuid, int(total), int(free)) == (driver.uuid(), driver.memory()[1], free_bytes())
 
 
-def test_what_one_holds_the_other_sees_taken(peer: Peer) -> None:
+def test_memory_of_one_process_is_used_in_the_other(peer: Peer) -> None:
     before = free_bytes()
     assert row_of(peer.pid) is None
     hold(peer, 64 * MIB)
@@ -55,23 +55,26 @@ def test_what_one_holds_the_other_sees_taken(peer: Peer) -> None:
     assert row_of(peer.pid) is None
 
 
-def test_devices_of_other_sizes_are_other_devices(peer: Peer) -> None:
+def test_host_devices_of_different_sizes_have_different_uuids(peer: Peer) -> None:
     with Peer(MEMSAVER_HOST_DEVICE="64MiB") as other:
         uuid = other.run("print(_core.open_driver('cpu').uuid())")
         assert uuid != peer.run("print(_core.open_driver('cpu').uuid())")
 
 
-def test_memory_that_a_pause_gives_goes_to_the_other_process(make: Make, peer: Peer) -> None:
+def test_memory_released_by_a_pause_goes_to_the_other_process(make: Make, peer: Peer) -> None:
     region = make("host")
     held = blocks(region, [50 * MIB, 100])
     hold(peer, 48 * MIB)
-    peer.run("import ctypes; ctypes.memset(region._core.base, 5, 48 << 20)")
+    peer.run("import ctypes; ctypes.memset(region._core.live()[0][0], 5, 48 << 20)")
     peer.run("region.pause()")
     with Fill():
         for _ in range(3):
             region.pause()
             peer.run("region.resume()")
-            assert peer.run("print(ctypes.string_at(region._core.base, 48 << 20) == b'\\5' * (48 << 20))") == "True"
+            assert (
+                peer.run("print(ctypes.string_at(region._core.live()[0][0], 48 << 20) == b'\\5' * (48 << 20))")
+                == "True"
+            )
             with pytest.raises(memsaver.OutOfMemoryError):
                 region.resume()
             peer.run("region.pause()")
@@ -99,7 +102,7 @@ def test_out_of_memory_names_the_process_that_holds_it(make: Make, peer: Peer) -
     held[0].check()
 
 
-def test_a_resume_waits_for_the_process_that_lets_go(make: Make, peer: Peer) -> None:
+def test_a_resume_waits_for_memory_of_another_process(make: Make, peer: Peer) -> None:
     region = make("host")
     held = blocks(region, [40 * MIB])
     region.pause()
@@ -107,7 +110,7 @@ def test_a_resume_waits_for_the_process_that_lets_go(make: Make, peer: Peer) -> 
     with pytest.raises(memsaver.OutOfMemoryError):
         region.resume()
     peer.send("import time; time.sleep(0.1); region.pause()")
-    assert region.resume(timeout=60.0).resumed == (region.tag,)
+    assert region.resume(memory_timeout=60.0).resumed == (region.tag,)
     peer.answer()
     held[0].check()
 
@@ -121,7 +124,7 @@ def test_a_killed_process_leaves_its_memory_to_the_others(make: Make, peer: Peer
     assert row_of(peer.pid) is None
 
 
-def test_an_allocation_can_have_what_a_killed_process_held(make: Make, peer: Peer) -> None:
+def test_an_allocation_gets_the_memory_of_a_killed_process(make: Make, peer: Peer) -> None:
     region = make()
     hold(peer, free_bytes() - 4 * MIB, backup="none")
     with pytest.raises(memsaver.OutOfMemoryError):
@@ -130,13 +133,13 @@ def test_an_allocation_can_have_what_a_killed_process_held(make: Make, peer: Pee
     blocks(region, [40 * MIB])[0].check()
 
 
-def test_a_resume_that_waits_gets_what_a_killed_process_held(make: Make, peer: Peer) -> None:
+def test_a_waiting_resume_gets_the_memory_of_a_killed_process(make: Make, peer: Peer) -> None:
     region = make("host")
     held = blocks(region, [40 * MIB])
     region.pause()
     hold(peer, free_bytes() // PAGE * PAGE, backup="none")
     peer.send("import os, time; time.sleep(0.1); os.kill(os.getpid(), 9)")
-    region.resume(timeout=60.0)
+    region.resume(memory_timeout=60.0)
     held[0].check()
 
 
@@ -154,7 +157,7 @@ def test_a_process_killed_in_the_middle_of_transitions_leaves_nothing(make: Make
     blocks(region, [3 * MIB])[0].check()
 
 
-def test_retained_chunks_are_taken_for_the_others(make: Make, peer: Peer) -> None:
+def test_retained_chunks_count_as_used_in_other_processes(make: Make, peer: Peer) -> None:
     before = free_bytes()
     peer.run("memsaver.configure(retain='64MiB')")
     hold(peer, 32 * MIB)
@@ -164,10 +167,10 @@ def test_retained_chunks_are_taken_for_the_others(make: Make, peer: Peer) -> Non
     assert free_bytes() == before
 
 
-def test_two_that_want_everything_take_turns(peer: Peer) -> None:
-    """Each asks for more than half: chunks taken piecemeal would leave both with half of what they need."""
+def test_two_processes_that_need_all_memory_take_turns(peer: Peer) -> None:
+    """Each asks for more than half: chunks taken one by one would leave both with half of their need."""
     size = str(200 * MIB + os.getpid() % 15 * PAGE)  # hardly that of another run beside this one
-    statement = "[(region.resume(timeout=60.0), region.pause()) for _ in range(20)]"
+    statement = "[(region.resume(memory_timeout=60.0), region.pause()) for _ in range(20)]"
     with Peer(MEMSAVER_HOST_DEVICE=size) as one, Peer(MEMSAVER_HOST_DEVICE=size) as two:
         for process in (one, two):
             hold(process, 120 * MIB, backup="none")
@@ -177,7 +180,7 @@ def test_two_that_want_everything_take_turns(peer: Peer) -> None:
         for process in (one, two):
             process.answer()
         for process in (one, two):
-            assert process.run("print(memsaver.stats()['devices']['cpu']['free_bytes'])") == size
+            assert process.run("print(memsaver.stats().devices['cpu'].free_bytes)") == size
 
 
 def test_a_chunk_crosses_to_another_process_by_descriptor(peer: Peer) -> None:

@@ -1,4 +1,4 @@
-"""The quick start runs, and says so by its exit status."""
+"""The quick start runs and exits with status 0."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_quick_start_succeeds():
-    size = (512 << 20) + os.getpid() % 100 * (2 << 20)  # apart from what runs beside it
+def test_the_quick_start_succeeds() -> None:
+    size = (512 << 20) + os.getpid() % 100 * (2 << 20)  # no device that a concurrent process uses
     done = subprocess.run(
         [sys.executable, "-m", "examples.quickstart"],
         cwd=ROOT,

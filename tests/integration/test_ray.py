@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,16 @@ import torch  # noqa: E402
 
 import memsaver  # noqa: E402
 from memsaver.ray import Colocated, Group, placement  # noqa: E402
+from tests.ray_support import cluster_of_one_machine  # noqa: E402
 
 MIB = 1 << 20
 DEVICE_BYTES = 162 * MIB  # a size of its own: processes that name the same size share the device
 SHARE_BYTES = 64 * MIB  # of one rank, in whole chunks: two fit, three do not
 PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params", "scratch"]}}
+
+Spawn = Callable[..., list[Any]]
+Ranks = tuple[list[Any], list[Any]]  # the engines and the trainers
+Colocation = tuple[Group, list[Any], list[Any]]
 
 
 class Worker(Colocated):
@@ -52,18 +58,18 @@ class Worker(Colocated):
     def states(self) -> dict[str, str]:
         return {each.tag: each.state for each in memsaver.regions.all_regions()}
 
-    def free_bytes(self) -> int:
+    def free_bytes(self) -> int | None:
         memsaver.region(self.tags[0], device="cpu", backup="host")
-        return self.stats()["devices"]["cpu"]["free_bytes"]
+        return self.stats().devices["cpu"].free_bytes
 
     def break_next_resume(self) -> None:
         self.breaks = True
 
-    def resume(self, tags=None, restore=True, timeout=0.0):
+    def resume(self, tags: Any = None, restore: Any = True, **bounds: Any) -> memsaver.Transition:
         if self.breaks:
             self.breaks = False
             raise memsaver.BackupError("broken for the test", needed_bytes=1, held_bytes=0)
-        return super().resume(tags, restore, timeout)
+        return super().resume(tags, restore=restore, **bounds)
 
     def colocated_failed(self, role: str, rank: int, error: Exception) -> None:
         self.told.append((role, rank, type(error).__name__))
@@ -77,7 +83,7 @@ class Worker(Colocated):
 
 
 class Bystander:
-    """Not derived from Colocated: it has what a group needs and no more."""
+    """Not derived from Colocated: it has only the methods that a group needs."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[str]]] = []
@@ -93,27 +99,19 @@ class Bystander:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster():
+def cluster() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
-    ray.init(
-        address="local",
-        num_cpus=4,
-        num_gpus=0,
-        include_dashboard=False,
-        object_store_memory=80 * MIB,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"MEMSAVER_HOST_DEVICE": str(DEVICE_BYTES), "OMP_NUM_THREADS": "1"}},
-    )
-    yield
-    ray.shutdown()
+    variables = {"MEMSAVER_HOST_DEVICE": str(DEVICE_BYTES), "OMP_NUM_THREADS": "1"}
+    with cluster_of_one_machine(runtime_env={"env_vars": variables}):
+        yield
 
 
 @contextmanager
-def spawning() -> Iterator[Callable[..., list]]:
+def spawning() -> Iterator[Spawn]:
     """Makes actors that end with the block."""
     actors = []
 
-    def make(kind: type, count: int, *args: object) -> list:
+    def make(kind: type, count: int, *args: object) -> list[Any]:
         new = [ray.remote(kind).options(num_cpus=0).remote(*args) for _ in range(count)]
         actors.extend(new)
         return new
@@ -124,13 +122,13 @@ def spawning() -> Iterator[Callable[..., list]]:
 
 
 @pytest.fixture
-def spawn():
+def spawn() -> Iterator[Spawn]:
     with spawning() as make:
         yield make
 
 
 @pytest.fixture(scope="module")
-def ranks(cluster):
+def ranks(cluster: None) -> Iterator[Ranks]:
     """Two engines and two trainers with contents, all paused."""
     with spawning() as make:
         engines, trainers = make(Worker, 2, "weights", "kv_cache"), make(Worker, 2, "params", "scratch")
@@ -141,21 +139,21 @@ def ranks(cluster):
 
 
 @pytest.fixture
-def colocated(ranks):
+def colocated(ranks: Ranks) -> Iterator[Colocation]:
     """A group of these ranks in the "rollout" phase: there is room for one pair. Afterwards all is free again."""
     engines, trainers = ranks
     group = Group(engine=engines, trainer=trainers, phases={**PHASES, "none": {}})
-    with group.phase("rollout"):
+    with group.enter("rollout"):
         yield group, engines, trainers
-    with group.phase("none"):
+    with group.enter("none"):
         pass
 
 
-def test_roles_take_turns_and_keep_addresses_and_contents(colocated):
+def test_roles_take_turns_and_keep_addresses_and_contents(colocated: Colocation) -> None:
     group, engines, trainers = colocated
     addresses = ray.get([each.address.remote() for each in engines + trainers])
     for _ in range(2):
-        with group.phase("train") as outcome:
+        with group.enter("train") as outcome:
             assert group.entered == "train"
             assert ray.get([each.intact.remote(20 + rank) for rank, each in enumerate(trainers)]) == [True, True]
             assert ray.get(engines[0].states.remote())["weights"] == "paused"
@@ -163,37 +161,39 @@ def test_roles_take_turns_and_keep_addresses_and_contents(colocated):
             assert [each.paused for each in outcome.paused["engine"]] == [("weights",)] * 2
             assert sum(each.restored_bytes for each in outcome.transitions) >= 2 * SHARE_BYTES
             assert ray.get(engines[0].free_bytes.remote()) < SHARE_BYTES
-        with group.phase("rollout") as outcome:
+        with group.enter("rollout") as outcome:
             assert ray.get([each.intact.remote(10 + rank) for rank, each in enumerate(engines)]) == [True, True]
             assert outcome.seconds > 0
     assert ray.get([each.address.remote() for each in engines + trainers]) == addresses
-    with group.phase("none"):
+    with group.enter("none"):
         assert ray.get(engines[0].free_bytes.remote()) == DEVICE_BYTES
     assert ray.get(engines[0].states.remote()) == {"weights": "paused", "kv_cache": "paused"}
 
 
-def test_what_no_phase_names_stays_where_it_is(colocated):
+def test_a_region_that_no_phase_names_stays_active(colocated: Colocation) -> None:
     group, engines, _ = colocated
-    with group.phase("rollout"):
+    with group.enter("rollout"):
         assert ray.get(engines[0].states.remote()) == {"weights": "active", "kv_cache": "paused"}
 
 
-def test_a_role_can_come_without_its_contents(colocated):
+def test_a_role_can_be_resumed_without_contents(colocated: Colocation) -> None:
     group, engines, trainers = colocated
-    with group.phase("train", restore={"engine": False}) as outcome:
+    with pytest.raises(ValueError, match="restore names the role 'engine', expected one with a tag that resumes"):
+        group.enter("train", restore={"engine": False})
+    with group.enter("train") as outcome:
         assert [each.copied_bytes for each in outcome.resumed["trainer"]] == [SHARE_BYTES // 2] * 2
-    with group.phase("rollout", restore={"engine": False}) as outcome:
+    with group.enter("rollout", restore={"engine": False}) as outcome:
         assert [each.copied_bytes for each in outcome.resumed["engine"]] == [0, 0]
     ray.get([each.fill.remote(10 + rank) for rank, each in enumerate(engines)])
 
 
-def test_one_ranks_error_is_told_to_all_undone_and_can_be_retried(colocated):
+def test_the_error_of_one_rank_undoes_the_turn_and_can_be_retried(colocated: Colocation) -> None:
     group, engines, trainers = colocated
     ray.get(trainers[1].break_next_resume.remote())
     with pytest.raises(memsaver.Error, match="phase 'train'.*trainer 1.*'params', 'scratch'.*broken for") as raised:
-        with group.phase("train"):
+        with group.enter("train"):
             pytest.fail("entered")
-    error = raised.value
+    error: Any = raised.value
     assert (error.phase, error.role, error.rank) == ("train", "trainer", 1)
     assert isinstance(error.__cause__, memsaver.BackupError)
     assert pickle.loads(pickle.dumps(error)).rank == 1
@@ -202,65 +202,66 @@ def test_one_ranks_error_is_told_to_all_undone_and_can_be_retried(colocated):
     assert ray.get([each.heard.remote() for each in others]) == [[("trainer", 1, "BackupError")]] * 3
     assert ray.get(trainers[1].heard.remote()) == []
     assert set(ray.get(trainers[0].states.remote()).values()) == {"paused"}
-    with group.phase("train"):
+    with group.enter("train"):
         assert ray.get([each.intact.remote(20 + rank) for rank, each in enumerate(trainers)]) == [True, True]
     assert group.entered == "train"
 
 
-def test_memory_that_is_not_free_is_named_and_the_turn_can_be_retried(colocated, spawn):
+def test_a_turn_without_memory_names_the_holder_and_can_be_retried(colocated: Colocation, spawn: Spawn) -> None:
     group, engines, _ = colocated
     (stranger,) = spawn(Worker, 1, "stranger", "stranger_scratch")
     ray.get(stranger.make.remote(1))
     with pytest.raises(memsaver.Error, match="trainer . could not resume.*OutOfMemoryError") as raised:
-        with group.phase("train"):
+        with group.enter("train"):
             pytest.fail("entered")
     cause = raised.value.__cause__
     assert isinstance(cause, memsaver.OutOfMemoryError)
     assert cause.free_bytes < cause.needed_bytes
     assert ray.get(engines[0].free_bytes.remote()) == DEVICE_BYTES - SHARE_BYTES  # the trainer that fitted is out again
     leaves = stranger.pause.remote()
-    with group.phase("train", timeout=30.0):
+    with group.enter("train", memory_timeout=30.0):
         assert ray.get(leaves).released_bytes == SHARE_BYTES
 
 
-def test_a_dead_actor_gives_a_clear_error(spawn):
+def test_a_dead_actor_gives_a_clear_error(spawn: Spawn) -> None:
     first, second = spawn(Worker, 2, "params", "scratch")
     group = Group(trainer=[first, second], phases={"train": {"trainer": ["params"]}, "none": {}})
     ray.get(second.make.remote(1))
-    with group.phase("none"):
+    with group.enter("none"):
         pass
     os.kill(ray.get(first.pid.remote()), signal.SIGKILL)
     for _ in range(2):
         with pytest.raises(memsaver.Error, match="trainer 0 could not prepare to resume 'params': .*died") as raised:
-            with group.phase("train"):
+            with group.enter("train"):
                 pytest.fail("entered")
-        assert isinstance(raised.value.__cause__, ray.exceptions.RayActorError)
-        assert (raised.value.role, raised.value.rank) == ("trainer", 0)
+        error: Any = raised.value
+        assert isinstance(error.__cause__, ray.exceptions.RayActorError)
+        assert (error.role, error.rank) == ("trainer", 0)
     assert ray.get(second.states.remote()) == {"params": "paused", "scratch": "active"}
     assert len(ray.get(second.heard.remote())) == 2
 
 
-def test_regions_need_not_exist_to_leave_but_to_come(spawn):
+def test_a_turn_pauses_missing_regions_but_does_not_resume_them(spawn: Spawn) -> None:
     engines, (trainer,) = spawn(Worker, 1, "weights", "kv_cache"), spawn(Worker, 1, "params", "scratch")
     group = Group(engine=engines, trainer=trainer, phases=PHASES)
     ray.get(trainer.make.remote(1))
-    with group.phase("train"):  # the engine has no regions yet
+    with group.enter("train"):  # the engine has no regions yet
         pass
-    with pytest.raises(memsaver.Error, match="engine 0.*no region 'weights'") as raised, group.phase("rollout"):
+    with pytest.raises(memsaver.Error, match="engine 0.*no region 'weights'") as raised, group.enter("rollout"):
         pytest.fail("entered")
     assert isinstance(raised.value.__cause__, ValueError)
-    assert ray.get(trainer.states.remote()) == {"params": "active", "scratch": "active"}  # and nobody has left for it
+    assert ray.get(trainer.states.remote()) == {"params": "active", "scratch": "active"}  # no pause for it
 
 
-def test_members_need_only_pause_and_resume(spawn):
+def test_members_need_only_pause_and_resume(spawn: Spawn) -> None:
     (bystander,) = spawn(Bystander, 1)
     group = Group(engine=bystander, phases={"on": {"engine": ["a"]}, "off": {}})
-    with group.phase("on"), group.phase("off"):
+    with group.enter("on"), group.enter("off"):
         pass
     assert ray.get(bystander.seen.remote()) == [("resume", ["a"]), ("pause", ["a"])]
 
 
-def test_actors_on_shares_of_a_bundle(spawn):
+def test_actors_share_a_bundle_of_their_placement(spawn: Spawn) -> None:
     room, options = placement(ranks=2, roles=2, num_cpus=1)
     assert [each["num_gpus"] for each in options] == [0.0, 0.0]
     actors = [ray.remote(Bystander).options(**options[rank]).remote() for rank in (0, 1) for _ in range(2)]
@@ -274,8 +275,10 @@ def test_actors_on_shares_of_a_bundle(spawn):
         placement(ranks=0)
 
 
-def test_wrong_arguments_name_what_was_expected(spawn):
+def test_wrong_arguments_raise_and_name_the_expectation(spawn: Spawn) -> None:
     (actor,) = spawn(Bystander, 1)
+    phases: Any
+    roles: Any
     for error, text, phases, roles in [
         (ValueError, "no roles", PHASES, {}),
         (ValueError, "'engine' has no members", PHASES, {"engine": []}),
@@ -300,14 +303,16 @@ def test_wrong_arguments_name_what_was_expected(spawn):
             Group(phases=phases, **roles)
 
     group = Group(engine=actor, phases={"on": {"engine": ["a"]}})
+    options: Any
     for error, text, name, options in [
         (ValueError, "no phase 'off'; there are 'on'", "off", {}),
-        (ValueError, "seconds of 0 or more", "on", {"timeout": -1}),
-        (ValueError, "seconds of 0 or more", "on", {"timeout": float("nan")}),
-        (TypeError, "expected seconds", "on", {"timeout": "1"}),
+        (ValueError, "^timeout is -1, expected seconds of 0 or more", "on", {"timeout": -1}),
+        (ValueError, "^memory_timeout is nan, expected seconds of 0 or more", "on", {"memory_timeout": float("nan")}),
+        (TypeError, "^reader_timeout is '1', expected seconds", "on", {"reader_timeout": "1"}),
+        (TypeError, "^reader_timeout is None, expected seconds", "on", {"reader_timeout": None}),
         (ValueError, "role 'x', expected one of 'engine'", "on", {"restore": {"x": True}}),
         (TypeError, "expected True or False", "on", {"restore": "engine"}),
     ]:
-        with pytest.raises(error, match=text), group.phase(name, **options):
+        with pytest.raises(error, match=text), group.enter(name, **options):
             pytest.fail("entered")
     assert ray.get(actor.seen.remote()) == []

@@ -19,7 +19,7 @@ ray = pytest.importorskip("ray", reason="needs ray")
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 import memsaver  # noqa: E402
-from memsaver import sockets  # noqa: E402
+from memsaver.broker import discovery  # noqa: E402
 from memsaver.ray import Colocated, Group, placement, start_brokers  # noqa: E402
 from tests import ray_support  # noqa: E402
 from tests.ray_support import Buffer  # noqa: E402
@@ -55,11 +55,11 @@ class Rank(Colocated):
     def break_next_resume(self) -> None:
         self.breaks = True
 
-    def resume(self, tags: Any = None, restore: bool = True, timeout: float = 0.0) -> Any:
+    def resume(self, tags: Any = None, restore: Any = True, **bounds: Any) -> Any:
         if self.breaks:
             self.breaks = False
             raise OSError("broken for the test")
-        return super().resume(tags, restore, timeout)
+        return super().resume(tags, restore=restore, **bounds)
 
     def colocated_failed(self, role: str, rank: int, error: Exception) -> None:
         self.told.append(f"{role} {rank}")
@@ -111,13 +111,13 @@ def machines() -> Iterator[list[Machine]]:
     try:
         # They have outlived their starters, the actors and the raylets.
         for machine in found:
-            assert all(sockets.accepts(path) for path in machine.pools.glob("*.sock"))
+            assert all(discovery.accepts(path) for path in machine.pools.glob("*.sock"))
         assert brokers
     finally:
         for pid in brokers:
             os.kill(pid, signal.SIGTERM)
         for machine in found:
-            until(lambda each=machine: not list(each.pools.glob("*.sock")))
+            until(lambda: not list(machine.pools.glob("*.sock")))  # noqa: B023
             shutil.rmtree(machine.pools)
 
 
@@ -153,11 +153,11 @@ def test_turns_over_nodes_with_a_broker_on_each(machines: list[Machine]) -> None
     assert where == ray.get([each.where.remote() for each in trainers])
     assert {(each.node, True, each.uuid) for each in brokers} == set(where)
 
-    # Nobody waits by the caller's word: the memory is on its way.
+    # No timeout is given: a turn that hands memory over waits for it by default.
     group = Group(engine=engines, trainer=trainers, phases=PHASES)
     for _ in range(3):
         for name, coming, seed, away in (("rollout", engines, 10, trainers), ("train", trainers, 20, engines)):
-            with group.phase(name) as turn:
+            with group.enter(name) as turn:
                 assert turn.side_by_side
                 assert turn.seconds > 0
                 intact = [actor.intact.remote(seed + rank) for rank, actor in enumerate(coming)]
@@ -166,27 +166,27 @@ def test_turns_over_nodes_with_a_broker_on_each(machines: list[Machine]) -> None
 
     ray.get(trainers[1].limit.remote(0))
     with pytest.raises(memsaver.Error, match="trainer 1 could not prepare to pause") as raised:
-        with group.phase("rollout"):
+        with group.enter("rollout"):
             pytest.fail("entered")
     assert isinstance(raised.value.__cause__, memsaver.BackupError)
     assert ray.get([each.state.remote() for each in trainers + engines]) == ["active"] * 2 + ["paused"] * 2
     ray.get(trainers[1].limit.remote(None))
 
-    # Past that point what leaves is paused, and what has come leaves again.
+    # After the commit outgoing regions are paused, and regions that were resumed are paused again.
     ray.get(engines[0].break_next_resume.remote())
-    with pytest.raises(memsaver.Error, match="engine 0 could not resume 'weights': OSError"), group.phase("rollout"):
+    with pytest.raises(memsaver.Error, match="engine 0 could not resume 'weights': OSError"), group.enter("rollout"):
         pytest.fail("entered")
     assert ray.get([each.state.remote() for each in trainers + engines]) == ["paused"] * 4
-    with group.phase("train"):
+    with group.enter("train"):
         assert ray.get([each.intact.remote(20 + rank) for rank, each in enumerate(trainers)]) == [True, True]
 
-    # A node dies; what lived there has its place taken on another. Not the driver's own: with it dies all that it owns.
+    # A node dies, and its actors are replaced on another. Not the driver's node: its actors end with it.
     own = ray.get_runtime_context().get_node_id()
     lost = 1 if where[1][0] != own else 0
     left = 1 - lost
     next(each for each in machines if each.id == where[lost][0]).raylet.kill_raylet()
     until(lambda: all(is_dead(each[lost]) for each in (engines, trainers)))  # workers end a moment after their raylet
-    with pytest.raises(memsaver.Error, match=f"[a-z]+ {lost} could not prepare") as raised, group.phase("rollout"):
+    with pytest.raises(memsaver.Error, match=f"[a-z]+ {lost} could not prepare") as raised, group.enter("rollout"):
         pytest.fail("entered")
     assert isinstance(raised.value.__cause__, ray.exceptions.RayError)
     assert ray.get([trainers[left].state.remote(), engines[left].state.remote()]) == ["active", "paused"]
@@ -199,6 +199,6 @@ def test_turns_over_nodes_with_a_broker_on_each(machines: list[Machine]) -> None
     group.replace("engine", lost, engines[lost])
     group.replace("trainer", lost, trainers[lost])
     for name, coming, seed in (("rollout", engines, 10), ("train", trainers, 20)):
-        with group.phase(name) as turn:
+        with group.enter(name) as turn:
             assert turn.side_by_side
             assert ray.get([actor.intact.remote(seed + rank) for rank, actor in enumerate(coming)]) == [True, True]

@@ -1,4 +1,4 @@
-"""Roles on shares of GPUs that Ray is told of, though there are none: who is given which, however it is shown."""
+"""Roles on shares of GPUs that Ray is configured with, though there are none: the assigned device in each setting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ray = pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
 from memsaver.ray import device, placement, start_brokers  # noqa: E402
-from tests.support import MIB  # noqa: E402
+from tests.ray_support import cluster_of_one_machine  # noqa: E402
 
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
@@ -24,24 +24,16 @@ class Actor:
 
 
 @pytest.fixture(scope="module")
-def room() -> Iterator[list[dict[str, Any]]]:
+def room() -> Iterator[tuple[Any, list[Any]]]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
-    ray.init(
-        address="local",
-        num_cpus=4,
-        num_gpus=2,
-        include_dashboard=False,
-        object_store_memory=80 * MIB,
-        log_to_driver=False,
-    )
-    group, options = placement(ranks=2, roles=2, num_cpus=1)
-    yield group, options
-    ray.util.remove_placement_group(group)
-    ray.shutdown()
+    with cluster_of_one_machine(num_gpus=2):
+        group, options = placement(ranks=2, roles=2, num_cpus=1)
+        yield group, options
+        ray.util.remove_placement_group(group)
 
 
 @pytest.mark.parametrize("noset", ["0", "1"])
-def test_the_roles_of_a_rank_have_one_gpu(room: Any, noset: str) -> None:
+def test_the_roles_of_a_rank_have_one_gpu(room: tuple[Any, list[Any]], noset: str) -> None:
     group, options = room
     variables = {"env_vars": {NOSET: noset}}
     actors = [ray.remote(Actor).options(**each, runtime_env=variables).remote() for each in options for _ in range(2)]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ import pytest
 ray = pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
-from memsaver.ray import AsyncColocated, Colocated, Group  # noqa: E402
+from memsaver._arguments import Bounds  # noqa: E402
+from memsaver.ray import AsyncColocated, Colocated, Group, Ready  # noqa: E402
+from memsaver.ray.turn import TurnOptions  # noqa: E402
 from tests import ray_support  # noqa: E402
 from tests.ray_support import Buffer  # noqa: E402
 from tests.support import MIB, fresh_device, until  # noqa: E402
@@ -79,20 +82,40 @@ class Rank(Colocated):
         self.calls.append(f"failed {role} {rank}")
 
 
+class Stuck(Rank):
+    """Drains for as long as a file is there."""
+
+    def __init__(self, tag: str, path: str) -> None:
+        super().__init__(tag)
+        self.path = path
+
+    def colocated_drain(self, tags: Any) -> None:
+        super().colocated_drain(tags)
+        while os.path.exists(self.path):
+            time.sleep(0.01)
+
+
 class OldStyle(Rank):
-    """Overrides pause(), as engines do that know nothing of two halves."""
+    """Overrides pause(), as engines without prepare and commit do."""
 
     breaks = False
 
     def break_pause(self) -> None:
         self.breaks = True
 
-    def pause(self, tags: Any = None, backup: str | None = None) -> Any:
+    def pause(self, tags: Any = None, backup: str | None = None) -> Any:  # type: ignore[override]
         self.calls.append("pause")
         if self.breaks:
             self.breaks = False
             raise RuntimeError("not now")
-        return super().pause(tags, backup)
+        return super().pause(tags, backup=backup)
+
+
+class Outdated(Rank):
+    """Extends a method of the group as it was before turns had a backup."""
+
+    def colocated_prepare(self, tags: Any, coming: Any = ()) -> Any:  # type: ignore[override]
+        return super().colocated_prepare(tags, coming)
 
 
 class SlowToStart(Rank):
@@ -129,7 +152,7 @@ class AsyncRank(AsyncColocated):
 
 
 class Local:
-    """An object of this process. Its methods are coroutines, or return what is to be waited for."""
+    """An object of this process. Its methods are coroutines, or return awaitables."""
 
     def __init__(self, together: threading.Barrier | None = None) -> None:
         self.calls: list[tuple[str, list[str]]] = []
@@ -145,13 +168,56 @@ class Local:
         self.calls.append(("pause", tags))
         return "paused"
 
-    def resume(self, tags: list[str], restore: bool = True, timeout: float = 0.0) -> Any:
+    def resume(self, tags: list[str], restore: bool = True, memory_timeout: float = 0.0) -> Any:
         self.calls.append(("resume", tags))
         return memsaver.resume([], wait=False)
 
 
+class Told:
+    """An object of this process that records its calls. Its prepare() ends when ``let_go`` is set."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.let_go = threading.Event()
+        self.let_go.set()
+
+    def pause(self, tags: list[str], **bounds: Any) -> None:
+        self.calls.append(("pause", bounds))
+
+    def resume(self, tags: list[str], **options: Any) -> None:
+        self.calls.append(("resume", options))
+
+    def seen(self) -> list[tuple[str, dict[str, Any]]]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+class Halved(Told):
+    def colocated_prepare(self, tags: list[str], coming: list[str], **bounds: Any) -> Ready:
+        self.let_go.wait(60)
+        self.calls.append(("prepare", bounds))
+        return Ready(halves=True, moves=True, pooled=False)
+
+    def colocated_commit(self) -> None:
+        self.calls.append(("commit", {}))
+
+    def colocated_abort(self) -> None:
+        self.calls.append(("abort", {}))
+
+
+class Draining(AsyncColocated):
+    """An async actor, used without Ray, whose drain ends when ``let_go`` is set."""
+
+    def __init__(self) -> None:
+        self.drains, self.let_go = asyncio.Event(), asyncio.Event()
+
+    async def colocated_drain(self, tags: Any) -> None:
+        self.drains.set()
+        await self.let_go.wait()
+
+
 class Interrupted(Local):
-    """Somebody presses Ctrl-C while it prepares."""
+    """Ctrl-C comes while it prepares."""
 
     def colocated_prepare(self, tags: list[str], coming: list[str]) -> None:
         raise KeyboardInterrupt
@@ -162,17 +228,8 @@ def cluster() -> Iterator[None]:
     for module in (sys.modules[__name__], ray_support):  # workers cannot import them
         ray.cloudpickle.register_pickle_by_value(module)
     variables = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_BACKUP_AHEAD": "off", "OMP_NUM_THREADS": "1"}
-    ray.init(
-        address="local",
-        num_cpus=4,
-        num_gpus=0,
-        include_dashboard=False,
-        object_store_memory=80 * MIB,
-        log_to_driver=False,
-        runtime_env={"env_vars": variables},
-    )
-    yield
-    ray.shutdown()
+    with ray_support.cluster_of_one_machine(runtime_env={"env_vars": variables}):
+        yield
 
 
 Spawn = Callable[..., Any]
@@ -195,18 +252,19 @@ def ask(actors: list[Any], method: str, *args: object) -> list[Any]:
     return ray.get([getattr(actor, method).remote(*args) for actor in actors])
 
 
-def fails(group: Group, name: str, text: str, **options: Any) -> memsaver.Error:
-    with pytest.raises(memsaver.Error, match=text) as raised, group.phase(name, **options):
+def fails(group: Group, name: str, text: str, **options: Any) -> Any:
+    with pytest.raises(memsaver.Error, match=text) as raised, group.enter(name, **options):
         pytest.fail("entered")
     assert group.entered is None
-    assert raised.value.phase == name
-    return raised.value
+    error: Any = raised.value
+    assert error.phase == name
+    return error
 
 
 def test_ranks_that_cannot_prepare_leave_all_as_they_were(spawn: Spawn) -> None:
     engines, trainer = [spawn(Rank, "weights"), spawn(Rank, "weights")], spawn(Rank, "params")
     group = Group(engine=engines, trainer=trainer, phases=PHASES)
-    with group.phase("rollout"):
+    with group.enter("rollout"):
         assert ask([trainer], "seen") == [["drain params", "commit"]]
     ask([engines[1]], "limit", 0)
     error = fails(group, "train", "engine 1 could not prepare to pause 'weights': BackupError")
@@ -217,10 +275,10 @@ def test_ranks_that_cannot_prepare_leave_all_as_they_were(spawn: Spawn) -> None:
     assert ask(engines, "seen") == [["drain weights", "abort", "failed engine 1"], ["drain weights", "abort"]]
     assert ask([trainer], "seen") == [["failed engine 1"]]
 
-    with group.phase("rollout") as turn:  # another phase, or the same
+    with group.enter("rollout") as turn:  # another phase, or the same
         assert [each.resumed for each in turn.resumed["engine"]] == [(), ()]
     ask([engines[1]], "limit", None)
-    with group.phase("train") as turn:
+    with group.enter("train") as turn:
         assert [each.paused for each in turn.paused["engine"]] == [("weights",)] * 2
         assert not turn.side_by_side
         assert turn.seconds >= turn.pause_seconds + turn.resume_seconds > 0
@@ -229,13 +287,13 @@ def test_ranks_that_cannot_prepare_leave_all_as_they_were(spawn: Spawn) -> None:
     # A group that ended between the halves leaves its ranks to the next one.
     assert ray.get(trainer.colocated_prepare.remote(["params"])).moves
     assert ask([trainer], "state") == ["pausing"]
-    with Group(engine=engines, trainer=trainer, phases=PHASES).phase("train"):
+    with Group(engine=engines, trainer=trainer, phases=PHASES).enter("train"):
         assert ask([trainer], "state") == ["active"]
-    with group.phase("rollout"):
+    with group.enter("rollout"):
         assert ask(engines, "intact") == [True, True]
 
     interrupted = Group(engine=[*engines, Interrupted()], trainer=trainer, phases=PHASES)
-    with pytest.raises(KeyboardInterrupt), interrupted.phase("train"):
+    with pytest.raises(KeyboardInterrupt), interrupted.enter("train"):
         pytest.fail("entered")
     assert ask(engines, "state") == ["active", "active"]
 
@@ -244,7 +302,7 @@ def test_ranks_that_cannot_prepare_leave_all_as_they_were(spawn: Spawn) -> None:
 def test_an_actor_that_dies_in_a_turn_restarts_and_joins_again(spawn: Spawn, step: str) -> None:
     engines, trainer = [spawn(Rank, "weights", max_restarts=1) for _ in range(2)], spawn(Rank, "params")
     group = Group(engine=engines, trainer=trainer, phases=PHASES)
-    with group.phase("rollout"):
+    with group.enter("rollout"):
         ask([engines[0]], "die_in", step)
     error = fails(group, "train", "engine 0 could not .*'weights': Actor")
     assert isinstance(error.__cause__, ray.exceptions.RayActorError)
@@ -254,7 +312,7 @@ def test_an_actor_that_dies_in_a_turn_restarts_and_joins_again(spawn: Spawn, ste
 
     # The restarted actor's region is active: it leaves.
     for name, states in (("train", ["paused", "paused", "active"]), ("rollout", ["active", "active", "paused"])):
-        with group.phase(name):
+        with group.enter(name):
             assert ask([*engines, trainer], "state") == states
     assert ask(engines, "intact") == [True, True]
 
@@ -262,21 +320,22 @@ def test_an_actor_that_dies_in_a_turn_restarts_and_joins_again(spawn: Spawn, ste
 def test_another_actor_takes_the_place_of_a_dead_one(spawn: Spawn) -> None:
     engines, trainer = [spawn(Rank, "weights") for _ in range(2)], spawn(Rank, "params")
     group = Group(engine=engines, trainer=trainer, phases=PHASES)
-    with group.phase("rollout"):
+    with group.enter("rollout"):
         os.kill(ray.get(engines[1].pid.remote()), signal.SIGKILL)
     fails(group, "train", "engine 1 could not prepare to pause 'weights': .*died")
     assert ask([engines[0], trainer], "state") == ["active", "paused"]
 
     new = spawn(Rank, "weights", False)  # without regions
     group.replace("engine", 1, new)
-    with group.phase("train"):
+    with group.enter("train"):
         assert ask([engines[0], trainer], "state") == ["paused", "active"]
-    with group.phase("none"):
+    with group.enter("none"):
         ask([new], "make")
     for name, states in (("rollout", ["active", "active", "paused"]), ("train", ["paused", "paused", "active"])):
-        with group.phase(name):
+        with group.enter(name):
             assert ask([engines[0], new, trainer], "state") == states
 
+    rank: Any
     for rank in (2, -1, "1"):
         with pytest.raises(ValueError, match=f"no 'engine' {rank!r}; there are 'engine 0', 'engine 1', 'trainer 0'"):
             group.replace("engine", rank, new)
@@ -287,35 +346,58 @@ def test_another_actor_takes_the_place_of_a_dead_one(spawn: Spawn) -> None:
     assert group.entered is None
 
 
-def test_what_pauses_in_one_piece_does_so_once_all_others_are_prepared(spawn: Spawn) -> None:
+def test_members_without_prepare_pause_after_all_others_are_prepared(spawn: Spawn) -> None:
     engines, trainer = [spawn(Rank, "weights"), spawn(OldStyle, "weights")], spawn(Rank, "params")
     group = Group(engine=engines, trainer=trainer, phases=PHASES)
-    with group.phase("rollout"):
+    with group.enter("rollout"):
         ask([engines[1]], "break_pause")
     fails(group, "train", "engine 1 could not pause 'weights': RuntimeError: not now")
     assert ask([*engines, trainer], "state") == ["active", "active", "paused"]
     assert ask(engines, "seen") == [["drain weights", "abort", "failed engine 1"], ["pause", "abort"]]
 
-    with group.phase("train") as turn:
+    with group.enter("train") as turn:
         assert [each.paused for each in turn.paused["engine"]] == [("weights",)] * 2
     assert ask(engines, "seen") == [["drain weights", "commit"], ["pause", "drain weights"]]
 
     local = Local()
     mixed = Group(engine=[engines[0], local], trainer=trainer, phases=PHASES)
-    with mixed.phase("rollout"):
+    with mixed.enter("rollout"):
         local.error = ValueError("not now")
     fails(mixed, "train", "engine 1 could not pause 'weights': ValueError: not now")
     assert ask([engines[0]], "state") == ["active"]
-    with mixed.phase("train") as turn:
+    with mixed.enter("train") as turn:
         assert turn.paused["engine"][1] == "paused"
         assert local.calls == [("resume", ["weights"]), ("pause", ["weights"])]
+
+
+def test_actors_get_the_policies_of_a_turn(spawn: Spawn) -> None:
+    engines, trainer = [spawn(Rank, "weights"), spawn(Rank, "weights")], spawn(Rank, "params")
+    group = Group(engine=engines, trainer=trainer, phases=PHASES, backup={"train": {"engine": {"weights": "none"}}})
+    with group.enter("rollout"):
+        pass
+    with group.enter("train") as turn:
+        assert [(each.paused, each.copied_bytes) for each in turn.paused["engine"]] == [(("weights",), 0)] * 2
+    error = fails(
+        group, "rollout", "engine 0 could not prepare to resume 'weights': BackupError: .*; engine 1: BackupErr"
+    )
+    assert isinstance(error.__cause__, memsaver.BackupError)
+    assert ask([*engines, trainer], "state") == ["paused", "paused", "active"]
+    with group.enter("rollout", restore={"engine": {"weights": False}}) as turn:
+        assert [each.copied_bytes for each in turn.resumed["engine"]] == [0, 0]
+
+    outdated = spawn(Outdated, "weights")
+    group.replace("engine", 1, outdated)
+    ask([engines[0]], "seen")
+    error = fails(group, "train", "engine 1 could not prepare to pause 'weights': TypeError: .*'backup'")
+    assert (error.role, error.rank) == ("engine", 1)
+    assert ask([engines[0], outdated, trainer], "state") == ["active", "active", "paused"]
 
 
 def test_a_turn_does_not_count_the_time_in_which_an_actor_starts(spawn: Spawn) -> None:
     begin = time.perf_counter()
     group = Group(engine=spawn(SlowToStart, "weights"), phases={"on": {"engine": ["weights"]}, "off": {}})
     for _ in range(2):
-        with group.phase("off") as turn:
+        with group.enter("off") as turn:
             assert turn.seconds < time.perf_counter() - begin - START_S
             assert turn.paused["engine"][0].paused == ("weights",)
         begin = time.perf_counter()
@@ -326,24 +408,131 @@ def test_members_of_this_process_move_side_by_side() -> None:
     together = threading.Barrier(2)
     engines = [Local(together), Local(together)]
     group = Group(engine=engines, phases={"on": {"engine": ["a"]}, "off": {}})
-    with group.phase("on", timeout=1.0, restore=False) as turn:
+    with group.enter("on", memory_timeout=1.0, restore=False) as turn:
         assert turn.resumed == {"engine": [memsaver.Transition()] * 2}
-    with group.phase("off") as turn:
+    with group.enter("off") as turn:
         assert turn.paused == {"engine": ["paused"] * 2}
     engines[1].error = OSError("broken")
     error = fails(group, "off", "engine 1 could not pause 'a': OSError: broken")
     assert isinstance(error.__cause__, OSError)
 
 
+def test_members_get_the_bounds_of_the_caller() -> None:
+    halved, whole = Halved(), Told()
+    group = Group(engine=[halved, whole], phases={"on": {"engine": ["a"]}, "off": {}})
+    for name in ("on", "off"):
+        with group.enter(name):
+            pass
+    assert halved.seen() == [("prepare", {}), ("resume", {}), ("prepare", {}), ("commit", {})]
+    assert whole.seen() == [("resume", {}), ("pause", {})]
+
+    bounds: dict[str, Any] = {"timeout": 50.0, "memory_timeout": 5.0, "reader_timeout": 2.0}
+    for name in ("on", "off"):
+        with group.enter(name, **bounds, restore=False):
+            pass
+    for told in (halved, whole):
+        for call, options in told.seen():
+            if call == "commit":  # nothing interrupts it
+                continue
+            assert 0 < options.pop("timeout") <= 50.0
+            resumed = {"memory_timeout": 5.0, "restore": False}
+            assert options == (resumed if call == "resume" else {"reader_timeout": 2.0})
+
+
+def test_a_turn_with_a_hand_over_waits_for_memory_by_default() -> None:
+    def told(memory_timeout: float | None, handover: bool) -> dict[str, Any]:
+        return TurnOptions(Bounds(), memory_timeout, {}, {}, time.monotonic()).of_resumes("engine", ["a"], handover)
+
+    assert (told(None, True), told(None, False)) == ({"memory_timeout": 60.0}, {})
+    assert (told(0.0, True), told(5.0, True)) == ({}, {"memory_timeout": 5.0})
+
+
+def test_a_member_that_does_not_answer_ends_the_turn_at_its_bound() -> None:
+    engines, whole = [Halved(), Halved()], Told()
+    group = Group(engine=engines, trainer=whole, phases=PHASES)
+    engines[1].let_go.clear()
+    error = fails(group, "train", "engine 1 could not prepare .* has not answered .stage 'answer'", timeout=0.05)
+    cause = error.__cause__
+    assert (error.role, error.rank) == ("engine", 1)
+    assert isinstance(cause, memsaver.WaitTimeoutError)
+    assert (cause.stage, cause.waited_s >= 0.05) == ("answer", True)
+    assert [call for call, _ in engines[0].seen()] == ["prepare", "abort"]
+    assert engines[1].seen() == whole.seen() == []
+
+    engines[1].let_go.set()  # and aborts its prepared half
+    until(lambda: len(engines[1].calls) == 2)
+    assert [call for call, _ in engines[1].seen()] == ["prepare", "abort"]
+    with group.enter("train", timeout=60.0):
+        assert [[call for call, _ in each.seen()] for each in engines] == [["prepare", "commit"]] * 2
+
+
+def test_an_actor_that_does_not_answer_aborts_its_half_later(spawn: Spawn, tmp_path: Path) -> None:
+    busy = tmp_path / "busy"
+    engines, trainer = [spawn(Rank, "weights"), spawn(Stuck, "weights", str(busy))], spawn(Rank, "params")
+    group = Group(engine=engines, trainer=trainer, phases=PHASES)
+    with group.enter("rollout"):
+        busy.touch()
+    error = fails(group, "train", "engine 1 could not prepare to pause 'weights': WaitTimeoutError", timeout=5.0)
+    assert isinstance(error.__cause__, memsaver.WaitTimeoutError)
+    assert ask([engines[0], trainer], "state") == ["active", "paused"]
+    busy.unlink()
+    assert ask([engines[1]], "seen") == [["drain weights", "abort"]]
+    assert ask(engines, "state") == ["active", "active"]
+    with group.enter("train", timeout=60.0):
+        assert ask([*engines, trainer], "state") == ["paused", "paused", "active"]
+
+
+def test_an_actor_that_drains_while_its_turn_is_taken_back_stays_as_it_was(make: Callable[..., Any]) -> None:
+    region = make()
+
+    async def turn() -> None:
+        actor = Draining()
+        preparing = asyncio.create_task(actor.colocated_prepare([region.tag]))
+        await actor.drains.wait()
+        await actor.colocated_abort()
+        actor.let_go.set()
+        with pytest.raises(memsaver.Error, match="taken back while the actor drained"):
+            await preparing
+        assert region.state == "active"
+        assert (await actor.colocated_prepare([region.tag])).moves
+        assert region.state == "pausing"
+        await actor.colocated_abort()
+
+    asyncio.run(turn())
+    assert region.state == "active"
+
+
+def test_a_drain_counts_against_the_bound_of_its_call(make: Callable[..., Any]) -> None:
+    region = make()
+    passed: list[float | None] = []
+
+    class Slow(Colocated):
+        def colocated_drain(self, tags: Any) -> None:
+            time.sleep(0.05)
+
+    def pause(*_: Any, timeout: float | None, **__: Any) -> None:
+        passed.append(timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((memsaver, "pause"), (memsaver, "switch"), (memsaver.ray.actors, "prepare_pause")):
+            patch.setattr(module, name, pause)
+        for timeout in (None, 0.01, 50.0):
+            Slow().pause(region.tag, timeout=timeout)
+            Slow().switch(pause=region.tag, timeout=timeout)
+            Slow().colocated_prepare([region.tag], timeout=timeout)
+    assert passed[:6] == [None] * 3 + [0.0] * 3
+    assert all(each is not None and 0 < each <= 49.95 for each in passed[6:])
+
+
 def test_an_async_actor_goes_on_serving(spawn: Spawn) -> None:
     engine, trainer = spawn(AsyncRank, "weights"), spawn(Rank, "params")
     group = Group(engine=engine, trainer=trainer, phases=PHASES)
-    with group.phase("rollout"):
+    with group.enter("rollout"):
         ray.get(engine.hold.remote())
     with ThreadPoolExecutor(1) as caller:
 
         def train() -> list[tuple[str, ...]]:
-            with group.phase("train") as turn:
+            with group.enter("train") as turn:
                 return [each.paused for each in turn.transitions if each.paused]
 
         entering = caller.submit(train)
@@ -355,17 +544,17 @@ def test_an_async_actor_goes_on_serving(spawn: Spawn) -> None:
         assert entering.result(60) == [("weights",)]
     assert ask([engine, trainer], "state") == ["paused", "active"]
 
-    moved = ray.get(engine.switch.remote([], ["weights"]))
+    moved = ray.get(engine.switch.remote(resume=["weights"]))
     assert moved.resumed == ("weights",)
     assert ray.get(engine.intact.remote())
     ray.get(engine.hold.remote())
     pausing = engine.pause.remote(["weights"])
     until(lambda: ray.get(engine.state.remote()) == "pausing")
-    assert "cpu" in ray.get(engine.stats.remote())["devices"]
+    assert "cpu" in ray.get(engine.stats.remote()).devices
     ray.get(engine.let_go.remote())
     assert ray.get(pausing).paused == ("weights",)
 
-    with group.phase("rollout"):
+    with group.enter("rollout"):
         ask([trainer], "seen")
     os.kill(ray.get(trainer.pid.remote()), signal.SIGKILL)
     fails(group, "train", "trainer 0 could not prepare to resume 'params'")

@@ -1,19 +1,24 @@
-"""Processes that borrow from one pool: hand-overs, waiting, shortage, and brokers that die and come back."""
+"""Processes that borrow from one pool: hand-overs, waits, shortage, and brokers that are killed and restarted."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from memsaver import protocol
-from memsaver.protocol import Message
+from memsaver.broker import protocol
+from memsaver.broker.protocol import Message
+from memsaver.errors import process_name
 from tests.broker_support import Running
 from tests.pool_support import SECOND_S, Worker, descriptors_of, is_whole, running, until
 from tests.support import MIB, PAGE, Peer, fresh_device
@@ -37,7 +42,7 @@ def is_waiting(broker: Running, worker: Worker) -> bool:
 
 
 def settled(broker: Running) -> dict[str, Any]:
-    """The status, once what was given back on the way has arrived."""
+    """The status, once returned chunks have arrived."""
     until(lambda: is_whole(broker.status()))
     return broker.status()
 
@@ -48,13 +53,13 @@ def settled(broker: Running) -> dict[str, Any]:
 def test_a_pause_hands_its_chunks_to_a_resume_that_waits_in_another_process(broker: Running) -> None:
     with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)", "memsaver.pause()") as one, Worker(broker) as two:
         two.run(f"held = hold('b', {LARGE}, 'host', 2)")
-        one.send("print(memsaver.resume(timeout=60).resumed)")
+        one.send("print(memsaver.resume(memory_timeout=60).resumed)")
         until(lambda: is_waiting(broker, one))
         assert broker.row(one.pid)["waiting"][0]["needed_bytes"] >= LARGE
         two.run("memsaver.pause()")
         assert one.answer() == "('a',)"
         one.run("held.check()")
-        two.send("memsaver.resume(timeout=60); held.check()")
+        two.send("memsaver.resume(memory_timeout=60); held.check()")
         one.run("memsaver.pause()")
         two.answer()
         status = settled(broker)
@@ -68,7 +73,7 @@ def test_a_resume_takes_chunks_before_the_pause_that_gives_them_has_ended(tmp_pa
         Worker(broker, "held = hold('a', 100 * MIB, 'host', 1)", "memsaver.pause()") as one,
         Worker(broker, "held = hold('b', 100 * MIB, 'host', 2)") as two,
     ):
-        one.send("memsaver.resume(timeout=60); held.check()")
+        one.send("memsaver.resume(memory_timeout=60); held.check()")
         until(lambda: is_waiting(broker, one))
         two.send(f"memsaver.pause(progress=stay_until({str(tmp_path / 'go')!r}))")
         until(lambda: held(broker, one) > 0)
@@ -79,7 +84,7 @@ def test_a_resume_takes_chunks_before_the_pause_that_gives_them_has_ended(tmp_pa
         assert held(broker, two) == 0
 
 
-def test_what_a_pause_gave_back_can_be_had_as_soon_as_it_has_returned(broker: Running) -> None:
+def test_memory_released_by_a_pause_is_available_when_it_returns(broker: Running) -> None:
     with (
         Worker(broker, "held = hold('a', 64 * MIB)", "memsaver.pause()") as one,
         Worker(broker, "held = hold('b', 64 * MIB)") as two,
@@ -96,7 +101,7 @@ def test_chunks_that_come_again_bring_no_descriptors(broker: Running) -> None:
         seen = []
         for _ in range(10):
             for source, target in ((two, one), (one, two)):
-                target.send("memsaver.resume(timeout=60)")
+                target.send("memsaver.resume(memory_timeout=60)")
                 source.run("memsaver.pause()")
                 target.answer()
             seen.append([descriptors_of(pid) for pid in (one.pid, two.pid, broker.process.pid)])
@@ -124,7 +129,7 @@ def test_contents_survive_many_turns_under_every_policy(broker: Running, tmp_pat
         with worker("two", 20) as two:
             for turn in range(12):
                 source, target = (one, two) if turn % 2 else (two, one)
-                target.send("memsaver.resume(timeout=60)")
+                target.send("memsaver.resume(memory_timeout=60)")
                 source.run("memsaver.pause()")
                 target.answer()
                 target.run("[each.check() for each in kept]")
@@ -142,17 +147,19 @@ def test_a_switch_in_one_process_goes_through_its_own_chunks(broker: Running) ->
         assert held(broker, worker) == settled(broker)["total_bytes"] <= CAPACITY
 
 
-def test_figures_and_retained_memory(broker: Running) -> None:
+def test_a_process_in_a_shared_pool_retains_no_chunks(broker: Running) -> None:
     with Worker(broker, "held = hold('a', 10 * MIB)", MEMSAVER_RETAIN="1GiB") as worker:
-        shown = worker.run("s = memsaver.stats(); d = s['devices']['cpu']; print(d['regions'][0]['mapped_bytes'])")
+        shown = worker.run(
+            "s = memsaver.stats().asdict(); d = s['devices']['cpu']; print(d['regions'][0]['mapped_bytes'])"
+        )
         assert int(shown) >= 10 * MIB
         assert worker.run("print(s['options']['pool'], d['retained_bytes'])") == "shared 0"
         worker.run("memsaver.pause()")
-        assert worker.run("print(memsaver.stats()['devices']['cpu']['retained_bytes'])") == "0"
+        assert worker.run("print(memsaver.stats().devices['cpu'].retained_bytes)") == "0"
         until(lambda: held(broker, worker) == 0)
 
 
-def test_memory_from_before_the_pool_stays_the_drivers(broker: Running) -> None:
+def test_memory_allocated_before_joining_the_pool_is_not_shared(broker: Running) -> None:
     with Worker(broker, f"held = hold('a', {PAGE}, 'host', 5)", MEMSAVER_POOL="process") as worker:
         worker.run("memsaver.configure(pool='shared')")
         assert held(broker, worker) == 0
@@ -165,15 +172,18 @@ def test_memory_from_before_the_pool_stays_the_drivers(broker: Running) -> None:
 # Waiting and shortage
 
 
-def test_a_resume_without_a_timeout_fails_at_once_and_names_who_holds_what(broker: Running) -> None:
+def test_a_resume_without_a_timeout_raises_at_once_and_names_the_holders(broker: Running) -> None:
     with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)", "memsaver.pause()") as one, Worker(broker) as two:
         two.run(f"held = hold('b', {LARGE}, 'host', 2)")
         for timeout in (0, 0.3):
             before = settled(broker)["total_bytes"]
-            text = one.fails(f"memsaver.resume(timeout={timeout})")
+            text = one.fails(f"memsaver.resume(memory_timeout={timeout})")
             assert text.startswith("OutOfMemoryError")
             bytes_held = held(broker, two)
-            assert one.run("print(repickled(error).processes)") == f"[({two.pid}, 'python', {bytes_held})]"
+            assert (
+                one.run("print(repickled(error).processes)")
+                == f"[({two.pid}, {process_name(two.pid)!r}, {bytes_held})]"
+            )
             assert f"(pid {two.pid}) {bytes_held / MIB:.1f} MiB" in text
             assert int(one.run("print(error.needed_bytes)")) >= LARGE
             assert int(one.run("print(error.free_bytes)")) == CAPACITY - bytes_held
@@ -183,13 +193,13 @@ def test_a_resume_without_a_timeout_fails_at_once_and_names_who_holds_what(broke
             assert held(broker, one) == 0 and after["total_bytes"] - after["idle_bytes"] == bytes_held
             assert before <= CAPACITY
         two.run("held.check(); memsaver.pause()")
-        one.run("memsaver.resume(timeout=60); held.check()")
+        one.run("memsaver.resume(memory_timeout=60); held.check()")
 
 
-def test_a_waiter_gives_back_what_it_took(broker: Running) -> None:
+def test_a_wait_that_times_out_gives_its_chunks_back(broker: Running) -> None:
     with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)", "memsaver.pause()") as one, Worker(broker) as two:
         two.run("held = hold('b', 32 * MIB, 'host', 2)")
-        one.send("error = raised(lambda: memsaver.resume(timeout=0.5)); print(type(error).__name__)")
+        one.send("error = raised(lambda: memsaver.resume(memory_timeout=0.5)); print(type(error).__name__)")
         until(lambda: held(broker, one) > 0)
         assert one.answer() == "OutOfMemoryError"
         assert settled(broker)["idle_bytes"] >= 32 * MIB
@@ -198,7 +208,7 @@ def test_a_waiter_gives_back_what_it_took(broker: Running) -> None:
             three.run("held.check()")
             three.run("memsaver.pause()")
         two.run("held.check(); memsaver.pause()")
-        one.run("memsaver.resume(timeout=60); held.check()")
+        one.run("memsaver.resume(memory_timeout=60); held.check()")
 
 
 def test_waiting_is_first_come_first_served(broker: Running) -> None:
@@ -208,9 +218,9 @@ def test_waiting_is_first_come_first_served(broker: Running) -> None:
         Worker(broker, f"held = hold('c', {PAGE}, 'host', 2)", "memsaver.pause()") as second,
         Worker(broker, f"many = [hold(f'a{{n}}', size * MIB) for n, size in enumerate({sizes})]") as holder,
     ):
-        first.send("memsaver.resume(timeout=60); held.check()")
+        first.send("memsaver.resume(memory_timeout=60); held.check()")
         until(lambda: is_waiting(broker, first))
-        second.send("memsaver.resume(timeout=60); held.check()")
+        second.send("memsaver.resume(memory_timeout=60); held.check()")
         until(lambda: is_waiting(broker, second))
         for number in range(len(sizes)):
             holder.run(f"memsaver.pause('a{number}')")
@@ -221,17 +231,17 @@ def test_waiting_is_first_come_first_served(broker: Running) -> None:
         second.answer()
 
 
-def test_two_that_wait_for_what_the_other_lacks_both_get_on(broker: Running) -> None:
+def test_two_processes_that_wait_for_each_other_both_finish(broker: Running) -> None:
     with (
         Worker(broker, "a = hold('a', 30 * MIB)", "memsaver.pause()", "b = hold('b', 30 * MIB)") as one,
         Worker(broker, "a = hold('a', 30 * MIB)", "memsaver.pause()") as two,
     ):
         two.run("b = hold('b', 30 * MIB)")
-        one.send("error = raised(lambda: memsaver.resume('a', timeout=0.5)); memsaver.pause('b')")
-        two.run("memsaver.resume('a', timeout=30)")
+        one.send("error = raised(lambda: memsaver.resume('a', memory_timeout=0.5)); memsaver.pause('b')")
+        two.run("memsaver.resume('a', memory_timeout=30)")
         one.answer()
         two.run("memsaver.pause()")
-        one.run("memsaver.resume(timeout=30)")
+        one.run("memsaver.resume(memory_timeout=30)")
 
 
 def test_an_allocation_beyond_the_pool_is_out_of_memory_and_names_the_holders(broker: Running) -> None:
@@ -248,11 +258,11 @@ def test_an_allocation_beyond_the_pool_is_out_of_memory_and_names_the_holders(br
         assert two.run("print(hooks.alloc(32 * MIB) is None)") == "False"
 
 
-def test_what_fits_is_not_refused_for_what_it_is_rounded_up_to() -> None:
+def test_a_region_that_fits_is_not_refused_because_of_rounding() -> None:
     """Large regions take large chunks, and waste a part of the last; on a full device they take small ones instead."""
     with Running(str(48 * MIB)) as broker, Worker(broker, "region = memsaver.region('a', backup='host')") as worker:
         assert worker.run("hooks = Hooks(region); print(hooks.alloc(48 * MIB) is None)") == "False"
-        worker.run("memsaver.pause(); memsaver.resume(timeout=5)")
+        worker.run("memsaver.pause(); memsaver.resume(memory_timeout=5)")
         assert held(broker, worker) == 48 * MIB
 
 
@@ -265,7 +275,7 @@ def test_a_client_that_hangs_is_named_and_the_others_go_on(broker: Running) -> N
         hung.stop()
         assert f"(pid {hung.pid})" in waiter.fails(f"region._core.allocate_array({LARGE})")
         for _ in range(3):
-            other.run("memsaver.resume(timeout=10); held.check(); memsaver.pause()")
+            other.run("memsaver.resume(memory_timeout=10); held.check(); memsaver.pause()")
         hung.go_on()
         hung.run("held.check(); memsaver.pause()")
         until(lambda: held(broker, hung) == 0)
@@ -273,7 +283,7 @@ def test_a_client_that_hangs_is_named_and_the_others_go_on(broker: Running) -> N
 
 
 def test_a_client_that_hangs_with_handles_of_idle_memory_is_named(broker: Running) -> None:
-    """Large chunks have to be broken up, which needs an answer of everybody who has a handle of them."""
+    """Large chunks have to be broken up. Every client with a handle of them has to answer first."""
     with Worker(broker, "held = hold('a', 64 * MIB, 'host', 1)", "memsaver.pause()") as hung, Worker(broker) as other:
         hung.stop()
         text = other.run(
@@ -289,19 +299,153 @@ def test_a_client_that_hangs_with_handles_of_idle_memory_is_named(broker: Runnin
 # Ends of clients
 
 
-def test_what_a_dead_client_held_returns_though_its_child_lives_on(broker: Running) -> None:
-    with Worker(broker, f"held = hold('a', {LARGE})", "import os") as one, Worker(broker) as two:
-        child = int(one.run("child = fork_sleeper(); print(child)"))
-        try:
+def is_back(broker: Running) -> bool:
+    """Whether all memory that was made is idle."""
+    status = broker.status()
+    return is_whole(status) and bool(status["idle_bytes"] == status["total_bytes"])
+
+
+@contextmanager
+def ended(pid: int) -> Iterator[int]:
+    """A process of this machine, which ends with the block at the latest."""
+    try:
+        yield pid
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_memory_of_a_dead_client_returns_within_a_second(broker: Running) -> None:
+    with Worker(broker, f"held = hold('a', {LARGE})") as one:
+        one.kill()
+        until(lambda: is_back(broker), SECOND_S)
+
+
+def test_memory_of_a_dead_client_waits_for_its_child(broker: Running) -> None:
+    """The child outlives it by seconds. The next owner gets nothing of it meanwhile, and the error names the child."""
+    with (
+        Worker(broker, f"held = hold('a', {LARGE})") as one,
+        Worker(broker, f"held = hold('b', {LARGE}, 'host', 3)", MEMSAVER_POOL="process") as two,
+    ):
+        with ended(int(one.run("print(fork_sleeper())"))) as child:
+            kept, name = held(broker, one), process_name(child)
             one.kill()
-            until(lambda: one.pid not in {row["pid"] for row in broker.status()["clients"]}, SECOND_S)
-            status = broker.status()
-            assert is_whole(status) and status["idle_bytes"] == status["total_bytes"]
+            two.run("memsaver.pause(); memsaver.configure(pool='shared')")
+            text = two.fails("memsaver.resume(memory_timeout=2.5)")
+            assert text.startswith("OutOfMemoryError") and f"{name} (pid {child}) {kept / MIB:.1f} MiB" in text
+            assert two.run("print(repickled(error).processes)") == f"[({child}, {name!r}, {kept})]"
+            holders = two.run("print(memsaver.stats().asdict()['devices']['cpu']['pool']['holders'])")
+            assert holders == f"[{{'pid': {child}, 'name': {name!r}, 'bytes': {kept}}}]"
+            row = broker.row(one.pid)
+            assert (row["held_bytes"], row["exited"]) == (kept, True)
+            assert row["kept_by"] == [{"pid": child, "name": name}]
+            assert f"has exited; its memory is kept by {name} (pid {child})" in broker.run("top").stdout
+            two.send("memsaver.resume(memory_timeout=60); held.check()")
+            until(lambda: is_waiting(broker, two))
+        two.answer()
+        assert one.pid not in {row["pid"] for row in broker.status()["clients"]}
+
+
+def test_a_client_that_exits_normally_waits_for_its_child(broker: Running) -> None:
+    with (
+        Worker(broker, f"held = hold('a', {LARGE})") as one,
+        ended(int(one.run("print(fork_sleeper())"))) as child,
+    ):
+        one.send("os._exit(0)")
+        until(lambda: broker.row(one.pid)["exited"])
+        assert not is_back(broker)
+        os.kill(child, signal.SIGKILL)
+        until(lambda: is_back(broker), SECOND_S)
+
+
+def test_a_child_that_has_closed_its_sentinel_and_still_exits_is_waited_for(broker: Running, tmp_path: Path) -> None:
+    """As a child that is killed, of which the kernel closes the sentinel before the driver's descriptors."""
+    with Worker(broker, f"held = hold('a', {LARGE})") as one:
+        with ended(int(one.run(f"print(fork_exiting({str(tmp_path / 'go')!r}))"))) as child:
+            one.kill()
+            until(lambda: broker.row(one.pid)["exited"])
+            assert broker.row(one.pid)["kept_by"] == []  # an exiting process shows no descriptors
+            (tmp_path / "go").touch()
+            until(lambda: [each["pid"] for each in broker.row(one.pid)["kept_by"]] == [child])
+            assert not is_back(broker)
+        until(lambda: is_back(broker), SECOND_S)
+
+
+EARLY_FORK = """
+    import os, signal, sys
+    file = os.open(sys.argv[1], os.O_RDWR | os.O_CLOEXEC)  # as a library does that uses the driver before memsaver
+    child = os.fork()
+    while not child:
+        signal.pause()
+    from tests.pool_support import *
+    held = hold("a", int(sys.argv[2]))
+    print(child, flush=True)
+    signal.pause()
+"""
+
+
+def test_a_child_forked_before_the_import_of_memsaver_is_waited_for(broker: Running) -> None:
+    """It has the driver's descriptors, and no sentinel."""
+    with Worker(broker, "region = memsaver.region('b', device='cpu')") as two:
+        with subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(EARLY_FORK), two.run("print(driver_file())"), str(LARGE)],
+            env={**broker.environment, "MEMSAVER_POOL": "shared"},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as one:
+            assert one.stdout is not None
+            with ended(int(one.stdout.readline())) as child:
+                one.kill()
+                until(lambda: broker.row(one.pid)["exited"])
+                text = two.fails(f"region._core.allocate_array({LARGE})")
+                assert f"(pid {child})" in text and f"(pid {one.pid})" not in text
+            until(lambda: is_back(broker), SECOND_S)
+        two.run(f"held = Held(region, {LARGE}); held.check()")
+
+
+def test_a_child_forked_before_the_use_of_the_driver_is_not_waited_for(broker: Running) -> None:
+    with Worker(broker, "child = fork_sleeper()", f"held = hold('a', {LARGE})") as one:
+        with ended(int(one.run("print(child)"))) as child:
+            one.kill()
+            until(lambda: is_back(broker), SECOND_S)
             os.kill(child, 0)
-            two.run("held = hold('b', 64 * MIB, 'none', 3)")
-            two.run("held.check()")
-        finally:
-            os.kill(child, signal.SIGKILL)
+
+
+def test_a_program_that_a_dead_client_had_started_is_not_waited_for(broker: Running) -> None:
+    with Worker(broker, f"held = hold('a', {LARGE})") as one:
+        start = "import subprocess; print(subprocess.Popen(['sleep', '600'], close_fds=False).pid)"
+        with ended(int(one.run(start))) as child:
+            one.kill()
+            until(lambda: is_back(broker), SECOND_S)
+            os.kill(child, 0)
+
+
+def test_a_child_that_closes_its_inherited_descriptors_is_not_waited_for(broker: Running) -> None:
+    with Worker(broker, f"held = hold('a', {LARGE})", MEMSAVER_CLOSE_ON_FORK="1") as one:
+        with ended(int(one.run("print(fork_sleeper())"))) as child:
+            one.kill()
+            until(lambda: is_back(broker), SECOND_S)
+            os.kill(child, 0)
+
+
+def test_memory_of_a_stopped_client_is_not_granted(broker: Running) -> None:
+    with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)") as one, Worker(broker) as two:
+        one.stop()
+        two.run("region = memsaver.region('b', device='cpu')")
+        assert f"(pid {one.pid})" in two.fails(f"region._core.allocate_array({LARGE})")
+        assert not broker.row(one.pid)["exited"]
+        one.go_on()
+        one.run("held.check()")
+        one.stop()
+        one.kill()
+        until(lambda: is_back(broker), SECOND_S)
+        two.run(f"held = Held(region, {LARGE}); held.check()")
+
+
+def test_a_client_that_is_killed_during_a_capture_leaves_nothing_behind(broker: Running) -> None:
+    with Worker(broker, f"held = hold('a', {LARGE})", "_core.capture_begins()") as one:
+        one.kill()
+        until(lambda: is_back(broker), SECOND_S)
 
 
 @pytest.mark.parametrize("scrubs", ["giver", "taker"])
@@ -318,7 +462,7 @@ def test_with_scrub_the_next_owner_sees_zeros(broker: Running, scrubs: str) -> N
             taker.run("seen = Held(memsaver.region('b'), 64 * MIB, None); assert not seen.data.any(); seen.fill(4)")
             taker.run("seen.free(); memsaver.trim()")
             until(lambda: held(broker, taker) == 0)
-            giver.run("memsaver.resume(timeout=60); held.fill(1); memsaver.pause()")
+            giver.run("memsaver.resume(memory_timeout=60); held.fill(1); memsaver.pause()")
 
 
 # Ends of brokers
@@ -341,7 +485,7 @@ def test_memory_in_use_outlives_the_broker_and_all_clients_join_the_next(broker:
         broker.start()
         until(lambda: len(broker.status()["clients"]) == 3 and is_whole(broker.status()))
         assert [held(broker, worker) for worker in (one, two, three)] == in_use
-        three.run("memsaver.resume(timeout=10); held.check()")
+        three.run("memsaver.resume(memory_timeout=10); held.check()")
         one.run("held.check(); memsaver.pause(); memsaver.resume(); held.check()")
         two.run("held.check()")
         status = settled(broker)
@@ -357,12 +501,12 @@ def test_a_client_can_start_the_next_broker_and_is_in_its_pool_at_once(broker: R
         one.run("memsaver.configure(pool='shared')")
         one.run("memsaver.pause(); memsaver.resume(); held.check()")
         until(lambda: len(broker.status()["clients"]) == 2)
-        two.run("memsaver.resume(timeout=10); held.check()")
+        two.run("memsaver.resume(memory_timeout=10); held.check()")
         assert broker.status()["capacity_bytes"] == CAPACITY
         assert settled(broker)["total_bytes"] == int(one.run("print(used_bytes())"))
 
 
-def test_who_configures_while_its_pool_looks_for_a_broker_joins_once(broker: Running) -> None:
+def test_configure_during_a_reconnect_joins_the_pool_once(broker: Running) -> None:
     with Worker(broker, "held = hold('a', PAGE, 'host', 1)") as worker:
         worker.stop()
         broker.kill()
@@ -373,7 +517,7 @@ def test_who_configures_while_its_pool_looks_for_a_broker_joins_once(broker: Run
         time.sleep(0.5)  # both have said hello
         broker.process.send_signal(signal.SIGCONT)
         worker.answer()
-        worker.run("for _ in range(100): held.region.pause(); held.region.resume(timeout=5); held.check()")
+        worker.run("for _ in range(100): held.region.pause(); held.region.resume(memory_timeout=5); held.check()")
         assert settled(broker)["total_bytes"] == PAGE == held(broker, worker)
 
 
@@ -382,17 +526,17 @@ def test_a_pause_without_a_broker_gives_the_memory_to_the_driver(broker: Running
         broker.kill()
         worker.run("memsaver.pause()")
         assert worker.run("print(used_bytes(), held.region.state)") == "0 paused"
-        assert worker.fails("memsaver.resume(timeout=1)").startswith("BrokerError")
+        assert worker.fails("memsaver.resume(memory_timeout=1)").startswith("BrokerError")
         broker.start()
         until(lambda: len(broker.status()["clients"]) == 1)
         assert broker.status()["total_bytes"] == 0
-        worker.run("memsaver.resume(timeout=10); held.check()")
+        worker.run("memsaver.resume(memory_timeout=10); held.check()")
 
 
 def test_a_resume_that_waits_when_the_broker_dies_fails_and_changes_nothing(broker: Running) -> None:
     with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)", "memsaver.pause()") as one, Worker(broker) as two:
         two.run("held = hold('b', 32 * MIB, 'host', 2)")
-        one.send("error = raised(lambda: memsaver.resume(timeout=60)); print(type(error).__name__)")
+        one.send("error = raised(lambda: memsaver.resume(memory_timeout=60)); print(type(error).__name__)")
         until(lambda: held(broker, one) > 0)
         broker.kill()
         assert one.answer() == "BrokerError"
@@ -400,11 +544,11 @@ def test_a_resume_that_waits_when_the_broker_dies_fails_and_changes_nothing(brok
         broker.start()
         until(lambda: len(broker.status()["clients"]) == 2 and held(broker, two) > 0)
         two.run("held.check(); memsaver.pause()")
-        one.run("memsaver.resume(timeout=60); held.check()")
+        one.run("memsaver.resume(memory_timeout=60); held.check()")
         assert settled(broker)["total_bytes"] == int(one.run("print(used_bytes())")) <= CAPACITY
 
 
-def test_neither_dead_brokers_nor_shortage_leak_descriptors(broker: Running) -> None:
+def test_dead_brokers_and_shortage_leak_no_descriptors(broker: Running) -> None:
     statements = "held = hold('a', 20 * MIB, 'host', 1)", f"b = Hooks(memsaver.region('b')); n = {LARGE}"
     with Worker(broker, *statements) as one:
         before: list[int] = []
@@ -415,7 +559,7 @@ def test_neither_dead_brokers_nor_shortage_leak_descriptors(broker: Running) -> 
             one.fails("memsaver.resume()")
             broker.start()
             until(lambda: len(broker.status()["clients"]) == 1)
-            one.run("memsaver.resume(timeout=10); held.check()")
+            one.run("memsaver.resume(memory_timeout=10); held.check()")
             until(lambda: is_whole(broker.status()))
             pids = (one.pid, broker.process.pid)
             before = before or [descriptors_of(pid) for pid in pids]
@@ -435,12 +579,23 @@ def test_a_client_without_descriptors_joins_the_next_broker_when_it_has_some(bro
         time.sleep(0.5)
         one.run("resource.setrlimit(resource.RLIMIT_NOFILE, limit)")
         until(lambda: broker.status()["total_bytes"] == 29 * PAGE, within_s=10)
-        one.run("memsaver.resume('a0', timeout=10); [each.check() for each in many]")
+        one.run("memsaver.resume('a0', memory_timeout=10); [each.check() for each in many]")
         until(lambda: descriptors_of(one.pid) <= before, within_s=5)
 
 
+def test_no_process_joins_a_pool_under_mps(broker: Running) -> None:
+    with Worker(broker, "region = memsaver.region('a', device='cpu')", MEMSAVER_POOL="process") as worker:
+        assert worker.run("print(_core.under_mps('cpu'))") == "False"
+        worker.run("_core.under_mps = lambda device: device == 'cpu'")
+        text = worker.fails("memsaver.configure(pool='shared')")
+        assert text.startswith("ConfigError") and "cpu" in text and "under MPS" in text
+        assert worker.run("e = repickled(error); print(e.option, e.value)") == "pool shared"
+        assert worker.run("print(_core.in_pool('cpu'), memsaver.stats().options.get('pool'))") == "False process"
+        assert worker.run("print(hold('b', PAGE).region.state)") == "active"
+
+
 class FakeBroker:
-    """Listens where a device's broker would, and gives one answer to whoever comes."""
+    """Listens on the path of a device's broker, and gives one answer to each client."""
 
     def __init__(self, path: str, answer: Message) -> None:
         self.channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -455,23 +610,39 @@ class FakeBroker:
         guest.close()
 
 
-@pytest.mark.parametrize("answer", ["refused", "welcome"])
-def test_a_broker_of_another_version_is_an_error(short_dir: Path, answer: str) -> None:
+V = protocol.VERSION
+
+
+@pytest.mark.parametrize(
+    ("said", "texts"),
+    [
+        (protocol.refusal("version", 0, "this broker speaks version 99"), ["version 99"]),
+        (
+            Message("welcome", (V + 2, CAPACITY)),
+            [f"version {V + 2} ", f"version {V},", "in this process"],
+        ),
+        (
+            Message("welcome", (V - 2, CAPACITY)),
+            [f"version {V - 2} ", f"version {V},", "in the broker"],
+        ),
+        (Message("welcome", (V, CAPACITY), fields={"newest": V + 2}), [f"version {V + 2} ", "in this process"]),
+        (Message("welcome", (V + 1, CAPACITY)), [f"version {V + 1} ", "in this process"]),
+        (Message("welcome"), ["without a version"]),
+    ],
+    ids=["refused", "newer", "older", "newer that uses this version", "newer that does not use this version", "none"],
+)
+def test_a_broker_of_another_version_is_an_error(short_dir: Path, said: Message, texts: list[str]) -> None:
     settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": str(short_dir)}
     with Peer(**settings) as worker:
         worker.run("from tests.pool_support import *")
         uuid = worker.run("print(_core.device_uuid('cpu'))")
-        if answer == "refused":
-            said = protocol.refusal("version", 0, "this broker speaks version 99")
-        else:
-            said = Message("welcome", (99, CAPACITY))
         fake = FakeBroker(str(short_dir / f"{uuid}.sock"), said)
         worker.send("error = raised(lambda: memsaver.configure(pool='shared')); print(type(error).__name__, error)")
         fake.serve()
         fake.serve()
         text = worker.answer()
-        assert text.startswith("BrokerError") and "version" in text
-        assert worker.run("print(memsaver.stats()['options'].get('pool'), _core.in_pool('cpu'))").endswith("False")
+        assert text.startswith("BrokerError") and all(each in text for each in texts), text
+        assert worker.run("print(memsaver.stats().options.get('pool'), _core.in_pool('cpu'))").endswith("False")
         fake.channel.close()
 
 
@@ -484,10 +655,10 @@ def short_dir() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("timeout_s", [0, 0.3])
-def test_a_shortage_says_how_long_was_waited(broker: Running, timeout_s: float) -> None:
+def test_an_out_of_memory_error_has_the_time_waited(broker: Running, timeout_s: float) -> None:
     with Worker(broker, f"held = hold('a', {LARGE})", "memsaver.pause()") as one, Worker(broker) as two:
         two.run(f"held = hold('b', {LARGE})")
-        text = one.fails(f"memsaver.resume(timeout={timeout_s})")
+        text = one.fails(f"memsaver.resume(memory_timeout={timeout_s})")
         assert text.startswith("OutOfMemoryError")
         waited_s = float(one.run("print(repickled(error).waited_s)"))
         if timeout_s == 0:

@@ -1,4 +1,4 @@
-"""Transitions in the background, what they say of themselves, and the progress that all of them report."""
+"""Transitions in the background: order, results and errors; and the progress that all transitions report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIELDS = ["paused", "resumed", "released_bytes", "restored_bytes", "copied_bytes
 
 
 class Guard:
-    """Holds up every transition of some regions, as a guarded launch does, until it is let go of."""
+    """Delays every transition of some regions, as a guarded launch does, until release()."""
 
     def __init__(self, *regions: memsaver.Region) -> None:
         self.cores = [region._core for region in regions]
@@ -59,88 +59,83 @@ def test_a_transition_in_the_background_is_there_at_once_and_done_later(make: Ma
     size, mapped = region.allocated_bytes, region.mapped_bytes
     hold = guard(region)
     pause = region.pause(wait=False)
-    assert not pause.done
-    assert repr(pause) == "<memsaver.Transition under way>"
+    assert not pause.done()
+    assert "state=running" in repr(pause)
     held[0].check()
     hold.release()
-    assert pause.wait() is pause
-    assert pause.done and region.state == "paused"
-    assert (pause.paused, pause.resumed) == ((region.tag,), ())
-    assert (pause.released_bytes, pause.restored_bytes, pause.copied_bytes) == (mapped, 0, size)
-    assert pause.seconds > 0
-    assert "released_bytes=" in repr(pause)
-    resume = memsaver.resume(region.tag, wait=False).wait()
+    done = pause.result()
+    assert pause.done() and region.state == "paused"
+    assert (done.paused, done.resumed) == ((region.tag,), ())
+    assert (done.released_bytes, done.restored_bytes, done.copied_bytes) == (mapped, 0, size)
+    assert done.seconds > 0
+    assert "released_bytes=" in repr(done)
+    resume = memsaver.resume(region.tag, wait=False).result()
     assert (resume.resumed, resume.copied_bytes) == ((region.tag,), size)
     for block in held:
         block.check()
 
 
-def test_a_switch_in_the_background(make: Make, guard: Hold) -> None:
+def test_a_switch_in_the_background_runs_to_completion(make: Make, guard: Hold) -> None:
     out, back = make("host"), make("host")
     held = blocks(out, [40 * MIB]) + blocks(back, [40 * MIB], seed=5)
     back.pause()
     hold = guard(out)
     switch = memsaver.switch(pause=out.tag, resume=back.tag, wait=False)
-    assert not switch.done
+    assert not switch.done()
     hold.release()
-    switch.wait()
-    assert (switch.paused, switch.resumed, switch.copied_bytes) == ((out.tag,), (back.tag,), 80 * MIB)
+    done = switch.result()
+    assert (done.paused, done.resumed, done.copied_bytes) == ((out.tag,), (back.tag,), 80 * MIB)
     held[1].check()
     memsaver.switch(pause=back.tag, resume=out.tag)
     held[0].check()
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_what_is_under_way_has_no_figures(make: Make, guard: Hold, name: str) -> None:
+def test_a_future_cannot_be_cancelled(make: Make, guard: Hold) -> None:
     region = make()
     hold = guard(region)
     pause = region.pause(wait=False)
-    with pytest.raises(memsaver.Error, match=r"under way: wait\(\)"):
-        getattr(pause, name)
+    assert not pause.cancel()
     hold.release()
-    assert getattr(pause.wait(), name) is not None
+    assert pause.result().paused == (region.tag,)
 
 
-def test_waiting_can_end_before_the_transition(make: Make, guard: Hold) -> None:
+def test_result_with_a_timeout_raises_before_the_transition_ends(make: Make, guard: Hold) -> None:
     region = make("host")
     held = blocks(region, [5 * MIB])
     hold = guard(region)
     pause = region.pause(wait=False)
     for timeout in (0, 0.01):
         with pytest.raises(TimeoutError, match="still under way"):
-            pause.wait(timeout)
-    assert not pause.done
+            pause.result(timeout)
+    assert not pause.done()
     hold.release()
-    assert pause.wait(60).paused == (region.tag,)
-    assert pause.wait(0) is pause.wait() is pause
+    assert pause.result(60).paused == (region.tag,)
+    assert pause.result(0) is pause.result()
     region.resume()
     held[0].check()
 
 
-def test_what_was_waited_for_is_done_as_it_is_returned(make: Make) -> None:
+def test_a_call_that_waits_returns_a_value(make: Make) -> None:
     region = make("host")
-    for done in (region.pause(), region.resume(), memsaver.switch(), memsaver.pause([], wait=False)):
-        assert done.done
-        assert done.wait(0) is done
+    for done in (region.pause(), region.resume(), memsaver.switch(), memsaver.pause([])):
+        assert type(done) is memsaver.Transition
+    empty = memsaver.pause([], wait=False)
+    assert empty.done() and empty.result() == memsaver.Transition()
 
 
-def test_nobody_writes_the_fields(make: Make) -> None:
-    done = make().pause(wait=False).wait()
-    for name in [*FIELDS, "done"]:
+def test_the_fields_of_a_transition_are_read_only(make: Make) -> None:
+    done = make().pause(wait=False).result()
+    for name in FIELDS:
         with pytest.raises(AttributeError):
             setattr(done, name, 0)
 
 
-def test_transitions_compare_by_what_they_did(make: Make, guard: Hold) -> None:
+def test_transitions_compare_by_their_fields(make: Make) -> None:
     region = make()
-    hold = guard(region)
-    pause = region.pause(wait=False)
-    assert pause == pause
-    assert pause != memsaver.Transition()
-    assert pause != 3
-    hold.release()
-    pause.wait()
-    assert pause == memsaver.Transition((region.tag,), (), 0, 0, 0, pause.seconds) != memsaver.Transition()
+    done = region.pause()
+    assert done == memsaver.Transition((region.tag,), (), 0, 0, 0, done.seconds) != memsaver.Transition()
+    assert done != 3  # type: ignore[comparison-overlap]
+    assert len({done, memsaver.Transition(), memsaver.Transition()}) == 2
 
 
 def test_a_transition_pickles_when_it_is_done(make: Make, guard: Hold) -> None:
@@ -148,13 +143,13 @@ def test_a_transition_pickles_when_it_is_done(make: Make, guard: Hold) -> None:
     held = blocks(region, [MIB])
     hold = guard(region)
     pause = region.pause(wait=False)
-    with pytest.raises(memsaver.Error, match="under way"):
+    with pytest.raises(TypeError, match=r"cannot be pickled: pickle its result\(\)"):
         pickle.dumps(pause)
     hold.release()
-    copy = pickle.loads(pickle.dumps(pause.wait()))
-    assert copy == pause and copy is not pause
-    assert copy.done and copy.wait() is copy
-    assert (copy.paused, copy.copied_bytes, copy.seconds) == (pause.paused, MIB, pause.seconds)
+    done = pause.result()
+    copy = pickle.loads(pickle.dumps(done))
+    assert copy == done and copy is not done
+    assert copy.copied_bytes == MIB
     region.resume()
     held[0].check()
 
@@ -168,7 +163,7 @@ def test_a_transition_can_be_awaited_without_holding_up_the_loop(make: Make, gua
     hold = guard(region)
 
     async def release() -> str:
-        hold.release()  # runs only if the one who awaits lets it
+        hold.release()  # runs only if the await does not block the loop
         return region.state
 
     async def work() -> None:
@@ -178,9 +173,9 @@ def test_a_transition_can_be_awaited_without_holding_up_the_loop(make: Make, gua
             return await pause
 
         done, state = await asyncio.gather(wait(), release())
-        assert done is pause and done.paused == (region.tag,)
-        assert state != "paused" or pause.done
-        assert await pause is pause  # again
+        assert done.paused == (region.tag,)
+        assert state != "paused" or pause.done()
+        assert await pause is done  # again
 
     asyncio.run(work())
     assert region.state == "paused"
@@ -188,7 +183,7 @@ def test_a_transition_can_be_awaited_without_holding_up_the_loop(make: Make, gua
     held[0].check()
 
 
-def test_who_awaits_can_give_up_and_the_transition_goes_on(make: Make, guard: Hold) -> None:
+def test_a_cancelled_await_does_not_cancel_the_transition(make: Make, guard: Hold) -> None:
     region = make("host")
     held = blocks(region, [5 * MIB])
     hold = guard(region)
@@ -199,14 +194,14 @@ def test_who_awaits_can_give_up_and_the_transition_goes_on(make: Make, guard: Ho
             await asyncio.wait_for(_awaited(pause), 0.01)
 
     asyncio.run(work())
-    assert not pause.done
+    assert not pause.done()
     hold.release()
-    assert pause.wait().paused == (region.tag,)
+    assert pause.result().paused == (region.tag,)
     region.resume()
     held[0].check()
 
 
-async def _awaited(transition: memsaver.Transition) -> memsaver.Transition:
+async def _awaited(transition: memsaver.transitions.TransitionFuture) -> memsaver.Transition:
     return await transition
 
 
@@ -224,27 +219,33 @@ def test_many_are_awaited_at_once(make: Make) -> None:
         block.check()
 
 
+def test_transitions_can_be_gathered(make: Make) -> None:
+    one, two = make("host"), make("host")
+    held = blocks(one, [5 * MIB]) + blocks(two, [5 * MIB])
+
+    async def work() -> tuple[memsaver.Transition, memsaver.Transition]:
+        return await asyncio.gather(one.pause(wait=False), memsaver.pause(two, wait=False))
+
+    assert [done.paused for done in asyncio.run(work())] == [(one.tag,), (two.tag,)]
+    memsaver.resume([one, two])
+    for block in held:
+        block.check()
+
+
 # Errors
 
 
-def test_errors_come_with_the_wait_and_with_the_fields(make: Make) -> None:
+def test_an_error_comes_with_the_result(make: Make) -> None:
     region = make("host")
-    held = blocks(region, [host_held_bytes() - host_used_bytes() + 5 * MIB])  # beyond what is idle
+    held = blocks(region, [host_held_bytes() - host_used_bytes() + 5 * MIB])  # more than the idle bytes
     memsaver.configure(host_limit=0)
     pause = region.pause(wait=False)
     for _ in range(2):
         with pytest.raises(memsaver.BackupError, match="host_limit"):
-            pause.wait()
-    for name in FIELDS:
-        with pytest.raises(memsaver.BackupError):
-            getattr(pause, name)
+            pause.result()
     with pytest.raises(memsaver.BackupError):
         asyncio.run(_awaited(pause))
-    with pytest.raises(memsaver.BackupError):
-        pickle.dumps(pause)
-    assert pause.done
-    assert "failed" in repr(pause) and "host_limit" in repr(pause)
-    assert pause != memsaver.Transition()
+    assert pause.done() and isinstance(pause.exception(), memsaver.BackupError)
     assert region.state == "active"
     memsaver.configure(host_limit=None)
     region.pause()
@@ -259,31 +260,31 @@ def test_a_resume_without_memory_fails_when_it_is_waited_for(make: Make) -> None
     with Fill():
         resume = region.resume(wait=False)
         with pytest.raises(memsaver.OutOfMemoryError) as caught:
-            resume.wait()
+            resume.result()
         assert caught.value.needed_bytes == 40 * MIB
         assert region.state == "paused"
-    region.resume(wait=False).wait()
+    region.resume(wait=False).result()
     held[0].check()
 
 
-def test_a_failure_behind_another_is_its_own(make: Make, guard: Hold) -> None:
+def test_each_queued_transition_reports_its_own_error(make: Make, guard: Hold) -> None:
     region = make("host")
-    held = blocks(region, [host_held_bytes() - host_used_bytes() + 5 * MIB])  # beyond what is idle
+    held = blocks(region, [host_held_bytes() - host_used_bytes() + 5 * MIB])  # more than the idle bytes
     memsaver.configure(host_limit=0)
     hold = guard(region)
     pause, resume = region.pause(wait=False), region.resume(wait=False)
     again = region.pause(wait=False)
     hold.release()
     with pytest.raises(memsaver.BackupError):
-        pause.wait()
-    assert resume.wait().resumed == ()  # it was not paused
+        pause.result()
+    assert resume.result().resumed == ()  # it was not paused
     with pytest.raises(memsaver.BackupError):
-        again.wait()
+        again.result()
     assert region.state == "active"
     held[0].check()
 
 
-def test_what_a_failed_pause_gave_up_is_named_whoever_comes_next(make: Make, guard: Hold) -> None:
+def test_contents_discarded_by_a_failed_pause_are_named_by_the_next_error(make: Make, guard: Hold) -> None:
     region = make("none")
     held = blocks(region, [MIB])
     for _ in range(25):
@@ -292,8 +293,8 @@ def test_what_a_failed_pause_gave_up_is_named_whoever_comes_next(make: Make, gua
         _core.faults_arm(2)  # synchronize, unmap
         hold.release()
         with pytest.raises(memsaver.DriverError, match="unmap") as caught:
-            pause.wait()
-        assert resume.wait().resumed == (region.tag,)
+            pause.result()
+        assert resume.result().resumed == (region.tag,)
         assert caught.value.discarded == (region.tag,)
     held[0].fill(1)
 
@@ -304,12 +305,12 @@ def test_what_a_failed_pause_gave_up_is_named_whoever_comes_next(make: Make, gua
         (ValueError, lambda tag: memsaver.pause("no such tag", wait=False)),
         (ValueError, lambda tag: memsaver.pause(tag, backup="floppy", wait=False)),
         (ValueError, lambda tag: memsaver.switch(pause=tag, resume=tag, wait=False)),
-        (ValueError, lambda tag: memsaver.resume(tag, timeout=-1, wait=False)),
-        (TypeError, lambda tag: memsaver.resume(tag, timeout="soon", wait=False)),
-        (TypeError, lambda tag: memsaver.pause(tag, progress=3, wait=False)),
-        (TypeError, lambda tag: memsaver.pause(tag, progress="yes")),
-        (TypeError, lambda tag: memsaver.resume(tag, progress=[])),
-        (TypeError, lambda tag: memsaver.switch(pause=tag, progress=True)),
+        (ValueError, lambda tag: memsaver.resume(tag, memory_timeout=-1, wait=False)),
+        (TypeError, lambda tag: memsaver.resume(tag, memory_timeout="soon", wait=False)),  # type: ignore[call-overload]
+        (TypeError, lambda tag: memsaver.pause(tag, progress=3, wait=False)),  # type: ignore[call-overload]
+        (TypeError, lambda tag: memsaver.pause(tag, progress="yes")),  # type: ignore[call-overload]
+        (TypeError, lambda tag: memsaver.resume(tag, progress=[])),  # type: ignore[call-overload]
+        (TypeError, lambda tag: memsaver.switch(pause=tag, progress=True)),  # type: ignore[call-overload]
     ],
 )
 def test_wrong_arguments_are_refused_at_once(make: Make, kind: type[Exception], call: Callable[[str], object]) -> None:
@@ -320,7 +321,7 @@ def test_wrong_arguments_are_refused_at_once(make: Make, kind: type[Exception], 
     assert region.pause().paused == (region.tag,)  # nothing stands in its queue
 
 
-def test_who_is_inside_cannot_pause_in_the_background(make: Make) -> None:
+def test_a_background_pause_inside_the_region_raises(make: Make) -> None:
     region = make("host")
     with region:
         tensor = torch.full((100,), 3.0)
@@ -330,12 +331,12 @@ def test_who_is_inside_cannot_pause_in_the_background(make: Make) -> None:
         region.pause()  # waiting for it, nothing else can happen
         region.resume()
     assert bool((tensor == 3).all())
-    region.pause(wait=False).wait()
+    region.pause(wait=False).result()
     region.resume()
     assert bool((tensor == 3).all())
 
 
-def test_who_enters_before_its_turn_makes_a_pause_fail(make: Make, guard: Hold) -> None:
+def test_entering_a_region_before_its_queued_pause_fails_the_pause(make: Make, guard: Hold) -> None:
     region, other = make("host"), make()
     block = Block(region, MIB)
     hold = guard(other)
@@ -344,9 +345,9 @@ def test_who_enters_before_its_turn_makes_a_pause_fail(make: Make, guard: Hold) 
     with region:
         hold.release()
         with pytest.raises(memsaver.Error, match="inside it"):
-            pause.wait()
+            pause.result()
         assert region.state == "active"
-    first.wait()
+    first.result()
     block.check()
 
 
@@ -358,10 +359,10 @@ def test_transitions_of_a_region_happen_in_the_order_in_which_they_were_made(mak
     held = blocks(region, [40 * MIB, 100])
     hold = guard(region)
     moves = [getattr(region, name)(wait=False) for name in ("pause", "resume", "pause", "pause", "resume", "pause")]
-    assert not any(move.done for move in moves)
+    assert not any(move.done() for move in moves)
     hold.release()
     tag = (region.tag,)
-    assert [(move.wait().paused, move.resumed) for move in moves] == [
+    assert [(move.result().paused, move.result().resumed) for move in moves] == [
         (tag, ()), ((), tag), (tag, ()), ((), ()), ((), tag), (tag, ()),
     ]  # fmt: skip
     assert (region.state, region.mapped_bytes) == ("paused", 0)
@@ -370,7 +371,7 @@ def test_transitions_of_a_region_happen_in_the_order_in_which_they_were_made(mak
         block.check()
 
 
-def test_who_waits_stands_in_the_same_queue(make: Make, guard: Hold) -> None:
+def test_a_blocking_call_queues_behind_background_transitions(make: Make, guard: Hold) -> None:
     region = make("host")
     block = Block(region, 5 * MIB)
     hold = guard(region)
@@ -378,20 +379,20 @@ def test_who_waits_stands_in_the_same_queue(make: Make, guard: Hold) -> None:
     with ThreadPoolExecutor(1) as threads:
         threads.submit(hold.release)
         assert region.resume().resumed == (region.tag,)
-    assert pause.wait(0).paused == (region.tag,)
+    assert pause.result(0).paused == (region.tag,)
     block.check()
 
 
-def test_what_shares_no_region_overtakes(make: Make, guard: Hold) -> None:
+def test_transitions_without_a_common_region_do_not_wait_for_each_other(make: Make, guard: Hold) -> None:
     one, two = make("host"), make("host")
     held = blocks(one, [MIB]) + blocks(two, [MIB], seed=5)
     hold = guard(one)
     slow = one.pause(wait=False)
     assert two.pause().paused == (two.tag,)
-    assert two.resume(wait=False).wait().resumed == (two.tag,)
-    assert not slow.done
+    assert two.resume(wait=False).result().resumed == (two.tag,)
+    assert not slow.done()
     hold.release()
-    slow.wait()
+    slow.result()
     one.resume()
     for block in held:
         block.check()
@@ -412,8 +413,8 @@ def test_overlapping_transitions_do_not_lock_each_other_out(make: Make, guard: H
     ]
     hold.release()
     for move in moves:
-        move.wait(60)
-    assert moves[1].resumed == (one,) and moves[2].resumed == (two, three)
+        move.result(60)
+    assert moves[1].result().resumed == (one,) and moves[2].result().resumed == (two, three)
     for block in held:
         block.check()
 
@@ -424,21 +425,21 @@ def test_a_resume_waits_for_memory_that_a_later_pause_frees(make: Make) -> None:
     region.pause()
     held += blocks(other, [40 * MIB], seed=5)
     with Fill():
-        resume = region.resume(timeout=60.0, wait=False)
+        resume = region.resume(memory_timeout=60.0, wait=False)
         until(lambda: region.state == "resuming")
-        assert not resume.done
+        assert not resume.done()
         other.pause()
-        assert resume.wait().resumed == (region.tag,)
+        assert resume.result().resumed == (region.tag,)
         held[0].check()
-        back = other.resume(timeout=60.0, wait=False)
+        back = other.resume(memory_timeout=60.0, wait=False)
         region.pause(wait=False)
-        back.wait()
+        back.result()
         held[1].check()
     region.resume()
     held[0].check()
 
 
-def test_the_callers_regions_are_used_meanwhile(make: Make, guard: Hold) -> None:
+def test_other_regions_are_usable_during_a_background_pause(make: Make, guard: Hold) -> None:
     region, other = make("host"), make("host")
     block = Block(region, 5 * MIB)
     hold = guard(region)
@@ -450,7 +451,7 @@ def test_the_callers_regions_are_used_meanwhile(make: Make, guard: Hold) -> None
     with other:
         tensor = torch.ones(100)
     hold.release()
-    pause.wait()
+    pause.result()
     assert other.owns(tensor.data_ptr())
     region.resume()
     for each in [block, *more]:
@@ -466,7 +467,7 @@ def test_many_transitions_leave_nothing_behind(make: Make) -> None:
         moves += [region.pause(wait=False) for region in regions]
         moves += [region.resume(wait=False) for region in regions]
     for move in moves:
-        move.wait()
+        move.result()
     until(lambda: threading.active_count() == threads)
     assert (free_bytes(), host_used_bytes()) == (before, used)
     for block in held:
@@ -477,7 +478,7 @@ def test_many_transitions_leave_nothing_behind(make: Make) -> None:
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "del held"])
-def test_the_process_ends_after_what_is_under_way(end: str) -> None:
+def test_the_process_exits_after_pending_transitions(end: str) -> None:
     said = run_clean(f"""
         import atexit, sys, memsaver
         region = memsaver.region("a", device="cpu", backup="host")
@@ -492,7 +493,7 @@ def test_the_process_ends_after_what_is_under_way(end: str) -> None:
     assert said == "paused active\n"
 
 
-def test_an_error_that_nobody_waits_for_is_silent() -> None:
+def test_an_error_of_an_unawaited_transition_is_silent() -> None:
     run_clean("""
         import memsaver
         memsaver.configure(host_limit=0)
@@ -518,13 +519,15 @@ def check_reports(reports: Reports, copied: int) -> None:
 
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("backup", ["host", "disk"])
-def test_progress_goes_up_to_what_was_copied(make: Make, tmp_path: Path, backup: str, wait: bool) -> None:
+def test_progress_ends_at_the_copied_bytes(make: Make, tmp_path: Path, backup: str, wait: bool) -> None:
     memsaver.configure(disk_dir=tmp_path)
     region = make(backup)
     held = blocks(region, [100, 130 * MIB, 5 * MIB])
-    for move in (region.pause, region.resume):
+    moves: list[Callable[..., Any]] = [region.pause, region.resume]
+    for move in moves:
         reports: Reports = []
-        done = move(wait=wait, progress=lambda done, total, to=reports: to.append((done, total))).wait()
+        moved = move(wait=wait, progress=lambda done, total, to=reports: to.append((done, total)))
+        done: memsaver.Transition = moved if wait else moved.result()
         assert done.copied_bytes == region.allocated_bytes
         check_reports(reports, done.copied_bytes)
         assert all(total == done.copied_bytes for _, total in reports)
@@ -547,8 +550,8 @@ def test_progress_of_a_switch_counts_both_directions(make: Make) -> None:
     held[0].check()
 
 
-def test_progress_is_told_by_one_thread_at_a_time_and_never_goes_back(make: Make, tmp_path: Path) -> None:
-    """Several threads write and read a file, and each could report what it did."""
+def test_progress_is_called_by_one_thread_at_a_time_and_never_decreases(make: Make, tmp_path: Path) -> None:
+    """Several threads write and read a file, and each of them could call progress."""
     memsaver.configure(disk_dir=tmp_path)
     region = make("disk")
     block = Block(region, 150 * MIB)
@@ -564,7 +567,7 @@ def test_progress_is_told_by_one_thread_at_a_time_and_never_goes_back(make: Make
                 together += 1
                 another.set()
             elif not to:
-                another.wait(0.5)  # room for one who would come in between
+                another.wait(0.5)  # time for another call to overlap
             to.append((done, total))
             inside -= 1
 
@@ -574,7 +577,7 @@ def test_progress_is_told_by_one_thread_at_a_time_and_never_goes_back(make: Make
     block.check()
 
 
-def test_progress_is_not_told_of_nothing(make: Make, tag: str) -> None:
+def test_progress_is_not_called_without_copies(make: Make, tag: str) -> None:
     region, frozen = make("none"), memsaver.region(tag, device="cpu", backup="host", frozen=True)
     held = blocks(region, [MIB]) + blocks(frozen, [MIB])
     reports: Reports = []
@@ -655,13 +658,13 @@ def test_an_interrupt_in_progress_is_raised_when_the_transition_has_ended(
     block.check()
     pause = region.pause(wait=False, progress=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        pause.wait()
+        pause.result()
     assert region.state == "paused"
     region.resume()
     block.check()
 
 
-def test_an_interrupt_does_not_hide_an_error(make: Make) -> None:
+def test_an_interrupt_does_not_replace_an_error(make: Make) -> None:
     region = make("host")
     block = Block(region, 3 * MIB)
     region.pause()

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import os
 import pickle
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 import memsaver
-from memsaver import _core
+from memsaver import _core, errors
 from memsaver.config import parse_size
-from tests.support import GIB, MIB, PAGE, blocks, fresh_device, run_clean, run_python
+from tests.support import GIB, MIB, PAGE, Fill, blocks, fresh_device, run_clean, run_python
+
+HAS_RAY = find_spec("ray") is not None
+if HAS_RAY:
+    from memsaver.ray import AsyncColocated, Colocated
 
 Make = Callable[..., memsaver.Region]
 
@@ -45,7 +54,7 @@ def test_importing_loads_neither_torch_nor_ray() -> None:
     assert out == "[]\n"
 
 
-def test_without_ray_its_part_says_how_to_get_it() -> None:
+def test_importing_memsaver_ray_without_ray_names_the_extra() -> None:
     out = run_clean("""
         import sys
         sys.modules["ray"] = None
@@ -92,7 +101,7 @@ def test_a_region_is_got_or_made_by_tag_device_and_policy(tag: str) -> None:
     assert repr(made) == f"<memsaver.Region {tag!r} on cpu, backup='none', active>"
 
 
-def test_the_default_device_is_the_one_there_is(tag: str) -> None:
+def test_the_default_device_is_cuda_if_there_is_one(tag: str) -> None:
     expected = "cuda:0" if _core.cuda_device_count() else "cpu"
     assert memsaver.region(tag).device == expected
 
@@ -120,28 +129,22 @@ def test_a_host_region_has_no_pool_for_graphs(make: Make) -> None:
 @pytest.mark.parametrize(
     ("kind", "call"),
     [
-        (TypeError, lambda tag: memsaver.region(None)),
-        (TypeError, lambda tag: memsaver.region(3)),
+        (TypeError, lambda tag: memsaver.region(None)),  # type: ignore[arg-type]
+        (TypeError, lambda tag: memsaver.region(3)),  # type: ignore[arg-type]
         (ValueError, lambda tag: memsaver.region("")),
         (ValueError, lambda tag: memsaver.region("x", device="tpu")),
         (ValueError, lambda tag: memsaver.region("x", device="cuda:one")),
         (ValueError, lambda tag: memsaver.region("x", device="cpu:0")),
         (ValueError, lambda tag: memsaver.region("x", device="cpu", backup="floppy")),
-        (ValueError, lambda tag: memsaver.region("x", device="cpu", backup=None)),
         (ValueError, lambda tag: memsaver.pause("no such tag")),
         (ValueError, lambda tag: memsaver.resume([tag, "no such tag"])),
         (ValueError, lambda tag: memsaver.trim("no such tag")),
         (ValueError, lambda tag: memsaver.switch(pause=tag, resume="no such tag")),
-        (TypeError, lambda tag: memsaver.pause([tag, 3])),
-        (TypeError, lambda tag: memsaver.pause(3)),
+        (TypeError, lambda tag: memsaver.pause([tag, 3])),  # type: ignore[list-item]
+        (TypeError, lambda tag: memsaver.pause(3)),  # type: ignore[call-overload]
         (ValueError, lambda tag: memsaver.pause(tag, backup="floppy")),
         (ValueError, lambda tag: memsaver.switch(pause=tag, resume=tag)),
         (ValueError, lambda tag: memsaver.switch(pause=None, resume=tag)),
-        (ValueError, lambda tag: memsaver.resume(tag, timeout=-1)),
-        (ValueError, lambda tag: memsaver.resume(tag, timeout=math.nan)),
-        (TypeError, lambda tag: memsaver.resume(tag, timeout="soon")),
-        (TypeError, lambda tag: memsaver.resume(tag, timeout=None)),
-        (TypeError, lambda tag: memsaver.resume(tag, timeout=True)),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_changes(
@@ -157,22 +160,66 @@ def test_wrong_arguments_are_refused_before_anything_changes(
     held[0].check()
 
 
-@pytest.mark.parametrize("call", [memsaver.pause, memsaver.resume, memsaver.trim])
-def test_what_is_no_tag_is_named(make: Make, call: Callable[[Any], object]) -> None:
-    region = make("host")
-    for wrong in (region, 3):
-        with pytest.raises(TypeError, match="expected a tag, several, or None for all") as caught:
-            call(wrong)
-        assert str(caught.value).startswith(f"tags is {wrong!r}")
-    with pytest.raises(TypeError, match="tags has <memsaver.Region .*, expected a string"):
-        call([region])
-    for both in ({"pause": region}, {"resume": region}):
-        with pytest.raises(TypeError, match="tags is <memsaver.Region"):
-            memsaver.switch(**both)
-    for resident in (region, region.tag, None):
-        with pytest.raises(TypeError, match="resident is .*, expected a list of tags"):
-            memsaver.define_phase("wrong", resident=resident)
-    assert region.state == "active"
+READERS = ("timeout", "reader_timeout")
+MEMORY = ("timeout", "memory_timeout")
+ALL = ("timeout", "memory_timeout", "reader_timeout")
+BOUNDED = {
+    memsaver.pause: READERS, memsaver.transitions.prepare_pause: READERS, memsaver.Region.pause: READERS,
+    memsaver.resume: MEMORY, memsaver.Region.resume: MEMORY, memsaver.switch: ALL, memsaver.phase: ALL,
+}  # fmt: skip
+for actors in (Colocated, AsyncColocated) if HAS_RAY else ():
+    BOUNDED |= {actors.pause: READERS, actors.colocated_prepare: READERS, actors.resume: MEMORY, actors.switch: ALL}
+
+
+@pytest.mark.parametrize("call", BOUNDED, ids=lambda call: call.__qualname__)
+def test_bounds_have_the_same_names_order_and_defaults_everywhere(call: Callable[..., object]) -> None:
+    found = {name: each for name, each in inspect.signature(call).parameters.items() if "timeout" in name}
+    assert tuple(found) == BOUNDED[call]
+    defaults = {"timeout": None, "memory_timeout": 0.0, "reader_timeout": 60.0}
+    for name, parameter in found.items():
+        assert (parameter.kind, parameter.default) == (inspect.Parameter.KEYWORD_ONLY, defaults[name])
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(ValueError, -1), (ValueError, math.nan), (TypeError, "soon"), (TypeError, True), (TypeError, [1])],
+)
+def test_wrong_bounds_are_refused_by_name_before_anything_changes(
+    make: Make, kind: type[Exception], value: object
+) -> None:
+    region, other = make("host"), make("host")
+    held = blocks(region, [MIB])
+    other.pause()
+    memsaver.define_phase("on", resident=[other.tag])
+    memsaver.define_phase("off", resident=[region.tag])
+    calls: list[tuple[Callable[..., object], tuple[str, ...]]] = [
+        (partial(memsaver.pause, region.tag), READERS),
+        (partial(memsaver.transitions.prepare_pause, region.tag), READERS),
+        (region.pause, READERS),
+        (partial(memsaver.resume, other.tag), MEMORY),
+        (other.resume, MEMORY),
+        (partial(memsaver.switch, pause=region.tag, resume=other.tag), ALL),
+        (lambda **bounds: memsaver.phase("on", **bounds).__enter__(), ALL),
+    ]
+    if HAS_RAY:
+        actor = Colocated()
+        calls += [
+            (partial(actor.pause, region.tag), READERS),
+            (partial(actor.colocated_prepare, [region.tag]), READERS),
+            (partial(actor.resume, other.tag), MEMORY),
+            (partial(actor.switch, pause=region.tag, resume=other.tag), ALL),
+        ]
+    _core.faults_disarm()
+    for call, names in calls:
+        for name in names:
+            with pytest.raises(kind, match=f"^{name} is {re.escape(repr(value))}, expected seconds"):
+                call(**{name: value})
+            if name != "timeout":
+                with pytest.raises(TypeError, match=f"^{name} is None, expected seconds"):
+                    call(**{name: None})
+    assert _core.faults_calls() == 0
+    assert (region.state, other.state) == ("active", "paused")
+    held[0].check()
 
 
 def test_an_unknown_tag_names_the_known_ones(make: Make) -> None:
@@ -185,20 +232,22 @@ def test_an_unknown_tag_names_the_known_ones(make: Make) -> None:
 @pytest.mark.parametrize(
     ("kind", "shape"), [(ValueError, (2, -1)), (TypeError, (2.0,)), (TypeError, (True,)), (TypeError, "ab")]
 )
-def test_shapes_that_are_none_are_refused(make: Make, kind: type[Exception], shape: Any) -> None:
+def test_invalid_shapes_raise(make: Make, kind: type[Exception], shape: Any) -> None:
     with pytest.raises(kind, match="shape is"):
         make().empty(shape)
 
 
-def test_a_dtype_that_is_none_is_refused(make: Make) -> None:
+def test_an_invalid_dtype_raises(make: Make) -> None:
     with pytest.raises(TypeError, match="dtype is"):
-        make().empty(3, "float32")
+        make().empty(3, "float32")  # type: ignore[arg-type]
 
 
-def test_a_timeout_can_be_endless(make: Make) -> None:
+@pytest.mark.parametrize("endless", [math.inf, 10**400])
+def test_a_bound_can_be_endless(make: Make, endless: float) -> None:
     region = make()
-    region.pause()
-    assert region.resume(timeout=math.inf).resumed == (region.tag,)
+    assert region.pause(timeout=endless, reader_timeout=endless).paused == (region.tag,)
+    assert region.resume(timeout=endless, memory_timeout=endless).resumed == (region.tag,)
+    assert region.pause(timeout=None).paused == (region.tag,)
 
 
 def test_a_transition_compares_and_shows_its_figures(make: Make) -> None:
@@ -206,7 +255,7 @@ def test_a_transition_compares_and_shows_its_figures(make: Make) -> None:
     assert done.seconds > 0
     assert "released_bytes=0" in repr(done)
     with pytest.raises(AttributeError):
-        done.seconds = 0.0
+        done.seconds = 0.0  # type: ignore[misc]
 
 
 # Errors
@@ -217,9 +266,17 @@ def test_a_transition_compares_and_shows_its_figures(make: Make) -> None:
     [
         memsaver.Error("plain"),
         memsaver.OutOfMemoryError(
-            "full", device="cpu", needed_bytes=1, free_bytes=2, regions=[{"tag": "a"}], processes=[(1, "init", 3)]
+            "full",
+            device="cpu",
+            needed_bytes=1,
+            free_bytes=2,
+            regions=[{"tag": "a"}],
+            processes=[(1, "init", 3)],
+            outside_bytes=4,
         ),
         memsaver.RegionPausedError("away", tag="a", state="paused"),
+        memsaver.WaitTimeoutError("late", stage="queue", waited_s=1.5),
+        memsaver.AttachedError("read", tag="a", holders=[(1, "init")]),
         memsaver.DriverError("refused", call="map", code=1, message="no"),
         memsaver.BackupError("short", needed_bytes=1, held_bytes=2),
         memsaver.ConfigError("wrong", option="retain", value=-1),
@@ -232,6 +289,7 @@ def test_errors_pickle_whole(error: memsaver.Error) -> None:
         assert type(copy) is type(error)
         assert str(copy) == str(error) != ""
         assert vars(copy) == vars(error)
+        assert getattr(copy, "stage", None) == getattr(error, "stage", None)
 
 
 def test_errors_of_the_core_pickle_whole(make: Make) -> None:
@@ -258,10 +316,59 @@ def test_errors_of_the_core_pickle_whole(make: Make) -> None:
         copy = pickle.loads(pickle.dumps(error))
         assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
     assert {"call", "code", "message"} <= set(vars(raised[1]))
-    assert {"device", "needed_bytes", "free_bytes", "regions", "processes"} <= set(vars(raised[0]))
+    assert set(vars(raised[0])) == set(memsaver.OutOfMemoryError.__annotations__)
 
 
-def test_a_wrong_option_is_both_an_error_of_ours_and_a_value_error() -> None:
+def test_errors_at_a_bound_name_the_stage_and_that_nothing_has_changed() -> None:
+    late = errors.make("WaitTimeoutError", "region 'a' is in use", {"stage": "launches", "waited_s": 0.5})
+    assert isinstance(late, memsaver.WaitTimeoutError) and isinstance(late, TimeoutError)
+    assert str(late) == "region 'a' is in use (stage 'launches', after 0.50 s); nothing has changed"
+    assert (late.stage, late.waited_s) == ("launches", 0.5)
+    read = errors.make("AttachedError", "region 'a' cannot be paused", {"tag": "a", "holders": [os.getpid()]})
+    assert isinstance(read, memsaver.AttachedError)
+    ((pid, name),) = read.holders
+    assert (pid, read.stage) == (os.getpid(), "readers")
+    assert str(read) == f"region 'a' cannot be paused: {name} (pid {pid}) (stage 'readers'); nothing has changed"
+
+
+def test_out_of_memory_counts_bytes_of_this_process_outside_of_regions(make: Make) -> None:
+    region, idle = make(), make()
+    held = blocks(region, [40 * MIB]) + blocks(idle, [32 * MIB])
+    memsaver.configure(retain="1GiB")
+    idle.pause()  # its chunks are retained
+    before = memsaver.stats().asdict()["devices"]["cpu"]
+    for leave in (before["free_bytes"], PAGE):
+        taken = before["free_bytes"] - leave
+        with Fill(leave=leave):
+            assert memsaver.stats().devices["cpu"].own_bytes == before["own_bytes"] + taken
+            with pytest.raises(memsaver.OutOfMemoryError) as caught:
+                region.empty(8 * GIB)
+        assert caught.value.outside_bytes == taken
+        said = errors.gib(taken) if taken else "nothing"
+        assert f"{region.tag} (active) {errors.gib(region.mapped_bytes)}" in str(caught.value)
+        assert f", outside of regions {said}; other processes on the device: " in str(caught.value)
+    assert before["own_bytes"] == sum(row["mapped_bytes"] for row in before["regions"]) + before["retained_bytes"]
+    assert before["retained_bytes"] > 0
+    del held
+
+
+def test_out_of_memory_reports_unknown_bytes_of_this_process() -> None:
+    fields = {
+        "device": "cuda:0", "needed_bytes": 2 * GIB, "free_bytes": MIB, "waited_s": 0.0, "regions": [],
+        "processes": [], "own_bytes": None, "retained_bytes": 0,
+    }  # fmt: skip
+    error = errors.make("OutOfMemoryError", "", fields)
+    assert isinstance(error, memsaver.OutOfMemoryError)
+    assert error.outside_bytes is None
+    assert set(vars(error)) == set(memsaver.OutOfMemoryError.__annotations__)
+    assert str(error) == (
+        f"out of memory on cuda:0 (stage 'memory'): 2.00 GiB ({2 * GIB} bytes) needed, 1.0 MiB ({MIB} bytes) free; "
+        "this process: regions nothing, outside of regions an unknown amount (torch's default pool, contexts, NCCL); "
+        "other processes on the device: none seen; nothing has changed"
+    )
+
+
+def test_config_error_is_a_memsaver_error_and_a_value_error() -> None:
     assert issubclass(memsaver.ConfigError, ValueError)
     assert issubclass(memsaver.ConfigError, memsaver.Error)
 
@@ -273,35 +380,101 @@ def test_a_wrong_option_is_both_an_error_of_ours_and_a_value_error() -> None:
     ("text", "nbytes"),
     [
         (0, 0), (4096, 4096), ("0", 0), ("4096", 4096), ("64GiB", 64 * GIB), ("64 GiB", 64 * GIB), (" 2gib ", 2 * GIB),
-        ("1.5GiB", GIB + GIB // 2), ("512M", 512 * MIB), ("512 MB", 512 * 10**6), ("1KiB", 1024), ("1kb", 1000),
-        ("7b", 7), ("2TiB", 2048 * GIB),
+        ("1.5GiB", GIB + GIB // 2), ("512M", 512 * MIB), ("512 MB", 512 * MIB), ("1KiB", 1024), ("1kb", 1024),
+        ("7b", 7), ("2TiB", 2048 * GIB), ("64G", 64 * GIB), ("64GB", 64 * GIB), ("64Gi", 64 * GIB), ("64g", 64 * GIB),
+        ("64Mi", 64 * MIB), ("64MiB", 64 * MIB), ("1T", 1024 * GIB), ("0.1K", 102), ("1048576T", 1 << 60),
     ],
 )  # fmt: skip
 def test_sizes_are_integers_or_strings(text: int | str, nbytes: int) -> None:
     assert parse_size(text, "retain") == nbytes
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, True, None, "", "-1", "many", "5 parsecs", "1..5GiB", 1 << 70, "9" * 400])
-def test_sizes_that_are_none_are_refused(value: Any) -> None:
-    before = memsaver.stats()["options"]
-    with pytest.raises(memsaver.ConfigError, match="retain") as caught:
+@pytest.mark.parametrize(
+    "value",
+    [
+        -1,
+        1.5,
+        True,
+        None,
+        "",
+        "-1",
+        "many",
+        "5 parsecs",
+        "1..5GiB",
+        "1KK",
+        "1GBi",
+        "1e9",
+        "٣G",
+        "1048577T",
+        1 << 70,
+        "9" * 400,
+    ],
+)
+def test_invalid_sizes_raise(value: Any) -> None:
+    before = memsaver.stats().options
+    with pytest.raises(memsaver.ConfigError, match="^retain is .*, expected bytes .* such as '64GiB'") as caught:
         memsaver.configure(retain=value)
     assert (caught.value.option, caught.value.value) == ("retain", value)
-    assert memsaver.stats()["options"] == before
+    assert memsaver.stats().options == before
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int] | None]]:
+    """The peers that configure() passes to the core."""
+    told: list[list[int] | None] = []
+    monkeypatch.setattr(_core, "set_peers", told.append, raising=False)
+    yield told
+    memsaver.configure(peers="auto")
+
+
+@pytest.mark.parametrize(
+    ("value", "names", "ordinals"),
+    [
+        ("auto", "auto", None), ([], [], []), ((), [], []), ("", [], []), (["cuda:1"], ["cuda:1"], [1]),
+        ("cuda:1", ["cuda:1"], [1]), ("cuda:3, cuda:0", ["cuda:3", "cuda:0"], [3, 0]),
+        (["cuda:2", "cuda:02", "cuda:0"], ["cuda:2", "cuda:0"], [2, 0]),
+    ],
+)  # fmt: skip
+def test_peers_are_all_devices_in_use_or_a_list(
+    peers: list[list[int] | None], value: Any, names: Any, ordinals: list[int] | None
+) -> None:
+    memsaver.configure(peers=value)
+    assert peers == [ordinals]
+    assert memsaver.stats().options["peers"] == names
+
+
+def test_a_peer_can_be_a_torch_device(peers: list[list[int] | None]) -> None:
+    import torch
+
+    memsaver.configure(peers=[torch.device("cuda", 1), torch.device("cuda:0")])
+    assert peers == [[1, 0]]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 1, True, {"cuda:1"}, "all", "cpu", "cuda", "cuda:", "cuda:one", "cuda:-1", "cuda:1,", ["cuda:1", 0]]
+    + [["cuda"], ["auto"], ["cuda:99999"], [""], [None]],
+)
+def test_invalid_peers_raise(peers: list[list[int] | None], value: Any) -> None:
+    with pytest.raises(memsaver.ConfigError, match="^peers is .*, expected 'auto' or a list of CUDA devices") as caught:
+        memsaver.configure(peers=value)
+    assert (caught.value.option, caught.value.value) == ("peers", value)
+    assert peers == []
 
 
 def test_an_option_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(memsaver.ConfigError, match="no option 'colour'; there are host_device, pool_capacity, scrub"):
-        memsaver.configure(colour=1)
+    with pytest.raises(TypeError, match="colour"):
+        memsaver.configure(colour=1)  # type: ignore[call-arg]
 
 
 def test_of_several_options_all_take_effect_or_none(make: Make) -> None:
     make()  # the host device is in use from here on
     memsaver.configure(retain=PAGE)
-    for wrong in ({"colour": 1}, {"host_device": "3MiB"}, {"host_device": 1}):
+    wrong: dict[str, Any]
+    for wrong in ({"pool": "ours"}, {"host_device": "3MiB"}, {"host_device": 1}):
         with pytest.raises(memsaver.ConfigError):
             memsaver.configure(retain=2 * PAGE, **wrong)
-        assert memsaver.stats()["options"]["retain"] == PAGE
+        assert memsaver.stats().options["retain"] == PAGE
 
 
 def test_the_host_device_has_the_size_that_was_set_before_its_first_use() -> None:
@@ -315,7 +488,7 @@ def test_the_host_device_has_the_size_that_was_set_before_its_first_use() -> Non
             memsaver.configure(host_device="100MiB")
         except memsaver.ConfigError as error:
             print(error)
-        print(memsaver.stats()["devices"]["cpu"]["total_bytes"])
+        print(memsaver.stats().devices["cpu"].total_bytes)
     """)
     refusal, total = out.splitlines()
     assert "after the host device came into use" in refusal
@@ -327,7 +500,7 @@ def test_options_come_from_the_environment() -> None:
     source = """
         import memsaver
         memsaver.region("a", device="cpu")
-        found = memsaver.stats()
+        found = memsaver.stats().asdict()
         print(found["options"]["retain"], found["devices"]["cpu"]["total_bytes"])
     """
     assert run_clean(source, MEMSAVER_RETAIN="3MiB", MEMSAVER_HOST_DEVICE=size) == f"{3 * MIB} {size}\n"
@@ -336,10 +509,11 @@ def test_options_come_from_the_environment() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "text"),
     [
-        ("MEMSAVER_RETAIN", "plenty", "retain is 'plenty', expected a number of bytes of 0 or more, or a string"),
+        ("MEMSAVER_RETAIN", "plenty", "retain is 'plenty', expected bytes as an integer of 0 or more, or a size such"),
         ("MEMSAVER_HOST_DEVICE", "1MiB", "host_device is '1MiB', expected at least 2 MiB"),
         ("MEMSAVER_POOL", "ours", "pool is 'ours', expected one of 'process', 'shared'"),
         ("MEMSAVER_SCRUB", "perhaps", "scrub is 'perhaps', expected True or False"),
+        ("MEMSAVER_PEERS", "1", "peers is '1', expected 'auto' or a list of CUDA devices such as ['cuda:1']"),
         ("MEMSAVER_DISK_DIR", "/no/such", "disk_dir is '/no/such', expected a directory that can be written to"),
     ],
 )
@@ -358,7 +532,7 @@ def test_stats_are_ready_for_json(make: Make) -> None:
     region = make("host")
     held = blocks(region, [3 * MIB])
     region.pause()
-    found = memsaver.stats()
+    found = memsaver.stats().asdict()
     assert json.loads(json.dumps(found)) == found
     device = found["devices"]["cpu"]
     assert device["uuid"] == _core.open_driver("cpu").uuid()
@@ -375,7 +549,7 @@ def test_stats_are_ready_for_json(make: Make) -> None:
 
 
 def test_stats_show_only_devices_in_use() -> None:
-    assert run_clean("import memsaver; print(memsaver.stats()['devices'])") == "{}\n"
+    assert run_clean("import memsaver; print(memsaver.stats().asdict()['devices'])") == "{}\n"
 
 
 # Phases
@@ -444,7 +618,9 @@ def test_a_phase_can_be_defined_before_its_regions_and_again(fresh_tag: Callable
         assert (region.state, other.state) == ("active", "active")
 
 
-def test_a_phase_that_others_name_but_nobody_made_yet_is_passed_over(fresh_tag: Callable[[], str], make: Make) -> None:
+def test_entering_a_phase_ignores_tags_of_other_phases_without_regions(
+    fresh_tag: Callable[[], str], make: Make
+) -> None:
     region = make()
     memsaver.define_phase("a", resident=[region.tag])
     memsaver.define_phase("b", resident=[fresh_tag()])
@@ -453,25 +629,34 @@ def test_a_phase_that_others_name_but_nobody_made_yet_is_passed_over(fresh_tag: 
 
 
 def test_wrong_phases_are_refused() -> None:
-    with pytest.raises(ValueError, match="there is no phase 'a'; there are none"), memsaver.phase("a"):
-        pass
-    wrong: list[tuple[Any, ...]] = [(1, []), ("a", "tag"), ("a", [1]), ("a", [], 3), ("a", [], None, "x"), ("a", None)]
+    # At the call, before a with statement enters it.
+    with pytest.raises(ValueError, match="there is no phase 'a'; there are none"):
+        memsaver.phase("a")
+    memsaver.define_phase("b", [])
+    with pytest.raises(ValueError, match="backup is 'floppy', expected one of"):
+        memsaver.phase("b", backup="floppy")
+    with pytest.raises(ValueError, match="timeout is -1"):
+        memsaver.phase("b", timeout=-1)
+    wrong: list[tuple[Any, ...]] = [(1, []), ("a", {"tag": 1}), ("a", [1]), ("a", None)]
     for arguments in wrong:
         with pytest.raises(TypeError):
             memsaver.define_phase(*arguments)
+    for hook in ("on_enter", "on_exit"):
+        with pytest.raises(TypeError, match="expected something to call"):
+            memsaver.define_phase("a", [], **{hook: 3})  # type: ignore[arg-type]
 
 
 # Fork and exit
 
 
-def test_a_forked_child_gets_a_clear_error_and_dies_in_peace() -> None:
+def test_a_forked_child_gets_a_clear_error_and_exits_normally() -> None:
     out = run_clean("""
         import gc, os, memsaver
         region = memsaver.region("a", device="cpu", backup="host")
         held = region._core.allocate_array(5 << 20)
         paused = memsaver.region("b", device="cpu")
         paused.pause()
-        before = memsaver.stats()["devices"]["cpu"]["free_bytes"]
+        before = memsaver.stats().devices["cpu"].free_bytes
         child = os.fork()
         if child == 0:
             calls = [
@@ -490,14 +675,14 @@ def test_a_forked_child_gets_a_clear_error_and_dies_in_peace() -> None:
             gc.collect()
             os._exit(0 if told == len(calls) else 100 + told)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        print(memsaver.stats()["devices"]["cpu"]["free_bytes"] == before)
+        print(memsaver.stats().devices["cpu"].free_bytes == before)
         region.pause()
         region.resume()
     """)
     assert out == "0\nTrue\n"
 
 
-def test_a_forked_child_exits_as_any_process() -> None:
+def test_a_forked_child_exits_normally() -> None:
     run_clean("""
         import os, sys, memsaver
         region = memsaver.region("a", device="cpu", backup="host")

@@ -1,4 +1,4 @@
-"""Contents in files: whole, checked, gone with the process, and never lost to a file call that fails."""
+"""Contents in files: whole, checked, removed with the process, and never lost by a failed file call."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def free_on(path: Path) -> int:
 
 
 def used_on_disk() -> int:
-    return int(memsaver.stats()["devices"]["cpu"]["disk_used_bytes"])
+    return int(memsaver.stats().devices["cpu"].disk_used_bytes)
 
 
 # There and back
@@ -153,12 +153,12 @@ def test_a_file_is_kept_and_used_again(make: Make, disk: Path) -> None:
     assert unnamed_files(disk, kept=True) == files and len(files) == 1
     held += blocks(other, [MIB])
     memsaver.pause([region.tag, other.tag])
-    figures = memsaver.stats()["devices"]["cpu"]
+    figures = memsaver.stats().asdict()["devices"]["cpu"]
     assert figures["disk_used_bytes"] <= figures["disk_held_bytes"]
     memsaver.resume([region.tag, other.tag])
-    assert memsaver.stats()["devices"]["cpu"]["disk_held_bytes"] > 51 * MIB
+    assert memsaver.stats().devices["cpu"].disk_held_bytes > 51 * MIB
     assert memsaver.release_host_memory() > 51 * MIB
-    assert (memsaver.stats()["devices"]["cpu"]["disk_held_bytes"], unnamed_files(disk)) == (0, [])
+    assert (memsaver.stats().devices["cpu"].disk_held_bytes, unnamed_files(disk)) == (0, [])
     for block in held:
         block.check()
 
@@ -176,7 +176,7 @@ def test_a_kept_file_serves_its_own_directory(make: Make, disk: Path) -> None:
         block.check()
 
 
-def test_what_was_written_before_anybody_waited_counts_as_copied(make: Make) -> None:
+def test_copied_bytes_include_blocks_written_before_the_wait(make: Make) -> None:
     regions = [make("disk") for _ in range(3)]
     held = [block for seed, region in enumerate(regions) for block in blocks(region, [100, 513], 10 * seed)]
     for _ in range(20):
@@ -186,7 +186,7 @@ def test_what_was_written_before_anybody_waited_counts_as_copied(make: Make) -> 
         block.check()
 
 
-def test_what_is_written_after_a_resume_is_kept_by_the_next_pause(make: Make) -> None:
+def test_writes_after_a_resume_are_kept_by_the_next_pause(make: Make) -> None:
     region = make("disk")
     change_between_pauses(region, blocks(region, [3 * MIB, 100]))
 
@@ -243,7 +243,7 @@ def test_one_pause_can_go_to_disk(make: Make, disk: Path) -> None:
         region.resume()
 
 
-def test_what_is_not_restored_is_not_read(make: Make, disk: Path) -> None:
+def test_a_resume_without_restore_does_not_read_the_file(make: Make, disk: Path) -> None:
     region = make("disk")
     held = blocks(region, [20 * MIB])
     region.pause()
@@ -263,7 +263,8 @@ def test_a_switch_between_disk_host_and_nothing_on_a_full_device(make: Make) -> 
     with Fill():
         for _ in range(2):
             memsaver.switch(pause=[two.tag, lost.tag], resume=one.tag)
-            held[0].check(), held[1].check()
+            for block in held[:2]:
+                block.check()
             memsaver.switch(pause=one.tag, resume=[lost.tag, two.tag])
             held[2].check()
 
@@ -278,7 +279,7 @@ def test_files_of_several_regions_are_apart(make: Make, disk: Path) -> None:
         block.check()
 
 
-def test_a_file_system_in_memory_does_as_well(make: Make, fast_disk: Path) -> None:
+def test_a_file_system_in_memory_holds_backups(make: Make, fast_disk: Path) -> None:
     region = make("disk")
     held = blocks(region, [20 * MIB, 513])
     region.pause()
@@ -291,7 +292,7 @@ def test_a_file_system_in_memory_does_as_well(make: Make, fast_disk: Path) -> No
 # The file
 
 
-def test_the_file_has_no_name(make: Make, disk: Path) -> None:
+def test_the_backup_file_has_no_name(make: Make, disk: Path) -> None:
     region = make("disk")
     held = blocks(region, [20 * MIB])
     region.pause()
@@ -302,7 +303,7 @@ def test_the_file_has_no_name(make: Make, disk: Path) -> None:
     del held
 
 
-def test_its_space_is_reserved_and_given_back(make: Make, small_disk: Path) -> None:
+def test_disk_space_is_reserved_by_pause_and_released_later(make: Make, small_disk: Path) -> None:
     region = make("disk")
     held = blocks(region, [30 * MIB])
     before = free_on(small_disk)
@@ -390,7 +391,7 @@ def test_the_same_pause_goes_through_once_there_is_room(make: Make, small_disk: 
         block.check()
 
 
-def test_two_files_that_do_not_fit_together_leave_none(make: Make, small_disk: Path) -> None:
+def test_a_switch_whose_files_do_not_fit_together_leaves_no_file(make: Make, small_disk: Path) -> None:
     one, two, back = make("disk"), make("disk"), make("host")
     held = blocks(one, [30 * MIB]) + blocks(two, [30 * MIB], seed=5) + blocks(back, [5 * MIB], seed=6)
     back.pause()
@@ -411,7 +412,7 @@ def test_a_limit_on_files_is_a_full_disk(disk: Path) -> None:
         import ctypes, resource, memsaver
         region = memsaver.region("a", device="cpu", backup="disk")
         held = region._core.allocate_array(20 << 20)
-        contents = (ctypes.c_ubyte * (20 << 20)).from_address(region._core.base)
+        contents = (ctypes.c_ubyte * (20 << 20)).from_address(region._core.live()[0][0])
         contents[5] = contents[19 << 20] = 7
         resource.setrlimit(resource.RLIMIT_FSIZE, (10 << 20, -1))
         try:
@@ -481,7 +482,7 @@ def test_a_resume_without_host_memory_for_the_blocks_keeps_the_file(make: Make, 
 
 
 def drop_all_but(region: memsaver.Region) -> int:
-    """Gives back the host memory that nothing else uses, and returns what is held still."""
+    """Releases the unused host memory. Returns the bytes that are still held."""
     for each in memsaver.regions.all_regions():
         if each is not region:
             each.resume()
@@ -491,7 +492,7 @@ def drop_all_but(region: memsaver.Region) -> int:
 
 
 def test_a_switch_reserves_the_host_memory_that_reading_a_file_takes(make: Make, disk: Path) -> None:
-    """Promise 2: what can fail for lack of host memory fails before the other side has gone."""
+    """A shortage of host memory raises before the outgoing regions are paused."""
     out, back = make("none"), make("disk")
     held = blocks(back, [40 * MIB], seed=5)
     back.pause()
@@ -528,21 +529,21 @@ def test_a_region_on_disk_needs_a_directory() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "/no/such/place", "/proc/self/status", None, 7, ["/tmp"]])
-def test_a_directory_that_is_none_is_refused(disk: Path, value: Any) -> None:
+def test_an_invalid_directory_raises(disk: Path, value: Any) -> None:
     with pytest.raises(memsaver.ConfigError, match="disk_dir is") as caught:
         memsaver.configure(disk_dir=value, retain=1)
     assert (caught.value.option, caught.value.value) == ("disk_dir", value)
-    options = memsaver.stats()["options"]
+    options = memsaver.stats().options
     assert (options["disk_dir"], options.get("retain", 0)) == (str(disk), 0)
 
 
 def test_the_directory_comes_from_the_environment(disk: Path) -> None:
-    source = "import memsaver; print(memsaver.stats()['options']['disk_dir'])"
+    source = "import memsaver; print(memsaver.stats().options['disk_dir'])"
     assert run_clean(source, MEMSAVER_DISK_DIR=str(disk)) == f"{disk}\n"
 
 
 @pytest.mark.parametrize("kind", [os.fspath, Path, os.fsencode])
-def test_a_directory_is_any_path(make: Make, disk: Path, kind: Callable[[Path], Any]) -> None:
+def test_disk_dir_takes_str_bytes_and_path(make: Make, disk: Path, kind: Callable[[Path], Any]) -> None:
     memsaver.configure(disk_dir=kind(disk))
     region = make("disk")
     block = Block(region, 100)
@@ -552,7 +553,7 @@ def test_a_directory_is_any_path(make: Make, disk: Path, kind: Callable[[Path], 
     block.check()
 
 
-def test_a_directory_that_goes_is_an_error_and_the_contents_stay(make: Make, disk: Path) -> None:
+def test_a_removed_directory_raises_and_keeps_the_contents(make: Make, disk: Path) -> None:
     region = make("disk")
     block = Block(region, 5 * MIB)
     place = disk / "place"
@@ -744,7 +745,7 @@ def test_without_threads_to_spare_files_are_an_error_or_written_by_fewer(disk: P
         import ctypes, resource, memsaver
         region = memsaver.region("a", device="cpu", backup="disk")
         held = region._core.allocate_array(70 << 20)
-        contents = (ctypes.c_ubyte * (70 << 20)).from_address(region._core.base)
+        contents = (ctypes.c_ubyte * (70 << 20)).from_address(region._core.live()[0][0])
         contents[5] = contents[60 << 20] = 7
         region.pause()
         region.resume()
@@ -767,7 +768,7 @@ def test_without_threads_to_spare_files_are_an_error_or_written_by_fewer(disk: P
 # Several at once
 
 
-def test_transitions_on_disk_from_several_threads(make: Make) -> None:
+def test_transitions_on_disk_from_several_threads_keep_all_contents(make: Make) -> None:
     regions = [make("disk") for _ in range(3)]
     held = [block for seed, region in enumerate(regions) for block in blocks(region, [17 * MIB, 700], 10 * seed)]
     errors: list[BaseException] = []

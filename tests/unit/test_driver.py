@@ -1,12 +1,14 @@
-"""The conformance suite that every driver passes, and what the host driver promises besides."""
+"""The conformance suite that every driver passes, and further behaviour of the host driver."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 
 import memsaver
 from memsaver import _core
-from tests.support import MIB, PAGE, Fill, descriptors, run_python
+from tests.support import MIB, PAGE, Fill, descriptors, run_python, until
 
 DEVICES = ["cpu"] + (["cuda:0"] if _core.cuda_device_count() else [])
 HOST = ["cpu"]
@@ -82,13 +84,19 @@ def refused(call: Callable[[], object]) -> memsaver.DriverError:
     return error
 
 
+def record(driver: Any) -> _core.WorkMark:
+    mark = driver.record()
+    assert mark is not None
+    return mark
+
+
 def test_reserved_addresses_are_aligned_and_apart(bench: Bench) -> None:
     first, second = bench.reserve(PAGE), bench.reserve(3 * PAGE)
     assert first % PAGE == 0 and second % PAGE == 0
     assert first + PAGE <= second or second + 3 * PAGE <= first
 
 
-def test_what_is_copied_in_is_copied_out(bench: Bench) -> None:
+def test_copy_out_returns_the_bytes_of_copy_in(bench: Bench) -> None:
     address = bench.reserve(2 * PAGE)
     bench.map(address, 2 * PAGE, bench.create(2 * PAGE))
     data = random_bytes(PAGE + 12345)
@@ -96,7 +104,7 @@ def test_what_is_copied_in_is_copied_out(bench: Bench) -> None:
     assert np.array_equal(bench.read(address + 777, data.nbytes), data)
 
 
-def test_a_mark_stands_for_the_copies_queued_before_it(bench: Bench) -> None:
+def test_a_mark_covers_the_copies_queued_before_it(bench: Bench) -> None:
     size = 32 * MIB
     address = bench.reserve(size)
     bench.map(address, size, bench.create(size))
@@ -219,7 +227,7 @@ def test_one_unmap_serves_several_whole_chunks(bench: Bench) -> None:
     bench.map(address, 2 * PAGE, bench.create(2 * PAGE))
 
 
-def test_one_call_allows_several_whole_chunks(bench: Bench) -> None:
+def test_one_allow_call_covers_several_chunks(bench: Bench) -> None:
     address = bench.reserve(2 * PAGE)
     for at in (address, address + PAGE):
         bench.driver.map(at, PAGE, bench.create(PAGE))
@@ -242,14 +250,14 @@ def test_no_part_of_a_chunk_can_be_unmapped(bench: Bench, begin: int, pages: int
 
 
 @host_only
-def test_unmapping_what_is_not_mapped_is_refused(bench: Bench) -> None:
+def test_unmapping_unmapped_memory_is_refused(bench: Bench) -> None:
     address = bench.reserve(2 * PAGE)
     refused(lambda: bench.driver.unmap(address, PAGE))
     bench.map(address, PAGE, bench.create(PAGE))
     refused(lambda: bench.driver.unmap(address, 2 * PAGE))
 
 
-def test_a_descriptor_shares_the_memory(bench: Bench) -> None:
+def test_an_imported_descriptor_maps_the_same_memory(bench: Bench) -> None:
     address, other = bench.reserve(PAGE), bench.reserve(PAGE)
     handle = bench.create(PAGE)
     bench.map(address, PAGE, handle)
@@ -281,7 +289,7 @@ def test_an_importer_keeps_the_memory(bench: Bench) -> None:
 
 
 @host_only
-def test_shared_memory_counts_once(bench: Bench) -> None:
+def test_shared_memory_is_counted_once(bench: Bench) -> None:
     before = bench.free()
     handle = bench.driver.create(2 * PAGE)
     file = bench.driver.export_fd(handle)
@@ -344,7 +352,7 @@ def test_creating_beyond_the_device_says_out_of_memory(bench: Bench) -> None:
 
 
 @host_only
-def test_a_full_device_takes_no_more_until_something_goes(bench: Bench) -> None:
+def test_a_full_device_refuses_memory_until_some_is_released(bench: Bench) -> None:
     with Fill(leave=PAGE):
         handle = bench.driver.create(PAGE)
         assert bench.free() == 0
@@ -412,7 +420,9 @@ def test_a_device_is_known_by_its_uuid(bench: Bench) -> None:
 
 def test_work_that_was_waited_for_is_done(bench: Bench) -> None:
     bench.driver.synchronize()
-    assert bench.driver.work_is_done()
+    ticket = bench.driver.record()
+    if ticket is not None:
+        until(ticket.done)
 
 
 def test_a_device_that_does_not_exist_is_refused() -> None:
@@ -422,7 +432,344 @@ def test_a_device_that_does_not_exist_is_refused() -> None:
         _core.open_driver(f"cuda:{_core.cuda_device_count()}")
 
 
-def test_the_armed_call_fails_once(bench: Bench) -> None:
+def test_a_copy_within_the_device_is_queued_with_the_copies_in(bench: Bench) -> None:
+    address = bench.reserve(2 * PAGE)
+    bench.map(address, 2 * PAGE, bench.create(2 * PAGE))
+    data = random_bytes(PAGE)
+    bench.driver.copy_in(address, data.ctypes.data, PAGE)
+    bench.driver.copy_within(address + PAGE + 512, address + 100, 5000)
+    bench.driver.fill(address, PAGE, 0)  # behind it
+    bench.driver.mark("in").wait()
+    assert np.array_equal(bench.read(address + PAGE + 512, 5000), data[100:5100])
+
+
+def test_synchronize_and_record_cover_the_copies(bench: Bench) -> None:
+    size = 64 * MIB
+    address = bench.reserve(size)
+    bench.map(address, size, bench.create(size))
+    data, found = random_bytes(size), np.zeros(size, np.uint8)
+    bench.driver.copy_in(address, data.ctypes.data, size)
+    bench.driver.synchronize()
+    bench.driver.copy_out(found.ctypes.data, address, size)
+    ticket = bench.driver.record()
+    bench.driver.synchronize()
+    assert np.array_equal(found, data)
+    assert ticket is None or ticket.done()
+
+
+def test_host_memory_is_pinned_once(bench: Bench) -> None:
+    memory = np.zeros(3 * PAGE, np.uint8)
+    address = round_up(memory.ctypes.data)
+    bench.driver.pin(address, PAGE)
+    assert refused(lambda: bench.driver.pin(address, PAGE)).code == 712
+    bench.driver.unpin(address)
+    assert refused(lambda: bench.driver.unpin(address)).code == 713
+    bench.driver.pin(address, PAGE)
+    bench.driver.unpin(address)
+
+
+def round_up(address: int) -> int:
+    return (address + PAGE - 1) // PAGE * PAGE
+
+
+# The host driver under work, as a GPU is: kernels that end later, and their mistakes.
+
+
+@dataclass
+class Memory:
+    """Accessible memory of the host driver, full of zeros."""
+
+    bench: Bench
+    address: int
+    size: int
+    handle: int
+
+    def first(self) -> int:
+        return ctypes.c_ubyte.from_address(self.address).value
+
+    def write(self, stream: int, byte: int, hold: float | None = None) -> None:
+        _core.host_stream_write(stream, self.address, self.size, byte, hold)
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    bench = Bench("cpu")
+    _core.host_reset()  # also in the mode of a late device: each test sets its own delays
+    with bench.stack:
+        address = bench.reserve(PAGE)
+        handle = bench.create(PAGE)
+        bench.map(address, PAGE, handle)
+        yield Memory(bench, address, PAGE, handle)
+        _core.virtual_clock(False)
+        _core.host_reset()
+        if not mapped(bench, address):
+            bench.driver.map(address, PAGE, handle)
+
+
+def mapped(bench: Bench, address: int) -> bool:
+    try:
+        bench.driver.allow(address, PAGE)
+    except memsaver.DriverError:
+        return False
+    return True
+
+
+@pytest.fixture
+def virtual_time() -> Iterator[None]:
+    _core.virtual_clock(True)
+    yield
+    _core.virtual_clock(False)
+
+
+def test_a_kernel_runs_when_its_stream_is_released(memory: Memory) -> None:
+    stream, other = _core.host_stream_create(), _core.host_stream_create()
+    memory.write(stream, 1)
+    read = _core.host_stream_read(stream, memory.address + 100, 50)
+    memory.write(stream, 2)
+    _core.host_stream_release(other)
+    assert (memory.first(), read.bytes()) == (0, None)
+    _core.host_stream_release(stream)
+    assert (memory.first(), read.bytes()) == (2, b"\1" * 50)
+
+
+def test_a_timed_kernel_runs_when_the_clock_reaches_its_time(memory: Memory, virtual_time: None) -> None:
+    stream = _core.host_stream_create()
+    memory.write(stream, 1, hold=5)
+    memory.write(stream, 2, hold=1)  # behind the first
+    ticket = record(memory.bench.driver)
+    _core.clock_pass(4.5)
+    assert not ticket.done() and memory.first() == 0
+    _core.clock_pass(0.5)
+    assert ticket.done() and memory.first() == 2
+
+
+def test_a_timed_kernel_runs_on_the_real_clock(memory: Memory) -> None:
+    stream = _core.host_stream_create()
+    memory.write(stream, 1, hold=0.001)
+    until(lambda: memory.first() == 1)
+
+
+def test_a_record_covers_the_kernels_launched_before_it(memory: Memory) -> None:
+    driver = memory.bench.driver
+    first, second = _core.host_stream_create(), _core.host_stream_create()
+    memory.write(first, 1)
+    ticket = record(driver)
+    memory.write(second, 2)
+    later = record(driver)
+    assert not ticket.done()
+    _core.host_stream_release(first)
+    assert ticket.done() and not later.done()
+    _core.host_stream_release_all()
+    assert later.done()
+
+
+def test_synchronize_waits_for_all_streams(memory: Memory, virtual_time: None) -> None:
+    began = _core.clock_now()
+    for hold in (3, 7):
+        memory.write(_core.host_stream_create(), hold, hold)
+    memory.bench.driver.synchronize()
+    assert _core.clock_now() - began == pytest.approx(7)
+    assert memory.first() == 7
+
+
+def test_synchronize_waits_until_another_thread_releases_the_stream(memory: Memory) -> None:
+    stream = _core.host_stream_create()
+    found: list[int] = []
+
+    def wait() -> None:
+        memory.bench.driver.synchronize()
+        found.append(memory.first())
+
+    memory.write(stream, 1)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    memory.write(stream, 2)  # which may be behind the wait
+    _core.host_stream_release(stream)
+    thread.join()
+    assert found in ([1], [2])
+
+
+def test_a_stream_that_does_not_exist_is_refused(memory: Memory) -> None:
+    for call in (lambda: memory.write(7, 1), lambda: _core.host_stream_release(7)):
+        with pytest.raises(ValueError, match="stream is 7"):
+            call()
+
+
+def every_call(memory: Memory) -> dict[str, Callable[[], object]]:
+    driver, address = memory.bench.driver, memory.address
+    host = np.zeros(16, np.uint8).ctypes.data
+    return {
+        "memory": driver.memory,
+        "reserve": lambda: driver.reserve(PAGE),
+        "unreserve": lambda: driver.unreserve(address, PAGE),
+        "create": lambda: driver.create(PAGE),
+        "release": lambda: driver.release(memory.handle),
+        "export_fd": lambda: driver.export_fd(memory.handle),
+        "import_fd": lambda: driver.import_fd(0, PAGE),
+        "map": lambda: driver.map(address, PAGE, memory.handle),
+        "allow": lambda: driver.allow(address, PAGE),
+        "unmap": lambda: driver.unmap(address, PAGE),
+        "synchronize": driver.synchronize,
+        "record": driver.record,
+        "copy_out": lambda: driver.copy_out(host, address, 16),
+        "copy_in": lambda: driver.copy_in(address, host, 16),
+        "fill": lambda: driver.fill(address, 16, 1),
+        "copy_within": lambda: driver.copy_within(address + 16, address, 16),
+        "mark": lambda: driver.mark("in"),
+        "finish_copies": driver.finish_copies,
+        "pin": lambda: driver.pin(host, 16),
+        "unpin": lambda: driver.unpin(host),
+        "launch": lambda: memory.write(_core.host_stream_create(), 1),
+    }
+
+
+def assert_lost(memory: Memory) -> None:
+    assert _core.host_context_lost()
+    for name, call in every_call(memory).items():
+        error = refused(call)
+        assert (error.call, error.code) == (name, 700)
+
+
+def test_every_call_fails_after_an_illegal_access(memory: Memory) -> None:
+    driver = memory.bench.driver
+    stream, other = _core.host_stream_create(), _core.host_stream_create()
+    free = memory.bench.free()
+    ticket, mark = record(driver), driver.mark("in")
+    memory.write(stream, 1)
+    memory.write(other, 2)
+    driver.unmap(memory.address, PAGE)  # without a wait
+    assert not _core.host_context_lost()
+    _core.host_stream_release(stream)
+    for _ in range(2):
+        assert_lost(memory)
+    assert refused(ticket.done).code == refused(mark.wait).code == 700
+    assert driver.uuid() and driver.processes() and driver.host_node() == -1  # which ask the system, not the context
+    _core.host_reset()
+    assert memory.bench.free() == free
+    driver.map(memory.address, PAGE, memory.handle)
+    driver.allow(memory.address, PAGE)
+    driver.synchronize()
+    assert memory.first() == 0  # kernels that had not started never ran
+
+
+@pytest.mark.parametrize("reach", ["no access", "beyond the chunk"])
+def test_a_kernel_outside_accessible_memory_ends_the_context(memory: Memory, reach: str) -> None:
+    stream = _core.host_stream_create()
+    if reach == "no access":
+        memory.bench.driver.unmap(memory.address, PAGE)
+        memory.bench.driver.map(memory.address, PAGE, memory.handle)
+        memory.write(stream, 1)
+    else:
+        _core.host_stream_read(stream, memory.address + 1, PAGE)
+    _core.host_stream_release(stream)
+    assert_lost(memory)
+
+
+@pytest.mark.parametrize("way", ["copy_out", "copy_in", "fill", "copy_within", "copy_within from"])
+def test_a_copy_whose_memory_was_unmapped_ends_the_context(memory: Memory, virtual_time: None, way: str) -> None:
+    driver, host = memory.bench.driver, np.zeros(16, np.uint8)
+    other = memory.bench.reserve(PAGE)
+    memory.bench.map(other, PAGE, memory.bench.create(PAGE))
+    _core.host_copies_delay(1)
+    {
+        "copy_out": lambda: driver.copy_out(host.ctypes.data, memory.address, 16),
+        "copy_in": lambda: driver.copy_in(memory.address, host.ctypes.data, 16),
+        "fill": lambda: driver.fill(memory.address, 16, 1),
+        "copy_within": lambda: driver.copy_within(memory.address, other, 16),
+        "copy_within from": lambda: driver.copy_within(other, memory.address, 16),
+    }[way]()
+    driver.unmap(memory.address, PAGE)
+    assert refused(driver.finish_copies).code == 700
+    assert_lost(memory)
+
+
+def test_a_killed_context_ends_a_wait_with_an_error(memory: Memory) -> None:
+    stream = _core.host_stream_create()
+    memory.write(stream, 1)
+    ticket = record(memory.bench.driver)
+    errors: list[memsaver.DriverError] = []
+    thread = threading.Thread(target=lambda: errors.append(refused(memory.bench.driver.synchronize)))
+    thread.start()
+    _core.host_kill_context()
+    thread.join()
+    assert errors[0].code == refused(ticket.done).code == 700
+    assert memory.first() == 0
+    assert_lost(memory)
+
+
+def test_delayed_marks_are_done_when_the_clock_reaches_their_time(memory: Memory, virtual_time: None) -> None:
+    driver = memory.bench.driver
+    _core.host_marks_delay(2)
+    recorded, into = record(driver), driver.mark("in")
+    _core.clock_pass(1.5)
+    assert not recorded.done() and not into.done()
+    _core.clock_pass(0.5)
+    assert recorded.done() and into.done()
+    out, began = driver.mark("out"), _core.clock_now()
+    out.wait()
+    assert _core.clock_now() - began == pytest.approx(2)
+    recorded = record(driver)
+    driver.synchronize()
+    assert recorded.done()
+
+
+def test_delayed_copies_end_when_the_clock_reaches_their_time(memory: Memory, virtual_time: None) -> None:
+    driver, data = memory.bench.driver, random_bytes(100)
+    _core.host_copies_delay(2)
+    driver.copy_in(memory.address, data.ctypes.data, 100)
+    mark, began = driver.mark("in"), _core.clock_now()
+    _core.clock_pass(1)
+    assert not mark.done()
+    mark.wait()
+    assert _core.clock_now() - began == pytest.approx(2)
+    assert memory.first() == data[0]
+
+
+def test_a_busy_device_has_work_in_flight_at_any_time(memory: Memory, virtual_time: None) -> None:
+    driver = memory.bench.driver
+    _core.host_busy(3)
+    for _ in range(2):
+        ticket, began = record(driver), _core.clock_now()
+        assert not ticket.done()
+        driver.synchronize()
+        assert _core.clock_now() - began == pytest.approx(3)
+        assert ticket.done()
+    assert driver.mark("in").done()  # copies wait for no other work
+
+
+def test_a_driver_without_records_returns_none(memory: Memory) -> None:
+    _core.host_record_supported(False)
+    assert memory.bench.driver.record() is None
+    _core.host_record_supported(True)
+    assert record(memory.bench.driver).done()
+
+
+@pytest.mark.parametrize("call", ["record", "synchronize"])
+def test_a_wait_for_the_device_breaks_a_capture(memory: Memory, call: str) -> None:
+    driver = memory.bench.driver
+    _core.host_capture_begin()
+    data = random_bytes(16)
+    memory.bench.write(memory.address, data)  # copies do not
+    driver.mark("in").wait()
+    assert _core.host_capture_end()
+    _core.host_capture_begin()
+    assert refused(getattr(driver, call)).code == 900
+    assert not _core.host_capture_end()
+    getattr(driver, call)()
+    _core.host_capture_begin()
+    assert _core.host_capture_end()
+    with pytest.raises(ValueError, match="no capture"):
+        _core.host_capture_end()
+
+
+@pytest.mark.parametrize("control", ["host_marks_delay", "host_copies_delay", "host_busy"])
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+def test_times_are_not_negative(control: str, seconds: float) -> None:
+    with pytest.raises(ValueError, match="seconds is .*, expected 0 or more"):
+        getattr(_core, control)(seconds)
+
+
+def test_an_armed_call_fails_once(bench: Bench) -> None:
     address = bench.reserve(PAGE)
     handle = bench.create(PAGE)
     _core.faults_arm(2)
@@ -437,8 +784,55 @@ def test_an_armed_create_can_say_out_of_memory(bench: Bench) -> None:
     assert refused(lambda: bench.driver.create(PAGE)).code == 2
 
 
-def test_arming_refuses_what_it_does_not_know() -> None:
+def test_arming_with_wrong_arguments_raises() -> None:
     with pytest.raises(ValueError, match="nth"):
         _core.faults_arm(0)
     with pytest.raises(ValueError, match="kind"):
         _core.faults_arm(1, "cosmic ray")
+
+
+@host_only
+def test_an_armed_call_can_take_effect_and_still_report_an_error(bench: Bench) -> None:
+    address, handle = bench.reserve(PAGE), bench.create(PAGE)
+    reports_after(lambda: bench.driver.map(address, PAGE, handle))
+    reports_after(lambda: bench.driver.allow(address, PAGE))
+    bench.write(address, random_bytes(PAGE))
+    reports_after(lambda: bench.driver.fill(address, PAGE, 7))
+    bench.driver.finish_copies()
+    assert (bench.read(address, PAGE) == 7).all()
+    reports_after(lambda: bench.driver.unmap(address, PAGE))
+    assert refused(lambda: bench.driver.unmap(address, PAGE)).code == 1
+
+
+@host_only
+def test_a_call_that_reports_an_error_leaves_no_resource(bench: Bench) -> None:
+    handle = bench.create(PAGE)
+    file = bench.driver.export_fd(handle)
+    free, files = bench.free(), descriptors()
+    for call in (
+        lambda: bench.driver.create(PAGE),
+        lambda: bench.driver.export_fd(handle),
+        lambda: bench.driver.import_fd(file, PAGE),
+        lambda: bench.driver.reserve(PAGE),
+    ):
+        reports_after(call)
+        assert (bench.free(), descriptors()) == (free, files)
+    os.close(file)
+
+
+def reports_after(call: Callable[[], object]) -> None:
+    _core.faults_arm(1, "after")
+    error = refused(call)
+    assert error.code == 999 and "after the call" in error.message
+    assert _core.faults_calls() == 1
+
+
+@host_only
+def test_an_armed_call_can_lose_the_context(bench: Bench) -> None:
+    handle = bench.create(PAGE)
+    _core.faults_arm(1, "lost")
+    assert refused(lambda: bench.driver.create(PAGE)).code == 700
+    assert _core.host_context_lost()
+    assert refused(lambda: bench.driver.release(handle)).code == 700
+    _core.host_reset()
+    assert not _core.host_context_lost()

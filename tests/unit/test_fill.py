@@ -1,4 +1,4 @@
-"""What a resume writes where it brings no contents: nothing, zeros, or NaN."""
+"""The fill of a resume without contents: none, zeros, or NaN."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.com
 
 @pytest.fixture(autouse=True)
 def dirty_memory() -> Iterator[None]:
-    """Chunks that come back hold what was written to them: new ones would be zero."""
+    """Retained chunks keep their old bytes. New chunks would be zero."""
     memsaver.configure(retain="1GiB")
     yield
 
@@ -45,7 +45,7 @@ def holds(block: Block, fill: str) -> bool:
 
 
 @every
-def test_what_has_no_backup_is_filled(filled: Filled, fill: str) -> None:
+def test_contents_without_a_backup_are_filled(filled: Filled, fill: str) -> None:
     region = filled(fill)
     held = blocks(region, SIZES)
     for seed in range(2):
@@ -57,7 +57,7 @@ def test_what_has_no_backup_is_filled(filled: Filled, fill: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_poison_is_no_number_of_any_type(filled: Filled, dtype: torch.dtype) -> None:
+def test_poison_is_nan_in_every_host_dtype(filled: Filled, dtype: torch.dtype) -> None:
     region = filled("poison")
     tensor = region.empty((33, 7), dtype)
     tensor.copy_(torch.ones(33, 7))
@@ -67,7 +67,7 @@ def test_poison_is_no_number_of_any_type(filled: Filled, dtype: torch.dtype) -> 
 
 
 @every
-def test_what_is_not_restored_is_filled(filled: Filled, fill: str) -> None:
+def test_contents_that_are_not_restored_are_filled(filled: Filled, fill: str) -> None:
     region = filled(fill, "host")
     held = blocks(region, SIZES)
     region.pause()
@@ -76,7 +76,7 @@ def test_what_is_not_restored_is_filled(filled: Filled, fill: str) -> None:
 
 
 @every
-def test_what_a_pause_gave_up_is_filled(filled: Filled, fill: str) -> None:
+def test_contents_discarded_by_a_pause_are_filled(filled: Filled, fill: str) -> None:
     region = filled(fill, "host")
     held = blocks(region, SIZES)
     region.pause(backup="none")
@@ -110,7 +110,7 @@ def test_frozen_contents_are_not_filled(filled: Filled, fill: str) -> None:
 
 
 @every
-def test_a_switch_fills_what_it_brings(filled: Filled, make: Callable[..., memsaver.Region], fill: str) -> None:
+def test_a_switch_fills_resumed_regions(filled: Filled, make: Callable[..., memsaver.Region], fill: str) -> None:
     region, other = filled(fill), make("host")
     held, kept = blocks(region, SIZES), blocks(other, [96 * MIB], seed=9)
     other.pause()
@@ -123,7 +123,7 @@ def test_a_switch_fills_what_it_brings(filled: Filled, make: Callable[..., memsa
 
 
 @every
-def test_contents_that_a_failure_left_are_filled_if_nobody_keeps_them(filled: Filled, fill: str) -> None:
+def test_a_resume_fills_contents_that_a_failed_pause_left(filled: Filled, fill: str) -> None:
     region = filled(fill)
     held = blocks(region, [3 * MIB, 40 * MIB, 100])
     halves = 0
@@ -154,7 +154,7 @@ def test_a_resume_whose_kth_call_fails_fills_the_next_time(filled: Filled, fill:
         region.pause()
 
 
-def test_a_fill_is_no_copy(filled: Filled) -> None:
+def test_a_fill_does_not_count_as_copied_bytes(filled: Filled) -> None:
     region = filled("zero")
     held = blocks(region, SIZES)
     told: list[tuple[int, int]] = []
@@ -171,7 +171,7 @@ def test_without_a_fill_nothing_is_written(make: Callable[..., memsaver.Region])
     _core.faults_disarm()
     region.resume()
     assert _core.faults_calls() == len(region._core.chunks) + 1  # map each, and allow
-    assert not holds(held[0], "zero") and not holds(held[0], "poison")  # what the chunks held before
+    assert not holds(held[0], "zero") and not holds(held[0], "poison")  # the chunks' old bytes
 
 
 @pytest.mark.parametrize("fill", ["ones", "nothing", "", 0, True, ["zero"], b"zero"])
@@ -181,7 +181,9 @@ def test_other_fills_are_refused(tag: str, fill: Any) -> None:
     assert tag not in {region.tag for region in memsaver.regions.all_regions()}
 
 
-def test_a_region_is_what_it_was_made_as(filled: Filled, make: Callable[..., memsaver.Region]) -> None:
+def test_region_with_another_option_for_an_existing_tag_raises(
+    filled: Filled, make: Callable[..., memsaver.Region]
+) -> None:
     region, plain = filled("zero"), make()
     assert (region.fill, plain.fill) == ("zero", None)
     assert memsaver.region(region.tag, device="cpu") is region

@@ -77,7 +77,7 @@ def test_the_copy_is_kept_while_the_region_is_active(freeze: Freeze, backup: str
     region.pause()
     region.resume()
     assert region.backup_bytes == region.allocated_bytes
-    figures = memsaver.stats()["devices"]["cpu"]
+    figures = memsaver.stats().asdict()["devices"]["cpu"]
     row = next(row for row in figures["regions"] if row["tag"] == region.tag)
     assert (row["frozen"], row["state"], row["backup_bytes"]) == (True, "active", region.allocated_bytes)
     assert figures["disk_used_bytes" if backup == "disk" else "host_used_bytes"] >= region.allocated_bytes
@@ -85,7 +85,7 @@ def test_the_copy_is_kept_while_the_region_is_active(freeze: Freeze, backup: str
         block.check()
 
 
-def test_later_pauses_ask_for_nothing_but_the_end_of_work(freeze: Freeze) -> None:
+def test_later_pauses_of_a_frozen_region_only_wait_and_unmap(freeze: Freeze) -> None:
     region = freeze()
     held = blocks(region, SIZES)
     region.pause()
@@ -152,12 +152,12 @@ def test_a_copied_region_takes_no_allocations(freeze: Freeze, backup: str) -> No
         region._core.allocate_array(1)
     assert hooks.alloc(PAGE) is None
     assert region.allocated_bytes == 3 * MIB
-    torch.empty(3)  # nobody was left inside
+    torch.empty(3)  # no thread is inside any region
     assert region.allocated_bytes == 3 * MIB
     held[0].check()
 
 
-def test_who_was_inside_when_it_was_copied_gets_an_error(freeze: Freeze) -> None:
+def test_allocating_inside_a_region_that_was_frozen_meanwhile_raises(freeze: Freeze) -> None:
     region = freeze()
     with region:
         held = torch.full((100,), 3.0)
@@ -172,7 +172,7 @@ def test_who_was_inside_when_it_was_copied_gets_an_error(freeze: Freeze) -> None
 
 
 @both
-def test_what_is_frozen_can_be_freed(freeze: Freeze, backup: str) -> None:
+def test_tensors_of_a_frozen_region_can_be_freed(freeze: Freeze, backup: str) -> None:
     region = freeze(backup)
     held = blocks(region, [3 * MIB, 40 * MIB, 100, 5 * MIB])
     region.pause()
@@ -187,7 +187,7 @@ def test_what_is_frozen_can_be_freed(freeze: Freeze, backup: str) -> None:
 
 
 @both
-def test_the_copy_goes_when_all_that_it_was_of_has_gone(freeze: Freeze, tmp_path: Path, backup: str) -> None:
+def test_the_copy_of_a_frozen_region_is_freed_with_its_last_tensor(freeze: Freeze, tmp_path: Path, backup: str) -> None:
     region = freeze(backup)
     used = host_used_bytes()
     held = blocks(region, [3 * MIB])
@@ -231,7 +231,7 @@ def test_a_paused_region_cannot_thaw(freeze: Freeze) -> None:
     held[0].check()
 
 
-def test_a_thaw_of_what_is_not_frozen_is_nothing(freeze: Freeze, make: Make) -> None:
+def test_a_thaw_of_a_region_that_is_not_frozen_is_a_no_op(freeze: Freeze, make: Make) -> None:
     for region in (freeze(), make("host"), make("none")):
         block = Block(region, 100)
         region.thaw()
@@ -270,7 +270,7 @@ def test_a_pause_without_a_backup_drops_the_copy(freeze: Freeze, tmp_path: Path,
     held[0].check()
 
 
-def test_a_pause_to_another_place_uses_the_copy_there_is(freeze: Freeze, tmp_path: Path) -> None:
+def test_a_pause_of_a_frozen_region_reuses_its_copy_on_another_medium(freeze: Freeze, tmp_path: Path) -> None:
     region = freeze("host")
     held = blocks(region, [3 * MIB])
     copies(region)
@@ -285,10 +285,10 @@ def test_a_pause_to_another_place_uses_the_copy_there_is(freeze: Freeze, tmp_pat
     held[0].check()
 
 
-# The copy is what counts
+# Contents come from the copy
 
 
-def test_what_is_written_through_a_view_of_the_copy_is_the_contents_from_then_on(freeze: Freeze) -> None:
+def test_writes_to_the_backup_of_a_frozen_region_are_restored_by_every_resume(freeze: Freeze) -> None:
     region = freeze()
     tensor = region.empty(1000)
     tensor.fill_(1)
@@ -318,7 +318,7 @@ def test_a_view_of_the_copy_that_outlives_the_resume_changes_nothing(freeze: Fre
 
 def test_a_first_pause_that_is_refused_leaves_the_region_open(freeze: Freeze) -> None:
     region = freeze()
-    held = blocks(region, [host_held_bytes() - host_used_bytes() + 5 * MIB])  # beyond what is idle
+    held = blocks(region, [host_held_bytes() - host_used_bytes() + 5 * MIB])  # more than the idle bytes
     memsaver.configure(host_limit=0)
     with pytest.raises(memsaver.BackupError):
         region.pause()
@@ -373,13 +373,13 @@ def test_a_transition_whose_kth_call_fails_loses_nothing(freeze: Freeze, backup:
     ("kind", "backup", "frozen"),
     [(ValueError, "none", True), (TypeError, "host", 1), (TypeError, "host", "yes"), (TypeError, "disk", 0)],
 )
-def test_options_that_are_none_are_refused(tag: str, kind: type[Exception], backup: str, frozen: Any) -> None:
+def test_invalid_frozen_options_raise(tag: str, kind: type[Exception], backup: str, frozen: Any) -> None:
     with pytest.raises(kind, match="frozen is"):
         memsaver.region(tag, device="cpu", backup=backup, frozen=frozen)
     assert tag not in {region.tag for region in memsaver.regions.all_regions()}
 
 
-def test_a_region_is_what_it_was_made_as(freeze: Freeze, make: Make) -> None:
+def test_region_with_another_option_for_an_existing_tag_raises(freeze: Freeze, make: Make) -> None:
     region, plain = freeze(), make("host")
     assert (region.frozen, plain.frozen) == (True, False)
     assert memsaver.region(region.tag, device="cpu", backup="host") is region
@@ -392,7 +392,7 @@ def test_a_region_is_what_it_was_made_as(freeze: Freeze, make: Make) -> None:
     assert (region.frozen, plain.frozen) == (True, False)
 
 
-def test_policies_of_a_tag_freeze_each_on_its_own(freeze: Freeze, make: Make, tag: str) -> None:
+def test_frozen_applies_to_one_policy_of_a_tag(freeze: Freeze, make: Make, tag: str) -> None:
     cold, warm = freeze("host", tag), make("none", tag)
     held = blocks(cold, [MIB]) + blocks(warm, [MIB])
     memsaver.pause(tag)

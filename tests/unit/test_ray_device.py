@@ -1,7 +1,9 @@
-"""Which device an actor has, by what Ray assigned and what CUDA_VISIBLE_DEVICES shows. Ray itself is played here."""
+"""The device of an actor, from Ray's assignment and CUDA_VISIBLE_DEVICES. Ray is replaced by a stub."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +11,13 @@ import pytest
 pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
-from memsaver import placement  # noqa: E402
+
+placement = import_module("memsaver.ray.placement")  # the package has a function of this name
+Play = Callable[..., None]
 
 
 @pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch):
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     def set_up(assigned: list[str], visible: str | None, part_of_ray: bool = True) -> None:
         context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned, "TPU": []})
         monkeypatch.setattr(placement.ray, "is_initialized", lambda: part_of_ray)
@@ -38,7 +42,9 @@ def play(monkeypatch: pytest.MonkeyPatch):
         ([], "0,1", "cpu"),  # there are some, and none for this actor
     ],
 )
-def test_the_device_is_the_assigned_gpu_as_cuda_counts(play, assigned, visible, expected):
+def test_the_device_is_the_assigned_gpu_as_cuda_counts(
+    play: Play, assigned: list[str], visible: str | None, expected: str
+) -> None:
     play(assigned, visible)
     assert placement.device() == expected
 
@@ -53,13 +59,13 @@ def test_the_device_is_the_assigned_gpu_as_cuda_counts(play, assigned, visible, 
         (["GPU-6a"], None, "assigned the GPU 'GPU-6a', and CUDA_VISIBLE_DEVICES is not set"),
     ],
 )
-def test_what_is_not_clear_is_said(play, assigned, visible, text):
+def test_an_ambiguous_gpu_assignment_raises(play: Play, assigned: list[str], visible: str | None, text: str) -> None:
     play(assigned, visible)
     with pytest.raises(memsaver.Error, match=text):
         placement.device()
 
 
-def test_outside_of_ray_there_is_no_device(play):
+def test_outside_of_ray_there_is_no_device(play: Play) -> None:
     play([], None, part_of_ray=False)
     with pytest.raises(memsaver.Error, match="not part of a Ray cluster"):
         placement.device()

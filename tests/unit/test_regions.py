@@ -1,4 +1,4 @@
-"""Regions: addresses that stay, segments side by side, and the chunks under them."""
+"""Regions: constant addresses, adjacent segments, and the chunks under them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,36 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 import memsaver
 from memsaver import _core
-from tests.support import GIB, KIB, MIB, PAGE, Block, Fill, Hooks, blocks, free_bytes, run_clean, segments
+from tests.support import (
+    GIB,
+    KIB,
+    MIB,
+    PAGE,
+    Block,
+    Fill,
+    Hooks,
+    blocks,
+    descriptors,
+    free_bytes,
+    host_used_bytes,
+    run_clean,
+    segments,
+    uint8,
+)
 
 Make = Callable[..., memsaver.Region]
 CLASSES = {PAGE, 32 * MIB, 256 * MIB, 1024 * MIB}
 
 
 def slack_bound(region: memsaver.Region) -> float:
-    """What may be mapped while nothing was freed since the last resume."""
+    """The most bytes that may be mapped if nothing was freed since the last resume."""
     return region.allocated_bytes * 1.05 + 64 * MIB
 
 
@@ -29,7 +46,7 @@ def test_a_new_region_holds_nothing(make: Make) -> None:
     assert free_bytes() == before
 
 
-def test_contents_are_where_they_were_written(make: Make) -> None:
+def test_contents_are_kept_in_active_regions(make: Make) -> None:
     held = blocks(make(), [1, 511, 512, 4096, PAGE - 1, PAGE, PAGE + 1, 5 * MIB, 40 * MIB])
     for block in held:
         block.check()
@@ -113,7 +130,7 @@ def test_a_chunk_stays_while_it_holds_a_segment(make: Make) -> None:
     keep.check()
 
 
-def test_thousands_of_small_tensors_are_few_chunks(make: Make) -> None:
+def test_thousands_of_small_tensors_share_few_chunks(make: Make) -> None:
     region = make()
     held = [region.empty(16 * KIB // 4) for _ in range(4000)]
     assert region.allocated_bytes == 4000 * 16 * KIB
@@ -131,7 +148,9 @@ def test_segments_as_torch_asks_for_them_lie_side_by_side(make: Make) -> None:
     region = make()
     hooks = Hooks(region)
     addresses = [hooks.alloc(PAGE) for _ in range(200)]
-    assert addresses == [region._core.base + number * PAGE for number in range(200)]
+    first = addresses[0]
+    assert first is not None
+    assert addresses == [first + number * PAGE for number in range(200)]
     assert len(region._core.chunks) < 60
     for address in addresses:
         hooks.free(address)
@@ -149,10 +168,10 @@ SIZES: dict[str, Callable[[random.Random], int]] = {
 
 @pytest.mark.parametrize("pattern", SIZES)
 @pytest.mark.parametrize("seed", range(3))
-def test_growth_maps_little_beyond_what_is_allocated(make: Make, pattern: str, seed: int) -> None:
+def test_growth_maps_little_more_than_the_allocated_bytes(make: Make, pattern: str, seed: int) -> None:
     rng = random.Random(seed)
     region = make()
-    held = []
+    held: list[Any] = []
     while region.allocated_bytes < 600 * MIB and len(held) < 400:
         held.append(region.empty(SIZES[pattern](rng) // 4 + 1))
         assert region.mapped_bytes <= slack_bound(region)
@@ -171,7 +190,7 @@ def test_a_small_region_maps_no_more_than_twice_its_contents(make: Make) -> None
         assert region.mapped_bytes <= max(PAGE, 2 * region.allocated_bytes + PAGE)
 
 
-def test_a_resume_lays_out_anew_what_has_grown(make: Make) -> None:
+def test_a_resume_merges_chunks_of_a_grown_region(make: Make) -> None:
     region = make()
     held = blocks(region, [4 * MIB] * 64)
     grown = len(region._core.chunks)
@@ -185,7 +204,6 @@ def test_a_resume_lays_out_anew_what_has_grown(make: Make) -> None:
 def test_addresses_never_change_while_a_region_lives(make: Make) -> None:
     region = make(backup="host")
     held = blocks(region, [1000, 3 * MIB, 33 * MIB, PAGE])
-    base = region._core.base
     for round_number in range(4):
         region.pause()
         assert [block.tensor.data_ptr() for block in held] == [block.address for block in held]
@@ -193,7 +211,21 @@ def test_addresses_never_change_while_a_region_lives(make: Make) -> None:
         for block in held:
             block.check()
         held.append(Block(region, 2 * MIB + 512, seed=100 + round_number))
-    assert region._core.base == base
+
+
+def test_an_address_belongs_to_the_region_it_lies_in(make: Make) -> None:
+    regions = [make(), make("host"), make()]
+    held = [blocks(region, [5 * MIB, 100]) for region in regions]
+    regions[1].pause()
+    elsewhere = bytearray(100)
+    for region, theirs in zip(regions, held):
+        for block in theirs:
+            for address in (block.address, block.address + block.nbytes - 1):
+                assert memsaver.regions.owning(address) is region
+                assert [each.owns(address) for each in regions] == [each is region for each in regions]
+    for address in (0, 1, id(elsewhere), (1 << 64) - 1):
+        assert memsaver.regions.owning(address) is None
+        assert not any(each.owns(address) for each in regions)
 
 
 def test_an_allocation_takes_the_last_of_the_device(make: Make) -> None:
@@ -224,11 +256,11 @@ def test_out_of_memory_in_an_allocation_changes_nothing(make: Make) -> None:
     before = (region.allocated_bytes, region.mapped_bytes, segments(region))
     with Fill(leave=4 * PAGE):
         with pytest.raises(memsaver.OutOfMemoryError) as caught:
-            region.empty(100 * MIB, _uint8())
+            region.empty(100 * MIB, uint8())
         assert caught.value.needed_bytes == 100 * MIB
         assert caught.value.free_bytes == 4 * PAGE == free_bytes()
         assert (region.allocated_bytes, region.mapped_bytes, segments(region)) == before
-        small = Block(region, 6 * MIB)  # what fits is still to be had
+        small = Block(region, 6 * MIB)  # a block that fits can still be allocated
         small.check()
     held[0].check()
     Block(region, 100 * MIB).check()
@@ -238,7 +270,7 @@ def test_out_of_memory_in_an_allocation_changes_nothing(make: Make) -> None:
 def test_more_than_the_device_has_is_out_of_memory(make: Make, nbytes: int) -> None:
     region = make()
     with pytest.raises(memsaver.OutOfMemoryError):
-        region.empty(nbytes, _uint8())
+        region.empty(nbytes, uint8())
     assert (region.allocated_bytes, region.mapped_bytes) == (0, 0)
 
 
@@ -300,7 +332,7 @@ def test_retained_chunks_serve_the_next_region_without_the_driver_making_any(mak
     del held
 
 
-def test_no_more_is_retained_than_the_limit(make: Make) -> None:
+def test_retained_bytes_stay_within_the_limit(make: Make) -> None:
     memsaver.configure(retain=8 * MIB)
     region = make()
     held = blocks(region, [PAGE] * 10)
@@ -344,7 +376,7 @@ def test_retained_chunks_are_given_up_before_an_allocation_fails(make: Make) -> 
 def test_retained_chunks_too_large_to_be_used_make_room_for_small_ones(make: Make) -> None:
     memsaver.configure(retain="1GiB")
     giver, taker = make(), make()
-    held = giver.empty(32 * MIB, _uint8())
+    held = giver.empty(32 * MIB, uint8())
     giver.pause()
     assert retained() == 32 * MIB
     with Fill():
@@ -371,7 +403,7 @@ def test_retained_chunks_count_as_memory_that_a_resume_can_have(make: Make) -> N
 # Trim, and exit
 
 
-def test_trim_leaves_what_is_in_use(make: Make) -> None:
+def test_trim_keeps_used_and_paused_memory(make: Make) -> None:
     region = make()
     held = blocks(region, [3 * MIB])
     memsaver.trim(region.tag)
@@ -402,19 +434,171 @@ def test_exit_with_live_memory_and_no_torch_is_clean() -> None:
         held = [region._core.allocate_array(3 << 20) for _ in range(3)]
         memsaver.pause()
         region.pause()
-        transition = memsaver._core.Transition([], [region._core])
+        transition = memsaver._core.Transition([], [region._core], None, 0.0, 0.0)
         transition.begin()
     """)
 
 
+# The end of a region
+
+
+@pytest.mark.parametrize("state", ["active", "paused"])
+def test_the_tag_of_a_closed_region_makes_a_new_region(make: Make, state: str) -> None:
+    before, used = free_bytes(), host_used_bytes()
+    region = make("host")
+    held = blocks(region, [5 * MIB, 100])
+    tag, address = region.tag, held[0].address
+    region.pause()
+    if state == "active":
+        region.resume()
+    held.clear()
+    region.close()
+    assert (free_bytes(), host_used_bytes()) == (before, used)
+    assert tag not in {row.tag for row in memsaver.stats().devices["cpu"].regions}
+    assert memsaver.regions.owning(address) is None
+    with pytest.raises(ValueError, match=f"there is no region {tag!r}"):
+        memsaver.pause(tag)
+    region.close()  # once more is nothing
+    other = make("host", tag)
+    assert other is not region
+    assert (other.state, other.allocated_bytes) == ("active", 0)
+    block = Block(other, 3 * MIB)
+    other.pause()
+    other.resume()
+    block.check()
+
+
+def test_every_use_of_a_closed_region_raises(make: Make) -> None:
+    region, other = make("host"), make()
+    graph = [region]  # the regions that a guarded graph needs
+    region.close()
+    assert repr(region) == f"<memsaver.Region {region.tag!r} on cpu, backup='host', closed>"
+    assert (region.device, region.backup, region.frozen, region.fill) == ("cpu", "host", False, None)
+    uses: list[Callable[[], object]] = [
+        region.pause, region.resume, region.thaw, region.__enter__, lambda: region.empty(3), lambda: region.empty(0),
+        lambda: region.owns(1), lambda: region.pool, lambda: region.state, lambda: region.residence,
+        lambda: region.allocated_bytes, lambda: region.mapped_bytes, lambda: region.backup_bytes,
+        lambda: _core.acquire([each._core for each in graph]),
+    ]  # fmt: skip
+    for use in uses:
+        with pytest.raises(memsaver.Error, match=f"^region {region.tag!r} was closed$"):
+            use()
+    Block(other, MIB).check()
+    with other:
+        pass
+
+
+@pytest.mark.parametrize("state", ["active", "paused"])
+def test_a_region_with_live_tensors_is_not_closed(make: Make, state: str) -> None:
+    region = make("host")
+    held = blocks(region, [5 * MIB, 100])
+    if state == "paused":
+        region.pause()
+    with pytest.raises(memsaver.Error, match=str(region.allocated_bytes)):
+        region.close()
+    assert memsaver.region(region.tag, device="cpu", backup="host") is region
+    assert region.state == state
+    region.resume()
+    held.append(Block(region, MIB))
+    for block in held:
+        block.check()
+    held.clear()
+    del block
+    region.close()
+
+
+def test_a_region_in_use_is_not_closed(make: Make) -> None:
+    region = make("host")
+    region.pause()
+    region.resume()
+
+    def is_refused() -> None:
+        with pytest.raises(memsaver.Error, match=repr(region.tag)):
+            region.close()
+        assert memsaver.region(region.tag, device="cpu", backup="host") is region
+
+    prepared = memsaver.transitions.prepare_pause(region.tag)
+    is_refused()
+    prepared.abort()
+    assert _core.acquire([region._core]) is None
+    is_refused()
+    _core.release([region._core])
+    with region:
+        is_refused()
+    entered, leave = threading.Event(), threading.Event()
+
+    def inside() -> None:
+        with region:
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    entered.wait(60)
+    is_refused()
+    leave.set()
+    thread.join()
+    region.close()
+
+
+def test_a_bound_ends_the_wait_of_a_close_and_other_regions_are_made_meanwhile(make: Make) -> None:
+    region = make("host")
+    block = Block(region, MIB)
+    stream = _core.host_stream_create()
+    reading = _core.host_stream_read(stream, block.address, 4)  # until its stream is released
+    del block.tensor
+    try:
+        with pytest.raises(memsaver.WaitTimeoutError, match="stage 'device'"):
+            region.close(timeout=0.05)
+        assert memsaver.region(region.tag, device="cpu", backup="host") is region
+        with ThreadPoolExecutor(1) as threads:
+            closed = threads.submit(region.close)
+            with pytest.raises(TimeoutError):
+                closed.result(0.1)
+            make("host")  # does not wait
+            assert not closed.done() and reading.bytes() is None
+            _core.host_stream_release(stream)
+            closed.result(60)
+    finally:
+        _core.host_stream_release(stream)
+    assert memsaver.region(region.tag, device="cpu", backup="host") is not region
+    with pytest.raises(TypeError, match="timeout is 'soon'"):
+        make().close(timeout="soon")  # type: ignore[arg-type]
+
+
+def test_regions_that_are_opened_and_closed_leave_nothing(make: Make) -> None:
+    before, files = free_bytes(), descriptors()
+    tag = make().tag
+    for number in range(3000):  # more than there are addresses for at once
+        region = make("none", tag)
+        if number % 100 == 0:
+            Block(region, 3 * MIB).check()
+        region.close()
+    assert (free_bytes(), descriptors()) == (before, files)
+
+
+def test_regions_are_made_and_closed_by_several_threads(tag: str) -> None:
+    def work() -> int:
+        count = 0
+        for _ in range(200):
+            region = memsaver.region(tag, device="cpu")
+            try:
+                region.empty(1000, uint8()).fill_(1)
+                region.close()
+                count += 1
+            except memsaver.Error:  # another thread has closed it, or has a tensor in it
+                pass
+        return count
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(each.result() for each in [threads.submit(work) for _ in range(4)]) > 0
+    region = memsaver.region(tag, device="cpu")
+    assert region.allocated_bytes == 0
+    region.close()
+
+
 def retained() -> int:
-    return int(memsaver.stats()["devices"]["cpu"]["retained_bytes"])
-
-
-def _uint8() -> object:
-    import torch
-
-    return torch.uint8
+    return int(memsaver.stats().devices["cpu"].retained_bytes)
 
 
 def test_the_largest_chunks_are_made_for_regions_without_contents_and_taken_by_all() -> None:
@@ -428,7 +612,7 @@ def test_the_largest_chunks_are_made_for_regions_without_contents_and_taken_by_a
         kv_array, weights_array = kv._core.allocate_array(2560 * MIB), weights._core.allocate_array(1280 * MIB)
         print(*(size // MIB for size in kv._core.chunks))
         print(*(size // MIB for size in weights._core.chunks))
-        weights.pause("none")
+        weights.pause(backup="none")
         memsaver.switch(pause="kv", resume="weights", restore=False)
         print(*(size // MIB for size in weights._core.chunks))
         """,

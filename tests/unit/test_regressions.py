@@ -1,4 +1,4 @@
-"""Faults that were found once, each in the smallest form that shows it."""
+"""Faults of earlier versions, each in its smallest form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support import MIB, Block, Fill, environment, fresh_device, run_clean
 Make = Callable[..., memsaver.Region]
 
 
-def test_what_a_refused_unmap_left_elsewhere_does_not_count_as_memory_of_a_resume(make: Make) -> None:
+def test_memory_kept_by_a_refused_unmap_is_not_counted_for_a_resume(make: Make) -> None:
     region = make()
     first, gap, last = Block(region, 40 * MIB), Block(region, 40 * MIB), Block(region, 4 * MIB)
     del gap
@@ -30,13 +30,12 @@ def test_what_a_refused_unmap_left_elsewhere_does_not_count_as_memory_of_a_resum
     assert region.state == "paused" and region.mapped_bytes > 4 * MIB
     del first
     region.resume()
-    offset, _ = region._core.live()[0]
-    assert last.address == region._core.base + offset
+    assert last.address == region._core.live()[0][0]
     last.fill(1)  # faults where nothing is mapped
     last.check()
 
 
-def test_a_switch_on_a_full_device_leaves_the_large_chunk_to_who_needs_it(make: Make) -> None:
+def test_a_switch_on_a_full_device_gives_the_large_chunk_to_the_large_region(make: Make) -> None:
     small, big, out = make(), make(), make()
     incoming = Block(small, 2 * MIB), Block(big, 256 * MIB)
     memsaver.pause([small.tag, big.tag])
@@ -50,26 +49,39 @@ def test_a_switch_on_a_full_device_leaves_the_large_chunk_to_who_needs_it(make: 
 def test_a_backup_without_a_thread_to_spare_touches_its_memory_itself() -> None:
     said = run_clean(
         """
-        import re, resource, memsaver
+        import os, re, resource, time, memsaver
+        memsaver.configure(backup_ahead=False)  # which has a thread of its own
         region = memsaver.region("a", device="cpu")
+        before = len(os.listdir("/proc/self/task"))
+        while len(os.listdir("/proc/self/task")) == before:  # a wait that needs a thread leaves it for later waits
+            region.pause()
+            region.resume()
         held = region._core.allocate_array(32 << 20)
         size = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
         stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
         stack = 8 << 20 if stack == resource.RLIM_INFINITY else stack
         resource.setrlimit(resource.RLIMIT_AS, (size + (32 << 20) + stack * 3 // 2,) * 2)  # the arena and one thread
-        print(region.pause(backup="host").copied_bytes)
-        """
+        for left in reversed(range(200)):
+            try:
+                print(region.pause(backup="host").copied_bytes)
+                break
+            except memsaver.DriverError as error:  # the thread of the first wait is not free yet
+                if error.call != "thread" or not left:
+                    raise
+                time.sleep(0.01)
+        """,
+        MALLOC_ARENA_MAX="1",  # else a thread reserves 64 MiB of addresses at its first malloc, maybe after the count
     )
     assert int(said) == 32 * MIB
 
 
-def test_a_forked_child_may_drop_a_transition_of_its_parent() -> None:
+def test_a_forked_child_can_drop_a_transition_of_its_parent() -> None:
     said = run_clean(
         """
         import os, memsaver
         region = memsaver.region("a", device="cpu")
         held = region._core.allocate_array(1)
-        move = memsaver._core.Transition([region._core], [])
+        move = memsaver._core.Transition([region._core], [], None, 0.0, 0.0)
         move.begin()
         child = os.fork()
         if child == 0:
@@ -118,7 +130,7 @@ while True:
             parent.stdout.close()
 
 
-def test_the_figures_do_not_hold_up_python_while_the_arena_grows(make: Make) -> None:
+def test_stats_do_not_block_python_while_the_arena_grows(make: Make) -> None:
     region = make("host")
     held = Block(region, 700 * MIB)
     slowest = 0.0
@@ -149,7 +161,7 @@ def test_the_figures_do_not_hold_up_python_while_the_arena_grows(make: Make) -> 
     held.check()
 
 
-def test_an_import_that_fails_closes_its_descriptor() -> None:
+def test_a_failed_import_closes_its_descriptor() -> None:
     said = run_clean(
         """
         import os, memsaver
@@ -188,15 +200,8 @@ def test_a_tensor_larger_than_any_memory_is_out_of_memory(make: Make, shape: tup
         make().empty(shape)
 
 
-def test_a_timeout_of_any_size_is_a_timeout(make: Make) -> None:
-    region = make()
-    region.pause()
-    region.resume(timeout=10**400)
-    assert region.state == "active"
-
-
-def test_pools_that_are_gone_are_asked_nothing_more(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memsaver import torch_pools
+def test_destroyed_torch_pools_are_not_queried(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memsaver._torch import pools as torch_pools
 
     live: set[Any] = {(0, 1)}
 
@@ -215,21 +220,23 @@ def test_pools_that_are_gone_are_asked_nothing_more(make: Make, monkeypatch: pyt
     assert pools._retired_ids == [(0, 1)]
 
 
-def test_a_switch_that_fails_past_its_commit_names_what_is_gone(make: Make) -> None:
-    """Promise 2: what a policy of "none" gave up before the failure stands in the error."""
+@pytest.mark.parametrize("kind", ["error", "memory"])
+def test_a_switch_that_fails_after_its_commit_names_discarded_contents(make: Make, kind: str) -> None:
+    """The error names the regions whose contents policy "none" discarded before the failure."""
     out, into = make(), make(backup="host")
     held = [Block(out, 4 * MIB), Block(into, 4 * MIB)]
     held[1].fill(7)
     into.pause()
     named = False
     for nth in range(1, 40):
-        _core.faults_arm(nth)
+        _core.faults_arm(nth, kind)
         try:
             memsaver.switch(pause=out.tag, resume=into.tag)
         except memsaver.Error as error:
             gone = (out.tag,) if out.state == "paused" else ()
             assert error.discarded == gone
-            assert not gone or repr(out.tag) in str(error)
+            assert not gone or "nothing has changed" not in str(error)
+            assert not gone or str(error).endswith(f"; paused before that: {out.tag!r} (without a backup)")
             assert pickle.loads(pickle.dumps(error)).discarded == gone
             named = named or bool(gone)
         _core.faults_disarm()

@@ -1,6 +1,6 @@
-"""Random sequences of all that can happen to regions, with a call failing now and then, against a model.
+"""Random sequences of all actions on regions, in which some calls fail, against a model.
 
-Promise 2: whatever fails, contents that a policy keeps are neither lost nor changed, and nothing is leaked.
+After any failure, contents that a policy keeps are neither lost nor changed, and nothing is leaked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = 12
 SIZES = [100, 4096, 4097, 100 * KIB, 300 * KIB, 700 * KIB + 1, PAGE, 3 * MIB + 5]
 LARGE = 40 * MIB  # two of them and more are several batches
 MOST = 7  # pieces of a region
-RANDOM = np.random.default_rng(0).integers(0, 256, LARGE + 8 * MIB, np.uint8)  # what pieces hold is cut out of it
+RANDOM = np.random.default_rng(0).integers(0, 256, LARGE + 8 * MIB, np.uint8)  # contents of pieces are cut from it
 FILLED = {"zero": np.zeros(LARGE, np.uint8), "poison": np.full(LARGE, 0xFF, np.uint8)}
 MADE: list[dict[str, Any]] = [
     {"backup": "none"},
@@ -69,7 +69,7 @@ class Piece:
 
 @dataclass(eq=False)
 class Member:
-    """A region of a sequence, and what is known of it."""
+    """A region of a sequence, and its expected state."""
 
     region: memsaver.Region
     pieces: list[Piece] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Move:
     back: list[Member]
     backup: str | None
     restore: bool
-    begun: memsaver.Transition | None = None
+    begun: memsaver.Transition | memsaver.TransitionFuture | None = None
 
     def begin(self, wait: bool) -> None:
         self.begun = memsaver.switch(
@@ -108,12 +108,12 @@ class Move:
 
 
 class Sequence:
-    """Some regions, what is done to them, and what they should hold."""
+    """Some regions, the actions on them, and their expected contents."""
 
     def __init__(self, regions: list[memsaver.Region], rng: random.Random) -> None:
         self.rng = rng
         self.members = [Member(region) for region in regions]
-        self.views: dict[Piece, tuple[torch.Tensor, int]] = {}  # that may outlive the resume, and what they hold
+        self.views: dict[Piece, tuple[torch.Tensor, int]] = {}  # that may outlive the resume, and their contents
         self.touched: list[Member] = []
         self.errors = 0
 
@@ -145,7 +145,7 @@ class Sequence:
                 piece.write(self.start(piece.nbytes))
         member.contents = "kept"
 
-    # What can happen
+    # Actions
 
     def begin(self) -> None:
         """Every region has some contents, with gaps."""
@@ -194,7 +194,7 @@ class Sequence:
         try:
             found = memsaver.cpu_backup(piece.tensor, clone=clone)
         except memsaver.BackupError as error:
-            in_file = "only a clone" in str(error)
+            in_file = "the contents are in a file" in str(error)
             assert (in_file and not clone) or not whole or _core.faults_calls() > calls or "host_limit" in str(error)
             raise
         assert piece.is_at(found.data_ptr())
@@ -245,7 +245,8 @@ class Sequence:
         for move in moves:
             assert move.begun is not None
             try:
-                move.begun.wait(60)
+                if isinstance(move.begun, memsaver.TransitionFuture):
+                    move.begun = move.begun.result(60)
             except memsaver.Error as error:
                 failed = error
             went_well = repr(move.begun).startswith("Transition(")
@@ -261,10 +262,10 @@ class Sequence:
             raise failed
 
     def doubt(self, member: Member) -> None:
-        """One of several transitions failed, so what it did before the next took over cannot be seen from outside."""
+        """One of several transitions failed, so its effect before the next one cannot be seen from outside."""
         member.contents = "undefined"
 
-    # What must be
+    # Invariants
 
     def check(self, members: list[Member]) -> None:
         for member in members:
@@ -302,7 +303,7 @@ class Sequence:
 
 @dataclass
 class Roster:
-    """The regions of all sequences: they live as long as the process. Used again if the last one left them clean."""
+    """The regions of all sequences. They exist until the process ends, and clean ones are reused."""
 
     directories: list[str]
     regions: list[memsaver.Region] = field(default_factory=list)
@@ -336,8 +337,9 @@ def test_a_random_sequence_loses_and_leaks_nothing(roster: Roster, seed: int) ->
     rng = random.Random(seed)
     sequence = Sequence(roster.draw(rng), rng)
     ledger = Ledger()
+    retains: list[int | str] = [0, 16 * MIB, "1GiB", "1GiB"]
     memsaver.configure(
-        retain=rng.choice([0, 16 * MIB, "1GiB", "1GiB"]),
+        retain=rng.choice(retains),
         backup_ahead=rng.random() < 0.2,
         host_limit=None if rng.random() < 0.8 else host_held_bytes() + 20 * MIB,
     )
@@ -345,11 +347,11 @@ def test_a_random_sequence_loses_and_leaks_nothing(roster: Roster, seed: int) ->
     for _ in range(STEPS):
         sequence.step()
     memsaver.configure(retain=0, host_limit=None)
-    if memsaver.stats()["options"]["backup_ahead"]:
+    if memsaver.stats().options["backup_ahead"]:
         memsaver.configure(backup_ahead=False)
         memsaver.release_host_memory()  # and the background rests
     sequence.end()
     ledger.check()
     assert [unnamed_files(directory) for directory in roster.directories] == [[], []]
-    assert memsaver.stats()["devices"]["cpu"]["disk_used_bytes"] == 0
+    assert memsaver.stats().devices["cpu"].disk_used_bytes == 0
     roster.clean = True

@@ -1,10 +1,13 @@
-"""Pause, resume and switch: what they move, what they refuse, and who waits for whom."""
+"""Pause, resume and switch: contents, refusals, and waits."""
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from tests.support import (
     change_between_pauses,
     descriptors,
     free_bytes,
+    host_held_bytes,
     host_used_bytes,
     segments,
     until,
@@ -35,7 +39,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-# What a pause gives and a resume brings
+# Memory and contents of a pause and a resume
 
 
 @pytest.mark.parametrize("backup", ["none", "host"])
@@ -92,6 +96,20 @@ def maps(fill: Fill, address: int, size: int, handle: int) -> bool:
     return True
 
 
+def test_a_transition_returns_after_its_copies_end(make: Make) -> None:
+    region = make("host")
+    held = blocks(region, [40 * MIB, 100, 70 * MIB])
+    _core.virtual_clock(True)
+    _core.host_copies_delay(1.0)
+    for seed in range(2):
+        region.pause()
+        region.resume()
+        for block in held:
+            block.check()
+            block.fill(seed)
+    assert not _core.host_context_lost()
+
+
 def test_no_backup_copies_nothing_and_holds_nothing(make: Make) -> None:
     region = make("none")
     held = blocks(region, [5 * MIB])
@@ -103,7 +121,7 @@ def test_no_backup_copies_nothing_and_holds_nothing(make: Make) -> None:
     assert bool((held[0].tensor == 3).all())
 
 
-def test_a_pause_can_keep_what_the_policy_would_not(make: Make) -> None:
+def test_a_pause_can_keep_contents_despite_a_none_policy(make: Make) -> None:
     region = make("none")
     held = blocks(region, [5 * MIB])
     region.pause(backup="host")
@@ -116,7 +134,7 @@ def test_a_pause_can_keep_what_the_policy_would_not(make: Make) -> None:
     assert region.backup == "none"
 
 
-def test_a_pause_can_discard_what_the_policy_would_keep(make: Make) -> None:
+def test_a_pause_can_discard_contents_despite_a_host_policy(make: Make) -> None:
     region = make("host")
     held = blocks(region, [5 * MIB])
     assert region.pause(backup="none").copied_bytes == 0
@@ -128,7 +146,7 @@ def test_a_pause_can_discard_what_the_policy_would_keep(make: Make) -> None:
     held[0].check()
 
 
-def test_what_will_be_overwritten_need_not_be_restored(make: Make) -> None:
+def test_a_resume_without_restore_copies_nothing(make: Make) -> None:
     region = make("host")
     held = blocks(region, [5 * MIB])
     used = host_used_bytes()
@@ -141,7 +159,7 @@ def test_what_will_be_overwritten_need_not_be_restored(make: Make) -> None:
     held[0].check()
 
 
-def test_only_what_is_live_is_copied(make: Make) -> None:
+def test_only_live_bytes_are_copied(make: Make) -> None:
     region = make("host")
     held = blocks(region, [1 * MIB] * 32)
     del held[::2]
@@ -151,7 +169,7 @@ def test_only_what_is_live_is_copied(make: Make) -> None:
         block.check()
 
 
-def test_what_grew_and_what_was_written_after_a_resume_is_kept_by_the_next_pause(make: Make) -> None:
+def test_growth_and_writes_after_a_resume_are_kept_by_the_next_pause(make: Make) -> None:
     region = make("host")
     change_between_pauses(region, blocks(region, [3 * MIB]))
 
@@ -161,12 +179,12 @@ def test_backups_share_an_arena_that_is_kept_and_reused(make: Make) -> None:
     held = [blocks(each, [20 * MIB] + [100] * 50) for each in (one, two)]
     one.pause()
     one.resume()
-    before = memsaver.stats()["devices"]["cpu"]["host_held_bytes"]
+    before = memsaver.stats().devices["cpu"].host_held_bytes
     for _ in range(3):
         for each in (one, two):
             each.pause()
             each.resume()
-    assert memsaver.stats()["devices"]["cpu"]["host_held_bytes"] == before
+    assert memsaver.stats().devices["cpu"].host_held_bytes == before
     del held
 
 
@@ -191,7 +209,7 @@ def test_an_empty_region_can_be_paused_and_resumed(make: Make) -> None:
 # Which regions
 
 
-def test_pausing_twice_and_resuming_twice_is_nothing(make: Make) -> None:
+def test_a_second_pause_or_resume_is_a_no_op(make: Make) -> None:
     region = make("host")
     held = blocks(region, [3 * MIB])
     assert region.resume().resumed == ()
@@ -205,12 +223,12 @@ def test_pausing_twice_and_resuming_twice_is_nothing(make: Make) -> None:
     held[0].check()
 
 
-def test_an_empty_list_is_nothing() -> None:
+def test_transitions_of_empty_lists_are_no_ops() -> None:
     assert memsaver.pause([]) == memsaver.resume([]) == memsaver.switch() == memsaver.Transition()
     assert memsaver.switch(pause=[], resume=()) == memsaver.Transition()
 
 
-def test_a_tag_several_tags_or_all(make: Make) -> None:
+def test_pause_and_resume_take_a_tag_several_tags_or_nothing(make: Make) -> None:
     one, two, three = make(), make(), make()
     assert memsaver.pause(one.tag).paused == (one.tag,)
     assert memsaver.pause([one.tag, two.tag]).paused == (two.tag,)
@@ -231,7 +249,7 @@ def test_a_tag_names_the_regions_of_all_its_policies(make: Make, tag: str) -> No
     held[0].check()
 
 
-def test_a_paused_region_says_so_to_who_wants_in(make: Make) -> None:
+def test_entering_or_allocating_in_a_paused_region_raises(make: Make) -> None:
     region = make()
     region.pause()
     for use in (lambda: region.empty(10), lambda: region.empty(0), region.__enter__):
@@ -326,7 +344,7 @@ def test_a_switch_works_on_a_full_device_where_a_resume_cannot(make: Make) -> No
                 block.check()
 
 
-def test_a_switch_takes_from_the_device_what_is_missing(make: Make) -> None:
+def test_a_switch_takes_missing_memory_from_the_device(make: Make) -> None:
     out, back = make("host"), make("host")
     held = blocks(out, [3 * MIB]) + blocks(back, [50 * MIB])
     back.pause()
@@ -348,7 +366,7 @@ def test_a_switch_that_cannot_have_the_memory_changes_nothing(make: Make) -> Non
         with pytest.raises(memsaver.OutOfMemoryError) as caught:
             memsaver.switch(pause=out.tag, resume=back.tag)
         assert caught.value.needed_bytes == 50 * MIB
-        assert caught.value.free_bytes == mapped + PAGE  # with what goes out
+        assert caught.value.free_bytes == mapped + PAGE  # with the outgoing chunks
         assert (out.state, out.mapped_bytes, back.state, back.mapped_bytes) == ("active", mapped, "paused", 0)
         assert (host_used_bytes(), free_bytes()) == (used, PAGE)
         held[0].check()
@@ -357,6 +375,23 @@ def test_a_switch_that_cannot_have_the_memory_changes_nothing(make: Make) -> Non
 
 
 # Out of memory, and waiting for it
+
+
+def test_a_switch_that_fails_has_given_its_chunks_back_when_it_raises(make: Make) -> None:
+    out, back = make("host"), make("host")
+    held = blocks(back, [40 * MIB])
+    back.pause()
+    held += blocks(out, [host_held_bytes() - host_used_bytes() + 5 * MIB])  # more than the idle bytes
+    free = free_bytes()
+    _core.faults_arm(1, "error", "pin")
+    with pytest.raises(memsaver.BackupError) as caught:
+        memsaver.switch(pause=out.tag, resume=back.tag)
+    assert caught.tb is not None  # whose frames know the transition
+    assert (out.state, back.state, free_bytes()) == ("active", "paused", free)
+    memsaver.switch(pause=out.tag, resume=back.tag)
+    held[0].check()
+    memsaver.switch(pause=back.tag, resume=out.tag)
+    held[1].check()
 
 
 def test_a_resume_without_memory_names_everything_and_can_be_retried(make: Make) -> None:
@@ -388,7 +423,7 @@ def test_a_resume_waits_for_memory_that_comes_within_its_timeout(make: Make, thr
     held = blocks(region, [40 * MIB])
     region.pause()
     fill = Fill(leave=PAGE)
-    resumed = threads.submit(region.resume, timeout=60.0)
+    resumed = threads.submit(region.resume, memory_timeout=60.0)
     until(lambda: region.state == "resuming")
     fill.close()
     assert resumed.result().resumed == (region.tag,)
@@ -401,19 +436,126 @@ def test_a_resume_gives_up_after_its_timeout(make: Make) -> None:
     region.pause()
     with Fill():
         with pytest.raises(memsaver.OutOfMemoryError):
-            region.resume(timeout=0.05)
+            region.resume(memory_timeout=0.05)
         assert (region.state, region.mapped_bytes, free_bytes()) == ("paused", 0, 0)
-    region.resume(timeout=0.05)
+    region.resume(memory_timeout=0.05)
     held[0].check()
 
 
-def test_a_switch_waits_too(make: Make, threads: ThreadPoolExecutor) -> None:
+def test_the_earliest_bound_ends_the_wait_for_memory(make: Make) -> None:
+    region, out = make("host"), make("host")
+    held = blocks(region, [40 * MIB]) + blocks(out, [PAGE])
+    region.pause()
+    with Fill():
+        for bounds in ({"timeout": 0.05, "memory_timeout": 60.0}, {"timeout": 60.0, "memory_timeout": 0.05}):
+            acts: list[Callable[..., object]] = [
+                region.resume,
+                partial(memsaver.switch, pause=out.tag, resume=region.tag),
+            ]
+            for act in acts:
+                with pytest.raises(memsaver.OutOfMemoryError, match="stage 'memory'.*; nothing has changed$") as caught:
+                    act(**bounds)
+                assert caught.value.stage == "memory"
+                # Of the whole call's bound a part has passed when the wait for memory begins.
+                least = 0.05 if bounds["memory_timeout"] == 0.05 else 0.0
+                assert least <= caught.value.waited_s < 60
+                assert (region.state, out.state, free_bytes()) == ("paused", "active", 0)
+    region.resume(timeout=0.05)
+    for block in held:
+        block.check()
+
+
+def test_a_bound_ends_the_wait_for_an_earlier_transition(make: Make, threads: ThreadPoolExecutor) -> None:
+    region = make("host")
+    held = blocks(region, [MIB])
+    earlier = memsaver.transitions.prepare_pause(region.tag)
+    late = [threads.submit(region.pause, timeout=0.05), threads.submit(region.resume, timeout=0.05)]
+    try:
+        for each in late:
+            with pytest.raises(memsaver.WaitTimeoutError, match="stage 'queue'.*; nothing has changed$") as caught:
+                each.result(5)
+            assert caught.value.stage == "queue"
+            assert caught.value.waited_s >= 0.05
+        assert region.state == "pausing"
+    finally:
+        earlier.abort()
+        wait(late)
+        region.resume()
+    assert region.pause(timeout=60.0).paused == (region.tag,)
+    region.resume()
+    held[0].check()
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_a_bound_of_zero_raises_if_the_call_would_wait(make: Make, records: bool) -> None:
+    _core.host_record_supported(records)
+    region = make("host")
+    held = blocks(region, [MIB])
+    _core.host_settle()  # nothing is in flight
+    for _ in range(20):
+        assert region.pause(timeout=0).paused == (region.tag,)
+        region.resume(timeout=0)
+    stream = _core.host_stream_create()
+    reading = _core.host_stream_read(stream, held[0].address, 4)  # until its stream is released
+    try:
+        with pytest.raises(memsaver.WaitTimeoutError, match="stage 'device'.*; nothing has changed$"):
+            region.pause(timeout=0)
+        assert region.state == "active" and reading.bytes() is None
+    finally:
+        _core.host_stream_release(stream)
+    assert region.pause(timeout=60.0).paused == (region.tag,)
+    region.resume()
+    held[0].check()
+
+
+def test_waits_for_the_device_share_threads(make: Make, threads: ThreadPoolExecutor) -> None:
+    region = make("none")
+    held = blocks(region, [MIB])
+    threads.submit(region.pause).result(5)
+    region.resume()
+    stream = _core.host_stream_create()
+    reading = _core.host_stream_read(stream, held[0].address, 4)  # the stream has a thread of its own
+    before = os.listdir("/proc/self/task")
+    paused = threads.submit(region.pause)
+    try:
+        while region.state != "pausing":
+            time.sleep(0.001)
+        with pytest.raises(memsaver.WaitTimeoutError, match="stage 'queue'"):
+            region.pause(timeout=0.05)  # the other waits for the device by now
+        assert os.listdir("/proc/self/task") == before
+    finally:
+        _core.host_stream_release(stream)
+    assert paused.result(5).paused == (region.tag,) and reading.bytes() is not None
+    region.resume()
+
+
+def test_a_bound_ends_the_wait_for_guarded_launches(make: Make, threads: ThreadPoolExecutor) -> None:
+    region = make("host")
+    held = blocks(region, [MIB])
+    assert _core.acquire([region._core]) is None
+    late = threads.submit(region.pause, timeout=0.05)
+    try:
+        with pytest.raises(memsaver.WaitTimeoutError, match="stage 'launches'.*; nothing has changed$") as caught:
+            late.result(5)
+        assert caught.value.stage == "launches"
+        assert caught.value.waited_s >= 0.05
+        assert (region.state, region.mapped_bytes > 0) == ("active", True)
+    finally:
+        _core.release([region._core])
+        wait([late])
+        region.resume()
+    assert region.pause(timeout=60.0).paused == (region.tag,)
+    region.resume()
+    held[0].check()
+
+
+def test_a_switch_waits_for_memory(make: Make, threads: ThreadPoolExecutor) -> None:
     out, back = make("host"), make("host")
     held = blocks(out, [3 * MIB]) + blocks(back, [40 * MIB])
     back.pause()
     fill = Fill()
     switched: Future[memsaver.Transition] = threads.submit(
-        memsaver.switch, pause=out.tag, resume=back.tag, timeout=60.0
+        memsaver.switch, pause=out.tag, resume=back.tag, memory_timeout=60.0
     )
     until(lambda: back.state == "resuming")
     fill.close()
@@ -429,7 +571,7 @@ def test_transitions_of_one_region_queue(make: Make, threads: ThreadPoolExecutor
     held = blocks(region, [40 * MIB])
     region.pause()
     fill = Fill()
-    resumed = threads.submit(region.resume, timeout=60.0)
+    resumed = threads.submit(region.resume, memory_timeout=60.0)
     until(lambda: region.state == "resuming")
     paused = threads.submit(region.pause)
     fill.close()
@@ -440,7 +582,7 @@ def test_transitions_of_one_region_queue(make: Make, threads: ThreadPoolExecutor
     held[0].check()
 
 
-def test_transitions_from_four_threads(make: Make, threads: ThreadPoolExecutor) -> None:
+def test_transitions_from_four_threads_keep_all_contents(make: Make, threads: ThreadPoolExecutor) -> None:
     regions = [make("host") for _ in range(4)]
     held = [block for seed, region in enumerate(regions) for block in blocks(region, [MIB, 3 * MIB + 512], seed * 10)]
     before = free_bytes() + sum(region.mapped_bytes for region in regions)
@@ -499,7 +641,8 @@ def test_a_pause_waits_for_guarded_launches(make: Make, threads: ThreadPoolExecu
     until(lambda: region.state == "pausing")
     assert region.mapped_bytes > 0
     held[0].check()
-    assert _core.acquire([region._core]) is region._core  # no new one gets in
+    core = region._core
+    assert _core.acquire([core]) is core  # no new one gets in
     with pytest.raises(memsaver.RegionPausedError):
         region.empty(1)
     assert not paused.done()
@@ -509,7 +652,7 @@ def test_a_pause_waits_for_guarded_launches(make: Make, threads: ThreadPoolExecu
     held[0].check()
 
 
-def test_what_is_freed_during_a_pause_is_gone_after_it(make: Make, threads: ThreadPoolExecutor) -> None:
+def test_memory_freed_during_a_pause_is_released_by_it(make: Make, threads: ThreadPoolExecutor) -> None:
     region = make("host")
     held = blocks(region, [3 * MIB, MIB])
     assert _core.acquire([region._core]) is None
@@ -521,11 +664,11 @@ def test_what_is_freed_during_a_pause_is_gone_after_it(make: Make, threads: Thre
     assert region.allocated_bytes == MIB
     region.resume()
     assert region.allocated_bytes == MIB
-    assert segments(region) == [(3 * MIB, MIB)]
+    assert segments(region) == [(held[0].address, MIB)]
     held[0].check()
 
 
-def test_guards_are_all_or_none(make: Make) -> None:
+def test_acquiring_guards_is_all_or_none(make: Make) -> None:
     one, two = make(), make()
     two.pause()
     assert _core.acquire([one._core, two._core]) is two._core
@@ -556,7 +699,37 @@ def test_a_pause_during_a_capture_raises_before_anything(make: Make) -> None:
     held[0].check()
 
 
-def test_what_is_freed_during_a_capture_rests_until_its_end(make: Make) -> None:
+def test_a_capture_that_torch_did_not_begin_can_be_announced(make: Make, threads: ThreadPoolExecutor) -> None:
+    region, other = make("host"), make()
+    held = blocks(region, [MIB, PAGE, PAGE])
+    other.pause()
+    calls: list[Callable[[], object]] = [
+        region.pause,
+        partial(memsaver.switch, pause=region.tag, resume=other.tag),
+        partial(memsaver.trim, region.tag),
+    ]
+    with pytest.raises(ZeroDivisionError), memsaver.capturing():
+        with memsaver.capturing():
+            _core.faults_disarm()
+        for act in calls:
+            for call in (act, lambda act=act: threads.submit(act).result()):
+                with pytest.raises(memsaver.Error, match="captured"):
+                    call()
+        assert _core.faults_calls() == 0  # a wait would have broken the capture
+        address = held[1].address
+        del held[1]
+        during = Block(region, PAGE)
+        assert during.address != address  # no mark was made, after which the segment could serve again
+        raise ZeroDivisionError
+    assert not _core.capturing()
+    assert Block(region, PAGE).address == address
+    for act in calls:
+        act()
+    region.resume()
+    held[0].check()
+
+
+def test_memory_freed_during_a_capture_is_reused_after_its_end(make: Make) -> None:
     region = make()
     held = blocks(region, [PAGE, PAGE])
     address = held[0].address

@@ -70,7 +70,7 @@ class Run:
 
     requests: list[Request]
     total: float = 0.0  # seconds
-    decode: float = 0.0  # of it, what came before the results of a decode step
+    decode: float = 0.0  # of it, the part before the results of a decode step
 
     def figures(self) -> dict[str, float]:
         tokens = sum(len(request.tokens_at) for request in self.requests)
@@ -153,7 +153,7 @@ def make_requests(arguments: argparse.Namespace, vocab_size: int, encode: Encode
 
 
 def build_engine(arguments: argparse.Namespace, parallel: Parallel) -> tuple[Engine, Encode, SamplingParams]:
-    """The engine with its weights and graphs, its tokenizer, and what all requests ask for."""
+    """The engine with its weights and graphs, its tokenizer, and the sampling of all requests."""
     folder = None if arguments.model in PRESETS else Path(arguments.model)
     if folder is not None and not folder.is_dir():
         raise CheckpointError(
@@ -193,7 +193,7 @@ def build_engine(arguments: argparse.Namespace, parallel: Parallel) -> tuple[Eng
     engine.capture()
     stops = () if arguments.no_stop_on_eos or folder is None else eos_tokens(folder)
     sampling = SamplingParams(arguments.temperature, arguments.max_new_tokens, stops)
-    # What is wrong with one request is wrong with all.
+    # All requests have the same shape, so an error of one is an error of all. It is raised here, before the runs.
     engine.cancel(engine.submit([0] * arguments.prompt_tokens or encode(arguments.prompt), sampling))
     return engine, encode, sampling
 
@@ -205,7 +205,7 @@ def left_behind(engine: Engine) -> dict[str, int]:
     """
 
     def used() -> int:
-        row = memsaver.stats()["devices"][str(engine.device)]
+        row = memsaver.stats().asdict()["devices"][str(engine.device)]
         return int(row["total_bytes"] - row["free_bytes"])
 
     engine.drain()
@@ -238,7 +238,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-batch-size", type=some, default=64, help="sequences that run together; the KV cache has room for all")
     add("--block-size", type=some, default=16, help="tokens in a KV block")
     add("--num-blocks", type=any_number, default=0, help="KV blocks; 0: as many as a full batch needs")
-    add("--paged-attn", action=switch, default=True, help="decode attention as a kernel, on CUDA; otherwise in torch")
+    add("--paged-attn", action=switch, default=True, help="paged attention as a kernel, on CUDA; otherwise in torch")
     add("--cuda-graph", action=switch, default=True, help="there are none on the CPU")
     add("--graph-sizes", type=_sizes, help="batch sizes to capture, such as 1,8,64; None: 1 to 32, then every 32")
     add("--prefill-graph-sizes", type=_sizes, help="token counts to capture, '' for none; None: 512 to 4096")
@@ -286,7 +286,7 @@ def main(argv: list[str] | None = None) -> None:
     if talks and arguments.verify and not verified:
         print("nothing to verify without graphs")
     for row in verified if talks else ():
-        print(f"{row.what}: {row.compared} tokens differ by up to {row.difference:.2g} of {row.tolerance:g}")
+        print(f"{row.name}: {row.compared} tokens differ by up to {row.difference:.2g} of {row.tolerance:g}")
     runs = []
     for repeat in range(arguments.warmup_runs + arguments.repeat_runs):
         engine.drop_prefix_cache()

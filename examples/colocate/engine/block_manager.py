@@ -1,7 +1,7 @@
 """Which sequence holds which block of the paged KV cache, and which full blocks can be shared.
 
-A full block is known by a digest of its tokens and of all before them, so equal digests mean equal contents. Blocks
-nobody holds keep their contents, and can be found again, until they are handed out anew (least recently freed first).
+A full block is known by a digest of its tokens and of all before them, so equal digests mean equal contents. A block
+without a holder keeps its contents, and can be found again, until it is allocated again (least recently freed first).
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class BlockManager:
     def tokens_to_compute(self, sequences: Iterable[Sequence], reserve: int, most: int) -> int:
         """Of sequences that hold nothing, if they are allocated in this order as far as blocks go: `most` at the most.
 
-        Each finds what is cached, and what those before it will publish; that they may take cached blocks which others
-        would find is left out. `reserve` as in `allocate`, and one more for each of them.
+        Each finds the cached blocks, and the blocks that the sequences before it will publish. The count ignores that
+        they may take cached blocks which others would find. `reserve` as in `allocate`, and one more for each of them.
         """
         tokens, free, coming = 0, self.num_free, set[bytes]()
         for sequence in sequences:
@@ -128,7 +128,7 @@ class BlockManager:
         sequence.blocks, sequence.num_published, sequence.num_computed = [], 0, 0
 
     def drop_prefix_cache(self) -> None:
-        """Forget all contents. Nothing may hold blocks: their owners would go on from what is forgotten here."""
+        """Forget all contents. No sequence may hold blocks: it would continue from lost contents."""
         held = self.num_usable - self.num_free
         if held:
             raise RuntimeError(f"{held} blocks of the KV cache are held by running requests; drain them first")

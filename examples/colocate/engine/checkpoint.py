@@ -19,9 +19,9 @@ from .parallel import ONE_RANK, Parallel
 
 _MODELS: dict[type, type[Model]] = {ModelConfig: Decoder, GPT2Config: GPT2}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-# What names begin with by model_type; checkpoints of the model without its head leave it out.
+# Prefixes of names by model_type. Checkpoints of the model without its head lack them.
 _PREFIXES = {"qwen3": "model.", "llama": "model.", "gpt2": "transformer."}
-# What older checkpoints hold besides parameters.
+# Tensors of older checkpoints that are not parameters.
 _NO_PARAMETERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
@@ -44,7 +44,7 @@ def check_supported(config: Config) -> None:
 def load_config(folder: Path | str, dtype: torch.dtype | None = None) -> Config:
     """The configuration that config.json describes, in its dtype or the one given.
 
-    Reads the spellings of transformers 4 and 5. Raises CheckpointError for what is missing, and for every setting that
+    Reads the spellings of transformers 4 and 5. Raises CheckpointError for a missing setting, and for each one that
     would change the arithmetic in a way that is not built here.
     """
     fields = _Fields(Path(folder) / "config.json")
@@ -59,7 +59,7 @@ def load_config(folder: Path | str, dtype: torch.dtype | None = None) -> Config:
 
 
 def named_tensors(folder: Path | str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by the name that the model knows them by, one at a time, each on the CPU and mapped from its file.
+    """Parameters by the model's names, one at a time, each on the CPU and mapped from its file.
 
     From model.safetensors, or the files that model.safetensors.index.json names; converted to `dtype` where one is
     given. Raises CheckpointError at the call for a folder or a file that is not there.

@@ -12,7 +12,7 @@ _MOST_COMPILED = 8  # how many variants of one function torch.compile makes befo
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes in sequences, blocks and tokens. Raises ValueError or TypeError for what cannot be."""
+    """Sizes in sequences, blocks and tokens. Raises ValueError or TypeError for an invalid one."""
 
     max_batch_size: int = 32  # sequences that run together
     block_size: int = 16  # tokens in a KV block
@@ -24,10 +24,10 @@ class EngineConfig:
     prefill_graph_sizes: tuple[int, ...] | None = None  # tokens; None: 512 to 4096, as far as there is room for them
     compile_batch_sizes: tuple[int, ...] = ()  # decode steps of these go through torch.compile
     compile_backend: str = "inductor"
-    use_kernel: bool = True  # decode attention in Triton on CUDA; False: in torch, over all blocks that a row can name
+    use_kernel: bool = True  # paged attention in Triton on CUDA; False: in torch, over copies of the contexts
     freeze_gc: bool = True  # no garbage collection during captures
     use_regions: bool = True  # False: torch's own memory, which cannot be paused
-    seed: int = 0  # of random weights and of sampling; 64 bits
+    seed: int = 0  # of sampling, 64 bits; of random weights, modulo 2**32
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -63,11 +63,17 @@ class EngineConfig:
         return tuple(size for size in _PREFILL_SIZES if size <= most and on_cuda)
 
     def batch_sizes(self) -> tuple[int, ...]:
-        """The sizes that decode steps are padded to, ascending."""
+        """The sizes of decode steps that graphs are captured for, ascending. Smaller batches are padded to them."""
         if self.graph_batch_sizes is not None:
             return tuple(sorted(set(self.graph_batch_sizes)))
         limit = self.max_batch_size
         return tuple(sorted({*range(1, min(32, limit) + 1), *range(64, limit + 1, 32), limit}))
+
+    def eager_batch_sizes(self) -> tuple[int, ...]:
+        """The sizes that decode steps beyond the largest graph are padded to, ascending."""
+        largest, limit = max(self.batch_sizes(), default=0), self.max_batch_size
+        beyond = {*range(32, limit, 32), limit}
+        return tuple(sorted(size for size in beyond if size > largest))
 
 
 def padded_to(count: int, sizes: tuple[int, ...]) -> int:
@@ -76,7 +82,7 @@ def padded_to(count: int, sizes: tuple[int, ...]) -> int:
 
 
 def check_count(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Raise ValueError for what is no integer, or one out of range."""
+    """Raise ValueError for a value that is not an integer in the range."""
     if isinstance(value, int) and not isinstance(value, bool) and least <= value and (most is None or value <= most):
         return
     expected = f"of {least} or more" if most is None else f"from {least} to {most}"
@@ -84,7 +90,7 @@ def check_count(name: str, value: object, least: int = 1, most: int | None = Non
 
 
 def check_type(name: str, value: object, kind: type, expected: str | None = None) -> None:
-    """Raise TypeError for what is no `kind`; `expected` says what that is, if its name does not."""
+    """Raise TypeError for a value of another type. `expected`: the type in words, for the message."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} is {value!r}; expected {expected or kind.__name__}")
 

@@ -40,6 +40,11 @@ class DecodeBatch:
         self._stagings = [_Staging(self.inputs, block_size, device) for _ in range(2)]
         self._readbacks = [_pinned(self.outputs, device) for _ in range(2)]
 
+    @property
+    def padding_row(self) -> int:
+        """Of `latest`, which no sequence owns."""
+        return len(self.latest) - 1
+
     def fill(self, sequences: list[Sequence], size: int) -> None:
         """Set the first `size` rows: the sequences' last tokens, then padding, which touches no live block.
 
@@ -49,7 +54,7 @@ class DecodeBatch:
         self.inputs[:size].copy_(self._stagings[0].fill(sequences, size), non_blocking=True)
 
     def store(self, rows_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
-        """Keep what was sampled (int64 and fp32 [B]) at these rows for the next step, and for the host."""
+        """Keep the samples (int64 and fp32 [B]) of these rows for the next step, and for the host."""
         count = len(tokens_B)
         self.latest.index_copy_(0, rows_B.long(), tokens_B)
         self.outputs[_TOKEN, :count].copy_(tokens_B)

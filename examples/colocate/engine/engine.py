@@ -23,26 +23,27 @@ from .graph_runner import GraphRunner
 from .memory import EngineMemory, borrowed
 from .model import Config
 from .parallel import ONE_RANK, Parallel
-from .prefill_batch import PrefillBatch
+from .prefill_batch import Padding, PrefillBatch
 from .prefill_runner import PrefillRunner
 from .sampler import Sampler
 from .scheduler import Scheduler, Step
 from .sequence import Completion, SamplingParams, Sequence
+from .warm_up import warm_up
 
 
 class Engine:
     """Generates completions. One caller at a time.
 
-    Everything that lasts lives in the regions of `EngineMemory`. While one of them is paused every call that would
+    All lasting tensors are in the regions of `EngineMemory`. While one of them is paused every call that would
     touch it raises memsaver.RegionPausedError, and changes nothing. A pause of the KV cache loses its contents: the
-    next step forgets what was cached, and computes anew what running requests had there; `drain` before spares them
-    that. All work is queued on one stream, that of the caller.
+    next step drops the prefix cache, and computes the contents of running requests again. A `drain` before the pause
+    avoids that. All work is queued on one stream, that of the caller.
     """
 
     def __init__(
         self, model: Config, config: EngineConfig, device: torch.device | str = "cpu", parallel: Parallel = ONE_RANK
     ) -> None:
-        """Random weights to begin with; `load_weights` brings real ones. Graphs come with `capture`.
+        """Starts with random weights; `load_weights` loads others, and `capture` makes graphs.
 
         With tensor parallel every rank is an engine in a process of its own, and all are called alike. If a call
         fails on one of them the others wait for it in a collective, until the process group's timeout.
@@ -61,7 +62,7 @@ class Engine:
         self.model.initialize(config.seed)
         cache_shape = (2, config.num_blocks, config.block_size, self.model.num_kv_heads, model.head_dim)
         self.kv_cache: Tensor = self.memory.kv_cache.empty((model.num_layers, *cache_shape), model.dtype)
-        # After the cache itself, which a number of blocks that is too large fails at.
+        # After the cache itself: too many blocks fail there, with an error of the device's memory.
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_cache)
         prefill_sizes = config.prefill_sizes(on_cuda=self.device.type == "cuda")
         self.scheduler = Scheduler(self.blocks, config.max_batch_size, config.max_prefill_tokens, prefill_sizes)
@@ -72,7 +73,7 @@ class Engine:
         self.batch = DecodeBatch(config.max_batch_size, max_blocks, config.block_size, self.memory.buffers, self.device)
         self.sampler = Sampler(self.device, config.seed, self.memory.buffers)
         self.graphs = GraphPool(self.memory, self.device, config.freeze_gc)
-        self.runner = GraphRunner(self.decode_step, config.batch_sizes(), self.graphs)
+        self.runner = GraphRunner(self.decode_step, config.batch_sizes(), self.graphs, config.eager_batch_sizes())
         self.prefill_runner = PrefillRunner(self.model, prefill_sizes, self.memory.buffers, self.graphs)
         self.compiled_logits: Callable[[int], Tensor] = self.decode_logits
         if config.compile_batch_sizes:  # anew for each batch size that it is called with
@@ -82,6 +83,7 @@ class Engine:
         self._residence = self.memory.kv_cache.residence
         self.tokens_generated = 0
         self._in_flight: tuple[Step, Readback] | None = None
+        self._warm = False
         self._closed = False
 
     @property
@@ -139,7 +141,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self, use_graphs: bool | None = None, admit: bool = True) -> list[Sequence]:
-        """Launch the next step, then take what the one before it sampled, while this one runs.
+        """Launch the next step, then take the samples of the previous step while this one runs.
 
         A step is a prefill of new requests, or one token for each that runs. Without `admit` waiting ones stay so.
         Returns the requests that have one token more. If it fails, all requests are dropped, and the engine can go on
@@ -163,7 +165,7 @@ class Engine:
         return advanced
 
     def settle(self) -> list[Sequence]:
-        """Wait for the step in flight, and take what it sampled. Returns the requests that have one token more."""
+        """Wait for the step in flight and take its samples. Returns the requests that have one token more."""
         if self._in_flight is None:
             return []
         step, readback = self._in_flight
@@ -189,12 +191,12 @@ class Engine:
         self._synchronize()
 
     def drop_prefix_cache(self) -> None:
-        """Forget what the KV cache holds; a RuntimeError while requests are running."""
+        """Drop the contents of the KV cache. Raises RuntimeError while requests are running."""
         self._check_open()
         self.blocks.drop_prefix_cache()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool = False) -> None:
-        """Overwrite the weights by Hugging Face name (see `Model.load_weights`), and forget what old ones cached.
+        """Overwrite the weights by Hugging Face name (see `Model.load_weights`), and drop the prefix cache.
 
         With `partial` the last call, without it, checks that all names came. Needs the weights' region alone, and
         no running requests.
@@ -206,9 +208,9 @@ class Engine:
         self.model.load_weights(named_tensors, partial)
 
     def share_weights(self) -> memsaver.Token:
-        """Offer the weights, by Hugging Face name, to a process that writes new ones; forget what old ones cached.
+        """Offer the weights, by Hugging Face name, to a process that writes new ones; drop the prefix cache.
 
-        The token is good until the weights are paused. Whoever attaches has to be done before the next step. Needs the
+        The token is valid until the weights are paused. The other process must detach before the next step. Needs the
         weights' region alone, in a shared pool, and no running requests.
         """
         self._check_whole()
@@ -225,31 +227,53 @@ class Engine:
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Capture graphs for the configured sizes; nothing to do on the CPU, with `use_graphs` off, or a second time.
+        """Capture graphs for the configured sizes, and run every kind of step that serving can reach.
 
-        What each cost is in `graphs.captures`. If a capture fails its error is raised, there are no graphs, and the
-        engine goes on eagerly.
+        Afterwards nothing compiles in the middle of serving (see `warm_up`), and the random numbers of sampling are
+        those that would have come next. With `use_graphs` off steps run eagerly. Nothing to do on the CPU, or a second
+        time. The cost of each graph is in `graphs.captures`. If it fails the error is raised, there are no graphs, and
+        the engine goes on eagerly.
         """
         self._check_ready(graphs=False)
-        if not (self.config.use_graphs and self.graphs.available) or self.graphs.captures:
+        if not self.graphs.available or self._warm:
             return
-        if self.parallel.size > 1 and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        if self.config.use_graphs and self.parallel.size > 1 and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
             raise RuntimeError(
                 "NCCL_GRAPH_REGISTER is not set to 0, expected that from before the process group was made: NCCL would "
                 "keep the memory that graphs have now, and a pause takes it away"
             )
         self.settle()
         self.batch.fill([], self.config.max_batch_size)
-        try:
-            with self.graphs.open():
-                self.prefill_runner.capture()  # the largest temporaries come first
-                self.runner.capture()
-        except BaseException:
-            self._release_graphs()
-            raise
+        with self.on_device():
+            sampler_state, replays = self.sampler.state.clone(), (self.runner.replays, self.prefill_runner.replays)
+            try:
+                if self.config.use_graphs:
+                    with self.graphs.open():
+                        self.prefill_runner.capture()  # the largest temporaries come first
+                        self.runner.capture()
+                warm_up(self, self.config.use_graphs)
+                self._synchronize()
+            except BaseException:
+                self._release_graphs()
+                raise
+            self.sampler.state.copy_(sampler_state)
+        self.runner.replays, self.prefill_runner.replays = replays
+        self._warm = True
+
+    def prefill(self, step: Step, use_graphs: bool) -> None:
+        """Launch a prefill step: K and V of its tokens, and a token for each sequence that samples."""
+        size = self.prefill_runner.padded_size(step.num_tokens)
+        padding = Padding(self.runner.padded_size(len(step.sampling)), self.batch.padding_row)
+        batch = PrefillBatch.build(
+            step, size, self.kv_caches, padding if step.sampling else None, self.config.use_kernel
+        )
+        hidden_TC = self.prefill_runner.run(batch.tokens_T, batch.positions_T, batch.attention, use_graphs)
+        if step.sampling:
+            logits_BV = self.model.logits(hidden_TC.index_select(0, batch.last_B))
+            self.batch.store(batch.rows_B, *self.sampler(logits_BV, batch.temperatures_B))
 
     def decode_step(self, size: int) -> None:
-        """What a graph of this size records: from the static inputs to the static outputs of `batch`."""
+        """The work of a graph of this size: from the static inputs to the static outputs of `batch`."""
         batch = self.batch
         forward = self.compiled_logits if size in self.config.compile_batch_sizes else self.decode_logits
         batch.store(batch.rows(size), *self.sampler(forward(size), batch.temperatures(size)))
@@ -263,7 +287,7 @@ class Engine:
         return self.model.logits(self.model.forward(batch.tokens(size), batch.positions(size), attention))
 
     def addresses(self) -> dict[str, int]:
-        """Where every tensor is that graphs rely on: weights, KV cache, constants, static inputs and outputs."""
+        """The addresses of all tensors that graphs use: weights, KV cache, constants, static inputs and outputs."""
         self._check_open()
         found = {f"weights/{name}": weight.data_ptr() for name, weight in self.model.weights.items()}
         found["kv_cache"] = self.kv_cache.data_ptr()
@@ -277,7 +301,7 @@ class Engine:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def close(self) -> None:
-        """Give back graphs and tensors; the engine cannot be used afterwards. Idempotent."""
+        """Release graphs and tensors. The engine cannot be used afterwards. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -303,16 +327,8 @@ class Engine:
         """None if no token comes of it."""
         if not step.chunks:
             return None
-        (self._prefill if step.prefill else self._decode)(step, use_graphs)
+        (self.prefill if step.prefill else self._decode)(step, use_graphs)
         return (step, self.batch.read_back()) if step.sampling else None
-
-    def _prefill(self, step: Step, use_graphs: bool) -> None:
-        size = self.prefill_runner.padded_size(step.num_tokens)
-        batch = PrefillBatch.build(step, size, self.kv_caches)
-        hidden_TC = self.prefill_runner.run(batch.tokens_T, batch.positions_T, batch.attention, use_graphs)
-        if step.sampling:
-            logits_BV = self.model.logits(hidden_TC.index_select(0, batch.last_B))
-            self.batch.store(batch.rows_B, *self.sampler(logits_BV, batch.temperatures_B))
 
     def _decode(self, step: Step, use_graphs: bool) -> None:
         size = self.runner.padded_size(len(step.sampling))
@@ -323,6 +339,7 @@ class Engine:
         self.runner.release()
         self.prefill_runner.release()
         self.graphs.captures.clear()
+        self._warm = False
 
     def _want_graphs(self, use_graphs: bool | None) -> bool:
         return self.config.use_graphs if use_graphs is None else use_graphs

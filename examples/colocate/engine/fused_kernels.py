@@ -1,7 +1,7 @@
-"""The operations of `ops` in Triton, one launch each: what layers compute between their matrix products.
+"""The operations of `ops` in Triton, one launch each: the work of layers between their matrix products.
 
-All of them wait for memory alone, and in a decode step, which is small, for the launch. So whatever belongs together
-is one kernel, a thread moves 16 bytes at a time, and a program is as small as still fills a few warps. Arithmetic is
+Memory bounds all of them, and in a small decode step the launch does. So operations that belong together
+are one kernel, a thread moves 16 bytes at a time, and a program is as small as still fills a few warps. Arithmetic is
 fp32, rounded to the tensors' dtype at the same places as the torch versions round.
 
 Tensors may be views with a row stride, as parts of one product are; within a token's row they have no gaps.
@@ -86,7 +86,7 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, slo
 
 
 def pad(size: int) -> int:
-    """The power of two that Triton wants for a tensor's length, without the 3 us that its own function takes."""
+    """The power of two that Triton needs for a tensor's length, without the 3 us that its own function takes."""
     return 1 << (size - 1).bit_length()
 
 
@@ -140,8 +140,8 @@ def _rotate(
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (HEADS + PROGRAM_HEADS - 1) // PROGRAM_HEADS
     position = tl.load(positions_ptr + token * positions_stride).to(tl.int64)
-    # What all heads share is loaded for each: lanes of a warp that ask for the same bytes cost nothing, while spreading
-    # a row of values over the heads would go through shared memory.
+    # Values that all heads share are loaded for each head: equal loads of the lanes of a warp cost nothing, while
+    # spreading a row of values over the heads would go through shared memory.
     head = tl.arange(0, PROGRAM_HEADS)[:, None]
     angle = position * HALF + head * 0 + tl.arange(0, HALF_PAD)[None, :]
     seen = (head >= 0) & (tl.arange(0, HALF_PAD)[None, :] < HALF)

@@ -22,20 +22,20 @@ _T = TypeVar("_T")
 
 
 class Graph(Protocol):
-    """What is captured, to be run again on the same addresses."""
+    """A captured graph. A replay runs it again on the same addresses."""
 
     def replay(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Capture:
-    """What the graphs of one size cost.
+    """The cost of the graphs of one size.
 
-    `nbytes` is what the pool grew by: the temporaries of a step, which graphs of one pool share because they never run
-    at once, so that the largest one, captured first, pays for all, and later ones for what does not fit its holes.
+    `nbytes` is the growth of the pool: the temporaries of a step. Graphs of one pool never run at the same time, so
+    they share them. The largest graph is captured first. A later one adds the part that does not fit.
     """
 
-    what: str
+    name: str
     graphs: int
     nbytes: int
     seconds: float
@@ -57,7 +57,7 @@ class GraphPool:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Around warm-up and captures. What was captured inside has to be dropped if this raises."""
+        """Around warm-up and captures. If this raises, drop the graphs captured inside."""
         with torch.cuda.device(self.device), _garbage_frozen(self.freeze_gc):
             # One stream for all: cuBLAS keeps a workspace for each stream for good, so the capture's has to be made by
             # the warm-up, outside any region.
@@ -66,7 +66,7 @@ class GraphPool:
             yield
 
     def warm_up(self, functions: list[Callable[[], object]]) -> None:
-        """Run each twice, so that kernels are compiled, libraries loaded, and what allocates once has done so."""
+        """Run each twice: the first run compiles kernels, loads libraries, and makes allocations that last."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -78,18 +78,18 @@ class GraphPool:
         torch.cuda.empty_cache()  # as a capture does when it begins: it would count against the first one's account
 
     @contextmanager
-    def account(self, what: str) -> Iterator[None]:
+    def account(self, name: str) -> Iterator[None]:
         """Around the captures of one size."""
         begin, held, graphs = time.perf_counter(), self._held_bytes(), self._graphs
         yield
-        done = Capture(what, self._graphs - graphs, self._held_bytes() - held, time.perf_counter() - begin)
+        done = Capture(name, self._graphs - graphs, self._held_bytes() - held, time.perf_counter() - begin)
         self.captures.append(done)
-        log.info("captured %s: %d graphs, %d bytes, %.3f s", done.what, done.graphs, done.nbytes, done.seconds)
+        log.info("captured %s: %d graphs, %d bytes, %.3f s", done.name, done.graphs, done.nbytes, done.seconds)
 
     def capture(self, function: Callable[[], _T]) -> tuple[Graph, _T]:
-        """The kernels that it launches, and what it returns: tensors that a replay writes anew.
+        """Capture the kernels that a function launches. Returns the graph and the result, which each replay overwrites.
 
-        Raises what it raises, or what breaks the capture.
+        Raises the function's error, or the error that ended the capture.
         """
         self._graphs += 1
         reason: BaseException | None = None
@@ -104,14 +104,14 @@ class GraphPool:
         except BaseException as error:
             if reason is None or reason is error:
                 raise
-            raise reason from None  # ending a broken capture failed as well, and says only that
+            raise reason from None  # the end of a broken capture raised as well; the first error is the cause
         return graph, outputs
 
     def table(self) -> str:
         """The captures, one a line, and their sum."""
         sums = [sum(getattr(row, name) for row in self.captures) for name in ("graphs", "nbytes", "seconds")]
         rows = [*self.captures, Capture("all", *sums)]
-        lines = [f"{row.what:>14} {row.graphs:>6} {row.nbytes / (1 << 20):>10.1f} {row.seconds:>8.3f}" for row in rows]
+        lines = [f"{row.name:>14} {row.graphs:>6} {row.nbytes / (1 << 20):>10.1f} {row.seconds:>8.3f}" for row in rows]
         return "\n".join([f"{'captured':>14} {'graphs':>6} {'pool MiB':>10} {'s':>8}", *lines])
 
     def _capturing(self, graph: Any) -> Any:

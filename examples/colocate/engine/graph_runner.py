@@ -15,14 +15,18 @@ class GraphRunner:
     Both ways pad the batch to the same size, so both run the same kernels and give the same results.
     """
 
-    def __init__(self, step: Callable[[int], None], sizes: tuple[int, ...], pool: GraphPool) -> None:
+    def __init__(
+        self, step: Callable[[int], None], sizes: tuple[int, ...], pool: GraphPool, eager_sizes: tuple[int, ...] = ()
+    ) -> None:
+        """`sizes` have graphs; `eager_sizes` are larger ones that batches are padded to as well. Both ascend."""
         self.step, self.sizes, self.pool = step, sizes, pool
+        self.padded_sizes = sizes + eager_sizes
         self.graphs: dict[int, Graph] = {}
         self.replays = 0
 
     def padded_size(self, batch: int) -> int:
-        """The size that a batch is padded to: the next of `sizes`, or its own where there is none."""
-        return padded_to(batch, self.sizes)
+        """The size that a batch is padded to: the next of `padded_sizes`, or its own where there is none."""
+        return padded_to(batch, self.padded_sizes)
 
     def can_run(self, batch: int) -> bool:
         """Whether a graph serves a batch of this many sequences."""

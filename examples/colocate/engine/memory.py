@@ -1,4 +1,4 @@
-"""Where the engine's tensors live: one memsaver region for each lifetime."""
+"""The regions of the engine's tensors: one for each lifetime."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import memsaver
 class EngineMemory:
     """The engine's regions on one device.
 
-    weights    backed up on the host; resumed without restoring when a weight sync is about to overwrite them
+    weights    backed up on the host. A pause with backup="none" and a resume with restore=False skip the copies
+               of weights that a sync overwrites
     kv_cache   not backed up: after a resume its contents are undefined
     buffers    constants and static inputs and outputs; apart from the weights, whose resume may not restore them
     cuda_graph the pool of the captured graphs; made for the first capture, so there is none on the CPU
@@ -27,7 +28,11 @@ class EngineMemory:
         self.kv_cache = self._region("kv_cache")
         self.buffers = self._region("buffers", backup="host")
         self.cuda_graph: Any = None
-        self.of_a_step = [self.weights, self.kv_cache, self.buffers]  # what each touches, a graph's replay included
+        self.of_a_step = [
+            self.weights,
+            self.kv_cache,
+            self.buffers,
+        ]  # each step needs these, also a replay
 
     def make_graph_region(self) -> None:
         """The region for captures; backed up, because graphs keep state in their pool between replays."""
@@ -45,9 +50,9 @@ class EngineMemory:
 
 
 class Unmanaged:
-    """Torch's own memory, with what is used here of a region."""
+    """Torch's own memory, with the methods of a region that the engine uses."""
 
-    residence = 1  # for good
+    residence = 1  # constant
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -55,8 +60,8 @@ class Unmanaged:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def check_active(self, what: str) -> None:
-        """It always is."""
+    def check_active(self, purpose: str) -> None:
+        """No check: this memory is always active."""
 
 
 class _Borrowed:

@@ -1,4 +1,4 @@
-"""What all models share: weights by Hugging Face name in a region, loading, and the forward pass in pieces.
+"""The common part of all models: weights by Hugging Face name in a region, loading, and the forward pass in pieces.
 
 Shape suffixes: T tokens, C hidden size, V vocabulary, H query heads, K key-value heads, D head dimension; H, K and V
 are those of this rank around attention, and of the full model elsewhere.
@@ -19,7 +19,7 @@ from .parallel import ONE_RANK, Parallel, Shard
 
 # One layer's attention, (layer, q_THD, k_TKD, v_TKD) -> [T, H, D]: writes k and v where later steps find them, attends.
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-# The residual stream, None before there is any, and what the last layer adds to it: kept apart so that the sum and the
+# The residual stream, None before there is any, and the last layer's addend: kept apart so that the sum and the
 # norm after it are one kernel.
 State = tuple[Tensor | None, Tensor]
 
@@ -28,7 +28,7 @@ _HEAD_ROWS = 64  # the output's matrix has a multiple of it: a product with GPT-
 
 
 class Config(Protocol):
-    """What the engine asks of a model's configuration."""
+    """The fields of a model's configuration that the engine needs."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -55,7 +55,7 @@ class Parameter:
     """A parameter of a checkpoint, and where the model keeps it."""
 
     shape: tuple[int, ...]  # in full
-    shard: Shard | None = None  # what a rank holds of it; None: all
+    shard: Shard | None = None  # the part of a rank; None: all
     weight: str | None = None  # the weight that it is some rows of, with others; None: it is one by itself
 
 
@@ -64,7 +64,7 @@ class Model(ABC):
 
     config      of the full model
     weights     the tensors as the forward pass uses them, some of them several parameters in one, the output's padded
-    parameters  each Hugging Face name's part of `weights`: what this rank holds of it
+    parameters  each Hugging Face name's part of `weights`, as far as this rank holds it
     constants   tables that are computed from the configuration, not loaded
     num_heads, num_kv_heads  of this rank
     """
@@ -105,7 +105,7 @@ class Model(ABC):
 
     @abstractmethod
     def before_attention(self, layer: int, state: State, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(q_THD, k_TKD, v_TKD, residual_TC): what this rank's attention gets, and the residual that goes round it."""
+        """(q_THD, k_TKD, v_TKD, residual_TC): the inputs of this rank's attention, and the residual around it."""
 
     @abstractmethod
     def after_attention(self, layer: int, residual_TC: Tensor, out_THD: Tensor) -> State:

@@ -1,4 +1,4 @@
-"""What the layers of a step compute between their matrix products: Triton on CUDA, torch elsewhere.
+"""The operations of a step's layers between their matrix products: Triton on CUDA, torch elsewhere.
 
 Both round at the same places. Triton is imported when first needed: without a GPU the engine runs without it.
 
@@ -13,12 +13,17 @@ from torch import Tensor
 from ..model import layers
 
 
+def in_triton(tensor: Tensor) -> bool:
+    """Whether kernels in Triton work on a tensor, not torch's operations."""
+    return tensor.is_cuda
+
+
 def add_rms_norm(delta_TC: Tensor, residual_TC: Tensor | None, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of residual + delta, and that sum, rounded to their dtype before it is normed.
 
     Without a residual the sum is delta itself.
     """
-    if delta_TC.is_cuda:
+    if in_triton(delta_TC):
         from . import fused_kernels
 
         return fused_kernels.add_rms_norm(delta_TC, residual_TC, weight_C, eps)
@@ -40,7 +45,7 @@ def rotate(
 
     q and k may be views of one product; the results are new and contiguous.
     """
-    if q_THD.is_cuda:
+    if in_triton(q_THD):
         from . import fused_kernels
 
         return fused_kernels.rotate(q_THD, k_TKD, q_norm_D, k_norm_D, eps, cos_PD, sin_PD, positions_T)
@@ -54,7 +59,7 @@ def rotate(
 
 def swiglu(gate_up_TF: Tensor) -> Tensor:
     """SiLU of the first half times the second: [T, F / 2]."""
-    if gate_up_TF.is_cuda:
+    if in_triton(gate_up_TF):
         from . import fused_kernels
 
         return fused_kernels.swiglu(gate_up_TF)
@@ -63,7 +68,7 @@ def swiglu(gate_up_TF: Tensor) -> Tensor:
 
 def write_kv(k_cache: Tensor, v_cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
     """Put k and v into the caches [N, P, K, D] at their slots (integers). Slot 0, or -1, is padding's scratch."""
-    if k_cache.is_cuda:
+    if in_triton(k_cache):
         from . import fused_kernels
 
         fused_kernels.write_kv(k_cache, v_cache, k_TKD, v_TKD, slots_T)

@@ -2,10 +2,10 @@
 
 One kernel attends to a part of the context in each program; where a context has several parts, another joins them. How
 many parts there are follows from the batch and the number of heads, never from how long a context is: kernels, grids
-and addresses are those a CUDA graph recorded, while lengths and block table are read on the device. What is too short
-for all parts leaves some empty.
+and addresses are those a CUDA graph recorded, while lengths and block table are read on the device. A sequence
+that is too short for all parts leaves some empty.
 
-A step reads every K and V once, so memory sets the pace, and what counts is how many bytes are under way: on an H200
+A step reads every K and V once, so memory bounds it. The rate needs many bytes in flight: on an H200
 about 40 KB on each multiprocessor at all times (4.8 TB/s at a latency near 1 us).
 """
 
@@ -20,7 +20,7 @@ from .fused_kernels import pad, row_stride
 
 _LOG2_E = 1.4426950408889634
 # Chosen by size, then measured: none of ten other settings is faster by more than 5 % at any of six shapes on an H200
-# (`benchmarks/kernels.py --sweep`). For D = 128, 16 bits, `python -m tests.unit.test_kernels resources` shows 96
+# (`benchmarks/kernels.py --sweep`). For D = 128, 16 bits, `python -m tests.examples.test_kernels resources` shows 96
 # registers and 37 KB of shared memory, nothing spilled.
 _PROGRAMS = 512  # four to each of an H200's 132 multiprocessors; five fit, so all run at once and none comes second
 _MAX_SPLITS = 64
@@ -53,7 +53,7 @@ def paged_decode_triton(
     _attend_part[(kv_heads, batch, splits)](
         q_BHD, k_cache, v_cache, block_table, lengths_B, parts,
         row_stride(q_BHD, head_dim), block_table.stride(0), lengths_B.stride(0),
-        # tl.dot wants 16 rows at least; those beyond the group compute on zeros and are not stored.
+        # tl.dot needs 16 rows at least; those beyond the group compute on zeros and are not stored.
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, GROUP_PAD=max(16, pad(heads // kv_heads)),
         # A constant, since torch.compile passes floats in double precision.
         SCALE_LOG2=head_dim**-0.5 * _LOG2_E, DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size, SPLITS=splits,

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..collectives import all_gather_tensor
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -63,7 +65,7 @@ class Parallel:
         if self.size == 1:
             return x_TV
         gathered = torch.empty((self.size, *x_TV.shape), dtype=x_TV.dtype, device=x_TV.device)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), x_TV.contiguous(), group=self.group)
+        all_gather_tensor(gathered.flatten(0, 1), x_TV.contiguous(), self.group)
         return gathered.transpose(0, 1).flatten(1)
 
 

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .attention import Caches, PrefillAttention, Ranges
-from .scheduler import Step
-from .sequence import Sequence
+from .attention import Caches, PagedContexts, PrefillAttention, Ranges
+from .scheduler import Chunk, Step
 
 
 @dataclass(frozen=True)
@@ -24,37 +23,60 @@ class PrefillBatch:
     tokens_T: Tensor  # int32
     positions_T: Tensor  # int32
     attention: PrefillAttention
-    last_B: Tensor  # int32, the last token of each that samples
+    last_B: Tensor  # int32, the last token of each that samples; of padding the first of all
     rows_B: Tensor  # int32, see `DecodeBatch`
     temperatures_B: Tensor  # fp32
 
     @classmethod
-    def build(cls, step: Step, size: int, kv_caches: Caches) -> PrefillBatch:
-        """Of a step's chunks, padded to `size` tokens, on the caches' device, where they come in one copy."""
+    def build(
+        cls, step: Step, size: int, kv_caches: Caches, samples: Padding | None = None, use_kernel: bool = True
+    ) -> PrefillBatch:
+        """Of a step's chunks, padded to `size` tokens, on the caches' device, where they come in one copy.
+
+        `samples`: the padding for the sequences that sample; None: they are not padded. `use_kernel`: see
+        `PrefillAttention`.
+        """
         chunks, k_cache = step.chunks, kv_caches[0][0]
-        slots = [_slots(chunk.sequence, chunk.stop, k_cache.shape[1]) for chunk in chunks]
         whole = all(chunk.start == 0 for chunk in chunks)
         queries = Ranges([chunk.stop - chunk.start for chunk in chunks])
-        context = queries if whole else Ranges([chunk.stop for chunk in chunks])
-        tokens_T, positions_T, slots_T, context_slots_L, *bounds, last_B, rows_B, bits_B = _on_device(
+        lengths = queries if whole else Ranges([chunk.stop for chunk in chunks])
+        tables = [_table(chunk, k_cache.shape[1]) for chunk in chunks]
+        table_bounds = Ranges([len(table) for table in tables])
+        padding = [] if samples is None else [samples.row] * (samples.size - len(step.sampling))
+        tokens_T, positions_T, slots_T, blocks_M, *bounds, last_B, rows_B, bits_B = _on_device(
             k_cache.device,
             _joined(size, (chunk.sequence.tokens[chunk.start : chunk.stop] for chunk in chunks)),
             _joined(size, (np.arange(chunk.start, chunk.stop) for chunk in chunks)),
-            _joined(size, (each[chunk.start :] for chunk, each in zip(chunks, slots))),
-            [] if whole else np.concatenate(slots),
+            _joined(size, (_slots(chunk, k_cache.shape[1]) for chunk in chunks)),
+            [] if whole else np.concatenate(tables),
             queries.bounds,
-            context.bounds,
-            [end - 1 for chunk, end in zip(chunks, queries.bounds[1:]) if chunk.samples],
-            [sequence.row for sequence in step.sampling],
-            np.array([sequence.sampling.temperature for sequence in step.sampling], np.float32).view(np.int32),
+            [] if whole else lengths.bounds,
+            [] if whole else table_bounds.bounds,
+            [end - 1 for chunk, end in zip(chunks, queries.bounds[1:]) if chunk.samples] + [0] * len(padding),
+            [sequence.row for sequence in step.sampling] + padding,
+            np.array(
+                [sequence.sampling.temperature for sequence in step.sampling] + [0.0] * len(padding), np.float32
+            ).view(np.int32),
         )
-        queries.bounds_on_device, context.bounds_on_device = bounds
-        attention = PrefillAttention(kv_caches, slots_T, queries, context, None if whole else context_slots_L)
+        queries.bounds_on_device = bounds[0]
+        earlier = None
+        if not whole:
+            lengths.bounds_on_device, table_bounds.bounds_on_device = bounds[1:]
+            earlier = PagedContexts(lengths, blocks_M, table_bounds)
+        attention = PrefillAttention(kv_caches, slots_T, queries, earlier, use_kernel)
         return cls(tokens_T, positions_T, attention, last_B, rows_B, bits_B.view(torch.float32))
 
 
+@dataclass(frozen=True)
+class Padding:
+    """So many sequences, those beyond the real ones with this row (see `DecodeBatch`)."""
+
+    size: int
+    row: int
+
+
 def _on_device(device: torch.device, *parts: Any) -> list[Tensor]:
-    """Int32 tensors, in one copy that nobody waits for: torch keeps the pinned memory until it is done.
+    """Int32 tensors, in one asynchronous copy: torch keeps the pinned memory until it is done.
 
     Each begins at a multiple of 16 bytes: kernels are compiled anew for addresses that do and that do not.
     """
@@ -75,6 +97,12 @@ def _joined(size: int, rows: Iterable[Any]) -> NDArray[np.int32]:
     return joined
 
 
-def _slots(sequence: Sequence, length: int, block_size: int) -> NDArray[Any]:
-    """Where K and V of the first tokens are."""
-    return np.add.outer(block_size * np.array(sequence.blocks), np.arange(block_size)).ravel()[:length]
+def _slots(chunk: Chunk, block_size: int) -> NDArray[Any]:
+    """Where K and V of a chunk's tokens go."""
+    at = np.arange(chunk.start, chunk.stop)
+    return np.array(chunk.sequence.blocks)[at // block_size] * block_size + at % block_size
+
+
+def _table(chunk: Chunk, block_size: int) -> list[int]:
+    """The blocks of a chunk's context."""
+    return chunk.sequence.blocks[: -(-chunk.stop // block_size)]

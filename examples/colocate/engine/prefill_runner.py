@@ -22,7 +22,7 @@ from .model import Attention, Model
 
 @dataclass(frozen=True)
 class _Piece:
-    """From one attention to the next. What it leaves: q, k and v for the attention after it, or the last hidden state.
+    """From one attention to the next. Its result: q, k and v for the attention after it, or the last hidden state.
 
     They are views that own nothing: a later piece of the same pool may use their memory again once they are read.
     """
@@ -114,7 +114,7 @@ class PrefillRunner:
 
 
 def _attend_padded(attention: Attention, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    """What attention leaves out for padding is zero."""
+    """Attention over real tokens. The rows of padding are zero."""
     out_THD = attention(layer, q_THD, k_TKD, v_TKD)
     padding = len(q_THD) - len(out_THD)
     return F.pad(out_THD, (0, 0, 0, 0, 0, padding)) if padding else out_THD

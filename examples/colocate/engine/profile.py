@@ -1,4 +1,4 @@
-"""What decode steps spend their time on: kernels of some replays, by name."""
+"""The time of decode steps by kernel, from some replays."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Profile:
 def profile_replays(engine: Engine, size: int, replays: int, context: int | None = None) -> Profile:
     """So many decode steps of a captured size, or eager ones of any other, each sequence with `context` tokens.
 
-    Overwrites the KV cache and forgets what it held: a RuntimeError while requests are running.
+    Overwrites the KV cache and drops its contents. Raises RuntimeError while requests are running.
     """
     with engine.on_device():
         return _profiled(engine, size, replays, engine.max_model_len - 1 if context is None else context)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from . import ops
 
 _SMALLEST_NOISE = 1e-30  # exponential noise may come out as zero, whose logarithm is not finite
 
@@ -13,30 +16,42 @@ _SMALLEST_NOISE = 1e-30  # exponential noise may come out as zero, whose logarit
 class Sampler:
     """Samples with random numbers of its own, so that no other user of them is disturbed.
 
-    On CUDA they follow from a seed and a count of calls, which live in the region `buffers`: a replay counts on, and
-    nothing of torch's generators takes part in a capture.
+    They follow from `state`, int64 [2] in the region `buffers`: a seed, and a count of calls. All 64 bits of both are
+    used. A replay of a graph counts on, and nothing of torch's generators takes part in a capture. A sampler that gets
+    another's `state` draws the same numbers next.
     """
 
     def __init__(self, device: torch.device, seed: int, buffers: Any) -> None:
         self.state: Tensor = buffers.empty((2,), torch.int64)
         self.state.copy_(torch.tensor([seed, 0]))
-        self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, logits_BV: Tensor, temperature_B: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens (int64 [B]) and their log-probabilities (fp32 [B]). Triton on CUDA, torch elsewhere.
 
-        The log-probability is that of the model's own distribution, at temperature 1, whatever the temperature the
-        token was chosen with: what a policy gradient needs, and the sampling distribution itself at temperature 1.
+        The log-probability is that of the model's own distribution, at temperature 1, also if the token was sampled at
+        another temperature. A policy gradient needs this one.
 
         The token is the largest of logit - t * log(noise), noise ~ Exp(1): the Gumbel-max trick, multiplied by t, so
         that t = 0 leaves the logits as they are and is greedy without a branch.
         """
-        if logits_BV.is_cuda:
+        if ops.in_triton(logits_BV):
             from .sampling_kernel import sample
 
             return sample(logits_BV, temperature_B, self.state)
         logits = logits_BV.float()
-        noise = torch.empty_like(logits).exponential_(generator=self._generator).clamp_min_(_SMALLEST_NOISE)
+        noise = self._noise(logits.shape).clamp_min_(_SMALLEST_NOISE)
         tokens_B = torch.argmax(logits - temperature_B[:, None] * noise.log_(), dim=-1)
         chosen_B = logits.gather(1, tokens_B[:, None]).squeeze(1)
         return tokens_B, chosen_B - logits.logsumexp(dim=-1)
+
+    def _noise(self, shape: torch.Size) -> Tensor:
+        """Exponential noise of the next call, on the CPU.
+
+        NumPy's Philox takes seed and count as key and counter. Torch's generator on the CPU drops the upper 32 bits of
+        its seed.
+        """
+        seed, calls = (value % (1 << 64) for value in self.state.tolist())
+        self.state[1:].add_(1)
+        counter = np.array([0, 0, calls, 0], np.uint64)
+        generator = np.random.Generator(np.random.Philox(key=seed, counter=counter))
+        return torch.from_numpy(generator.standard_exponential(tuple(shape), dtype=np.float32))

@@ -1,8 +1,8 @@
 """Sampling in Triton: one pass over the logits, which are the largest tensor of a decode step after the weights.
 
 Two kernels, and one that counts: the first takes a part of a row each, the second joins a row's parts. Random numbers
-are Philox's (Salmon et al., 2011), keyed by a seed and a count of calls on the device, so that every replay of a graph
-draws others.
+are those of Philox4x32-10 (Salmon et al., 2011). The 64 bits of the seed are its key. Its counter of 128 bits is made
+of the logit's group of four, the row, and the 64 bits of a count of calls on the device, so each replay draws others.
 """
 
 from __future__ import annotations
@@ -51,11 +51,14 @@ def _sample_part(
     logits = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + column, mask=mask, other=float("-inf"))
     logits = logits.to(tl.float32)
     temperature = tl.load(temperature_ptr + row * temperature_stride)
-    key = (tl.load(state_ptr) << 32) + tl.load(state_ptr + 1)
-    # Philox makes four numbers at a time, and is most of what this kernel computes.
-    calls = (row * tl.num_programs(0) + part) * (PART // 4) + tl.arange(0, PART // 4)
-    first, second, third, fourth = tl.rand4x(key, calls)
-    uniform = tl.join(tl.join(first, second), tl.join(third, fourth)).reshape(PART)
+    seed = tl.load(state_ptr)
+    calls = tl.load(state_ptr + 1)
+    # Philox makes four numbers at a time. It is most of the work of this kernel.
+    group = part * (PART // 4) + tl.arange(0, PART // 4)
+    low, high = (calls & 0xFFFFFFFF).to(tl.uint32), ((calls >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    first, second, third, fourth = tl.philox(seed, group.to(tl.uint32), row.to(tl.uint32), low, high)
+    drawn = tl.join(tl.join(first, second), tl.join(third, fourth)).reshape(PART)
+    uniform = tl.uint_to_uniform_float(drawn)
     # -log(1 - u), exact also where u is so small that 1 - u is 1; and never zero, whose logarithm is not finite.
     noise = tl.where(uniform < 1e-3, uniform + 0.5 * uniform * uniform, -tl.log(1.0 - uniform))
     scores = tl.where(mask, logits - temperature * tl.log(tl.maximum(noise, 1e-10)), float("-inf"))

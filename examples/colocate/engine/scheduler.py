@@ -1,7 +1,7 @@
 """Which requests the next step works on: continuous batching, prompts in chunks, preemption by recompute.
 
 Steps are scheduled ahead of their results: when a step is chosen, the tokens that the one before it samples may still
-be on the device. What follows from lengths alone is decided at once; what needs to know the tokens waits a step.
+be on the device. Decisions that need only lengths are made at once; those that need the tokens wait for a step.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Scheduler:
     def schedule(self, admit: bool = True) -> Step:
         """The next step, taken as launched. Without `admit` the waiting ones stay where they are.
 
-        Prompts go first, but no two steps of them in turn while others decode. A step without chunks has nothing to
-        do before what is in flight was read back.
+        Prompts go first, but no two steps of them in turn while others decode. A step without chunks
+        has no work before the results in flight are read back.
         """
         chunks = [] if self._prefilled and self.running else self._prefill(admit)
         self._prefilled = bool(chunks)
@@ -119,7 +119,7 @@ class Scheduler:
         return advanced
 
     def cancel(self, sequence: Sequence, reason: FinishReason = "cancelled") -> None:
-        """Finish a request with what it has; nothing happens if it is not here, or no longer."""
+        """Finish a request with its tokens so far. No effect if the scheduler does not have it."""
         for holders in (self.running, self.prefilling, self.waiting):
             if sequence in holders:
                 holders.remove(sequence)
@@ -133,7 +133,7 @@ class Scheduler:
             self._preempt()
 
     def abort(self) -> None:
-        """Drop every request and forget what was cached, after a step that failed half-way."""
+        """Drop every request and the prefix cache, after a step that failed half-way."""
         for sequence in [*self.running, *self.prefilling, *self.waiting]:
             self.cancel(sequence, "failed")
         self.blocks.drop_prefix_cache()
@@ -145,7 +145,7 @@ class Scheduler:
             budget -= self._next_chunk(sequence, budget, chunks)
         while admit and budget and self.waiting and len(self.running) + len(self.prefilling) < self.max_batch_size:
             sequence = self.waiting[0]
-            # A block stays free for each that runs, lest one that comes in take what they grow into next.
+            # A block stays free for each that runs: a new request must not take the block that they need next.
             if not self.blocks.allocate(sequence, reserve=len(self.running) + len(self.prefilling)):
                 break
             sequence.row = self._rows.pop()
@@ -203,6 +203,6 @@ class Scheduler:
         return victim
 
     def _release(self, sequence: Sequence) -> None:
-        # A step in flight may still write there. Whoever gets the blocks writes in a later step, hence after it.
+        # A step in flight may still write there. The next owner of the blocks writes in a later step, hence after it.
         self.blocks.free(sequence)
         self._rows.append(sequence.row)

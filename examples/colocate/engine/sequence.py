@@ -1,4 +1,4 @@
-"""One request on its way through the engine, and what its caller sees of it."""
+"""One request on its way through the engine, and its completion for the caller."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Sequence:
     prompt: list[int]
     sampling: SamplingParams
     max_tokens: int  # prompt and completion together
-    tokens: list[int] = field(init=False)  # the prompt, then what was sampled
+    tokens: list[int] = field(init=False)  # the prompt, then the samples
     logprobs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)  # of full blocks of tokens, as far as anybody has asked
+    digests: list[bytes] = field(default_factory=list)  # of full blocks of tokens, as far as they were computed
     num_published: int = 0  # blocks that others may share
     num_computed: int = 0  # a step that is launched counts as done
     in_flight: int = 0
@@ -67,7 +67,7 @@ class Sequence:
         return len(self.tokens) + self.in_flight
 
     def append(self, token: int, logprob: float) -> None:
-        """Take a sampled token, and see whether it is the last."""
+        """Add a sampled token, and set `finish_reason` if it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if token in self.sampling.stop_tokens:

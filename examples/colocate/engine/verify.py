@@ -14,7 +14,7 @@ from .prefill_batch import PrefillBatch
 from .scheduler import Chunk, Step
 from .sequence import SamplingParams, Sequence
 
-# Of a token's hidden state, or its logits: the norm of what two ways differ by, relative to the norm of either. Matrix
+# Of a token's hidden state, or its logits: the norm of the difference, relative to the norm of either. Matrix
 # products are chosen by the number of tokens, padding included, and torch.compile fuses: both then round elsewhere,
 # while results that have nothing to do with each other differ by more than 1.
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -28,7 +28,7 @@ class VerificationError(RuntimeError):
 class Verified:
     """Results of two ways to compute the same, token by token."""
 
-    what: str
+    name: str
     compared: int  # tokens
     difference: float  # the largest of a token; NaN where a result is
     tolerance: float  # 0: the same kernels on the same arguments give the same bits
@@ -47,8 +47,8 @@ def verify(engine: Engine) -> list[Verified]:
     - "compiled N": the logits of a step that goes through torch.compile, against one that does not;
     - "prefill M of N": hidden states of M tokens, by the pieces' graphs for N and eagerly.
 
-    Overwrites the KV cache and forgets what it held: a RuntimeError while requests are running. Raises ValueError where
-    the cache has too few blocks, VerificationError where a difference is beyond its tolerance. Without graphs there is
+    Overwrites the KV cache and drops its contents. Raises RuntimeError while requests are running, ValueError where the
+    cache has too few blocks, VerificationError where a difference is beyond its tolerance. Without graphs there is
     nothing to compare.
     """
     with engine.on_device():
@@ -62,7 +62,7 @@ def verify(engine: Engine) -> list[Verified]:
     if failed:
         raise VerificationError(
             "; ".join(
-                f"{row.what}: results of {row.compared} tokens differ by up to {row.difference:.3g}, "
+                f"{row.name}: results of {row.compared} tokens differ by up to {row.difference:.3g}, "
                 f"expected at most {row.tolerance:.3g}"
                 for row in failed
             )
@@ -73,7 +73,7 @@ def verify(engine: Engine) -> list[Verified]:
 def fill_with_random_context(engine: Engine, size: int, context: int) -> None:
     """Make the inputs of a decode step those of so many sequences of `context` tokens, over a random KV cache.
 
-    Forgets what the cache held: a RuntimeError while requests are running.
+    Drops the contents of the cache. Raises RuntimeError while requests are running.
     """
     sequences = _sequences(engine, [context] * size, _prepare(engine))
     engine.batch.fill(list(sequences), size)
@@ -118,11 +118,11 @@ def _prefill(engine: Engine, count: int, size: int, generator: torch.Generator) 
     return _compared(f"prefill {count} of {size}", outcomes[0], outcomes[1])
 
 
-def _compared(what: str, one: Tensor, other: Tensor) -> Verified:
+def _compared(name: str, one: Tensor, other: Tensor) -> Verified:
     """Row by row."""
     norms = other.float().norm(dim=-1)
     difference = ((one.float() - other.float()).norm(dim=-1) / norms).max().item()
-    return Verified(what, len(one), difference, _ROUNDING[one.dtype])
+    return Verified(name, len(one), difference, _ROUNDING[one.dtype])
 
 
 def _sequences(engine: Engine, lengths: list[int], generator: torch.Generator) -> Iterator[Sequence]:

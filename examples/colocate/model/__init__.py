@@ -1,4 +1,4 @@
-"""What the engine and the trainer share about the model: its configuration and its pure layer functions."""
+"""The parts of the model that engine and trainer share: the configuration and pure layer functions."""
 
 from .config import ModelConfig, RopeScaling, parameter_shapes
 

@@ -48,7 +48,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a decoder; `qk_norm` tells Qwen3 (True) from Llama (False).
+    """Sizes of a decoder; `qk_norm` is True for Qwen3 and False for Llama.
 
     Raises ValueError for sizes that do not fit together.
     """

@@ -2,17 +2,26 @@
 
 Its modules:
 
-    trainer        what callers use: supervised and policy-gradient steps, log-probabilities, weights to send
+    trainer        the interface for callers: supervised and policy-gradient steps, log-probabilities, weights to send
     config         switches of the optimizer
-    batch          sequences, and which of their tokens to learn from
+    finite         the check before each step of the optimizer
+    gap            the difference between the log-probabilities of the sampling program and the trainer
+    batch          sequences, and a mask of the tokens to learn from
     model          the decoder, with parameters named as in Hugging Face checkpoints
-    memory         the regions that parameters, gradients and optimizer state live in
-    weights        written straight into tensors of others, or full in buckets of bounded size
-    process_group  how the ranks find each other
+    checkpoint     parameters and optimizer state on disk
+    memory         the regions of parameters, gradients and optimizer state
+    weights        written into tensors of other processes, or sent in buckets of bounded size
+    process_group  the meeting of the ranks
 """
 
-from .batch import TokenBatch
+from .batch import RankBatch, TokenBatch
+from .checkpoint import CheckpointError
 from .config import TrainerConfig
+from .finite import NonFiniteError, RankFault
+from .gap import LogprobGap
 from .trainer import StepMetrics, Trainer
 
-__all__ = ["StepMetrics", "TokenBatch", "Trainer", "TrainerConfig"]
+__all__ = [
+    "CheckpointError", "LogprobGap", "NonFiniteError", "RankBatch", "RankFault", "StepMetrics", "TokenBatch", "Trainer",
+    "TrainerConfig",
+]  # fmt: skip

@@ -15,20 +15,23 @@ class TokenBatch:
 
     `mask_BT` is true where a token is to be predicted: that of a completion. `behaviour_BT` is the log-probability, in
     nats, with which the policy chose it. Padding stands at the end and is masked out. `advantages_B` is the worth of a
-    row's completion. The last two matter to policy-gradient steps alone.
+    row's completion. `weights_BT` multiply each token's loss; None: one everywhere. The last three matter to
+    policy-gradient steps alone.
     """
 
     tokens_BT: Tensor  # int64
     mask_BT: Tensor  # bool
     behaviour_BT: Tensor  # fp32
     advantages_B: Tensor  # fp32
+    weights_BT: Tensor | None = None  # fp32
 
     def __post_init__(self) -> None:
         shape = self.tokens_BT.shape
         if len(shape) != 2 or shape[0] < 1 or shape[1] < 2:
             raise ValueError(f"tokens have shape {tuple(shape)}; expected [1 row or more, 2 positions or more]")
-        for name, expected in (("mask_BT", shape), ("behaviour_BT", shape), ("advantages_B", shape[:1])):
-            if getattr(self, name).shape != expected:
+        expected_shapes = {"mask_BT": shape, "behaviour_BT": shape, "advantages_B": shape[:1], "weights_BT": shape}
+        for name, expected in expected_shapes.items():
+            if getattr(self, name) is not None and getattr(self, name).shape != expected:
                 raise ValueError(f"{name} has shape {tuple(getattr(self, name).shape)}; expected {tuple(expected)}")
         if self.mask_BT.dtype != torch.bool or bool(self.mask_BT[:, 0].any()):
             raise ValueError("the mask has to be of bool, and false for first tokens: nothing predicts them")
@@ -80,4 +83,13 @@ class TokenBatch:
         return self._map(lambda tensor: tensor.to(device))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TokenBatch:
-        return TokenBatch(*(function(getattr(self, field.name)) for field in fields(self)))
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return TokenBatch(**{name: function(tensor) for name, tensor in tensors.items() if tensor is not None})
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """One rank's rows of a batch, and the tokens that all ranks learn from together."""
+
+    rows: TokenBatch
+    num_targets: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -15,6 +16,7 @@ class TrainerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0
     clip: float = 0.2  # how far the policy's ratio counts, to either side of one
+    weight_cap: float = 2.0  # of the importance weights for tokens that another program sampled
     seed: int = 0  # of the initial weights
 
     def __post_init__(self) -> None:
@@ -25,3 +27,5 @@ class TrainerConfig:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}; expected a positive number")
         if not 0 < self.clip < 1:
             raise ValueError(f"clip is {self.clip}; expected a number between 0 and 1")
+        if not 1 <= self.weight_cap < math.inf:
+            raise ValueError(f"weight_cap is {self.weight_cap}; expected a finite number of 1 or more")

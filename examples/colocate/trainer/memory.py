@@ -1,7 +1,7 @@
-"""Where the trainer's tensors live: one memsaver region for each lifetime.
+"""The regions of the trainer's tensors: one for each lifetime.
 
-A tensor that FSDP2 shards is a DTensor; what has memory is its local part, which is placed here. Placing by
-`Region.empty` is the same on every device, and leaves temporaries of torch's initialisers out of the regions.
+A tensor that FSDP2 shards is a DTensor. Its local part has the memory, and is placed here. `Region.empty` works in the
+same way on every device, and keeps temporaries of torch's initialisers out of the regions.
 """
 
 from __future__ import annotations

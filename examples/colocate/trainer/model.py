@@ -1,4 +1,4 @@
-"""The decoder as the trainer sees it: modules of plain torch, with parameters named as in Hugging Face checkpoints.
+"""The decoder of the trainer: modules of plain torch, with parameters named as in Hugging Face checkpoints.
 
 Shape suffixes: B sequences, T positions, P positions of the tables, H query heads, K key-value heads, D head dimension,
 C hidden size, V vocabulary.
@@ -110,8 +110,8 @@ class CausalLM(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head's weight the embedding's, if the config says so: also after a module has moved, as torch parts
-        them then.
+        """Make the head's weight the embedding's, if the config ties them. Needed again after a module has moved, since
+        torch separates them then.
         """
         if self.tied:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -35,7 +35,7 @@ def join(
 
 
 def of_all_ranks(text: str) -> list[str]:
-    """What each rank says, in the order of ranks. All of them have to call it."""
+    """The texts of all ranks, in the order of ranks. A collective."""
     said: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(said, text)
     return said

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
-from ..grpo import policy_loss
+from ..grpo import importance_weights, policy_loss
 from ..model.config import ModelConfig
 from ..model.layers import rotary_tables
-from .batch import TokenBatch
+from . import checkpoint
+from .batch import RankBatch, TokenBatch
 from .config import TrainerConfig
+from .finite import refusal
+from .gap import LogprobGap
 from .memory import TrainerMemory, local
 from .model import CausalLM, initial_deviation
 from .weights import WeightWriter, weight_buckets
@@ -25,7 +29,7 @@ from .weights import WeightWriter, weight_buckets
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What a step did, over all ranks: `loss` per token; `clipped`, the share of tokens whose ratio was clipped."""
+    """Figures of a step over all ranks: `loss` per token; `clipped`, the share of tokens whose ratio was clipped."""
 
     loss: float
     grad_norm: float  # before clipping
@@ -35,8 +39,8 @@ class StepMetrics:
 class Trainer:
     """One rank of the trainer. All ranks make the same calls, with the same batches; each takes its own rows.
 
-    Parameters, gradients and optimizer state live in the regions of `TrainerMemory`, from construction on and under
-    fixed addresses; nothing else outlasts a call but the rotary tables. Activations, and what FSDP gathers, are in
+    Parameters, gradients and optimizer state are in the regions of `TrainerMemory`, from construction on and under
+    fixed addresses. Only these and the rotary tables outlast a call. Activations and gathered parameters are in
     torch's default pool until `release_activations`.
     """
 
@@ -71,18 +75,41 @@ class Trainer:
         own = batch.shard(self.rank, self.world_size).to(self.device)
         return self._update(-self._logprobs(own)[own.mask_BT[:, 1:]].sum(), batch.num_targets, learning_rate)
 
-    def train_step(self, batch: TokenBatch, learning_rate: float) -> StepMetrics:
-        """A policy-gradient step on completions, by their advantages and behaviour log-probabilities."""
-        own = batch.shard(self.rank, self.world_size).to(self.device)
+    def train_step(self, batch: TokenBatch | RankBatch, learning_rate: float) -> StepMetrics:
+        """A policy-gradient step on completions, by their advantages and behaviour log-probabilities.
+
+        Those of a `TokenBatch` are as its policy said; those of a `RankBatch` as `recompute` found them.
+        """
+        if isinstance(batch, TokenBatch):
+            batch = RankBatch(batch.shard(self.rank, self.world_size), batch.num_targets)
+        own = batch.rows.to(self.device)
         loss, clipped = policy_loss(
-            self._logprobs(own), own.behaviour_BT[:, 1:], own.advantages_B, own.mask_BT[:, 1:], self.config.clip
+            self._logprobs(own),
+            own.behaviour_BT[:, 1:],
+            own.advantages_B,
+            own.mask_BT[:, 1:],
+            self.config.clip,
+            None if own.weights_BT is None else own.weights_BT[:, 1:],
         )
         return self._update(loss, batch.num_targets, learning_rate, clipped)
 
+    def recompute(self, batch: TokenBatch) -> tuple[RankBatch, LogprobGap]:
+        """This rank's rows with the trainer's own log-probabilities as behaviour: before the first step on a rollout.
+
+        The ratio that is clipped then compares the trainer with itself. The gap to the program that sampled, which
+        computes with other kernels and perhaps in another dtype, becomes the tokens' importance weights, truncated at
+        `weight_cap`.
+        """
+        own = batch.shard(self.rank, self.world_size)
+        policy_BT, cap = self.logprobs(batch), self.config.weight_cap
+        weights_BT = importance_weights(policy_BT, own.behaviour_BT, cap)
+        gap = LogprobGap.of(policy_BT, own.behaviour_BT, own.mask_BT, cap)
+        return RankBatch(replace(own, behaviour_BT=policy_BT, weights_BT=weights_BT), batch.num_targets), gap
+
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> Tensor:
-        """Log-probabilities of this rank's rows, fp32 [B, T] on the CPU: what the model gives each token after those
-        before it, and zero where the mask is false.
+        """Log-probabilities of this rank's rows, fp32 [B, T] on the CPU: of each token after the tokens before it, and
+        zero where the mask is false.
         """
         own = batch.shard(self.rank, self.world_size).to(self.device)
         logprobs_BT = F.pad(self._logprobs(own), (1, 0)).masked_fill(~own.mask_BT, 0.0)
@@ -91,11 +118,24 @@ class Trainer:
                 module.reshard()  # without a backward pass the root would stay gathered, and get stale
         return logprobs_BT.cpu()
 
+    @property
+    def steps_taken(self) -> int:
+        """Steps of the optimizer since it was made or reset."""
+        return int(next(iter(self.optimizer.state.values()))["step"])
+
     def reset_optimizer(self) -> None:
         """Forget all moments, in place: without a gradient the next step then changes nothing."""
         for state in self.optimizer.state.values():
             for tensor in state.values():
                 local(tensor).zero_()
+
+    def save(self, folder: Path) -> None:
+        """Write parameters and optimizer state: see `checkpoint.save`. Needs their regions, and all ranks."""
+        checkpoint.save(self.model, self.optimizer, folder)
+
+    def load(self, folder: Path) -> None:
+        """Load a checkpoint of the same number of ranks, in place. Raises CheckpointError."""
+        checkpoint.load(self.model, self.optimizer, folder)
 
     def weight_buckets(self, max_bytes: int, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:
         """Full weights by name, on the CPU and in the model's dtype (or another): see `weights.weight_buckets`.
@@ -124,7 +164,7 @@ class Trainer:
         return found
 
     def release_activations(self) -> None:
-        """Wait for the device, and give back what torch's default pool holds free."""
+        """Wait for the device, and release the free memory of torch's default pool."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
@@ -138,18 +178,30 @@ class Trainer:
     def _update(
         self, loss: Tensor, num_targets: int, learning_rate: float, clipped: Tensor | None = None
     ) -> StepMetrics:
-        """Backward and optimizer step for a loss summed over this rank's tokens, of `num_targets` on all ranks."""
+        """Backward and optimizer step for a loss summed over this rank's tokens, of `num_targets` on all ranks.
+
+        Raises NonFiniteError on all ranks, with nothing applied, if loss or gradients of one of them are not finite.
+        """
         self.optimizer.zero_grad(set_to_none=False)  # in place, and needed: a resume left them undefined
-        # FSDP averages over ranks; what is wanted is the mean over all tokens.
+        # FSDP averages over ranks, but the loss is the mean over all tokens.
         (loss * (self.world_size / num_targets)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm, foreach=True)
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        own = loss.detach()
+        total_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # Summed over ranks: they decide alike also where rounding made their norms differ.
+        wrong = (~(torch.isfinite(own) & torch.isfinite(total_norm))).to(own.dtype)
+        sums = torch.stack([own, own.new_zeros(()) if clipped is None else clipped.to(own.dtype), wrong])
+        dist.all_reduce(sums)
+        total, held, refusing = sums.tolist()
+        grad_norm = float(total_norm)
+        if refusing:
+            raise refusal(own, grad_norm, self.model, self.steps_taken + 1)
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.max_grad_norm, norm, foreach=True)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
-        sums = torch.stack([loss.detach(), loss.new_zeros(()) if clipped is None else clipped.to(loss.dtype)])
-        dist.all_reduce(sums)
-        total, held = (sums / num_targets).tolist()
-        return StepMetrics(total, float(norm.full_tensor() if isinstance(norm, DTensor) else norm), held)
+        return StepMetrics(total / num_targets, grad_norm, held / num_targets)
 
     @torch.no_grad()
     def _initialize(self) -> None:

@@ -1,0 +1,333 @@
+#include "backup/pinned_memory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <string>
+#include <system_error>
+#include <thread>
+
+#include "backup/host_nodes.h"
+#include "base/mutants.h"
+
+namespace memsaver {
+namespace {
+
+constexpr std::size_t kHostPage = 4096;
+constexpr unsigned kMostThreads = 16;
+constexpr std::size_t kFirstRange = std::size_t{64} << 30;  // of addresses
+constexpr auto kPause = std::chrono::milliseconds(5);       // without growth of a region, before the arena grows
+
+// The kernel provides and zeroes a page at its first touch. One thread reaches 2 GiB/s, so several touch.
+void touch(std::byte* data, std::size_t size) {
+  const unsigned cores = std::max(1U, std::thread::hardware_concurrency());
+  const std::size_t count = std::min<std::size_t>({cores, kMostThreads, size / kPage + 1});
+  const std::size_t share = round_up(size / count + 1, kPage);
+  const auto touch_share = [=](std::size_t begin) {
+    for (std::size_t at = begin; at < std::min(size, begin + share); at += kHostPage)
+      *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};
+  };
+  std::vector<std::thread> threads;
+  threads.reserve(count);
+  for (std::size_t begin = share; begin < size; begin += share) {
+    try {
+      threads.emplace_back(touch_share, begin);
+    } catch (const std::system_error&) {
+      touch_share(begin);  // no thread is available
+    }
+  }
+  touch_share(0);
+  for (auto& thread : threads) thread.join();
+}
+
+// A range of addresses of `wish` bytes, or of `least` bytes if that fails. At least one page behind it stays unused, so
+// that no two ranges touch.
+Extent reserve_addresses(std::size_t wish, std::size_t least) {
+  for (const std::size_t span : {wish, least}) {
+    void* reserved = ::mmap(nullptr, span + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (reserved == MAP_FAILED) continue;
+    const auto start = round_up(reinterpret_cast<std::uintptr_t>(reserved), kPage);
+    return {reinterpret_cast<std::byte*>(start), span};
+  }
+  throw Error("the system has no addresses for " + std::to_string(least) + " bytes");
+}
+
+// Releases the memory. The addresses stay reserved.
+void drop_memory(Extent extent) {
+  ::mmap(extent.data, extent.size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
+}  // namespace
+
+HostArena::HostArena(Driver& driver, HostBudget& budget)
+    : driver_(driver),
+      budget_(budget),
+      nodes_(driver.gpu_memory_is_host_memory() ? std::optional(nodes_with_cpus()) : std::nullopt) {
+  if (nodes_) budget.use_nodes_with_cpus();
+}
+
+void HostArena::check(std::size_t bytes) const {
+  const std::size_t idle = idle_bytes();
+  bytes = round_up(bytes, kHostPage);
+  if (bytes > idle) budget_.check(round_up(bytes - idle, kPage));
+}
+
+std::optional<HostArena::Extent> HostArena::take_idle(std::size_t bytes, bool whole) {
+  std::lock_guard lock(mutex_);
+  const auto taken = idle_.take(bytes, whole);
+  if (taken) used_ += taken->size;
+  return taken;
+}
+
+HostArena::Extent HostArena::take_some(std::size_t bytes) {
+  bytes = round_up(bytes, kHostPage);
+  if (const auto extent = take_idle(bytes, false)) return *extent;
+  std::lock_guard growing(growing_);
+  for (;;) {
+    if (const auto extent = take_idle(bytes, false)) return *extent;  // the background thread may have made some
+    put(make(budget_.slab(round_up(bytes, kPage)), bytes));
+  }
+}
+
+HostArena::Extent HostArena::take_whole(std::size_t bytes) {
+  bytes = round_up(bytes, kHostPage);
+  if (const auto extent = take_idle(bytes, true)) return *extent;
+  std::lock_guard growing(growing_);
+  if (const auto extent = take_idle(bytes, true)) return *extent;
+  const Extent made = make(round_up(bytes, kPage), bytes);
+  if (made.size > bytes) put({made.data + bytes, made.size - bytes});
+  return {made.data, bytes};
+}
+
+HostArena::Extent HostArena::take_plain(std::size_t bytes) {
+  bytes = round_up(bytes, kPage);
+  std::byte* data = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    data = take_addresses_locked(bytes);
+  }
+  try {
+    make_slab(data, bytes, bytes, false);
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    addresses_.put({data, bytes});
+    throw;
+  }
+  return {data, bytes};
+}
+
+void HostArena::put(Extent extent) {
+  {
+    std::lock_guard lock(mutex_);
+    used_ -= extent.size;
+    const auto slab = std::prev(slabs_.upper_bound(extent.data));
+    if (slab->second.pinned) {
+      idle_.put(extent);
+      return;
+    }
+    slabs_.erase(slab);
+    held_ -= extent.size;
+  }
+  drop_memory(extent);
+  budget_.put(extent.size);
+  std::lock_guard lock(mutex_);
+  addresses_.put(extent);
+}
+
+std::byte* HostArena::slab_end(const std::byte* data) const {
+  std::lock_guard lock(mutex_);
+  const auto slab = std::prev(slabs_.upper_bound(const_cast<std::byte*>(data)));
+  return slab->first + slab->second.size;
+}
+
+// Each range doubles the reserved addresses: few ranges, since no extent spans two, and addresses are left for other
+// devices.
+std::byte* HostArena::take_addresses_locked(std::size_t size) {
+  if (const auto found = addresses_.take(size, true)) return found->data;
+  const Extent range = reserve_addresses(std::max(size, reserved_ == 0 ? kFirstRange : reserved_), size);
+  reserved_ += range.size;
+  addresses_.put(range);
+  return addresses_.take(size, true)->data;
+}
+
+HostArena::Extent HostArena::make(std::size_t bytes, std::size_t wanted) {
+  std::byte* data = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    data = take_addresses_locked(bytes);
+  }
+  std::size_t made = 0;
+  try {
+    while (made < bytes) made += make_slab(data + made, budget_.slab(bytes - made), wanted, true);
+  } catch (const Error&) {
+    if (made > 0) put({data, made});
+    std::lock_guard lock(mutex_);
+    addresses_.put({data + made, bytes - made});
+    throw;
+  }
+  return {data, bytes};
+}
+
+void HostArena::map_memory(std::byte* data, std::size_t bytes) {
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+  if (::mmap(data, bytes, PROT_READ | PROT_WRITE, kFlags, -1, 0) == MAP_FAILED)
+    throw Error("the system has no memory to map");
+  ::madvise(data, bytes, MADV_HUGEPAGE);  // optional: without it pinning is slower
+  ::madvise(data, bytes, MADV_DONTFORK);  // a fork would copy pinned pages at once, and a child must not use them
+  if (nodes_) bind_to_nodes(data, bytes, *nodes_);
+}
+
+// A registration may succeed and yet report an error of other work.
+void HostArena::unpin_if_pinned(std::byte* data) {
+  try {
+    driver_.unpin(data);
+  } catch (const DriverError&) {
+    // It was not registered.
+  }
+}
+
+std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t wanted, bool pinned) {
+  budget_.take(bytes);
+  try {
+    MEMSAVER_MUTANT_HOLDS(the_arena_is_locked_while_memory_is_made, mutex_);
+    map_memory(data, bytes);
+    if (pinned) {
+      if (!nodes_) prefer_node(data, bytes, driver_.host_node());
+      touch(data, bytes);
+      if (nodes_) check_nodes(data, *nodes_);
+      try {
+        driver_.pin(data, bytes);
+      } catch (const DriverError&) {
+        unpin_if_pinned(data);
+        throw;
+      }
+    }
+  } catch (const std::exception& error) {
+    drop_memory({data, bytes});
+    budget_.put(bytes);
+    const std::size_t held = held_bytes();
+    const std::string what = "cannot get " + std::to_string(wanted) + " bytes more of pinned host memory (" +
+                             std::to_string(held) + " bytes held): " + error.what();
+    if (dynamic_cast<const DriverError*>(&error) != nullptr) throw PinError(what, wanted, held, 0);
+    throw BackupError(what, wanted, held, 0);
+  }
+  std::lock_guard lock(mutex_);
+  slabs_[data] = {bytes, pinned};
+  held_ += bytes;
+  used_ += bytes;
+  return bytes;
+}
+
+std::size_t HostArena::release_idle() {
+  std::lock_guard growing(growing_);
+  std::vector<Extent> slabs;
+  {
+    std::lock_guard lock(mutex_);
+    target_ = 0;  // no growth in advance until a region grows again
+    for (const auto& [data, slab] : slabs_) {
+      if (!idle_.take_at({data, slab.size})) continue;
+      used_ += slab.size;  // counted as used, so that no thread takes it meanwhile
+      slabs.push_back({data, slab.size});
+    }
+  }
+  std::size_t released = 0;
+  for (const Extent& slab : slabs) {
+    bool gone = true;
+    try {
+      driver_.unpin(slab.data);
+    } catch (const std::exception&) {
+      gone = false;  // still registered with the driver: the memory must be kept
+    }
+    if (gone) drop_memory(slab);
+    std::lock_guard lock(mutex_);
+    used_ -= slab.size;
+    if (!gone) {
+      idle_.put(slab);
+      continue;
+    }
+    slabs_.erase(slab.data);
+    held_ -= slab.size;
+    addresses_.put(slab);
+    budget_.put(slab.size);
+    released += slab.size;
+  }
+  return released;
+}
+
+void HostArena::start_background() {
+  std::lock_guard lock(mutex_);
+  if (background_.started() || stop_) return;
+  try {
+    background_.start([this] { run_background(); });
+  } catch (const std::system_error&) {
+    // Without a thread the first pause makes the memory.
+  }
+}
+
+void HostArena::grow_ahead(std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  if (bytes <= target_) return;
+  target_ = bytes;
+  wanted_.notify_all();
+}
+
+void HostArena::run_background() {
+  std::unique_lock lock(mutex_);
+  const auto missing = [this] { return target_ > held_ ? target_ - held_ : 0; };
+  for (;;) {
+    wanted_.wait(lock, [&] { return stop_ || missing() > 0; });
+    // Regions grow in many small steps: one large slab at the end is better than a small one for each step.
+    for (std::size_t seen = 0; !stop_ && missing() > seen && missing() < HostBudget::kLargestSlab;) {
+      seen = missing();
+      wanted_.wait_for(lock, kPause, [&] { return stop_; });
+    }
+    if (stop_) return;
+    const std::size_t tried = target_;
+    lock.unlock();
+    bool made = true;
+    {
+      std::lock_guard growing(growing_);
+      lock.lock();
+      const std::size_t bytes = round_up(missing(), kPage);  // a pause may have made a part of it meanwhile
+      lock.unlock();
+      try {
+        budget_.check(bytes);  // a part of the memory of a backup is of no use
+        if (bytes > 0) {
+          const std::size_t slab = budget_.slab(bytes);
+          put(make(slab, slab));
+        }
+      } catch (const Error&) {
+        made = false;
+      }
+    }
+    lock.lock();
+    if (!made && target_ == tried) target_ = 0;  // the next growth tries again
+  }
+}
+
+void HostArena::stop_background(Deadline deadline) {
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+    wanted_.notify_all();
+  }
+  background_.join(deadline);
+}
+
+std::size_t HostArena::held_bytes() const {
+  std::lock_guard lock(mutex_);
+  return held_;
+}
+
+std::size_t HostArena::used_bytes() const {
+  std::lock_guard lock(mutex_);
+  return used_;
+}
+
+std::size_t HostArena::idle_bytes() const {
+  std::lock_guard lock(mutex_);
+  return held_ - used_;
+}
+
+}  // namespace memsaver

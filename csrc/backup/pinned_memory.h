@@ -1,0 +1,89 @@
+// Pinned host memory for backups: one arena for each device, kept and reused.
+//
+// The arena reserves ranges of addresses. A slab is a part of them that has memory and is pinned as a whole.
+// Neighbouring slabs form one extent, so that the backup of a tensor is contiguous. A copy must not cross the border of
+// two slabs, because each slab is a registration of its own in the driver.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "backup/extents.h"
+#include "backup/host_budget.h"
+#include "base/worker.h"
+#include "driver/driver.h"
+
+namespace memsaver {
+
+// The driver refuses to pin memory that the system has given.
+struct PinError : BackupError {
+  using BackupError::BackupError;
+};
+
+class HostArena {
+ public:
+  using Extent = memsaver::Extent;
+
+  HostArena(Driver& driver, HostBudget& budget);
+  HostArena(const HostArena&) = delete;
+  HostArena& operator=(const HostArena&) = delete;
+
+  // Throws BackupError if `bytes` could not be taken now. Takes nothing.
+  void check(std::size_t bytes) const;
+  // An extent of at most `bytes`, rounded up to pages: idle memory, else a new slab. Throws BackupError.
+  Extent take_some(std::size_t bytes);
+  // One extent of `bytes`, rounded up to pages. Throws BackupError.
+  Extent take_whole(std::size_t bytes);
+  // The same without a driver call: it is not pinned, and put() returns it to the system.
+  Extent take_plain(std::size_t bytes);
+  void put(Extent extent);  // an extent of one of these functions, or a part of a pinned one
+  // The end of the slab: a copy from `data` must end there.
+  std::byte* slab_end(const std::byte* data) const;
+
+  // Grows in the background until it holds `bytes`, within the budget. It reports no error; a later pause does.
+  void grow_ahead(std::size_t bytes);
+  void start_background();                  // must be called before grow_ahead()
+  void stop_background(Deadline deadline);  // waits for the slab under way
+
+  std::size_t release_idle();  // returns slabs without contents to the system; returns their bytes
+  std::size_t held_bytes() const;
+  std::size_t used_bytes() const;
+  std::size_t idle_bytes() const;
+
+ private:
+  void run_background();
+  void unpin_if_pinned(std::byte* data);
+  // growing_ is held. The caller owns the memory, until put(). `wanted`: bytes for the error text.
+  Extent make(std::size_t bytes, std::size_t wanted);
+  std::size_t make_slab(std::byte* data, std::size_t bytes, std::size_t wanted, bool pinned);
+  void map_memory(std::byte* data, std::size_t bytes);
+  std::optional<Extent> take_idle(std::size_t bytes, bool whole);
+  std::byte* take_addresses_locked(std::size_t size);
+
+  Driver& driver_;
+  HostBudget& budget_;
+  const std::optional<std::vector<int>> nodes_;  // NUMA nodes for the pages; nullopt: any
+  std::mutex growing_;  // one slab at a time; taken before mutex_, and held while the system provides memory
+  mutable std::mutex mutex_;
+  std::size_t held_ = 0;
+  std::size_t used_ = 0;
+  struct Slab {
+    std::size_t size;
+    bool pinned;
+  };
+  std::map<std::byte*, Slab> slabs_;  // slabs with memory
+  FreeExtents idle_;                  // unused parts of them
+  FreeExtents addresses_;             // addresses without memory
+  std::size_t reserved_ = 0;          // bytes of addresses, with or without memory
+
+  std::condition_variable wanted_;
+  Worker background_;
+  std::size_t target_ = 0;
+  bool stop_ = false;
+};
+
+}  // namespace memsaver

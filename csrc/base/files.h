@@ -1,0 +1,49 @@
+// Files: owned descriptors, small files of the system, and unnamed files that vanish with the process.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace memsaver {
+
+// Owns a descriptor, until keep() releases it.
+class File {
+ public:
+  explicit File(int descriptor) : descriptor_(descriptor) {}
+  File(File&& other) noexcept : descriptor_(other.keep()) {}
+  File& operator=(File&&) = delete;
+  ~File();
+  int get() const { return descriptor_; }
+  int keep() { return std::exchange(descriptor_, -1); }
+
+ private:
+  int descriptor_;
+};
+
+// The text of a small file of the system, at most 4 KiB; nullopt, with errno set, if it cannot be read. Streams of the
+// standard library are avoided: beside torch, which may bring a C++ library of its own, they read nothing.
+std::optional<std::string> read_text(const std::string& path);
+std::optional<std::string> read_whole(const std::string& path);  // of any size
+
+constexpr std::size_t kFileAlignment = 4096;  // of memory, offsets and sizes: O_DIRECT requires it
+
+// A file without a name in a directory. The kernel removes it when the process ends in any way. Every call throws
+// FileError.
+class ScratchFile {
+ public:
+  explicit ScratchFile(const std::string& directory);
+  void reserve(std::size_t size);  // space for at least `size` bytes; if it throws, the file must not be used again
+  std::size_t size() const { return size_; }
+
+  // Transfer whole ranges; all arguments are multiples of kFileAlignment. Callable from any thread.
+  void write(const void* data, std::size_t size, std::size_t offset);
+  void read(void* data, std::size_t size, std::size_t offset);
+
+ private:
+  File file_;
+  std::size_t size_ = 0;
+};
+
+}  // namespace memsaver

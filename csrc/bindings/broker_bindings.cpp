@@ -1,0 +1,61 @@
+// The core's part of the broker: memory, and the numbers of the protocol and of reports.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/bindings.h"
+#include "driver/physical.h"
+#include "pool/wire.h"
+
+namespace memsaver {
+namespace {
+
+template <typename Items>
+nb::tuple all_of(const Items& items) {
+  nb::list found;
+  for (const auto& item : items) found.append(item);
+  return nb::tuple(found);
+}
+
+}  // namespace
+
+void bind_broker(nb::module_& module) {
+  nb::class_<PhysicalMemory>(module, "PhysicalMemory")
+      .def("uuid", &PhysicalMemory::uuid)
+      .def("total_bytes", &PhysicalMemory::total_bytes)
+      .def("free_bytes", &PhysicalMemory::free_bytes)
+      .def("create", &PhysicalMemory::create, "size"_a)
+      .def("adopt", &PhysicalMemory::adopt, "file"_a, "size"_a)
+      .def("close", &PhysicalMemory::close, "file"_a)
+      .def("compute_pids", &PhysicalMemory::compute_pids)
+      .def("under_mps", &PhysicalMemory::under_mps);
+  module.def("open_cuda_memory", &open_cuda_memory, "ordinal"_a);
+  module.def("open_host_memory", [] { return open_host_memory(core().host_bytes()); });
+  module.def("cuda_uuid", &cuda_uuid, "ordinal"_a);
+  nb::dict kinds, refusals, fields;
+#define MEMSAVER_KIND(name, number) kinds[#name] = number;
+  MEMSAVER_MESSAGES(MEMSAVER_KIND)
+#undef MEMSAVER_KIND
+#define MEMSAVER_REFUSAL(name, number) refusals[#name] = number;
+  MEMSAVER_REFUSALS(MEMSAVER_REFUSAL)
+#undef MEMSAVER_REFUSAL
+#define MEMSAVER_FIELD(name, number) fields[#name] = number;
+  MEMSAVER_FIELDS(MEMSAVER_FIELD)
+#undef MEMSAVER_FIELD
+  module.attr("MESSAGES") = kinds;
+  module.attr("REFUSALS") = refusals;
+  module.attr("FIELDS") = fields;
+  module.attr("PROTOCOL_VERSION") = wire::kVersion;
+  module.attr("VERSIONS_APART") = wire::kVersionsApart;
+  module.attr("LONGEST_PACKET") = wire::kLongestPacket;
+  module.attr("MOST_DESCRIPTORS") = wire::kMostDescriptors;
+  module.attr("MOST_CHUNKS") = wire::kMostChunks;
+  module.attr("HAS_DESCRIPTOR") = wire::kHasDescriptor;
+  module.attr("SCRUB") = wire::kScrub;
+  module.attr("CHUNK_CLASSES") = all_of(kChunkClasses);  // bytes, largest first
+  module.attr("STATES") = all_of(kStateNames);           // by number, as in reports; so are the next
+  module.attr("BACKUPS") = all_of(kPolicyNames);
+  module.attr("FILLS") = all_of(kFillNames);
+}
+
+}  // namespace memsaver

@@ -1,0 +1,110 @@
+// This process as a client of shared pools, and its attachments to memory of other processes.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+
+#include "bindings/bindings.h"
+#include "driver/physical.h"
+#include "pool/sentinel.h"
+#include "regions/attachment.h"
+#include "regions/residents.h"
+
+namespace memsaver {
+namespace {
+
+SharedPool& pool_of(const std::string& device) {
+  Device& on = opened(device);
+  std::lock_guard lock(core().mutex);
+  if (!on.pooled) throw ConfigError("the memory of " + device + " is not in a shared pool: configure(pool='shared')");
+  return *on.shared;
+}
+
+SharedPool& any_pool_of(const std::string& device) {
+  Device& on = opened(device);
+  std::lock_guard lock(core().mutex);
+  return shared_pool(on);
+}
+
+void use_pool(const std::string& device, bool wanted) {
+  any_pool_of(device);
+  opened(device).pooled = wanted;
+}
+
+std::unique_ptr<Attachment> attach(const std::string& device, std::uint64_t owner, int pid, std::uint64_t residence,
+                                   const std::string& key, double timeout) {
+  any_pool_of(device);
+  return std::make_unique<Attachment>(opened(device), owner, pid, residence, key, deadline_in(timeout));
+}
+
+// Memory of the attachment as an array without ownership: it is used only within the attachment's block.
+nb::ndarray<std::uint8_t, nb::ndim<1>> attached_array(const Attachment& attachment, std::size_t offset,
+                                                      std::size_t size) {
+  const int ordinal = attachment.device().driver->ordinal();
+  const nb::capsule nobody(&attachment, [](void*) noexcept {});
+  return {reinterpret_cast<void*>(attachment.address_of(offset)),
+          {size},
+          nobody,
+          {},
+          nb::dtype<std::uint8_t>(),
+          ordinal < 0 ? nb::device::cpu::value : nb::device::cuda::value,
+          std::max(ordinal, 0)};
+}
+
+}  // namespace
+
+void bind_pool(nb::module_& module) {
+  nb::class_<Attachment>(module, "Attachment")
+      .def("array", &attached_array, "offset"_a, "size"_a)
+      .def("leave", &Attachment::leave, nb::call_guard<Unlocked>());
+  module.def(
+      "connect", [](const std::string& device, const std::string& path) { any_pool_of(device).join(path); },
+      nb::call_guard<Unlocked>(), "device"_a, "path"_a);
+  module.def(
+      "connected", [](const std::string& device) { return any_pool_of(device).joined(); }, nb::call_guard<Unlocked>(),
+      "device"_a);
+  module.def(
+      "set_scrub", [](const std::string& device, bool wanted) { any_pool_of(device).set_scrub(wanted); },
+      nb::call_guard<Unlocked>(), "device"_a, "wanted"_a);
+  module.def("use_pool", &use_pool, nb::call_guard<Unlocked>(), "device"_a, "wanted"_a);
+  module.def(
+      "in_pool", [](const std::string& device) { return opened(device).pooled.load(); }, nb::call_guard<Unlocked>(),
+      "device"_a);
+  module.def(
+      "pool_client", [](const std::string& device) { return pool_of(device).client(); }, nb::call_guard<Unlocked>(),
+      "device"_a);
+  module.def(
+      "pool_status", [](const std::string& device) { return pool_of(device).status(); }, nb::call_guard<Unlocked>(),
+      "device"_a);
+  module.def(
+      "pool_figures",
+      [](const std::string& device) {
+        const Supply supply = pool_of(device).look();
+        std::vector<std::pair<int, std::size_t>> holders;
+        for (const Driver::Process& process : supply.holders) holders.emplace_back(process.pid, process.bytes);
+        return std::make_pair(supply.free, holders);
+      },
+      nb::call_guard<Unlocked>(), "device"_a);
+  module.def("attach", &attach, nb::call_guard<Unlocked>(), "device"_a, "owner"_a, "pid"_a, "residence"_a, "key"_a,
+             "timeout"_a);
+  module.def("open_sentinel", &open_sentinel);
+  module.def("add_children", &add_children, "pidfds"_a);
+  module.def("set_close_on_fork", &set_close_on_fork, "wanted"_a);
+  module.def("same_file", &same_file, "pid"_a, "descriptor"_a, "other_pid"_a, "other_descriptor"_a);
+  module.def(
+      "under_mps",
+      [](const std::string& device) {
+        const int ordinal = opened(device).driver->ordinal();
+        return ordinal >= 0 && cuda_under_mps(ordinal);
+      },
+      nb::call_guard<Unlocked>(), "device"_a);
+  module.def(
+      "device_uuid", [](const std::string& device) { return opened(device).driver->uuid(); },
+      nb::call_guard<Unlocked>(), "device"_a);
+}
+
+}  // namespace memsaver

@@ -1,0 +1,196 @@
+// The process-wide functions of the core: devices and their figures, options, captures, the exit.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <thread>
+
+#include "backup/available_memory.h"
+#include "bindings/bindings.h"
+
+namespace memsaver {
+
+Device& opened(const std::string& name) { return core().device(name); }
+
+std::optional<std::size_t> own_bytes(const Driver& driver,
+                                     const std::optional<std::vector<Driver::Process>>& processes) {
+  if (!processes) return std::nullopt;
+  for (const Driver::Process& process : *processes)
+    if (process.pid == ::getpid() && process.bytes > 0) return process.bytes;
+  if (driver.ordinal() < 0) return 0;  // the ledger lists every process with memory
+  return std::nullopt;
+}
+
+nb::list region_rows(const std::string& device) {
+  // Reads all figures before it makes Python objects: making one may run the garbage collector, which frees arrays,
+  // which takes locks.
+  struct Row {
+    std::string tag;
+    const char* backup;
+    const char* state;
+    bool frozen;
+    std::size_t allocated, mapped, backed_up;
+  };
+  std::vector<Row> rows;
+  {
+    const Unlocked release;
+    for (const Region* region : core().all_regions()) {
+      if (region->device.driver->name != device) continue;
+      const std::shared_ptr<Backup> backup = region->backup();
+      rows.push_back({region->tag, name_of(region->policy), name_of(region->state()), region->frozen,
+                      region->allocated_bytes(), region->mapped_bytes(), backup ? backup->bytes() : 0});
+    }
+  }
+  nb::list found;
+  for (const Row& row : rows) {
+    nb::dict entry;
+    entry["tag"] = row.tag;
+    entry["backup"] = row.backup;
+    entry["state"] = row.state;
+    entry["frozen"] = row.frozen;
+    entry["allocated_bytes"] = row.allocated;
+    entry["mapped_bytes"] = row.mapped;
+    entry["backup_bytes"] = row.backed_up;
+    found.append(entry);
+  }
+  return found;
+}
+
+namespace {
+
+std::size_t release_host_memory() {
+  std::size_t bytes = 0;
+  for (Device* device : core().all_devices()) bytes += device->arena.release_idle() + device->files.release_idle();
+  return bytes;
+}
+
+// The interpreter waits for the threads of background transitions before it calls stop_background(). A thread may wait
+// for the device behind a kernel that does not end. So these waits get a bound here.
+void bound_waits() { exit_has_begun = true; }
+
+// Called before the interpreter ends. A thread must not be in a driver call when the driver is unloaded, and Python
+// stops a thread that requests the GIL after the end of the interpreter at an arbitrary place.
+void stop_background() {
+  if (!usable()) return;
+  waiting_is_over = true;
+  {
+    std::lock_guard lock(core().mutex);
+    core().changed.notify_all();
+  }
+  // A thread may be blocked in a driver call behind a kernel that does not end. It is abandoned at the deadline.
+  const Deadline deadline = Clock::now() + kEnd;
+  while (under_way > 0 && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  for (Device* device : core().all_devices()) {
+    device->resting.stop(deadline);
+    device->arena.stop_background(deadline);
+    if (device->shared != nullptr) device->shared->stop(deadline);
+  }
+}
+
+nb::dict device_stats(const std::string& name) {
+  Device& device = opened(name);
+  std::optional<std::size_t> total, free, own;
+  std::optional<std::string> uuid;
+  std::size_t retained = 0, host_held = 0, host_used = 0;
+  std::optional<std::vector<Driver::Process>> processes;
+  {
+    Unlocked release;
+    if (const auto memory = figure([&] { return device.driver->memory(); })) {
+      total = memory->total;
+      free = memory->free;
+    }
+    uuid = figure([&] { return device.driver->uuid(); });
+    processes = figure([&] { return device.driver->processes(); });
+    own = own_bytes(*device.driver, processes);
+    retained = device.source().idle_bytes();
+    host_held = device.arena.held_bytes();
+    host_used = device.arena.used_bytes();
+  }
+  nb::dict row;
+  row["device"] = name;
+  row["uuid"] = uuid;
+  row["total_bytes"] = total;
+  row["free_bytes"] = free;
+  row["own_bytes"] = own;
+  row["retained_bytes"] = retained;
+  row["host_held_bytes"] = host_held;
+  row["host_used_bytes"] = host_used;
+  row["disk_held_bytes"] = device.files.held_bytes();
+  row["disk_used_bytes"] = device.files.used_bytes();
+  row["regions"] = region_rows(name);
+  row["processes"] = others(processes.value_or(std::vector<Driver::Process>{}));
+  return row;
+}
+
+}  // namespace
+
+void bind_process(nb::module_& module) {
+  between_looks = [] {
+    nb::gil_scoped_acquire python;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  };
+  module.def("cuda_device_count", &cuda_device_count);
+  module.def("capture_begins", [] { core().parts.gate.capture_begins(); }, nb::call_guard<Unlocked>());
+  module.def("capture_ends", [] { core().parts.gate.capture_ends(); });
+  module.def("capturing", [] { return core().parts.gate.capturing(); });
+  module.def(
+      "set_peers", [](std::optional<std::vector<int>> ordinals) { core().set_peers(std::move(ordinals)); },
+      nb::call_guard<Unlocked>(), "ordinals"_a.none());
+  module.def("refresh_peers", [] { core().refresh_peers(); }, nb::call_guard<Unlocked>());
+  module.def("virtual_clock", &use_virtual_clock, "on"_a);  // for tests
+  module.def("clock", [] { return std::chrono::duration<double>(now().time_since_epoch()).count(); });
+  module.def("device_stats", &device_stats, "device"_a);
+  module.def("device_names", [] {
+    std::vector<std::string> names;
+    std::lock_guard lock(core().mutex);
+    for (const auto& [name, device] : core().devices) names.push_back(name);
+    return names;
+  });
+  module.def("unreleased_bytes", &unreleased_bytes);
+  module.def(
+      "set_retain",
+      [](std::size_t bytes) {
+        Unlocked release;
+        RetainBudget& retain = core().parts.retain;
+        retain.set_limit(bytes);
+        for (Device* device : core().all_devices()) {
+          const std::size_t held = retain.held();  // over all devices, like the limit
+          if (held > bytes) device->retained.give_up(held - bytes);
+        }
+      },
+      "bytes"_a);
+  module.def(
+      "set_host_limit", [](std::optional<std::size_t> bytes) { core().parts.host_budget.set_limit(bytes); },
+      "bytes"_a.none());
+  module.def("set_backup_ahead", [](bool on) { core().parts.backup_ahead = on; }, "on"_a);
+  module.def(
+      "set_disk_dir",
+      [](const std::string& directory) {
+        std::lock_guard lock(core().mutex);
+        core().disk_dir = directory;
+      },
+      "directory"_a);
+  module.def("release_host_memory", &release_host_memory, nb::call_guard<Unlocked>());
+  module.def("bound_waits", &bound_waits);
+  module.def("stop_background", &stop_background, nb::call_guard<nb::gil_scoped_release>());
+  module.def(
+      "host_memory",
+      [](const std::string& root, bool nodes_with_cpus) {
+        const HostMemory memory = host_memory(nodes_with_cpus ? HostNodes::with_cpus : HostNodes::all, root);
+        return nb::make_tuple(memory.available, memory.total, memory.left);
+      },
+      "root"_a = "", "nodes_with_cpus"_a = false);
+  module.def(
+      "set_host_device",
+      [](std::size_t bytes) {
+        std::lock_guard lock(core().mutex);
+        if (core().devices.contains("cpu") && bytes != core().host_device_bytes)
+          throw ConfigError("host_device cannot change after the host device came into use");
+        core().host_device_bytes = bytes;
+      },
+      "bytes"_a);
+}
+
+}  // namespace memsaver

@@ -1,0 +1,256 @@
+// Regions: their memory, their figures, their backups.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/bindings.h"
+#include "torch/torch_hooks.h"
+#include "transitions/compaction.h"
+
+namespace memsaver {
+namespace {
+
+// Memory of a host region as an array. The segment is freed with the last view.
+nb::ndarray<std::uint8_t, nb::ndim<1>> allocate_array(Region& region, std::size_t size) {
+  Address begin = 0;
+  {
+    core();  // throws in a forked child
+    const UnderWay counted;
+    Unlocked release;
+    begin = region.allocate(size, now() + kShortageWait);
+  }
+  struct Owner {
+    Region* region;
+    Address begin;
+  };
+  nb::capsule owner(new Owner{&region, begin}, [](void* data) noexcept {
+    const std::unique_ptr<Owner> held(static_cast<Owner*>(data));
+    if (usable()) held->region->free(held->begin);
+  });
+  return {reinterpret_cast<void*>(begin), {size}, owner};
+}
+
+// Drops the copy of a frozen region, so that its contents may change.
+void thaw(Region& region) {
+  std::shared_ptr<Backup> dropped;
+  std::lock_guard lock(core().mutex);
+  if (region.state() != State::active)
+    throw RegionPausedError("region '" + region.tag + "' is " + name_of(region.state()) +
+                                ": its copy has its only contents, so it cannot thaw before a resume",
+                            region.tag, name_of(region.state()));
+  dropped = region.replace_backup(nullptr);
+}
+
+// Holds a region whose backup is read: transitions wait for the end.
+class Reading {
+ public:
+  Reading(Region& region, Range range) : region_(region) {
+    std::lock_guard lock(core().mutex);
+    backup = region.backup();
+    // After the death of the context the backup has the only contents, also for a frozen region that was active.
+    if (region.state() != State::paused && region.state() != State::lost)
+      throw Error("region '" + region.tag + "' is " + name_of(region.state()) +
+                  ": its backup can be read only while it is paused");
+    if (backup == nullptr || !backup->saved.covers(range))
+      throw BackupError("region '" + region.tag + "' has no backup of these " + std::to_string(range.size) +
+                            " bytes: pause it with backup='host' or 'disk'",
+                        range.size, backup ? backup->bytes() : 0, 0);
+    region.begin_use();
+  }
+  ~Reading() {
+    std::lock_guard lock(core().mutex);
+    region_.end_use();
+    core().changed.notify_all();
+  }
+  Reading(const Reading&) = delete;
+  Reading& operator=(const Reading&) = delete;
+
+  std::shared_ptr<Backup> backup;
+
+ private:
+  const std::lock_guard<std::mutex> one_at_a_time_{core().viewing};
+  Region& region_;
+};
+
+// The contents in the backup. A resume copies changes of this array in. The array keeps the memory.
+nb::ndarray<std::uint8_t, nb::ndim<1>> backup_view(Region& region, Address begin, std::size_t size) {
+  std::shared_ptr<Backup> backup;
+  std::byte* data = nullptr;
+  {
+    Unlocked release;
+    const Reading reading(region, {begin, size});
+    data = reading.backup->view({begin, size});
+    backup = reading.backup;
+  }
+  nb::capsule owner(new std::shared_ptr<Backup>(std::move(backup)), [](void* held) noexcept {
+    if (usable()) delete static_cast<std::shared_ptr<Backup>*>(held);
+  });
+  return {data, {size}, owner};
+}
+
+void backup_read(Region& region, Address begin, std::size_t size, std::uintptr_t to) {
+  const Reading reading(region, {begin, size});
+  reading.backup->read({begin, size}, reinterpret_cast<std::byte*>(to));
+}
+
+// For guarded launches. Null: all regions are active and marked as in use. Else the first region that is not active.
+Region* acquire(const std::vector<Region*>& regions) {
+  core().refresh_peers();
+  std::lock_guard lock(core().mutex);
+  for (Region* region : regions)
+    if (region->state() != State::active || region->closed()) return region;
+  for (Region* region : regions) region->begin_use();
+  return nullptr;
+}
+
+void release(const std::vector<Region*>& regions) {
+  Core& all = core();
+  std::lock_guard lock(all.mutex);
+  for (Region* region : regions) region->end_use();
+  all.changed.notify_all();
+}
+
+void check_unused(Region& region) {
+  core();  // throws in a forked child
+  std::lock_guard lock(core().mutex);
+  if (!region.closed()) region.check_unused();
+}
+
+// Waits for work on freed segments.
+void await_frees(Region& region, std::optional<double> timeout) {
+  core();  // throws in a forked child
+  if (region.device.lost || region.closed()) return;
+  const std::uint64_t freed = region.device.resting.frees();
+  region.device.wait_idle(timeout ? deadline_in(*timeout) : kNever);
+  region.device.resting.reap(freed);
+}
+
+void close_region(Region& region) {
+  core().close(region);
+  unbind_entry_points(region);
+}
+
+nb::tuple as_tuple(const std::vector<std::pair<std::size_t, std::size_t>>& pairs) {
+  nb::list rows;
+  for (const auto& [first, second] : pairs) rows.append(nb::make_tuple(first, second));
+  return nb::tuple(rows);
+}
+
+}  // namespace
+
+// Calls a member function of a region. Throws in a forked child.
+template <auto look>
+auto looked(const Region& region) {
+  core();
+  return (region.*look)();
+}
+
+void bind_regions(nb::module_& module) {
+  // Reads of figures take Device::mutex, which is held for bookkeeping alone.
+  nb::class_<Region>(module, "Region")
+      .def_prop_ro("tag", [](const Region& region) { return region.tag; })
+      .def_prop_ro("device", [](const Region& region) { return region.device.driver->name; })
+      .def_prop_ro("backup", [](const Region& region) { return name_of(region.policy); })
+      .def_prop_ro("state",
+                   [](const Region& region) {
+                     core();  // throws in a forked child
+                     return name_of(region.state());
+                   })
+      .def_prop_ro("closed", &looked<&Region::closed>)
+      .def_prop_ro("allocated_bytes", &looked<&Region::allocated_bytes>)
+      .def_prop_ro("mapped_bytes", &looked<&Region::mapped_bytes>)
+      .def_prop_ro("reserved_bytes", &looked<&Region::reserved_bytes>)
+      .def_prop_ro("backup_bytes",
+                   [](const Region& region) {
+                     core();
+                     const std::shared_ptr<Backup> backup = region.backup();
+                     return backup ? backup->bytes() : 0;
+                   })
+      .def_prop_ro("chunks",
+                   [](const Region& region) {
+                     core();
+                     std::vector<std::size_t> sizes;
+                     for (const Slot& slot : region.slots()) sizes.push_back(slot.size);
+                     return sizes;
+                   })
+      .def_prop_ro("frozen", [](const Region& region) { return region.frozen; })
+      .def_prop_ro("fill", [](const Region& region) { return name_of(region.fill); })
+      .def_prop_ro("residence", &looked<&Region::residence>)
+      .def_prop_ro("sealed", &looked<&Region::sealed>)
+      .def_prop_ro("discarded", &looked<&Region::discarded>)
+      .def(
+          "expect",
+          [](Region& region, const std::string& policy) {
+            const Policy expected = policy_of(policy);
+            std::lock_guard lock(core().mutex);
+            region.expect_policy(expected);
+          },
+          "policy"_a, nb::call_guard<Unlocked>())
+      .def("owns", &Region::owns, "address"_a)
+      .def("thaw", &thaw, nb::call_guard<Unlocked>())
+      .def("check_unused", &check_unused, nb::call_guard<Unlocked>())
+      .def("await_frees", &await_frees, "timeout"_a.none(), nb::call_guard<Unlocked>())
+      .def("close", &close_region, nb::call_guard<Unlocked>())
+      .def("backup_view", &backup_view, "address"_a, "size"_a)
+      .def("backup_read", &backup_read, "address"_a, "size"_a, "to"_a, nb::call_guard<Unlocked>())
+      .def("live",  // (address, bytes) of segments in use, touching ones joined
+           [](const Region& region) {
+             core();
+             std::vector<std::pair<std::size_t, std::size_t>> ranges;
+             for (const Range& range : region.live()) ranges.emplace_back(range.offset, range.size);
+             return as_tuple(ranges);
+           })
+      .def(
+          "segments",  // (address, bytes) of each segment in use, or of its parts within ranges
+          [](const Region& region, const std::optional<std::vector<std::pair<std::size_t, std::size_t>>>& within) {
+            core();
+            Ranges wanted = within ? Ranges() : region.live();
+            if (within)
+              for (const auto& [offset, size] : *within) wanted.push_back({offset, size});
+            std::vector<std::pair<std::size_t, std::size_t>> ranges;
+            for (const Range& range : region.parts(wanted)) ranges.emplace_back(range.offset, range.size);
+            return as_tuple(ranges);
+          },
+          "within"_a.none() = nb::none())
+      .def("entry_points",
+           [](Region& region) {
+             const EntryPoints points = bind_entry_points(region);
+             return std::make_pair(points.alloc, points.free);
+           })
+      .def("allocate_array", &allocate_array, "size"_a);
+  module.def(
+      "region",
+      [](const std::string& tag, const std::string& device, const std::string& backup, bool frozen,
+         const std::string& fill) {
+        const Region::Options options{policy_of(backup), frozen, fill_of(fill)};
+        Unlocked release;
+        return &core().region(tag, device, options);
+      },
+      nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a, "frozen"_a = false, "fill"_a = "nothing");
+  module.def("regions", [] { return core().all_regions(); }, nb::rv_policy::reference);
+  module.def(
+      "region_at", [](Address address) { return core().parts.addresses.at(address); }, nb::rv_policy::reference,
+      "address"_a);
+  module.def("refusing_entry_points", [] {
+    const EntryPoints points = refusing_entry_points();
+    return std::make_pair(points.alloc, points.free);
+  });
+  module.def("acquire", &acquire, nb::call_guard<Unlocked>(), nb::rv_policy::reference, "regions"_a);
+  module.def("release", &release, "regions"_a);
+  module.def(
+      "trim",
+      [](Region& region, const nb::callable& may_move, std::optional<double> timeout) {
+        const auto ask = [&may_move] {
+          const nb::gil_scoped_acquire python;
+          return nb::cast<bool>(may_move());
+        };
+        const Unlocked release;
+        trim(region, ask, timeout ? deadline_in(*timeout) : kNever);
+      },
+      "region"_a, "may_move"_a, "timeout"_a.none() = nb::none());
+}
+
+}  // namespace memsaver

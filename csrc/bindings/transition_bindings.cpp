@@ -1,0 +1,140 @@
+// Transitions, and their reports of progress to Python.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <exception>
+#include <functional>
+#include <utility>
+
+#include "bindings/bindings.h"
+#include "transitions/transition.h"
+
+namespace memsaver {
+namespace {
+
+// A transition that reports to Python.
+struct ReportingTransition : Transition {
+  using Transition::Transition;
+  ~ReportingTransition() {
+    const Unlocked release;  // a copying thread may be about to report
+    abort();
+  }
+
+  Progress::Report report() {
+    if (progress.is_none()) return {};
+    return [this](std::size_t done, std::size_t total) {
+      nb::gil_scoped_acquire python;
+      try {
+        progress(done, total);
+      } catch (nb::python_error&) {
+        interrupt = std::current_exception();
+      }
+    };
+  }
+
+  // Drops the report function and its exception. Both may refer to frames that refer to this transition, and Python's
+  // garbage collector cannot see a cycle through C++.
+  std::exception_ptr forget() {
+    progress = nb::none();
+    return std::exchange(interrupt, nullptr);
+  }
+
+  nb::object progress = nb::none();
+  std::exception_ptr interrupt;  // Ctrl-C, which Python delivers when the report's code begins
+};
+
+void prepare(ReportingTransition& transition, const std::vector<std::string>& policies,
+             const std::vector<std::vector<std::pair<std::size_t, std::size_t>>>& live,
+             const std::vector<bool>& restore, nb::object progress) {
+  std::vector<Transition::Pause> pauses;
+  const auto& pausing = transition.pausing();
+  if (policies.size() != pausing.size() || live.size() != pausing.size())
+    throw BadArgument("there are " + std::to_string(policies.size()) + " policies and " + std::to_string(live.size()) +
+                      " lists of ranges, expected one of each for each of the " + std::to_string(pausing.size()) +
+                      " regions to pause");
+  if (restore.size() != transition.resuming().size())
+    throw BadArgument("restore has " + std::to_string(restore.size()) + " values, expected one for each of the " +
+                      std::to_string(transition.resuming().size()) + " regions to resume");
+  for (std::size_t i = 0; i < pausing.size(); ++i) {
+    Ranges ranges;
+    for (const auto& [offset, size] : live[i]) ranges.push_back({offset, size});
+    pauses.push_back({pausing[i], policy_of(policies[i]), std::move(ranges)});
+  }
+  transition.progress = std::move(progress);
+  const UnderWay counted;
+  const Unlocked release;
+  transition.prepare(std::move(pauses), restore, transition.report());
+}
+
+// `arrived`: see Transition::run. It handles its exceptions.
+nb::dict run(ReportingTransition& transition, const nb::object& arrived) {
+  const UnderWay counted;
+  Transition::Outcome outcome;
+  std::exception_ptr error;
+  const bool has_callback = !arrived.is_none();
+  {
+    const Unlocked release;
+    try {
+      std::function<void()> call;
+      if (has_callback)
+        call = [&arrived] {
+          const nb::gil_scoped_acquire python;
+          arrived();
+        };
+      outcome = transition.run(call);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  const std::exception_ptr interrupt = transition.forget();
+  if (error) std::rethrow_exception(error);
+  if (interrupt) std::rethrow_exception(interrupt);
+  nb::dict row;
+  row["paused"] = nb::cast(outcome.paused, nb::rv_policy::reference);
+  row["resumed"] = nb::cast(outcome.resumed, nb::rv_policy::reference);
+  row["released_bytes"] = outcome.released_bytes;
+  row["restored_bytes"] = outcome.restored_bytes;
+  row["copied_bytes"] = outcome.copied_bytes;
+  row["seconds"] = outcome.seconds;
+  return row;
+}
+
+}  // namespace
+
+void bind_transitions(nb::module_& module) {
+  nb::class_<ReportingTransition>(module, "Transition")
+      .def(
+          "__init__",
+          [](ReportingTransition* self, std::vector<Region*> pause, std::vector<Region*> resume,
+             std::optional<double> timeout, double memory_timeout, double reader_timeout) {
+            const Transition::Bounds bounds{timeout ? deadline_in(*timeout) : kNever, memory_timeout, reader_timeout};
+            new (self) ReportingTransition(std::move(pause), std::move(resume), bounds);
+          },
+          "pause"_a, "resume"_a, "timeout"_a.none() = nb::none(), "memory_timeout"_a = 0.0, "reader_timeout"_a = 0.0)
+      .def("begin",
+           [](ReportingTransition& transition) {
+             const UnderWay counted;
+             const Unlocked release;
+             transition.begin();
+           })
+      .def(
+          "abort", [](ReportingTransition& transition) { transition.abort(); }, nb::call_guard<Unlocked>())
+      .def_prop_ro(
+          "pausing", [](const ReportingTransition& transition) { return transition.pausing(); },
+          nb::rv_policy::reference)
+      .def_prop_ro(
+          "resuming", [](const ReportingTransition& transition) { return transition.resuming(); },
+          nb::rv_policy::reference)
+      .def_prop_ro(
+          "was_paused", [](const ReportingTransition& transition) { return transition.was_paused(); },
+          nb::rv_policy::reference)
+      .def_prop_ro(
+          "discarded", [](const ReportingTransition& transition) { return transition.discarded(); },
+          nb::rv_policy::reference)
+      .def("prepare", &prepare, "policies"_a, "live"_a, "restore"_a, "progress"_a.none())
+      .def("run", &run, "arrived"_a.none() = nb::none());
+}
+
+}  // namespace memsaver

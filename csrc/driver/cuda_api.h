@@ -1,0 +1,154 @@
+// The part of CUDA's driver API that memsaver calls. It is declared here, so that the build needs no CUDA toolkit.
+//
+// libcuda.so.1 is opened at first use. Each entry point is looked up by the API version of the signature below, so that
+// one build works with every driver from CUDA 12 on.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace memsaver::cuda {
+
+using Result = int;
+using Device = int;
+using Context = void*;
+using Stream = void*;
+using Event = void*;
+using DevicePointer = unsigned long long;
+using AllocationHandle = unsigned long long;
+
+constexpr Result kSuccess = 0;
+constexpr Result kDeinitialized = 4;
+constexpr Result kNotReady = 600;
+constexpr Result kNotSupported = 801;
+
+struct Location {
+  int type;
+  int id;
+};
+struct AllocationProp {
+  int type;
+  int handle_types;
+  Location location;
+  void* win32_meta;
+  struct {
+    unsigned char compression;
+    unsigned char gpu_direct_rdma;
+    unsigned short usage;
+    unsigned char reserved[4];
+  } flags;
+};
+struct AccessDesc {
+  Location location;
+  int flags;
+};
+struct Uuid {
+  unsigned char bytes[16];
+};
+static_assert(sizeof(AllocationProp) == 32 && sizeof(AccessDesc) == 12 && sizeof(Uuid) == 16, "the driver's layout");
+
+constexpr int kLocationDevice = 1;
+constexpr int kAllocationPinned = 1;
+constexpr int kHandlePosixFd = 1;
+constexpr int kAccessReadWrite = 3;
+constexpr int kAttributePosixFd = 103;
+constexpr int kAttributeVirtualMemory = 102;
+constexpr int kAttributeRdma = 110;
+constexpr int kAttributeNumaConfig = 130;
+constexpr int kAttributeMps = 133;
+constexpr int kAttributeHostNode = 134;
+constexpr int kStreamNonBlocking = 1;
+constexpr int kEventBlockingSync = 1;
+constexpr int kEventDisableTiming = 2;
+constexpr int kHostRegisterPortable = 1;
+constexpr int kCaptureRelaxed = 2;
+
+// name, API version of the signature, arguments. Optional ones are null on drivers older than their version.
+// clang-format off
+#define MEMSAVER_CUDA_CALLS(required, optional)                                                                    \
+  required(cuInit, 2000, unsigned)                                                                                 \
+  required(cuGetErrorString, 6000, Result, const char**)                                                           \
+  required(cuDeviceGetCount, 2000, int*)                                                                           \
+  required(cuDeviceGet, 2000, Device*, int)                                                                        \
+  required(cuDeviceGetUuid, 11040, Uuid*, Device)                                                                  \
+  required(cuDeviceGetAttribute, 2000, int*, int, Device)                                                          \
+  required(cuDeviceTotalMem, 3020, std::size_t*, Device)                                                           \
+  required(cuDeviceCanAccessPeer, 4000, int*, Device, Device)                                                      \
+  required(cuDevicePrimaryCtxRetain, 7000, Context*, Device)                                                       \
+  required(cuDevicePrimaryCtxGetState, 7000, Device, unsigned*, int*)                                              \
+  required(cuCtxPushCurrent, 4000, Context)                                                                        \
+  required(cuCtxPopCurrent, 4000, Context*)                                                                        \
+  required(cuCtxSynchronize, 2000)                                                                                 \
+  optional(cuCtxRecordEvent, 12050, Context, Event)                                                                \
+  required(cuThreadExchangeStreamCaptureMode, 10010, int*)                                                         \
+  required(cuMemGetInfo, 3020, std::size_t*, std::size_t*)                                                         \
+  required(cuMemAddressReserve, 10020, DevicePointer*, std::size_t, std::size_t, DevicePointer, unsigned long long) \
+  required(cuMemAddressFree, 10020, DevicePointer, std::size_t)                                                    \
+  required(cuMemCreate, 10020, AllocationHandle*, std::size_t, const AllocationProp*, unsigned long long)          \
+  required(cuMemRelease, 10020, AllocationHandle)                                                                  \
+  required(cuMemExportToShareableHandle, 10020, void*, AllocationHandle, int, unsigned long long)                  \
+  required(cuMemImportFromShareableHandle, 10020, AllocationHandle*, void*, int)                                   \
+  required(cuMemMap, 10020, DevicePointer, std::size_t, std::size_t, AllocationHandle, unsigned long long)         \
+  required(cuMemSetAccess, 10020, DevicePointer, std::size_t, const AccessDesc*, std::size_t)                      \
+  required(cuMemRetainAllocationHandle, 11000, AllocationHandle*, void*)                                           \
+  required(cuMemUnmap, 10020, DevicePointer, std::size_t)                                                          \
+  required(cuMemHostRegister, 6050, void*, std::size_t, unsigned)                                                  \
+  required(cuMemHostUnregister, 4000, void*)                                                                       \
+  required(cuMemcpyDtoHAsync, 3020, void*, DevicePointer, std::size_t, Stream)                                     \
+  required(cuMemcpyHtoDAsync, 3020, DevicePointer, const void*, std::size_t, Stream)                               \
+  required(cuMemcpyDtoDAsync, 3020, DevicePointer, DevicePointer, std::size_t, Stream)                             \
+  required(cuMemsetD8Async, 3020, DevicePointer, unsigned char, std::size_t, Stream)                               \
+  required(cuStreamCreate, 2000, Stream*, unsigned)                                                                \
+  required(cuStreamSynchronize, 2000, Stream)                                                                      \
+  required(cuEventCreate, 2000, Event*, unsigned)                                                                  \
+  required(cuEventRecord, 2000, Event, Stream)                                                                     \
+  required(cuEventSynchronize, 2000, Event)                                                                        \
+  required(cuEventQuery, 2000, Event)                                                                              \
+  required(cuEventDestroy, 4000, Event)
+// clang-format on
+
+struct Api {
+#define MEMSAVER_DECLARE(name, version, ...) Result (*name)(__VA_ARGS__) = nullptr;
+  MEMSAVER_CUDA_CALLS(MEMSAVER_DECLARE, MEMSAVER_DECLARE)
+#undef MEMSAVER_DECLARE
+};
+
+// Loads libcuda and initialises it, once. Throws DriverError if this fails.
+const Api& api();
+
+// Throws DriverError, or ChunkUnavailable where the device is full, for any code but success.
+void check(const char* call, Result code);
+
+// The device of this ordinal among the visible ones. Throws BadArgument if there is none, and DriverError if it has no
+// virtual memory management.
+Device device_at(int ordinal);
+std::string uuid_of(Device device);
+int attribute_of(Device device, int which);
+std::size_t total_memory(Device device);  // in bytes; needs no context
+// Other devices that can reach memory of this one. One driver call for each device; the result never changes.
+std::vector<Device> devices_that_reach(Device device);
+bool any_is_numa_node();                // whether the memory of a visible device is a NUMA node of the system
+bool is_active(Device device);          // whether any library in the process has made its primary context
+bool has_posix_handles(Device device);  // whether its attribute reports POSIX descriptors for chunks
+bool refuses_handle_type(Result code);  // whether cuMemCreate refused the type of the handle by this code
+// The properties of new chunks. A chunk is made exportable at once, because this cannot be added later.
+AllocationProp chunk_properties(Device device, bool exportable);
+
+// True for the codes after which every call on the context fails.
+bool loses_context(Result code);
+
+// NVML's list of the processes that compute on the device, with their device memory in bytes. Empty if NVML is missing
+// or lists no processes, as in some containers.
+struct ProcessUse {
+  int pid;
+  std::size_t bytes;
+};
+std::vector<ProcessUse> compute_processes(const std::string& uuid);
+// NVML's figure for the free memory of the device; nullopt if NVML does not provide it.
+std::optional<std::size_t> free_memory(const std::string& uuid);
+
+}  // namespace memsaver::cuda

@@ -1,0 +1,307 @@
+// The CUDA driver. It uses the device's primary context, as torch does.
+#include <unistd.h>
+
+#include <atomic>
+
+#include "driver/cuda_api.h"
+#include "driver/cuda_peers.h"
+#include "driver/driver.h"
+
+namespace memsaver {
+namespace {
+
+using namespace cuda;
+
+class CudaDriver final : public Driver {
+ public:
+  explicit CudaDriver(int ordinal)
+      : Driver("cuda:" + std::to_string(ordinal)),
+        device_(device_at(ordinal)),
+        exportable_(chunk_properties(device_, true)),
+        plain_(chunk_properties(device_, false)),
+        exports_(has_posix_handles(device_) ? Exports::unknown : Exports::no) {
+    check("cuDevicePrimaryCtxRetain", api().cuDevicePrimaryCtxRetain(&context_, device_));
+    peers_ = std::make_unique<Peers>(device_, context_);
+    Scope scope(context_);
+    check("cuStreamCreate", api().cuStreamCreate(&out_, kStreamNonBlocking));
+    check("cuStreamCreate", api().cuStreamCreate(&in_, kStreamNonBlocking));
+  }
+
+  int ordinal() const override { return device_; }
+
+  std::string uuid() override { return uuid_of(device_); }
+
+  Memory memory() override {
+    try {
+      Scope scope(context_);
+      Memory memory{};
+      check("cuMemGetInfo", api().cuMemGetInfo(&memory.free, &memory.total));
+      return memory;
+    } catch (const DriverError& error) {
+      if (!error.context_lost) throw;
+      // The device still has figures. Without NVML: free is 0, since this process can no longer allocate there.
+      return {free_memory(uuid()).value_or(0), total_memory(device_)};
+    }
+  }
+
+  std::vector<Process> processes() override {
+    std::vector<Process> found;
+    for (const ProcessUse& use : compute_processes(uuid())) found.push_back({use.pid, use.bytes});
+    return found;
+  }
+
+  int host_node() override {
+    int node = -1;
+    const Result code = api().cuDeviceGetAttribute(&node, kAttributeHostNode, device_);
+    return code == kSuccess ? node : -1;  // drivers before 12.2 lack the attribute
+  }
+
+  bool gpu_memory_is_host_memory() override { return any_is_numa_node(); }
+
+  Address reserve(std::size_t size) override {
+    faults().check("cuMemAddressReserve");
+    Scope scope(context_);
+    DevicePointer address = 0;
+    check("cuMemAddressReserve", api().cuMemAddressReserve(&address, size, kPage, 0, 0));
+    return static_cast<Address>(address);
+  }
+
+  void unreserve(Address address, std::size_t size) override {
+    Scope scope(context_);
+    check("cuMemAddressFree", api().cuMemAddressFree(address, size));
+  }
+
+  Handle create(std::size_t size) override {
+    faults().check("create");
+    return make_chunk(size);
+  }
+
+  void release(Handle handle) override {
+    faults().check("cuMemRelease");
+    Scope scope(context_);
+    check("cuMemRelease", api().cuMemRelease(handle));
+  }
+
+  int export_fd(Handle handle) override {
+    faults().check("cuMemExportToShareableHandle");
+    if (exports_ == Exports::no)
+      throw DriverError("cuMemExportToShareableHandle", kNotSupported,
+                        name + " has no POSIX descriptors for its memory, so no other process can share it");
+    Scope scope(context_);
+    int file = -1;
+    check("cuMemExportToShareableHandle", api().cuMemExportToShareableHandle(&file, handle, kHandlePosixFd, 0));
+    return file;
+  }
+
+  bool exports() const override {
+    if (exports_ == Exports::unknown) {
+      try {
+        const Handle probe = make_chunk(kPage);
+        check("cuMemRelease", api().cuMemRelease(probe));
+      } catch (const ChunkUnavailable&) {
+        // A full device cannot create the probe; the attribute of the device counts.
+      }
+    }
+    return exports_ != Exports::no;
+  }
+
+  Handle import_fd(int fd, std::size_t) override {
+    faults().check("cuMemImportFromShareableHandle");
+    Scope scope(context_);
+    AllocationHandle handle = 0;
+    void* as_pointer = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd));
+    check("cuMemImportFromShareableHandle", api().cuMemImportFromShareableHandle(&handle, as_pointer, kHandlePosixFd));
+    return handle;
+  }
+
+  void map(Address address, std::size_t size, Handle handle) override {
+    faults().check("cuMemMap");
+    Scope scope(context_);
+    check("cuMemMap", api().cuMemMap(address, size, 0, handle, 0));
+  }
+
+  void allow(Address address, std::size_t size) override {
+    faults().check("cuMemSetAccess");
+    Scope scope(context_);
+    const std::vector<AccessDesc> access = peers_->access();
+    check("cuMemSetAccess", api().cuMemSetAccess(address, size, access.data(), access.size()));
+  }
+
+  void unmap(Address address, std::size_t size) override {
+    faults().check("cuMemUnmap");
+    Scope scope(context_);
+    check("cuMemUnmap", api().cuMemUnmap(address, size));
+  }
+
+  bool is_mapped(Address address) override {
+    Scope scope(context_);
+    AllocationHandle handle = 0;
+    if (api().cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(address)) != kSuccess) return false;
+    check("cuMemRelease", api().cuMemRelease(handle));
+    return true;
+  }
+
+  std::vector<int> peer_candidates() override { return peers_->candidates(); }
+
+  void use_peers(const std::vector<int>& ordinals) override { peers_->use(ordinals); }
+
+  void synchronize() override {
+    faults().check("cuCtxSynchronize");
+    for (Context context : peers_->contexts())
+      within(context, [] { check("cuCtxSynchronize", api().cuCtxSynchronize()); });
+  }
+
+  Ticket record() override {
+    if (api().cuCtxRecordEvent == nullptr) return nullptr;
+    faults().check("cuCtxRecordEvent");
+    auto marks = std::make_shared<Marks>();
+    for (Context context : peers_->contexts())
+      within(context, [&] {
+        OwnedEvent event = new_event();
+        check("cuCtxRecordEvent", api().cuCtxRecordEvent(context, event.get()));
+        marks->push_back({context, std::move(event)});
+      });
+    return marks;
+  }
+
+  bool done(const Ticket& ticket) override {
+    bool all = true;
+    for (const Mark& mark : marks_of(ticket))
+      within(mark.context, [&] {
+        const Result code = api().cuEventQuery(mark.event.get());
+        if (code == kNotReady)
+          all = false;
+        else
+          check("cuEventQuery", code);
+      });
+    return all;
+  }
+
+  void copy_out(void* host, Address address, std::size_t size) override {
+    faults().check("cuMemcpyDtoHAsync");
+    Scope scope(context_);
+    check("cuMemcpyDtoHAsync", api().cuMemcpyDtoHAsync(host, address, size, out_));
+  }
+
+  void copy_in(Address address, const void* host, std::size_t size) override {
+    faults().check("cuMemcpyHtoDAsync");
+    Scope scope(context_);
+    check("cuMemcpyHtoDAsync", api().cuMemcpyHtoDAsync(address, host, size, in_));
+  }
+
+  void fill(Address address, std::size_t size, unsigned char byte) override {
+    faults().check("cuMemsetD8Async");
+    Scope scope(context_);
+    check("cuMemsetD8Async", api().cuMemsetD8Async(address, byte, size, in_));
+  }
+
+  void copy_within(Address to, Address from, std::size_t size) override {
+    faults().check("cuMemcpyDtoDAsync");
+    Scope scope(context_);
+    check("cuMemcpyDtoDAsync", api().cuMemcpyDtoDAsync(to, from, size, in_));
+  }
+
+  Ticket mark(Direction direction) override {
+    faults().check("cuEventRecord");
+    Scope scope(context_);
+    auto marks = std::make_shared<Marks>();
+    marks->push_back({context_, new_event()});
+    check("cuEventRecord", api().cuEventRecord(marks->back().event.get(), direction == Direction::out ? out_ : in_));
+    return marks;
+  }
+
+  void wait(const Ticket& ticket) override {
+    faults().check("cuEventSynchronize");
+    for (const Mark& mark : marks_of(ticket))
+      within(mark.context, [&] { check("cuEventSynchronize", api().cuEventSynchronize(mark.event.get())); });
+  }
+
+  void finish_copies() override {
+    faults().check("cuStreamSynchronize");
+    Scope scope(context_);
+    check("cuStreamSynchronize", api().cuStreamSynchronize(out_));
+    check("cuStreamSynchronize", api().cuStreamSynchronize(in_));
+  }
+
+  void pin(void* host, std::size_t size) override {
+    faults().check("cuMemHostRegister");
+    Scope scope(context_);
+    check("cuMemHostRegister", api().cuMemHostRegister(host, size, kHostRegisterPortable));
+  }
+
+  void unpin(void* host) override {
+    Scope scope(context_);
+    check("cuMemHostUnregister", api().cuMemHostUnregister(host));
+  }
+
+ private:
+  struct DestroyEvent {
+    void operator()(void* event) const { api().cuEventDestroy(event); }
+  };
+  using OwnedEvent = std::unique_ptr<void, DestroyEvent>;
+  struct Mark {
+    Context context;
+    OwnedEvent event;
+  };
+  using Marks = std::vector<Mark>;
+
+  static const Marks& marks_of(const Ticket& ticket) { return *static_cast<const Marks*>(ticket.get()); }
+
+  // A blocking event: the wait sleeps, so a long transition does not occupy a core.
+  static OwnedEvent new_event() {
+    Event event = nullptr;
+    check("cuEventCreate", api().cuEventCreate(&event, kEventDisableTiming | kEventBlockingSync));
+    return OwnedEvent(event);
+  }
+
+  // Acts in the context of the device or of a peer. Errors of a peer with a dead context are ignored: it has no work
+  // left to wait for.
+  template <typename Act>
+  void within(Context context, Act act) const {
+    try {
+      const Scope scope(context);
+      act();
+    } catch (const DriverError& error) {
+      if (context == context_ || !error.context_lost) throw;
+    }
+  }
+
+  // Some platforms report support for descriptors in the attribute and refuse to create such chunks.
+  Handle make_chunk(std::size_t size) const {
+    Scope scope(context_);
+    AllocationHandle handle = 0;
+    const Exports known = exports_;
+    Result code = api().cuMemCreate(&handle, size, known == Exports::no ? &plain_ : &exportable_, 0);
+    if (known == Exports::unknown) {
+      const bool refused = refuses_handle_type(code);
+      if (refused) code = api().cuMemCreate(&handle, size, &plain_, 0);
+      if (code == kSuccess) exports_ = refused ? Exports::no : Exports::yes;
+    }
+    check("cuMemCreate", code);
+    return handle;
+  }
+
+  const Device device_;
+  const AllocationProp exportable_, plain_;
+  enum class Exports { unknown, yes, no };
+  mutable std::atomic<Exports> exports_;
+  Context context_ = nullptr;
+  std::unique_ptr<Peers> peers_;
+  Stream out_ = nullptr;
+  Stream in_ = nullptr;
+};
+
+}  // namespace
+
+int cuda_device_count() {
+  try {
+    int count = 0;
+    return api().cuDeviceGetCount(&count) == kSuccess ? count : 0;
+  } catch (const DriverError&) {
+    return 0;
+  }
+}
+
+std::unique_ptr<Driver> open_cuda_driver(int ordinal) { return std::make_unique<CudaDriver>(ordinal); }
+
+}  // namespace memsaver

@@ -1,0 +1,216 @@
+#include "driver/host_ledger.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <unordered_set>
+
+#include "base/files.h"
+#include "base/mutants.h"
+
+namespace memsaver {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x6d656d7361766531;  // also the version of the layout
+constexpr std::size_t kSpareEntries = 1024;           // for imports beyond one per chunk
+
+// The start time of a living process in clock ticks since boot, or 0 for a process that has ended or is a zombie.
+// nullopt if /proc cannot be read now, for example without a free descriptor: the process must not count as dead then,
+// since its memory would be given to others.
+std::optional<std::uint64_t> start_time_of(int pid) {
+  const std::optional<std::string> text = read_text("/proc/" + std::to_string(pid) + "/stat");
+  if (!text) return errno == ENOENT || errno == ESRCH ? std::optional<std::uint64_t>(0) : std::nullopt;
+  constexpr int kState = 3, kStartTime = 22;  // fields of /proc/PID/stat, counted from 1; the name is the second
+  std::size_t at = text->rfind(')');          // the name may hold spaces and brackets
+  for (int field = kState; field <= kStartTime && at != std::string::npos; ++field) {
+    at = text->find(' ', at + 1);
+    if (field != kState || at == std::string::npos) continue;
+    const char state = (*text)[at + 1];
+    if (state == 'Z' || state == 'X') return 0;
+  }
+  return at == std::string::npos ? 0 : std::strtoull(text->c_str() + at + 1, nullptr, 10);
+}
+
+std::string ledger_path(std::size_t capacity) {
+  const char* folder = ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : std::getenv("TMPDIR");
+  return std::string(folder != nullptr ? folder : "/tmp") + "/memsaver-" + std::to_string(::getuid()) + "-" +
+         std::to_string(capacity);
+}
+
+}  // namespace
+
+void throw_errno(const char* call) { throw DriverError(call, errno, std::strerror(errno)); }
+
+struct HostLedger::Header {
+  std::uint64_t magic;
+  std::uint64_t high_water;  // entries beyond it were never used
+};
+
+struct HostLedger::Entry {
+  std::uint64_t inode;
+  std::uint64_t size;
+  std::uint64_t start_time;
+  std::uint32_t imported;
+  std::uint32_t pid;  // 0: free. Written last, cleared first: an entry that a crash interrupts is free.
+};
+
+class HostLedger::Lock {
+ public:
+  explicit Lock(HostLedger& ledger) : ledger_(ledger), guard_(ledger.mutex_) {
+    while (set(F_WRLCK) != 0)
+      if (errno != EINTR) throw_errno("fcntl");
+  }
+  ~Lock() { set(F_UNLCK); }
+
+ private:
+  // Not flock(): its lock belongs to the open file, so a forked child keeps it after the death of its parent.
+  int set(short type) {
+    struct flock whole_file{};
+    whole_file.l_type = type;
+    whole_file.l_whence = SEEK_SET;
+    return ::fcntl(ledger_.file_, F_SETLKW, &whole_file);
+  }
+
+  HostLedger& ledger_;
+  std::lock_guard<std::mutex> guard_;
+};
+
+HostLedger::HostLedger(std::size_t capacity)
+    : capacity_(capacity),
+      entry_count_(2 * (capacity / kPage) + kSpareEntries),
+      file_size_(sizeof(Header) + entry_count_ * sizeof(Entry)),
+      start_time_(start_time_of(::getpid()).value_or(0)) {
+  if (start_time_ == 0) throw DriverError("open", EIO, "/proc has no start time of this process");
+  const auto boot = read_text("/proc/sys/kernel/random/boot_id");
+  if (!boot) throw_errno("open");
+  uuid_ =
+      "HOST-" + boot->substr(0, boot->find('\n')) + "-" + std::to_string(::getuid()) + "-" + std::to_string(capacity_);
+  const std::string path = ledger_path(capacity);
+  file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (file_ < 0) throw_errno("open");
+  struct stat status{};
+  if (::fstat(file_, &status) != 0) throw_errno("fstat");
+  if (status.st_uid != ::getuid())
+    throw DriverError("open", EPERM, path + " belongs to user " + std::to_string(status.st_uid));
+  if (static_cast<std::size_t>(status.st_size) < file_size_ && ::ftruncate(file_, static_cast<off_t>(file_size_)) != 0)
+    throw_errno("ftruncate");
+  void* memory = ::mmap(nullptr, file_size_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
+  if (memory == MAP_FAILED) throw_errno("mmap");
+  header_ = static_cast<Header*>(memory);
+  Lock lock(*this);
+  if (header_->magic != kMagic) {
+    std::memset(memory, 0, sizeof(Header));
+    header_->magic = kMagic;
+  }
+}
+
+HostLedger::~HostLedger() {
+  if (header_ != nullptr) ::munmap(header_, file_size_);
+  if (file_ >= 0) ::close(file_);
+}
+
+HostLedger::Entry* HostLedger::entries() const { return reinterpret_cast<Entry*>(header_ + 1); }
+
+bool HostLedger::charge(std::uint64_t inode, std::size_t size) {
+  Lock lock(*this);
+  if (used_locked() + size > capacity_) {
+    strike_dead_locked();
+    if (used_locked() + size > capacity_ && !MEMSAVER_MUTANT(a_full_device_gives_more)) return false;
+  }
+  enter_locked(inode, size, false);
+  return true;
+}
+
+void HostLedger::charge_imported(std::uint64_t inode, std::size_t size) {
+  Lock lock(*this);
+  enter_locked(inode, size, true);
+}
+
+void HostLedger::enter_locked(std::uint64_t inode, std::size_t size, bool imported) {
+  Entry* table = entries();
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    for (std::size_t i = 0; i < entry_count_; ++i) {
+      if (table[i].pid != 0) continue;
+      table[i].inode = inode;
+      table[i].size = size;
+      table[i].start_time = start_time_;
+      table[i].imported = imported ? 1 : 0;
+      __atomic_store_n(&table[i].pid, static_cast<std::uint32_t>(::getpid()), __ATOMIC_RELEASE);
+      if (i >= header_->high_water) header_->high_water = i + 1;
+      return;
+    }
+    strike_dead_locked();
+  }
+  throw DriverError("charge", ENOSPC, "the host device's ledger has no free entry");
+}
+
+void HostLedger::discharge(std::uint64_t inode) {
+  Lock lock(*this);
+  Entry* table = entries();
+  const auto pid = static_cast<std::uint32_t>(::getpid());
+  for (std::size_t i = 0; i < header_->high_water; ++i) {
+    if (table[i].pid != pid || table[i].inode != inode) continue;
+    table[i].pid = 0;
+    break;
+  }
+  while (header_->high_water > 0 && table[header_->high_water - 1].pid == 0) --header_->high_water;
+}
+
+std::size_t HostLedger::used() {
+  Lock lock(*this);
+  strike_dead_locked();
+  return used_locked();
+}
+
+std::size_t HostLedger::used_locked() const {
+  const Entry* table = entries();
+  std::size_t bytes = 0;
+  bool any_imported = false;
+  for (std::size_t i = 0; i < header_->high_water; ++i) {
+    if (table[i].pid == 0) continue;
+    if (table[i].imported == 0) bytes += table[i].size;
+    any_imported = any_imported || table[i].imported != 0;
+  }
+  if (!any_imported || MEMSAVER_MUTANT(shared_memory_counts_for_its_maker_alone)) return bytes;
+  // A chunk that several processes hold counts once, as long as one of them holds it.
+  std::unordered_set<std::uint64_t> seen;
+  bytes = 0;
+  for (std::size_t i = 0; i < header_->high_water; ++i)
+    if (table[i].pid != 0 && seen.insert(table[i].inode).second) bytes += table[i].size;
+  return bytes;
+}
+
+void HostLedger::strike_dead_locked() {
+  Entry* table = entries();
+  std::map<std::uint32_t, std::optional<std::uint64_t>> alive;  // pid -> start time
+  for (std::size_t i = 0; i < header_->high_water; ++i) {
+    const std::uint32_t pid = table[i].pid;
+    if (pid == 0) continue;
+    auto [found, inserted] = alive.try_emplace(pid, 0);
+    if (inserted) found->second = start_time_of(static_cast<int>(pid));
+    if (MEMSAVER_MUTANT(unknown_processes_are_dead) && !found->second) found->second = 0;
+    const bool dead = found->second && *found->second != table[i].start_time;
+    if (dead && !MEMSAVER_MUTANT(the_dead_keep_their_memory)) table[i].pid = 0;
+  }
+}
+
+std::vector<Driver::Process> HostLedger::processes() {
+  Lock lock(*this);
+  strike_dead_locked();
+  std::map<int, std::size_t> bytes;
+  const Entry* table = entries();
+  for (std::size_t i = 0; i < header_->high_water; ++i)
+    if (table[i].pid != 0) bytes[static_cast<int>(table[i].pid)] += table[i].size;
+  std::vector<Driver::Process> found;
+  for (const auto& [pid, held] : bytes) found.push_back({pid, held});
+  return found;
+}
+
+}  // namespace memsaver

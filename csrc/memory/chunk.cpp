@@ -1,0 +1,234 @@
+#include "memory/chunk.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace memsaver {
+namespace {
+
+constexpr auto kShortestPoll = std::chrono::milliseconds(1);
+constexpr auto kLongestPoll = std::chrono::milliseconds(20);
+
+struct Unreleased {
+  using Entry = std::tuple<Driver*, Handle, std::size_t>;
+  std::mutex mutex;
+  std::vector<Entry> handles;
+};
+
+Unreleased& unreleased() {
+  static auto* kept = new Unreleased;  // never destroyed: chunks may be destroyed later during exit
+  return *kept;
+}
+
+// `again`: an earlier release of this handle reported an error. If the handle is invalid now, that release was made.
+bool try_release(Driver& driver, Handle handle, bool again) noexcept {
+  constexpr int kInvalidValue = 1;
+  try {
+    driver.release(handle);
+    return true;
+  } catch (const DriverError& error) {
+    return again && error.code == kInvalidValue;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+std::atomic<bool> waiting_is_over = false;
+std::function<void()> between_looks = [] {};
+
+thread_local const std::atomic<bool>* WaitsEndWith::flag_ = nullptr;
+
+void WaitsEndWith::look() {
+  if (flag_ != nullptr && *flag_) throw Error("the call has failed for another device");
+  between_looks();
+}
+
+std::size_t chunk_class(std::size_t limit) {
+  for (std::size_t size : kChunkClasses)
+    if (size <= limit) return size;
+  throw Error("a chunk of at most " + std::to_string(limit) + " bytes was requested, expected at least " +
+              std::to_string(kPage));
+}
+
+Chunk::Chunk(Chunk&& other) noexcept
+    : driver_(std::exchange(other.driver_, nullptr)),
+      source_(other.source_),
+      handle_(other.handle_),
+      size_(other.size_) {}
+
+Chunk& Chunk::operator=(Chunk&& other) noexcept {
+  if (this != &other) {
+    reset();
+    driver_ = std::exchange(other.driver_, nullptr);
+    source_ = other.source_;
+    handle_ = other.handle_;
+    size_ = other.size_;
+  }
+  return *this;
+}
+
+Chunk::~Chunk() { reset(); }
+
+Chunk Chunk::on_loan_from(ChunkSource* source) && {
+  Chunk chunk(std::move(*this));
+  chunk.source_ = source;
+  return chunk;
+}
+
+Handle Chunk::keep() && {
+  driver_ = nullptr;
+  return handle_;
+}
+
+void Chunk::reset() noexcept {
+  Driver* driver = std::exchange(driver_, nullptr);
+  if (driver == nullptr) return;
+  if (source_ != nullptr) {
+    source_->take_back(Chunk(*driver, handle_, size_, nullptr));
+    return;
+  }
+  // Tries earlier refused handles too; without the lock, since a release can take long.
+  Unreleased& kept = unreleased();
+  std::vector<Unreleased::Entry> handles;
+  {
+    std::lock_guard lock(kept.mutex);
+    handles.swap(kept.handles);
+  }
+  std::erase_if(handles, [](const auto& entry) { return try_release(*std::get<0>(entry), std::get<1>(entry), true); });
+  if (!try_release(*driver, handle_, false)) handles.emplace_back(driver, handle_, size_);
+  if (handles.empty()) return;
+  std::lock_guard lock(kept.mutex);
+  kept.handles.insert(kept.handles.end(), handles.begin(), handles.end());
+}
+
+std::size_t unreleased_bytes() {
+  Unreleased& kept = unreleased();
+  std::lock_guard lock(kept.mutex);
+  std::size_t bytes = 0;
+  for (const auto& entry : kept.handles) bytes += std::get<2>(entry);
+  return bytes;
+}
+
+std::size_t bytes_of(const Needs& needs) {
+  std::size_t bytes = 0;
+  for (const Need& need : needs) bytes += need.bytes;
+  return bytes;
+}
+
+OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::size_t needed, std::size_t more_free,
+                               double waited_s) {
+  Supply supply{0, {}};
+  try {
+    supply = source.look();
+  } catch (const Error&) {
+    // The shortage is reported also without figures.
+  }
+  OutOfMemoryError::Holders holders;
+  for (const Driver::Process& process : supply.holders) holders.emplace_back(process.pid, process.bytes);
+  return {driver.name, needed, supply.free + more_free, std::move(holders), waited_s};
+}
+
+bool RetainBudget::take(std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  if (held_ + bytes > limit_) return false;
+  held_ += bytes;
+  return true;
+}
+
+void RetainBudget::put(std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  held_ -= bytes;
+}
+
+class RetainedPool::Request final : public ChunkRequest {
+ public:
+  Request(RetainedPool& pool, std::size_t bytes, Deadline deadline)
+      : pool_(pool), missing_(bytes), deadline_(deadline) {}
+
+  Chunk next(std::size_t limit, std::size_t fresh, bool wait) override {
+    if (wait) wait_for_all();
+    // Idle chunks first, also small ones: creating memory beside idle memory would hold more than is needed.
+    if (Chunk chunk = pool_.take_idle(limit)) return std::move(chunk).on_loan_from(&pool_);
+    std::size_t size = chunk_class(std::min(limit, fresh));
+    for (;;) {
+      try {
+        return Chunk(pool_.driver_, pool_.driver_.create(size), size, &pool_);
+      } catch (const ChunkUnavailable&) {
+        // The idle chunks are too large for this place: release them and try again. After that try smaller classes: the
+        // last memory of a device is available in small chunks only.
+        if (pool_.give_up(size) > 0) continue;
+        if (size == kPage) throw;
+        size = chunk_class(size - 1);
+      }
+    }
+  }
+
+  bool gather() override { return false; }
+
+ private:
+  // Waits for the whole need first. Two processes that collect chunks one by one could each hold a half and block each
+  // other.
+  void wait_for_all() {
+    auto poll = std::chrono::duration_cast<Clock::duration>(kShortestPoll);
+    while (now() < deadline_ && !waiting_is_over && pool_.driver_.memory().free + pool_.idle_bytes() < missing_) {
+      WaitsEndWith::look();
+      sleep_for(std::min(poll, deadline_ - now()));
+      poll = std::min<Clock::duration>(poll * 2, kLongestPoll);
+    }
+    missing_ = 0;  // once
+  }
+
+  RetainedPool& pool_;
+  std::size_t missing_;
+  const Deadline deadline_;
+};
+
+std::unique_ptr<ChunkRequest> RetainedPool::ask(const Needs& needs, Deadline deadline) {
+  return std::make_unique<Request>(*this, bytes_of(needs), deadline);
+}
+
+void RetainedPool::take_back(Chunk chunk) noexcept {
+  const std::size_t size = chunk.size();
+  if (!budget_.take(size)) return;  // over budget: the destructor of the chunk releases it
+  try {
+    std::lock_guard lock(mutex_);
+    idle_[size].push_back(std::move(chunk));
+  } catch (const std::exception&) {
+    budget_.put(size);
+  }
+}
+
+Chunk RetainedPool::take_idle(std::size_t limit) {
+  std::lock_guard lock(mutex_);
+  for (auto entry = idle_.rbegin(); entry != idle_.rend(); ++entry) {
+    if (entry->first > limit || entry->second.empty()) continue;
+    Chunk chunk = std::move(entry->second.back());
+    entry->second.pop_back();
+    budget_.put(chunk.size());
+    return chunk;
+  }
+  return Chunk();
+}
+
+std::size_t RetainedPool::give_up(std::size_t bytes) {
+  std::size_t released = 0;
+  while (released < bytes) {
+    Chunk chunk = take_idle(static_cast<std::size_t>(-1));
+    if (!chunk) break;
+    released += chunk.size();
+  }
+  return released;
+}
+
+std::size_t RetainedPool::idle_bytes() const {
+  std::lock_guard lock(mutex_);
+  std::size_t bytes = 0;
+  for (const auto& [size, chunks] : idle_) bytes += size * chunks.size();
+  return bytes;
+}
+
+Supply RetainedPool::look() { return {driver_.memory().free + idle_bytes(), driver_.processes()}; }
+
+}  // namespace memsaver

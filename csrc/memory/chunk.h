@@ -1,0 +1,173 @@
+// Physical memory: owned chunks, and the sources that lend them.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "base/clock.h"
+#include "driver/driver.h"
+
+namespace memsaver {
+
+// Fixed classes: a handle can be neither split nor merged, so a chunk must have a size that every borrower can use. The
+// largest class is for regions without a backup: the cost of their transitions is remapping, which is per chunk.
+constexpr std::array<std::size_t, 4> kChunkClasses = {1024 * kMiB, 256 * kMiB, 32 * kMiB, 2 * kMiB};
+
+// The largest class that is no larger than `limit`. `limit` is at least kPage.
+std::size_t chunk_class(std::size_t limit);
+
+// Set when the interpreter exits: all waits for memory and in queues end.
+extern std::atomic<bool> waiting_is_over;
+
+// Called by waiting threads every kBetweenLooks, with no lock held. An exception in it ends the wait: Ctrl-C in Python.
+extern std::function<void()> between_looks;
+constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
+
+// While it lives, waits of this thread for memory end when the flag is set. So a call with one thread for each device
+// fails as a whole. Null: no flag.
+class WaitsEndWith {
+ public:
+  explicit WaitsEndWith(const std::atomic<bool>* flag) : former_(std::exchange(flag_, flag)) {}
+  ~WaitsEndWith() { flag_ = former_; }
+  WaitsEndWith(const WaitsEndWith&) = delete;
+  WaitsEndWith& operator=(const WaitsEndWith&) = delete;
+
+  // Calls between_looks(). Throws Error if the flag of this thread is set.
+  static void look();
+
+ private:
+  static thread_local const std::atomic<bool>* flag_;
+  const std::atomic<bool>* const former_;
+};
+
+class ChunkSource;
+
+// One driver handle, on loan. The destructor returns it to its source, or without a source to the driver. If the driver
+// refuses the release, the handle is kept and the next release tries it again.
+class Chunk {
+ public:
+  Chunk() = default;
+  Chunk(Driver& driver, Handle handle, std::size_t size, ChunkSource* source)
+      : driver_(&driver), source_(source), handle_(handle), size_(size) {}
+  Chunk(Chunk&& other) noexcept;
+  Chunk& operator=(Chunk&& other) noexcept;
+  ~Chunk();
+
+  Handle handle() const { return handle_; }
+  std::size_t size() const { return size_; }
+  explicit operator bool() const { return driver_ != nullptr; }
+  Chunk on_loan_from(ChunkSource* source) &&;  // the same handle, to be returned to another source
+  Handle keep() &&;                            // the caller owns the handle from now on
+
+ private:
+  void reset() noexcept;
+
+  Driver* driver_ = nullptr;
+  ChunkSource* source_ = nullptr;
+  Handle handle_ = 0;
+  std::size_t size_ = 0;
+};
+
+// Handles whose release the driver refused, over all devices. Each later release tries them again.
+std::size_t unreleased_bytes();
+
+// A need for `bytes`, in chunks of at most `limit`; new chunks have at most `fresh`.
+struct Need {
+  std::size_t limit;
+  std::size_t fresh;
+  std::size_t bytes;
+};
+using Needs = std::vector<Need>;
+std::size_t bytes_of(const Needs& needs);
+
+// An open demand at a source, which gives chunks one after the other. The destructor cancels the demand.
+class ChunkRequest {
+ public:
+  virtual ~ChunkRequest() = default;
+  // A chunk of at most `limit` bytes; a new one has at most `fresh` bytes. If `wait`, waits up to the deadline of
+  // ask(). Throws ChunkUnavailable if there is none.
+  virtual Chunk next(std::size_t limit, std::size_t fresh, bool wait) = 0;
+  // Waits until the source has given all chunks that it can give now, without regard to the deadline. Callers then call
+  // next() without waiting, under a lock. False: the chunks are fewer than the demand, or only next() can find out.
+  virtual bool gather() = 0;
+};
+
+// The available bytes of a source, and the holders of the rest.
+struct Supply {
+  std::size_t free;
+  std::vector<Driver::Process> holders;
+};
+
+class ChunkSource {
+ public:
+  virtual ~ChunkSource() = default;
+  // Opens a demand. `needs`: the expected calls of next(), as far as they are known. This function, next(wait = true)
+  // and look() are called without a lock.
+  virtual std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline) = 0;
+  virtual void take_back(Chunk chunk) noexcept = 0;    // called by the destructor of a chunk; `chunk` has no source
+  virtual std::size_t give_up(std::size_t bytes) = 0;  // releases idle chunks to the driver; returns their bytes
+  virtual std::size_t idle_bytes() const = 0;          // of idle chunks in this process
+  virtual Supply look() = 0;
+  virtual void settle() {}  // returns when other processes can get all chunks that were returned
+};
+
+// For the caller to throw when a source has not given enough. `more_free`: bytes beside the source's that the call
+// itself would free.
+OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::size_t needed, std::size_t more_free,
+                               double waited_s = 0);
+
+// The budget of the option `retain`: idle chunks of the process, over all devices.
+class RetainBudget {
+ public:
+  void set_limit(std::size_t bytes) {
+    std::lock_guard lock(mutex_);
+    limit_ = bytes;
+  }
+  std::size_t limit() const {
+    std::lock_guard lock(mutex_);
+    return limit_;
+  }
+  std::size_t held() const {
+    std::lock_guard lock(mutex_);
+    return held_;
+  }
+  bool take(std::size_t bytes);  // false: over the limit
+  void put(std::size_t bytes);
+
+ private:
+  mutable std::mutex mutex_;
+  std::size_t limit_ = 0;
+  std::size_t held_ = 0;
+};
+
+// The driver as a source, with a pool of idle chunks up to the budget (0: none).
+class RetainedPool final : public ChunkSource {
+ public:
+  RetainedPool(Driver& driver, RetainBudget& budget) : driver_(driver), budget_(budget) {}
+  ~RetainedPool() override { give_up(static_cast<std::size_t>(-1)); }
+
+  std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline) override;
+  void take_back(Chunk chunk) noexcept override;
+  std::size_t give_up(std::size_t bytes) override;
+  std::size_t idle_bytes() const override;
+  Supply look() override;
+
+ private:
+  class Request;
+  Chunk take_idle(std::size_t limit);
+
+  Driver& driver_;
+  RetainBudget& budget_;
+  mutable std::mutex mutex_;
+  std::map<std::size_t, std::vector<Chunk>> idle_;  // by class; without a source
+};
+
+}  // namespace memsaver

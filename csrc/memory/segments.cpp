@@ -1,0 +1,63 @@
+#include "memory/segments.h"
+
+#include <utility>
+
+namespace memsaver {
+
+void Segments::add(Range segment) {
+  segments_[segment.offset] = {segment.size, Use::live};
+  live_bytes_ += segment.size;
+}
+
+bool Segments::rest(Address begin) {
+  const auto found = segments_.find(begin);
+  if (found == segments_.end() || found->second.use == Use::resting) return false;
+  found->second.use = Use::resting;
+  live_bytes_ -= found->second.size;
+  resting_bytes_ += found->second.size;
+  return true;
+}
+
+Range Segments::erase(Address begin) {
+  const auto found = segments_.find(begin);
+  const Range erased{begin, found->second.size};
+  (found->second.use == Use::resting ? resting_bytes_ : live_bytes_) -= erased.size;
+  segments_.erase(found);
+  return erased;
+}
+
+Ranges Segments::live() const {
+  Ranges found;
+  for (const auto& [begin, segment] : segments_) {
+    if (segment.use == Use::resting) continue;
+    if (!found.empty() && found.back().end() == begin)
+      found.back().size += segment.size;
+    else
+      found.push_back({begin, segment.size});
+  }
+  return found;
+}
+
+Ranges Segments::parts(const Ranges& ranges) const {
+  Ranges live;
+  for (const auto& [begin, segment] : segments_)
+    if (segment.use == Use::live) live.push_back({begin, segment.size});
+  return intersect(live, sorted(ranges));
+}
+
+Ranges Segments::between(Address begin, Address end) const {
+  Ranges found;
+  auto segment = segments_.upper_bound(begin);
+  if (segment != segments_.begin() && std::prev(segment)->first + std::prev(segment)->second.size > begin) --segment;
+  for (; segment != segments_.end() && segment->first < end; ++segment)
+    found.push_back({segment->first, segment->second.size});
+  return found;
+}
+
+bool Segments::any_within(Address begin, Address end) const {
+  const auto next = segments_.lower_bound(begin);
+  if (next != segments_.end() && next->first < end) return true;
+  return next != segments_.begin() && std::prev(next)->first + std::prev(next)->second.size > begin;
+}
+
+}  // namespace memsaver

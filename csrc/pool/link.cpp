@@ -1,0 +1,171 @@
+#include "pool/link.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/errors.h"
+
+namespace memsaver {
+namespace {
+
+using wire::Message;
+
+struct Head {
+  std::uint32_t kind;
+  std::uint32_t words;
+  std::uint32_t fields;
+};
+
+struct PackedField {
+  std::uint64_t number;
+  std::uint64_t value;
+};
+
+std::string packed(const Message& message) {
+  const Head head{static_cast<std::uint32_t>(message.kind), static_cast<std::uint32_t>(message.words.size()),
+                  static_cast<std::uint32_t>(message.fields.size())};
+  std::string packet(reinterpret_cast<const char*>(&head), sizeof head);
+  packet.append(reinterpret_cast<const char*>(message.words.data()), message.words.size() * sizeof(std::uint64_t));
+  for (const auto& [number, value] : message.fields) {
+    const PackedField field{static_cast<std::uint64_t>(number), value};
+    packet.append(reinterpret_cast<const char*>(&field), sizeof field);
+  }
+  return packet + message.text;
+}
+
+// Keeps unknown kinds and fields: the connection decides about the kind, and no reader asks for an unknown field.
+Message unpacked(const std::string& path, const std::string& packet, std::vector<int> descriptors) {
+  Head head{};
+  if (packet.size() < sizeof head) throw BrokerError("the broker's packet is shorter than a head", path);
+  std::memcpy(&head, packet.data(), sizeof head);
+  const std::size_t words = std::size_t{head.words} * sizeof(std::uint64_t);
+  const std::size_t fields = std::size_t{head.fields} * sizeof(PackedField);
+  if (packet.size() < sizeof head + words + fields)
+    throw BrokerError("the broker's packet is shorter than its head announces", path);
+  Message message = wire::message_of(static_cast<wire::Kind>(head.kind), std::vector<std::uint64_t>(head.words),
+                                     packet.substr(sizeof head + words + fields));
+  std::memcpy(message.words.data(), packet.data() + sizeof head, words);
+  for (std::size_t at = sizeof head + words; at < sizeof head + words + fields; at += sizeof(PackedField)) {
+    PackedField field{};
+    std::memcpy(&field, packet.data() + at, sizeof field);
+    message.fields.emplace_back(static_cast<wire::Field>(field.number), field.value);
+  }
+  message.descriptors = std::move(descriptors);
+  return message;
+}
+
+// Returns false if the socket accepts no more now.
+bool try_send(int socket, Message& message) {
+  const std::string packet = packed(message);
+  iovec data{const_cast<char*>(packet.data()), packet.size()};
+  msghdr header{};
+  header.msg_iov = &data;
+  header.msg_iovlen = 1;
+  alignas(cmsghdr) char control[CMSG_SPACE(wire::kMostDescriptors * sizeof(int))];
+  if (!message.descriptors.empty()) {
+    const std::size_t bytes = message.descriptors.size() * sizeof(int);
+    header.msg_control = control;
+    header.msg_controllen = CMSG_SPACE(bytes);
+    cmsghdr* rights = CMSG_FIRSTHDR(&header);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(bytes);
+    std::memcpy(CMSG_DATA(rights), message.descriptors.data(), bytes);
+  }
+  for (;;) {
+    if (::sendmsg(socket, &header, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) break;
+    if (errno == EINTR) continue;
+    if (errno == EAGAIN || errno == ENOBUFS || errno == ETOOMANYREFS) return false;
+    ::shutdown(socket, SHUT_RDWR);  // the broker has ended, or cannot get this message: receive() reports it
+    break;
+  }
+  close_all(message.descriptors);
+  return true;
+}
+
+}  // namespace
+
+void close_all(std::vector<int>& descriptors) {
+  for (const int file : std::exchange(descriptors, {}))
+    if (file >= 0) ::close(file);
+}
+
+Link::Link(const std::string& to) : path(to), socket_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof address.sun_path) throw BrokerError("'" + path + "' is too long for a socket", path);
+  std::memcpy(address.sun_path, path.data(), path.size());
+  if (socket_.get() < 0 || ::connect(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
+    throw BrokerError("there is no broker at " + path + ": " + std::strerror(errno), path);
+}
+
+Link::~Link() {
+  for (Message& message : unsent_) close_all(message.descriptors);
+}
+
+void Link::send(Message message) {
+  if (flush() && try_send(socket_.get(), message)) return;
+  unsent_.push_back(std::move(message));
+}
+
+bool Link::flush() {
+  while (!unsent_.empty() && try_send(socket_.get(), unsent_.front())) unsent_.pop_front();
+  return unsent_.empty();
+}
+
+std::optional<Message> Link::receive() {
+  std::string packet(wire::kLongestPacket, '\0');
+  iovec data{packet.data(), packet.size()};
+  alignas(cmsghdr) char control[CMSG_SPACE(wire::kMostDescriptors * sizeof(int))];
+  msghdr header{};
+  header.msg_iov = &data;
+  header.msg_iovlen = 1;
+  header.msg_control = control;
+  header.msg_controllen = sizeof control;
+  ssize_t size = 0;
+  do {
+    size = ::recvmsg(socket_.get(), &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  } while (size < 0 && errno == EINTR);
+  if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return std::nullopt;
+  std::vector<int> descriptors;
+  for (cmsghdr* rights = size < 0 ? nullptr : CMSG_FIRSTHDR(&header); rights != nullptr;
+       rights = CMSG_NXTHDR(&header, rights)) {
+    if (rights->cmsg_level != SOL_SOCKET || rights->cmsg_type != SCM_RIGHTS) continue;
+    const std::size_t count = (rights->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    descriptors.resize(count);
+    std::memcpy(descriptors.data(), CMSG_DATA(rights), count * sizeof(int));
+  }
+  if (size <= 0 || (header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
+    close_all(descriptors);
+    throw BrokerError(size <= 0 ? "the broker at " + path + " has ended the connection"
+                                : "this process has no free descriptor for a message of the broker at " + path,
+                      path);
+  }
+  packet.resize(static_cast<std::size_t>(size));
+  try {
+    return unpacked(path, packet, descriptors);
+  } catch (...) {
+    close_all(descriptors);
+    throw;
+  }
+}
+
+Message Link::expect(wire::Kind kind, std::chrono::milliseconds timeout) {
+  pollfd ready{socket_.get(), POLLIN, 0};
+  int found = 0;
+  do {
+    found = ::poll(&ready, 1, static_cast<int>(timeout.count()));
+  } while (found < 0 && errno == EINTR);
+  std::optional<Message> message = found > 0 ? receive() : std::nullopt;
+  if (!message) throw BrokerError("the broker at " + path + " does not answer", path);
+  if (message->kind == kind) return std::move(*message);
+  close_all(message->descriptors);
+  throw BrokerError("the broker at " + path + " refuses: " + message->text, path);
+}
+
+}  // namespace memsaver

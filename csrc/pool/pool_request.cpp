@@ -1,0 +1,157 @@
+#include "pool/pool_request.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <utility>
+
+#include "pool/link.h"
+
+namespace memsaver {
+namespace {
+
+using wire::Kind;
+using wire::message_of;
+
+Needs merged(const Needs& needs) {
+  Needs found;
+  for (const Need& need : needs) {
+    const auto same = std::find_if(found.begin(), found.end(), [&](const Need& other) {
+      return other.limit == need.limit && other.fresh == need.fresh;
+    });
+    if (same != found.end())
+      same->bytes += need.bytes;
+    else
+      found.push_back(need);
+  }
+  return found;
+}
+
+// Removes and returns the largest of these pieces up to `limit`, the first one of equal ones.
+template <typename Piece, typename Size>
+std::optional<Piece> take_largest(std::vector<Piece>& pieces, Size size, std::size_t limit) {
+  auto best = pieces.end();
+  for (auto piece = pieces.begin(); piece != pieces.end(); ++piece) {
+    const std::size_t bytes = std::invoke(size, *piece);
+    if (bytes <= limit && (best == pieces.end() || bytes > std::invoke(size, *best))) best = piece;
+  }
+  if (best == pieces.end()) return std::nullopt;
+  std::optional<Piece> found(std::move(*best));
+  pieces.erase(best);
+  return found;
+}
+
+}  // namespace
+
+PoolRequest::PoolRequest(RequestHost& pool, const Needs& needs, Deadline deadline) : pool_(pool), deadline_(deadline) {
+  if (needs.empty()) return;
+  std::lock_guard lock(pool_.mutex_);
+  number_ = pool_.open_locked(*this);
+  send_parts_locked(Kind::demand, merged(needs));
+}
+
+PoolRequest::~PoolRequest() {
+  chunks_.clear();  // before the lock: their end returns them to the pool, which takes it
+  if (number_ == 0) return;
+  std::lock_guard lock(pool_.mutex_);
+  pool_.close_locked(number_);
+  for (Grant& grant : std::exchange(grants_, {})) pool_.give_back_locked(grant);
+  if (!disconnected_) pool_.send_locked(message_of(Kind::close, {number_}));
+}
+
+Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, bool wait) {
+  if (std::optional<Chunk> chunk = take_largest(chunks_, &Chunk::size, limit)) return std::move(*chunk);
+  std::unique_lock lock(pool_.mutex_);
+  for (;;) {
+    if (disconnected_) pool_.throw_disconnected();
+    if (const std::optional<Grant> grant = take_largest(grants_, &Grant::size, limit)) {
+      lock.unlock();
+      return pool_.import(*grant);
+    }
+    if (refused_) throw ChunkNeverAvailable("ask", "more than the shared pool has in all");
+    if (!wait || number_ == 0) throw ChunkUnavailable("ask", "the shared pool has granted no such chunk");
+    if (!expects_locked(limit)) {  // all granted chunks, and all that are to come, may be too large for this place
+      if (!give_back_largest_locked() && nothing_since_exchange_)
+        throw ChunkNeverAvailable("ask", "the layout needs more than the shared pool has in all");
+      const std::size_t size = chunk_class(limit);
+      nothing_since_exchange_ = true;
+      send_parts_locked(Kind::exchange, {{size, std::min(size, fresh), size}});
+    }
+    if (stalled_locked()) {
+      if (give_back_largest_locked()) continue;  // the broker may replace it by smaller chunks
+      if (Clock::now() >= deadline_ || waiting_is_over)
+        throw ChunkUnavailable("ask", "the shared pool has no free chunk");
+    }
+    if (wait_locked(lock)) continue;
+    lock.unlock();
+    WaitsEndWith::look();
+    lock.lock();
+  }
+}
+
+bool PoolRequest::gather() {
+  std::unique_lock lock(pool_.mutex_);
+  bool all = true;
+  while (!complete_locked() && !refused_ && !disconnected_) {
+    if (stalled_locked() || waiting_is_over) {
+      all = false;
+      break;
+    }
+    wait_locked(lock);
+  }
+  while (!grants_.empty() && !disconnected_) {
+    const Grant grant = grants_.back();
+    grants_.pop_back();
+    lock.unlock();
+    chunks_.push_back(pool_.import(grant));
+    lock.lock();
+  }
+  if (disconnected_) pool_.throw_disconnected();
+  return all && !refused_;
+}
+
+void PoolRequest::granted_locked(Grant grant) {
+  nothing_since_exchange_ = false;
+  grants_.push_back(grant);
+}
+
+void PoolRequest::update_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining, bool stalled) {
+  answered_ = Clock::now();
+  answered_messages_ = messages;  // fewer than were sent: another answer follows
+  remaining_ = std::move(remaining);
+  if (stalled && !remaining_.empty()) stalled_messages_ = messages;
+}
+
+void PoolRequest::disconnected_locked() {
+  for (Grant& grant : std::exchange(grants_, {}))
+    if (grant.file >= 0) ::close(grant.file);
+  disconnected_ = true;
+}
+
+void PoolRequest::send_parts_locked(wire::Kind kind, const Needs& needs) {
+  std::vector<std::uint64_t> words = {number_};
+  for (const Need& need : needs) words.insert(words.end(), {need.limit, need.fresh, need.bytes});
+  ++sent_messages_;
+  answered_ = Clock::now();
+  pool_.send_locked(message_of(kind, std::move(words)));
+}
+
+bool PoolRequest::give_back_largest_locked() {
+  const std::optional<Grant> largest = take_largest(grants_, &Grant::size, std::numeric_limits<std::size_t>::max());
+  if (largest) pool_.give_back_locked(*largest);
+  return largest.has_value();
+}
+
+// Waits for a change. Returns false if none was notified within kBetweenLooks.
+bool PoolRequest::wait_locked(std::unique_lock<std::mutex>& lock) {
+  const bool notified = pool_.changed_.wait_for(lock, kBetweenLooks) == std::cv_status::no_timeout;
+  if (!stalled_locked() && !complete_locked() && !refused_ && !disconnected_ &&
+      Clock::now() > answered_ + kAnswerTimeout)
+    pool_.throw_unanswered();
+  return notified;
+}
+
+}  // namespace memsaver

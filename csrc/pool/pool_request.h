@@ -1,0 +1,90 @@
+// A demand of this process at the broker, and the granted chunks that its caller has not taken yet. The broker records
+// the bytes that are still to be granted, and reports them with each answer.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "memory/chunk.h"
+#include "pool/wire.h"
+
+namespace memsaver {
+
+// A granted chunk that is not a Chunk yet.
+struct Grant {
+  std::uint64_t id;
+  std::size_t size;
+  bool scrub;
+  int file;                  // -1: this process has a handle of the chunk
+  std::uint64_t connection;  // the number of the connection on which the grant came
+};
+
+class PoolRequest;
+
+// The parts of a pool that its requests use. Methods named ..._locked need `mutex_` held.
+class RequestHost {
+ public:
+  virtual ~RequestHost() = default;
+
+ protected:
+  friend class PoolRequest;
+  virtual std::uint64_t open_locked(PoolRequest& request) = 0;  // returns its number. Throws BrokerError
+  virtual void close_locked(std::uint64_t number) = 0;
+  virtual void send_locked(wire::Message message) = 0;
+  virtual void give_back_locked(Grant grant) = 0;
+  virtual Chunk import(Grant grant) = 0;  // without the lock
+  [[noreturn]] virtual void throw_disconnected() const = 0;
+  [[noreturn]] virtual void throw_unanswered() const = 0;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+// Guarded by its pool's mutex.
+class PoolRequest final : public ChunkRequest {
+ public:
+  // Opens a demand for these needs, if there are any. Throws BrokerError.
+  PoolRequest(RequestHost& pool, const Needs& needs, Deadline deadline);
+  ~PoolRequest() override;
+  Chunk next(std::size_t limit, std::size_t fresh, bool wait) override;
+  // Imports the granted chunks as well, so that next() without waiting makes no call of the driver.
+  bool gather() override;
+
+  // Called by the pool's thread.
+  void granted_locked(Grant grant);
+  // Records the bytes that the broker has still to grant, by their limit, after it received so many messages of this
+  // demand.
+  void update_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining, bool stalled);
+  void refused_locked() { refused_ = true; }
+  void disconnected_locked();
+
+ private:
+  void send_parts_locked(wire::Kind kind, const Needs& needs);
+  bool give_back_largest_locked();
+  bool stalled_locked() const { return stalled_messages_ == sent_messages_; }
+  bool complete_locked() const { return answered_messages_ == sent_messages_ && remaining_.empty(); }
+  // Whether the broker may still grant a chunk of at most `limit`.
+  bool expects_locked(std::size_t limit) const {
+    return answered_messages_ != sent_messages_ || (!remaining_.empty() && remaining_.begin()->first <= limit);
+  }
+  bool wait_locked(std::unique_lock<std::mutex>& lock);
+
+  RequestHost& pool_;
+  const Deadline deadline_;
+  std::uint64_t number_ = 0;                      // 0: no demand was opened
+  std::map<std::size_t, std::size_t> remaining_;  // bytes to be granted, by their limit, at the broker's last answer
+  std::uint64_t sent_messages_ = 0;               // of this demand
+  std::uint64_t answered_messages_ = 0;           // of these, received by the broker before its last answer
+  std::uint64_t stalled_messages_ = 0;            // of these, received before the broker reported a stall
+  Clock::time_point answered_;                    // time of the last answer; at first, of the last message
+  std::vector<Grant> grants_;
+  std::vector<Chunk> chunks_;            // used by the caller's thread only
+  bool nothing_since_exchange_ = false;  // no chunk was granted since the last `exchange`
+  bool refused_ = false, disconnected_ = false;
+};
+
+}  // namespace memsaver

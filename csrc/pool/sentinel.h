@@ -1,0 +1,36 @@
+// The descriptors by which a broker detects that no kernel of this process can run any more.
+//
+// The exit of a process is not enough. A child that was forked after CUDA was initialised holds the driver's
+// descriptors, and with them the channels in which its parent's kernels run on (seen on an H100, driver 580; they end
+// when the child has closed the descriptors or has exited). So each client has a sentinel: a pipe whose write end it
+// holds until its exit, and which its forked children inherit together with the driver's descriptors. The broker has
+// the read end: it hangs up when the last of these processes has closed the write end. Both kinds of descriptors are
+// closed by exec, so a program that a client starts delays nothing. Children that were forked before the sentinel was
+// opened are watched by pidfd.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+namespace memsaver {
+
+// Opens the sentinel, once in a process. Throws DriverError if there is no free descriptor.
+void open_sentinel();
+// Adds children that have descriptors of the driver and not the sentinel. Owns these pidfds.
+void add_children(const std::vector<int>& pidfds);
+// Copies of the sentinel's read end and of the pidfds of those children that run, for a `sentinel` message. Throws
+// DriverError.
+std::vector<int> exit_descriptors();
+
+// Copies that exec closes. Throws DriverError if there are too few free descriptors, and then no copy is left open.
+std::vector<int> copies_of(const std::vector<int>& descriptors);
+bool has_exited(int pidfd);
+
+// Whether children that are forked from now on close the descriptors of CUDA's devices and the sentinel at once. This
+// frees a dead process's memory earlier. It replaces no check, since other children may have been forked before.
+void set_close_on_fork(bool wanted);
+
+// Whether two descriptors of two processes are one open file. No value if the system does not permit the comparison.
+std::optional<bool> same_file(int pid, int descriptor, int other_pid, int other_descriptor);
+
+}  // namespace memsaver

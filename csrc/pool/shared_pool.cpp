@@ -1,0 +1,248 @@
+#include "pool/shared_pool.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <random>
+#include <utility>
+
+#include "base/mutants.h"
+
+namespace memsaver {
+namespace {
+
+using wire::Kind;
+using wire::Message;
+using wire::message_of;
+
+constexpr auto kUsageTimeout = std::chrono::seconds(1);
+
+}  // namespace
+
+std::uint64_t drawn_number() {
+  std::random_device source;
+  return ((std::uint64_t{source()} << 32) ^ source()) >> 1 | 1;
+}
+
+SharedPool::SharedPool(Driver& driver, Residents& residents)
+    : driver_(driver), residents_(residents), client_(drawn_number()), bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (bell_.get() < 0) throw DriverError("eventfd", errno, "no descriptor is left");
+}
+
+void SharedPool::throw_disconnected() const {
+  throw BrokerError("no broker of the shared pool of " + driver_.name + ": " + reason_ +
+                        ". Memory in use stays as it is; start another with `memsaver broker`, or with " +
+                        "configure(pool='shared'), and this process joins it",
+                    path_);
+}
+
+void SharedPool::throw_unanswered() const { throw BrokerError("the broker at " + path_ + " does not answer", path_); }
+
+std::uint64_t SharedPool::open_locked(PoolRequest& request) {
+  if (link_ == nullptr) throw_disconnected();
+  requests_[++last_number_] = &request;
+  return last_number_;
+}
+
+void SharedPool::close_locked(std::uint64_t number) { requests_.erase(number); }
+
+void SharedPool::give_back_locked(Grant grant) {
+  if (grant.file >= 0) ::close(grant.file);
+  if (link_ == nullptr) return;
+  if (grant.file >= 0) send_locked(message_of(Kind::dropped, {grant.id}));  // it was not imported
+  returned_.push_back(grant.id);
+  wake();
+}
+
+void SharedPool::send_returned_locked() {
+  const std::vector<std::uint64_t> chunks = std::exchange(returned_, {});
+  for (std::size_t at = 0; at < chunks.size(); at += wire::kMostChunks) {
+    const std::size_t end = std::min(chunks.size(), at + wire::kMostChunks);
+    link_->send(message_of(Kind::give_back, {chunks.begin() + static_cast<std::ptrdiff_t>(at),
+                                             chunks.begin() + static_cast<std::ptrdiff_t>(end)}));
+  }
+}
+
+void SharedPool::send(Message message) {
+  std::lock_guard lock(mutex_);
+  send_locked(std::move(message));
+}
+
+// Sends the chunks that were given back first, since they were given back before this message was made.
+void SharedPool::send_locked(Message message) {
+  if (link_ == nullptr) return close_all(message.descriptors);
+  send_returned_locked();
+  link_->send(std::move(message));
+  if (!link_->flush()) wake();
+}
+
+std::unique_ptr<ChunkRequest> SharedPool::ask(const Needs& needs, Deadline deadline) {
+  return std::make_unique<PoolRequest>(static_cast<RequestHost&>(*this), needs, deadline);
+}
+
+void SharedPool::take_back(Chunk chunk) noexcept {
+  try {
+    std::lock_guard lock(mutex_);
+    const auto number = numbers_.find(chunk.handle());
+    if (number == numbers_.end()) return;  // its end releases it
+    if (link_ == nullptr && !restoring_) {
+      chunks_.erase(number->second);
+      numbers_.erase(number);
+      return;
+    }
+    returned_.push_back(number->second);
+    chunks_.at(number->second).in_use = false;
+    static_cast<void>(std::move(chunk).keep());
+    if (returned_.size() == 1) wake();
+  } catch (const std::exception&) {
+    // No host memory for the number: the broker gets the chunk back at the end of this process.
+  }
+}
+
+// Called by the thread that needs the chunk, so that the pool's thread makes no call of the driver.
+Chunk SharedPool::import(Grant grant) {
+  Handle handle = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (link_ == nullptr || connections_ != grant.connection) {
+      if (grant.file >= 0) ::close(grant.file);
+      throw_disconnected();
+    }
+    if (grant.file < 0) {
+      const auto found = chunks_.find(grant.id);
+      if (found == chunks_.end()) {
+        disconnect_locked("it granted a chunk of which this process has no handle");
+        wake();
+        throw_disconnected();
+      }
+      handle = found->second.handle;
+      found->second.in_use = true;
+    }
+  }
+  if (grant.file >= 0) {
+    try {
+      handle = driver_.import_fd(grant.file, grant.size);
+    } catch (...) {
+      std::lock_guard lock(mutex_);
+      give_back_locked(grant);
+      throw;
+    }
+    ::close(grant.file);
+    std::lock_guard lock(mutex_);
+    if (link_ == nullptr || connections_ != grant.connection) {
+      Chunk(driver_, handle, grant.size, nullptr);
+      throw_disconnected();
+    }
+    chunks_[grant.id] = {handle, grant.size, true};
+    numbers_[handle] = grant.id;
+  }
+  Chunk chunk(driver_, handle, grant.size, this);
+  if (grant.scrub && !MEMSAVER_MUTANT(chunks_change_hands_unscrubbed)) scrub(handle, grant.size);
+  return chunk;
+}
+
+void SharedPool::scrub(Handle handle, std::size_t size) {
+  std::lock_guard lock(scrubbing_);
+  // If a call fails, the chunk may stay mapped at these addresses. The next scrub reserves others.
+  const Address scratch = std::exchange(scratch_, 0);
+  const Address at = scratch != 0 ? scratch : driver_.reserve(kChunkClasses.front());
+  driver_.map(at, size, handle);
+  driver_.allow(at, size);
+  driver_.fill(at, size, 0);
+  driver_.wait(driver_.mark(Direction::in));
+  driver_.unmap(at, size);
+  scratch_ = at;
+}
+
+std::vector<Message> SharedPool::call_broker(Message message, Deadline deadline, const std::string& peer,
+                                             bool interruptible) {
+  std::unique_lock lock(mutex_);
+  if (link_ == nullptr) throw_disconnected();
+  const std::uint64_t serial = ++last_number_;
+  message.words.insert(message.words.begin(), serial);
+  Call& call = calls_[serial];  // a map keeps the addresses of its elements
+  const std::uint64_t connection = connections_;
+  send_locked(std::move(message));
+  std::exception_ptr interrupt;
+  while (!call.answered && Clock::now() < deadline && !waiting_is_over && !interrupt) {
+    changed_.wait_until(lock, std::min<Clock::time_point>(deadline, Clock::now() + kBetweenLooks));
+    if (!interruptible || call.answered) continue;
+    lock.unlock();
+    try {
+      between_looks();
+    } catch (...) {
+      interrupt = std::current_exception();
+    }
+    lock.lock();
+  }
+  Call answer = std::move(call);
+  calls_.erase(serial);
+  const bool disconnected = link_ == nullptr || connections_ != connection;
+  if (answer.answered && !disconnected && answer.refusal == 0 && !interrupt) return std::move(answer.answer);
+  for (Message& part : answer.answer) {
+    close_all(part.descriptors);
+    if (part.kind == Kind::attached) detach_locked(part.words.at(1));  // the caller does not get it
+  }
+  if (interrupt) std::rethrow_exception(interrupt);
+  if (answer.refusal == static_cast<std::uint64_t>(wire::Refusal::unsupported))
+    throw BrokerError("the broker at " + path_ + " cannot answer: " + answer.answer.back().text, path_);
+  if (answer.refusal != 0) throw Error(answer.answer.back().text);
+  if (disconnected) throw_disconnected();
+  throw BrokerError("no answer from " + peer + " at " + path_, path_);
+}
+
+// Other processes can have the chunks that were given back at once, and not only after the next turn of the thread.
+void SharedPool::settle() {
+  std::lock_guard lock(mutex_);
+  if (link_ != nullptr) send_returned_locked();
+}
+
+Supply SharedPool::look() {
+  const Message usage =
+      call_broker(message_of(Kind::usage, {}), Clock::now() + kUsageTimeout, "the broker", false).back();
+  Supply supply{usage.words.at(1), {}};
+  for (std::size_t at = 3; at + 1 < usage.words.size(); at += 2)
+    supply.holders.push_back({static_cast<int>(usage.words[at]), usage.words[at + 1]});
+  return supply;
+}
+
+std::string SharedPool::status() {
+  return call_broker(message_of(Kind::status, {}), Clock::now() + kAnswerTimeout, "the broker", true).back().text;
+}
+
+void SharedPool::set_scrub(bool wanted) {
+  std::lock_guard lock(mutex_);
+  scrub_ = wanted;
+  send_locked(message_of(Kind::scrub, {wanted ? 1U : 0U}));
+}
+
+AttachedMemory SharedPool::attach(std::uint64_t owner, int pid, std::uint64_t residence, const std::string& key,
+                                  Deadline deadline) {
+  const std::string peer = "process " + std::to_string(pid) + ", asked through the broker";
+  const auto answers = call_broker(message_of(Kind::attach, {owner, static_cast<std::uint64_t>(pid), residence}, key),
+                                   deadline, peer, true);
+  AttachedMemory memory;
+  for (const Message& answer : answers) {
+    memory.attachment = answer.words.at(1);
+    std::size_t file = 0;
+    for (std::size_t at = 3; at + 2 < answer.words.size(); at += 3)
+      memory.parts.push_back({answer.words[at], answer.words[at + 2], answer.descriptors.at(file++)});
+  }
+  return memory;
+}
+
+void SharedPool::detach(std::uint64_t attachment) {
+  std::lock_guard lock(mutex_);
+  detach_locked(attachment);
+}
+
+void SharedPool::detach_locked(std::uint64_t attachment) {
+  attached_.erase(attachment);
+  if (link_ == nullptr)
+    detached_.push_back(attachment);
+  else
+    send_locked(message_of(Kind::detach, {attachment}));
+}
+
+}  // namespace memsaver

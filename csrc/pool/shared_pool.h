@@ -1,0 +1,195 @@
+// The pool that all processes on a GPU borrow from, on the side of a client: a source of chunks, and the requests for
+// attachments to memory of other processes.
+//
+// Threads: a thread of the pool reads the broker's messages. It holds `mutex_` for bookkeeping only, and no thread
+// waits for the broker, or calls the driver, with this lock held. Order of locks: Core::mutex, then `mutex_`. The
+// thread takes Core::mutex, through Residents, with neither held.
+//
+// Handles: each chunk is imported once, at its first grant. Its handle is kept when the chunk is given back, until the
+// broker sends `drop`. So a chunk that is granted again is only a number.
+//
+// The end of a broker: chunks in use are kept, since the handle keeps the memory. The handles of other chunks are
+// released, and each demand fails with BrokerError. The thread searches for a new broker, and sends it an inventory of
+// the chunks in use.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/worker.h"
+#include "memory/chunk.h"
+#include "pool/link.h"
+#include "pool/pool_request.h"
+
+namespace memsaver {
+
+// A chunk, and its place in a region.
+struct Placed {
+  std::size_t offset;
+  Handle handle;
+  std::size_t size;
+};
+
+// The regions of this process that use a pool. Called by the pool's thread.
+class Residents {
+ public:
+  struct Row {
+    std::string tag;
+    std::uint64_t allocated, mapped, backed_up, state, policy;
+  };
+  struct Attached {  // an attachment to memory of this process
+    std::uint64_t attachment;
+    int pid;
+    std::vector<Handle> chunks;
+  };
+  virtual ~Residents() = default;
+  virtual std::vector<Row> rows() = 0;
+  // Records an attachment to the chunks under these ranges of a region. `key`: see SharedPool::attach(). Throws Error
+  // if the region cannot be attached to.
+  virtual std::vector<Placed> attach(const std::string& key, std::uint64_t residence, std::uint64_t attachment,
+                                     int pid) = 0;
+  virtual void detach(std::uint64_t attachment) = 0;
+  virtual std::vector<Attached> attachments() = 0;
+};
+
+// The result of attach(). The caller owns the descriptors.
+struct AttachedMemory {
+  struct Part {
+    std::size_t offset;
+    std::size_t size;
+    int file;
+  };
+  std::uint64_t attachment = 0;
+  std::vector<Part> parts;
+};
+
+std::uint64_t drawn_number();  // random, never 0
+
+class SharedPool final : public ChunkSource, private RequestHost {
+ public:
+  SharedPool(Driver& driver, Residents& residents);
+
+  // Connects to the broker at this path, unless there is a connection. Throws BrokerError.
+  void join(const std::string& path);
+  bool joined();
+  void stop(Deadline deadline);                     // waits for the thread's end. waiting_is_over has to be set
+  std::uint64_t client() const { return client_; }  // the number of this process in the protocol
+  void set_scrub(bool wanted);
+
+  std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline) override;
+  void take_back(Chunk chunk) noexcept override;
+  std::size_t give_up(std::size_t) override { return 0; }
+  std::size_t idle_bytes() const override { return 0; }
+  Supply look() override;
+  void settle() override;
+
+  std::string status();  // of the broker: JSON
+  // Attaches to memory of another process. `key`: "tag\npolicy\noffset\nsize[\noffset\nsize]...". Throws Error if the
+  // owner refuses, and BrokerError if there is no answer before the deadline.
+  AttachedMemory attach(std::uint64_t owner, int pid, std::uint64_t residence, const std::string& key,
+                        Deadline deadline);
+  void detach(std::uint64_t attachment);
+
+ private:
+  static constexpr std::chrono::milliseconds kSearch{100};  // between two searches for a new broker
+  struct Entry {
+    Handle handle;
+    std::size_t size;
+    bool in_use;  // false: the broker has the chunk, and this process only its handle
+  };
+  using Entries = std::unordered_map<std::uint64_t, Entry>;  // by the broker's number of the chunk
+  struct Attacher {                                          // a process that is attached to memory of this one
+    Attacher(int number, std::vector<int> descriptors) : pid(number), files(std::move(descriptors)) {}
+    ~Attacher() { close_all(files); }
+    Attacher(const Attacher&) = delete;
+    Attacher& operator=(const Attacher&) = delete;
+    const int pid;
+    std::vector<int> files;  // its pidfd, then the descriptors of its `sentinel` message
+  };
+  struct Call {  // a message that waits for its answer
+    bool answered = false;
+    std::uint64_t refusal = 0;  // its code
+    std::vector<wire::Message> answer;
+  };
+
+  // Of RequestHost.
+  std::uint64_t open_locked(PoolRequest& request) override;
+  void close_locked(std::uint64_t number) override;
+  void send_locked(wire::Message message) override;
+  void give_back_locked(Grant grant) override;
+  Chunk import(Grant grant) override;
+  [[noreturn]] void throw_disconnected() const override;
+  [[noreturn]] void throw_unanswered() const override;
+
+  // In shared_pool_thread.cpp: the thread, connections and their ends.
+  struct Connected {
+    std::unique_ptr<Link> link;
+    std::uint64_t broker_version;
+  };
+  void serve();
+  bool serve_once();
+  void reconnect();
+  Connected connect(const std::string& path, bool* accepted = nullptr) const;
+  void restore_state(Connected connected);
+  void send_inventory(Link& link, const std::vector<std::pair<std::uint64_t, Entry>>& entries) const;
+  void send_attachments_locked(Link& link, const std::vector<Residents::Attached>& attachments) const;
+  void forget_returned_locked();
+  void disconnect_locked(const std::string& reason);
+  Entries::iterator forget_locked(Entries::iterator entry);
+  void release_handles();
+  void handle(wire::Message message);
+  void handle_grant(wire::Message message);
+  void handle_refusal_locked(wire::Message message);
+  void handle_answer_locked(wire::Message message);
+  void handle_unknown(wire::Message message);
+  void handle_attach_request(wire::Message message);
+  void handle_drop(const std::vector<std::uint64_t>& ids);
+  void add_attacher(std::uint64_t attachment, int pid, std::vector<int> files);
+  void remove_attacher(std::uint64_t attachment);
+  void send_report();
+  void wake() const;
+
+  void send(wire::Message message);
+  void send_returned_locked();
+  std::vector<wire::Message> call_broker(wire::Message message, Deadline deadline, const std::string& peer,
+                                         bool interruptible);
+  void detach_locked(std::uint64_t attachment);
+  void scrub(Handle handle, std::size_t size);
+
+  Driver& driver_;
+  Residents& residents_;
+  const std::uint64_t client_;
+  const File bell_;        // an eventfd that wakes the thread
+  std::mutex connecting_;  // held by the one thread that connects; taken before `mutex_`
+  std::string path_;
+  std::unique_ptr<Link> link_;        // null: no connection
+  std::uint64_t broker_version_ = 0;  // of the connected broker's protocol
+  std::uint64_t connections_ = 0;     // so far, the present one included
+  bool restoring_ = false;            // chunks in use are exported without the lock: their handles must stay
+  std::string reason_ = "no connection was made";  // of the missing connection
+  bool scrub_ = false;
+  Entries chunks_;
+  std::unordered_map<Handle, std::uint64_t> numbers_;
+  std::vector<Chunk> released_;          // handles that the thread is to release
+  std::vector<std::uint64_t> returned_;  // chunks that are to be given back
+  std::map<std::uint64_t, PoolRequest*> requests_;
+  std::map<std::uint64_t, Call> calls_;
+  std::set<std::uint64_t> attached_;                              // attachments to memory of others
+  std::map<std::uint64_t, std::shared_ptr<Attacher>> attachers_;  // by attachment
+  std::vector<std::uint64_t> detached_;                           // attachments that ended without a connection
+  std::uint64_t last_number_ = 0;                                 // of requests and calls
+  std::mutex scrubbing_;
+  Address scratch_ = 0;                         // addresses for one chunk
+  std::chrono::milliseconds search_ = kSearch;  // until the next search for a broker
+  Worker worker_;
+};
+
+}  // namespace memsaver

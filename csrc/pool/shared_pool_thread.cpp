@@ -1,0 +1,407 @@
+// The pool's thread: connects to brokers, restores this process's state there, and handles their messages.
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "pool/sentinel.h"
+#include "pool/shared_pool.h"
+
+namespace memsaver {
+namespace {
+
+using wire::Field;
+using wire::Kind;
+using wire::Message;
+using wire::message_of;
+using wire::Refusal;
+
+constexpr auto kLongestSearch = std::chrono::milliseconds(5000);
+
+// The parts of a demand: bytes by their limit.
+std::map<std::size_t, std::size_t> parts_of(const std::vector<std::uint64_t>& words, std::size_t at, std::size_t end) {
+  std::map<std::size_t, std::size_t> parts;
+  for (; at + 1 < end; at += 2) parts[words[at]] += words[at + 1];
+  return parts;
+}
+
+void send_sentinel(Link& link) {
+  const std::vector<int> files = exit_descriptors();
+  for (std::size_t at = 0; at < files.size(); at += wire::kMostDescriptors) {
+    const std::size_t end = std::min(files.size(), at + wire::kMostDescriptors);
+    Message message = message_of(Kind::sentinel, {});
+    message.descriptors.assign(files.begin() + static_cast<std::ptrdiff_t>(at),
+                               files.begin() + static_cast<std::ptrdiff_t>(end));
+    link.send(std::move(message));
+  }
+}
+
+bool is_near(std::uint64_t version) {
+  return version + wire::kVersionsApart >= wire::kVersion && version <= wire::kVersion + wire::kVersionsApart;
+}
+
+}  // namespace
+
+// Checks the socket as well: the thread may not have read the end of the connection yet, and a caller that joins the
+// next broker cannot wait for it.
+bool SharedPool::joined() {
+  std::lock_guard lock(mutex_);
+  if (link_ == nullptr) return false;
+  pollfd end = {link_->descriptor(), 0, 0};
+  if (::poll(&end, 1, 0) <= 0 || (end.revents & (POLLHUP | POLLERR)) == 0) return true;
+  disconnect_locked("it has ended");
+  wake();
+  return false;
+}
+
+void SharedPool::join(const std::string& path) {
+  std::lock_guard only(connecting_);
+  if (joined()) return;
+  if (!worker_.started()) worker_.start([this] { serve(); });
+  restore_state(connect(path));
+}
+
+// `accepted`: set when the broker has accepted the connection, also if it refuses the client then.
+SharedPool::Connected SharedPool::connect(const std::string& path, bool* accepted) const {
+  auto link = std::make_unique<Link>(path);
+  if (accepted != nullptr) *accepted = true;
+  Message hello =
+      message_of(Kind::hello, {wire::kVersion, client_, static_cast<std::uint64_t>(::getpid())}, driver_.uuid());
+  hello.fields = {{Field::oldest, wire::kVersion - wire::kVersionsApart}};
+  link->send(std::move(hello));
+  const Message welcome = link->expect(Kind::welcome, kAnswerTimeout);
+  if (welcome.words.empty()) throw BrokerError("the broker at " + path + " sent a welcome without a version", path);
+  const std::uint64_t version = welcome.words[0];
+  const std::uint64_t newest = welcome.field(Field::newest, version);
+  if (!is_near(newest) || !is_near(version) || version > wire::kVersion)
+    throw BrokerError("the broker at " + path + " speaks version " + std::to_string(newest) +
+                          " of the protocol and this process version " + std::to_string(wire::kVersion) +
+                          ", and they may differ by " + std::to_string(wire::kVersionsApart) +
+                          ": upgrade memsaver in " + (newest > wire::kVersion ? "this process" : "the broker"),
+                      path);
+  return {std::move(link), newest};
+}
+
+// Sends the chunks and attachments of this process to a broker that may be a new one. The chunks are exported without
+// the lock, since this takes the driver 0.1 to 0.4 ms for each of them. While `restoring_` is set, take_back() keeps
+// the handle of a chunk, and the chunk is given back to this broker after the inventory.
+void SharedPool::restore_state(Connected connected) {
+  const std::vector<Residents::Attached> attachments = residents_.attachments();
+  Link& link = *connected.link;
+  std::vector<std::pair<std::uint64_t, Entry>> entries;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& entry : chunks_)
+      if (entry.second.in_use) entries.push_back(entry);
+    restoring_ = true;
+  }
+  try {
+    send_sentinel(link);
+    send_inventory(link, entries);
+    std::lock_guard lock(mutex_);
+    send_attachments_locked(link, attachments);
+    link.send(message_of(Kind::scrub, {scrub_ ? 1U : 0U}));
+    for (const std::uint64_t each : std::exchange(detached_, {})) link.send(message_of(Kind::detach, {each}));
+    restoring_ = false;
+    path_ = link.path;
+    link_ = std::move(connected.link);
+    broker_version_ = connected.broker_version;
+    ++connections_;
+    changed_.notify_all();
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    restoring_ = false;
+    forget_returned_locked();
+    wake();
+    throw;
+  }
+}
+
+void SharedPool::send_inventory(Link& link, const std::vector<std::pair<std::uint64_t, Entry>>& entries) const {
+  Message part = message_of(Kind::inventory, {});
+  try {
+    for (const auto& [id, entry] : entries) {
+      part.words.insert(part.words.end(), {id, entry.size});
+      part.descriptors.push_back(driver_.export_fd(entry.handle));
+      if (part.descriptors.size() == wire::kMostChunks) link.send(std::exchange(part, message_of(Kind::inventory, {})));
+    }
+  } catch (...) {
+    close_all(part.descriptors);
+    throw;
+  }
+  link.send(std::move(part));  // fewer than kMostChunks: the end of the inventory
+}
+
+void SharedPool::send_attachments_locked(Link& link, const std::vector<Residents::Attached>& attachments) const {
+  for (const Residents::Attached& each : attachments) {
+    const auto attacher = attachers_.find(each.attachment);
+    if (attacher == attachers_.end()) continue;  // it has ended meanwhile
+    std::vector<std::uint64_t> words = {each.attachment, static_cast<std::uint64_t>(each.pid)};
+    for (const Handle chunk : each.chunks)
+      if (const auto found = numbers_.find(chunk); found != numbers_.end()) words.push_back(found->second);
+    Message message = message_of(Kind::restore, std::move(words));
+    message.descriptors = copies_of(attacher->second->files);
+    link.send(std::move(message));
+  }
+  link.send(message_of(Kind::attachments, {attached_.begin(), attached_.end()}));
+}
+
+// Forgets the chunks that are not in use here. Without a broker they belong to no process.
+void SharedPool::forget_returned_locked() {
+  returned_.clear();
+  for (auto entry = chunks_.begin(); entry != chunks_.end();)
+    entry = entry->second.in_use ? std::next(entry) : forget_locked(entry);
+}
+
+// The thread releases the handle later, because the caller holds the lock and the driver may take long.
+SharedPool::Entries::iterator SharedPool::forget_locked(Entries::iterator entry) {
+  released_.emplace_back(driver_, entry->second.handle, entry->second.size, nullptr);  // its end releases the handle
+  numbers_.erase(entry->second.handle);
+  return chunks_.erase(entry);
+}
+
+void SharedPool::release_handles() {
+  std::vector<Chunk> released;  // before the lock, so that its end comes after it
+  std::lock_guard lock(mutex_);
+  released = std::exchange(released_, {});
+}
+
+void SharedPool::disconnect_locked(const std::string& reason) {
+  link_.reset();
+  reason_ = reason;
+  if (!restoring_) forget_returned_locked();
+  for (auto& [number, request] : requests_) request->disconnected_locked();
+  for (auto& [number, call] : calls_) call.answered = true;
+  changed_.notify_all();
+}
+
+void SharedPool::wake() const {
+  const std::uint64_t one = 1;
+  static_cast<void>(::write(bell_.get(), &one, sizeof one));
+}
+
+void SharedPool::serve() {
+  while (!waiting_is_over) {
+    try {
+      release_handles();
+      if (!serve_once()) reconnect();
+    } catch (const std::exception& error) {
+      std::lock_guard lock(mutex_);
+      disconnect_locked(error.what());
+    }
+  }
+}
+
+// Waits for messages in either direction, sends and handles them. Returns false if there is no connection.
+bool SharedPool::serve_once() {
+  pollfd ready[] = {{-1, POLLIN, 0}, {bell_.get(), POLLIN, 0}};
+  {
+    std::lock_guard lock(mutex_);
+    if (link_ == nullptr) return false;
+    send_returned_locked();
+    ready[0].fd = link_->descriptor();
+    if (!link_->flush()) ready[0].events |= POLLOUT;
+  }
+  ::poll(ready, 2, -1);
+  if (ready[1].revents != 0) {
+    std::uint64_t rings = 0;
+    static_cast<void>(::read(bell_.get(), &rings, sizeof rings));
+  }
+  while (ready[0].revents != 0) {
+    std::optional<Message> message;
+    {
+      std::lock_guard lock(mutex_);
+      if (link_ != nullptr) message = link_->receive();
+    }
+    if (!message) break;
+    handle(std::move(*message));
+  }
+  return true;
+}
+
+void SharedPool::stop(Deadline deadline) {
+  wake();
+  {
+    std::lock_guard lock(mutex_);
+    changed_.notify_all();
+  }
+  worker_.join(deadline);
+}
+
+void SharedPool::reconnect() {
+  std::string path;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, search_, [this] { return link_ != nullptr || waiting_is_over.load(); });
+    if (link_ != nullptr || waiting_is_over || path_.empty()) return;
+    path = path_;
+  }
+  std::lock_guard only(connecting_);
+  if (joined()) return;
+  bool accepted = false;
+  try {
+    restore_state(connect(path, &accepted));
+    search_ = kSearch;
+  } catch (const std::exception&) {
+    // No broker yet: the next request for a chunk raises an error. A broker that refuses is tried less and less often.
+    search_ = accepted ? std::min(2 * search_, kLongestSearch) : kSearch;
+  }
+}
+
+void SharedPool::handle(Message message) {
+  switch (message.kind) {
+    case Kind::grant: return handle_grant(std::move(message));
+    case Kind::drop: return handle_drop(message.words);
+    case Kind::query: return send_report();
+    case Kind::attach_request: return handle_attach_request(std::move(message));
+    case Kind::detached:
+      residents_.detach(message.words.at(0));
+      remove_attacher(message.words.at(0));
+      return;
+    default: break;
+  }
+  if (!wire::is_defined(message.kind)) return handle_unknown(std::move(message));
+  std::lock_guard lock(mutex_);
+  if (message.kind == Kind::stalled) {
+    const auto found = requests_.find(message.words.at(0));
+    if (found != requests_.end())
+      found->second->update_locked(message.words.at(1), parts_of(message.words, 2, message.words.size()), true);
+  } else if (message.kind == Kind::refused) {
+    handle_refusal_locked(std::move(message));
+  } else {  // usage, status, attached, trimmed
+    handle_answer_locked(std::move(message));
+  }
+  changed_.notify_all();
+}
+
+void SharedPool::handle_refusal_locked(Message message) {
+  const auto code = static_cast<Refusal>(message.words.at(0));
+  const std::uint64_t number = message.words.at(1);
+  if (code == Refusal::over_capacity) {
+    const auto found = requests_.find(number);
+    if (found != requests_.end()) found->second->refused_locked();
+  } else if (code == Refusal::not_attached || code == Refusal::unsupported) {
+    const auto call = calls_.find(number);
+    if (call == calls_.end()) return;
+    call->second.refusal = message.words[0];
+    call->second.answer.push_back(std::move(message));
+    call->second.answered = true;
+  } else {
+    disconnect_locked("it refuses: " + message.text);
+  }
+}
+
+void SharedPool::handle_answer_locked(Message message) {
+  if (message.words.empty()) return;
+  const auto call = calls_.find(message.words[0]);
+  if (call == calls_.end()) {  // its caller has stopped waiting
+    if (message.kind == Kind::attached) send_locked(message_of(Kind::detach, {message.words.at(1)}));
+    close_all(message.descriptors);
+    return;
+  }
+  if (message.kind == Kind::attached) attached_.insert(message.words.at(1));
+  call->second.answered = message.kind != Kind::attached || message.words.at(2) == 0;
+  call->second.answer.push_back(std::move(message));
+}
+
+// A newer broker may send messages that this version does not define, and gets a refusal. From any other it is an
+// error.
+void SharedPool::handle_unknown(Message message) {
+  close_all(message.descriptors);
+  const std::string text = "version " + std::to_string(wire::kVersion) + " of the protocol has no message of kind " +
+                           std::to_string(static_cast<std::uint32_t>(message.kind));
+  std::lock_guard lock(mutex_);
+  if (broker_version_ <= wire::kVersion) throw BrokerError("it sent a malformed message: " + text, path_);
+  const std::uint64_t request = message.words.empty() ? 0 : message.words[0];
+  send_locked(message_of(Kind::refused, {static_cast<std::uint64_t>(Refusal::unsupported), request}, text));
+}
+
+void SharedPool::handle_grant(Message message) {
+  std::lock_guard lock(mutex_);
+  const auto found = requests_.find(message.words.at(0));
+  std::size_t file = 0;
+  const std::size_t chunks_at = std::min(message.words.size(), 3 + 2 * message.words.at(2));
+  for (std::size_t at = chunks_at; at + 2 < message.words.size(); at += 3) {
+    const std::uint64_t flags = message.words[at + 2];
+    Grant grant{message.words[at], message.words[at + 1], (flags & wire::kScrub) != 0, -1, connections_};
+    if ((flags & wire::kHasDescriptor) != 0) grant.file = message.descriptors.at(file++);
+    if (found != requests_.end())
+      found->second->granted_locked(grant);
+    else
+      give_back_locked(grant);
+  }
+  if (found != requests_.end())
+    found->second->update_locked(message.words.at(1), parts_of(message.words, 3, chunks_at), false);
+  changed_.notify_all();
+}
+
+void SharedPool::handle_drop(const std::vector<std::uint64_t>& ids) {
+  std::unique_lock lock(mutex_);
+  for (const std::uint64_t id : ids) {
+    const auto found = chunks_.find(id);
+    if (found == chunks_.end() || found->second.in_use) continue;
+    forget_locked(found);
+  }
+  lock.unlock();
+  release_handles();
+  send(message_of(Kind::dropped, ids));  // after the release: the broker may give the memory to another process then
+}
+
+void SharedPool::send_report() {
+  Message message = message_of(Kind::report, {});
+  for (const Residents::Row& row : residents_.rows()) {
+    if (8 * message.words.size() + message.text.size() > wire::kLongestPacket - 1024) break;
+    message.words.insert(message.words.end(), {row.allocated, row.mapped, row.backed_up, row.state, row.policy});
+    message.text += (message.words.size() > 5 ? "\n" : "") + row.tag;
+  }
+  send(std::move(message));
+}
+
+// Several attachments of one process share its descriptors.
+void SharedPool::add_attacher(std::uint64_t attachment, int pid, std::vector<int> files) {
+  std::lock_guard lock(mutex_);
+  for (const auto& [number, known] : attachers_) {
+    if (known->pid != pid || has_exited(known->files.front())) continue;
+    close_all(files);
+    attachers_[attachment] = known;
+    return;
+  }
+  attachers_[attachment] = std::make_shared<Attacher>(pid, std::move(files));
+}
+
+void SharedPool::remove_attacher(std::uint64_t attachment) {
+  std::lock_guard lock(mutex_);
+  attachers_.erase(attachment);
+}
+
+void SharedPool::handle_attach_request(Message message) {
+  const std::uint64_t attachment = drawn_number();
+  const int pid = static_cast<int>(message.words.at(1));
+  try {
+    if (message.descriptors.empty()) throw Error("the broker sent no pidfd of process " + std::to_string(pid));
+    // First the attacher, since restore_state() may send the attachment as soon as the region has it.
+    add_attacher(attachment, pid, std::exchange(message.descriptors, {}));
+    const auto placed = residents_.attach(message.text, message.words.at(2), attachment, pid);
+    // A chunk that was freed meanwhile is given back to the broker before the answer, so it must not be in it.
+    std::lock_guard lock(mutex_);
+    std::vector<Message> answers = {message_of(Kind::attach_reply, {message.words.at(0), attachment, 0})};
+    for (const Placed& chunk : placed) {
+      const auto number = numbers_.find(chunk.handle);
+      if (number == numbers_.end() || !chunks_.at(number->second).in_use)
+        throw Error("it holds memory that did not come from the shared pool, or that is being freed");
+      if (answers.back().words.size() >= 3 + 3 * wire::kMostChunks) {
+        answers.back().words[2] = 1;
+        answers.push_back(message_of(Kind::attach_reply, {message.words.at(0), attachment, 0}));
+      }
+      answers.back().words.insert(answers.back().words.end(), {chunk.offset, number->second, chunk.size});
+    }
+    for (Message& answer : answers) send_locked(std::move(answer));
+  } catch (const Error& error) {
+    residents_.detach(attachment);
+    remove_attacher(attachment);
+    send(message_of(Kind::attach_reply, {message.words.at(0), 0, 0}, error.what()));
+  }
+}
+
+}  // namespace memsaver

@@ -1,0 +1,151 @@
+// The protocol between a broker and its clients, over a Unix socket of type SOCK_SEQPACKET: one message is one packet.
+//
+// A packet is a head `u32 kind, u32 words, u32 fields`, then `u64 words[words]`, then `{u64 number, u64 value}` for
+// each optional field, then text to its end; all little-endian. Descriptors travel beside it (SCM_RIGHTS), in the order
+// in which the words mention them. Python reads the numbers below from the core, so this is their one place.
+//
+// Versions. A broker and a client work together if their versions differ by at most 1. They use the lower one.
+//  - The head, the first word of `hello` and of `welcome`, and `refused` are the same in all versions.
+//  - From one version to the next, a message may only gain optional fields. Its words stay as they are. A receiver
+//    ignores the fields that it does not define, and uses a field's default if the message lacks it.
+//  - A new kind of message, or a new value of a code, a flag, a state or a policy, is sent only if both sides
+//    define it. A receiver answers an unknown kind from a newer peer with `refused`, code `unsupported`, and
+//    stays connected.
+//  - The version grows by 1 with each release that changes the protocol. A change that these rules exclude needs two
+//    releases: the first one adds the replacement, the second one removes the old form.
+//
+//   client -> broker
+//   hello     version, client, pid                 text: the device's uuid. `client`: a random number, the same for the
+//             [oldest]                             life of the process; `pid`: in the client's own pid namespace.
+//                                                  `oldest`: the lowest version that it supports; default: version - 1
+//   sentinel  + descriptors                        after welcome, before each message about memory: the read end of the
+//                                                  process's sentinel (csrc/pool/sentinel.h), and a pidfd of each child
+//                                                  that may have the driver's descriptors without the sentinel. Sent
+//                                                  several times if one packet cannot hold them
+//   inventory {chunk, size}...  + descriptors      after welcome: the used chunks of an earlier broker. Ends with a
+//                                                  packet of fewer than kMostChunks chunks, an empty one if needed
+//   restore   attachment, pid, chunk...  + descriptors  after inventory: an attachment to this client's memory, made
+//                                                  under an earlier broker, and the descriptors of its `attach_request`
+//   attachments  attachment...                     after inventory: the attachments of this client to others' memory
+//   demand    request, {limit, fresh, bytes}...    opens a demand: `bytes` in chunks of at most `limit`, and of at most
+//                                                  `fresh` if they have to be created. Demands are served in the order
+//                                                  in which they were opened
+//   exchange  request, {limit, fresh, bytes}...    adds parts at the front of an open demand, and removes as many bytes
+//                                                  of its other parts, those with the largest limit first. Bytes beyond
+//                                                  these enlarge the demand
+//   close     request                              closes a demand, complete or not
+//   give_back chunk...                             returns chunks to the pool. Their contents are not needed any more
+//   dropped   chunk...                             answers drop: this client has released its handles of these chunks
+//   scrub     0 or 1                               1: zero each chunk that passes between this client and another one.
+//                                                  Before the first message: 0
+//   usage     serial                               -> usage
+//   status    serial                               -> status
+//   report    {allocated, mapped, backup, state, policy}...   answers query. text: the regions' tags, joined by '\n'
+//   attach    serial, client, pid, residence       requests an attachment to another client's memory. text: `tag '\n'
+//                                                  policy '\n' offset '\n' size ['\n' offset '\n' size]...`
+//   attach_reply  request, attachment, more, {offset, chunk, size}...   answers attach_request; attachment 0: refused,
+//                                                  and the text is the reason. `more`: 1 if another packet follows
+//   detach    attachment                           ends an attachment
+//   trim      serial, bytes                        releases idle chunks to the driver until at most `bytes` are idle
+//                                                  -> trimmed
+//   refused   code, request                        code `unsupported` alone: see below
+//
+//   broker -> client
+//   welcome   version, capacity                    `version`: the one that both use. `newest`: that of the
+//             [newest]                             broker; default: `version`
+//   refused   code, request                        text: the reason. `request`: the first word of the refused message.
+//                                                  `over_capacity`: the demand exceeds the pool's capacity.
+//                                                  `not_attached`: the attachment was refused. `unsupported`: the
+//                                                  receiver does not define this kind of message. All other codes are
+//                                                  followed by the end of the connection
+//   grant     request, messages, parts, {limit, remaining}..., {chunk, size, flags}...  + descriptors   of the chunks
+//                                                  with flag `has_descriptor`, of which this client has no handle.
+//                                                  `messages`: the number of messages about this demand (demand and
+//                                                  exchange) that the broker has received. Then `remaining` bytes are
+//                                                  still to be granted in chunks of at most `limit`, in so many
+//                                                  `parts`. 0: the next grant of this demand has these numbers
+//   stalled   request, messages, {limit, remaining}...   nothing can be granted now. Without parts: the demand is
+//                                                  complete
+//   drop      chunk...                             requests the release of the handles of these chunks, which the
+//                                                  client does not hold -> dropped
+//   query                                          -> report
+//   usage     serial, available, capacity, {pid, held}...   `available`: idle bytes, and bytes that can be created
+//   status    serial                               text: JSON, see memsaver/broker/status.py
+//   attach_request  request, pid, residence  + descriptors   text: as in attach -> attach_reply. With a pidfd of the
+//                                                  process that attaches, its sentinel, and the pidfds that it sent:
+//                                                  the owner passes them to the next broker, since that process may
+//                                                  have exited before the next broker starts
+//   attached  serial, attachment, more, {offset, chunk, size}...  + a descriptor of each
+//   detached  attachment                           the attachment has ended
+//   trimmed   serial, bytes                        the released bytes
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace memsaver::wire {
+
+// See "Versions" above before you change a message.
+constexpr std::uint64_t kVersion = 3;
+constexpr std::uint64_t kVersionsApart = 1;                   // between a broker and a client, at most
+constexpr std::size_t kLongestPacket = std::size_t{1} << 16;  // bytes
+constexpr std::size_t kMostDescriptors = 250;                 // in one packet; the kernel allows 253
+constexpr std::size_t kMostChunks = 250;                      // in one packet
+
+// name, number
+#define MEMSAVER_MESSAGES(define)                                                                                    \
+  define(hello, 1) define(sentinel, 2) define(inventory, 3) define(restore, 4) define(attachments, 5)                \
+      define(demand, 6) define(exchange, 7) define(close, 8) define(give_back, 9) define(dropped, 10)                \
+          define(scrub, 11) define(usage, 12) define(status, 13) define(report, 14) define(attach, 15)               \
+              define(attach_reply, 16) define(detach, 17) define(trim, 18) define(welcome, 101) define(refused, 102) \
+                  define(grant, 103) define(stalled, 104) define(drop, 105) define(query, 106)                       \
+                      define(attach_request, 107) define(attached, 108) define(detached, 109) define(trimmed, 110)
+
+#define MEMSAVER_REFUSALS(define)                                                                    \
+  define(version, 1) define(malformed, 2) define(user, 3) define(device, 4) define(over_capacity, 5) \
+      define(not_attached, 6) define(exhausted, 7) define(pid_namespace, 8) define(unsupported, 9)
+
+// Optional fields.
+#define MEMSAVER_FIELDS(define) define(oldest, 1) define(newest, 2)
+
+#define MEMSAVER_ENUMERATOR(name, number) name = (number),
+enum class Kind : std::uint32_t { MEMSAVER_MESSAGES(MEMSAVER_ENUMERATOR) };
+enum class Refusal : std::uint64_t { MEMSAVER_REFUSALS(MEMSAVER_ENUMERATOR) };
+enum class Field : std::uint64_t { MEMSAVER_FIELDS(MEMSAVER_ENUMERATOR) };
+#undef MEMSAVER_ENUMERATOR
+
+constexpr bool is_defined(Kind kind) {
+  switch (kind) {
+#define MEMSAVER_CASE(name, number) case Kind::name:
+    MEMSAVER_MESSAGES(MEMSAVER_CASE)
+#undef MEMSAVER_CASE
+    return true;
+  }
+  return false;
+}
+
+// Of a chunk in `grant`.
+constexpr std::uint64_t kHasDescriptor = 1;
+constexpr std::uint64_t kScrub = 2;  // another client held it last, and one of the two asked for zeroing
+
+struct Message {
+  Kind kind;
+  std::vector<std::uint64_t> words;
+  std::string text;
+  std::vector<int> descriptors;  // the receiver closes them
+  std::vector<std::pair<Field, std::uint64_t>> fields;
+
+  std::uint64_t field(Field wanted, std::uint64_t missing) const {
+    for (const auto& [number, value] : fields)
+      if (number == wanted) return value;
+    return missing;
+  }
+};
+
+inline Message message_of(Kind kind, std::vector<std::uint64_t> words, std::string text = {}) {
+  return {kind, std::move(words), std::move(text), {}, {}};
+}
+
+}  // namespace memsaver::wire

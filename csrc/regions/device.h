@@ -1,0 +1,74 @@
+// One device of this process: its driver, its sources of chunks, its memory and files for backups, its freed segments.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "backup/disk_store.h"
+#include "backup/pinned_memory.h"
+#include "driver/driver.h"
+#include "memory/address_index.h"
+#include "memory/chunk.h"
+#include "pool/shared_pool.h"
+#include "regions/capture_gate.h"
+#include "regions/idle.h"
+#include "regions/resting.h"
+
+namespace memsaver {
+
+// The longest wait of an allocation or a resume for memory that was freed on its device and may still be in use.
+constexpr auto kShortageWait = std::chrono::seconds(1);
+
+// The parts of the process that all devices share.
+struct ProcessParts {
+  CaptureGate gate;
+  AddressIndex addresses;
+  RetainBudget retain;
+  HostBudget host_budget;
+  std::atomic<bool> backup_ahead = true;  // pinned host memory grows before a pause needs it
+};
+
+struct Device {
+  Device(std::unique_ptr<Driver> opened, ProcessParts& shared_parts)
+      : driver(std::move(opened)),
+        total_bytes(round_up(driver->memory().total, kPage)),
+        parts(shared_parts),
+        retained(*driver, parts.retain),
+        arena(*driver, parts.host_budget),
+        resting(*driver, parts.gate, mutex) {}
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  // The source of new chunks. Chunks of the other source return to it.
+  ChunkSource& source() { return pooled ? static_cast<ChunkSource&>(*shared) : retained; }  // idle.h has the errors.
+  void wait_idle(Deadline deadline) { memsaver::wait_idle(*driver, parts.gate, deadline, true); }
+  // For the caller to throw: `needed` bytes are not available. `more_free`: bytes that the call itself would free.
+  OutOfMemoryError out_of_memory(std::size_t needed, std::size_t more_free, double waited_s = 0) {
+    return memsaver::out_of_memory(*driver, source(), needed, more_free, waited_s);
+  }
+
+  const std::unique_ptr<Driver> driver;
+  const std::size_t total_bytes;
+  ProcessParts& parts;
+  RetainedPool retained;
+  std::unique_ptr<SharedPool> shared;  // made at first use, and kept
+  std::atomic<bool> pooled = false;
+  HostArena arena;
+  DiskStore files;
+  std::atomic<bool> lost = false;  // its context died
+
+  // Guards the bookkeeping of all regions on this device: segments, addresses, the lists of chunks. Never held over a
+  // call of the driver or of a source, since threads that hold the GIL take it.
+  std::mutex mutex;
+  // Bytes that the next pauses of all regions are expected to copy to the host.
+  std::atomic<std::size_t> to_back_up = 0;
+  Resting resting;
+
+  std::atomic<bool> has_stale = false;  // some mappings lack the access of a peer
+  std::vector<int> peers;  // ordinals of the devices with access to this device's memory; guarded by Core::mutex
+};
+
+}  // namespace memsaver

@@ -1,0 +1,123 @@
+#include "regions/idle.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <system_error>
+
+#include "base/spare_threads.h"
+
+namespace memsaver {
+namespace {
+
+constexpr auto kShortestLook = std::chrono::microseconds(20);
+constexpr auto kLongestLook = std::chrono::microseconds(500);
+
+// State that the waiting thread shares with its caller.
+struct Wait {
+  std::mutex mutex;
+  std::condition_variable ended;
+  bool done = false;
+  bool looked = false;  // the first query has shown that the device is busy
+  bool idle = false;    // the device was idle at the end of the wait
+  std::exception_ptr error;
+  std::atomic<bool> abandoned = false;
+};
+
+// Sets a mark and queries it, at least once, until the device has passed it. Blocks on drivers without marks. Returns
+// whether the device became idle before the deadline.
+bool make(Driver& driver, CaptureGate::Pass& pass, Wait& wait, Deadline deadline) {
+  const Driver::Ticket ticket = driver.record();
+  if (ticket == nullptr) {
+    driver.synchronize();
+    return now() <= deadline;
+  }
+  pass.end();  // querying a mark does not break a capture
+  for (Clock::duration pause = kShortestLook; !driver.done(ticket);) {
+    if (!wait.looked) {
+      std::lock_guard lock(wait.mutex);
+      wait.looked = true;
+      wait.ended.notify_all();
+    }
+    if (wait.abandoned || now() >= deadline) return false;
+    sleep_for(pause);
+    pause = std::min<Clock::duration>(pause * 2, kLongestLook);
+  }
+  return true;
+}
+
+void run(Driver& driver, CaptureGate::Pass& pass, Wait& wait, Deadline deadline) {
+  std::exception_ptr error;
+  bool idle = false;
+  try {
+    idle = make(driver, pass, wait, deadline);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  pass.end();
+  std::lock_guard lock(wait.mutex);
+  wait.error = error;
+  wait.idle = idle;
+  wait.done = true;
+  wait.ended.notify_all();
+}
+
+}  // namespace
+
+std::atomic<bool> exit_has_begun = false;
+
+void wait_idle(Driver& driver, CaptureGate& gate, Deadline deadline, bool looks) {
+  const Deadline began = now();
+  auto pass = std::make_shared<CaptureGate::Pass>(gate);
+  if (!*pass)
+    throw Error("a CUDA graph is being captured, and waiting for " + driver.name +
+                " would break it: end the capture first");
+  const auto wait = std::make_shared<Wait>();
+  // A driver call may block behind a driver call of another thread, which may block behind a kernel. So a separate
+  // thread makes the calls. It continues after the caller's bound has passed.
+  bool inline_wait = clock_is_virtual();
+  if (!inline_wait) {
+    try {
+      run_in_spare_thread([wait, &driver, pass] { run(driver, *pass, *wait, kNever); });
+    } catch (const std::system_error&) {
+      inline_wait = true;  // no thread is available
+    }
+  }
+  if (inline_wait) run(driver, *pass, *wait, deadline);
+  pass.reset();
+  std::unique_lock lock(wait->mutex);
+  const Deadline last = std::max(deadline, began + kOneLook);
+  std::optional<Deadline> exit_seen;
+  const auto give_up = [&] { wait->abandoned = true; };
+  while (!wait->done) {
+    if (exit_has_begun && !exit_seen) exit_seen = now();
+    if (waiting_is_over || (exit_seen && now() - *exit_seen > kEnd)) {
+      give_up();
+      throw Error("the interpreter exits: the wait for " + driver.name + " was ended");
+    }
+    const Deadline at = now();
+    const Deadline end = wait->looked ? deadline : last;
+    if (at >= end) break;
+    const auto next_look = std::min<Clock::duration>(kBetweenLooks, end - at);
+    if (wait->ended.wait_for(lock, next_look) == std::cv_status::no_timeout || !looks) continue;
+    lock.unlock();
+    try {
+      between_looks();
+    } catch (...) {
+      give_up();
+      throw;
+    }
+    lock.lock();
+  }
+  if (wait->error) std::rethrow_exception(wait->error);
+  if (wait->idle) return;
+  give_up();
+  const std::chrono::duration<double> waited = now() - began;
+  throw WaitTimeoutError("the work queued on " + driver.name + " did not end within the call's timeout", "device",
+                         waited.count());
+}
+
+}  // namespace memsaver

@@ -1,0 +1,217 @@
+// A region: addresses that never change, the segments carved out of them, and the chunks mapped under them.
+//
+// Locks, in the order in which they are taken:
+//   mapping_         of one region: held by the thread that changes its mappings, over driver calls. A thread that
+//                    holds the GIL only tries to lock it.
+//   Core::mutex      states, users, leases and queues.
+//   Device::mutex    segments, addresses and the list of chunks.
+// A state is written with Core::mutex and Device::mutex held, so either lock is enough to read it. A transition owns
+// the chunks and the backup of a region from drain() or come() to settle(), and changes them without mapping_. The list
+// of chunks is written under Device::mutex by the thread that holds mapping_, or by the owning transition. Both may
+// read it without the lock.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backup/backup.h"
+#include "base/mutants.h"
+#include "memory/address_space.h"
+#include "memory/layout.h"
+#include "memory/segments.h"
+#include "regions/device.h"
+#include "regions/states.h"
+
+namespace memsaver {
+
+constexpr std::size_t kGuard = kPage;  // behind each reserved range, so that two never touch
+using Slot = Range;                    // the addresses of a chunk in a region
+
+class Region final : public RestingOwner {
+ public:
+  struct Options {
+    Policy policy = Policy::none;
+    bool frozen = false;  // the contents do not change after the first copy
+    Fill fill = Fill::nothing;
+  };
+
+  Region(std::string tag, Device& device, Options options);
+
+  const std::string tag;
+  Device& device;
+  const Policy policy;
+  const bool frozen;
+  const Fill fill;
+
+  // The state machine. The caller holds Core::mutex, and no lock after it in the order.
+  //
+  //   active --drain--> draining --leave--> pausing --settle--> paused --come--> resuming --settle--> active
+  //                        |                                      ^                  |
+  //                        +--settle--> active                    +-----settle-------+
+  //
+  // A paused region that still has chunks after a refusal can drain again. lose() is final.
+  State state() const { return state_; }
+  bool is_at_rest() const;
+  void drain();    // a transition will pause it: no new launches, readers or allocations
+  void leave();    // committed: it will be paused
+  void come();     // a transition will resume it
+  void settle();   // the transition has ended; leave() and arrived() determine the next state
+  void arrived();  // the resumed memory stays
+  void lose();
+  void discard();  // committed: this pause keeps no contents
+  // Whether a pause discarded contents that `policy` would have kept. Reset when the region has memory again.
+  bool discarded() const { return discarded_; }
+  // Changes on every resume. Tokens of shared tensors are valid only while it stays the same.
+  std::uint64_t residence() const { return residence_; }
+
+  // The queue of the transitions on the region; the first one may proceed. Core::mutex is held.
+  void enqueue(const void* transition) {
+    queue_.insert(MEMSAVER_MUTANT(the_last_transition_is_the_first) ? queue_.begin() : queue_.end(), transition);
+  }
+  void dequeue(const void* transition) { std::erase(queue_, transition); }
+  bool is_first(const void* transition) const { return !queue_.empty() && queue_.front() == transition; }
+  // Guarded launches, and readers of the backup: transitions wait for them. Core::mutex is held.
+  void begin_use() { ++users_; }
+  void end_use() { --users_; }
+  bool in_use() const { return users_ > 0; }
+  // Other processes attached to the memory, by number: pauses wait for them. Core::mutex is held.
+  struct Lease {
+    int pid;
+    std::vector<Handle> chunks;
+  };
+  const std::map<std::uint64_t, Lease>& leases() const { return leases_; }
+  void lend(std::uint64_t lease, int pid, std::vector<Handle> chunks) { leases_[lease] = {pid, std::move(chunks)}; }
+  void returned(std::uint64_t lease) { leases_.erase(lease); }
+
+  // The backup of the current pause; of a frozen region, from its first pause on.
+  std::shared_ptr<Backup> backup() const;
+  std::shared_ptr<Backup> replace_backup(std::shared_ptr<Backup> backup);  // returns the former
+  bool sealed() const;              // frozen with a copy: it takes no allocations, since the copy would lack them
+  void expect_policy(Policy next);  // the expected policy of the next pause; Core::mutex is held
+
+  // Segments, by their first address. If it throws RegionPausedError, OutOfMemoryError or an error of the source,
+  // nothing has changed. `shortage`: the end of the wait for freed memory of this device.
+  Address allocate(std::size_t size, Deadline shortage);
+  void free(Address begin);  // in every state; addresses without a segment are ignored
+  bool owns(Address address) const;
+  std::size_t allocated_bytes() const;
+  std::size_t mapped_bytes() const { return mapped_; }
+  std::size_t reserved_bytes() const;
+  std::size_t largest_chunk() const;         // the largest class to be created for this region
+  Ranges live() const;                       // segments in use, joined where they touch
+  Ranges parts(const Ranges& ranges) const;  // the parts of `ranges` within segments in use, not joined
+  void forget_locked(Address begin) override;
+  // Returns chunks that no segment needs. If another thread holds mapping_, that thread does it.
+  void sweep() override;
+  void sweep_all();  // checks all chunks
+  // mark_stale(): existing mappings lack the access of a new peer. allow_again() gives it if the region is active.
+  void mark_stale();
+  void allow_again();
+  void strand();  // the driver refused to unmap a chunk whose access is unknown
+  // Mapped bytes that trim() may leave.
+  std::size_t bound() const;
+  // Throws Error if a transition, a user, a reader or another process uses the region. Core::mutex is held.
+  void check_unused() const;
+  // Ends the region. Returns its addresses, for the caller to release. Throws Error if segments, users, leases or
+  // transitions exist. Core::mutex and a Remapping are held.
+  Ranges close();
+  bool closed() const { return closed_; }
+
+  // A layout for the parts of all live segments without memory. `snug`: no chunk reaches beyond the parts; else larger
+  // chunks are used within the allowance.
+  Layout layout(bool snug) const;
+  Need need(std::size_t limit) const { return {limit, std::min(limit, largest_chunk()), limit}; }
+  std::size_t missing_bytes() const;  // the least memory of a layout
+
+  // Maps a chunk, accessible only after allow().
+  void map(Slot slot, Chunk chunk);
+  void allow(const std::vector<Slot>& slots);
+  // Unmaps these chunks and appends them to `freed`. Chunks that the driver refuses to unmap stay mapped. Returns the
+  // first refusal.
+  std::optional<DriverError> unmap(const std::vector<Address>& chunks, std::vector<Chunk>& freed);
+  // Replaces a chunk by pieces that hold the contents of its segments. For the owning transition. If the replacement
+  // fails, the chunk is mapped again; if this fails too, the region is lost. Returns the chunk.
+  struct Piece {
+    Slot slot;
+    Chunk chunk;
+  };
+  Chunk exchange(Address chunk, std::vector<Piece> pieces);
+  std::vector<Slot> slots() const;                               // of all mapped chunks
+  std::vector<Placed> chunks_under(const Ranges& ranges) const;  // by address, each once
+
+  // The right to change the mappings of an active region: holds mapping_.
+  class Remapping {
+   public:
+    explicit Remapping(Region& region) : region_(region), lock_(region.mapping_) {}
+    ~Remapping();
+    Remapping(const Remapping&) = delete;
+    Remapping& operator=(const Remapping&) = delete;
+
+   private:
+    Region& region_;
+    std::unique_lock<std::mutex> lock_;
+  };
+
+ private:
+  void check_allocatable(std::size_t size) const;
+  Address take_addresses(std::size_t size);
+  Layout layout_locked(Ranges wanted, Ranges segments, std::size_t live, std::size_t slack, bool snug) const;
+  Layout layout_of_new_locked(Range segment, bool snug) const;
+  Needs needs_of(Range segment, bool snug) const;
+  void map_new(Range segment, ChunkRequest& request, bool snug);
+  std::size_t unmapped_within(Address begin, Address end) const;  // bytes without a chunk
+  void count_locked();                                            // updates the device's to_back_up
+  void sweep_with_lock();
+  void add_dirty_locked(Range range);
+  void write_state(State state);
+
+  std::atomic<State> state_ = State::active;
+  std::atomic<std::uint64_t> residence_ = 1;
+  bool left_ = false, arrived_ = false;
+  std::atomic<bool> discarded_ = false;
+  std::atomic<bool> contents_lost_ = false;  // an exchange of chunks could not be undone
+  std::size_t users_ = 0;
+  std::deque<const void*> queue_;
+  std::map<std::uint64_t, Lease> leases_;
+
+  mutable std::mutex mapping_;
+  std::shared_ptr<Backup> backup_;
+  AddressSpace addresses_;
+  Segments segments_;
+  std::map<Address, Chunk> chunks_;       // mapped
+  std::vector<Address> freed_meanwhile_;  // while a transition owned the region
+  Ranges dirty_;                          // ranges in which chunks may have become empty
+  bool stale_ = false;                    // see mark_stale()
+  std::atomic<bool> doubtful_ = false;    // see strand()
+  bool stranded_ = false;                 // the driver refused to unmap a chunk that no segment needs
+  std::size_t counted_ = 0;               // this region's part of Device::to_back_up
+  Policy expected_;                       // the expected policy of the next pause
+  std::atomic<bool> closed_ = false;
+  std::atomic<std::size_t> mapped_ = 0;
+};
+
+// Chunks mapped by an operation that may still fail. Without commit() the destructor unmaps and returns them.
+class Mapping {
+ public:
+  explicit Mapping(Region& region) : region_(&region) {}
+  Mapping(Mapping&& other) noexcept : region_(other.region_), slots_(std::move(other.slots_)) { other.slots_.clear(); }
+  ~Mapping() { undo(); }
+  void undo();
+  void add(Slot slot, Chunk chunk);
+  const std::vector<Slot>& slots() const { return slots_; }
+  std::size_t commit();  // returns the bytes mapped
+
+ private:
+  Region* region_;
+  std::vector<Slot> slots_;
+};
+
+}  // namespace memsaver

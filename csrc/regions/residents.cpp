@@ -1,0 +1,92 @@
+#include "regions/residents.h"
+
+#include <unistd.h>
+
+#include <cstdlib>
+
+namespace memsaver {
+namespace {
+
+struct Key {
+  std::string tag;
+  Policy policy = Policy::none;
+  Ranges ranges;
+};
+
+// "tag\npolicy\noffset\nsize[\noffset\nsize]..."
+Key parsed(const std::string& text) {
+  std::vector<std::string> lines;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find('\n', begin), text.size());
+    lines.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  if (lines.size() < 4 || lines.size() % 2 != 0)
+    throw Error("the request of an attachment has " + std::to_string(lines.size()) +
+                " lines, expected 4 or more: tag, policy, and an offset and a size for each range");
+  Key key{lines[0], policy_of(lines[1]), {}};
+  for (std::size_t at = 2; at < lines.size(); at += 2)
+    key.ranges.push_back(
+        {std::strtoull(lines[at].c_str(), nullptr, 10), std::strtoull(lines[at + 1].c_str(), nullptr, 10)});
+  return key;
+}
+
+}  // namespace
+
+std::vector<Residents::Row> DeviceResidents::rows() {
+  std::vector<Row> found;
+  for (const Region* region : core().regions_of(device_)) {
+    const std::shared_ptr<Backup> backup = region->backup();
+    found.push_back({region->tag, region->allocated_bytes(), region->mapped_bytes(), backup ? backup->bytes() : 0,
+                     static_cast<std::uint64_t>(region->state()), static_cast<std::uint64_t>(region->policy)});
+  }
+  return found;
+}
+
+std::vector<Placed> DeviceResidents::attach(const std::string& text, std::uint64_t residence, std::uint64_t attachment,
+                                            int pid) {
+  const Key key = parsed(text);
+  Region* region = core().find(key.tag, device_, key.policy);
+  const std::string name = "region '" + key.tag + "' of process " + std::to_string(::getpid());
+  if (region == nullptr) throw Error(name + " does not exist, expected the region that was shared");
+  std::lock_guard lock(core().mutex);  // no transition marks the region meanwhile
+  if (region->state() != State::active) throw Error(name + " is " + name_of(region->state()));
+  if (region->residence() != residence)
+    throw Error(name + " was paused and resumed since the token was made (residence " + std::to_string(residence) +
+                ", now " + std::to_string(region->residence()) + "): share again");
+  if (region->sealed()) throw Error(name + " is frozen, and a copy of its contents is kept: thaw() it first");
+  if (bytes_of(region->parts(key.ranges)) != bytes_of(key.ranges))
+    throw Error(name + " no longer holds these tensors: share them again");
+  std::vector<Placed> placed = region->chunks_under(sorted(key.ranges));
+  std::vector<Handle> handles;
+  for (const Placed& chunk : placed) handles.push_back(chunk.handle);
+  region->lend(attachment, pid, std::move(handles));
+  return placed;
+}
+
+void DeviceResidents::detach(std::uint64_t attachment) {
+  const auto regions = core().regions_of(device_);
+  std::lock_guard lock(core().mutex);
+  for (Region* region : regions) region->returned(attachment);
+  core().changed.notify_all();
+}
+
+std::vector<Residents::Attached> DeviceResidents::attachments() {
+  std::vector<Attached> found;
+  const auto regions = core().regions_of(device_);
+  std::lock_guard lock(core().mutex);
+  for (const Region* region : regions)
+    for (const auto& [number, lease] : region->leases()) found.push_back({number, lease.pid, lease.chunks});
+  return found;
+}
+
+SharedPool& shared_pool(Device& device) {
+  if (device.shared == nullptr) {
+    static std::vector<std::unique_ptr<DeviceResidents>>& kept = *new std::vector<std::unique_ptr<DeviceResidents>>;
+    kept.push_back(std::make_unique<DeviceResidents>(device));
+    device.shared = std::make_unique<SharedPool>(*device.driver, *kept.back());
+  }
+  return *device.shared;
+}
+
+}  // namespace memsaver

@@ -1,0 +1,24 @@
+// The regions of one device for the thread of the shared pool: their figures, and leases on them.
+#pragma once
+
+#include "regions/core.h"
+
+namespace memsaver {
+
+class DeviceResidents final : public Residents {
+ public:
+  explicit DeviceResidents(const Device& device) : device_(device) {}
+  std::vector<Row> rows() override;
+  std::vector<Placed> attach(const std::string& key, std::uint64_t residence, std::uint64_t attachment,
+                             int pid) override;
+  void detach(std::uint64_t attachment) override;
+  std::vector<Attached> attachments() override;
+
+ private:
+  const Device& device_;
+};
+
+// The shared pool of a device, made at first use. Core::mutex is held.
+SharedPool& shared_pool(Device& device);
+
+}  // namespace memsaver

@@ -1,0 +1,153 @@
+#include "regions/resting.h"
+
+#include <algorithm>
+#include <system_error>
+#include <vector>
+
+#include "base/mutants.h"
+#include "regions/idle.h"
+
+namespace memsaver {
+namespace {
+
+constexpr auto kFirstLook = std::chrono::microseconds(50);
+constexpr auto kLastLook = std::chrono::milliseconds(5);
+constexpr auto kThreadLooks = std::chrono::milliseconds(5);
+constexpr auto kThreadLooksAtMost = std::chrono::milliseconds(40);
+
+}  // namespace
+
+void Resting::add_locked(RestingOwner& owner, Address begin) {
+  rests_.push_back({&owner, begin, ++frees_, nullptr});
+  if (!MEMSAVER_MUTANT(memory_waits_for_another_call)) added_.notify_one();
+}
+
+std::uint64_t Resting::frees() const {
+  std::lock_guard lock(mutex_);
+  return frees_;
+}
+
+// Sets a mark, which covers all work that was queued before the frees so far.
+void Resting::mark() {
+  std::uint64_t last = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (rests_.empty() || rests_.back().ticket != nullptr) return;
+    last = rests_.back().number;
+  }
+  const CaptureGate::Pass pass(gate_);
+  if (!pass && !MEMSAVER_MUTANT(a_free_marks_during_a_capture)) return;  // a mark would break the capture
+  Driver::Ticket ticket;
+  try {
+    ticket = driver_.record();
+  } catch (const DriverError&) {
+    return;  // no mark now: the segments keep resting
+  }
+  if (ticket == nullptr) {
+    has_no_marks_ = true;
+    return;
+  }
+  std::lock_guard lock(mutex_);
+  for (auto rest = rests_.rbegin(); rest != rests_.rend() && rest->ticket == nullptr; ++rest)
+    if (rest->number <= last) rest->ticket = ticket;
+}
+
+bool Resting::reap(std::uint64_t waited) {
+  mark();
+  std::vector<RestingOwner*> touched;
+  for (;;) {
+    Driver::Ticket ticket;
+    std::uint64_t passed = waited;
+    {
+      std::lock_guard lock(mutex_);
+      if (rests_.empty()) break;
+      if (rests_.front().number > waited) {
+        ticket = rests_.front().ticket;
+        if (ticket == nullptr) break;
+        for (const Rest& rest : rests_) {  // one query for all segments that share the mark
+          if (rest.ticket != ticket) break;
+          passed = rest.number;
+        }
+      }
+    }
+    if (ticket != nullptr) {
+      try {
+        if (!driver_.done(ticket) && !MEMSAVER_MUTANT(freed_memory_serves_at_once)) break;
+      } catch (const DriverError&) {
+        break;
+      }
+    }
+    std::lock_guard lock(mutex_);
+    while (!rests_.empty() && rests_.front().number <= passed) {
+      const Rest rest = rests_.front();
+      rests_.pop_front();
+      rest.owner->forget_locked(rest.begin);
+      if (std::find(touched.begin(), touched.end(), rest.owner) == touched.end()) touched.push_back(rest.owner);
+    }
+  }
+  for (RestingOwner* owner : touched) owner->sweep();
+  return !touched.empty();
+}
+
+bool Resting::reclaim(Deadline deadline, std::uint64_t seen) {
+  Clock::duration pause = kFirstLook;
+  for (;;) {
+    if (reap() || given_back_ != seen) return true;
+    {
+      std::lock_guard lock(mutex_);
+      if (rests_.empty() && sweeps_ == 0) return false;
+    }
+    const Deadline at = now();
+    if (at >= deadline || waiting_is_over || gate_.capturing() || MEMSAVER_MUTANT(a_shortage_waits_for_nothing))
+      return false;
+    if (has_no_marks_) {  // without marks only a wait for the whole device is possible
+      const std::uint64_t freed = frees();
+      try {
+        wait_idle(driver_, gate_, deadline, false);
+      } catch (const Error&) {
+        return false;
+      }
+      return reap(freed) || given_back_ != seen;
+    }
+    sleep_for(std::min<Clock::duration>(pause, deadline - at));
+    pause = std::min<Clock::duration>(pause * 2, kLastLook);
+  }
+}
+
+void Resting::start() {
+  std::lock_guard lock(mutex_);
+  if (worker_.started() || stop_) return;
+  try {
+    worker_.start([this] { run(); });
+  } catch (const std::system_error&) {
+    // Without a thread the next call on this device checks the list.
+  }
+}
+
+void Resting::run() {
+  Clock::duration pause = kThreadLooks;
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    if (rests_.empty()) {
+      added_.wait(lock, [this] { return stop_ || !rests_.empty(); });
+      pause = kThreadLooks;
+    }
+    added_.wait_for(lock, pause, [this] { return stop_; });
+    if (stop_) return;
+    lock.unlock();
+    const bool some = reap();
+    lock.lock();
+    pause = some ? kThreadLooks : std::min<Clock::duration>(pause * 2, kThreadLooksAtMost);
+  }
+}
+
+void Resting::stop(Deadline deadline) {
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+    added_.notify_all();
+  }
+  worker_.join(deadline);
+}
+
+}  // namespace memsaver

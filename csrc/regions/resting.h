@@ -1,0 +1,88 @@
+// The freed segments of all regions on a device, until the device has passed a mark that was set after the free.
+//
+// A thread checks them while there are any, so that memory becomes free without another call of the library. A shortage
+// does not wait for the thread: reclaim() checks itself, and waits for the oldest mark.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <mutex>
+
+#include "base/clock.h"
+#include "base/worker.h"
+#include "driver/driver.h"
+#include "regions/capture_gate.h"
+
+namespace memsaver {
+
+// The owner of resting segments: a region.
+class RestingOwner {
+ public:
+  // The work on a freed segment has ended. The mutex is held; a call of sweep() without the mutex follows.
+  virtual void forget_locked(Address begin) = 0;
+  // Returns memory that no segment needs.
+  virtual void sweep() = 0;
+
+ protected:
+  ~RestingOwner() = default;
+};
+
+class Resting {
+ public:
+  // `mutex`: guards this list and the bookkeeping of the device's regions.
+  Resting(Driver& driver, CaptureGate& gate, std::mutex& mutex) : driver_(driver), gate_(gate), mutex_(mutex) {}
+  Resting(const Resting&) = delete;
+  Resting& operator=(const Resting&) = delete;
+
+  void add_locked(RestingOwner& owner, Address begin);  // the mutex is held
+  std::uint64_t frees_locked() const { return frees_; }
+  std::uint64_t frees() const;
+
+  // Sets a mark for segments without one. Frees the segments whose mark the device has passed, and those up to the
+  // number `waited`: the value of frees() before the caller waited for the device. Does not wait. Returns whether a
+  // segment was freed.
+  bool reap(std::uint64_t waited = 0);
+  // For a shortage: as reap(); if that frees nothing, waits for the oldest mark up to the deadline. `seen`: the value
+  // of given_back() before the caller's request; the result is true also if memory was returned since then. Waits for
+  // sweeps of other threads too.
+  bool reclaim(Deadline deadline, std::uint64_t seen);
+  std::uint64_t given_back() const { return given_back_; }
+  // Called around the return of chunks that may have become empty.
+  void sweep_begins() { ++sweeps_; }
+  void sweep_ended() {
+    ++given_back_;
+    --sweeps_;
+  }
+
+  void start();                  // starts the thread, if it does not run
+  void stop(Deadline deadline);  // waits for the thread's end up to the deadline
+
+ private:
+  struct Rest {
+    RestingOwner* owner;
+    Address begin;
+    std::uint64_t number;   // the number of the free, from 1
+    Driver::Ticket ticket;  // null: no mark yet
+  };
+
+  void mark();
+  void run();
+
+  Driver& driver_;
+  CaptureGate& gate_;
+  std::mutex& mutex_;
+  std::atomic<std::uint64_t> given_back_ = 0;  // sweeps that have ended
+  std::atomic<std::size_t> sweeps_ = 0;        // pending or under way
+  std::atomic<bool> has_no_marks_ = false;     // true on drivers before CUDA 12.5
+  // All guarded by `mutex_`.
+  std::list<Rest> rests_;
+  std::uint64_t frees_ = 0;
+  std::condition_variable added_;
+  bool stop_ = false;
+  Worker worker_;
+};
+
+}  // namespace memsaver

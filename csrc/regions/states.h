@@ -1,0 +1,29 @@
+// The states of a region, and the policies for its contents. The numbers are sent to the broker, the names to Python.
+// No other file defines them.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <string>
+
+namespace memsaver {
+
+// `draining`: a transition has marked the region and may still abort. Its public name is "pausing".
+enum class State { active, pausing, paused, resuming, lost, draining };
+inline constexpr std::array kStateNames = {"active", "pausing", "paused", "resuming", "lost", "pausing"};
+
+enum class Policy { none, host, disk };
+inline constexpr std::array kPolicyNames = {"none", "host", "disk"};
+
+enum class Fill { nothing, zero, poison };  // written by a resume without contents
+inline constexpr std::array kFillNames = {"nothing", "zero", "poison"};
+
+inline const char* name_of(State state) { return kStateNames.at(static_cast<std::size_t>(state)); }
+inline const char* name_of(Policy policy) { return kPolicyNames.at(static_cast<std::size_t>(policy)); }
+inline const char* name_of(Fill fill) { return kFillNames.at(static_cast<std::size_t>(fill)); }
+
+// These throw BadArgument.
+Policy policy_of(const std::string& name);
+Fill fill_of(const std::string& name);
+
+}  // namespace memsaver

@@ -1,0 +1,124 @@
+// torch calls these functions with the mutex of its allocator held, from any thread, also during a capture; it frees
+// even during exit. So they use no Python, no exceptions and no thread-local state. They make virtual memory calls,
+// wait for the broker of a shared pool, and make a bounded wait for freed memory. The entry point determines the region
+// of an allocation; a free finds the region by its address.
+#include "torch/torch_hooks.h"
+
+#include <sys/types.h>
+
+#include <array>
+#include <atomic>
+#include <string>
+
+#include "regions/core.h"
+
+namespace memsaver {
+namespace {
+
+std::array<std::atomic<Region*>, kEntryPoints> bound{};
+std::mutex binding;
+
+}  // namespace
+}  // namespace memsaver
+
+extern "C" {
+
+// Each entry point is a stub that loads its number as a fourth argument and jumps here: thousands of C functions that
+// differ in one constant.
+__attribute__((visibility("hidden"), used)) void* memsaver_alloc_numbered(ssize_t size, int, void*,
+                                                                          std::uint32_t number) {
+  using namespace memsaver;
+  Region* region = bound[number].load();
+  if (region == nullptr || size <= 0 || !usable()) return nullptr;
+  try {
+    const bool waits = !region->device.parts.gate.capturing();
+    const Deadline shortage = waits ? now() + kShortageWait : now();
+    return reinterpret_cast<void*>(region->allocate(static_cast<std::size_t>(size), shortage));
+  } catch (const std::exception&) {
+    return nullptr;  // torch raises its own out-of-memory error
+  }
+}
+
+__attribute__((visibility("hidden"), used)) void memsaver_free_any(void* data, ssize_t, int, void*) {
+  using namespace memsaver;
+  if (data == nullptr || !usable()) return;
+  try {
+    const auto address = reinterpret_cast<Address>(data);
+    if (Region* region = core().parts.addresses.at(address)) region->free(address);
+  } catch (const std::exception&) {
+    // The segment stays: torch's interface has no way to report an error.
+  }
+}
+
+static void* refuse(ssize_t, int, void*) { return nullptr; }
+static void pass_over(void*, ssize_t, int, void*) {}
+
+extern const char memsaver_alloc_stubs[] __attribute__((visibility("hidden")));
+}
+
+#if defined(__x86_64__)
+asm(R"(
+  .pushsection .text
+  .balign 16
+  .hidden memsaver_alloc_stubs
+  .globl memsaver_alloc_stubs
+memsaver_alloc_stubs:
+  .set memsaver_number, 0
+  .rept 16384
+  .balign 16
+  endbr64
+  movl $memsaver_number, %ecx
+  jmp memsaver_alloc_numbered
+  .set memsaver_number, memsaver_number + 1
+  .endr
+  .popsection
+)");
+#elif defined(__aarch64__)
+asm(R"(
+  .pushsection .text
+  .balign 16
+  .hidden memsaver_alloc_stubs
+  .globl memsaver_alloc_stubs
+memsaver_alloc_stubs:
+  .set memsaver_number, 0
+  .rept 16384
+  .balign 16
+  hint #34
+  movz w3, #memsaver_number
+  b memsaver_alloc_numbered
+  .set memsaver_number, memsaver_number + 1
+  .endr
+  .popsection
+)");
+#else
+#error "entry points for torch are written for x86-64 and 64-bit Arm"
+#endif
+
+namespace memsaver {
+
+constexpr std::size_t kStubBytes = 16;
+
+EntryPoints bind_entry_points(Region& region) {
+  const auto free = reinterpret_cast<std::uintptr_t>(&memsaver_free_any);
+  const auto stubs = reinterpret_cast<std::uintptr_t>(&memsaver_alloc_stubs);
+  std::lock_guard lock(binding);
+  for (std::size_t number = 0; number < kEntryPoints; ++number) {
+    Region* owner = bound[number].load();
+    if (owner == nullptr) bound[number] = &region;
+    if (owner == nullptr || owner == &region) return {stubs + kStubBytes * number, free};
+  }
+  throw ConfigError("region '" + region.tag + "' is one too many: torch can allocate in at most " +
+                    std::to_string(kEntryPoints) + " regions of a process");
+}
+
+void unbind_entry_points(const Region& region) {
+  std::lock_guard lock(binding);
+  for (auto& owner : bound)
+    if (owner.load() == &region) owner = nullptr;
+}
+
+EntryPoints refusing_entry_points() {
+  return {reinterpret_cast<std::uintptr_t>(&refuse), reinterpret_cast<std::uintptr_t>(&pass_over)};
+}
+
+}  // namespace memsaver

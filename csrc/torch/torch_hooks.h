@@ -1,0 +1,28 @@
+// Regions as allocators of torch: one entry point for each region, which torch's pools call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "regions/region.h"
+
+namespace memsaver {
+
+constexpr std::size_t kEntryPoints = 16384;
+
+// Addresses of C functions, for torch's pluggable allocator:
+//   void* alloc(ssize_t size, int device, void* stream)
+//   void free(void* data, ssize_t size, int device, void* stream)
+struct EntryPoints {
+  std::uintptr_t alloc;
+  std::uintptr_t free;
+};
+
+// Binds an entry point to the region. Later calls return the same one. Throws ConfigError when all are bound.
+EntryPoints bind_entry_points(Region& region);
+void unbind_entry_points(const Region& region);  // for a region that was closed
+// The entry points of a pool that refuses all allocations. A thread gets this pool while the region that it has entered
+// is paused.
+EntryPoints refusing_entry_points();
+
+}  // namespace memsaver

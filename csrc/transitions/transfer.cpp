@@ -1,0 +1,434 @@
+#include "transitions/transfer.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "backup/disk_backup.h"
+#include "backup/host_backup.h"
+#include "base/mutants.h"
+#include "regions/idle.h"
+
+namespace memsaver {
+namespace {
+
+constexpr std::size_t kBatch = 64 * kMiB;  // copies of this size reach 99 % of the bus
+constexpr auto kRetry = std::chrono::milliseconds(2);
+constexpr Range kEverywhere{0, std::numeric_limits<std::size_t>::max()};
+constexpr unsigned char kPoison = 0xff;  // NaN in the usual floating-point types
+
+Range range_of(const std::vector<Slot>& neighbours) { return {neighbours.front().offset, bytes_of(neighbours)}; }
+
+}  // namespace
+
+// The sizes of the outgoing chunks, before they are unmapped.
+class Transfer::Inventory {
+ public:
+  void add(std::size_t size) { ++sizes_[size]; }
+  // Takes the largest size up to `limit`; 0 if there is none.
+  std::size_t take(std::size_t limit) {
+    auto found = sizes_.upper_bound(limit);
+    if (found == sizes_.begin()) return 0;
+    --found;
+    const std::size_t size = found->first;
+    if (--found->second == 0) sizes_.erase(found);
+    return size;
+  }
+  // Takes the smallest size, if it is at most `limit`; else 0.
+  std::size_t take_smallest(std::size_t limit) {
+    return sizes_.empty() || sizes_.begin()->first > limit ? 0 : take(sizes_.begin()->first);
+  }
+
+ private:
+  std::map<std::size_t, std::size_t> sizes_;
+};
+
+void Transfer::add_leaving(Region& region, Policy policy, Ranges live, bool half_out) {
+  leaving_.push_back({.region = &region, .policy = policy, .live = std::move(live), .half_out = half_out});
+}
+
+void Transfer::add_coming(Region& region, bool restore) {
+  Ranges wanted;
+  const std::shared_ptr<Backup> backup = region.backup();
+  if (restore && backup != nullptr) wanted = intersect(backup->saved.within(kEverywhere), region.live());
+  // Chunks that a refused pause left mapped and not saved have their contents: they are neither copied in nor filled.
+  const bool fills = region.fill != Fill::nothing && (!restore || backup == nullptr);
+  progress_.expect(bytes_of(wanted));
+  coming_.push_back({.region = &region, .wanted = std::move(wanted), .fills = fills, .mapping = Mapping(region)});
+}
+
+std::size_t Transfer::missing_bytes() const {
+  std::size_t bytes = 0;
+  for (const Coming& coming : coming_) bytes += coming.region->missing_bytes();
+  return bytes;
+}
+
+std::size_t Transfer::leaving_bytes() const {
+  std::size_t bytes = 0;
+  for (const Leaving& leaving : leaving_) bytes += leaving.region->mapped_bytes();
+  return bytes;
+}
+
+// Chooses the backup of a region. It exists already if the region is sealed, or if an earlier pause saved a part of the
+// contents.
+void Transfer::save_where(Leaving& leaving) {
+  Region& region = *leaving.region;
+  if (leaving.half_out && !MEMSAVER_MUTANT(a_second_pause_forgets_the_first)) {
+    leaving.backup = region.backup();
+    return;
+  }
+  if (region.sealed() && leaving.policy != Policy::none) {
+    leaving.backup = region.backup();
+    RangeSet copied;
+    for (const Range& part : leaving.backup->parts()) copied.add(part);
+    if (!copied.covers(leaving.live))
+      throw Error(
+          "region '" + region.tag +
+          "' is frozen, and its copy lacks some of its allocations: call thaw(), and the next pause makes a new copy");
+    return;
+  }
+  if (leaving.policy == Policy::none || leaving.live.empty()) return;
+  if (leaving.policy == Policy::host) {
+    leaving.backup = std::make_shared<HostBackup>(device_.arena, leaving.live);
+    return;
+  }
+  leaving.backup = std::make_shared<DiskBackup>(device_.arena, device_.files, core().disk_directory(), leaving.live);
+}
+
+void Transfer::make_batches(Leaving& leaving) {
+  const std::size_t least = leaving.copies() ? kBatch : std::numeric_limits<std::size_t>::max();
+  for (const Slot& slot : leaving.region->slots()) {
+    const bool joins = !leaving.batches.empty() && range_of(leaving.batches.back()).end() == slot.offset &&
+                       bytes_of(leaving.batches.back()) < least;
+    if (!joins) leaving.batches.emplace_back();
+    leaving.batches.back().push_back(slot);
+  }
+}
+
+void Transfer::wait_idle(Deadline whole) {
+  whole_ = whole;
+  if (leaving_.empty()) return;
+  losing_context([&] {
+    check_backups();
+    const std::uint64_t freed = device_.resting.frees();
+    if (!MEMSAVER_MUTANT(a_pause_does_not_wait_for_the_device)) device_.wait_idle(whole_);
+    device_.resting.reap(freed);
+  });
+}
+
+void Transfer::prepare(bool chunks, const Until& memory) {
+  losing_context([&] { reserve_and_start(chunks, memory); });
+}
+
+template <typename Act>
+void Transfer::losing_context(Act act) {
+  try {
+    act();
+  } catch (const DriverError& error) {
+    if (error.context_lost) core().mark_lost(device_);
+    throw;
+  }
+}
+
+// Checks that there is room for all contents. Takes nothing: the wait for the device may still fail.
+void Transfer::check_backups() {
+  std::size_t host_bytes = 0;
+  for (Leaving& leaving : leaving_) {
+    leaving.live = leaving.region->parts(leaving.live);
+    if (leaving.policy == Policy::host && !leaving.half_out && !leaving.region->sealed())
+      host_bytes += bytes_of(leaving.live);
+  }
+  device_.arena.check(host_bytes);  // for all regions together, before one of them takes memory
+  for (Leaving& leaving : leaving_) save_where(leaving);
+}
+
+void Transfer::reserve_and_start(bool chunks, const Until& memory) {
+  if (!leaving_.empty()) {
+    for (Leaving& leaving : leaving_) make_batches(leaving);
+    // Regions without copies are unmapped first, so that their chunks serve incoming regions while others are copied
+    // out.
+    leaving_.sort([](const Leaving& a, const Leaving& b) { return !a.copies() && b.copies(); });
+  }
+  coming_.sort([](const Coming& a, const Coming& b) { return !a.wanted.empty() && b.wanted.empty(); });
+  under_way_ = true;
+  for (Coming& coming : coming_) open(coming);  // reserves threads and memory for reading
+  if (chunks) reserve_chunks(memory);
+  for (Leaving& leaving : leaving_) {
+    if (!leaving.copies()) continue;
+    leaving.saved_before = leaving.backup->saved.bytes();
+    progress_.expect(leaving.backup->bytes() - leaving.saved_before);
+    Ranges batches;
+    for (const auto& batch : leaving.batches) batches.push_back(range_of(batch));
+    leaving.saver = leaving.backup->saver(*device_.driver, 0, std::move(batches), progress_);
+    const Deadline late = std::max(whole_, now() + kOneLook);
+    leaving.saver->start();  // may wait until host memory is made
+    if (now() >= late)
+      throw WaitTimeoutError(
+          "pinned host memory for region '" + leaving.region->tag + "' was not ready within the timeout", "backup", 0);
+  }
+}
+
+// Repeats the attempt until the deadline: another borrower may have taken the last chunks that it needs.
+template <typename Attempt, typename GiveBack>
+void Transfer::with_chunks(const Until& memory, Attempt attempt, GiveBack give_back) {
+  const std::size_t needed = missing_bytes(), going_out = leaving_bytes();
+  const Deadline deadline = memory(), began = now();  // in this order, so that a wait of 0 s has passed at its begin
+  for (bool snug = false;;) {
+    bool never = false;
+    const std::uint64_t seen = device_.resting.given_back();
+    try {
+      const auto request = device_.source().ask(needs(snug), deadline);
+      attempt(*request, snug);
+      return;
+    } catch (const ChunkNeverAvailable&) {
+      never = true;
+    } catch (const ChunkUnavailable&) {
+      never = now() >= deadline || waiting_is_over;
+    }
+    if (!MEMSAVER_MUTANT(what_did_not_suffice_is_kept)) give_back();
+    if (never && !snug) {  // the exact layout needs less memory; wait only if that is short too
+      snug = true;
+      continue;
+    }
+    // Freed memory of this device is used as well. At the end of the wait, wait up to kShortageWait for its oldest
+    // mark.
+    const bool reclaimed =
+        never ? device_.resting.reclaim(std::min(whole_, now() + kShortageWait), seen) : device_.resting.reap();
+    if (reclaimed) {
+      device_.source().settle();
+      continue;
+    }
+    if (never) {
+      const std::chrono::duration<double> waited = deadline > began ? now() - began : Clock::duration::zero();
+      throw device_.out_of_memory(needed, going_out, waited.count());
+    }
+    WaitsEndWith::look();
+    sleep_for(kRetry);
+  }
+}
+
+Transfer::Inventory Transfer::inventory() const {
+  Inventory found;
+  for (const Leaving& leaving : leaving_)
+    for (const Slot& slot : leaving.region->slots()) found.add(slot.size);
+  return found;
+}
+
+// The demand: the chunks of incoming regions, less the outgoing chunks.
+Needs Transfer::needs(bool snug) const {
+  Needs needs;
+  Inventory promised = inventory();
+  for (const Coming& coming : coming_) {
+    const Region& region = *coming.region;
+    Layout layout = region.layout(snug);
+    while (const auto gap = layout.next()) {
+      const std::size_t size = promised.take(gap->limit);
+      if (size == 0) needs.push_back(region.need(gap->limit));
+      layout.place(size != 0 ? size : gap->limit);
+    }
+  }
+  return needs;
+}
+
+void Transfer::reserve_chunks(const Until& memory) {
+  with_chunks(
+      memory, [&](ChunkRequest& request, bool snug) { lay_out_promised(request, snug); }, [&] { places_.clear(); });
+}
+
+// Plans outgoing chunks first, and takes chunks from the source for the rest.
+void Transfer::lay_out_promised(ChunkRequest& request, bool snug) {
+  Inventory promised = inventory();
+  for (Coming& coming : coming_) {
+    const Region& region = *coming.region;
+    Layout layout = region.layout(snug);
+    while (const auto gap = layout.next()) {
+      std::size_t size = promised.take(gap->limit);
+      Chunk chunk;
+      if (size == 0) {
+        try {
+          request.gather();
+          chunk = request.next(gap->limit, region.largest_chunk(), false);
+        } catch (const ChunkUnavailable&) {
+          // On a full device use an outgoing chunk that is larger than needed, before waiting.
+          size = promised.take_smallest(gap->room);
+          if (size == 0) chunk = request.next(gap->limit, region.largest_chunk(), true);
+        }
+        if (chunk) size = chunk.size();
+      }
+      layout.place(size);
+      places_.push_back({&coming, {gap->at, size}, std::move(chunk)});
+    }
+  }
+}
+
+void Transfer::commit() {
+  for (Leaving& leaving : leaving_) {
+    std::shared_ptr<Backup> former = leaving.region->replace_backup(leaving.backup);
+    if (former != leaving.backup) dropped_.push_back(std::move(former));
+  }
+}
+
+void Transfer::run(const Until& memory) noexcept {
+  try {
+    if (leaving_.empty() && places_.empty()) {
+      come_in_alone(memory);
+    } else {
+      for (Coming& coming : coming_) use_left_mapped(coming);
+      for (Place& place : places_) {
+        ++place.coming->to_come;
+        if (!place.chunk) waiting_[place.slot.size].push_back(&place);
+      }
+      for (Place& place : places_)
+        if (place.chunk) put(*place.coming, place.slot, std::move(place.chunk));
+    }
+  } catch (...) {
+    failed_ = std::current_exception();
+  }
+  for (Leaving& leaving : leaving_) let_go(leaving);
+  if (refused_ && !drain_copies(*device_.driver)) core().mark_lost(device_);
+  try {
+    if (!failed_) finish_coming();
+  } catch (...) {
+    failed_ = std::current_exception();
+  }
+  dropped_.clear();
+}
+
+void Transfer::let_go(Leaving& leaving) {
+  for (std::size_t batch = 0; batch < leaving.batches.size(); ++batch) {
+    std::vector<Chunk> freed;
+    try {
+      MEMSAVER_MUTANT_HOLDS(the_core_is_locked_over_a_copy, core().mutex);
+      if (leaving.saver != nullptr) leaving.saver->wait(batch);
+      std::vector<Address> offsets;
+      for (const Slot& slot : leaving.batches[batch]) offsets.push_back(slot.offset);
+      if (const auto error = leaving.region->unmap(offsets, freed); error && !refused_)
+        refused_ = std::make_exception_ptr(*error);
+    } catch (...) {
+      if (!refused_) refused_ = std::current_exception();
+    }
+    for (Chunk& chunk : freed) hand_on(std::move(chunk));
+  }
+  if (leaving.saver == nullptr) return;
+  leaving.saver.reset();  // its threads write to `saved`
+  copied_ += leaving.backup->saved.bytes() - leaving.saved_before;
+}
+
+void Transfer::hand_on(Chunk chunk) {
+  released_ += chunk.size();
+  auto& places = waiting_[chunk.size()];
+  if (failed_ || places.empty()) return;  // back to its source
+  Place& place = *places.front();
+  places.pop_front();
+  try {
+    put(*place.coming, place.slot, std::move(chunk));
+  } catch (...) {
+    failed_ = std::current_exception();
+  }
+}
+
+// For a resume alone: it can be undone without loss, so chunks are used one after the other.
+void Transfer::come_in_alone(const Until& memory) {
+  with_chunks(memory, [&](ChunkRequest& request, bool snug) { map_as_they_come(request, snug); }, [&] { undo(); });
+}
+
+void Transfer::map_as_they_come(ChunkRequest& request, bool snug) {
+  for (Coming& coming : coming_) {
+    open(coming);
+    use_left_mapped(coming);
+  }
+  for (Coming& coming : coming_) {
+    const Region& region = *coming.region;
+    coming.to_come = std::numeric_limits<std::size_t>::max();  // not known yet
+    Layout layout = region.layout(snug);
+    while (const auto gap = layout.next()) {
+      Chunk chunk = request.next(gap->limit, region.largest_chunk(), true);
+      const Slot slot{gap->at, chunk.size()};
+      layout.place(slot.size);
+      put(coming, slot, std::move(chunk));
+    }
+    give_access(coming);
+    coming.to_come = 0;
+  }
+}
+
+// Makes the loader, once until undo() destroys it.
+void Transfer::open(Coming& coming) {
+  Region& region = *coming.region;
+  if (coming.loader == nullptr && !coming.wanted.empty())
+    coming.loader = region.backup()->loader(*device_.driver, 0, coming.wanted, progress_);
+}
+
+// Uses chunks that a refused unmap or a failed copy left mapped. Their access is unknown.
+void Transfer::use_left_mapped(Coming& coming) {
+  const std::vector<Slot> left_mapped = coming.region->slots();
+  coming.had_chunks = !left_mapped.empty();
+  coming.region->allow(left_mapped);
+  for (const Slot& slot : left_mapped) write_into(coming, slot);
+}
+
+void Transfer::put(Coming& coming, Slot slot, Chunk chunk) {
+  coming.mapping.add(slot, std::move(chunk));
+  if (!coming.run.empty() && range_of(coming.run).end() != slot.offset) give_access(coming);
+  coming.run.push_back(slot);
+  --coming.to_come;
+  const bool waits_for_more = coming.loader == nullptr || bytes_of(coming.run) < kBatch;
+  if (coming.to_come == 0 || !waits_for_more) give_access(coming);
+}
+
+void Transfer::give_access(Coming& coming) {
+  if (coming.run.empty()) return;
+  coming.region->allow(coming.run);
+  write_into(coming, range_of(std::exchange(coming.run, {})));
+}
+
+void Transfer::write_into(Coming& coming, Range range) {
+  const Region& region = *coming.region;
+  if (coming.fills) device_.driver->fill(range.offset, range.size, region.fill == Fill::zero ? 0 : kPoison);
+  if (coming.loader != nullptr) coming.loader->add(range);
+}
+
+void Transfer::finish_coming() {
+  bool fills = false;
+  for (Coming& coming : coming_) {
+    if (coming.to_come > 0)
+      throw DriverError("unmap", 0, "a chunk promised to region '" + coming.region->tag + "' could not be unmapped");
+    fills |= coming.fills;
+  }
+  for (Coming& coming : coming_) {
+    if (coming.loader == nullptr) continue;
+    coming.loader->finish();
+    coming.loader.reset();
+    copied_ += bytes_of(coming.wanted);
+  }
+  if (fills) device_.driver->wait(device_.driver->mark(Direction::in));
+}
+
+void Transfer::keep() {
+  under_way_ = false;
+  for (Coming& coming : coming_) {
+    restored_ += coming.mapping.commit();
+    Region& region = *coming.region;
+    if (coming.had_chunks) region.sweep_all();  // once the region is active
+    std::shared_ptr<Backup> backup = region.replace_backup(nullptr);
+    const bool kept = region.frozen && backup != nullptr && backup->complete() && !coming.wanted.empty() &&
+                      backup.use_count() == 1;  // no view exists through which it could change
+    if (kept)
+      region.replace_backup(std::move(backup));
+    else
+      dropped_.push_back(std::move(backup));
+  }
+}
+
+void Transfer::undo() noexcept {
+  if (!under_way_) return;
+  for (Leaving& leaving : leaving_) leaving.saver.reset();
+  for (Coming& coming : coming_) coming.loader.reset();
+  if (!drain_copies(*device_.driver)) core().mark_lost(device_);
+  for (Coming& coming : coming_) {
+    coming.mapping.undo();
+    coming.run.clear();
+    coming.to_come = 0;
+  }
+}
+
+}  // namespace memsaver

@@ -1,0 +1,125 @@
+// The part of a transition on one device: a pipeline that moves chunks and contents.
+//
+// Contents are copied out in batches of neighbouring chunks. When a batch is saved, its chunks are unmapped. They go to
+// a region that resumes on this device, whose contents are copied in while later batches are still copied out, or back
+// to their source.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "backup/backup.h"
+#include "regions/core.h"
+
+namespace memsaver {
+
+class Transfer {
+ public:
+  Transfer(Device& device, Progress& progress) : device_(device), progress_(progress) {}
+  ~Transfer() { undo(); }
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
+
+  // `policy`: of this pause. `live`: the contents to keep. `half_out`: the region is paused and has chunks left from a
+  // refusal.
+  void add_leaving(Region& region, Policy policy, Ranges live, bool half_out);
+  void add_coming(Region& region, bool restore);
+
+  // Checks that there is room for the outgoing contents, and waits for the device up to `whole`. Called in the caller's
+  // thread, because only this thread handles signals.
+  void wait_idle(Deadline whole);
+  // Reserves host memory, files and chunks, and begins to copy out. If it throws, nothing has changed. `chunks`:
+  // reserve chunks here; else run() takes them one after the other. `memory` returns the end of the wait for chunks; it
+  // is called when this wait begins.
+  using Until = std::function<Deadline()>;
+  void prepare(bool chunks, const Until& memory);
+  // The commit: gives the outgoing regions their backups.
+  void commit();
+  // Unmaps outgoing chunks, maps and fills incoming regions. Errors are stored: outgoing regions continue after a
+  // failure of incoming ones.
+  void run(const Until& memory) noexcept;
+  const std::exception_ptr& refused() const { return refused_; }  // an outgoing region kept some chunks
+  const std::exception_ptr& failed() const { return failed_; }    // the incoming regions cannot resume
+  // Either keeps the incoming chunks, or unmaps and returns them.
+  void keep();
+  void undo() noexcept;
+
+  Device& device() const { return device_; }
+  std::size_t released_bytes() const { return released_; }
+  std::size_t restored_bytes() const { return restored_; }
+  std::size_t copied_bytes() const { return copied_; }
+
+ private:
+  class Inventory;
+  struct Leaving {
+    Region* region;
+    Policy policy;
+    Ranges live;
+    bool half_out;
+    std::shared_ptr<Backup> backup = nullptr;     // null: the contents are discarded
+    std::vector<std::vector<Slot>> batches = {};  // neighbouring chunks
+    std::unique_ptr<Saver> saver = nullptr;       // null: nothing to copy
+    std::size_t saved_before = 0;
+    bool copies() const { return backup != nullptr && !backup->complete(); }
+  };
+  struct Coming {
+    Region* region;
+    Ranges wanted;    // contents to copy in
+    bool fills;       // the fill of the region is written where no contents are copied in
+    Mapping mapping;  // unmaps unless committed
+    std::unique_ptr<Loader> loader = nullptr;
+    std::vector<Slot> run = {};  // mapped slots without access yet
+    std::size_t to_come = 0;     // chunks still to be mapped
+    bool had_chunks = false;     // left from a refusal in an earlier pause
+  };
+  struct Place {
+    Coming* coming;
+    Slot slot;
+    Chunk chunk;  // empty: an outgoing chunk of this size will be used here
+  };
+
+  template <typename Act>
+  void losing_context(Act act);
+  void check_backups();
+  void reserve_and_start(bool chunks, const Until& memory);
+  std::size_t missing_bytes() const;
+  std::size_t leaving_bytes() const;
+  void save_where(Leaving& leaving);
+  void make_batches(Leaving& leaving);
+  void reserve_chunks(const Until& memory);
+  Inventory inventory() const;
+  Needs needs(bool snug) const;
+  void lay_out_promised(ChunkRequest& request, bool snug);
+  void map_as_they_come(ChunkRequest& request, bool snug);
+  template <typename Attempt, typename GiveBack>
+  void with_chunks(const Until& memory, Attempt attempt, GiveBack give_back);
+  void let_go(Leaving& leaving);
+  void come_in_alone(const Until& memory);
+  void open(Coming& coming);
+  void use_left_mapped(Coming& coming);
+  void put(Coming& coming, Slot slot, Chunk chunk);
+  void give_access(Coming& coming);
+  void write_into(Coming& coming, Range range);
+  void hand_on(Chunk chunk);
+  void finish_coming();
+
+  Device& device_;
+  Progress& progress_;
+  Deadline whole_ = kNever;
+  std::list<Leaving> leaving_;
+  std::list<Coming> coming_;
+  std::vector<Place> places_;
+  std::map<std::size_t, std::deque<Place*>> waiting_;  // places without a chunk yet, by size of chunk
+  std::exception_ptr refused_, failed_;
+  std::vector<std::shared_ptr<Backup>> dropped_;  // destroyed without the lock
+  bool under_way_ = false;                        // copies may be queued, and keep() was not called
+  std::size_t released_ = 0, restored_ = 0, copied_ = 0;
+};
+
+}  // namespace memsaver

@@ -1,0 +1,78 @@
+"""Runs every kind of step once before serving, so that no request waits for a compiler or for a library to load.
+
+Three things are specialised. A kernel in Triton is compiled for each set of constants and of classes of arguments
+(strides of 1, alignments). A library chooses kernels by shape, and each is loaded when it is first launched. A graph is
+uploaded when it is first replayed. Steps are padded to few sizes, and no kernel of ours depends on how long sequences
+are. So the steps below reach all variants: every size of a decode step, every size of a prefill, with earlier context
+and without, and every number of sequences that a prefill samples for. Without prefill sizes any number of tokens can
+come: libraries may then still load a kernel for products of a count between the powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .scheduler import Chunk, Step
+from .sequence import SamplingParams, Sequence
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+def warm_up(engine: Engine, use_graphs: bool) -> None:
+    """Run every kind of step on the current stream, whose allocations serving then finds in torch's cache.
+
+    Only padding's block, row and outputs are written, so requests and the prefix cache do not change. The largest
+    steps come first, since smaller ones fit into the memory that those free.
+    """
+    for size in reversed(engine.runner.padded_sizes):
+        engine.batch.fill([], size)
+        engine.runner.run(size, use_graphs)
+        engine.batch.read_back().wait(0)
+    for step in _prefills(engine):
+        engine.prefill(step, use_graphs)
+        engine.batch.read_back().wait(0)
+
+
+def _prefills(engine: Engine) -> Iterator[Step]:
+    longest, block_size = engine.max_model_len - 1, engine.config.block_size
+    counts = _token_counts(engine)
+    for count in counts:
+        yield _step(engine, count, context=0)
+        if longest > 1:  # room for a context and a token after it
+            yield _step(engine, count, context=min(block_size + 1, longest - 1))
+    for size in reversed(engine.runner.padded_sizes):
+        yield _step(engine, min(size, counts[0]), context=0, sequences=size)
+
+
+def _token_counts(engine: Engine) -> list[int]:
+    """Of prefill steps, descending: those that fill each size as far as a batch can, or powers of two without sizes."""
+    sizes, config = engine.prefill_runner.sizes, engine.config
+    most = min(
+        sizes[-1] if sizes else config.max_prefill_tokens,
+        config.max_batch_size * (engine.max_model_len - 1),
+        engine.blocks.num_usable * config.block_size,
+    )
+    if not sizes:
+        return [most, *(1 << bits for bits in reversed(range((most - 1).bit_length())))]
+    reached = [size for size, below in zip(sizes, (0, *sizes)) if below < most]
+    return [min(size, most) for size in reversed(reached)]
+
+
+def _step(engine: Engine, count: int, context: int, sequences: int = 1) -> Step:
+    """A prefill of `count` tokens, or as many as a batch has room for, by `sequences` or more that all sample.
+
+    Each is `context` tokens into its prompt. All of their blocks are the one of padding, and so is their row.
+    """
+    room = engine.max_model_len - 1 - context
+    count = min(count, room * engine.config.max_batch_size)
+    sequences = min(count, max(sequences, -(-count // room)))
+    chunks = []
+    for index in range(sequences):
+        tokens = count // sequences + (index < count % sequences)
+        sequence = Sequence([0] * (context + tokens), SamplingParams(0.0), context + tokens + 1)
+        sequence.blocks = [0] * engine.blocks.blocks_for(context + tokens)
+        sequence.row = engine.batch.padding_row
+        chunks.append(Chunk(sequence, context, context + tokens, samples=True))
+    return Step(chunks, prefill=True)

@@ -1,0 +1,128 @@
+"""The membership of this process in the shared pools of its devices, and the start of their brokers.
+
+``configure(pool=...)`` sets the membership. A device joins when its first region is made, or at once if it has regions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+
+from memsaver import _core
+from memsaver.broker import daemon, discovery, procfs
+from memsaver.errors import BrokerError
+
+log = logging.getLogger("memsaver")
+
+POOLS = ("process", "shared")
+
+_lock = threading.Lock()
+_shared = False
+_unpooled: dict[tuple[str, str, str], int] = {}  # (tag, device, backup) -> residence in memory of the driver
+_capacity: int | None = None
+_scrub = False
+_has_sentinel = False
+
+
+def set_pool(pool: str) -> None:
+    """Sets the source of chunks: ``"shared"``, or ``"process"`` for the driver.
+
+    Raises BrokerError and ConfigError, and then nothing has changed.
+    """
+    global _shared
+    devices = _core.device_names()
+    if pool == "shared":
+        for device in devices:
+            connect(device)
+    outside = []
+    for each in _core.regions():
+        if pool == "shared" and not _core.in_pool(each.device) and each.mapped_bytes:
+            _unpooled[each.tag, each.device, each.backup] = each.residence
+            outside.append(each.tag)
+    if outside:
+        log.warning(
+            "pool='shared' was set after the regions %s: their memory stays outside the pool until they are paused and "
+            "resumed",
+            ", ".join(map(repr, outside)),
+        )
+    for device in devices:
+        _core.use_pool(device, pool == "shared")
+    _shared = pool == "shared"
+
+
+def set_capacity(nbytes: int | None) -> None:
+    global _capacity
+    _capacity = nbytes
+
+
+def set_scrub(wanted: bool) -> None:
+    global _scrub
+    _scrub = wanted
+    for device in _core.device_names():
+        _core.set_scrub(device, wanted)
+
+
+def join(device: str) -> None:
+    """Makes a device take its chunks from its shared pool, if ``configure(pool="shared")`` was called.
+
+    Raises BrokerError and ConfigError.
+    """
+    if _shared and not _core.in_pool(device):
+        connect(device)
+        _core.use_pool(device, True)
+
+
+def is_pooled(tag: str, device: str, backup: str, residence: int) -> bool:
+    """Whether all memory of a region is from the pool. ``residence``: of the region now.
+
+    A region that had memory of the driver when the device joined has memory of the pool after its next resume.
+    """
+    return _core.in_pool(device) and _unpooled.get((tag, device, backup)) != residence
+
+
+def connect(device: str) -> None:
+    """Connects to the broker of a device, and starts one if none runs.
+
+    Raises BrokerError, and ConfigError if the device is under MPS.
+    """
+    with _lock:
+        if _core.under_mps(device):
+            raise procfs.mps_error(device)
+        _open_sentinel()
+        _core.set_scrub(device, _scrub)
+        if not _core.connected(device):
+            uuid = _core.device_uuid(device)
+            path = daemon.ensure(uuid, device, _capacity)
+            try:
+                _core.connect(device, str(path))
+            except BrokerError:
+                if discovery.accepts(path):
+                    raise
+                # The broker was shutting down.
+                _core.connect(device, str(daemon.ensure(uuid, device, _capacity)))
+
+
+def _open_sentinel() -> None:
+    """Opens the sentinel: brokers detect by it that this process and its forked children have exited.
+
+    See csrc/pool/sentinel.h. Children that are forked from now on inherit it. Earlier children that may have inherited
+    descriptors of the driver are passed to brokers by their pidfds.
+    """
+    global _has_sentinel
+    if _has_sentinel:
+        return
+    _core.open_sentinel()
+    files: list[int] = []
+    try:
+        for pid in procfs.inheritors(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                files.append(os.pidfd_open(pid))
+    except OSError as error:
+        for file in files:
+            os.close(file)
+        text = f"the children of process {os.getpid()} cannot be watched: {error.strerror}"
+        raise BrokerError(text, path="") from None
+    _core.add_children(files)
+    _has_sentinel = True

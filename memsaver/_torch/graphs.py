@@ -1,0 +1,165 @@
+"""CUDA graphs with their memory in a region. A replay raises while a region that the graph needs has no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memsaver import _core, regions
+from memsaver._adapter import adapter
+from memsaver._arguments import options_by_keyword
+from memsaver.errors import Error, RegionPausedError
+from memsaver.regions import Region, Selection
+
+
+class CUDAGraph(torch.cuda.CUDAGraph):
+    """A ``torch.cuda.CUDAGraph`` that checks its regions before each replay.
+
+    It needs the region that it was captured into, and the regions that ``memsaver.graph(needs=...)`` names. The
+    constructor has the parameters of ``torch.cuda.CUDAGraph``, and raises memsaver.Error if torch was built without
+    CUDA.
+
+    Examples:
+        >>> kv = memsaver.region("kv_cache", device="cuda")
+        >>> cache = kv.empty((16,)).zero_()
+        >>> torch.cuda.synchronize()
+        >>> graph = memsaver.CUDAGraph()
+        >>> with memsaver.graph(graph, needs="kv_cache"):
+        ...     _ = cache.add_(1)
+        >>> graph.replay()
+        >>> _ = kv.pause()
+        >>> graph.replay()
+        Traceback (most recent call last):
+        memsaver.errors.RegionPausedError: the graph needs region 'kv_cache', which is paused
+    """
+
+    def __new__(cls, keep_graph: bool = False) -> CUDAGraph:
+        """Makes a graph.
+
+        Args:
+            keep_graph: As for ``torch.cuda.CUDAGraph``.
+
+        Raises:
+            memsaver.Error: torch was built without CUDA.
+        """
+        if not torch.backends.cuda.is_built():
+            raise Error(f"this build of torch ({torch.__version__}) has no CUDA, and graphs are made of CUDA kernels")
+        made: CUDAGraph = super().__new__(cls, keep_graph)
+        made._needs = ()
+        return made
+
+    _needs: tuple[Region, ...]
+
+    @property
+    def needs(self) -> tuple[Region, ...]:
+        """The regions that must be active for a replay."""
+        return self._needs
+
+    def _add_needs(self, needed: Iterable[Region]) -> None:
+        self._needs = tuple(dict.fromkeys((*self._needs, *needed)))
+
+    def capture_begin(self, pool: Any = None, **kwargs: Any) -> None:  # type: ignore[override]
+        """Begins a capture, as ``torch.cuda.CUDAGraph`` does. ``memsaver.graph()`` calls it.
+
+        Args:
+            pool: The id of a memory pool. If it is that of a region's pool, the graph needs the region.
+            kwargs: As for ``torch.cuda.CUDAGraph.capture_begin``.
+        """
+        super().capture_begin(pool=pool, **kwargs)
+        region = adapter().graph_region(tuple(pool)) if pool is not None else None
+        if region is not None:
+            self._add_needs([region])
+
+    def replay(self) -> None:
+        """Launches the graph on the current stream. No pause of its regions begins before the launch is queued.
+
+        Raises:
+            RegionPausedError: A region that the graph needs is not active.
+        """
+        cores = [region._core for region in self._needs]
+        # From here until the launch is queued no pause can begin; a later one waits for the device.
+        paused = _core.acquire(cores)
+        if paused is not None:
+            raise RegionPausedError(
+                f"the graph needs region {paused.tag!r}, which is {paused.state}", tag=paused.tag, state=paused.state
+            )
+        try:
+            super().replay()
+        finally:
+            _core.release(cores)
+
+
+@options_by_keyword
+@contextmanager
+def graph(
+    cuda_graph: CUDAGraph,
+    region: str | Region = "cuda_graph",
+    *,
+    needs: Selection = (),
+    stream: torch.cuda.Stream | None = None,
+    capture_error_mode: str = "global",
+) -> Iterator[None]:
+    """Captures a graph into the graph pool of a region, as ``torch.cuda.graph`` does into a private pool.
+
+    Graphs that are captured into one region share its pool. If a capture fails, its error is raised, and region and
+    pool stay usable.
+
+    Args:
+        cuda_graph: The graph.
+        region: A region, or the tag of a region with ``backup="host"`` on the current device. Graph pools hold state
+            that kernels keep between replays, so a policy that discards contents has to be chosen by a Region.
+        needs: A tag, a Region, or several of either: other regions that the graph's kernels use. None: all regions.
+        stream: As for ``torch.cuda.graph``.
+        capture_error_mode: As for ``torch.cuda.graph``.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: A tag in ``needs`` has no region.
+        RegionPausedError: A region is not active. The capture has not begun.
+
+    Examples:
+        >>> kv = memsaver.region("kv_cache", device="cuda")
+        >>> cache = kv.empty((4,)).zero_()
+        >>> torch.cuda.synchronize()
+        >>> graph = memsaver.CUDAGraph()
+        >>> with memsaver.graph(graph, region="cuda_graph", needs="kv_cache"):
+        ...     _ = cache.add_(1)
+        >>> graph.replay()
+        >>> cache.tolist()
+        [1.0, 1.0, 1.0, 1.0]
+    """
+    if not isinstance(cuda_graph, CUDAGraph):
+        raise TypeError(f"cuda_graph is {type(cuda_graph).__name__}, expected a memsaver.CUDAGraph")
+    home = region if isinstance(region, Region) else regions.region(region, backup="host")
+    needed = [home, *regions.find(needs, "needs")]
+    home._check_fillable("take a capture")
+    for each in needed:
+        each.check_active("be used by a capture")
+    pool: Any = adapter().pool(home).id
+    device = torch.device(home.device)
+    before = torch.cuda.current_stream(device)
+    completed = False
+    try:
+        with (
+            regions.outside(),
+            torch.cuda.device(device),
+            # Backward on this thread too: autograd's own may lack a cuBLAS handle, which cannot be made in a capture.
+            torch.autograd.set_multithreading_enabled(False),
+            torch.cuda.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode),
+        ):
+            yield
+        completed = True
+    finally:
+        if not completed:
+            _clean_up(device, before)
+    cuda_graph._add_needs(needed)
+
+
+def _clean_up(device: torch.device, before: torch.cuda.Stream) -> None:
+    """Resets the state that torch leaves when ending a capture fails: its stream, and the random generator's state."""
+    torch.cuda.set_stream(before)
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())

@@ -1,0 +1,391 @@
+"""Routes torch's allocations to regions: by memory pools (CUDA), or after torch's factory functions (host driver).
+
+The pool of an allocation determines its region: each region has its own pair of entry points, and a pool is bound to
+one pair. The state of each thread here only chooses the pool.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from memsaver import _core
+from memsaver._adapter import Ranges
+from memsaver._torch.checksums import Checksums
+from memsaver._torch.pools import EntryPoints, RegionPools, keep_forever, new_pool
+from memsaver.errors import Error, RegionPausedError
+from memsaver.regions import Region, owning
+
+_EMPTY_FACTORIES = {
+    torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted,
+    torch.Tensor.new_empty, torch.Tensor.new_empty_strided,
+}  # fmt: skip
+_FACTORIES = _EMPTY_FACTORIES | {
+    torch.arange, torch.eye, torch.full, torch.full_like, torch.linspace, torch.logspace, torch.ones, torch.ones_like,
+    torch.rand, torch.rand_like, torch.randint, torch.randint_like, torch.randn, torch.randn_like, torch.randperm,
+    torch.scalar_tensor, torch.tensor, torch.zeros, torch.zeros_like,
+    torch.Tensor.new_full, torch.Tensor.new_ones, torch.Tensor.new_tensor, torch.Tensor.new_zeros,
+}  # fmt: skip
+
+
+class Thread(threading.local):
+    """The regions that one thread has entered, innermost last (None: outside), and the pools of its allocations."""
+
+    def __init__(self) -> None:
+        self.entered: list[Region | None] = []
+        self.pools: dict[Region, torch.cuda.MemPool] = {}  # lent to this thread
+        self.routed: dict[torch.device, torch.cuda.MemPool] = {}
+        self.refusing: dict[torch.device, torch.cuda.MemPool] = {}
+        self.autograd: list[Any] = []
+        self.host_mode: HostMode | None = None
+
+    def innermost(self) -> dict[str, Region]:
+        """The region that allocations on each device go to."""
+        found: dict[str, Region] = {}
+        for region in self.entered:
+            if region is None:
+                found.clear()
+            else:
+                found[region.device] = region
+        return found
+
+
+class HostMode(TorchFunctionMode):
+    """Moves CPU tensors from torch's factory functions into the host region that the thread has entered."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self._router = router
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _FACTORIES and (not kwargs or kwargs.get("out") is None):
+            region = self._router.thread.innermost().get("cpu")
+            if region is not None:
+                self._place(region, made, copy=func not in _EMPTY_FACTORIES)
+        return made
+
+    def _place(self, region: Region, made: torch.Tensor, copy: bool) -> None:
+        if hasattr(made, "__tensor_flatten__"):  # a wrapper, such as DTensor: its parts have the memory
+            for part in (getattr(made, name) for name in made.__tensor_flatten__()[0]):
+                if isinstance(part, torch.Tensor):  # DTensor names its mesh there as well
+                    self._place(region, part, copy)
+        elif made.device.type == "cpu" and made.layout == torch.strided and made.numel():
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(made.size(), made.stride()))
+            placed = self._router.empty(region, (extent,), made.dtype).as_strided(made.size(), made.stride())
+            if copy:
+                placed.copy_(made.detach())
+            made.data = placed
+
+
+class Router:
+    """Implements memsaver._adapter.Adapter.
+
+    It records the regions that each thread has entered, and sets the pools from which torch allocates.
+    """
+
+    def __init__(self) -> None:
+        self.thread = Thread()
+        self._lock = threading.RLock()
+        self._pools: dict[Region, RegionPools] = {}
+        self._allocators: dict[EntryPoints, Any] = {}
+        self._inside: dict[int, list[Region | None]] = {}  # thread -> its entered list
+        self._checksums = Checksums()
+        self.record_contents = self._checksums.record
+        self.check_contents = self._checksums.check
+        self.forget_contents = self._checksums.forget
+        self._observe_captures()
+        atexit.register(self._keep_pools)
+
+    # Entering and leaving
+
+    def enter(self, region: Region) -> None:
+        # Order matters: enter() registers the thread, then checks the state; a pause sets the state, then checks for
+        # threads inside. So at least one of two racing threads sees the other.
+        self._push(region)
+        try:
+            region._check_fillable("be entered")
+            _core.refresh_peers()
+            self.refresh()
+        except BaseException:
+            self._pop()
+            self.refresh()
+            raise
+
+    def leave(self, region: Region, error: BaseException | None) -> None:
+        self._pop()
+        self.refresh()
+        if isinstance(error, torch.OutOfMemoryError) and region.state == "active" and region._core.sealed:
+            raise Error(f"region {region.tag!r} is frozen and was copied meanwhile: it takes no allocations") from error
+        if isinstance(error, torch.OutOfMemoryError) and region.state != "active":
+            raise RegionPausedError(
+                f"region {region.tag!r} is {region.state}: it was entered before, and cannot take allocations now",
+                tag=region.tag,
+                state=region.state,
+            ) from error
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        self._push(None)
+        self.refresh()
+        try:
+            yield
+        finally:
+            self._pop()
+            self.refresh()
+
+    def _push(self, region: Region | None) -> None:
+        self.thread.entered.append(region)
+        with self._lock:
+            self._inside[threading.get_ident()] = self.thread.entered
+
+    def _pop(self) -> None:
+        self.thread.entered.pop()
+        if not self.thread.entered:
+            with self._lock:
+                self._inside.pop(threading.get_ident(), None)
+
+    def refresh(self) -> None:
+        """Makes torch's routing of this thread follow the entered regions and their states.
+
+        One pool at a time: torch versions differ in which of two routed pools wins.
+        """
+        thread = self.thread
+        entered = [region for region in thread.entered if region is not None]
+        self._set_host_mode(any(region.device == "cpu" for region in entered))
+        wanted = {
+            torch.device(device): self._pool_for(region)
+            for device, region in thread.innermost().items()
+            if device != "cpu"
+        }
+        for device, pool in list(thread.routed.items()):
+            if wanted.get(device) is not pool:
+                torch._C._cuda_endAllocateToPool(device.index, pool.id)
+                torch._C._cuda_releasePool(device.index, pool.id)
+                del thread.routed[device]
+        for device, pool in wanted.items():
+            if device not in thread.routed:
+                torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, pool.id)
+                thread.routed[device] = pool
+        with self._lock:
+            for region in [region for region in thread.pools if region not in entered]:
+                self._pools[region].take_back(thread.pools.pop(region))
+        self._set_autograd_threads(not any(region.device != "cpu" for region in entered))
+
+    def _pool_for(self, region: Region) -> torch.cuda.MemPool:
+        thread = self.thread
+        if region.state != "active" or region._core.sealed:
+            device = torch.device(region.device)
+            if device not in thread.refusing:
+                thread.refusing[device] = new_pool(_core.refusing_entry_points(), device, self._allocators)
+                keep_forever(thread.refusing[device])
+            return thread.refusing[device]
+        if region not in thread.pools:
+            with self._lock:
+                thread.pools[region] = self._of(region).lend()
+        return thread.pools[region]
+
+    def _set_autograd_threads(self, enabled: bool) -> None:
+        """Keeps backward passes on this thread while it is routed. The threads of autograd are not routed."""
+        if not enabled and not self.thread.autograd:
+            guard = torch.autograd.set_multithreading_enabled(False)
+            guard.__enter__()
+            self.thread.autograd.append(guard)
+        elif enabled and self.thread.autograd:
+            self.thread.autograd.pop().__exit__(None, None, None)
+
+    def _set_host_mode(self, on: bool) -> None:
+        thread = self.thread
+        if on and thread.host_mode is None:
+            thread.host_mode = HostMode(self)
+            thread.host_mode.__enter__()
+        elif not on and thread.host_mode is not None:
+            mode, thread.host_mode = thread.host_mode, None
+            mode.__exit__(None, None, None)
+
+    # Calls of regions and transitions
+
+    def _of(self, region: Region) -> RegionPools:
+        if region not in self._pools:
+            self._pools[region] = RegionPools(region, self._allocators)
+        return self._pools[region]
+
+    def empty(self, region: Region, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is {dtype!r}, expected a torch.dtype")
+        count = math.prod(shape)
+        if count == 0:
+            with torch._C.DisableTorchFunction():
+                return torch.empty(tuple(shape), dtype=dtype, device=region.device)
+        if region.device != "cpu":
+            with region:
+                return torch.empty(tuple(shape), dtype=dtype, device=region.device)
+        nbytes = min(count * dtype.itemsize, sys.maxsize)  # no device has more
+        return torch.from_dlpack(region._core.allocate_array(nbytes)).view(dtype).view(tuple(shape))
+
+    def cpu_backup(self, tensor: torch.Tensor, clone: bool) -> torch.Tensor:
+        if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "__tensor_flatten__"):
+            raise TypeError(f"tensor is a {type(tensor).__name__}, expected a plain torch.Tensor")
+        address = tensor.data_ptr()
+        region = owning(address)
+        if region is None:
+            raise ValueError(f"the tensor, of shape {tuple(tensor.shape)} on {tensor.device}, is in no region")
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
+        nbytes = extent * tensor.dtype.itemsize
+        with torch._C.DisableTorchFunction():
+            if clone:
+                found = torch.empty(nbytes, dtype=torch.uint8)
+                region._core.backup_read(address, nbytes, found.data_ptr())
+            else:
+                found = torch.from_dlpack(region._core.backup_view(address, nbytes))
+            found = found.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+            found = found.conj() if tensor.is_conj() else found
+            return torch._neg_view(found) if tensor.is_neg() else found
+
+    def pool(self, region: Region) -> torch.cuda.MemPool:
+        if region.device == "cpu":
+            raise Error(f"region {region.tag!r} is on the host driver, and torch has memory pools on CUDA only")
+        with self._lock:
+            return self._of(region).graph
+
+    def graph_region(self, pool_id: tuple[int, int]) -> Region | None:
+        """The region whose graph pool this is."""
+        with self._lock:
+            return next((region for region, pools in self._pools.items() if pools.has(pool_id)), None)
+
+    def live(self, region: Region) -> Ranges | None:
+        """The ranges of the region in use: its segments without the free blocks of its pools. None: all segments."""
+        with self._lock:
+            pools = self._pools.get(region)
+            free = pools.free_blocks() if pools is not None and not pools.have_little_free else []
+        if not free:
+            return None
+        return _subtract(region._core.live(), free)
+
+    def check_pausable(self, regions: Sequence[Region], thread: int | None) -> None:
+        """Raises Error if another thread than this is inside a region: torch could allocate there during the pause."""
+        with self._lock:
+            for ident, entered in self._inside.items():
+                held = next((region for region in regions if region in entered), None)
+                if held is not None and ident != thread:
+                    raise Error(
+                        f"region {held.tag!r} cannot be paused: thread {ident} is inside it; it must leave first"
+                    )
+
+    def trim(self, regions: Sequence[Region], all_pools: bool = False) -> None:
+        """Drops idle pools with free blocks; with ``all_pools`` also those without, and graph pools without graphs."""
+        with self._lock:
+            retired = [
+                pool
+                for region in regions
+                if region in self._pools
+                for pool in self._pools[region].retire_idle(all_pools)
+            ]
+        retired.clear()  # outside the lock: torch frees segments with the pools
+
+    def check_unused(self, region: Region) -> None:
+        """Raises Error while a thread is inside the region, or a tensor or a graph has memory of it."""
+        self.check_pausable([region], None)
+        with self._lock:
+            pools = self._pools.get(region)
+            idle = pools.unused_blocks() if pools is not None else []
+        used = sum(size for _, size in _subtract(region._core.live(), idle))
+        if used:
+            raise Error(f"region {region.tag!r} cannot be closed: {used} bytes of it are allocated")
+
+    def forget(self, region: Region) -> None:
+        """Drops the pools of a region that is about to be closed. torch releases their free segments."""
+        with self._lock:
+            pools = self._pools.pop(region, None)
+            retired = pools is not None and pools.has_retired
+        del pools  # outside the lock
+        if retired:  # their segments are in torch's cache, and only torch lists them as free
+            torch.cuda.empty_cache()
+
+    def is_entered(self, region: Region) -> bool:
+        """Whether any thread is inside the region."""
+        with self._lock:
+            return any(region in entered for entered in self._inside.values())
+
+    def _keep_pools(self) -> None:
+        for pools in self._pools.values():
+            pools.keep_forever()
+
+    # Captures by all users of torch
+
+    def _observe_captures(self) -> None:
+        """Reports every capture by torch to the core: a device-wide wait would break a capture under way."""
+        running: dict[int, tuple[Callable[[], object], Any]] = {}
+        original_begin, original_end = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
+
+        def capture_begin(graph: torch.cuda.CUDAGraph, pool: Any = None, *args: Any, **kwargs: Any) -> None:
+            _core.capture_begins()
+            ends = weakref.finalize(graph, _core.capture_ends)  # also when a graph goes away in mid-capture
+            ends.atexit = False
+            try:
+                original_begin(graph, pool, *args, **kwargs)
+            except BaseException:
+                ends()
+                raise
+            running[id(graph)] = ends, pool
+
+        def capture_end(graph: torch.cuda.CUDAGraph) -> None:
+            ends, pool = running.pop(id(graph), (lambda: None, None))
+            try:
+                original_end(graph)
+            except BaseException:
+                if pool is not None:
+                    self._capture_failed(graph, tuple(pool))
+                raise
+            finally:
+                ends()
+
+        torch.cuda.CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign,assignment]
+        torch.cuda.CUDAGraph.capture_end = capture_end  # type: ignore[method-assign,assignment]
+
+    def _capture_failed(self, graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int]) -> None:
+        """Stops torch's routing to the pool of a capture that could not end.
+
+        torch's allocator of pinned host memory has no call for that, and refuses the pool from now on. So the next
+        capture uses a new pool. That allocator also keeps a pointer to the graph, so the graph is kept.
+        """
+        region = self.graph_region(pool_id)
+        if region is None:
+            return
+        device = torch.device(region.device)
+        torch._C._cuda_endAllocateToPool(device.index, pool_id)
+        torch._C._cuda_releasePool(device.index, pool_id)
+        keep_forever(graph)
+        with self._lock:
+            self._of(region).replace_graph()
+
+
+def _subtract(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> Ranges:
+    """The parts of ``ranges`` not covered by ``holes``; both are sorted (address, bytes) without overlaps."""
+    left: Ranges = []
+    position = 0
+    for begin, size in ranges:
+        end = begin + size
+        while position < len(holes) and holes[position][0] + holes[position][1] <= begin:
+            position += 1
+        at = begin
+        for each in range(position, len(holes)):
+            offset, nbytes = holes[each]
+            if offset >= end:
+                break
+            if offset > at:
+                left.append((at, offset - at))
+            at = max(at, offset + nbytes)
+        if at < end:
+            left.append((at, end - at))
+    return left

@@ -1,0 +1,198 @@
+"""Starts brokers in the background, and stops them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from memsaver.broker import discovery
+from memsaver.errors import BrokerError
+
+LINGER_S = 30.0  # time without clients after which a broker ends that a client started
+_STOP_S = 10.0
+_LOG_BYTES = 1 << 20  # a longer log is truncated at the next start
+_TAIL_BYTES = 2000
+_POLL_S = 0.01
+_starting = threading.Lock()
+
+
+def ensure(uuid: str, device: str, capacity: int | None = None, timeout_s: float = 30.0) -> Path:
+    """Starts the broker of a device unless it runs, and returns its socket.
+
+    - ``uuid``: of the device, as its driver reports it; ``device``: ``"cuda:0"``, or ``"cpu"`` for the host driver's.
+    - ``capacity``: bytes, for a broker that is started; by default 90 % of a GPU.
+
+    Processes that call it at the same time get the same broker. Raises BrokerError, with the last lines of the broker's
+    log, and ConfigError.
+    """
+    path = discovery.socket_path(uuid)
+    deadline = time.monotonic() + timeout_s
+    if discovery.accepts(path):
+        return path
+    with _exclusive(path, deadline):
+        if discovery.accepts(path):
+            return path
+        log = path.with_suffix(".log")
+        began = _open_log(log)
+        starter = _spawn(uuid, device, capacity, log)
+        while not discovery.accepts(path):
+            # The starter exits with 0 when the broker accepts clients, and with another status if it failed.
+            failed = starter.poll() not in (None, 0) and not discovery.is_locked(path)
+            if failed or time.monotonic() > deadline:
+                if starter.poll() is None:
+                    starter.kill()
+                    starter.wait()
+                text = _tail(log, began)
+                reason = "could not be started" if failed else f"does not accept clients after {timeout_s:g} s"
+                raise BrokerError(f"a broker for device {uuid} {reason}; its log, {log}: {text}", path=str(path))
+            time.sleep(_POLL_S)
+        starter.wait()
+    return path
+
+
+def detach(serve: Callable[[Callable[[Path], None]], int]) -> int:
+    """Runs ``serve`` in a child process in the background. Returns the exit status of this process.
+
+    ``serve`` gets a function, and calls it with the path of the broker's socket when clients are accepted. Then the
+    child replaces the caller's stdout and stderr by a log beside the socket, and this process returns. Errors of
+    ``serve`` before that go to the caller's stderr.
+
+    Call it before the core is in use: a fork copies neither its threads nor the state of a driver.
+    """
+    ready, writer = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writer)
+        if os.read(ready, 1):
+            return 0
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.setsid()
+    os.chdir("/")
+    _close_inherited({writer})
+
+    def on_ready(path: Path) -> None:
+        log = path.with_suffix(".log")
+        _open_log(log)
+        _redirect(log)
+        os.write(writer, b"1")
+        os.close(writer)
+
+    return serve(on_ready)
+
+
+def stop(path: Path, timeout_s: float = _STOP_S) -> int:
+    """Stops the broker at this socket, and waits for its end. Returns its pid. Raises BrokerError."""
+    with discovery.connect(path) as channel:
+        pid = discovery.broker_pid(channel)
+    try:
+        file = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return pid  # it has ended meanwhile
+    try:
+        # A process with a lock on the path is the broker, and not a later process with its pid.
+        if discovery.is_locked(path):
+            signal.pidfd_send_signal(file, signal.SIGTERM)
+            poll = select.poll()
+            poll.register(file, select.POLLIN)
+            if not poll.poll(timeout_s * 1000):
+                text = f"the broker at {path} (pid {pid}) does not end within {timeout_s:g} s of SIGTERM"
+                raise BrokerError(text, path=str(path))
+    finally:
+        os.close(file)
+    return pid
+
+
+def _close_inherited(keep: set[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in keep:
+            with contextlib.suppress(OSError):  # the descriptor of the directory itself
+                os.close(int(name))
+
+
+def _redirect(log: Path) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    null = os.open(os.devnull, os.O_RDONLY)
+    file = _opener(str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(null, 0)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(null)
+    os.close(file)
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path, deadline: float) -> Iterator[None]:
+    """Lets one thread of one process at a time start a broker at this path.
+
+    lockf() and not flock(): a lock of flock() belongs to the open file, so a forked child would keep it.
+    """
+    if not _starting.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        raise BrokerError(f"another thread is still starting a broker at {path}", path=str(path))
+    try:
+        file = os.open(path.with_suffix(".start"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            while True:
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() > deadline:
+                        text = f"another process is still starting a broker at {path}"
+                        raise BrokerError(text, path=str(path)) from None
+                    time.sleep(_POLL_S)
+            yield
+        finally:
+            os.close(file)
+    finally:
+        _starting.release()
+
+
+def _open_log(log: Path) -> int:
+    """Truncates a log that is too long. Returns the position of the next line."""
+    with open(log, "a", opener=_opener) as file:
+        if file.tell() > _LOG_BYTES:
+            file.truncate(0)
+        return file.tell()
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _tail(log: Path, began: int) -> str:
+    with open(log, "rb") as file:
+        file.seek(max(began, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        return file.read().decode(errors="replace").strip() or "(empty)"
+
+
+def _spawn(uuid: str, device: str, capacity: int | None, log: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "MEMSAVER_POOL_DIR": str(log.parent)}
+    environment.pop("MEMSAVER_POOL", None)  # a broker is not a client
+    # The same modules as here, independent of the working directory.
+    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(map(os.path.abspath, sys.path)))
+    if device == "cpu":
+        environment["MEMSAVER_HOST_DEVICE"] = uuid.rpartition("-")[2]  # the size identifies a device of the host driver
+    named = "cpu" if device == "cpu" else uuid
+    arguments = [sys.executable, "-m", "memsaver", "broker", "--detach", "--device", named, "--linger", str(LINGER_S)]
+    if capacity is not None:
+        arguments += ["--capacity", str(capacity)]
+    with open(log, "ab", opener=_opener) as errors:
+        return subprocess.Popen(
+            arguments,
+            env=environment,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )

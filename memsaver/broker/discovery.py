@@ -1,0 +1,163 @@
+"""Finds the brokers of this user's devices: the directory of their sockets and locks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import struct
+import time
+from pathlib import Path
+
+from memsaver.errors import BrokerError, ConfigError
+
+_LONGEST_PATH = 107  # bytes in the address of a Unix socket
+_POLL_S = 0.01
+_CREDENTIALS = struct.Struct("3i")  # pid, user, group
+_LOCK_TRIES = 10
+
+
+def directory() -> Path:
+    """The directory of the sockets: ``MEMSAVER_POOL_DIR``, else one in /tmp. Creates it if it does not exist.
+
+    Raises ConfigError if another user could create a socket in it.
+    """
+    named = os.environ.get("MEMSAVER_POOL_DIR")
+    path = Path(os.path.abspath(named or f"/tmp/memsaver-{os.getuid()}"))
+
+    def complain(text: str) -> ConfigError:
+        return ConfigError(f"the directory of shared pools' sockets, {path}, {text}", option="pool_dir", value=named)
+
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+    except FileExistsError:
+        raise complain("is no directory") from None
+    except OSError as error:
+        raise complain(f"cannot be used: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode):
+        raise complain("is no directory")
+    if status.st_uid != os.getuid():
+        raise complain(f"belongs to user {status.st_uid}, not {os.getuid()}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise complain(f"can be written by others (mode {stat.S_IMODE(status.st_mode):o}, expected 700)")
+    return path
+
+
+def socket_path(uuid: str) -> Path:
+    """The socket of a device's broker. Raises ConfigError."""
+    return _checked(directory() / f"{uuid}.sock")
+
+
+def found() -> list[Path]:
+    """The sockets of the brokers that accept clients now."""
+    return [path for path in sorted(directory().glob("*.sock")) if accepts(path)]
+
+
+def connect(path: Path) -> socket.socket:
+    """Connects to a broker. Raises BrokerError if none accepts."""
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        channel.connect(str(path))
+    except OSError as error:
+        channel.close()
+        raise BrokerError(f"there is no broker at {path}: {error.strerror}", path=str(path)) from None
+    return channel
+
+
+def broker_pid(channel: socket.socket) -> int:
+    """The pid of the broker at the other end of a connected socket."""
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[0])
+
+
+def accepts(path: Path) -> bool:
+    try:
+        connect(path).close()
+    except BrokerError:
+        return False
+    return True
+
+
+class Listener:
+    """A broker's listening socket, and the lock that allows one broker for each device.
+
+    The process holds the lock until its end. Raises BrokerError if another broker holds it.
+    """
+
+    def __init__(self, uuid: str) -> None:
+        self.path = socket_path(uuid)
+        self._hidden = _checked(self.path.parent / f"new-{os.getpid()}")
+        self._lock = os.open(_lock_path(self.path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if not _lock(self._lock):
+            pid = os.read(self._lock, 32).decode(errors="replace").strip() or "?"
+            os.close(self._lock)
+            raise BrokerError(f"device {uuid} has a broker already (pid {pid}, {self.path})", path=str(self.path))
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        self.channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._hidden.unlink(missing_ok=True)
+        # Renamed when it listens, which replaces the socket of a broker that has ended.
+        self.channel.bind(str(self._hidden))
+        self._hidden.chmod(0o600)
+        self.channel.listen(4096)
+        self.channel.setblocking(False)
+        self._hidden.rename(self.path)
+
+    def hide(self) -> None:
+        """Removes the socket from its path, so that new clients do not find it."""
+        with contextlib.suppress(OSError):
+            self.path.rename(self._hidden)
+
+    def show(self) -> None:
+        """Puts the socket back to its path."""
+        with contextlib.suppress(OSError):
+            self._hidden.rename(self.path)
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self._hidden.unlink(missing_ok=True)
+        self.channel.close()
+        os.close(self._lock)
+
+
+def _checked(path: Path) -> Path:
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise ConfigError(
+            f"the path {path} has {len(os.fsencode(path))} bytes, and a socket's may have {_LONGEST_PATH}: "
+            "MEMSAVER_POOL_DIR can name a shorter directory",
+            option="pool_dir",
+            value=str(path.parent),
+        )
+    return path
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_suffix(".lock")
+
+
+def _lock(file: int) -> bool:
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            time.sleep(_POLL_S)  # is_locked() of another process holds it for a moment
+    return False
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a broker runs at this path, also if it does not accept clients yet."""
+    try:
+        file = os.open(_lock_path(path), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False

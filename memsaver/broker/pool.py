@@ -1,0 +1,379 @@
+"""The pool: records which chunks exist and which client holds them, and decides which demand is served next.
+
+The pool uses no sockets and never waits. ``serve()`` returns the messages that follow from a step as a ``ServeResult``.
+
+A chunk is in one of these states::
+
+    idle ──serve──> held ──give_back, reclaim──> idle   once its attachments have ended
+     └─release──> leaving ──drop──> deleted             its bytes count until no client has a handle
+
+Demands are served in the order in which they were opened, and only the first one collects chunks: so no two demands can
+each hold half of the memory that the other one needs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from memsaver.broker.chunks import CLASS_NAMES, CLASSES, Attachment, Chunk
+from memsaver.broker.clients import Client
+from memsaver.broker.protocol import HAS_DESCRIPTOR, SCRUB, MalformedError
+from memsaver.broker.queue import Demand, DemandQueue, Part
+from memsaver.errors import DriverError
+
+RETRY_S = 0.02  # time until the next creation after the driver had no memory, and until the next step for a demand
+PATIENCE_S = 0.02  # time for which a large demand waits for large chunks while small ones are idle
+DROP_GRACE_S = 0.5  # time that clients have to answer a drop before a demand is reported as stalled
+
+
+class Memory(Protocol):
+    """A device's memory: csrc/driver/physical.h."""
+
+    def create(self, size: int) -> int: ...
+    def adopt(self, file: int, size: int) -> None: ...
+    def close(self, file: int) -> None: ...
+    def free_bytes(self) -> int: ...
+
+
+@dataclass(slots=True)
+class ServeResult:
+    """The messages to send after a step of the pool, and when the next step is due."""
+
+    grants: list[tuple[Demand, Chunk, int]] = field(default_factory=list)  # with flags; a demand's grants in a row
+    completed: list[Demand] = field(default_factory=list)  # demands that are complete without a further grant
+    stalled: list[Demand] = field(default_factory=list)
+    drops: list[tuple[Client, Chunk]] = field(default_factory=list)
+    has_more: bool = False  # the next step is due now
+    retry: bool = False  # the next step is due after RETRY_S
+
+
+class Pool:
+    """The chunks of a device. ``capacity``: the most bytes to create. Adopted chunks may exceed it while in use."""
+
+    def __init__(self, memory: Memory, capacity: int) -> None:
+        self.memory = memory
+        self.capacity = capacity
+        self.queue = DemandQueue(capacity)
+        self.chunks: dict[int, Chunk] = {}
+        self.attachments: dict[int, Attachment] = {}
+        self.total_bytes = 0  # created or adopted, and not deleted
+        self.idle_bytes = 0
+        self.leaving_bytes = 0
+        self.failure: str | None = None  # error of the driver's last creation; None: it succeeded
+        self._idle: dict[int, dict[int, Chunk]] = {size: {} for size in CLASSES}
+        self._ceiling = CLASSES[0]  # the driver has no memory for larger chunks until then
+        self._ceiling_until = 0.0
+        self._dropped_at = -DROP_GRACE_S
+
+    # Clients
+
+    def reclaim(self, client: Client) -> None:
+        """Takes all chunks of a client back. Nothing of its process may be able to run any more."""
+        held, client.held = client.held, {}
+        for chunk in held.values():
+            self._return(chunk, client)
+        self._forget_handles(client, list(client.imported.values()))
+        self.queue.close_all(client)
+
+    def adopt(self, client: Client, chunk_id: int, size: int, file: int) -> bool:
+        """Records a chunk that a client holds.
+
+        Returns whether the pool took ``file``. It does not need it for a chunk that it has already.
+        """
+        if size not in CLASSES:
+            raise MalformedError(f"a chunk of {size} bytes, expected one of {CLASS_NAMES}")
+        chunk = self.chunks.get(chunk_id)
+        if chunk is not None:
+            if chunk.holder is not client or chunk.size != size:
+                raise MalformedError(f"chunk {chunk_id} of {size} bytes is not held by this client")
+            return False
+        try:
+            self.memory.adopt(file, size)
+        except DriverError as error:
+            raise MalformedError(f"chunk {chunk_id} of {size} bytes cannot be adopted: {error}") from None
+        chunk = Chunk(chunk_id, size, file)
+        self.chunks[chunk_id] = chunk
+        self.total_bytes += size
+        self._hand(chunk, client)
+        return True
+
+    def finish_inventory(self, client: Client) -> None:
+        """Ends the inventory that a client sends after ``welcome``. Its chunks that are not listed become idle."""
+        client.is_user = True
+        if client.inventory is not None:
+            listed, client.inventory = client.inventory, None
+            self.keep_only(client, listed)
+
+    def keep_only(self, client: Client, ids: set[int]) -> None:
+        """Takes all other chunks of a client back, and records that it has no handles of other chunks."""
+        for chunk in [chunk for chunk in client.held.values() if chunk.id not in ids]:
+            del client.held[chunk.id]
+            self._return(chunk, client)
+        self._forget_handles(client, [chunk for chunk in client.imported.values() if chunk.id not in ids])
+
+    # Chunks
+
+    def give_back(self, client: Client, ids: Sequence[int]) -> None:
+        for chunk_id in ids:
+            chunk = client.held.pop(chunk_id, None)
+            if chunk is None:
+                raise MalformedError(f"chunk {chunk_id} is not held by this client")
+            self._return(chunk, client)
+
+    def drop(self, client: Client, ids: Sequence[int]) -> None:
+        """Records that a client has released its handles of these chunks, with or without a request.
+
+        Unknown ids are ignored: a chunk may be deleted between two such messages.
+        """
+        self._forget_handles(client, [client.imported[chunk_id] for chunk_id in ids if chunk_id in client.imported])
+
+    def release_idle(self, keep_bytes: int) -> tuple[int, list[tuple[Client, Chunk]]]:
+        """Releases idle chunks to the driver, small ones first, until at most ``keep_bytes`` are idle.
+
+        Returns the released bytes, and the handles that clients have to drop.
+        """
+        released = 0
+        drops: list[tuple[Client, Chunk]] = []
+        for size in reversed(CLASSES):
+            for chunk in list(self._idle[size].values()):
+                if self.idle_bytes <= keep_bytes:
+                    return released, drops
+                released += size
+                self._release(chunk, drops)
+        return released, drops
+
+    def available_bytes(self) -> int:
+        """Idle bytes, and bytes that the driver can provide."""
+        return self.idle_bytes + max(0, min(self.capacity - self.total_bytes, self.memory.free_bytes()))
+
+    def close(self) -> None:
+        """Closes the descriptors at the end of the broker. Clients keep the chunks that they hold."""
+        for chunk in self.chunks.values():
+            self.memory.close(chunk.file)
+        self.chunks.clear()
+
+    def _return(self, chunk: Chunk, client: Client) -> None:
+        chunk.holder = None
+        if chunk.demand is not None:
+            chunk.demand.granted -= chunk.size
+            chunk.demand = None
+        chunk.last_holder = client.id
+        chunk.is_sensitive = chunk.is_sensitive or client.scrub
+        if not chunk.attachments:
+            self._add_idle(chunk)
+
+    def _add_idle(self, chunk: Chunk) -> None:
+        self._idle[chunk.size][chunk.id] = chunk
+        self.idle_bytes += chunk.size
+
+    def _remove_idle(self, chunk: Chunk) -> None:
+        del self._idle[chunk.size][chunk.id]
+        self.idle_bytes -= chunk.size
+
+    def _hand(self, chunk: Chunk, client: Client) -> None:
+        chunk.holder = client
+        chunk.importers.add(client)
+        client.held[chunk.id] = client.imported[chunk.id] = chunk
+
+    def _release(self, chunk: Chunk, drops: list[tuple[Client, Chunk]]) -> None:
+        self._remove_idle(chunk)
+        chunk.is_leaving = True
+        self.leaving_bytes += chunk.size
+        if chunk.importers:
+            self._dropped_at = time.monotonic()
+            drops += [(client, chunk) for client in chunk.importers]
+        else:
+            self._delete(chunk)
+
+    def _forget_handles(self, client: Client, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            client.imported.pop(chunk.id, None)
+            chunk.importers.discard(client)
+            if chunk.is_leaving and not chunk.importers:
+                self._delete(chunk)
+
+    def _delete(self, chunk: Chunk) -> None:
+        del self.chunks[chunk.id]
+        self.leaving_bytes -= chunk.size
+        self.total_bytes -= chunk.size
+        self.memory.close(chunk.file)
+        self._ceiling = CLASSES[0]
+
+    # Attachments
+
+    def attach(self, attachment_id: int, owner: Client, pid: int, ids: Sequence[int]) -> Attachment:
+        """Records an attachment of a process to chunks of their holder. It replaces one with the same id."""
+        previous = self.attachments.get(attachment_id)
+        if previous is not None and previous.owner is not owner:
+            raise MalformedError(f"attachment {attachment_id} is another client's")
+        missing = [chunk_id for chunk_id in ids if chunk_id not in owner.held]
+        if missing:
+            raise MalformedError(f"chunk {missing[0]} is not held by the owner of attachment {attachment_id}")
+        chunks = [owner.held[chunk_id] for chunk_id in dict.fromkeys(ids)]
+        for chunk in chunks:
+            chunk.attachments += 1
+        if previous is not None:
+            self.detach(attachment_id)
+        self.attachments[attachment_id] = Attachment(attachment_id, owner, pid, chunks)
+        return self.attachments[attachment_id]
+
+    def detach(self, attachment_id: int) -> Attachment | None:
+        """Ends an attachment and returns it. None: there was none."""
+        ended = self.attachments.pop(attachment_id, None)
+        for chunk in ended.chunks if ended is not None else ():
+            chunk.attachments -= 1
+            if not chunk.attachments and chunk.holder is None:
+                self._add_idle(chunk)
+        return ended
+
+    # Serving demands
+
+    def serve(self) -> ServeResult:
+        """Performs one step: grants idle chunks, creates at most one chunk, and finds stalled demands."""
+        result = ServeResult(completed=self.queue.take_completed())
+        waiting = self.queue.waiting
+        while waiting and self._collect(waiting[0], result):
+            waiting.pop(0)
+        if not waiting:
+            # Clients of an earlier broker may have brought more than the capacity, each at its own time.
+            excess = self.total_bytes - self.leaving_bytes - self.capacity
+            if excess > 0 and self.idle_bytes:
+                result.drops += self.release_idle(max(0, self.idle_bytes - excess))[1]
+            return result
+        head = waiting[0]
+        result.has_more = self._create(head, result)
+        # Small chunks given to a large demand are missing where only small ones fit. Large chunks would have to be
+        # broken up for those, more of them in each switch. So a large demand waits a moment for the large chunks that
+        # are usually on their way.
+        is_patient = head.remaining >= CLASSES[0] and time.monotonic() < head.granted_at + PATIENCE_S
+        if not result.has_more and not is_patient:
+            result.has_more = self._collect(head, result, smaller=True) or self._break_up(head, result)
+        for demand in waiting:
+            # The demands behind the first one may be first in a moment.
+            may_proceed = result.has_more or is_patient or self._has_recent_drops()
+            if demand.stall_reported < demand.messages and not may_proceed:
+                demand.stall_reported = demand.messages
+                result.stalled.append(demand)
+        if not head.parts:
+            waiting.pop(0)
+        result.retry = self.leaving_bytes > 0 or self._ceiling == 0 or is_patient
+        return result
+
+    def _collect(self, demand: Demand, result: ServeResult, smaller: bool = False) -> bool:
+        """Grants idle chunks to a demand. ``smaller``: also chunks below the preferred size.
+
+        Returns whether the demand is complete.
+        """
+        client = demand.client
+        candidates: dict[int, list[Chunk]] = {}
+        for part in list(demand.parts):
+            best, *others = _preference(min(part.fresh, part.remaining))
+            for size in (best, *others):
+                if not self._idle[size] or size > part.limit or (size < best and not smaller):
+                    continue
+                if size not in candidates:  # taken from the end: there are the chunks of which the client has a handle
+                    candidates[size] = sorted(self._idle[size].values(), key=lambda chunk: client in chunk.importers)
+                chunks = candidates[size]
+                while chunks and size <= part.remaining:
+                    chunk = chunks.pop()
+                    self._remove_idle(chunk)
+                    self._grant(chunk, demand, part, result)
+        return not demand.parts
+
+    def _grant(self, chunk: Chunk, demand: Demand, part: Part, result: ServeResult) -> None:
+        client = demand.client
+        if chunk.last_holder is None:
+            chunk.is_scrub_requested = False
+        elif chunk.last_holder != client.id:
+            chunk.is_scrub_requested = chunk.is_sensitive or client.scrub
+        flags = (0 if client in chunk.importers else HAS_DESCRIPTOR) | (SCRUB if chunk.is_scrub_requested else 0)
+        self._hand(chunk, client)
+        result.grants.append((demand, chunk, flags))
+        chunk.demand = demand
+        demand.granted += chunk.size
+        demand.granted_at = time.monotonic()
+        part.remaining -= chunk.size
+        if not part.remaining:
+            demand.parts.remove(part)
+
+    def _create(self, demand: Demand, result: ServeResult) -> bool:
+        """Creates the largest chunk that the first part of a demand can use. Returns whether there is a new chunk."""
+        if time.monotonic() >= self._ceiling_until:
+            self._ceiling = CLASSES[0]
+        part = demand.parts[0]
+        most = min(part.fresh, part.remaining, self.capacity - self.total_bytes)
+        for size in CLASSES:
+            if size > min(most, self._ceiling):
+                continue
+            try:
+                file = self.memory.create(size)
+            except DriverError as error:
+                # In most cases the device is full. After any error the pool continues with the chunks that it has.
+                self.failure = str(error)
+                self._ceiling = next((smaller for smaller in CLASSES if smaller < size), 0)
+                self._ceiling_until = time.monotonic() + RETRY_S
+                continue
+            self.failure = None
+            chunk = Chunk(int.from_bytes(os.urandom(8), "little") >> 1, size, file)
+            self.chunks[chunk.id] = chunk
+            self.total_bytes += size
+            self._grant(chunk, demand, part, result)
+            return True
+        return False
+
+    def _break_up(self, demand: Demand, result: ServeResult) -> bool:
+        """Releases idle chunks that are too large for a demand, as all idle ones are at this point.
+
+        Returns whether bytes became free at once.
+        """
+        before = self.total_bytes
+        lacking = demand.remaining - (0 if self._ceiling == 0 else self.capacity - self.total_bytes)
+        if self._has_recent_drops():  # an older drop may never be answered
+            lacking -= self.leaving_bytes
+        while lacking > 0 and self.idle_bytes:
+            sizes = [size for size in CLASSES if self._idle[size]]
+            size = min((size for size in sizes if size >= lacking), default=sizes[0])
+            self._release(min(self._idle[size].values(), key=_release_cost), result.drops)
+            lacking -= size
+        return self.total_bytes < before
+
+    def _has_recent_drops(self) -> bool:
+        return self.leaving_bytes > 0 and time.monotonic() < self._dropped_at + DROP_GRACE_S
+
+    # Figures
+
+    def describe(self) -> dict[str, Any]:
+        """The pool's part of the status: see ``StatusReporter``."""
+        return {
+            "capacity_bytes": self.capacity,
+            "total_bytes": self.total_bytes,
+            "idle_bytes": self.idle_bytes,
+            "leaving_bytes": self.leaving_bytes,
+        }
+
+    def waiting(self, client: Client) -> list[dict[str, Any]]:
+        """The waiting demands of a client for the status, in the order of the queue."""
+        rows = []
+        for demand in self.queue.of(client):
+            needed, seconds = demand.granted + demand.remaining, round(time.monotonic() - demand.opened_at, 3)
+            rows.append({"needed_bytes": needed, "granted_bytes": demand.granted, "seconds": seconds})
+        return rows
+
+    def attached_bytes(self, pid: int) -> int:
+        attached = {chunk for each in self.attachments.values() if each.pid == pid for chunk in each.chunks}
+        return sum(chunk.size for chunk in attached)
+
+
+def _preference(nbytes: int) -> list[int]:
+    """Classes in order of preference for so many bytes: the class to create, then larger ones, then smaller ones."""
+    best = next(size for size in CLASSES if size <= nbytes)
+    return [best, *sorted(size for size in CLASSES if size > best), *(size for size in CLASSES if size < best)]
+
+
+def _release_cost(chunk: Chunk) -> tuple[bool, int]:
+    """Sorts chunks by the wait for their handles: a disconnected client does not answer."""
+    return any(not client.is_connected for client in chunk.importers), len(chunk.importers)

@@ -1,0 +1,212 @@
+"""Messages between broker and clients, as packets of a Unix socket. csrc/pool/wire.h describes each of them."""
+
+from __future__ import annotations
+
+import array
+import itertools
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from memsaver import _core
+
+KINDS: dict[str, int] = _core.MESSAGES
+REFUSALS: dict[str, int] = _core.REFUSALS
+FIELDS: dict[str, int] = _core.FIELDS
+VERSION: int = _core.PROTOCOL_VERSION
+VERSIONS_APART: int = _core.VERSIONS_APART  # between a broker and a client, at most
+LONGEST_PACKET: int = _core.LONGEST_PACKET
+MOST_DESCRIPTORS: int = _core.MOST_DESCRIPTORS
+MOST_CHUNKS: int = _core.MOST_CHUNKS
+HAS_DESCRIPTOR: int = _core.HAS_DESCRIPTOR
+SCRUB: int = _core.SCRUB
+STATES: tuple[str, ...] = _core.STATES  # a report has their indices
+BACKUPS: tuple[str, ...] = _core.BACKUPS
+
+_NAMES = {number: name for name, number in KINDS.items()}
+_REFUSAL_NAMES = {number: name for name, number in REFUSALS.items()}
+_FIELD_NAMES = {number: name for name, number in FIELDS.items()}
+_HEAD = struct.Struct("<III")
+_WORD_BYTES = 8
+_KERNEL_MOST_DESCRIPTORS = 253
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_KERNEL_MOST_DESCRIPTORS * array.array("i").itemsize)
+
+# Words of each message of a client: fixed words, words of a group, and the least number of groups. They are the same in
+# all versions: see csrc/pool/wire.h.
+_SHAPES = {
+    "hello": (3, 0, 0), "sentinel": (0, 0, 0), "inventory": (0, 2, 0), "restore": (2, 1, 0), "attachments": (0, 1, 0),
+    "demand": (1, 3, 1), "exchange": (1, 3, 1), "close": (1, 0, 0), "give_back": (0, 1, 0), "dropped": (0, 1, 0),
+    "scrub": (1, 0, 0), "usage": (1, 0, 0), "status": (1, 0, 0), "report": (0, 5, 0), "attach": (4, 0, 0),
+    "attach_reply": (3, 3, 0), "detach": (1, 0, 0), "trim": (2, 0, 0), "refused": (2, 0, 0),
+}  # fmt: skip
+_WITH_TEXT = {"hello", "report", "attach", "attach_reply", "refused"}
+_WITH_FILES = {"inventory", "restore", "sentinel"}
+
+
+class RefusedError(Exception):
+    """A message or a connection that the broker refuses. ``code``: a key of ``REFUSALS``."""
+
+    def __init__(self, text: str, code: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class MalformedError(RefusedError):
+    """A packet that is not a message, or a message with impossible contents. The text names the expectation."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, "malformed")
+
+
+class ExhaustedError(RefusedError):
+    """This process has no free descriptors, so that the kernel discarded those of a packet."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, "exhausted")
+
+
+@dataclass(slots=True)
+class Message:
+    """One message. Its receiver closes the files, or takes them out of the list.
+
+    ``fields``: optional fields by name. Unknown ones of a received message are left out.
+    """
+
+    kind: str  # a key of KINDS; of a received message also "kind NUMBER"
+    words: Sequence[int] = ()
+    text: str = ""
+    files: list[int] = field(default_factory=list)
+    fields: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def is_defined(self) -> bool:
+        return self.kind in KINDS
+
+    def encode(self) -> bytes:
+        fields = itertools.chain.from_iterable((FIELDS[name], value) for name, value in self.fields.items())
+        words = (*self.words, *fields)
+        head = _HEAD.pack(KINDS[self.kind], len(self.words), len(self.fields))
+        return head + struct.pack(f"<{len(words)}Q", *words) + self.text.encode()
+
+    def close(self) -> None:
+        while self.files:
+            os.close(self.files.pop())
+
+
+def check_shape(message: Message) -> None:
+    """Raises MalformedError if the words, text or files of a client's message do not fit its kind."""
+    kind, count = message.kind, len(message.words)
+    first, group, least = _SHAPES[kind]
+    groups, rest = divmod(count - first, group) if group else (0, count - first)
+    if rest or groups < least:
+        expected = f"{first} words" + (f" and {least} or more groups of {group}" if group else "")
+        raise MalformedError(f"{kind!r} has {count} words, expected {expected}")
+    if message.text and kind not in _WITH_TEXT:
+        raise MalformedError(f"{kind!r} has {len(message.text)} characters of text, expected none")
+    if message.files and kind not in _WITH_FILES:
+        raise MalformedError(f"{kind!r} has {len(message.files)} descriptors, expected none")
+
+
+def check_version(newest: int, oldest: int) -> None:
+    """Raises RefusedError if this broker and a client have no common version of the protocol.
+
+    ``newest``, ``oldest``: the versions that the client supports.
+    """
+    if abs(newest - VERSION) > VERSIONS_APART or oldest > VERSION:
+        older = "the broker" if newest > VERSION else "the client"
+        limit = f" (none below {oldest})" if abs(newest - VERSION) <= VERSIONS_APART else ""
+        raise RefusedError(
+            f"this broker speaks version {VERSION} of the protocol and the client version {newest}{limit}, and they "
+            f"may differ by {VERSIONS_APART}: upgrade memsaver in {older}",
+            "version",
+        )
+
+
+def check_welcome(message: Message) -> None:
+    """Raises ValueError if a broker answered ``hello`` with a version that this client does not support."""
+    version = message.words[0] if message.words else 0
+    newest = message.fields.get("newest", version)
+    if abs(newest - VERSION) > VERSIONS_APART or not VERSION - VERSIONS_APART <= version <= VERSION:
+        older = "this process" if newest > VERSION else "the broker"
+        raise ValueError(
+            f"speaks version {newest} of the protocol and this process version {VERSION}, and they may differ by "
+            f"{VERSIONS_APART}: upgrade memsaver in {older}"
+        )
+
+
+def unsupported(message: Message) -> Message:
+    """The answer to a message of a newer peer that this version does not define."""
+    request = message.words[0] if message.words else 0
+    return refusal("unsupported", request, f"version {VERSION} of the protocol has no message of {message.kind}")
+
+
+def refusal(code: str, request: int, text: str) -> Message:
+    room = LONGEST_PACKET - _HEAD.size - 2 * _WORD_BYTES
+    return Message("refused", (REFUSALS[code], request), text.encode()[:room].decode(errors="ignore"))
+
+
+def refusal_name(code: int) -> str:
+    return _REFUSAL_NAMES.get(code, str(code))
+
+
+def send(channel: socket.socket, packet: bytes, files: Sequence[int] = ()) -> None:
+    """Sends one packet with descriptors. Sends all of it or raises OSError."""
+    if files:
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
+        channel.sendmsg([packet], [rights], socket.MSG_NOSIGNAL)
+    else:
+        channel.send(packet, socket.MSG_NOSIGNAL)
+
+
+def receive(channel: socket.socket) -> Message | None:
+    """Receives the next message. None: the peer has closed its end (an empty packet reads the same).
+
+    Raises MalformedError, ExhaustedError, and the errors of recvmsg(). No descriptor is left open then.
+    """
+    packet, ancillary, flags, _ = channel.recvmsg(LONGEST_PACKET, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    files = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            files.frombytes(data[: len(data) - len(data) % files.itemsize])
+    try:
+        if flags & socket.MSG_CTRUNC:  # not for lack of room: _ANCILLARY_BYTES holds the most that the kernel allows
+            raise ExhaustedError("there is no free descriptor to receive another")
+        if flags & socket.MSG_TRUNC:
+            raise MalformedError(f"a packet is longer than {LONGEST_PACKET} bytes")
+        message = _decode(packet) if packet else None
+    except BaseException:
+        _close(files)
+        raise
+    if message is None:
+        _close(files)
+    else:
+        message.files = list(files)
+    return message
+
+
+def _close(files: array.array[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def _decode(packet: bytes) -> Message:
+    if len(packet) < _HEAD.size:
+        raise MalformedError(f"a packet has {len(packet)} bytes, expected at least {_HEAD.size}")
+    number, count, field_count = _HEAD.unpack_from(packet)
+    kind = _NAMES.get(number, f"kind {number}")
+    word_count = count + 2 * field_count
+    text_at = _HEAD.size + word_count * _WORD_BYTES
+    if text_at > len(packet):
+        raise MalformedError(
+            f"{kind!r} announces {count} words and {field_count} fields in a packet of {len(packet)} bytes"
+        )
+    try:
+        text = packet[text_at:].decode()
+    except UnicodeDecodeError as error:
+        raise MalformedError(f"the text of {kind!r} is not UTF-8: {error}") from None
+    words = struct.unpack_from(f"<{word_count}Q", packet, _HEAD.size)
+    pairs = zip(words[count::2], words[count + 1 :: 2])
+    fields = {_FIELD_NAMES[number]: value for number, value in pairs if number in _FIELD_NAMES}
+    return Message(kind, words[:count], text, fields=fields)

@@ -1,0 +1,180 @@
+"""Sessions of clients: begins one at ``hello``, passes each message to its handler, and ends it at the disconnect.
+
+A client's chunks survive its session: see ``Client``. They are reclaimed when nothing of its process can run any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from memsaver.broker import protocol
+from memsaver.broker.attachments import Attachments
+from memsaver.broker.clients import Client, Clients
+from memsaver.broker.connection import Connection
+from memsaver.broker.lending import Lending
+from memsaver.broker.monitor import Process, ProcessMonitor
+from memsaver.broker.pool import Pool
+from memsaver.broker.protocol import MalformedError, Message, RefusedError
+from memsaver.broker.status import StatusReporter
+from memsaver.errors import gib
+
+log = logging.getLogger("memsaver")
+
+# Messages of admin clients, which use no memory.
+_WITHOUT_SENTINEL = {"sentinel", "usage", "status", "report", "trim", "refused"}
+
+
+class Sessions:
+    """The sessions of a broker's clients. ``uuid``: of the device."""
+
+    def __init__(
+        self,
+        uuid: str,
+        clients: Clients,
+        pool: Pool,
+        monitor: ProcessMonitor,
+        lending: Lending,
+        attachments: Attachments,
+        status: StatusReporter,
+    ) -> None:
+        self.user_seen_at = time.monotonic()  # when a client that may use memory was disconnected last
+        self._uuid = uuid
+        self._clients = clients
+        self._pool = pool
+        self._monitor = monitor
+        self._attachments = attachments
+        self._status = status
+        self._handlers: dict[str, Callable[[Client, Message], None]] = {
+            "sentinel": self._sentinel,
+            "inventory": lending.inventory, "demand": lending.demand, "exchange": lending.exchange,
+            "close": lending.close, "give_back": lending.give_back, "dropped": lending.dropped,
+            "scrub": lending.scrub, "trim": lending.trim,
+            "attach": attachments.attach, "attach_reply": attachments.attach_reply, "detach": attachments.detach,
+            "restore": attachments.restore, "attachments": attachments.attachments,
+            "usage": status.usage, "report": status.report, "status": status.status,
+            "refused": self._refused,
+        }  # fmt: skip
+
+    @property
+    def has_users(self) -> bool:
+        """Whether a client uses memory, or may after a reconnect. An admin client does not."""
+        return any(client.is_user for client in self._clients.values())
+
+    def connect(self, connection: Connection) -> None:
+        """Watches the process of a new connection. Raises OSError; ProcessLookupError if it has exited."""
+        connection.process = self._monitor.watch(connection.pid)
+
+    def handle(self, connection: Connection, message: Message) -> None:
+        """Handles a message. Raises RefusedError, upon which the connection has to be closed."""
+        client = connection.client
+        if client is None:
+            self._begin(connection, message)
+            return
+        if not message.is_defined and client.version > protocol.VERSION:
+            log.debug("process %d sent %s of version %d", client.pid, message.kind, client.version)
+            client.send(protocol.unsupported(message))
+            return
+        handler = self._handlers.get(message.kind)
+        if handler is None:
+            raise MalformedError(f"{message.kind!r} is not a message that a client sends now")
+        protocol.check_shape(message)
+        if not client.process.has_sentinel and message.kind not in _WITHOUT_SENTINEL:
+            raise MalformedError(f"{message.kind!r} comes before 'sentinel'")
+        handler(client, message)
+
+    def disconnect(self, connection: Connection) -> None:
+        """Ends the session of a closed connection, if it has one."""
+        client = connection.client
+        if client is None or client.is_user:
+            self.user_seen_at = time.monotonic()
+        self._end(connection)
+        self._monitor.release(connection.process)
+
+    def log_exit(self, process: Process) -> None:
+        """Logs the chunks of an exited process. It keeps them, since its kernels may still run."""
+        self.user_seen_at = time.monotonic()
+        for client in self._clients_of(process):
+            if client.held:
+                log.info("process %d has exited, and held %s", process.pid, gib(client.held_bytes))
+
+    def reclaim(self, process: Process) -> None:
+        """Takes all memory of a process back. Nothing of it can run any more."""
+        self.user_seen_at = time.monotonic()
+        self._attachments.end_all(process)
+        for client in self._clients_of(process):
+            if client.held:
+                log.info("nothing of process %d can run any more, %s are free", process.pid, gib(client.held_bytes))
+            self._pool.reclaim(client)
+            self._forget(client)
+
+    def _begin(self, connection: Connection, message: Message) -> None:
+        """Begins a session with its first message."""
+        if connection.uid != os.getuid():
+            raise RefusedError(f"this broker serves user {os.getuid()}, not {connection.uid}", "user")
+        if message.kind != "hello" or not message.words:
+            raise MalformedError(f"the first message is {message.kind!r}, expected 'hello' with its words")
+        version = message.words[0]
+        # Before the other words, which may be those of a protocol that this broker does not define.
+        protocol.check_version(version, message.fields.get("oldest", max(version - protocol.VERSIONS_APART, 0)))
+        protocol.check_shape(message)
+        _, client_id, pid = message.words
+        if message.text != self._uuid:
+            raise RefusedError(f"this broker serves device {self._uuid}, not {message.text}", "device")
+        if pid != connection.pid:
+            raise RefusedError(
+                f"process {connection.pid} of this broker's pid namespace is process {pid} in its own, and the two "
+                "have to be one: run both in one",
+                "pid_namespace",
+            )
+        client = self._clients.get(client_id)
+        if client is not None and client.process is not connection.process:
+            raise MalformedError(f"client {client_id} is process {client.pid}, not {pid}")
+        if client is not None and client.connection is not None:
+            client.connection.is_ended = True
+            self._end(client.connection)  # which may forget the client
+            client = self._clients.get(client_id)
+        if client is None:
+            client = self._clients[client_id] = Client(client_id, connection.process)
+            self._monitor.retain(client.process)
+        client.connection = connection
+        client.version = version
+        client.inventory = set()
+        connection.client = client
+        words = (min(version, protocol.VERSION), self._pool.capacity)
+        client.send(Message("welcome", words, fields={"newest": protocol.VERSION}))
+
+    def _end(self, connection: Connection) -> None:
+        """Ends a session: its demands, requests and reports. The client keeps its chunks."""
+        client, connection.client = connection.client, None
+        if client is None:
+            return
+        client.connection = None
+        client.queried_at = None
+        client.attachments = None
+        reason = "has exited" if client.process.has_exited else "lost its connection to the broker"
+        self._pool.queue.close_all(client)
+        self._status.cancel(client)
+        self._attachments.cancel(client, f"process {client.pid} {reason}")
+        if not client.imported:  # a held chunk is imported as well
+            self._forget(client)
+
+    def _forget(self, client: Client) -> None:
+        del self._clients[client.id]
+        self._monitor.release(client.process)
+
+    def _clients_of(self, process: Process) -> list[Client]:
+        return [client for client in self._clients.values() if client.process is process]
+
+    def _sentinel(self, client: Client, message: Message) -> None:
+        self._monitor.add_descriptors(client.process, message.files)
+        if not client.process.has_sentinel:
+            raise MalformedError("'sentinel' has no read end of a pipe")
+
+    def _refused(self, client: Client, message: Message) -> None:
+        """A client of an older version does not define a message of this broker."""
+        if message.words[0] != protocol.REFUSALS["unsupported"]:
+            raise MalformedError(f"a client refuses with code {message.words[0]}, expected 'unsupported'")
+        log.warning("process %d does not support a message: %s", client.pid, message.text)

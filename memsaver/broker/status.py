@@ -1,0 +1,208 @@
+"""The status of a pool: its figures, and the reports of its clients."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from memsaver.broker import protocol
+from memsaver.broker.clients import Client, Clients
+from memsaver.broker.monitor import ProcessMonitor
+from memsaver.broker.pool import Pool
+from memsaver.broker.protocol import BACKUPS, STATES, MalformedError, Message
+from memsaver.errors import process_name
+
+REPORTS_S = 0.2  # time for which a status waits for reports
+_LONGEST_NAME = 100  # bytes
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]*")
+
+
+@dataclass(eq=False)
+class StatusRequest:
+    """A ``status`` that waits for reports of clients."""
+
+    client: Client
+    serial: int
+    deadline: float
+    awaited: set[Client]
+
+
+class StatusReporter:
+    """Answers requests for the status of a pool. ``device``, ``uuid``: of its memory.
+
+    The status is JSON::
+
+        {"device": "cuda:0" or "cpu", "uuid": str, "pid": int,   # of the broker
+         "capacity_bytes": int, "total_bytes": int, "idle_bytes": int, "leaving_bytes": int,
+         "clients": [{"pid": int, "name": str, "held_bytes": int, "attached_bytes": int, "connected": bool,
+                      "exited": bool, "kept_by": [{"pid", "name"}],   # processes that keep its memory
+                      "waiting": [{"needed_bytes", "granted_bytes", "seconds"}],      # in the order of the queue
+                      "report_age_s": float or None,                                  # None: no report yet
+                      "regions": [{"tag", "allocated_bytes", "mapped_bytes", "backup_bytes", "state",
+                                   "backup"}]}]}
+
+    ``total_bytes`` counts chunks that exist. Of those, ``idle_bytes`` can be granted, and ``leaving_bytes`` return to
+    the driver when clients have dropped their handles.
+    """
+
+    def __init__(self, pool: Pool, clients: Clients, monitor: ProcessMonitor, device: str, uuid: str) -> None:
+        self._pool = pool
+        self._clients = clients
+        self._monitor = monitor
+        self._device = device
+        self._uuid = uuid
+        self._requests: list[StatusRequest] = []
+
+    def answer(self, now: float) -> None:
+        """Answers the requests that have all reports, or that have waited for ``REPORTS_S``."""
+        for request in [each for each in self._requests if not each.awaited or each.deadline <= now]:
+            self._requests.remove(request)
+            self._send(request)
+
+    def deadlines(self) -> list[float]:
+        return [request.deadline for request in self._requests]
+
+    def cancel(self, client: Client) -> None:
+        """Cancels the requests of a disconnected client, and the wait of others for its report."""
+        self._requests = [request for request in self._requests if request.client is not client]
+        for request in self._requests:
+            request.awaited.discard(client)
+
+    def _send(self, request: StatusRequest) -> None:
+        rows = [self._row(client) for client in self._clients.values() if client.is_user]
+        rows.sort(key=lambda row: row["pid"])
+        status = {
+            "device": self._device,
+            "uuid": self._uuid,
+            "pid": os.getpid(),
+            **self._pool.describe(),
+            "clients": rows,
+        }
+        # The status has to fit into one packet. If it is too long, the longest lists of regions are left out.
+        while len(text := json.dumps(status, separators=(",", ":"))) > protocol.LONGEST_PACKET - 64:
+            longest = max(rows, key=lambda row: len(row["regions"]))
+            if longest["regions"]:
+                longest["regions"] = []
+            else:
+                rows.pop()
+        request.client.send(Message("status", (request.serial,), text))
+
+    def _row(self, client: Client) -> dict[str, Any]:
+        reported_at = client.reported_at
+        return {
+            "pid": client.pid,
+            "name": _name(client.pid),
+            "held_bytes": client.held_bytes,
+            "attached_bytes": self._pool.attached_bytes(client.pid),
+            "connected": client.is_connected,
+            "exited": client.process.has_exited,
+            "kept_by": [{"pid": pid, "name": _name(pid)} for pid in self._monitor.keepers_of(client.process)],
+            "waiting": self._pool.waiting(client),
+            "report_age_s": None if reported_at is None else round(time.monotonic() - reported_at, 3),
+            "regions": client.report,
+        }
+
+    # Messages of clients
+
+    def usage(self, client: Client, message: Message) -> None:
+        rows = []
+        for each in self._clients.values():
+            # Held bytes, and bytes of chunks that the client was requested to drop.
+            kept = each.held_bytes + sum(chunk.size for chunk in each.imported.values() if chunk.is_leaving)
+            if kept:
+                rows.append((next(iter(self._monitor.keepers_of(each.process)), each.pid), kept))
+        holders = itertools.chain.from_iterable(rows[: protocol.LONGEST_PACKET // 32])
+        client.send(Message("usage", (message.words[0], self._pool.available_bytes(), self._pool.capacity, *holders)))
+
+    def report(self, client: Client, message: Message) -> None:
+        words = message.words
+        tags = message.text.split("\n") if words else []
+        if len(words) != 5 * len(tags):
+            raise MalformedError(f"a report has {len(words) // 5} rows and {len(tags)} tags")
+        rows = []
+        for at, tag in enumerate(tags):
+            allocated, mapped, backed_up, state, backup = words[5 * at : 5 * at + 5]
+            if state >= len(STATES) or backup >= len(BACKUPS):
+                raise MalformedError(f"a report has state {state} and policy {backup}")
+            rows.append({
+                "tag": tag, "allocated_bytes": allocated, "mapped_bytes": mapped, "backup_bytes": backed_up,
+                "state": STATES[state], "backup": BACKUPS[backup],
+            })  # fmt: skip
+        client.report = rows
+        client.reported_at = time.monotonic()
+        client.queried_at = None
+        for request in self._requests:
+            request.awaited.discard(client)
+
+    def status(self, client: Client, message: Message) -> None:
+        now = time.monotonic()
+        awaited = set()
+        for each in self._clients.values():
+            if not each.is_user or not each.is_connected:
+                continue
+            if each.queried_at is None:
+                each.queried_at = now
+                each.send(Message("query"))
+            if now < each.queried_at + REPORTS_S:  # a client that missed the last deadline is not waited for
+                awaited.add(each)
+        self._requests.append(StatusRequest(client, message.words[0], now + REPORTS_S, awaited))
+
+
+def _name(pid: int) -> str:
+    """The name of a process for readers.
+
+    The value of ``MEMSAVER_NAME`` with which it started, else Ray's title of an actor, else the script or module that
+    Python runs, else the program. No other argument, since arguments may hold secrets.
+    """
+    arguments: list[str] = []
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        with contextlib.suppress(psutil.Error):  # the environment of a process may be hidden, or gone before it exits
+            if name := process.environ().get("MEMSAVER_NAME"):
+                return _printable(name)
+        arguments = process.cmdline()
+    title = next(iter(arguments), "").split(" ")[0]
+    if title.startswith("ray::"):
+        return title
+    return _printable(_python_program(arguments) or process_name(pid))
+
+
+def _printable(name: str) -> str:
+    """A name of bounded length that can be encoded."""
+    return name.encode(errors="replace")[:_LONGEST_NAME].decode(errors="replace")
+
+
+def _python_program(arguments: Sequence[str]) -> str | None:
+    """The file name of the script, or the module, of a command line of Python. None: it has neither."""
+    if not arguments or not _PYTHON.fullmatch(os.path.basename(arguments[0])):
+        return None
+    rest = iter(arguments[1:])
+    for each in rest:
+        if each == "--check-hash-based-pycs":
+            next(rest, None)
+        elif each == "--":
+            return os.path.basename(next(rest, "").rstrip("/")) or None
+        elif each == "-":
+            return None
+        elif not each.startswith("-"):
+            return os.path.basename(each.rstrip("/")) or None
+        elif not each.startswith("--"):
+            # Letters may share a word: -um is -u -m. These take the rest of the word, or the next word.
+            at = next((at for at, letter in enumerate(each) if letter in "cmWX"), None)
+            if at is None:
+                continue
+            value = each[at + 1 :] or next(rest, "")
+            if each[at] == "m":
+                return value or None
+            if each[at] == "c":
+                return None
+    return None

@@ -1,0 +1,17 @@
+"""Ray actors that take turns on GPUs: base classes of actors, the group of all ranks, and their placement."""
+
+try:
+    import ray as _ray  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "memsaver.ray needs Ray; expected it from pip install 'memsaver[ray]'", name="ray"
+    ) from error
+
+from memsaver.ray.actors import AsyncColocated, Colocated, Ready
+from memsaver.ray.group import Group
+from memsaver.ray.placement import BrokerAddress, device, placement, start_brokers
+from memsaver.ray.turn import Turn
+
+__all__ = [
+    "AsyncColocated", "BrokerAddress", "Colocated", "Group", "Ready", "Turn", "device", "placement", "start_brokers",
+]  # fmt: skip

@@ -1,0 +1,475 @@
+"""Base classes of actors with regions: transitions in one call, and a pause by prepare and commit."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import memsaver
+from memsaver import _core, regions
+from memsaver._arguments import READERS_S, Bounds
+from memsaver.errors import Error
+from memsaver.policies import Backup, Restore
+from memsaver.regions import Selection as Tags
+from memsaver.stats import Stats
+from memsaver.transitions import Prepared, Transition, in_thread, prepare_pause
+
+log = logging.getLogger("memsaver")
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The result of ``colocated_prepare()``: the actor has prepared its part of a turn.
+
+    Attributes:
+        halves: True: ``colocated_commit()`` completes the prepared pause. False: nothing is prepared, and the group
+            calls ``colocated_pause()``.
+        moves: Whether a region that is to pause is resident.
+        pooled: Whether the memory of all regions in the turn comes from shared pools.
+        discarded: Of the tags that are to resume, those whose contents an earlier pause discarded.
+
+    Examples:
+        >>> class Engine(memsaver.ray.Colocated):
+        ...     def __init__(self):
+        ...         self.kv = memsaver.region("kv_cache", device="cpu")
+        >>> engine = Engine()
+        >>> engine.colocated_prepare(["kv_cache"])
+        Ready(halves=True, moves=True, pooled=False, discarded=())
+        >>> engine.colocated_abort()
+    """
+
+    halves: bool
+    moves: bool
+    pooled: bool
+    discarded: tuple[str, ...] = ()
+
+
+class Colocated:
+    """Base of an actor with regions, such as ``@ray.remote class Engine(Colocated)``.
+
+    Ray actors derive from it, and so can objects of the calling process. All results and errors pickle. A group calls
+    ``resume()``, and pauses by ``colocated_prepare()`` and ``colocated_commit()``, so that all ranks pause or none.
+
+    Override ``colocated_drain()`` for work before regions pause, and ``resume()`` for work after they have resumed. If
+    an actor overrides ``pause()``, the group calls that method after all other ranks have prepared. Actors with
+    ``async def`` methods derive from ``AsyncColocated``.
+
+    Examples:
+        >>> class Engine(memsaver.ray.Colocated):
+        ...     def __init__(self):
+        ...         self.weights = memsaver.region("weights", device="cpu", backup="host")
+        ...     def colocated_drain(self, tags):
+        ...         print("drain before", tags)
+        >>> engine = Engine()
+        >>> engine.pause(["weights"]).paused
+        drain before ['weights']
+        ('weights',)
+    """
+
+    def pause(
+        self,
+        tags: Tags = None,
+        *,
+        backup: Backup = None,
+        timeout: float | None = None,
+        reader_timeout: float = READERS_S,
+    ) -> Transition:
+        """Drains, and pauses regions of this process as ``memsaver.pause()`` does.
+
+        Args:
+            tags: A tag, a Region, several of either, or None for all regions.
+            backup: Another policy than the regions' own: one for all tags, or ``{tag: policy}``.
+            timeout: Seconds for the whole call up to its commit. The time of the drain counts, but the bound does not
+                interrupt the drain. None: no bound.
+            reader_timeout: Seconds to wait for attached processes.
+
+        Returns:
+            The transition.
+
+        Raises:
+            memsaver.Error: As from ``memsaver.pause()``.
+        """
+        since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
+        names = _names(tags)
+        if names:
+            self.colocated_drain(names)
+        return memsaver.pause(names, backup=backup, **_pause_options(bounds.left(since)))
+
+    def resume(
+        self,
+        tags: Tags = None,
+        *,
+        restore: Restore = True,
+        timeout: float | None = None,
+        memory_timeout: float = 0.0,
+    ) -> Transition:
+        """Resumes regions of this process as ``memsaver.resume()`` does.
+
+        Args:
+            tags: A tag, a Region, several of either, or None for all regions.
+            restore: False leaves the contents undefined. For all tags, or ``{tag: bool}``.
+            timeout: Seconds for the whole call up to its commit. None: no bound.
+            memory_timeout: Seconds to wait for memory that others hold.
+
+        Returns:
+            The transition.
+
+        Raises:
+            memsaver.Error: As from ``memsaver.resume()``.
+        """
+        return memsaver.resume(tags, restore=restore, timeout=timeout, memory_timeout=memory_timeout)
+
+    def switch(
+        self,
+        *,
+        pause: Tags = (),
+        resume: Tags = (),
+        backup: Backup = None,
+        restore: Restore = True,
+        timeout: float | None = None,
+        memory_timeout: float = 0.0,
+        reader_timeout: float = READERS_S,
+    ) -> Transition:
+        """Drains, and pauses and resumes regions of this process as ``memsaver.switch()`` does.
+
+        Args:
+            pause: The regions to pause: a tag, a Region, several of either, or None for all regions.
+            resume: The regions to resume, in the same forms.
+            backup: Another policy for the regions to pause.
+            restore: False leaves the contents of the regions to resume undefined.
+            timeout: Seconds for the whole call up to its commit, as for ``pause()``. None: no bound.
+            memory_timeout: Seconds to wait for memory that others hold.
+            reader_timeout: Seconds to wait for attached processes.
+
+        Returns:
+            The transition.
+
+        Raises:
+            memsaver.Error: As from ``memsaver.switch()``.
+        """
+        since, bounds = time.monotonic(), Bounds(timeout, memory_timeout, reader_timeout)
+        names = _names(pause)
+        if names:
+            self.colocated_drain(names)
+        options = _switch_options(bounds.left(since))
+        return memsaver.switch(pause=names, resume=resume, backup=backup, restore=restore, **options)
+
+    def stats(self) -> Stats:
+        """Reads the figures of this process, as ``memsaver.stats()`` does.
+
+        Returns:
+            The figures.
+        """
+        return memsaver.stats()
+
+    def colocated_drain(self, tags: Sequence[str]) -> None:
+        """Prepares the actor for the pause of these tags. To be overridden; this method does nothing.
+
+        Every kind of pause calls it first, and raises its errors. If other ranks of a group fail, the group calls
+        ``colocated_abort()`` afterwards.
+
+        Args:
+            tags: The tags whose regions are to pause.
+        """
+
+    def colocated_prepare(
+        self,
+        tags: Sequence[str],
+        coming: Sequence[str] = (),
+        *,
+        backup: Backup = None,
+        timeout: float | None = None,
+        reader_timeout: float = READERS_S,
+    ) -> Ready:
+        """Drains, and reserves everything that a pause needs. A pause that an earlier group prepared is aborted.
+
+        Args:
+            tags: The tags to pause. Tags without regions are left out.
+            coming: The tags that will resume in the same turn.
+            backup: As for ``pause()``.
+            timeout: As for ``pause()``.
+            reader_timeout: As for ``pause()``.
+
+        Returns:
+            The part of this actor in the turn.
+
+        Raises:
+            ValueError: A tag in ``coming`` has no region.
+            TypeError: ``backup`` is given, and the actor overrides ``pause()`` or ``colocated_pause()`` without this
+                parameter.
+            memsaver.Error: As from ``memsaver.pause()`` before its commit. Nothing has changed.
+        """
+        since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
+        halves = _halves(self)
+        turn = halves.begin()
+        ready = _ready(self, Colocated, tags, coming, backup)
+        if ready.halves:
+            names = _existing(tags)
+            if names:
+                self.colocated_drain(names)
+            halves.prepare(turn, names, _of_names(backup, tags, names), bounds.left(since))
+        return ready
+
+    def colocated_commit(self) -> Transition:
+        """Commits the prepared pause.
+
+        Returns:
+            The transition.
+
+        Raises:
+            memsaver.Error: Nothing is prepared, as after a restart of the actor, or the pause failed.
+        """
+        return _halves(self).commit()
+
+    def colocated_abort(self) -> None:
+        """Aborts the prepared pause, if there is one. Extend it if a drain has to be undone as well."""
+        _halves(self).abort()
+
+    def colocated_pause(self, tags: Sequence[str], *, backup: Backup = None, **bounds: Any) -> Transition:
+        """Pauses in one call. A group calls it if the actor overrides ``pause()`` or this method.
+
+        Args:
+            tags: The tags to pause. Tags without regions are left out.
+            backup: As for ``pause()``.
+            bounds: ``timeout`` and ``reader_timeout`` as for ``pause()``, if the group has them.
+
+        Returns:
+            The transition.
+
+        Raises:
+            memsaver.Error: As from ``pause()``.
+        """
+        names = _existing(tags)
+        return self.pause(names, **_backup_option(_of_names(backup, tags, names)), **bounds)
+
+    def colocated_failed(self, role: str, rank: int, error: Exception) -> None:
+        """Reports that another rank could not enter a phase. To be overridden; this method logs the error.
+
+        Args:
+            role: The role of the rank that failed.
+            rank: Its index in the role.
+            error: Its error.
+        """
+        log.warning("%s %d failed in a transition: %s", role, rank, error)
+
+
+class AsyncColocated:
+    """Base of an async actor with regions. Transitions run in threads, so the event loop is not blocked.
+
+    The methods are those of ``Colocated``, as coroutines.
+
+    Examples:
+        >>> class Engine(memsaver.ray.AsyncColocated):
+        ...     def __init__(self):
+        ...         self.weights = memsaver.region("weights", device="cpu", backup="host")
+        >>> asyncio.run(Engine().pause(["weights"])).paused
+        ('weights',)
+    """
+
+    async def pause(
+        self,
+        tags: Tags = None,
+        *,
+        backup: Backup = None,
+        timeout: float | None = None,
+        reader_timeout: float = READERS_S,
+    ) -> Transition:
+        """``Colocated.pause()`` as a coroutine."""
+        since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
+        names = _names(tags)
+        if names:
+            await self.colocated_drain(names)
+        return await memsaver.pause(names, backup=backup, wait=False, **_pause_options(bounds.left(since)))
+
+    async def resume(
+        self,
+        tags: Tags = None,
+        *,
+        restore: Restore = True,
+        timeout: float | None = None,
+        memory_timeout: float = 0.0,
+    ) -> Transition:
+        """``Colocated.resume()`` as a coroutine."""
+        return await memsaver.resume(tags, restore=restore, timeout=timeout, memory_timeout=memory_timeout, wait=False)
+
+    async def switch(
+        self,
+        *,
+        pause: Tags = (),
+        resume: Tags = (),
+        backup: Backup = None,
+        restore: Restore = True,
+        timeout: float | None = None,
+        memory_timeout: float = 0.0,
+        reader_timeout: float = READERS_S,
+    ) -> Transition:
+        """``Colocated.switch()`` as a coroutine."""
+        since, bounds = time.monotonic(), Bounds(timeout, memory_timeout, reader_timeout)
+        names = _names(pause)
+        if names:
+            await self.colocated_drain(names)
+        options = _switch_options(bounds.left(since))
+        return await memsaver.switch(pause=names, resume=resume, backup=backup, restore=restore, wait=False, **options)
+
+    async def stats(self) -> Stats:
+        """``Colocated.stats()`` as a coroutine."""
+        return await _in_thread(memsaver.stats)
+
+    async def colocated_drain(self, tags: Sequence[str]) -> None:
+        """``Colocated.colocated_drain()`` as a coroutine."""
+
+    async def colocated_prepare(
+        self,
+        tags: Sequence[str],
+        coming: Sequence[str] = (),
+        *,
+        backup: Backup = None,
+        timeout: float | None = None,
+        reader_timeout: float = READERS_S,
+    ) -> Ready:
+        """``Colocated.colocated_prepare()`` as a coroutine."""
+        since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
+        halves = _halves(self)
+        turn = await _in_thread(halves.begin)
+        ready = _ready(self, AsyncColocated, tags, coming, backup)
+        if ready.halves:
+            names = _existing(tags)
+            if names:
+                await self.colocated_drain(names)
+            kept = _of_names(backup, tags, names)
+            await _in_thread(lambda: halves.prepare(turn, names, kept, bounds.left(since)))
+        return ready
+
+    async def colocated_commit(self) -> Transition:
+        """``Colocated.colocated_commit()`` as a coroutine."""
+        return await _in_thread(_halves(self).commit)
+
+    async def colocated_abort(self) -> None:
+        """``Colocated.colocated_abort()`` as a coroutine."""
+        await _in_thread(_halves(self).abort)
+
+    async def colocated_pause(self, tags: Sequence[str], *, backup: Backup = None, **bounds: Any) -> Transition:
+        """``Colocated.colocated_pause()`` as a coroutine."""
+        names = _existing(tags)
+        return await self.pause(names, **_backup_option(_of_names(backup, tags, names)), **bounds)
+
+    async def colocated_failed(self, role: str, rank: int, error: Exception) -> None:
+        """``Colocated.colocated_failed()`` as a coroutine."""
+        log.warning("%s %d failed in a transition: %s", role, rank, error)
+
+
+class _Halves:
+    """The pause that an actor has prepared and not yet committed. There is one at most.
+
+    The lock is held over a whole step. So an abort during the reservation of an async actor waits, and aborts the
+    result. An abort during a drain ends the turn that begin() returned.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._turn = 0
+        self._prepared: Prepared | None = None
+
+    def begin(self) -> int:
+        with self._lock:
+            self._abort()
+            return self._turn
+
+    def prepare(self, turn: int, names: Sequence[str], backup: Backup, bounds: Bounds) -> None:
+        with self._lock:
+            if turn != self._turn:
+                raise Error("this turn was taken back while the actor drained")
+            self._prepared = prepare_pause(names, backup=backup, **_pause_options(bounds))
+
+    def commit(self) -> Transition:
+        with self._lock:
+            prepared, self._prepared = self._prepared, None
+            if prepared is None:
+                raise Error("nothing is prepared here: it was taken back, or this actor has started anew since")
+            return prepared.commit()
+
+    def abort(self) -> None:
+        with self._lock:
+            self._abort()
+
+    def _abort(self) -> None:
+        self._turn += 1
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.abort()
+
+
+def _halves(actor: object) -> _Halves:
+    """The actor's _Halves. Not made by an __init__, since derived classes need not call it."""
+    return actor.__dict__.setdefault("_colocated_halves", _Halves())
+
+
+def _ready(actor: object, base: type, tags: Sequence[str], coming: Sequence[str], backup: Backup) -> Ready:
+    # Ray's tracing wraps the methods of an actor's class.
+    methods = {name: inspect.unwrap(getattr(type(actor), name)) for name in ("colocated_pause", "pause")}
+    own = [name for name, method in methods.items() if method is not getattr(base, name)]
+    if own and tags and backup is not None and not _takes_backup(methods[own[0]]):
+        raise TypeError(
+            f"{type(actor).__name__}.{own[0]}() has no parameter 'backup', expected one: this turn pauses "
+            f"{', '.join(map(repr, tags))} with backup={backup!r}"
+        )
+    regions.find(coming)  # raises for tags without regions before any region pauses
+    concerned = [each for each in regions.all_regions() if each.tag in tags or each.tag in coming]
+    return Ready(
+        halves=not own,
+        moves=any(each.tag in tags and each.state != "paused" for each in concerned),
+        pooled=all(_core.in_pool(device) for device in {each.device for each in concerned}),
+        discarded=tuple(dict.fromkeys(each.tag for each in concerned if each.tag in coming and each.discarded)),
+    )
+
+
+def _takes_backup(method: Callable[..., object]) -> bool:
+    parameters = inspect.signature(method).parameters
+    return "backup" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def _of_names(backup: Backup, tags: Sequence[str], names: Sequence[str]) -> Backup:
+    """The part of a backup for the tags in ``names``. The other tags have no regions yet."""
+    if not isinstance(backup, Mapping):
+        return backup
+    missing = set(tags) - set(names)
+    return {tag: policy for tag, policy in backup.items() if tag not in missing} or None
+
+
+def _backup_option(backup: Backup) -> dict[str, Any]:
+    """Left out if None, since an actor may override pause() without the parameter."""
+    return {} if backup is None else {"backup": backup}
+
+
+def _pause_options(bounds: Bounds) -> dict[str, Any]:
+    return {"timeout": bounds.timeout, "reader_timeout": bounds.reader_timeout}
+
+
+def _switch_options(bounds: Bounds) -> dict[str, Any]:
+    return {**_pause_options(bounds), "memory_timeout": bounds.memory_timeout}
+
+
+def _names(tags: Tags) -> list[str]:
+    """Raises as regions.find() does."""
+    return list(dict.fromkeys(each.tag for each in regions.find(tags)))
+
+
+def _existing(tags: Sequence[str]) -> list[str]:
+    known = {each.tag for each in regions.all_regions()}
+    return [tag for tag in tags if tag in known]
+
+
+async def _in_thread(function: Callable[[], _T]) -> _T:
+    """Runs a function in a thread of its own, since all threads of the event loop's executor may be busy.
+
+    The cancellation of the caller does not stop the function.
+    """
+    return await asyncio.wrap_future(in_thread(function, "memsaver colocated"))

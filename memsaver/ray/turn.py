@@ -1,0 +1,374 @@
+"""One turn of a group in its two halves: all ranks prepare, then all ranks commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+
+from memsaver._arguments import READERS_S, Bounds
+from memsaver.errors import BackupError, Error
+from memsaver.policies import as_option
+from memsaver.ray.actors import Ready
+from memsaver.ray.ranks import Call, Errors, Rank, Results, barrier, collect, submit, unanswered
+from memsaver.transitions import Transition
+
+log = logging.getLogger("memsaver")
+
+_NOTIFY_S = 10.0  # bound of the calls that report a failure to the other ranks
+_RESTART_S = 60.0  # Ray may refuse the calls of an actor for this long while it restarts; during its __init__ they wait
+_POLL_S = 0.05
+_HANDOVER_S = 60.0  # default bound of a resume's wait for memory that another rank releases in the same turn
+_ANSWER_S = 1.0  # after a turn's timeout, the ranks' own errors may take this long to arrive
+
+TagsByRole = Mapping[str, list[str]]
+Backups = dict[str, dict[str, str]]  # by role and tag
+Restores = dict[str, dict[str, bool]]  # by role and tag
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The result of a group's turn into a phase.
+
+    As a context manager it guards contents that the phase overwrites: see ``Group.enter()``. A copy, such as an
+    unpickled one, cannot be entered, and raises memsaver.Error.
+
+    Attributes:
+        phase: The phase that was entered.
+        paused: By role, the transitions of the pauses, in the order of the ranks. A rank without memsaver's transitions
+            has the value that its method returned in their place.
+        resumed: The same for the resumes.
+        pause_seconds: Seconds until the last rank had paused, from the start of the last actor concerned.
+        resume_seconds: Seconds from the calls of ``resume()`` until the last rank had resumed.
+        seconds: Seconds of the whole turn. Less than the sum of the two above if they overlapped.
+        side_by_side: Whether ranks resumed while others paused. Their memory comes from shared pools.
+        unrestored: By role, the tags that are resident with ``restore=False``, to be overwritten.
+
+    Examples:
+        >>> class Engine(memsaver.ray.Colocated):
+        ...     def __init__(self):
+        ...         self.weights = memsaver.region("weights", device="cpu")
+        >>> phases = {"rollout": {"engine": ["weights"]}, "train": {"engine": []}}
+        >>> turn = memsaver.ray.Group(engine=Engine(), phases=phases).enter("train")
+        >>> turn.phase, turn.paused["engine"][0].paused
+        ('train', ('weights',))
+    """
+
+    phase: str
+    paused: dict[str, list[Any]]
+    resumed: dict[str, list[Any]]
+    pause_seconds: float
+    resume_seconds: float
+    seconds: float
+    side_by_side: bool
+    unrestored: dict[str, list[str]]
+
+    def _guarded(self, on_error: Callable[[Turn], None]) -> Turn:
+        """This turn, which calls ``on_error`` if the body of its with statement raises.
+
+        The call is no field of the dataclass: copies by asdict() and replace() do not refer to the group.
+        """
+        self.__dict__["_on_error"] = on_error  # the dataclass is frozen
+        return self
+
+    def __enter__(self) -> Turn:
+        if "_on_error" not in self.__dict__:
+            raise Error(f"this turn into the phase {self.phase!r} is a copy, expected the result of Group.enter()")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is not None:
+            self.__dict__["_on_error"](self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_on_error"}
+
+    @property
+    def transitions(self) -> list[Transition]:
+        """The transitions of all ranks, pauses first. Values of ranks without memsaver's transitions are left out."""
+        ranks = (each for by_role in (self.paused, self.resumed) for ranks in by_role.values() for each in ranks)
+        return [each for each in ranks if isinstance(each, Transition)]
+
+
+@dataclass(frozen=True)
+class TurnOptions:
+    """The options of one turn. Ranks are passed those that are not the defaults."""
+
+    bounds: Bounds
+    memory_timeout: float | None  # None: the default, which is longer for a hand-over
+    backup: Backups
+    restore: Restores
+    since: float
+
+    @property
+    def until(self) -> float | None:
+        """The time by ``time.monotonic()`` after which a rank without an answer fails the turn."""
+        return None if self.bounds.timeout is None else self.since + self.bounds.timeout + _ANSWER_S
+
+    def restores(self, role: str, tag: str) -> bool:
+        return self.restore.get(role, {}).get(tag, True)
+
+    def of_pauses(self, role: str, tags: Sequence[str]) -> dict[str, Any]:
+        readers = self.bounds.reader_timeout
+        return {
+            **as_option("backup", self.backup.get(role, {}), tags),
+            **self._timeout(),
+            **({"reader_timeout": readers} if readers != READERS_S else {}),
+        }
+
+    def of_resumes(self, role: str, tags: Sequence[str], handover: bool) -> dict[str, Any]:
+        """``handover``: another rank may release the memory in the same turn."""
+        memory_timeout = self.memory_timeout
+        if memory_timeout is None:
+            memory_timeout = _HANDOVER_S if handover else 0.0
+        unrestored = {tag: False for tag in tags if not self.restores(role, tag)}
+        return {
+            **as_option("restore", unrestored, tags),
+            **self._timeout(),
+            **({"memory_timeout": memory_timeout} if memory_timeout else {}),
+        }
+
+    def _timeout(self) -> dict[str, Any]:
+        rest = self.bounds.left(self.since).timeout
+        return {} if rest is None else {"timeout": rest}
+
+
+class RunningTurn:
+    """A turn under way: ``prepare()``, then ``commit()``.
+
+    ``unwritten`` (tags whose contents are undefined, by rank) and ``starting`` (ranks that may still start) belong to
+    the group and outlast the turn.
+    """
+
+    def __init__(
+        self,
+        phase: str,
+        ranks: Sequence[Rank],
+        pauses: TagsByRole,
+        resumes: TagsByRole,
+        options: TurnOptions,
+        unwritten: dict[Rank, set[str]],
+        starting: set[Rank],
+        on_error: Callable[[Turn], None],
+    ) -> None:
+        self._phase, self._ranks, self._options = phase, ranks, options
+        self._pauses, self._resumes = pauses, resumes
+        self._unwritten, self._starting, self._on_error = unwritten, starting, on_error
+        self._pausing = [rank for rank in ranks if pauses.get(rank.role)]
+        self._resuming = [rank for rank in ranks if resumes.get(rank.role)]
+        self._ready: dict[Rank, Ready] = {}  # the ranks that pause by prepare and commit
+        self._paused: Results = {}  # the ranks that paused in one call
+        self._begin = 0.0
+
+    def prepare(self) -> None:
+        """Prepares all ranks, then pauses those that pause in one call. If this raises, no other rank has paused."""
+        options = self._options
+        self._await_starts()
+        self._begin = time.perf_counter()
+        self._check_written()
+        concerned = [rank for rank in self._ranks if rank in self._pausing or rank in self._resuming]
+        colocated = [rank for rank in concerned if rank.has("colocated_prepare")]
+        prepared = [rank for rank in colocated if rank in self._pausing]
+
+        def prepare(rank: Rank) -> Call:
+            pauses, resumes = self._pauses.get(rank.role, []), self._resumes.get(rank.role, [])
+            return rank.submit("colocated_prepare", pauses, resumes, **options.of_pauses(rank.role, pauses))
+
+        def pause(rank: Rank) -> Call:
+            method = "colocated_pause" if rank.has("colocated_pause") else "pause"
+            tags = self._pauses[rank.role]
+            return rank.submit(method, tags, **options.of_pauses(rank.role, tags))
+
+        try:
+            ready, errors = barrier(colocated, prepare, options.until)
+            if errors:
+                of_pauses = {rank: error for rank, error in errors.items() if rank in self._pausing}
+                of_resumes = {rank: error for rank, error in errors.items() if rank not in self._pausing}
+                failures = [
+                    (of_pauses, "prepare to pause", self._pauses),
+                    (of_resumes, "prepare to resume", self._resumes),
+                ]
+                self._fail(failures, aborting=prepared)
+            discarded = {
+                rank: [tag for tag in each.discarded if options.restores(rank.role, tag)]
+                for rank, each in ready.items()
+            }
+            errors = {
+                rank: _without_contents(tags, "a pause kept no backup") for rank, tags in discarded.items() if tags
+            }
+            if errors:
+                self._fail([(errors, "prepare to resume", self._resumes)], aborting=prepared)
+            in_one_call = [rank for rank in self._pausing if rank not in ready or not ready[rank].halves]
+            self._paused, errors = barrier(in_one_call, pause, options.until)
+            if errors:
+                self._fail([(errors, "pause", self._pauses)], aborting=prepared)
+        except Error:
+            raise
+        except BaseException:  # such as Ctrl-C
+            submit(prepared, _abort)
+            raise
+        self._ready = {rank: ready[rank] for rank in colocated if rank not in in_one_call}
+
+    def commit(self) -> Turn:
+        """Pauses the prepared ranks and resumes the others. If this raises, the tags to pause are paused."""
+        both = {*self._pausing, *self._resuming}
+        side_by_side = all(rank in self._ready and self._ready[rank].pooled for rank in both)
+        handover = side_by_side and any(self._ready[rank].moves for rank in self._pausing)
+
+        def resume(rank: Rank) -> Call:
+            tags = self._resumes[rank.role]
+            return rank.submit("resume", tags, **self._options.of_resumes(rank.role, tags, handover))
+
+        # From here on a failure rolls forward: the pauses are not taken back.
+        paused = dict(self._paused)
+        commits, pause_errors = submit([rank for rank in self._pausing if rank not in paused], _commit)
+        resume_begin = time.perf_counter()
+        resumes, resume_errors = submit(self._resuming, resume) if side_by_side else ({}, {})
+        results, errors = collect(commits)
+        pause_errors.update(errors)
+        paused.update(results)
+        pause_end = time.perf_counter()
+        if not side_by_side and not pause_errors:
+            resume_begin = pause_end
+            resumes, resume_errors = submit(self._resuming, resume)
+        resumed, errors = collect(resumes)
+        resume_errors.update(errors)
+        end = time.perf_counter()
+
+        if pause_errors or resume_errors:
+            self._undo(resumed)
+            self._fail([(pause_errors, "pause", self._pauses), (resume_errors, "resume", self._resumes)])
+        return Turn(
+            phase=self._phase,
+            paused=_by_role(self._pausing, paused),
+            resumed=_by_role(self._resuming, resumed),
+            pause_seconds=pause_end - self._begin,
+            resume_seconds=end - resume_begin,
+            seconds=end - self._begin,
+            side_by_side=side_by_side,
+            unrestored={rank.role: tags for rank in self._resuming if (tags := self._unrestored(rank))},
+        )._guarded(self._on_error)
+
+    def _unrestored(self, rank: Rank) -> list[str]:
+        """The tags that are resident in the phase with ``restore=False``."""
+        return [tag for tag in self._resumes[rank.role] if not self._options.restores(rank.role, tag)]
+
+    def _check_written(self) -> None:
+        errors: Errors = {}
+        for rank in self._resuming:
+            unwritten = self._unwritten.get(rank, set()).difference(self._unrestored(rank))
+            tags = [tag for tag in self._resumes[rank.role] if tag in unwritten]
+            if tags:
+                errors[rank] = _without_contents(tags, "the phase that was to write them failed")
+        if errors:
+            self._fail([(errors, "prepare to resume", self._resumes)])
+
+    def _await_starts(self) -> None:
+        """Waits until the actors have started, at most until the bound of the turn. The calls that follow report it."""
+        concerned = {*self._pausing, *self._resuming}
+        until = self._options.until
+        deadline = time.monotonic() + _RESTART_S
+        deadline = deadline if until is None else min(deadline, until)
+        waiting = {rank for rank in self._starting & concerned if rank.has("__ray_ready__")}
+        self._starting -= concerned
+        while waiting and time.monotonic() < deadline:
+            _, errors = barrier(waiting, lambda rank: rank.submit("__ray_ready__"), until)
+            waiting = {rank for rank, error in errors.items() if isinstance(error, ActorUnavailableError)}
+            time.sleep(_POLL_S if waiting else 0.0)
+
+    def _undo(self, resumed: Results) -> None:
+        """Pauses the ranks that resumed, so that ranks that wait for each other's memory can all try again.
+
+        The bound of these pauses is that of the whole turn, since the rest of the turn's time may be 0. Tags that
+        resumed without contents pause without a backup.
+        """
+        again = replace(self._options, since=time.monotonic(), backup={})
+
+        def changed(rank: Rank) -> list[str]:
+            result = resumed[rank]
+            return list(result.resumed) if isinstance(result, Transition) else self._resumes[rank.role]
+
+        def pause(rank: Rank) -> Call:
+            tags = changed(rank)
+            unrestored = {tag: "none" for tag in tags if not again.restores(rank.role, tag)}
+            self._unwritten.setdefault(rank, set()).update(unrestored)
+            backup = as_option("backup", unrestored, tags) if rank.has("colocated_prepare") else {}
+            return rank.submit("pause", tags, **again.of_pauses(rank.role, tags), **backup)
+
+        _, errors = barrier([rank for rank in resumed if changed(rank)], pause)
+        for rank, error in errors.items():
+            log.error("%s stays resident: it could not pause again: %s", rank, error)
+
+    def _fail(self, failures: Sequence[tuple[Errors, str, TagsByRole]], aborting: Sequence[Rank] = ()) -> NoReturn:
+        """Aborts the prepared ranks, reports the first failure to the others, and raises it."""
+        errors = {rank: error for each, _, _ in failures for rank, error in each.items()}
+        failed, cause, verb, tags = next(
+            (rank, error, verb, tags[rank.role]) for each, verb, tags in failures for rank, error in each.items()
+        )
+        dead = {rank for rank, error in errors.items() if isinstance(error, RayActorError)}
+        self._starting |= dead
+        for rank in dead:  # its contents are lost, and a restart writes new ones
+            self._unwritten.pop(rank, None)
+        # A dead rank has nothing prepared, and its answer would wait for its restart. A rank without an answer still
+        # prepares: its abort runs after that.
+        silent = unanswered(errors)
+        submit((rank for rank in aborting if rank in silent), _abort)
+        answering = [rank for rank in aborting if rank not in silent]
+        _, abort_errors = barrier((rank for rank in answering if rank not in dead), _abort)
+        for rank, error in abort_errors.items():
+            if rank not in errors:
+                log.warning("%s could not abort its prepared pause: %s", rank, error)
+        # Other processes may be unable to load the class of an error that a rank raised.
+        portable = cause if isinstance(cause, Error) else Error(_described(cause))
+        _notify([rank for rank in self._ranks if rank not in errors and rank.has("colocated_failed")], failed, portable)
+        also = "".join(f"; {rank}: {_described(error)}" for rank, error in errors.items() if rank is not failed)
+        text = f"{failed} could not {verb} {', '.join(map(repr, tags))}: {_described(cause)}{also}"
+        raise Error(
+            f"phase {self._phase!r} could not be entered: {text}",
+            phase=self._phase,
+            role=failed.role,
+            rank=failed.index,
+        ) from cause
+
+
+def _without_contents(tags: Sequence[str], why: str) -> BackupError:
+    names = ", ".join(map(repr, tags))
+    text = f"the contents of {names} are not there: {why}; expected restore=False for them, and to be written"
+    return BackupError(text, needed_bytes=0, held_bytes=0, available_bytes=0)
+
+
+def _commit(rank: Rank) -> Call:
+    return rank.submit("colocated_commit")
+
+
+def _abort(rank: Rank) -> Call:
+    return rank.submit("colocated_abort")
+
+
+def _notify(ranks: Sequence[Rank], failed: Rank, error: Error) -> None:
+    calls, errors = submit(ranks, lambda rank: rank.submit("colocated_failed", failed.role, failed.index, error))
+    deadline = time.monotonic() + _NOTIFY_S
+    for rank, call in calls.items():
+        try:
+            call.result(max(0.0, deadline - time.monotonic()))
+        except Exception as raised:  # TimeoutError among them
+            errors[rank] = raised
+    for rank, each in errors.items():
+        log.warning("%s did not take the report of a failure: %s", rank, _described(each))
+
+
+def _by_role(ranks: Iterable[Rank], results: Results) -> dict[str, list[Any]]:
+    by_role: dict[str, list[Any]] = {}
+    for rank in ranks:
+        by_role.setdefault(rank.role, []).append(results[rank])
+    return by_role
+
+
+def _described(error: Exception) -> str:
+    """The class of an error and its text. Of Ray's own errors, which have many lines, the first line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if isinstance(error, RayError) and text else text}"

@@ -1,0 +1,130 @@
+#include "transitions/transition.h"
+
+#include "support.h"
+
+namespace memsaver {
+namespace {
+
+using test::fresh_region;
+using test::Segment;
+
+// Segments whose chunks are of several sizes and have gaps between them.
+std::vector<Segment> segments_of(Region& region, unsigned seed) {
+  std::vector<Segment> held;
+  for (const std::size_t size : {3 * kMiB, 40 * kMiB, 5 * kMiB, std::size_t{100}, 2 * kMiB})
+    held.emplace_back(region, size, ++seed);
+  held[1].free();
+  held.erase(held.begin() + 1);
+  return held;
+}
+
+bool intact(const std::vector<Segment>& held) {
+  return std::all_of(held.begin(), held.end(), [](const Segment& segment) { return segment.intact(); });
+}
+
+// Segments live as long as their region.
+void free_all(const std::vector<Segment>& held) {
+  for (const Segment& segment : held) segment.free();
+}
+
+TEST_CASE("transition: a pause gives all memory back, and a resume brings the contents") {
+  Driver& driver = test::driver();
+  Region& region = fresh_region(Policy::host);
+  const std::size_t free = driver.memory().free;
+  const std::vector<Segment> held = segments_of(region, 10);
+  const Transition::Outcome out = test::move({&region}, {});
+  CHECK(out.paused == std::vector<Region*>{&region});
+  CHECK(driver.memory().free == free);
+  CHECK(region.mapped_bytes() == 0);
+  const Transition::Outcome in = test::move({}, {&region});
+  CHECK(in.resumed == std::vector<Region*>{&region});
+  CHECK(intact(held));
+  free_all(held);
+}
+
+TEST_CASE("transition: a switch moves both at once") {
+  Region &one = fresh_region(Policy::host), &other = fresh_region(Policy::host);
+  const std::vector<Segment> first = segments_of(one, 20);
+  test::move({&one}, {});
+  const std::vector<Segment> second = segments_of(other, 30);
+  const Transition::Outcome there = test::move({&other}, {&one});
+  CHECK(there.copied_bytes > 0);
+  CHECK(intact(first));
+  CHECK(other.mapped_bytes() == 0);
+  test::move({&one}, {&other});
+  CHECK(intact(second));
+  test::move({}, {&one});
+  CHECK(intact(first));
+  free_all(first);
+  free_all(second);
+}
+
+TEST_CASE("transition: two threads pause and resume a region each") {
+  std::vector<Region*> regions = {&fresh_region(Policy::host), &fresh_region(Policy::host)};
+  std::vector<std::vector<Segment>> held;
+  for (unsigned number = 0; number < 2; ++number) held.push_back(segments_of(*regions[number], 40 + 10 * number));
+  std::atomic<int> wrong = 0;
+  std::vector<std::thread> threads;
+  for (std::size_t number = 0; number < 2; ++number)
+    threads.emplace_back([&, number] {
+      for (int round = 0; round < 10; ++round) {
+        test::move({regions[number]}, {});
+        test::move({}, {regions[number]});
+        wrong += !intact(held[number]);
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  CHECK(wrong == 0);
+  for (const auto& segments : held) free_all(segments);
+}
+
+TEST_CASE("transition: two threads switch the same two regions back and forth") {
+  Region &one = fresh_region(Policy::host), &other = fresh_region(Policy::host);
+  const std::vector<Segment> first = segments_of(one, 60), second = segments_of(other, 70);
+  std::atomic<int> wrong = 0;
+  std::thread forth([&] {
+    for (int round = 0; round < 10; ++round) test::move({&one}, {&other});
+  });
+  std::thread back([&] {
+    for (int round = 0; round < 10; ++round) test::move({&other}, {&one});
+  });
+  std::thread figures([&] {
+    for (int round = 0; round < 200; ++round) {
+      wrong += one.allocated_bytes() != other.allocated_bytes();
+    }
+  });
+  for (std::thread* thread : {&forth, &back, &figures}) thread->join();
+  test::move({}, {&one, &other});
+  CHECK(wrong == 0);
+  CHECK(intact(first));
+  CHECK(intact(second));
+  free_all(first);
+  free_all(second);
+}
+
+TEST_CASE("transition: allocations and frees beside another region's transitions") {
+  Region &moving = fresh_region(Policy::host), &busy = fresh_region(Policy::none);
+  const std::vector<Segment> held = segments_of(moving, 80);
+  std::atomic<int> wrong = 0;
+  std::thread mover([&] {
+    for (int round = 0; round < 10; ++round) {
+      test::move({&moving}, {});
+      test::move({}, {&moving});
+      wrong += !intact(held);
+    }
+  });
+  std::thread allocator([&] {
+    for (unsigned round = 0; round < 60; ++round) {
+      const Segment segment(busy, (1 + round % 4) * kMiB, round);
+      wrong += !segment.intact();
+      segment.free();
+    }
+  });
+  mover.join();
+  allocator.join();
+  CHECK(wrong == 0);
+  free_all(held);
+}
+
+}  // namespace
+}  // namespace memsaver

@@ -1,0 +1,60 @@
+"""The plugin that vLLM finds, in processes of its own."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from tests.drop_in import fake_vllm
+from tests.support import run_python
+
+LOAD = """
+from importlib.metadata import entry_points
+import sys
+(plugin,) = [each for each in entry_points(group="vllm.general_plugins") if each.name == "memsaver"]
+plugin.load()()
+"""
+
+
+def test_plugin_is_registered() -> None:
+    (plugin,) = [each for each in entry_points(group="vllm.general_plugins") if each.name == "memsaver"]
+    assert plugin.value == "memsaver_drop_in:vllm"
+
+
+@pytest.mark.parametrize("variables", [{}, {"MEMSAVER_DROP_IN": ""}])
+def test_plugin_without_the_variable_imports_nothing(variables: dict[str, str]) -> None:
+    done = run_python(
+        LOAD + "print([name for name in sys.modules if name.split('.')[0] in ('memsaver', 'torch')])", **variables
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+@pytest.mark.parametrize("value", ["vlm", "vllm:off", "vllm,tms"])
+def test_value_without_meaning_is_named(value: str) -> None:
+    done = run_python(LOAD, MEMSAVER_DROP_IN=value)
+    assert done.returncode != 0
+    assert f"drop_in is {value!r}, expected names of 'vllm'" in done.stderr
+
+
+def test_plugin_refuses_a_vllm_that_was_not_reviewed(tmp_path: Path) -> None:
+    fake_vllm.write(tmp_path)
+    done = run_python(LOAD, MEMSAVER_DROP_IN="vllm", PYTHONPATH=fake_vllm.before(tmp_path))
+    assert done.returncode != 0
+    assert "the allocator of vLLM 9.9.9" in done.stderr
+
+
+def test_plugin_does_not_import_the_allocator_of_vllm(tmp_path: Path) -> None:
+    """Its import loads CUDA, which a process that forks its workers must not do."""
+    fake_vllm.write(tmp_path)
+    program = f"""
+from memsaver.drop_in.vllm import sources
+sources.REVIEWED = {{sources.digest({fake_vllm.SOURCE!r}): sources.Behaviour('9.9.9', False, None, False)}}
+{LOAD}
+print([name for name in sys.modules if name.startswith("vllm") or name == "torch"])
+from memsaver import drop_in
+print(drop_in.status()["vllm"].state)
+"""
+    done = run_python(program, MEMSAVER_DROP_IN="vllm", PYTHONPATH=fake_vllm.before(tmp_path))
+    assert done.stdout.split("\n")[:2] == ["[]", "waiting"], done.stderr

@@ -1,0 +1,234 @@
+"""Inputs of the engine's Triton kernels and expected results, for the tests with and without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from examples.colocate.engine import ops
+from examples.colocate.engine.attention import PagedContexts, Ranges
+from examples.colocate.model.layers import rotary_tables
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+BLOCKS = 40
+PAGED_CASES = {
+    # name: dtype, query heads, kv heads, head dimension, tokens in a block, lengths
+    "grouped": ("fp32", 8, 2, 32, 16, [0, 1, 15, 16, 17, 100]),
+    "one head each": ("fp32", 2, 2, 16, 8, [33, 0, 7]),
+    "one kv head": ("fp32", 6, 1, 64, 4, [5, 70]),
+    "odd sizes": ("fp32", 3, 1, 24, 5, [1, 12, 0]),
+    "padding only": ("fp32", 4, 2, 16, 16, [0, 0]),
+    "all parts of a context": ("fp32", 2, 1, 16, 16, [530]),
+    "fp16": ("fp16", 4, 2, 32, 16, [1, 31, 130]),
+    "bf16": ("bf16", 4, 2, 32, 16, [1, 31, 130]),
+}
+# How far a result may be off: rounding of the result itself, and of softmax weights to V's dtype before their product.
+PAGED_TOLERANCE = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 1.6e-2}
+
+
+def paged_inputs(name: str) -> dict[str, Tensor]:
+    """Random queries and a cache whose unused slots are NaN, with blocks in random order.
+
+    As in the engine, queries are a part of a product's rows, lengths and block table of the rows of a step's inputs.
+    """
+    dtype_name, heads, kv_heads, head_dim, block_size, lengths = PAGED_CASES[name]
+    generator = torch.Generator().manual_seed(len(name))
+    caches = torch.full((2, BLOCKS, block_size, kv_heads, head_dim), float("nan"))
+    order = (torch.randperm(BLOCKS - 1, generator=generator) + 1).tolist()
+    width = max(1, max(-(-length // block_size) for length in lengths))
+    rows = torch.full((len(lengths), 2 + width), BLOCKS - 1, dtype=torch.int32)
+    lengths_B, table = rows[:, 1], rows[:, 2:]
+    lengths_B.copy_(torch.tensor(lengths))
+    for row, length in enumerate(lengths):
+        for index in range(-(-length // block_size)):
+            block = order.pop()
+            table[row, index] = block
+            live = min(block_size, length - index * block_size)
+            caches[:, block, :live] = torch.randn(2, live, kv_heads, head_dim, generator=generator)
+    q = torch.randn(len(lengths), heads + 1, head_dim, generator=generator)
+    k_cache, v_cache = caches.to(DTYPES[dtype_name])
+    return {
+        "q_BHD": q.to(DTYPES[dtype_name])[:, :heads],
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_table": table,
+        "lengths_B": lengths_B,
+    }
+
+
+def dense_attention(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor) -> Tensor:
+    """Each sequence by itself in fp64, from K and V laid out in order."""
+    out = torch.zeros(q_BHD.shape, dtype=torch.float64)
+    group = q_BHD.shape[1] // k_cache.shape[2]
+    for row, length in enumerate(lengths_B.tolist()):
+        if length:
+            k, v = (cache[block_table[row].long()].flatten(0, 1)[:length].double() for cache in (k_cache, v_cache))
+            for head in range(q_BHD.shape[1]):
+                scores = k[:, head // group] @ q_BHD[row, head].double() / q_BHD.shape[2] ** 0.5
+                out[row, head] = scores.softmax(0) @ v[:, head // group]
+    return out
+
+
+PREFILL_CASES = {
+    # name: dtype, query heads, kv heads, head dimension, tokens in a block, (new tokens, context) of each chunk
+    "after a context": ("fp32", 4, 2, 32, 8, [(5, 40)]),
+    "whole prompts": ("fp32", 4, 2, 32, 8, [(40, 40), (1, 1), (17, 17)]),
+    "ragged": ("fp32", 4, 2, 16, 16, [(1, 100), (33, 34), (16, 48), (3, 3), (20, 97)]),
+    "one token each": ("fp32", 2, 1, 16, 4, [(1, 1), (1, 2), (1, 33)]),
+    "one kv head": ("fp32", 6, 1, 16, 4, [(10, 50)]),
+    "odd sizes": ("fp32", 3, 1, 24, 5, [(7, 33), (12, 12)]),
+    "fp16": ("fp16", 4, 2, 32, 8, [(18, 61), (30, 30)]),
+    "bf16": ("bf16", 4, 2, 32, 8, [(18, 61), (30, 30)]),
+}
+
+
+def prefill_inputs(name: str) -> tuple[Tensor, Tensor, Tensor, Ranges, PagedContexts]:
+    """Arguments of `attention.paged_prefill`: unused slots of the cache are NaN, blocks are in random order."""
+    return prefill_arguments(*PREFILL_CASES[name])
+
+
+def prefill_arguments(
+    dtype_name: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    chunks: list[tuple[int, int]],
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Ranges, PagedContexts]:
+    """The same for any sizes."""
+    generator = torch.Generator().manual_seed(len(chunks))
+    counts = [-(-context // block_size) for _, context in chunks]
+    blocks = torch.randperm(sum(counts), generator=generator) + 1
+    caches = torch.full((2, sum(counts) + 1, block_size, kv_heads, head_dim), float("nan"))
+    queries, lengths, tables = Ranges([new for new, _ in chunks]), Ranges([seen for _, seen in chunks]), Ranges(counts)
+    for (_, context), table in zip(chunks, tables):
+        slots = (blocks[table, None] * block_size + torch.arange(block_size)).flatten()[:context]
+        caches.flatten(1, 2)[:, slots] = torch.randn(2, context, kv_heads, head_dim, generator=generator)
+    for ranges in (queries, lengths, tables):
+        ranges.bounds_on_device = torch.tensor(ranges.bounds, dtype=torch.int32, device=device)
+    q = torch.randn(queries.total, heads + 1, head_dim, generator=generator).to(device, DTYPES[dtype_name])[:, :heads]
+    k_cache, v_cache = caches.to(device, DTYPES[dtype_name])
+    return q, k_cache, v_cache, queries, PagedContexts(lengths, blocks.int().to(device), tables)
+
+
+def dense_prefill(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, queries: Ranges, contexts: PagedContexts) -> Tensor:
+    """Each chunk by itself in fp64, from K and V laid out in order."""
+    out = torch.zeros(q_THD.shape, dtype=torch.float64, device=q_THD.device)
+    group = q_THD.shape[1] // k_cache.shape[2]
+    for part, seen, table in zip(queries, contexts.lengths, contexts.tables):
+        count, length = part.stop - part.start, seen.stop - seen.start
+        blocks = contexts.blocks_M[table].long()
+        k, v = (cache[blocks].flatten(0, 1)[:length].double() for cache in (k_cache, v_cache))
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("thd,lhd->htl", q_THD[part].double(), k) / q_THD.shape[2] ** 0.5
+        future = torch.ones(count, length, dtype=torch.bool, device=q_THD.device).triu(length - count + 1)
+        out[part] = torch.einsum("htl,lhd->thd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
+    return out
+
+
+# The kernels of `ops` ------------------------------------------------------------------------------------------------
+
+# Relative, and absolute for values near zero. The order of fp32 sums differs. Values that are rounded twice, such as a
+# norm's result and then its product with a weight, may be off by one unit of each.
+OPS_TOLERANCE = {"fp32": 4e-6, "fp16": 4e-3, "bf16": 3.2e-2}
+# Of half-precision results, those that are not equal bit for bit: only where fp32 values differ next to a boundary of
+# rounding. A kernel that rounded at other places than torch would differ in a tenth of them and more.
+OPS_DIFFERENT = 0.01
+
+OPS_CASES = {
+    "norm": lambda make: ("add_rms_norm", make(5, 64), make(5, 64), make(64), 1e-6),
+    "norm of no residual": lambda make: ("add_rms_norm", make(5, 64), None, make(64), 1e-6),
+    "norm of an odd size": lambda make: ("add_rms_norm", make(3, 1001), make(3, 1001), make(1001), 1e-5),
+    "norm of rows in wider ones": lambda make: (
+        "add_rms_norm",
+        make(4, 100)[:, 7:84],
+        make(4, 90)[:, :77],
+        make(77),
+        1e-6,
+    ),
+    "norm of one row": lambda make: ("add_rms_norm", make(1, 3), make(1, 3), make(3), 1e-6),
+    "norm of nothing": lambda make: ("add_rms_norm", make(0, 64), make(0, 64), make(64), 1e-6),
+    "rotate": lambda make: _rotation(make, 3, 4, 2, 32, norm=False),
+    "rotate with norms": lambda make: _rotation(make, 2, 10, 2, 16, norm=True),
+    "rotate odd sizes": lambda make: _rotation(make, 2, 9, 1, 22, norm=True),
+    "rotate one token": lambda make: _rotation(make, 1, 3, 3, 2, norm=True),
+    "rotate nothing": lambda make: _rotation(make, 0, 4, 2, 32, norm=True),
+    "swiglu": lambda make: ("swiglu", make(5, 64)),
+    "swiglu of several parts": lambda make: ("swiglu", 20 * make(2, 4100)),
+    "swiglu of rows in wider ones": lambda make: ("swiglu", make(3, 61)[:, 3:59]),
+    "swiglu of nothing": lambda make: ("swiglu", make(0, 64)),
+    "write": lambda make: _written(make, 4, 2, 16),
+    "write odd sizes": lambda make: _written(make, 3, 3, 5),
+    "write several parts": lambda make: _written(make, 2, 9, 128),
+    "write one": lambda make: _written(make, 1, 1, 8),
+    "write nothing": lambda make: _written(make, 0, 2, 16),
+}
+# Of the size that models have; too slow for the interpreter.
+LARGE_OPS_CASES = {
+    "large norm": lambda make: ("add_rms_norm", make(64, 4096), make(64, 4096), make(4096), 1e-6),
+    "largest norm": lambda make: ("add_rms_norm", make(3, 16384), make(3, 16384), make(16384), 1e-6),
+    "large rotate": lambda make: _rotation(make, 64, 32, 8, 128, norm=True),
+    "large swiglu": lambda make: ("swiglu", make(64, 24576)),
+    "large write": lambda make: _written(make, 64, 8, 128),
+}
+Make = Callable[..., Tensor]
+
+
+def _rotation(make: Make, tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool) -> tuple[Any, ...]:
+    """Queries and keys as parts of one product, positions as a column of a table."""
+    q, k, _ = make(tokens, heads + 2 * kv_heads, head_dim).split((heads, kv_heads, kv_heads), dim=1)
+    norms = (make(head_dim), make(head_dim)) if norm else (None, None)
+    positions = torch.tensor([[7, 3 * token] for token in range(tokens)], dtype=torch.int64).view(tokens, 2)[:, 1]
+    return "rotate", q, k, *norms, 1e-6, *rotary_tables(3 * tokens + 1, head_dim, 1e4), positions
+
+
+def _written(make: Make, tokens: int, kv_heads: int, head_dim: int) -> tuple[Any, ...]:
+    """Keys of their own, values as a part of a product; the first token is padding."""
+    k, v = make(tokens, kv_heads, head_dim), make(tokens, 3 * kv_heads, head_dim)[:, 2 * kv_heads :]
+    slots = 3 * torch.arange(tokens) + 2
+    slots[:1] = -1
+    return "write_kv", *make(2, tokens + 1, 4, kv_heads, head_dim), k, v, slots
+
+
+def compare(kernels: Any, case: str, dtype_name: str, device: str) -> dict[str, float]:
+    """A kernel's results on a device against torch's on the CPU.
+
+    `error` is the largest in units of the tolerance, `different` the share of elements, the first one aside, that are
+    not equal.
+    """
+    generator = torch.Generator().manual_seed(len(case))
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DTYPES[dtype_name])
+
+    name, *args = {**OPS_CASES, **LARGE_OPS_CASES}[case](make)
+    # Moved before torch's version runs, which may write into them. The strides have to survive.
+    moved = [_on_device(arg, device) if isinstance(arg, Tensor) else arg for arg in args]
+    expected = _results(getattr(ops, name)(*args), args)
+    found = _results(getattr(kernels, name)(*moved), moved)
+    assert [x.shape for x in found] == [x.shape for x in expected]
+    assert [x.dtype for x in found] == [x.dtype for x in expected]
+    assert name not in ("rotate", "swiglu") or all(x.is_contiguous() for x in found)
+    error, different, count = 0.0, 0, 0
+    for mine, theirs in zip((x.cpu() for x in found), expected):
+        off = (mine.double() - theirs.double()).abs() / (1 + theirs.double().abs()) / OPS_TOLERANCE[dtype_name]
+        error = max([error, *off.nan_to_num(nan=float("inf")).flatten().tolist()])
+        different, count = different + int((mine != theirs).sum()), count + mine.numel()
+    return {"error": error, "different": max(0, different - 1) / max(1, count)}
+
+
+def _on_device(x: Tensor, device: str) -> Tensor:
+    """A copy with the same strides and offset."""
+    storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device, copy=True)
+    return storage.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _results(returned: Any, args: list[Any]) -> list[Tensor]:
+    """The returned tensor, or the two caches that were written."""
+    if returned is None:
+        return args[:2]
+    return [returned] if isinstance(returned, Tensor) else list(returned)

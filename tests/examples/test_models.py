@@ -1,0 +1,349 @@
+"""Models from checkpoints that transformers wrote, against the results of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.colocate.engine.checkpoint import (
+    PRESETS,
+    CheckpointError,
+    build,
+    eos_tokens,
+    load_config,
+    named_tensors,
+)
+from examples.colocate.engine.gpt2 import GPT2Config
+from examples.colocate.engine.memory import Unmanaged
+from examples.colocate.engine.model import Config, Model
+from examples.colocate.model import ModelConfig, RopeScaling
+from tests.examples.engine_support import CPU, DenseAttention, one_thread  # noqa: F401
+
+transformers = pytest.importorskip("transformers", reason="these checkpoints are written, and checked, by transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch", reason="checkpoints are safetensors")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,  # large enough for clear winners among the logits
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,  # some waves are shorter, some longer, some between
+}
+# Class of transformers, its configuration, how it is saved.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {}),
+    "qwen3 tied sharded": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}, {"max_shard_size": "10KB"}),
+    "llama": ("Llama", {"rms_norm_eps": 1e-5}, {}),
+    "llama tied llama3": ("Llama", {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": LLAMA3}, {}),
+    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}, {}),
+    "gpt2": ("GPT2", {}, {}),
+    "gpt2 inner sharded": ("GPT2", {"n_inner": 40, "layer_norm_epsilon": 1e-4}, {"max_shard_size": "10KB"}),
+}
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+Save = Callable[..., tuple[Path, Any]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """A case's checkpoint, written once, and its model, whose norms and biases are not left at ones and zeros."""
+
+    def model_and_config(kind: str) -> tuple[Any, Any]:
+        model = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+        return getattr(transformers, model), getattr(transformers, f"{kind}Config")
+
+    @functools.cache
+    def make(case: str, dtype: torch.dtype = torch.float32, without_head: bool = False) -> tuple[Path, Any]:
+        kind, settings, saving = CASES[case]
+        model_class, config_class = model_and_config(kind)
+        config = config_class(**SIZES, **settings, attn_implementation="eager", bos_token_id=0, eos_token_id=[7, 8])
+        torch.manual_seed(0)
+        reference = model_class(config).eval()
+        for parameter in reference.parameters():
+            if parameter.dim() == 1:
+                parameter.data += 0.3 * torch.randn(parameter.shape)
+            parameter.data = parameter.data.to(dtype)  # the parameters alone: rotary frequencies stay exact
+        folder = tmp_path_factory.mktemp("checkpoint")
+        (reference.base_model if without_head else reference).save_pretrained(folder, **saving)
+        return folder, reference
+
+    for kind in ("Qwen3", "Llama", "GPT2"):
+        model_and_config(kind)
+    gc.freeze()  # objects of these imports stay out of each test's collection
+    return make
+
+
+@pytest.fixture
+def save(saved: Save, tmp_path: Path) -> Save:
+    """As `saved`, with a folder of the test's own."""
+
+    def make(*args: Any, **settings: Any) -> tuple[Path, Any]:
+        folder, reference = saved(*args, **settings)
+        return Path(shutil.copytree(folder, tmp_path / "checkpoint")), reference
+
+    return make
+
+
+@pytest.fixture
+def qwen3(save: Save) -> Path:
+    return save("qwen3")[0]
+
+
+@pytest.fixture
+def gpt2(save: Save) -> Path:
+    return save("gpt2")[0]
+
+
+def loaded(folder: Path, dtype: torch.dtype | None = None) -> Model:
+    model = build(load_config(folder, dtype), CPU, CPU)
+    model.load_weights(named_tensors(folder, dtype))
+    return model
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; ... removes one."""
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
+
+
+@torch.no_grad()
+def check_against(reference: Any, model: Model, atol: float = 1e-5) -> None:
+    """Logits of a prefill in two parts and of decode steps, and the greedy tokens."""
+    tokens, attention = list(PROMPT), DenseAttention()
+    parts = []
+    for start, stop in ((0, 12), (12, len(PROMPT)), *((at, at + 1) for at in range(len(PROMPT), len(PROMPT) + 10))):
+        hidden = model.forward(torch.tensor(tokens[start:stop]), torch.arange(start, stop), attention)
+        parts.append(model.logits(hidden))
+        if stop >= len(PROMPT):
+            tokens.append(int(parts[-1][-1].argmax()))
+    logits = torch.cat(parts).float()
+    expected = reference(torch.tensor([tokens[:-1]])).logits[0].float()
+    assert expected.std() > 0.2  # something to compare
+    torch.testing.assert_close(logits, expected, atol=atol * max(1.0, float(expected.std())), rtol=0)
+    if atol < 1e-3:
+        assert tokens[len(PROMPT) :] == expected[len(PROMPT) - 1 :].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_agrees_with_transformers(save: Save, case: str) -> None:
+    folder, reference = save(case)
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == ("sharded" in case)
+    check_against(reference, loaded(folder))
+
+
+@pytest.mark.parametrize("case", ["qwen3 tied sharded", "gpt2"])
+def test_a_checkpoint_without_the_head_loads(save: Save, case: str) -> None:
+    folder, reference = save(case, without_head=True)
+    check_against(reference, loaded(folder))
+
+
+@pytest.mark.parametrize("case", ["qwen3", "llama tied llama3", "gpt2"])
+def test_a_bf16_checkpoint_loads(save: Save, case: str) -> None:
+    folder, reference = save(case, torch.bfloat16)
+    model = loaded(folder)
+    assert {weight.dtype for weight in model.weights.values()} == {torch.bfloat16}
+    check_against(reference.float(), model, atol=0.1)  # the same weights; rounding is all that differs
+    check_against(reference, loaded(folder, torch.float32))  # converted on the way in
+
+
+def test_a_dtype_is_converted_only_if_it_is_asked_for(qwen3: Path) -> None:
+    model = build(load_config(qwen3, torch.float16), CPU, CPU)
+    with pytest.raises(ValueError, match=r"is torch.float32 .*expected torch.float16"):
+        model.load_weights(named_tensors(qwen3))
+    model.load_weights(named_tensors(qwen3, torch.float16))
+
+
+@pytest.mark.parametrize("case", ["llama tied llama3", "llama linear", "qwen3"])
+def test_configs_of_transformers_4_load(save: Save, case: str) -> None:
+    folder, reference = save(case)
+    rope = dict(json.loads((folder / "config.json").read_text())["rope_parameters"])
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    scaling = None if kind == "default" else rope | {"type" if kind == "linear" else "rope_type": kind}
+    edit(
+        folder / "config.json",
+        rope_parameters=...,
+        layer_types=...,
+        dtype=...,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        torch_dtype="float32",
+    )
+    check_against(reference, loaded(folder))
+
+
+def test_missing_fields_of_config_json_have_defaults(save: Save) -> None:
+    folder, reference = save("llama")
+    edit(folder / "config.json", head_dim=..., rope_parameters=..., dtype=..., attention_bias=..., mlp_bias=None)
+    check_against(reference, loaded(folder))
+
+
+def test_old_checkpoints_hold_buffers_and_tied_heads(save: Save) -> None:
+    folder, reference = save("gpt2", without_head=True)
+    tensors = safetensors_torch.load_file(folder / "model.safetensors")
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+    safetensors_torch.save_file(tensors, folder / "model.safetensors")
+    check_against(reference, loaded(folder))
+
+
+def test_eos_tokens_come_from_the_generation_config_first(qwen3: Path) -> None:
+    assert eos_tokens(qwen3) == (7, 8)
+    edit(qwen3 / "generation_config.json", eos_token_id=5)
+    assert eos_tokens(qwen3) == (5,)
+    (qwen3 / "generation_config.json").unlink()
+    assert eos_tokens(qwen3) == (7, 8)
+    edit(qwen3 / "config.json", eos_token_id=...)
+    assert eos_tokens(qwen3) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type is 'mamba'; expected one of qwen3, llama, gpt2"),
+        ({"model_type": ...}, "model_type is 'None'"),
+        ({"attention_bias": True}, "attention_bias is True; expected False"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu'"),
+        ({"use_sliding_window": True, "layer_types": ..., "max_window_layers": 1}, "sliding_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling is 'yarn'; expected 'linear' or"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor is None"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is None; expected a positive number"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"dtype": "float64"}, "dtype is 'float64'; expected one of float32, bfloat16, float16"),
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"vocab_size": "61"}, "vocab_size is '61'; expected a positive integer"),
+        ({"num_attention_heads": 0, "head_dim": ...}, "num_heads is 0"),
+        ({"num_key_value_heads": 3}, "num_heads is 4; expected a multiple of num_kv_heads, 3"),
+    ],
+)
+def test_an_unsupported_config_raises(qwen3: Path, changes: dict[str, Any], message: str) -> None:
+    edit(qwen3 / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_config(qwen3)
+    assert str(qwen3) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation_function": "relu"}, "activation_function is 'relu'; expected 'gelu_new'"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False; expected True"),
+        ({"scale_attn_weights": False}, "scale_attn_weights is False"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn is True"),
+        ({"add_cross_attention": True}, "add_cross_attention is True"),
+        ({"n_head": 5}, "hidden_size is 32; expected a multiple of num_heads, 5"),
+        ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon|norm_eps is 0.0"),
+        ({"n_positions": ...}, "n_positions is missing"),
+    ],
+)
+def test_an_unsupported_gpt2_config_raises(gpt2: Path, changes: dict[str, Any], message: str) -> None:
+    edit(gpt2 / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_config(gpt2)
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: next(folder.glob("*2-of*.safetensors")).unlink(), r"model-00002-of-\d+.safetensors is missing"),
+        (lambda folder: _truncate(next(folder.glob("*2-of*.safetensors"))), "expected a safetensors file"),
+        (lambda folder: (folder / "model.safetensors.index.json").unlink(), "model.safetensors is missing"),
+        (lambda folder: edit(folder / "model.safetensors.index.json", weight_map=...), "weight_map is missing"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "expected JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "holds a list; expected an object"),
+        (lambda folder: (folder / "config.json").write_bytes(b"\xff"), "expected JSON"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json: No such file"),
+        (lambda folder: folder.rename(folder.with_name("elsewhere")), "config.json: No such file"),
+    ],
+)
+def test_a_broken_checkpoint_raises(save: Save, damage: Callable[[Path], None], message: str) -> None:
+    folder, _ = save("qwen3 tied sharded")
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        list(named_tensors(folder))
+
+
+def test_a_checkpoint_of_another_model_raises(save: Save) -> None:
+    folder, _ = save("llama")
+    edit(folder / "config.json", model_type="qwen3", head_dim=8)
+    with pytest.raises(ValueError, match=re.escape("missing: model.layers.0.self_attn.k_norm.weight")):
+        loaded(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-8b", 8_190_735_360),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.1-8b", 8_030_261_248),
+    ],
+)
+def test_presets_have_the_published_sizes(name: str, parameters: int) -> None:
+    # Without memory, and with short rotary tables.
+    preset: Any = PRESETS[name]
+    config = dataclasses.replace(preset, **({} if name == "gpt2" else {"max_position": 1}))
+    model = build(config, Unmanaged(torch.device("meta")), Unmanaged(torch.device("meta")))
+    assert sum(each.numel() for each in model.parameters.values()) == parameters
+    padding = -config.vocab_size % 64 * config.hidden_size  # of the output's matrix
+    assert sum(each.numel() for each in model.weights.values()) == parameters + padding
+    assert config.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("config", [GPT2Config(61, 32, 2, 4, 64), ModelConfig(61, 32, 2, 4, 2, 16, 48, 64)])
+def test_random_weights_have_the_right_scale(config: Config) -> None:
+    models = [build(config, CPU, CPU) for _ in range(2)]
+    for model, seed in zip(models, (3, 4)):
+        model.initialize(seed)
+        for name, parameter in model.parameters.items():
+            if parameter.dim() == 1:
+                assert parameter.unique().tolist() == [0.0 if name.endswith("bias") else 1.0]
+            else:
+                assert parameter.std().item() == pytest.approx(0.02, rel=0.1)
+    one, other = (model.parameters for model in models)
+    assert not any(torch.equal(one[name], other[name]) for name in one if one[name].dim() > 1)
+    models[1].initialize(3)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_invalid_model_configs_raise() -> None:
+    bad: dict[str, Any]
+    for bad in ({"kind": "yarn"}, {"factor": 0.0}, {"high_freq_factor": 1.0}, {"original_max_position": None}):
+        with pytest.raises(ValueError, match="expected"):
+            RopeScaling(**dict[str, Any](kind="llama3", factor=8.0) | bad)
+    for bad in ({"num_heads": 3}, {"inner_size": 0}, {"dtype": torch.int8}, {"norm_eps": -1.0}, {"vocab_size": None}):
+        with pytest.raises(ValueError, match="expected"):
+            dataclasses.replace(GPT2Config(61, 32, 2, 4, 64), **bad)
+    with pytest.raises(ValueError, match="config is a dict; expected ModelConfig or GPT2Config"):
+        build({}, CPU, CPU)  # type: ignore[arg-type]

@@ -1,0 +1,94 @@
+"""A CUDA driver without a GPU. ``run_on_fake()`` runs a program whose libcuda.so.1 and libnvidia-ml.so.1 are the fake.
+
+The library is compiled on first use and kept under build/, by the text of its sources. Programs control it with
+:mod:`tests.fake_cuda.control`. Keyword arguments choose the behaviour of the devices. They become environment variables
+(``devices=8``: FAKE_CUDA_DEVICES):
+
+=================== ================================================================================================
+devices             how many (1)
+memory              of each ("80GiB"); cost nothing until contents are written
+address_space       for all devices together ("128TiB"); beyond it cuMemAddressReserve fails with out of memory
+contents            0: no memory behind the addresses. Copies and kernels are checked, and move nothing
+active              "1,3": devices whose primary context another library of the process holds from the start
+peers               "all", "none", or pairs such as "0-1,2-3": which devices can access each other's memory
+no_record_event     1: the driver is older than cuCtxRecordEvent
+no_export           1: no POSIX descriptors: the attribute is 0, and cuMemCreate refuses the handle type with 801
+export_refusal      a code: the attribute is 1, and cuMemCreate refuses the handle type with this code
+no_virtual_memory   1: the device has no virtual memory management
+mig                 1: NVML lists the devices only as MIG-...
+mps                 1: attribute 133 is set
+numa                a number: the memory of device 0 is this NUMA node of the system, that of device 1 the next, ...
+numa_first          the first device of which this is so (0)
+host_node           the node that the driver reports as nearest (-1)
+no_nvml             1: NVML cannot be initialised
+processes           "0:4711:1024,...": device, pid and bytes that NVML lists beside this process
+delays              "cuMemCreate=2000,...": microseconds that each call takes
+=================== ================================================================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ROOT, run_clean
+
+HERE = Path(__file__).parent
+DRIVER = ("libcuda.so.1", "libnvidia-ml.so.1")  # names of one file, which the loader then opens once
+SYSTEM = "libfakesystem.so"
+
+
+@functools.cache
+def folder() -> Path:
+    """Where the libraries are."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("the fake driver needs a C++ compiler")
+    sources = [HERE / "fake_cuda.cpp", HERE / "fake_system.cpp", ROOT / "csrc" / "driver" / "cuda_api.h"]
+    text = b"".join(source.read_bytes() for source in sources)
+    target = ROOT / "build" / "fake_cuda" / hashlib.sha256(text).hexdigest()[:16]
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=target.parent))  # several runs may build it at once
+    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Wshadow", "-shared", "-fPIC", "-pthread"]
+    for source, name in zip(sources, (DRIVER[0], SYSTEM)):
+        subprocess.run([compiler, *flags, str(source), "-o", str(made / name)], check=True)
+    os.link(made / DRIVER[0], made / DRIVER[1])
+    try:
+        made.rename(target)
+    except OSError:  # another was first
+        shutil.rmtree(made)
+    return target
+
+
+def environment(
+    *, system_files: Path | None = None, refused_calls: Sequence[int] = (), **options: object
+) -> dict[str, str]:
+    """The environment variables with which a process finds the fake, and of its behaviour.
+
+    ``system_files``: a folder with files that take the place of the system's, each under its full path.
+    ``refused_calls``: numbers of system calls that fail with EPERM, as in a container that forbids them.
+    """
+    path = os.pathsep.join(filter(None, [str(folder()), os.environ.get("LD_LIBRARY_PATH", "")]))
+    variables = {"LD_LIBRARY_PATH": path}
+    if system_files is not None or refused_calls:
+        variables["LD_PRELOAD"] = str(folder() / SYSTEM)
+        variables["FAKE_SYSTEM_REFUSED"] = ",".join(map(str, refused_calls))
+    if system_files is not None:
+        variables["FAKE_SYSTEM_FILES"] = str(system_files)
+    return {**variables, **{f"FAKE_CUDA_{name.upper()}": str(value) for name, value in options.items()}}
+
+
+def run_on_fake(source: str, /, **options: Any) -> str:
+    """Runs a program that must succeed and print nothing to stderr. Returns its stdout."""
+    return run_clean(source, **environment(**options))

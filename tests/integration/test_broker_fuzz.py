@@ -1,0 +1,48 @@
+"""A broker that gets random messages from one client while another works.
+
+MEMSAVER_TEST_SEED is the first seed, and MEMSAVER_TEST_PACKETS the number of packets for each seed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.broker_support import Running
+from tests.pool_support import Worker, chunks_of, descriptors_of, is_whole, until
+from tests.support import MIB, PAGE
+
+SEEDS = range(first := int(os.environ.get("MEMSAVER_TEST_SEED", "0")), first + 4)
+PACKETS = int(os.environ.get("MEMSAVER_TEST_PACKETS", "1500"))
+TURNS = 60
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_messages_of_one_client_do_not_affect_the_others(seed: int) -> None:
+    with Running(str(128 * MIB)) as broker:
+        pid = broker.process.pid
+        with Worker(broker, f"held = hold('a', 3 * MIB, 'host', {seed})", "memsaver.pause()") as worker:
+            until(lambda: is_whole(broker.status()))
+            before = descriptors_of(pid) - chunks_of(pid)
+            worker.send(f"take_turns(held, {TURNS})")
+            said = subprocess.run(
+                [sys.executable, "-m", "tests.broker_fuzz", str(broker.path), str(seed), str(PACKETS)],
+                env=broker.environment,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            assert (said.returncode, said.stdout.split()[:2]) == (0, ["said", str(PACKETS)]), said.stderr
+            assert broker.process.poll() is None
+            worker.answer()
+            worker.run(f"take_turns(held, {TURNS})")  # also with the chunks that the other client has left
+            until(lambda: len(broker.status()["clients"]) == 1 and is_whole(broker.status()))
+            broker.run("trim", "--device", "cpu")
+            until(lambda: broker.status()["total_bytes"] == 0)
+            until(lambda: chunks_of(pid) == 0)
+            until(lambda: descriptors_of(pid) <= before, within_s=10)
+            worker.run(f"claim({64 * PAGE})")

@@ -1,0 +1,114 @@
+"""A mode of the whole suite in which the host device is busy, as a GPU is. A missing wait makes tests fail.
+
+Marks and copies are some milliseconds late, and a kernel is in flight at any time. Kernels that touch a tensor are in
+flight after it was made, filled or read. If its memory is unmapped without a wait for them, the context dies and every
+later call fails.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import memsaver
+from memsaver import _core
+from tests import support
+
+LATE_S = 0.004
+KERNEL_S = 0.006  # longer than LATE_S, for which an idle device looks busy
+
+FREED_AT_ONCE = "it expects freed memory to be there for the next allocation at once"
+# Tests that cannot run on such a device.
+EXEMPT = {
+    "test_regions.py::test_freed_segments_are_used_again": FREED_AT_ONCE,
+    "test_regions.py::test_retained_chunks_too_large_to_be_used_make_room_for_small_ones": FREED_AT_ONCE,
+    "test_transitions.py::test_memory_freed_during_a_capture_is_reused_after_its_end": FREED_AT_ONCE,
+    "test_transitions.py::test_a_capture_that_torch_did_not_begin_can_be_announced": FREED_AT_ONCE,
+    "test_transitions.py::test_a_bound_of_zero_raises_if_the_call_would_wait": "its device is never idle",
+    "test_transitions.py::test_waits_for_the_device_share_threads": "threads for freed memory come and go",
+    "test_faults.py::test_a_half_paused_region_can_be_resumed_instead": "it counts the calls of a pause without rests",
+}
+
+_stream: int | None = None
+
+
+def begin() -> int:
+    global _stream
+    if _stream is None:
+        _core.open_driver("cpu")
+        _core.host_marks_delay(LATE_S)
+        _core.host_copies_delay(LATE_S)
+        _core.host_busy(LATE_S)
+        _stream = _core.host_stream_create()
+    return _stream
+
+
+def end() -> None:
+    """After host_reset(), which removed the stream and the delays."""
+    global _stream
+    _stream = None
+
+
+def touch(address: int, nbytes: int) -> None:
+    if nbytes > 0:
+        _core.host_stream_touch(begin(), address, nbytes, KERNEL_S)
+
+
+def settle() -> None:
+    """Releases freed memory now instead of some milliseconds later, before a test counts bytes."""
+    if not _core.capturing():
+        _core.host_stream_release(begin())
+        _core.host_settle()
+
+
+def install() -> None:
+    def then_touch(call: Callable[..., Any], touches: Callable[..., None]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = call(self, *args, **kwargs)
+            touches(self, result, *args)
+            return result
+
+        return both
+
+    def touch_block(block: support.Block, *_: Any) -> None:
+        if block.region.device == "cpu":
+            touch(block.address, block.nbytes)
+
+    def touch_tensor(region: memsaver.Region, tensor: Any, *_: Any) -> None:
+        if region.device == "cpu":
+            touch(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+    def touch_segment(_: support.Hooks, address: int | None, nbytes: int) -> None:
+        if address is not None:
+            touch(address, nbytes)
+
+    def settle_first(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def both(*args: Any, **kwargs: Any) -> Any:
+            settle()
+            return call(*args, **kwargs)
+
+        return both
+
+    def then_settle(call: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(call)
+        def both() -> None:
+            call()
+            settle()
+
+        return both
+
+    support.flush_unreleased = then_settle(support.flush_unreleased)
+    support.free_bytes = settle_first(support.free_bytes)
+    memsaver.stats = settle_first(memsaver.stats)
+    mapped_bytes: Any = vars(memsaver.Region)["mapped_bytes"]
+    region: Any = memsaver.Region  # Any: methods are replaced
+    region.mapped_bytes = property(settle_first(mapped_bytes.fget))
+    block: Any = support.Block
+    block.fill = then_touch(block.fill, touch_block)
+    block.check = then_touch(block.check, touch_block)
+    hooks: Any = support.Hooks
+    hooks.alloc = then_touch(hooks.alloc, touch_segment)
+    region.empty = then_touch(region.empty, touch_tensor)

@@ -1,0 +1,385 @@
+"""Small wrong changes, and the tests that must find each of them within a minute. ``make mutants``, or
+``python tests/mutants.py [name ...]``.
+
+The changes are in the core, where MEMSAVER_MUTANT(name) stands (csrc/base/mutants.h). One build has them all; the
+variable MEMSAVER_TEST_MUTANT selects one. Without it all tests named here must pass: a failure comes from the change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "mutants"
+LIMIT_S = 60.0
+NONE = "none"  # selects no mutant
+CPP = "cpp: "  # before the name of a test case of tests/cpp
+
+# The mutants' core takes the place of memsaver._core, however memsaver was installed; in subprocesses too.
+REDIRECT = """
+import importlib.util
+import sys
+
+
+class Redirect:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "memsaver._core":
+            return importlib.util.spec_from_file_location(name, {core!r})
+        return None
+
+
+sys.meta_path.insert(0, Redirect)
+"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    change: str
+    tests: Sequence[str]  # at least one fails. Ids of pytest, below tests/, or "cpp: " and a test case
+
+
+MUTANTS = [
+    Mutant(
+        "shared_memory_counts_for_its_maker_alone",
+        "host ledger: imported memory is not counted once its maker has let go",
+        ["unit/test_driver.py::test_shared_memory_is_counted_once"],
+    ),
+    Mutant(
+        "unknown_processes_are_dead",
+        "host ledger: a process of which the system cannot tell now is taken for dead",
+        ["unit/test_faults.py::test_without_descriptors_the_living_are_not_taken_for_dead"],
+    ),
+    Mutant(
+        "the_dead_keep_their_memory",
+        "host ledger: the entries of a dead process are never removed",
+        ["integration/test_processes.py::test_a_killed_process_leaves_its_memory_to_the_others"],
+    ),
+    Mutant(
+        "a_full_device_gives_more",
+        "host ledger: a chunk is entered although the device is full",
+        ["unit/test_driver.py::test_a_full_device_refuses_memory_until_some_is_released"],
+    ),
+    Mutant(
+        "work_overtakes",
+        "host stream: new work is queued before the old",
+        [
+            "cpp: host stream: work runs in order, and a wait returns when it has",
+            "unit/test_driver.py::test_a_kernel_runs_when_its_stream_is_released",
+        ],
+    ),
+    Mutant(
+        "begun_is_done",
+        "host stream: work counts as done when it begins",
+        ["cpp: host stream: work under way is waited for when the rest is abandoned"],
+    ),
+    Mutant(
+        "abandoned_work_runs",
+        "host stream: abandoned work stays in the queue",
+        ["cpp: host stream: abandoned work never runs, and no wait includes it"],
+    ),
+    Mutant(
+        "mappings_overlap",
+        "host addresses: a chunk is mapped over another",
+        ["unit/test_driver.py::test_mapping_over_a_mapping_is_refused"],
+    ),
+    Mutant(
+        "mapped_is_accessible",
+        "host addresses: work of the device reaches mappings without access",
+        ["unit/test_driver.py::test_a_kernel_outside_accessible_memory_ends_the_context"],
+    ),
+    Mutant(
+        "released_memory_goes_under_mappings",
+        "host addresses: memory goes with its handle, although it is mapped",
+        ["cpp: host driver: a handle outlives its mappings, and mappings the handle"],
+    ),
+    Mutant(
+        "synchronize_does_not_wait",
+        "host driver: synchronize() returns before the work is done",
+        ["unit/test_driver.py::test_synchronize_waits_for_all_streams"],
+    ),
+    Mutant(
+        "record_covers_copies_alone",
+        "host driver: a record does not stand for the work of streams",
+        ["unit/test_driver.py::test_a_record_covers_the_kernels_launched_before_it"],
+    ),
+    Mutant(
+        "a_capture_survives_a_wait",
+        "host driver: a wait for the device leaves a capture whole",
+        ["unit/test_driver.py::test_a_wait_for_the_device_breaks_a_capture"],
+    ),
+    Mutant(
+        "an_illegal_access_is_forgotten",
+        "host driver: the context lives on after an illegal access",
+        ["unit/test_driver.py::test_every_call_fails_after_an_illegal_access"],
+    ),
+    Mutant(
+        "the_error_comes_before_the_call",
+        "faults: of a call that is made and then reports an error, nothing is made",
+        ["unit/test_driver.py::test_an_armed_call_can_take_effect_and_still_report_an_error"],
+    ),
+    Mutant(
+        "the_core_is_locked_over_a_copy",
+        "transfer: the core's mutex is held while a copy is waited for",
+        ["unit/test_fake_cuda.py::test_no_lock_is_held_while_contents_are_copied[pause-cuEventSynchronize]"],
+    ),
+    Mutant(
+        "the_arena_is_locked_while_memory_is_made",
+        "arena: its mutex is held while memory is touched and pinned",
+        ["unit/test_fake_cuda.py::test_no_lock_is_held_while_a_pause_makes_memory[cuMemHostRegister]"],
+    ),
+    Mutant(
+        "a_capture_ignores_waits_under_way",
+        "capture gate: a capture begins while calls are under way that break it",
+        [
+            "cpp: capture gate: a capture begins after all operations under way have ended",
+            "unit/test_fake_cuda.py::test_a_capture_begins_after_calls_under_way_that_would_break_it",
+        ],
+    ),
+    Mutant(
+        "a_free_marks_during_a_capture",
+        "resting: a free marks the device during a capture, which breaks that",
+        ["unit/test_transitions.py::test_a_capture_that_torch_did_not_begin_can_be_announced"],
+    ),
+    Mutant(
+        "freed_memory_serves_at_once",
+        "resting: a mark counts as passed once it is set",
+        ["unit/test_resting.py::test_a_freed_segment_is_not_used_again_before_its_kernel_has_ended"],
+    ),
+    Mutant(
+        "memory_waits_for_another_call",
+        "resting: the thread that gives freed memory back is not woken",
+        ["unit/test_resting.py::test_freed_memory_goes_back_when_its_kernel_has_ended_without_another_call"],
+    ),
+    Mutant(
+        "a_shortage_waits_for_nothing",
+        "resting: a shortage does not wait for freed memory",
+        [
+            "unit/test_resting.py::test_an_allocation_waits_for_memory_that_another_region_freed",
+            "unit/test_resting.py::test_a_resume_waits_for_memory_that_another_region_freed",
+        ],
+    ),
+    Mutant(
+        "launches_are_not_waited_for",
+        "transition: a pause does not wait for guarded launches",
+        ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_guarded_launches"],
+    ),
+    Mutant(
+        "the_attached_are_not_waited_for",
+        "transition: a pause does not wait for attached readers",
+        ["integration/test_sharing.py::test_a_pause_that_times_out_names_the_attached_processes"],
+    ),
+    Mutant(
+        "bounds_end_no_wait",
+        "transition: no bound ends a wait in the queue, or for readers and launches",
+        ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_an_earlier_transition"],
+    ),
+    Mutant(
+        "the_last_transition_is_the_first",
+        "region: the queue of transitions is a stack",
+        ["unit/test_background.py::test_transitions_of_a_region_happen_in_the_order_in_which_they_were_made"],
+    ),
+    Mutant(
+        "an_abort_keeps_the_chunks",
+        "transition: a failure leaves the chunks that were reserved with the transition",
+        ["unit/test_transitions.py::test_a_switch_that_fails_has_given_its_chunks_back_when_it_raises"],
+    ),
+    Mutant(
+        "a_pause_given_up_counts",
+        "region: a pause that was taken back leaves the region paused",
+        ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_guarded_launches"],
+    ),
+    Mutant(
+        "a_pause_does_not_wait_for_the_device",
+        "transfer: memory is unmapped under queued work",
+        ["unit/test_fake_cuda.py::test_a_pause_waits_for_a_kernel_that_writes"],
+    ),
+    Mutant(
+        "memory_goes_before_it_is_saved",
+        "host backup: contents count as saved before their copy has ended",
+        ["unit/test_transitions.py::test_a_transition_returns_after_its_copies_end"],
+    ),
+    Mutant(
+        "a_resume_ends_before_its_copies",
+        "host backup: a resume does not wait for its copies",
+        ["unit/test_transitions.py::test_a_transition_returns_after_its_copies_end"],
+    ),
+    Mutant(
+        "a_second_pause_forgets_the_first",
+        "transfer: a pause that goes on from a refused one begins a new backup",
+        ["unit/test_faults.py::test_a_pause_survives_a_failure_of_any_driver_call[released-host-error]"],
+    ),
+    Mutant(
+        "what_did_not_suffice_is_kept",
+        "transfer: chunks of an attempt that failed stay in the next",
+        ["unit/test_machines.py::test_a_resume_succeeds_if_its_exact_layout_fits"],
+    ),
+    Mutant(
+        "what_cannot_come_stays_mapped",
+        "region: mappings of an operation that failed stay",
+        ["unit/test_faults.py::test_an_allocation_survives_a_failure_of_any_driver_call[error]"],
+    ),
+    Mutant(
+        "a_free_in_a_transition_is_lost",
+        "region: memory freed during a transition is never returned",
+        ["unit/test_transitions.py::test_memory_freed_during_a_pause_is_released_by_it"],
+    ),
+    Mutant(
+        "memory_goes_under_an_allocation",
+        "region: a sweep does not mind another thread that holds the mapping lock",
+        ["unit/test_fake_cuda.py::test_a_free_beside_an_allocation_leaves_the_page_that_they_share"],
+    ),
+    Mutant(
+        "the_lost_come_back",
+        "region: a transition brings a region back to use after its context died",
+        ["unit/test_faults.py::test_a_context_that_dies_in_a_transition_leaves_the_region_lost[copy_out-host]"],
+    ),
+    Mutant(
+        "new_peers_see_new_mappings_alone",
+        "core: a new peer gets no access to existing mappings",
+        ["unit/test_fake_cuda.py::test_a_device_that_comes_later_gets_access_to_existing_mappings"],
+    ),
+    Mutant(
+        "trim_moves_under_work",
+        "compaction: chunks are moved under work that was queued before the region was marked",
+        ["unit/test_compaction.py::test_work_that_was_queued_while_a_trim_waited_for_a_launch_is_waited_for"],
+    ),
+    Mutant(
+        "addresses_are_given_twice",
+        "address space: addresses taken from a free range stay in it",
+        ["cpp: address space: random takes and gives never overlap"],
+    ),
+    Mutant(
+        "free_addresses_do_not_join",
+        "address space: a free range does not join the one behind it",
+        ["cpp: address space: the smallest range that fits, neighbours join, and ranges stay apart"],
+    ),
+    Mutant(
+        "the_host_limit_is_ignored",
+        "host budget: more is taken than host_limit allows",
+        ["unit/test_host_memory.py::test_a_backup_beyond_the_limit_is_refused_before_anything_moves"],
+    ),
+    Mutant(
+        "chunks_change_hands_unscrubbed",
+        "shared pool: the next owner of a chunk sees its contents",
+        ["integration/test_shared_pool.py::test_with_scrub_the_next_owner_sees_zeros"],
+    ),
+]
+
+
+def in_sources() -> list[str]:
+    """The names that stand in the core, as often as they do."""
+    names = []
+    for path in sorted((ROOT / "csrc").glob("*/*")):
+        if path.name != "mutants.h":
+            names += re.findall(r"MEMSAVER_MUTANT(?:_HOLDS)?\((\w+)", path.read_text())
+    return names
+
+
+def build() -> None:
+    nanobind = subprocess.run(
+        [sys.executable, "-m", "nanobind", "--cmake_dir"], check=True, capture_output=True, text=True
+    )
+    cmake = os.environ.get("CMAKE", "cmake")
+    options = {
+        "CMAKE_BUILD_TYPE": "Debug",
+        "CMAKE_CXX_FLAGS_DEBUG": "-O1",
+        "MEMSAVER_MUTANTS": "ON",
+        "MEMSAVER_TESTS": "ON",
+        "Python_EXECUTABLE": sys.executable,
+        "nanobind_DIR": nanobind.stdout.strip(),
+    }
+    defined = [f"-D{option}={value}" for option, value in options.items()]
+    subprocess.run([cmake, "-S", ROOT, "-B", BUILD, "--log-level=NOTICE", *defined], check=True)
+    subprocess.run([cmake, "--build", BUILD, "--parallel", str(os.cpu_count())], check=True)
+    (core,) = BUILD.glob("_core*.so")
+    (BUILD / "site").mkdir(exist_ok=True)
+    (BUILD / "site" / "sitecustomize.py").write_text(REDIRECT.format(core=str(core)))
+
+
+def command_of(test: str) -> list[str]:
+    if test.startswith(CPP):
+        case = test.removeprefix(CPP).replace(",", "?")  # a comma separates filters
+        return [str(BUILD / "memsaver_tests"), f"-tc={case}"]
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{test}"]
+
+
+def run(test: str, mutant: str) -> tuple[str, float]:
+    """Returns "passed", "failed" or another outcome, and the seconds that it took."""
+    path = os.pathsep.join(filter(None, [str(BUILD / "site"), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "MEMSAVER_TEST_MUTANT": mutant, "PYTHONPATH": path}
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            command_of(test), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"not over after {LIMIT_S:.0f} s", LIMIT_S
+    return outcome(test, done), time.monotonic() - began
+
+
+def outcome(test: str, done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode < 0 or done.returncode == 1:
+        return "failed"  # by a signal, too
+    if done.returncode != 0:
+        return f"not run: {done.stdout}{done.stderr}"
+    lines = [line for line in done.stdout.splitlines() if " passed" in line]
+    counted = "test cases:" if test.startswith(CPP) else " passed"
+    numbers = [re.findall(r"(\d+) (passed|skipped|xfailed|xpassed)", line) for line in lines if counted in line]
+    counts = {outcome: int(number) for number, outcome in numbers[-1]} if numbers else {}
+    if counts.pop("passed", 0) == 0:
+        return "not run: no test of this name passed"
+    if not test.startswith(CPP) and counts:
+        return f"not run: {lines[-1]}"
+    return "passed"
+
+
+def check(chosen: Iterable[Mutant]) -> int:
+    chosen = list(chosen)
+    missed = 0
+    tests = sorted({test for mutant in chosen for test in mutant.tests})
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for test, (found, _) in zip(tests, pool.map(lambda test: run(test, NONE), tests)):
+            if found != "passed":
+                missed += 1
+                print(f"without a mutant, {test}: {found}")
+        if missed:
+            return missed
+        print(f"{len(tests)} tests pass without a mutant", flush=True)
+        jobs = [(mutant, test) for mutant in chosen for test in mutant.tests]
+        results = pool.map(lambda job: run(job[1], job[0].name), jobs)
+        for mutant, ends in [(mutant, [next(results) for _ in mutant.tests]) for mutant in chosen]:
+            caught = [(test, took) for test, (how, took) in zip(mutant.tests, ends) if how == "failed"]
+            for test, took in caught:
+                print(f"found    {mutant.name} ({took:.1f} s): {test}", flush=True)
+            if not caught:
+                missed += 1
+                how = "; ".join(f"{test}: {how}" for test, (how, _) in zip(mutant.tests, ends))
+                print(f"MISSED   {mutant.name} ({mutant.change}): {how}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} mutants found")
+    return missed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of mutants; all where none is named")
+    names = parser.parse_args().names
+    unknown = set(names) - {mutant.name for mutant in MUTANTS}
+    if unknown:
+        parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
+    build()
+    sys.exit(check(mutant for mutant in MUTANTS if not names or mutant.name in names) != 0)
+
+
+if __name__ == "__main__":
+    main()

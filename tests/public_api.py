@@ -1,0 +1,103 @@
+"""The public names: functions, classes and methods of memsaver and memsaver.ray, with their annotations."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import typing_extensions
+
+import memsaver
+
+# Names that the sources import for type checkers alone.
+_FOR_TYPE_CHECKERS: dict[str, Any] = {"Unpack": typing_extensions.Unpack}
+
+try:
+    from ray.util.placement_group import PlacementGroup
+
+    import memsaver.ray
+except ImportError:
+    _RAY: list[str] = []
+else:
+    _RAY = memsaver.ray.__all__
+    _FOR_TYPE_CHECKERS["PlacementGroup"] = PlacementGroup
+
+# Classes that the library alone constructs, and the call in the error.
+NOT_CONSTRUCTIBLE: dict[type, str] = {
+    memsaver.Region: "memsaver.region()",
+    memsaver.Token: "memsaver.share()",
+    memsaver.TransitionFuture: "pause(), resume() or switch() with wait=False",
+    memsaver.transitions.Prepared: "prepare_pause()",
+}
+
+
+@dataclass(frozen=True)
+class Name:
+    """A public name. ``owner``: the class of a method or property."""
+
+    name: str
+    value: Any
+    owner: type | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_class(self) -> bool:
+        return isinstance(self.value, type)
+
+    @property
+    def is_property(self) -> bool:
+        return isinstance(self.value, property)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function behind decorators. Of a property, its getter."""
+        return inspect.unwrap(self.value.fget if self.is_property else self.value)
+
+    @property
+    def is_context_manager(self) -> bool:
+        return inspect.isgeneratorfunction(self.function)
+
+    @property
+    def parameters(self) -> list[str]:
+        """The parameters in their order, without ``self`` and ``cls``."""
+        names = list(inspect.signature(self.function).parameters)
+        return names[1:] if self.owner is not None else names
+
+    def returns(self) -> Any:
+        """The annotation of the result."""
+        return _returns(self.function)
+
+    def returns_of_overloads(self) -> list[Any]:
+        return [_returns(each) for each in typing.get_overloads(self.function)]
+
+
+def _returns(function: Callable[..., Any]) -> Any:
+    import torch
+
+    names = {**vars(memsaver.transitions), **_FOR_TYPE_CHECKERS, "torch": torch, **function.__globals__}
+    return typing.get_type_hints(function, globalns=names)["return"]
+
+
+def _members(name: str, owner: type) -> Iterator[Name]:
+    for member, value in vars(owner).items():
+        if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+            yield Name(f"{name}.{member}", value, owner)
+
+
+def public_names() -> list[Name]:
+    """All public functions and classes, the dataclasses of ``stats()``, and the methods and properties of classes."""
+    found = [Name(f"memsaver.{name}", getattr(memsaver, name)) for name in memsaver.__all__]
+    found += [
+        Name(f"memsaver.stats.{name}", value)
+        for name, value in vars(sys.modules["memsaver.stats"]).items()  # memsaver.stats is the function
+        if dataclasses.is_dataclass(value)
+    ]
+    found += [Name(f"memsaver.ray.{name}", getattr(memsaver.ray, name)) for name in _RAY]
+    return [*found, *(member for each in found if each.is_class for member in _members(each.name, each.value))]

@@ -1,0 +1,205 @@
+"""The table of options: its page, the environment, and the command that prints it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memsaver
+from memsaver import config
+from tests.support import MIB, environment, run_clean, run_python
+
+ROOT = Path(__file__).resolve().parents[2]
+BY_NAME = sorted(config.OPTIONS, key=lambda option: option.name)
+
+
+def run_command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "memsaver", *arguments],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def markdown() -> str:
+    """The table as docs/configuration.md has it."""
+    rows = [[f"`{each.name}`", f"`{each.variable}`", each.type, f"`{each.default}`", each.meaning] for each in BY_NAME]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def test_documented_table_equals_code() -> None:
+    assert markdown() in (ROOT / "docs/configuration.md").read_text(), f"expected in the page:\n{markdown()}"
+
+
+def test_docstring_of_configure_equals_table() -> None:
+    """Documentation tools read the docstring as it stands in the source, so it repeats the table."""
+    text = inspect.getdoc(memsaver.configure)
+    assert text is not None
+    args = " ".join(text.partition("Args:")[2].partition("Raises:")[0].split())
+    settable = [each for each in BY_NAME if each.apply is not None]
+    assert args == " ".join(f"{each.name}: {each.meaning} Default: {each.default}." for each in settable)
+    assert list(inspect.signature(memsaver.configure).parameters) == [each.name for each in settable]
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("MEMSAVER_HOST_DEVCE", "MEMSAVER_HOST_DEVICE"),
+        ("MEMSAVER_POOLDIR", "MEMSAVER_POOL_DIR"),
+        ("MEMSAVER_RETAINED", "MEMSAVER_RETAIN"),
+    ],
+)
+def test_unknown_variable_raises_with_nearest_name(name: str, nearest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "64MiB")
+    with pytest.raises(
+        memsaver.ConfigError, match=rf"^there is no variable {name}; did you mean {nearest}\?$"
+    ) as caught:
+        config.from_environment()
+    assert (caught.value.option, caught.value.value) == (name, "64MiB")
+
+
+def test_unknown_variable_like_no_option_raises_with_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMSAVER_XYZ", "1")
+    with pytest.raises(memsaver.ConfigError, match="no variable MEMSAVER_XYZ; there are .*MEMSAVER_RETAIN.*POOL_DIR"):
+        config.from_environment()
+
+
+def test_unknown_variable_fails_import_and_changes_nothing() -> None:
+    done = run_python("import memsaver", MEMSAVER_HOST_DEVCE="64MiB")
+    assert done.returncode == 1
+    assert "ConfigError: there is no variable MEMSAVER_HOST_DEVCE" in done.stderr.splitlines()[-1]
+
+
+def test_variables_of_tests_are_ignored() -> None:
+    assert run_clean("import memsaver; print('imported')", MEMSAVER_TEST_ANYTHING="1") == "imported\n"
+
+
+def test_every_variable_in_the_sources_is_known() -> None:
+    """A variable of a test or a benchmark that the library refused would break each process that inherits it."""
+    pattern = re.compile(
+        r"(?:environ(?:\.(?:get|pop|setdefault))?[\[(]|getenv\(|setenv\(|delenv\()\"(MEMSAVER_\w+)\""
+        r"|\"(MEMSAVER_\w+)\" (?:not )?in os\.environ|\b(MEMSAVER_\w+)=[\"f]"
+    )
+    paths = [
+        path for top in ("memsaver", "tests", "benchmarks", "examples", "csrc") for path in (ROOT / top).rglob("*.*")
+    ]
+    texts = [path.read_text() for path in paths if path.suffix in {".py", ".h", ".cpp", ".sh"}]
+    used = {name for text in texts for match in pattern.findall(text) for name in match if name}
+    wrong = {"MEMSAVER_HOST_DEVCE", "MEMSAVER_XYZ", "MEMSAVER_COLOUR"}  # of tests of the error
+    assert {"MEMSAVER_POOL_DIR", "MEMSAVER_TEST_SEED", "MEMSAVER_TEST_COMMIT", "MEMSAVER_TEST_MUTANT"} <= used
+    unknown = {name for name in used - wrong if not name.startswith("MEMSAVER_TEST_")}
+    assert unknown <= {each.variable for each in config.OPTIONS}
+
+
+def test_config_prints_value_and_source_of_each_option() -> None:
+    done = run_command(
+        "config", MEMSAVER_RETAIN="1.5G", MEMSAVER_POOL_DIR="/tmp/elsewhere", MEMSAVER_HOST_DEVICE="64Mi"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines()}
+    assert list(rows) == [each.name for each in BY_NAME]
+    assert re.fullmatch(r"1\.50 GiB \(1610612736 bytes\) +MEMSAVER_RETAIN", rows["retain"])
+    assert re.fullmatch(r"64\.0 MiB \(67108864 bytes\) +MEMSAVER_HOST_DEVICE", rows["host_device"])
+    assert re.fullmatch(r"/tmp/elsewhere +MEMSAVER_POOL_DIR", rows["pool_dir"])
+    assert re.fullmatch(r"False +default", rows["scrub"])
+    assert re.fullmatch(r"not set +default", rows["disk_dir"])
+
+
+def test_config_prints_the_bytes_of_half_the_machines_memory() -> None:
+    source = """
+        import os
+        os.environ.pop("MEMSAVER_HOST_DEVICE", None)
+        import memsaver.cli
+        memsaver.cli.main(["config"])
+        print(memsaver._core.open_host_memory().total_bytes())
+    """
+    *rows, nbytes = run_clean(source).splitlines()
+    [row] = [row for row in rows if row.startswith("host_device")]
+    assert re.fullmatch(rf"host_device +\S+ [GM]iB \({nbytes} bytes\), half of the machine's memory +default", row)
+
+
+def test_config_prints_json() -> None:
+    done = run_command("config", "--json", MEMSAVER_PEERS="cuda:1,cuda:0")
+    found = json.loads(done.stdout)
+    assert found["peers"] == {"value": ["cuda:1", "cuda:0"], "source": "MEMSAVER_PEERS"}
+    assert found["pool_capacity"] == {"value": None, "source": "default"}
+
+
+def test_documented_defaults_are_those_of_the_core() -> None:
+    """The table states the defaults; a fresh process has them."""
+    source = """
+        import memsaver
+        from memsaver import _core
+        assert memsaver.stats().options.keys() <= {"host_device"}
+        print({each.option.name: str(each) for each in memsaver.config.settings() if each.source == "default"})
+    """
+    found = eval(run_clean(source))
+    tabled = {each.name: each.default for each in BY_NAME if each.name != "host_device"}
+    if "MEMSAVER_POOL_DIR" in os.environ:
+        del tabled["pool_dir"]
+    assert found == tabled
+
+
+def test_setting_comes_from_configure_after_a_variable() -> None:
+    source = """
+        import memsaver
+        memsaver.configure(retain=4096)
+        found = {each.option.name: each for each in memsaver.config.settings()}
+        print(found["retain"].source, found["retain"].value, found["scrub"].source, found["scrub"].value)
+    """
+    assert run_clean(source, MEMSAVER_RETAIN="1G", MEMSAVER_SCRUB="on") == "configure() 4096 MEMSAVER_SCRUB True\n"
+
+
+def test_configure_keeps_options_that_are_left_out() -> None:
+    memsaver.configure(retain=3 * MIB)
+    memsaver.configure(scrub=False)
+    memsaver.configure()
+    assert memsaver.stats().options["retain"] == 3 * MIB
+
+
+def test_pool_dir_is_no_keyword() -> None:
+    with pytest.raises(TypeError, match="pool_dir"):
+        memsaver.configure(pool_dir="/tmp")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("MEMSAVER_RETAIN", "plenty", "memsaver: retain is 'plenty', expected bytes"),
+        ("MEMSAVER_HOST_DEVCE", "1", "memsaver: there is no variable MEMSAVER_HOST_DEVCE; did you mean"),
+    ],
+)
+def test_command_prints_a_wrong_variable_in_one_line(name: str, value: str, text: str, tmp_path: Path) -> None:
+    script = tmp_path / "memsaver"  # as an installer makes it
+    script.write_text("import sys\nfrom memsaver.cli import main\nsys.exit(main())\n")
+    for command in (["-m", "memsaver", "config"], ["-X", "dev", "-m", "memsaver", "top"], [str(script), "config"]):
+        done = subprocess.run(
+            [sys.executable, *command],
+            env=environment(**{name: value}),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert done.stdout == ""
+        lines = done.stderr.splitlines()
+        assert len(lines) == 1, done.stderr
+        assert lines[0].startswith(text)
+
+
+@pytest.mark.parametrize("size", ["64Xi", "many", "-1"])
+def test_command_names_a_wrong_size(size: str) -> None:
+    done = run_command("trim", f"--keep={size}")
+    assert done.returncode == 2
+    assert f"SIZE is '{size}', expected bytes as an integer of 0 or more, or a size such as '64GiB'" in done.stderr

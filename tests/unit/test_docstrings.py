@@ -1,0 +1,275 @@
+"""The docstrings of public names: their sections are complete, and their examples run on the host driver."""
+
+from __future__ import annotations
+
+import asyncio
+import doctest
+import gc
+import inspect
+import marshal
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver
+from memsaver.broker import daemon, discovery
+from tests.public_api import NOT_CONSTRUCTIBLE, Name, public_names
+from tests.ray_support import cluster_of_one_machine
+
+PUBLIC = public_names()
+SECTIONS = {"Args", "Attributes", "Returns", "Yields", "Raises", "Examples"}
+# An example is required of functions, of classes, and of the methods of these classes.
+WITH_EXAMPLES = {"Region", "TransitionFuture", "Stats", "Group"}
+
+each_name = pytest.mark.parametrize("name", PUBLIC, ids=str)
+
+
+def docstring(name: Name) -> str:
+    return inspect.cleandoc(name.value.__doc__ or "")
+
+
+def sections(text: str) -> dict[str, str]:
+    """The sections of a docstring of Google style, without indentation. Raises ValueError for an unknown heading."""
+    parts = re.split(r"^(\w+):\n(?= )", text, flags=re.MULTILINE)
+    found = dict(zip(parts[1::2], map(inspect.cleandoc, parts[2::2])))
+    if unknown := found.keys() - SECTIONS:
+        raise ValueError(f"unknown sections: {unknown}")
+    return found
+
+
+def entries(text: str) -> list[str]:
+    """The names in a section of entries ``name: description``."""
+    return re.findall(r"^(\w+): \S", text, flags=re.MULTILINE)
+
+
+def attributes(owner: type) -> list[str]:
+    """The public attributes that a class declares."""
+    annotated = vars(owner).get("__annotations__", {})
+    constants = [name for name, value in vars(owner).items() if isinstance(value, str) and name not in annotated]
+    return [name for name in [*constants, *annotated] if not name.startswith("_")]
+
+
+def constructor(owner: type) -> Name | None:
+    """The constructor that a class defines for its users."""
+    if owner in NOT_CONSTRUCTIBLE or "__dataclass_fields__" in vars(owner):  # Attributes has the fields of a dataclass
+        return None
+    for method in ("__init__", "__new__"):
+        if method in vars(owner):
+            return Name(owner.__name__, getattr(owner, method), owner)
+    return None
+
+
+def complaints(name: Name) -> Iterator[str]:
+    """The faults of a docstring, in words."""
+    text = docstring(name)
+    first, *rest = text.split("\n")
+    if not re.fullmatch(r"\S.*\.", first) or (rest and rest[0]):
+        yield f"it begins with {first!r}, expected one line that ends with a full stop"
+    found = sections(text)
+    if name.is_class:
+        made = constructor(name.value)
+        arguments = made.parameters if made is not None else []
+        if made is not None and made.function.__name__ == "__new__":  # mkdocstrings reads these parameters only there
+            found["Args"] = sections(docstring(made)).get("Args", "")
+        fields = attributes(name.value)
+        if entries(found.get("Attributes", "")) != fields:
+            yield f"Attributes has {entries(found.get('Attributes', ''))}, expected {fields}"
+    else:
+        arguments = [] if name.is_property else name.parameters
+    if entries(found.get("Args", "")) != arguments:
+        yield f"Args has {entries(found.get('Args', ''))}, expected {arguments}"
+    expected = result_section(name)
+    for section in ("Returns", "Yields"):
+        if (section in found) != (section == expected):
+            yield f"{section} is {'there' if section in found else 'missing'}"
+    for section in ("Returns", "Yields", "Raises"):
+        if section in found and not found[section]:
+            yield f"{section} is empty"
+    if "Raises" in found and not re.match(r"[\w.]+: \S", found["Raises"]):
+        yield "Raises names no error"
+
+
+def result_section(name: Name) -> str | None:
+    if name.is_class or name.is_property:
+        return None
+    hint = name.returns()
+    if name.is_context_manager:
+        return None if hint.__args__[0] in (None, type(None)) else "Yields"
+    return None if hint is type(None) else "Returns"
+
+
+def in_async_actor(name: Name) -> bool:
+    """Whether the docstring of a method of AsyncColocated refers to the method of Colocated."""
+    return name.owner is not None and name.owner.__name__ == "AsyncColocated"
+
+
+@each_name
+def test_docstring_has_all_sections(name: Name) -> None:
+    if not in_async_actor(name):
+        assert list(complaints(name)) == []
+
+
+@pytest.mark.parametrize("name", [each for each in PUBLIC if in_async_actor(each)], ids=str)
+def test_async_actor_has_the_methods_of_colocated(name: Name) -> None:
+    method = name.name.rpartition(".")[2]
+    other = getattr(memsaver.ray.Colocated, method)
+    assert docstring(name) == f"``Colocated.{method}()`` as a coroutine."
+    assert inspect.signature(name.function) == inspect.signature(other)
+
+
+def test_incomplete_docstring_is_found() -> None:
+    def complete(first: int, *, second: int) -> int:
+        """Adds.
+
+        Args:
+            first: A number.
+            second: A number.
+
+        Returns:
+            The sum.
+
+        Raises:
+            ValueError: Never.
+        """
+        return first + second
+
+    def changed(old: str, new: str) -> list[str]:
+        text = complete.__doc__ or ""
+        assert old in text
+
+        def copy(first: int, *, second: int) -> int:
+            return complete(first, second=second)
+
+        copy.__doc__ = text.replace(old, new)
+        return list(complaints(Name("copy", copy)))
+
+    assert list(complaints(Name("complete", complete))) == []
+    assert "expected ['first', 'second']" in changed("            second: A number.\n", "")[0]
+    assert "expected ['first', 'second']" in changed("second: A number.", "third: A number.")[0]
+    assert "expected ['first', 'second']" in changed("second: A number.", "second:")[0]
+    assert changed("Returns:\n            The sum.\n", "") == ["Returns is missing"]
+    assert changed("Returns:", "Yields:") == ["Returns is missing", "Yields is there"]
+    assert changed("ValueError: Never.", "It never raises.") == ["Raises names no error"]
+    assert "expected one line" in changed("Adds.", "Adds\n        two numbers.")[0]
+    with pytest.raises(ValueError, match="Example"):
+        changed("Raises:", "Example:")
+
+
+def test_undocumented_attribute_is_found() -> None:
+    class Error(memsaver.Error):
+        """Fails.
+
+        Attributes:
+            tag: The tag.
+        """
+
+        tag: str
+        state: str
+
+    assert list(complaints(Name("Error", Error))) == ["Attributes has ['tag'], expected ['tag', 'state']"]
+
+
+# Examples
+
+
+def requires_example(name: Name) -> bool:
+    return name.owner is None or (name.owner.__name__ in WITH_EXAMPLES and not name.is_property)
+
+
+def example(name: Name) -> doctest.DocTest:
+    scope = {
+        "memsaver": memsaver,
+        "torch": torch,
+        "asyncio": asyncio,
+        "os": os,
+        "run_in_another_process": run_in_another_process,
+    }
+    return doctest.DocTestParser().get_doctest(docstring(name), scope, name.name, None, None)
+
+
+def run_in_another_process(function: Callable[..., object], *args: object) -> None:
+    program = (
+        "import marshal, pickle, sys, types, memsaver, torch\n"
+        "code, args = pickle.load(sys.stdin.buffer)\n"
+        "types.FunctionType(marshal.loads(code), {'memsaver': memsaver, 'torch': torch})(*args)\n"
+    )
+    sent = pickle.dumps((marshal.dumps(function.__code__), args))
+    root = Path(memsaver.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", program], input=sent, cwd=root, check=True, timeout=60)
+
+
+def _marked(name: Name) -> Any:
+    text = docstring(name)
+    marks = []
+    if 'device="cuda"' in text.partition("Examples:")[2]:
+        marks.append(pytest.mark.gpu)
+    if 'pool="shared"' in text.partition("Examples:")[2]:  # the choice of the pool is the process's
+        marks.append(pytest.mark.isolated)
+    return pytest.param(name, marks=marks, id=name.name)
+
+
+def run_example(name: Name) -> None:
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
+    output: list[str] = []
+    result = runner.run(example(name), out=output.append)
+    assert result.failed == 0, "".join(output)
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Regions and phases of one example are not there in the next one, nor are brokers."""
+    before = memsaver.regions.all_regions()
+    monkeypatch.setattr(memsaver.phases, "_phases", {})
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ms-"))  # a short path, for the socket
+        monkeypatch.setenv("MEMSAVER_POOL_DIR", directory)
+        yield
+        gc.collect()
+        for region in memsaver.regions.all_regions():
+            if region not in before:
+                region.close()
+        for path in discovery.found():
+            daemon.stop(path)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    pytest.importorskip("ray")
+    with cluster_of_one_machine(configure_logging=False):
+        yield
+
+
+IN_CLUSTER = {
+    "memsaver.ray.BrokerAddress",
+    "memsaver.ray.device",
+    "memsaver.ray.placement",
+    "memsaver.ray.start_brokers",
+}
+EXAMPLES = [each for each in PUBLIC if example(each).examples]
+
+
+def test_functions_and_classes_have_examples() -> None:
+    missing = [str(each) for each in PUBLIC if requires_example(each) and not example(each).examples]
+    assert missing == []
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("name", [_marked(each) for each in EXAMPLES if each.name not in IN_CLUSTER])
+def test_example_gives_the_results_that_it_shows(name: Name) -> None:
+    run_example(name)
+
+
+@pytest.mark.usefixtures("clean", "cluster")
+@pytest.mark.parametrize("name", [each for each in EXAMPLES if each.name in IN_CLUSTER], ids=str)
+def test_example_in_a_cluster_gives_the_results_that_it_shows(name: Name) -> None:
+    run_example(name)

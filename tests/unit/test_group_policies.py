@@ -1,0 +1,480 @@
+"""Policies of a group's turns by phase, role and tag, with members of this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="needs ray")
+
+import memsaver  # noqa: E402
+from memsaver.ray import AsyncColocated, Colocated, Group, Ready  # noqa: E402
+from tests.support import MIB, Block, host_used_bytes  # noqa: E402
+
+Make = Callable[..., memsaver.Region]
+
+PHASES = {
+    "rollout": {"engine": ["weights", "graphs"]},
+    "train": {"trainer": ["params"]},
+    "sync": {"engine": ["weights"], "trainer": ["params"]},
+    "none": {},
+}
+BACKUP: Any = {"train": {"engine": {"weights": "none"}}}
+RESTORE: Any = {"sync": {"engine": {"weights": False}}}
+
+
+class Side(Colocated):
+    """A member with regions of 1, 2, ... MiB, all with backup="host". It can fail on its way in."""
+
+    fails = ""
+
+    def __init__(self, make: Make, *tags: str) -> None:
+        self.tags = tags
+        self.names = {tag: make("host") for tag in tags}
+        self.blocks = {
+            tag: Block(region, (number + 1) * MIB, seed=number)
+            for number, (tag, region) in enumerate(self.names.items())
+        }
+
+    def resume(self, tags: Any = None, restore: Any = True, **bounds: Any) -> Any:
+        if self.fails == "resume":
+            raise OSError("not now")
+        return super().resume(tags, restore=restore, **bounds)
+
+    def colocated_drain(self, tags: Any) -> None:
+        if self.fails == "drain":
+            raise OSError("not now")
+
+
+class AsyncSide(AsyncColocated):
+    def __init__(self, region: memsaver.Region) -> None:
+        self.region = region
+
+
+class Recorder:
+    """A member that is no Colocated. It writes down its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[str], dict[str, Any]]] = []
+
+    def pause(self, tags: list[str], **options: Any) -> None:
+        self.calls.append(("pause", tags, options))
+
+    def resume(self, tags: list[str], **options: Any) -> None:
+        self.calls.append(("resume", tags, options))
+
+
+class Halved(Recorder):
+    def colocated_prepare(self, tags: list[str], coming: list[str], **options: Any) -> Ready:
+        self.calls.append(("prepare", tags, options))
+        return Ready(halves=True, moves=True, pooled=False)
+
+    def colocated_commit(self) -> None: ...
+
+    def colocated_abort(self) -> None: ...
+
+
+class Old(Side):
+    """Overrides pause() as it was before it had a backup."""
+
+    def pause(self, tags: Any = None, *, timeout: Any = None) -> Any:  # type: ignore[override]
+        return super().pause(tags, timeout=timeout)
+
+
+class OldInOnePiece(Side):
+    def colocated_pause(self, tags: Any) -> Any:  # type: ignore[override]
+        return super().colocated_pause(tags)
+
+
+class Whole(Side):
+    def pause(self, tags: Any = None, backup: Any = None, **bounds: Any) -> Any:
+        return super().pause(tags, backup=backup, **bounds)
+
+
+class Bare:
+    """The least that a member can be."""
+
+    def pause(self, tags: list[str]) -> None: ...
+
+    def resume(self, tags: list[str]) -> None: ...
+
+
+def renamed(given: Any, names: dict[str, str]) -> Any:
+    """Phases and policies with the regions' own tags, which no other test uses."""
+    if isinstance(given, dict):
+        return {names.get(key, key): renamed(value, names) for key, value in given.items()}
+    if isinstance(given, list):
+        return [names[tag] for tag in given]
+    return given
+
+
+class Pair:
+    """An engine and a trainer in a group, in the phase "rollout"."""
+
+    def __init__(self, make: Make, kind: type[Side] = Side, **policies: Any) -> None:
+        self.engine, self.trainer = kind(make, "weights", "graphs"), Side(make, "params")
+        regions = {**self.engine.names, **self.trainer.names}
+        self.tags = {name: region.tag for name, region in regions.items()}
+        self.weights, self.graphs, self.params = (regions[tag] for tag in ("weights", "graphs", "params"))
+        self.group = Group(
+            engine=self.engine,
+            trainer=self.trainer,
+            phases=renamed(PHASES, self.tags),
+            **renamed(policies, self.tags),
+        )
+        self.enter("rollout")
+
+    def enter(self, name: str, **options: Any) -> tuple[int, int]:
+        """Bytes that the turn copied out, and in."""
+        with self.group.enter(name, **renamed(options, self.tags)) as turn:
+            sides = (turn.paused, turn.resumed)
+            out, into = (sum(each.copied_bytes for ranks in side.values() for each in ranks) for side in sides)
+        return out, into
+
+    def refuses(self, name: str, text: str, **options: Any) -> Any:
+        with pytest.raises(memsaver.Error, match=text) as raised:
+            self.enter(name, **options)
+        return raised.value
+
+    @property
+    def states(self) -> list[str]:
+        return [each.state for each in (self.weights, self.graphs, self.params)]
+
+    def sync(self) -> None:
+        self.enter("sync")
+        self.engine.blocks["weights"].fill(7)
+
+    def check(self) -> None:
+        for side in (self.engine, self.trainer):
+            for block in side.blocks.values():
+                if block.region.state == "active":
+                    block.check()
+
+
+@pytest.fixture
+def pair(make: Make) -> Pair:
+    return Pair(make, backup=BACKUP, restore=RESTORE)
+
+
+@pytest.mark.parametrize("kind", [Side, Whole])
+def test_a_group_copies_only_the_contents_that_its_policies_keep(make: Make, kind: type[Side]) -> None:
+    pair = Pair(make, kind, backup=BACKUP, restore=RESTORE)
+    for _ in range(2):
+        assert pair.enter("train")[0] == 2 * MIB  # graphs, without the weights
+        assert (pair.weights.discarded, pair.graphs.discarded) == (True, False)
+        assert pair.enter("sync") == (0, 0)
+        pair.engine.blocks["weights"].fill(3)
+        assert pair.enter("rollout") == (MIB, 2 * MIB)
+        pair.check()
+        assert pair.enter("none")[0] == 3 * MIB  # by the regions' own policies
+        pair.enter("rollout")
+        pair.check()
+
+
+def test_a_turns_policies_come_before_the_groups(pair: Pair) -> None:
+    assert pair.enter("train", backup={"engine": {"weights": "host", "graphs": "none"}})[0] == MIB
+    assert (pair.weights.discarded, pair.graphs.discarded) == (False, True)
+    assert pair.enter("sync", restore={"engine": True})[1] == MIB
+    pair.check()
+    pair.enter("rollout", restore={"engine": {"graphs": False}})
+    pair.engine.blocks["graphs"].fill(5)
+    assert pair.enter("train", backup={"engine": "none"})[0] == 0
+    pair.enter("rollout", restore=False)
+    assert pair.enter("train", backup="host")[0] == 3 * MIB
+
+
+def test_discarded_contents_are_not_restored_by_other_phases_or_groups(pair: Pair) -> None:
+    pair.enter("train")
+    error = pair.refuses(
+        "rollout", "engine 0 could not prepare to resume .*: BackupError: the contents of 'tag[0-9]+' "
+    )
+    assert (error.phase, error.role, error.rank) == ("rollout", "engine", 0)
+    assert isinstance(error.__cause__, memsaver.BackupError)
+    assert repr(pair.weights.tag) in str(error.__cause__)
+    assert repr(pair.graphs.tag) not in str(error.__cause__)
+    assert pair.states == ["paused", "paused", "active"]  # nothing has changed
+    pair.refuses("rollout", "expected restore=False", restore={"engine": {"graphs": False}})
+    # Another group of the same members refuses them too.
+    other = Group(engine=pair.engine, phases={"on": {"engine": [pair.weights.tag]}, "off": {}})
+    with pytest.raises(memsaver.Error, match="a pause kept no backup"), other.enter("on"):
+        pytest.fail("entered")
+    pair.sync()
+    pair.enter("rollout")
+    pair.check()
+
+
+def test_a_turn_that_fails_to_prepare_keeps_all_contents(pair: Pair) -> None:
+    for side, text in ((pair.engine, "prepare to pause"), (pair.trainer, "resume")):
+        side.fails = "drain" if side is pair.engine else "resume"
+        pair.refuses("train", text)
+        side.fails = ""
+        if side is pair.engine:
+            assert (pair.states, pair.weights.discarded) == (["active", "active", "paused"], False)
+            pair.enter("rollout")
+            pair.check()
+    # The second failed after the commit: the weights are discarded, and reported as discarded.
+    assert (pair.states, pair.weights.discarded) == (["paused", "paused", "paused"], True)
+    pair.refuses("rollout", "a pause kept no backup")
+    pair.enter("train")
+    pair.check()
+
+
+def test_regions_resumed_for_writing_are_paused_without_contents_if_the_turn_fails(pair: Pair, make: Make) -> None:
+    pair.enter("none", backup={"engine": {"weights": "none"}})
+    pair.trainer.fails = "resume"
+    used = host_used_bytes()
+    pair.refuses("sync", "trainer 0 could not resume")
+    assert (pair.states, pair.weights.discarded) == (["paused", "paused", "paused"], True)
+    assert host_used_bytes() == used
+    pair.trainer.fails = ""
+    pair.refuses("rollout", "expected restore=False")
+    pair.sync()
+    pair.enter("rollout")
+    pair.check()
+
+
+def test_a_member_resumed_for_writing_has_no_contents_after_a_failed_turn(make: Make) -> None:
+    engine, trainer = Recorder(), Side(make, "params")
+    params = trainer.names["params"].tag
+    phases = {"rollout": {"engine": ["weights"]}, "sync": {"engine": ["weights"], "trainer": [params]}, "none": {}}
+    group = Group(engine=engine, trainer=trainer, phases=phases, restore=RESTORE)
+    with group.enter("none"):
+        pass
+    trainer.fails = "resume"
+    with pytest.raises(memsaver.Error, match="trainer 0 could not resume"), group.enter("sync"):
+        pytest.fail("entered")
+    assert engine.calls[-1] == ("pause", ["weights"], {})  # it may know no backup
+    with pytest.raises(memsaver.Error, match="engine 0 .*: the phase that was to write them failed"):
+        with group.enter("rollout"):
+            pytest.fail("entered")
+    with group.enter("rollout", restore=False):
+        pass
+
+
+def test_contents_count_as_not_written_if_the_phase_fails(pair: Pair) -> None:
+    pair.enter("train")
+    with pytest.raises(OSError, match="broken"), pair.group.enter("sync"):
+        raise OSError("broken")
+    assert pair.states == ["active", "paused", "active"]
+    pair.refuses("rollout", "the phase that was to write them failed; expected restore=False")
+    assert pair.states == ["active", "paused", "active"]
+    pair.enter("none")  # a copy that has no meaning
+    pair.refuses("rollout", "the phase that was to write them failed")
+    with pytest.raises(OSError, match="broken"), pair.group.enter("sync"):
+        raise OSError("broken")
+    pair.refuses("rollout", "the phase that was to write them failed")
+    pair.sync()
+    pair.enter("rollout")
+    pair.check()
+    with pytest.raises(OSError, match="later"):
+        with pair.group.enter("sync"):
+            pair.engine.blocks["weights"].fill(9)
+            with pair.group.enter("rollout"):
+                raise OSError("later")
+    pair.enter("rollout")
+    pair.check()
+
+
+def test_contents_count_as_not_written_if_the_phase_fails_in_a_nested_phase(pair: Pair) -> None:
+    pair.enter("train")
+    with pytest.raises(OSError, match="broken"), pair.group.enter("sync"):
+        pair.engine.blocks["weights"].fill(9)
+        pair.group.enter("train", backup={"engine": {pair.weights.tag: "host"}})  # keeps the half of a write
+        raise OSError("broken")
+    pair.refuses("rollout", "the phase that was to write them failed")
+    pair.sync()
+    pair.enter("rollout")
+    pair.check()
+
+
+def test_a_turn_becomes_a_dict_without_its_group(pair: Pair) -> None:
+    turn = pair.group.enter("train")
+    found = dataclasses.asdict(turn)
+    assert found["phase"] == "train" and "_on_error" not in found
+    with pytest.raises(memsaver.Error, match="'train' is a copy"), dataclasses.replace(turn):
+        pytest.fail("entered")
+
+
+def test_a_turn_names_the_tags_to_be_overwritten_and_its_copy_guards_nothing(pair: Pair) -> None:
+    weights = pair.weights.tag
+    pair.group.enter("train")
+    turn = pair.group.enter("sync")
+    assert turn.unrestored == {"engine": [weights]}
+    copy = pickle.loads(pickle.dumps(turn))
+    assert copy == turn
+    with pytest.raises(memsaver.Error, match="'sync' is a copy"), copy:
+        pytest.fail("entered")
+    assert pair.group.entered == "sync"  # and nothing is marked
+    assert pair.group.enter("rollout").unrestored == {}
+
+
+def test_a_new_member_has_contents_of_its_own(pair: Pair, make: Make) -> None:
+    with pytest.raises(OSError, match="broken"), pair.group.enter("sync"):
+        raise OSError("broken")
+    pair.refuses("rollout", "the phase that was to write them failed")
+    pair.group.replace("engine", 0, pair.engine)
+    pair.enter("rollout")
+
+
+def test_members_get_one_policy_or_a_mapping_by_tag() -> None:
+    halved, whole = Halved(), Recorder()
+    phases = {"on": {"engine": ["a", "b"], "other": ["c"]}, "off": {}}
+    group = Group(engine=[halved, whole], other=Recorder(), phases=phases, backup={"off": {"engine": {"a": "none"}}})
+    for backup, restore, told in [
+        (None, None, ({"backup": {"a": "none"}}, {})),
+        ({"engine": {"b": "none"}}, {"engine": {"b": False}}, ({"backup": "none"}, {"restore": {"b": False}})),
+        ({"engine": "host"}, {"engine": False}, ({"backup": "host"}, {"restore": False})),
+        ("disk", False, ({"backup": "disk"}, {"restore": False})),
+        ({"other": "none"}, {"other": False}, ({"backup": {"a": "none"}}, {})),
+        (None, {"engine": {"a": False, "b": True}}, ({"backup": {"a": "none"}}, {"restore": {"a": False}})),
+        (None, True, ({"backup": {"a": "none"}}, {})),
+    ]:
+        with group.enter("off", backup=backup), group.enter("on", restore=restore):
+            pass
+        assert whole.calls == [("pause", ["a", "b"], told[0]), ("resume", ["a", "b"], told[1])]
+        assert halved.calls == [("prepare", ["a", "b"], told[0]), ("prepare", [], {}), ("resume", ["a", "b"], told[1])]
+        whole.calls, halved.calls = [], []
+
+
+@pytest.mark.parametrize(("kind", "method"), [(Old, "Old.pause"), (OldInOnePiece, "OldInOnePiece.colocated_pause")])
+def test_an_actor_whose_pause_takes_no_backup_is_named_before_anything_leaves(
+    make: Make, kind: type[Side], method: str
+) -> None:
+    pair = Pair(make, kind, backup=BACKUP, restore=RESTORE)
+    error = pair.refuses("train", "engine 0 could not prepare to pause")
+    assert isinstance(error.__cause__, TypeError)
+    assert str(error.__cause__).startswith(f"{method}() has no parameter 'backup', expected one: this turn pauses 'tag")
+    assert pair.states == ["active", "active", "paused"]
+    pair.check()
+    # Without a policy of the turn it is called as ever.
+    pair = Pair(make, kind)
+    assert pair.enter("train")[0] == 3 * MIB
+    pair.enter("rollout")
+    pair.check()
+
+
+def test_a_member_whose_pause_takes_no_backup_is_named() -> None:
+    group = Group(engine=Bare(), phases={"on": {"engine": ["a"]}, "off": {}}, backup={"off": "none"})
+    with group.enter("on"):
+        pass
+    with pytest.raises(memsaver.Error, match="engine 0 could not pause 'a': TypeError: .*unexpected .*'backup'"):
+        with group.enter("off"):
+            pytest.fail("entered")
+
+
+@pytest.mark.parametrize("kind", [Side, Whole])
+def test_policies_of_tags_without_regions_are_ignored(make: Make, kind: type[Side]) -> None:
+    member = kind(make, "weights")
+    weights = member.names["weights"]
+    phases = {"rollout": {"engine": [weights.tag, "to be made"]}, "train": {}}
+    for policies, discarded in (({weights.tag: "none", "to be made": "none"}, True), ({"to be made": "none"}, False)):
+        group = Group(engine=member, phases=phases, backup={"train": {"engine": policies}})
+        with group.enter("train"):
+            assert (weights.state, weights.discarded) == ("paused", discarded)
+        weights.resume(restore=False)
+
+
+def test_an_async_actor_takes_policies(make: Make) -> None:
+    region = make("host")
+    block = Block(region, MIB)
+    group = Group(
+        engine=AsyncSide(region),
+        phases={"on": {"engine": [region.tag]}, "off": {}},
+        backup={"off": {"engine": {region.tag: "none"}}},
+    )
+    with group.enter("off") as turn:
+        assert ([each.copied_bytes for each in turn.transitions], region.discarded) == ([0], True)
+    with pytest.raises(memsaver.Error, match="a pause kept no backup"), group.enter("on"):
+        pytest.fail("entered")
+    with group.enter("on", restore=False):
+        block.fill(2)
+    with group.enter("off", backup="host") as turn:
+        assert [each.copied_bytes for each in turn.transitions] == [MIB]
+    with group.enter("on"):
+        block.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "policies"),
+    [
+        (TypeError, "backup is 'none', expected a dict of phase -> role -> tag", {"backup": "none"}),
+        (TypeError, "restore is False, expected a dict of phase -> role -> tag", {"restore": False}),
+        (ValueError, "backup names the phase 'x', expected one of 'rollout', 'train'", {"backup": {"x": "none"}}),
+        (
+            ValueError,
+            "backup in phase 'train' names the role 'x', expected one of 'engine', 'trainer'",
+            {"backup": {"train": {"x": "none"}}},
+        ),
+        (
+            ValueError,
+            "backup in phase 'train' of 'engine' names the tag 'x', expected one that pauses: 'weights', 'graphs'",
+            {"backup": {"train": {"engine": {"x": "none"}}}},
+        ),
+        (
+            ValueError,
+            "backup in phase 'sync' of 'engine' names the tag 'weights', expected one that pauses: 'graphs'",
+            {"backup": {"sync": {"engine": {"weights": "none"}}}},
+        ),
+        (
+            ValueError,
+            "backup in phase 'train' of 'engine' for 'weights' is 'x', expected one of 'none', ",
+            {"backup": {"train": {"engine": {"weights": "x"}}}},
+        ),
+        (
+            ValueError,
+            "restore in phase 'sync' of 'engine' names the tag 'graphs', expected one that resumes: 'weights'",
+            {"restore": {"sync": {"engine": {"graphs": False}}}},
+        ),
+        (
+            ValueError,
+            "restore in phase 'train' of 'engine' names the tag 'weights', expected one that resumes: none does",
+            {"restore": {"train": {"engine": {"weights": False}}}},
+        ),
+        (
+            TypeError,
+            "restore in phase 'sync' of 'engine' for 'weights' is 'none', expected True or False",
+            {"restore": {"sync": {"engine": {"weights": "none"}}}},
+        ),
+        (TypeError, "restore in phase 'sync' is 0, expected True or False", {"restore": {"sync": 0}}),
+    ],
+)
+def test_wrong_policies_of_a_group_are_refused(kind: type[Exception], text: str, policies: Any) -> None:
+    with pytest.raises(kind, match="^" + text):
+        Group(engine=Recorder(), trainer=Recorder(), phases=PHASES, **policies)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "policies"),
+    [
+        (ValueError, "backup is 'x', expected one of 'none', ", {"backup": "x"}),
+        (ValueError, "backup names the role 'x', expected one of 'engine', 'trainer'", {"backup": {"x": "none"}}),
+        (ValueError, "backup of 'engine' is 'x', expected one of", {"backup": {"engine": "x"}}),
+        (
+            ValueError,
+            "backup names the role 'trainer', expected one with a tag that pauses",
+            {"backup": {"trainer": "none"}},
+        ),
+        (
+            ValueError,
+            "restore names the role 'engine', expected one with a tag that resumes",
+            {"restore": {"engine": False}},
+        ),
+        (
+            ValueError,
+            "backup of 'trainer' names the tag 'params', .*: none does",
+            {"backup": {"trainer": {"params": "none"}}},
+        ),
+        (TypeError, "restore of 'engine' is None, expected True or False", {"restore": {"engine": None}}),
+        (ValueError, "restore of 'trainer' names the tag 'x', .*: 'params'", {"restore": {"trainer": {"x": False}}}),
+    ],
+)
+def test_wrong_policies_of_a_turn_are_refused(kind: type[Exception], text: str, policies: Any) -> None:
+    engine = Recorder()
+    group = Group(engine=engine, trainer=Recorder(), phases=PHASES)
+    with pytest.raises(kind, match="^" + text), group.enter("train", **policies):
+        pytest.fail("entered")
+    assert engine.calls == []

@@ -1,0 +1,508 @@
+"""The exit of a watched process, and the end of all its kernels and children."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+
+from memsaver.broker import monitor, procfs
+from memsaver.broker.monitor import Process, ProcessMonitor
+from memsaver.broker.protocol import MalformedError
+from tests.support import end_main_thread
+
+
+class World:
+    """ProcessMonitor with a loop, and children of this process to be watched."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.said: list[tuple[str, int]] = []
+        self.listed: set[int] = set()  # by the driver
+        self.monitor = ProcessMonitor(self.selector, lambda: self.listed)
+        self.children: list[int] = []
+
+    def turn(self, until: Callable[[], object] = lambda: True) -> None:
+        """One turn of the loop, and more until something is so."""
+        deadline = time.monotonic() + 60
+        while True:
+            for key, mask in self.selector.select(0.01):
+                key.data(mask)
+            self.look()
+            if until():
+                return
+            assert time.monotonic() < deadline
+
+    def look(self) -> None:
+        self.said += [("exited", process.pid) for process in self.monitor.take_exited()]
+        self.said += [("gone", process.pid) for process in self.monitor.take_torn_down()]
+
+    def fork(self, act: Callable[[], object] = lambda: None) -> int:
+        """A child that has every descriptor of this process, and has done something first."""
+        ready, tell = os.pipe()
+        child = os.fork()
+        if not child:
+            act()
+            os.write(tell, b"1")
+            while True:
+                signal.pause()
+        os.close(tell)
+        os.read(ready, 1)
+        os.close(ready)
+        self.children.append(child)
+        return child
+
+    def client(self, *files: int) -> tuple[Process, int]:
+        """A watched child with a sentinel, and the write end of that, which this process has as well."""
+        read, write = os.pipe()
+        process = self.monitor.watch(self.fork())
+        self.monitor.add_descriptors(process, [read, *files])
+        return process, write
+
+    def kill(self, pid: int, waits: bool = True) -> None:
+        os.kill(pid, signal.SIGKILL)
+        if waits:
+            os.waitpid(pid, 0)
+            self.children.remove(pid)
+
+    def close(self) -> None:
+        for child in list(self.children):
+            self.kill(child)
+        self.selector.close()
+
+
+def status_of(pid: int) -> procfs.Status:
+    status = procfs.read(pid)
+    assert status is not None
+    return status
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    before = len(os.listdir("/proc/self/fd"))
+    world = World()
+    yield world
+    world.monitor.close()
+    world.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_is_gone_when_its_sentinel_is_closed(world: World) -> None:
+    process, write = world.client()
+    world.kill(process.pid)
+    world.turn(lambda: world.said)
+    world.turn()
+    assert world.said == [("exited", process.pid)]
+    assert world.monitor.keepers_of(process) == []  # but for this process itself
+    os.close(write)
+    world.turn(lambda: len(world.said) > 1)
+    assert world.said == [("exited", process.pid), ("gone", process.pid)]
+
+
+def test_a_closed_sentinel_does_not_mean_an_exit(world: World) -> None:
+    """As after an exec, which closes it."""
+    read, write = os.pipe()
+    process = world.monitor.watch(world.fork(lambda: os.close(write)))
+    world.monitor.add_descriptors(process, [read])
+    os.close(write)
+    world.turn(lambda: not process.sentinels)
+    assert world.said == [] and process.has_sentinel
+    world.kill(process.pid)
+    world.turn(lambda: len(world.said) == 2)
+
+
+def test_bytes_written_to_a_sentinel_are_ignored(world: World) -> None:
+    process, write = world.client()
+    os.write(write, b"x" * 1000)
+    world.turn()
+    assert world.selector.select(0) == []  # the loop would not rest
+    assert process.sentinels
+    os.close(write)
+
+
+def closes_on_signal(file: int) -> Callable[[], object]:
+    return lambda: signal.signal(signal.SIGUSR1, lambda *_: os.close(file))
+
+
+def test_a_child_seen_with_a_sentinel_is_waited_for_after_it_closes_it(world: World) -> None:
+    """It may have closed the sentinel, and not yet the driver's descriptors."""
+    process, write = world.client()
+    child = world.fork(closes_on_signal(write))
+    world.kill(process.pid)
+    world.turn(lambda: world.said)
+    assert world.monitor.keepers_of(process) == [child]
+    late = world.fork(closes_on_signal(write))  # as if the child had forked
+    world.turn(lambda: world.monitor.keepers_of(process) == sorted([child, late]))
+    os.close(write)
+    for pid in (child, late):
+        os.kill(pid, signal.SIGUSR1)
+    world.turn(lambda: not process.sentinels)
+    for pid in (child, late):
+        world.turn()
+        assert world.said == [("exited", process.pid)]
+        assert pid in world.monitor.keepers_of(process)
+        world.kill(pid)
+        world.turn(lambda: pid not in process.children.values())  # noqa: B023
+    world.turn(lambda: world.said[1:] == [("gone", process.pid)])
+
+
+@pytest.mark.parametrize("comes", ["before the exit", "after the exit"])
+def test_an_exiting_process_that_was_never_seen_with_the_sentinel_is_waited_for(world: World, comes: str) -> None:
+    """It lists no descriptors, closes the sentinel, and is still in its exit. ``comes``: the hang-up."""
+    process, write = world.client()
+    wait, go = os.pipe()
+
+    def exit_slowly() -> None:
+        def close() -> None:
+            os.read(wait, 1)
+            os.close(write)
+            while True:
+                signal.pause()
+
+        threading.Thread(target=close).start()
+        signal.signal(signal.SIGUSR1, lambda *_: end_main_thread())
+
+    child = world.fork(exit_slowly)
+    os.kill(child, signal.SIGUSR1)
+    world.turn(lambda: status_of(child).state == "Z")
+    if not status_of(child).flags:
+        pytest.skip("the system tells no flags")
+    os.close(write)
+
+    if comes == "before the exit":
+        os.write(go, b"1")
+    world.kill(process.pid)
+    world.turn(lambda: world.said)
+    if comes == "after the exit":
+        assert process.sentinels and world.monitor.keepers_of(process) == []
+        os.write(go, b"1")
+    world.turn(lambda: not process.sentinels)
+    world.turn()
+    assert world.said == [("exited", process.pid)]
+    assert world.monitor.keepers_of(process) == [child]
+    world.kill(child)
+    world.turn(lambda: world.said[1:] == [("gone", process.pid)])
+    os.close(wait)
+    os.close(go)
+
+
+@pytest.mark.parametrize("found", ["writers", "exiting"])
+@pytest.mark.parametrize("is_reused", [False, True], ids=["same", "reused"])
+def test_a_pid_reused_after_a_scan_is_not_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch, found: str, is_reused: bool
+) -> None:
+    process, write = world.client()
+    other = world.fork(lambda: os.close(write))
+    status = status_of(other)
+    if is_reused:  # the one that was found is another
+        status = dataclasses.replace(status, start=status.start + 1)
+    if found == "writers":
+        monkeypatch.setattr(procfs, "writers", lambda inodes, *_: [(inode, status) for inode in inodes])
+    else:
+        monkeypatch.setattr(procfs, "exiting", lambda: [status])
+    world.kill(process.pid)
+    world.turn(lambda: world.said)
+    os.close(write)
+    world.turn(lambda: not process.sentinels)
+    world.turn()
+    assert (("gone", process.pid) in world.said) is is_reused
+    if not is_reused:
+        world.kill(other)
+        world.turn(lambda: len(world.said) == 2)
+
+
+def test_a_process_that_exits_and_is_older_than_a_client_is_not_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, write = world.client()
+    status = status_of(world.fork(lambda: os.close(write)))
+    assert 0 < process.start <= status.start
+    older = dataclasses.replace(status, start=process.start - 1)
+    monkeypatch.setattr(procfs, "exiting", lambda: [older])
+    monkeypatch.setattr(procfs, "open_pidfd", lambda status: os.pidfd_open(status.pid))
+    os.close(write)
+    world.kill(process.pid)
+    world.turn(lambda: len(world.said) == 2)
+
+
+def test_scans_are_periodic_and_read_only_new_processes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    scans: list[set[int]] = []
+
+    def note(inodes: Iterable[int], pids: Iterable[int], since: int = 0) -> list[tuple[int, procfs.Status]]:
+        scans.append(set(pids))
+        return []
+
+    monkeypatch.setattr(procfs, "writers", note)
+    process, write = world.client()
+    world.kill(process.pid)
+    world.turn(lambda: world.said)
+    assert os.getpid() in scans[0]
+    assert world.monitor.deadlines() == [world.monitor._scan_at]
+    world.monitor._scan_at = time.monotonic() + 3600
+    count = len(scans)
+    for _ in range(100):
+        world.look()
+    assert len(scans) == count
+    late = world.fork()
+    world.monitor._scan_at = 0
+    world.look()
+    assert len(scans) == count + 1 and late in scans[-1] and os.getpid() not in scans[-1]
+    world.monitor._scan_at = time.monotonic() + 3600
+    other, second = world.client()
+    world.kill(other.pid)
+    world.turn(lambda: len(world.said) == 2)
+    assert os.getpid() in scans[-1]  # at once, and at all
+    for file in (write, second):
+        os.close(file)
+
+
+@pytest.mark.parametrize(("cost_s", "pause_s"), [(0.0, 0.02), (0.1, 5.0)])
+def test_scans_take_a_small_share_of_the_time(
+    world: World, monkeypatch: pytest.MonkeyPatch, cost_s: float, pause_s: float
+) -> None:
+    now = 1000.0
+
+    def scan(*_: object) -> list[tuple[int, procfs.Status]]:
+        nonlocal now
+        now += cost_s
+        return []
+
+    process, write = world.client()
+    world.kill(process.pid)
+    with monkeypatch.context() as made_up:
+        made_up.setattr(procfs, "writers", scan)
+        made_up.setattr(time, "monotonic", lambda: now)
+        world.monitor._record_exit(process)
+        world.look()
+        assert world.monitor.deadlines() == [pytest.approx(now + pause_s)]
+    os.close(write)
+
+
+@pytest.mark.parametrize("name", ["writers", "exiting", "open_pidfd"])
+def test_a_failed_scan_is_repeated(world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    process, write = world.client()
+    child = world.fork(closes_on_signal(write))
+
+    def exhausted(*_: object) -> list[int]:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as now:
+        now.setattr(procfs, name, exhausted)
+        if name == "exiting":
+            now.setattr(procfs, "writers", lambda *_: [])
+        world.kill(process.pid)
+        world.turn(lambda: world.said)
+        world.turn()
+        os.close(write)
+        if name == "exiting":
+            os.kill(child, signal.SIGUSR1)
+            world.turn(lambda: not process.sentinels)
+            world.turn()
+            assert world.monitor.deadlines()
+        assert len(world.said) == 1 and world.monitor.keepers_of(process) == []
+    if name != "exiting":
+        world.turn(lambda: world.monitor.keepers_of(process) == [child])
+        world.kill(child)
+    world.turn(lambda: len(world.said) == 2)
+
+
+def test_children_that_were_named_are_waited_for(world: World) -> None:
+    children = [world.fork(), world.fork()]
+    process, write = world.client(*map(os.pidfd_open, (*children, children[0])))
+    assert sorted(process.children.values()) == sorted(children)
+    os.close(write)
+    world.kill(process.pid)
+    world.turn(lambda: world.said)
+    assert world.monitor.keepers_of(process) == sorted(children)
+    for child in children:
+        assert len(world.said) == 1
+        world.kill(child)
+        world.turn(lambda: child not in process.children.values())  # noqa: B023
+    assert world.said[1:] == [("gone", process.pid)]
+
+
+def test_a_process_that_the_driver_lists_is_waited_for(world: World) -> None:
+    process, write = world.client()
+    os.close(write)
+    world.listed = {process.pid}
+    world.kill(process.pid)
+    world.turn(lambda: world.said)
+    for _ in range(3):
+        time.sleep(monitor.QUERY_S)
+        assert world.monitor.deadlines()[0] <= time.monotonic() + monitor.QUERY_S
+        world.turn()
+    assert world.said == [("exited", process.pid)]
+    assert world.monitor.keepers_of(process) == []
+    world.listed = set()
+    world.turn(lambda: len(world.said) == 2)
+    assert world.monitor.deadlines() == []
+
+
+def test_a_pid_that_the_driver_lists_later_is_another_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, write = world.client()
+    world.kill(process.pid)
+    world.turn(lambda: world.said)
+    world.listed = {process.pid}  # not when it had exited
+    os.close(write)
+    world.turn(lambda: len(world.said) == 2)
+    other, write = world.client()
+    os.close(write)
+    world.listed = {other.pid}
+    world.kill(other.pid)
+    world.turn(lambda: len(world.said) == 3)
+    monkeypatch.setattr(procfs, "is_alive", lambda pid: pid == other.pid)  # a new process has the number
+    world.turn(lambda: len(world.said) == 4)
+
+
+def test_the_driver_is_queried_periodically(world: World) -> None:
+    process, write = world.client()
+    os.close(write)
+    world.listed = {process.pid}
+    asked: list[float] = []
+    world.monitor._compute_pids = lambda: asked.append(0.0) or world.listed  # type: ignore[func-returns-value]
+    world.kill(process.pid)
+    world.turn(lambda: world.said)
+    process.next_query_at = time.monotonic() + 3600
+    count = len(asked)
+    for _ in range(100):
+        world.look()
+    assert len(asked) == count
+    process.next_query_at = 0
+    world.look()
+    world.look()
+    assert len(asked) == count + 1
+
+
+def test_a_child_of_a_named_child_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was forked after the client had named its children, and has no sentinel."""
+    child, grandchild = world.fork(), world.fork()
+    heirs: dict[int, list[int]] = {}
+    monkeypatch.setattr(procfs, "inheritors", lambda pid: heirs.get(pid, []))
+    process, write = world.client(os.pidfd_open(child))
+    os.close(write)
+    heirs[process.pid] = [grandchild]
+    world.kill(child)  # while the client lives
+    world.turn(lambda: grandchild in process.children.values())
+    late = world.fork()
+    heirs[grandchild] = [late]
+    world.kill(process.pid)
+    world.turn(lambda: world.said)
+    assert sorted(process.children.values()) == sorted([grandchild, late])
+    for pid in (grandchild, late):
+        assert len(world.said) == 1
+        world.kill(pid)
+        world.turn(lambda: pid not in process.children.values())  # noqa: B023
+    assert len(world.said) == 2
+
+
+def test_a_failed_search_for_children_is_repeated(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = world.fork()
+    process, write = world.client(os.pidfd_open(child))
+    os.close(write)
+
+    def exhausted(pid: int) -> list[int]:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as now:
+        now.setattr(procfs, "inheritors", exhausted)
+        world.kill(process.pid)
+        world.turn(lambda: world.said)
+        world.kill(child)
+        world.turn(lambda: not process.children)
+        world.turn()
+        assert world.monitor.deadlines() and len(world.said) == 1
+    world.turn(lambda: len(world.said) == 2)
+
+
+def test_a_process_that_loses_its_users_at_its_exit_is_forgotten(world: World) -> None:
+    process, write = world.client()
+    world.kill(process.pid)
+    world.monitor._record_exit(process)
+    assert world.monitor.take_exited() == [process]
+    world.monitor.release(process)
+    world.turn()
+    assert world.said == [] and not world.monitor._tearing_down
+    os.close(write)
+
+
+def test_a_process_is_watched_until_its_last_user_releases_it(world: World) -> None:
+    process, write = world.client()
+    assert world.monitor.watch(process.pid) is process
+    world.monitor.retain(process)
+    for _ in range(2):
+        world.monitor.release(process)
+        assert world.monitor._running == {process.pid: process}
+    world.monitor.release(process)
+    assert not world.monitor._running
+    world.kill(process.pid)
+    world.turn()
+    assert world.said == []
+    os.close(write)
+
+
+def test_a_reused_pid_is_watched_as_a_new_process(world: World) -> None:
+    process, write = world.client()
+    os.close(write)
+    world.kill(process.pid)
+    with pytest.raises(ProcessLookupError):
+        world.monitor.watch(process.pid)
+    world.look()
+    assert world.said[0] == ("exited", process.pid)
+    world.turn(lambda: len(world.said) == 2)
+
+
+@pytest.mark.parametrize("lives", [True, False], ids=["lives", "has died"])
+def test_a_new_broker_adopts_a_process_by_its_earlier_descriptors(world: World, lives: bool) -> None:
+    process, write = world.client()
+    later = World()
+    evidence = list(map(os.dup, process.descriptors()))
+    again = list(map(os.dup, process.descriptors()))
+    if not lives:
+        world.kill(process.pid)
+    try:
+        adopted = later.monitor.adopt(process.pid, evidence)
+        assert evidence == [] and adopted.has_exited is not lives
+        assert later.monitor.adopt(process.pid, again) is adopted and again == []
+        if lives:
+            world.kill(process.pid)
+            later.turn(lambda: later.said)
+        later.turn()
+        assert ("gone", process.pid) not in later.said
+        os.close(write)
+        later.turn(lambda: ("gone", process.pid) in later.said)
+    finally:
+        later.close()
+    with pytest.raises(MalformedError, match=f"no pidfd of process {process.pid}"):
+        later.monitor.adopt(process.pid, [])
+
+
+def test_invalid_descriptors_of_a_process_are_malformed(world: World) -> None:
+    process, write = world.client()
+    file = os.open("/dev/null", os.O_RDONLY)
+    with pytest.raises(MalformedError, match="neither"):
+        world.monitor.add_descriptors(process, [file])
+    with pytest.raises(MalformedError, match="neither"):
+        world.monitor.add_descriptors(process, [write])  # which the broker would hold itself
+    with pytest.raises(MalformedError, match="no pidfd of process 1"):
+        world.monitor.adopt(1, list(process.descriptors()))
+    os.close(file)
+    os.close(write)
+
+
+def test_a_process_has_few_sentinels(world: World) -> None:
+    process, write = world.client()
+    files: list[int] = []
+    with pytest.raises(MalformedError, match="sentinels"):
+        for _ in range(100):
+            files += os.pipe()
+            world.monitor.add_descriptors(process, files[-2:-1])
+            files.pop(-2)
+    for file in (write, *files):
+        os.close(file)

@@ -1,0 +1,85 @@
+"""The requirements that the build files state, and an installation without torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import memsaver
+from tests.support import run_clean
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_version_stands_in_one_place() -> None:
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert "version" not in PROJECT["project"]
+    assert PROJECT["tool"]["scikit-build"]["metadata"]["version"]["input"] == "memsaver/__init__.py"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", memsaver.__version__)
+    assert memsaver.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_required_python_is_the_same_everywhere() -> None:
+    assert PROJECT["project"]["requires-python"] == ">=3.11"
+    assert PROJECT["tool"]["ruff"]["target-version"] == "py311"
+    assert set(re.findall(r"find_package\(Python (\S+)", (ROOT / "CMakeLists.txt").read_text())) == {"3.11"}
+    assert "sys.version_info < (3, 11)" in (ROOT / "Makefile").read_text()
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert re.findall(r"Python (3\.\d+) or newer", (ROOT / page).read_text()) == ["3.11"]
+    oldest = [
+        each for each in PROJECT["project"]["classifiers"] if each.startswith("Programming Language :: Python :: 3.")
+    ]
+    assert oldest[0].endswith("3.11")
+
+
+def test_torch_is_an_extra() -> None:
+    assert not [each for each in PROJECT["project"]["dependencies"] if each.startswith("torch")]
+    assert PROJECT["project"]["optional-dependencies"]["torch"] == ["torch>=2.8"]
+
+
+def test_library_and_broker_run_without_torch() -> None:
+    source = """
+        import sys
+        sys.modules["torch"] = None  # any import of it raises ImportError
+        import memsaver
+        from memsaver import cli
+        region = memsaver.region("a", device="cpu", backup="host")
+        memsaver.pause()
+        memsaver.resume()
+        print(region.state, cli.main(["config"]))
+    """
+    assert run_clean(source).splitlines()[-1] == "active 0"
+
+
+def test_free_threaded_python_is_refused(tmp_path: Path) -> None:
+    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if cmake is None:
+        pytest.skip("there is no cmake")
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import sysconfig\n"
+        "real = sysconfig.get_config_var\n"
+        "sysconfig.get_config_var = lambda name: 1 if name == 'Py_GIL_DISABLED' else real(name)\n"
+    )
+    done = subprocess.run(
+        [cmake, "-S", str(ROOT), "-B", str(tmp_path / "build"), f"-DPython_EXECUTABLE={sys.executable}"],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1
+    # CMake breaks lines of messages.
+    assert f"memsaver does not support free-threaded Python, and {sys.executable} is one" in " ".join(
+        done.stderr.split()
+    )

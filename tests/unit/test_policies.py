@@ -1,0 +1,200 @@
+"""Policies of one call by tag, discarded contents, and the expected policy of the next pause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+import pytest
+
+import memsaver
+from memsaver import _core
+from memsaver.transitions import prepare_pause
+from tests.support import MIB, Block, blocks, drop_backups, free_bytes, host_held_bytes, until
+
+HAS_RAY = find_spec("ray") is not None
+if HAS_RAY:
+    from memsaver.ray import Colocated
+
+Make = Callable[..., memsaver.Region]
+
+
+@pytest.fixture
+def arena() -> Iterator[None]:
+    assert drop_backups() == 0
+    others = memsaver.regions.all_regions()  # of earlier tests: tensors that they left are not pinned ahead here
+    for each in others:
+        each.expect("none")
+    yield
+    memsaver.configure(host_limit=None, backup_ahead=False)
+    for each in others:
+        each.expect(None)
+    drop_backups()
+
+
+def poisoned(make: Make) -> memsaver.Region:
+    return memsaver.region(make().tag + "_poisoned", device="cpu", backup="host", fill="poison")
+
+
+def is_poison(block: Block) -> bool:
+    return bool((block.tensor.numpy() == 0xFF).all())
+
+
+def test_a_pause_takes_policies_by_tag(make: Make) -> None:
+    kept, given_up, own = make("host"), make("host"), make()
+    held = blocks(kept, [3 * MIB]) + blocks(own, [2 * MIB])
+    lost = blocks(given_up, [5 * MIB])
+    tags = [kept.tag, given_up.tag, own.tag]
+    pauses: list[Callable[..., memsaver.Transition]] = [
+        lambda **policy: memsaver.pause(tags, **policy),
+        lambda **policy: memsaver.switch(pause=tags, **policy),
+        lambda **policy: prepare_pause(tags, **policy).commit(),
+        lambda **policy: memsaver.pause(tags, wait=False, **policy).result(),
+    ]
+    if HAS_RAY:
+        pauses.append(lambda **policy: Colocated().pause(tags, **policy))
+    for pause in pauses:
+        moved = pause(backup={given_up.tag: "none", own.tag: "host"})
+        assert moved.copied_bytes == 5 * MIB
+        assert (kept.backup_bytes, given_up.backup_bytes, own.backup_bytes) == (3 * MIB, 0, 2 * MIB)
+        memsaver.resume(tags)
+        for block in held:
+            block.check()
+    del lost
+
+
+def test_a_resume_takes_restore_by_tag(make: Make) -> None:
+    kept, written = make("host"), poisoned(make)
+    held, blank = blocks(kept, [3 * MIB]), blocks(written, [5 * MIB])
+    tags = [kept.tag, written.tag]
+    resumes: list[Callable[..., memsaver.Transition]] = [
+        lambda **choice: memsaver.resume(tags, **choice),
+        lambda **choice: memsaver.switch(resume=tags, **choice),
+    ]
+    if HAS_RAY:
+        resumes.append(lambda **choice: Colocated().resume(tags, **choice))
+    for resume in resumes:
+        blank[0].fill(1)
+        memsaver.pause(tags)
+        assert resume(restore={written.tag: False}).copied_bytes == 3 * MIB
+        held[0].check()
+        assert is_poison(blank[0])
+        memsaver.pause(tags)
+        assert resume(restore={kept.tag: True}).copied_bytes == 8 * MIB
+
+
+def test_a_phase_takes_policies_by_tag(make: Make) -> None:
+    out, into = make("host"), poisoned(make)
+    held, blank = blocks(out, [3 * MIB]), blocks(into, [5 * MIB])
+    memsaver.define_phase("policies on", resident=[out.tag])
+    memsaver.define_phase("policies off", resident=[into.tag])
+    # Phases of other tests name further regions, which are paused already.
+    with memsaver.phase("policies on"):
+        held[0].check()
+    with memsaver.phase("policies off", backup={out.tag: "none"}, restore={into.tag: False}) as moved:
+        assert moved.copied_bytes == 0
+        assert (out.discarded, is_poison(blank[0])) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "options"),
+    [
+        (ValueError, "backup for '{out}' is 'floppy', expected one of 'none', ", {"backup": {"out": "floppy"}}),
+        (ValueError, "backup for '{out}' is None, expected one of", {"backup": {"out": None}}),
+        (ValueError, "backup names the tag '{into}', expected one that pauses: '{out}'", {"backup": {"into": "none"}}),
+        (ValueError, "backup is 3, expected one of", {"backup": 3}),
+        (ValueError, "restore names the tag '{out}', expected one that resumes: '{into}'", {"restore": {"out": True}}),
+        (TypeError, "restore for '{into}' is 'no', expected True or False", {"restore": {"into": "no"}}),
+        (TypeError, "restore is 'no', expected True or False", {"restore": "no"}),
+        (TypeError, "restore is None, expected True or False", {"restore": None}),
+    ],
+)
+def test_wrong_policies_are_refused_before_anything_changes(
+    make: Make, kind: type[Exception], text: str, options: dict[str, object]
+) -> None:
+    out, into = make("host"), make("host")
+    held = blocks(out, [MIB]) + blocks(into, [MIB])
+    into.pause()
+    names = {"out": out.tag, "into": into.tag}
+    given = {
+        option: {names[tag]: choice for tag, choice in value.items()} if isinstance(value, dict) else value
+        for option, value in options.items()
+    }
+    calls: list[Callable[..., object]] = [lambda **each: memsaver.switch(pause=out.tag, resume=into.tag, **each)]
+    if "backup" in options:
+        calls += [lambda **each: memsaver.pause(out.tag, **each), lambda **each: prepare_pause(out.tag, **each)]
+    else:
+        calls += [lambda **each: memsaver.resume(into.tag, **each)]
+    _core.faults_disarm()
+    for call in calls:
+        with pytest.raises(kind, match="^" + text.format(**names)):
+            call(**given)
+    assert _core.faults_calls() == 0
+    assert (out.state, into.state) == ("active", "paused")
+    held[0].check()
+
+
+def test_a_region_reports_discarded_contents(make: Make) -> None:
+    region, own, empty = make("host"), make(), make("host")
+    held = blocks(region, [MIB]) + blocks(own, [MIB])
+    assert not region.discarded
+    region.pause()
+    assert not region.discarded
+    region.resume(restore=False)
+    prepared = prepare_pause(region.tag, backup="none")
+    assert not region.discarded
+    prepared.abort()
+    assert (region.discarded, region.state) == (False, "active")
+    prepare_pause(region.tag, backup="none").commit()
+    assert (region.discarded, region.state) == (True, "paused")
+    region.pause(backup="host")  # paused already
+    assert region.discarded
+    region.resume(restore=False)
+    assert not region.discarded
+    for each in (own, empty):  # nothing is lost that its policy keeps
+        each.pause(backup="none")
+        assert not each.discarded
+    del held
+
+
+def test_a_resume_that_fails_leaves_contents_given_up(make: Make) -> None:
+    region, other = make("host"), make()
+    held = blocks(region, [64 * MIB])
+    region.pause(backup="none")
+    room = blocks(other, [free_bytes() - 2 * MIB])
+    with pytest.raises(memsaver.OutOfMemoryError):
+        region.resume(restore=False)
+    assert (region.discarded, region.state) == (True, "paused")
+    del room, held
+
+
+def test_contents_that_the_next_pause_discards_are_not_pinned_ahead(make: Make, arena: None) -> None:
+    memsaver.configure(backup_ahead=True)
+    given_up, region = make("host"), make("host")
+    given_up.expect("none")
+    held = blocks(given_up, [50 * MIB]) + blocks(region, [4 * MIB])
+    until(lambda: host_held_bytes() >= 4 * MIB)  # in pieces
+    assert host_held_bytes() == 4 * MIB
+    given_up.pause(backup="none")
+    given_up.resume(restore=False)
+    held += blocks(region, [4 * MIB])
+    until(lambda: host_held_bytes() >= 8 * MIB)
+    assert host_held_bytes() == 8 * MIB
+
+    given_up.expect(None)  # its own again
+    held += blocks(given_up, [512])
+    until(lambda: host_held_bytes() >= 58 * MIB)
+    with pytest.raises(ValueError, match="^backup is 'floppy', expected one of"):
+        given_up.expect("floppy")
+
+
+def test_an_aborted_pause_keeps_the_expected_policy(make: Make, arena: None) -> None:
+    memsaver.configure(backup_ahead=True)
+    region = make("host")
+    region.expect("none")
+    held = blocks(region, [20 * MIB])
+    region.expect("host")
+    prepare_pause(region.tag, backup="none").abort()
+    held += blocks(region, [512])
+    until(lambda: host_held_bytes() >= 20 * MIB)
+    del held

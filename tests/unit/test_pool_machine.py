@@ -1,0 +1,480 @@
+"""The bookkeeping of a shared pool as a Hypothesis state machine, over counted memory and a virtual clock.
+
+The model sees the messages to clients: grants, the ends of demands, and drops. ``MEMSAVER_TEST_EXPLORE=20000`` runs
+20,000 new sequences instead of the fixed ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
+
+from memsaver.broker import pool as pools
+from memsaver.broker import queue as demand_books
+from memsaver.broker.chunks import CLASSES, PAGE, Chunk
+from memsaver.broker.clients import Client
+from memsaver.broker.connection import Connection
+from memsaver.broker.monitor import Process
+from memsaver.broker.pool import Pool, ServeResult
+from memsaver.broker.protocol import HAS_DESCRIPTOR, SCRUB, MalformedError
+from memsaver.broker.queue import OverCapacityError
+from memsaver.errors import DriverError
+
+EXPLORE = int(os.environ.get("MEMSAVER_TEST_EXPLORE", "0"))
+SETTINGS = settings(
+    max_examples=EXPLORE or 400,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=not EXPLORE,
+    database=None,
+    report_multiple_bugs=False,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+)
+
+GIB, LARGE, MEDIUM, SMALL = CLASSES
+CAPACITY = GIB + LARGE + 4 * MEDIUM
+PLENTY = 1 << 40
+CLIENTS = 3
+STEPS = 5000  # of the pool, which a demand takes at most
+
+
+class CountedMemory:
+    """Descriptors are numbers; ``room`` is left by other programs."""
+
+    def __init__(self) -> None:
+        self.room = PLENTY
+        self.sizes: dict[int, int] = {}
+        self._files = itertools.count(100)
+
+    def create(self, size: int) -> int:
+        if size > self.free_bytes():
+            raise DriverError("create failed with code 2: full", call="create", code=2, message="full")
+        assert sum(self.sizes.values()) + size <= CAPACITY, "more was made than the capacity"
+        file = next(self._files)
+        self.sizes[file] = size
+        return file
+
+    def adopt(self, file: int, size: int) -> None:
+        assert file not in self.sizes
+        self.sizes[file] = size
+
+    def close(self, file: int) -> None:
+        del self.sizes[file]
+
+    def free_bytes(self) -> int:
+        return max(0, self.room - sum(self.sizes.values()))
+
+    def new_file(self) -> int:
+        return next(self._files)
+
+
+@dataclass(eq=False)
+class Order:
+    """A demand, as its client sees it."""
+
+    request: int
+    number: int  # by opening
+    left: int
+    most: int  # the largest limit so far
+    refused: bool = False
+    chunks: set[Chunk] = field(default_factory=set)  # brought by it, and held since
+
+    @property
+    def granted(self) -> int:
+        return sum(chunk.size for chunk in self.chunks)
+
+
+@dataclass(eq=False)
+class Model:
+    """A client, as the test expects it."""
+
+    client: Client
+    connected: bool = True
+    held: set[Chunk] = field(default_factory=set)
+    known: set[Chunk] = field(default_factory=set)
+    to_drop: list[Chunk] = field(default_factory=list)
+    orders: dict[int, Order] = field(default_factory=dict)
+
+
+def made(number: int, scrub: bool = False) -> Client:
+    """A connected client. The pool does not use its connection."""
+    return Client(number, Process(number, -1), cast(Connection, object()), scrub=scrub)
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> tuple[int, int, int]:
+    fresh = draw(st.integers(0, 3))
+    limit = draw(st.integers(0, fresh))
+    nbytes = draw(st.integers(0, 3)) * CLASSES[fresh] + draw(st.integers(0, 3)) * PAGE
+    return CLASSES[limit], CLASSES[fresh], max(PAGE, nbytes)
+
+
+wishes = st.lists(entries(), min_size=1, max_size=3) | st.just([(GIB, GIB, CAPACITY)])
+indices = st.integers(0, 11)
+clients = st.integers(0, CLIENTS - 1)
+some_of = st.sets(indices, min_size=1, max_size=4)
+
+
+class Books(RuleBasedStateMachine):
+    """All calls of a broker to its pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = 1000.0
+        self.patch = pytest.MonkeyPatch()
+        for module in (pools, demand_books):
+            self.patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.at))
+        self.memory = CountedMemory()
+        self.pool = Pool(self.memory, CAPACITY)
+        self.clients: dict[int, Model] = {}
+        self.requests = itertools.count(1)
+        self.numbers = itertools.count(1)
+        self.strangers = itertools.count(1 << 40)  # ids of chunks of an earlier broker
+        self.leases: dict[int, tuple[Model, list[Chunk]]] = {}
+        self.last: dict[Chunk, int] = {}  # the last holder
+        self.secret: set[Chunk] = set()
+
+    @initialize(scrub=st.lists(st.booleans(), min_size=CLIENTS, max_size=CLIENTS))
+    def begin(self, scrub: list[bool]) -> None:
+        for number, wanted in enumerate(scrub):
+            self.join(number, scrub=wanted)
+
+    # The model
+
+    def waiting(self) -> list[tuple[Model, Order]]:
+        orders = [(each, order) for each in self.clients.values() for order in each.orders.values() if order.left]
+        return sorted(orders, key=lambda pair: pair[1].number)
+
+    def lent(self, chunk: Chunk) -> int:
+        return sum(chunk in chunks for _, chunks in self.leases.values())
+
+    def returned(self, client: Model, chunk: Chunk) -> None:
+        client.held.remove(chunk)
+        for order in client.orders.values():
+            order.chunks.discard(chunk)
+        self.last[chunk] = client.client.id
+        if client.client.scrub:
+            self.secret.add(chunk)
+
+    def pick(self, chunks: set[Chunk], which: set[int]) -> list[Chunk]:
+        ordered = sorted(chunks, key=lambda chunk: (-chunk.size, chunk.file))
+        return list(dict.fromkeys(ordered[index % len(ordered)] for index in sorted(which))) if ordered else []
+
+    def take(self, served: ServeResult) -> None:
+        """Compares the messages of a step with the model."""
+        for demand, chunk, flags in served.grants:
+            client, order = self.waiting()[0]
+            assert (demand.client, demand.request) == (client.client, order.request), "another one came first"
+            assert client.connected
+            assert not any(chunk in each.held for each in self.clients.values()), "a chunk has two holders"
+            assert not self.lent(chunk), "a chunk that is lent was granted"
+            assert chunk.size <= min(order.most, order.left)
+            assert bool(flags & HAS_DESCRIPTOR) == (chunk not in client.known)
+            last = self.last.get(chunk)
+            if last is None:
+                assert not flags & SCRUB
+            elif last != client.client.id:
+                assert bool(flags & SCRUB) == (chunk in self.secret or client.client.scrub)
+            client.held.add(chunk)
+            client.known.add(chunk)
+            order.chunks.add(chunk)
+            order.left -= chunk.size
+            assert sum(demand.remaining_by_limit[1::2]) == demand.remaining, "the remaining bytes in the message"
+        for demand in served.completed:
+            assert demand.client.id in self.clients, "the end of a demand is to be told to a client that has gone"
+            order = self.clients[demand.client.id].orders[demand.request]
+            assert order.left == 0, "a demand ended with something left"
+        for member, chunk in served.drops:
+            self.dropped_by_pool(member, chunk)
+        for demand in served.stalled:
+            assert self.clients[demand.client.id].orders[demand.request].left > 0
+
+    def dropped_by_pool(self, member: Client, chunk: Chunk) -> None:
+        client = self.clients[member.id]
+        assert chunk in client.known and chunk not in client.held and chunk not in client.to_drop
+        if client.connected:
+            client.to_drop.append(chunk)
+
+    # Members
+
+    @precondition(lambda self: len(self.clients) < CLIENTS)
+    @rule(number=clients, scrub=st.booleans())
+    def join(self, number: int, scrub: bool) -> None:
+        if number not in self.clients:
+            member = made(number, scrub)
+            self.clients[number] = Model(member)
+
+    @rule(number=clients)
+    def disconnect(self, number: int) -> None:
+        client = self.clients.get(number)
+        if client is None or not client.connected:
+            return
+        client.client.connection = None
+        self.pool.queue.close_all(client.client)
+        client.connected = False
+        client.orders.clear()
+        client.to_drop.clear()
+        if not client.held and not client.known:
+            del self.clients[number]
+
+    @precondition(lambda self: any(not client.connected for client in self.clients.values()))
+    @rule(number=clients, lost=some_of, brought=st.lists(st.sampled_from(CLASSES), max_size=2))
+    def come_again(self, number: int, lost: set[int], brought: list[int]) -> None:
+        """Brings most of its chunks, and chunks of an earlier broker."""
+        client = self.clients.get(number)
+        if client is None or client.connected:
+            return
+        client.client.connection = cast(Connection, object())
+        client.connected = True
+        kept = client.held - set(self.pick(client.held, lost))
+        for chunk in kept:
+            assert not self.pool.adopt(client.client, chunk.id, chunk.size, -1)
+        for size in brought:
+            identity, file = next(self.strangers), self.memory.new_file()
+            assert self.pool.adopt(client.client, identity, size, file)
+            kept.add(self.pool.chunks[identity])
+            client.held.add(self.pool.chunks[identity])
+        self.pool.keep_only(client.client, {chunk.id for chunk in kept})
+        for chunk in client.held - kept:
+            self.returned(client, chunk)
+        client.known = set(kept)
+
+    @rule(number=clients, which=indices, wish=wishes)
+    def ask_and_leave(self, number: int, which: int, wish: list[tuple[int, int, int]]) -> None:
+        self.more(number, which, wish)
+        self.leave(number)
+
+    @rule(number=clients)
+    def leave(self, number: int) -> None:
+        """Its process has gone."""
+        client = self.clients.pop(number, None)
+        if client is not None:
+            self.pool.reclaim(client.client)
+            for chunk in list(client.held):
+                self.returned(client, chunk)
+
+    @rule(number=clients, taken=st.integers(0, 1))
+    def bring_a_chunk_of_another(self, number: int, taken: int) -> None:
+        client = self.clients.get(number)
+        others = [chunk for each in self.clients.values() if each is not client for chunk in each.held]
+        if client is None or not others:
+            return
+        chunk = sorted(others, key=lambda chunk: chunk.file)[-taken]
+        with pytest.raises(MalformedError):
+            self.pool.adopt(client.client, chunk.id, chunk.size, -1)
+
+    # Demands
+
+    @rule(number=clients, wish=wishes)
+    def want(self, number: int, wish: list[tuple[int, int, int]]) -> None:
+        client = self.clients.get(number)
+        if client is None or not client.connected:
+            return
+        order = Order(next(self.requests), next(self.numbers), 0, max(limit for limit, _, _ in wish))
+        client.orders[order.request] = order
+        needed = sum(left for _, _, left in wish)
+        try:
+            self.pool.queue.open(client.client, order.request, [word for entry in wish for word in entry])
+            order.left = needed
+            assert needed <= CAPACITY, "a demand beyond the capacity"
+        except OverCapacityError:
+            assert needed > CAPACITY
+            order.refused = True
+
+    @precondition(lambda self: any(client.orders for client in self.clients.values()))
+    @rule(number=clients, which=indices, wish=wishes)
+    def more(self, number: int, which: int, wish: list[tuple[int, int, int]]) -> None:
+        order = self.order(number, which)
+        if order is None:
+            return
+        client = self.clients[number]
+        self.pool.queue.exchange(client.client, order.request, [word for entry in wish for word in entry])
+        if order.refused:
+            return
+        needed = sum(left for _, _, left in wish)
+        kept = order.left - min(needed, order.left)
+        order.left = kept + min(needed, max(0, CAPACITY - order.granted - kept))
+        order.most = max([order.most, *(limit for limit, _, _ in wish)])
+
+    @precondition(lambda self: any(client.orders for client in self.clients.values()))
+    @rule(number=clients, which=indices)
+    def close(self, number: int, which: int) -> None:
+        order = self.order(number, which)
+        if order is not None:
+            self.pool.queue.close(self.clients[number].client, order.request)
+            del self.clients[number].orders[order.request]
+
+    def order(self, number: int, which: int) -> Order | None:
+        client = self.clients.get(number)
+        orders = list(client.orders.values()) if client is not None else []
+        return orders[which % len(orders)] if orders else None
+
+    # Chunks
+
+    @rule(number=clients, which=some_of)
+    def give(self, number: int, which: set[int]) -> None:
+        client = self.clients.get(number)
+        if client is not None and client.connected:
+            chunks = self.pick(client.held, which)
+            self.pool.give_back(client.client, [chunk.id for chunk in chunks])
+            for chunk in chunks:
+                self.returned(client, chunk)
+
+    @rule(number=clients, which=some_of)
+    def drop_unasked(self, number: int, which: set[int]) -> None:
+        client = self.clients.get(number)
+        if client is not None and client.connected:
+            self.drop(client, self.pick(client.known - client.held, which))
+
+    @rule(number=clients)
+    def answer(self, number: int) -> None:
+        client = self.clients.get(number)
+        if client is not None and client.connected:
+            self.drop(client, list(client.to_drop))
+
+    def drop(self, client: Model, chunks: list[Chunk]) -> None:
+        self.pool.drop(client.client, [chunk.id for chunk in chunks])
+        client.known -= set(chunks)
+        client.to_drop = [chunk for chunk in client.to_drop if chunk not in chunks]
+
+    @rule(number=clients, lease=st.integers(1, 3), which=some_of)
+    def lend(self, number: int, lease: int, which: set[int]) -> None:
+        client = self.clients.get(number)
+        if client is None:
+            return
+        chunks = self.pick(client.held, which)
+        if lease in self.leases and self.leases[lease][0].client is not client.client:
+            with pytest.raises(MalformedError):
+                self.pool.attach(lease, client.client, 77, [chunk.id for chunk in chunks])
+            return
+        self.pool.attach(lease, client.client, 77, [chunk.id for chunk in chunks])
+        self.leases[lease] = client, chunks
+
+    @precondition(lambda self: self.leases)
+    @rule(which=indices)
+    def end_lease(self, which: int) -> None:
+        lease = sorted(self.leases)[which % len(self.leases)]
+        assert self.pool.detach(lease) is not None
+        del self.leases[lease]
+
+    @rule(keep=st.sampled_from([0, MEDIUM, LARGE, GIB]))
+    def trim(self, keep: int) -> None:
+        before = self.pool.idle_bytes
+        gone, drops = self.pool.release_idle(keep)
+        assert (before - gone, min(before, keep)) == (self.pool.idle_bytes, min(before, keep))
+        assert self.pool.idle_bytes <= keep
+        for member, chunk in drops:
+            self.dropped_by_pool(member, chunk)
+
+    # Other events
+
+    @rule(seconds=st.sampled_from([0.001, 0.025, 1.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.at += seconds
+
+    @rule(room=st.sampled_from([PLENTY, PLENTY, 0, MEDIUM, LARGE + PAGE]))
+    def others_leave(self, room: int) -> None:
+        self.memory.room = room
+
+    @rule()
+    def serve(self) -> None:
+        self.take(self.pool.serve())
+
+    @rule()
+    def settle(self) -> None:
+        """Clients answer, time passes, and the pool serves until it has nothing to do. The first in the queue got all
+        that there is."""
+        for _ in range(STEPS):
+            self.at += 1.0  # longer than any patience
+            before = self.pool.total_bytes, self.pool.idle_bytes, self.pool.leaving_bytes, len(self.waiting())
+            served = self.pool.serve()
+            self.take(served)
+            asked = [client for client in self.clients.values() if client.to_drop]
+            for client in asked:
+                self.drop(client, list(client.to_drop))
+            after = self.pool.total_bytes, self.pool.idle_bytes, self.pool.leaving_bytes, len(self.waiting())
+            if not served.has_more and not asked and not served.grants and before == after:
+                break
+        else:
+            raise AssertionError(f"the pool has more to do after {STEPS} steps")
+        if self.waiting():
+            room = min(CAPACITY - self.pool.total_bytes, self.memory.free_bytes())
+            assert self.pool.idle_bytes == 0, "a demand waits although chunks are idle"
+            assert room < PAGE, "a demand waits for memory that can be made"
+        elif self.pool.total_bytes - self.pool.leaving_bytes > CAPACITY:
+            assert self.pool.idle_bytes == 0, "more than the capacity is idle"
+
+    # Invariants
+
+    @invariant()
+    def books_agree(self) -> None:
+        pool, chunks = self.pool, list(self.pool.chunks.values())
+        idle = [chunk for shelf in pool._idle.values() for chunk in shelf.values()]
+        held = [chunk for client in self.clients.values() for chunk in client.held]
+        leaving = [chunk for chunk in chunks if chunk.is_leaving]
+        lent = [chunk for chunk in chunks if chunk.holder is None and self.lent(chunk) and not chunk.is_leaving]
+        places = Counter(id(chunk) for group in (idle, held, leaving, lent) for chunk in group)
+        assert places == Counter(id(chunk) for chunk in chunks), "a chunk is in two places, or in none"
+        assert (pool.total_bytes, pool.idle_bytes, pool.leaving_bytes) == tuple(
+            sum(chunk.size for chunk in group) for group in (chunks, idle, leaving)
+        )
+        assert self.memory.sizes == {chunk.file: chunk.size for chunk in chunks}
+        for client in self.clients.values():
+            assert set(client.client.held.values()) == client.held <= client.known
+            assert set(client.client.imported.values()) == client.known
+            assert all(chunk.holder is client.client for chunk in client.held)
+            assert client.client.held_bytes == sum(chunk.size for chunk in client.held)
+        for chunk in chunks:
+            assert chunk.attachments == self.lent(chunk)
+            assert chunk.importers == {client.client for client in self.clients.values() if chunk in client.known}
+            assert chunk.importers or not chunk.is_leaving, "a chunk of which there is no handle has not gone"
+
+    @invariant()
+    def queues_agree(self) -> None:
+        # One that was served from the queue stays in the pool's list until the next step.
+        queued = [(demand.client.id, demand.request, demand.remaining) for demand in self.pool.queue.waiting]
+        expected = [(client.client.id, order.request, order.left) for client, order in self.waiting()]
+        assert queued == expected
+        for client, order in self.waiting():
+            rows = self.pool.waiting(client.client)
+            assert order.left + order.granted in [row["needed_bytes"] for row in rows]
+
+    def teardown(self) -> None:
+        try:
+            for number in list(self.clients):
+                self.leave(number)
+            for lease in list(self.leases):
+                self.pool.detach(lease)
+            self.leases.clear()
+            self.pool.release_idle(0)
+            assert not self.memory.sizes, "memory is left when all have left"
+            assert not self.pool.serve().grants
+        finally:
+            self.patch.undo()
+
+
+def test_the_pool_agrees_with_the_messages_to_clients() -> None:
+    run_machine(Books, settings=SETTINGS)
+
+
+def test_the_end_of_a_demand_is_not_reported_to_an_exited_client() -> None:
+    """Found by the machine: a client asks for more than the pool has left, and exits before the next step."""
+    pool = Pool(CountedMemory(), CAPACITY)
+    member = made(1)
+    pool.queue.open(member, 1, [GIB, GIB, CAPACITY])
+    while pool.serve().has_more:
+        pass
+    pool.queue.exchange(member, 1, [PAGE, PAGE, PAGE])
+    pool.reclaim(member)
+    assert pool.serve().completed == []

@@ -1,0 +1,93 @@
+"""Freed memory rests until its work has ended. A shortage on the device waits for it. The clock is virtual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import memsaver
+from memsaver import _core
+from tests.support import MIB, Block, Fill, until
+
+Make = Callable[..., memsaver.Region]
+SIZE = 40 * MIB
+WAIT_S = 1.0  # of a shortage, at most
+
+
+@pytest.fixture
+def stream() -> Iterator[int]:
+    _core.open_driver("cpu")
+    _core.virtual_clock(True)
+    stream = _core.host_stream_create()
+    yield stream
+    assert not _core.host_context_lost()  # no kernel lost its memory
+    _core.host_stream_release_all()
+
+
+def free_under_a_kernel(stream: int, block: Block, hold: float | None) -> float:
+    """Frees a block on which a kernel works for ``hold`` seconds more. Returns the time."""
+    _core.host_stream_touch(stream, block.address, block.nbytes, hold)
+    return float(_core.clock_now())
+
+
+def test_a_freed_segment_is_not_used_again_before_its_kernel_has_ended(make: Make, stream: int) -> None:
+    region = make()
+    block = Block(region, SIZE)
+    address = block.address
+    free_under_a_kernel(stream, block, None)
+    del block
+    second = Block(region, SIZE)
+    assert second.address != address
+    _core.host_stream_release(stream)
+    _core.clock_pass(WAIT_S)
+    assert Block(region, SIZE).address == address
+    second.check()
+
+
+def test_freed_memory_goes_back_when_its_kernel_has_ended_without_another_call(make: Make, stream: int) -> None:
+    region = make()
+    block = Block(region, SIZE)
+    free_under_a_kernel(stream, block, None)
+    del block
+    assert region._core.mapped_bytes >= SIZE
+    _core.host_stream_release(stream)
+    _core.clock_pass(WAIT_S)  # where marks come late
+    until(lambda: region._core.mapped_bytes == 0, limit_s=20)
+
+
+def test_an_allocation_waits_for_memory_that_another_region_freed(make: Make, stream: int) -> None:
+    busy, other = make(), make()
+    block = Block(busy, SIZE)
+    with Fill():
+        freed = free_under_a_kernel(stream, block, 0.5)
+        del block
+        late = Block(other, SIZE)
+        assert _core.clock_now() >= freed + 0.5
+        late.check()
+
+
+def test_a_resume_waits_for_memory_that_another_region_freed(make: Make, stream: int) -> None:
+    busy, other = make(), make("host")
+    held = Block(other, SIZE, seed=1)
+    other.pause()
+    block = Block(busy, SIZE)
+    with Fill():
+        freed = free_under_a_kernel(stream, block, 0.5)
+        del block
+        other.resume()
+        assert _core.clock_now() >= freed + 0.5
+        held.check()
+
+
+def test_the_wait_for_freed_memory_is_bounded(make: Make, stream: int) -> None:
+    busy, other = make(), make()
+    block = Block(busy, SIZE)
+    with Fill():
+        freed = free_under_a_kernel(stream, block, None)
+        del block
+        with pytest.raises(memsaver.OutOfMemoryError):
+            Block(other, SIZE)
+        assert _core.clock_now() >= freed + WAIT_S
+        _core.host_stream_release(stream)
+        Block(other, SIZE).check()

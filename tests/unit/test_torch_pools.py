@@ -1,0 +1,76 @@
+"""The bytes of a region that are copied, by the figures and lists of torch's allocator, which are made up here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver
+from memsaver._adapter import adapter
+from memsaver._torch import pools as torch_pools
+from memsaver._torch.pools import RegionPools
+from tests.support import MIB
+
+SEGMENT = 100 * MIB
+
+
+class MadeUpPool:
+    id = (7, 7)
+
+
+@pytest.fixture
+def region(monkeypatch: pytest.MonkeyPatch, tag: str) -> memsaver.Region:
+    """A region of one segment, in a made-up torch pool that has free bytes in it."""
+    region = memsaver.region(tag, device="cpu")
+    region.held = region.empty(SEGMENT, torch.uint8)  # type: ignore[attr-defined]
+    pools = RegionPools(region, {})
+    pools._idle = [MadeUpPool()]  # type: ignore[list-item]
+    monkeypatch.setitem(adapter()._pools, region, pools)  # type: ignore[attr-defined]
+    return region
+
+
+def free_in_torch(monkeypatch: pytest.MonkeyPatch, region: memsaver.Region, listed: int, anywhere: int) -> list[Any]:
+    """``listed`` bytes free in the region's pool, ``anywhere`` in all pools of the device. Returns the lists made."""
+    made: list[Any] = []
+    address = region.held.data_ptr()  # type: ignore[attr-defined]
+
+    def snapshot(pool_id: Any) -> list[dict[str, Any]]:
+        made.append(pool_id)
+        blocks = [{"address": address, "size": listed, "state": "inactive"}] if listed else []
+        blocks.append({"address": address + listed, "size": SEGMENT - listed, "state": "active_allocated"})
+        return [{"blocks": blocks}]
+
+    def stats(device: Any) -> dict[str, Any]:
+        reserved = 3 * SEGMENT
+        return {
+            "reserved_bytes": {"all": {"current": reserved}},
+            "active_bytes": {"all": {"current": reserved - anywhere}},
+        }
+
+    monkeypatch.setattr(torch_pools, "_snapshot", snapshot)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
+    return made
+
+
+def test_free_blocks_are_not_copied(monkeypatch: pytest.MonkeyPatch, region: memsaver.Region) -> None:
+    made = free_in_torch(monkeypatch, region, listed=2 * MIB, anywhere=2 * MIB)
+    assert region.pause(backup="host").copied_bytes == SEGMENT - 2 * MIB
+    assert made == [MadeUpPool.id]
+
+
+def test_few_free_bytes_are_copied_without_listing_blocks(
+    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region
+) -> None:
+    made = free_in_torch(monkeypatch, region, listed=MIB, anywhere=MIB)
+    assert region.pause(backup="host").copied_bytes == SEGMENT
+    assert made == []
+
+
+def test_free_blocks_are_listed_if_any_pool_may_have_some(
+    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region
+) -> None:
+    made = free_in_torch(monkeypatch, region, listed=0, anywhere=SEGMENT)
+    assert region.pause(backup="host").copied_bytes == SEGMENT
+    assert made == [MadeUpPool.id]
