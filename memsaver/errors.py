@@ -117,11 +117,11 @@ class DriverError(Error):
         message: The driver's text.
 
     Examples:
+        >>> weights = memsaver.region("weights", device="cpu")
         >>> try:
-        ...     memsaver.region("weights", device="cuda:9999")
+        ...     transition = memsaver.pause("weights")
         ... except memsaver.DriverError as error:
-        ...     print(type(error.call), type(error.code))
-        <class 'str'> <class 'int'>
+        ...     print(error.call, error.code, error.message)
     """
 
     call: str

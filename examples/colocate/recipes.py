@@ -99,8 +99,12 @@ class Recipe:
         return GAP_BOUNDS[self.model.dtype]
 
     def capacity(self, device_bytes: int, sharers: int = 1) -> int:
-        """The bytes of a GPU that the regions of `sharers` pairs may take: all but `outside_bytes` of each pair."""
-        return max(device_bytes - sharers * self.outside_bytes, device_bytes // 2)
+        """The bytes of a GPU that the regions of `sharers` pairs may take: all but `outside_bytes` of each pair.
+
+        In whole chunks of the smallest size, as the pool's capacity is.
+        """
+        available = max(device_bytes - sharers * self.outside_bytes, device_bytes // 2)
+        return available - available % _CHUNKS[-1]
 
     def kv_blocks(self, device_bytes: int) -> int:
         """Blocks of the KV cache on a device of this size."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,14 +122,25 @@ class RegionPools:
             keep_forever(pool)
 
 
-if "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters:
+_HAS_TRACES = "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters
+_LISTED = {"include_traces": False} if _HAS_TRACES else {}  # older versions of torch make a list without traces
 
-    def _snapshot(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
-        return torch.cuda.memory_snapshot(pool_id, include_traces=False)  # type: ignore[no-any-return]
-else:
 
-    def _snapshot(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
-        return torch.cuda.memory_snapshot(pool_id)  # type: ignore[no-any-return]
+def _snapshot(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
+    """torch's segments of a pool.
+
+    torch's binding releases references to the two numbers of the id that it does not own (pytorch/pytorch#196366). From
+    257 on, numbers are freed with their last reference, while in use: Python's allocator is corrupted. Each reference
+    that a call has taken is added again. Versions of torch without the fault take none.
+    """
+    first, second = pool_id
+    before = sys.getrefcount(first), sys.getrefcount(second)
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(pool_id, **_LISTED)
+    after = sys.getrefcount(first), sys.getrefcount(second)
+    for number, taken in zip(pool_id, (before[0] - after[0], before[1] - after[1])):
+        for _ in range(taken):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    return segments
 
 
 def _has_graphs(pool: torch.cuda.MemPool) -> bool:

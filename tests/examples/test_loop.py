@@ -308,6 +308,17 @@ def test_a_large_region_takes_chunks_as_large_as_its_allowance_permits(nbytes: i
         del kept
 
 
+def test_the_capacity_of_a_recipe_is_one_that_a_pool_can_have() -> None:
+    """Otherwise the pool has less, and a wait until all of it is free never ends."""
+    capacity = RECIPES["gpu"].capacity(143_667_429_376)  # an H200, no whole number of chunks
+    assert 0 < 143_667_429_376 - RECIPES["gpu"].outside_bytes - capacity < 2 * MIB
+    memsaver.configure(pool_capacity=capacity)
+    try:
+        assert memsaver.stats().options["pool_capacity"] == capacity
+    finally:
+        memsaver.configure(pool_capacity=None)
+
+
 @pytest.mark.parametrize(
     ("device", "nbytes", "whole", "text"),
     [

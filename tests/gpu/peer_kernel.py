@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def read_from(address: Any, target: Any, BLOCK: tl.constexpr) -> None:
+def read_from(address, target, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = address.to(tl.pointer_type(tl.float32))
     tl.store(target + at, tl.load(there + at))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import memsaver
+from memsaver._torch import pools as torch_pools
 from tests.gpu.fixtures import Inside, Make, Neighbour
 from tests.support import MIB
 
@@ -235,6 +236,18 @@ def test_expandable_segments_stay_out_of_regions_and_in_force_elsewhere(name: st
     source = EXPANDABLE.format(name=name)
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_pool_beyond_the_256th_is_listed_without_harm_to_python() -> None:
+    """torch's binding takes references to the pool's id; from 257 on a number is freed with its last reference."""
+    pools = [torch.cuda.MemPool() for _ in range(300)]
+    pool_id = pools[-1].id
+    number = pool_id[1]
+    assert number > 256
+    before = sys.getrefcount(number)
+    for _ in range(3):
+        torch_pools._snapshot(pool_id)
+    assert sys.getrefcount(number) == before
 
 
 FSDP = """

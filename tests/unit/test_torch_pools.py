@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from typing import Any
 
 import pytest
@@ -74,3 +76,19 @@ def test_free_blocks_are_listed_if_any_pool_may_have_some(
     made = free_in_torch(monkeypatch, region, listed=0, anywhere=SEGMENT)
     assert region.pause(backup="host").copied_bytes == SEGMENT
     assert made == [MadeUpPool.id]
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_list_of_blocks_keeps_the_references_to_the_pools_id(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+    def snapshot(pool_id: tuple[int, int], include_traces: bool = True) -> list[dict[str, Any]]:
+        for number in pool_id * taken:  # as torch's binding does: pytorch/pytorch#196366
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(number))
+        return []
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    first, second = int("300001"), int("300002")  # numbers that no other code refers to
+    pool_id = first, second
+    expected = sys.getrefcount(first), sys.getrefcount(second)
+    for _ in range(3):
+        torch_pools._snapshot(pool_id)
+    assert (sys.getrefcount(first), sys.getrefcount(second)) == expected
