@@ -63,7 +63,7 @@ from engine_loads import (  # noqa: E402
     take_turns,
     tokens_of,
 )
-from environment import environment, nvidia_smi  # noqa: E402
+from environment import environment, listed_bytes, nvidia_smi  # noqa: E402
 from host import GIB, MIB  # noqa: E402
 from processes import Process, Sample, in_process, side_by_side  # noqa: E402
 
@@ -479,15 +479,6 @@ def driver_used(device: str) -> int:
         row = memsaver.stats().asdict()["devices"].get(device)
         return row["total_bytes"] - row["free_bytes"] if row else 0
     return int(nvidia_smi(device, "--query-gpu=memory.used")[0]) * MIB
-
-
-def listed_bytes(device: str) -> int | None:
-    """Bytes of this process as nvidia-smi lists it; None where it does not, as in some virtual machines."""
-    if device == "cpu":
-        return None
-    rows = [row.split(",") for row in nvidia_smi(device, "--query-compute-apps=pid,used_memory")]
-    mine = [int(used) for pid, used in rows if pid.strip() == str(os.getpid()) and used.strip().isdigit()]
-    return mine[0] * MIB if mine else None
 
 
 def _release(device: str) -> None:

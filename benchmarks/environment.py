@@ -45,6 +45,15 @@ def nvidia_smi(device: str, query: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
 
 
+def listed_bytes(device: str) -> int | None:
+    """Device memory of this process as nvidia-smi lists it. None where it does not, as in some virtual machines."""
+    if device == "cpu":
+        return None
+    rows = [row.split(",") for row in nvidia_smi(device, "--query-compute-apps=pid,used_memory")]
+    mine = [int(used) for pid, used in rows if pid.strip() == str(os.getpid()) and used.strip().isdigit()]
+    return mine[0] << 20 if mine else None
+
+
 def _smi(device: str, query: str) -> list[str]:
     # nvidia-smi counts all of the machine's devices, and takes whatever CUDA_VISIBLE_DEVICES calls them.
     index, visible = _index(device), os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -57,7 +57,15 @@ def call(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calls]:
 
 
 def test_every_benchmark_is_listed() -> None:
-    assert set(NUMBERED) | {"handover", "hung_exit", "kernels", "tensor_parallel", "together", "turns"} == set(NAMES)
+    assert set(NUMBERED) | {
+        "handover",
+        "hung_exit",
+        "kernels",
+        "tensor_parallel",
+        "together",
+        "turns",
+        "vllm_sleep",
+    } == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,6 +91,7 @@ def test_help_is_printed_and_unknown_options_are_refused(call: Calls, name: str)
         "tensor_parallel --model none", "tensor_parallel --batch 0", "tensor_parallel --pauses 0",
         "together --processes 0", "together --gib -1", "together --cycles 0",
         "turns --cycles 0", "turns --ranks 0", "turns --only all",
+        "vllm_sleep --rounds 0", "vllm_sleep --models none", "vllm_sleep --share -1",
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_named(call: Calls, line: str) -> None:
