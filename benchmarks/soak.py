@@ -220,12 +220,12 @@ class State:
         new.replace(self.path)
 
     def runs(self) -> list[list[dict[str, Any]]]:
-        """The samples of the second half, those of each call together."""
+        """The samples of the second half, those of each call together, without the client that is killed there."""
         half = self.record["settings"]["turns"] // 2
         runs: dict[int, list[dict[str, Any]]] = {}
         for call, turn, figures in self.record["samples"]:
             if turn > half:
-                runs.setdefault(call, []).append(figures)
+                runs.setdefault(call, []).append({name: each for name, each in figures.items() if name != NAMES[1]})
         return list(runs.values())
 
 

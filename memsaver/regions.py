@@ -16,7 +16,7 @@ from memsaver import _core, _pool_client
 from memsaver._adapter import adapter, loaded
 from memsaver._arguments import READERS_S, Bounds, check_tag, device_name, options_by_keyword, refuse_construction
 from memsaver.errors import Error, RegionPausedError
-from memsaver.policies import Backup, Restore, check_backup
+from memsaver.policies import BACKUPS, Backup, Restore, check_backup
 
 if TYPE_CHECKING:
     import torch
@@ -482,7 +482,7 @@ def _only_policy(tag: str, device: str) -> str:
 
     Raises ValueError if there are several regions and none of them has this policy: a call would make one more.
     """
-    policies = [policy for held_tag, held_device, policy in _regions if (held_tag, held_device) == (tag, device)]
+    policies = [policy for policy in BACKUPS if (tag, device, policy) in _regions]
     if len(policies) == 1:
         return policies[0]
     if policies and "none" not in policies:

@@ -332,6 +332,21 @@ def is_whole(status: dict[str, Any]) -> bool:
     )
 
 
+def until_whole(broker: Running, clients: int, within_s: float = 60.0) -> None:
+    """Waits until so many clients are left, and every byte has its place. The error shows the broker's books."""
+    status = broker.status()
+
+    def look() -> bool:
+        nonlocal status
+        status = broker.status()
+        return len(status["clients"]) == clients and is_whole(status)
+
+    try:
+        until(look, within_s)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {status}") from None
+
+
 # Actions of clients
 
 

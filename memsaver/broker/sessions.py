@@ -158,7 +158,9 @@ class Sessions:
         self._pool.queue.close_all(client)
         self._status.cancel(client)
         self._attachments.cancel(client, f"process {client.pid} {reason}")
-        if not client.imported:  # a held chunk is imported as well
+        if (
+            not client.imported and not client.held
+        ):  # a client drops its handle of a chunk before it gives the chunk back
             self._forget(client)
 
     def _forget(self, client: Client) -> None:

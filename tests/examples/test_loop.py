@@ -48,6 +48,11 @@ HOLDERS = (("rollout", "engine"), ("train", "trainer"))
 ROW = StepRow(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, transition_seconds=0.5, seconds=2.0)
 
 
+def assert_is_held(held: int, demand: int, ranks: int = 1) -> None:
+    """A thread of autograd may still hold a gradient when the next is allocated: one more chunk for each rank."""
+    assert ranks * demand <= held <= ranks * (demand + 2 * MIB), (held, demand, ranks)
+
+
 def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit status and figures of a run."""
     path = tmp_path / "figures.json"
@@ -80,7 +85,10 @@ def test_a_run_passes_its_checks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "3 steps of reinforcement learning, too few to learn" in printed[0]
     assert "192.0 MiB of the recipe" in printed[1] and "regions may take all of it" in printed[1]
     assert "both do not fit: they take turns" in printed[3]
-    engine, trainer = (figures["held_bytes_by_phase"][phase][role] for phase, role in HOLDERS)
+    recipe = RECIPES["tiny"]
+    engine, trainer = recipe.engine_demand(total).nbytes, recipe.trainer_demand(total, 1).nbytes
+    for (phase, role), demand in zip(HOLDERS, (engine, trainer)):
+        assert_is_held(figures["held_bytes_by_phase"][phase][role], demand)
     assert f"in whole chunks the engine needs {size(engine)}" in printed[2] and f"trainer {size(trainer)}" in printed[2]
     share = f"{100 * (engine + trainer) / total:.0f} % of"
     assert f"{size(engine + trainer)}, {share} {size(total)}" in printed[3]
@@ -284,7 +292,8 @@ def test_the_demands_of_both_roles_are_the_chunks_that_their_regions_hold(ranks:
         running.run()
         demands = [ray.get(actors[0].demand.remote()).nbytes for actors in (running.engines, running.trainers)]
     held = running.report.phase_held
-    assert [ranks * demand for demand in demands] == [getattr(held[phase], role) for phase, role in HOLDERS]
+    for (phase, role), demand in zip(HOLDERS, demands):
+        assert_is_held(getattr(held[phase], role), demand, ranks)
     assert running.report.wanted_bytes == ranks * sum(demands)
 
 

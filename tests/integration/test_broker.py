@@ -24,6 +24,7 @@ from memsaver import __version__, errors
 from memsaver.broker import daemon, discovery, protocol, status
 from memsaver.broker.protocol import Message
 from tests.broker_support import PATIENCE_S, TOLD, Client, Running, granted, sentinel, until
+from tests.pool_support import is_whole
 from tests.support import GIB, MIB, PAGE, ROOT, Peer, run_python
 
 LARGE = 256 * MIB
@@ -230,6 +231,18 @@ def test_a_status_longer_than_a_packet_leaves_regions_out(broker: Running) -> No
 
 
 # Clients that go
+
+
+def test_a_client_that_leaves_between_drop_and_return_keeps_its_chunk(broker: Running) -> None:
+    """A client drops its handle of a chunk that it has not imported, and gives the chunk back afterwards."""
+    one = broker.client()
+    chunks = one.borrow(PAGE, PAGE)
+    one.drop(*chunks)
+    one.hang_up()
+    until(lambda: not broker.row(os.getpid())["connected"])
+    assert broker.row(os.getpid())["held_bytes"] == PAGE
+    broker.client(number=one.number)  # its inventory is empty
+    until(lambda: is_whole(broker.status()) and broker.status()["idle_bytes"] == PAGE)
 
 
 def test_memory_of_a_killed_client_returns(broker: Running, peer: Peer) -> None:

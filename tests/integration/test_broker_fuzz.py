@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from tests.broker_support import Running
-from tests.pool_support import Worker, chunks_of, descriptors_of, is_whole, until
+from tests.pool_support import Worker, chunks_of, descriptors_of, is_whole, until, until_whole
 from tests.support import MIB, PAGE
 
 SEEDS = range(first := int(os.environ.get("MEMSAVER_TEST_SEED", "0")), first + 4)
@@ -40,7 +40,7 @@ def test_random_messages_of_one_client_do_not_affect_the_others(seed: int) -> No
             assert broker.process.poll() is None
             worker.answer()
             worker.run(f"take_turns(held, {TURNS})")  # also with the chunks that the other client has left
-            until(lambda: len(broker.status()["clients"]) == 1 and is_whole(broker.status()))
+            until_whole(broker, clients=1)
             broker.run("trim", "--device", "cpu")
             until(lambda: broker.status()["total_bytes"] == 0)
             until(lambda: chunks_of(pid) == 0)
