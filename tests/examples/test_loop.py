@@ -33,7 +33,7 @@ from examples.colocate.traffic import Contents  # noqa: E402
 from examples.colocate.trainer import CheckpointError, LogprobGap, NonFiniteError, TokenBatch  # noqa: E402
 from examples.colocate.weight_sync import WeightSync  # noqa: E402
 
-SLOW = pytest.mark.skipif("MEMSAVER_TEST_SLOW" not in os.environ, reason="takes minutes: MEMSAVER_TEST_SLOW=1 runs it")
+SLOW = pytest.mark.skipif("MEMSAVER_TEST_SLOW" not in os.environ, reason="takes long: MEMSAVER_TEST_SLOW=1 runs it")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,6 +112,7 @@ def test_a_run_passes_its_checks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
 
 
+@SLOW
 def test_without_a_shared_pool_weights_are_sent_in_buckets(tmp_path: Path) -> None:
     status, figures = run(tmp_path, "--pool", "process", "--steps", "1")
     assert status == 0
@@ -120,7 +121,7 @@ def test_without_a_shared_pool_weights_are_sent_in_buckets(tmp_path: Path) -> No
     assert figures["proofs_passed"]["memory was free"] == 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=SLOW)])
 def test_the_turns_move_no_more_than_they_must(ranks: int) -> None:
     options = loop.parse(["--recipe", "tiny", "--device", "cpu", "--steps", "3", "--ranks", str(ranks)])
     with closing(loop.Loop(options, loop.chosen_recipe(options), Report(settings={}))) as running:
@@ -148,6 +149,7 @@ def test_an_unknown_turn_raises() -> None:
         contents.must_move("train", "rollout")
 
 
+@SLOW
 def test_two_ranks_write_into_engines_of_another_dtype(tmp_path: Path) -> None:
     arguments = ("--ranks", "2", "--pool", "shared", "--sync", "attach", "--engine-dtype", "bfloat16")
     status, figures = run(tmp_path, *arguments)
@@ -165,6 +167,7 @@ def test_weights_that_are_not_the_trainers_end_the_run(tmp_path: Path, monkeypat
         run(tmp_path)
 
 
+@SLOW
 def test_a_log_probability_of_rank_1_that_is_not_a_number_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +286,7 @@ def test_a_run_without_pausing_runs_out_of_memory(tmp_path: Path, capsys: pytest
     assert "none.svg: the run did not reach the steps to draw" in printed and not (tmp_path / "none.svg").exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=SLOW)])
 def test_the_demands_of_both_roles_are_the_chunks_that_their_regions_hold(ranks: int) -> None:
     arguments = ["--recipe", "cpu", "--device", "cpu", "--steps", "0", "--warm-up-steps", "1", "--no-prove-overwrite"]
     options = loop.parse([*arguments, "--ranks", str(ranks)])
@@ -446,6 +449,7 @@ def test_samples_are_drawn_again_for_fewer_steps(timeline: Timeline, tmp_path: P
         Timeline.load(samples)
 
 
+@SLOW
 def test_two_ranks_with_zero_advantages_leave_the_weights_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,6 +484,7 @@ def names(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir())
 
 
+@SLOW
 def test_a_run_that_was_stopped_and_resumed_gives_the_identical_curve(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     kept = ("--checkpoint-dir", str(folder))
@@ -538,6 +543,7 @@ def test_a_drill_of_fifteen_steps_gives_the_identical_curve(tmp_path: Path) -> N
     assert curve(killed) == curve(undisturbed)
 
 
+@SLOW
 def test_a_step_that_is_not_finite_ends_the_run_with_all_actors_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,8 +19,8 @@ from tests.broker_support import Running
 from tests.pool_support import SECOND_S, Worker, is_whole, until
 from tests.support import MIB
 
-CLIENT_KILLS = 200 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
-BROKER_KILLS = 50 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
+CLIENT_KILLS = 100 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
+BROKER_KILLS = 20 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
 FIRST_SEED = int(os.environ.get("MEMSAVER_TEST_SEED", "0"))
 CAPACITY = 64 * MIB  # less than two clients would sometimes like to have
 PATIENCE_S = 10.0  # generous, for a busy machine; waits of more than a second are counted

@@ -40,7 +40,7 @@ from tests.support import KIB, MIB, PAGE, Fill, Ledger, drop_backups, flush_unre
 
 EXPLORE = int(os.environ.get("MEMSAVER_TEST_EXPLORE", "0"))
 SETTINGS = settings(
-    max_examples=EXPLORE or 100,
+    max_examples=EXPLORE or 60,
     stateful_step_count=40,
     deadline=None,
     derandomize=not EXPLORE,

@@ -22,7 +22,7 @@ import memsaver
 from memsaver import _core
 from tests.support import KIB, MIB, PAGE, Ledger, drop_backups, flush_unreleased, host_held_bytes, unnamed_files
 
-SEQUENCES = 600
+SEQUENCES = 600 if "MEMSAVER_TEST_SLOW" in os.environ else 200
 STEPS = 12
 SIZES = [100, 4096, 4097, 100 * KIB, 300 * KIB, 700 * KIB + 1, PAGE, 3 * MIB + 5]
 LARGE = 40 * MIB  # two of them and more are several batches

@@ -179,7 +179,7 @@ def test_next_transition_waits_for_the_comparison(tag: str, monkeypatch: pytest.
 @pytest.mark.parametrize("nth", range(1, 20))
 def test_pause_after_a_failed_one_compares_the_first_contents(tag: str, nth: int) -> None:
     region = memsaver.region(tag, "cpu", "host")
-    held = [region.empty(size * MIB, torch.uint8).fill_(number) for number, size in enumerate((3, 40, 5, 300))]
+    held = [region.empty(size * MIB, torch.uint8).fill_(number) for number, size in enumerate((3, 40, 5, 60))]
     _core.faults_arm(nth)
     with suppress(memsaver.Error):
         region.pause()
