@@ -1,4 +1,4 @@
-"""What is promised of the example's engine, in nine parts, each measured beside what it is compared with.
+"""The promises of the example's engine, in nine parts, each measured beside its comparison.
 
     python benchmarks/engine.py [--only 1 2 3 4 5 6 7 8 9] [--device cuda:0] [--small]
 

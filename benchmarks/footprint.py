@@ -1,4 +1,4 @@
-"""What processes and a device hold, sample by sample, and whether it grows."""
+"""Memory, files and threads of processes and a device, sample by sample, and their growth."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from host import MIB, status
 
 Sample = dict[str, int]  # figure -> bytes, or a count
 
-# What a figure may grow by, between the medians of the first and the last quarter of its samples.
+# The most growth of a figure, between the medians of the first and the last quarter of its samples.
 TOLERANCES: Sample = {
     "device": 32 * MIB,  # a context loads kernels when they are first used
     "pool": 0,
     "pinned": 2 * MIB,
     "disk": 2 * MIB,
-    "rss": 16 * MIB,  # the interpreter and malloc keep some of what they had
+    "rss": 16 * MIB,  # the interpreter and malloc keep some freed memory
     "pss": 16 * MIB,
     "addresses": 256 * MIB,  # malloc reserves 64 MiB for a thread that finds none free
     "descriptors": 2,

@@ -20,7 +20,7 @@ from processes import last_line
 
 WAYS = {"torch": "torch alone", "regions": "regions active", "pause": "regions active, and a pause under way"}
 START_S = 60.0  # at most, for a process to come so far as to leave
-LATER_S = 10.0  # what memsaver may add
+LATER_S = 10.0  # the most time that memsaver may add
 PROGRAM = """
 import sys, time, torch
 way, seconds = sys.argv[1], float(sys.argv[2])

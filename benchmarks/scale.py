@@ -1,4 +1,4 @@
-"""Many regions, many tensors, many holes, a large trim, and a second GPU that has access: what number costs.
+"""The cost of many regions, many tensors, many holes, a large trim, and a second GPU with access.
 
     python benchmarks/scale.py [--only regions tensors holes trim peers] [--regions 1000] [--cycles 5] [--device cuda:0]
 

@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -35,16 +36,16 @@ WAYS = {"vllm": {"MEMSAVER_DROP_IN": ""}, "memsaver": {"MEMSAVER_DROP_IN": "vllm
 PROMPTS, TOKENS = 8, 32
 WARM_UP = 2
 COPYING = {"sleep 1": "out", "wake 1": "into", "wake 1, weights": "into"}
-HIDDEN, INTERMEDIATE, LAYERS, HEADS = range(4)
+# Width, width of the MLP, layers, and heads.
 SHAPES = {"tiny": (1024, 3072, 8, 16), "qwen3-0.6b": (1024, 3072, 28, 16), "qwen3-8b": (4096, 12288, 36, 32)}
 
 
 def config(model: str) -> dict[str, Any]:
-    shape = SHAPES[model]
+    hidden, intermediate, layers, heads = SHAPES[model]
     return {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
-        "hidden_size": shape[HIDDEN], "intermediate_size": shape[INTERMEDIATE],
-        "num_hidden_layers": shape[LAYERS], "num_attention_heads": shape[HEADS], "num_key_value_heads": 8,
+        "hidden_size": hidden, "intermediate_size": intermediate,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8,
         "head_dim": 128, "vocab_size": 32000 if model == "tiny" else 151936, "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": model != "qwen3-8b",
         "attention_bias": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
@@ -239,7 +240,8 @@ def report(found: dict[str, Any]) -> bool:
         print(line)
     for level in ("1", "2"):
         left = {
-            way: statistics.median(row["asleep_bytes"][level] for row in rows) / MIB for way, rows in counted.items()
+            way: statistics.median(row["asleep_bytes"][level] or math.nan for row in rows) / MIB  # nan: not listed
+            for way, rows in counted.items()
         }
         print(f"{'left on the GPU, level ' + level:30}{left['vllm']:10.0f}{left['memsaver']:10.0f} MiB")
     host = {way: max(row["host_bytes"] for row in rows) / GIB for way, rows in counted.items()}

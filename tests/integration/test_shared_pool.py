@@ -20,7 +20,7 @@ from memsaver.broker import protocol
 from memsaver.broker.protocol import Message
 from memsaver.errors import process_name
 from tests.broker_support import Running
-from tests.pool_support import SECOND_S, Worker, descriptors_of, is_whole, running, until
+from tests.pool_support import SECOND_S, Worker, descriptors_of, is_whole, running, until, until_whole
 from tests.support import MIB, PAGE, Peer, fresh_device
 
 CAPACITY = 64 * MIB
@@ -483,7 +483,7 @@ def test_memory_in_use_outlives_the_broker_and_all_clients_join_the_next(broker:
         assert str(broker.path) in three.run("print(repickled(error).path)")
         assert three.run("print(held.region.state, held.region.mapped_bytes)") == "paused 0"
         broker.start()
-        until(lambda: len(broker.status()["clients"]) == 3 and is_whole(broker.status()))
+        until_whole(broker, clients=3)
         assert [held(broker, worker) for worker in (one, two, three)] == in_use
         three.run("memsaver.resume(memory_timeout=10); held.check()")
         one.run("held.check(); memsaver.pause(); memsaver.resume(); held.check()")
