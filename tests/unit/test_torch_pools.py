@@ -15,41 +15,48 @@ from memsaver._torch import pools as torch_pools
 from memsaver._torch.pools import RegionPools
 from tests.support import MIB
 
-SEGMENT = 100 * MIB
+BYTES = 100 * MIB
 
 
 class MadeUpPool:
     id = (7, 7)
 
 
-@pytest.fixture
-def region(monkeypatch: pytest.MonkeyPatch, tag: str) -> memsaver.Region:
-    """A region of one segment, in a made-up torch pool that has free bytes in it."""
+@pytest.fixture(params=[BYTES, 2 * MIB], ids=["large segment", "small segments"])
+def region(monkeypatch: pytest.MonkeyPatch, tag: str, request: pytest.FixtureRequest) -> memsaver.Region:
+    """A region of one large segment or of segments for small blocks, in a made-up torch pool with free bytes in it."""
     region = memsaver.region(tag, device="cpu")
-    region.held = region.empty(SEGMENT, torch.uint8)  # type: ignore[attr-defined]
+    held = [region.empty(request.param, torch.uint8) for _ in range(BYTES // request.param)]
+    region.held = held  # type: ignore[attr-defined]
     pools = RegionPools(region, {})
     pools._idle = [MadeUpPool()]  # type: ignore[list-item]
     monkeypatch.setitem(adapter()._pools, region, pools)  # type: ignore[attr-defined]
     return region
 
 
-def free_in_torch(monkeypatch: pytest.MonkeyPatch, region: memsaver.Region, listed: int, anywhere: int) -> list[Any]:
-    """``listed`` bytes free in the region's pool, ``anywhere`` in all pools of the device. Returns the lists made."""
+def kind_of(region: memsaver.Region) -> str:
+    """torch's name for the blocks of the region's segments."""
+    return "small_pool" if len(region.held) > 1 else "large_pool"  # type: ignore[attr-defined]
+
+
+def free_in_torch(
+    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region, listed: int, anywhere: dict[str, int]
+) -> list[Any]:
+    """``listed`` bytes free in the region's pool, ``anywhere`` by kind in all pools. Returns the lists made."""
     made: list[Any] = []
-    address = region.held.data_ptr()  # type: ignore[attr-defined]
+    address = region.held[0].data_ptr()  # type: ignore[attr-defined]
 
     def snapshot(pool_id: Any) -> list[dict[str, Any]]:
         made.append(pool_id)
         blocks = [{"address": address, "size": listed, "state": "inactive"}] if listed else []
-        blocks.append({"address": address + listed, "size": SEGMENT - listed, "state": "active_allocated"})
+        blocks.append({"address": address + listed, "size": BYTES - listed, "state": "active_allocated"})
         return [{"blocks": blocks}]
 
     def stats(device: Any) -> dict[str, Any]:
-        reserved = 3 * SEGMENT
-        return {
-            "reserved_bytes": {"all": {"current": reserved}},
-            "active_bytes": {"all": {"current": reserved - anywhere}},
-        }
+        kinds = ("small_pool", "large_pool")
+        reserved = {kind: {"current": 3 * BYTES} for kind in kinds}
+        active = {kind: {"current": 3 * BYTES - anywhere.get(kind, 0)} for kind in kinds}
+        return {"reserved_bytes": reserved, "active_bytes": active}
 
     monkeypatch.setattr(torch_pools, "_snapshot", snapshot)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
@@ -57,25 +64,34 @@ def free_in_torch(monkeypatch: pytest.MonkeyPatch, region: memsaver.Region, list
 
 
 def test_free_blocks_are_not_copied(monkeypatch: pytest.MonkeyPatch, region: memsaver.Region) -> None:
-    made = free_in_torch(monkeypatch, region, listed=2 * MIB, anywhere=2 * MIB)
-    assert region.pause(backup="host").copied_bytes == SEGMENT - 2 * MIB
+    made = free_in_torch(monkeypatch, region, listed=2 * MIB, anywhere={kind_of(region): 2 * MIB})
+    assert region.pause(backup="host").copied_bytes == BYTES - 2 * MIB
     assert made == [MadeUpPool.id]
 
 
 def test_few_free_bytes_are_copied_without_listing_blocks(
     monkeypatch: pytest.MonkeyPatch, region: memsaver.Region
 ) -> None:
-    made = free_in_torch(monkeypatch, region, listed=MIB, anywhere=MIB)
-    assert region.pause(backup="host").copied_bytes == SEGMENT
+    made = free_in_torch(monkeypatch, region, listed=MIB, anywhere={kind_of(region): MIB})
+    assert region.pause(backup="host").copied_bytes == BYTES
     assert made == []
 
 
 def test_free_blocks_are_listed_if_any_pool_may_have_some(
     monkeypatch: pytest.MonkeyPatch, region: memsaver.Region
 ) -> None:
-    made = free_in_torch(monkeypatch, region, listed=0, anywhere=SEGMENT)
-    assert region.pause(backup="host").copied_bytes == SEGMENT
+    made = free_in_torch(monkeypatch, region, listed=0, anywhere={kind_of(region): BYTES})
+    assert region.pause(backup="host").copied_bytes == BYTES
     assert made == [MadeUpPool.id]
+
+
+def test_free_bytes_of_other_kinds_than_the_regions_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region
+) -> None:
+    other = {"small_pool": "large_pool", "large_pool": "small_pool"}[kind_of(region)]
+    made = free_in_torch(monkeypatch, region, listed=0, anywhere={other: 3 * BYTES})
+    assert region.pause(backup="host").copied_bytes == BYTES
+    assert made == []
 
 
 @pytest.mark.parametrize("taken", [0, 1])
