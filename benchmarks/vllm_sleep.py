@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,31 +30,18 @@ import torch
 from arguments import count, parse, parser_for, positive
 from environment import environment, listed_bytes
 from host import GIB, MIB
+from vllm_models import MODELS, Model
 
 WAYS = {"vllm": {"MEMSAVER_DROP_IN": ""}, "memsaver": {"MEMSAVER_DROP_IN": "vllm"}}
 PROMPTS, TOKENS = 8, 32
 WARM_UP = 2
 COPYING = {"sleep 1": "out", "wake 1": "into", "wake 1, weights": "into"}
-# Width, width of the MLP, layers, and heads.
-SHAPES = {"tiny": (1024, 3072, 8, 16), "qwen3-0.6b": (1024, 3072, 28, 16), "qwen3-8b": (4096, 12288, 36, 32)}
-
-
-def config(model: str) -> dict[str, Any]:
-    hidden, intermediate, layers, heads = SHAPES[model]
-    return {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
-        "hidden_size": hidden, "intermediate_size": intermediate,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8,
-        "head_dim": 128, "vocab_size": 32000 if model == "tiny" else 151936, "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": model != "qwen3-8b",
-        "attention_bias": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
 
 
 class Engine:
     """A vLLM engine within this process."""
 
-    def __init__(self, directory: str, share: float, backend: str) -> None:
+    def __init__(self, model: Model, directory: str, share: float, backend: str) -> None:
         from vllm import LLM, SamplingParams
 
         self._host_before = psutil.Process().memory_info().rss
@@ -71,14 +57,21 @@ class Engine:
             max_num_seqs=32,
             attention_backend=backend,
             seed=0,
+            **model.engine_options(),
         )
         self.ready_s = time.perf_counter() - began
         self.sampling = SamplingParams(temperature=0, max_tokens=TOKENS, detokenize=False, ignore_eos=True)
+        self._adapter = model.write_adapter(directory) if model.lora else None
+        self._adapters = 0
         self.write_weights()
 
     def write_weights(self) -> None:
-        """The same random weights each time, as an update would write them."""
+        """The same random weights each time, as an update would write them, and an adapter under a new number."""
         [self.weight_bytes] = self.llm.apply_model(_fill)
+        if self._adapter is not None:
+            if self._adapters:
+                self.llm.llm_engine.remove_lora(self._adapters)
+            self._adapters += 1
 
     def tokens(self) -> str:
         """A digest of greedy tokens, without cached prefixes: they change the shapes of the prefill, and near-ties."""
@@ -86,8 +79,15 @@ class Engine:
         prompts = [
             {"prompt_token_ids": [(i * 7919 + j * 104729) % 31000 + 5 for j in range(64)]} for i in range(PROMPTS)
         ]
-        done = self.llm.generate(prompts, self.sampling, use_tqdm=False)
+        done = self.llm.generate(prompts, self.sampling, use_tqdm=False, lora_request=self._lora())
         return hashlib.sha256(str([list(each.outputs[0].token_ids) for each in done]).encode()).hexdigest()[:16]
+
+    def _lora(self) -> Any:
+        if self._adapter is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(f"adapter {self._adapters}", self._adapters, self._adapter)
 
     def introduction(self) -> dict[str, Any]:
         blocks = self.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
@@ -149,11 +149,11 @@ def _fill(model: Any) -> int:
     return total
 
 
-def serve(directory: str, share: float, backend: str) -> None:
+def serve(model: Model, directory: str, share: float, backend: str) -> None:
     """A child: names of Engine's methods come in, and results go out, a line each."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to stdout
-    engine = Engine(directory, share, backend)
+    engine = Engine(model, directory, share, backend)
     for name in itertools.chain(["introduction"], sys.stdin):
         print(json.dumps(getattr(engine, name.strip())()), file=answers, flush=True)
 
@@ -161,14 +161,14 @@ def serve(directory: str, share: float, backend: str) -> None:
 class Subject:
     """The parent's handle of a child."""
 
-    def __init__(self, way: str, directory: str, options: argparse.Namespace) -> None:
+    def __init__(self, way: str, model: str, directory: str, options: argparse.Namespace) -> None:
         # One process for engine and worker. Functions travel to the worker as pickles.
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", **WAYS[way]}
         environ = {key: value for key, value in {**os.environ, **variables}.items() if value}
         command = [sys.executable, __file__, "--serve", directory, "--share", str(options.share)]
         self._log = open(f"{directory}/{way}.log", "w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [*command, "--backend", options.backend],
+            [*command, "--models", model, "--backend", options.backend],
             env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
         )  # fmt: skip
 
@@ -203,12 +203,12 @@ class Subject:
 
 def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(config(model)))
+        MODELS[model].write(directory)
         subjects: dict[str, Subject] = {}
         try:
             first: dict[str, dict[str, Any]] = {}
             for way in WAYS:  # one after the other: an engine measures the memory of others while it starts
-                subjects[way] = Subject(way, directory, options)
+                subjects[way] = Subject(way, model, directory, options)
                 first[way] = subjects[way].answer()
             replaced = {way: subject.replaced() for way, subject in subjects.items()}
             assert replaced["memsaver"] and not replaced["vllm"], replaced
@@ -256,14 +256,14 @@ def report(found: dict[str, Any]) -> bool:
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=["qwen3-0.6b", "qwen3-8b"])
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["qwen3-0.6b", "qwen3-8b"])
     parser.add_argument("--rounds", type=count, default=20, help="after two for warming up")
     parser.add_argument("--share", type=positive, default=0.4, help="of the GPU, for each of the two engines")
     parser.add_argument("--backend", default="TRITON_ATTN", help="vLLM's attention backend")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parse(parser)
     if options.serve:
-        serve(options.serve, options.share, options.backend)
+        serve(MODELS[options.models[0]], options.serve, options.share, options.backend)
         return
     equal = True
     for model in options.models:

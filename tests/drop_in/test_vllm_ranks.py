@@ -13,6 +13,7 @@ import torch.distributed as dist
 from memsaver import drop_in
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.vllm import ranks
+from memsaver.errors import OutOfMemoryError
 
 
 @pytest.fixture
@@ -87,3 +88,15 @@ def test_one_rank_compares_nothing(world: SimpleNamespace, monkeypatch: pytest.M
     world.ranks = [4]
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", pytest.fail)
     ranks.check()
+
+
+def test_errors_name_the_rank_and_the_call(world: SimpleNamespace) -> None:
+    with pytest.raises(OutOfMemoryError, match="^rank 4, wake-up of weights: 3 GiB are missing$"):
+        with ranks.naming("wake-up of weights"):
+            raise OutOfMemoryError("3 GiB are missing")
+
+
+def test_errors_of_one_rank_alone_stay_as_they_are(world: SimpleNamespace) -> None:
+    world.ranks = [4]
+    with pytest.raises(OutOfMemoryError, match="^3 GiB are missing$"), ranks.naming("wake-up of weights"):
+        raise OutOfMemoryError("3 GiB are missing")

@@ -104,15 +104,17 @@ class RegionAllocator:
             memsaver.Error: As :func:`memsaver.pause`. Nothing has changed.
         """
         kept = _tags((self.default_tag,) if offload_tags is None else offload_tags)
-        check_patches()
-        ranks.check()
-        self._pause([tag for tag, _ in self.regions()], kept)
+        with ranks.naming("sleep"):
+            check_patches()
+            ranks.check()
+            self._pause([tag for tag, _ in self.regions()], kept)
         gc.collect()
         _empty_cache()
 
     def _discard(self, tags: tuple[str, ...] | str) -> None:
-        ranks.check()
-        self._pause(_tags(tags), ())
+        with ranks.naming(f"discard of {', '.join(_tags(tags))}"):
+            ranks.check()
+            self._pause(_tags(tags), ())
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Map memory at the addresses of these tags again, and restore contents that were kept.
@@ -134,7 +136,8 @@ class RegionAllocator:
         ]
         discarded = [each for each in waking if not is_offloaded(each)]
         shared = config.options().get("pool") == "shared"
-        transitions.resume(waking, memory_timeout=_SHARED_POOL_S if shared else 0.0)
+        with ranks.naming(f"wake-up of {', '.join(tags or ['all tags'])}"):
+            transitions.resume(waking, memory_timeout=_SHARED_POOL_S if shared else 0.0)
         for each in discarded:
             for address, nbytes in each._core.segments():
                 # Already mapped. Code that replaces this function to see each mapping still does.

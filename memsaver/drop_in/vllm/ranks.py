@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from memsaver import drop_in
 from memsaver.drop_in.errors import DropInError
+from memsaver.errors import Error
 
 _KEY = "memsaver/drop_in/vllm/{}"
 # The stores of the process groups of the last calls: another group has another store.
@@ -46,6 +49,18 @@ def check() -> None:
         if theirs != ours:
             raise DropInError(f"rank {other} has the drop-in {theirs}, and rank {rank} has {ours}", rank=other)
     _checked_in = store
+
+
+@contextmanager
+def naming(call: str) -> Iterator[None]:
+    """Adds this rank and the call to an error of the body. vLLM passes the text of one rank's error to its callers."""
+    try:
+        yield
+    except Error as error:
+        found = _ranks()
+        if found is not None:
+            error.args = (f"rank {found[1]}, {call}: {error}",)
+        raise
 
 
 def _own() -> str:
