@@ -105,8 +105,10 @@ def test_a_run_passes_its_checks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--no-pause" in verdict["try"]
     result = " ".join(" ".join(printed[printed.index(verdict["Result:"]) :]).split())
     seconds = {name: sum(row[name] for row in figures["steps"]) for name in ("transition_seconds", "seconds")}
+    most = max(held["engine"] + held["trainer"] for held in figures["held_bytes_by_phase"].values())
+    assert_is_held(most, max(engine, trainer))
     assert result == (
-        f"Result: both need {share} the device; at most {size(max(engine, trainer))} was in use in any phase; no "
+        f"Result: both need {share} the device; at most {size(most)} was in use in any phase; no "
         f"contents were lost, and no address changed; transitions took "
         f"{100 * seconds['transition_seconds'] / seconds['seconds']:.0f} % of the time of the steps."
     )
