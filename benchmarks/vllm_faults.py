@@ -27,11 +27,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from arguments import directory as writable
 from arguments import parse, parser_for
 from environment import environment, nvidia_smi
 from host import GIB, MIB
@@ -101,7 +101,9 @@ class Faults:
             variables |= {"MEMSAVER_POOL": "shared", "MEMSAVER_POOL_DIR": pool, "MEMSAVER_POOL_CAPACITY": str(POOL)}
         self._servers += 1
         name = f"{self._servers}-{way.replace(', ', '-').replace(' ', '-')}"
-        server = Server(name, self.directory, variables, "--enable-sleep-mode", share=SHARE)
+        server = Server(
+            name, self.directory, self.options.logs or self.directory, variables, "--enable-sleep-mode", share=SHARE
+        )
         server.wait_ready()
         return server, server.tokens()
 
@@ -152,7 +154,10 @@ class Faults:
                 self.out_of_memory(way, server, tokens)
             if "trainer-killed" in wanted and way == "vllm":
                 self.trainer_killed_outside(way, server, tokens)
-            self.killed(way, server, asleep=True)
+            if "killed-asleep" in wanted:
+                self.killed(way, server, asleep=True)
+            else:
+                server.close()
         if "killed-waking" in wanted:
             server, _ = self.serve(way)
             self._log_from = len(server.log())
@@ -303,19 +308,16 @@ def main() -> None:
     parser.add_argument("--model", choices=tuple(MODELS), default="wide")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ways", nargs="+", choices=(*WAYS, SHARED), default=(*WAYS, SHARED))
+    parser.add_argument("--logs", type=writable, help="directory for the logs of the servers")
     options = parse(parser)
     with tempfile.TemporaryDirectory() as directory:
         MODELS[options.model].write(directory)
         faults = Faults(options, directory)
-        try:
-            for way in options.ways:
-                try:
-                    faults.shared() if way == SHARED else faults.plain(way)
-                except (SystemExit, AssertionError) as error:
-                    print(f"{way}: {error}", flush=True)
-        finally:
-            for log in Path(directory).glob("*.log"):
-                sys.stderr.write(f"--- {log.name}\n" + "\n".join(log.read_text().splitlines()[-150:]) + "\n")
+        for way in options.ways:
+            try:
+                faults.shared() if way == SHARED else faults.plain(way)
+            except (SystemExit, AssertionError) as error:
+                print(f"{way}: {error}", flush=True)
     for row in faults.rows:
         print(json.dumps({"benchmark": "vllm_faults", **environment("cuda:0"), "model": options.model, **row}))
 
