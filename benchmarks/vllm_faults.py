@@ -26,7 +26,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -96,7 +97,8 @@ class Faults:
     # Servers
 
     def serve(self, way: str, pool: str = "") -> tuple[Server, list[list[int]]]:
-        variables = dict(WAYS["vllm" if way == "vllm" else "memsaver"])
+        fork = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}  # starts sooner
+        variables = {**WAYS["vllm" if way == "vllm" else "memsaver"], **fork}
         if pool:
             variables |= {"MEMSAVER_POOL": "shared", "MEMSAVER_POOL_DIR": pool, "MEMSAVER_POOL_CAPACITY": str(POOL)}
         self._servers += 1
@@ -121,17 +123,16 @@ class Faults:
         """Waits until all processes of the server have ended."""
         began = time.monotonic()
         unhealthy = None
-        while time.monotonic() < began + RECOVERY_S and (left := [each for each in members if each.is_running()]):
+        while time.monotonic() < began + RECOVERY_S and any(map(runs, members)):
             if unhealthy is None and not server.healthy():
                 unhealthy = time.monotonic() - began
-            left = psutil.wait_procs(left, timeout=0.1)[1]
-            if not [each for each in left if each.status() != psutil.STATUS_ZOMBIE]:
-                break
+            time.sleep(0.05)
         took = time.monotonic() - began
-        left = [each for each in members if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        left = [each for each in members if runs(each)]
         server.close()
         for each in left:
-            each.kill()
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
         return {"unhealthy_s": unhealthy, "ended_s": took, "left": [str(each) for each in left]}
 
     def stranded(self) -> int:
@@ -145,29 +146,29 @@ class Faults:
     # Faults
 
     def plain(self, way: str) -> None:
-        """Those that need no shared pool."""
-        wanted = [part for part in self.options.only if part in PARTS[:5]]
-        if {"out-of-memory", "killed-asleep", "trainer-killed"}.intersection(wanted):
-            server, tokens = self.serve(way)
-            self._log_from = len(server.log())
-            if "out-of-memory" in wanted:
-                self.out_of_memory(way, server, tokens)
-            if "trainer-killed" in wanted and way == "vllm":
-                self.trainer_killed_outside(way, server, tokens)
-            if "killed-asleep" in wanted:
-                self.killed(way, server, asleep=True)
-            else:
-                server.close()
-        if "killed-waking" in wanted:
-            server, _ = self.serve(way)
-            self._log_from = len(server.log())
-            self.killed(way, server, asleep=False)
-        if "terminated" in wanted:
-            server, _ = self.serve(way)
-            self._log_from = len(server.log())
-            self.terminated(way, server)
+        """Those that need no shared pool. A server is used again as long as it recovers."""
+        acts: dict[str, Callable[[str, Server, list[list[int]]], bool]] = {
+            "out-of-memory": self.out_of_memory, "trainer-killed": self.trainer_killed_outside,
+            "killed-asleep": self.killed_asleep, "killed-waking": self.killed_waking, "terminated": self.terminated,
+        }  # fmt: skip
+        served: tuple[Server, list[list[int]]] | None = None
+        for fault, act in acts.items():
+            if fault not in self.options.only:
+                continue
+            served = served or self.serve(way)
+            self._log_from = len(served[0].log())
+            try:
+                recovered = act(way, *served)
+            except SystemExit as error:
+                print(f"{fault}, {way}: {error}", flush=True)
+                recovered = False
+            if not recovered:
+                served[0].close()
+                served = None
+        if served is not None:
+            served[0].close()
 
-    def out_of_memory(self, way: str, server: Server, tokens: list[list[int]]) -> None:
+    def out_of_memory(self, way: str, server: Server, tokens: list[list[int]]) -> bool:
         members = server.processes()
         server.post("/sleep", level=1)
         filler = Process(filled, device=1)
@@ -177,9 +178,10 @@ class Faults:
         first, text = server.call("POST", "/wake_up", tags="weights", timeout=RECOVERY_S)
         filler.close()
         again = self.wake_again(server)
-        alive = all(each.is_running() for each in members)
-        self.add("out-of-memory", way, server, began, first=first, text=text[:300], **again, all_alive=alive,
-                 **self.compare(server, tokens, again))  # fmt: skip
+        compared = self.compare(server, tokens, again)
+        self.add("out-of-memory", way, server, began, first=first, text=text[:300], **again,
+                 all_alive=all(map(runs, members)), **compared)  # fmt: skip
+        return compared["same_tokens"] is not None
 
     def wake_again(self, server: Server) -> dict[str, Any]:
         statuses = [server.call("POST", "/wake_up", tags=tag, timeout=RECOVERY_S) for tag in ("weights", "kv_cache")]
@@ -193,45 +195,46 @@ class Faults:
         except SystemExit as error:
             return {"same_tokens": None, "completion": str(error)[:200]}
 
-    def killed(self, way: str, server: Server, asleep: bool) -> None:
-        members = server.processes()
-        worker = server.worker(1)
-        if not server.healthy():
-            server.close()
-            return
+    def killed_asleep(self, way: str, server: Server, tokens: list[list[int]]) -> bool:
+        members, worker = server.processes(), server.worker(1)
         server.post("/sleep", level=1)
-        call = None
-        if not asleep:
-            took_ms = server.post("/wake_up")
-            server.post("/sleep", level=1)
-            call = Calling(server, "/wake_up")
-            time.sleep(took_ms / 2e3)
         began = time.monotonic()
         worker.kill()
-        if call is not None:
-            call.join(RECOVERY_S)
-        found = {"answer": None if call is None else (call.status, call.text[:300]), **self.ends(server, members)}
-        seconds = time.monotonic()
-        found["stranded_bytes"] = self.stranded()
-        self.add("killed-asleep" if asleep else "killed-waking", way, server, began, **found,
-                 stranded_after_s=time.monotonic() - seconds)  # fmt: skip
+        found = self.ends(server, members)
+        self.add("killed-asleep", way, server, began, **found, stranded_bytes=self.stranded())
+        return False
 
-    def terminated(self, way: str, server: Server) -> None:
-        members = server.processes()
+    def waking(self, server: Server) -> Calling:
+        """A wake-up that is half done."""
         server.post("/sleep", level=1)
         took_ms = server.post("/wake_up")
         server.post("/sleep", level=1)
         call = Calling(server, "/wake_up")
         time.sleep(took_ms / 2e3)
+        return call
+
+    def killed_waking(self, way: str, server: Server, tokens: list[list[int]]) -> bool:
+        members, worker = server.processes(), server.worker(1)
+        call = self.waking(server)
+        began = time.monotonic()
+        worker.kill()
+        call.join(RECOVERY_S)
+        found = {"answer": (call.status, call.text[:300]), "answered_s": call.ended - began}
+        found |= self.ends(server, members)
+        self.add("killed-waking", way, server, began, **found, stranded_bytes=self.stranded())
+        return False
+
+    def terminated(self, way: str, server: Server, tokens: list[list[int]]) -> bool:
+        members = server.processes()
+        call = self.waking(server)
         began = time.monotonic()
         server.send(signal.SIGTERM)
         found = self.ends(server, members)
-        self.add("terminated", way, server, began, answer=(call.status, call.text[:200]), **found,
-                 stranded_bytes=self.stranded())  # fmt: skip
+        found["answer"] = (call.status, call.text[:300])
+        self.add("terminated", way, server, began, **found, stranded_bytes=self.stranded())
+        return False
 
-    def trainer_killed_outside(self, way: str, server: Server, tokens: list[list[int]]) -> None:
-        if not server.healthy():
-            return
+    def trainer_killed_outside(self, way: str, server: Server, tokens: list[list[int]]) -> bool:
         server.post("/sleep", level=1)
         fillers = [Process(filled, device=rank) for rank in range(2)]
         for _ in range(2):
@@ -243,8 +246,9 @@ class Faults:
             each.close()
         status, again_text = server.call("POST", "/wake_up", timeout=RECOVERY_S)
         again = {"again": [status, status], "again_text": again_text[:200]}
-        self.add("trainer-killed", way, server, began, first=first, text=text[:300], **again,
-                 **self.compare(server, tokens, again))  # fmt: skip
+        compared = self.compare(server, tokens, again)
+        self.add("trainer-killed", way, server, began, first=first, text=text[:300], **again, **compared)
+        return compared["same_tokens"] is not None
 
     def shared(self) -> None:
         """Those of the shared pool, and a worker that is killed while it waits for memory."""
@@ -265,7 +269,9 @@ class Faults:
                 server.close()
         finally:
             subprocess.run([*command, "--stop"], check=False, env=environ)
-        print(f"shared pool: {self.stranded() / MIB:.0f} MiB are in use when all have ended", flush=True)
+        left = self.stranded()
+        print(f"shared pool: {left / MIB:.0f} MiB are in use when all have ended", flush=True)
+        self.rows.append({"fault": "all ended", "way": SHARED, "stranded_bytes": left})
 
     def while_waiting(self, fault: str, server: Server, tokens: list[list[int]], pool: str) -> None:
         members = server.processes()
@@ -295,6 +301,13 @@ class Faults:
         for each in trainers:
             each.close()
         self.add(fault, SHARED, server, began, **found)
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def brokers() -> list[psutil.Process]:

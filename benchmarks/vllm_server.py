@@ -131,7 +131,6 @@ class Server:
         self._process.send_signal(number)
 
     def log(self) -> str:
-        self._log.flush()
         return Path(self._log.name).read_text(errors="replace")
 
     def close(self) -> None:
