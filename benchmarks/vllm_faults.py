@@ -10,8 +10,8 @@
 - broker-killed (with the shared pool alone): both brokers get SIGKILL while the engine waits for the trainers' memory.
 
 Prints a line for each: the answers, seconds until the engine has recovered or all of its processes have ended, whether
-its tokens are the same, the last error of its log, and device memory that is still in use when all have ended. Then one
-JSON line for each. ``memsaver`` releases memory to the driver; ``memsaver, shared pool`` to the pool. Needs vLLM.
+its tokens are the same, the last error of its log, and device memory that is still in use when all have ended. Each has
+a JSON line. ``memsaver`` releases memory to the driver; ``memsaver, shared pool`` to the pool. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Faults:
     def __init__(self, options: argparse.Namespace, directory: str) -> None:
         self.options, self.directory = options, directory
         self.baseline = used_bytes()
-        self.rows: list[dict[str, Any]] = []
+        self.environment = environment("cuda:0")
         self._servers = 0
         self._log_from = 0
 
@@ -114,10 +114,15 @@ class Faults:
         said = [line.strip() for line in log[self._log_from :].splitlines() if ERROR.search(line)]
         self._log_from = len(log)
         row = {"fault": fault, "way": way, "seconds": time.monotonic() - began, **found, "said": said[-40:]}
-        self.rows.append(row)
+        self.keep(row)
         print(f"{fault:16}{way:24}{row['seconds']:6.1f} s  {found}", flush=True)
         for line in said[-3:]:
             print(f"    {line[-300:]}")
+
+    def keep(self, row: dict[str, Any]) -> None:
+        """Prints the JSON line of a fault."""
+        about = {"benchmark": "vllm_faults", **self.environment, "model": self.options.model}
+        print(json.dumps({**about, **row}), flush=True)
 
     def ends(self, server: Server, members: list[psutil.Process]) -> dict[str, Any]:
         """Waits until all processes of the server have ended."""
@@ -271,7 +276,7 @@ class Faults:
             subprocess.run([*command, "--stop"], check=False, env=environ)
         left = self.stranded()
         print(f"shared pool: {left / MIB:.0f} MiB are in use when all have ended", flush=True)
-        self.rows.append({"fault": "all ended", "way": SHARED, "stranded_bytes": left})
+        self.keep({"fault": "all ended", "way": SHARED, "stranded_bytes": left})
 
     def while_waiting(self, fault: str, server: Server, tokens: list[list[int]], pool: str) -> None:
         members = server.processes()
@@ -331,8 +336,6 @@ def main() -> None:
                 faults.shared() if way == SHARED else faults.plain(way)
             except (SystemExit, AssertionError) as error:
                 print(f"{way}: {error}", flush=True)
-    for row in faults.rows:
-        print(json.dumps({"benchmark": "vllm_faults", **environment("cuda:0"), "model": options.model, **row}))
 
 
 if __name__ == "__main__":

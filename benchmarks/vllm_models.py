@@ -107,7 +107,7 @@ class Model:
         from safetensors.torch import save_file
 
         adapter = Path(directory, "adapter")
-        adapter.mkdir()
+        adapter.mkdir(exist_ok=True)
         described = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": LORA_RANK, "lora_alpha": 2 * LORA_RANK,
                      "lora_dropout": 0.0, "bias": "none", "target_modules": list(LORA_TARGETS)}  # fmt: skip
         Path(adapter, "adapter_config.json").write_text(json.dumps(described))

@@ -561,6 +561,11 @@ def outside() -> AbstractContextManager[None]:
     return adapter().outside()
 
 
+def tighten(each: Region, slack: int) -> None:
+    """As ``trim()`` of one region, to its allocated bytes plus ``slack`` bytes. torch's pools are not changed."""
+    _core.trim(each._core, partial(_is_free, each), slack=slack)
+
+
 def _is_free(each: Region) -> bool:
     """Whether no thread is inside a region, so that its contents can move."""
     return (torch := loaded()) is None or not torch.is_entered(each)

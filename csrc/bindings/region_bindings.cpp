@@ -242,15 +242,16 @@ void bind_regions(nb::module_& module) {
   module.def("release", &release, "regions"_a);
   module.def(
       "trim",
-      [](Region& region, const nb::callable& may_move, std::optional<double> timeout) {
+      [](Region& region, const nb::callable& may_move, std::optional<double> timeout,
+         std::optional<std::size_t> slack) {
         const auto ask = [&may_move] {
           const nb::gil_scoped_acquire python;
           return nb::cast<bool>(may_move());
         };
         const Unlocked release;
-        trim(region, ask, timeout ? deadline_in(*timeout) : kNever);
+        trim(region, ask, timeout ? deadline_in(*timeout) : kNever, slack);
       },
-      "region"_a, "may_move"_a, "timeout"_a.none() = nb::none());
+      "region"_a, "may_move"_a, "timeout"_a.none() = nb::none(), "slack"_a.none() = nb::none());
 }
 
 }  // namespace memsaver

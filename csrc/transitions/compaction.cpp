@@ -107,10 +107,10 @@ std::vector<Region::Piece> pieces_for(Region& region, const Sparse& chunk) {
 }
 
 // One pass over the sparse chunks. True: memory was returned, so another pass may move more.
-bool compact(Region& region, std::optional<Scratch>& scratch) {
+bool compact(Region& region, std::size_t bound, std::optional<Scratch>& scratch) {
   bool moved = false;
   for (const Sparse& chunk : sparse_chunks(region)) {
-    if (region.mapped_bytes() <= region.bound()) return false;
+    if (region.mapped_bytes() <= bound) return false;
     std::vector<Region::Piece> pieces;
     try {
       pieces = pieces_for(region, chunk);
@@ -129,22 +129,23 @@ bool compact(Region& region, std::optional<Scratch>& scratch) {
 
 }  // namespace
 
-void trim(Region& region, const std::function<bool()>& may_move, Deadline deadline) {
+void trim(Region& region, const std::function<bool()>& may_move, Deadline deadline, std::optional<std::size_t> slack) {
   Device& device = region.device;
   const auto settle_device = [&] {
     const std::uint64_t freed = device.resting.frees();
     device.wait_idle(deadline);
     device.resting.reap(freed);
   };
+  const auto bound = [&] { return slack ? region.allocated_bytes() + *slack : region.bound(); };
   settle_device();
-  if (region.state() == State::active && region.mapped_bytes() > region.bound()) {
+  if (region.state() == State::active && region.mapped_bytes() > bound()) {
     Transition hold({&region}, {}, {.whole = deadline});
     try {
       hold.begin();
       if (!hold.pausing().empty() && may_move()) {
         if (!MEMSAVER_MUTANT(trim_moves_under_work)) settle_device();
         std::optional<Scratch> scratch;
-        while (compact(region, scratch)) {
+        while (compact(region, bound(), scratch)) {
         }
       }
     } catch (const AttachedError&) {

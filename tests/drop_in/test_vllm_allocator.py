@@ -390,3 +390,69 @@ def test_offload_tags_of_another_type_raise(allocator: Any, tags: object) -> Non
 def test_tag_of_another_type_raises(allocator: Any) -> None:
     with pytest.raises(TypeError, match="tag is 3"), allocator.use_memory_pool(3):
         pass
+
+
+@pytest.mark.parametrize(("tag", "slack"), [("weights", 32 * MIB), ("kv_cache", 32 * MIB), ("runtime", None)])
+def test_filled_tag_maps_little_more_than_its_segments(allocator: Any, tag: str, slack: int | None) -> None:
+    """vLLM takes the rest of the device for its KV cache."""
+    with allocator.use_memory_pool(tag):
+        kept = sparse(tag)
+        where = [each.data_ptr() for each in kept]
+    region = memsaver.region(f"vllm.{tag}")
+    assert region.allocated_bytes == 32 * MIB
+    if slack is None:  # other libraries may have registered the memory: contents do not move
+        assert region.mapped_bytes > region.allocated_bytes + 64 * MIB
+    else:
+        assert region.mapped_bytes <= region.allocated_bytes + slack
+    assert [each.data_ptr() for each in kept] == where
+    assert all(bool((each == number).all()) for number, each in enumerate(kept))
+
+
+def test_tag_that_is_entered_again_keeps_its_chunks(allocator: Any) -> None:
+    with allocator.use_memory_pool("weights"):
+        kept = memsaver.region("vllm.weights").empty((24 * MIB,), torch.uint8)
+    with allocator.use_memory_pool("weights"):
+        later = sparse("weights")
+    region = memsaver.region("vllm.weights")
+    assert region.mapped_bytes > region.allocated_bytes + 64 * MIB
+    del kept, later
+
+
+def sparse(tag: str) -> list[torch.Tensor]:
+    """Tensors of 4 MiB that hold their numbers, each in another chunk of 32 MiB."""
+    tensors = [memsaver.region(f"vllm.{tag}").empty((4 * MIB,), torch.uint8) for _ in range(64)]
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number // 8)
+    return tensors[::8]
+
+
+class TestWorker:
+    @pytest.fixture
+    def worker(self, load: Load) -> Any:
+        load()
+        worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker()
+        worker.freed_bytes = -1
+        return worker
+
+    def test_shared_pool_may_take_memory_of_the_driver_during_a_sleep(
+        self, worker: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("memsaver.drop_in.vllm.worker.shares", lambda: True)
+        with caplog.at_level(logging.INFO, "vllm"):
+            worker.sleep(level=2)
+        assert "is in the shared pool, not in the driver" in caplog.text
+        with pytest.raises(AssertionError, match="level is unknown"):
+            worker.sleep(level=3)
+
+    def test_without_a_shared_pool_the_assertion_stays(self, worker: Any) -> None:
+        with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
+            worker.sleep(level=1)
+        worker.freed_bytes = 0
+        assert worker.sleep(level=1) == 1
+
+    def test_drop_in_that_stepped_aside_changes_nothing(self, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("memsaver.drop_in.vllm.worker.shares", lambda: True)
+        aside = drop_in.DropIn("vllm", "9.9.9", "stepped aside", reason="another patch")
+        monkeypatch.setitem(drop_in._states, "vllm", aside)
+        with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
+            worker.sleep(level=1)

@@ -10,7 +10,7 @@ from types import ModuleType
 
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.imports import when_imported
-from memsaver.drop_in.vllm import sources
+from memsaver.drop_in.vllm import sources, worker
 from memsaver.drop_in.vllm.sources import Behaviour
 
 # Packages that replace methods of CuMemAllocator by functions over the handles of its C library.
@@ -49,6 +49,7 @@ def replace(behaviour: Behaviour, activate: Callable[[Callable[[], tuple[str, ..
         activate(replace_names, module.logger)
 
     when_imported(sources.MODULE, install)
+    when_imported(worker.MODULE, worker.install)
     when_imported("vllm.device_allocator.sleep_mode_backend", _register_backend)
 
 

@@ -9,15 +9,19 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
-from memsaver import _adapter, config, transitions
+from memsaver import _adapter, transitions
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.vllm import check_patches, ranks
 from memsaver.drop_in.vllm.segments import Handle, Segments, index_of, is_offloaded
 from memsaver.drop_in.vllm.sources import MODULE, REPLACED, Behaviour
-from memsaver.regions import Region, default_device, owning, region
+from memsaver.drop_in.vllm.worker import shares
+from memsaver.regions import Region, default_device, owning, region, tighten
 
 _PREFIX = "vllm."  # of the regions' tags: a trainer in the same process may have a region "weights"
 _SHARED_POOL_S = 60.0  # seconds that wake_up waits for memory that another process holds
+# vLLM measures the driver's free memory between these, and makes the KV cache as large as the rest.
+_MEASURED = ("weights", "kv_cache")
+_SLACK = 32 << 20  # bytes of chunks beyond the segments of a measured tag, after it was filled
 
 
 class RegionAllocator:
@@ -36,6 +40,7 @@ class RegionAllocator:
         self.allocator_and_pools: dict[str, Any] = {}
         self.pointer_to_data = Segments(self, self.module.AllocationData)
         self._regions: dict[str, list[Region]] = {}
+        self._tightened: set[Region] = set()
 
     # Allocation
 
@@ -56,8 +61,11 @@ class RegionAllocator:
             with entered:
                 self._count_pool(tag, entered)
                 yield
-            # Not memsaver.trim(): it moves contents between chunks, and other libraries may have registered them.
             _adapter.adapter().trim([entered])
+            # Moves contents to other chunks. Later, other libraries may have registered the memory.
+            if tag in _MEASURED and entered not in self._tightened:
+                self._tightened.add(entered)
+                tighten(entered, _SLACK)
         finally:
             self.current_tag = outer
 
@@ -135,9 +143,8 @@ class RegionAllocator:
             and (tags is None or tag in tags or (deferrable is not None and tag not in deferrable))
         ]
         discarded = [each for each in waking if not is_offloaded(each)]
-        shared = config.options().get("pool") == "shared"
         with ranks.naming(f"wake-up of {', '.join(tags or ['all tags'])}"):
-            transitions.resume(waking, memory_timeout=_SHARED_POOL_S if shared else 0.0)
+            transitions.resume(waking, memory_timeout=_SHARED_POOL_S if shares() else 0.0)
         for each in discarded:
             for address, nbytes in each._core.segments():
                 # Already mapped. Code that replaces this function to see each mapping still does.
