@@ -89,8 +89,8 @@ class Calling(threading.Thread):
 class Faults:
     def __init__(self, options: argparse.Namespace, directory: str) -> None:
         self.options, self.directory = options, directory
+        self.environment = environment("cuda:0")  # may make a context, which the baseline counts
         self.baseline = used_bytes()
-        self.environment = environment("cuda:0")
         self._servers = 0
         self._log_from = 0
 
