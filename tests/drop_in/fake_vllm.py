@@ -60,6 +60,20 @@ logger = logging.getLogger("vllm")
 
 class Worker:
     freed_bytes = 0
+    rank = 0
+    error = None
+
+    def __init__(self):
+        from types import SimpleNamespace
+
+        self.parallel_config = SimpleNamespace(
+            distributed_executor_backend="mp", world_size=1, data_parallel_rank=0
+        )
+
+    def wake_up(self, tags=None):
+        if self.error is not None:
+            raise self.error
+        return "awake"
 
     def sleep(self, level=1):
         assert level in (1, 2), "level is unknown"

@@ -424,35 +424,3 @@ def sparse(tag: str) -> list[torch.Tensor]:
     for number, tensor in enumerate(tensors):
         tensor.fill_(number // 8)
     return tensors[::8]
-
-
-class TestWorker:
-    @pytest.fixture
-    def worker(self, load: Load) -> Any:
-        load()
-        worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker()
-        worker.freed_bytes = -1
-        return worker
-
-    def test_shared_pool_may_take_memory_of_the_driver_during_a_sleep(
-        self, worker: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        monkeypatch.setattr("memsaver.drop_in.vllm.worker.shares", lambda: True)
-        with caplog.at_level(logging.INFO, "vllm"):
-            worker.sleep(level=2)
-        assert "is in the shared pool, not in the driver" in caplog.text
-        with pytest.raises(AssertionError, match="level is unknown"):
-            worker.sleep(level=3)
-
-    def test_without_a_shared_pool_the_assertion_stays(self, worker: Any) -> None:
-        with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
-            worker.sleep(level=1)
-        worker.freed_bytes = 0
-        assert worker.sleep(level=1) == 1
-
-    def test_drop_in_that_stepped_aside_changes_nothing(self, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("memsaver.drop_in.vllm.worker.shares", lambda: True)
-        aside = drop_in.DropIn("vllm", "9.9.9", "stepped aside", reason="another patch")
-        monkeypatch.setitem(drop_in._states, "vllm", aside)
-        with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
-            worker.sleep(level=1)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -65,10 +66,11 @@ def test_wheel_has_a_reviewed_source_that_the_drop_in_replaces(version: str, tmp
     )
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        wanted = ("vllm/device_allocator/", ".dist-info/METADATA")
+        wanted = ("vllm/device_allocator/", "vllm/v1/worker/gpu_worker.py", ".dist-info/METADATA")
         archive.extractall(tmp_path, [name for name in archive.namelist() if any(part in name for part in wanted)])
     wheel.unlink()
     assert sources.digest((tmp_path / "vllm/device_allocator/cumem.py").read_text()) in sources.REVIEWED
+    check_worker((tmp_path / "vllm/v1/worker/gpu_worker.py").read_text())
     for name, text in SURROUNDINGS.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,3 +78,12 @@ def test_wheel_has_a_reviewed_source_that_the_drop_in_replaces(version: str, tmp
             path.write_text(text)
     done = run_python(PROGRAM, MEMSAVER_DROP_IN="vllm", PYTHONPATH=before(tmp_path))
     assert done.stdout.strip() == "active", done.stderr
+
+
+def check_worker(source: str) -> None:
+    """The calls that memsaver replaces, and the assertion that it passes with a shared pool."""
+    [worker] = [each for each in ast.parse(source).body if isinstance(each, ast.ClassDef) and each.name == "Worker"]
+    methods = {each.name: each for each in worker.body if isinstance(each, ast.FunctionDef)}
+    assert {"sleep", "wake_up"} <= methods.keys()
+    asserted = [ast.unparse(each) for each in ast.walk(methods["sleep"]) if isinstance(each, ast.Assert)]
+    assert asserted[-1:] == ["assert freed_bytes >= 0, 'Memory usage increased after sleeping.'"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from memsaver import drop_in
@@ -12,6 +14,7 @@ from memsaver.drop_in.errors import DropInError
 from memsaver.errors import Error
 
 _KEY = "memsaver/drop_in/vllm/{}"
+_ANSWER_S = 300.0  # seconds in which each rank has to end a sleep or wake-up after the last rank did
 # The stores of the process groups of the last calls: another group has another store.
 _published_in: Any = None
 _checked_in: Any = None
@@ -61,6 +64,57 @@ def naming(call: str) -> Iterator[None]:
         if found is not None:
             error.args = (f"rank {found[1]}, {call}: {error}",)
         raise
+
+
+def settle(worker: Any, call: str, error: Exception | None, logger: logging.Logger) -> None:
+    """Ends a call of all workers. If it failed on a rank, the last rank raises, and no other does.
+
+    vLLM's multiprocessing executor reads the answers of the ranks in order, and stops at the first error. It takes the
+    answers that it has not read for those of its next call. So only the last rank may answer with an error.
+
+    Args:
+        worker: vLLM's worker.
+        call: Its method: ``"sleep"`` or ``"wake_up"``.
+        error: The error of the method on this rank. None: it has returned.
+        logger: vLLM's logger.
+
+    Raises:
+        Exception: ``error``, where this rank is the only one, or the executor is another.
+        memsaver.Error: On the last rank: the errors of all ranks.
+    """
+    parallel = worker.parallel_config
+    last = parallel.world_size - 1
+    disagrees = isinstance(error, DropInError) and error.rank is not None  # that rank does not settle
+    if parallel.distributed_executor_backend != "mp" or last == 0 or disagrees:
+        if error is not None:
+            raise error
+        return
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    worker._memsaver_calls = number = getattr(worker, "_memsaver_calls", 0) + 1
+    keys = [_KEY.format(f"{parallel.data_parallel_rank}/{number}/{rank}") for rank in range(last)]
+    if worker.rank != last:
+        store.set(keys[worker.rank], "" if error is None else str(error) or repr(error))
+        if error is not None:
+            logger.error("memsaver: %s failed; rank %d raises the error", call, last, exc_info=error)
+        return
+    texts = [_answer(store, key, rank, call) for rank, key in enumerate(keys)]
+    if any(texts):
+        own = [] if error is None else [str(error) or repr(error)]
+        raise Error("; ".join([text for text in texts if text] + own)) from error
+    if error is not None:
+        raise error
+
+
+def _answer(store: Any, key: str, rank: int, call: str) -> str:
+    try:
+        store.wait([key], timedelta(seconds=_ANSWER_S))
+    except RuntimeError:  # torch.distributed.DistStoreError is one
+        return f"rank {rank} has not ended its {call} within {_ANSWER_S:.0f} s after the last rank"
+    text: str = store.get(key).decode()
+    store.delete_key(key)
+    return text
 
 
 def _own() -> str:

@@ -1,37 +1,71 @@
-"""vLLM's worker beside a shared pool."""
+"""The calls of vLLM's worker: their errors on several ranks, and the driver's free memory with a shared pool."""
 
 from __future__ import annotations
 
 import functools
+import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
 
 from memsaver import config, drop_in
+from memsaver.drop_in.errors import DropInError
+from memsaver.drop_in.vllm import ranks
 
 MODULE: Final = "vllm.v1.worker.gpu_worker"
 
 
 def install(module: ModuleType) -> None:
-    """Lets ``Worker.sleep`` return if the driver's free memory has shrunk meanwhile, with a shared pool.
+    """Replaces ``Worker.sleep`` and ``Worker.wake_up``."""
+    missing = [name for name in ("sleep", "wake_up") if not hasattr(module.Worker, name)]
+    if missing:
+        raise DropInError(f"{MODULE}.Worker has no {', '.join(missing)}: it is not a worker that memsaver knows")
+    module.Worker.sleep = _settled(_without_assertion(module.Worker.sleep, module.logger), module.logger)
+    module.Worker.wake_up = _settled(module.Worker.wake_up, module.logger)
+
+
+def shares() -> bool:
+    """Whether this process takes its memory from a shared pool."""
+    return config.options().get("pool") == "shared"
+
+
+def _is_active() -> bool:
+    status = drop_in.status().get("vllm")
+    return status is not None and status.state == "active"
+
+
+def _settled(original: Callable[..., Any], logger: logging.Logger) -> Callable[..., Any]:
+    """The method, with errors that the last rank raises for all, see :func:`ranks.settle`."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_active():
+            return original(self, *args, **kwargs)
+        result, error = None, None
+        try:
+            result = original(self, *args, **kwargs)
+        except Exception as caught:
+            error = caught
+        ranks.settle(self, original.__name__, error, logger)
+        return result
+
+    return method
+
+
+def _without_assertion(original: Callable[..., Any], logger: logging.Logger) -> Callable[..., Any]:
+    """``Worker.sleep`` that returns if the driver's free memory has shrunk meanwhile, with a shared pool.
 
     vLLM's worker asserts, as its last step, that it has not. A sleep returns memory to the pool, not to the driver, and
     the broker or another process may take memory of the driver at the same time.
     """
-    original = module.Worker.sleep
 
     @functools.wraps(original)
     def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, *args, **kwargs)
         except AssertionError as error:
-            status = drop_in.status().get("vllm")
-            if status is None or status.state != "active" or not shares() or "after sleeping" not in str(error):
+            if not _is_active() or not shares() or "after sleeping" not in str(error):
                 raise
-            module.logger.info("memsaver: the memory of this sleep is in the shared pool, not in the driver.")
+            logger.info("memsaver: the memory of this sleep is in the shared pool, not in the driver.")
 
-    module.Worker.sleep = sleep
-
-
-def shares() -> bool:
-    """Whether this process takes its memory from a shared pool."""
-    return config.options().get("pool") == "shared"
+    return sleep

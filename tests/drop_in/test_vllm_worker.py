@@ -1,0 +1,132 @@
+"""The calls of vLLM's worker: errors on several ranks, and sleeps with a shared pool. Threads stand for ranks."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from memsaver import drop_in
+from memsaver.drop_in.errors import DropInError
+from memsaver.drop_in.vllm import ranks, worker
+from memsaver.errors import OutOfMemoryError
+from tests.drop_in.test_vllm_allocator import Load, load
+
+__all__ = ["load"]  # a fixture
+
+Workers = list[Any]
+
+
+@pytest.fixture
+def workers(load: Load, monkeypatch: pytest.MonkeyPatch) -> Workers:
+    """Those of three ranks, in one process, with one store."""
+    load()
+    module = importlib.import_module("vllm.v1.worker.gpu_worker")
+    workers = [module.Worker() for _ in range(3)]
+    for rank, each in enumerate(workers):
+        each.rank = rank
+        each.parallel_config.world_size = 3
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    return workers
+
+
+def wake(workers: Workers, errors: Sequence[Exception | None] = (None, None, None)) -> list[Any]:
+    """What each rank's wake-up returns or raises."""
+
+    def answer(worker: Any, error: Exception | None) -> Any:
+        worker.error = error
+        try:
+            return worker.wake_up()
+        except Exception as raised:
+            return raised
+
+    with ThreadPoolExecutor(len(workers)) as threads:
+        return list(threads.map(answer, workers, errors))
+
+
+def test_calls_that_succeed_return_on_all_ranks(workers: Workers) -> None:
+    for _ in range(3):
+        assert wake(workers) == ["awake"] * 3
+
+
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1), (0, 2), (0, 1, 2)])
+def test_last_rank_raises_the_errors_of_all(workers: Workers, failing: tuple[int, ...]) -> None:
+    errors = [OutOfMemoryError(f"rank {rank}: full") if rank in failing else None for rank in range(3)]
+    answers = wake(workers, errors)
+    assert not any(isinstance(answer, Exception) for answer in answers[:2])
+    assert str(answers[2]) == "; ".join(f"rank {rank}: full" for rank in failing)
+    assert wake(workers) == ["awake"] * 3  # the next call has answers of its own
+
+
+def test_error_of_the_last_rank_alone_keeps_its_type(workers: Workers) -> None:
+    error = OutOfMemoryError("full")
+    assert wake(workers, [None, None, error]) == ["awake", "awake", error]
+
+
+def test_error_without_a_text_is_an_error(workers: Workers) -> None:
+    assert str(wake(workers, [AssertionError(), None, None])[2]) == "AssertionError()"
+
+
+def test_rank_that_does_not_end_is_named(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_ANSWER_S", 0.05)
+    with pytest.raises(RuntimeError, match="^rank 0 has not ended its wake_up within 0 s after the last rank; rank 1"):
+        workers[2].wake_up()
+
+
+def test_rank_without_drop_in_is_not_waited_for(workers: Workers) -> None:
+    errors: list[Exception | None] = [None, *(DropInError("rank 0 has no drop-in", rank=0) for _ in range(2))]
+    assert wake(workers[1:], errors[1:]) == errors[1:]
+
+
+@pytest.mark.parametrize(("name", "value"), [("distributed_executor_backend", "ray"), ("world_size", 1)])
+def test_other_executors_get_the_error_of_each_rank(workers: Workers, name: str, value: Any) -> None:
+    errors = [OutOfMemoryError("full"), None, None]
+    for each in workers:
+        setattr(each.parallel_config, name, value)
+    assert wake(workers, errors) == [errors[0], "awake", "awake"]
+
+
+def test_worker_without_a_call_is_refused() -> None:
+    module = ModuleType(worker.MODULE)
+    module.Worker = type("Worker", (), {"sleep": None})  # type: ignore[attr-defined]
+    with pytest.raises(DropInError, match="Worker has no wake_up: it is not a worker that memsaver knows"):
+        worker.install(module)
+
+
+class TestWorker:
+    @pytest.fixture
+    def worker(self, load: Load) -> Any:
+        load()
+        worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker()
+        worker.freed_bytes = -1
+        return worker
+
+    def test_shared_pool_may_take_memory_of_the_driver_during_a_sleep(
+        self, worker: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("memsaver.drop_in.vllm.worker.shares", lambda: True)
+        with caplog.at_level(logging.INFO, "vllm"):
+            worker.sleep(level=2)
+        assert "is in the shared pool, not in the driver" in caplog.text
+        with pytest.raises(AssertionError, match="level is unknown"):
+            worker.sleep(level=3)
+
+    def test_without_a_shared_pool_the_assertion_stays(self, worker: Any) -> None:
+        with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
+            worker.sleep(level=1)
+        worker.freed_bytes = 0
+        assert worker.sleep(level=1) == 1
+
+    def test_drop_in_that_stepped_aside_changes_nothing(self, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("memsaver.drop_in.vllm.worker.shares", lambda: True)
+        aside = drop_in.DropIn("vllm", "9.9.9", "stepped aside", reason="another patch")
+        monkeypatch.setitem(drop_in._states, "vllm", aside)
+        with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
+            worker.sleep(level=1)
