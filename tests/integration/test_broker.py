@@ -122,6 +122,7 @@ def test_each_answer_has_the_remaining_bytes_of_a_demand(broker: Running) -> Non
         message.close()
     assert sizes == [MEDIUM] + [PAGE] * 112
     two.say("exchange", request, PAGE, PAGE, PAGE)
+    assert list(two.hear("stalled").words) == [request, 3, PAGE, PAGE]
     one.give(chunks[1:2])
     one.drop(*one.hear("drop").words)
     message = two.hear("grant")
