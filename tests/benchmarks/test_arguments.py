@@ -64,7 +64,10 @@ def test_every_benchmark_is_listed() -> None:
         "tensor_parallel",
         "together",
         "turns",
+        "vllm_faults",
+        "vllm_rounds",
         "vllm_sleep",
+        "vllm_trainer",
     } == set(NAMES)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ class MadeUpPool:
 
 
 @pytest.fixture(params=[BYTES, 2 * MIB], ids=["large segment", "small segments"])
-def region(monkeypatch: pytest.MonkeyPatch, tag: str, request: pytest.FixtureRequest) -> memsaver.Region:
+def region(monkeypatch: pytest.MonkeyPatch, tag: str, request: pytest.FixtureRequest) -> Iterator[memsaver.Region]:
     """A region of one large segment or of segments for small blocks, in a made-up torch pool with free bytes in it."""
     region = memsaver.region(tag, device="cpu")
     held = [region.empty(request.param, torch.uint8) for _ in range(BYTES // request.param)]
@@ -31,7 +32,8 @@ def region(monkeypatch: pytest.MonkeyPatch, tag: str, request: pytest.FixtureReq
     pools = RegionPools(region, {})
     pools._idle = [MadeUpPool()]  # type: ignore[list-item]
     monkeypatch.setitem(adapter()._pools, region, pools)  # type: ignore[attr-defined]
-    return region
+    yield region
+    held.clear()  # regions live as long as the process
 
 
 def kind_of(region: memsaver.Region) -> str:
