@@ -1,4 +1,4 @@
-"""What follows when memory is short or a process ends: vLLM with tensor parallel 2, its own sleep mode and memsaver's.
+"""Faults of vLLM with tensor parallel 2, with its own sleep mode and memsaver's: short memory, processes that end.
 
     python benchmarks/vllm_faults.py [--model wide] [--only out-of-memory ...] [--ways vllm memsaver]
 
@@ -10,7 +10,7 @@
 - broker-killed (with the shared pool alone): both brokers get SIGKILL while the engine waits for the trainers' memory.
 
 Prints a line for each: the answers, seconds until the engine has recovered or all of its processes have ended, whether
-its tokens are the same, the last error of its log, and device memory that is still in use when all have ended. Each has
+its tokens are the same, the last errors of its log, and device memory that is still in use when all have ended. Each has
 a JSON line. ``memsaver`` releases memory to the driver; ``memsaver, shared pool`` to the pool. Needs vLLM.
 """
 
@@ -265,13 +265,17 @@ class Faults:
             started = [*command, "--detach", "--device", gpu, "--capacity", str(POOL)]
             subprocess.run(started, check=True, env=environ, stdout=subprocess.DEVNULL)
         try:
-            server, tokens = self.serve(SHARED, pool)
-            self._log_from = len(server.log())
-            for fault in ("trainer-killed", "broker-killed", "killed-waking"):
-                if fault in self.options.only:
+            for fault in ("trainer-killed", "killed-waking", "broker-killed"):  # after the last there is no broker
+                if fault not in self.options.only:
+                    continue
+                server, tokens = self.serve(SHARED, pool)
+                self._log_from = len(server.log())
+                try:
                     self.while_waiting(fault, server, tokens, pool)
-            if server.healthy():
-                server.close()
+                except SystemExit as error:
+                    print(f"{fault}, {SHARED}: {error}", flush=True)
+                finally:
+                    server.close()
         finally:
             subprocess.run([*command, "--stop"], check=False, env=environ)
         left = self.stranded()
@@ -292,7 +296,7 @@ class Faults:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
         elif fault == "broker-killed":
-            for killed in brokers():
+            for killed in brokers(pool):
                 killed.kill()
             found["released"] = [each.get("error") for each in side_by_side(trainers)]
         else:
@@ -303,6 +307,7 @@ class Faults:
             found |= self.ends(server, members)
         else:
             found |= self.compare(server, tokens, {"again": [call.status, call.status]})
+        found["all_alive"] = all(map(runs, members))
         for each in trainers:
             each.close()
         self.add(fault, SHARED, server, began, **found)
@@ -315,10 +320,11 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
-def brokers() -> list[psutil.Process]:
-    return [
-        each for each in psutil.process_iter(["cmdline"]) if {"memsaver", "broker"} <= set(each.info["cmdline"] or ())
-    ]
+def brokers(pool: str) -> list[psutil.Process]:
+    """The brokers with their sockets in this directory."""
+    words = {"memsaver", "broker"}
+    found = [each for each in psutil.process_iter(["cmdline"]) if words <= set(each.info["cmdline"] or ())]
+    return [each for each in found if each.environ().get("MEMSAVER_POOL_DIR") == pool]
 
 
 def main() -> None:

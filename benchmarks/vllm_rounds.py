@@ -2,9 +2,9 @@
 
     python benchmarks/vllm_rounds.py [--model tiny] [--rounds 50] [--ranks 2] [--verify] [--way memsaver]
 
-Engine and workers are processes of their own. A round: sleep at level 2; another process on each GPU fills all memory
-that is free with 0xA5, and releases it; wake the weights; a trainer's process on each GPU sends all weights anew; the
-remaining memory is filled again; wake the KV cache; reset the prefix cache; generate. An engine of vLLM alone that
+Engine and workers are processes of their own. A round: sleep at level 2; another process on each GPU fills the free
+memory, but for 1 GiB, with 0xA5, and releases it; wake the weights; a trainer's process on each GPU sends all weights
+anew; the free memory is filled again; wake the KV cache; reset the prefix cache; generate. An engine of vLLM alone that
 never sleeps gets the same weights. The tokens of both are compared in each round, and in the last round with an engine
 that has read the weights from a checkpoint. Prints medians of the calls, then one JSON line. The exit status is 1 if
 tokens differ. Needs vLLM. ``--verify`` compares contents after each wake-up with those before (MEMSAVER_VERIFY). It
@@ -49,7 +49,7 @@ def update(server: Server, trainers: list[Process], path: str) -> float:
 
 
 class Rounds:
-    """The processes, and what they did."""
+    """The processes, and the results."""
 
     def __init__(self, options: argparse.Namespace, directory: str) -> None:
         self.options, self.directory, self.logs = options, directory, options.logs or directory

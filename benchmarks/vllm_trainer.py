@@ -1,9 +1,9 @@
-"""A vLLM engine and a trainer on one GPU, which hand all their memory to each other through the shared pool.
+"""A vLLM engine and a trainer on one GPU, which hand the memory of their regions to each other by the shared pool.
 
     python benchmarks/vllm_trainer.py [--model qwen3-8b] [--turns 10] [--capacity 100]
 
 The engine sleeps at level 1, so its weights go to host memory and its KV cache is discarded. The trainer has state of
-as many bytes, which host memory keeps as well, and activations in all other memory of the pool. In each turn both calls
+as many bytes, which host memory keeps as well, and activations in the rest of the pool but for 2 GiB. In each turn both calls
 are made at the same moment. Contents are compared: the engine's tokens, and the trainer's state. Prints milliseconds of
 the turns beside plain pinned copies of the same bytes, both ways at once, and one JSON line. The exit status is 1 if
 contents differ. Needs vLLM. ``--capacity`` is the pool's, in GiB.
@@ -36,7 +36,7 @@ WAIT_S = 60.0
 
 
 def engine(model: str, model_directory: str, pool_directory: str, share: float) -> Iterator[Sample]:
-    """Introduces itself, then sleeps and wakes up by turns."""
+    """Yields the figures of the engine, then sleeps and wakes up by turns."""
     own = {"MEMSAVER_DROP_IN": "vllm", "MEMSAVER_POOL": "shared", "MEMSAVER_POOL_DIR": pool_directory,
            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # fmt: skip
     os.environ.update(own)
@@ -53,7 +53,7 @@ def engine(model: str, model_directory: str, pool_directory: str, share: float) 
 
 
 def trainer(pool_directory: str, state_bytes: int, activation_bytes: int) -> Iterator[Sample]:
-    """Makes its state, then resumes and pauses by turns. Between both it changes and checks all of its memory."""
+    """Makes its state, then resumes and pauses by turns. Between both it checks and changes its state, and fills its activations."""
     os.environ["MEMSAVER_POOL_DIR"] = pool_directory
     memsaver.configure(pool="shared")
     torch.cuda.init()

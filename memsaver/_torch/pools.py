@@ -91,9 +91,9 @@ class RegionPools:
     def have_little_free(self) -> bool:
         """Whether copying the free blocks takes less time than listing them.
 
-        torch makes a dictionary for each block, 0.8 us on an H200, and has no figure of the free bytes of a pool. The
-        figures of all its pools on the device are an upper bound, for small blocks and for others, and so are the
-        region's segments for each.
+        torch makes a dictionary for each block, 0.8 us on an H200, and has no figure of the free bytes of a pool. Two
+        figures are upper bounds, for small blocks and for others: the free bytes of all pools on the device, and the
+        region's segments.
         """
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         sizes = [size for _, size in self.region._core.segments()]

@@ -6,7 +6,6 @@ import importlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from memsaver import drop_in
 from memsaver.drop_in.errors import DropInError
-from memsaver.drop_in.vllm import ranks, worker
+from memsaver.drop_in.vllm import ranks, sources
 from memsaver.errors import OutOfMemoryError
 from tests.drop_in.test_vllm_allocator import Load, load
 
@@ -25,7 +24,7 @@ Workers = list[Any]
 
 @pytest.fixture
 def workers(load: Load, monkeypatch: pytest.MonkeyPatch) -> Workers:
-    """Those of three ranks, in one process, with one store."""
+    """The workers of three ranks, in one process, with one store."""
     load()
     module = importlib.import_module("vllm.v1.worker.gpu_worker")
     workers = [module.Worker() for _ in range(3)]
@@ -38,7 +37,7 @@ def workers(load: Load, monkeypatch: pytest.MonkeyPatch) -> Workers:
 
 
 def wake(workers: Workers, errors: Sequence[Exception | None] = (None, None, None)) -> list[Any]:
-    """What each rank's wake-up returns or raises."""
+    """The results or errors of the ranks' wake-ups."""
 
     def answer(worker: Any, error: Exception | None) -> Any:
         worker.error = error
@@ -70,8 +69,9 @@ def test_error_of_the_last_rank_alone_keeps_its_type(workers: Workers) -> None:
     assert wake(workers, [None, None, error]) == ["awake", "awake", error]
 
 
-def test_error_without_a_text_is_an_error(workers: Workers) -> None:
-    assert str(wake(workers, [AssertionError(), None, None])[2]) == "AssertionError()"
+def test_errors_of_others_than_memsaver_get_the_rank(workers: Workers) -> None:
+    answers = wake(workers, [None, AssertionError("asleep"), AssertionError()])
+    assert str(answers[2]) == "rank 1, wake_up: AssertionError: asleep; rank 2, wake_up: AssertionError: "
 
 
 def test_rank_that_does_not_end_is_named(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,19 +85,53 @@ def test_rank_without_drop_in_is_not_waited_for(workers: Workers) -> None:
     assert wake(workers[1:], errors[1:]) == errors[1:]
 
 
-@pytest.mark.parametrize(("name", "value"), [("distributed_executor_backend", "ray"), ("world_size", 1)])
-def test_other_executors_get_the_error_of_each_rank(workers: Workers, name: str, value: Any) -> None:
+class OwnExecutor(type("MultiprocExecutor", (), {})):  # type: ignore[misc]
+    """An executor that a framework derives from vLLM's."""
+
+
+@pytest.mark.parametrize("backend", ["ray", OwnExecutor])
+def test_executors_that_call_all_ranks_get_one_error(workers: Workers, backend: Any) -> None:
+    for each in workers:
+        each.parallel_config.distributed_executor_backend = backend
+    answers = wake(workers, [OutOfMemoryError("rank 0: full"), None, None])
+    assert answers[:2] == [None, "awake"] and str(answers[2]) == "rank 0: full"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("distributed_executor_backend", "external_launcher"), ("distributed_executor_backend", int), ("world_size", 1)],
+)
+def test_each_rank_with_a_caller_of_its_own_raises_its_error(workers: Workers, name: str, value: Any) -> None:
     errors = [OutOfMemoryError("full"), None, None]
     for each in workers:
         setattr(each.parallel_config, name, value)
     assert wake(workers, errors) == [errors[0], "awake", "awake"]
 
 
+def test_engines_of_data_parallel_ranks_do_not_answer_each_other(workers: Workers) -> None:
+    others = [type(each)() for each in workers]
+    for rank, each in enumerate(others):
+        each.rank = rank
+        each.parallel_config.world_size = 3
+        each.parallel_config.data_parallel_rank = 1
+    answers = wake([*workers, *others], [OutOfMemoryError("rank 0: full"), *[None] * 5])
+    assert str(answers[2]) == "rank 0: full" and answers[3:] == ["awake"] * 3
+
+
+def test_store_that_has_ended_is_named(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended:
+        def wait(self, keys: Sequence[str], timeout: Any) -> None:
+            raise dist.DistNetworkError("connection reset")
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Ended)
+    text = r"^the result of wake_up on rank 0 is unknown: .*store.* has ended \(connection reset\)"
+    with pytest.raises(RuntimeError, match=text):
+        workers[2].wake_up()
+
+
 def test_worker_without_a_call_is_refused() -> None:
-    module = ModuleType(worker.MODULE)
-    module.Worker = type("Worker", (), {"sleep": None})  # type: ignore[attr-defined]
     with pytest.raises(DropInError, match="Worker has no wake_up: it is not a worker that memsaver knows"):
-        worker.install(module)
+        sources.check_worker("class Worker:\n    def sleep(self): ...\n")
 
 
 class TestWorker:

@@ -49,7 +49,7 @@ def replace(behaviour: Behaviour, activate: Callable[[Callable[[], tuple[str, ..
         activate(replace_names, module.logger)
 
     when_imported(sources.MODULE, install)
-    when_imported(worker.MODULE, worker.install)
+    when_imported(sources.WORKER_MODULE, worker.install)
     when_imported("vllm.device_allocator.sleep_mode_backend", _register_backend)
 
 

@@ -19,9 +19,7 @@ from memsaver.regions import Region, default_device, owning, region, tighten
 
 _PREFIX = "vllm."  # of the regions' tags: a trainer in the same process may have a region "weights"
 _SHARED_POOL_S = 60.0  # seconds that wake_up waits for memory that another process holds
-# vLLM measures the driver's free memory between these, and makes the KV cache as large as the rest.
-_MEASURED = ("weights", "kv_cache")
-_SLACK = 32 << 20  # bytes of chunks beyond the segments of a measured tag, after it was filled
+_SLACK = 32 << 20  # bytes of chunks beyond the segments of the weights: vLLM makes the KV cache as large as the rest
 
 
 class RegionAllocator:
@@ -62,8 +60,9 @@ class RegionAllocator:
                 self._count_pool(tag, entered)
                 yield
             _adapter.adapter().trim([entered])
-            # Moves contents to other chunks. Later, other libraries may have registered the memory.
-            if tag in _MEASURED and entered not in self._tightened:
+            # Moves contents to other chunks. KV connectors register the KV cache within its context, and other
+            # libraries may register the weights after the load.
+            if tag == "weights" and entered not in self._tightened:
                 self._tightened.add(entered)
                 tighten(entered, _SLACK)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -69,8 +70,9 @@ def naming(call: str) -> Iterator[None]:
 def settle(worker: Any, call: str, error: Exception | None, logger: logging.Logger) -> None:
     """Ends a call of all workers. If it failed on a rank, the last rank raises, and no other does.
 
-    vLLM's multiprocessing executor reads the answers of the ranks in order, and stops at the first error. It takes the
-    answers that it has not read for those of its next call. So only the last rank may answer with an error.
+    vLLM's executors read the answers of the ranks in order, and stop at the first error. They take the answers that
+    they have not read for those of the next call. So only the last rank may answer with an error. A rank without the
+    drop-in does not take part: if it is the reason for the error, each rank raises.
 
     Args:
         worker: vLLM's worker.
@@ -79,42 +81,66 @@ def settle(worker: Any, call: str, error: Exception | None, logger: logging.Logg
         logger: vLLM's logger.
 
     Raises:
-        Exception: ``error``, where this rank is the only one, or the executor is another.
+        Exception: ``error``, where this rank is the only one, or each rank has a caller of its own.
         memsaver.Error: On the last rank: the errors of all ranks.
     """
     parallel = worker.parallel_config
     last = parallel.world_size - 1
-    disagrees = isinstance(error, DropInError) and error.rank is not None  # that rank does not settle
-    if parallel.distributed_executor_backend != "mp" or last == 0 or disagrees:
+    disagrees = isinstance(error, DropInError) and error.rank is not None
+    if last == 0 or disagrees or not _has_one_caller(parallel.distributed_executor_backend):
         if error is not None:
             raise error
         return
     import torch.distributed as dist
 
+    found = _ranks()
+    first = found[1] - worker.rank if found is not None else 0  # ranks of the world group, as in other errors
+    text = "" if error is None else _text(error, first + worker.rank, call)
     store = dist.distributed_c10d._get_default_store()
     worker._memsaver_calls = number = getattr(worker, "_memsaver_calls", 0) + 1
     keys = [_KEY.format(f"{parallel.data_parallel_rank}/{number}/{rank}") for rank in range(last)]
     if worker.rank != last:
-        store.set(keys[worker.rank], "" if error is None else str(error) or repr(error))
+        store.set(keys[worker.rank], text)
         if error is not None:
-            logger.error("memsaver: %s failed; rank %d raises the error", call, last, exc_info=error)
+            logger.error("memsaver: %s failed; rank %d raises the error", call, first + last, exc_info=error)
         return
-    texts = [_answer(store, key, rank, call) for rank, key in enumerate(keys)]
-    if any(texts):
-        own = [] if error is None else [str(error) or repr(error)]
-        raise Error("; ".join([text for text in texts if text] + own)) from error
+    deadline = time.monotonic() + _ANSWER_S
+    answers = [_answer(store, key, first + rank, call, deadline) for rank, key in enumerate(keys)]
+    if any(answers):
+        raise Error("; ".join(each for each in (*answers, text) if each)) from error
     if error is not None:
         raise error
 
 
-def _answer(store: Any, key: str, rank: int, call: str) -> str:
-    try:
-        store.wait([key], timedelta(seconds=_ANSWER_S))
-    except RuntimeError:  # torch.distributed.DistStoreError is one
-        return f"rank {rank} has not ended its {call} within {_ANSWER_S:.0f} s after the last rank"
-    text: str = store.get(key).decode()
-    store.delete_key(key)
-    return text
+def _has_one_caller(backend: Any) -> bool:
+    """Whether an executor of vLLM calls all ranks. With others, such as external_launcher, each rank has a caller."""
+    if isinstance(backend, type):
+        return any(each.__name__ == "MultiprocExecutor" for each in backend.__mro__)
+    return backend in ("mp", "ray")
+
+
+def _text(error: Exception, rank: int, call: str) -> str:
+    if isinstance(error, Error):  # naming() has added the rank
+        return str(error)
+    return f"rank {rank}, {call}: {type(error).__name__}: {error}"
+
+
+def _answer(store: Any, key: str, rank: int, call: str, deadline: float) -> str:
+    """The text of a rank's error, or nothing. Waits a second at a time: a signal does not end a wait of the store."""
+    import torch.distributed as dist
+
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            store.wait([key], timedelta(seconds=max(0.01, min(1.0, left))))
+            text: str = store.get(key).decode()
+            store.delete_key(key)
+            return text
+        except dist.DistNetworkError as error:
+            return f"the result of {call} on rank {rank} is unknown: the store of torch.distributed has ended ({error})"
+        except dist.DistStoreError:
+            if left <= 0:
+                return f"rank {rank} has not ended its {call} within {_ANSWER_S:.0f} s after the last rank"
 
 
 def _own() -> str:

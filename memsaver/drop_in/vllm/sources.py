@@ -13,6 +13,8 @@ from memsaver.drop_in.errors import DropInError
 
 MODULE: Final = "vllm.device_allocator.cumem"
 REPLACED: Final = ("CuMemAllocator", "create_and_map", "unmap_and_release")
+WORKER_MODULE: Final = "vllm.v1.worker.gpu_worker"
+WRAPPED: Final = ("sleep", "wake_up")  # methods of its class Worker
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,8 @@ def check(version: str) -> Behaviour:
     package = find_spec("vllm")
     if package is None or not package.submodule_search_locations:
         raise DropInError("there is no package vllm")
-    # Not by find_spec(MODULE), which imports the packages above it.
-    path = Path(package.submodule_search_locations[0]).joinpath(*MODULE.split(".")[1:]).with_suffix(".py")
-    if not path.is_file():
-        raise DropInError(f"vLLM {version} has no {path}")
+    folder = Path(package.submodule_search_locations[0])
+    path = _path(folder, MODULE, version)
     behaviour = REVIEWED.get(digest(path.read_text(encoding="utf-8")))
     if behaviour is None:
         known = ", ".join(sorted({each.since for each in REVIEWED.values()}))
@@ -74,4 +74,22 @@ def check(version: str) -> Behaviour:
             f"the allocator of vLLM {version} ({path}) is not one that was reviewed (first versions with a reviewed "
             f"source: {known}); use one of these, or MEMSAVER_DROP_IN=vllm:warn to go on without memsaver"
         )
+    check_worker(_path(folder, WORKER_MODULE, version).read_text(encoding="utf-8"))
     return behaviour
+
+
+def check_worker(source: str) -> None:
+    """Raises DropInError if vLLM's worker lacks a method that memsaver wraps."""
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Worker"]
+    methods = {node.name for found in classes for node in found.body if isinstance(node, ast.FunctionDef)}
+    missing = [name for name in WRAPPED if name not in methods]
+    if missing:
+        raise DropInError(f"{WORKER_MODULE}.Worker has no {', '.join(missing)}: it is not a worker that memsaver knows")
+
+
+def _path(folder: Path, module: str, version: str) -> Path:
+    """The file of a module. Not by find_spec(module), which imports the packages above it."""
+    path = folder.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    if not path.is_file():
+        raise DropInError(f"vLLM {version} has no {path}")
+    return path

@@ -6,20 +6,14 @@ import functools
 import logging
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 from memsaver import config, drop_in
-from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.vllm import ranks
-
-MODULE: Final = "vllm.v1.worker.gpu_worker"
 
 
 def install(module: ModuleType) -> None:
     """Replaces ``Worker.sleep`` and ``Worker.wake_up``."""
-    missing = [name for name in ("sleep", "wake_up") if not hasattr(module.Worker, name)]
-    if missing:
-        raise DropInError(f"{MODULE}.Worker has no {', '.join(missing)}: it is not a worker that memsaver knows")
     module.Worker.sleep = _settled(_without_assertion(module.Worker.sleep, module.logger), module.logger)
     module.Worker.wake_up = _settled(module.Worker.wake_up, module.logger)
 
