@@ -9,9 +9,9 @@
 - trainer-killed: another process holds the memory of both GPUs while the engine wakes up, and gets SIGKILL.
 - broker-killed (with the shared pool alone): both brokers get SIGKILL while the engine waits for the trainers' memory.
 
-Prints a line for each: the answers, seconds until the engine has recovered or all of its processes have ended, whether
-its tokens are the same, the last errors of its log, and device memory that is still in use when all have ended. Each has
-a JSON line. ``memsaver`` releases memory to the driver; ``memsaver, shared pool`` to the pool. Needs vLLM.
+Prints lines for each: the answers, seconds until the engine has recovered or all of its processes have ended, whether
+its tokens are the same, the last errors of its log, and device memory that is still in use when all have ended; and a
+JSON line for each. ``memsaver`` releases memory to the driver; ``memsaver, shared pool`` to the pool. Needs vLLM.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/vllm_trainer.py [--model qwen3-8b] [--turns 10] [--capacity 100]
 
 The engine sleeps at level 1, so its weights go to host memory and its KV cache is discarded. The trainer has state of
-as many bytes, which host memory keeps as well, and activations in the rest of the pool but for 2 GiB. In each turn both calls
-are made at the same moment. Contents are compared: the engine's tokens, and the trainer's state. Prints milliseconds of
+as many bytes, which host memory keeps as well, and activations in the rest of the pool but for 2 GiB. In each turn both
+calls are made at the same moment. Contents are compared: the engine's tokens, and the trainer's state. Prints milliseconds of
 the turns beside plain pinned copies of the same bytes, both ways at once, and one JSON line. The exit status is 1 if
 contents differ. Needs vLLM. ``--capacity`` is the pool's, in GiB.
 """
@@ -53,7 +53,10 @@ def engine(model: str, model_directory: str, pool_directory: str, share: float) 
 
 
 def trainer(pool_directory: str, state_bytes: int, activation_bytes: int) -> Iterator[Sample]:
-    """Makes its state, then resumes and pauses by turns. Between both it checks and changes its state, and fills its activations."""
+    """Makes its state, then resumes and pauses by turns.
+
+    Between both it checks and changes its state, and fills its activations.
+    """
     os.environ["MEMSAVER_POOL_DIR"] = pool_directory
     memsaver.configure(pool="shared")
     torch.cuda.init()

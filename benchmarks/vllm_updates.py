@@ -86,7 +86,7 @@ def trained(model: str, rank: int, path: str) -> Iterator[Sample]:
 
 
 def filled(device: int) -> Iterator[Sample]:
-    """Another process: by turns it fills the free memory of the GPU, but for 1 GiB, with 0xA5 and holds it, and releases it."""
+    """Another process: by turns it fills free memory of the GPU, all but 1 GiB, with 0xA5, and releases it."""
     torch.cuda.set_device(device)
     torch.zeros(1, device="cuda")
     yield {}
