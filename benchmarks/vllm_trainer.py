@@ -5,8 +5,8 @@
 The engine sleeps at level 1, so its weights go to host memory and its KV cache is discarded. The trainer has state of
 as many bytes, which host memory keeps as well, and activations in the rest of the pool but for 2 GiB. In each turn both
 calls are made at the same moment. Contents are compared: the engine's tokens, and the trainer's state. Prints
-milliseconds of the turns beside plain pinned copies of the same bytes, both ways at once, and one JSON line. The exit status is 1 if
-contents differ. Needs vLLM. ``--capacity`` is the pool's, in GiB.
+milliseconds of the turns beside plain pinned copies of the same bytes, both ways at once, and one JSON line. The exit
+status is 1 if contents differ. Needs vLLM. ``--capacity`` is the pool's, in GiB.
 """
 
 from __future__ import annotations
