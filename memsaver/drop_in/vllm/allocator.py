@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -11,13 +10,13 @@ from typing import Any, ClassVar, NoReturn
 
 from memsaver import _adapter, transitions
 from memsaver.drop_in.errors import DropInError
+from memsaver.drop_in.tagged import TaggedRegions
 from memsaver.drop_in.vllm import check_patches, ranks
 from memsaver.drop_in.vllm.segments import Handle, Segments, index_of, is_offloaded
 from memsaver.drop_in.vllm.sources import MODULE, REPLACED, Behaviour
 from memsaver.drop_in.vllm.worker import shares
-from memsaver.regions import Region, default_device, owning, region, tighten
+from memsaver.regions import Region, owning, tighten
 
-_PREFIX = "vllm."  # of the regions' tags: a trainer in the same process may have a region "weights"
 _SHARED_POOL_S = 60.0  # seconds that wake_up waits for memory that another process holds
 _SLACK = 32 << 20  # bytes of chunks beyond the segments of the weights: vLLM makes the KV cache as large as the rest
 
@@ -37,7 +36,7 @@ class RegionAllocator:
         self.current_tag = self.default_tag
         self.allocator_and_pools: dict[str, Any] = {}
         self.pointer_to_data = Segments(self, self.module.AllocationData)
-        self._regions: dict[str, list[Region]] = {}
+        self._regions = TaggedRegions("vllm")
         self._tightened: set[Region] = set()
 
     # Allocation
@@ -55,7 +54,7 @@ class RegionAllocator:
         ranks.publish()
         outer, self.current_tag = self.current_tag, tag
         try:
-            entered = self._awake_region(tag)
+            entered = self._regions.active(tag)
             with entered:
                 self._count_pool(tag, entered)
                 yield
@@ -71,7 +70,7 @@ class RegionAllocator:
     @contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
         """The id of a graph pool over the region ``vllm.cudagraph``."""
-        entered = self._awake_region("cudagraph")
+        entered = self._regions.active("cudagraph")
         if "cudagraph" not in self.allocator_and_pools:
             self._count_pool("cudagraph", entered)
         outer, self.current_tag = self.current_tag, "cudagraph"
@@ -151,7 +150,7 @@ class RegionAllocator:
 
     def regions(self) -> list[tuple[str, Region]]:
         """Tag and region of each region of the allocator."""
-        return [(tag, each) for tag, several in self._regions.items() for each in several]
+        return self._regions.all()
 
     def _pause(self, tags: Sequence[str], kept: Sequence[str]) -> None:
         chosen = [(tag, each) for tag, each in self.regions() if tag in tags]
@@ -167,17 +166,6 @@ class RegionAllocator:
         )
         if any((tag in kept) != is_offloaded(each) for tag, each in asleep):
             self.module.logger.warning("memsaver: a sleep cannot change the policy of tags that are asleep already.")
-
-    def _awake_region(self, tag: str) -> Region:
-        several = self._regions.setdefault(tag, [])
-        device = default_device()
-        for each in reversed(several):
-            if each.device == device and each.state == "active":
-                return each
-        used = {each.tag for _, each in self.regions()}
-        names = itertools.chain([_PREFIX + tag], (f"{_PREFIX}{tag}.{number}" for number in itertools.count(2)))
-        several.append(region(next(name for name in names if name not in used), device, "none"))
-        return several[-1]
 
     def _count_pool(self, tag: str, entered: Region) -> None:
         """Callers read the length alone. The pool itself would keep its free segments if it were held here."""

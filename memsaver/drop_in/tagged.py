@@ -1,0 +1,40 @@
+"""Regions by the tags of another library."""
+
+from __future__ import annotations
+
+import itertools
+
+from memsaver.regions import Region, default_device, region
+
+
+class TaggedRegions:
+    """The regions of each tag.
+
+    Their own tags are ``{prefix}.{tag}``: the same process may have regions of its own with these tags. A tag that is
+    allocated in while its region is paused gets another, ``{prefix}.{tag}.2``, which is active.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._by_tag: dict[str, list[Region]] = {}
+
+    def active(self, tag: str, backup: str = "none") -> Region:
+        """The active region of a tag with this policy, on the current device. Makes one if there is none."""
+        several = self._by_tag.setdefault(tag, [])
+        device = default_device()
+        for each in reversed(several):
+            if (each.device, each.state, each.backup) == (device, "active", backup):
+                return each
+        used = {each.tag for _, each in self.all() if each.backup == backup}
+        whole = f"{self._prefix}.{tag}"
+        names = itertools.chain([whole], (f"{whole}.{number}" for number in itertools.count(2)))
+        several.append(region(next(name for name in names if name not in used), device, backup))
+        return several[-1]
+
+    def of(self, tag: str) -> list[Region]:
+        """All regions of a tag."""
+        return list(self._by_tag.get(tag, ()))
+
+    def all(self) -> list[tuple[str, Region]]:
+        """Tag and region of each region."""
+        return [(tag, each) for tag, several in self._by_tag.items() for each in several]
