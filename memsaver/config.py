@@ -169,7 +169,7 @@ def _text(value: str) -> str | None:
     return value or None  # memsaver.broker checks it when it is used
 
 
-DROP_INS: Final = ("vllm",)
+DROP_INS: Final = ("vllm", "tms")
 _DROP_IN = f"names of {', '.join(map(repr, DROP_INS))} separated by commas, each with ':warn' after it or not"
 
 
@@ -287,7 +287,7 @@ OPTIONS: Final = (
         _text, None,
     ),
     Option(
-        "drop_in", "'vllm', 'vllm:warn'", "not set",
+        "drop_in", "'vllm', 'tms', 'vllm:warn', 'vllm,tms'", "not set",
         "Libraries whose memory saver memsaver replaces. Only the variable sets it, in each process, before the library"
         " is imported. With ':warn' a library that cannot be replaced stays as it is, with a warning.",
         _drop_in, None,

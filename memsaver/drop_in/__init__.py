@@ -71,7 +71,7 @@ def install(name: str) -> None:
     """Installs the drop-in of this name if ``MEMSAVER_DROP_IN`` asks for it. Again: no-op.
 
     Args:
-        name: ``"vllm"``.
+        name: ``"vllm"`` or ``"tms"``, for torch_memory_saver.
 
     Raises:
         ValueError: There is no drop-in of this name.

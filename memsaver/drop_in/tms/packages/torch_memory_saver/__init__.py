@@ -1,0 +1,7 @@
+"""torch_memory_saver's API on memsaver. See docs/torch_memory_saver.md of memsaver."""
+
+from .entrypoint import TorchMemorySaver, configure_subprocess
+
+torch_memory_saver = TorchMemorySaver()
+
+__all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]

@@ -1,0 +1,3 @@
+from .utils import is_xpu
+
+__all__ = ["is_xpu"]

@@ -1,0 +1,177 @@
+"""The classes of torch_memory_saver 0.0.10 over regions, in its hook mode ``"torch"``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+from memsaver import config, transitions
+from memsaver._torch.backups import cpu_backup
+from memsaver.drop_in.errors import DropInError
+from memsaver.drop_in.tagged import TaggedRegions
+from memsaver.regions import Region, outside, owning
+
+HOOK_MODES: Final = ("preload", "torch")
+_BACKENDS = (None, "pinned", "mmap")
+
+
+class TorchMemorySaver:
+    """The object ``torch_memory_saver.torch_memory_saver``.
+
+    Calls for which the original ends the process raise an error, or are no-ops where callers rely on that: a pause of a
+    paused tag, a resume of an active one, and ``get_cpu_backup()`` of a tensor outside of regions.
+    """
+
+    _impl: TorchMemorySaverImpl | None
+    _impl_ctor_kwargs: dict[str, Any]
+
+    def __init__(self) -> None:
+        self._impl_ctor_kwargs = {}
+        self._impl = None
+
+    # Settings
+
+    def _set_hook_mode(self, mode: str) -> None:
+        if self._impl is not None:
+            raise AttributeError("hook_mode was used already: set it before the first use of torch_memory_saver")
+        if mode not in HOOK_MODES:
+            raise ValueError(f"hook_mode is {mode!r}, expected one of {', '.join(map(repr, HOOK_MODES))}")
+        self._impl_ctor_kwargs["hook_mode"] = mode
+
+    hook_mode = property(None, _set_hook_mode, doc='``"preload"``, the default, or ``"torch"``. It can only be set.')
+
+    @property
+    def enabled(self) -> bool:
+        """Always True."""
+        return True
+
+    def _get_margin(self) -> int:
+        raise NotImplementedError("memory_margin_bytes can only be set")
+
+    def _set_margin(self, nbytes: int) -> None:
+        raise DropInError("memsaver does not support memory_margin_bytes yet: unset MEMSAVER_DROP_IN")
+
+    memory_margin_bytes = property(_get_margin, _set_margin)
+
+    retain_cpu_backup = False
+    """Without effect: pinned host memory is always used again, and contents are not kept after a resume."""
+
+    def set_disk_backup_dir(self, path: str) -> None:
+        """The directory of backups on disk."""
+        config.configure(disk_dir=os.fspath(path))
+
+    # Regions
+
+    @contextmanager
+    def region(
+        self,
+        tag: str = "default",
+        enable_cpu_backup: bool = False,
+        enable_disk_backup: bool = False,
+        cpu_backup_backend: str | None = None,
+    ) -> Iterator[None]:
+        """Allocates in the region of a tag within the with statement.
+
+        Args:
+            tag: A tag, also a paused one.
+            enable_cpu_backup: Whether a pause keeps the contents in host memory.
+            enable_disk_backup: Whether a pause keeps the contents on disk.
+            cpu_backup_backend: ``"pinned"``, ``"mmap"`` or None. Without effect: memsaver has pinned memory.
+
+        Raises:
+            AssertionError: Both backups are enabled.
+            ValueError: The backend is unknown, or there is no backup in host memory.
+            TypeError: The tag is no string.
+        """
+        with self._ensure_initialized().region(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend):
+            yield
+
+    def cuda_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises AssertionError, as the original does in the hook mode ``"torch"``."""
+        raise AssertionError("pausable CUDA graphs need the hook mode 'preload', which memsaver does not have yet")
+
+    @contextmanager
+    def disable(self) -> Iterator[None]:
+        """Allocates outside of regions within the with statement, also while all regions are paused."""
+        self._ensure_initialized()
+        with outside():
+            yield
+
+    def pause(self, tag: str | None = None) -> None:
+        """Releases the memory of a tag, or of all tags if it is None or empty. An unknown tag is a no-op.
+
+        Raises:
+            memsaver.Error: As :func:`memsaver.pause`.
+        """
+        transitions.pause([each for each in self._chosen(tag) if each.state == "active"])
+
+    def resume(self, tag: str | None = None) -> None:
+        """Maps the memory of a tag again, or of all tags, with the contents that were kept.
+
+        Raises:
+            memsaver.Error: As :func:`memsaver.resume`.
+        """
+        transitions.resume([each for each in self._chosen(tag) if each.state != "active"])
+
+    def _chosen(self, tag: str | None) -> list[Region]:
+        if tag is not None and not isinstance(tag, str):
+            raise TypeError(f"tag is {tag!r}, expected a string or None")
+        regions = self._ensure_initialized().regions
+        return regions.of(tag) if tag else [each for _, each in regions.all()]
+
+    def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
+        """The contents of a tensor whose region is paused.
+
+        Args:
+            x: A contiguous tensor.
+            zero_copy: Whether the result is a view of the backup, which is valid until the resume.
+
+        Returns:
+            A CPU tensor. None if the tensor is in no region, if its region is active, or if the backup is on disk.
+
+        Raises:
+            AssertionError: The tensor is not contiguous.
+            BackupError: The region was paused without a backup.
+        """
+        assert x.is_contiguous(), f"x has strides {x.stride()}, expected a contiguous tensor"
+        region = owning(x.data_ptr())
+        if region is None or region.state == "active" or region.backup == "disk":
+            return None
+        return cpu_backup(x, clone=not zero_copy)
+
+    def _ensure_initialized(self) -> TorchMemorySaverImpl:
+        if self._impl is None:
+            self._impl = TorchMemorySaverImpl(**self._impl_ctor_kwargs)
+            del self._impl_ctor_kwargs
+        return self._impl
+
+
+class TorchMemorySaverImpl:
+    """The state of the saver from its first use on."""
+
+    def __init__(self, hook_mode: str = "preload") -> None:
+        if hook_mode == "preload":
+            raise DropInError(
+                "memsaver has no library to preload yet, and so no hook mode 'preload' of torch_memory_saver: set "
+                "torch_memory_saver.hook_mode = 'torch' before its first use, or unset MEMSAVER_DROP_IN"
+            )
+        self._hook_mode = hook_mode
+        self.regions = TaggedRegions("tms")
+        if directory := os.environ.get("TMS_DISK_BACKUP_DIR"):
+            config.configure(disk_dir=directory)
+
+    @contextmanager
+    def region(self, tag: str, cpu: bool, disk: bool, backend: str | None) -> Iterator[None]:
+        if not isinstance(tag, str):
+            raise TypeError(f"tag is {tag!r}, expected a string")
+        assert not (cpu and disk), "enable_cpu_backup and enable_disk_backup are both set, expected one at most"
+        if backend not in _BACKENDS:
+            raise ValueError(f"cpu_backup_backend is {backend!r}, expected 'pinned', 'mmap' or None")
+        if backend is not None and not cpu:
+            raise ValueError(f"cpu_backup_backend is {backend!r}, and enable_cpu_backup is not set")
+        with self.regions.active(tag, "host" if cpu else "disk" if disk else "none"):
+            yield
