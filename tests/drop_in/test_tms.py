@@ -185,20 +185,34 @@ def test_settings_that_the_original_refuses_are_refused(saver: TorchMemorySaver)
     saver.pause()  # the first use
     with pytest.raises(AttributeError, match="set it before the first use"):
         saver.hook_mode = "torch"  # type: ignore[method-assign, assignment]
-    with pytest.raises(AssertionError, match="pausable CUDA graphs need the hook mode 'preload'"):
-        saver.cuda_graph(None)
+    with pytest.raises(AssertionError, match="pausable CUDA graphs need hook_mode = 'preload'"):
+        with saver.cuda_graph(None):  # type: ignore[arg-type]
+            pass
     with pytest.raises(TypeError, match="tag is 3, expected a string or None"):
         saver.pause(3)  # type: ignore[arg-type]
     assert saver.enabled
 
 
-def test_hook_mode_preload_is_refused() -> None:
-    with pytest.raises(DropInError, match="no library to preload yet"), TorchMemorySaver().region("weights"):
+def test_hook_mode_preload_without_the_library_is_refused() -> None:
+    text = "needs memsaver's library in LD_PRELOAD, which is '': start the process within .*configure_subprocess"
+    with pytest.raises(DropInError, match=text), TorchMemorySaver().region("weights"):
         pass
 
 
-def test_margin_is_refused(saver: TorchMemorySaver) -> None:
-    with pytest.raises(DropInError, match="memory_margin_bytes"):
+def test_whole_process_is_refused(saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMS_INIT_ENABLE", "1")
+    with pytest.raises(DropInError, match="TMS_INIT_ENABLE is '1', and memsaver does not manage whole processes yet"):
+        saver.pause()
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "1GiB"])
+def test_margin_that_is_no_number_of_bytes_is_named(saver: TorchMemorySaver, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"memory_margin_bytes is {value!r}, expected a number of bytes"):
+        saver.memory_margin_bytes = value
+
+
+def test_margin_needs_the_hook_mode_preload(saver: TorchMemorySaver) -> None:
+    with pytest.raises(DropInError, match="memory_margin_bytes needs the hook mode 'preload'"):
         saver.memory_margin_bytes = 1
 
 

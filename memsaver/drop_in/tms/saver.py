@@ -1,4 +1,4 @@
-"""The classes of torch_memory_saver 0.0.10 over regions, in its hook mode ``"torch"``."""
+"""The classes of torch_memory_saver 0.0.10 over regions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from memsaver import config, transitions
 from memsaver._torch.backups import cpu_backup
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.tagged import TaggedRegions
-from memsaver.regions import Region, outside, owning
+from memsaver.drop_in.tms.routing import PreloadRouting, Routing, TorchRouting
+from memsaver.regions import Region, owning
 
 HOOK_MODES: Final = ("preload", "torch")
 _BACKENDS = (None, "pinned", "mmap")
@@ -53,7 +54,9 @@ class TorchMemorySaver:
         raise NotImplementedError("memory_margin_bytes can only be set")
 
     def _set_margin(self, nbytes: int) -> None:
-        raise DropInError("memsaver does not support memory_margin_bytes yet: unset MEMSAVER_DROP_IN")
+        if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0:
+            raise ValueError(f"memory_margin_bytes is {nbytes!r}, expected a number of bytes, 0 or more")
+        self._ensure_initialized().routing.set_margin(nbytes)
 
     memory_margin_bytes = property(_get_margin, _set_margin)
 
@@ -87,18 +90,38 @@ class TorchMemorySaver:
             ValueError: The backend is unknown, or there is no backup in host memory.
             TypeError: The tag is no string.
         """
-        with self._ensure_initialized().region(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend):
+        impl = self._ensure_initialized()
+        with impl.routing.into(impl.chosen(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)):
             yield
 
-    def cuda_graph(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises AssertionError, as the original does in the hook mode ``"torch"``."""
-        raise AssertionError("pausable CUDA graphs need the hook mode 'preload', which memsaver does not have yet")
+    @contextmanager
+    def cuda_graph(
+        self,
+        cuda_graph: torch.cuda.CUDAGraph,
+        pool: Any = None,
+        stream: torch.cuda.Stream | None = None,
+        capture_error_mode: str = "global",
+        tag: str = "default",
+        enable_cpu_backup: bool = False,
+        cpu_backup_backend: str | None = None,
+    ) -> Iterator[None]:
+        """Captures a graph, as ``torch.cuda.graph()``, with new segments in the region of a tag.
+
+        Raises:
+            AssertionError: The hook mode is not ``"preload"``.
+            TypeError, ValueError: As :meth:`region`.
+        """
+        impl = self._ensure_initialized()
+        region = impl.chosen(tag, enable_cpu_backup, False, cpu_backup_backend)
+        assert isinstance(impl.routing, PreloadRouting), "pausable CUDA graphs need hook_mode = 'preload'"
+        modes: Any = {"pool": pool, "stream": stream, "capture_error_mode": capture_error_mode}
+        with torch.cuda.graph(cuda_graph, **modes), impl.routing.calls_into(region):
+            yield
 
     @contextmanager
     def disable(self) -> Iterator[None]:
         """Allocates outside of regions within the with statement, also while all regions are paused."""
-        self._ensure_initialized()
-        with outside():
+        with self._ensure_initialized().routing.outside():
             yield
 
     def pause(self, tag: str | None = None) -> None:
@@ -154,18 +177,18 @@ class TorchMemorySaverImpl:
     """The state of the saver from its first use on."""
 
     def __init__(self, hook_mode: str = "preload") -> None:
-        if hook_mode == "preload":
+        if whole := os.environ.get("TMS_INIT_ENABLE"):
             raise DropInError(
-                "memsaver has no library to preload yet, and so no hook mode 'preload' of torch_memory_saver: set "
-                "torch_memory_saver.hook_mode = 'torch' before its first use, or unset MEMSAVER_DROP_IN"
+                f"TMS_INIT_ENABLE is {whole!r}, and memsaver does not manage whole processes yet: unset it, or unset "
+                "MEMSAVER_DROP_IN"
             )
-        self._hook_mode = hook_mode
+        self.routing: Routing = PreloadRouting() if hook_mode == "preload" else TorchRouting()
         self.regions = TaggedRegions("tms")
         if directory := os.environ.get("TMS_DISK_BACKUP_DIR"):
             config.configure(disk_dir=directory)
 
-    @contextmanager
-    def region(self, tag: str, cpu: bool, disk: bool, backend: str | None) -> Iterator[None]:
+    def chosen(self, tag: str, cpu: bool, disk: bool, backend: str | None) -> Region:
+        """The active region of a tag with this policy."""
         if not isinstance(tag, str):
             raise TypeError(f"tag is {tag!r}, expected a string")
         assert not (cpu and disk), "enable_cpu_backup and enable_disk_backup are both set, expected one at most"
@@ -173,5 +196,4 @@ class TorchMemorySaverImpl:
             raise ValueError(f"cpu_backup_backend is {backend!r}, expected 'pinned', 'mmap' or None")
         if backend is not None and not cpu:
             raise ValueError(f"cpu_backup_backend is {backend!r}, and enable_cpu_backup is not set")
-        with self.regions.active(tag, "host" if cpu else "disk" if disk else "none"):
-            yield
+        return self.regions.active(tag, "host" if cpu else "disk" if disk else "none")

@@ -1,0 +1,225 @@
+"""The library that routes cudaMalloc to regions, over a CUDA runtime that is made up, on the host driver."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from memsaver.drop_in.tms.routing import library
+from tests.support import run_python
+
+SOURCE = Path(__file__).with_name("cuda_runtime.c")
+# Each test is a program of its own after this, since a library can only be preloaded when a process starts.
+COMMON = """
+import ctypes, threading
+# As torch loads it: the runtime and its caller are not in the global scope of symbols.
+runtime, caller = ctypes.CDLL(RUNTIME), ctypes.CDLL(CALLER)
+caller.call_malloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
+caller.call_free.argtypes = [ctypes.c_void_p]
+runtime.set_free.argtypes = [ctypes.c_size_t]
+MIB = 1 << 20
+
+def allocate(nbytes=3 * MIB):
+    data = ctypes.c_void_p()
+    error = caller.call_malloc(ctypes.byref(data), nbytes)
+    return data.value if error == 0 else -error
+
+def release(address):
+    assert caller.call_free(address) == 0
+
+def seen():
+    return runtime.seen_mallocs(), runtime.seen_frees()
+"""
+SAVER = """
+from torch_memory_saver import torch_memory_saver as saver
+from memsaver import regions
+"""
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("the CUDA runtime that is made up needs a C compiler")
+    folder = tmp_path_factory.mktemp("runtime")
+    made = {"RUNTIME": folder / "libcudart.so.13", "CALLER": folder / "libcaller.so"}
+    command = [compiler, "-shared", "-fPIC", str(SOURCE)]
+    subprocess.run([*command, "-o", str(made["RUNTIME"])], check=True)
+    linked = [str(made["RUNTIME"]), f"-Wl,-rpath,{folder}", "-Wl,--no-as-needed"]
+    subprocess.run([*command, "-DCALLER", "-o", str(made["CALLER"]), *linked], check=True)
+    return {name: str(path) for name, path in made.items()}
+
+
+@pytest.fixture
+def run(libraries: dict[str, str]) -> Run:
+    def run(program: str, saver: bool = True, preload: bool = True) -> str:
+        text = "".join(f"{name} = {path!r}\n" for name, path in libraries.items()) + COMMON
+        variables = {"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": str(library()) if preload else ""}
+        done = run_python(text + (SAVER if saver else "") + program, **variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_calls_pass_through_until_a_region_is_entered(run: Run) -> None:
+    run("""
+address = allocate()
+assert seen() == (1, 0)
+release(address)
+assert seen() == (1, 1)
+release(None)
+assert seen() == (1, 2)
+import sys
+assert "memsaver" not in sys.modules
+""", saver=False)  # fmt: skip
+
+
+def test_allocations_of_the_thread_are_in_the_region(run: Run) -> None:
+    run("""
+with saver.region("weights", enable_cpu_backup=True):
+    first = allocate()
+    with saver.disable():
+        outside = allocate()
+    found = []
+    thread = threading.Thread(target=lambda: found.append(allocate()))
+    thread.start(); thread.join()
+    with saver.region("kv_cache"):
+        cache = allocate()
+    second = allocate()
+after = allocate()
+tags = [getattr(regions.owning(each), "tag", None) for each in (first, outside, *found, cache, second, after)]
+assert tags == ["tms.weights", None, None, "tms.kv_cache", "tms.weights", None], tags
+assert seen() == (3, 0)
+for address in (outside, *found, after):
+    release(address)
+assert seen() == (3, 3)
+for address in (first, cache, second):
+    release(address)
+assert seen() == (3, 3)
+assert all(each._core.await_frees(10) or each.allocated_bytes == 0 for each in regions.all_regions())
+""")  # fmt: skip
+
+
+def test_contents_survive_a_pause(run: Run) -> None:
+    run("""
+with saver.region("weights", enable_cpu_backup=True):
+    address = allocate()
+ctypes.memset(address, 7, 3 * MIB)
+saver.pause("weights")
+assert regions.owning(address).mapped_bytes == 0
+with saver.region("weights", enable_cpu_backup=True):  # while it is paused
+    later = allocate()
+ctypes.memset(later, 8, 3 * MIB)
+saver.resume()
+assert ctypes.string_at(address, 3 * MIB) == bytes([7]) * (3 * MIB)
+assert ctypes.string_at(later, 3 * MIB) == bytes([8]) * (3 * MIB)
+saver.pause()
+release(address)  # while it is paused
+saver.resume()
+assert ctypes.string_at(later, 3 * MIB) == bytes([8]) * (3 * MIB)
+assert seen() == (0, 0)
+""")  # fmt: skip
+
+
+def test_lack_of_memory_is_the_error_of_the_runtime(run: Run) -> None:
+    run("""
+with saver.region("weights"):
+    assert allocate(1 << 50) == -2
+    runtime.set_free(100 * MIB)
+    saver.memory_margin_bytes = 98 * MIB
+    assert allocate(3 * MIB) == -2
+    assert allocate(2 * MIB) > 0
+    saver.memory_margin_bytes = 1 << 40
+    assert allocate(1) == -2
+    saver.memory_margin_bytes = 0
+    assert allocate(3 * MIB) > 0
+assert seen() == (0, 0)
+""")  # fmt: skip
+
+
+def test_allocations_on_another_device_pass_through(run: Run) -> None:
+    run("""
+with saver.region("weights"):
+    runtime.set_device(1)
+    other = allocate()
+    runtime.set_device(0)
+    own = allocate()
+assert regions.owning(other) is None and regions.owning(own) is not None and seen() == (1, 0)
+""")  # fmt: skip
+
+
+def test_forked_child_passes_all_calls_through(run: Run) -> None:
+    run("""
+import os
+with saver.region("weights"):
+    address = allocate()
+    child = os.fork()
+    if child == 0:
+        made = allocate()
+        release(made)
+        release(address)  # the parent's
+        os._exit(0 if seen() == (1, 1) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert regions.owning(address).allocated_bytes == 3 * MIB
+    assert regions.owning(allocate()) is not None
+""")  # fmt: skip
+
+
+def test_thousands_of_addresses_are_told_apart(run: Run) -> None:
+    run("""
+import random
+random.seed(3)
+held = {True: [], False: []}
+counts = [0, 0]
+for step in range(20_000):
+    routed = random.random() < 0.5
+    if random.random() < 0.55:
+        if routed:
+            with saver.region("weights"):
+                held[routed].append(allocate(random.choice([4096, 65536])))
+        else:
+            held[routed].append(allocate(64))
+            counts[0] += 1
+    elif held[routed]:
+        release(held[routed].pop(random.randrange(len(held[routed]))))
+        counts[1] += not routed
+    assert step % 1000 or seen() == tuple(counts)
+assert seen() == tuple(counts) and len(held[True]) > 100
+""")  # fmt: skip
+
+
+def test_child_started_with_configure_subprocess_loads_the_library(run: Run) -> None:
+    said = run("""
+import subprocess, sys
+from torch_memory_saver import configure_subprocess
+import torch_memory_saver.utils as utils
+program = '''
+from torch_memory_saver import torch_memory_saver as saver
+with saver.region("weights"):
+    print("entered")
+'''
+with configure_subprocess():
+    print(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout)
+print(utils.get_binary_path_from_package("torch_memory_saver_hook_mode_preload").name)
+""", preload=False)  # fmt: skip
+    assert said.split() == ["entered", "torch_memory_saver_hook_mode_preload_cu13.abi3.so"]
+
+
+def test_call_without_a_runtime_is_an_error_with_one_line() -> None:
+    program = "import ctypes; print(ctypes.CDLL(None).cudaFree(ctypes.c_void_p(8)))"
+    done = run_python(program, LD_PRELOAD=str(library()))
+    assert done.stdout.strip() == "999", done.stderr
+    assert done.stderr.splitlines() == ["memsaver: cudaFree was called, and no CUDA runtime library is loaded"]
+
+
+def test_library_needs_libc_alone() -> None:
+    needed = subprocess.run(["ldd", str(library())], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[0].partition(".so")[0] for line in needed.splitlines()}
+    assert not {name for name in names if "stdc++" in name or "cuda" in name}, needed
