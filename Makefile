@@ -86,7 +86,7 @@ lint: $(LINTERS)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(LINT_IMPORTS) --no-cache --no-logo
-	$(CLANG_FORMAT) --dry-run -Werror csrc/*/*.h csrc/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp
+	$(CLANG_FORMAT) --dry-run -Werror csrc/*/*.h csrc/*/*.cpp csrc/*/*.c tests/cpp/*.h tests/cpp/*.cpp
 
 wheel:
 	tools/wheel.sh '$(WHEEL_TORCH)' $(WHEEL_PYTHONS)

@@ -169,16 +169,32 @@ EXPORT int cudaFree(void* data) {
   return kSuccess;
 }
 
-// In a forked child the regions belong to the parent: all calls pass through.
+// Callers look these up in this library.
+EXPORT int cudaGetLastError(void) {
+  typedef int (*Function)(void);
+  RUNTIME(Function, "cudaGetLastError");
+  return function();
+}
+
+EXPORT int cudaHostGetFlags(unsigned* flags, void* data) {
+  typedef int (*Function)(unsigned*, void*);
+  RUNTIME(Function, "cudaHostGetFlags");
+  return function(flags, data);
+}
+
+static void before_fork(void) { pthread_mutex_lock(&mutex); }
+static void in_parent(void) { pthread_mutex_unlock(&mutex); }
+
+// The regions belong to the parent: all calls pass through.
 static void in_forked_child(void) {
-  pthread_mutex_init(&mutex, NULL);
   has_own_route = false;
   process_route.allocate = NULL;
+  pthread_mutex_unlock(&mutex);
 }
 
 static void set_release(Release function) {
   static bool forks_are_handled;
-  if (!forks_are_handled) forks_are_handled = pthread_atfork(NULL, NULL, in_forked_child) == 0;
+  if (!forks_are_handled) forks_are_handled = pthread_atfork(before_fork, in_parent, in_forked_child) == 0;
   if (function != NULL) release = function;
 }
 

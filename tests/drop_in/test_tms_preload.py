@@ -121,7 +121,8 @@ saver.resume()
 assert ctypes.string_at(address, 3 * MIB) == bytes([7]) * (3 * MIB)
 assert ctypes.string_at(later, 3 * MIB) == bytes([8]) * (3 * MIB)
 saver.pause()
-release(address)  # while it is paused
+with saver.disable():
+    release(address)  # while it is paused
 saver.resume()
 assert ctypes.string_at(later, 3 * MIB) == bytes([8]) * (3 * MIB)
 assert seen() == (0, 0)
@@ -210,6 +211,16 @@ with configure_subprocess():
 print(utils.get_binary_path_from_package("torch_memory_saver_hook_mode_preload").name)
 """, preload=False)  # fmt: skip
     assert said.split() == ["entered", "torch_memory_saver_hook_mode_preload_cu13.abi3.so"]
+
+
+def test_other_functions_of_the_runtime_are_found_in_the_library(run: Run) -> None:
+    run("""
+import os
+library = ctypes.CDLL(os.environ["LD_PRELOAD"])
+flags = ctypes.c_uint()
+assert library.cudaGetLastError() == 77
+assert library.cudaHostGetFlags(ctypes.byref(flags), 8) == 0 and flags.value == 1
+""", saver=False)  # fmt: skip
 
 
 def test_call_without_a_runtime_is_an_error_with_one_line() -> None:
