@@ -164,7 +164,7 @@ def test_disable_allocates_outside_of_regions(saver: TorchMemorySaver, paused: b
     [
         ({"tag": 3}, TypeError, "tag is 3, expected a string"),
         ({"enable_cpu_backup": True, "enable_disk_backup": True}, AssertionError, "are both set"),
-        ({"cpu_backup_backend": "pinned"}, ValueError, "enable_cpu_backup is not set"),
+        ({"cpu_backup_backend": "pinned"}, ValueError, "'pinned' requires enable_cpu_backup"),
         ({"enable_cpu_backup": True, "cpu_backup_backend": "shm"}, ValueError, "cpu_backup_backend is 'shm', expected"),
     ],
 )
@@ -234,7 +234,7 @@ from torch_memory_saver import torch_memory_saver as saver, configure_subprocess
 from memsaver import drop_in
 with configure_subprocess(), torch_memory_saver.utils.change_env("ANY", "1"):
     pass
-print(hasattr(torch_memory_saver, "kind"), type(saver).__module__, drop_in.status()["tms"].state)
+print(hasattr(torch_memory_saver, "kind"), type(saver).__mro__[1].__module__, drop_in.status()["tms"].state)
 """
         done = run_python(program, MEMSAVER_DROP_IN="tms", PYTHONPATH=original)
         assert done.stdout.split() == ["False", "memsaver.drop_in.tms.saver", "active"], done.stderr

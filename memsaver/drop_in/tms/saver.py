@@ -90,8 +90,9 @@ class TorchMemorySaver:
             ValueError: The backend is unknown, or there is no backup in host memory.
             TypeError: The tag is no string.
         """
+        policy = _policy(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
         impl = self._ensure_initialized()
-        with impl.routing.into(impl.chosen(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)):
+        with impl.routing.into(impl.regions.active(tag, policy)):
             yield
 
     @contextmanager
@@ -111,11 +112,11 @@ class TorchMemorySaver:
             AssertionError: The hook mode is not ``"preload"``.
             TypeError, ValueError: As :meth:`region`.
         """
+        policy = _policy(tag, enable_cpu_backup, False, cpu_backup_backend)
         impl = self._ensure_initialized()
-        region = impl.chosen(tag, enable_cpu_backup, False, cpu_backup_backend)
         assert isinstance(impl.routing, PreloadRouting), "pausable CUDA graphs need hook_mode = 'preload'"
         modes: Any = {"pool": pool, "stream": stream, "capture_error_mode": capture_error_mode}
-        with torch.cuda.graph(cuda_graph, **modes), impl.routing.calls_into(region):
+        with torch.cuda.graph(cuda_graph, **modes), impl.routing.calls_into(impl.regions.active(tag, policy)):
             yield
 
     @contextmanager
@@ -187,13 +188,14 @@ class TorchMemorySaverImpl:
         if directory := os.environ.get("TMS_DISK_BACKUP_DIR"):
             config.configure(disk_dir=directory)
 
-    def chosen(self, tag: str, cpu: bool, disk: bool, backend: str | None) -> Region:
-        """The active region of a tag with this policy."""
-        if not isinstance(tag, str):
-            raise TypeError(f"tag is {tag!r}, expected a string")
-        assert not (cpu and disk), "enable_cpu_backup and enable_disk_backup are both set, expected one at most"
-        if backend not in _BACKENDS:
-            raise ValueError(f"cpu_backup_backend is {backend!r}, expected 'pinned', 'mmap' or None")
-        if backend is not None and not cpu:
-            raise ValueError(f"cpu_backup_backend is {backend!r}, and enable_cpu_backup is not set")
-        return self.regions.active(tag, "host" if cpu else "disk" if disk else "none")
+
+def _policy(tag: str, cpu: bool, disk: bool, backend: str | None) -> str:
+    """The policy of a region with these options. Raises TypeError, ValueError, or AssertionError as the original."""
+    if not isinstance(tag, str):
+        raise TypeError(f"tag is {tag!r}, expected a string")
+    assert not (cpu and disk), "enable_cpu_backup and enable_disk_backup are both set, expected one at most"
+    if backend not in _BACKENDS:
+        raise ValueError(f"cpu_backup_backend is {backend!r}, expected 'pinned', 'mmap' or None")
+    if backend is not None and not cpu:
+        raise ValueError(f"cpu_backup_backend {backend!r} requires enable_cpu_backup")
+    return "host" if cpu else "disk" if disk else "none"

@@ -26,13 +26,19 @@ def is_xpu() -> bool:
 
 
 def get_binary_path_from_package(stem: str) -> Path:
-    """The library of this name for the CUDA version of torch.
+    """The library of this name for the CUDA version of torch, within the package or beside it.
 
     Raises:
         AssertionError: There is not exactly one.
     """
-    found = list(LIBRARIES.glob(f"{stem}_cu{_detect_cuda_major()}.*.so"))
-    assert len(found) == 1, f"expected one library {stem} in {LIBRARIES}, found {found}"
+    import torch
+
+    suffix = "" if getattr(torch.version, "hip", None) else f"_cu{_detect_cuda_major()}"
+    package = Path(__file__).parent
+    # The last one differs from the second in an editable installation.
+    folders = (package, package.parent, LIBRARIES)
+    found = next(filter(None, (sorted(folder.glob(f"{stem}{suffix}.*so")) for folder in folders)), [])
+    assert len(found) == 1, f"expected one library {stem}{suffix} in {folders}, found {found}"
     return found[0]
 
 

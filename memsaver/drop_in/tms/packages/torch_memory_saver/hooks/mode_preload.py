@@ -1,0 +1,13 @@
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..utils import change_env, get_binary_path_from_package
+
+
+@contextmanager
+def configure_subprocess() -> Iterator[None]:
+    """Processes that are started within the with statement load memsaver's library first (LD_PRELOAD)."""
+    path = str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
+    with change_env("LD_PRELOAD", ":".join(filter(None, [path, os.environ.get("LD_PRELOAD")]))):
+        yield
