@@ -30,6 +30,7 @@ typedef struct {
 
 static _Thread_local bool has_own_route;
 static _Thread_local Route own_route;
+static _Thread_local bool suspended;                       // by tms_set_interesting_region(), until the route changes
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;  // guards all of the following
 static Route process_route;
 static Release release;
@@ -137,7 +138,8 @@ EXPORT int cudaMalloc(void** data, size_t size) {
   const size_t margin = margin_bytes;
   pthread_mutex_unlock(&mutex);
   int device = 0;
-  if (route.allocate == NULL || data == NULL || size == 0 || size > PTRDIFF_MAX) return runtime_malloc(data, size);
+  if (route.allocate == NULL || suspended || data == NULL || size == 0 || size > PTRDIFF_MAX)
+    return runtime_malloc(data, size);
   if (runtime_device(&device) != kSuccess || device != route.device) return runtime_malloc(data, size);
   if (margin > 0) {
     size_t free_bytes = 0, total = 0;
@@ -205,10 +207,14 @@ EXPORT void memsaver_preload_route(Allocate allocate, Release function, int devi
   pthread_mutex_unlock(&mutex);
   own_route = (Route){allocate, device};
   has_own_route = true;
+  suspended = false;
 }
 
 // From here on the route of the process applies to the calling thread.
-EXPORT void memsaver_preload_no_route(void) { has_own_route = false; }
+EXPORT void memsaver_preload_no_route(void) {
+  has_own_route = false;
+  suspended = false;
+}
 
 // The route of all threads that have none of their own.
 EXPORT void memsaver_preload_process_route(Allocate allocate, Release function, int device) {
@@ -217,6 +223,16 @@ EXPORT void memsaver_preload_process_route(Allocate allocate, Release function, 
   process_route = (Route){allocate, device};
   pthread_mutex_unlock(&mutex);
 }
+
+// By the names of torch_memory_saver, for callers of its library: whether calls of this thread are routed.
+EXPORT int tms_get_interesting_region(void) {
+  pthread_mutex_lock(&mutex);
+  const Route route = has_own_route ? own_route : process_route;
+  pthread_mutex_unlock(&mutex);
+  return route.allocate != NULL && !suspended;
+}
+
+EXPORT void tms_set_interesting_region(int interesting) { suspended = !interesting; }
 
 // A routed allocation fails if it would leave less free memory of the device than this.
 EXPORT void memsaver_preload_margin(size_t nbytes) {

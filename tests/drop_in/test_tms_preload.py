@@ -156,6 +156,25 @@ assert regions.owning(other) is None and regions.owning(own) is not None and see
 """)  # fmt: skip
 
 
+def test_callers_of_the_library_suspend_a_region(run: Run) -> None:
+    run("""
+with saver.region("weights"):
+    library = saver._impl._binary_wrapper.cdll
+    assert library.tms_get_interesting_region()
+    library.tms_set_interesting_region(False)
+    assert not library.tms_get_interesting_region()
+    outside = allocate()
+    library.tms_set_interesting_region(True)
+    inside = allocate()
+    library.tms_set_interesting_region(False)
+    with saver.region("kv_cache"):
+        cache = allocate()
+assert not library.tms_get_interesting_region()
+tags = [getattr(regions.owning(each), "tag", None) for each in (outside, inside, cache)]
+assert tags == [None, "tms.weights", "tms.kv_cache"] and seen() == (1, 0)
+""")  # fmt: skip
+
+
 def test_forked_child_passes_all_calls_through(run: Run) -> None:
     run("""
 import os

@@ -54,7 +54,7 @@ class PreloadRouting:
     """
 
     def __init__(self) -> None:
-        loaded = ctypes.CDLL(None)
+        self.cdll = loaded = ctypes.CDLL(None)
         try:
             self._set, self._unset = loaded.memsaver_preload_route, loaded.memsaver_preload_no_route
             self._set_margin = loaded.memsaver_preload_margin

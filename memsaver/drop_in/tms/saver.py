@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -184,6 +185,8 @@ class TorchMemorySaverImpl:
                 "MEMSAVER_DROP_IN"
             )
         self.routing: Routing = PreloadRouting() if hook_mode == "preload" else TorchRouting()
+        if isinstance(self.routing, PreloadRouting):  # by its original name: callers use its C functions
+            self._binary_wrapper = SimpleNamespace(cdll=self.routing.cdll)
         self.regions = TaggedRegions("tms")
         if directory := os.environ.get("TMS_DISK_BACKUP_DIR"):
             config.configure(disk_dir=directory)
