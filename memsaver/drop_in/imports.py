@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -25,30 +26,28 @@ def when_imported(name: str, callback: Callback) -> None:
 
 
 class _Finder(MetaPathFinder):
+    """Stays until the module has been executed: a look-up of the module alone, as by find_spec(), changes nothing."""
+
     def __init__(self, name: str, callback: Callback) -> None:
         self._name, self._callback = name, callback
+        self._thread = threading.local()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self._name:
+        if name != self._name or getattr(self._thread, "searches", False):
             return None
-        sys.meta_path.remove(self)
+        self._thread.searches = True
         try:
             spec = find_spec(name)
-        except BaseException:
-            sys.meta_path.insert(0, self)
-            raise
-        if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)
-        else:
+        finally:
+            self._thread.searches = False
+        if spec is not None and spec.loader is not None:
             spec.loader = _CallingLoader(spec.loader, self)
         return spec
 
     def executed(self, module: ModuleType) -> None:
         self._callback(module)
-
-    def failed(self) -> None:
-        """The import may be tried again."""
-        sys.meta_path.insert(0, self)
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 class _CallingLoader(Loader):
@@ -65,9 +64,5 @@ class _CallingLoader(Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        try:
-            self._loader.exec_module(module)
-            self._finder.executed(module)
-        except BaseException:
-            self._finder.failed()
-            raise
+        self._loader.exec_module(module)
+        self._finder.executed(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 from memsaver.regions import Region, default_device, region
 
@@ -17,24 +18,31 @@ class TaggedRegions:
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._by_tag: dict[str, list[Region]] = {}
+        self._lock = threading.Lock()
 
     def active(self, tag: str, backup: str = "none") -> Region:
         """The active region of a tag with this policy, on the current device. Makes one if there is none."""
-        several = self._by_tag.setdefault(tag, [])
         device = default_device()
-        for each in reversed(several):
-            if (each.device, each.state, each.backup) == (device, "active", backup):
-                return each
-        used = {each.tag for _, each in self.all() if each.backup == backup}
-        whole = f"{self._prefix}.{tag}"
-        names = itertools.chain([whole], (f"{whole}.{number}" for number in itertools.count(2)))
-        several.append(region(next(name for name in names if name not in used), device, backup))
-        return several[-1]
+        with self._lock:
+            several = self._by_tag.setdefault(tag, [])
+            for each in reversed(several):
+                if (each.device, each.state, each.backup) == (device, "active", backup):
+                    return each
+            used = {each.tag for _, each in self._rows() if each.backup == backup}
+            whole = f"{self._prefix}.{tag}"
+            names = itertools.chain([whole], (f"{whole}.{number}" for number in itertools.count(2)))
+            several.append(region(next(name for name in names if name not in used), device, backup))
+            return several[-1]
 
     def of(self, tag: str) -> list[Region]:
         """All regions of a tag."""
-        return list(self._by_tag.get(tag, ()))
+        with self._lock:
+            return list(self._by_tag.get(tag, ()))
 
     def all(self) -> list[tuple[str, Region]]:
         """Tag and region of each region."""
+        with self._lock:
+            return self._rows()
+
+    def _rows(self) -> list[tuple[str, Region]]:
         return [(tag, each) for tag, several in self._by_tag.items() for each in several]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import drop_in, regions
+from memsaver import regions
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.tms.saver import TorchMemorySaver
 from tests.drop_in.fake_vllm import before
@@ -141,6 +140,15 @@ def test_cpu_backup_on_disk_is_none(saver: TorchMemorySaver, tmp_path: Path) -> 
     assert bool((weights == 1).all())
 
 
+def test_directory_of_backups_is_made_and_comes_before_the_variable(
+    saver: TorchMemorySaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMS_DISK_BACKUP_DIR", str(tmp_path / "variable"))
+    saver.set_disk_backup_dir(tmp_path / "call")
+    assert memsaver.config.options()["disk_dir"] == str(tmp_path / "call")
+    assert (tmp_path / "variable").is_dir()
+
+
 @pytest.mark.parametrize("paused", [False, True])
 def test_disable_allocates_outside_of_regions(saver: TorchMemorySaver, paused: bool) -> None:
     with saver.region("weights", enable_cpu_backup=True):
@@ -200,6 +208,10 @@ def test_hook_mode_preload_without_the_library_is_refused() -> None:
 
 
 def test_whole_process_is_refused(saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMS_INIT_ENABLE", "0")
+    other = TorchMemorySaver()
+    other.hook_mode = "torch"  # type: ignore[method-assign, assignment]
+    other.pause()
     monkeypatch.setenv("TMS_INIT_ENABLE", "1")
     with pytest.raises(DropInError, match="TMS_INIT_ENABLE is '1', and memsaver does not manage whole processes yet"):
         saver.pause()
@@ -245,6 +257,17 @@ print(hasattr(torch_memory_saver, "kind"), type(saver).__mro__[1].__module__, dr
         done = run_python(program, MEMSAVER_DROP_IN=value, PYTHONPATH=original)
         assert done.stdout.split() == ["original", "False"], done.stderr
 
+    def test_look_up_of_the_package_before_its_import_changes_nothing(self, original: str) -> None:
+        program = """
+import importlib.util
+assert importlib.util.find_spec("torch_memory_saver") is not None
+import torch_memory_saver
+from memsaver import drop_in
+print(hasattr(torch_memory_saver, "kind"), drop_in.status()["tms"].state)
+"""
+        done = run_python(program, MEMSAVER_DROP_IN="tms", PYTHONPATH=original)
+        assert done.stdout.split() == ["False", "active"], done.stderr
+
     def test_nothing_is_imported_before_the_package(self) -> None:
         program = "import sys; print([name for name in sys.modules if name in ('memsaver', 'torch')])"
         assert run_python(program, MEMSAVER_DROP_IN="tms").stdout.strip() == "[]"
@@ -265,8 +288,3 @@ drop_in.install("tms")
         assert done.returncode != 0 and "is imported already: set MEMSAVER_DROP_IN before Python starts" in done.stderr
         done = run_python(program + "print(torch_memory_saver.kind)", MEMSAVER_DROP_IN="tms:warn", PYTHONPATH=original)
         assert done.stdout.strip() == "original" and "stepped aside" in done.stderr
-
-
-def test_package_is_not_importable_by_its_name_alone() -> None:
-    assert not [folder for folder in sys.path if Path(folder, "torch_memory_saver", "entrypoint.py").exists()]
-    assert drop_in.status().get("tms") is None

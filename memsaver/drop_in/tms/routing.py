@@ -54,6 +54,7 @@ class PreloadRouting:
     """
 
     def __init__(self) -> None:
+        check_allocator()
         self.cdll = loaded = ctypes.CDLL(None)
         try:
             self._set, self._unset = loaded.memsaver_preload_route, loaded.memsaver_preload_no_route
@@ -72,6 +73,7 @@ class PreloadRouting:
 
     @contextmanager
     def into(self, region: Region) -> Iterator[None]:
+        check_allocator()  # code may have changed the setting
         with self._entered(region, None if region.device == "cpu" else (_index(region), self._pool(region))):
             yield
 
@@ -127,6 +129,17 @@ class PreloadRouting:
                 with torch.cuda.device(region.device):
                     self._pools[region] = torch.cuda.MemPool()
             return self._pools[region]
+
+
+def check_allocator() -> None:
+    """Raises DropInError if torch's allocator is set to take memory without cudaMalloc."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        if "expandable_segments:True" in value or "cudaMallocAsync" in value:
+            raise DropInError(
+                f"{name} is {value!r}: torch then takes memory without cudaMalloc, which hook mode 'preload' cannot "
+                "see. Unset expandable_segments and the backend, or set torch_memory_saver.hook_mode = 'torch'"
+            )
 
 
 def _index(region: Region) -> int:

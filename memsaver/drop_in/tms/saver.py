@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from memsaver import config, transitions
+from memsaver import _adapter, config, transitions
 from memsaver._torch.backups import cpu_backup
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.tagged import TaggedRegions
@@ -64,9 +64,10 @@ class TorchMemorySaver:
     retain_cpu_backup = False
     """Without effect: pinned host memory is always used again, and contents are not kept after a resume."""
 
-    def set_disk_backup_dir(self, path: str) -> None:
-        """The directory of backups on disk."""
-        config.configure(disk_dir=os.fspath(path))
+    def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
+        """The directory of backups on disk. It is created if it does not exist."""
+        self._ensure_initialized()
+        _set_disk_dir(path)
 
     # Regions
 
@@ -116,8 +117,10 @@ class TorchMemorySaver:
         policy = _policy(tag, enable_cpu_backup, False, cpu_backup_backend)
         impl = self._ensure_initialized()
         assert isinstance(impl.routing, PreloadRouting), "pausable CUDA graphs need hook_mode = 'preload'"
+        region = impl.regions.active(tag, policy)  # before the capture: the first region of a process prepares for it
+        _adapter.adapter()
         modes: Any = {"pool": pool, "stream": stream, "capture_error_mode": capture_error_mode}
-        with torch.cuda.graph(cuda_graph, **modes), impl.routing.calls_into(impl.regions.active(tag, policy)):
+        with torch.cuda.graph(cuda_graph, **modes), impl.routing.calls_into(region):
             yield
 
     @contextmanager
@@ -179,7 +182,8 @@ class TorchMemorySaverImpl:
     """The state of the saver from its first use on."""
 
     def __init__(self, hook_mode: str = "preload") -> None:
-        if whole := os.environ.get("TMS_INIT_ENABLE"):
+        whole = os.environ.get("TMS_INIT_ENABLE", "")
+        if whole.lower() not in ("", "0", "false", "no"):
             raise DropInError(
                 f"TMS_INIT_ENABLE is {whole!r}, and memsaver does not manage whole processes yet: unset it, or unset "
                 "MEMSAVER_DROP_IN"
@@ -189,7 +193,12 @@ class TorchMemorySaverImpl:
             self._binary_wrapper = SimpleNamespace(cdll=self.routing.cdll)
         self.regions = TaggedRegions("tms")
         if directory := os.environ.get("TMS_DISK_BACKUP_DIR"):
-            config.configure(disk_dir=directory)
+            _set_disk_dir(directory)
+
+
+def _set_disk_dir(path: str | os.PathLike[str]) -> None:
+    os.makedirs(path, exist_ok=True)
+    config.configure(disk_dir=os.fspath(path))
 
 
 def _policy(tag: str, cpu: bool, disk: bool, backend: str | None) -> str:
