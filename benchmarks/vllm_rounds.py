@@ -24,25 +24,17 @@ from arguments import count, parse, parser_for
 from arguments import directory as writable
 from environment import environment
 from host import GIB
-from processes import Process, Sample, side_by_side
+from processes import Process, ask_all
 from vllm_models import MODELS
 from vllm_server import WAYS, Server
 from vllm_updates import filled, trained
-
-
-def ask(processes: list[Process]) -> list[Sample]:
-    found = side_by_side(processes)
-    for each in found:
-        if "error" in each:
-            raise SystemExit(f"{each['error']}\n{each.get('traceback', '')}")
-    return found
 
 
 def update(server: Server, trainers: list[Process], path: str) -> float:
     """Sends a version of the weights. Returns milliseconds of the server's calls."""
     took = 0.0
     while True:
-        found = ask(trainers)
+        found = ask_all(trainers)
         took += server.post("/collective_rpc", {"method": "take_bucket", "args": [path]})
         if found[0]["last"]:
             return took
@@ -74,8 +66,8 @@ class Rounds:
         }
         self.fillers = [Process(filled, device=rank) for rank in range(options.ranks)]
         for each in self.trainers.values():
-            ask(each)
-        ask(self.fillers)
+            ask_all(each)
+        ask_all(self.fillers)
         self.ms: dict[str, list[float]] = {}
         self.filled_bytes: list[int] = []
         self.differs_at_level_1 = 0
@@ -84,8 +76,8 @@ class Rounds:
         self.ms.setdefault(name, []).append(took)
 
     def fill(self) -> None:
-        self.filled_bytes += [each["bytes"] for each in ask(self.fillers)]
-        ask(self.fillers)  # releases it
+        self.filled_bytes += [each["bytes"] for each in ask_all(self.fillers)]
+        ask_all(self.fillers)  # releases it
 
     def round(self) -> list[list[int]]:
         server = self.server

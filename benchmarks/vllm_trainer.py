@@ -26,7 +26,7 @@ from environment import environment
 from handover import broker
 from host import GIB, MIB
 from limits import Limit
-from processes import Process, Sample, side_by_side
+from processes import Process, Sample, ask_all
 from vllm_models import MODELS
 
 import memsaver
@@ -92,14 +92,6 @@ def timed(call: Any) -> Sample:
     return {"span": (began, time.perf_counter())}
 
 
-def both(processes: list[Process]) -> list[Sample]:
-    found = side_by_side(processes)
-    for each in found:
-        if "error" in each:
-            raise SystemExit(f"{each['error']}\n{each.get('traceback', '')}")
-    return found
-
-
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--model", choices=tuple(MODELS), default="qwen3-8b")
@@ -120,19 +112,19 @@ def main() -> None:
         training = None
         try:
             # The engine first: it takes the pool's idle chunks for free memory of its own when it counts its blocks.
-            [first] = both([serving])
-            both([serving])  # sleeps
+            [first] = ask_all([serving])
+            ask_all([serving])  # sleeps
             training = Process(trainer, pool_directory=pool, state_bytes=state_bytes,
                                activation_bytes=options.capacity * GIB - state_bytes - 2 * GIB)  # fmt: skip
-            both([training])
-            [awake] = both([serving])
+            ask_all([training])
+            [awake] = ask_all([serving])
             held = sum(first["regions"].values())
             print(f"{options.model}: {first['weight_bytes'] / GIB:.2f} GiB of weights, {held / GIB:.1f} in regions, "
                   f"pool {options.capacity} GiB, trainer's state {state_bytes / GIB:.2f} GiB", flush=True)  # fmt: skip
             tokens = {first["tokens"], awake["tokens"]}
             for _ in range(WARM_UP + options.turns):
                 for direction in ms:
-                    spans = both([serving, training])
+                    spans = ask_all([serving, training])
                     begin, end = zip(*(each["span"] for each in spans))
                     ms[direction].append(1e3 * (max(end) - min(begin)))
                     tokens |= {each["tokens"] for each in spans if "tokens" in each}
