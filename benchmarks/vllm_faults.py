@@ -37,8 +37,8 @@ from arguments import parse, parser_for
 from environment import environment, nvidia_smi
 from host import GIB, MIB
 from processes import Process, Sample, side_by_side
-from vllm_models import MODELS
-from vllm_server import WAYS, Server
+from vllm_models import MODELS, WAYS
+from vllm_server import Server
 from vllm_updates import filled
 
 import memsaver

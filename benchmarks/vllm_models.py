@@ -16,6 +16,14 @@ KV_HEADS = 8
 LORA_RANK = 8
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
+WAYS = {"vllm": {"MEMSAVER_DROP_IN": ""}, "memsaver": {"MEMSAVER_DROP_IN": "vllm"}}
+"""Variables of vLLM's own sleep mode, and of the drop-in."""
+
+
+def prompt(number: int) -> list[int]:
+    """Tokens that every model has."""
+    return [(number * 7919 + at * 104729) % 31000 + 5 for at in range(64)]
+
 
 @dataclass(frozen=True)
 class Model:

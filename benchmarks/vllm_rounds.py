@@ -25,8 +25,8 @@ from arguments import directory as writable
 from environment import environment
 from host import GIB
 from processes import Process, ask_all
-from vllm_models import MODELS
-from vllm_server import WAYS, Server
+from vllm_models import MODELS, WAYS
+from vllm_server import Server
 from vllm_updates import filled, trained
 
 

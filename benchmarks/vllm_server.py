@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from vllm_models import prompt
 
-WAYS = {"vllm": {"MEMSAVER_DROP_IN": ""}, "memsaver": {"MEMSAVER_DROP_IN": "vllm"}}
-"""Variables of vLLM's own sleep mode, and of the drop-in."""
 EXTENSION = "vllm_updates.Updated"
 PROMPTS, TOKENS = 4, 24
 START_S = 240.0
@@ -105,8 +104,7 @@ class Server:
         self.post("/reset_prefix_cache")
         found = []
         for i in range(PROMPTS):  # one after the other: other batches have other near-ties
-            prompt = [(i * 7919 + j * 104729) % 31000 + 5 for j in range(64)]
-            body = {"model": "model", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
+            body = {"model": "model", "prompt": prompt(i), "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
                     "return_token_ids": True}  # fmt: skip
             status, text = self.call("POST", "/v1/completions", body)
             if status != 200:

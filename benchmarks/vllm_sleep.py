@@ -30,9 +30,8 @@ import torch
 from arguments import count, parse, parser_for, positive
 from environment import environment, listed_bytes
 from host import GIB, MIB
-from vllm_models import MODELS, Model
+from vllm_models import MODELS, WAYS, Model, prompt
 
-WAYS = {"vllm": {"MEMSAVER_DROP_IN": ""}, "memsaver": {"MEMSAVER_DROP_IN": "vllm"}}
 PROMPTS, TOKENS = 8, 32
 WARM_UP = 2
 COPYING = {"sleep 1": "out", "wake 1": "into", "wake 1, weights": "into"}
@@ -76,9 +75,7 @@ class Engine:
     def tokens(self) -> str:
         """A digest of greedy tokens, without cached prefixes: they change the shapes of the prefill, and near-ties."""
         self.llm.reset_prefix_cache()
-        prompts = [
-            {"prompt_token_ids": [(i * 7919 + j * 104729) % 31000 + 5 for j in range(64)]} for i in range(PROMPTS)
-        ]
+        prompts = [{"prompt_token_ids": prompt(number)} for number in range(PROMPTS)]
         done = self.llm.generate(prompts, self.sampling, use_tqdm=False, lora_request=self._lora())
         return hashlib.sha256(str([list(each.outputs[0].token_ids) for each in done]).encode()).hexdigest()[:16]
 

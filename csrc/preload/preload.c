@@ -1,6 +1,6 @@
 // A library to preload (LD_PRELOAD): routes cudaMalloc and cudaFree to regions, for torch_memory_saver's hook mode
-// "preload". It knows nothing of memsaver's core. memsaver gives it C functions that allocate and free, for a thread or
-// for the whole process. Until then every call passes through, and nothing is loaded or initialized.
+// "preload". It knows nothing of memsaver's core. memsaver gives it C functions that allocate and free, for a thread.
+// Until then every call passes through, and nothing is loaded or initialized.
 //
 // It needs libc alone, since the programs that a process starts load it too. The CUDA runtime is found among the
 // libraries that the process has loaded. A statically linked CUDA runtime does not call these functions.
@@ -28,11 +28,9 @@ typedef struct {
   int device;         // allocations on other devices pass through
 } Route;
 
-static _Thread_local bool has_own_route;
-static _Thread_local Route own_route;
+static _Thread_local Route route;
 static _Thread_local bool suspended;                       // by tms_set_interesting_region(), until the route changes
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;  // guards all of the following
-static Route process_route;
 static Release release;
 static size_t margin_bytes;
 // The addresses that were routed: open addressing, a power of two of places, at most half of them taken.
@@ -133,14 +131,13 @@ static int runtime_memory(size_t* free_bytes, size_t* total) {
 }
 
 EXPORT int cudaMalloc(void** data, size_t size) {
-  pthread_mutex_lock(&mutex);
-  const Route route = has_own_route ? own_route : process_route;
-  const size_t margin = margin_bytes;
-  pthread_mutex_unlock(&mutex);
   int device = 0;
   if (route.allocate == NULL || suspended || data == NULL || size == 0 || size > PTRDIFF_MAX)
     return runtime_malloc(data, size);
   if (runtime_device(&device) != kSuccess || device != route.device) return runtime_malloc(data, size);
+  pthread_mutex_lock(&mutex);
+  const size_t margin = margin_bytes;
+  pthread_mutex_unlock(&mutex);
   if (margin > 0) {
     size_t free_bytes = 0, total = 0;
     const int error = runtime_memory(&free_bytes, &total);
@@ -189,48 +186,23 @@ static void in_parent(void) { pthread_mutex_unlock(&mutex); }
 
 // The regions belong to the parent: all calls pass through.
 static void in_forked_child(void) {
-  has_own_route = false;
-  process_route.allocate = NULL;
+  route.allocate = NULL;
   pthread_mutex_unlock(&mutex);
 }
 
-static void set_release(Release function) {
+// The route of the calling thread. Both functions may be NULL: its calls pass through.
+EXPORT void memsaver_preload_route(Allocate allocate, Release function, int device) {
   static bool forks_are_handled;
+  pthread_mutex_lock(&mutex);
   if (!forks_are_handled) forks_are_handled = pthread_atfork(before_fork, in_parent, in_forked_child) == 0;
   if (function != NULL) release = function;
-}
-
-// The route of the calling thread. `allocate` may be NULL: all of its calls pass through.
-EXPORT void memsaver_preload_route(Allocate allocate, Release function, int device) {
-  pthread_mutex_lock(&mutex);
-  set_release(function);
   pthread_mutex_unlock(&mutex);
-  own_route = (Route){allocate, device};
-  has_own_route = true;
+  route = (Route){allocate, device};
   suspended = false;
-}
-
-// From here on the route of the process applies to the calling thread.
-EXPORT void memsaver_preload_no_route(void) {
-  has_own_route = false;
-  suspended = false;
-}
-
-// The route of all threads that have none of their own.
-EXPORT void memsaver_preload_process_route(Allocate allocate, Release function, int device) {
-  pthread_mutex_lock(&mutex);
-  set_release(function);
-  process_route = (Route){allocate, device};
-  pthread_mutex_unlock(&mutex);
 }
 
 // By the names of torch_memory_saver, for callers of its library: whether calls of this thread are routed.
-EXPORT int tms_get_interesting_region(void) {
-  pthread_mutex_lock(&mutex);
-  const Route route = has_own_route ? own_route : process_route;
-  pthread_mutex_unlock(&mutex);
-  return route.allocate != NULL && !suspended;
-}
+EXPORT int tms_get_interesting_region(void) { return route.allocate != NULL && !suspended; }
 
 EXPORT void tms_set_interesting_region(int interesting) { suspended = !interesting; }
 

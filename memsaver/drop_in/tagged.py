@@ -8,6 +8,11 @@ import threading
 from memsaver.regions import Region, default_device, region
 
 
+def index_of(region: Region) -> int:
+    """The number of a region's device; 0 for the host driver."""
+    return int(region.device.partition(":")[2] or 0)
+
+
 class TaggedRegions:
     """The regions of each tag.
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from memsaver.drop_in.tms.routing import library
+from memsaver.drop_in.tms.routing import LIBRARIES
 from tests.support import run_python
 
+LIBRARY = LIBRARIES / "torch_memory_saver_hook_mode_preload.abi3.so"
 SOURCE = Path(__file__).with_name("cuda_runtime.c")
 # Each test is a program of its own after this, since a library can only be preloaded when a process starts.
 COMMON = """
@@ -60,7 +61,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run(libraries: dict[str, str]) -> Run:
     def run(program: str, saver: bool = True, preload: bool = True) -> str:
         text = "".join(f"{name} = {path!r}\n" for name, path in libraries.items()) + COMMON
-        variables = {"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": str(library()) if preload else ""}
+        variables = {"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": str(LIBRARY) if preload else ""}
         done = run_python(text + (SAVER if saver else "") + program, **variables)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -263,13 +264,13 @@ assert library.cudaHostGetFlags(ctypes.byref(flags), 8) == 0 and flags.value == 
 
 def test_call_without_a_runtime_is_an_error_with_one_line() -> None:
     program = "import ctypes; print(ctypes.CDLL(None).cudaFree(ctypes.c_void_p(8)))"
-    done = run_python(program, LD_PRELOAD=str(library()))
+    done = run_python(program, LD_PRELOAD=str(LIBRARY))
     assert done.stdout.strip() == "999", done.stderr
     assert done.stderr.splitlines() == ["memsaver: cudaFree was called, and no CUDA runtime library is loaded"]
 
 
 def test_library_needs_libc_alone() -> None:
-    needed = subprocess.run(["ldd", str(library())], capture_output=True, text=True, check=True).stdout
+    needed = subprocess.run(["ldd", str(LIBRARY)], capture_output=True, text=True, check=True).stdout
     names = {line.split()[0].partition(".so")[0] for line in needed.splitlines()}
     assert {Path(name).name for name in names} <= {"linux-vdso", "libc", "libdl", "libpthread", "ld-linux-x86-64"}, (
         needed

@@ -14,16 +14,10 @@ import torch
 
 from memsaver import _core
 from memsaver.drop_in.errors import DropInError
+from memsaver.drop_in.tagged import index_of
 from memsaver.regions import Region, outside
 
 LIBRARIES: Final = Path(_core.__file__).parent / "drop_in" / "tms" / "packages"
-STEM: Final = "torch_memory_saver_hook_mode_preload"
-
-
-def library(cuda_major: int | None = None) -> Path:
-    """The library to preload. The same one serves all versions of CUDA under several names."""
-    suffix = "" if cuda_major is None else f"_cu{cuda_major}"
-    return LIBRARIES / f"{STEM}{suffix}.abi3.so"
 
 
 class Routing(Protocol):
@@ -57,8 +51,7 @@ class PreloadRouting:
         check_allocator()
         self.cdll = loaded = ctypes.CDLL(None)
         try:
-            self._set, self._unset = loaded.memsaver_preload_route, loaded.memsaver_preload_no_route
-            self._set_margin = loaded.memsaver_preload_margin
+            self._set, self._set_margin = loaded.memsaver_preload_route, loaded.memsaver_preload_margin
         except AttributeError:
             raise DropInError(
                 "the hook mode 'preload' needs memsaver's library in LD_PRELOAD, which is "
@@ -74,7 +67,7 @@ class PreloadRouting:
     @contextmanager
     def into(self, region: Region) -> Iterator[None]:
         check_allocator()  # code may have changed the setting
-        with self._entered(region, None if region.device == "cpu" else (_index(region), self._pool(region))):
+        with self._entered(region, None if region.device == "cpu" else (index_of(region), self._pool(region))):
             yield
 
     @contextmanager
@@ -105,12 +98,11 @@ class PreloadRouting:
             self._apply(entered)
 
     def _apply(self, entered: list[tuple[Region | None, tuple[int, Any] | None]]) -> None:
-        if not entered:
-            self._unset()
-        elif (region := entered[-1][0]) is None:
+        region = entered[-1][0] if entered else None
+        if region is None:
             self._set(None, None, 0)
         else:
-            self._set(*region._core.entry_points(), _index(region))
+            self._set(*region._core.entry_points(), index_of(region))
         # One pool at a time: torch versions differ in which of two routed pools wins.
         wanted = next((pool for _, pool in reversed(entered) if pool is not None), None)
         routed = self._thread.__dict__.get("routed")
@@ -140,7 +132,3 @@ def check_allocator() -> None:
                 f"{name} is {value!r}: torch then takes memory without cudaMalloc, which hook mode 'preload' cannot "
                 "see. Unset expandable_segments and the backend, or set torch_memory_saver.hook_mode = 'torch'"
             )
-
-
-def _index(region: Region) -> int:
-    return int(region.device.partition(":")[2] or 0)

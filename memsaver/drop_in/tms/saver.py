@@ -92,7 +92,7 @@ class TorchMemorySaver:
             ValueError: The backend is unknown, or there is no backup in host memory.
             TypeError: The tag is no string.
         """
-        policy = _policy(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
+        policy = self._policy(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
         impl = self._ensure_initialized()
         with impl.routing.into(impl.regions.active(tag, policy)):
             yield
@@ -114,7 +114,7 @@ class TorchMemorySaver:
             AssertionError: The hook mode is not ``"preload"``.
             TypeError, ValueError: As :meth:`region`.
         """
-        policy = _policy(tag, enable_cpu_backup, False, cpu_backup_backend)
+        policy = self._policy(tag, enable_cpu_backup, False, cpu_backup_backend)
         impl = self._ensure_initialized()
         assert isinstance(impl.routing, PreloadRouting), "pausable CUDA graphs need hook_mode = 'preload'"
         region = impl.regions.active(tag, policy)  # before the capture: the first region of a process prepares for it
@@ -171,6 +171,24 @@ class TorchMemorySaver:
             return None
         return cpu_backup(x, clone=not zero_copy)
 
+    def _policy(self, tag: str, cpu: bool, disk: bool, backend: str | None) -> str:
+        """The policy of a region with these options.
+
+        Raises TypeError, ValueError, or AssertionError as the original.
+        """
+        self._check_backend(backend)
+        if not isinstance(tag, str):
+            raise TypeError(f"tag is {tag!r}, expected a string")
+        assert not (cpu and disk), "enable_cpu_backup and enable_disk_backup are both set, expected one at most"
+        if backend not in _BACKENDS:
+            raise ValueError(f"cpu_backup_backend is {backend!r}, expected 'pinned', 'mmap' or None")
+        if backend is not None and not cpu:
+            raise ValueError(f"cpu_backup_backend {backend!r} requires enable_cpu_backup")
+        return "host" if cpu else "disk" if disk else "none"
+
+    def _check_backend(self, backend: str | None) -> None:
+        """Raises ValueError for a kind of host memory that the device does not have."""
+
     def _ensure_initialized(self) -> TorchMemorySaverImpl:
         if self._impl is None:
             self._impl = TorchMemorySaverImpl(**self._impl_ctor_kwargs)
@@ -199,15 +217,3 @@ class TorchMemorySaverImpl:
 def _set_disk_dir(path: str | os.PathLike[str]) -> None:
     os.makedirs(path, exist_ok=True)
     config.configure(disk_dir=os.fspath(path))
-
-
-def _policy(tag: str, cpu: bool, disk: bool, backend: str | None) -> str:
-    """The policy of a region with these options. Raises TypeError, ValueError, or AssertionError as the original."""
-    if not isinstance(tag, str):
-        raise TypeError(f"tag is {tag!r}, expected a string")
-    assert not (cpu and disk), "enable_cpu_backup and enable_disk_backup are both set, expected one at most"
-    if backend not in _BACKENDS:
-        raise ValueError(f"cpu_backup_backend is {backend!r}, expected 'pinned', 'mmap' or None")
-    if backend is not None and not cpu:
-        raise ValueError(f"cpu_backup_backend {backend!r} requires enable_cpu_backup")
-    return "host" if cpu else "disk" if disk else "none"

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NoReturn
 
 from memsaver import _adapter, transitions
 from memsaver.drop_in.errors import DropInError
-from memsaver.drop_in.tagged import TaggedRegions
+from memsaver.drop_in.tagged import TaggedRegions, index_of
 from memsaver.drop_in.vllm import check_patches, ranks
-from memsaver.drop_in.vllm.segments import Handle, Segments, index_of, is_offloaded
+from memsaver.drop_in.vllm.segments import Handle, Segments, is_offloaded
 from memsaver.drop_in.vllm.sources import MODULE, REPLACED, Behaviour
 from memsaver.drop_in.vllm.worker import shares
 from memsaver.regions import Region, owning, tighten

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from memsaver.drop_in.tagged import index_of
 from memsaver.errors import BackupError
 from memsaver.regions import Region
 
@@ -13,11 +14,6 @@ if TYPE_CHECKING:
     from memsaver.drop_in.vllm.allocator import RegionAllocator
 
 Handle = tuple[int, int, int, int]  # device, bytes, address, handle of the driver (0: chunks are the region's)
-
-
-def index_of(region: Region) -> int:
-    """The number of a region's device; 0 for the host driver."""
-    return int(region.device.partition(":")[2] or 0)
 
 
 def is_offloaded(region: Region) -> bool:
