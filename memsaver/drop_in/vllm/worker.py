@@ -1,15 +1,16 @@
-"""The calls of vLLM's worker: their errors on several ranks, and the driver's free memory with a shared pool."""
+"""The calls of vLLM's worker: their errors on several ranks, their waits, and the driver's free memory."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
 from memsaver import config, drop_in
-from memsaver.drop_in.vllm import ranks
+from memsaver.drop_in.vllm import engine, ranks
 
 
 def install(module: ModuleType) -> None:
@@ -36,11 +37,14 @@ def _settled(original: Callable[..., Any], logger: logging.Logger) -> Callable[.
         if not _is_active():
             return original(self, *args, **kwargs)
         result, error = None, None
-        try:
-            result = original(self, *args, **kwargs)
-        except Exception as caught:
-            error = caught
-        ranks.settle(self, original.__name__, error, logger)
+        with engine.bounding() if shares() else nullcontext():
+            try:
+                result = original(self, *args, **kwargs)
+            except engine.EndedError:
+                raise
+            except Exception as caught:
+                error = caught
+            ranks.settle(self, original.__name__, error, logger)
         return result
 
     return method
