@@ -1,17 +1,20 @@
 """Faults of vLLM with tensor parallel 2, with its own sleep mode and memsaver's: short memory, processes that end.
 
-    python benchmarks/vllm_faults.py [--model wide] [--only out-of-memory ...] [--ways vllm memsaver]
+    python benchmarks/vllm_faults.py [--model wide] [--only out-of-memory ...] [--ways vllm memsaver] [--together]
 
 - out-of-memory: another process holds the memory of GPU 1 while the weights wake up. It releases it; the call is made
   again.
 - killed-asleep, killed-waking: the worker of rank 1 gets SIGKILL while it sleeps, and in the middle of a wake-up.
-- terminated: the server gets SIGTERM in the middle of a wake-up.
+- terminated: the server gets SIGTERM in the middle of a wake-up, whose client hangs up after six seconds.
 - trainer-killed: another process holds the memory of both GPUs while the engine wakes up, and gets SIGKILL.
-- broker-killed (with the shared pool alone): both brokers get SIGKILL while the engine waits for the trainers' memory.
+- with the shared pool alone: the worker of rank 1 (killed-waiting) or both brokers (broker-killed) get SIGKILL while
+  the engine waits for the trainers' memory.
 
 Prints lines for each: the answers, seconds until the engine has recovered or all of its processes have ended, whether
 its tokens are the same, the last errors of its log, and device memory that is still in use when all have ended; and a
 JSON line for each. ``memsaver`` releases memory to the driver; ``memsaver, shared pool`` to the pool. Needs vLLM.
+``--together`` starts all servers at once, before the first fault: it takes less time. Device memory that is still in
+use is then known for all faults together only.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from typing import Any
 import psutil
 import torch
 from arguments import directory as writable
-from arguments import parse, parser_for
+from arguments import parse, parser_for, positive
 from environment import environment, nvidia_smi
 from host import GIB, MIB
 from processes import Process, Sample, side_by_side
@@ -44,11 +47,12 @@ from vllm_updates import filled
 import memsaver
 
 SHARED = "memsaver, shared pool"
-PARTS = ("out-of-memory", "killed-asleep", "killed-waking", "terminated", "trainer-killed", "broker-killed")
 GPUS = ("cuda:0", "cuda:1")
-SHARE = 0.3
-POOL = 48 * GIB
+ENDING = ("killed-asleep", "killed-waking", "terminated")  # no server survives them
+POOLED = ("trainer-killed", "killed-waiting", "broker-killed")  # with the shared pool; each has a pool of its own
+PARTS = ("out-of-memory", *ENDING, *POOLED)
 RECOVERY_S = 60.0
+PATIENCE_S = 6.0  # of the client of a server that gets SIGTERM
 ERROR = re.compile(r"Error|died unexpectedly|rank \d")
 
 
@@ -56,15 +60,15 @@ def used_bytes() -> list[int]:
     return [int(nvidia_smi(gpu, "--query-gpu=memory.used")[0]) * MIB for gpu in GPUS]
 
 
-def holding(pool_directory: str, gpu: str, nbytes: int) -> Iterator[Sample]:
+def holding(pool_directory: str, gpu: str, capacity: int) -> Iterator[Sample]:
     """A trainer: holds memory of the shared pool, then releases it by a pause."""
     os.environ["MEMSAVER_POOL_DIR"] = pool_directory
-    memsaver.configure(pool="shared", pool_capacity=POOL)
+    memsaver.configure(pool="shared", pool_capacity=capacity)
     torch.cuda.set_device(gpu)
     region = memsaver.region("trainer", device=gpu)
     held: list[torch.Tensor] = []
     with region:
-        while sum(each.nbytes for each in held) < nbytes:
+        while sum(each.nbytes for each in held) < capacity - 2 * GIB:
             held.append(torch.full((GIB,), 0xA5, dtype=torch.uint8, device=gpu))
     torch.cuda.synchronize()
     yield {"pid": os.getpid()}
@@ -75,10 +79,10 @@ def holding(pool_directory: str, gpu: str, nbytes: int) -> Iterator[Sample]:
 class Calling(threading.Thread):
     """A call of the server in the background."""
 
-    def __init__(self, server: Server, path: str, **query: Any) -> None:
+    def __init__(self, server: Server, path: str, timeout: float = 2 * RECOVERY_S) -> None:
         super().__init__(daemon=True)
         self.status, self.text, self.ended = 0, "", 0.0
-        self._call = lambda: server.call("POST", path, timeout=2 * RECOVERY_S, **query)
+        self._call = lambda: server.call("POST", path, timeout=timeout)
         self.start()
 
     def run(self) -> None:
@@ -89,25 +93,81 @@ class Calling(threading.Thread):
 class Faults:
     def __init__(self, options: argparse.Namespace, directory: str) -> None:
         self.options, self.directory = options, directory
-        self.environment = environment("cuda:0")  # may make a context, which the baseline counts
-        self.baseline = used_bytes()
+        self.environment = environment("cuda:0")
+        share_bytes = int(options.share * torch.cuda.mem_get_info()[1])
+        self.baseline = used_bytes()  # with the context of this process
+        # A fixed KV cache: vLLM does not measure the memory of servers that start at the same time.
+        self.kv_cache_bytes = share_bytes - MODELS[options.model].nbytes() // len(GPUS) - 5 * GIB
+        self.pool_bytes = share_bytes // GIB * GIB + 6 * GIB
         self._servers = 0
+        self._started: list[tuple[str, str, Server]] = []
+        self._pools: dict[str, str] = {}
         self._log_from = 0
 
     # Servers
 
-    def serve(self, way: str, pool: str = "") -> tuple[Server, list[list[int]]]:
+    def start_all(self) -> None:
+        """Starts the servers that the faults need."""
+        for way in self.options.ways:
+            only = self.options.only
+            if way == SHARED:
+                pools = [self.pool(fault) for fault in POOLED if fault in only]
+            else:  # the other faults leave a server as it was
+                several = sum(fault in only for fault in ENDING)
+                pools = [""] * max(several, "out-of-memory" in only or "trainer-killed" in only)
+            self._started += [(way, pool, self.start(way, pool)) for pool in pools]
+
+    def start(self, way: str, pool: str = "") -> Server:
         fork = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}  # starts sooner
         variables = {**WAYS["vllm" if way == "vllm" else "memsaver"], **fork}
         if pool:
-            variables |= {"MEMSAVER_POOL": "shared", "MEMSAVER_POOL_DIR": pool, "MEMSAVER_POOL_CAPACITY": str(POOL)}
+            capacity = str(self.pool_bytes)
+            variables |= {"MEMSAVER_POOL": "shared", "MEMSAVER_POOL_DIR": pool, "MEMSAVER_POOL_CAPACITY": capacity}
         self._servers += 1
         name = f"{self._servers}-{way.replace(', ', '-').replace(' ', '-')}"
-        server = Server(
-            name, self.directory, self.options.logs or self.directory, variables, "--enable-sleep-mode", share=SHARE
-        )
+        kv_cache = ("--kv-cache-memory-bytes", str(self.kv_cache_bytes))
+        return Server(
+            name, self.directory, self.options.logs or self.directory, variables, "--enable-sleep-mode", *kv_cache,
+            share=self.options.share,
+        )  # fmt: skip
+
+    def serve(self, way: str, pool: str = "") -> tuple[Server, list[list[int]]]:
+        server = next((each[2] for each in self._started if each[:2] == (way, pool)), None)
+        if server is None:
+            server = self.start(way, pool)
+        else:
+            self._started.remove((way, pool, server))
         server.wait_ready()
         return server, server.tokens()
+
+    def close(self) -> None:
+        """Ends servers that no fault has needed, and all brokers."""
+        for _, _, server in self._started:
+            server.close()
+        for fault in list(self._pools):
+            self.close_pool(fault)
+
+    # Pools
+
+    def pool(self, fault: str) -> str:
+        """The directory of the pool of a fault, with a broker for each GPU."""
+        if fault not in self._pools:
+            self._pools[fault] = os.path.join(self.directory, f"pool-{fault}")
+            os.mkdir(self._pools[fault], 0o700)
+            for gpu in GPUS:
+                self.broker(fault, "--detach", "--device", gpu, "--capacity", str(self.pool_bytes))
+        return self._pools[fault]
+
+    def broker(self, fault: str, *arguments: str) -> None:
+        environ = {**os.environ, "MEMSAVER_POOL_DIR": self._pools[fault]}
+        command = [sys.executable, "-m", "memsaver", "broker", *arguments]
+        subprocess.run(command, check="--stop" not in arguments, env=environ, stdout=subprocess.DEVNULL)
+
+    def close_pool(self, fault: str) -> None:
+        self.broker(fault, "--stop")
+        del self._pools[fault]
+
+    # Results
 
     def add(self, fault: str, way: str, server: Server, began: float, **found: Any) -> None:
         log = server.log()
@@ -138,15 +198,17 @@ class Faults:
         for each in left:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
-        return {"unhealthy_s": unhealthy, "ended_s": took, "left": [str(each) for each in left]}
+        return {"unhealthy_s": unhealthy, "ended_s": took, "left": [str(each) for each in left], **self.stranded()}
 
-    def stranded(self) -> int:
+    def stranded(self) -> dict[str, Any]:
         """Device memory that stays in use, of both GPUs together, up to ten seconds after all have ended."""
+        if self._started or self._pools:
+            return {}  # other servers or brokers have memory
         for _ in range(100):
             if (found := sum(used_bytes()) - sum(self.baseline)) <= 32 * MIB:
                 break
             time.sleep(0.1)
-        return found
+        return {"stranded_bytes": found}
 
     # Faults
 
@@ -206,15 +268,15 @@ class Faults:
         began = time.monotonic()
         worker.kill()
         found = self.ends(server, members)
-        self.add("killed-asleep", way, server, began, **found, stranded_bytes=self.stranded())
+        self.add("killed-asleep", way, server, began, **found)
         return False
 
-    def waking(self, server: Server) -> Calling:
+    def waking(self, server: Server, timeout: float = 2 * RECOVERY_S) -> Calling:
         """A wake-up that is half done."""
         server.post("/sleep", level=1)
         took_ms = server.post("/wake_up")
         server.post("/sleep", level=1)
-        call = Calling(server, "/wake_up")
+        call = Calling(server, "/wake_up", timeout)
         time.sleep(took_ms / 2e3)
         return call
 
@@ -226,17 +288,22 @@ class Faults:
         call.join(RECOVERY_S)
         found = {"answer": (call.status, call.text[:300]), "answered_s": call.ended - began}
         found |= self.ends(server, members)
-        self.add("killed-waking", way, server, began, **found, stranded_bytes=self.stranded())
+        self.add("killed-waking", way, server, began, **found)
         return False
 
     def terminated(self, way: str, server: Server, tokens: list[list[int]]) -> bool:
         members = server.processes()
-        call = self.waking(server)
+        engine = [each for each in members[1:] if "VLLM::" in " ".join(each.cmdline())]
+        call = self.waking(server, PATIENCE_S)
         began = time.monotonic()
         server.send(signal.SIGTERM)
-        found = self.ends(server, members)
-        found["answer"] = (call.status, call.text[:300])
-        self.add("terminated", way, server, began, **found, stranded_bytes=self.stranded())
+        while time.monotonic() < began + RECOVERY_S and any(map(runs, engine)):
+            time.sleep(0.02)
+        found: dict[str, Any] = {"engine_ended_s": time.monotonic() - began, "front_end_runs": runs(members[0])}
+        call.join(RECOVERY_S)
+        found |= {"answer": (call.status, call.text[:300]), "answered_s": call.ended - began}
+        found |= self.ends(server, members)  # counts from the answer
+        self.add("terminated", way, server, began, **found)
         return False
 
     def trainer_killed_outside(self, way: str, server: Server, tokens: list[list[int]]) -> bool:
@@ -257,35 +324,29 @@ class Faults:
 
     def shared(self) -> None:
         """Those of the shared pool, and a worker that is killed while it waits for memory."""
-        pool = os.path.join(self.directory, "pool")
-        os.mkdir(pool, 0o700)
-        command = [sys.executable, "-m", "memsaver", "broker"]
-        environ = {**os.environ, "MEMSAVER_POOL_DIR": pool}
-        for gpu in GPUS:
-            started = [*command, "--detach", "--device", gpu, "--capacity", str(POOL)]
-            subprocess.run(started, check=True, env=environ, stdout=subprocess.DEVNULL)
-        try:
-            for fault in ("trainer-killed", "killed-waking", "broker-killed"):  # after the last there is no broker
-                if fault not in self.options.only:
-                    continue
-                server, tokens = self.serve(SHARED, pool)
-                self._log_from = len(server.log())
-                try:
-                    self.while_waiting(fault, server, tokens, pool)
-                except SystemExit as error:
-                    print(f"{fault}, {SHARED}: {error}", flush=True)
-                finally:
-                    server.close()
-        finally:
-            subprocess.run([*command, "--stop"], check=False, env=environ)
-        left = self.stranded()
-        print(f"shared pool: {left / MIB:.0f} MiB are in use when all have ended", flush=True)
-        self.keep({"fault": "all ended", "way": SHARED, "stranded_bytes": left})
+        for fault in POOLED:
+            if fault not in self.options.only:
+                continue
+            pool = self.pool(fault)
+            server, tokens = self.serve(SHARED, pool)
+            self._log_from = len(server.log())
+            try:
+                self.while_waiting(fault, server, tokens, pool)
+            except SystemExit as error:
+                print(f"{fault}, {SHARED}: {error}", flush=True)
+            finally:
+                server.close()
+                self.close_pool(fault)
+
+    def all_ended(self) -> None:
+        found = self.stranded()
+        print(f"{found['stranded_bytes'] / MIB:.0f} MiB are in use when all have ended", flush=True)
+        self.keep({"fault": "all ended", "way": list(self.options.ways), **found})
 
     def while_waiting(self, fault: str, server: Server, tokens: list[list[int]], pool: str) -> None:
         members = server.processes()
         server.post("/sleep", level=1)
-        trainers = [Process(holding, pool_directory=pool, gpu=gpu, nbytes=POOL - 2 * GIB) for gpu in GPUS]
+        trainers = [Process(holding, pool_directory=pool, gpu=gpu, capacity=self.pool_bytes) for gpu in GPUS]
         pids = [each["pid"] for each in side_by_side(trainers)]
         call = Calling(server, "/wake_up")
         time.sleep(1.0)
@@ -302,8 +363,8 @@ class Faults:
         else:
             server.worker(1).kill()
         call.join(RECOVERY_S)
-        found |= {"answer": (call.status, call.text[:300]), "answered_s": call.ended - began}
-        if fault == "killed-waking":
+        found |= {"answer": (call.status, call.text[:400]), "answered_s": call.ended - began}
+        if fault == "killed-waiting":
             found |= self.ends(server, members)
         else:
             found |= self.compare(server, tokens, {"again": [call.status, call.status]})
@@ -332,16 +393,24 @@ def main() -> None:
     parser.add_argument("--model", choices=tuple(MODELS), default="wide")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ways", nargs="+", choices=(*WAYS, SHARED), default=(*WAYS, SHARED))
+    parser.add_argument("--share", type=positive, default=0.3, help="of each GPU, for a server; a pool has 6 GiB more")
+    parser.add_argument("--together", action="store_true", help="start all servers before the first fault")
     parser.add_argument("--logs", type=writable, help="directory for the logs of the servers")
     options = parse(parser)
     with tempfile.TemporaryDirectory() as directory:
         MODELS[options.model].write(directory)
         faults = Faults(options, directory)
-        for way in options.ways:
-            try:
-                faults.shared() if way == SHARED else faults.plain(way)
-            except (SystemExit, AssertionError) as error:
-                print(f"{way}: {error}", flush=True)
+        try:
+            if options.together:
+                faults.start_all()
+            for way in options.ways:
+                try:
+                    faults.shared() if way == SHARED else faults.plain(way)
+                except (SystemExit, AssertionError) as error:
+                    print(f"{way}: {error}", flush=True)
+        finally:
+            faults.close()
+        faults.all_ended()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 WAYS = {"vllm": {"MEMSAVER_DROP_IN": ""}, "memsaver": {"MEMSAVER_DROP_IN": "vllm"}}
 """Variables of vLLM's own sleep mode, and of the drop-in."""
 
+UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+"""vLLM's compilation_config: graphs of decode steps, and no torch.compile. Engines start sooner."""
+
 
 def prompt(number: int) -> list[int]:
     """Tokens that every model has."""
@@ -109,6 +112,19 @@ class Model:
             generator.manual_seed(version * 1_000_003 + number)
             weight = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
             yield name, (weight * 0.02 if len(shape) > 1 else 1 + weight * 0.1).to(torch.bfloat16)
+
+    def write_lora_configs(self, directory: str, device: str) -> None:
+        """Writes configs of vLLM's LoRA kernels that add nothing by atomics, for VLLM_TUNED_CONFIG_FOLDER.
+
+        vLLM's own split the sum of a shrink over 8 or 64 programs, whose order differs from call to call.
+        """
+        shrink = {"block_m": 32, "block_n": 16, "block_k": 256, "split_k": 1, "num_warps": 4, "num_ctas": 1,
+                  "group_size_m": 8, "num_stages": 2, "max_nreg": None}  # fmt: skip
+        # By tokens, input and output. vLLM takes the nearest.
+        by_shape = {"1": {str(self.hidden): {str(LORA_RANK): shrink}}}
+        by_slices = {str(slices): by_shape for slices in (1, 2, 3)}  # of a fused projection
+        name = device.replace(" ", "_").replace("-", "_")
+        Path(directory, f"{name}_SHRINK.json").write_text(json.dumps({"1": by_slices}))
 
     def write_adapter(self, directory: str) -> str:
         """Writes a LoRA adapter of random weights. Returns its directory."""

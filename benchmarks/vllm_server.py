@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from vllm_models import prompt
+from vllm_models import UNCOMPILED, prompt
 
 EXTENSION = "vllm_updates.Updated"
 PROMPTS, TOKENS = 4, 24
@@ -45,14 +45,13 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.name = name
-        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", directory,
             "--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "model",
             "--load-format", load_format, "--dtype", "bfloat16", "--seed", "0",
             "--tensor-parallel-size", str(ranks), "--gpu-memory-utilization", str(share),
             "--max-model-len", "1024", "--max-num-seqs", "8", "--attention-backend", "TRITON_ATTN",
-            "--compilation-config", json.dumps(graphs), "--worker-extension-cls", EXTENSION, *options,
+            "--compilation-config", json.dumps(UNCOMPILED), "--worker-extension-cls", EXTENSION, *options,
         ]  # fmt: skip
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": path}

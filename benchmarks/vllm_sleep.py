@@ -1,12 +1,13 @@
 """vLLM's sleep mode, its own and memsaver's, in turns on one GPU.
 
-    python benchmarks/vllm_sleep.py [--models qwen3-0.6b qwen3-8b] [--rounds 20] [--share 0.4]
+    python benchmarks/vllm_sleep.py [--models qwen3-0.6b qwen3-8b] [--rounds 20] [--share 0.4] [--uncompiled] [--starts]
 
 Two engines with equal weights, one in each of two processes, are awake by turns. In a round each sleeps at level 1,
 wakes all; sleeps at level 1, wakes the weights, then the KV cache; sleeps at level 2, wakes the weights, gets them
 written, and wakes the KV cache. After each wake-up it generates the same tokens. Prints medians, their ratio, and GB/s
 of the calls that copy the weights beside plain pinned copies; then one JSON line. The exit status is 1 if tokens
-differ. Needs vLLM; its weights are random. ``--share`` is the part of the GPU for each engine.
+differ. Needs vLLM; its weights are random. ``--share`` is the part of the GPU for each engine. ``--uncompiled``:
+without torch.compile; the engines start sooner. ``--starts``: no rounds, only the numbers of KV blocks and the tokens.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from typing import Any
 import psutil
 import torch
 from arguments import count, parse, parser_for, positive
-from environment import environment, listed_bytes
+from environment import environment, listed_bytes, nvidia_smi
 from host import GIB, MIB
-from vllm_models import MODELS, WAYS, Model, prompt
+from vllm_models import MODELS, UNCOMPILED, WAYS, Model, prompt
 
 PROMPTS, TOKENS = 8, 32
 WARM_UP = 2
@@ -40,8 +41,12 @@ COPYING = {"sleep 1": "out", "wake 1": "into", "wake 1, weights": "into"}
 class Engine:
     """A vLLM engine within this process."""
 
-    def __init__(self, model: Model, directory: str, share: float, backend: str) -> None:
+    def __init__(self, model: Model, directory: str, share: float, backend: str, **options: Any) -> None:
         from vllm import LLM, SamplingParams
+
+        if model.lora:
+            model.write_lora_configs(directory, nvidia_smi("cuda:0", "--query-gpu=name")[0])
+            os.environ["VLLM_TUNED_CONFIG_FOLDER"] = directory
 
         self._host_before = psutil.Process().memory_info().rss
         began = time.perf_counter()
@@ -57,6 +62,7 @@ class Engine:
             attention_backend=backend,
             seed=0,
             **model.engine_options(),
+            **options,
         )
         self.ready_s = time.perf_counter() - began
         self.sampling = SamplingParams(temperature=0, max_tokens=TOKENS, detokenize=False, ignore_eos=True)
@@ -146,11 +152,11 @@ def _fill(model: Any) -> int:
     return total
 
 
-def serve(model: Model, directory: str, share: float, backend: str) -> None:
+def serve(model: Model, directory: str, share: float, backend: str, **options: Any) -> None:
     """A child: names of Engine's methods come in, and results go out, a line each."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to stdout
-    engine = Engine(model, directory, share, backend)
+    engine = Engine(model, directory, share, backend, **options)
     for name in itertools.chain(["introduction"], sys.stdin):
         print(json.dumps(getattr(engine, name.strip())()), file=answers, flush=True)
 
@@ -164,6 +170,7 @@ class Subject:
         environ = {key: value for key, value in {**os.environ, **variables}.items() if value}
         command = [sys.executable, __file__, "--serve", directory, "--share", str(options.share)]
         self._log = open(f"{directory}/{way}.log", "w+")  # noqa: SIM115
+        command += ["--uncompiled"] if options.uncompiled else []
         self._process = subprocess.Popen(
             [*command, "--models", model, "--backend", options.backend],
             env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
@@ -209,6 +216,8 @@ def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
                 first[way] = subjects[way].answer()
             replaced = {way: subject.replaced() for way, subject in subjects.items()}
             assert replaced["memsaver"] and not replaced["vllm"], replaced
+            if options.starts:
+                return {"model": model, "uncompiled": options.uncompiled, "first": first}
             rounds: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
             for number in range(WARM_UP + options.rounds):
                 for way in list(WAYS)[:: 1 if number % 2 else -1]:
@@ -217,7 +226,17 @@ def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
         finally:
             for subject in subjects.values():
                 subject.close()
-    return {"model": model, "first": first, "rounds": rounds, "limits_ms": limits}
+    return {"model": model, "uncompiled": options.uncompiled, "first": first, "rounds": rounds, "limits_ms": limits}
+
+
+def report_starts(found: dict[str, Any]) -> bool:
+    """Prints the numbers of KV blocks. Returns whether the tokens are equal."""
+    ours, theirs = found["first"]["memsaver"], found["first"]["vllm"]
+    more = ours["kv_blocks"] / theirs["kv_blocks"] - 1
+    print(f"\n{found['model']}: {theirs['kv_blocks']} KV blocks, memsaver {ours['kv_blocks']} ({more:+.2%})")
+    equal: bool = ours["tokens"] == theirs["tokens"]
+    print("tokens: equal" if equal else "tokens: different")
+    return equal
 
 
 def report(found: dict[str, Any]) -> bool:
@@ -257,15 +276,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=20, help="after two for warming up")
     parser.add_argument("--share", type=positive, default=0.4, help="of the GPU, for each of the two engines")
     parser.add_argument("--backend", default="TRITON_ATTN", help="vLLM's attention backend")
+    parser.add_argument("--uncompiled", action="store_true", help="without torch.compile: the engines start sooner")
+    parser.add_argument("--starts", action="store_true", help="no rounds: KV blocks and tokens alone")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parse(parser)
     if options.serve:
-        serve(MODELS[options.models[0]], options.serve, options.share, options.backend)
+        compilation = {"compilation_config": UNCOMPILED} if options.uncompiled else {}
+        serve(MODELS[options.models[0]], options.serve, options.share, options.backend, **compilation)
         return
     equal = True
     for model in options.models:
         found = compare(model, options)
-        equal = report(found) and equal
+        equal = (report_starts if options.starts else report)(found) and equal
         print(json.dumps({"benchmark": "vllm_sleep", **environment("cuda:0"), **found}))
     sys.exit(not equal)
 
