@@ -39,7 +39,7 @@ from arguments import directory as writable
 from arguments import parse, parser_for, positive
 from environment import environment, nvidia_smi
 from host import GIB, MIB
-from processes import Process, Sample, side_by_side
+from processes import Process, Sample, ask_all, side_by_side
 from vllm_models import MODELS, WAYS
 from vllm_server import Server
 from vllm_updates import filled
@@ -61,17 +61,19 @@ def used_bytes() -> list[int]:
 
 
 def holding(pool_directory: str, gpu: str, capacity: int) -> Iterator[Sample]:
-    """A trainer: holds memory of the shared pool, then releases it by a pause."""
+    """A trainer: starts, holds memory of the shared pool, and releases it by a pause."""
     os.environ["MEMSAVER_POOL_DIR"] = pool_directory
     memsaver.configure(pool="shared", pool_capacity=capacity)
     torch.cuda.set_device(gpu)
+    torch.zeros(1, device=gpu)
+    yield {"pid": os.getpid()}
     region = memsaver.region("trainer", device=gpu)
     held: list[torch.Tensor] = []
     with region:
         while sum(each.nbytes for each in held) < capacity - 2 * GIB:
             held.append(torch.full((GIB,), 0xA5, dtype=torch.uint8, device=gpu))
     torch.cuda.synchronize()
-    yield {"pid": os.getpid()}
+    yield {}
     region.pause()
     yield {}
 
@@ -328,13 +330,17 @@ class Faults:
             if fault not in self.options.only:
                 continue
             pool = self.pool(fault)
+            trainers = [Process(holding, pool_directory=pool, gpu=gpu, capacity=self.pool_bytes) for gpu in GPUS]
+            pids = [each["pid"] for each in ask_all(trainers)]
             server, tokens = self.serve(SHARED, pool)
             self._log_from = len(server.log())
             try:
-                self.while_waiting(fault, server, tokens, pool)
+                self.while_waiting(fault, server, tokens, trainers, pids)
             except SystemExit as error:
                 print(f"{fault}, {SHARED}: {error}", flush=True)
             finally:
+                for each in trainers:
+                    each.close()
                 server.close()
                 self.close_pool(fault)
 
@@ -343,11 +349,12 @@ class Faults:
         print(f"{found['stranded_bytes'] / MIB:.0f} MiB are in use when all have ended", flush=True)
         self.keep({"fault": "all ended", "way": list(self.options.ways), **found})
 
-    def while_waiting(self, fault: str, server: Server, tokens: list[list[int]], pool: str) -> None:
+    def while_waiting(
+        self, fault: str, server: Server, tokens: list[list[int]], trainers: list[Process], pids: list[int]
+    ) -> None:
         members = server.processes()
         server.post("/sleep", level=1)
-        trainers = [Process(holding, pool_directory=pool, gpu=gpu, capacity=self.pool_bytes) for gpu in GPUS]
-        pids = [each["pid"] for each in side_by_side(trainers)]
+        ask_all(trainers)  # take the memory
         call = Calling(server, "/wake_up")
         time.sleep(1.0)
         assert call.is_alive(), (call.status, call.text)
@@ -357,7 +364,7 @@ class Faults:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
         elif fault == "broker-killed":
-            for killed in brokers(pool):
+            for killed in brokers(self.pool(fault)):
                 killed.kill()
             found["released"] = [each.get("error") for each in side_by_side(trainers)]
         else:
@@ -367,10 +374,12 @@ class Faults:
         if fault == "killed-waiting":
             found |= self.ends(server, members)
         else:
-            found |= self.compare(server, tokens, {"again": [call.status, call.status]})
+            status = call.status
+            if fault == "broker-killed":  # the next call gets an answer of its own
+                status, text = server.call("POST", "/wake_up", timeout=RECOVERY_S)
+                found["next"] = (status, text[:400])
+            found |= self.compare(server, tokens, {"again": [status, status]})
         found["all_alive"] = all(map(runs, members))
-        for each in trainers:
-            each.close()
         self.add(fault, SHARED, server, began, **found)
 
 

@@ -1,13 +1,14 @@
 """vLLM's sleep mode, its own and memsaver's, in turns on one GPU.
 
-    python benchmarks/vllm_sleep.py [--models qwen3-0.6b qwen3-8b] [--rounds 20] [--share 0.4] [--uncompiled] [--starts]
+    python benchmarks/vllm_sleep.py [--models qwen3-0.6b qwen3-8b] [--rounds 20] [--share 0.4] [--starts]
 
 Two engines with equal weights, one in each of two processes, are awake by turns. In a round each sleeps at level 1,
 wakes all; sleeps at level 1, wakes the weights, then the KV cache; sleeps at level 2, wakes the weights, gets them
 written, and wakes the KV cache. After each wake-up it generates the same tokens. Prints medians, their ratio, and GB/s
 of the calls that copy the weights beside plain pinned copies; then one JSON line. The exit status is 1 if tokens
-differ. Needs vLLM; its weights are random. ``--share`` is the part of the GPU for each engine. ``--uncompiled``:
-without torch.compile; the engines start sooner. ``--starts``: no rounds, only the numbers of KV blocks and the tokens.
+differ. Needs vLLM; its weights are random. ``--share`` is the part of the GPU for each engine. ``--starts``: no
+rounds, only the numbers of KV blocks and the tokens. ``--uncompiled``: without torch.compile; the engines start sooner.
+``--kv-gib``: a KV cache of so many GiB; vLLM does not measure the free memory, so other processes may use the GPU too.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ class Subject:
         command = [sys.executable, __file__, "--serve", directory, "--share", str(options.share)]
         self._log = open(f"{directory}/{way}.log", "w+")  # noqa: SIM115
         command += ["--uncompiled"] if options.uncompiled else []
+        command += ["--kv-gib", str(options.kv_gib)] if options.kv_gib else []
         self._process = subprocess.Popen(
             [*command, "--models", model, "--backend", options.backend],
             env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
@@ -206,6 +208,7 @@ class Subject:
 
 
 def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
+    about = {"model": model, "share": options.share, "uncompiled": options.uncompiled, "kv_gib": options.kv_gib}
     with tempfile.TemporaryDirectory() as directory:
         MODELS[model].write(directory)
         subjects: dict[str, Subject] = {}
@@ -217,7 +220,7 @@ def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
             replaced = {way: subject.replaced() for way, subject in subjects.items()}
             assert replaced["memsaver"] and not replaced["vllm"], replaced
             if options.starts:
-                return {"model": model, "uncompiled": options.uncompiled, "first": first}
+                return {**about, "first": first}
             rounds: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
             for number in range(WARM_UP + options.rounds):
                 for way in list(WAYS)[:: 1 if number % 2 else -1]:
@@ -226,7 +229,7 @@ def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
         finally:
             for subject in subjects.values():
                 subject.close()
-    return {"model": model, "uncompiled": options.uncompiled, "first": first, "rounds": rounds, "limits_ms": limits}
+    return {**about, "first": first, "rounds": rounds, "limits_ms": limits}
 
 
 def report_starts(found: dict[str, Any]) -> bool:
@@ -278,11 +281,13 @@ def main() -> None:
     parser.add_argument("--backend", default="TRITON_ATTN", help="vLLM's attention backend")
     parser.add_argument("--uncompiled", action="store_true", help="without torch.compile: the engines start sooner")
     parser.add_argument("--starts", action="store_true", help="no rounds: KV blocks and tokens alone")
+    parser.add_argument("--kv-gib", type=count, help="of each KV cache; default: the rest of the share")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parse(parser)
     if options.serve:
-        compilation = {"compilation_config": UNCOMPILED} if options.uncompiled else {}
-        serve(MODELS[options.models[0]], options.serve, options.share, options.backend, **compilation)
+        more: dict[str, Any] = {"compilation_config": UNCOMPILED} if options.uncompiled else {}
+        more |= {"kv_cache_memory_bytes": options.kv_gib * GIB} if options.kv_gib else {}
+        serve(MODELS[options.models[0]], options.serve, options.share, options.backend, **more)
         return
     equal = True
     for model in options.models:
