@@ -5,7 +5,7 @@
 - out-of-memory: another process holds the memory of GPU 1 while the weights wake up. It releases it; the call is made
   again.
 - killed-asleep, killed-waking: the worker of rank 1 gets SIGKILL while it sleeps, and in the middle of a wake-up.
-- terminated: the server gets SIGTERM in the middle of a wake-up, whose client hangs up after six seconds.
+- terminated: the server gets SIGTERM in the middle of a wake-up, whose client hangs up after three seconds.
 - trainer-killed: another process holds the memory of both GPUs while the engine wakes up, and gets SIGKILL.
 - with the shared pool alone: the worker of rank 1 (killed-waiting) or both brokers (broker-killed) get SIGKILL while
   the engine waits for the trainers' memory.
@@ -52,7 +52,7 @@ ENDING = ("killed-asleep", "killed-waking", "terminated")  # no server survives 
 POOLED = ("trainer-killed", "killed-waiting", "broker-killed")  # with the shared pool; each has a pool of its own
 PARTS = ("out-of-memory", *ENDING, *POOLED)
 RECOVERY_S = 60.0
-PATIENCE_S = 6.0  # of the client of a server that gets SIGTERM
+PATIENCE_S = 3.0  # of the client of a server that gets SIGTERM
 ERROR = re.compile(r"Error|died unexpectedly|rank \d")
 
 
@@ -146,6 +146,7 @@ class Faults:
         """Ends servers that no fault has needed, and all brokers."""
         for _, _, server in self._started:
             server.close()
+        self._started.clear()
         for fault in list(self._pools):
             self.close_pool(fault)
 

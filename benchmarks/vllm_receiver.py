@@ -74,7 +74,7 @@ def engine(model: str, model_directory: str, pool_directory: str, plan_file: str
     from vllm_sleep import Engine
 
     made = Engine(
-        MODELS[model], model_directory, 0.5, "TRITON_ATTN",
+        MODELS[model], model_directory, 0.1, "TRITON_ATTN",  # the share counts for nothing: the KV cache is fixed
         worker_extension_cls=EXTENSION, kv_cache_memory_bytes=KV_CACHE, compilation_config=UNCOMPILED,
     )  # fmt: skip
     specs = {name: (shape, "bfloat16") for name, shape in MODELS[model].shapes()}

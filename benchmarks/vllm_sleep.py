@@ -6,9 +6,10 @@ Two engines with equal weights, one in each of two processes, are awake by turns
 wakes all; sleeps at level 1, wakes the weights, then the KV cache; sleeps at level 2, wakes the weights, gets them
 written, and wakes the KV cache. After each wake-up it generates the same tokens. Prints medians, their ratio, and GB/s
 of the calls that copy the weights beside plain pinned copies; then one JSON line. The exit status is 1 if tokens
-differ. Needs vLLM; its weights are random. ``--share`` is the part of the GPU for each engine. ``--starts``: no
-rounds, only the numbers of KV blocks and the tokens. ``--uncompiled``: without torch.compile; the engines start sooner.
-``--kv-gib``: a KV cache of so many GiB; vLLM does not measure the free memory, so other processes may use the GPU too.
+differ. Needs vLLM; its weights are random. ``--share`` is the part of the GPU for each engine. ``--starts``: no rounds,
+only the numbers of KV blocks and the tokens; ``--ways`` takes one engine alone then. ``--uncompiled``: without
+torch.compile; the engines start sooner. ``--kv-gib``: a KV cache of so many GiB; vLLM does not measure the free memory,
+so other processes may use the GPU too.
 """
 
 from __future__ import annotations
@@ -214,11 +215,11 @@ def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
         subjects: dict[str, Subject] = {}
         try:
             first: dict[str, dict[str, Any]] = {}
-            for way in WAYS:  # one after the other: an engine measures the memory of others while it starts
+            for way in options.ways:  # one after the other: an engine measures the memory of others while it starts
                 subjects[way] = Subject(way, model, directory, options)
                 first[way] = subjects[way].answer()
             replaced = {way: subject.replaced() for way, subject in subjects.items()}
-            assert replaced["memsaver"] and not replaced["vllm"], replaced
+            assert all(bool(line) == (way == "memsaver") for way, line in replaced.items()), replaced
             if options.starts:
                 return {**about, "first": first}
             rounds: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
@@ -234,12 +235,13 @@ def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def report_starts(found: dict[str, Any]) -> bool:
     """Prints the numbers of KV blocks. Returns whether the tokens are equal."""
-    ours, theirs = found["first"]["memsaver"], found["first"]["vllm"]
-    more = ours["kv_blocks"] / theirs["kv_blocks"] - 1
-    print(f"\n{found['model']}: {theirs['kv_blocks']} KV blocks, memsaver {ours['kv_blocks']} ({more:+.2%})")
-    equal: bool = ours["tokens"] == theirs["tokens"]
-    print("tokens: equal" if equal else "tokens: different")
-    return equal
+    first = found["first"]
+    print(f"\n{found['model']}")
+    for way, each in first.items():
+        print(f"{way:10}{each['kv_blocks']:10} KV blocks, tokens {each['tokens']}")
+    if len(first) == 2:
+        print(f"memsaver: {first['memsaver']['kv_blocks'] / first['vllm']['kv_blocks'] - 1:+.2%} KV blocks")
+    return len({each["tokens"] for each in first.values()}) == 1
 
 
 def report(found: dict[str, Any]) -> bool:
@@ -281,6 +283,7 @@ def main() -> None:
     parser.add_argument("--backend", default="TRITON_ATTN", help="vLLM's attention backend")
     parser.add_argument("--uncompiled", action="store_true", help="without torch.compile: the engines start sooner")
     parser.add_argument("--starts", action="store_true", help="no rounds: KV blocks and tokens alone")
+    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=tuple(WAYS), help="with --starts")
     parser.add_argument("--kv-gib", type=count, help="of each KV cache; default: the rest of the share")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parse(parser)
@@ -289,6 +292,8 @@ def main() -> None:
         more |= {"kv_cache_memory_bytes": options.kv_gib * GIB} if options.kv_gib else {}
         serve(MODELS[options.models[0]], options.serve, options.share, options.backend, **more)
         return
+    if len(set(options.ways)) == 1 and not options.starts:
+        parser.error("one way alone has no rounds: add --starts")
     equal = True
     for model in options.models:
         found = compare(model, options)
