@@ -50,6 +50,7 @@ def set_pool(pool: str) -> None:
     for device in devices:
         _core.use_pool(device, pool == "shared")
     _shared = pool == "shared"
+    _core.want_pool(_shared)
 
 
 def set_capacity(nbytes: int | None) -> None:

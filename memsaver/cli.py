@@ -19,7 +19,9 @@ from memsaver.broker.admin import AdminClient
 from memsaver.broker.chunks import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
 from memsaver.config import Setting, parse_size, settings
+from memsaver.drop_in.tms import launch
 from memsaver.errors import BrokerError, ConfigError, Error, gib
+from memsaver.policies import BACKUPS
 
 _REDRAW_S = 1.0
 _CLEAR = "\x1b[H\x1b[J"
@@ -69,6 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     trim.add_argument("--device", help="that of one pool alone (default: all pools of this user)")
     trim.add_argument("--keep", type=_size, default=0, metavar="SIZE", help="idle memory to keep (default: 0)")
     trim.set_defaults(run=_trim)
+
+    run = commands.add_parser(
+        "run",
+        help="run a Python program with all of its GPU memory in regions",
+        description="Each allocation by cudaMalloc lies in a region. torch_memory_saver's API pauses and resumes it.",
+    )
+    run.add_argument(
+        "--backup", choices=BACKUPS, default="host", help="where a pause keeps the contents (default: host)"
+    )
+    run.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="as in: -- python train.py")
+    run.set_defaults(run=_run)
 
     config = commands.add_parser("config", help="show each option, its value, and the source of the value")
     config.add_argument("--json", action="store_true", help="print them as JSON")
@@ -204,6 +217,21 @@ def _trim(options: argparse.Namespace) -> int:
     for path in _paths(options.device):
         with AdminClient(path) as client:
             print(f"{client.status()['device']} ({path.stem}): {gib(client.release_idle(options.keep))} given back")
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if not program:
+        print(
+            "memsaver: PROGRAM is missing, expected a command such as: memsaver run -- python train.py", file=sys.stderr
+        )
+        return 2
+    try:
+        launch.run(program, options.backup)
+    except OSError as error:
+        print(f"memsaver: {program[0]} cannot be started: {error.strerror}", file=sys.stderr)
+        return 1
     return 0
 
 

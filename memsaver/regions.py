@@ -469,12 +469,17 @@ def region(
             if found is None:
                 found = Region._from_core(_core.region(tag, name, policy, bool(frozen), fill or _NO_FILL))
                 _regions[tag, name, policy] = found
-        if name != "cpu" and "torch" in sys.modules:
-            adapter()  # observes all captures from now on
+        _observe_captures(name)
     for option, given, has in (("frozen", frozen, found.frozen), ("fill", fill, found.fill)):
         if given is not None and given != has:
             raise ValueError(f"{option} is {given!r}, but region {tag!r} was made with {has!r}")
     return found
+
+
+def _observe_captures(device: str) -> None:
+    """Loads the adapter, which observes all captures from then on, if torch can capture on the device."""
+    if device != "cpu" and "torch" in sys.modules:
+        adapter()
 
 
 def _only_policy(tag: str, device: str) -> str:
@@ -492,6 +497,9 @@ def _only_policy(tag: str, device: str) -> str:
 
 
 def all_regions() -> list[Region]:
+    if _core.region_count() != len(_regions):
+        for each in _core.regions():
+            wrapper(each)
     return list(_regions.values())
 
 
@@ -501,12 +509,29 @@ def owning(address: int) -> Region | None:
     return None if core is None else wrapper(core)
 
 
+def tagged(regions: Any, tag: str, device: str, backup: str) -> Region:
+    """The active region of a tag in a ``_core.TaggedRegions``, on a device. Makes one if there is none.
+
+    Raises as region().
+    """
+    check_tag(tag)
+    _pool_client.join(device)
+    found = wrapper(regions.active(tag, device, backup))
+    _observe_captures(device)
+    return found
+
+
 Selection = str | Region | Iterable[str | Region] | None
 """Regions of a call: a tag, a Region, several of either, or None for all regions."""
 
 
 def wrapper(core: Any) -> Region:
-    return _regions[core.tag, core.device, core.backup]
+    """The region over one of the core, which may have been made without Python: see csrc/torch/tagged_hooks.cpp."""
+    key = core.tag, core.device, core.backup
+    if key in _regions:
+        return _regions[key]
+    with _registry:
+        return _regions.setdefault(key, Region._from_core(core))
 
 
 def selected(tags: Selection, name: str = "tags") -> list[str | Region]:

@@ -239,9 +239,11 @@ class Hooks:
 
 
 def environment(**changes: str) -> dict[str, str]:
+    """The environment of a process. Variables without a value are left out of it."""
     changes.setdefault("MEMSAVER_HOST_DEVICE", fresh_device())
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, **changes}
+    found = {**os.environ, "PYTHONPATH": path, **changes}
+    return {name: value for name, value in found.items() if value or name not in changes}
 
 
 def run_python(source: str, **changes: str) -> subprocess.CompletedProcess[str]:

@@ -17,6 +17,7 @@ if [ ! -e "$directory/test" ]; then
   git -c advice.detachedHead=false clone -q "$repository" "$directory"
   git -C "$directory" checkout -q "$commit"
 fi
+# -c: the settings of a project around the directory do not apply.
 files=(test/test_utils.py test/test_configure_subprocess.py)
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then files+=(test/test_examples.py); fi
 cd "$directory"
@@ -27,4 +28,4 @@ import torch_memory_saver
 import memsaver.drop_in
 assert memsaver.drop_in.status()["tms"].state == "active", "the drop-in is not installed"
 sys.exit(pytest.main(sys.argv[1:]))
-' -q "$@" "${files[@]}"
+' -c /dev/null -q "$@" "${files[@]}"

@@ -59,6 +59,7 @@ nb::list others(const Processes& processes) {
 
 void bind_errors(nb::module_& module);
 void bind_regions(nb::module_& module);
+void bind_tagged(nb::module_& module);
 void bind_transitions(nb::module_& module);
 void bind_process(nb::module_& module);
 void bind_driver(nb::module_& module);

@@ -5,6 +5,7 @@ NB_MODULE(_core, module) {
   memsaver::bind_errors(module);
   memsaver::bind_process(module);
   memsaver::bind_regions(module);
+  memsaver::bind_tagged(module);
   memsaver::bind_transitions(module);
   memsaver::bind_driver(module);
   memsaver::bind_pool(module);

@@ -194,6 +194,14 @@ void bind_regions(nb::module_& module) {
       .def("check_unused", &check_unused, nb::call_guard<Unlocked>())
       .def("await_frees", &await_frees, "timeout"_a.none(), nb::call_guard<Unlocked>())
       .def("close", &close_region, nb::call_guard<Unlocked>())
+      .def("backup_parts",  // (address, bytes) of the parts that backup_view() takes whole
+           [](const Region& region) {
+             core();
+             std::vector<std::pair<std::size_t, std::size_t>> ranges;
+             if (const std::shared_ptr<Backup> backup = region.backup())
+               for (const Range& range : backup->parts()) ranges.emplace_back(range.offset, range.size);
+             return as_tuple(ranges);
+           })
       .def("backup_view", &backup_view, "address"_a, "size"_a)
       .def("backup_read", &backup_read, "address"_a, "size"_a, "to"_a, nb::call_guard<Unlocked>())
       .def("live",  // (address, bytes) of segments in use, touching ones joined
@@ -230,6 +238,7 @@ void bind_regions(nb::module_& module) {
         return &core().region(tag, device, options);
       },
       nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a, "frozen"_a = false, "fill"_a = "nothing");
+  module.def("region_count", [] { return core().region_count(); });
   module.def("regions", [] { return core().all_regions(); }, nb::rv_policy::reference);
   module.def(
       "region_at", [](Address address) { return core().parts.addresses.at(address); }, nb::rv_policy::reference,

@@ -1,6 +1,7 @@
 // The process-wide core: options, devices, regions, captures.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <map>
@@ -22,9 +23,10 @@ class Core {
   std::condition_variable changed;  // notified when states, queues, users or leases change
   std::mutex viewing;               // one reader of backups at a time; taken before `mutex`, and held during the read
   ProcessParts parts;
-  std::size_t host_device_bytes = 0;  // 0: half of the machine's memory
-  std::size_t host_bytes() const;     // host_device_bytes, or its default
-  std::string disk_dir;               // empty: not set
+  std::size_t host_device_bytes = 0;     // 0: half of the machine's memory
+  std::size_t host_bytes() const;        // host_device_bytes, or its default
+  std::string disk_dir;                  // empty: not set
+  std::atomic<bool> wants_pool = false;  // devices join their shared pools, by calls of Python
   std::map<std::string, std::unique_ptr<Device>> devices;
 
   // All of these are called without the lock.
@@ -36,6 +38,7 @@ class Core {
   Region* find(const std::string& tag, const Device& device, Policy policy);
   std::vector<Region*> regions_of(const Device& device);
   std::vector<Region*> all_regions();
+  std::size_t region_count();
   void close(Region& region);    // see Region::close()
   void mark_lost(Device& dead);  // its context is dead: its regions become lost
 

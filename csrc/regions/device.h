@@ -44,6 +44,8 @@ struct Device {
 
   // The source of new chunks. Chunks of the other source return to it.
   ChunkSource& source() { return pooled ? static_cast<ChunkSource&>(*shared) : retained; }  // idle.h has the errors.
+  // The end of an allocation's wait for freed memory. A capture allows no wait.
+  Deadline shortage_deadline() const { return parts.gate.capturing() ? now() : now() + kShortageWait; }
   void wait_idle(Deadline deadline) { memsaver::wait_idle(*driver, parts.gate, deadline, true); }
   // For the caller to throw: `needed` bytes are not available. `more_free`: bytes that the call itself would free.
   OutOfMemoryError out_of_memory(std::size_t needed, std::size_t more_free, double waited_s = 0) {

@@ -13,10 +13,7 @@ constexpr std::size_t kAlignment = 512;  // the alignment of torch's own allocat
 constexpr std::size_t kLeastRange = std::size_t{1} << 30;
 constexpr std::size_t kAllowance = 48 * kMiB;
 constexpr int kTries = 8;                                   // of an allocation, if other threads change its layout
-constexpr std::size_t kNoneAllowed = std::size_t{1} << 60;  // exceeds every allowance, so that no chunk has slack
-
-// The limit of mapped bytes without a segment. It allows large chunks in large regions only.
-std::size_t allowance(std::size_t live) { return std::min(live, live / 20 + kAllowance); }
+constexpr std::size_t kNoneAllowed = std::size_t{1} << 61;  // exceeds every allowance, so that no chunk has slack
 
 }  // namespace
 
@@ -26,7 +23,11 @@ Region::Region(std::string region_tag, Device& on_device, Options options)
       policy(options.policy),
       frozen(options.frozen),
       fill(options.fill),
+      most_slack_(options.most_slack),
       expected_(options.policy) {}
+
+// It allows large chunks in large regions only.
+std::size_t Region::allowance(std::size_t live) const { return std::min({live, live / 20 + kAllowance, most_slack_}); }
 
 // States
 
@@ -326,7 +327,7 @@ void Region::free(Address begin) {
 
 std::size_t Region::bound() const {
   const std::size_t live = allocated_bytes();
-  return live + live / 20 + kAllowance;
+  return live + std::min(live / 20 + kAllowance, most_slack_);
 }
 
 std::size_t Region::largest_chunk() const {

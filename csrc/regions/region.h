@@ -33,7 +33,8 @@
 namespace memsaver {
 
 constexpr std::size_t kGuard = kPage;  // behind each reserved range, so that two never touch
-using Slot = Range;                    // the addresses of a chunk in a region
+constexpr std::size_t kAnySlack = std::size_t{1} << 60;
+using Slot = Range;  // the addresses of a chunk in a region
 
 class Region final : public RestingOwner {
  public:
@@ -41,6 +42,8 @@ class Region final : public RestingOwner {
     Policy policy = Policy::none;
     bool frozen = false;  // the contents do not change after the first copy
     Fill fill = Fill::nothing;
+    std::size_t most_slack =
+        kAnySlack;  // the limit of mapped bytes without a segment, beside that of the region's size
   };
 
   Region(std::string tag, Device& device, Options options);
@@ -161,6 +164,7 @@ class Region final : public RestingOwner {
   };
 
  private:
+  std::size_t allowance(std::size_t live) const;  // the limit of mapped bytes without a segment
   void check_allocatable(std::size_t size) const;
   Address take_addresses(std::size_t size);
   Layout layout_locked(Ranges wanted, Ranges segments, std::size_t live, std::size_t slack, bool snug) const;
@@ -192,8 +196,9 @@ class Region final : public RestingOwner {
   bool stale_ = false;                    // see mark_stale()
   std::atomic<bool> doubtful_ = false;    // see strand()
   bool stranded_ = false;                 // the driver refused to unmap a chunk that no segment needs
-  std::size_t counted_ = 0;               // this region's part of Device::to_back_up
-  Policy expected_;                       // the expected policy of the next pause
+  const std::size_t most_slack_;
+  std::size_t counted_ = 0;  // this region's part of Device::to_back_up
+  Policy expected_;          // the expected policy of the next pause
   std::atomic<bool> closed_ = false;
   std::atomic<std::size_t> mapped_ = 0;
 };

@@ -31,8 +31,7 @@ __attribute__((visibility("hidden"), used)) void* memsaver_alloc_numbered(ssize_
   Region* region = bound[number].load();
   if (region == nullptr || size <= 0 || !usable()) return nullptr;
   try {
-    const bool waits = !region->device.parts.gate.capturing();
-    const Deadline shortage = waits ? now() + kShortageWait : now();
+    const Deadline shortage = region->device.shortage_deadline();
     return reinterpret_cast<void*>(region->allocate(static_cast<std::size_t>(size), shortage));
   } catch (const std::exception&) {
     return nullptr;  // torch raises its own out-of-memory error

@@ -48,6 +48,7 @@ class RegionPools:
         self._idle: list[torch.cuda.MemPool] = []
         self._lent: list[torch.cuda.MemPool] = []
         self._retired_ids: list[tuple[int, int]] = []
+        self._adopted_ids: list[tuple[int, int]] = []  # of pools of torch's own allocator
         self._graph: torch.cuda.MemPool | None = None
         self._spent: list[torch.cuda.MemPool] = []  # graph pools that are unusable after a failed capture
 
@@ -77,6 +78,11 @@ class RegionPools:
         """Whether pools with live tensors went out of use."""
         return bool(self._retired_ids)
 
+    def adopt(self, pool_id: tuple[int, int]) -> None:
+        """Counts the free blocks of another pool, whose segments torch takes by cudaMalloc, as free."""
+        alive = [each for each in self._adopted_ids if each in (DEFAULT_POOL, pool_id) or snapshot(each)]
+        self._adopted_ids = list(dict.fromkeys([*alive, pool_id]))
+
     def replace_graph(self) -> None:
         if self._graph is not None:
             self._spent.append(self._graph)
@@ -84,7 +90,7 @@ class RegionPools:
 
     def free_blocks(self) -> list[tuple[int, int]]:
         """(address, bytes) of the free blocks of these pools, by address. Graphs use all of the graph pool."""
-        ids = [pool.id for pool in (*self._idle, *self._lent)] + self._retired_ids
+        ids = [pool.id for pool in (*self._idle, *self._lent)] + self._retired_ids + self._adopted_ids
         return sorted(block for pool_id in ids for block in _free_blocks(pool_id))
 
     @property
@@ -121,20 +127,27 @@ class RegionPools:
         if all_pools and self._graph is not None and not _has_graphs(self._graph):
             retired.append(self._graph)
             self._graph = None
-        self._retired_ids = [pool_id for pool_id in self._retired_ids if _snapshot(pool_id)]  # the others are gone
+        self._retired_ids = [pool_id for pool_id in self._retired_ids if snapshot(pool_id)]  # the others are gone
         self._retired_ids += [pool.id for pool in retired]
         return retired
+
+    def take_all(self) -> list[torch.cuda.MemPool]:
+        """All pools, for a region that is about to be closed."""
+        taken = [*self._idle, *self._lent, *self._spent, *([self._graph] if self._graph is not None else [])]
+        self._idle, self._lent, self._spent, self._graph = [], [], [], None
+        return taken
 
     def keep_forever(self) -> None:
         for pool in (*self._idle, *self._lent, *self._spent, *([self._graph] if self._graph else [])):
             keep_forever(pool)
 
 
+DEFAULT_POOL = (0, 0)  # torch's id of the pool of allocations without a pool; a list of it has all segments
 _HAS_TRACES = "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters
 _LISTED = {"include_traces": False} if _HAS_TRACES else {}  # older versions of torch make a list without traces
 
 
-def _snapshot(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
+def snapshot(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
     """torch's segments of a pool.
 
     torch's binding releases references to the two numbers of the id that it does not own (pytorch/pytorch#196366). From
@@ -158,7 +171,9 @@ def _has_graphs(pool: torch.cuda.MemPool) -> bool:
 
 def _free_blocks(pool_id: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """(address, bytes) of the free blocks of a pool."""
-    for segment in _snapshot(pool_id):
+    for segment in snapshot(pool_id):
+        if pool_id == DEFAULT_POOL and tuple(segment["segment_pool_id"]) != DEFAULT_POOL:
+            continue
         for block in segment["blocks"]:
             if block["state"] == "inactive":
                 yield block["address"], block["size"]

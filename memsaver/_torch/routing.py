@@ -22,6 +22,7 @@ from memsaver import _core
 from memsaver._adapter import Ranges
 from memsaver._torch.checksums import Checksums
 from memsaver._torch.pools import EntryPoints, RegionPools, keep_forever, new_pool
+from memsaver._torch.routes import routes
 from memsaver.errors import Error, RegionPausedError
 from memsaver.regions import Region, owning
 
@@ -169,12 +170,11 @@ class Router:
         }
         for device, pool in list(thread.routed.items()):
             if wanted.get(device) is not pool:
-                torch._C._cuda_endAllocateToPool(device.index, pool.id)
-                torch._C._cuda_releasePool(device.index, pool.id)
                 del thread.routed[device]
+                routes.end(device.index, pool)
         for device, pool in wanted.items():
             if device not in thread.routed:
-                torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, pool.id)
+                routes.begin(device.index, pool)
                 thread.routed[device] = pool
         with self._lock:
             for region in [region for region in thread.pools if region not in entered]:
@@ -258,6 +258,11 @@ class Router:
         with self._lock:
             return self._of(region).graph
 
+    def adopt_pool(self, region: Region, pool_id: tuple[int, int]) -> None:
+        """Tells of a pool whose segments lie in the region, and whose free blocks need no copy."""
+        with self._lock:
+            self._of(region).adopt(pool_id)
+
     def graph_region(self, pool_id: tuple[int, int]) -> Region | None:
         """The region whose graph pool this is."""
         with self._lock:
@@ -284,14 +289,12 @@ class Router:
 
     def trim(self, regions: Sequence[Region], all_pools: bool = False) -> None:
         """Drops idle pools with free blocks; with ``all_pools`` also those without, and graph pools without graphs."""
+        retired: list[torch.cuda.MemPool] = []
         with self._lock:
-            retired = [
-                pool
-                for region in regions
-                if region in self._pools
-                for pool in self._pools[region].retire_idle(all_pools)
-            ]
-        retired.clear()  # outside the lock: torch frees segments with the pools
+            for region in regions:
+                if region in self._pools:
+                    retired += self._pools[region].retire_idle(all_pools)
+        routes.drop(retired)  # outside the lock: torch frees segments with the pools
 
     def check_unused(self, region: Region) -> None:
         """Raises Error while a thread is inside the region, or a tensor or a graph has memory of it."""
@@ -308,7 +311,8 @@ class Router:
         with self._lock:
             pools = self._pools.pop(region, None)
             retired = pools is not None and pools.has_retired
-        del pools  # outside the lock
+        if pools is not None:  # outside the lock
+            routes.drop(pools.take_all())
         if retired:  # their segments are in torch's cache, and only torch lists them as free
             torch.cuda.empty_cache()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
+from collections.abc import Iterable
 
-from memsaver.regions import Region, default_device, region
+from memsaver import _core
+from memsaver.regions import Region, default_device, tagged, wrapper
 
 
 def index_of(region: Region) -> int:
@@ -14,40 +14,23 @@ def index_of(region: Region) -> int:
 
 
 class TaggedRegions:
-    """The regions of each tag.
-
-    Their own tags are ``{prefix}.{tag}``: the same process may have regions of its own with these tags. A tag that is
-    allocated in while its region is paused gets another, ``{prefix}.{tag}.2``, which is active.
-    """
+    """The regions of each tag. See csrc/regions/tagged.h: code without Python makes regions of the same tags."""
 
     def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self._by_tag: dict[str, list[Region]] = {}
-        self._lock = threading.Lock()
+        self._core = _core.tagged_regions(prefix)
 
     def active(self, tag: str, backup: str = "none") -> Region:
         """The active region of a tag with this policy, on the current device. Makes one if there is none."""
-        device = default_device()
-        with self._lock:
-            several = self._by_tag.setdefault(tag, [])
-            for each in reversed(several):
-                if (each.device, each.state, each.backup) == (device, "active", backup):
-                    return each
-            used = {each.tag for _, each in self._rows() if each.backup == backup}
-            whole = f"{self._prefix}.{tag}"
-            names = itertools.chain([whole], (f"{whole}.{number}" for number in itertools.count(2)))
-            several.append(region(next(name for name in names if name not in used), device, backup))
-            return several[-1]
+        return tagged(self._core, tag, default_device(), backup)
 
     def of(self, tag: str) -> list[Region]:
         """All regions of a tag."""
-        with self._lock:
-            return list(self._by_tag.get(tag, ()))
+        return [wrapper(each) for each in self._core.of(tag)]
 
     def all(self) -> list[tuple[str, Region]]:
         """Tag and region of each region."""
-        with self._lock:
-            return self._rows()
+        return [(tag, wrapper(each)) for tag, each in self._core.all()]
 
-    def _rows(self) -> list[tuple[str, Region]]:
-        return [(tag, each) for tag, several in self._by_tag.items() for each in several]
+    def set_aside(self, regions: Iterable[Region], is_aside: bool) -> None:
+        """Whether new allocations of a tag pass over these regions, though they are active."""
+        self._core.set_aside([each._core for each in regions], is_aside)

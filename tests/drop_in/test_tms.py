@@ -207,16 +207,6 @@ def test_hook_mode_preload_without_the_library_is_refused() -> None:
         pass
 
 
-def test_whole_process_is_refused(saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMS_INIT_ENABLE", "0")
-    other = TorchMemorySaver()
-    other.hook_mode = "torch"  # type: ignore[method-assign, assignment]
-    other.pause()
-    monkeypatch.setenv("TMS_INIT_ENABLE", "1")
-    with pytest.raises(DropInError, match="TMS_INIT_ENABLE is '1', and memsaver does not manage whole processes yet"):
-        saver.pause()
-
-
 @pytest.mark.parametrize("value", [-1, 1.5, True, "1GiB"])
 def test_margin_that_is_no_number_of_bytes_is_named(saver: TorchMemorySaver, value: Any) -> None:
     with pytest.raises(ValueError, match=f"memory_margin_bytes is {value!r}, expected a number of bytes"):

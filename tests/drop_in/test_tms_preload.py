@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from memsaver.drop_in.tms.routing import LIBRARIES
+from memsaver.drop_in.tms.library import FOLDER
 from tests.support import run_python
 
-LIBRARY = LIBRARIES / "torch_memory_saver_hook_mode_preload.abi3.so"
+LIBRARY = FOLDER / "torch_memory_saver_hook_mode_preload.abi3.so"
 SOURCE = Path(__file__).with_name("cuda_runtime.c")
 # Each test is a program of its own after this, since a library can only be preloaded when a process starts.
 COMMON = """
@@ -59,9 +59,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def run(libraries: dict[str, str]) -> Run:
-    def run(program: str, saver: bool = True, preload: bool = True) -> str:
+    def run(program: str, saver: bool = True, preload: bool = True, **variables: str) -> str:
         text = "".join(f"{name} = {path!r}\n" for name, path in libraries.items()) + COMMON
-        variables = {"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": str(LIBRARY) if preload else ""}
+        variables = {"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": str(LIBRARY) if preload else "", **variables}
         done = run_python(text + (SAVER if saver else "") + program, **variables)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -143,17 +143,6 @@ with saver.region("weights"):
     saver.memory_margin_bytes = 0
     assert allocate(3 * MIB) > 0
 assert seen() == (0, 0)
-""")  # fmt: skip
-
-
-def test_allocations_on_another_device_pass_through(run: Run) -> None:
-    run("""
-with saver.region("weights"):
-    runtime.set_device(1)
-    other = allocate()
-    runtime.set_device(0)
-    own = allocate()
-assert regions.owning(other) is None and regions.owning(own) is not None and seen() == (1, 0)
 """)  # fmt: skip
 
 
@@ -275,3 +264,214 @@ def test_library_needs_libc_alone() -> None:
     assert {Path(name).name for name in names} <= {"linux-vdso", "libc", "libdl", "libpthread", "ld-linux-x86-64"}, (
         needed
     )
+
+
+# Whole processes
+
+# The host device has its default size: it is in use before Python reads the variable.
+WHOLE = {"TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1", "MEMSAVER_HOST_DEVICE": ""}
+
+
+def test_whole_process_is_managed_from_the_first_allocation(run: Run) -> None:
+    run("""
+import sys
+address = allocate()
+assert "memsaver" not in sys.modules and seen() == (0, 0)
+in_thread = []
+thread = threading.Thread(target=lambda: in_thread.append(allocate()))
+thread.start(); thread.join()
+ctypes.memset(address, 7, 3 * MIB)
+from torch_memory_saver import torch_memory_saver as saver
+from memsaver import regions
+(default,) = regions.all_regions()
+assert (default.tag, default.backup) == ("tms.default", "host")
+assert default.owns(address) and default.owns(in_thread[0])
+saver.pause()
+assert default.mapped_bytes == 0
+later = allocate()  # while it is paused
+assert regions.owning(later).tag == "tms.default.2"
+release(in_thread[0])
+saver.resume()
+assert ctypes.string_at(address, 3 * MIB) == bytes([7]) * (3 * MIB)
+release(address); release(later)
+assert seen() == (0, 0)
+""", saver=False, **WHOLE)  # fmt: skip
+
+
+def test_repeated_pauses_of_a_whole_process_make_no_more_regions(run: Run) -> None:
+    run("""
+import torch
+first = allocate()
+for _ in range(5):
+    saver.pause()
+    later = allocate()
+    saver.resume()
+    release(later)
+    for each in regions.all_regions():
+        each._core.await_frees(10)
+    again = allocate()
+    assert regions.owning(again).tag == "tms.default"
+    release(again)
+assert sorted(each.tag for each in regions.all_regions()) == ["tms.default", "tms.default.2"]
+""", **WHOLE)  # fmt: skip
+
+
+def test_regions_nest_in_a_whole_process(run: Run) -> None:
+    run("""
+saver._ensure_initialized()
+library = saver._impl._binary_wrapper.cdll
+def state():
+    return (library.tms_get_interesting_region(), library.tms_get_current_tag(), library.tms_get_enable_cpu_backup(),
+            library.tms_get_enable_disk_backup(), library.tms_get_cpu_backup_backend())
+outer = (True, b"default", True, False, b"pinned")
+assert state() == outer
+with saver.region("grads"):
+    assert state() == (True, b"grads", False, False, b"pinned")
+    with saver.region("kept", enable_cpu_backup=True, cpu_backup_backend="mmap"):
+        assert state() == (True, b"kept", True, False, b"mmap")
+    grads = allocate()
+    with saver.disable():
+        assert not library.tms_get_interesting_region()
+        outside = allocate()
+assert state() == outer
+weights = allocate()
+tags = [getattr(regions.owning(each), "tag", None) for each in (grads, outside, weights)]
+assert tags == ["tms.grads", None, "tms.default"], tags
+saver.pause("grads")
+with saver.disable():
+    assert seen() == (1, 0)
+    release(outside)
+saver.resume("grads")
+""", **WHOLE)  # fmt: skip
+
+
+def test_c_functions_pause_and_resume(run: Run) -> None:
+    run("""
+import torch  # Python is asked by the C functions
+library = ctypes.CDLL(None)
+for name in ("tms_pause", "tms_resume"):
+    getattr(library, name).argtypes = [ctypes.c_char_p]
+library.tms_get_cpu_backup_pointer.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+library.tms_get_cpu_backup_pointer.restype = ctypes.c_void_p
+address = allocate()
+ctypes.memset(address, 5, 3 * MIB)
+assert not library.tms_get_cpu_backup_pointer(address, 3 * MIB)
+assert library.tms_pause(b"nobody made this") == 0
+assert library.tms_pause(None) == 0
+from memsaver import regions
+(default,) = regions.all_regions()
+assert default.state == "paused"
+where = library.tms_get_cpu_backup_pointer(address + MIB, MIB)
+assert ctypes.string_at(where, MIB) == bytes([5]) * MIB
+assert library.tms_resume(b"default") == 0
+assert default.state == "active" and ctypes.string_at(address, MIB) == bytes([5]) * MIB
+assert not library.tms_get_retain_cpu_backup()
+library.tms_set_retain_cpu_backup(True)
+from torch_memory_saver import torch_memory_saver
+assert torch_memory_saver.retain_cpu_backup is True
+""", saver=False, **WHOLE)  # fmt: skip
+
+
+def test_c_functions_say_that_they_need_python(run: Run) -> None:
+    run("""
+library = ctypes.CDLL(None)
+assert library.tms_pause(None) != 0
+""", saver=False)  # fmt: skip
+
+
+def test_retained_backups_outlive_a_resume_at_one_place(run: Run) -> None:
+    run("""
+import torch
+assert saver.retain_cpu_backup is True  # by the variable
+saver.hook_mode = "preload"
+with saver.region("weights", enable_cpu_backup=True):
+    address = allocate()
+class Tensor:  # as torch has it for memory of a device
+    def data_ptr(self): return address
+    def is_contiguous(self): return True
+    def numel(self): return 3 * MIB
+    def element_size(self): return 1
+    dtype, shape = torch.uint8, (3 * MIB,)
+places = set()
+for value in range(1, 4):
+    ctypes.memset(address, value, 3 * MIB)
+    saver.pause()
+    saver.resume()
+    ctypes.memset(address, 99, 3 * MIB)
+    found = saver.get_cpu_backup(Tensor(), zero_copy=True)
+    assert bool((found == value).all())
+    places.add(found.data_ptr())
+    del found
+assert len(places) == 1
+saver.retain_cpu_backup = False
+saver.pause()
+saver.resume()
+assert saver.get_cpu_backup(Tensor()) is None
+""", TMS_RETAIN_CPU_BACKUP="yes")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TMS_RETAIN_CPU_BACKUP", "maybe"),
+        ("TMS_INIT_CPU_BACKUP_BACKEND", "paper"),
+        ("TMS_INIT_ENABLE_DISK_BACKUP", "1"),
+    ],
+)
+def test_wrong_variable_is_an_error_that_names_it(run: Run, name: str, value: str) -> None:
+    run(f"""
+from memsaver.drop_in.errors import DropInError
+try:
+    from torch_memory_saver import torch_memory_saver as saver
+    saver.pause()
+except DropInError as error:
+    assert {name!r} in str(error) and "expected" in str(error)
+else:
+    raise AssertionError("accepted")
+""", saver=False, **{"TMS_INIT_ENABLE_CPU_BACKUP": "1", name: value})  # fmt: skip
+
+
+def test_wrong_variable_fails_allocations_with_one_line(libraries: dict[str, str]) -> None:
+    text = "".join(f"{name} = {path!r}\n" for name, path in libraries.items()) + COMMON
+    variables = {"LD_PRELOAD": str(LIBRARY), **WHOLE, "TMS_INIT_CPU_BACKUP_BACKEND": "paper"}
+    done = run_python(text + "assert allocate() == -1 and allocate() == -1 and seen() == (0, 0)", **variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == ["memsaver: TMS_INIT_CPU_BACKUP_BACKEND is 'paper', expected pinned or mmap"]
+
+
+def test_library_for_another_cuda_version_fails_allocations_with_one_line(libraries: dict[str, str]) -> None:
+    text = "".join(f"{name} = {path!r}\n" for name, path in libraries.items()) + COMMON
+    other = LIBRARY.with_name("torch_memory_saver_hook_mode_preload_cu12.abi3.so")
+    done = run_python(text + "assert allocate() == -1 and allocate() == -1", LD_PRELOAD=str(other), **WHOLE)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("memsaver: the process has the runtime of CUDA 13, and LD_PRELOAD names ")
+
+
+def test_program_without_python_is_not_managed(libraries: dict[str, str], tmp_path: Path) -> None:
+    source = tmp_path / "program.c"
+    source.write_text(
+        "int call_malloc(void**, unsigned long); int seen_mallocs(void);\n"
+        "int main(void) { void* data = 0; return !(call_malloc(&data, 64) == 0 && seen_mallocs() == 1); }\n"
+    )
+    compiler = os.environ.get("CC") or shutil.which("cc") or "gcc"
+    folder = Path(libraries["CALLER"]).parent
+    linked = [libraries["CALLER"], libraries["RUNTIME"], f"-Wl,-rpath,{folder}"]
+    subprocess.run([compiler, str(source), "-o", str(tmp_path / "program"), *linked], check=True)
+    done = subprocess.run(
+        [str(tmp_path / "program")], env={"LD_PRELOAD": str(LIBRARY), **WHOLE}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "does not run Python, so its memory is not managed" in line
+
+
+def test_child_that_was_forked_before_an_allocation_is_managed(run: Run) -> None:
+    run("""
+import os
+child = os.fork()
+if child == 0:
+    address = allocate()
+    os._exit(0 if seen() == (0, 0) and address > 0 else 1)
+assert os.waitpid(child, 0)[1] == 0
+""", saver=False, **WHOLE)  # fmt: skip

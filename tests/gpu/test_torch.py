@@ -246,7 +246,7 @@ def test_a_pool_beyond_the_256th_is_listed_without_harm_to_python() -> None:
     assert number > 256
     before = sys.getrefcount(number)
     for _ in range(3):
-        torch_pools._snapshot(pool_id)
+        torch_pools.snapshot(pool_id)
     assert sys.getrefcount(number) == before
 
 

@@ -209,7 +209,7 @@ def test_destroyed_torch_pools_are_not_queried(make: Make, monkeypatch: pytest.M
     def snapshot(pool_id: Any) -> list[dict[str, Any]]:
         return [{"blocks": [{"state": "inactive", "address": 0, "size": 1}]}] if pool_id in live else []
 
-    monkeypatch.setattr(torch_pools, "_snapshot", snapshot)
+    monkeypatch.setattr(torch_pools, "snapshot", snapshot)
     pools = torch_pools.RegionPools(make(), {})
     for number in range(1, 5):
         live.add((0, number))

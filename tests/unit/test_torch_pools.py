@@ -60,7 +60,7 @@ def free_in_torch(
         active = {kind: {"current": 3 * BYTES - anywhere.get(kind, 0)} for kind in kinds}
         return {"reserved_bytes": reserved, "active_bytes": active}
 
-    monkeypatch.setattr(torch_pools, "_snapshot", snapshot)
+    monkeypatch.setattr(torch_pools, "snapshot", snapshot)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
     return made
 
@@ -108,5 +108,5 @@ def test_a_list_of_blocks_keeps_the_references_to_the_pools_id(monkeypatch: pyte
     pool_id = first, second
     expected = sys.getrefcount(first), sys.getrefcount(second)
     for _ in range(3):
-        torch_pools._snapshot(pool_id)
+        torch_pools.snapshot(pool_id)
     assert (sys.getrefcount(first), sys.getrefcount(second)) == expected

@@ -23,14 +23,20 @@ def start() -> None:
     """
     names = [part.partition(":")[0].strip() for part in os.environ.get("MEMSAVER_DROP_IN", "").split(",")]
     if "tms" in names and "torch_memory_saver" not in sys.modules:
-        sys.meta_path.insert(0, _Finder())
+        first = ["torch_memory_saver"]
+        if os.environ.get("TMS_INIT_ENABLE"):  # the process is managed whether it imports that package or not
+            first.append("torch")
+        sys.meta_path.insert(0, _Finder(first))
 
 
 class _Finder:
-    """Installs the drop-in at the import of torch_memory_saver."""
+    """Installs the drop-in at the first import of one of these modules."""
+
+    def __init__(self, names):  # type: ignore[no-untyped-def]
+        self.names = names
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        if name != "torch_memory_saver":
+        if name not in self.names:
             return None
         from importlib.util import find_spec
 

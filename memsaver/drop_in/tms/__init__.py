@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -40,6 +41,14 @@ def replace(checked: None, activate: Callable[[Callable[[], tuple[str, ...]], lo
         activate(lambda: (PACKAGE,), logging.getLogger("memsaver"))
 
     when_imported(PACKAGE, imported)
+    if os.environ.get("TMS_INIT_ENABLE"):
+        when_imported("torch", _prepare)
+
+
+def _prepare(torch: ModuleType) -> None:
+    from memsaver.drop_in.tms.process import prepare
+
+    prepare()
 
 
 class _Finder(MetaPathFinder):

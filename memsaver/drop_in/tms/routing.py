@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from memsaver import _core
+from memsaver._adapter import adapter
+from memsaver._torch.pools import keep_forever
+from memsaver._torch.routes import routes
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.tagged import index_of
+from memsaver.drop_in.tms.library import Library, Settings
+from memsaver.drop_in.tms.regions import saver_regions
+from memsaver.drop_in.tms.side_pools import side_pools
 from memsaver.regions import Region, outside
-
-LIBRARIES: Final = Path(_core.__file__).parent / "drop_in" / "tms" / "packages"
 
 
 class Routing(Protocol):
     """A hook mode of torch_memory_saver."""
 
-    def into(self, region: Region) -> AbstractContextManager[Any]: ...
+    library: Library
+
+    def into(self, settings: Settings) -> AbstractContextManager[Any]: ...
     def outside(self) -> AbstractContextManager[Any]: ...
     def set_margin(self, nbytes: int) -> None: ...
 
@@ -31,11 +34,18 @@ class Routing(Protocol):
 class TorchRouting:
     """Hook mode ``"torch"``: torch's allocations by the thread."""
 
-    def into(self, region: Region) -> AbstractContextManager[Any]:
-        return region
+    def __init__(self) -> None:
+        self.library = Library.beside()
 
-    def outside(self) -> AbstractContextManager[None]:
-        return outside()
+    @contextmanager
+    def into(self, settings: Settings) -> Iterator[None]:
+        with self.library.applied(settings), saver_regions.by_settings(settings):
+            yield
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        with self.library.applied(self.library.settings, interesting=False), outside():
+            yield
 
     def set_margin(self, nbytes: int) -> None:
         raise DropInError("memory_margin_bytes needs the hook mode 'preload' in memsaver")
@@ -49,47 +59,49 @@ class PreloadRouting:
 
     def __init__(self) -> None:
         check_allocator()
-        self.cdll = loaded = ctypes.CDLL(None)
-        try:
-            self._set, self._set_margin = loaded.memsaver_preload_route, loaded.memsaver_preload_margin
-        except AttributeError:
-            raise DropInError(
-                "the hook mode 'preload' needs memsaver's library in LD_PRELOAD, which is "
-                f"{os.environ.get('LD_PRELOAD', '')!r}: start the process within "
-                "torch_memory_saver.configure_subprocess(), or set torch_memory_saver.hook_mode = 'torch'"
-            ) from None
-        self._set.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-        self._set_margin.argtypes = [ctypes.c_size_t]
-        self._pools: dict[Region, Any] = {}
+        self.library = Library.preloaded()
+        self._pools: dict[Region, torch.cuda.MemPool] = {}
         self._lock = threading.Lock()
         self._thread = threading.local()
 
     @contextmanager
-    def into(self, region: Region) -> Iterator[None]:
+    def into(self, settings: Settings) -> Iterator[None]:
         check_allocator()  # code may have changed the setting
-        with self._entered(region, None if region.device == "cpu" else (index_of(region), self._pool(region))):
+        region = saver_regions.by_settings(settings)
+        pool = None if region.device == "cpu" else (index_of(region), self._pool(region))
+        with self.library.applied(settings), self._routed(pool):
             yield
 
     @contextmanager
-    def calls_into(self, region: Region) -> Iterator[None]:
+    def calls_into(self, settings: Settings) -> Iterator[None]:
         """Routes cudaMalloc of this thread to a region. torch allocates from the pool that it has."""
-        with self._entered(region, None):
+        saver_regions.by_settings(settings)  # made before a capture, which its making would break
+        with self.library.applied(settings):
             yield
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        # The pool of a region has blocks of its segments, and this one has none.
-        on_gpu = torch.cuda.is_initialized()
-        with self._entered(None, (torch.cuda.current_device(), torch.cuda.MemPool()) if on_gpu else None):
-            yield
+        with self.library.applied(self.library.settings, interesting=False):
+            if not torch.cuda.is_initialized():
+                yield
+                return
+            # The pools of regions have blocks of their segments, and this one has none.
+            own = (torch.cuda.current_device(), torch.cuda.MemPool())
+            try:
+                with self._routed(own):
+                    yield
+            finally:
+                dropped = [own[1]]
+                del own
+                routes.drop(dropped)
 
     def set_margin(self, nbytes: int) -> None:
-        self._set_margin(nbytes)
+        self.library.cdll.set_memory_margin_bytes(nbytes)
 
     @contextmanager
-    def _entered(self, region: Region | None, pool: tuple[int, Any] | None) -> Iterator[None]:
+    def _routed(self, pool: tuple[int, Any] | None) -> Iterator[None]:
         entered = self._thread.__dict__.setdefault("entered", [])
-        entered.append((region, pool))
+        entered.append(pool)
         try:
             self._apply(entered)
             yield
@@ -97,29 +109,25 @@ class PreloadRouting:
             entered.pop()
             self._apply(entered)
 
-    def _apply(self, entered: list[tuple[Region | None, tuple[int, Any] | None]]) -> None:
-        region = entered[-1][0] if entered else None
-        if region is None:
-            self._set(None, None, 0)
-        else:
-            self._set(*region._core.entry_points(), index_of(region))
+    def _apply(self, entered: list[tuple[int, Any] | None]) -> None:
         # One pool at a time: torch versions differ in which of two routed pools wins.
-        wanted = next((pool for _, pool in reversed(entered) if pool is not None), None)
+        wanted = next((pool for pool in reversed(entered) if pool is not None), None)
         routed = self._thread.__dict__.get("routed")
         if routed is not None and routed is not wanted:
-            index, pool = routed
-            torch._C._cuda_endAllocateToPool(index, pool.id)
-            torch._C._cuda_releasePool(index, pool.id)
             self._thread.routed = None
+            routes.end(*routed)
         if wanted is not None and routed is not wanted:
-            torch._C._cuda_beginAllocateCurrentThreadToPool(wanted[0], wanted[1].id)
+            routes.begin(*wanted)
             self._thread.routed = wanted
+            side_pools.make_last(wanted[0])
 
-    def _pool(self, region: Region) -> Any:
+    def _pool(self, region: Region) -> torch.cuda.MemPool:
         with self._lock:
             if region not in self._pools:
                 with torch.cuda.device(region.device):
                     self._pools[region] = torch.cuda.MemPool()
+                keep_forever(self._pools[region])
+                adapter().adopt_pool(region, self._pools[region].id)
             return self._pools[region]
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 
-from memsaver import _adapter, config, transitions
+from memsaver import transitions
 from memsaver._torch.backups import cpu_backup
-from memsaver.drop_in.errors import DropInError
-from memsaver.drop_in.tagged import TaggedRegions
+from memsaver.drop_in.tms.calls import Calls
+from memsaver.drop_in.tms.library import Library, Settings
+from memsaver.drop_in.tms.process import DefaultPool, initial_settings, set_disk_dir
+from memsaver.drop_in.tms.regions import saver_regions
+from memsaver.drop_in.tms.retained import Retained
 from memsaver.drop_in.tms.routing import PreloadRouting, Routing, TorchRouting
 from memsaver.regions import Region, owning
 
 HOOK_MODES: Final = ("preload", "torch")
 _BACKENDS = (None, "pinned", "mmap")
+_MEMORY_S: Final = 60.0  # seconds that a resume waits for memory
 
 
 class TorchMemorySaver:
@@ -34,6 +37,7 @@ class TorchMemorySaver:
     def __init__(self) -> None:
         self._impl_ctor_kwargs = {}
         self._impl = None
+        self._retained = Retained()
 
     # Settings
 
@@ -61,13 +65,21 @@ class TorchMemorySaver:
 
     memory_margin_bytes = property(_get_margin, _set_margin)
 
-    retain_cpu_backup = False
-    """Without effect: pinned host memory is always used again, and contents are not kept after a resume."""
+    @property
+    def retain_cpu_backup(self) -> bool:
+        """Whether get_cpu_backup() finds the contents of the last pause after the resume: TMS_RETAIN_CPU_BACKUP."""
+        return self._retained.wanted
+
+    @retain_cpu_backup.setter
+    def retain_cpu_backup(self, wanted: bool) -> None:
+        if not isinstance(wanted, bool):
+            raise TypeError(f"retain_cpu_backup is {wanted!r}, expected True or False")
+        self._retained.wanted = wanted
 
     def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
         """The directory of backups on disk. It is created if it does not exist."""
         self._ensure_initialized()
-        _set_disk_dir(path)
+        set_disk_dir(path)
 
     # Regions
 
@@ -85,16 +97,16 @@ class TorchMemorySaver:
             tag: A tag, also a paused one.
             enable_cpu_backup: Whether a pause keeps the contents in host memory.
             enable_disk_backup: Whether a pause keeps the contents on disk.
-            cpu_backup_backend: ``"pinned"``, ``"mmap"`` or None. Without effect: memsaver has pinned memory.
+            cpu_backup_backend: ``"pinned"``, ``"mmap"`` or None for TMS_INIT_CPU_BACKUP_BACKEND. The memory is pinned
+                with both. With ``"mmap"`` it returns to the system after the resume.
 
         Raises:
             AssertionError: Both backups are enabled.
             ValueError: The backend is unknown, or there is no backup in host memory.
             TypeError: The tag is no string.
         """
-        policy = self._policy(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
-        impl = self._ensure_initialized()
-        with impl.routing.into(impl.regions.active(tag, policy)):
+        settings = self._settings(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
+        with self._ensure_initialized().routing.into(settings):
             yield
 
     @contextmanager
@@ -114,13 +126,11 @@ class TorchMemorySaver:
             AssertionError: The hook mode is not ``"preload"``.
             TypeError, ValueError: As :meth:`region`.
         """
-        policy = self._policy(tag, enable_cpu_backup, False, cpu_backup_backend)
+        settings = self._settings(tag, enable_cpu_backup, False, cpu_backup_backend)
         impl = self._ensure_initialized()
         assert isinstance(impl.routing, PreloadRouting), "pausable CUDA graphs need hook_mode = 'preload'"
-        region = impl.regions.active(tag, policy)  # before the capture: the first region of a process prepares for it
-        _adapter.adapter()
         modes: Any = {"pool": pool, "stream": stream, "capture_error_mode": capture_error_mode}
-        with torch.cuda.graph(cuda_graph, **modes), impl.routing.calls_into(region):
+        with impl.routing.calls_into(settings), torch.cuda.graph(cuda_graph, **modes):
             yield
 
     @contextmanager
@@ -135,15 +145,28 @@ class TorchMemorySaver:
         Raises:
             memsaver.Error: As :func:`memsaver.pause`.
         """
-        transitions.pause([each for each in self._chosen(tag) if each.state == "active"])
+        impl = self._ensure_initialized()
+        # Empty regions stay active, for allocations while the others are paused.
+        chosen = [each for each in self._chosen(tag) if each.state == "active" and each.allocated_bytes]
+        with impl.default_pool.leaving(chosen):
+            self._retained.drop(chosen)
+            transitions.pause(chosen)
 
     def resume(self, tag: str | None = None) -> None:
         """Maps the memory of a tag again, or of all tags, with the contents that were kept.
 
+        Waits up to a minute for memory that other processes hold: callers of the original end if a resume fails.
+
         Raises:
             memsaver.Error: As :func:`memsaver.resume`.
         """
-        transitions.resume([each for each in self._chosen(tag) if each.state != "active"])
+        impl = self._ensure_initialized()
+        chosen = [each for each in self._chosen(tag) if each.state != "active"]
+        self._retained.keep(chosen)
+        transitions.resume(chosen, memory_timeout=_MEMORY_S)
+        impl.default_pool.return_threads()
+        if not self.retain_cpu_backup:
+            impl.regions.release_backups(chosen)
 
     def _chosen(self, tag: str | None) -> list[Region]:
         if tag is not None and not isinstance(tag, str):
@@ -159,7 +182,8 @@ class TorchMemorySaver:
             zero_copy: Whether the result is a view of the backup, which is valid until the resume.
 
         Returns:
-            A CPU tensor. None if the tensor is in no region, if its region is active, or if the backup is on disk.
+            A CPU tensor. None if the tensor is in no region, if its region is active and no backup was retained, or if
+            the backup is on disk.
 
         Raises:
             AssertionError: The tensor is not contiguous.
@@ -167,12 +191,14 @@ class TorchMemorySaver:
         """
         assert x.is_contiguous(), f"x has strides {x.stride()}, expected a contiguous tensor"
         region = owning(x.data_ptr())
-        if region is None or region.state == "active" or region.backup == "disk":
+        if region is None or region.backup == "disk":
             return None
+        if region.state == "active":
+            return self._retained.find(x, region, clone=not zero_copy)
         return cpu_backup(x, clone=not zero_copy)
 
-    def _policy(self, tag: str, cpu: bool, disk: bool, backend: str | None) -> str:
-        """The policy of a region with these options.
+    def _settings(self, tag: str, cpu: bool, disk: bool, backend: str | None) -> Settings:
+        """The settings of a region with these options.
 
         Raises TypeError, ValueError, or AssertionError as the original.
         """
@@ -184,7 +210,7 @@ class TorchMemorySaver:
             raise ValueError(f"cpu_backup_backend is {backend!r}, expected 'pinned', 'mmap' or None")
         if backend is not None and not cpu:
             raise ValueError(f"cpu_backup_backend {backend!r} requires enable_cpu_backup")
-        return "host" if cpu else "disk" if disk else "none"
+        return Settings(tag, cpu, disk, backend or self._ensure_initialized().initial.backend)
 
     def _check_backend(self, backend: str | None) -> None:
         """Raises ValueError for a kind of host memory that the device does not have."""
@@ -200,20 +226,11 @@ class TorchMemorySaverImpl:
     """The state of the saver from its first use on."""
 
     def __init__(self, hook_mode: str = "preload") -> None:
-        whole = os.environ.get("TMS_INIT_ENABLE", "")
-        if whole.lower() not in ("", "0", "false", "no"):
-            raise DropInError(
-                f"TMS_INIT_ENABLE is {whole!r}, and memsaver does not manage whole processes yet: unset it, or unset "
-                "MEMSAVER_DROP_IN"
-            )
+        self.initial = initial_settings()
+        self.regions = saver_regions
         self.routing: Routing = PreloadRouting() if hook_mode == "preload" else TorchRouting()
-        if isinstance(self.routing, PreloadRouting):  # by its original name: callers use its C functions
-            self._binary_wrapper = SimpleNamespace(cdll=self.routing.cdll)
-        self.regions = TaggedRegions("tms")
+        self.default_pool = DefaultPool()
+        self._binary_wrapper: Library = self.routing.library  # by its original name: callers use its C functions
+        self._binary_wrapper.serve(Calls())
         if directory := os.environ.get("TMS_DISK_BACKUP_DIR"):
-            _set_disk_dir(directory)
-
-
-def _set_disk_dir(path: str | os.PathLike[str]) -> None:
-    os.makedirs(path, exist_ok=True)
-    config.configure(disk_dir=os.fspath(path))
+            set_disk_dir(directory)

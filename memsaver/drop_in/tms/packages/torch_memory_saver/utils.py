@@ -3,7 +3,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from memsaver.drop_in.tms.routing import LIBRARIES
+from memsaver.drop_in.tms.library import FOLDER
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def get_binary_path_from_package(stem: str) -> Path:
     suffix = "" if getattr(torch.version, "hip", None) else f"_cu{_detect_cuda_major()}"
     package = Path(__file__).parent
     # The last one differs from the second in an editable installation.
-    folders = (package, package.parent, LIBRARIES)
+    folders = (package, package.parent, FOLDER)
     found = next(filter(None, (sorted(folder.glob(f"{stem}{suffix}.*so")) for folder in folders)), [])
     assert len(found) == 1, f"expected one library {stem}{suffix} in {folders}, found {found}"
     return found[0]

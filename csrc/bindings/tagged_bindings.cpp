@@ -1,0 +1,27 @@
+// Regions by the tags of another library.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/bindings.h"
+#include "regions/tagged.h"
+
+namespace memsaver {
+
+void bind_tagged(nb::module_& module) {
+  nb::class_<TaggedRegions>(module, "TaggedRegions")
+      .def(
+          "active",
+          [](TaggedRegions& tagged, const std::string& tag, const std::string& device, const std::string& backup) {
+            const Policy policy = policy_of(backup);
+            const Unlocked release;
+            return &tagged.active(tag, device, policy);
+          },
+          nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a)
+      .def("of", &TaggedRegions::of, nb::rv_policy::reference, "tag"_a)
+      .def("all", &TaggedRegions::all, nb::rv_policy::reference)
+      .def("set_aside", &TaggedRegions::set_aside, nb::call_guard<Unlocked>(), "regions"_a, "is_aside"_a);
+  module.def("tagged_regions", &tagged_regions, nb::rv_policy::reference, "prefix"_a);
+}
+
+}  // namespace memsaver

@@ -1,0 +1,73 @@
+#include "regions/tagged.h"
+
+#include <algorithm>
+#include <memory>
+
+namespace memsaver {
+namespace {
+
+// Callers of torch_memory_saver compare the driver's free memory with the bytes that they allocate.
+constexpr std::size_t kSlackOfSaver = 32 * kMiB;
+
+}  // namespace
+
+TaggedRegions& tagged_regions(const std::string& prefix) {
+  static std::mutex mutex;
+  static auto& all = *new std::map<std::string, std::unique_ptr<TaggedRegions>>;
+  std::lock_guard lock(mutex);
+  std::unique_ptr<TaggedRegions>& found = all[prefix];
+  if (found == nullptr) found = std::make_unique<TaggedRegions>(prefix, prefix == "tms" ? kSlackOfSaver : kAnySlack);
+  return *found;
+}
+
+Region* TaggedRegions::active_locked(const std::string& tag, const std::string& device, Policy policy) const {
+  const auto several = by_tag_.find(tag);
+  if (several == by_tag_.end()) return nullptr;
+  // The first one, so that a tag has as few regions as it needs.
+  for (Region* region : several->second)
+    if (!region->closed() && region->device.driver->name == device && region->policy == policy &&
+        region->state() == State::active && aside_.find(region) == aside_.end())
+      return region;
+  return nullptr;
+}
+
+Region& TaggedRegions::active(const std::string& tag, const std::string& device, Policy policy) {
+  Device& on = core().device(device);  // without the lock: making a CUDA context takes long
+  std::lock_guard lock(mutex_);
+  if (Region* found = active_locked(tag, device, policy)) return *found;
+  const std::string whole = prefix_ + "." + tag;
+  std::string name = whole;
+  for (int number = 2; core().find(name, on, policy) != nullptr; ++number) name = whole + "." + std::to_string(number);
+  Region& made = core().region(name, device, {.policy = policy, .most_slack = most_slack_});
+  by_tag_[tag].push_back(&made);
+  return made;
+}
+
+std::vector<Region*> TaggedRegions::of(const std::string& tag) const {
+  std::lock_guard lock(mutex_);
+  const auto several = by_tag_.find(tag);
+  if (several == by_tag_.end()) return {};
+  std::vector<Region*> found = several->second;
+  std::erase_if(found, [](const Region* region) { return region->closed(); });
+  return found;
+}
+
+std::vector<std::pair<std::string, Region*>> TaggedRegions::all() const {
+  std::vector<std::pair<std::string, Region*>> found;
+  std::lock_guard lock(mutex_);
+  for (const auto& [tag, several] : by_tag_)
+    for (Region* region : several)
+      if (!region->closed()) found.emplace_back(tag, region);
+  return found;
+}
+
+void TaggedRegions::set_aside(const std::vector<Region*>& regions, bool is_aside) {
+  std::lock_guard lock(mutex_);
+  for (const Region* region : regions)
+    if (is_aside)
+      aside_.insert(region);
+    else
+      aside_.erase(region);
+}
+
+}  // namespace memsaver

@@ -1,0 +1,42 @@
+// Regions by the tags of another library. Each is named "{prefix}.{tag}", since the same process may have regions of
+// its own with these tags. A tag that is allocated in while its region is not active gets another, "{prefix}.{tag}.2".
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "regions/core.h"
+
+namespace memsaver {
+
+class TaggedRegions {
+ public:
+  // `most_slack`: see Region::Options.
+  TaggedRegions(std::string prefix, std::size_t most_slack) : prefix_(std::move(prefix)), most_slack_(most_slack) {}
+  TaggedRegions(const TaggedRegions&) = delete;
+  TaggedRegions& operator=(const TaggedRegions&) = delete;
+
+  // The active region of a tag with this policy on a device. Makes one if there is none. Throws as Core::region().
+  Region& active(const std::string& tag, const std::string& device, Policy policy);
+  std::vector<Region*> of(const std::string& tag) const;               // those that are not closed
+  std::vector<std::pair<std::string, Region*>> all() const;            // tag and region of each that is not closed
+  void set_aside(const std::vector<Region*>& regions, bool is_aside);  // whether active() passes over them
+
+ private:
+  Region* active_locked(const std::string& tag, const std::string& device, Policy policy) const;
+
+  const std::string prefix_;
+  const std::size_t most_slack_;
+  mutable std::mutex mutex_;  // taken before all locks of regions
+  std::map<std::string, std::vector<Region*>> by_tag_;
+  std::set<const Region*> aside_;
+};
+
+// One for each prefix. Never destroyed.
+TaggedRegions& tagged_regions(const std::string& prefix);
+
+}  // namespace memsaver

@@ -1,0 +1,72 @@
+// C functions by which the library to preload (csrc/preload) allocates in tagged regions. It looks them up by name.
+// Callers are in cudaMalloc and cudaFree: the rules of torch_hooks.cpp apply, but for the first allocation of a tag on
+// a device, which makes the region.
+#include <sys/types.h>
+
+#include <cstdio>
+#include <string>
+
+#include "regions/tagged.h"
+
+namespace memsaver {
+namespace {
+
+constexpr int kAttempts =
+    100;  // an allocation that meets a pause takes another region; pauses do not follow so closely
+
+enum Result { kAllocated = 0, kInvalid = 1, kOutOfMemory = 2, kNotUsable = 3 };  // preload.c has the same
+
+std::string device_name(int ordinal) {
+  static const bool has_gpus = cuda_device_count() > 0;
+  return has_gpus ? "cuda:" + std::to_string(ordinal) : "cpu";
+}
+
+Address allocate_tagged(const std::string& tag, Policy policy, int ordinal, std::size_t size) {
+  const std::string name = device_name(ordinal);
+  Device& device = core().device(name);
+  if (core().wants_pool && !device.pooled)
+    throw ConfigError(name + " has not joined its shared pool: make a region on it first, by memsaver or by " +
+                      "torch_memory_saver.region()");
+  for (int attempt = 1;; ++attempt) {
+    Region& region = tagged_regions("tms").active(tag, name, policy);
+    try {
+      return region.allocate(size, device.shortage_deadline());
+    } catch (const RegionPausedError&) {  // a pause began meanwhile
+      if (attempt == kAttempts) throw;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace memsaver
+
+extern "C" {
+
+// `policy`: a number of memsaver::Policy.
+__attribute__((visibility("default"), used)) int memsaver_tagged_allocate(const char* tag, int policy, int ordinal,
+                                                                          std::size_t size, void** data) {
+  using namespace memsaver;
+  if (!usable()) return kNotUsable;
+  try {
+    *data = reinterpret_cast<void*>(allocate_tagged(tag, static_cast<Policy>(policy), ordinal, size));
+    return kAllocated;
+  } catch (const OutOfMemoryError&) {
+    return kOutOfMemory;  // torch frees its cache and tries again
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "memsaver: an allocation of %zu bytes with the tag '%s' failed: %s\n", size, tag,
+                 error.what());
+    return kInvalid;
+  }
+}
+
+__attribute__((visibility("default"), used)) void memsaver_tagged_free(void* data) {
+  using namespace memsaver;
+  if (!usable()) return;
+  try {
+    const auto address = reinterpret_cast<Address>(data);
+    if (Region* region = core().parts.addresses.at(address)) region->free(address);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "memsaver: %p could not be freed: %s\n", data, error.what());
+  }
+}
+}

@@ -1,0 +1,37 @@
+"""The regions of torch_memory_saver's tags in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memsaver import _core
+from memsaver.drop_in.tagged import TaggedRegions
+from memsaver.drop_in.tms.library import Settings
+from memsaver.regions import Region
+
+
+class SaverRegions(TaggedRegions):
+    """Regions by tag, and those whose host memory returns to the system after a resume (``"mmap"``)."""
+
+    def __init__(self) -> None:
+        super().__init__("tms")
+        self._unpinned: set[Region] = set()
+
+    def by_settings(self, settings: Settings) -> Region:
+        """The active region for allocations with these settings. Makes one if there is none."""
+        region = self.active(settings.tag, settings.policy)
+        if settings.backend == "mmap" and settings.cpu_backup:
+            self._unpinned.add(region)
+            region.expect("none")  # no memory is pinned before the pause
+        return region
+
+    def release_backups(self, resumed: Iterable[Region]) -> None:
+        """Returns the host memory of regions with ``"mmap"`` to the system."""
+        unpinned = self._unpinned.intersection(resumed)
+        for region in unpinned:
+            region.expect("none")
+        if unpinned:
+            _core.release_host_memory()
+
+
+saver_regions = SaverRegions()

@@ -1,0 +1,79 @@
+"""Pools that take the place of torch's default pool, for all threads, while segments of it are paused."""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+
+import torch
+
+from memsaver._torch.pools import snapshot
+from memsaver._torch.routes import routes
+
+
+class SidePools:
+    """The pool of each device that all threads allocate from, where there is one.
+
+    torch would hand out free blocks of its default pool, also those in paused segments.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: set[int] = set()  # numbers of devices
+        self.ids: dict[int, list[tuple[int, int]]] = {}  # of all pools so far, by the number of the device
+
+    def begin(self, index: int) -> None:
+        """Lets all threads allocate from a new pool. Again: no-op."""
+        with self._lock:
+            if index not in self._begun:
+                _first_wins(index)  # looked up before all threads are routed
+                self._route(index)
+                self._begun.add(index)
+
+    def end(self, index: int) -> None:
+        """Lets them allocate from torch's default pool again. Without begin(): no-op."""
+        with self._lock:
+            if index in self._begun:
+                self._begun.remove(index)
+                routes.end_for_all(index)
+
+    def make_last(self, index: int) -> None:
+        """Lets pools that a thread was routed to since begin() come first for that thread."""
+        with self._lock:
+            if index in self._begun and _first_wins(index):
+                self._route(index)
+
+    def _route(self, index: int) -> None:
+        with torch.cuda.device(index):
+            pool = torch.cuda.MemPool()
+        self.ids.setdefault(index, []).append(pool.id)
+        routes.begin_for_all(index, pool)
+
+
+@cache
+def _first_wins(index: int) -> bool:
+    """Whether torch takes the first of two pools that a thread is routed to. Versions differ."""
+    found = []
+
+    def look() -> None:
+        with torch.cuda.device(index):
+            pools = [torch.cuda.MemPool(), torch.cuda.MemPool()]
+            for pool in pools:
+                routes.begin(index, pool)
+            try:
+                block = torch.empty(1, device=f"cuda:{index}")
+                found.append(bool(snapshot(pools[0].id)))
+                del block
+            finally:
+                for pool in pools:
+                    routes.end(index, pool)
+                del pool
+                routes.drop(pools)
+
+    thread = threading.Thread(target=look)  # one that is routed to no pool yet
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+side_pools = SidePools()

@@ -1,0 +1,171 @@
+"""torch_memory_saver's API on a GPU, in processes with the library to preload."""
+
+from __future__ import annotations
+
+import pytest
+
+from memsaver.drop_in.tms.launch import LIBRARY, environment
+from tests.support import run_python
+
+pytestmark = pytest.mark.gpu
+
+COMMON = """
+import threading
+import torch
+from torch_memory_saver import torch_memory_saver as saver
+from memsaver import regions
+MIB = 1 << 20
+
+def used():
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+def tag(tensor):
+    return getattr(regions.owning(tensor.data_ptr()), "tag", None)
+"""
+# A trainer of slime: nothing in it but the calls of the saver names memsaver.
+TRAINER = """
+def run(sleeps):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(8)], torch.nn.BatchNorm1d(2048)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(6):
+        batch = torch.randn(512, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+        loss = (model(batch) - batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        del batch, loss
+        if sleeps:
+            sleeps(model)
+    return losses
+"""
+
+
+def run(program: str, whole: bool) -> str:
+    variables = environment("host", {}) if whole else {"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": str(LIBRARY)}
+    done = run_python(COMMON + TRAINER + program, **variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_trainer_of_slime_sleeps_after_each_step_with_equal_losses() -> None:
+    run("""
+outside = torch.full((4 * MIB,), 3.0).pin_memory()
+expected = None
+
+def sleeps(model):
+    tensors = [*model.parameters(), *model.buffers()]
+    contents = [each.detach().cpu() for each in tensors]
+    before = used()
+    saver.pause()
+    assert used() < before - 256 * MIB
+    with saver.disable():  # an update of the engine's weights, from the backups
+        for tensor, kept in zip(tensors, contents):
+            found = saver.get_cpu_backup(tensor.detach(), zero_copy=True)
+            assert torch.equal(found, kept)
+            on_gpu = found.cuda()
+            assert tag(on_gpu) is None
+            assert torch.equal(on_gpu.cpu(), kept)
+        torch.zeros(64 * MIB, device="cuda").untyped_storage()._share_cuda_()  # legacy IPC
+        del on_gpu
+    saver.resume()
+
+kept = run(sleeps)
+assert kept == run(None), kept
+""", whole=True)  # fmt: skip
+
+
+def test_no_block_of_a_paused_segment_is_handed_out() -> None:
+    run("""
+held, cached = [], []
+for size in (512, 4096, 65536, MIB, 3 * MIB, 24 * MIB):
+    for number in range(16):
+        (held if number % 2 else cached).append(torch.full((size,), number, dtype=torch.uint8, device="cuda"))
+sizes = [each.numel() for each in cached]
+cached.clear()
+for _ in range(3):
+    saver.pause()
+    found, errors = [], []
+
+    def allocate(stream):
+        try:
+            with torch.cuda.stream(stream):
+                made = [torch.full((size,), 5, dtype=torch.uint8, device="cuda") for size in sizes]
+                stream.synchronize()
+                found.extend(made)
+        except BaseException as error:
+            errors.append(error)
+
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        thread = threading.Thread(target=allocate, args=(stream,))
+        thread.start(); thread.join()
+    with saver.disable():
+        allocate(torch.cuda.current_stream())
+        assert tag(found[-1]) is None
+    with saver.region("scratch"):
+        allocate(torch.cuda.current_stream())
+        assert tag(found[-1]).startswith("tms.scratch"), tag(found[-1])
+    assert not errors, errors
+    states = {regions.owning(each.data_ptr()).state for each in found if tag(each)}
+    assert states == {"active"}, states
+    saver.resume()
+    assert all(bool((each == 5).all()) for each in found)
+    assert all(bool((each == 2 * (number % 8) + 1).all()) for number, each in enumerate(held))
+    del found
+again = torch.ones(MIB, device="cuda")
+assert tag(again) == "tms.default", tag(again)
+""", whole=True)  # fmt: skip
+
+
+def test_process_ends_while_it_is_paused() -> None:
+    run("""
+kept = torch.ones(MIB, device="cuda")
+pool = torch.cuda.MemPool()
+with torch.cuda.use_mem_pool(pool):
+    theirs = torch.ones(MIB, device="cuda")
+saver.pause()
+later = torch.ones(MIB, device="cuda")
+torch.cuda.empty_cache()
+""", whole=True)  # fmt: skip
+
+
+def test_free_blocks_are_not_copied() -> None:
+    run("""
+from memsaver import transitions
+kept = torch.full((64 * MIB,), 7, dtype=torch.uint8, device="cuda")
+cached = torch.full((1024 * MIB,), 9, dtype=torch.uint8, device="cuda")
+del cached
+seen = []
+original = transitions.pause
+transitions.pause = lambda chosen: seen.append(original(chosen))
+saver.pause()
+assert seen[0].copied_bytes < 128 * MIB and seen[0].released_bytes >= 1088 * MIB, seen
+saver.resume()
+assert bool((kept == 7).all())
+with saver.region("weights", enable_cpu_backup=True):
+    weights = torch.full((64 * MIB,), 7, dtype=torch.uint8, device="cuda")
+    scratch = torch.full((512 * MIB,), 7, dtype=torch.uint8, device="cuda")
+    del scratch
+saver.pause("weights")
+assert seen[1].copied_bytes < 128 * MIB, seen
+saver.resume("weights")
+assert bool((weights == 7).all())
+""", whole=True)  # fmt: skip
+
+
+def test_nested_pool_of_another_library_wins_in_a_region() -> None:
+    run("""
+pool = torch.cuda.MemPool()
+with saver.region("kv_cache"):
+    ours = torch.zeros(MIB, device="cuda")
+    with torch.cuda.use_mem_pool(pool):
+        theirs = torch.zeros(4 * MIB, device="cuda")
+    after = torch.zeros(8 * MIB, device="cuda")
+mine = {segment["address"] for segment in pool.snapshot()}
+inside = lambda tensor: any(s["address"] <= tensor.data_ptr() < s["address"] + s["total_size"] for s in pool.snapshot())
+assert mine and inside(theirs) and not inside(ours) and not inside(after)
+""", whole=False)  # fmt: skip
