@@ -64,6 +64,7 @@ def test_every_benchmark_is_listed() -> None:
         "sglang_faults",
         "sglang_memory",
         "tensor_parallel",
+        "tms_trainer",
         "together",
         "turns",
         "vllm_faults",
