@@ -64,6 +64,7 @@ void bind_transitions(nb::module_& module);
 void bind_process(nb::module_& module);
 void bind_driver(nb::module_& module);
 void bind_pool(nb::module_& module);
+void bind_lending(nb::module_& module);
 void bind_broker(nb::module_& module);
 
 }  // namespace memsaver

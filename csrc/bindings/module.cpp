@@ -9,5 +9,6 @@ NB_MODULE(_core, module) {
   memsaver::bind_transitions(module);
   memsaver::bind_driver(module);
   memsaver::bind_pool(module);
+  memsaver::bind_lending(module);
   memsaver::bind_broker(module);
 }

@@ -1,14 +1,11 @@
 // This process as a client of shared pools, and its attachments to memory of other processes.
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
-
-#include "bindings/bindings.h"
+#include "bindings/borrowed_array.h"
 #include "driver/physical.h"
 #include "pool/sentinel.h"
 #include "regions/attachment.h"
@@ -41,26 +38,17 @@ std::unique_ptr<Attachment> attach(const std::string& device, std::uint64_t owne
   return std::make_unique<Attachment>(opened(device), owner, pid, residence, key, deadline_in(timeout));
 }
 
-// Memory of the attachment as an array without ownership: it is used only within the attachment's block.
-nb::ndarray<std::uint8_t, nb::ndim<1>> attached_array(const Attachment& attachment, std::size_t offset,
-                                                      std::size_t size) {
-  const int ordinal = attachment.device().driver->ordinal();
-  const nb::capsule nobody(&attachment, [](void*) noexcept {});
-  return {reinterpret_cast<void*>(attachment.address_of(offset)),
-          {size},
-          nobody,
-          {},
-          nb::dtype<std::uint8_t>(),
-          ordinal < 0 ? nb::device::cpu::value : nb::device::cuda::value,
-          std::max(ordinal, 0)};
-}
-
 }  // namespace
 
 void bind_pool(nb::module_& module) {
   nb::class_<Attachment>(module, "Attachment")
-      .def("array", &attached_array, "offset"_a, "size"_a)
-      .def("leave", &Attachment::leave, nb::call_guard<Unlocked>());
+      .def(
+          "array",
+          [](const Attachment& lease, std::size_t offset, std::size_t size, nb::handle owner) {
+            return borrowed_array(lease.memory(), offset, size, owner);
+          },
+          "offset"_a, "size"_a, "owner"_a.none() = nb::none())
+      .def("leave", &Attachment::leave, "idle"_a = false, nb::call_guard<Unlocked>());
   module.def(
       "connect", [](const std::string& device, const std::string& path) { any_pool_of(device).join(path); },
       nb::call_guard<Unlocked>(), "device"_a, "path"_a);
@@ -93,6 +81,7 @@ void bind_pool(nb::module_& module) {
   module.def("attach", &attach, nb::call_guard<Unlocked>(), "device"_a, "owner"_a, "pid"_a, "residence"_a, "key"_a,
              "timeout"_a);
   module.def("open_sentinel", &open_sentinel);
+  module.def("exit_descriptors", &exit_descriptors);
   module.def("add_children", &add_children, "pidfds"_a);
   module.def("set_close_on_fork", &set_close_on_fork, "wanted"_a);
   module.def("same_file", &same_file, "pid"_a, "descriptor"_a, "other_pid"_a, "other_descriptor"_a);

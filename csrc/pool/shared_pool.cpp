@@ -237,6 +237,12 @@ void SharedPool::detach(std::uint64_t attachment) {
   detach_locked(attachment);
 }
 
+bool SharedPool::lends(Handle chunk) {
+  std::lock_guard lock(mutex_);
+  const auto number = numbers_.find(chunk);
+  return number != numbers_.end() && chunks_.at(number->second).in_use;
+}
+
 void SharedPool::detach_locked(std::uint64_t attachment) {
   attached_.erase(attachment);
   if (link_ == nullptr)

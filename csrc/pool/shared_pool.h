@@ -97,6 +97,7 @@ class SharedPool final : public ChunkSource, private RequestHost {
   AttachedMemory attach(std::uint64_t owner, int pid, std::uint64_t residence, const std::string& key,
                         Deadline deadline);
   void detach(std::uint64_t attachment);
+  bool lends(Handle chunk);  // whether this chunk came from the pool and is in use here
 
  private:
   static constexpr std::chrono::milliseconds kSearch{100};  // between two searches for a new broker

@@ -1,10 +1,10 @@
-// Memory of another process, mapped in this one: the same chunks with the same layout, as long as the lease is held.
+// Memory of another client of the shared pool, mapped in this process as long as the broker's lease is held.
 #pragma once
 
+#include <optional>
 #include <string>
-#include <vector>
 
-#include "regions/core.h"
+#include "regions/borrowed.h"
 
 namespace memsaver {
 
@@ -17,24 +17,17 @@ class Attachment {
   Attachment(const Attachment&) = delete;
   Attachment& operator=(const Attachment&) = delete;
 
-  const Device& device() const { return device_; }  // The address of an offset of the region.
-  Address address_of(std::size_t offset) const { return base_ + (offset - first_); }
-  // Waits for the device, unmaps, and ends the lease. Throws Error during a capture; nothing has changed then.
-  void leave();
+  const BorrowedMemory& memory() const { return *memory_; }
+  // Waits for the device, unless `idle`, unmaps, and ends the lease. Throws Error during a capture; nothing has changed
+  // then.
+  void leave(bool idle);
 
  private:
-  void undo() noexcept;
+  void end(bool all_gone);
 
   Device& device_;
-  AttachedMemory memory_;
-  std::size_t first_ = 0;  // offset, within the region, of the first chunk
-  std::size_t span_ = 0;
-  Address base_ = 0;
-  struct Part {
-    Slot slot;
-    Chunk chunk;
-  };
-  std::vector<Part> mapped_;
+  std::uint64_t lease_ = 0;  // 0: it has ended
+  std::optional<BorrowedMemory> memory_;
 };
 
 }  // namespace memsaver

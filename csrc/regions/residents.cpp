@@ -4,6 +4,8 @@
 
 #include <cstdlib>
 
+#include "regions/lending.h"
+
 namespace memsaver {
 namespace {
 
@@ -47,21 +49,10 @@ std::vector<Placed> DeviceResidents::attach(const std::string& text, std::uint64
                                             int pid) {
   const Key key = parsed(text);
   Region* region = core().find(key.tag, device_, key.policy);
-  const std::string name = "region '" + key.tag + "' of process " + std::to_string(::getpid());
-  if (region == nullptr) throw Error(name + " does not exist, expected the region that was shared");
-  std::lock_guard lock(core().mutex);  // no transition marks the region meanwhile
-  if (region->state() != State::active) throw Error(name + " is " + name_of(region->state()));
-  if (region->residence() != residence)
-    throw Error(name + " was paused and resumed since the token was made (residence " + std::to_string(residence) +
-                ", now " + std::to_string(region->residence()) + "): share again");
-  if (region->sealed()) throw Error(name + " is frozen, and a copy of its contents is kept: thaw() it first");
-  if (bytes_of(region->parts(key.ranges)) != bytes_of(key.ranges))
-    throw Error(name + " no longer holds these tensors: share them again");
-  std::vector<Placed> placed = region->chunks_under(sorted(key.ranges));
-  std::vector<Handle> handles;
-  for (const Placed& chunk : placed) handles.push_back(chunk.handle);
-  region->lend(attachment, pid, std::move(handles));
-  return placed;
+  if (region == nullptr)
+    throw Error("region '" + key.tag + "' of process " + std::to_string(::getpid()) +
+                " does not exist, expected the region that was shared");
+  return lend_chunks(*region, key.ranges, residence, attachment, pid);
 }
 
 void DeviceResidents::detach(std::uint64_t attachment) {
