@@ -35,6 +35,7 @@ from memsaver.errors import (  # noqa: E402
     DriverError,
     Error,
     OutOfMemoryError,
+    ReceiveError,
     RegionPausedError,
     VerifyError,
     WaitTimeoutError,
@@ -56,9 +57,9 @@ _WITH_TORCH = {
 __version__ = "0.1.0"
 __all__ = [
     "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error",
-    "OutOfMemoryError", "Region", "RegionPausedError", "Token", "Transition", "TransitionFuture", "VerifyError",
-    "WaitTimeoutError", "attach", "capturing", "configure", "cpu_backup", "define_phase", "graph", "outside", "pause",
-    "phase", "region", "release_host_memory", "resume", "share", "stats", "switch", "trim",
+    "OutOfMemoryError", "ReceiveError", "Region", "RegionPausedError", "Token", "Transition", "TransitionFuture",
+    "VerifyError", "WaitTimeoutError", "attach", "capturing", "configure", "cpu_backup", "define_phase", "graph",
+    "outside", "pause", "phase", "region", "release_host_memory", "resume", "share", "stats", "switch", "trim",
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)

@@ -105,8 +105,14 @@ def connect(device: str) -> None:
                 _core.connect(device, str(daemon.ensure(uuid, device, _capacity)))
 
 
+def open_sentinel() -> None:
+    """Opens the sentinel, if it is not open yet. Raises BrokerError."""
+    with _lock:
+        _open_sentinel()
+
+
 def _open_sentinel() -> None:
-    """Opens the sentinel: brokers detect by it that this process and its forked children have exited.
+    """Opens the sentinel: others detect by it that this process and its forked children have exited.
 
     See csrc/pool/sentinel.h. Children that are forked from now on inherit it. Earlier children that may have inherited
     descriptors of the driver are passed to brokers by their pidfds.

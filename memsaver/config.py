@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import math
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from memsaver import _core, _pool_client, transitions
+from memsaver._arguments import seconds
 from memsaver.errors import ConfigError, gib
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ _SIZE = "bytes as an integer of 0 or more, or a size such as '64GiB', '1.5G' or 
 _PEERS = "'auto' or a list of CUDA devices such as ['cuda:1']"
 _PAGE = 2 << 20
 _LARGEST = 1 << 60
+_LONGEST_S = 1e6
 
 
 class Unchanged(enum.Enum):
@@ -165,6 +168,25 @@ def _disk_dir(value: Any) -> str:
     return path
 
 
+def _receive_timeout(value: Any) -> float:
+    try:
+        found = float(value) if isinstance(value, str) else seconds(value, "receive_timeout")
+    except (TypeError, ValueError):
+        found = math.nan
+    if not 0 < found <= _LONGEST_S:
+        raise _wrong("receive_timeout", value, f"seconds above 0, at most {_LONGEST_S:g}")
+    return found
+
+
+def _keep(value: Any) -> None:
+    """For an option that its users read by a function of this module."""
+
+
+def receive_timeout() -> float:
+    """Seconds in which the sender of a tensor must answer its receiver."""
+    return float(_values.get("receive_timeout", _DEFAULTS["receive_timeout"]))
+
+
 def _text(value: str) -> str | None:
     return value or None  # memsaver.broker checks it when it is used
 
@@ -274,6 +296,11 @@ OPTIONS: Final = (
         _disk_dir, _core.set_disk_dir,
     ),
     Option(
+        "receive_timeout", "seconds", "10.0",
+        "Bound of the wait for the sender of a tensor of a region that came through torch.multiprocessing.",
+        _receive_timeout, _keep,
+    ),
+    Option(
         "peers", "'auto', list of devices", "auto",
         "GPUs that can reach the memory of regions on another GPU, as copies and kernels between GPUs do. 'auto': those"
         " on which the process has an active context, read again at each call. Waits for a device cover its peers. In"
@@ -302,7 +329,7 @@ OPTIONS: Final = (
 _BY_NAME = {option.name: option for option in OPTIONS}
 _DEFAULTS = {
     "scrub": False, "close_on_fork": False, "pool": "process", "retain": 0, "backup_ahead": True, "peers": "auto",
-    "verify": False,
+    "receive_timeout": 10.0, "verify": False,
 }  # fmt: skip
 _values: dict[str, Any] = {}
 _sources: dict[str, str] = {}
@@ -318,6 +345,7 @@ def configure(
     peers: str | Sequence[str | torch.device] | Unchanged = UNCHANGED,
     pool: str | Unchanged = UNCHANGED,
     pool_capacity: int | str | None | Unchanged = UNCHANGED,
+    receive_timeout: float | Unchanged = UNCHANGED,
     retain: int | str | Unchanged = UNCHANGED,
     scrub: bool | Unchanged = UNCHANGED,
     verify: bool | Unchanged = UNCHANGED,
@@ -348,6 +376,8 @@ def configure(
             from. Default: process.
         pool_capacity: Capacity of a shared pool whose broker this process starts, at least 2 MiB. Default: 90 % of a
             GPU, or all of the host device.
+        receive_timeout: Bound of the wait for the sender of a tensor of a region that came through
+            torch.multiprocessing. Default: 10.0.
         retain: Idle chunks that the process keeps for its own regions instead of releasing them to the driver.
             Default: 0.
         scrub: Zero a chunk of a shared pool whenever it moves between this process and another. Default: False.
@@ -365,8 +395,8 @@ def configure(
     """
     given = {
         "backup_ahead": backup_ahead, "close_on_fork": close_on_fork, "disk_dir": disk_dir, "host_device": host_device,
-        "host_limit": host_limit, "peers": peers, "pool": pool, "pool_capacity": pool_capacity, "retain": retain,
-        "scrub": scrub, "verify": verify,
+        "host_limit": host_limit, "peers": peers, "pool": pool, "pool_capacity": pool_capacity,
+        "receive_timeout": receive_timeout, "retain": retain, "scrub": scrub, "verify": verify,
     }  # fmt: skip
     _set({name: value for name, value in given.items() if value is not UNCHANGED}, lambda option: "configure()")
 

@@ -243,6 +243,36 @@ class AttachedError(Error):
     holders: list[tuple[int, str]]
 
 
+class ReceiveError(Error):
+    """A tensor that another process sent through torch.multiprocessing cannot be received. Nothing has changed.
+
+    Attributes:
+        reason: ``"exited"``: the sender has exited, or cannot be reached. ``"timeout"``: it did not answer within
+            ``configure(receive_timeout=...)``. ``"stale"``: its region was paused and resumed after the send.
+            ``"unknown"``: its memory was freed, or the token is wrong. ``"device"``: this process does not see the
+            device. ``"user"``, ``"namespace"``, ``"version"``: sender and receiver belong to several users, pid
+            namespaces or versions of the protocol. ``"malformed"``, ``"exhausted"``: the sender could not read a
+            message, or watch this process.
+        pid: The process that sent the tensor. None in the sender itself.
+
+    Examples:
+        >>> from torch.multiprocessing.reductions import ForkingPickler
+        >>> weights = memsaver.region("weights", device="cpu", backup="host")
+        >>> sent = bytes(ForkingPickler.dumps(weights.empty((4,))))
+        >>> _ = weights.pause(), weights.resume()
+        >>> def receive(sent):
+        ...     try:
+        ...         pickle.loads(sent)
+        ...     except memsaver.ReceiveError as error:
+        ...         print(error.reason)
+        >>> run_in_another_process(receive, sent)
+        stale
+    """
+
+    reason: str
+    pid: int | None = None
+
+
 class VerifyError(Error):
     """Contents have changed between a pause and a resume. Only ``configure(verify=True)`` looks for this.
 

@@ -390,6 +390,7 @@ class _Move:
         self._thread = thread
         self._report: _Report | None = None
         self._leaving: tuple[str, ...] = ()
+        self._pausing: list[Region] = []
         self._kept: dict[str, str] = {}  # by tag, the policies of this pause that keep contents
         self._differing: Exception | None = None  # found by the comparison of contents
         self._restored: list[Any] = []  # regions that resume with their contents
@@ -405,7 +406,7 @@ class _Move:
         try:
             move.begin()
             self._leaving = _tags(move.pausing)
-            leaving = [wrapper(each) for each in move.pausing]
+            self._pausing = leaving = [wrapper(each) for each in move.pausing]
             kept = [backup.get(each.tag, each.backup) for each in leaving]
             self._kept = {each.tag: policy for each, policy in zip(leaving, kept) if policy != "none"}
             restored = [restore[each.tag] for each in move.resuming]
@@ -441,6 +442,9 @@ class _Move:
             raise
         finally:
             if (torch := loaded()) is not None:
+                for each in self._pausing:
+                    if each.state != "active":  # else the pause has failed before its commit
+                        torch.withdraw(each)
                 torch.refresh()
         outcome = Transition(
             paused=_tags(done["paused"]),

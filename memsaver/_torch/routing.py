@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from memsaver import _core
 from memsaver._adapter import Ranges
 from memsaver._torch.checksums import Checksums
+from memsaver._torch.ipc import patches
 from memsaver._torch.pools import EntryPoints, RegionPools, keep_forever, new_pool
 from memsaver._torch.routes import routes
 from memsaver.errors import Error, RegionPausedError
@@ -104,6 +105,8 @@ class Router:
         self.record_contents = self._checksums.record
         self.check_contents = self._checksums.check
         self.forget_contents = self._checksums.forget
+        self.withdraw = patches.withdraw
+        patches.install()
         self._observe_captures()
         atexit.register(self._keep_pools)
 

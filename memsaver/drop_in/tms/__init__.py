@@ -14,6 +14,7 @@ from typing import Final
 
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.imports import when_imported
+from memsaver.drop_in.tms import sglang
 
 PACKAGE: Final = "torch_memory_saver"
 VERSION: Final = "0.0.10"  # of the API
@@ -41,6 +42,7 @@ def replace(checked: None, activate: Callable[[Callable[[], tuple[str, ...]], lo
         activate(lambda: (PACKAGE,), logging.getLogger("memsaver"))
 
     when_imported(PACKAGE, imported)
+    sglang.allow_handles()
     if os.environ.get("TMS_INIT_ENABLE"):
         when_imported("torch", _prepare)
 

@@ -1,0 +1,175 @@
+"""The functions of torch that send and receive storages, extended to storages in regions.
+
+The methods of the storage's class are replaced, and not the functions of torch.multiprocessing that call them: other
+libraries import those by name, or replace them as well. Storages outside of regions pass through unchanged.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch.multiprocessing import reductions
+
+from memsaver import _core, regions
+from memsaver._torch.ipc.handle import Handle, Place, parsed
+from memsaver._torch.ipc.receiver import Receiver, device_of, wait_for
+from memsaver._torch.ipc.server import Servers
+from memsaver.errors import Error
+
+_servers = Servers()
+_receiver = Receiver()
+_lock = threading.Lock()
+_is_installed = False
+
+
+def install() -> None:
+    """Extends torch, once in a process."""
+    global _is_installed
+    with _lock:
+        if not _is_installed:
+            _extend_cuda_storages()
+            _extend_host_storages()
+            os.register_at_fork(after_in_child=_after_fork)
+            _is_installed = True
+
+
+def withdraw(region: regions.Region) -> None:
+    """Refuses the handles of a region that was paused."""
+    _servers.sent.withdraw(region)
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _servers.reset_in_child()
+    _receiver.reset_in_child()
+
+
+def _extend_cuda_storages() -> None:
+    """``_share_cuda_`` returns eight values, of which torch passes six on to ``_new_shared_cuda``."""
+    share, new, release = (
+        getattr(torch.UntypedStorage, name)
+        for name in ("_share_cuda_", "_new_shared_cuda", "_release_ipc_counter_cuda")
+    )
+
+    def _share_cuda_(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        region = _region_of(self)
+        if region is None:
+            return share(self, *args, **kwargs)
+        handle, receipt = _sent(self, region)
+        return self.device.index, handle, self.nbytes(), 0, receipt, 0, b"", False
+
+    def _new_shared_cuda(*args: Any, **kwargs: Any) -> Any:
+        # args: device, handle, bytes, offset, counter, offset of the counter, event, whether to wait for it
+        known = parsed(args[1]) if len(args) > 4 else None
+        if known is None:
+            return new(*args, **kwargs)
+        _, event = parsed(args[4]) or known
+        return _received(known[0], event)
+
+    def _release_ipc_counter_cuda(*args: Any, **kwargs: Any) -> Any:
+        known = parsed(args[0]) if args else None
+        return release(*args, **kwargs) if known is None else _received_again(*known)
+
+    torch.UntypedStorage._share_cuda_ = _share_cuda_  # type: ignore[assignment,method-assign]
+    torch.UntypedStorage._new_shared_cuda = staticmethod(_new_shared_cuda)  # type: ignore[assignment,method-assign]
+    torch.UntypedStorage._release_ipc_counter_cuda = staticmethod(  # type: ignore[assignment,method-assign]
+        _release_ipc_counter_cuda
+    )
+
+
+def _extend_host_storages() -> None:
+    """torch would copy a storage of the host into shared memory, out of its region."""
+    reduce: Callable[[Any], Any] = reductions.reduce_storage
+
+    def reduce_storage(storage: Any) -> Any:
+        region = _region_of(storage) if storage.device.type == "cpu" else None
+        return reduce(storage) if region is None else (receive_host_storage, (_sent(storage, region)[1],))
+
+    reductions.reduce_storage = reduce_storage  # for libraries that register all of torch's reductions again
+    if ForkingPickler._extra_reducers.get(torch.UntypedStorage) is reduce:  # type: ignore[attr-defined]
+        ForkingPickler.register(torch.UntypedStorage, reduce_storage)
+
+
+def receive_host_storage(handle: Handle) -> torch.UntypedStorage:
+    """The storage of a handle: that of an earlier receipt if it still exists."""
+    known = parsed(handle)
+    if known is None:
+        raise ValueError(f"handle is {handle!r}, expected the handle of a storage in a region")
+    storage = reductions.storage_from_cache(torch.UntypedStorage, handle)
+    if storage is None:
+        storage = _received(*known)
+        reductions.shared_cache[handle] = reductions.StorageWeakRef(storage)
+    else:
+        _received_again(*known)
+    return storage
+
+
+def _region_of(storage: torch.UntypedStorage) -> regions.Region | None:
+    """The region of a storage to be sent, or None if torch sends it."""
+    if not _core.usable() or not storage.nbytes():
+        return None  # a forked child of a process with regions has none
+    if _receiver.has(storage):
+        raise Error(
+            "the tensor's memory belongs to a region of another process, from which it was received, expected memory "
+            "of this process: clone the tensor before sending it on"
+        )
+    return regions.owning(storage.data_ptr())
+
+
+def _sent(storage: torch.UntypedStorage, region: regions.Region) -> tuple[Handle, Handle]:
+    """The handle of the storage, equal for all of its sends, and that of this send, which has the event."""
+    address = _servers.address()
+    event, event_handle = _event_on(region.device)
+    sent = _servers.sent.add(storage, region, event)
+    place = Place(
+        address,
+        os.getpid(),
+        sent.token,
+        _core.device_uuid(region.device),
+        region.tag,
+        region.backup,
+        sent.residence,
+        sent.address,
+        sent.nbytes,
+    )
+    return place.handle(), place.handle(event_handle)
+
+
+def _event_on(device: str) -> tuple[Any, bytes]:
+    """An event after the work that the current stream has, for receivers to wait for."""
+    if device == "cpu":
+        return None, b""
+    with torch.cuda.device(device):
+        try:
+            event = torch.cuda.Event(interprocess=True)
+            event.record()
+            return event, bytes(event.ipc_handle())
+        except RuntimeError:  # the device has no events left
+            torch.cuda.current_stream().synchronize()
+            return None, b""
+
+
+def _received(place: Place, event: bytes) -> torch.UntypedStorage:
+    if place.pid != os.getpid():
+        return _receiver.receive(place, event)
+    sent = _servers.sent.claim(place.token, place.tag, place.backup, place.residence)  # its own
+    try:
+        storage = sent.storage
+        assert storage is not None  # since it is claimed
+        return storage
+    finally:
+        _servers.sent.unclaim(sent)
+
+
+def _received_again(place: Place, event: bytes) -> None:
+    if place.pid == os.getpid():
+        _received(place, event)
+        return
+    wait_for(device_of(place), event)
+    _receiver.acknowledge(place)

@@ -1,0 +1,158 @@
+"""The storages of regions that this process has sent.
+
+A storage is kept alive from its send to its receipt, and while receivers have it, as torch keeps its own. After a pause
+of the region, what was sent and not received is no longer kept, and its handle is refused.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memsaver.errors import ReceiveError, RegionPausedError
+from memsaver.regions import Region, all_regions
+
+_EVENTS = 64  # of one storage: sends whose receivers may still have to wait for the sender's work
+_LEAST = 128  # entries before the first search for dead ones
+
+
+@dataclass(eq=False)
+class Sent:
+    """A storage that was sent, once or several times, during one residence of its region."""
+
+    token: str
+    region: Region
+    residence: int
+    address: int
+    nbytes: int
+    weak: StorageWeakRef
+    storage: torch.UntypedStorage | None = None  # set while it is kept alive
+    pending: int = 0  # sends without a receipt
+    claims: int = 0  # receivers
+    events: deque[Any] = field(default_factory=lambda: deque(maxlen=_EVENTS))
+
+    def alive(self) -> torch.UntypedStorage | None:
+        """The storage, or None if it was freed."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        return found
+
+    @property
+    def is_valid(self) -> bool:
+        return self.region.state == "active" and self.region.residence == self.residence
+
+    @property
+    def place(self) -> tuple[Region, int, int, int]:
+        return self.region, self.residence, self.address, self.nbytes
+
+
+class SentStorages:
+    """All of them. Storages are dropped without the lock, because their end may run any code."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_token: dict[str, Sent] = {}
+        self._by_place: dict[tuple[Region, int, int, int], Sent] = {}
+        self._limit = _LEAST
+
+    def add(self, storage: torch.UntypedStorage, region: Region, event: Any) -> Sent:
+        """Counts one send. The same storage has the same token during a residence.
+
+        ``event``: a CUDA event to keep until receivers have opened it, or None.
+        """
+        region._check_fillable("send its tensors to another process")
+        place = region, region.residence, storage.data_ptr(), storage.nbytes()
+        with self._lock:
+            self._remove_dead()
+            sent = self._by_place.get(place)
+            # An expired one had the same place by chance: its memory was freed and allocated again.
+            if sent is None or sent.weak.expired():
+                if sent is not None:
+                    del self._by_token[sent.token]
+                sent = Sent(secrets.token_hex(16), *place, weak=StorageWeakRef(storage))
+                self._by_place[place] = self._by_token[sent.token] = sent
+            sent.storage = storage
+            sent.pending += 1
+            if event is not None:
+                sent.events.append(event)
+            return sent
+
+    def claim(self, token: str, tag: str, backup: str, residence: int) -> Sent:
+        """Counts one receiver.
+
+        Raises RegionPausedError if the region is paused, and ReceiveError if the storage cannot be received any more.
+        """
+        with self._lock:
+            sent = self._by_token.get(token)
+            storage = sent.alive() if sent is not None and sent.is_valid else None
+            if sent is not None and storage is not None:
+                sent.storage = storage
+                sent.pending = max(0, sent.pending - 1)
+                sent.claims += 1
+                return sent
+        raise _refusal(tag, backup, residence)
+
+    def unclaim(self, sent: Sent) -> None:
+        """Ends what claim() began."""
+        with self._lock:
+            sent.claims -= 1
+            dropped = None if sent.claims or sent.pending else sent.storage
+            if dropped is not None:
+                sent.storage = None
+        del dropped
+
+    def withdraw(self, region: Region) -> None:
+        """Forgets the storages of a region, which was paused. Their tokens are refused from now on."""
+        with self._lock:
+            withdrawn = [each for each in self._by_token.values() if each.region is region]
+            for each in withdrawn:
+                self._remove(each)
+        for each in withdrawn:
+            each.pending = 0
+            each.storage = None
+            each.events.clear()
+
+    def devices(self) -> set[str]:
+        with self._lock:
+            return {each.region.device for each in self._by_token.values()}
+
+    def _remove(self, sent: Sent) -> None:
+        del self._by_token[sent.token]
+        if self._by_place.get(sent.place) is sent:
+            del self._by_place[sent.place]
+
+    def _remove_dead(self) -> None:
+        if len(self._by_token) < self._limit:
+            return
+        for each in [each for each in self._by_token.values() if each.weak.expired()]:
+            self._remove(each)
+        self._limit = max(_LEAST, 2 * len(self._by_token))
+
+
+def _refusal(tag: str, backup: str, residence: int) -> ReceiveError | RegionPausedError:
+    for region in all_regions():
+        if (region.tag, region.backup) != (tag, backup) or region._open is None:
+            continue
+        if region.state != "active":
+            return RegionPausedError(
+                f"region {tag!r} of the sender is {region.state}: its tensors cannot be received, and those that were "
+                "sent before have to be sent again after its resume",
+                tag=tag,
+                state=region.state,
+            )
+        if region.residence != residence:
+            return ReceiveError(
+                f"region {tag!r} of the sender was paused and resumed after the tensor was sent (residence "
+                f"{residence}, now {region.residence}), expected a tensor of the present residence: send it again",
+                reason="stale",
+            )
+    return ReceiveError(
+        f"the sender has no such tensor in region {tag!r}: its memory was freed, or the token is wrong, expected the "
+        "token of a tensor that the sender keeps: send it again",
+        reason="unknown",
+    )

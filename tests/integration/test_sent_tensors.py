@@ -1,0 +1,454 @@
+"""Tensors of regions sent by torch.multiprocessing: their contents, leases, and refusals, with and without a broker."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+import memsaver
+from tests.broker_support import Running
+from tests.pool_support import Worker, chunks_of, descriptors_of, is_whole, mappings_of, running, until
+from tests.support import MIB
+
+CAPACITY = 128 * MIB
+IMPORTS = (
+    "import gc, torch; from torch.multiprocessing import reductions; from memsaver._torch.ipc import handle, patches",
+    "from multiprocessing.reduction import ForkingPickler",
+    "dumps = lambda value: print(bytes(ForkingPickler.dumps(value)).hex())",
+    # torch.multiprocessing's functions for CUDA, with storages of the host.
+    "torch.cuda._lazy_init = lambda: None",
+    """cuda = lambda t: (reductions.rebuild_cuda_tensor, (type(t), t.size(), t.stride(), t.storage_offset(), """
+    """type(t._typed_storage()), t.dtype, *(s := t._typed_storage()._share_cuda_())[:4], t.requires_grad, *s[4:]))""",
+    "rebuilt = lambda pair: pair[0](*pair[1])",
+)
+
+
+@pytest.fixture(params=["process", "shared"])
+def pool(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def broker() -> Iterator[Running]:
+    with running(CAPACITY) as started:
+        yield started
+
+
+@pytest.fixture
+def owner(broker: Running, pool: str) -> Iterator[Worker]:
+    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool) as worker:
+        worker.run("region = memsaver.region('weights', 'cpu', 'host')")
+        worker.run("weights = region.empty((3, 4, 5), torch.float32).copy_(torch.arange(60.0).view(3, 4, 5))")
+        yield worker
+
+
+@pytest.fixture
+def other(broker: Running, pool: str) -> Iterator[Worker]:
+    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool) as worker:
+        yield worker
+
+
+def send(owner: Worker, other: Worker, what: str) -> None:
+    """The other process has the pickled value as ``sent``."""
+    other.run(f"sent = bytes.fromhex({owner.run(f'dumps({what})')!r})")
+
+
+def hand_over(owner: Worker, other: Worker, what: str, name: str = "got") -> None:
+    send(owner, other, what)
+    other.run(f"{name} = pickle.loads(sent)")
+
+
+# Contents
+
+
+def test_both_processes_have_the_same_memory(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    other.run("assert torch.equal(got, torch.arange(60.0).view(3, 4, 5)); got[1] = -1")
+    owner.run("assert (weights[1] == -1).all() and region.owns(weights.data_ptr()); weights.fill_(7)")
+    other.run("assert (got == 7).all(); del got")
+    owner.run("memsaver.pause(); memsaver.resume(); assert (weights == 7).all()")
+
+
+TENSORS = (
+    "weights.transpose(0, 2)", "weights[1:, ::2, 3]", "weights[2, 3, 4]", "weights.flatten()[7:19]", "weights.detach()",
+    "torch.nn.Parameter(weights[1])", "torch.nn.Parameter(weights[1], requires_grad=False)",
+    "weights[0].detach().requires_grad_()", "weights.view(torch.int16)", "weights[:0]",
+    "region.empty((5, 6), torch.float8_e4m3fn).zero_()",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["host", "cuda"])
+def test_tensors_arrive_as_they_were(owner: Worker, other: Worker, way: str) -> None:
+    facts = "print(type({0}), {0}.shape, {0}.stride(), {0}.dtype, {0}.requires_grad, {0}.untyped_storage().nbytes())"
+    bits = "print(bytes({}.detach().contiguous().view(-1).view(torch.uint8).tolist()).hex())"
+    for what in TENSORS:
+        owner.run(f"sending = {what}")
+        if way == "host":
+            hand_over(owner, other, "sending")
+        else:
+            hand_over(owner, other, "cuda(sending)", "pair")
+            other.run("got = rebuilt(pair)")
+        for look in (facts, bits):
+            assert other.run(look.format("got")) == owner.run(look.format("sending")), what
+
+
+def test_tensors_of_one_storage_arrive_with_one_storage(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "{'all': weights, 'row': weights[1], 'again': weights}")
+    other.run("assert len({each.untyped_storage()._cdata for each in got.values()}) == 1; got['row'].fill_(5)")
+    other.run("assert (got['all'][1] == 5).all()")
+    hand_over(owner, other, "weights[2]", "more")
+    other.run("assert more.untyped_storage()._cdata == got['all'].untyped_storage()._cdata")
+
+
+def test_other_memory_at_the_same_address_is_another_storage(owner: Worker, other: Worker) -> None:
+    owner.run("one = region.empty((1000,), torch.float32).fill_(1); where = one.data_ptr()")
+    send(owner, other, "one")
+    owner.run("del one; memsaver.pause(); memsaver.resume()")
+    owner.run("two = region.empty((1000,), torch.float32).fill_(2); assert two.data_ptr() == where")
+    other.run("old = sent")
+    hand_over(owner, other, "two")
+    other.run("assert (got == 2).all()")
+    assert other.fails("pickle.loads(old)").startswith("ReceiveError")
+
+
+@pytest.mark.parametrize("pool", ["process"])
+def test_a_storage_of_several_chunks_comes_in_several_messages(owner: Worker, other: Worker) -> None:
+    owner.run("from memsaver._torch.ipc import server; server.CHUNKS_AT_ONCE = 1")
+    owner.run("large = region.empty((75 << 18,), torch.float32); large.copy_(torch.arange(75 << 18))")
+    assert int(owner.run("print(len(region._core.chunks))")) > 2
+    hand_over(owner, other, "large")
+    other.run("assert torch.equal(got, torch.arange(75 << 18).float()); del got")
+    owner.run("memsaver.pause(reader_timeout=30)")
+
+
+def test_torch_passes_the_handles_as_its_own(owner: Worker, other: Worker) -> None:
+    """SGLang replaces the seventh value, vLLM and verl set it, and all of them call the function themselves."""
+    hand_over(owner, other, "cuda(weights)", "pair")
+    other.run("args = list(pair[1]); args[6] = 5; got = pair[0](*args); assert got.sum() == 1770; got.fill_(3)")
+    owner.run("assert (weights == 3).all()")
+    # A second send of the storage: torch releases the counter of a storage that it has.
+    hand_over(owner, other, "cuda(weights[1])", "pair")
+    other.run("row = rebuilt(pair); assert row.untyped_storage()._cdata == got.untyped_storage()._cdata")
+    owner.run("del weights")
+    other.run("del got; gc.collect(); assert (row == 3).all()")
+    assert int(owner.run("print(region.allocated_bytes)")) > 0
+    other.run("del row, args, pair")
+    until(lambda: owner.run("print(region.allocated_bytes)") == "0")
+
+
+def test_handles_survive_serializers_that_know_no_subclasses_of_bytes(owner: Worker, other: Worker) -> None:
+    owner.run("pair = cuda(weights); plain = [bytes(each) if isinstance(each, bytes) else each for each in pair[1]]")
+    hand_over(owner, other, "plain")
+    other.run("patches.install()")
+    other.run("tensor = reductions.rebuild_cuda_tensor(*got); assert tensor.sum() == 1770")
+
+
+def test_a_process_receives_its_own_storage(owner: Worker) -> None:
+    owner.run("got = pickle.loads(bytes(ForkingPickler.dumps(weights)))")
+    owner.run("assert got.data_ptr() == weights.data_ptr(); pair = cuda(weights); assert rebuilt(pair).sum() == 1770")
+    owner.run("memsaver.pause(reader_timeout=5)")
+
+
+def _receive(queue: Any, answers: Any) -> None:
+    for factor in (2, 3):
+        tensor = queue.get()
+        tensor.mul_(factor)
+        del tensor
+        answers.put(factor)
+    answers.get()
+
+
+@pytest.mark.isolated
+def test_a_queue_of_torch_passes_tensors_of_regions() -> None:
+    region = memsaver.region("weights", device="cpu", backup="host")
+    tensor = region.empty((1000,), torch.float32).fill_(1)
+    context = mp.get_context("spawn")
+    queue, answers = context.Queue(), context.Queue()
+    process = context.Process(target=_receive, args=(queue, answers))
+    process.start()
+    for factor, expected in ((2, 2.0), (3, 6.0)):
+        queue.put(tensor)
+        assert answers.get(timeout=60) == factor
+        assert (tensor == expected).all() and region.owns(tensor.data_ptr())
+    region.pause(reader_timeout=60)  # the process still runs
+    answers.put(None)
+    process.join()
+    assert process.exitcode == 0
+
+
+# Other tensors
+
+
+def test_tensors_outside_of_regions_are_sent_by_torch(owner: Worker, other: Worker) -> None:
+    owner.run("plain = torch.ones(4); kind, args = reductions.reduce_storage(plain.untyped_storage())")
+    assert owner.run("print(kind.__module__, kind.__name__)") == "torch.multiprocessing.reductions rebuild_storage_fd"
+    owner.run("kind, args = reductions.reduce_storage(torch.empty(0).untyped_storage())")
+    assert owner.run("print(kind.__name__)") == "rebuild_storage_empty"
+    owner.run("error = raised(plain.untyped_storage()._share_cuda_, RuntimeError)")
+    assert owner.run("print(type(error).__name__)") == "RuntimeError"
+
+
+def test_reductions_that_are_registered_again_keep_regions_in_place(owner: Worker, other: Worker) -> None:
+    owner.run("reductions.init_reductions()")
+    hand_over(owner, other, "weights")
+    other.run("assert got.sum() == 1770; got.zero_()")
+    owner.run("assert (weights == 0).all() and region.owns(weights.data_ptr())")
+
+
+def test_a_forked_child_sends_tensors_as_without_memsaver(owner: Worker) -> None:
+    """As workers of a DataLoader do."""
+    owner.run("plain = torch.ones(4)")
+    owner.run("child = os.fork() or (ForkingPickler.dumps(plain), os._exit(0))")
+    assert owner.run("print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))") == "0"
+
+
+def test_a_forked_child_cannot_receive(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    other.run("read, write = os.pipe()")
+    other.run("child = os.fork() or (os.write(write, str(raised(lambda: pickle.loads(sent))).encode()), os._exit(0))")
+    assert "forked" in other.run("print(os.read(read, 10000).decode())")
+    other.run("os.waitpid(child, 0); assert got.sum() == 1770; del got")
+    owner.run("memsaver.pause(reader_timeout=30)")
+
+
+def test_a_received_tensor_is_not_sent_on(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    for call in ("ForkingPickler.dumps(got[1])", "cuda(got)"):
+        assert "clone the tensor before sending it on" in other.fails(call)
+    other.run("bytes(ForkingPickler.dumps(got.clone())); del got, error")
+    owner.run("memsaver.pause(reader_timeout=30)")
+
+
+# Leases
+
+
+def test_a_pause_waits_for_the_receiver_and_goes_on(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    owner.run("import threading; paused = threading.Thread(target=memsaver.pause); paused.start()")
+    until(lambda: owner.run("print(region.state)") == "pausing")
+    other.run("assert got.sum() == 1770; got.fill_(2)")
+    other.run("del got")
+    owner.run("paused.join(); assert region.state == 'paused'; memsaver.resume(); assert (weights == 2).all()")
+
+
+def test_nobody_receives_during_a_pause(broker: Running, owner: Worker, other: Worker, pool: str) -> None:
+    hand_over(owner, other, "weights")
+    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool) as third:
+        send(owner, third, "weights")
+        owner.run("import threading; paused = threading.Thread(target=memsaver.pause); paused.start()")
+        until(lambda: owner.run("print(region.state)") == "pausing")
+        text = third.fails("pickle.loads(sent)")
+        assert text.startswith("RegionPausedError") and "'weights'" in text
+        assert third.run("print(repickled(error).state)") == "pausing"
+        other.run("del got")
+        owner.run("paused.join()")
+        text = third.fails("pickle.loads(sent)")
+        assert text.startswith("RegionPausedError") and "have to be sent again" in text
+
+
+def test_a_pause_that_times_out_names_the_receivers(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "[weights, region.empty((4,), torch.float32)]")
+    text = owner.fails("memsaver.pause('weights', reader_timeout=0.1)")
+    assert text.startswith("AttachedError") and f"(pid {other.pid})" in text and "'weights'" in text
+    assert owner.run("print(region.state)") == "active"
+    send(owner, other, "weights")  # it goes on as before
+    other.run("again = pickle.loads(sent); assert again.sum() == 1770; del got, again")
+    owner.run("memsaver.pause('weights', reader_timeout=30)")
+
+
+def test_the_pause_of_another_region_does_not_wait(owner: Worker, other: Worker) -> None:
+    owner.run("kv = memsaver.region('kv', 'cpu'); cache = kv.empty((16,), torch.float32)")
+    hand_over(owner, other, "weights")
+    owner.run("memsaver.pause('kv', reader_timeout=0.1)")
+    other.run("assert got.sum() == 1770")
+
+
+def test_a_killed_receiver_does_not_block_the_owner(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    owner.send("memsaver.pause(reader_timeout=60)")
+    other.kill()
+    owner.answer()
+
+
+def test_the_pause_waits_for_a_child_of_a_killed_receiver(owner: Worker, other: Worker) -> None:
+    """Kernels of the dead process may still write to the owner's memory."""
+    hand_over(owner, other, "weights")
+    child = int(other.run("print(fork_sleeper())"))
+    try:
+        other.kill()
+        text = owner.fails("memsaver.pause(reader_timeout=0.3)")
+        assert text.startswith("AttachedError") and f"(pid {other.pid})" in text
+        owner.send("memsaver.pause(timeout=60)")
+    finally:
+        os.kill(child, signal.SIGKILL)
+    owner.answer()
+
+
+def test_the_memory_of_a_killed_owner_stays_with_the_receiver(broker: Running, owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    owner.kill()
+    other.run("assert torch.equal(got, torch.arange(60.0).view(3, 4, 5)); got.fill_(1)")
+    other.run("del got")
+    text = other.fails("pickle.loads(sent)")
+    assert text.startswith("ReceiveError") and str(owner.pid) in text
+    assert other.run("print(repickled(error).reason, error.pid)") == f"exited {owner.pid}"
+    until(lambda: chunks_of(other.pid) == 0)
+    until(lambda: is_whole(broker.status()))
+
+
+def test_a_receiver_keeps_the_storage_and_its_end_frees_it(owner: Worker, other: Worker) -> None:
+    owner.run("block = region.empty((1 << 20,), torch.float32).fill_(3)")
+    before = int(owner.run("print(region.allocated_bytes)"))
+    hand_over(owner, other, "block")
+    owner.run("del block; gc.collect()")
+    other.run("assert (got == 3).all()")
+    assert int(owner.run("print(region.allocated_bytes)")) == before
+    other.run("del got")
+    until(lambda: int(owner.run("print(region.allocated_bytes)")) == before - (4 << 20))
+    assert other.fails("pickle.loads(sent)").startswith("ReceiveError")
+    assert other.run("print(error.reason)") == "unknown"
+
+
+def test_a_handle_is_received_as_often_as_the_owner_keeps_the_tensor(owner: Worker, other: Worker) -> None:
+    send(owner, other, "weights")
+    for _ in range(3):
+        other.run("got = pickle.loads(sent); assert got.sum() == 1770; del got; gc.collect()")
+    owner.run("memsaver.pause(reader_timeout=30)")
+
+
+def test_what_was_sent_and_not_received_is_kept_until_a_pause(owner: Worker, other: Worker) -> None:
+    owner.run("del weights; block = region.empty((1 << 20,), torch.float32).fill_(3)")
+    send(owner, other, "block")
+    owner.run("del block; gc.collect()")
+    assert int(owner.run("print(region.allocated_bytes)")) == 4 << 20
+    owner.run("memsaver.pause(); memsaver.resume()")
+    assert int(owner.run("print(region.allocated_bytes)")) == 0
+    assert other.fails("pickle.loads(sent)").startswith("ReceiveError")
+    assert other.run("print(error.reason)") == "stale"
+
+
+def test_nothing_is_left_of_many_receipts(owner: Worker, other: Worker) -> None:
+    def state() -> tuple[int, ...]:
+        return tuple(look(each.pid) for each in (owner, other) for look in (descriptors_of, chunks_of, mappings_of))
+
+    def once() -> None:
+        hand_over(owner, other, "[weights, region.empty((100,), torch.float32).fill_(1)]")
+        other.run("assert got[0].sum() == 1770 and got[1].sum() == 100; del got, sent; gc.collect()")
+
+    for _ in range(3):
+        once()
+    until(lambda: other.run("print(patches._receiver._received)") == "set()")
+    owner.run("memsaver.pause(reader_timeout=30); memsaver.resume()")
+    before = state()
+    for _ in range(30):
+        once()
+    owner.run("memsaver.pause(reader_timeout=30); memsaver.resume()")
+    assert owner.run("print(len(patches._servers._server._claims), len(patches._servers.sent._by_token))") == "0 0"
+    until(lambda: all(now <= then + 4 for now, then in zip(state(), before)))
+
+
+# Refusals
+
+
+def test_sending_from_a_paused_region_raises(owner: Worker) -> None:
+    owner.run("memsaver.pause()")
+    for call in ("ForkingPickler.dumps(weights)", "cuda(weights)"):
+        text = owner.fails(call)
+        assert text.startswith("RegionPausedError") and "send its tensors" in text
+
+
+def test_a_frozen_region_sends_until_its_contents_are_kept(owner: Worker, other: Worker) -> None:
+    owner.run("frozen = memsaver.region('frozen', 'cpu', 'host', frozen=True); f = frozen.empty((4,)).fill_(1)")
+    hand_over(owner, other, "f")
+    other.run("assert got.sum() == 4; del got")
+    owner.run("frozen.pause(reader_timeout=30); frozen.resume()")
+    assert "thaw()" in owner.fails("ForkingPickler.dumps(f)")
+
+
+def test_a_tensor_of_an_earlier_residence_is_refused(owner: Worker, other: Worker) -> None:
+    send(owner, other, "weights")
+    owner.run("memsaver.pause()")
+    assert other.fails("pickle.loads(sent)").startswith("RegionPausedError")
+    owner.run("memsaver.resume()")
+    text = other.fails("pickle.loads(sent)")
+    assert text.startswith("ReceiveError") and "residence 1, now 2" in text
+    assert other.run("print(repickled(error).reason, error.pid)") == f"stale {owner.pid}"
+    hand_over(owner, other, "weights")
+    other.run("assert got.sum() == 1770")
+
+
+def test_a_wrong_token_is_refused(owner: Worker, other: Worker) -> None:
+    send(owner, other, "weights")
+    token = owner.run("print(next(iter(patches._servers.sent._by_token)))")
+    other.run(f"sent = sent.replace({token!r}.encode(), b'0' * 32)")
+    text = other.fails("pickle.loads(sent)")
+    assert text.startswith("ReceiveError") and "the token is wrong" in text
+    owner.run("memsaver.pause(reader_timeout=0)")
+
+
+def test_a_device_that_is_not_seen_is_named(owner: Worker, other: Worker) -> None:
+    send(owner, other, "weights")
+    uuid = owner.run("print(_core.device_uuid('cpu'))")
+    other.run(f"sent = sent.replace({uuid!r}.encode(), {'x' * len(uuid)!r}.encode())")
+    text = other.fails("pickle.loads(sent)")
+    assert text.startswith("ReceiveError") and "x" * len(uuid) in text and "does not see" in text
+    assert other.run("print(error.reason)") == "device"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused(owner: Worker, other: Worker) -> None:
+    send(owner, other, "weights")
+    other.run("_core.device_uuid('cpu'); os.seteuid(65534)")
+    text = other.fails("pickle.loads(sent)")
+    assert text.startswith("ReceiveError") and "expected user" in text
+    assert other.run("print(error.reason)") == "user"
+    owner.run("memsaver.pause(reader_timeout=0)")
+
+
+def test_an_owner_that_does_not_answer_is_named_and_can_be_asked_again(owner: Worker, other: Worker) -> None:
+    send(owner, other, "weights")
+    other.run("pickle.loads(sent); gc.collect(); memsaver.configure(receive_timeout=0.2)")
+    owner.stop()
+    text = other.fails("pickle.loads(sent)")
+    assert text.startswith("ReceiveError") and f"process {owner.pid}, did not answer within 0.2 s" in text
+    assert other.run("print(error.reason)") == "timeout"
+    owner.go_on()
+    other.run("memsaver.configure(receive_timeout=60); got = pickle.loads(sent); assert got.sum() == 1770; del got")
+    owner.run("memsaver.pause(reader_timeout=30)")  # the claim that got no answer has ended too
+
+
+@pytest.mark.parametrize("kind", ["error", "memory"])
+def test_each_failing_call_of_the_receivers_driver_leaves_nothing(owner: Worker, other: Worker, kind: str) -> None:
+    owner.run("large = region.empty((9 << 18,), torch.float32).fill_(3)")
+    other.run("_core.device_uuid('cpu')")
+    send(owner, other, "large")
+    for nth in range(1, 100):
+        other.run(f"_core.faults_arm({nth}, {kind!r}); failed = None")
+        other.run("with contextlib.suppress(memsaver.Error): failed = True; got = pickle.loads(sent); failed = False")
+        reached = other.run(f"print(_core.faults_calls() >= {nth}); _core.faults_disarm()")
+        if reached == "False":
+            break
+        assert other.run("print(failed)") == "True"
+    assert nth > 3
+    other.run("assert (got == 3).all(); del got")
+    owner.run("memsaver.pause(reader_timeout=30)")
+    until(lambda: chunks_of(other.pid) == 0)
+
+
+def test_strangers_do_not_disturb_the_owner(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    other.run("from memsaver._torch.ipc import packets")
+    address = owner.run("print(patches._servers.address())")
+    for message in ("b'nonsense'", "b'[]'", "b'{}'", 'b\'{"op": "chunks", "claim": 5, "at": 0}\'', "b'x' * 70000"):
+        other.run(f"stranger = packets.new_socket(); stranger.connect(packets.bound_name({address!r}))")
+        other.run(f"stranger.send({message})")
+        answer = other.run("print(stranger.recv(10000))")
+        assert answer == "b''" or "malformed" in answer
+    other.run("assert got.sum() == 1770; del got")
+    owner.run("memsaver.pause(reader_timeout=30)")
