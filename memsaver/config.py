@@ -84,6 +84,8 @@ class Setting:
             return str(self.value)
         if isinstance(self.value, int):
             return f"{gib(self.value)} ({self.value} bytes)" if self.value else "0"
+        if isinstance(self.value, float):
+            return f"{self.value:g} s"
         if isinstance(self.value, list):
             return ",".join(self.value) or "none"
         return str(self.value)
@@ -296,7 +298,7 @@ OPTIONS: Final = (
         _disk_dir, _core.set_disk_dir,
     ),
     Option(
-        "receive_timeout", "seconds", "10.0",
+        "receive_timeout", "seconds", "10 s",
         "Bound of the wait for the sender of a tensor of a region that came through torch.multiprocessing.",
         _receive_timeout, _keep,
     ),
@@ -377,7 +379,7 @@ def configure(
         pool_capacity: Capacity of a shared pool whose broker this process starts, at least 2 MiB. Default: 90 % of a
             GPU, or all of the host device.
         receive_timeout: Bound of the wait for the sender of a tensor of a region that came through
-            torch.multiprocessing. Default: 10.0.
+            torch.multiprocessing. Default: 10 s.
         retain: Idle chunks that the process keeps for its own regions instead of releasing them to the driver.
             Default: 0.
         scrub: Zero a chunk of a shared pool whenever it moves between this process and another. Default: False.

@@ -256,16 +256,15 @@ class ReceiveError(Error):
         pid: The process that sent the tensor. None in the sender itself.
 
     Examples:
-        >>> from torch.multiprocessing.reductions import ForkingPickler
+        >>> import pickle
+        >>> from multiprocessing.reduction import ForkingPickler
         >>> weights = memsaver.region("weights", device="cpu", backup="host")
         >>> sent = bytes(ForkingPickler.dumps(weights.empty((4,))))
         >>> _ = weights.pause(), weights.resume()
-        >>> def receive(sent):
-        ...     try:
-        ...         pickle.loads(sent)
-        ...     except memsaver.ReceiveError as error:
-        ...         print(error.reason)
-        >>> run_in_another_process(receive, sent)
+        >>> try:
+        ...     received = pickle.loads(sent)
+        ... except memsaver.ReceiveError as error:
+        ...     print(error.reason)
         stale
     """
 

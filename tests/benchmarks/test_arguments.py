@@ -16,7 +16,7 @@ import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "\ndef main(" in path.read_text())
-NUMBERED = ("disk", "driver_calls", "engine", "pause_resume", "scale", "soak", "stalls")
+NUMBERED = ("disk", "driver_calls", "engine", "pause_resume", "scale", "send_tensor", "soak", "stalls")
 
 # Calls one benchmark after the other with arguments: importing torch takes seconds, which all share.
 CALLS = """
@@ -94,6 +94,7 @@ def test_help_is_printed_and_unknown_options_are_refused(call: Calls, name: str)
         "hung_exit --kernel 0", "hung_exit --only all",
         "pause_resume --rounds 0", "pause_resume --cycles -1", "pause_resume --scale 0", "pause_resume --only all",
         "scale --cycles 0", "scale --only all", "scale --regions 0",
+        "send_tensor --gib 0", "send_tensor --rounds 0", "send_tensor --only all",
         "soak --turns 0", "soak --seconds 0", "soak --every -1", "stalls --part 0", "stalls --rounds x",
         "sglang_faults --only all", "sglang_faults --ways vllm", "sglang_faults --kv-gib -1",
         "sglang_memory --rounds 0", "sglang_memory --models none", "sglang_memory --settings all",

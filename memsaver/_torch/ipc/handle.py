@@ -6,6 +6,8 @@ import json
 from dataclasses import astuple, dataclass
 from typing import Any, Final
 
+from memsaver._adapter import adapter
+
 # torch's own handles begin with a byte for their version.
 _MAGIC: Final = b"memsaver-storage\0"
 
@@ -18,10 +20,11 @@ class Handle(bytes):
 
 
 def received(data: bytes) -> Handle:
-    """Makes a handle in the process that received it, and prepares torch there."""
-    from memsaver._torch.ipc import patches  # which imports this module
+    """Makes a handle in the process that received it.
 
-    patches.install()
+    It prepares torch there: its storages, and the observation of captures, in which no memory can be unmapped.
+    """
+    adapter()
     return Handle(data)
 
 

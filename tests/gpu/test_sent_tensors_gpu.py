@@ -1,0 +1,195 @@
+"""Tensors of regions sent by torch.multiprocessing on a CUDA device, with and without a broker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.broker_support import Running
+from tests.pool_support import Worker, until
+from tests.support import GIB, MIB
+
+pytestmark = pytest.mark.gpu
+
+IMPORTS = (
+    # By name and before memsaver, as other libraries import it.
+    "import gc, torch, zlib; from torch.multiprocessing.reductions import reduce_tensor",
+    "from multiprocessing.reduction import ForkingPickler; from memsaver._torch.ipc import patches",
+    "dumps = lambda value: print(bytes(ForkingPickler.dumps(value)).hex())",
+)
+TENSORS = (
+    "weights", "weights.t()", "weights[3:, ::2]", "weights[2, 5]", "weights.flatten()[7:4099]",
+    "weights.view(torch.int16)", "torch.nn.Parameter(weights[1])",
+    "torch.nn.Parameter(weights[1], requires_grad=False)", "weights[0].detach().requires_grad_()",
+    "weights[:0]", "region.empty((5, 6), torch.float8_e4m3fn).zero_()",
+)  # fmt: skip
+# Of a second and more, so that what does not wait is seen.
+SLEEP = "torch.cuda._sleep(3_000_000_000)"
+
+
+@pytest.fixture(params=["process", "shared"])
+def pool(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def broker() -> Iterator[Running]:
+    with Running(str(4 * GIB), "--device", "cuda:0") as running:
+        yield running
+
+
+@pytest.fixture
+def owner(broker: Running, pool: str) -> Iterator[Worker]:
+    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool) as worker:
+        worker.run("region = memsaver.region('weights', 'cuda:0', 'host')")
+        worker.run("with region: weights = torch.arange(64 * 4096.0, device='cuda:0').view(64, 4096)")
+        yield worker
+
+
+@pytest.fixture
+def other(broker: Running, pool: str) -> Iterator[Worker]:
+    with Worker(broker, *IMPORTS, "torch.zeros(1, device='cuda:0')", MEMSAVER_POOL=pool) as worker:
+        yield worker
+
+
+def send(owner: Worker, other: Worker, what: str) -> None:
+    other.run(f"sent = bytes.fromhex({owner.run(f'dumps({what})')!r})")
+
+
+def hand_over(owner: Worker, other: Worker, what: str, name: str = "got") -> None:
+    send(owner, other, what)
+    other.run(f"{name} = pickle.loads(sent)")
+
+
+def test_tensors_arrive_as_they_were(owner: Worker, other: Worker) -> None:
+    facts = "print(type({0}), {0}.shape, {0}.stride(), {0}.dtype, {0}.device, {0}.requires_grad, {0}.storage_offset())"
+    for what in TENSORS:
+        owner.run(f"sending = {what}")
+        hand_over(owner, other, "sending")
+        assert other.run(facts.format("got")) == owner.run(facts.format("sending")), what
+        owner.run("kept = sending.detach().cpu()")
+        other.run("kept = got.detach().cpu()")
+        bits = "print(zlib.crc32(bytes(kept.contiguous().view(-1).view(torch.uint8).numpy())))"
+        assert other.run(bits) == owner.run(bits), what
+
+
+def test_writes_of_both_processes_are_shared(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    other.run("got[1] = -1; torch.cuda.synchronize()")
+    owner.run("assert (weights[1] == -1).all(); weights.fill_(7); torch.cuda.synchronize()")
+    other.run("assert (got == 7).all(); del got")
+    owner.run("memsaver.pause(reader_timeout=30); memsaver.resume(); assert (weights == 7).all()")
+
+
+def test_tensors_of_one_storage_arrive_with_one_storage(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "[weights, weights[3]]")
+    hand_over(owner, other, "weights[4:]", "more")
+    other.run("assert len({each.untyped_storage()._cdata for each in (*got, more)}) == 1")
+    other.run("del got; gc.collect(); assert more[0, 0].item() == 4 * 4096")
+    other.run("del more")
+    owner.run("memsaver.pause(reader_timeout=30)")
+
+
+def test_torch_functions_that_others_call_themselves(owner: Worker, other: Worker) -> None:
+    """OpenRLHF, verl and vLLM send the pair, and set the seventh value."""
+    hand_over(owner, other, "reduce_tensor(weights)", "pair")
+    other.run("function, args = pair; args = list(args); args[6] = 0; got = function(*args)")
+    other.run("assert got[1, 1].item() == 4097")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_receiver_waits_for_the_senders_kernels(owner: Worker, other: Worker, again: bool) -> None:
+    if again:  # the storage is there already
+        hand_over(owner, other, "weights", "first")
+    owner.run(f"{SLEEP}; weights.fill_(5)")
+    hand_over(owner, other, "weights")
+    other.run("assert (got == 5).all()")
+
+
+def test_the_owners_pause_waits_for_the_receivers_kernels(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    other.run(f"{SLEEP}; got.fill_(9); del got; gc.collect()")
+    owner.run("memsaver.pause(reader_timeout=30); memsaver.resume(); assert (weights == 9).all()")
+
+
+def test_a_tensor_dropped_in_a_capture_ends_its_lease_after_it(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    other.run("static = torch.zeros(8, device='cuda:0'); graph = torch.cuda.CUDAGraph(); torch.cuda.synchronize()")
+    other.run("capture = torch.cuda.graph(graph); capture.__enter__()")
+    other.run("static.add_(1); del got; gc.collect(); time.sleep(0.3); static.add_(1)")
+    assert owner.fails("memsaver.pause(reader_timeout=0.1)").startswith("AttachedError")
+    other.run("capture.__exit__(None, None, None); graph.replay(); assert (static == 2).all()")
+    owner.run("memsaver.pause(reader_timeout=30)")
+
+
+def test_a_pause_names_the_receiver_and_waits(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    text = owner.fails("memsaver.pause(reader_timeout=0.1)")
+    assert text.startswith("AttachedError") and f"(pid {other.pid})" in text
+    owner.run("import threading; paused = threading.Thread(target=memsaver.pause); paused.start()")
+    until(lambda: owner.run("print(region.state)") == "pausing")
+    other.run("del got")
+    owner.run("paused.join(); assert region.state == 'paused'")
+    assert other.fails("pickle.loads(sent)").startswith("RegionPausedError")
+    owner.run("memsaver.resume()")
+    assert other.fails("pickle.loads(sent)").startswith("ReceiveError")
+
+
+def test_a_killed_receiver_does_not_block_the_owner(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    other.run(f"{SLEEP}; got.fill_(3)")
+    owner.send("memsaver.pause(reader_timeout=60)")
+    other.kill()
+    owner.answer()
+
+
+def test_a_receipt_takes_no_memory_and_a_pause_returns_it_all(owner: Worker, other: Worker, pool: str) -> None:
+    owner.run(f"block = region.empty(({GIB},), torch.uint8).fill_(3); torch.cuda.synchronize()")
+    other.run("warm = (torch.zeros(4, device='cuda:0', dtype=torch.uint8) == 3).all().item()")
+    before = free_bytes(other)
+    hand_over(owner, other, "block")
+    other.run("assert got[-1].item() == 3 and got.numel() == 1 << 30")
+    assert before - free_bytes(other) < 64 * MIB
+    other.run("del got")
+    owner.run("memsaver.pause(reader_timeout=30)")
+    if pool == "process":
+        until(lambda: free_bytes(other) - before > GIB - 64 * MIB)
+
+
+def free_bytes(worker: Worker) -> int:
+    return int(worker.run("print(torch.cuda.mem_get_info(0)[0])"))
+
+
+def test_torchs_own_tensors_travel_as_before(owner: Worker, other: Worker) -> None:
+    owner.run("plain = torch.arange(1000.0, device='cuda:0')")
+    hand_over(owner, other, "[plain, weights[0], plain[10:]]")
+    other.run("assert got[0][999].item() == 999 and got[1][5].item() == 5 and got[2][0].item() == 10")
+    assert "memsaver" not in owner.run("print(reduce_tensor(plain)[1][7])")
+    other.run("del got; gc.collect(); torch.cuda.ipc_collect()")
+
+
+def test_a_received_tensor_is_not_sent_on(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    assert "clone the tensor before sending it on" in other.fails("dumps(got[1])")
+
+
+@pytest.fixture
+def two_devices() -> Any:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+
+
+@pytest.mark.parametrize("pool", ["process"])
+@pytest.mark.usefixtures("two_devices")
+def test_a_device_is_found_by_its_uuid(broker: Running, owner: Worker) -> None:
+    with Worker(broker, *IMPORTS, CUDA_VISIBLE_DEVICES="1,0") as swapped:
+        hand_over(owner, swapped, "weights")
+        assert swapped.run("print(got.device, got[1, 1].item())") == "cuda:1 4097.0"
+    with Worker(broker, *IMPORTS, CUDA_VISIBLE_DEVICES="1") as without:
+        send(owner, without, "weights")
+        text = without.fails("pickle.loads(sent)")
+        assert text.startswith("ReceiveError") and "GPU-" in text
+        assert without.run("print(error.reason)") == "device"
