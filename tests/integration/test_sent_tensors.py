@@ -117,6 +117,18 @@ def test_other_memory_at_the_same_address_is_another_storage(owner: Worker, othe
     assert other.fails("pickle.loads(old)").startswith("ReceiveError")
 
 
+def test_memory_that_was_freed_and_allocated_again_has_another_token(owner: Worker, other: Worker) -> None:
+    owner.run("one = region.empty((1000,), torch.float32).fill_(1); where = one.data_ptr()")
+    hand_over(owner, other, "one")
+    other.run("old = sent; del got")
+    owner.run("del one")
+    taken = "two = region.empty((1000,), torch.float32).fill_(2); print(two.data_ptr() == where)"
+    until(lambda: owner.run(taken) == "True")
+    hand_over(owner, other, "two")
+    other.run("assert (got == 2).all()")
+    assert other.fails("pickle.loads(old)").startswith("ReceiveError")
+
+
 @pytest.mark.parametrize("pool", ["process"])
 def test_a_storage_of_several_chunks_comes_in_several_messages(owner: Worker, other: Worker) -> None:
     owner.run("from memsaver._torch.ipc import server; server.CHUNKS_AT_ONCE = 1")
@@ -315,6 +327,18 @@ def test_a_receiver_keeps_the_storage_and_its_end_frees_it(owner: Worker, other:
     assert other.run("print(error.reason)") == "unknown"
 
 
+def test_each_send_keeps_the_storage_until_its_receipt(owner: Worker, other: Worker) -> None:
+    owner.run("block = region.empty((1 << 20,), torch.float32).fill_(3)")
+    send(owner, other, "block")
+    other.run("first = sent")
+    send(owner, other, "block[1:]")
+    owner.run("del block; gc.collect()")
+    other.run("got = pickle.loads(first); del got; gc.collect()")
+    until(lambda: owner.run("print(len(patches._servers._server._claims))") == "0")
+    other.run("got = pickle.loads(sent); assert (got == 3).all(); del got")
+    until(lambda: int(owner.run("print(region.allocated_bytes)")) < 4 << 20)
+
+
 def test_a_handle_is_received_as_often_as_the_owner_keeps_the_tensor(owner: Worker, other: Worker) -> None:
     send(owner, other, "weights")
     for _ in range(3):
@@ -408,7 +432,22 @@ def test_another_user_is_refused(owner: Worker, other: Worker) -> None:
     text = other.fails("pickle.loads(sent)")
     assert text.startswith("ReceiveError") and "expected user" in text
     assert other.run("print(error.reason)") == "user"
+    # The owner refuses as well.
+    other.run("from memsaver._torch.ipc import receiver; from types import SimpleNamespace")
+    other.run("receiver.os = SimpleNamespace(geteuid=lambda: 0)")
+    assert f"process {other.pid} belongs to user 65534" in other.fails("pickle.loads(sent)")
     owner.run("memsaver.pause(reader_timeout=0)")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_name_of_a_dead_owner_serves_no_other_user(broker: Running, owner: Worker, other: Worker) -> None:
+    send(owner, other, "weights")
+    address = owner.run("print(patches._servers.address())")
+    owner.kill()
+    with Worker(broker, "from memsaver._torch.ipc import packets; listener = packets.new_socket()") as thief:
+        thief.run(f"os.seteuid(65534); listener.bind(packets.bound_name({address!r})); listener.listen(1)")
+        text = other.fails("pickle.loads(sent)")
+        assert text.startswith("ReceiveError") and "belongs to user 65534" in text
 
 
 def test_an_owner_that_does_not_answer_is_named_and_can_be_asked_again(owner: Worker, other: Worker) -> None:

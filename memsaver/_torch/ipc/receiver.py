@@ -111,7 +111,7 @@ class Owner:
         except TimeoutError:  # it has stopped, with many unread messages
             raise self._late() from None
         except OSError as error:
-            raise self._exited(str(error.strerror)) from None
+            raise self._refused() or self._exited(str(error.strerror)) from None
 
     def _answer(self, deadline: float) -> tuple[Message, list[int]]:
         """The answer to the last message, and its descriptors, which the caller closes."""
@@ -133,6 +133,16 @@ class Owner:
             elif message.get("serial") == self._serial:
                 return message, files
             packets.close(files)  # late: its caller has stopped waiting
+
+    def _refused(self) -> Error | None:
+        """The error with which the owner has closed the connection, if there is one."""
+        with contextlib.suppress(OSError, ValueError):
+            message, files = packets.receive(self._channel)
+            packets.close(files)
+            if message is not None and "error" in message:
+                self.close()
+                return self._error(message)
+        return None
 
     def _error(self, message: Message) -> Error:
         error = packets.to_error(message)

@@ -127,9 +127,7 @@ class Server:
                 channel.setblocking(False)
                 connection = _Connection(channel, self._watched(channel))
             except Error as error:
-                with contextlib.suppress(OSError):
-                    packets.send(channel, packets.from_error(error))
-                channel.close()
+                _refuse(channel, error)
                 return
             self._connections.add(connection)
             self._selector.register(channel, selectors.EVENT_READ, lambda _: self._read(connection))
@@ -255,6 +253,16 @@ def _lent(sent: Sent, number: int, pid: int) -> tuple[Message, list[tuple[int, i
     chunks = _core.lend(region._core, ranges, sent.residence, number, pid)
     first, last = chunks[0], chunks[-1]
     return {"first": first[0], "span": last[0] + last[1] - first[0], "count": len(chunks)}, chunks
+
+
+def _refuse(channel: socket.socket, error: Error) -> None:
+    with contextlib.suppress(OSError):
+        packets.send(channel, packets.from_error(error))
+        # If an unread packet were left at close(), the peer would get a reset before it could read the refusal.
+        channel.shutdown(socket.SHUT_RDWR)
+        while channel.recv(1):
+            pass
+    channel.close()
 
 
 def _exported(claim: _Claim, at: int) -> tuple[Message, list[int]]:
