@@ -5,7 +5,8 @@
 - out-of-memory: another process holds the memory of GPU 1 while the weights wake up. It releases it; the call is made
   again.
 - killed-asleep, killed-waking: the worker of rank 1 gets SIGKILL while it sleeps, and in the middle of a wake-up.
-- terminated: the server gets SIGTERM in the middle of a wake-up, whose client hangs up after three seconds.
+- terminated: the server gets SIGTERM in the middle of a wake-up, whose client hangs up after three seconds. A front end
+  that has not ended ten seconds later is listed as left, and killed.
 - trainer-killed: another process holds the memory of both GPUs while the engine wakes up, and gets SIGKILL.
 - with the shared pool alone: the worker of rank 1 (killed-waiting) or both brokers (broker-killed) get SIGKILL while
   the engine waits for the trainers' memory.
@@ -53,6 +54,7 @@ POOLED = ("trainer-killed", "killed-waiting", "broker-killed")  # with the share
 PARTS = ("out-of-memory", *ENDING, *POOLED)
 RECOVERY_S = 60.0
 PATIENCE_S = 3.0  # of the client of a server that gets SIGTERM
+END_S = 10.0  # in which the front end of such a server has to end
 ERROR = re.compile(r"Error|died unexpectedly|rank \d")
 
 
@@ -187,20 +189,20 @@ class Faults:
         about = {"benchmark": "vllm_faults", **self.environment, "model": self.options.model}
         print(json.dumps({**about, **row}), flush=True)
 
-    def ends(self, server: Server, members: list[psutil.Process]) -> dict[str, Any]:
-        """Waits until all processes of the server have ended."""
+    def ends(self, server: Server, members: list[psutil.Process], bound_s: float = RECOVERY_S) -> dict[str, Any]:
+        """Waits until all processes of the server have ended. Kills those that have not."""
         began = time.monotonic()
         unhealthy = None
-        while time.monotonic() < began + RECOVERY_S and any(map(runs, members)):
+        while time.monotonic() < began + bound_s and any(map(runs, members)):
             if unhealthy is None and not server.healthy():
                 unhealthy = time.monotonic() - began
             time.sleep(0.05)
         took = time.monotonic() - began
         left = [each for each in members if runs(each)]
-        server.close()
         for each in left:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
+        server.close()
         return {"unhealthy_s": unhealthy, "ended_s": took, "left": [str(each) for each in left], **self.stranded()}
 
     def stranded(self) -> dict[str, Any]:
@@ -305,7 +307,7 @@ class Faults:
         found: dict[str, Any] = {"engine_ended_s": time.monotonic() - began, "front_end_runs": runs(members[0])}
         call.join(RECOVERY_S)
         found |= {"answer": (call.status, call.text[:300]), "answered_s": call.ended - began}
-        found |= self.ends(server, members)  # counts from the answer
+        found |= self.ends(server, members, END_S)  # counts from the answer
         self.add("terminated", way, server, began, **found)
         return False
 
