@@ -121,6 +121,23 @@ assert tag(again) == "tms.default", tag(again)
 """, whole=True)  # fmt: skip
 
 
+def test_second_pause_takes_what_was_allocated_since_the_first() -> None:
+    run("""
+first = torch.full((MIB,), 1.0, device="cuda")
+saver.pause()
+second = torch.full((MIB,), 2.0, device="cuda")
+scratch = torch.full((MIB,), 9.0, device="cuda")
+del scratch  # cached in a segment that the second pause takes
+saver.pause()
+third = torch.full((MIB,), 3.0, device="cuda")
+assert regions.owning(third.data_ptr()).state == "active"
+assert {regions.owning(each.data_ptr()).state for each in (first, second)} == {"paused"}
+saver.resume()
+for value, tensor in ((1, first), (2, second), (3, third)):
+    assert bool((tensor == value).all()), value
+""", whole=True)  # fmt: skip
+
+
 def test_process_ends_while_it_is_paused() -> None:
     run("""
 kept = torch.ones(MIB, device="cuda")

@@ -97,10 +97,11 @@ class DefaultPool:
         mine = self._of(regions)
         saver_regions.set_aside(mine, True)
         try:
-            for region in mine:
-                if region.device != "cpu":
-                    self._adopt(region)
-                    side_pools.begin(index_of(region))
+            on_gpus = [region for region in mine if region.device != "cpu"]
+            for index in {index_of(region) for region in on_gpus}:
+                side_pools.begin(index)
+            for region in on_gpus:
+                self._adopt(region)
             yield
         finally:
             self.return_threads()

@@ -20,15 +20,15 @@ class SidePools:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._begun: set[int] = set()  # numbers of devices
-        self.ids: dict[int, list[tuple[int, int]]] = {}  # of all pools so far, by the number of the device
+        self.ids: dict[int, list[tuple[int, int]]] = {}  # of pools with segments, by the number of the device
 
     def begin(self, index: int) -> None:
-        """Lets all threads allocate from a new pool. Again: no-op."""
+        """Lets all threads allocate from a new pool. Again: from another new one."""
         with self._lock:
             if index not in self._begun:
                 _first_wins(index)  # looked up before all threads are routed
-                self._route(index)
-                self._begun.add(index)
+            self._route(index)
+            self._begun.add(index)
 
     def end(self, index: int) -> None:
         """Lets them allocate from torch's default pool again. Without begin(): no-op."""
@@ -46,7 +46,7 @@ class SidePools:
     def _route(self, index: int) -> None:
         with torch.cuda.device(index):
             pool = torch.cuda.MemPool()
-        self.ids.setdefault(index, []).append(pool.id)
+        self.ids[index] = [pool.id, *(each for each in self.ids.get(index, ()) if snapshot(each))]
         routes.begin_for_all(index, pool)
 
 
