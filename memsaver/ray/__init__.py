@@ -7,10 +7,10 @@ except ModuleNotFoundError as error:
         "memsaver.ray needs Ray; expected it from pip install 'memsaver[ray]'", name="ray"
     ) from error
 
-from memsaver.ray.actors import AsyncColocated, Colocated, Ready
 from memsaver.ray.group import Group
 from memsaver.ray.placement import BrokerAddress, device, placement, start_brokers
-from memsaver.ray.turn import Turn
+from memsaver.turns.members import AsyncColocated, Colocated, Ready
+from memsaver.turns.turn import Turn
 
 __all__ = [
     "AsyncColocated", "BrokerAddress", "Colocated", "Group", "Ready", "Turn", "device", "placement", "start_brokers",

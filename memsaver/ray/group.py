@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from memsaver._arguments import READERS_S, Bounds, several
-from memsaver.policies import TurnBackup, TurnRestore, joined, turn_backups, turn_restores
-from memsaver.ray.ranks import Rank
-from memsaver.ray.turn import Backups, Restores, RunningTurn, Turn, TurnOptions
+from memsaver._arguments import READERS_S
+from memsaver.policies import TurnBackup, TurnRestore
+from memsaver.ray.ranks import ActorRank
+from memsaver.turns.plan import Phases, Plan
+from memsaver.turns.turn import Turn
+from memsaver.turns.turns import Turns
 
 
 class Group:
@@ -62,32 +63,21 @@ class Group:
     def __init__(
         self,
         *,
-        phases: Mapping[str, Mapping[str, Iterable[str]]],
+        phases: Phases,
         backup: Mapping[str, TurnBackup] | None = None,
         restore: Mapping[str, TurnRestore] | None = None,
         **roles: Any,
     ) -> None:
         if not roles:
             raise ValueError("no roles, expected at least one, such as engine=[actor]")
-        self._ranks = [rank for role, given in roles.items() for rank in _of_role(role, given)]
-        self._phases = _checked_phases(phases, roles)
-        self._backup: dict[str, Backups] = {
-            name: turn_backups(given, self._moves(name)[0], f"backup in phase {name!r}")
-            for name, given in self._by_phase("backup", backup)
-        }
-        self._restore: dict[str, Restores] = {
-            name: turn_restores(given, self._moves(name)[1], f"restore in phase {name!r}")
-            for name, given in self._by_phase("restore", restore)
-        }
-        self._writers: dict[tuple[Rank, str], Turn] = {}  # by tag, the last turn that was to overwrite its contents
-        self._unwritten: dict[Rank, set[str]] = {}  # tags that resumed to be overwritten in a phase that failed
-        self._entered: str | None = None
-        self._starting = set(self._ranks)  # ranks that may still start: new ones, and dead ones
+        ranks = [rank for role, given in roles.items() for rank in _of_role(role, given)]
+        self._plan = Plan(phases, roles, backup, restore)
+        self._turns = Turns(self._plan, ranks)
 
     @property
     def entered(self) -> str | None:
         """The phase of all ranks. None before the first phase, and after a turn that failed."""
-        return self._entered
+        return self._turns.entered
 
     def replace(self, role: str, rank: int, actor: Any) -> None:
         """Replaces a member that has died. Afterwards ``entered`` is None until the group enters a phase.
@@ -111,16 +101,7 @@ class Group:
             >>> group.entered is None
             True
         """
-        for at, old in enumerate(self._ranks):
-            if (old.role, old.index) == (role, rank):
-                self._ranks[at] = Rank(role, rank, actor)
-                self._unwritten.pop(old, None)
-                self._writers = {key: turn for key, turn in self._writers.items() if key[0] != old}
-                self._starting.discard(old)
-                self._starting.add(self._ranks[at])
-                self._entered = None
-                return
-        raise ValueError(f"there is no {role!r} {rank!r}; there are {_listed(map(str, self._ranks))}")
+        self._turns.replace(ActorRank(role, rank, actor))
 
     def enter(
         self,
@@ -184,86 +165,12 @@ class Group:
             ...     print(turn.unrestored, engine.weights.state)  # overwrite the weights here
             {'engine': ['weights']} active
         """
-        pauses, resumes = self._moves(name)
-        bounds = Bounds(timeout, 0.0 if memory_timeout is None else memory_timeout, reader_timeout)
-        given_memory_timeout = None if memory_timeout is None else bounds.memory_timeout
-        backups = joined(self._backup.get(name, {}), turn_backups(backup, pauses))
-        restores = joined(self._restore.get(name, {}), turn_restores(restore, resumes))
-        options = TurnOptions(bounds, given_memory_timeout, backups, restores, time.monotonic())
-        running = RunningTurn(
-            name, self._ranks, pauses, resumes, options, self._unwritten, self._starting, self._mark_unwritten
-        )
-        self._entered = None
-        running.prepare()
-        turn = running.commit()
-        self._entered = name
-        for rank in self._ranks:
-            overwritten = turn.unrestored.get(rank.role, ())
-            for tag in resumes.get(rank.role, ()):
-                if tag in overwritten:
-                    self._writers[rank, tag] = turn
-                    self._unwritten.get(rank, set()).discard(tag)
-                else:  # a phase that uses the contents: the turn that was to write them has done so
-                    self._writers.pop((rank, tag), None)
-        return turn
-
-    def _mark_unwritten(self, turn: Turn) -> None:
-        """The body of a turn has failed before a later phase used the contents that it was to write."""
-        for (rank, tag), writer in self._writers.items():
-            if writer is turn:
-                self._unwritten.setdefault(rank, set()).add(tag)
-
-    def _moves(self, name: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """Tags that pause, and tags that resume, by role."""
-        if name not in self._phases:
-            raise ValueError(f"there is no phase {name!r}; there are {_listed(self._phases)}")
-        roles = dict.fromkeys(rank.role for rank in self._ranks)
-        coming = {role: self._phases[name].get(role, []) for role in roles}
-        leaving: dict[str, list[str]] = {role: [] for role in roles}
-        for phase in self._phases.values():
-            for role, tags in phase.items():
-                found = leaving[role]
-                found += [tag for tag in tags if tag not in coming[role] and tag not in found]
-        return leaving, coming
-
-    def _by_phase(self, option: str, given: Mapping[str, Any] | None) -> Iterable[tuple[str, Any]]:
-        if given is None:
-            return ()
-        if not isinstance(given, Mapping):
-            raise TypeError(f"{option} is {given!r}, expected a dict of phase -> role -> tag -> value")
-        for name in given:
-            if name not in self._phases:
-                raise ValueError(f"{option} names the phase {name!r}, expected one of {_listed(self._phases)}")
-        return given.items()
+        options = self._plan.options(name, backup, restore, timeout, memory_timeout, reader_timeout)
+        return self._turns.enter(name, options)
 
 
-def _of_role(role: str, given: Any) -> list[Rank]:
+def _of_role(role: str, given: Any) -> list[ActorRank]:
     actors = list(given) if isinstance(given, (list, tuple)) else [given]
     if not actors:
         raise ValueError(f"the role {role!r} has no members, expected one or more")
-    return [Rank(role, rank, actor) for rank, actor in enumerate(actors)]
-
-
-def _checked_phases(
-    phases: Mapping[str, Mapping[str, Iterable[str]]], roles: Mapping[str, object]
-) -> dict[str, dict[str, list[str]]]:
-    if not isinstance(phases, Mapping):
-        raise TypeError(f"phases is {phases!r}, expected a dict of name -> role -> tags")
-    if not phases:
-        raise ValueError("phases is empty, expected a dict of name -> role -> tags")
-    checked: dict[str, dict[str, list[str]]] = {}
-    for name, by_role in phases.items():
-        if not isinstance(by_role, Mapping):
-            raise TypeError(f"phase {name!r} is {by_role!r}, expected a dict of role -> tags")
-        checked[name] = {}
-        for role, tags in by_role.items():
-            if role not in roles:
-                raise ValueError(f"phase {name!r} names the role {role!r}, expected one of {_listed(roles)}")
-            checked[name][role] = list(dict.fromkeys(several(tags, f"phase {name!r} for {role!r}")))
-    if not any(tags for by_role in checked.values() for tags in by_role.values()):
-        raise ValueError("no phase names a tag, expected at least one")
-    return checked
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))
+    return [ActorRank(role, rank, actor) for rank, actor in enumerate(actors)]

@@ -20,7 +20,7 @@ ray = pytest.importorskip("ray", reason="needs ray")
 import memsaver  # noqa: E402
 from memsaver._arguments import Bounds  # noqa: E402
 from memsaver.ray import AsyncColocated, Colocated, Group, Ready  # noqa: E402
-from memsaver.ray.turn import TurnOptions  # noqa: E402
+from memsaver.turns.turn import TurnOptions  # noqa: E402
 from tests import ray_support  # noqa: E402
 from tests.ray_support import Buffer  # noqa: E402
 from tests.support import MIB, fresh_device, until  # noqa: E402
@@ -514,7 +514,7 @@ def test_a_drain_counts_against_the_bound_of_its_call(make: Callable[..., Any]) 
         passed.append(timeout)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((memsaver, "pause"), (memsaver, "switch"), (memsaver.ray.actors, "prepare_pause")):
+        for module, name in ((memsaver, "pause"), (memsaver, "switch"), (memsaver.turns.members, "prepare_pause")):
             patch.setattr(module, name, pause)
         for timeout in (None, 0.01, 50.0):
             Slow().pause(region.tag, timeout=timeout)

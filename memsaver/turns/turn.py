@@ -8,19 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
-
 from memsaver._arguments import READERS_S, Bounds
 from memsaver.errors import BackupError, Error
 from memsaver.policies import as_option
-from memsaver.ray.actors import Ready
-from memsaver.ray.ranks import Call, Errors, Rank, Results, barrier, collect, submit, unanswered
 from memsaver.transitions import Transition
+from memsaver.turns.members import Ready
+from memsaver.turns.ranks import Call, Errors, Rank, Results, barrier, collect, submit, unanswered
 
 log = logging.getLogger("memsaver")
 
 _NOTIFY_S = 10.0  # bound of the calls that report a failure to the other ranks
-_RESTART_S = 60.0  # Ray may refuse the calls of an actor for this long while it restarts; during its __init__ they wait
+_RESTART_S = 60.0  # the calls of a rank may be refused for this long while it restarts
 _POLL_S = 0.05
 _HANDOVER_S = 60.0  # default bound of a resume's wait for memory that another rank releases in the same turn
 _ANSWER_S = 1.0  # after a turn's timeout, the ranks' own errors may take this long to arrive
@@ -213,6 +211,10 @@ class RunningTurn:
             raise
         self._ready = {rank: ready[rank] for rank in colocated if rank not in in_one_call}
 
+    def abort(self) -> None:
+        """Takes the preparation of all ranks back, in the place of ``commit()``."""
+        submit(self._ready, _abort)
+
     def commit(self) -> Turn:
         """Pauses the prepared ranks and resumes the others. If this raises, the tags to pause are paused."""
         both = {*self._pausing, *self._resuming}
@@ -273,11 +275,11 @@ class RunningTurn:
         until = self._options.until
         deadline = time.monotonic() + _RESTART_S
         deadline = deadline if until is None else min(deadline, until)
-        waiting = {rank for rank in self._starting & concerned if rank.has("__ray_ready__")}
+        waiting = {rank for rank in self._starting & concerned if rank.reports_start}
         self._starting -= concerned
         while waiting and time.monotonic() < deadline:
-            _, errors = barrier(waiting, lambda rank: rank.submit("__ray_ready__"), until)
-            waiting = {rank for rank, error in errors.items() if isinstance(error, ActorUnavailableError)}
+            _, errors = barrier(waiting, lambda rank: rank.start(), until)
+            waiting = {rank for rank, error in errors.items() if rank.is_starting(error)}
             time.sleep(_POLL_S if waiting else 0.0)
 
     def _undo(self, resumed: Results) -> None:
@@ -309,7 +311,7 @@ class RunningTurn:
         failed, cause, verb, tags = next(
             (rank, error, verb, tags[rank.role]) for each, verb, tags in failures for rank, error in each.items()
         )
-        dead = {rank for rank, error in errors.items() if isinstance(error, RayActorError)}
+        dead = {rank for rank, error in errors.items() if rank.is_lost(error)}
         self._starting |= dead
         for rank in dead:  # its contents are lost, and a restart writes new ones
             self._unwritten.pop(rank, None)
@@ -323,10 +325,10 @@ class RunningTurn:
             if rank not in errors:
                 log.warning("%s could not abort its prepared pause: %s", rank, error)
         # Other processes may be unable to load the class of an error that a rank raised.
-        portable = cause if isinstance(cause, Error) else Error(_described(cause))
+        portable = cause if isinstance(cause, Error) else Error(failed.described(cause))
         _notify([rank for rank in self._ranks if rank not in errors and rank.has("colocated_failed")], failed, portable)
-        also = "".join(f"; {rank}: {_described(error)}" for rank, error in errors.items() if rank is not failed)
-        text = f"{failed} could not {verb} {', '.join(map(repr, tags))}: {_described(cause)}{also}"
+        also = "".join(f"; {rank}: {rank.described(error)}" for rank, error in errors.items() if rank is not failed)
+        text = f"{failed} could not {verb} {', '.join(map(repr, tags))}: {failed.described(cause)}{also}"
         raise Error(
             f"phase {self._phase!r} could not be entered: {text}",
             phase=self._phase,
@@ -358,7 +360,7 @@ def _notify(ranks: Sequence[Rank], failed: Rank, error: Error) -> None:
         except Exception as raised:  # TimeoutError among them
             errors[rank] = raised
     for rank, each in errors.items():
-        log.warning("%s did not take the report of a failure: %s", rank, _described(each))
+        log.warning("%s did not take the report of a failure: %s", rank, rank.described(each))
 
 
 def _by_role(ranks: Iterable[Rank], results: Results) -> dict[str, list[Any]]:
@@ -366,9 +368,3 @@ def _by_role(ranks: Iterable[Rank], results: Results) -> dict[str, list[Any]]:
     for rank in ranks:
         by_role.setdefault(rank.role, []).append(results[rank])
     return by_role
-
-
-def _described(error: Exception) -> str:
-    """The class of an error and its text. Of Ray's own errors, which have many lines, the first line."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if isinstance(error, RayError) and text else text}"

@@ -1,0 +1,67 @@
+"""The turns of a group, one after the other, and the contents that a failed phase has not written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from memsaver.turns.plan import Plan, listed
+from memsaver.turns.ranks import Rank
+from memsaver.turns.turn import RunningTurn, Turn, TurnOptions
+
+
+class Turns:
+    """Runs the turns of all ranks. One caller at a time."""
+
+    def __init__(self, plan: Plan, ranks: Sequence[Rank]) -> None:
+        self._plan, self._ranks = plan, list(ranks)
+        self._writers: dict[tuple[Rank, str], Turn] = {}  # by tag, the last turn that was to overwrite its contents
+        self._unwritten: dict[Rank, set[str]] = {}  # tags that resumed to be overwritten in a phase that failed
+        self._starting = set(self._ranks)  # ranks that may still start: new ones, and dead ones
+        self.entered: str | None = None
+        """The phase of all ranks. None before the first phase, and after a turn that failed."""
+
+    def enter(self, name: str, options: TurnOptions, between: Callable[[], None] | None = None) -> Turn:
+        """Runs a turn. ``between`` is called between its halves; if it raises, the prepared ranks abort."""
+        pauses, resumes = self._plan.moves(name)
+        running = RunningTurn(
+            name, self._ranks, pauses, resumes, options, self._unwritten, self._starting, self.mark_unwritten
+        )
+        self.entered = None
+        running.prepare()
+        if between is not None:
+            try:
+                between()
+            except BaseException:
+                running.abort()
+                raise
+        turn = running.commit()
+        self.entered = name
+        for rank in self._ranks:
+            overwritten = turn.unrestored.get(rank.role, ())
+            for tag in resumes.get(rank.role, ()):
+                if tag in overwritten:
+                    self._writers[rank, tag] = turn
+                    self._unwritten.get(rank, set()).discard(tag)
+                else:  # a phase that uses the contents: the turn that was to write them has done so
+                    self._writers.pop((rank, tag), None)
+        return turn
+
+    def replace(self, new: Rank) -> None:
+        """Puts a rank in the place of the one with its role and index. Raises ValueError if there is none."""
+        for at, old in enumerate(self._ranks):
+            if (old.role, old.index) == (new.role, new.index):
+                self._ranks[at] = new
+                self._unwritten.pop(old, None)
+                self._writers = {key: turn for key, turn in self._writers.items() if key[0] != old}
+                self._starting.discard(old)
+                self._starting.add(new)
+                self.entered = None
+                return
+        there = listed(map(str, self._ranks))
+        raise ValueError(f"there is no {new.role!r} {new.index!r}; there are {there}")
+
+    def mark_unwritten(self, turn: Turn) -> None:
+        """The body of a turn has failed before a later phase used the contents that it was to write."""
+        for (rank, tag), writer in self._writers.items():
+            if writer is turn:
+                self._unwritten.setdefault(rank, set()).add(tag)
