@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from memsaver import config
+from memsaver import _core, config
 from memsaver._adapter import adapter
 from memsaver._torch.pools import DEFAULT_POOL
 from memsaver.drop_in.errors import DropInError
@@ -71,13 +71,17 @@ def prepare() -> None:
     if settings.disk_backup:
         set_disk_dir(os.environ.get("TMS_DISK_BACKUP_DIR") or "/tmp")
 
-    def first_region() -> None:
+    def ready() -> None:
         check_allocator()
-        saver_regions.by_settings(settings)
+        # torch calls this within its first set_device(N), while the current device is another one: a region there would
+        # make a context on a device that the process does not use. The core makes regions as allocations come.
+        if _core.cuda_device_count() == 1:
+            saver_regions.by_settings(settings)
+        adapter()  # observes captures from now on
         log.info("memsaver manages the whole process, with the policy %r", settings.policy)
 
     if torch.version.cuda is not None:
-        torch.cuda._lazy_call(first_region)  # type: ignore[attr-defined]
+        torch.cuda._lazy_call(ready)  # type: ignore[attr-defined]
 
 
 class DefaultPool:
@@ -88,7 +92,8 @@ class DefaultPool:
     """
 
     def __init__(self) -> None:
-        self._tag = Settings().tag
+        self._initial = initial_settings()
+        self._tag = self._initial.tag
         self._is_managed = switch("TMS_INIT_ENABLE")
 
     @contextmanager
@@ -102,6 +107,8 @@ class DefaultPool:
                 side_pools.begin(index)
             for region in on_gpus:
                 self._adopt(region)
+            if self._initial.backend == "mmap":
+                saver_regions.return_backups_of(mine)
             yield
         finally:
             self.return_threads()

@@ -21,9 +21,13 @@ class SaverRegions(TaggedRegions):
         """The active region for allocations with these settings. Makes one if there is none."""
         region = self.active(settings.tag, settings.policy)
         if settings.backend == "mmap" and settings.cpu_backup:
-            self._unpinned.add(region)
+            self.return_backups_of([region])
             region.expect("none")  # no memory is pinned before the pause
         return region
+
+    def return_backups_of(self, regions: Iterable[Region]) -> None:
+        """Lets the host memory of these regions return to the system after each resume."""
+        self._unpinned.update(regions)
 
     def release_backups(self, resumed: Iterable[Region]) -> None:
         """Returns the host memory of regions with ``"mmap"`` to the system."""
