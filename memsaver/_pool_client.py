@@ -11,7 +11,7 @@ import os
 import threading
 
 from memsaver import _core
-from memsaver.broker import daemon, discovery, procfs
+from memsaver.broker import daemon, discovery, job, procfs
 from memsaver.errors import BrokerError
 
 log = logging.getLogger("memsaver")
@@ -96,13 +96,23 @@ def connect(device: str) -> None:
         if not _core.connected(device):
             uuid = _core.device_uuid(device)
             path = daemon.ensure(uuid, device, _capacity)
+            proofs = _proofs(device, uuid)
             try:
-                _core.connect(device, str(path))
+                _core.connect(device, str(path), *proofs)
             except BrokerError:
                 if discovery.accepts(path):
                     raise
                 # The broker was shutting down.
-                _core.connect(device, str(daemon.ensure(uuid, device, _capacity)))
+                _core.connect(device, str(daemon.ensure(uuid, device, _capacity)), *proofs)
+
+
+def _proofs(device: str, uuid: str) -> tuple[list[int], ...]:
+    """What this process and its broker have to send to each other to prove their job."""
+    own, client, pid = job.current(), _core.pool_client(device), os.getpid()
+    if own is None:
+        return ()
+    proofs = own.client_proof(client, pid, uuid), own.broker_proof(client, pid, uuid)
+    return tuple(list(proof.values()) for proof in proofs)
 
 
 def open_sentinel() -> None:

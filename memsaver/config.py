@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from memsaver import _core, _pool_client, transitions
 from memsaver._arguments import seconds
+from memsaver.broker import job
 from memsaver.errors import ConfigError, gib
 
 if TYPE_CHECKING:
@@ -212,6 +213,12 @@ def parse_drop_in(value: str) -> dict[str, str]:
     return modes
 
 
+def _job(_: str) -> str | None:
+    """The public name of this process's job. The secret itself is neither shown nor part of an error."""
+    found = job.current()
+    return None if found is None else found.name
+
+
 def _drop_in(value: str) -> str | None:
     parse_drop_in(value)
     return value or None
@@ -314,6 +321,13 @@ OPTIONS: Final = (
         "Directory of the sockets of shared pools. Only the variable sets it, and it is read whenever a broker is"
         " looked for.",
         _text, None,
+    ),
+    Option(
+        "job", "text", "not set",
+        "Secret of a job, 16 characters or more; `memsaver job` prints one. Its brokers serve only processes that have"
+        " it. Only the variable sets it, and it is read whenever a broker is looked for. `memsaver config` shows the"
+        " name that follows from it.",
+        _job, None,
     ),
     Option(
         "drop_in", "'vllm', 'tms', 'vllm:warn', 'vllm,tms'", "not set",

@@ -1,7 +1,8 @@
 """A client that sends random messages to a broker: valid ones, changed ones, and random bytes.
 
-It is a process of its own (``python -m tests.broker_fuzz SOCKET SEED PACKETS``). It never names some of its chunks, so
-they stay its own. It writes to them and reads them again: bytes that differ mean that a chunk was lent twice.
+It is a process of its own (``python -m tests.broker_fuzz SOCKET SEED PACKETS [stranger]``). It never names some of its
+chunks, so they stay its own. It writes to them and reads them again: bytes that differ mean that a chunk was lent
+twice. A stranger belongs to another job. It must hear refusals alone, without descriptors and without figures.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import struct
 import sys
 from pathlib import Path
 
-from memsaver.broker import discovery, protocol
+from memsaver.broker import discovery, job, protocol
 from memsaver.broker.chunks import CLASSES, PAGE
 from memsaver.broker.protocol import Message
 
@@ -29,8 +30,9 @@ _BYTES = b"fuzz"
 class Fuzzer:
     """One client after the other on the same socket's path."""
 
-    def __init__(self, path: Path, seed: int) -> None:
+    def __init__(self, path: Path, seed: int, is_stranger: bool = False) -> None:
         self.path = path
+        self.is_stranger = is_stranger
         self.draw = random.Random(seed)
         self.sentinel, self.sentinel_end = os.pipe()
         self.spoken: list[int] = []  # chunks that its messages may name: granted, given back, or made up
@@ -46,8 +48,10 @@ class Fuzzer:
         self.channel.settimeout(5.0)
         self.number = self.draw.getrandbits(62)
         self.asked = []
-        if self.draw.random() < 0.9:
-            self._send(Message("hello", (protocol.VERSION, self.number, os.getpid()), self.path.stem).encode())
+        if self.draw.random() < (0.5 if self.is_stranger else 0.9):
+            hello = Message("hello", (protocol.VERSION, self.number, os.getpid()), self.path.stem)
+            hello.fields = self._proof() if self.is_stranger else {}
+            self._send(hello.encode())
             if self.draw.random() < 0.9:
                 self._send(Message("sentinel").encode(), [self.sentinel])
             if self.draw.random() < 0.5:
@@ -95,7 +99,17 @@ class Fuzzer:
             self.channel.close()
             self.connect()
 
+    def _proof(self) -> dict[str, int]:
+        """A proof of another job, a part of it, or random words."""
+        proof = job.Job("the secret of another job").client_proof(self.number, os.getpid(), self.path.stem)
+        names = self.draw.sample(list(proof), self.draw.randint(0, len(proof)))
+        return proof if self.draw.random() < 0.3 else {name: self.draw.getrandbits(64) for name in names}
+
     def _hear(self, message: Message) -> None:
+        if self.is_stranger:
+            assert message.kind == "refused" and not message.files, message
+            assert protocol.refusal_name(message.words[0]) in ("user", "malformed", "version"), message
+            return
         if message.kind != "grant":
             if message.kind == "attach_request":
                 self.asked.append(message.words[0])
@@ -216,8 +230,8 @@ def _dead() -> int:
     return file
 
 
-def main(path: str, seed: str, packets: str) -> None:
-    fuzzer = Fuzzer(Path(path), int(seed))
+def main(path: str, seed: str, packets: str, role: str = "") -> None:
+    fuzzer = Fuzzer(Path(path), int(seed), role == "stranger")
     for _ in range(int(packets)):
         fuzzer.step()
     print("said", packets, "refused", fuzzer.refused)

@@ -13,11 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from memsaver.broker import discovery, protocol
+from memsaver.broker import discovery, job, protocol
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.protocol import Message
 from tests.support import GIB, environment, fresh_device
@@ -41,7 +41,7 @@ def sentinel() -> int:
 
 
 class Client:
-    """One client. ``number``: the same again joins as the same client."""
+    """One client. ``number``: the same again joins as the same client. ``fields``: other proofs than its job's."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class Client:
         proves: bool = True,
         version: int = protocol.VERSION,
         oldest: int | None = None,
+        fields: Mapping[str, int] | None = None,
     ) -> None:
         self.path = Path(path)
         self.number = number or random.getrandbits(62) + 1
@@ -59,7 +60,9 @@ class Client:
         self.channel.settimeout(PATIENCE_S)
         self.files: dict[int, int] = {}  # of chunks that it was lent
         hello = Message("hello", (version, self.number, os.getpid()), self.path.stem)
-        hello.fields = {} if oldest is None else {"oldest": oldest}
+        own = job.current()
+        proof = own.client_proof(self.number, os.getpid(), self.path.stem) if own and fields is None else fields or {}
+        hello.fields = dict(proof) if oldest is None else {"oldest": oldest, **proof}
         self.say_raw(hello.encode())
         self.welcome = self.hear("welcome")
         self.capacity = self.welcome.words[1]
@@ -197,7 +200,7 @@ class Running:
         self.directory = Path(tempfile.mkdtemp(prefix="ms"))  # short: a socket's path may have 107 bytes
         self.environment = environment(
             MEMSAVER_HOST_DEVICE=str(int(fresh_device()) + GIB), MEMSAVER_POOL_DIR=str(self.directory)
-        )
+        )  # of the job of this process
         self.arguments = ("--device", "cpu", "--capacity", capacity, *arguments)
         self.limit_files = limit_files
         self.prefix: list[str] = []  # of its command
@@ -228,7 +231,7 @@ class Running:
         )
 
     def sockets(self) -> list[Path]:
-        return [path for path in self.directory.glob("*.sock") if discovery.accepts(path)]
+        return [path for path in self.directory.rglob("*.sock") if discovery.accepts(path)]
 
     def client(self, number: int | None = None, scrub: int = 0, bring: bool = True, proves: bool = True) -> Client:
         self.clients.append(Client(self.path, number, scrub, bring, proves))

@@ -168,7 +168,8 @@ class Worker:
     """
 
     def __init__(self, broker: Running, *statements: str, **changes: str) -> None:
-        settings = {name: broker.environment[name] for name in ("MEMSAVER_HOST_DEVICE", "MEMSAVER_POOL_DIR")}
+        names = ("MEMSAVER_HOST_DEVICE", "MEMSAVER_POOL_DIR", "MEMSAVER_JOB")
+        settings = {name: broker.environment[name] for name in names if name in broker.environment}
         self.pid, self._channel = _nursery().bear({**settings, "MEMSAVER_POOL": "shared", **changes})
         self._words = self._channel.makefile("rw")
         try:
@@ -232,7 +233,7 @@ class Nursery:
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair()
         code = f"from tests.pool_support import nurse; nurse({theirs.fileno()})"
-        settings = environment()
+        settings = environment(MEMSAVER_JOB="")  # each worker has its own
         self._process = subprocess.Popen([sys.executable, "-c", code], env=settings, pass_fds=[theirs.fileno()])
         theirs.close()
 

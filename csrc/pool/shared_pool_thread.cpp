@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/mutants.h"
 #include "pool/sentinel.h"
 #include "pool/shared_pool.h"
 
@@ -37,6 +38,22 @@ void send_sentinel(Link& link) {
   }
 }
 
+void add_proof(Message& hello, const std::vector<std::uint64_t>& proof) {
+  for (std::size_t word = 0; word < proof.size(); ++word) hello.fields.emplace_back(wire::kProof.at(word), proof[word]);
+}
+
+// Throws BrokerError if the broker has not proven that it belongs to the job of this process. Any process of the same
+// user can listen at the path, and would get the memory of this one with the next messages.
+void check_proof(const Message& welcome, const std::vector<std::uint64_t>& proof, const std::string& path) {
+  std::uint64_t differences = 0;  // all words are compared, so that the time tells nothing about them
+  for (std::size_t word = 0; word < proof.size(); ++word)
+    differences |= welcome.field(wire::kProof.at(word), ~proof[word]) ^ proof[word];
+  if (differences != 0 && !MEMSAVER_MUTANT(brokers_prove_no_job))
+    throw BrokerError("the broker at " + path + " does not prove that it has the secret in MEMSAVER_JOB of this " +
+                          "process: stop it, and start one with the same MEMSAVER_JOB",
+                      path);
+}
+
 bool is_near(std::uint64_t version) {
   return version + wire::kVersionsApart >= wire::kVersion && version <= wire::kVersion + wire::kVersionsApart;
 }
@@ -55,9 +72,10 @@ bool SharedPool::joined() {
   return false;
 }
 
-void SharedPool::join(const std::string& path) {
+void SharedPool::join(const std::string& path, JobProof proof) {
   std::lock_guard only(connecting_);
   if (joined()) return;
+  proof_ = std::move(proof);
   if (!worker_.started()) worker_.start([this] { serve(); });
   restore_state(connect(path));
 }
@@ -69,6 +87,7 @@ SharedPool::Connected SharedPool::connect(const std::string& path, bool* accepte
   Message hello =
       message_of(Kind::hello, {wire::kVersion, client_, static_cast<std::uint64_t>(::getpid())}, driver_.uuid());
   hello.fields = {{Field::oldest, wire::kVersion - wire::kVersionsApart}};
+  add_proof(hello, proof_.own);
   link->send(std::move(hello));
   const Message welcome = link->expect(Kind::welcome, kAnswerTimeout);
   if (welcome.words.empty()) throw BrokerError("the broker at " + path + " sent a welcome without a version", path);
@@ -80,6 +99,7 @@ SharedPool::Connected SharedPool::connect(const std::string& path, bool* accepte
                           ", and they may differ by " + std::to_string(wire::kVersionsApart) +
                           ": upgrade memsaver in " + (newest > wire::kVersion ? "this process" : "the broker"),
                       path);
+  check_proof(welcome, proof_.broker, path);
   return {std::move(link), newest};
 }
 

@@ -16,8 +16,11 @@
 //
 //   client -> broker
 //   hello     version, client, pid                 text: the device's uuid. `client`: a random number, the same for the
-//             [oldest]                             life of the process; `pid`: in the client's own pid namespace.
-//                                                  `oldest`: the lowest version that it supports; default: version - 1
+//             [oldest, proof_1..proof_4]           life of the process; `pid`: in the client's own pid namespace.
+//                                                  `oldest`: the lowest version that it supports; default: version - 1.
+//                                                  `proof_1` to `proof_4`: the proof that the client has the job's
+//                                                  secret (memsaver/broker/job.py); default: there is none. The broker
+//                                                  of a job refuses a client without it, with the code `user`
 //   sentinel  + descriptors                        after welcome, before each message about memory: the read end of the
 //                                                  process's sentinel (csrc/pool/sentinel.h), and a pidfd of each child
 //                                                  that may have the driver's descriptors without the sentinel. Sent
@@ -52,7 +55,8 @@
 //
 //   broker -> client
 //   welcome   version, capacity                    `version`: the one that both use. `newest`: that of the
-//             [newest]                             broker; default: `version`
+//             [newest, proof_1..proof_4]           broker; default: `version`. The proofs: that the broker has the
+//                                                  job's secret. A client of a job leaves a broker without them
 //   refused   code, request                        text: the reason. `request`: the first word of the refused message.
 //                                                  `over_capacity`: the demand exceeds the pool's capacity.
 //                                                  `not_attached`: the attachment was refused. `unsupported`: the
@@ -80,6 +84,7 @@
 //   trimmed   serial, bytes                        the released bytes
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -88,7 +93,7 @@
 namespace memsaver::wire {
 
 // See "Versions" above before you change a message.
-constexpr std::uint64_t kVersion = 3;
+constexpr std::uint64_t kVersion = 4;
 constexpr std::uint64_t kVersionsApart = 1;                   // between a broker and a client, at most
 constexpr std::size_t kLongestPacket = std::size_t{1} << 16;  // bytes
 constexpr std::size_t kMostDescriptors = 250;                 // in one packet; the kernel allows 253
@@ -108,13 +113,16 @@ constexpr std::size_t kMostChunks = 250;                      // in one packet
       define(not_attached, 6) define(exhausted, 7) define(pid_namespace, 8) define(unsupported, 9)
 
 // Optional fields.
-#define MEMSAVER_FIELDS(define) define(oldest, 1) define(newest, 2)
+#define MEMSAVER_FIELDS(define) \
+  define(oldest, 1) define(newest, 2) define(proof_1, 3) define(proof_2, 4) define(proof_3, 5) define(proof_4, 6)
 
 #define MEMSAVER_ENUMERATOR(name, number) name = (number),
 enum class Kind : std::uint32_t { MEMSAVER_MESSAGES(MEMSAVER_ENUMERATOR) };
 enum class Refusal : std::uint64_t { MEMSAVER_REFUSALS(MEMSAVER_ENUMERATOR) };
 enum class Field : std::uint64_t { MEMSAVER_FIELDS(MEMSAVER_ENUMERATOR) };
 #undef MEMSAVER_ENUMERATOR
+
+constexpr std::array kProof = {Field::proof_1, Field::proof_2, Field::proof_3, Field::proof_4};
 
 constexpr bool is_defined(Kind kind) {
   switch (kind) {

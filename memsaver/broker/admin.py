@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from memsaver.broker import discovery, protocol
+from memsaver.broker import discovery, job, protocol
 from memsaver.broker.protocol import Message, RefusedError
 from memsaver.errors import BrokerError, Error
 
@@ -24,9 +24,13 @@ class AdminClient:
         self._channel.settimeout(_TIMEOUT_S)
         self._serial = 0
         self._is_newer = False  # the broker has a newer version of the protocol
-        words = (protocol.VERSION, secrets.randbits(63), os.getpid())
-        hello = Message("hello", words, path.stem, fields={"oldest": protocol.VERSION - protocol.VERSIONS_APART})
-        welcome = self._exchange(hello, "welcome")
+        own, number, pid = job.current(), secrets.randbits(63), os.getpid()
+        fields = {"oldest": protocol.VERSION - protocol.VERSIONS_APART}
+        if own is not None:
+            fields |= own.client_proof(number, pid, path.stem)
+        welcome = self._exchange(Message("hello", (protocol.VERSION, number, pid), path.stem, fields=fields), "welcome")
+        if own is not None and not job.contains(welcome.fields, own.broker_proof(number, pid, path.stem)):
+            raise self._error(f"does not prove that it has the secret in {job.VARIABLE} of this process")
         try:
             protocol.check_welcome(welcome)
         except ValueError as error:

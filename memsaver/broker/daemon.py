@@ -176,7 +176,7 @@ def _tail(log: Path, began: int) -> str:
 
 
 def _spawn(uuid: str, device: str, capacity: int | None, log: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "MEMSAVER_POOL_DIR": str(log.parent)}
+    environment = {**os.environ, "MEMSAVER_POOL_DIR": str(discovery.root())}
     environment.pop("MEMSAVER_POOL", None)  # a broker is not a client
     # The same modules as here, independent of the working directory.
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(map(os.path.abspath, sys.path)))

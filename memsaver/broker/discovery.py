@@ -11,21 +11,39 @@ import struct
 import time
 from pathlib import Path
 
+from memsaver.broker import job
 from memsaver.errors import BrokerError, ConfigError
 
 _LONGEST_PATH = 107  # bytes in the address of a Unix socket
 _POLL_S = 0.01
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 _LOCK_TRIES = 10
+_OF_JOB = "job-"
+
+
+def root() -> Path:
+    """The directory of the sockets without a job: ``MEMSAVER_POOL_DIR``, else one in /tmp.
+
+    Creates it if it does not exist. Raises ConfigError if another user could create a socket in it.
+    """
+    return _own(Path(os.path.abspath(os.environ.get("MEMSAVER_POOL_DIR") or f"/tmp/memsaver-{os.getuid()}")))
 
 
 def directory() -> Path:
-    """The directory of the sockets: ``MEMSAVER_POOL_DIR``, else one in /tmp. Creates it if it does not exist.
+    """The directory of the sockets for this process: of its job, if it has one. As ``root()``."""
+    own = job.current()
+    return root() if own is None else _own(root() / f"{_OF_JOB}{own.name}")
 
-    Raises ConfigError if another user could create a socket in it.
-    """
+
+def elsewhere() -> list[Path]:
+    """The sockets of the brokers of this user that serve other jobs, or none while this process has one."""
+    own, top = directory(), root()
+    paths = [path for pattern in ("*.sock", f"{_OF_JOB}*/*.sock") for path in sorted(top.glob(pattern))]
+    return [path for path in paths if path.parent != own and accepts(path)]
+
+
+def _own(path: Path) -> Path:
     named = os.environ.get("MEMSAVER_POOL_DIR")
-    path = Path(os.path.abspath(named or f"/tmp/memsaver-{os.getuid()}"))
 
     def complain(text: str) -> ConfigError:
         return ConfigError(f"the directory of shared pools' sockets, {path}, {text}", option="pool_dir", value=named)

@@ -18,6 +18,7 @@ from typing import Protocol
 from memsaver.broker.attachments import Attachments
 from memsaver.broker.clients import Clients
 from memsaver.broker.discovery import Listener
+from memsaver.broker.job import Job
 from memsaver.broker.lending import Lending
 from memsaver.broker.monitor import ProcessMonitor
 from memsaver.broker.pool import RETRY_S, Memory, Pool
@@ -42,9 +43,12 @@ class BrokerLoop:
 
     - ``name``: ``"cuda:0"`` or ``"cpu"``.
     - ``linger_s``: time without clients after which it ends. None: it runs until a signal.
+    - ``job``: it serves clients of this job alone. None: all clients of the user.
     """
 
-    def __init__(self, device: Device, name: str, capacity: int, listener: Listener, linger_s: float | None) -> None:
+    def __init__(
+        self, device: Device, name: str, capacity: int, listener: Listener, linger_s: float | None, job: Job | None
+    ) -> None:
         clients: Clients = {}
         self._name = name
         self._uuid = device.uuid()
@@ -59,7 +63,7 @@ class BrokerLoop:
         self._status = StatusReporter(self._pool, clients, self._monitor, name, self._uuid)
         attachments = Attachments(self._pool, clients, self._monitor, name)
         self._sessions = Sessions(
-            self._uuid, clients, self._pool, self._monitor, self._lending, attachments, self._status
+            self._uuid, job, clients, self._pool, self._monitor, self._lending, attachments, self._status
         )
         self._server = Server(listener, self._selector, self._sessions)
 
@@ -94,12 +98,16 @@ class BrokerLoop:
         self._handle_exits()
         is_due, is_due_soon = self._lending.serve()
         now = time.monotonic()
+        self._server.close_late(now)
         self._status.answer(now)
         self._server.flush()
         waits = [0.0] if is_due else []
         if is_due_soon or self._server.has_unsent:
             waits.append(RETRY_S)
-        waits += [deadline - now for deadline in (*self._status.deadlines(), *self._monitor.deadlines())]
+        waits += [
+            deadline - now
+            for deadline in (*self._status.deadlines(), *self._monitor.deadlines(), *self._server.deadlines())
+        ]
         if self._linger_s is not None and not self._has_users():
             waits.append(self._sessions.user_seen_at + self._linger_s - now)
             if waits[-1] <= 0 and not self._has_late_users():
@@ -114,7 +122,7 @@ class BrokerLoop:
         torn_down = self._monitor.take_torn_down()
         for process in torn_down:
             self._sessions.reclaim(process)
-        if (exited or torn_down) and not self._has_users():
+        if (exited or torn_down) and not self._sessions.has_users:
             self._lending.release_idle(0)  # the next process on this device may not use the pool
 
     def _has_late_users(self) -> bool:

@@ -14,6 +14,7 @@ from memsaver.broker import protocol
 from memsaver.broker.attachments import Attachments
 from memsaver.broker.clients import Client, Clients
 from memsaver.broker.connection import Connection
+from memsaver.broker.job import VARIABLE, Job, contains
 from memsaver.broker.lending import Lending
 from memsaver.broker.monitor import Process, ProcessMonitor
 from memsaver.broker.pool import Pool
@@ -28,11 +29,12 @@ _WITHOUT_SENTINEL = {"sentinel", "usage", "status", "report", "trim", "refused"}
 
 
 class Sessions:
-    """The sessions of a broker's clients. ``uuid``: of the device."""
+    """The sessions of a broker's clients. ``uuid``: of the device. ``job``: of the broker, or None."""
 
     def __init__(
         self,
         uuid: str,
+        job: Job | None,
         clients: Clients,
         pool: Pool,
         monitor: ProcessMonitor,
@@ -42,6 +44,7 @@ class Sessions:
     ) -> None:
         self.user_seen_at = time.monotonic()  # when a client that may use memory was disconnected last
         self._uuid = uuid
+        self._job = job
         self._clients = clients
         self._pool = pool
         self._monitor = monitor
@@ -121,12 +124,13 @@ class Sessions:
         protocol.check_version(version, message.fields.get("oldest", max(version - protocol.VERSIONS_APART, 0)))
         protocol.check_shape(message)
         _, client_id, pid = message.words
+        proof = self._check_job(message)
         if message.text != self._uuid:
             raise RefusedError(f"this broker serves device {self._uuid}, not {message.text}", "device")
         if pid != connection.pid:
             raise RefusedError(
                 f"process {connection.pid} of this broker's pid namespace is process {pid} in its own, and the two "
-                "have to be one: run both in one",
+                "have to be one: run both in one, or give each a job of its own (MEMSAVER_JOB)",
                 "pid_namespace",
             )
         client = self._clients.get(client_id)
@@ -144,7 +148,23 @@ class Sessions:
         client.inventory = set()
         connection.client = client
         words = (min(version, protocol.VERSION), self._pool.capacity)
-        client.send(Message("welcome", words, fields={"newest": protocol.VERSION}))
+        client.send(Message("welcome", words, fields={"newest": protocol.VERSION, **proof}))
+
+    def _check_job(self, message: Message) -> dict[str, int]:
+        """Checks that the client of a ``hello`` belongs to the broker's job. Returns the broker's own proof.
+
+        It comes before all checks whose refusals tell something about the pool or its clients.
+        """
+        if self._job is None:
+            return {}
+        identity = message.words[1], message.words[2], message.text
+        if not contains(message.fields, self._job.client_proof(*identity)):
+            raise RefusedError(
+                "this broker serves one job, and the client has not proven that it belongs to it: start both with the "
+                f"same {VARIABLE}, and with a memsaver that has this option",
+                "user",
+            )
+        return self._job.broker_proof(*identity)
 
     def _end(self, connection: Connection) -> None:
         """Ends a session: its demands, requests and reports. The client keeps its chunks."""

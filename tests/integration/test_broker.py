@@ -1266,5 +1266,6 @@ def test_importing_memsaver_loads_no_broker() -> None:
         "memsaver.broker",
         "memsaver.broker.daemon",
         "memsaver.broker.discovery",
+        "memsaver.broker.job",
         "memsaver.broker.procfs",
     }
