@@ -25,6 +25,7 @@ except ImportError as error:
     ) from error
 
 from memsaver import _adapter, config, errors  # noqa: E402
+from memsaver._guests import Guest, register, unregister  # noqa: E402
 from memsaver._torch.backups import cpu_backup, release_host_memory  # noqa: E402
 from memsaver.config import configure  # noqa: E402
 from memsaver.errors import (  # noqa: E402
@@ -34,6 +35,7 @@ from memsaver.errors import (  # noqa: E402
     ConfigError,
     DriverError,
     Error,
+    GuestError,
     OutOfMemoryError,
     ReceiveError,
     RegionPausedError,
@@ -56,10 +58,11 @@ _WITH_TORCH = {
 }  # fmt: skip
 __version__ = "0.1.0"
 __all__ = [
-    "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error",
-    "OutOfMemoryError", "ReceiveError", "Region", "RegionPausedError", "Token", "Transition", "TransitionFuture",
-    "VerifyError", "WaitTimeoutError", "attach", "capturing", "configure", "cpu_backup", "define_phase", "graph",
-    "outside", "pause", "phase", "region", "release_host_memory", "resume", "share", "stats", "switch", "trim",
+    "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error", "Guest",
+    "GuestError", "OutOfMemoryError", "ReceiveError", "Region", "RegionPausedError", "Token", "Transition",
+    "TransitionFuture", "VerifyError", "WaitTimeoutError", "attach", "capturing", "configure", "cpu_backup",
+    "define_phase", "graph", "outside", "pause", "phase", "region", "register", "release_host_memory", "resume",
+    "share", "stats", "switch", "trim", "unregister",
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)

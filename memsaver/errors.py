@@ -207,7 +207,7 @@ class WaitTimeoutError(Error, TimeoutError):
     Attributes:
         stage: The wait that was ended. ``"queue"``: for earlier transitions on the same regions. ``"launches"``: for
             guarded replays under way. ``"device"``: for work queued on the device. ``"backup"``: for host memory that
-            is being allocated. ``"answer"``: for a member of a group.
+            is being allocated. ``"guests"``: for guests of another transition. ``"answer"``: for a member of a group.
         waited_s: Seconds since the call began.
 
     Examples:
@@ -220,6 +220,34 @@ class WaitTimeoutError(Error, TimeoutError):
 
     stage: str
     waited_s: float
+
+
+class GuestError(Error):
+    """A guest could not leave or come back: see ``memsaver.Guest``. The cause is the guest's own error.
+
+    If it could not leave, nothing has changed. If it could not come back, the regions are active, the guest is away,
+    and another resume continues.
+
+    Attributes:
+        guest: The name of the guest.
+        stage: ``"prepare"``, ``"leave"`` or ``"come back"``.
+
+    Examples:
+        >>> class Cache(memsaver.Guest):
+        ...     def leave(self):
+        ...         raise OSError("in use")
+        >>> cache = Cache("cache", tags="cache")
+        >>> memsaver.register(cache)
+        >>> try:
+        ...     done = memsaver.pause("cache")
+        ... except memsaver.GuestError as error:
+        ...     print(error.guest, error.stage)
+        cache leave
+        >>> memsaver.unregister(cache)
+    """
+
+    guest: str
+    stage: str
 
 
 class AttachedError(Error):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from memsaver import regions
+from memsaver import _guests, regions
 from memsaver._arguments import READERS_S, Bounds, options_by_keyword
 from memsaver.policies import Backup, Restore, check_backup
 from memsaver.regions import Region
@@ -41,7 +41,8 @@ def define_phase(
 
     Args:
         name: The name of the phase.
-        resident: A tag, a Region, or several of either. The regions of a tag need not exist yet.
+        resident: A tag, a Region, or several of either. The regions of a tag need not exist yet. Guests of a tag come
+            back with the phase, and leave if no phase that names their tags is entered: see ``memsaver.Guest``.
         on_enter: Called after the phase's regions have resumed.
         on_exit: Called at the end of the phase's with statement.
 
@@ -124,9 +125,13 @@ def phase(
 def _entered_phase(entered: Phase, options: dict[str, Any]) -> Iterator[Transition]:
     coming = regions.find(entered.resident)
     named = {part for each in _phases.values() for part in each.resident}
-    leaving = [each for each in regions.all_regions() if (each in named or each.tag in named) and each not in coming]
+    every = regions.all_regions()
+    leaving = [each for each in every if (each in named or each.tag in named) and each not in coming]
     _warn_of_outer(entered, leaving)
-    moved = switch(pause=leaving, resume=coming, **options)
+    # Tags of guests alone. A tag with regions moves by them: a phase can name some of its regions.
+    alone = (_guests.tags() & named) - {each.tag for each in every}
+    resident = alone.intersection(entered.resident)
+    moved = switch(pause=[*leaving, *sorted(alone - resident)], resume=[*coming, *sorted(resident)], **options)
     if entered.on_enter is not None:
         entered.on_enter()
     _entered.append(entered)

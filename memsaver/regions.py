@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from memsaver import _core, _pool_client
+from memsaver import _core, _guests, _pool_client
 from memsaver._adapter import adapter, loaded
 from memsaver._arguments import READERS_S, Bounds, check_tag, device_name, options_by_keyword, refuse_construction
 from memsaver.errors import Error, RegionPausedError
@@ -553,14 +553,14 @@ def selected(tags: Selection, name: str = "tags") -> list[str | Region]:
 def find(tags: Selection, name: str = "tags") -> list[Region]:
     """The regions that a selection names, in the order in which they were made. None selects all regions.
 
-    Raises ValueError for a tag without a region, TypeError for a value that is not a selection, and memsaver.Error for
-    a closed region.
+    A tag of guests may have no region. Raises ValueError for any other tag without one, TypeError for a value that is
+    not a selection, and memsaver.Error for a closed region.
     """
     regions = all_regions()
     if tags is None:
         return regions
     parts = selected(tags, name)
-    known = {each.tag for each in regions}
+    known = {each.tag for each in regions} | _guests.tags()
     for each in parts:
         if isinstance(each, Region):
             _ = each._core  # raises if the region was closed
@@ -568,6 +568,15 @@ def find(tags: Selection, name: str = "tags") -> list[Region]:
             raise ValueError(f"there is no region {each!r}; there are {', '.join(map(repr, sorted(known))) or 'none'}")
     wanted = set(parts)
     return [each for each in regions if each.tag in wanted or each in wanted]
+
+
+def choose(tags: Selection, name: str = "tags") -> tuple[list[Region], set[str]]:
+    """The regions that a selection names, and the tags of guests in it. None selects all. Raises as find() does."""
+    guests = _guests.tags()
+    if tags is None:
+        return find(None), guests
+    parts = selected(tags, name)
+    return find(parts, name), guests.intersection(part for part in parts if isinstance(part, str))
 
 
 def outside() -> AbstractContextManager[None]:

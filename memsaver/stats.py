@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from memsaver import _core, config
+from memsaver import _core, _guests, config
 from memsaver.errors import BrokerError, process_name
 
 
@@ -122,6 +122,36 @@ class DeviceStats:
 
 
 @dataclass(frozen=True)
+class GuestStats:
+    """A guest: see ``memsaver.Guest``.
+
+    Attributes:
+        name: Its name.
+        tags: Its tags.
+        order: Its place among the guests.
+        state: ``"here"``, ``"leaving"``, ``"away"`` or ``"coming back"``.
+        nbytes: Bytes of device memory that it holds, as far as it can tell. None if it raises an error.
+
+    Examples:
+        >>> class Cache(memsaver.Guest):
+        ...     def leave(self):
+        ...         pass
+        >>> cache = Cache("cache", tags="cache")
+        >>> memsaver.register(cache)
+        >>> _ = memsaver.pause("cache")
+        >>> memsaver.stats().guests
+        [GuestStats(name='cache', tags=('cache',), order=0, state='away', nbytes=0)]
+        >>> memsaver.unregister(cache)
+    """
+
+    name: str
+    tags: tuple[str, ...]
+    order: int
+    state: str
+    nbytes: int | None
+
+
+@dataclass(frozen=True)
 class Stats:
     """The result of ``memsaver.stats()``.
 
@@ -129,6 +159,7 @@ class Stats:
         devices: By name, the devices in use.
         unreleased_bytes: Chunks whose release the driver refused. Each later release tries them again.
         options: The options that were set, and their values.
+        guests: The guests of this process, in the order in which they leave.
 
     Examples:
         >>> memsaver.configure(retain="1GiB")
@@ -139,12 +170,13 @@ class Stats:
     devices: dict[str, DeviceStats]
     unreleased_bytes: int
     options: dict[str, Any]
+    guests: list[GuestStats]
 
     def asdict(self) -> dict[str, Any]:
         """Converts the figures into nested dictionaries and lists, such as ``json.dumps()`` takes.
 
         Returns:
-            A dictionary with the keys ``"devices"``, ``"unreleased_bytes"`` and ``"options"``.
+            A dictionary with the keys ``"devices"``, ``"unreleased_bytes"``, ``"options"`` and ``"guests"``.
 
         Examples:
             >>> kv = memsaver.region("kv_cache", device="cpu")
@@ -173,7 +205,8 @@ def stats() -> Stats:
         row["processes"] = _processes(row["processes"])
         row["regions"] = [RegionStats(**each) for each in row["regions"]]
         devices[name] = DeviceStats(**row, pool=_pool(name))
-    return Stats(devices, _core.unreleased_bytes(), config.options())
+    guests = [GuestStats(**each) for each in _guests.rows()]
+    return Stats(devices, _core.unreleased_bytes(), config.options(), guests)
 
 
 def _pool(device: str) -> PoolStats | None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
-from memsaver import _core, policies
+from memsaver import _core, _guests, policies
 from memsaver._adapter import Ranges, adapter, loaded
 from memsaver._arguments import READERS_S, Bounds, options_by_keyword, refuse_construction
 from memsaver.errors import BackupError, Error
 from memsaver.policies import Backup, Restore
-from memsaver.regions import Region, Selection, find, wrapper
+from memsaver.regions import Region, Selection, all_regions, choose, wrapper
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,6 +27,7 @@ log = logging.getLogger("memsaver")
 
 _DEFAULT_BOUNDS = Bounds()
 _verify = False
+_AWAY = ("paused", "lost")  # states of regions without memory
 _T = TypeVar("_T")
 Progress = Callable[[int, int], object]
 """Called with the bytes copied and the bytes to copy."""
@@ -42,12 +44,12 @@ class Transition:
     """The result of a pause, a resume or a switch.
 
     Attributes:
-        paused: Tags of the regions that were active and are paused.
-        resumed: Tags of the regions that were paused and are active.
+        paused: Tags of the regions that were active and are paused, and those of the guests that left.
+        resumed: Tags of the regions that were paused and are active, and those of the guests that came back.
         released_bytes: Device memory that was released.
         restored_bytes: Device memory that was mapped.
         copied_bytes: Contents that were copied, in both directions together.
-        seconds: Duration, the waits for the device and for memory included.
+        seconds: Duration, the waits for the device and for memory and the time of guests included.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
@@ -190,6 +192,7 @@ def pause(
         BackupError: Host memory or disk space is short. Nothing has changed.
         AttachedError: A bound ended the wait for attached readers. Nothing has changed.
         WaitTimeoutError: ``timeout`` ended another wait. Nothing has changed.
+        GuestError: A guest of the tags could not leave. Nothing has changed.
         DriverError: A call of the driver failed.
         memsaver.Error: A graph is being captured, or another thread is inside a region. Nothing has changed.
 
@@ -200,7 +203,8 @@ def pause(
         ('weights', 'kv_cache')
     """
     bounds = Bounds(timeout, reader_timeout=reader_timeout)
-    return transition(pause=find(tags), backup=backup, bounds=bounds, wait=wait, progress=progress)
+    chosen, guests = choose(tags)
+    return transition(pause=chosen, backup=backup, bounds=bounds, wait=wait, progress=progress, pause_guests=guests)
 
 
 @overload
@@ -244,6 +248,7 @@ def resume(
         OutOfMemoryError: The device is short of memory until a bound ends the wait. Nothing has changed.
         WaitTimeoutError: ``timeout`` ended another wait. Nothing has changed.
         BackupError: A file with contents cannot be read. Nothing has changed.
+        GuestError: A guest of the tags could not come back. The regions are active, and another resume continues.
         DriverError: A call of the driver failed.
 
     Examples:
@@ -253,7 +258,8 @@ def resume(
         ('weights',)
     """
     bounds = Bounds(timeout, memory_timeout)
-    return transition(resume=find(tags), restore=restore, bounds=bounds, wait=wait, progress=progress)
+    chosen, guests = choose(tags)
+    return transition(resume=chosen, restore=restore, bounds=bounds, wait=wait, progress=progress, resume_guests=guests)
 
 
 @overload
@@ -312,14 +318,18 @@ def switch(
         >>> done.paused, done.resumed
         (('optimizer',), ('weights',))
     """
+    leaving, leaving_guests = choose(pause, "pause")
+    coming, coming_guests = choose(resume, "resume")
     return transition(
-        pause=find(pause, "pause"),
-        resume=find(resume, "resume"),
+        pause=leaving,
+        resume=coming,
         backup=backup,
         restore=restore,
         bounds=Bounds(timeout, memory_timeout, reader_timeout),
         wait=wait,
         progress=progress,
+        pause_guests=leaving_guests,
+        resume_guests=coming_guests,
     )
 
 
@@ -331,21 +341,29 @@ def transition(
     bounds: Bounds = _DEFAULT_BOUNDS,
     wait: bool = True,
     progress: Progress | None = None,
+    pause_guests: Set[str] = frozenset(),
+    resume_guests: Set[str] = frozenset(),
 ) -> Transition | TransitionFuture:
-    """All changes of the state of regions go through this function. See ``pause()``, ``resume()`` and ``switch()``."""
-    kept = policies.backups(backup, _tags(pause))
-    restored = policies.restores(restore, _tags(resume))
+    """All changes of the state of regions go through this function. See ``pause()``, ``resume()`` and ``switch()``.
+
+    ``pause_guests``, ``resume_guests``: tags of guests that the call names. A tag of regions in ``pause`` and
+    ``resume`` need not be among them.
+    """
+    kept = policies.backups(backup, _tags(pause, pause_guests))
+    restored = policies.restores(restore, _tags(resume, resume_guests))
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is {progress!r}, expected something to call, or None")
     both = [each for each in pause if each in resume]
     if both:
         raise ValueError(f"{both[0].tag!r} is to be paused and resumed at once, expected one of the two")
-    if not pause and not resume:
+    if both_guests := sorted(pause_guests & resume_guests):
+        raise ValueError(f"{both_guests[0]!r} is to be paused and resumed at once, expected one of the two")
+    if not pause and not resume and not pause_guests and not resume_guests:
         return _ended(Transition(), wait)
     here = threading.get_ident() if wait else None  # this thread may be inside a region that it pauses
     if (torch := loaded()) is not None:  # an early error; prepare() checks again
         torch.check_pausable([each for each in pause if each.state == "active"], here)
-    move = _Move([each._core for each in pause], [each._core for each in resume], here, bounds)
+    move = _Move(pause, resume, here, bounds, pause_guests, resume_guests)
     run = partial(move.run, kept, restored, progress)
     if wait:
         return run()
@@ -383,10 +401,32 @@ def in_thread(function: Callable[[], _T], name: str, future: Future[_T] | None =
 
 
 class _Move:
-    """One transition. Its construction queues it at its regions and starts its bounds."""
+    """One transition of regions and guests. Its construction queues it at its regions and starts its bounds.
 
-    def __init__(self, pause: list[Any], resume: list[Any], thread: int | None, bounds: Bounds) -> None:
-        self.core = _core.Transition(pause, resume, bounds.timeout, bounds.memory_timeout, bounds.reader_timeout)
+    Guests leave at the beginning of the second half, and come back at its end: a group commits once all ranks have
+    prepared, and guests that come back may need the other ranks.
+    """
+
+    def __init__(
+        self,
+        pause: Sequence[Region],
+        resume: Sequence[Region],
+        thread: int | None,
+        bounds: Bounds,
+        pause_guests: Set[str] = frozenset(),
+        resume_guests: Set[str] = frozenset(),
+    ) -> None:
+        self.core = _core.Transition(
+            [each._core for each in pause],
+            [each._core for each in resume],
+            bounds.timeout,
+            bounds.memory_timeout,
+            bounds.reader_timeout,
+        )
+        self._pause, self._pause_guests = set(pause), pause_guests
+        resumed = resume_guests | {each.tag for each in resume}
+        until = None if bounds.timeout is None else time.monotonic() + bounds.timeout
+        self._guests = _guests.Moves(self._paused_tags, lambda: resumed, until)
         self._thread = thread
         self._report: _Report | None = None
         self._leaving: tuple[str, ...] = ()
@@ -412,6 +452,7 @@ class _Move:
             restored = [restore[each.tag] for each in move.resuming]
             if (torch := loaded()) is not None:
                 torch.check_pausable(leaving, self._thread)
+            self._guests.prepare()
             live = [_live(each) if policy != "none" else [] for each, policy in zip(leaving, kept)]
             # A frozen region whose copy has other users is unsealed by its resume.
             self._sealed = [
@@ -431,8 +472,18 @@ class _Move:
         if (torch := loaded()) is not None:
             torch.refresh()
 
+    def _paused_tags(self) -> set[str]:
+        """The tags that are paused after this transition, all of their regions included, of those that it pauses."""
+        others = {each.tag for each in all_regions() if each not in self._pause and each.state not in _AWAY}
+        return {*self._pause_guests, *(each.tag for each in self._pause)} - others
+
     def commit(self) -> Transition:
         move, report = self.core, self._report
+        try:
+            self._guests.leave()
+        except BaseException:
+            self.abort()
+            raise
         try:
             done = move.run(self._check_contents if _verify else None)
         except BaseException as error:
@@ -446,13 +497,18 @@ class _Move:
                     if each.state != "active":  # else the pause has failed before its commit
                         torch.withdraw(each)
                 torch.refresh()
+        try:
+            self._guests.come_back()
+        finally:
+            if self._differing is not None:
+                raise self._differing
         outcome = Transition(
-            paused=_tags(done["paused"]),
-            resumed=_tags(done["resumed"]),
+            paused=_tags(done["paused"], self._guests.paused),
+            resumed=_tags(done["resumed"], self._guests.resumed),
             released_bytes=done["released_bytes"],
             restored_bytes=done["restored_bytes"],
             copied_bytes=done["copied_bytes"],
-            seconds=done["seconds"],
+            seconds=done["seconds"] + self._guests.seconds,
         )
         log.debug("%s", outcome)
         for each in self._sealed:
@@ -463,8 +519,6 @@ class _Move:
                     "clone=True",
                     each.tag,
                 )
-        if self._differing is not None:
-            raise self._differing
         if report is not None and report.interrupt is not None:
             raise report.interrupt
         return outcome
@@ -512,12 +566,13 @@ class Prepared:
         return made
 
     def commit(self) -> Transition:
-        """Pauses the regions.
+        """Lets guests leave, and pauses the regions.
 
         Returns:
             The transition. An empty one after ``commit()`` or ``abort()``.
 
         Raises:
+            GuestError: A guest could not leave. The regions are active again.
             DriverError: A call of the driver failed; see ``pause()``.
             BackupError: A file call failed.
         """
@@ -553,12 +608,12 @@ def prepare_pause(
     Raises:
         memsaver.Error: As from ``pause()`` before its commit. Nothing has changed.
     """
-    found = find(tags)
-    kept = policies.backups(backup, _tags(found))
+    found, guests = choose(tags)
+    kept = policies.backups(backup, _tags(found, guests))
     bounds = Bounds(timeout, reader_timeout=reader_timeout)
-    if not found:
+    if not found and not guests:
         return Prepared._of(None)
-    move = _Move([each._core for each in found], [], threading.get_ident(), bounds)
+    move = _Move(found, [], threading.get_ident(), bounds, guests)
     move.prepare(kept, {}, None)
     return Prepared._of(move)
 
@@ -579,8 +634,8 @@ class _Report:
             self.interrupt = error
 
 
-def _tags(cores: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(core.tag for core in cores))
+def _tags(cores: Iterable[Any], guests: Iterable[str] = ()) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*(core.tag for core in cores), *sorted(guests)]))
 
 
 def _remedy(policies: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import memsaver
-from memsaver import _core, regions
+from memsaver import _core, _guests, regions
 from memsaver._arguments import READERS_S, Bounds
 from memsaver.errors import Error
 from memsaver.policies import Backup, Restore
@@ -33,7 +33,7 @@ class Ready:
         halves: True: ``colocated_commit()`` completes the prepared pause. False: nothing is prepared, and the group
             calls ``colocated_pause()``.
         moves: Whether a region that is to pause is resident.
-        pooled: Whether the memory of all regions in the turn comes from shared pools.
+        pooled: Whether the memory of all regions in the turn comes from shared pools, and no guest moves in it.
         discarded: Of the tags that are to resume, those whose contents an earlier pause discarded.
 
     Examples:
@@ -423,10 +423,11 @@ def _ready(actor: object, base: type, tags: Sequence[str], coming: Sequence[str]
         )
     regions.find(coming)  # raises for tags without regions before any region pauses
     concerned = [each for each in regions.all_regions() if each.tag in tags or each.tag in coming]
+    guests = _guests.tags().intersection([*tags, *coming])  # their memory is in no pool
     return Ready(
         halves=not own,
         moves=any(each.tag in tags and each.state != "paused" for each in concerned),
-        pooled=all(_core.in_pool(device) for device in {each.device for each in concerned}),
+        pooled=not guests and all(_core.in_pool(device) for device in {each.device for each in concerned}),
         discarded=tuple(dict.fromkeys(each.tag for each in concerned if each.tag in coming and each.discarded)),
     )
 
@@ -458,12 +459,13 @@ def _switch_options(bounds: Bounds) -> dict[str, Any]:
 
 
 def _names(tags: Tags) -> list[str]:
-    """Raises as regions.find() does."""
-    return list(dict.fromkeys(each.tag for each in regions.find(tags)))
+    """The tags of a selection, those of guests included. Raises as regions.find() does."""
+    found, guests = regions.choose(tags)
+    return list(dict.fromkeys([*(each.tag for each in found), *sorted(guests)]))
 
 
 def _existing(tags: Sequence[str]) -> list[str]:
-    known = {each.tag for each in regions.all_regions()}
+    known = {each.tag for each in regions.all_regions()} | _guests.tags()
     return [tag for tag in tags if tag in known]
 
 
