@@ -67,17 +67,19 @@ class Brokers:
 
 
 def holding(pool_directory: str, gpu: str, capacity: int, spare: int) -> Iterator[Sample]:
-    """A trainer: holds all memory of the shared pool but ``spare`` bytes, then releases it by a pause."""
+    """A trainer: starts, holds all memory of the shared pool but ``spare`` bytes, and releases it by a pause."""
     os.environ["MEMSAVER_POOL_DIR"] = pool_directory
     memsaver.configure(pool="shared", pool_capacity=capacity)
     torch.cuda.set_device(gpu)
+    torch.zeros(1, device=gpu)
+    yield {"pid": os.getpid()}
     region = memsaver.region("trainer", device=gpu)
     held: list[torch.Tensor] = []
     with region:
         while sum(each.nbytes for each in held) < capacity - spare:
             held.append(torch.full((GIB // 2,), 0xA5, dtype=torch.uint8, device=gpu))
     torch.cuda.synchronize()
-    yield {"pid": os.getpid()}
+    yield {}
     region.pause()
     yield {}
 
@@ -103,11 +105,11 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
-def wait_ended(server: EngineServer, members: Sequence[psutil.Process]) -> dict[str, Any]:
+def wait_ended(server: EngineServer, members: Sequence[psutil.Process], bound_s: float = RECOVERY_S) -> dict[str, Any]:
     """Waits until all processes of the server have ended, and kills those that have not."""
     began = time.monotonic()
     unhealthy = None
-    while time.monotonic() < began + RECOVERY_S and any(map(runs, members)):
+    while time.monotonic() < began + bound_s and any(map(runs, members)):
         if unhealthy is None and not server.healthy():
             unhealthy = time.monotonic() - began
         time.sleep(0.05)

@@ -180,8 +180,8 @@ class Drill:
             trainers = [Process(holding, gpu=gpu, **pool) for gpu in GPUS]
         else:
             trainers = [Process(filled, device=rank) for rank in range(len(GPUS))]
+        for _ in range(2):  # they start, and take the memory
             ask_all(trainers)
-        ask_all(trainers)
         return trainers
 
 

@@ -25,73 +25,31 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import torch
 from arguments import directory as writable
 from arguments import parse, parser_for, positive
-from environment import environment, nvidia_smi
+from environment import environment
+from faults import RECOVERY_S, Brokers, Calling, holding, runs, stranded, used_bytes, wait_ended
 from host import GIB, MIB
-from processes import Process, Sample, ask_all, side_by_side
+from processes import Process, ask_all, side_by_side
 from vllm_models import MODELS, WAYS
 from vllm_server import Server
 from vllm_updates import filled
-
-import memsaver
 
 SHARED = "memsaver, shared pool"
 GPUS = ("cuda:0", "cuda:1")
 ENDING = ("killed-asleep", "killed-waking", "terminated")  # no server survives them
 POOLED = ("trainer-killed", "killed-waiting", "broker-killed")  # with the shared pool; each has a pool of its own
 PARTS = ("out-of-memory", *ENDING, *POOLED)
-RECOVERY_S = 60.0
 PATIENCE_S = 3.0  # of the client of a server that gets SIGTERM
 END_S = 10.0  # in which the front end of such a server has to end
 ERROR = re.compile(r"Error|died unexpectedly|rank \d")
-
-
-def used_bytes() -> list[int]:
-    return [int(nvidia_smi(gpu, "--query-gpu=memory.used")[0]) * MIB for gpu in GPUS]
-
-
-def holding(pool_directory: str, gpu: str, capacity: int) -> Iterator[Sample]:
-    """A trainer: starts, holds memory of the shared pool, and releases it by a pause."""
-    os.environ["MEMSAVER_POOL_DIR"] = pool_directory
-    memsaver.configure(pool="shared", pool_capacity=capacity)
-    torch.cuda.set_device(gpu)
-    torch.zeros(1, device=gpu)
-    yield {"pid": os.getpid()}
-    region = memsaver.region("trainer", device=gpu)
-    held: list[torch.Tensor] = []
-    with region:
-        while sum(each.nbytes for each in held) < capacity - 2 * GIB:
-            held.append(torch.full((GIB,), 0xA5, dtype=torch.uint8, device=gpu))
-    torch.cuda.synchronize()
-    yield {}
-    region.pause()
-    yield {}
-
-
-class Calling(threading.Thread):
-    """A call of the server in the background."""
-
-    def __init__(self, server: Server, path: str, timeout: float = 2 * RECOVERY_S) -> None:
-        super().__init__(daemon=True)
-        self.status, self.text, self.ended = 0, "", 0.0
-        self._call = lambda: server.call("POST", path, timeout=timeout)
-        self.start()
-
-    def run(self) -> None:
-        self.status, self.text = self._call()
-        self.ended = time.monotonic()
 
 
 class Faults:
@@ -99,13 +57,13 @@ class Faults:
         self.options, self.directory = options, directory
         self.environment = environment("cuda:0")
         share_bytes = int(options.share * torch.cuda.mem_get_info()[1])
-        self.baseline = used_bytes()  # with the context of this process
+        self.baseline = used_bytes(GPUS)  # with the context of this process
         # A fixed KV cache: vLLM does not measure the memory of servers that start at the same time.
         self.kv_cache_bytes = share_bytes - MODELS[options.model].nbytes() // len(GPUS) - 5 * GIB
         self.pool_bytes = share_bytes // GIB * GIB + 6 * GIB
         self._servers = 0
-        self._started: list[tuple[str, str, Server]] = []
-        self._pools: dict[str, str] = {}
+        self._started: list[tuple[str, Brokers | None, Server]] = []
+        self._pools: dict[str, Brokers] = {}
         self._log_from = 0
 
     # Servers
@@ -114,19 +72,19 @@ class Faults:
         """Starts the servers that the faults need."""
         for way in self.options.ways:
             only = self.options.only
+            pools: list[Brokers | None]
             if way == SHARED:
                 pools = [self.pool(fault) for fault in POOLED if fault in only]
             else:  # the other faults leave a server as it was
                 several = sum(fault in only for fault in ENDING)
-                pools = [""] * max(several, "out-of-memory" in only or "trainer-killed" in only)
+                pools = [None] * max(several, "out-of-memory" in only or "trainer-killed" in only)
             self._started += [(way, pool, self.start(way, pool)) for pool in pools]
 
-    def start(self, way: str, pool: str = "") -> Server:
+    def start(self, way: str, pool: Brokers | None) -> Server:
         fork = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}  # starts sooner
         variables = {**WAYS["vllm" if way == "vllm" else "memsaver"], **fork}
-        if pool:
-            capacity = str(self.pool_bytes)
-            variables |= {"MEMSAVER_POOL": "shared", "MEMSAVER_POOL_DIR": pool, "MEMSAVER_POOL_CAPACITY": capacity}
+        if pool is not None:
+            variables |= pool.variables()
         self._servers += 1
         name = f"{self._servers}-{way.replace(', ', '-').replace(' ', '-')}"
         kv_cache = ("--kv-cache-memory-bytes", str(self.kv_cache_bytes))
@@ -135,7 +93,7 @@ class Faults:
             share=self.options.share,
         )  # fmt: skip
 
-    def serve(self, way: str, pool: str = "") -> tuple[Server, list[list[int]]]:
+    def serve(self, way: str, pool: Brokers | None = None) -> tuple[Server, list[list[int]]]:
         server = next((each[2] for each in self._started if each[:2] == (way, pool)), None)
         if server is None:
             server = self.start(way, pool)
@@ -154,23 +112,14 @@ class Faults:
 
     # Pools
 
-    def pool(self, fault: str) -> str:
-        """The directory of the pool of a fault, with a broker for each GPU."""
+    def pool(self, fault: str) -> Brokers:
+        """The pool of a fault."""
         if fault not in self._pools:
-            self._pools[fault] = os.path.join(self.directory, f"pool-{fault}")
-            os.mkdir(self._pools[fault], 0o700)
-            for gpu in GPUS:
-                self.broker(fault, "--detach", "--device", gpu, "--capacity", str(self.pool_bytes))
+            self._pools[fault] = Brokers(os.path.join(self.directory, f"pool-{fault}"), GPUS, self.pool_bytes)
         return self._pools[fault]
 
-    def broker(self, fault: str, *arguments: str) -> None:
-        environ = {**os.environ, "MEMSAVER_POOL_DIR": self._pools[fault]}
-        command = [sys.executable, "-m", "memsaver", "broker", *arguments]
-        subprocess.run(command, check="--stop" not in arguments, env=environ, stdout=subprocess.DEVNULL)
-
     def close_pool(self, fault: str) -> None:
-        self.broker(fault, "--stop")
-        del self._pools[fault]
+        self._pools.pop(fault).stop()
 
     # Results
 
@@ -191,29 +140,15 @@ class Faults:
 
     def ends(self, server: Server, members: list[psutil.Process], bound_s: float = RECOVERY_S) -> dict[str, Any]:
         """Waits until all processes of the server have ended. Kills those that have not."""
-        began = time.monotonic()
-        unhealthy = None
-        while time.monotonic() < began + bound_s and any(map(runs, members)):
-            if unhealthy is None and not server.healthy():
-                unhealthy = time.monotonic() - began
-            time.sleep(0.05)
-        took = time.monotonic() - began
-        left = [each for each in members if runs(each)]
-        for each in left:
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
+        found = wait_ended(server, members, bound_s)
         server.close()
-        return {"unhealthy_s": unhealthy, "ended_s": took, "left": [str(each) for each in left], **self.stranded()}
+        return {**found, **self.stranded()}
 
     def stranded(self) -> dict[str, Any]:
         """Device memory that stays in use, of both GPUs together, up to ten seconds after all have ended."""
         if self._started or self._pools:
             return {}  # other servers or brokers have memory
-        for _ in range(100):
-            if (found := sum(used_bytes()) - sum(self.baseline)) <= 32 * MIB:
-                break
-            time.sleep(0.1)
-        return {"stranded_bytes": found}
+        return {"stranded_bytes": stranded(GPUS, self.baseline)}
 
     # Faults
 
@@ -281,7 +216,7 @@ class Faults:
         server.post("/sleep", level=1)
         took_ms = server.post("/wake_up")
         server.post("/sleep", level=1)
-        call = Calling(server, "/wake_up", timeout)
+        call = Calling(lambda: server.call("POST", "/wake_up", timeout=timeout))
         time.sleep(took_ms / 2e3)
         return call
 
@@ -333,7 +268,8 @@ class Faults:
             if fault not in self.options.only:
                 continue
             pool = self.pool(fault)
-            trainers = [Process(holding, pool_directory=pool, gpu=gpu, capacity=self.pool_bytes) for gpu in GPUS]
+            memory: dict[str, Any] = {"pool_directory": pool.directory, "capacity": self.pool_bytes, "spare": 2 * GIB}
+            trainers = [Process(holding, gpu=gpu, **memory) for gpu in GPUS]
             pids = [each["pid"] for each in ask_all(trainers)]
             server, tokens = self.serve(SHARED, pool)
             self._log_from = len(server.log())
@@ -358,7 +294,7 @@ class Faults:
         members = server.processes()
         server.post("/sleep", level=1)
         ask_all(trainers)  # take the memory
-        call = Calling(server, "/wake_up")
+        call = Calling(lambda: server.call("POST", "/wake_up", timeout=2 * RECOVERY_S))
         time.sleep(1.0)
         assert call.is_alive(), (call.status, call.text)
         began = time.monotonic()
@@ -367,8 +303,7 @@ class Faults:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
         elif fault == "broker-killed":
-            for killed in brokers(self.pool(fault)):
-                killed.kill()
+            self.pool(fault).kill()
             found["released"] = [each.get("error") for each in side_by_side(trainers)]
         else:
             server.worker(1).kill()
@@ -384,20 +319,6 @@ class Faults:
             found |= self.compare(server, tokens, {"again": [status, status]})
         found["all_alive"] = all(map(runs, members))
         self.add(fault, SHARED, server, began, **found)
-
-
-def runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def brokers(pool: str) -> list[psutil.Process]:
-    """The brokers with their sockets in this directory."""
-    words = {"memsaver", "broker"}
-    found = [each for each in psutil.process_iter(["cmdline"]) if words <= set(each.info["cmdline"] or ())]
-    return [each for each in found if each.environ().get("MEMSAVER_POOL_DIR") == pool]
 
 
 def main() -> None:

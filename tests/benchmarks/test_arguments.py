@@ -60,7 +60,7 @@ def test_every_benchmark_is_listed() -> None:
     assert set(NUMBERED) | {
         "handover",
         "hung_exit",
-        "kernels",
+        "attention_kernels",
         "sglang_faults",
         "sglang_memory",
         "tensor_parallel",

@@ -1,6 +1,6 @@
 """The engine's Triton kernels on a GPU: bytes they must move over their time, beside a plain copy on the device.
 
-    python benchmarks/kernels.py [--sweep] [--only-prefill]
+    python benchmarks/attention_kernels.py [--sweep] [--only-prefill]
 
 Each kernel runs many times in one CUDA graph, so that launches do not count; ``host us`` is what a launch costs a
 caller without graphs. Paged decode reads another layer's cache each time, so that a small batch does not stay in the
@@ -232,7 +232,7 @@ def main() -> None:
     for tokens in (1, 64, 4096) if not options.only_prefill else ():
         for name, (call, nbytes) in fused(tokens).items():
             show(f"{name}, {tokens} tokens", nbytes, graph_us([call] * REPEATS), host_us(call))
-    result = {"benchmark": "kernels", **environment(), "copy_gb_per_s": rate / 1e3, "rows": rows, "prefill": of_prefill}
+    result = {"benchmark": "attention_kernels", **environment(), "copy_gb_per_s": rate / 1e3, "rows": rows, "prefill": of_prefill}
     print(json.dumps({**result, "seconds": time.monotonic() - begin}))
 
 
