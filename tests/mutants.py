@@ -279,6 +279,21 @@ MUTANTS = [
         "shared pool: a process gives its memory to any process that listens at the path of its job",
         ["integration/test_broker_jobs.py::test_process_of_a_job_leaves_a_broker_that_does_not_prove_the_job"],
     ),
+    Mutant(
+        "regions_that_were_set_aside_are_used",
+        "tagged regions: new allocations go to regions that are about to be paused",
+        ["drop_in/test_tagged.py::test_region_that_is_set_aside_is_passed_over"],
+    ),
+    Mutant(
+        "savers_have_slack",
+        "tagged regions: those of torch_memory_saver map as much beyond their segments as all others",
+        ["drop_in/test_tagged.py::test_memory_of_torch_memory_saver_has_little_slack"],
+    ),
+    Mutant(
+        "old_tokens_are_served",
+        "lending: memory is lent for a token that was made before a pause",
+        ["integration/test_sent_tensors.py::test_a_tensor_of_an_earlier_residence_is_refused"],
+    ),
 ]
 
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <memory>
 
+#include "base/mutants.h"
+
 namespace memsaver {
 namespace {
 
@@ -16,7 +18,9 @@ TaggedRegions& tagged_regions(const std::string& prefix) {
   static auto& all = *new std::map<std::string, std::unique_ptr<TaggedRegions>>;
   std::lock_guard lock(mutex);
   std::unique_ptr<TaggedRegions>& found = all[prefix];
-  if (found == nullptr) found = std::make_unique<TaggedRegions>(prefix, prefix == "tms" ? kSlackOfSaver : kAnySlack);
+  if (found == nullptr)
+    found = std::make_unique<TaggedRegions>(
+        prefix, prefix == "tms" && !MEMSAVER_MUTANT(savers_have_slack) ? kSlackOfSaver : kAnySlack);
   return *found;
 }
 
@@ -26,7 +30,8 @@ Region* TaggedRegions::active_locked(const std::string& tag, const std::string& 
   // The first one, so that a tag has as few regions as it needs.
   for (Region* region : several->second)
     if (!region->closed() && region->device.driver->name == device && region->policy == policy &&
-        region->state() == State::active && aside_.find(region) == aside_.end())
+        region->state() == State::active &&
+        (aside_.find(region) == aside_.end() || MEMSAVER_MUTANT(regions_that_were_set_aside_are_used)))
       return region;
   return nullptr;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memsaver import _core
+from memsaver._arguments import check_tag
 from memsaver.regions import Region, default_device, tagged, wrapper
 
 
@@ -17,10 +18,17 @@ class TaggedRegions:
     """The regions of each tag. See csrc/regions/tagged.h: code without Python makes regions of the same tags."""
 
     def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
         self._core = _core.tagged_regions(prefix)
 
     def active(self, tag: str, backup: str = "none") -> Region:
-        """The active region of a tag with this policy, on the current device. Makes one if there is none."""
+        """The active region of a tag with this policy, on the current device. Makes one if there is none.
+
+        Raises:
+            TypeError, ValueError: The tag is no string, or too long.
+        """
+        if isinstance(tag, str):
+            check_tag(f"{self._prefix}.{tag}")
         return tagged(self._core, tag, default_device(), backup)
 
     def of(self, tag: str) -> list[Region]:
