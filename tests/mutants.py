@@ -292,7 +292,7 @@ MUTANTS = [
     Mutant(
         "old_tokens_are_served",
         "lending: memory is lent for a token that was made before a pause",
-        ["integration/test_sent_tensors.py::test_a_tensor_of_an_earlier_residence_is_refused"],
+        ["integration/test_sharing.py::test_a_token_of_an_earlier_residence_is_refused"],
     ),
 ]
 
