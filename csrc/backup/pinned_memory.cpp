@@ -1,6 +1,7 @@
 #include "backup/pinned_memory.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <chrono>
@@ -18,6 +19,13 @@ constexpr std::size_t kHostPage = 4096;
 constexpr unsigned kMostThreads = 16;
 constexpr std::size_t kFirstRange = std::size_t{64} << 30;  // of addresses
 constexpr auto kPause = std::chrono::milliseconds(5);       // without growth of a region, before the arena grows
+
+// What the error of a driver says nothing about: the system's limit of locked memory, which a container may have set.
+std::string lock_limit() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
+  return "; this process may lock " + std::to_string(limit.rlim_cur) + " bytes of memory (RLIMIT_MEMLOCK)";
+}
 
 // The kernel provides and zeroes a page at its first touch. One thread reaches 2 GiB/s, so several touch.
 void touch(std::byte* data, std::size_t size) {
@@ -209,7 +217,7 @@ std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t
     const std::size_t held = held_bytes();
     const std::string what = "cannot get " + std::to_string(wanted) + " bytes more of pinned host memory (" +
                              std::to_string(held) + " bytes held): " + error.what();
-    if (dynamic_cast<const DriverError*>(&error) != nullptr) throw PinError(what, wanted, held, 0);
+    if (dynamic_cast<const DriverError*>(&error) != nullptr) throw PinError(what + lock_limit(), wanted, held, 0);
     throw BackupError(what, wanted, held, 0);
   }
   std::lock_guard lock(mutex_);

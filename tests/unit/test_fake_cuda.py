@@ -914,6 +914,26 @@ for segment in segments + between:
     )
 
 
+def test_a_driver_that_pins_no_memory_is_an_error_with_the_limit_of_locked_memory() -> None:
+    run("""
+        import resource
+        memsaver.configure(backup_ahead=False)
+        region = memsaver.region("a", device="cuda:0", backup="host")
+        segment = Segment(region, 5 * MIB, seed=1)
+        hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
+        control.fail("cuMemHostRegister", 2, control.FOREVER)
+        error = refused(region.pause, memsaver.BackupError)
+        assert (error.needed_bytes, error.held_bytes, region.state) == (5 * MIB, 0, "active")
+        assert "cuMemHostRegister" in str(error) and "may lock 65536 bytes of memory (RLIMIT_MEMLOCK)" in str(error)
+        segment.check()
+        control.fail("cuMemHostRegister", 2, 0)
+        region.pause()
+        region.resume()
+        segment.check()
+    """)
+
+
 def test_a_view_beyond_the_limit_is_refused_also_without_pinning() -> None:
     run(
         IN_PIECES
