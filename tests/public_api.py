@@ -1,4 +1,4 @@
-"""The public names: functions, classes and methods of memsaver and memsaver.ray, with their annotations."""
+"""The public names: functions, classes and methods of memsaver and its public parts, with their annotations."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import typing_extensions
 
 import memsaver
+import memsaver.distributed
 
 # Names that the sources import for type checkers alone.
 _FOR_TYPE_CHECKERS: dict[str, Any] = {"Unpack": typing_extensions.Unpack}
@@ -26,6 +27,13 @@ except ImportError:
 else:
     _RAY = memsaver.ray.__all__
     _FOR_TYPE_CHECKERS["PlacementGroup"] = PlacementGroup
+
+# The other names are those of memsaver.ray as well.
+_DISTRIBUTED = [
+    name
+    for name in memsaver.distributed.__all__
+    if getattr(memsaver.distributed, name).__module__.startswith("memsaver.distributed.")
+]
 
 # Classes that the library alone constructs, and the call in the error.
 NOT_CONSTRUCTIBLE: dict[type, str] = {
@@ -99,5 +107,7 @@ def public_names() -> list[Name]:
         for name, value in vars(sys.modules["memsaver.stats"]).items()  # memsaver.stats is the function
         if dataclasses.is_dataclass(value)
     ]
+    found += [Name(f"memsaver.guests.{name}", getattr(memsaver.guests, name)) for name in memsaver.guests.__all__]
     found += [Name(f"memsaver.ray.{name}", getattr(memsaver.ray, name)) for name in _RAY]
+    found += [Name(f"memsaver.distributed.{name}", getattr(memsaver.distributed, name)) for name in _DISTRIBUTED]
     return [*found, *(member for each in found if each.is_class for member in _members(each.name, each.value))]

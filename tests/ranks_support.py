@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 
 @contextmanager
-def ranks(check: Callable[..., None], count: int, *arguments: Any, timeout: float = 120) -> Iterator[list[BaseProcess]]:
+def ranks(
+    check: Callable[..., None], count: int, *arguments: Any, timeout: float = 120, killed: Collection[int] = ()
+) -> Iterator[list[BaseProcess]]:
     """Start processes that call `check(rank, *arguments)`. The end of the with statement asserts that all have passed.
 
-    Each process has `timeout` seconds after the body to end. Then it is killed, and the assertion fails.
+    Each process has `timeout` seconds after the body to end. Then it is killed, and the assertion fails. `killed`: the
+    ranks that are to end by SIGKILL instead.
     """
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = [
@@ -32,7 +36,8 @@ def ranks(check: Callable[..., None], count: int, *arguments: Any, timeout: floa
         for process in processes:
             process.kill()
             process.join()
-    assert [process.exitcode for process in processes] == [0] * count
+    expected = [-signal.SIGKILL if rank in killed else 0 for rank in range(count)]
+    assert [process.exitcode for process in processes] == expected
 
 
 def leave(status: int = 0) -> None:

@@ -52,6 +52,10 @@ class Plan:
                 found += [tag for tag in tags if tag not in coming[role] and tag not in found]
         return leaving, coming
 
+    def roles_in_phases(self) -> set[str]:
+        """The roles that have a tag in a phase."""
+        return {role for phase in self.phases.values() for role, tags in phase.items() if tags}
+
     def options(
         self,
         name: str,

@@ -65,3 +65,7 @@ class Turns:
         for (rank, tag), writer in self._writers.items():
             if writer is turn:
                 self._unwritten.setdefault(rank, set()).add(tag)
+
+    def awaits(self, turn: Turn) -> bool:
+        """Whether contents that a turn was to overwrite have not been used since."""
+        return any(writer is turn for writer in self._writers.values())

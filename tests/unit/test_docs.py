@@ -117,6 +117,8 @@ def test_snippets_parse_and_their_calls_match_signatures(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and node.module == "memsaver.ray":
                 pytest.importorskip("ray")
                 assert {name.name for name in node.names} <= _exported("memsaver.ray")
+            if isinstance(node, ast.ImportFrom) and node.module == "memsaver.distributed":
+                assert {name.name for name in node.names} <= _exported("memsaver.distributed")
             if isinstance(node, ast.Call):
                 _check_call(node)
 
@@ -179,8 +181,13 @@ def _reference() -> Iterator[tuple[str, str]]:
 
 def test_the_reference_has_every_public_name() -> None:
     assert {name for module, name in _reference() if module == "memsaver"} == _exported("memsaver")
+    assert {name for module, name in _reference() if module == "memsaver.guests"} == _exported("memsaver.guests")
     pytest.importorskip("ray")
     assert {name for module, name in _reference() if module == "memsaver.ray"} == _exported("memsaver.ray")
+    # The other names of memsaver.distributed are classes of memsaver.ray as well.
+    assert {name for module, name in _reference() if module == "memsaver.distributed"} == {"Group", "LostRankError"}
+    shared = _exported("memsaver.distributed") - {"Group", "LostRankError"}
+    assert all(getattr(memsaver.distributed, name) is getattr(memsaver.ray, name) for name in shared)
 
 
 def test_the_site_has_every_page() -> None:

@@ -1,0 +1,244 @@
+"""A group over torch.distributed's store: all processes enter the phases together."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as distributed
+from torch.distributed import Store
+
+from memsaver._arguments import READERS_S, seconds
+from memsaver.distributed.leader import Leader
+from memsaver.distributed.link import Link
+from memsaver.distributed.link import count as count_in_store
+from memsaver.distributed.liveness import Heart, identity
+from memsaver.distributed.messages import dumps
+from memsaver.distributed.part import Part
+from memsaver.errors import Error
+from memsaver.policies import TurnBackup, TurnRestore
+from memsaver.turns.plan import Phases, Plan, check_mapping
+from memsaver.turns.ranks import check_member
+from memsaver.turns.turn import Turn
+
+
+class Group:
+    """The ranks of all roles in the processes of a torch.distributed job, and the phases that they enter together.
+
+    Every process makes the group, with its own members, and every process calls ``enter()``. Calls travel through
+    torch.distributed's store, so no process group is used: they may be suspended or closed. The process of rank 0 leads
+    the turns. Methods of members are called in the thread that called ``enter()``, one after the other.
+
+    The index of a rank in its role follows the order of the processes, and in a process the order of its members.
+
+    Args:
+        phases: The tags that are resident in each phase: name -> role -> tags. The same in all processes.
+        backup: As for ``memsaver.ray.Group``. The same in all processes.
+        restore: As for ``memsaver.ray.Group``. The same in all processes.
+        store: A store that all processes of the group reach. None: that of ``torch.distributed.init_process_group()``.
+        rank: The rank of this process. None: that of torch.distributed. Needed with ``store``.
+        world_size: The number of processes. None: that of torch.distributed. Needed with ``store``.
+        name: A name of the group in the store. Groups of one name are made in the same order in all processes.
+        heartbeat_timeout: Seconds without a heartbeat after which a process on another host counts as ended. A process
+            that holds the GIL sends none. Processes on the same host are looked up by their pid.
+        roles: The members of this process by role, one or a list: objects that derive from ``Colocated`` or
+            ``AsyncColocated``, or that have ``pause(tags)`` and ``resume(tags)``, which may be called twice.
+
+    Raises:
+        TypeError: An argument has a wrong type, or a member has no ``pause()`` or ``resume()``.
+        ValueError: No phase has tags, ``backup`` or ``restore`` does not fit the phases, ``rank`` is not within
+            ``world_size``, or there is no store.
+        memsaver.Error: The store cannot be reached.
+
+    Examples:
+        Under ``torchrun`` after ``init_process_group()``, the arguments ``store``, ``rank`` and ``world_size`` are left
+        out:
+
+        >>> kv, params = (memsaver.region(tag, device="cpu") for tag in ("kv_cache", "params"))
+        >>> group = memsaver.distributed.Group(
+        ...     phases={"rollout": {"worker": ["kv_cache"]}, "train": {"worker": ["params"]}},
+        ...     worker=memsaver.distributed.Colocated(),
+        ...     store=torch.distributed.HashStore(), rank=0, world_size=1,
+        ... )
+        >>> group.enter("train").paused["worker"][0].paused
+        ('kv_cache',)
+        >>> print(group.entered, kv.state, params.state)
+        train paused active
+        >>> group.close()
+    """
+
+    def __init__(
+        self,
+        *,
+        phases: Phases,
+        backup: Mapping[str, TurnBackup] | None = None,
+        restore: Mapping[str, TurnRestore] | None = None,
+        store: Store | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        name: str = "group",
+        heartbeat_timeout: float = 8.0,
+        **roles: Any,
+    ) -> None:
+        members = {role: _members_of(role, given) for role, given in roles.items()}
+        self._plan = Plan(phases, _all_roles(phases, roles), backup, restore)
+        silence = seconds(heartbeat_timeout, "heartbeat_timeout")
+        self._store, self._process, count = _joined(store, rank, world_size)  # the store may serve the other processes
+        made = count_in_store(self._store, f"memsaver/{name}/made/{self._process}")
+        prefix = f"memsaver/{name}/{made}"
+        link = Link(self._store, prefix)
+        hello = {
+            **identity(),
+            "plan": {"phases": self._plan.phases, "backup": _plain(backup), "restore": _plain(restore)},
+            "roles": {role: [_methods(each) for each in found] for role, found in members.items()},
+        }
+        link.set(f"hello/{self._process}", dumps(hello))
+        self._part = Part(link, self._process, members, silence)
+        self._leader = Leader(Link(self._store, prefix), count, self._plan, silence) if self._process == 0 else None
+        self._leading: threading.Thread | None = None
+        heart = Heart(Link(self._store, prefix), self._process)
+        self._stop = weakref.finalize(self, heart.stop.set)
+        self._turn = 0
+        self._failed: list[int] = []  # turns whose bodies failed here since the last turn
+        self._entered: str | None = None
+
+    @property
+    def entered(self) -> str | None:
+        """The phase of all ranks. None before the first phase, and after a turn that failed."""
+        return self._entered
+
+    def close(self) -> None:
+        """Ends the heartbeats of this process. Afterwards ``enter()`` raises memsaver.Error.
+
+        Examples:
+            >>> group = memsaver.distributed.Group(
+            ...     phases={"rollout": {"worker": ["kv_cache"]}}, worker=memsaver.distributed.Colocated(),
+            ...     store=torch.distributed.HashStore(), rank=0, world_size=1,
+            ... )
+            >>> group.close()
+        """
+        self._stop()
+
+    def enter(
+        self,
+        name: str,
+        *,
+        backup: TurnBackup = None,
+        restore: TurnRestore = None,
+        timeout: float | None = None,
+        memory_timeout: float | None = None,
+        reader_timeout: float = READERS_S,
+    ) -> Turn:
+        """Enters a phase: of all tags in any phase, exactly the tags of this phase are resident.
+
+        All processes call this method with the same arguments. The turn and its two halves are those of
+        ``memsaver.ray.Group.enter()``. The call returns, or raises, in all processes when the turn has ended. If the
+        body of its with statement raises in one process, contents that resumed with ``restore=False`` count as not
+        written in all of them.
+
+        Args:
+            name: The phase.
+            backup: As for ``memsaver.ray.Group.enter()``.
+            restore: As for ``memsaver.ray.Group.enter()``.
+            timeout: As for ``memsaver.ray.Group.enter()``. It also bounds the wait for processes that have not called
+                ``enter()``.
+            memory_timeout: As for ``memsaver.ray.Group.enter()``.
+            reader_timeout: As for ``memsaver.ray.Group.enter()``.
+
+        Returns:
+            The turn, with the transitions of all ranks.
+
+        Raises:
+            TypeError: An argument has a wrong type.
+            ValueError: The phase does not exist, or an argument names unknown roles, tags or policies.
+            memsaver.Error: A rank failed, has died or did not answer, or processes called with different arguments.
+                Its attributes are ``phase``, ``role`` and ``rank``. If no single member is the reason, ``role`` is None
+                and ``rank`` is that of the process. The cause is chained: of a process that has ended a
+                ``LostRankError``. Before the commits, nothing has changed on any rank. If rank 0 or the store is lost,
+                each rank completes the pause that it has prepared if all ranks had prepared, or takes it back.
+
+        Examples:
+            >>> weights = memsaver.region("weights", device="cpu", backup="host")
+            >>> group = memsaver.distributed.Group(
+            ...     phases={"rollout": {"worker": ["weights"]}, "train": {"worker": []}},
+            ...     worker=memsaver.distributed.Colocated(),
+            ...     store=torch.distributed.HashStore(), rank=0, world_size=1,
+            ... )
+            >>> _ = group.enter("train", timeout=30)
+            >>> with group.enter("rollout", restore=False) as turn:
+            ...     print(turn.unrestored, weights.state)  # overwrite the weights here
+            {'worker': ['weights']} active
+            >>> group.close()
+        """
+        options = self._plan.options(name, backup, restore, timeout, memory_timeout, reader_timeout)
+        if not self._stop.alive:
+            raise Error("this group is closed, expected a new one")
+        if self._part.broken is not None:
+            raise Error(f"this group can enter no phase any more: {self._part.broken}")
+        self._entered = None
+        self._turn += 1
+        number, failed = self._turn, self._failed
+        given = {
+            "backup": options.backup, "restore": options.restore, "timeout": options.bounds.timeout,
+            "memory_timeout": options.memory_timeout, "reader_timeout": options.bounds.reader_timeout,
+        }  # fmt: skip
+        self._failed = []
+        if self._leader is not None:
+            if self._leading is not None:  # it sends the end of the last turn to the others
+                self._leading.join()
+            arguments = (number, name, options)
+            self._leading = threading.Thread(
+                target=self._leader.run, args=arguments, name="memsaver leader", daemon=True
+            )
+            self._leading.start()
+        fields = self._part.take(number, {"enter": name, "options": given, "failed": failed}, options.until)
+        self._entered = name
+        return Turn(**fields)._guarded(lambda _: self._failed.append(number))
+
+
+def _joined(store: Store | None, rank: int | None, world_size: int | None) -> tuple[Store, int, int]:
+    if store is None:
+        if not distributed.is_initialized():
+            raise ValueError("store is None, expected one, or a call of torch.distributed.init_process_group() before")
+        store = distributed.distributed_c10d._get_default_store()
+        rank = distributed.get_rank() if rank is None else rank
+        world_size = distributed.get_world_size() if world_size is None else world_size
+    if not isinstance(store, Store):
+        raise TypeError(f"store is {store!r}, expected a torch.distributed.Store")
+    for option, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{option} is {value!r}, expected a number, which a store of its own needs")
+    assert rank is not None and world_size is not None
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank}, expected one of 0 to {world_size - 1}, since world_size is {world_size}")
+    return store, rank, world_size
+
+
+def _all_roles(phases: Phases, own: Mapping[str, object]) -> list[str]:
+    """The roles of this process, and those of phases, which may be those of other processes."""
+    check_mapping(phases)
+    named = [role for by_role in phases.values() if isinstance(by_role, Mapping) for role in by_role]
+    return list(dict.fromkeys([*named, *own]))
+
+
+def _members_of(role: str, given: Any) -> list[Any]:
+    members = list(given) if isinstance(given, (list, tuple)) else [given]
+    for each in members:
+        check_member(role, each)
+    return members
+
+
+def _methods(member: Any) -> list[str]:
+    """The methods that a turn may call and that a member has."""
+    names = (
+        "pause", "resume", "colocated_prepare", "colocated_commit", "colocated_abort", "colocated_pause",
+        "colocated_failed",
+    )  # fmt: skip
+    return [name for name in names if callable(getattr(member, name, None))]
+
+
+def _plain(given: Any) -> Any:
+    """Mappings of any class as dicts, so that processes can compare them."""
+    return {key: _plain(value) for key, value in given.items()} if isinstance(given, Mapping) else given

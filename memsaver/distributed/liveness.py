@@ -1,0 +1,83 @@
+"""Whether a rank's process still runs: its pid on the same host, else heartbeats in the store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from memsaver.broker import procfs
+from memsaver.distributed.errors import LostRankError
+from memsaver.distributed.link import Link
+from memsaver.errors import Error
+
+_BEAT_S = 1.0
+_LOOK_S = 0.5
+
+
+def identity() -> dict[str, Any]:
+    """This process, in a form that processes of the same host and pid namespace can look up."""
+    status = procfs.read(os.getpid())
+    return {"host": _host(), "pid": os.getpid(), "start": status.start if status is not None else 0}
+
+
+class Heart:
+    """Writes a heartbeat to the store each second, in a thread, until ``stop`` is set or the store has ended."""
+
+    def __init__(self, link: Link, process: int) -> None:
+        self.stop = threading.Event()
+        # The thread refers to the link and the event alone: the group can be collected meanwhile.
+        threading.Thread(target=_beat, args=(link, process, self.stop), name="memsaver heart", daemon=True).start()
+
+
+def _beat(link: Link, process: int, stop: threading.Event) -> None:
+    count = 0
+    with contextlib.suppress(Error):  # without the store there is nobody to tell
+        while not stop.wait(_BEAT_S if count else 0.0):
+            count += 1
+            link.set(f"beat/{process}", str(count))
+
+
+class Watch:
+    """Finds out whether processes have ended, at most twice a second for each."""
+
+    def __init__(self, link: Link, heartbeat_timeout: float) -> None:
+        self._link, self._heartbeat_timeout = link, heartbeat_timeout
+        self._host = _host()
+        self._looked: dict[int, float] = {}
+        self._beats: dict[int, tuple[bytes | None, float]] = {}  # the last heartbeat, and when it was new
+
+    def check(self, process: int, hello: Mapping[str, Any] | None) -> None:
+        """Raises LostRankError if a process has ended. ``hello``: its identity. None: it has not written it yet."""
+        now = time.monotonic()
+        if hello is None or now - self._looked.get(process, 0.0) < _LOOK_S:
+            return
+        self._looked[process] = now
+        if hello["host"] == self._host:
+            status = procfs.read(hello["pid"])
+            if status is None or status.start != hello["start"] or not procfs.is_alive(hello["pid"]):
+                raise LostRankError(f"rank {process} has ended (pid {hello['pid']})", process=process)
+            return
+        beat = self._link.get(f"beat/{process}")
+        last, since = self._beats.get(process, (None, now))
+        if beat != last or process not in self._beats:
+            self._beats[process] = (beat, now)
+        elif now - since > self._heartbeat_timeout:
+            text = f"rank {process} has sent no heartbeat for {now - since:.1f} s, expected one a second"
+            raise LostRankError(text, process=process)
+
+    def forget_silence(self) -> None:
+        """Heartbeats that nobody looked at count as new."""
+        self._beats.clear()
+
+
+def _host() -> str:
+    """The boot of the machine and the namespace of pids. Unlike anybody else's if the system does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"unknown {os.urandom(16).hex()}"

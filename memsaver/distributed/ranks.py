@@ -1,0 +1,151 @@
+"""The ranks as the leader sees them: calls that travel as messages through the store."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from memsaver.distributed.link import Inbox, Link, Outbox, Pace
+from memsaver.distributed.liveness import LostRankError, Watch
+from memsaver.distributed.messages import loads
+from memsaver.errors import Error
+from memsaver.turns.ranks import Call, NoAnswerError, Rank
+
+
+class Processes:
+    """All processes of the group, and the messages from and to them."""
+
+    def __init__(self, link: Link, world_size: int, heartbeat_timeout: float) -> None:
+        self._link, self.count = link, world_size
+        self._watch = Watch(link, heartbeat_timeout)
+        self._outboxes = [Outbox(link, f"to/{each}") for each in range(world_size)]
+        self._inboxes = [Inbox(f"from/{each}", self._outboxes[each]) for each in range(world_size)]
+        self._hellos: list[dict[str, Any] | None] = [None] * world_size
+        self._calls = 0
+        self._answers: dict[int, tuple[bool, Any]] = {}  # by call, whether it succeeded, and its result or error
+        self._unanswered: dict[int, set[int]] = {each: set() for each in range(world_size)}  # by process, its calls
+        self._turn = 0
+        self._left: dict[int, Exception] = {}  # by process that left this turn before its end, its error
+        self.arrivals: list[deque[dict[str, Any]]] = [deque() for _ in range(world_size)]
+
+    def hello(self, process: int) -> dict[str, Any] | None:
+        """What a process wrote when it made its group. None: it has not made it yet."""
+        if self._hellos[process] is None:
+            found = self._link.get(f"hello/{process}")
+            self._hellos[process] = None if found is None else loads(found)
+        return self._hellos[process]
+
+    def send(self, process: int, message: Mapping[str, Any]) -> None:
+        self._outboxes[process].send({"turn": self._turn, **message}, self._inboxes[process].read)
+
+    def call(self, process: int, message: Mapping[str, Any]) -> int:
+        if process in self._left:
+            raise self._left[process]
+        self._calls += 1
+        self._unanswered[process].add(self._calls)
+        try:
+            self.send(process, {**message, "call": self._calls})
+        except Error:
+            self._unanswered[process].discard(self._calls)
+            raise
+        return self._calls
+
+    def answer(self, call: int) -> tuple[bool, Any] | None:
+        """The answer to a call of this turn. None: there is none yet."""
+        return self._answers.get(call)
+
+    def look(self) -> None:
+        """Reads what has arrived from any process."""
+        contents = self._link.get_all(inbox.key for inbox in self._inboxes)
+        for process, content in enumerate(contents):
+            for message in self._inboxes[process].take(content):
+                self._take(process, message)
+
+    def check_lives(self, process: int) -> None:
+        """Raises LostRankError if a process has ended."""
+        self._watch.check(process, self.hello(process))
+
+    def begin(self, turn: int) -> None:
+        """A new turn: nobody waits for the answers to earlier calls."""
+        self._turn = turn
+        self._watch.forget_silence()
+        self._answers.clear()
+        self._left.clear()
+        for calls in self._unanswered.values():
+            calls.clear()
+
+    def _take(self, process: int, message: dict[str, Any]) -> None:
+        unanswered = self._unanswered[process]
+        if "enter" in message:
+            self.arrivals[process].append(message)
+        elif "left" in message:
+            self.arrivals[process].append(message)
+            if message["turn"] == self._turn:
+                self._left[process] = message["error"]
+                self._answers.update(dict.fromkeys(unanswered, (False, message["error"])))
+                unanswered.clear()
+        elif message["call"] in unanswered:
+            unanswered.discard(message["call"])
+            self._answers[message["call"]] = (message["done"], message["result"])
+
+
+class StoreRank(Rank):
+    """A member in one of the processes. Its calls run one after the other, as do all calls of its process."""
+
+    def __init__(
+        self, role: str, index: int, processes: Processes, process: int, place: int, has: Collection[str]
+    ) -> None:
+        """``place``: the index of the member among those of its role in its process. ``has``: its methods."""
+        super().__init__(role, index)
+        self._processes, self.process, self._place, self._has = processes, process, place, has
+
+    def has(self, method: str) -> bool:
+        return method in self._has
+
+    def submit(self, method: str, *args: object, **options: object) -> Call:
+        member = (self.role, self._place)
+        message = {"member": member, "method": method, "args": list(args), "options": options}
+        return _StoreCall(self._processes, self.process, self._processes.call(self.process, message))
+
+    def is_lost(self, error: Exception) -> bool:
+        return isinstance(error, LostRankError)
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.index} (rank {self.process})"
+
+
+class _StoreCall:
+    def __init__(self, processes: Processes, process: int, number: int) -> None:
+        self._processes, self._process, self._number = processes, process, number
+
+    def result(self, timeout: float | None = None) -> Any:
+        until = None if timeout is None else time.monotonic() + timeout
+        pace = Pace()
+        while (answer := self._processes.answer(self._number)) is None:
+            self._processes.check_lives(self._process)
+            if until is not None and time.monotonic() >= until:
+                raise NoAnswerError(f"no answer within {timeout} s")
+            pace.sleep(until)
+            self._processes.look()
+        done, result = answer
+        if not done:
+            raise result
+        return result
+
+
+def ranks_of(processes: Processes, roles: Sequence[Mapping[str, Sequence[Collection[str]]]]) -> list[StoreRank]:
+    """The ranks of all roles. ``roles``: by process and role, the methods of each member."""
+    found: list[StoreRank] = []
+    for role in dict.fromkeys(role for each in roles for role in each):
+        members = [
+            (process, place, has)
+            for process, by_role in enumerate(roles)
+            for place, has in enumerate(by_role.get(role, ()))
+        ]
+        found += [
+            StoreRank(role, index, processes, process, place, has)
+            for index, (process, place, has) in enumerate(members)
+        ]
+    return found

@@ -1,0 +1,457 @@
+"""Groups over torch.distributed's store: the ranks are threads with members that record their calls."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as distributed
+
+import memsaver
+from memsaver.distributed import AsyncColocated, Colocated, Group, LostRankError, Ready, Turn, liveness
+from memsaver.distributed.messages import dumps, loads
+from memsaver.transitions import Transition
+from tests.support import until
+
+PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}, "sync": {"engine": ["weights"]}}
+WAIT_S = 20
+
+
+class Member:
+    """Records its calls. ``errors``: by method, what the next call raises. ``gate``: a prepare waits for it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.errors: dict[str, BaseException] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.threads: set[str] = set()
+        self.discarded: tuple[str, ...] = ()
+
+    def _note(self, name: str, what: str) -> None:
+        self.calls.append(what)
+        self.threads.add(threading.current_thread().name)
+        if name in self.errors:
+            raise self.errors.pop(name)
+
+    def pause(self, tags: list[str], **options: Any) -> None:
+        self._note("pause", f"pause {','.join(tags)}")
+
+    def resume(self, tags: list[str], **options: Any) -> Transition:
+        self._note("resume", f"resume {','.join(tags)}")
+        return Transition(resumed=tuple(tags))
+
+    def colocated_prepare(self, tags: list[str], coming: list[str], **options: Any) -> Ready:
+        self.calls.append(f"prepare {','.join(tags)}")
+        self.gate.wait(WAIT_S)
+        self._note("prepare", "prepared")
+        return Ready(halves=True, moves=True, pooled=False, discarded=self.discarded)
+
+    def colocated_commit(self) -> Transition:
+        self._note("commit", "commit")
+        return Transition(paused=("paused",))
+
+    def colocated_abort(self) -> None:
+        self._note("abort", "abort")
+
+    def colocated_failed(self, role: str, rank: int, error: Exception) -> None:
+        self._note("failed", f"failed {role} {rank}: {type(error).__name__}")
+
+    def seen(self) -> list[str]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+class World:
+    """Ranks as threads, two engines and a trainer, over one store."""
+
+    def __init__(self, store: distributed.Store, **options: Any) -> None:
+        self.members = [Member(), Member(), Member()]
+        roles = [{"engine": self.members[0]}, {"engine": self.members[1]}, {"trainer": self.members[2]}]
+        self.groups = [
+            Group(phases=PHASES, store=store, rank=rank, world_size=3, **{**role, **options})
+            for rank, role in enumerate(roles)
+        ]
+        self.threads = [ThreadPoolExecutor(1, thread_name_prefix=f"caller {rank}") for rank in range(3)]
+
+    def call(self, rank: int, name: str, **options: Any) -> Future[Turn]:
+        return self.threads[rank].submit(self.groups[rank].enter, name, **options)
+
+    def enter(self, name: str, **options: Any) -> list[Turn]:
+        return [call.result(WAIT_S) for call in [self.call(rank, name, **options) for rank in range(3)]]
+
+    def fails(self, name: str, **options: Any) -> list[Any]:
+        return [each.exception(WAIT_S) for each in [self.call(rank, name, **options) for rank in range(3)]]
+
+    def seen(self) -> list[list[str]]:
+        return [member.seen() for member in self.members]
+
+    def close(self) -> None:
+        for member in self.members:
+            member.gate.set()
+        for group, thread in zip(self.groups, self.threads):
+            group.close()
+            thread.shutdown()
+
+
+@pytest.fixture(params=["tcp", "hash", "file"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> distributed.Store:
+    if request.param == "tcp":
+        return tcp_store()
+    return distributed.HashStore() if request.param == "hash" else distributed.FileStore(str(tmp_path / "store"), -1)
+
+
+def tcp_store() -> distributed.Store:
+    timeout = timedelta(seconds=WAIT_S)
+    return distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
+@pytest.fixture
+def store() -> distributed.Store:
+    return tcp_store()
+
+
+Worlds = Callable[..., World]
+
+
+@pytest.fixture
+def world() -> Iterator[Worlds]:
+    made: list[World] = []
+
+    def make(store: distributed.Store, **options: Any) -> World:
+        made.append(World(store, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_all_ranks_enter_a_phase_and_get_the_same_turn(any_store: distributed.Store, world: Worlds) -> None:
+    job = world(any_store)
+    turns = job.enter("train")
+    assert turns[0] == turns[1] == turns[2]
+    assert turns[0].paused == {"engine": [Transition(paused=("paused",))] * 2}
+    assert turns[0].resumed == {"trainer": [Transition(resumed=("params",))]}
+    assert turns[0].seconds >= turns[0].pause_seconds > 0
+    assert [group.entered for group in job.groups] == ["train"] * 3
+    pausing = ["prepare weights", "prepared", "commit"]
+    assert job.seen() == [pausing, pausing, ["prepare ", "prepared", "resume params"]]
+    # The current device and the like belong to the thread that called enter().
+    assert [member.threads for member in job.members] == [{f"caller {rank}_0"} for rank in range(3)]
+
+
+def test_a_rank_that_cannot_prepare_leaves_all_as_they_were(store: distributed.Store, world: Worlds) -> None:
+    job = world(store)
+    job.members[1].errors["prepare"] = memsaver.BackupError(
+        "no room", needed_bytes=3, held_bytes=2, available_bytes=1, regions=("weights",)
+    )
+    for error in job.fails("train"):
+        assert str(error) == (
+            "phase 'train' could not be entered: engine 1 (rank 1) could not prepare to pause 'weights': BackupError: "
+            "no room"
+        )
+        assert (error.phase, error.role, error.rank) == ("train", "engine", 1)
+        assert isinstance(error.__cause__, memsaver.BackupError)
+        assert (error.__cause__.needed_bytes, error.__cause__.regions) == (3, ("weights",))
+    assert [group.entered for group in job.groups] == [None] * 3
+    calls = job.seen()
+    assert calls[0] == ["prepare weights", "prepared", "abort", "failed engine 1: BackupError"]
+    assert calls[1] == ["prepare weights", "prepared", "abort"]
+    assert calls[2] == ["prepare ", "prepared", "failed engine 1: BackupError"]
+    job.enter("train")  # the next turn succeeds
+
+
+def test_a_rank_that_fails_in_the_second_half_is_named_everywhere(store: distributed.Store, world: Worlds) -> None:
+    job = world(store)
+    job.members[2].errors["resume"] = OSError("not now")
+    for error in job.fails("train"):
+        assert "trainer 0 (rank 2) could not resume 'params': OSError: not now" in str(error)
+        assert isinstance(error.__cause__, OSError)
+    assert [calls[2] for calls in job.seen()[:2]] == ["commit", "commit"]
+    assert job.enter("train")[1].phase == "train"
+
+
+def test_an_interrupted_rank_is_named_and_the_others_abort(store: distributed.Store, world: Worlds) -> None:
+    job = world(store)
+    job.members[1].errors["prepare"] = KeyboardInterrupt()
+    errors = job.fails("train")
+    assert isinstance(errors[1], KeyboardInterrupt)
+    for error in (errors[0], errors[2]):
+        assert "engine 1 (rank 1) could not prepare to pause 'weights': Error: KeyboardInterrupt" in str(error)
+    assert job.seen()[0][-2:] == ["abort", "failed engine 1: Error"]
+    job.enter("train")
+
+
+def test_ranks_that_enter_different_phases_are_both_named(store: distributed.Store, world: Worlds) -> None:
+    job = world(store)
+    calls = [job.call(0, "train"), job.call(1, "train"), job.call(2, "rollout")]
+    for call in calls:
+        error: Any = call.exception(WAIT_S)
+        assert "rank 0 enters 'train', rank 2 enters 'rollout'; expected the same on all ranks" in str(error)
+        assert (error.role, error.rank) == (None, 2)
+    calls = [job.call(0, "train"), job.call(1, "train", timeout=30), job.call(2, "train")]
+    for call in calls:
+        assert "rank 0 enters 'train' with {" in str(call.exception(WAIT_S))
+    assert job.seen() == [[], [], []]
+    job.enter("train")
+
+
+def test_groups_with_different_phases_are_refused(store: distributed.Store) -> None:
+    other = {**PHASES, "none": {}}
+    groups = [
+        Group(phases=phases, store=store, rank=rank, world_size=2, engine=Member(), trainer=Member())
+        for rank, phases in enumerate((PHASES, other))
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(group.enter, "train") for group in groups]
+        for call in calls:
+            assert "rank 1 made its group with" in str(call.exception(WAIT_S))
+    for group in groups:
+        group.close()
+
+
+def test_a_role_without_a_member_is_named(store: distributed.Store) -> None:
+    group = Group(phases=PHASES, store=store, rank=0, world_size=1, engine=Member())
+    with pytest.raises(memsaver.Error, match="no rank has a member of the role 'trainer'"):
+        group.enter("train")
+    group.close()
+
+
+def test_a_rank_that_hangs_past_the_deadline_is_named_and_joins_again(store: distributed.Store, world: Worlds) -> None:
+    job = world(store)
+    job.members[1].gate.clear()
+    calls = [job.call(rank, "train", timeout=0.2) for rank in range(3)]
+    for rank in (0, 2):
+        error: Any = calls[rank].exception(WAIT_S)
+        assert (error.role, error.rank) == ("engine", 1)
+        assert "engine 1 (rank 1) could not prepare to pause 'weights': WaitTimeoutError" in str(error)
+        assert error.__cause__.stage == "answer"
+    assert not calls[1].done()
+    again = [job.call(rank, "train") for rank in (0, 2)]  # they wait for the rank that hangs
+    job.members[1].gate.set()
+    assert isinstance(calls[1].exception(WAIT_S), memsaver.Error)
+    assert job.members[1].calls == ["prepare weights", "prepared", "abort"]
+    assert job.call(1, "train").result(WAIT_S).phase == "train"
+    assert [each.result(WAIT_S).phase for each in again] == ["train", "train"]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_does_not_call_enter_is_named(store: distributed.Store, world: Worlds, late: int) -> None:
+    job = world(store)
+    present = [rank for rank in range(3) if rank != late]
+    calls = [job.call(rank, "train", timeout=0.2) for rank in present]
+    for call in calls:
+        error: Any = call.exception(WAIT_S)
+        assert (error.role, error.rank) == (None, late)
+        assert f"rank {late}" in str(error) and "has not called enter()" in str(error)
+        assert isinstance(error.__cause__, memsaver.WaitTimeoutError)
+    assert isinstance(job.call(late, "train", timeout=0.2).exception(WAIT_S), memsaver.Error)  # its part of this turn
+    assert job.seen() == [[], [], []]
+    job.enter("train")
+
+
+def test_200_turns_do_not_grow_the_store(store: distributed.Store, world: Worlds) -> None:
+    job = world(store)
+    phases = ["train", "rollout"]
+    job.enter("train")
+
+    def content() -> tuple[int, int]:
+        keys = store.list_keys()  # type: ignore[attr-defined]
+        return len(keys), sum(len(store.get(key)) for key in keys)
+
+    job.enter("rollout")
+    count, nbytes = content()
+    for turn in range(200):
+        if turn % 10 == 0:  # failures as well
+            job.members[turn // 10 % 3].errors["prepare"] = OSError("not now")
+            assert all(isinstance(error, memsaver.Error) for error in job.fails(phases[turn % 2]))
+        job.enter(phases[turn % 2])
+    now = content()
+    assert now[0] == count
+    assert now[1] < 2 * nbytes  # numbers have more digits, and times too
+
+
+def test_late_messages_to_a_rank_that_hangs_do_not_stay(store: distributed.Store, world: Worlds) -> None:
+    job = world(store)
+    job.members[1].gate.clear()
+    calls = [job.call(rank, "train", timeout=0.0) for rank in range(3)]
+    for rank in (0, 2):
+        calls[rank].exception(WAIT_S)
+    job.members[1].gate.set()
+    calls[1].exception(WAIT_S)
+    for _ in range(2):
+        job.enter("train")
+    (key,) = [key for key in store.list_keys() if key.endswith("to/1")]  # type: ignore[attr-defined]
+    first, _, messages = loads(store.get(key))
+    assert first > 0 and len(messages) <= 2
+
+
+def test_contents_that_a_failed_body_has_not_written_are_refused_on_all_ranks(
+    store: distributed.Store, world: Worlds
+) -> None:
+    job = world(store)
+    job.enter("train")
+
+    def overwrite(rank: int) -> None:
+        with job.groups[rank].enter("sync", restore={"engine": False}) as turn:
+            assert turn.unrestored == {"engine": ["weights"]}
+            if rank == 2:
+                raise OSError("not written")
+
+    bodies = [job.threads[rank].submit(overwrite, rank) for rank in range(3)]
+    assert [type(body.exception(WAIT_S)) for body in bodies] == [type(None), type(None), OSError]
+    for error in job.fails("rollout"):
+        assert "the phase that was to write them failed" in str(error)
+        assert isinstance(error.__cause__, memsaver.BackupError)
+    job.enter("sync", restore=False)
+    job.enter("rollout")
+
+
+def test_a_rank_of_another_host_is_lost_when_its_heartbeats_end(
+    store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "_host", lambda: str(random.random()))
+    monkeypatch.setattr(liveness, "_BEAT_S", 0.05)
+    monkeypatch.setattr(liveness, "_LOOK_S", 0.05)
+    job = world(store, heartbeat_timeout=2.0)
+    job.enter("train")
+    job.members[1].gate.clear()
+    calls = [job.call(rank, "rollout") for rank in range(3)]
+    until(lambda: bool(job.members[1].calls[3:]))
+    job.groups[1].close()  # ends its heartbeats
+    for rank in (0, 2):
+        error: Any = calls[rank].exception(WAIT_S)
+        assert "rank 1 has sent no heartbeat for" in str(error)
+        assert isinstance(error.__cause__, LostRankError) and error.__cause__.process == 1
+    # It was alive: its preparation is taken back when it reads the end of the turn.
+    job.members[1].gate.set()
+    assert isinstance(calls[1].exception(WAIT_S), memsaver.Error)
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_a_rank_whose_leader_is_lost_follows_the_decision(
+    store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch, decided: bool
+) -> None:
+    monkeypatch.setattr(liveness, "_LOOK_S", 0.05)
+    job = world(store)
+    job.enter("rollout")
+    job.seen()
+    leader: Any = job.groups[0]._leader
+    stuck = threading.Event()
+
+    def decide(number: int) -> None:
+        if decided:
+            original(number)
+        stuck.wait(WAIT_S)
+        original(number)
+
+    original = leader._decide
+    monkeypatch.setattr(leader, "_decide", decide)
+    calls = [job.call(rank, "train") for rank in range(3)]
+    for member in job.members:
+        until(lambda member=member: "prepared" in member.calls)  # type: ignore[misc]
+    time.sleep(0.1)  # the leader reads the last answer, and is stuck in its decision
+    part: Any = job.groups[1]._part
+
+    def lost(process: int, hello: Any) -> None:
+        raise LostRankError(f"rank {process} has ended (pid 0)", process=process)
+
+    monkeypatch.setattr(part._watch, "check", lost)
+    error: Any = calls[1].exception(WAIT_S)
+    assert "rank 0 has ended" in str(error) and error.rank == 0
+    assert isinstance(error.__cause__, LostRankError)
+    assert job.members[1].calls[-1] == ("commit" if decided else "abort")
+    with pytest.raises(memsaver.Error, match="can enter no phase any more: rank 0 has ended"):
+        job.groups[1].enter("train")
+    stuck.set()
+    for rank in (0, 2):  # the leader lives: it learns of the decision, or that the rank has left
+        assert isinstance(calls[rank].exception(WAIT_S), memsaver.Error)
+    if decided:
+        assert job.members[0].calls[2] == "commit"
+
+
+def test_wrong_arguments_raise_before_anything_is_sent(store: distributed.Store) -> None:
+    given: dict[str, Any] = {"phases": PHASES, "store": store, "rank": 0, "world_size": 1}
+    roles: dict[str, Any] = {"engine": Member(), "trainer": Member()}
+    for wrong, kind, text in (
+        ({"phases": {}}, ValueError, "phases is empty"),
+        ({"phases": 3}, TypeError, "phases is 3, expected a dict"),
+        ({"store": 3}, TypeError, "store is 3, expected a torch.distributed.Store"),
+        ({"store": None}, ValueError, "store is None, expected one, or a call of .*init_process_group"),
+        ({"rank": None}, TypeError, "rank is None, expected a number"),
+        ({"rank": 1}, ValueError, "rank is 1, expected one of 0 to 0, since world_size is 1"),
+        ({"heartbeat_timeout": -1}, ValueError, "heartbeat_timeout is -1"),
+        ({"backup": {"nowhere": "none"}}, ValueError, "backup names the phase 'nowhere'"),
+        ({"engine": 3}, TypeError, "3 of the role 'engine' has no pause"),
+        ({"engine": Member}, TypeError, "is a class, expected an instance"),
+    ):
+        with pytest.raises(kind, match=text):
+            Group(**{**given, **roles, **wrong})
+    assert store.num_keys() == 0
+    group = Group(**given, **roles)
+    count = store.num_keys()
+    with pytest.raises(ValueError, match="there is no phase 'nowhere'; there are 'rollout', 'train', 'sync'"):
+        group.enter("nowhere")
+    with pytest.raises(ValueError, match="backup is 'some', expected one of"):
+        group.enter("train", backup="some")
+    assert store.num_keys() <= count + 1  # the first heartbeat may come now
+    group.close()
+    with pytest.raises(memsaver.Error, match="this group is closed"):
+        group.enter("train")
+
+
+def test_several_members_of_one_process_and_coroutines(store: distributed.Store, make: Any) -> None:
+    class Engine(AsyncColocated):
+        async def colocated_drain(self, tags: Any) -> None:
+            drained.append(tags)
+
+    drained: list[Any] = []
+    weights, params = make("host"), make("host")
+    phases = {"rollout": {"engine": [weights.tag]}, "train": {"trainer": [params.tag]}}
+    group = Group(phases=phases, store=store, rank=0, world_size=1, engine=[Engine()], trainer=Colocated())
+    group.enter("train")
+    assert (weights.state, params.state, drained) == ("paused", "active", [[weights.tag]])
+    assert group.enter("rollout").resumed["engine"][0].resumed == (weights.tag,)
+    assert (weights.state, params.state) == ("active", "paused")
+    group.close()
+
+
+def test_two_groups_of_one_store_do_not_mix(store: distributed.Store, world: Worlds) -> None:
+    first, second = world(store), world(store)
+    assert first.enter("train")[2].phase == "train"
+    assert second.enter("rollout")[2].phase == "rollout"
+    assert first.enter("sync")[1].phase == "sync"
+    assert [calls[-1] for calls in second.seen()] == ["resume weights", "resume weights", "commit"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 3, 0.5, "text", [1, (2, "x")], {"a": {"b": (1,)}}, {1: "one"},
+        Transition(paused=("a",), copied_bytes=3), Ready(True, False, True, ("kv",)),
+    ],
+)  # fmt: skip
+def test_messages_arrive_as_they_were_sent(value: Any) -> None:
+    assert loads(dumps(value)) == value
+
+
+def test_errors_arrive_with_their_class_and_attributes() -> None:
+    error = loads(dumps(memsaver.AttachedError("attached", tag="kv", holders=[(3, "python")])))
+    assert (type(error), str(error)) == (memsaver.AttachedError, "attached")
+    assert (error.tag, error.holders) == ("kv", [(3, "python")])
+    assert type(loads(dumps(OSError("no")))) is OSError
+
+    class Unknown(Exception):
+        pass
+
+    unknown = loads(dumps(Unknown("text")))
+    assert (type(unknown), str(unknown)) == (memsaver.Error, "Unknown: text")
+    assert loads(dumps({1, 2})) == "{1, 2}"

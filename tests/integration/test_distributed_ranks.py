@@ -1,0 +1,145 @@
+"""Groups over torch.distributed's store: the ranks are processes with regions on the host driver."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as distributed
+
+import memsaver
+from memsaver.distributed import Colocated, Group, LostRankError
+from tests.ranks_support import ranks
+from tests.ray_support import Buffer
+from tests.support import MIB, fresh_device
+
+ROOT = Path(__file__).resolve().parents[2]
+PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}}
+TIMEOUT = timedelta(seconds=60)
+
+
+class Member(Colocated):
+    """Dies in the step whose name it is given."""
+
+    def __init__(self, tag: str) -> None:
+        self.buffer = Buffer(tag, 4 * MIB)
+        self.buffer.fill(1)
+        self.dies = ""
+
+    def _reach(self, step: str) -> None:
+        if step == self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def colocated_drain(self, tags: Any) -> None:
+        self._reach("drain")
+
+    def colocated_commit(self) -> Any:
+        self._reach("commit")
+        return super().colocated_commit()
+
+
+@pytest.fixture(autouse=True)
+def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMSAVER_HOST_DEVICE", fresh_device())
+    monkeypatch.setenv("MEMSAVER_BACKUP_AHEAD", "off")
+
+
+def _joined(rank: int, port: int) -> tuple[Group, Member]:
+    """Two engines and a trainer, in the phase "rollout"."""
+    # The store is not in one of the ranks, as under torchrun.
+    store = distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    member = Member("weights" if rank < 2 else "params")
+    role: dict[str, Any] = {"engine" if rank < 2 else "trainer": member}
+    group = Group(phases=PHASES, store=store, rank=rank, world_size=3, **role)
+    group.enter("rollout", timeout=60)
+    assert member.buffer.region.state == ("active" if rank < 2 else "paused")
+    return group, member
+
+
+def _store() -> distributed.TCPStore:
+    return distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def _die(rank: int, port: int, victim: int, step: str) -> None:
+    group, member = _joined(rank, port)
+    if rank == victim:
+        member.dies = step
+    with pytest.raises(memsaver.Error, match=rf"rank {victim} has ended \(pid \d+\)") as raised:
+        group.enter("train")
+    error: Any = raised.value
+    assert isinstance(error.__cause__, LostRankError) and error.__cause__.process == victim
+    assert (error.phase, error.rank) == ("train", victim)
+    expected = "paused" if rank == 2 or step == "commit" else "active"
+    assert member.buffer.region.state == expected
+    with pytest.raises(memsaver.Error, match=f"rank {victim} "):
+        group.enter("rollout")
+    memsaver.resume()
+    assert member.buffer.holds(1)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("step", ["drain", "commit"])
+def test_a_rank_killed_in_a_half_of_the_turn_is_named_on_the_others(victim: int, step: str) -> None:
+    store = _store()
+    with ranks(_die, 3, store.port, victim, step, killed=[victim]):
+        pass
+
+
+def _lose_store(rank: int, port: int, directory: str) -> None:
+    group, member = _joined(rank, port)
+    Path(directory, str(rank)).touch()
+    with pytest.raises(memsaver.Error, match="store cannot be reached: .*has the process that holds it ended"):
+        while True:
+            group.enter("train", timeout=60)
+            group.enter("rollout", timeout=60)
+    memsaver.resume()
+    assert member.buffer.holds(1)
+    with pytest.raises(memsaver.Error, match="this group can enter no phase any more"):
+        group.enter("train")
+
+
+def test_a_store_that_ends_is_named_on_all_ranks(tmp_path: Path) -> None:
+    program = (
+        "import time, torch.distributed as distributed\n"
+        "store = distributed.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "print(store.port, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            with ranks(_lose_store, 3, int(server.stdout.readline()), str(tmp_path)) as processes:
+                while len(list(tmp_path.iterdir())) < 3:
+                    assert all(process.exitcode is None for process in processes)
+                server.kill()
+        finally:
+            server.kill()
+
+
+def test_the_example_runs_under_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "examples/torchrun.py"],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # Lines of two ranks may be on one line.
+    states = "(?:active|paused)"
+    assert sorted(re.findall(rf"rank \d: in \w+: kv_cache {states}, params {states}", done.stdout)) == [
+        f"rank {rank}: {line}"
+        for rank in range(2)
+        for line in ("in rollout: kv_cache active, params paused", "in train: kv_cache paused, params active")
+    ]
