@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.broker_support import Running
 from tests.pool_support import Worker, is_whole, until
@@ -63,6 +64,20 @@ def test_memory_goes_from_process_to_process_and_contents_stay(broker: Running, 
         assert status["total_bytes"] <= CAPACITY
         assert status["idle_bytes"] + held(broker, two) == status["total_bytes"]
         assert one.run("print(unreleased())") == two.run("print(unreleased())") == "0"
+
+
+def test_memory_of_one_job_is_zero_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver zeroes it, also if the first job was killed with its broker. The jobs take most of the device."""
+    nbytes = torch.cuda.mem_get_info()[0] * 8 // 10 // (256 * MIB) * (256 * MIB)
+    for secret in ("secret-of-the-first-job", "secret-of-the-second-job"):
+        monkeypatch.setenv("MEMSAVER_JOB", secret)
+        until(lambda: torch.cuda.mem_get_info()[0] >= nbytes + GIB)
+        with Running(str(nbytes + GIB), "--device", "cuda:0") as broker, Worker(broker, IMPORTS) as worker:
+            if secret.startswith("secret-of-the-first"):
+                worker.run(f"numbers = Numbers('numbers', {nbytes}, start=1); numbers.check()")
+            else:
+                worker.run(f"found = memsaver.region('found', DEVICE).empty(({nbytes // 8},), torch.int64)")
+                assert worker.run("print(sum(int(part.count_nonzero()) for part in found.split(1 << 24)))") == "0"
 
 
 def test_a_captured_graph_replays_after_its_memory_was_another_processs(broker: Running) -> None:
