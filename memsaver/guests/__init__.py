@@ -1,0 +1,22 @@
+"""Guests for what libraries keep on the device beside regions. Those that use torch load it on the first access."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memsaver.guests.process_groups import ProcessGroups
+
+_MODULES = {
+    "ProcessGroups": "memsaver.guests.process_groups",
+}
+__all__ = ["ProcessGroups"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,133 @@
+"""A torch ProcessGroup whose connections can be closed and opened again behind the same object."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import ProcessGroup, Work
+
+from memsaver.errors import Error
+
+# Names that this class answers itself, or that describe the object and not its connections.
+_OWN = {
+    "abort", "bound_device_id", "boxed", "group_desc", "group_name", "merge_remote_group", "name", "rank", "shutdown",
+    "size", "split_group", "unbox", "_set_group_desc", "_set_group_name",
+}  # fmt: skip
+
+
+class ReopeningGroup(ProcessGroup):
+    """A group over another one, its connections. torch, meshes and tensors hold this object.
+
+    torch's Python calls and its functional collectives reach the connections through the methods of this class.
+    """
+
+    def __init__(self, connections: ProcessGroup, name: str, description: str) -> None:
+        super().__init__(connections.rank(), connections.size())  # type: ignore[call-arg]  # torch's stub lacks it
+        self._connections: ProcessGroup | None = connections
+        self._name, self._description = name, description
+        self._backend_name = str(connections.name())
+        self._works: weakref.WeakSet[Work] = weakref.WeakSet()  # those that somebody still holds
+
+    @property
+    def connections(self) -> ProcessGroup:
+        """The open connections. Raises memsaver.Error while they are closed."""
+        if self._connections is None:
+            raise Error(
+                f"process group {self._name!r} is closed, expected a resume of the tags of its guest before this call"
+            )
+        return self._connections
+
+    @connections.setter
+    def connections(self, connections: ProcessGroup | None) -> None:
+        self._connections = connections
+
+    @property
+    def is_open(self) -> bool:
+        return self._connections is not None
+
+    def pending(self) -> bool:
+        """Whether a collective has not ended whose Work somebody holds."""
+        return any(not work.is_completed() for work in list(self._works))
+
+    def _noted(self, result: Any) -> Any:
+        if isinstance(result, Work):
+            self._works.add(result)
+        return result
+
+    # What torch asks for while the connections are closed as well.
+
+    @property
+    def group_name(self) -> Any:  # another type in each version of torch
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    @property  # type: ignore[misc]  # torch's can be written
+    def bound_device_id(self) -> None:
+        """Hidden from torch, which would split communicators of other groups from this one's: they could not be
+        opened again without it.
+        """
+        return
+
+    def getGroupName(self) -> str:  # noqa: N802  # C++ calls this name
+        return self._name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return self._backend_name
+
+    def name(self) -> str:
+        return self._backend_name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def shutdown(self) -> None:
+        if self._connections is not None:
+            self._connections.shutdown()
+
+    def abort(self) -> None:
+        if self._connections is not None:
+            self._connections.abort()
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    def forward(self: ReopeningGroup, *args: Any, **options: Any) -> Any:
+        return self._noted(getattr(self.connections, name)(*args, **options))
+
+    forward.__name__ = name
+    return forward
+
+
+def _forward_all() -> None:
+    """Everything else that a group of this version of torch can do is done by the connections."""
+    for name in dir(ProcessGroup):
+        value = getattr(ProcessGroup, name)
+        if name in _OWN or name.startswith(("__", "_pybind11")) or isinstance(value, type):
+            continue
+        if callable(value):
+            setattr(ReopeningGroup, name, _forwarding(name))
+        elif isinstance(value, property):
+            setattr(ReopeningGroup, name, _forwarded_property(name))
+
+
+def _forwarded_property(name: str) -> property:
+    def read(self: ReopeningGroup) -> Any:
+        return getattr(self.connections, name)
+
+    def write(self: ReopeningGroup, value: Any) -> None:
+        setattr(self.connections, name, value)
+
+    return property(read, write)
+
+
+_forward_all()

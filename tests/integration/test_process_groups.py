@@ -1,0 +1,295 @@
+"""Process groups as guests: closed and opened again under meshes, DTensors and FSDP2, over gloo."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import memsaver
+from memsaver.guests import ProcessGroups
+from memsaver.guests import process_groups as module
+from tests.ranks_support import leave, ranks
+
+TAG = "train"
+SHORT_S = 0.3
+
+
+def begin(rank: int, world_size: int, meeting: str, **options: Any) -> ProcessGroups:
+    """Makes the guest and the world. ``meeting``: a file, or ``tcp://host:port``, whose store is in rank 0."""
+    torch.set_num_threads(1)
+    guest = ProcessGroups(TAG, backends=["gloo"], **options)
+    memsaver.register(guest)
+    meeting = meeting if "://" in meeting else f"file://{meeting}"
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
+    return guest
+
+
+def reopen(guest: ProcessGroups) -> None:
+    memsaver.pause(TAG)
+    assert guest.closed
+    memsaver.resume(TAG)
+    assert guest.closed == []
+
+
+# What computes with the groups gives the same results
+
+
+def collectives(group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """The results of all kinds of calls, on the ranks of one group."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    base = torch.arange(size * 2, dtype=torch.float32) + rank
+    results = [base.clone()]
+    dist.all_reduce(results[0], group=group)
+    gathered = torch.empty(size * size * 2)
+    dist.all_gather_into_tensor(gathered, base, group=group)
+    parts = [torch.empty_like(base) for _ in range(size)]
+    dist.all_gather(parts, base, group=group)
+    scattered = torch.empty(2)
+    dist.reduce_scatter_tensor(scattered, base, group=group)
+    exchanged = torch.empty_like(base)
+    dist.all_to_all_single(exchanged, base, group=group)
+    sent = base.clone()
+    dist.broadcast(sent, group=group, group_src=0)
+    reduced = base.clone()
+    dist.reduce(reduced, group=group, group_dst=0)
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, rank, group=group)
+    received = torch.empty_like(base)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, base, group=group, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+        ]
+    )
+    for work in works:
+        work.wait()
+    dist.barrier(group)
+    return [*results, gathered, *parts, scattered, exchanged, sent, reduced, torch.tensor(objects), received]
+
+
+def check_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
+    assert len(first) == len(second)
+    for one, other in zip(first, second):
+        assert torch.equal(one, other)
+
+
+class Trainer:
+    """FSDP2 with hybrid sharding on a mesh of two dimensions."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+        for layer in self.model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def step(self, number: int) -> float:
+        torch.manual_seed(100 * number + dist.get_rank())
+        loss = self.model(torch.randn(4, 16)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return float(total)
+
+
+def compute_before_and_after(rank: int, file: str) -> None:
+    guest = begin(rank, 4, file)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    pairs = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    mine = pairs[0] if rank in (0, 3) else pairs[1]
+    tensor = distribute_tensor(torch.arange(16.0), mesh["shards"], [Shard(0)])
+    groups = [None, mine, mesh.get_group("replicas"), mesh.get_group("shards")]
+    before = [collectives(group) for group in groups]
+    calm = Trainer(mesh)
+    expected = [calm.step(number) for number in range(4)]
+
+    trainer = Trainer(mesh)
+    losses = []
+    for number in range(4):
+        losses.append(trainer.step(number))
+        reopen(guest)
+    assert losses == expected
+    for one, other in zip(calm.model.parameters(), trainer.model.parameters()):
+        assert isinstance(one, DTensor) and isinstance(other, DTensor)
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+
+    for group, results in zip(groups, before):
+        check_equal(collectives(group), results)
+    assert torch.equal(tensor.full_tensor(), torch.arange(16.0))
+    total = tensor.sum()
+    assert isinstance(total, DTensor)
+    assert float(total.full_tensor()) == 120
+    assert mesh.get_group("shards") is groups[3]
+    assert groups[1] is mine
+    assert {len(each) for each in guest.seconds_by_group.values()} == {2}
+    # Groups that are made later, of wrapped and of opened groups.
+    check_equal(collectives(dist.new_group(range(4))), before[0])
+    reopen(guest)
+    check_equal(collectives(mine), before[1])
+
+
+def test_fsdp_meshes_and_collectives_compute_the_same_with_groups_opened_anew(tmp_path: Path) -> None:
+    with ranks(compute_before_and_after, 4, str(tmp_path / "store")):
+        pass
+
+
+# Failures
+
+
+def lose_a_rank(rank: int, file: str, lost: int, text: str) -> None:
+    begin(rank, 3, file, timeout=5.0)
+    dist.new_group([0, 1])
+    memsaver.pause(TAG)
+    if rank == lost:
+        leave()  # as one that was killed
+    began = time.monotonic()
+    with pytest.raises(memsaver.GuestError, match=text) as raised:
+        memsaver.resume(TAG)
+    assert time.monotonic() - began < 30
+    assert (raised.value.guest, raised.value.stage) == ("process groups", "come back")
+    with pytest.raises(memsaver.Error, match="process group '0' is closed"):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_ends_while_groups_are_closed_is_named_by_the_others(tmp_path: Path) -> None:
+    with ranks(lose_a_rank, 3, str(tmp_path / "store"), 2, "the ranks 2 did not come back within 5 s"):
+        pass
+
+
+def test_a_rank_that_ends_with_the_store_is_an_error_of_the_others() -> None:
+    """The store of torchrun and of env:// belongs to a process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with ranks(lose_a_rank, 3, address, 0, "guest 'process groups' could not come back"):
+        pass
+
+
+def pause_with_work_pending(rank: int, file: str) -> None:
+    begin(rank, 2, file, timeout=SHORT_S)
+    signals = dist.PrefixStore("signals", dist.distributed_c10d._get_default_store())
+    tensor = torch.ones(1)
+    if rank == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+        with pytest.raises(memsaver.GuestError, match="collectives of the groups 0 have not ended") as raised:
+            memsaver.pause(TAG)
+        assert raised.value.stage == "prepare"
+        signals.set("refused", "")
+    else:
+        signals.wait(["refused"])
+        work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    work.wait()
+    assert float(tensor) == 2
+    memsaver.pause(TAG)
+    signals.set(f"paused {rank}", "")
+    signals.wait([f"paused {1 - rank}"])  # SHORT_S bounds the difference of the ranks that follows
+    memsaver.resume(TAG)
+    dist.all_reduce(tensor)
+    assert float(tensor) == 4
+
+
+def test_a_pause_with_work_pending_is_refused(tmp_path: Path) -> None:
+    with ranks(pause_with_work_pending, 2, str(tmp_path / "store")):
+        pass
+
+
+def fail_to_open(rank: int, file: str) -> None:
+    guest = begin(rank, 2, file)
+    group = dist.new_group([0, 1])
+    registered = set(dist.distributed_c10d._world.pg_map)
+    memsaver.pause(TAG)
+    connect = guest._connect
+
+    def failing(record: Any) -> Any:
+        if record.group is group:
+            raise OSError("no route")
+        return connect(record)
+
+    guest._connect = failing  # type: ignore[assignment,method-assign]
+    with pytest.raises(memsaver.GuestError, match="OSError: no route"):
+        memsaver.resume(TAG)
+    assert guest.closed == ["0", str(group.group_name)]  # the world, which was open, is closed again
+    del guest._connect  # the class has its own
+    memsaver.resume(TAG)
+    assert guest.closed == []
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor)
+    assert float(tensor) == 4
+    assert set(dist.distributed_c10d._world.pg_map) == registered == {dist.group.WORLD, group}
+
+
+def test_a_failed_opening_can_be_repeated(tmp_path: Path) -> None:
+    with ranks(fail_to_open, 2, str(tmp_path / "store")):
+        pass
+
+
+# One rank
+
+
+def be_closed(rank: int, file: str) -> None:
+    guest = begin(rank, 1, file)
+    group = dist.new_group([0], backend="gloo", group_desc="pair")
+    with pytest.raises(memsaver.Error, match="wrapped by the guest 'process groups'"):
+        ProcessGroups("other")
+    memsaver.pause(TAG)
+    names = guest.closed
+    assert len(names) == 2
+    for call in (
+        lambda: dist.all_reduce(torch.ones(1)),
+        lambda: dist.all_reduce(torch.ones(1), group=group),
+        lambda: dist.barrier(group),
+        lambda: torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", group.group_name),
+    ):
+        with pytest.raises((memsaver.Error, RuntimeError), match="is closed"):
+            call()
+    assert (group.rank(), group.size(), group.group_desc, dist.get_world_size(group)) == (0, 1, "pair", 1)
+    dist.destroy_process_group(group)
+    assert guest.closed == ["0"]
+    memsaver.resume(TAG)
+    dist.all_reduce(torch.ones(1))
+    assert set(guest.seconds_by_group) == {"0"}
+    dist.destroy_process_group()
+    reopened = [memsaver.pause(TAG).paused, memsaver.resume(TAG).resumed]
+    assert reopened == [(TAG,), (TAG,)]
+    assert guest.closed == []
+    guest.unwrap()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert type(dist.group.WORLD) is dist.ProcessGroup
+    with pytest.raises(memsaver.Error, match="is initialized"):
+        ProcessGroups("late")
+    assert module._installed is None
+
+
+def other_backends_stay(rank: int, file: str) -> None:
+    guest = ProcessGroups(TAG)  # of NCCL
+    memsaver.register(guest)
+    dist.init_process_group("gloo", store=dist.FileStore(file, 1), rank=rank, world_size=1)
+    assert type(dist.group.WORLD) is dist.ProcessGroup
+    memsaver.pause(TAG)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("check", [be_closed, other_backends_stay], ids=lambda each: each.__name__)
+def test_one_rank(check: Callable[..., None], tmp_path: Path) -> None:
+    with ranks(check, 1, str(tmp_path / "store")):
+        pass
