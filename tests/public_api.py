@@ -108,7 +108,6 @@ def public_names() -> list[Name]:
         if dataclasses.is_dataclass(value)
     ]
     found += [Name(f"memsaver.guests.{name}", getattr(memsaver.guests, name)) for name in memsaver.guests.__all__]
-    found += [Name(f"memsaver.guests.{name}", getattr(memsaver.guests, name)) for name in memsaver.guests.__all__]
     found += [Name(f"memsaver.ray.{name}", getattr(memsaver.ray, name)) for name in _RAY]
     found += [Name(f"memsaver.distributed.{name}", getattr(memsaver.distributed, name)) for name in _DISTRIBUTED]
     return [*found, *(member for each in found if each.is_class for member in _members(each.name, each.value))]
