@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -228,6 +229,18 @@ def test_connection_without_a_hello_ends(monkeypatch: pytest.MonkeyPatch) -> Non
             assert protocol.receive(channel) is None
         client = broker.client()
         client.look()
+
+
+def test_refused_strangers_do_not_fill_the_log(broker: Running, tmp_path: Path) -> None:
+    broker.kill()
+    with open(tmp_path / "log", "w") as log:
+        command = broker.command("broker", *broker.arguments)
+        broker.process = subprocess.Popen(command, env=broker.environment, stderr=log)
+    until(broker.sockets)
+    for _ in range(200):
+        said_to(broker, hello(broker, {}))
+    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "refused" in line]
+    assert 1 <= len(lines) < 100 and "MEMSAVER_JOB" in lines[0]
 
 
 # Memory between jobs
