@@ -4,12 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memsaver.guests.host_cache import HostCache
     from memsaver.guests.process_groups import ProcessGroups
+    from memsaver.guests.registrations import Registrations
+    from memsaver.guests.workspaces import Workspaces
 
 _MODULES = {
+    "HostCache": "memsaver.guests.host_cache",
     "ProcessGroups": "memsaver.guests.process_groups",
+    "Registrations": "memsaver.guests.registrations",
+    "Workspaces": "memsaver.guests.workspaces",
 }
-__all__ = ["ProcessGroups"]
+__all__ = ["HostCache", "ProcessGroups", "Registrations", "Workspaces"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,183 @@
+"""Built-in guests: cuBLAS's workspaces, torch's pinned host cache, registered memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver
+from memsaver import _core
+from memsaver.guests import HostCache, Registrations, Workspaces
+from tests.support import MIB, ROOT, Block, host_held_bytes, host_used_bytes
+
+Make = Callable[..., memsaver.Region]
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[[memsaver.Guest], memsaver.Guest]]:
+    made: list[memsaver.Guest] = []
+
+    def register(guest: memsaver.Guest) -> memsaver.Guest:
+        memsaver.register(guest)
+        made.append(guest)
+        return guest
+
+    yield register
+    for guest in made:
+        memsaver.unregister(guest)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls to a torch with CUDA."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty cache"))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append("clear"), raising=False)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append("empty host cache"), raising=False)
+    return calls
+
+
+def test_importing_guests_loads_no_torch() -> None:
+    program = (
+        "import sys, memsaver; memsaver.guests.Registrations; dir(memsaver.guests); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+
+
+def test_unknown_guest_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Nobody'"):
+        memsaver.guests.Nobody  # noqa: B018
+
+
+# Workspaces and the host cache
+
+
+def test_workspaces_are_cleared_before_the_cache_in_a_pause(make: Make, registered: Any, cuda: list[str]) -> None:
+    region = make()
+    registered(Workspaces(region.tag))
+    region.pause()
+    region.resume()
+    assert cuda == ["clear", "empty cache"]
+
+
+def test_host_cache_is_released_before_host_memory_is_reserved(make: Make, registered: Any, cuda: list[str]) -> None:
+    region = make("host")
+    block = Block(region, host_held_bytes() - host_used_bytes() + 5 * MIB)
+    registered(HostCache(region.tag))
+    memsaver.configure(host_limit=0)
+    with pytest.raises(memsaver.BackupError):
+        region.pause()
+    assert cuda == ["empty host cache"]
+    block.check()
+
+
+def test_host_cache_has_another_name_in_other_versions(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_host_emptyCache")
+    monkeypatch.setattr(torch._C, "_accelerator_emptyHostCache", lambda: cuda.append("newer"), raising=False)
+    HostCache("tag").prepare()
+    assert cuda == ["newer"]
+
+
+def test_workspaces_refuse_a_pause_during_a_capture(tag: str, registered: Any, cuda: list[str]) -> None:
+    registered(Workspaces(tag))
+    with memsaver.capturing():
+        with pytest.raises(memsaver.GuestError, match="a graph is being captured"):
+            memsaver.pause(tag)
+    assert cuda == []
+    assert not _core.capturing()
+
+
+def test_without_cuda_neither_does_anything(tag: str, registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("called"))
+    registered(Workspaces(tag))
+    registered(HostCache(tag))
+    assert memsaver.pause(tag).paused == (tag,)
+
+
+# Registered memory
+
+
+class Library:
+    """``failing``: the calls that raise."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.failing: set[str] = set()
+        self.keys = 0
+
+    def _called(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.failing:
+            raise OSError(f"no {call}")
+
+    def register(self, name: str, memory: torch.Tensor) -> int:
+        self._called(f"register {name}")
+        assert memory.data_ptr() != 0
+        self.keys += 1
+        return self.keys
+
+    def deregister(self, name: str, key: int) -> None:
+        self._called(f"deregister {name} {key}")
+
+
+@pytest.fixture
+def library() -> Library:
+    return Library()
+
+
+def registrations(region: memsaver.Region, library: Library) -> Registrations:
+    memory = {name: region.empty(64) for name in ("first", "second")}
+    return Registrations(region.tag, memory, register=library.register, deregister=library.deregister)
+
+
+def test_memory_is_registered_while_its_region_is_there(make: Make, registered: Any, library: Library) -> None:
+    region = make()
+    guest = registered(registrations(region, library))
+    assert guest.registered == {"first": 1, "second": 2}
+    region.pause()
+    assert guest.registered == {}
+    region.resume()
+    assert guest.registered == {"first": 3, "second": 4}
+    assert library.calls[2:4] == ["deregister second 2", "deregister first 1"]
+
+
+def test_memory_that_cannot_be_deregistered_stays_registered(make: Make, registered: Any, library: Library) -> None:
+    region = make()
+    guest = registered(registrations(region, library))
+    library.failing = {"deregister first 1"}
+    with pytest.raises(memsaver.GuestError, match="guest 'registered memory' could not leave: OSError"):
+        region.pause()
+    assert region.state == "active"
+    assert guest.registered == {"first": 1, "second": 3}
+
+
+def test_registering_again_continues_where_it_failed(make: Make, registered: Any, library: Library) -> None:
+    region = make()
+    guest = registered(registrations(region, library))
+    region.pause()
+    library.failing = {"register second"}
+    with pytest.raises(memsaver.GuestError, match="could not come back"):
+        region.resume()
+    library.failing = set()
+    region.resume()
+    assert guest.registered == {"first": 3, "second": 4}
+    assert library.calls.count("register first") == 2
+
+
+def test_failed_construction_registers_nothing(make: Make, library: Library) -> None:
+    library.failing = {"register second"}
+    with pytest.raises(OSError, match="no register second"):
+        registrations(make(), library)
+    assert library.calls[-1] == "deregister first 1"
+
+
+def test_registrations_need_calls(tag: str) -> None:
+    with pytest.raises(TypeError, match="deregister is None"):
+        Registrations(tag, {}, register=lambda name, memory: 0, deregister=None)  # type: ignore[arg-type]
