@@ -6,7 +6,14 @@ from typing import Any
 
 import ray
 from ray.actor import ActorClass
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from memsaver.turns.ranks import Call, LocalRank, NoAnswerError
 
@@ -44,7 +51,8 @@ class ActorRank(LocalRank):
         return isinstance(error, ActorUnavailableError)
 
     def is_lost(self, error: Exception) -> bool:
-        return isinstance(error, RayActorError)
+        # The calls of an actor that Ray's memory monitor has killed for good raise the second one, no RayActorError.
+        return isinstance(error, (RayActorError, OutOfMemoryError))
 
     def described(self, error: Exception) -> str:
         """Of Ray's own errors, which have many lines, the first line."""
