@@ -4,18 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memsaver.guests.choice import for_nccl
+    from memsaver.guests.communicators import Communicators
     from memsaver.guests.host_cache import HostCache
     from memsaver.guests.process_groups import ProcessGroups
     from memsaver.guests.registrations import Registrations
     from memsaver.guests.workspaces import Workspaces
 
 _MODULES = {
+    "Communicators": "memsaver.guests.communicators",
     "HostCache": "memsaver.guests.host_cache",
     "ProcessGroups": "memsaver.guests.process_groups",
     "Registrations": "memsaver.guests.registrations",
     "Workspaces": "memsaver.guests.workspaces",
+    "for_nccl": "memsaver.guests.choice",
 }
-__all__ = ["HostCache", "ProcessGroups", "Registrations", "Workspaces"]
+__all__ = ["Communicators", "HostCache", "ProcessGroups", "Registrations", "Workspaces", "for_nccl"]
 
 
 def __getattr__(name: str) -> Any:
