@@ -217,6 +217,7 @@ def test_ray_of_another_version(version: str, tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
