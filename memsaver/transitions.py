@@ -169,7 +169,8 @@ def pause(
 
     Args:
         tags: A tag, a Region, several of either, or None for all regions. A tag selects its regions on all devices and
-            with all policies. An empty list is a no-op.
+            with all policies. Guests of the tags leave first (see ``memsaver.Guest``), and None names the tags of all
+            guests as well. An empty list is a no-op.
         backup: Another policy than the regions' own, for this pause: one for all tags, or ``{tag: policy}``. With
             ``"none"`` the contents are undefined after the resume, also if the region's own policy keeps them;
             ``Region.discarded`` is True until then. None: the regions' own policies.
@@ -230,7 +231,8 @@ def resume(
     Resuming an active region is a no-op.
 
     Args:
-        tags: A tag, a Region, several of either, or None for all regions, as for ``pause()``.
+        tags: A tag, a Region, several of either, or None for all regions, as for ``pause()``. Guests of the tags come
+            back last.
         restore: False leaves the contents undefined, for regions that are about to be overwritten. For all tags, or
             ``{tag: bool}``; True for tags that are left out.
         timeout: Seconds for the whole call up to its commit, as for ``pause()``. None: no bound.

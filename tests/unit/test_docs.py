@@ -117,6 +117,8 @@ def test_snippets_parse_and_their_calls_match_signatures(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and node.module == "memsaver.ray":
                 pytest.importorskip("ray")
                 assert {name.name for name in node.names} <= _exported("memsaver.ray")
+            if isinstance(node, ast.ImportFrom) and node.module == "memsaver.guests":
+                assert {name.name for name in node.names} <= _exported("memsaver.guests")
             if isinstance(node, ast.ImportFrom) and node.module == "memsaver.distributed":
                 assert {name.name for name in node.names} <= _exported("memsaver.distributed")
             if isinstance(node, ast.Call):
