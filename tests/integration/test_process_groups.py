@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import memsaver
+from memsaver.distributed import Colocated, Group
 from memsaver.guests import ProcessGroups
 from memsaver.guests import process_groups as module
 from tests.ranks_support import leave, ranks
@@ -148,6 +149,57 @@ def compute_before_and_after(rank: int, file: str) -> None:
 
 def test_fsdp_meshes_and_collectives_compute_the_same_with_groups_opened_anew(tmp_path: Path) -> None:
     with ranks(compute_before_and_after, 4, str(tmp_path / "store")):
+        pass
+
+
+def turn_together(rank: int, file: str) -> None:
+    guest = begin(rank, 2, file, timeout=30.0)
+    params, kv = (memsaver.region(tag, device="cpu", backup="host") for tag in (TAG, "kv_cache"))
+    weight = params.empty((4,))
+    weight.fill_(rank + 1)
+    kv.empty((4,)).fill_(0)
+    phases = {"rollout": {"worker": ["kv_cache"]}, "train": {"worker": [TAG]}}
+    group = Group(phases=phases, worker=Colocated())
+    for number in range(3):
+        group.enter("rollout", timeout=60)
+        assert (guest.closed, params.state) == (["0"], "paused")
+        group.enter("train", timeout=60)
+        assert (guest.closed, kv.state) == ([], "paused")
+        total = weight.clone()
+        dist.all_reduce(total)
+        assert total.tolist() == [3.0] * 4, number
+    group.close()
+
+
+def test_turns_of_a_group_close_and_open_the_groups_of_all_ranks(tmp_path: Path) -> None:
+    with ranks(turn_together, 2, str(tmp_path / "store")):
+        pass
+
+
+def refuse_a_turn(rank: int, file: str) -> None:
+    """A rank that cannot prepare: no group of any rank is closed, since opening one would need all ranks."""
+    guest = begin(rank, 2, file, timeout=30.0)
+    params = memsaver.region(TAG, device="cpu", backup="host")
+    params.empty((4,))
+    group = Group(phases={"train": {"worker": [TAG]}, "none": {}}, worker=Refusing(rank == 1))
+    with pytest.raises(memsaver.Error, match="could not prepare to pause.*busy"):
+        group.enter("none", timeout=60)
+    assert (guest.closed, params.state) == ([], "active")
+    dist.barrier()
+    group.close()
+
+
+class Refusing(Colocated):
+    def __init__(self, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def colocated_drain(self, tags: Any) -> None:
+        if self.refuses:
+            raise OSError("busy")
+
+
+def test_a_rank_that_cannot_prepare_leaves_the_groups_of_all_ranks_open(tmp_path: Path) -> None:
+    with ranks(refuse_a_turn, 2, str(tmp_path / "store")):
         pass
 
 
