@@ -40,7 +40,8 @@ class Leader:
             ending: dict[str, Any] = {"end": "done"}
         except BaseException as error:
             ending = {"end": "failed", "error": error, "cause": error.__cause__}
-        for process in range(self._processes.count):
+        # The own process is the last: it may end when it has this, and the thread with it.
+        for process in reversed(range(self._processes.count)):
             try:
                 self._processes.send(process, ending)
             except Error:  # the store is gone: each process finds this out by itself

@@ -26,8 +26,8 @@ class Link:
     """
 
     def __init__(self, store: Store, prefix: str) -> None:
-        untyped: Any = store  # torch's types lack some of its methods
-        self._store: Any = PrefixStore(prefix, _reached(lambda: untyped.clone()))
+        clone: Callable[[], Store] = getattr(store, "clone", lambda: store)  # torch's types and older stores lack it
+        self._store: Any = PrefixStore(prefix, _reached(clone))
         self._extended = bool(_reached(lambda: self._store.has_extended_api()))
         self._existing: set[str] = set()
 

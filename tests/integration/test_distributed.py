@@ -161,6 +161,24 @@ def test_all_ranks_enter_a_phase_and_get_the_same_turn(any_store: distributed.St
     assert [member.threads for member in job.members] == [{f"caller {rank}"} for rank in range(3)]
 
 
+def test_the_leaders_process_learns_of_the_end_last(
+    store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = world(store)
+    processes: Any = job.groups[0]._leader._processes  # type: ignore[union-attr]
+    told: list[int] = []
+    send = processes.send
+
+    def recorded(process: int, message: Any) -> None:
+        if "end" in message:
+            told.append(process)
+        send(process, message)
+
+    monkeypatch.setattr(processes, "send", recorded)
+    job.enter("train")
+    assert told == [2, 1, 0]  # its program may end now, and the thread of the leader with it
+
+
 def test_a_rank_that_cannot_prepare_leaves_all_as_they_were(store: distributed.Store, world: Worlds) -> None:
     job = world(store)
     job.members[1].errors["prepare"] = memsaver.BackupError(
