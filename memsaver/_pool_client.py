@@ -36,21 +36,11 @@ def set_pool(pool: str) -> None:
     if pool == "shared":
         for device in devices:
             connect(device)
-    outside = []
-    for each in _core.regions():
-        if pool == "shared" and not _core.in_pool(each.device) and each.mapped_bytes:
-            _unpooled[each.tag, each.device, each.backup] = each.residence
-            outside.append(each.tag)
-    if outside:
-        log.warning(
-            "pool='shared' was set after the regions %s: their memory stays outside the pool until they are paused and "
-            "resumed",
-            ", ".join(map(repr, outside)),
-        )
     for device in devices:
+        if pool == "shared":
+            _note_unpooled(device)
         _core.use_pool(device, pool == "shared")
     _shared = pool == "shared"
-    _core.want_pool(_shared)
 
 
 def set_capacity(nbytes: int | None) -> None:
@@ -73,6 +63,31 @@ def join(device: str) -> None:
     if _shared and not _core.in_pool(device):
         connect(device)
         _core.use_pool(device, True)
+
+
+def join_late(device: str) -> None:
+    """As join(), for a device whose regions were made without Python."""
+    if _shared and not _core.in_pool(device):
+        connect(device)
+        _note_unpooled(device)
+        _core.use_pool(device, True)
+
+
+def _note_unpooled(device: str) -> None:
+    """Notes the regions that have memory of the driver, before a device joins its pool."""
+    if _core.in_pool(device):
+        return
+    outside = []
+    for each in _core.regions():
+        if each.device == device and each.mapped_bytes:
+            _unpooled[each.tag, each.device, each.backup] = each.residence
+            outside.append(each.tag)
+    if outside:
+        log.warning(
+            "pool='shared' was set after the regions %s: their memory stays outside the pool until they are paused and "
+            "resumed",
+            ", ".join(map(repr, outside)),
+        )
 
 
 def is_pooled(tag: str, device: str, backup: str, residence: int) -> bool:

@@ -62,7 +62,6 @@ void bind_pool(nb::module_& module) {
       "set_scrub", [](const std::string& device, bool wanted) { any_pool_of(device).set_scrub(wanted); },
       nb::call_guard<Unlocked>(), "device"_a, "wanted"_a);
   module.def("use_pool", &use_pool, nb::call_guard<Unlocked>(), "device"_a, "wanted"_a);
-  module.def("want_pool", [](bool wanted) { core().wants_pool = wanted; }, "wanted"_a);
   module.def(
       "in_pool", [](const std::string& device) { return opened(device).pooled.load(); }, nb::call_guard<Unlocked>(),
       "device"_a);

@@ -1,9 +1,9 @@
 #define _GNU_SOURCE
 #include "preload/core.h"
 
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
-#include <glob.h>
 #include <linux/limits.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -26,24 +26,29 @@ static bool find_core(const char* library, char* path, size_t size) {
     if (end == NULL) return false;
     *end = 0;
   }
-  char pattern[PATH_MAX + 16];
-  snprintf(pattern, sizeof pattern, "%s/_core*.so", real);
-  glob_t paths;
-  const bool is = glob(pattern, 0, NULL, &paths) == 0 && paths.gl_pathc == 1;
-  if (is) snprintf(path, size, "%s", paths.gl_pathv[0]);
-  globfree(&paths);
-  return is;
+  DIR* folder = opendir(real);
+  if (folder == NULL) return false;
+  int count = 0;
+  for (const struct dirent* each = readdir(folder); each != NULL; each = readdir(folder)) {
+    const char* end = strrchr(each->d_name, '.');
+    if (strncmp(each->d_name, "_core.", 6) != 0 || end == NULL || strcmp(end, ".so") != 0) continue;
+    ++count;
+    snprintf(path, size, "%s/%s", real, each->d_name);
+  }
+  closedir(folder);
+  return count == 1;
 }
 
-// The names that end in _cu12 and _cu13 stand for a version of CUDA.
+// File names that end in _cu12.abi3.so and _cu13.abi3.so stand for a version of CUDA.
 static int expected_major(const char* library) {
-  const char* suffix = strstr(library, "_cu1");
+  const char* slash = strrchr(library, '/');
+  const char* suffix = strstr(slash == NULL ? library : slash, "_cu1");
   return suffix == NULL ? 0 : atoi(suffix + 3);
 }
 
 static void load(void) {
   Dl_info own;
-  char path[PATH_MAX + 16];
+  char path[PATH_MAX + 256];
   if (dladdr((void*)&load, &own) == 0 || own.dli_fname == NULL) return;
   const int expected = expected_major(own.dli_fname), has = runtime_major();
   if (expected != 0 && has != 0 && expected != has) {

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <link.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,10 +19,20 @@ static int find_runtime(struct dl_phdr_info* info, size_t size, void* found) {
   return 1;
 }
 
+// Whether a function is of a copy of this library, under another of its names.
+static bool is_of_copy(void* function) {
+  Dl_info info;
+  if (dladdr(function, &info) == 0 || info.dli_fname == NULL) return false;
+  void* library = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  const bool is = library != NULL && dlsym(library, "memsaver_preload_calls") != NULL;
+  if (library != NULL) dlclose(library);
+  return is;
+}
+
 // A function of a library after this one, or of one that was loaded apart from the others, as Python loads extensions.
 static void* runtime_function(const char* name) {
   void* function = dlsym(RTLD_NEXT, name);
-  if (function != NULL) return function;
+  if (function != NULL && !is_of_copy(function)) return function;
   char path[4096] = "";
   dl_iterate_phdr(find_runtime, path);
   void* library = path[0] == 0 ? NULL : dlopen(path, RTLD_LAZY | RTLD_NOLOAD);

@@ -1,7 +1,6 @@
 // The process-wide core: options, devices, regions, captures.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <map>
@@ -23,10 +22,9 @@ class Core {
   std::condition_variable changed;  // notified when states, queues, users or leases change
   std::mutex viewing;               // one reader of backups at a time; taken before `mutex`, and held during the read
   ProcessParts parts;
-  std::size_t host_device_bytes = 0;     // 0: half of the machine's memory
-  std::size_t host_bytes() const;        // host_device_bytes, or its default
-  std::string disk_dir;                  // empty: not set
-  std::atomic<bool> wants_pool = false;  // devices join their shared pools, by calls of Python
+  std::size_t host_device_bytes = 0;  // 0: half of the machine's memory
+  std::size_t host_bytes() const;     // host_device_bytes, or its default
+  std::string disk_dir;               // empty: not set
   std::map<std::string, std::unique_ptr<Device>> devices;
 
   // All of these are called without the lock.

@@ -24,9 +24,6 @@ std::string device_name(int ordinal) {
 Address allocate_tagged(const std::string& tag, Policy policy, int ordinal, std::size_t size) {
   const std::string name = device_name(ordinal);
   Device& device = core().device(name);
-  if (core().wants_pool && !device.pooled)
-    throw ConfigError(name + " has not joined its shared pool: make a region on it first, by memsaver or by " +
-                      "torch_memory_saver.region()");
   for (int attempt = 1;; ++attempt) {
     Region& region = tagged_regions("tms").active(tag, name, policy);
     try {

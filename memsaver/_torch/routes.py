@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
+from memsaver import _core
 from memsaver._torch.pools import keep_forever
 
 
 class Routes:
     """The routes to pools that memsaver has begun.
 
-    torch ends the process if a pool is destroyed while any route exists (an assertion in the destructor). So pools are
-    dropped here: at once if no thread is routed, else after the last route of a thread has ended.
+    torch ends the process if a pool is destroyed while any route or capture exists (an assertion in the destructor). So
+    pools are dropped here: at once if no thread is routed and none captures, else after the last route of a thread has
+    ended.
     """
 
     def __init__(self) -> None:
@@ -76,7 +78,7 @@ class Routes:
                 keep_forever(pool)
 
     def _clear(self) -> None:
-        if self._threads or not self._dropped:
+        if self._threads or not self._dropped or _core.capturing():
             return
         for index, pool in self._of_all.items():
             torch._C._cuda_endAllocateToPool(index, pool.id)

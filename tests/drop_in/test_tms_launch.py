@@ -42,6 +42,11 @@ def test_other_libraries_and_drop_ins_stay() -> None:
     assert environment("host", found) == found  # of a program that starts another
 
 
+def test_another_library_of_torch_memory_saver_goes() -> None:
+    former = "/site/torch_memory_saver_hook_mode_preload_cu13.abi3.so:/lib/other.so"
+    assert environment("host", {"LD_PRELOAD": former})["LD_PRELOAD"] == f"{LIBRARY}:/lib/other.so"
+
+
 def test_mode_of_the_drop_in_stays() -> None:
     assert environment("host", {"MEMSAVER_DROP_IN": "tms:warn"})["MEMSAVER_DROP_IN"] == "tms:warn"
 

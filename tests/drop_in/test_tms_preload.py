@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -446,6 +447,116 @@ def test_library_for_another_cuda_version_fails_allocations_with_one_line(librar
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("memsaver: the process has the runtime of CUDA 13, and LD_PRELOAD names ")
+
+
+def test_folder_may_be_named_as_a_cuda_version(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "torch_cu128[dev]"
+    folder.symlink_to(LIBRARY.parents[3])  # memsaver
+    library = folder / LIBRARY.relative_to(LIBRARY.parents[3])
+    run("assert allocate() > 0 and seen() == (0, 0)", saver=False, **{**WHOLE, "LD_PRELOAD": str(library)})
+
+
+def test_two_copies_of_the_library_are_one(run: Run) -> None:
+    both = f"{LIBRARY.with_name('torch_memory_saver_hook_mode_preload_cu13.abi3.so')}:{LIBRARY}"
+    run("""
+from memsaver import regions
+inside = allocate()
+from torch_memory_saver import torch_memory_saver as saver
+with saver.disable():
+    outside = allocate()
+assert seen() == (1, 0), seen()
+assert regions.owning(inside).tag == "tms.default" and regions.owning(outside) is None
+release(inside); release(outside)
+assert seen() == (1, 1)
+""", saver=False, **{**WHOLE, "LD_PRELOAD": both})  # fmt: skip
+
+
+def test_whole_process_joins_the_shared_pool_at_its_first_pause(run: Run) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # the path of a socket is short
+        pool = {"MEMSAVER_POOL": "shared", "MEMSAVER_POOL_DIR": folder, "MEMSAVER_HOST_DEVICE": "64MiB"}
+        run(JOINS, **{**WHOLE, **pool})
+
+
+JOINS = """
+import os, subprocess, sys
+from memsaver import _core
+import memsaver
+memsaver.configure(host_device="64MiB")  # before the device is in use
+address = allocate()
+ctypes.memset(address, 7, 3 * MIB)
+try:
+    saver.pause()
+    assert _core.in_pool("cpu")
+    saver.resume()
+    assert ctypes.string_at(address, 3 * MIB) == bytes([7]) * (3 * MIB)
+    assert dict(_core.pool_figures("cpu")[1])[os.getpid()] >= 3 * MIB
+finally:
+    subprocess.run([sys.executable, "-m", "memsaver", "broker", "--stop"], check=True, stdout=subprocess.DEVNULL)
+"""
+
+
+def test_whole_process_cannot_be_paused_during_a_capture(run: Run) -> None:
+    run("""
+from memsaver import Error, _core
+address = allocate()
+_core.capture_begins()
+try:
+    saver.pause()
+except Error as error:
+    assert "captured" in str(error)
+else:
+    raise AssertionError("paused")
+_core.capture_ends()
+assert regions.owning(address).state == "active"
+assert regions.owning(allocate()).tag == "tms.default"
+saver.pause()
+""", **WHOLE)  # fmt: skip
+
+
+def test_error_after_a_resume_leaves_no_region_aside(run: Run) -> None:
+    run("""
+from memsaver import transitions
+address = allocate()
+saver.pause()
+original = transitions.resume
+
+def fails(*arguments, **options):
+    original(*arguments, **options)
+    raise RuntimeError("after the commit")
+
+transitions.resume = fails
+try:
+    saver.resume()
+except RuntimeError:
+    pass
+assert regions.owning(address).state == "active"
+assert regions.owning(allocate()).tag == "tms.default"
+""", **WHOLE)  # fmt: skip
+
+
+def test_directory_for_backups_on_disk_is_that_of_memsaver(run: Run, tmp_path: Path) -> None:
+    disk = {"TMS_INIT_ENABLE_CPU_BACKUP": "0", "TMS_INIT_ENABLE_DISK_BACKUP": "1", "MEMSAVER_DISK_DIR": str(tmp_path)}
+    run(f"""
+import torch
+from memsaver import config
+(directory,) = [each.value for each in config.settings() if each.option.name == "disk_dir"]
+assert str(directory) == {str(tmp_path)!r}, directory
+""", saver=False, **{**WHOLE, **disk})  # fmt: skip
+
+
+def test_retained_backup_is_found_by_the_c_function(run: Run) -> None:
+    run("""
+library = ctypes.CDLL(None)
+library.tms_get_cpu_backup_pointer.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+library.tms_get_cpu_backup_pointer.restype = ctypes.c_void_p
+address = allocate()
+ctypes.memset(address, 5, 3 * MIB)
+saver.pause()
+saver.resume()
+ctypes.memset(address, 6, 3 * MIB)
+where = library.tms_get_cpu_backup_pointer(address + MIB, MIB)
+assert ctypes.string_at(where, MIB) == bytes([5]) * MIB
+""", TMS_RETAIN_CPU_BACKUP="1", **WHOLE)  # fmt: skip
 
 
 def test_program_without_python_is_not_managed(libraries: dict[str, str], tmp_path: Path) -> None:

@@ -28,10 +28,13 @@ class Calls:
 
     def backup(self, address: int | None, nbytes: int) -> int:
         """The address of contents in host memory; 0: there are none."""
-        region = owning(address or 0)
-        if region is None or region.state == "active" or region.backup == "disk":
-            return 0
         try:
+            region = owning(address or 0)
+            if region is None or region.backup == "disk":
+                return 0
+            if region.state == "active":
+                part = _saver()._retained.part(address, nbytes, region)
+                return 0 if part is None else int(part.data_ptr())
             import torch
 
             return torch.from_dlpack(region._core.backup_view(address, nbytes)).data_ptr()
@@ -44,8 +47,11 @@ class Calls:
             if wanted >= 0:
                 saver.retain_cpu_backup = bool(wanted)
 
+            found.append(int(saver.retain_cpu_backup))
+
+        found: list[int] = []
         self._called("tms_set_retain_cpu_backup", call)
-        return int(_saver().retain_cpu_backup)
+        return found[0] if found else 0
 
     def _called(self, name: str, call: Callable[[Any], None]) -> int:
         try:

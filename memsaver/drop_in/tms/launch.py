@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from memsaver.config import parse_drop_in
-from memsaver.drop_in.tms.library import FOLDER
+from memsaver.drop_in.tms.library import FOLDER, preload_variable
 
 LIBRARY = FOLDER / "torch_memory_saver_hook_mode_preload.abi3.so"
 
@@ -24,11 +24,10 @@ def environment(backup: str, base: Mapping[str, str]) -> dict[str, str]:
     drop_in = base.get("MEMSAVER_DROP_IN", "")
     if "tms" not in parse_drop_in(drop_in):
         drop_in = ",".join(filter(None, [drop_in, "tms"]))
-    others = [each for each in base.get("LD_PRELOAD", "").split(":") if each and each != str(LIBRARY)]
     return {
         **base,
         "MEMSAVER_DROP_IN": drop_in,
-        "LD_PRELOAD": ":".join([str(LIBRARY), *others]),
+        "LD_PRELOAD": preload_variable(str(LIBRARY), base.get("LD_PRELOAD", "")),
         "TMS_INIT_ENABLE": "1",
         "TMS_INIT_ENABLE_CPU_BACKUP": str(int(backup == "host")),
         "TMS_INIT_ENABLE_DISK_BACKUP": str(int(backup == "disk")),

@@ -14,7 +14,14 @@ from memsaver import _core
 from memsaver.drop_in.errors import DropInError
 
 FOLDER: Final = Path(_core.__file__).parent / "drop_in" / "tms" / "packages"
+_STEM: Final = "torch_memory_saver_hook_mode_"
 TORCH_MODE: Final = FOLDER / "torch_memory_saver_hook_mode_torch.abi3.so"
+
+
+def preload_variable(library: str, former: str) -> str:
+    """``LD_PRELOAD`` with this library first. Other libraries stay, but for those of torch_memory_saver."""
+    others = [each for each in former.split(":") if each and not os.path.basename(each).startswith(_STEM)]
+    return ":".join([library, *others])
 
 
 @dataclass(frozen=True)

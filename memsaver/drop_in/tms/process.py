@@ -20,6 +20,7 @@ from memsaver.drop_in.tms.library import Library, Settings
 from memsaver.drop_in.tms.regions import saver_regions
 from memsaver.drop_in.tms.routing import check_allocator
 from memsaver.drop_in.tms.side_pools import side_pools
+from memsaver.errors import Error
 from memsaver.regions import Region
 
 log = logging.getLogger("memsaver")
@@ -61,6 +62,10 @@ def set_disk_dir(path: str | os.PathLike[str]) -> None:
     config.configure(disk_dir=os.fspath(path))
 
 
+def _has_disk_dir() -> bool:
+    return any(each.option.name == "disk_dir" and each.value is not None for each in config.settings())
+
+
 def prepare() -> None:
     """Readies a process for its first allocation, when torch has been imported."""
     if not switch("TMS_INIT_ENABLE"):
@@ -68,8 +73,10 @@ def prepare() -> None:
     settings = initial_settings()
     check_allocator()
     Library.preloaded().serve(Calls())
-    if settings.disk_backup:
-        set_disk_dir(os.environ.get("TMS_DISK_BACKUP_DIR") or "/tmp")
+    if directory := os.environ.get("TMS_DISK_BACKUP_DIR"):
+        set_disk_dir(directory)
+    elif settings.disk_backup and not _has_disk_dir():
+        set_disk_dir("/tmp")  # as the original
 
     def ready() -> None:
         check_allocator()
@@ -100,6 +107,8 @@ class DefaultPool:
     def leaving(self, regions: Iterable[Region]) -> Iterator[None]:
         """Moves all threads to other pools, before the with statement pauses these regions."""
         mine = self._of(regions)
+        if mine and _core.capturing():
+            raise Error("a graph is being captured: its process cannot be paused")
         saver_regions.set_aside(mine, True)
         try:
             on_gpus = [region for region in mine if region.device != "cpu"]

@@ -33,10 +33,15 @@ class Retained:
 
     def find(self, tensor: torch.Tensor, region: Region, clone: bool) -> torch.Tensor | None:
         """The retained contents of a contiguous tensor."""
-        address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        part = self.part(tensor.data_ptr(), tensor.numel() * tensor.element_size(), region)
+        if part is None:
+            return None
+        found = part.view(tensor.dtype).view(tensor.shape)
+        return found.clone() if clone else found
+
+    def part(self, address: int, nbytes: int, region: Region) -> torch.Tensor | None:
+        """The retained bytes of a range of device memory."""
         for begin, contents in self._parts.get(region, ()):
             if begin <= address and address + nbytes <= begin + contents.numel():
-                part = contents[address - begin : address - begin + nbytes]
-                found = part.view(tensor.dtype).view(tensor.shape)
-                return found.clone() if clone else found
+                return contents[address - begin : address - begin + nbytes]
         return None

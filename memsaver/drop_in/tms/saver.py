@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
-from memsaver import transitions
+from memsaver import _pool_client, transitions
 from memsaver._torch.backups import cpu_backup
 from memsaver.drop_in.tms.calls import Calls
 from memsaver.drop_in.tms.library import Library, Settings
@@ -38,6 +39,7 @@ class TorchMemorySaver:
         self._impl_ctor_kwargs = {}
         self._impl = None
         self._retained = Retained()
+        self._moving = threading.RLock()  # held over a pause and over a resume
 
     # Settings
 
@@ -146,11 +148,14 @@ class TorchMemorySaver:
             memsaver.Error: As :func:`memsaver.pause`.
         """
         impl = self._ensure_initialized()
-        # Empty regions stay active, for allocations while the others are paused.
-        chosen = [each for each in self._chosen(tag) if each.state == "active" and each.allocated_bytes]
-        with impl.default_pool.leaving(chosen):
-            self._retained.drop(chosen)
-            transitions.pause(chosen)
+        with self._moving:
+            # Empty regions stay active, for allocations while the others are paused.
+            chosen = [each for each in self._chosen(tag) if each.state == "active" and each.allocated_bytes]
+            for device in {each.device for each in chosen}:
+                _pool_client.join_late(device)
+            with impl.default_pool.leaving(chosen):
+                self._retained.drop(chosen)
+                transitions.pause(chosen)
 
     def resume(self, tag: str | None = None) -> None:
         """Maps the memory of a tag again, or of all tags, with the contents that were kept.
@@ -161,12 +166,15 @@ class TorchMemorySaver:
             memsaver.Error: As :func:`memsaver.resume`.
         """
         impl = self._ensure_initialized()
-        chosen = [each for each in self._chosen(tag) if each.state != "active"]
-        self._retained.keep(chosen)
-        transitions.resume(chosen, memory_timeout=_MEMORY_S)
-        impl.default_pool.return_threads()
-        if not self.retain_cpu_backup:
-            impl.regions.release_backups(chosen)
+        with self._moving:
+            chosen = [each for each in self._chosen(tag) if each.state != "active"]
+            self._retained.keep(chosen)
+            try:
+                transitions.resume(chosen, memory_timeout=_MEMORY_S)
+            finally:  # some errors come when the regions are active
+                impl.default_pool.return_threads()
+            if not self.retain_cpu_backup:
+                impl.regions.release_backups(chosen)
 
     def _chosen(self, tag: str | None) -> list[Region]:
         if tag is not None and not isinstance(tag, str):
@@ -216,10 +224,11 @@ class TorchMemorySaver:
         """Raises ValueError for a kind of host memory that the device does not have."""
 
     def _ensure_initialized(self) -> TorchMemorySaverImpl:
-        if self._impl is None:
-            self._impl = TorchMemorySaverImpl(**self._impl_ctor_kwargs)
-            del self._impl_ctor_kwargs
-        return self._impl
+        with self._moving:
+            if self._impl is None:
+                self._impl = TorchMemorySaverImpl(**self._impl_ctor_kwargs)
+                del self._impl_ctor_kwargs
+            return self._impl
 
 
 class TorchMemorySaverImpl:

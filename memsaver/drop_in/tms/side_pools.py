@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from functools import cache
+from functools import partial
 
 import torch
 
 from memsaver._torch.pools import snapshot
 from memsaver._torch.routes import routes
+from memsaver.transitions import in_thread
+
+log = logging.getLogger("memsaver")
 
 
 class SidePools:
@@ -20,13 +24,14 @@ class SidePools:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._begun: set[int] = set()  # numbers of devices
+        self._first_wins: bool | None = None  # of two pools that a thread is routed to. Versions of torch differ
         self.ids: dict[int, list[tuple[int, int]]] = {}  # of pools with segments, by the number of the device
 
     def begin(self, index: int) -> None:
         """Lets all threads allocate from a new pool. Again: from another new one."""
         with self._lock:
             if index not in self._begun:
-                _first_wins(index)  # looked up before all threads are routed
+                self._look(index)  # before all threads are routed
             self._route(index)
             self._begun.add(index)
 
@@ -40,8 +45,19 @@ class SidePools:
     def make_last(self, index: int) -> None:
         """Lets pools that a thread was routed to since begin() come first for that thread."""
         with self._lock:
-            if index in self._begun and _first_wins(index):
+            if index in self._begun and self._first_wins:
                 self._route(index)
+
+    def _look(self, index: int) -> None:
+        """Looks up which of two pools wins, in a thread of its own, once.
+
+        Without memory for the look-up the last one is taken to win, as in torch 2.11.
+        """
+        if self._first_wins is None:
+            try:
+                self._first_wins = in_thread(partial(_probe, index), "memsaver probe").result()
+            except torch.OutOfMemoryError:
+                log.debug("there is no memory to look up which of two pools torch takes")
 
     def _route(self, index: int) -> None:
         with torch.cuda.device(index):
@@ -50,30 +66,22 @@ class SidePools:
         routes.begin_for_all(index, pool)
 
 
-@cache
-def _first_wins(index: int) -> bool:
-    """Whether torch takes the first of two pools that a thread is routed to. Versions differ."""
-    found = []
-
-    def look() -> None:
-        with torch.cuda.device(index):
-            pools = [torch.cuda.MemPool(), torch.cuda.MemPool()]
+def _probe(index: int) -> bool:
+    """Whether torch takes the first of two pools that the calling thread is routed to. It is routed to none before."""
+    with torch.cuda.device(index):
+        pools = [torch.cuda.MemPool(), torch.cuda.MemPool()]
+        for pool in pools:
+            routes.begin(index, pool)
+        try:
+            block = torch.empty(1, device=f"cuda:{index}")
+            first_wins = bool(snapshot(pools[0].id))
+            del block
+            return first_wins
+        finally:
             for pool in pools:
-                routes.begin(index, pool)
-            try:
-                block = torch.empty(1, device=f"cuda:{index}")
-                found.append(bool(snapshot(pools[0].id)))
-                del block
-            finally:
-                for pool in pools:
-                    routes.end(index, pool)
-                del pool
-                routes.drop(pools)
-
-    thread = threading.Thread(target=look)  # one that is routed to no pool yet
-    thread.start()
-    thread.join()
-    return found[0]
+                routes.end(index, pool)
+            del pool
+            routes.drop(pools)
 
 
 side_pools = SidePools()

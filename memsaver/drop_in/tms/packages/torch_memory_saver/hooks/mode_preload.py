@@ -2,6 +2,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from memsaver.drop_in.tms.library import preload_variable
+
 from ..utils import change_env, get_binary_path_from_package
 from .base import HookUtilBase
 
@@ -18,5 +20,5 @@ class HookUtilModePreload(HookUtilBase):
 def configure_subprocess() -> Iterator[None]:
     """Processes that are started within the with statement load memsaver's library first (LD_PRELOAD)."""
     path = str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
-    with change_env("LD_PRELOAD", ":".join(filter(None, [path, os.environ.get("LD_PRELOAD")]))):
+    with change_env("LD_PRELOAD", preload_variable(path, os.environ.get("LD_PRELOAD", ""))):
         yield
