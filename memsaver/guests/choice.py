@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch._C._distributed_c10d as c10d
+
 from memsaver.guests import nccl
 from memsaver.guests.communicators import Communicators
 from memsaver.guests.process_groups import ProcessGroups
@@ -20,7 +22,8 @@ def for_nccl(tags: str | Iterable[str], *, order: int = 0, timeout: float = 60.0
         timeout: As for the guest that is made.
 
     Returns:
-        ``Communicators`` if NCCL can suspend (2.29.7 and newer), else ``ProcessGroups``.
+        ``Communicators`` if NCCL can suspend (2.29.7 and newer) and torch returns its communicators, else
+        ``ProcessGroups``.
 
     Raises:
         memsaver.Error: As from ``ProcessGroups``.
@@ -32,6 +35,7 @@ def for_nccl(tags: str | Iterable[str], *, order: int = 0, timeout: float = 60.0
         >>> guest.unwrap()
     """
     found = nccl.loaded()
-    if found is not None and found.can_suspend:
+    backend = getattr(c10d, "ProcessGroupNCCL", None)  # builds without CUDA lack it
+    if found is not None and found.can_suspend and hasattr(backend, "_comm_ptr"):
         return Communicators(tags, order=order, library=found.path, timeout=timeout)
     return ProcessGroups(tags, order=order, timeout=timeout)

@@ -129,12 +129,20 @@ class Communicators(Guest):
         if self._communicators is not None:
             return [self._by_handle(name, handle) for name, handle in self._communicators().items()]
         found = []
+        seen = {0}  # of a group that has not been used
         for name, backend in _torch_backends().items():
+            handle = backend._comm_ptr() if hasattr(backend, "_comm_ptr") else None
+            if handle in seen:
+                continue
+            if handle is not None:
+                seen.add(handle)
             if _torch_suspends(backend):
                 held = lambda backend=backend: _held_bytes(backend.memory_stats())  # noqa: E731
                 found.append(_Communicator(name, backend.suspend, backend.resume, held))
-            elif handle := backend._comm_ptr():  # 0: it has not been used
+            elif handle is not None:
                 found.append(self._by_handle(name, handle))
+            else:
+                raise Error(f"torch does not return the communicator of process group {name!r}, expected _comm_ptr()")
         return found
 
     def _by_handle(self, name: str, handle: int) -> _Communicator:

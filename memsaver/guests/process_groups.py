@@ -178,7 +178,7 @@ class ProcessGroups(Guest):
         name = c10d._world.pg_names[made]
         group = ReopeningGroup(made, str(name), str(made.group_desc))
         _replace(made, group)
-        self._records.append(_Record(group, args, options, _current_device()))
+        self._records.append(_Record(group, args, options, _device(options.get("device_id"))))
         return group, store
 
     def _is_chosen(self, made: ProcessGroup) -> bool:
@@ -245,16 +245,21 @@ def _no_split_source(pg: ProcessGroup) -> Any:
     return None
 
 
-def _current_device() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+def _device(bound: torch.device | None) -> int | None:
+    """The device of a group on CUDA: the one that it is bound to, else the current one."""
+    if bound is not None:
+        return bound.index
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
 def _in_thread(function: Callable[[], Any], timeout: float, each: _Record, verb: str) -> Any:
     """The result of a function on the group's device, within a bound."""
 
+    device = _device(None) if each.device is None else each.device
+
     def run() -> Any:
-        if each.device is not None:
-            torch.cuda.set_device(each.device)  # per thread
+        if device is not None:
+            torch.cuda.set_device(device)  # it is of a thread
         return function()
 
     return within(run, timeout, f"process group {each.group.group_name!r} could not be {verb}")

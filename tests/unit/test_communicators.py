@@ -185,9 +185,15 @@ def test_loaded_library_is_found(fake: Fake, tmp_path: Path) -> None:
 
 def test_guest_for_nccl_suspends_if_nccl_can(fake: Fake, older: str, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "loaded", lambda: nccl.Library(fake.path))
+    monkeypatch.setattr("torch._C._distributed_c10d.ProcessGroupNCCL", Backend, raising=False)
     chosen = for_nccl(tag, order=3, timeout=5)
     assert isinstance(chosen, Communicators)
     assert (chosen.tags, chosen.order, chosen.timeout) == ((tag,), 3, 5)
+    monkeypatch.setattr("torch._C._distributed_c10d.ProcessGroupNCCL", object)
+    opened = for_nccl(tag)  # torch does not return its communicators
+    assert isinstance(opened, ProcessGroups)
+    opened.unwrap()
+    monkeypatch.setattr("torch._C._distributed_c10d.ProcessGroupNCCL", Backend)
     for without in (None, nccl.Library(older)):
         monkeypatch.setattr(nccl, "loaded", lambda found=without: found)
         opened = for_nccl(tag)
@@ -214,7 +220,7 @@ class Backend:
 class NewBackend(Backend):
     """In torch 2.12 and newer, which may have been built with an NCCL that cannot suspend."""
 
-    def __init__(self, handle: int = 0) -> None:
+    def __init__(self, handle: int = 1) -> None:
         super().__init__(handle)
         self.calls: list[str] = []
 
@@ -253,7 +259,8 @@ class Group:
 
 
 def test_communicators_of_used_groups_of_torch_are_suspended(fake: Fake, of_torch: Any, tag: str) -> None:
-    guest = of_torch(tag, (2, 28, 9), world=Backend(fake.handles["world"]), unused=Backend(0), gloo=None)
+    used = Backend(fake.handles["world"])
+    guest = of_torch(tag, (2, 28, 9), world=used, shared=Backend(used.handle), unused=Backend(0), gloo=None)
     guest.leave()
     assert fake.suspended() == guest.suspended == ["world"]
     guest.come_back()
@@ -276,6 +283,12 @@ def test_torch_built_with_an_older_nccl_is_not_asked(fake: Fake, of_torch: Any, 
     guest.leave()
     assert (backend.calls, fake.suspended()) == ([], ["first"])
     guest.come_back()
+
+
+def test_group_of_torch_without_its_communicator_is_named(of_torch: Any, tag: str) -> None:
+    guest = of_torch(tag, (2, 28, 9), world=object())
+    with pytest.raises(memsaver.Error, match="communicator of process group 'world'.*expected _comm_ptr"):
+        guest.leave()
 
 
 def test_name_of_a_group_that_is_none_of_nccls_is_left_out(of_torch: Any, tag: str) -> None:
