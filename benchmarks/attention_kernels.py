@@ -232,7 +232,8 @@ def main() -> None:
     for tokens in (1, 64, 4096) if not options.only_prefill else ():
         for name, (call, nbytes) in fused(tokens).items():
             show(f"{name}, {tokens} tokens", nbytes, graph_us([call] * REPEATS), host_us(call))
-    result = {"benchmark": "attention_kernels", **environment(), "copy_gb_per_s": rate / 1e3, "rows": rows, "prefill": of_prefill}
+    measured = {"copy_gb_per_s": rate / 1e3, "rows": rows, "prefill": of_prefill}
+    result = {"benchmark": "attention_kernels", **environment(), **measured}
     print(json.dumps({**result, "seconds": time.monotonic() - begin}))
 
 
