@@ -279,8 +279,10 @@ class ReceiveError(Error):
             ``configure(receive_timeout=...)``. ``"stale"``: its region was paused and resumed after the send.
             ``"unknown"``: its memory was freed, or the token is wrong. ``"device"``: this process does not see the
             device. ``"user"``, ``"namespace"``, ``"version"``: sender and receiver belong to several users, pid
-            namespaces or versions of the protocol. ``"malformed"``, ``"exhausted"``: the sender could not read a
-            message, or watch this process.
+            namespaces or versions of the protocol. ``"malformed"``: the sender could not read a message.
+            ``"exhausted"``: the sender could not watch this process, or this process has no free descriptor.
+            ``"event"``: the tensor was received more often than it was sent, and the sender could not wait for its work
+            on it.
         pid: The process that sent the tensor. None in the sender itself.
 
     Examples:

@@ -194,6 +194,64 @@ def test_a_queue_of_torch_passes_tensors_of_regions() -> None:
     assert process.exitcode == 0
 
 
+# Events
+
+# Stand-ins for CUDA's events: the names of those that the owner has made, and of those that the receiver opens.
+SENDER_EVENTS = (
+    "import weakref; from memsaver._torch.ipc import server; Event = type('Event', (), {}); events, waits = {}, []",
+    "name = lambda event: events.setdefault(b'%d' % len(events), weakref.ref(event)) and b'%d' % (len(events) - 1)",
+    "patches._event_on = lambda device: (event := Event(), name(event)); patches._wait_for_stream = waits.append",
+    "there = lambda names: [each for each in names if events[each]() is not None]",
+    "kept = lambda: print(len(there(events)))",
+)
+RECEIVER_EVENTS = (
+    "from memsaver._torch.ipc import receiver; opened, is_there = [], True",
+    "receiver.wait_for = lambda device, event: opened.append(event) or is_there",
+)
+
+
+def with_events(owner: Worker, other: Worker) -> None:
+    for worker, statements in ((owner, SENDER_EVENTS), (other, RECEIVER_EVENTS)):
+        for statement in statements:
+            worker.run(statement)
+
+
+def test_the_events_of_a_large_message_are_kept_until_its_receipt(owner: Worker, other: Worker) -> None:
+    with_events(owner, other)
+    hand_over(owner, other, "[cuda(weights.view(-1)[at % 60 :]) for at in range(100)]", "pairs")
+    other.run("got = [rebuilt(pair) for pair in pairs]; assert got[7].sum() == 1770 - 21")
+    names = other.run("assert len(opened) == 100; print([each for each in opened if each])")
+    owner.run(f"names = {names}; assert len(names) == 64 and there(names) == names")
+    owner.run("assert len(waits) == 36, waits")  # for views without an event
+
+
+def test_a_sender_that_never_pauses_keeps_no_events_of_what_was_received(owner: Worker, other: Worker) -> None:
+    with_events(owner, other)
+    for _ in range(3):
+        hand_over(owner, other, "[cuda(weights[:1]), cuda(weights[1:])]", "pairs")
+        other.run("got = [rebuilt(pair) for pair in pairs]")
+        assert owner.run("kept()") == "2"
+    owner.run("assert len(events) == 6 and not waits")
+
+
+def test_a_receiver_without_the_event_lets_the_sender_wait(owner: Worker, other: Worker) -> None:
+    with_events(owner, other)
+    owner.run("work = []; server._wait_for_work = work.append")
+    send(owner, other, "weights")
+    other.run("got = pickle.loads(sent); is_there = False")
+    owner.run("assert not work")
+    other.run("again = pickle.loads(sent); del got, again; gc.collect(); got = pickle.loads(sent)")
+    owner.run("assert work == ['cpu'] * 2, work")
+
+
+def test_the_sender_waits_for_its_device_outside_of_captures(owner: Worker) -> None:
+    owner.run("from types import SimpleNamespace; from memsaver._torch.ipc import server; waits = []")
+    owner.run("torch.cuda.synchronize = waits.append; server._wait_for_work('cuda:1'); assert waits == ['cuda:1']")
+    owner.run("server._core = SimpleNamespace(capturing=lambda: True)")
+    assert "captures a graph" in owner.fails("server._wait_for_work('cuda:1')")
+    owner.run("assert error.reason == 'event' and len(waits) == 1")
+
+
 # Other tensors
 
 
@@ -227,6 +285,28 @@ def test_a_forked_child_cannot_receive(owner: Worker, other: Worker) -> None:
     assert "forked" in other.run("print(os.read(read, 10000).decode())")
     other.run("os.waitpid(child, 0); assert got.sum() == 1770; del got")
     owner.run("memsaver.pause(reader_timeout=30)")
+
+
+def test_a_forked_child_frees_nothing_of_its_parent(owner: Worker, other: Worker) -> None:
+    """Another thread may have held the lock of torch's allocator at the fork."""
+    send(owner, other, "weights")
+    owner.run("weak = reductions.StorageWeakRef(weights.untyped_storage()); del weights; gc.collect()")
+    # Its thread's frame would stay in the child, with all that it refers to.
+    owner.run("patches._servers._server.stop()")
+    owner.run("child = os.fork() or (gc.collect(), os._exit(weak.expired()))")
+    assert owner.run("print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), weak.expired())") == "0 False"
+    # Memory of a receiver that could not be unmapped.
+    other.run("own = memsaver.region('own', 'cpu').empty((1,)); memory = type('Memory', (), {})()")
+    other.run("import weakref; weak = weakref.ref(memory); patches._receiver._mapped.append(memory); del memory")
+    other.run("child = os.fork() or os._exit(weak() is None)")
+    assert other.run("print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))") == "0"
+
+
+def test_the_same_pid_in_another_container_is_another_process(owner: Worker, other: Worker) -> None:
+    other.run("own = memsaver.region('own', 'cpu').empty((4,)); ForkingPickler.dumps(own)")  # it has sent tensors too
+    other.run(f"import types; patches.os = types.SimpleNamespace(getpid=lambda: {owner.pid})")
+    hand_over(owner, other, "[weights, weights[1]]")
+    other.run("assert got[0].sum() == 1770; more = pickle.loads(sent)")
 
 
 def test_a_received_tensor_is_not_sent_on(owner: Worker, other: Worker) -> None:
@@ -373,7 +453,9 @@ def test_nothing_is_left_of_many_receipts(owner: Worker, other: Worker) -> None:
     for _ in range(30):
         once()
     owner.run("memsaver.pause(reader_timeout=30); memsaver.resume()")
-    assert owner.run("print(len(patches._servers._server._claims), len(patches._servers.sent._by_token))") == "0 0"
+    # A receiver releases its claim after it has left the memory, for which the pause waits.
+    left = "print(len(patches._servers._server._claims), len(patches._servers.sent._by_token))"
+    until(lambda: owner.run(left) == "0 0")
     until(lambda: all(now <= then + 4 for now, then in zip(state(), before)))
 
 
@@ -460,6 +542,103 @@ def test_an_owner_that_does_not_answer_is_named_and_can_be_asked_again(owner: Wo
     owner.go_on()
     other.run("memsaver.configure(receive_timeout=60); got = pickle.loads(sent); assert got.sum() == 1770; del got")
     owner.run("memsaver.pause(reader_timeout=30)")  # the claim that got no answer has ended too
+
+
+@pytest.fixture
+def second(broker: Running, pool: str) -> Iterator[Worker]:
+    """Another owner."""
+    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool) as worker:
+        worker.run(
+            "region = memsaver.region('second', 'cpu', 'host'); block = region.empty((8,), torch.float32).fill_(2)"
+        )
+        yield worker
+
+
+# A thread of the receiver that waits for the answer of a stopped owner.
+WAITING = "import threading; waiting = threading.Thread(target=lambda: late.append(pickle.loads(sent)))"
+
+
+def test_an_owner_that_does_not_answer_delays_no_receipts_from_others(
+    owner: Worker, second: Worker, other: Worker
+) -> None:
+    send(owner, other, "weights")
+    other.run("first = sent; memsaver.configure(receive_timeout=20)")
+    send(second, other, "block")
+    owner.stop()
+    other.run(f"{WAITING.replace('sent', 'first')}; late = []; waiting.start()")
+    until(lambda: other.run("print(patches._receiver._thread is not None)") == "True")
+    other.run("got = pickle.loads(sent); assert got.sum() == 16 and waiting.is_alive()")
+    owner.go_on()
+    other.run("waiting.join(); assert late[0].sum() == 1770")
+
+
+def test_an_owner_that_does_not_answer_delays_no_releases_for_others(
+    owner: Worker, second: Worker, other: Worker
+) -> None:
+    hand_over(second, other, "block", "block")
+    hand_over(owner, other, "weights", "rest")
+    owner.run("more = region.empty((4,), torch.float32).fill_(3)")
+    send(owner, other, "more")
+    other.run("memsaver.configure(receive_timeout=60)")
+    owner.stop()
+    other.run(f"{WAITING}; late = []; waiting.start()")
+    until(lambda: other.run("print(any(each._lock.locked() for each in patches._receiver._owners.values()))") == "True")
+    other.run("del rest; gc.collect(); time.sleep(0.1); del block; gc.collect()")
+    second.run("memsaver.pause(reader_timeout=20)")
+    other.run("assert waiting.is_alive()")
+    owner.go_on()
+    other.run("waiting.join(); assert late[0].sum() == 12; late.clear()")
+    owner.run("memsaver.pause(reader_timeout=30)")  # the release was sent later
+
+
+# No free descriptor for a socket.
+EXHAUSTED = (
+    "from memsaver._torch.ipc import packets; import errno; socket_of, tries = packets.new_socket, []",
+    "def exhausted(): tries.append(1); raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))",
+)
+
+
+def test_a_receipt_without_a_free_descriptor_is_an_error(owner: Worker, other: Worker) -> None:
+    send(owner, other, "weights")
+    for statement in (*EXHAUSTED, "packets.new_socket = exhausted"):
+        other.run(statement)
+    text = other.fails("pickle.loads(sent)")
+    assert text.startswith("ReceiveError") and "Too many open files" in text
+    assert other.run("print(repickled(error).reason, error.pid)") == f"exhausted {owner.pid}"
+    other.run("packets.new_socket = socket_of; got = pickle.loads(sent); assert got.sum() == 1770")
+
+
+def test_a_release_without_a_free_descriptor_is_sent_later(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "[weights, region.empty((4,), torch.float32)]")
+    for statement in (*EXHAUSTED, "packets.new_socket = exhausted"):
+        other.run(statement)
+    other.run("[owner] = patches._receiver._owners.values(); owner.close(); del got, owner; gc.collect()")
+    until(lambda: other.run("print(len(tries) > 2)") == "True")
+    other.run("packets.new_socket = socket_of")
+    owner.run("memsaver.pause(reader_timeout=30)")
+
+
+def test_an_owner_without_free_descriptors_logs_it_once_and_accepts_later(owner: Worker, other: Worker) -> None:
+    send(owner, other, "weights")
+    for statement in (
+        *EXHAUSTED,
+        "import logging; records = []; handler = logging.Handler(); handler.emit = records.append",
+        "logging.getLogger('memsaver').addHandler(handler); server = patches._servers._server; real = server._listener",
+        "accept = lambda: exhausted() if len(tries) < 5 else real.accept()",
+        "import types; server._listener = types.SimpleNamespace(accept=accept)",
+    ):
+        owner.run(statement)
+    other.run("got = pickle.loads(sent); assert got.sum() == 1770")
+    assert owner.run("print(len(tries), [each.getMessage() for each in records])").startswith("5 ['the receivers of")
+    owner.run("assert len(records) == 1; server._listener = real")
+
+
+def test_the_sockets_of_owners_that_have_exited_are_closed(owner: Worker, second: Worker, other: Worker) -> None:
+    hand_over(second, other, "block")
+    other.run("del got; [old] = patches._receiver._owners.values(); channel = old._channel")
+    second.kill()
+    hand_over(owner, other, "weights")
+    other.run("assert channel.fileno() < 0 and len(patches._receiver._owners) == 1")
 
 
 @pytest.mark.parametrize("kind", ["error", "memory"])

@@ -17,7 +17,7 @@ from torch.multiprocessing import reductions
 
 from memsaver import _core, regions
 from memsaver._torch.ipc.handle import Handle, Place, parsed
-from memsaver._torch.ipc.receiver import Receiver, device_of, wait_for
+from memsaver._torch.ipc.receiver import Receiver
 from memsaver._torch.ipc.server import Servers
 from memsaver.errors import Error
 
@@ -126,7 +126,10 @@ def _sent(storage: torch.UntypedStorage, region: regions.Region) -> tuple[Handle
     """The handle of the storage, equal for all of its sends, and that of this send, which has the event."""
     address = _servers.address()
     event, event_handle = _event_on(region.device)
-    sent = _servers.sent.add(storage, region, event)
+    sent, is_kept = _servers.sent.add(storage, region, event)
+    if not is_kept:
+        _wait_for_stream(region.device)
+        event_handle = b""
     place = Place(
         address,
         os.getpid(),
@@ -151,12 +154,17 @@ def _event_on(device: str) -> tuple[Any, bytes]:
             event.record()
             return event, bytes(event.ipc_handle())
         except RuntimeError:  # the device has no events left
-            torch.cuda.current_stream().synchronize()
+            _wait_for_stream(device)
             return None, b""
 
 
+def _wait_for_stream(device: str) -> None:
+    """Completes the contents at the send: receivers get no event."""
+    torch.cuda.current_stream(device).synchronize()
+
+
 def _received(place: Place, event: bytes) -> torch.UntypedStorage:
-    if place.pid != os.getpid():
+    if not _servers.is_own(place.address):
         return _receiver.receive(place, event)
     sent = _servers.sent.claim(place.token, place.tag, place.backup, place.residence)  # its own
     try:
@@ -168,8 +176,7 @@ def _received(place: Place, event: bytes) -> torch.UntypedStorage:
 
 
 def _received_again(place: Place, event: bytes) -> None:
-    if place.pid == os.getpid():
+    if _servers.is_own(place.address):
         _received(place, event)
-        return
-    wait_for(device_of(place), event)
-    _receiver.acknowledge(place)
+    else:
+        _receiver.acknowledge(place, event)

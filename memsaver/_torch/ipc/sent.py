@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +34,7 @@ class Sent:
     storage: torch.UntypedStorage | None = None  # set while it is kept alive
     pending: int = 0  # sends without a receipt
     claims: int = 0  # receivers
-    events: deque[Any] = field(default_factory=lambda: deque(maxlen=_EVENTS))
+    events: list[Any] = field(default_factory=list)
 
     def alive(self) -> torch.UntypedStorage | None:
         """The storage, or None if it was freed."""
@@ -60,10 +59,11 @@ class SentStorages:
         self._by_place: dict[tuple[Region, int, int, int], Sent] = {}
         self._limit = _LEAST
 
-    def add(self, storage: torch.UntypedStorage, region: Region, event: Any) -> Sent:
+    def add(self, storage: torch.UntypedStorage, region: Region, event: Any) -> tuple[Sent, bool]:
         """Counts one send. The same storage has the same token during a residence.
 
-        ``event``: a CUDA event to keep until receivers have opened it, or None.
+        ``event``: a CUDA event to keep until receivers have opened it, or None. The second value is False if it is not
+        kept, since too many are.
         """
         region._check_fillable("send its tensors to another process")
         place = region, region.residence, storage.data_ptr(), storage.nbytes()
@@ -77,10 +77,17 @@ class SentStorages:
                 sent = Sent(secrets.token_hex(16), *place, weak=StorageWeakRef(storage))
                 self._by_place[place] = self._by_token[sent.token] = sent
             sent.storage = storage
+            # Receivers open an event before they claim. Only the next send drops the events: until then a handle can be
+            # received repeatedly.
+            opened = [] if sent.pending else sent.events
+            if not sent.pending:
+                sent.events = []
             sent.pending += 1
-            if event is not None:
+            is_kept = event is None or len(sent.events) < _EVENTS
+            if event is not None and is_kept:
                 sent.events.append(event)
-            return sent
+        del opened
+        return sent, is_kept
 
     def claim(self, token: str, tag: str, backup: str, residence: int) -> Sent:
         """Counts one receiver.

@@ -18,10 +18,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from memsaver import _core, _pool_client
 from memsaver._torch.ipc import packets
 from memsaver._torch.ipc.packets import Message
 from memsaver._torch.ipc.sent import Sent, SentStorages
+from memsaver._torch.pools import keep_forever
 from memsaver.broker.monitor import Process, ProcessMonitor
 from memsaver.broker.protocol import RefusedError
 from memsaver.errors import ConfigError, Error, ReceiveError
@@ -63,6 +66,7 @@ class Server:
         self._claims: dict[int, _Claim] = {}
         self._memories: dict[str, Any] = {}
         self._is_stopping = False
+        self._accepts = True  # False: the last connection failed, and this was logged
         self._selector = selectors.DefaultSelector()
         self._monitor = ProcessMonitor(self._selector, self._compute_pids)
         self._selector.register(self._listener, selectors.EVENT_READ, lambda _: self._accept())
@@ -121,16 +125,25 @@ class Server:
             self._release(number)
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             channel, _ = self._listener.accept()
-            try:
-                channel.setblocking(False)
-                connection = _Connection(channel, self._watched(channel))
-            except Error as error:
-                _refuse(channel, error)
-                return
-            self._connections.add(connection)
-            self._selector.register(channel, selectors.EVENT_READ, lambda _: self._read(connection))
+        except BlockingIOError:
+            return
+        except OSError as error:  # without free descriptors the listener stays readable
+            if self._accepts:
+                self._accepts = False
+                log.warning("the receivers of tensors cannot connect to this process: %s", error.strerror)
+            time.sleep(_AFTER_FAILURE_S)
+            return
+        self._accepts = True
+        try:
+            channel.setblocking(False)
+            connection = _Connection(channel, self._watched(channel))
+        except Error as error:
+            _refuse(channel, error)
+            return
+        self._connections.add(connection)
+        self._selector.register(channel, selectors.EVENT_READ, lambda _: self._read(connection))
 
     def _watched(self, channel: socket.socket) -> Process:
         pid, user = packets.peer(channel)
@@ -218,6 +231,8 @@ class Server:
             raise ValueError(f"claim {number} exists already")
         sent = self._sent.claim(message["token"], message["tag"], message["backup"], message["residence"])
         try:
+            if not message["ready"]:
+                _wait_for_work(sent.region.device)
             answer, chunks = _lent(sent, number, process.pid)
         except BaseException:
             self._sent.unclaim(sent)
@@ -232,6 +247,24 @@ class Server:
             _core.end_lease(claim.sent.region._core, number)
         self._sent.unclaim(claim.sent)
         self._monitor.release(claim.process)
+
+
+def _wait_for_work(device: str) -> None:
+    """Waits for this process's work in the place of a receiver, which has no event."""
+    if device == "cpu":
+        return
+    why = "captures a graph"
+    if not _core.capturing():  # a wait would end the capture
+        try:
+            torch.cuda.synchronize(device)
+            return
+        except RuntimeError as error:
+            why = str(error)
+    raise ReceiveError(
+        f"the event of the tensor is gone, since the tensor was received more often than it was sent, and the sender "
+        f"cannot wait for {device} instead ({why}): send it again",
+        reason="event",
+    )
 
 
 def _lent(sent: Sent, number: int, pid: int) -> tuple[Message, list[tuple[int, int, int]]]:
@@ -293,8 +326,17 @@ class Servers:
                 self._server = Server(self.sent)
             return self._server.address
 
+    def is_own(self, address: str) -> bool:
+        """Whether an address is that of this process. A pid would not do: each container of a pod has a pid 1."""
+        return self._server is not None and self._server.address == address
+
     def reset_in_child(self) -> None:
-        """A forked child serves nothing. The locks are new, since another thread may have held them."""
+        """A forked child serves nothing. The locks are new, since another thread may have held them.
+
+        The child keeps the parent's objects forever. The end of a storage would need a lock of torch's allocator, which
+        another thread may have held as well.
+        """
+        keep_forever(dict(self.__dict__))
         if self._server is not None:
             self._server.close_in_child()
         self.__init__()  # type: ignore[misc]
