@@ -179,12 +179,11 @@ class Group:
             raise Error(f"this group can enter no phase any more: {self._part.broken}")
         self._entered = None
         self._turn += 1
-        number, failed = self._turn, self._failed
+        number, failed = self._turn, list(self._failed)
         given = {
             "backup": options.backup, "restore": options.restore, "timeout": options.bounds.timeout,
             "memory_timeout": options.memory_timeout, "reader_timeout": options.bounds.reader_timeout,
         }  # fmt: skip
-        self._failed = []
         if self._leader is not None:
             if self._leading is not None:  # it sends the end of the last turn to the others
                 self._leading.join()
@@ -194,6 +193,7 @@ class Group:
             )
             self._leading.start()
         fields = self._part.take(number, {"enter": name, "options": given, "failed": failed}, options.until)
+        del self._failed[: len(failed)]  # of a turn that failed the leader may have read nothing
         self._entered = name
         return Turn(**fields)._guarded(lambda _: self._failed.append(number))
 

@@ -346,6 +346,28 @@ def test_contents_that_a_failed_body_has_not_written_are_refused_on_all_ranks(
     job.enter("rollout")
 
 
+def test_a_failed_body_is_not_forgotten_by_a_turn_that_began_without_its_rank(
+    store: distributed.Store, world: Worlds
+) -> None:
+    job = world(store)
+    job.enter("train")
+
+    def overwrite(rank: int) -> None:
+        with job.groups[rank].enter("sync", restore={"engine": False}):
+            if rank == 2:
+                raise OSError("not written")
+
+    bodies = [job.run(rank, partial(overwrite, rank)) for rank in range(3)]
+    assert [type(body.exception(WAIT_S)) for body in bodies] == [type(None), type(None), OSError]
+    for call in [job.call(rank, "rollout", timeout=0.2) for rank in (0, 1)]:
+        assert "has not called enter()" in str(call.exception(WAIT_S))
+    assert isinstance(job.call(2, "rollout", timeout=0.2).exception(WAIT_S), memsaver.Error)  # its part of this turn
+    for error in job.fails("rollout"):
+        assert "the phase that was to write them failed" in str(error)
+    job.enter("sync", restore=False)
+    job.enter("rollout")
+
+
 def test_a_rank_of_another_host_is_lost_when_its_heartbeats_end(
     store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
