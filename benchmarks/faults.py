@@ -1,4 +1,4 @@
-"""What drills of faults share: calls in the background, processes that hold memory, and whether all have ended."""
+"""Common parts of drills: calls in the background, processes that hold memory, and waits for the end of processes."""
 
 from __future__ import annotations
 

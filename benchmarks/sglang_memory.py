@@ -170,7 +170,7 @@ class Setting:
         return found
 
     def left(self) -> dict[str, dict[str, int]]:
-        """Device and host memory that each server has when all is released: what its end gives back."""
+        """Device and host memory of each server when all is released. The end of the server releases this memory."""
         for server in self.servers.values():
             server.flush()
             server.release()

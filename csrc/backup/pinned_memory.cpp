@@ -20,7 +20,7 @@ constexpr unsigned kMostThreads = 16;
 constexpr std::size_t kFirstRange = std::size_t{64} << 30;  // of addresses
 constexpr auto kPause = std::chrono::milliseconds(5);       // without growth of a region, before the arena grows
 
-// What the error of a driver says nothing about: the system's limit of locked memory, which a container may have set.
+// The system's limit of locked memory, for errors: the driver's error does not name it.
 std::string lock_limit() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";

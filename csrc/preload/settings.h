@@ -1,5 +1,5 @@
-// What a thread's allocations are: whether they are routed, their tag, and the policy of their regions. A thread begins
-// with the values of the variables TMS_INIT_*.
+// The settings of a thread's allocations: whether they are routed, their tag, and the policy of their regions. A thread
+// begins with the values of the variables TMS_INIT_*.
 #pragma once
 
 #include <stdbool.h>

@@ -11,13 +11,13 @@ from memsaver._guests import Guest
 class Registrations(Guest):
     """Deregisters tensors before a pause, and registers them again after a resume.
 
-    A network card maps the physical memory of what is registered, and a pause releases this memory. The addresses stay
+    A network card maps the physical memory of registered tensors, and a pause releases this memory. The addresses stay
     the same; keys of the library do not. ``register`` returns what ``deregister`` needs, such as a handle, and
     can send new keys to peers.
 
     Args:
         tags: As for ``memsaver.Guest``: the tags of the regions that hold the memory.
-        memory: By a name of your choice, what is registered, such as tensors of a KV cache.
+        memory: The objects to register, by a name of your choice, such as tensors of a KV cache.
         register: Called with a name and its memory. The memory is registered now by the constructor, and after each
             resume. Its results are kept.
         deregister: Called with a name and the result of ``register``.
