@@ -99,6 +99,15 @@ def make(fresh_tag: Callable[[], str]) -> Callable[..., memsaver.Region]:
     return region
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_left_behind() -> Iterator[None]:
+    """Destroys the process groups that a file's tests made in this process. The next file expects that there is none."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Disarms faults, ends captures, resets the host device, and releases retained chunks.
