@@ -101,7 +101,7 @@ def make(fresh_tag: Callable[[], str]) -> Callable[..., memsaver.Region]:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_process_group_left_behind() -> Iterator[None]:
-    """Destroys the process groups that a file's tests made in this process. The next file expects that there is none."""
+    """Destroys the process groups that a file made in this process. The next file expects that there are none."""
     yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
