@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,12 +29,11 @@ from arguments import add_device, count, parse, parser_for, positive
 from environment import environment
 from host import MIB
 from processes import CONTEXT
+from turn_costs import PHASES, WARM_UP, print_table, summary
 
 import memsaver
 from memsaver.distributed import Colocated, Group
 
-PHASES = {"rollout": {"engine": ["engine"]}, "train": {"trainer": ["trainer"]}}
-WARM_UP = 5
 TIMEOUT_S = 300.0
 Row = tuple[float, float, float]  # begin and end of enter(), and the seconds in the rank's own methods
 
@@ -118,12 +116,6 @@ def figures(ranks: tuple[Row, ...]) -> dict[str, float]:
     return {"beyond_seconds": seconds - slowest, "turn_seconds": seconds, "slowest_rank_seconds": slowest}
 
 
-def summary(seconds: list[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
-    p99 = ordered[max(0, -(-99 * len(ordered) // 100) - 1)]
-    return {"median": statistics.median(ordered), "p99": p99, "largest": ordered[-1]}
-
-
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--ranks", type=count, default=64)
@@ -134,10 +126,7 @@ def main() -> None:
     result = {"benchmark": "turn_ranks", **environment(options.device)}
     result |= {"ranks": options.ranks, "turns": options.turns, "mib": options.mib, **measure(options)}
     print(f"{options.ranks} ranks, {options.turns} turns, {options.mib:g} MiB a rank, {os.cpu_count()} cores")
-    for name in ("beyond_seconds", "turn_seconds", "slowest_rank_seconds"):
-        row = result[name]
-        print(f"  {name.removesuffix('_seconds').replace('_', ' '):14}", end="")
-        print("".join(f"{key:>10} {seconds * 1e3:8.1f} ms" for key, seconds in row.items()))
+    print_table(result)
     print(json.dumps(result))
 
 
