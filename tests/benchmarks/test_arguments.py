@@ -75,6 +75,7 @@ def test_every_benchmark_is_listed() -> None:
         "vllm_rounds",
         "vllm_sleep",
         "vllm_trainer",
+        "whole_process",
     } == set(NAMES)
 
 
@@ -91,6 +92,7 @@ def test_help_is_printed_and_unknown_options_are_refused(call: Calls, name: str)
     [
         *(f"{name} --device {device}" for name in NUMBERED for device in ("cuda:x", "gpu", "")),
         *(f"{name} --device cuda:0" for name in ("handover", "tensor_parallel", "together", "turn_ranks", "turns")),
+        "whole_process --device cuda:0",
         "disk --gib 0", "disk --gib inf", "disk --rounds 0", "disk --disk-dir /nowhere",
         "driver_calls --gib 1.5", "driver_calls --cycles 0", "driver_calls --rest -1",
         "engine --only 10", "handover --cycles 0", "handover --rounds x", "handover --scale nan", "handover --only all",
@@ -109,6 +111,7 @@ def test_help_is_printed_and_unknown_options_are_refused(call: Calls, name: str)
         "turns --cycles 0", "turns --ranks 0", "turns --only all",
         "vllm_receiver --rounds 0", "vllm_receiver --model moe",
         "vllm_faults --share 0",
+        "whole_process --layers 0", "whole_process --steps x",
         "vllm_sleep --rounds 0", "vllm_sleep --models none", "vllm_sleep --share -1",
     ],
 )  # fmt: skip
