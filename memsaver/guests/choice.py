@@ -11,7 +11,7 @@ from memsaver.guests.communicators import Communicators
 from memsaver.guests.process_groups import ProcessGroups
 
 
-def for_nccl(tags: str | Iterable[str], *, order: int = 0, timeout: float = 60.0) -> Communicators | ProcessGroups:
+def for_nccl(tags: str | Iterable[str], *, order: int = 0, timeout: float = 20.0) -> Communicators | ProcessGroups:
     """Makes the guest for the memory of NCCL in torch's process groups. It is not registered yet.
 
     Call it before ``torch.distributed.init_process_group()``, after the import of torch, which loads NCCL.

@@ -6,18 +6,18 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 from memsaver._arguments import seconds, several
 from memsaver._guests import Guest
 from memsaver.errors import Error
+from memsaver.guests.meeting import Meeting
 from memsaver.guests.reopening import ReopeningGroup
-from memsaver.guests.waits import within
+from memsaver.guests.waits import current_device, within
 
 log = logging.getLogger("memsaver")
 
@@ -43,9 +43,9 @@ class ProcessGroups(Guest):
     included, is an object that outlives its connections. Meshes, DTensors and modules that hold it stay valid. While
     the connections are closed, a collective raises memsaver.Error.
 
-    Closing and opening is collective: all ranks of the world pause and resume the guest's tags, and all have made the
-    same groups. A rank that comes back waits for all others, at most ``timeout`` seconds, and the error names the ranks
-    that did not come. Collectives that have not ended ``timeout`` seconds after the beginning of a pause refuse it.
+    Opening is collective: all ranks of the world pause and resume the guest's tags, and all have made the same groups.
+    A resume opens the groups of all ranks, or closes those of all ranks again. After failures on any ranks, the groups
+    are opened as soon as all ranks resume at the same time. The ranks agree through the store of the world.
 
     Splits of communicators (``torch.distributed.split_group()``) are not used: groups that torch would split from the
     world get connections of their own.
@@ -55,7 +55,9 @@ class ProcessGroups(Guest):
         name: As for ``memsaver.Guest``.
         order: As for ``memsaver.Guest``.
         backends: The groups to wrap: those with one of these backends. Others stay open.
-        timeout: Seconds that closing, and opening, may take.
+        timeout: Seconds. A pause waits at most so long for collectives, and at most so long until all groups are
+            closed. A resume waits at most so long until all ranks have come and all groups are open. A store that does
+            not answer adds at most 10 s.
 
     Raises:
         memsaver.Error: There is such a guest in this process already, or the world has been made.
@@ -83,7 +85,7 @@ class ProcessGroups(Guest):
         name: str = "process groups",
         order: int = 0,
         backends: Iterable[str] = ("nccl",),
-        timeout: float = 60.0,
+        timeout: float = 20.0,
     ) -> None:
         global _installed
         super().__init__(name, tags, order=order)
@@ -94,8 +96,8 @@ class ProcessGroups(Guest):
         if c10d.is_initialized():
             raise Error("torch.distributed is initialized, expected this guest to be made before init_process_group()")
         self._records: list[_Record] = []
-        self._turn = 0  # counts the closings, on all ranks alike
-        self._attempt = 0  # counts the attempts to open the groups of this turn
+        self._meeting: Meeting | None = None
+        self._world: ProcessGroup | None = None  # that of the meeting
         _installed = self
         self._create = c10d._new_process_group_helper  # torch's own
         c10d._new_process_group_helper = self._wrapped
@@ -137,33 +139,47 @@ class ProcessGroups(Guest):
             time.sleep(_POLL_S)
 
     def leave(self) -> None:
-        """Closes the groups, beginning with the one that was made last."""
-        self._turn += 1
-        self._attempt = 0
-        for each in reversed(self._live()):
-            self._close(each)
+        """Closes the groups, beginning with the one that was made last. Connections that do not close are aborted."""
+        until = time.monotonic() + self.timeout
+        if any(each.group.is_open for each in self._live()):
+            self._of_world().close(_most(until))
+            self._close_all(until)
 
     def come_back(self) -> None:
         """Opens the groups in the order in which they were made, once all ranks of the world have come.
 
         Raises:
             TimeoutError: Ranks are missing, or a group could not be opened, after ``timeout`` seconds.
-            Exception: A group could not be opened.
+            memsaver.Error: Another rank could not open its groups. The text has its error.
+            Exception: A group could not be opened. The groups of all ranks are closed again.
         """
-        deadline = time.monotonic() + self.timeout
-        closed = [each for each in self._live() if not each.group.is_open]
-        if not closed:
+        until = time.monotonic() + self.timeout
+        if not c10d.is_initialized():
             return
-        self._await_ranks(deadline)
-        self._attempt += 1
+        meeting = self._of_world()
+        live = self._live()  # none on a rank outside of all groups, for which the others wait as well
+        if all(each.group.is_open for each in live) and meeting.is_intact(until):
+            return
+        self._close_all(until)  # those that an interrupted call left open, or that were made since the pause
+        meeting.gather(until)
         try:
-            for each in closed:
-                self._open(each, deadline)
-        except BaseException:
-            for each in reversed(closed):  # the next attempt opens all of them anew
-                if each.group.is_open:
-                    self._close(each)
+            most = _most(until)
+            store = meeting.store_of_round(most)
+            for each in live:
+                self._open(each, store, meeting, most)
+            meeting.settle(most)
+        except BaseException as error:
+            if not meeting.give_up(error):
+                self._close_all(until)
             raise
+
+    def _of_world(self) -> Meeting:
+        world = c10d._get_default_group()
+        if self._meeting is None or self._world is not world:
+            name = f"memsaver/{self.name}"
+            self._meeting = Meeting(c10d._get_default_store(), name, world.rank(), world.size(), self.timeout)
+            self._world = world
+        return self._meeting
 
     def _live(self) -> list[_Record]:
         """The groups that have not been destroyed."""
@@ -185,60 +201,67 @@ class ProcessGroups(Guest):
         backends = str(c10d._world.pg_backend_config[made]).lower()  # such as "cpu:gloo,cuda:nccl"
         return any(part.rpartition(":")[2] in self.backends for part in backends.split(","))
 
-    def _close(self, each: _Record) -> None:
-        """Closes a group. Connections that do not close in time are aborted: they need no other rank then."""
+    def _close_all(self, until: float) -> None:
+        most = _most(until)
+        for each in reversed(self._live()):
+            if each.group.is_open:
+                self._close(each, most, until)
+
+    def _close(self, each: _Record, most: float, until: float) -> None:
+        """Closes a group. Connections that are not closed at ``most`` are aborted: they need no other rank then."""
         since = time.monotonic()
         connections = each.group.connections
+        each.group.connections = None  # first: a call that is interrupted leaves the group closed
         try:
-            _in_thread(connections.shutdown, self.timeout, each, "closed")
+            self._in_thread(connections.shutdown, most, each, "closed")
         except Exception as error:
-            log.warning("process group %r was aborted: %s", each.group.group_name, error)
-            connections.abort()
-        each.group.connections = None
+            log.warning("process group %r is aborted: %s", each.group.group_name, error)
+            try:
+                self._in_thread(connections.abort, until, each, "aborted")
+            except Exception as second:
+                log.error("process group %r was not aborted: %s", each.group.group_name, second)
         each.seconds = [time.monotonic() - since]
 
-    def _open(self, each: _Record, deadline: float) -> None:
+    def _open(self, each: _Record, store: Store, meeting: Meeting, until: float) -> None:
         since = time.monotonic()
-        left = max(0.0, deadline - since)
-        each.group.connections = _in_thread(lambda: self._connect(each), left, each, "opened")
+        each.group.connections = self._in_thread(
+            lambda: self._connect(each, store, meeting.round),
+            until,
+            each,
+            "opened",
+            discard=ProcessGroup.abort,
+            watch=lambda: meeting.check(until),
+        )
         each.seconds = [*each.seconds[:1], time.monotonic() - since]
 
-    def _connect(self, each: _Record) -> ProcessGroup:
-        """Makes connections by torch's function under a name of their own, which makes all keys in the store new."""
+    def _connect(self, each: _Record, store: Store, number: int) -> ProcessGroup:
+        """Makes connections by torch's function, under a name of their own."""
         args, options = list(each.args), dict(each.options)
-        name = f"{each.group.group_name}@{self._turn}.{self._attempt}"
-        if "group_name" in options:
-            options["group_name"] = name
-        else:
-            args[_NAME_AT] = name
+        for name, value in (("store", store), ("group_name", f"{each.group.group_name}@{number}")):
+            if name in options:
+                options[name] = value
+            else:
+                args[_PLACES[name]] = value
         options.pop("pg_tag", None)  # torch returns an existing group of this tag
         made, _ = self._create(*args, **options)
         _forget(made)
         return made
 
-    def _await_ranks(self, deadline: float) -> None:
-        """Waits until all ranks have closed their groups and come back. Raises TimeoutError naming those missing."""
-        world = c10d._get_default_group()
-        store = PrefixStore(f"memsaver/{self.name}/{self._turn}", c10d._get_default_store())
-        within(lambda: store.set(str(world.rank()), "back"), self._left(deadline), "no answer from the store")
-        missing = [rank for rank in range(world.size()) if not self._has_come(store, rank, deadline)]
-        if missing:
-            raise TimeoutError(f"the ranks {_listed(missing)} did not come back within {self.timeout:g} s")
-
-    def _has_come(self, store: PrefixStore, rank: int, deadline: float) -> bool:
-        try:
-            store.wait([str(rank)], timedelta(seconds=max(0.01, self._left(deadline))))
-        except Exception:  # each kind of store has its own for a wait that timed out
-            if self._left(deadline) > 0:
-                raise
-            return False
-        return True
-
-    def _left(self, deadline: float) -> float:
-        return max(0.0, deadline - time.monotonic())
+    def _in_thread(self, function: Callable[[], Any], until: float, each: _Record, verb: str, **options: Any) -> Any:
+        """The result of a function on the group's device, within a bound."""
+        text = f"process group {each.group.group_name!r} could not be {verb}"
+        device = current_device() if each.device is None else each.device
+        return within(function, max(0.0, until - time.monotonic()), text, device=device, **options)
 
 
-_NAME_AT = 5  # the place of group_name among the arguments of torch's function
+_PLACES = {"store": 4, "group_name": 5}  # among the arguments of torch's function
+_MOST = 0.75
+
+
+def _most(until: float) -> float:
+    """The end of what may have to be undone, or done by force: the rest of the time until ``until`` is for that."""
+    now = time.monotonic()
+    return now + _MOST * max(0.0, until - now)
 
 
 def _no_split_source(pg: ProcessGroup) -> Any:
@@ -247,22 +270,7 @@ def _no_split_source(pg: ProcessGroup) -> Any:
 
 def _device(bound: torch.device | None) -> int | None:
     """The device of a group on CUDA: the one that it is bound to, else the current one."""
-    if bound is not None:
-        return bound.index
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-
-def _in_thread(function: Callable[[], Any], timeout: float, each: _Record, verb: str) -> Any:
-    """The result of a function on the group's device, within a bound."""
-
-    device = _device(None) if each.device is None else each.device
-
-    def run() -> Any:
-        if device is not None:
-            torch.cuda.set_device(device)  # it is of a thread
-        return function()
-
-    return within(run, timeout, f"process group {each.group.group_name!r} could not be {verb}")
+    return current_device() if bound is None else bound.index
 
 
 def _registers() -> list[dict[ProcessGroup, Any]]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +20,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import memsaver
 from memsaver.distributed import Colocated, Group
-from memsaver.guests import ProcessGroups
+from memsaver.guests import ProcessGroups, for_nccl
 from memsaver.guests import process_groups as module
+from memsaver.guests.meeting import Meeting
 from tests.ranks_support import leave, ranks
 
 TAG = "train"
 SHORT_S = 0.3
+LONG_S = 60.0
 
 
 def begin(rank: int, world_size: int, meeting: str, **options: Any) -> ProcessGroups:
@@ -228,10 +231,7 @@ def test_a_rank_that_ends_while_groups_are_closed_is_named_by_the_others(tmp_pat
 
 def test_a_rank_that_ends_with_the_store_is_an_error_of_the_others() -> None:
     """The store of torchrun and of env:// belongs to a process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    with ranks(lose_a_rank, 3, address, 0, "guest 'process groups' could not come back"):
+    with ranks(lose_a_rank, 3, free_address(), 0, "guest 'process groups' could not come back"):
         pass
 
 
@@ -264,6 +264,252 @@ def test_a_pause_with_work_pending_is_refused(tmp_path: Path) -> None:
         pass
 
 
+class Signals:
+    """Ranks wait for each other at points with a name, through the store of the world."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._store = dist.PrefixStore("signals", dist.distributed_c10d._get_default_store())
+        self._rank, self._size = rank, world_size
+
+    def all_at(self, name: str) -> None:
+        self._store.set(f"{name} {self._rank}", "")
+        self._store.wait([f"{name} {each}" for each in range(self._size)])
+
+
+def resume_in_vain(guest: ProcessGroups, text: str) -> None:
+    with pytest.raises(memsaver.GuestError, match=text):
+        memsaver.resume(TAG)
+    assert guest.closed == ["0"]
+
+
+def check_open(guest: ProcessGroups, group: dist.ProcessGroup | None = None) -> None:
+    assert guest.closed == []
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    assert float(tensor) == dist.get_world_size(group)
+
+
+def fail_on_some_ranks(rank: int, file: str) -> None:
+    guest = begin(rank, 3, file)
+    signals = Signals(rank, 3)
+
+    def alone(name: str, *actors: int, pauses: bool, attempts: int) -> None:
+        if rank in actors:
+            guest.timeout = SHORT_S
+            if pauses:
+                memsaver.pause(TAG)
+            for _ in range(attempts):
+                resume_in_vain(guest, "could not come back: TimeoutError: ")
+            guest.timeout = LONG_S
+        signals.all_at(name)
+
+    # A rank has paused and tries to resume, while the groups of the others are open.
+    alone("first", 0, pauses=True, attempts=2)
+    alone("second", 1, 2, pauses=True, attempts=0)
+    memsaver.resume(TAG)
+    check_open(guest)
+    # Ranks make different numbers of attempts, at different times.
+    alone("third", 0, 1, 2, pauses=True, attempts=0)
+    alone("fourth", 1, pauses=False, attempts=3)
+    alone("fifth", 2, pauses=False, attempts=1)
+    alone("sixth", 0, 1, pauses=False, attempts=1)
+    memsaver.resume(TAG)
+    check_open(guest)
+    reopen(guest)
+    check_open(guest)
+
+
+def test_groups_open_together_after_failures_on_some_ranks(tmp_path: Path) -> None:
+    with ranks(fail_on_some_ranks, 3, str(tmp_path / "store")):
+        pass
+
+
+def fail_in_the_last_group(rank: int, address: str) -> None:
+    guest = begin(rank, 2, address, timeout=LONG_S)
+    group = dist.new_group([0, 1])
+    signals = Signals(rank, 2)
+    connect = guest._connect
+
+    def failing(record: Any, *others: Any) -> Any:
+        if record.group is group:
+            raise OSError("no route")
+        return connect(record, *others)
+
+    for failed in (0, 1):
+        memsaver.pause(TAG)
+        if rank == failed:
+            guest._connect = failing  # type: ignore[assignment,method-assign]
+        with pytest.raises(memsaver.GuestError, match="OSError: no route"):
+            memsaver.resume(TAG)
+        assert guest.closed == ["0", str(group.group_name)]
+        if rank == failed:
+            del guest._connect  # the class has its own
+        signals.all_at(f"failed {failed}")
+        memsaver.resume(TAG)
+        check_open(guest)
+        check_open(guest, group)
+
+
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_rank_that_fails_in_its_last_group_closes_the_groups_of_all_ranks() -> None:
+    """Over a store with one connection for each process, which an opening that waits would hold."""
+    with ranks(fail_in_the_last_group, 2, free_address()):
+        pass
+
+
+def end_in_the_opening(rank: int, file: str) -> None:
+    guest = begin(rank, 2, file, timeout=3.0)
+    memsaver.pause(TAG)
+    if rank == 1:
+        guest._connect = lambda *arguments: leave()  # type: ignore[assignment,method-assign]
+    with pytest.raises(memsaver.GuestError, match="could not come back"):
+        memsaver.resume(TAG)
+    assert guest.closed == ["0"]
+    resume_in_vain(guest, "the ranks 1 did not come back within 3 s")
+
+
+def test_a_rank_that_ends_while_groups_are_opened_is_an_error_of_the_others(tmp_path: Path) -> None:
+    with ranks(end_in_the_opening, 2, str(tmp_path / "store")):
+        pass
+
+
+def interrupt(rank: int, file: str) -> None:
+    guest = begin(rank, 2, file, timeout=LONG_S)
+    group = dist.new_group([0, 1])
+    signals = Signals(rank, 2)
+    close, settle = guest._close, Meeting.settle
+
+    # Between two groups that are closed.
+    def interrupted(record: Any, *others: Any) -> None:
+        if record.group is not group:
+            raise KeyboardInterrupt
+        close(record, *others)
+
+    if rank == 0:
+        guest._close = interrupted  # type: ignore[assignment,method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            memsaver.pause(TAG)
+        del guest._close
+        assert guest.closed == [group.group_name]
+    reopen(guest)
+    check_open(guest, group)
+
+    # After all ranks have opened their groups. This rank's groups are open, and the guest counts as away.
+    def settled(*arguments: Any) -> None:
+        settle(*arguments)
+        raise KeyboardInterrupt
+
+    for again in (True, False):
+        memsaver.pause(TAG)
+        if rank == 0:
+            Meeting.settle = settled  # type: ignore[assignment,method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                memsaver.resume(TAG)
+            Meeting.settle = settle  # type: ignore[method-assign]
+            if again:
+                memsaver.resume(TAG)
+        else:
+            memsaver.resume(TAG)
+        check_open(guest)
+        signals.all_at(f"interrupted, {again}")
+    memsaver.pause(TAG)  # closes the groups of rank 1 alone
+    signals.all_at("closed")
+    assert bool(guest.closed) is (rank == 1)
+    memsaver.resume(TAG)
+    check_open(guest)
+    check_open(guest, group)
+
+
+def test_interrupted_calls_can_be_repeated(tmp_path: Path) -> None:
+    with ranks(interrupt, 2, str(tmp_path / "store")):
+        pass
+
+
+# Groups that are made and destroyed while others are closed
+
+
+def change_groups_while_closed(rank: int, file: str) -> None:
+    guest = begin(rank, 2, file, timeout=LONG_S)
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    memsaver.pause(TAG)
+    dist.destroy_process_group(first)
+    made = dist.new_group([0, 1])
+    assert guest.closed == ["0", second.group_name]
+    check_made = torch.ones(1)
+    dist.all_reduce(check_made, group=made)
+    assert float(check_made) == 2
+    memsaver.resume(TAG)
+    for group in (None, second, made):
+        check_open(guest, group)
+    reopen(guest)
+    check_open(guest, made)
+
+    memsaver.pause(TAG)
+    dist.destroy_process_group()
+    memsaver.resume(TAG)
+    assert guest.closed == []
+    for paused in (False, True):
+        if paused:
+            memsaver.pause(TAG)
+            dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.FileStore(f"{file} {paused}", 2), rank=rank, world_size=2)
+        if paused:
+            memsaver.resume(TAG)
+        check_open(guest)
+        reopen(guest)
+        check_open(guest, dist.new_group([0, 1]))
+
+
+def test_groups_are_made_and_destroyed_while_others_are_closed(tmp_path: Path) -> None:
+    with ranks(change_groups_while_closed, 2, str(tmp_path / "store")):
+        pass
+
+
+def reopen_groups_of_some_ranks(rank: int, file: str) -> None:
+    """The world is of another backend. Rank 2 has no group, and the others wait for it."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # the backend that does nothing
+
+    guest = ProcessGroups(TAG, backends=["gloo"], timeout=LONG_S)
+    memsaver.register(guest)
+    dist.init_process_group("fake", store=dist.FileStore(file, 3), rank=rank, world_size=3)
+    signals = Signals(rank, 3)
+    group = dist.new_group([0, 1], backend="gloo")
+    for number in range(2):
+        memsaver.pause(TAG)
+        assert bool(guest.closed) is (rank != 2)
+        signals.all_at(f"paused {number}")
+        memsaver.resume(TAG)
+        if rank != 2:
+            check_open(guest, group)
+
+
+def test_ranks_without_groups_take_part(tmp_path: Path) -> None:
+    with ranks(reopen_groups_of_some_ranks, 3, str(tmp_path / "store")):
+        pass
+
+
+def count_keys(rank: int, file: str) -> None:
+    guest = begin(rank, 2, file, timeout=LONG_S)
+    group = dist.new_group([0, 1])
+    counts = []
+    for _ in range(4):
+        reopen(guest)
+        check_open(guest, group)
+        counts.append(dist.distributed_c10d._get_default_store().num_keys())
+        dist.barrier()
+    assert counts[1:] == [counts[1]] * 3
+
+
+def test_turns_leave_no_keys_in_the_store(tmp_path: Path) -> None:
+    with ranks(count_keys, 2, str(tmp_path / "store")):
+        pass
+
+
 def fail_to_open(rank: int, file: str) -> None:
     guest = begin(rank, 2, file)
     group = dist.new_group([0, 1])
@@ -271,10 +517,10 @@ def fail_to_open(rank: int, file: str) -> None:
     memsaver.pause(TAG)
     connect = guest._connect
 
-    def failing(record: Any) -> Any:
+    def failing(record: Any, *others: Any) -> Any:
         if record.group is group:
             raise OSError("no route")
-        return connect(record)
+        return connect(record, *others)
 
     guest._connect = failing  # type: ignore[assignment,method-assign]
     with pytest.raises(memsaver.GuestError, match="OSError: no route"):
@@ -341,7 +587,52 @@ def other_backends_stay(rank: int, file: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("check", [be_closed, other_backends_stay], ids=lambda each: each.__name__)
+class Stuck:
+    """Connections that neither close nor abort."""
+
+    def shutdown(self) -> None:
+        raise AssertionError("expected this call in a thread")
+
+    def abort(self) -> None:
+        raise AssertionError("expected this call in a thread")
+
+
+def close_in_vain(rank: int, file: str) -> None:
+    guest = begin(rank, 1, file)
+    groups = [dist.group.WORLD, dist.new_group([0]), dist.new_group([0])]
+    for group in groups:
+        group.connections = Stuck()  # type: ignore[union-attr,assignment]
+    clock = [100.0]
+    waits: list[str] = []
+
+    def stuck(function: Any, timeout: float, otherwise: str, **options: Any) -> None:
+        waits.append(function.__name__)
+        clock[0] += timeout
+        raise TimeoutError(otherwise)
+
+    module.within = stuck  # type: ignore[assignment]
+    module.time = SimpleNamespace(monotonic=lambda: clock[0])  # type: ignore[assignment]
+    guest._of_world().close = lambda until: None  # type: ignore[method-assign]
+    guest.leave()
+    assert waits == ["shutdown", "abort"] * 3
+    assert clock[0] <= 100 + guest.timeout + 1e-6
+    assert len(guest.closed) == 3
+
+
+def bounds_are_of_twenty_seconds(rank: int, file: str) -> None:
+    """So that the death of a rank is an error of the others within 30 s."""
+    for make in (ProcessGroups, for_nccl):
+        guest = make(TAG)
+        assert isinstance(guest, ProcessGroups)
+        assert guest.timeout == 20
+        guest.unwrap()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [be_closed, other_backends_stay, close_in_vain, bounds_are_of_twenty_seconds],
+    ids=lambda each: each.__name__,
+)
 def test_one_rank(check: Callable[..., None], tmp_path: Path) -> None:
     with ranks(check, 1, str(tmp_path / "store")):
         pass

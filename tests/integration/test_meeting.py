@@ -1,0 +1,325 @@
+"""Ranks agree on rounds through torch's stores. Each rank is a thread with a connection of its own."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from torch.distributed import FileStore, HashStore, Store, TCPStore
+
+import memsaver
+from memsaver.guests import meeting as module
+from memsaver.guests.meeting import Meeting
+
+LONG_S = 60.0  # for what succeeds
+SHORT_S = 0.2  # for what fails
+_T = TypeVar("_T")
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    made: dict[str, Callable[[], Store]] = {
+        "hash": HashStore,
+        "file": lambda: FileStore(str(tmp_path / "store"), 1),
+        "tcp": lambda: TCPStore("127.0.0.1", 0, 1, True),
+    }
+    return made[request.param]()
+
+
+def meetings(store: Store, size: int) -> list[Meeting]:
+    return [Meeting(store, "test", rank, size, SHORT_S) for rank in range(size)]
+
+
+def within(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def started(*functions: Callable[[], _T]) -> list[Future[_T]]:
+    pool = ThreadPoolExecutor(len(functions))
+    found = [pool.submit(function) for function in functions]
+    pool.shutdown(wait=False)
+    return found
+
+
+def together(*functions: Callable[[], _T]) -> list[_T]:
+    return [each.result(2 * LONG_S) for each in started(*functions)]
+
+
+def gather(ranks: list[Meeting]) -> int:
+    (number,) = set(together(*(lambda each=each: each.gather(within(LONG_S)) for each in ranks)))  # type: ignore[misc]
+    return number
+
+
+def settle(ranks: list[Meeting]) -> None:
+    together(*(lambda each=each: each.settle(within(LONG_S)) for each in ranks))  # type: ignore[misc]
+
+
+def opened(ranks: list[Meeting]) -> int:
+    number = gather(ranks)
+    settle(ranks)
+    assert all(each.is_intact(within(LONG_S)) for each in ranks)
+    return number
+
+
+def close(ranks: list[Meeting]) -> None:
+    for each in ranks:
+        each.close(within(LONG_S))
+
+
+def test_all_ranks_open_in_the_same_round_again_and_again(store: Store) -> None:
+    ranks = meetings(store, 3)
+    numbers = []
+    for _ in range(3):
+        close(ranks)
+        numbers.append(opened(ranks))
+    assert numbers == sorted(set(numbers))
+
+
+def test_rounds_leave_no_keys_behind(store: Store) -> None:
+    ranks = meetings(store, 2)
+    counts = []
+    for _ in range(4):
+        close(ranks)
+        gather(ranks)
+        ranks[0].store_of_round(within(LONG_S)).set("of torch", "")
+        settle(ranks)
+        counts.append(store.num_keys())
+    assert counts[1:] == [counts[1]] * 3
+
+
+class Without:
+    """A store that lacks calls."""
+
+    def __init__(self, store: Any, *missing: str) -> None:
+        self.store, self.missing = store, missing
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.missing:
+            raise AttributeError(name)
+        return getattr(self.store, name)
+
+    def delete_key(self, key: str) -> bool:
+        if "delete_key" in self.missing:
+            raise NotImplementedError("no deletion")
+        return bool(self.store.delete_key(key))
+
+
+@pytest.mark.parametrize(("missing", "kept"), [("list_keys", False), ("delete_key", True)])
+def test_keys_of_rounds_are_deleted_as_far_as_the_store_can(missing: str, kept: bool) -> None:
+    (rank,) = meetings(HashStore(), 1)
+    rank._connected = keys = Without(rank._keys(), missing)
+    for _ in range(3):
+        rank.close(within(LONG_S))
+        opened([rank])
+    assert keys.check(["1/opened"]) is keys.check(["2/closed"]) is kept
+    assert keys.check(["3/opened"])
+
+
+# Ranks that give up
+
+
+def test_rank_that_gave_up_is_not_counted(store: Store) -> None:
+    ranks = meetings(store, 2)
+    for each, other in ((0, 1), (1, 0), (1, 0), (0, 1)):
+        with pytest.raises(TimeoutError, match=f"the ranks {other} did not come back within 0.2 s"):
+            ranks[each].gather(within(SHORT_S))
+    opened(ranks)
+
+
+def test_ranks_with_time_left_meet_one_that_gave_up_and_came_again(store: Store) -> None:
+    ranks = meetings(store, 3)
+    waiting = started(lambda: ranks[0].gather(within(LONG_S)))
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="the ranks 2 did not come back"):
+            while True:  # until rank 0 has come
+                try:
+                    ranks[1].gather(within(SHORT_S))
+                except TimeoutError as error:
+                    if "0, 2" not in str(error):
+                        raise
+    number = gather(ranks[1:])
+    assert waiting[0].result(LONG_S) == number
+    settle(ranks)
+
+
+def test_ranks_that_came_one_after_the_other_are_told_so(store: Store) -> None:
+    first, second = meetings(store, 2)
+    for each in (first, second):
+        with pytest.raises(TimeoutError):
+            each.gather(within(SHORT_S))
+    text = second._missing(second._keys(), first.round, second.round)
+    assert text == "all ranks came back, but not within the same 0.2 s; the ranks 0 gave up"
+
+
+def test_rank_whose_withdrawal_was_lost_is_not_counted_twice(store: Store) -> None:
+    """It has joined a round, and ended its attempt without a word."""
+    ranks = meetings(store, 2)
+    ranks[0]._join(ranks[0]._keys())
+    with pytest.raises(TimeoutError, match="the ranks 1 did not come back"):
+        ranks[0].gather(within(SHORT_S))
+    opened(ranks)
+
+
+def test_round_with_a_rank_whose_withdrawal_was_lost_is_not_opened(store: Store) -> None:
+    ranks = meetings(store, 2)
+    ranks[0]._join(ranks[0]._keys())
+    ranks[1].gather(within(LONG_S))
+    with pytest.raises(memsaver.Error, match="closed again: the ranks 0 have not opened their groups in time"):
+        ranks[1].settle(within(SHORT_S))
+    opened(ranks)
+
+
+def test_rank_that_gives_up_after_the_gathering_ends_the_round_for_all(store: Store) -> None:
+    ranks = meetings(store, 3)
+    gather(ranks)
+    ranks[0].check(within(LONG_S))
+    assert not ranks[2].give_up(OSError("no route"))
+    for each in ranks[:2]:
+        with pytest.raises(memsaver.Error, match="rank 2 gave up: OSError: no route"):
+            each.check(within(LONG_S))
+        with pytest.raises(memsaver.Error, match="closed again: rank 2 gave up: OSError: no route"):
+            each.settle(within(LONG_S))
+    opened(ranks)
+
+
+def test_groups_stay_open_on_no_rank_if_one_is_late(store: Store) -> None:
+    ranks = meetings(store, 2)
+    gather(ranks)
+    with pytest.raises(memsaver.Error, match="the ranks 1 have not opened their groups in time"):
+        ranks[0].settle(within(SHORT_S))
+    with pytest.raises(memsaver.Error, match="the ranks 1 have not opened their groups in time"):
+        ranks[1].settle(within(LONG_S))
+    opened(ranks)
+
+
+def test_rank_that_gives_up_after_all_have_opened_is_told_so(store: Store) -> None:
+    ranks = meetings(store, 2)
+    assert not ranks[0].give_up(KeyboardInterrupt())
+    opened(ranks)
+    assert ranks[0].give_up(KeyboardInterrupt())
+    assert ranks[1].is_intact(within(LONG_S))
+
+
+def test_open_groups_are_not_intact_once_another_rank_has_closed_its_own(store: Store) -> None:
+    ranks = meetings(store, 2)
+    for _ in range(2):  # groups that torch made, and groups of a round
+        assert ranks[0].is_intact(within(LONG_S))
+        ranks[1].close(within(LONG_S))
+        assert not ranks[0].is_intact(within(LONG_S))
+        opened(ranks)
+
+
+def test_open_groups_are_not_intact_once_another_rank_opens_its_own(store: Store) -> None:
+    """Its closing has not reached the store."""
+    ranks = meetings(store, 2)
+    opened(ranks)
+    with pytest.raises(TimeoutError):
+        ranks[1].gather(within(SHORT_S))
+    assert not ranks[0].is_intact(within(LONG_S))
+
+
+def test_groups_of_an_attempt_that_was_not_settled_are_not_intact(store: Store) -> None:
+    ranks = meetings(store, 2)
+    gather(ranks)
+    assert not ranks[0].is_intact(within(LONG_S))
+    with pytest.raises(memsaver.Error, match="rank 0 opens its groups again"):
+        ranks[1].settle(within(LONG_S))
+
+
+def test_interrupted_rank_gives_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = meetings(store, 2)
+
+    class Interrupted(module.Call[int]):
+        def wait(self, timeout: float) -> bool:
+            if timeout > LONG_S / 2:
+                while not ranks[0].round:
+                    time.sleep(0.001)
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(module, "Call", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ranks[0].gather(within(LONG_S))
+    monkeypatch.undo()
+    with pytest.raises(TimeoutError, match="the ranks 0 did not come back"):
+        ranks[1].gather(within(SHORT_S))
+    opened(ranks)
+
+
+class Trial:
+    """Ranks that fail at random. ``ends``: by round, what each rank's attempt in it came to."""
+
+    def __init__(self, store: Store, size: int) -> None:
+        self.ranks = meetings(store, size)
+        self.ends: dict[int, set[bool]] = {}
+        self._lock = threading.Lock()
+
+    def attempts(self, each: Meeting, chance: random.Random) -> None:
+        for _ in range(8):
+            try:
+                number = each.gather(within(chance.choice([0, 0.01, 0.1])))
+            except TimeoutError:
+                continue
+            end = chance.random()
+            if end < 0.3:
+                done = each.give_up(OSError("random"))
+            else:
+                try:
+                    each.settle(within(chance.choice([0, 0.1])))
+                    done = True
+                except memsaver.Error:
+                    done = False
+            with self._lock:
+                self.ends.setdefault(number, set()).add(done)
+            if done and end < 0.8:
+                each.close(within(LONG_S))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_after_random_failures_all_ranks_open_together(store: Store, seed: int) -> None:
+    trial = Trial(store, 4)
+    chances = [random.Random(10 * seed + rank) for rank in range(4)]
+    together(*(lambda e=e, c=c: trial.attempts(e, c) for e, c in zip(trial.ranks, chances)))  # type: ignore[misc]
+    assert all(len(done) == 1 for done in trial.ends.values()), trial.ends  # on all ranks, or on none
+    opened(trial.ranks)
+
+
+# Stores that fail
+
+
+def test_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ANSWER_S", SHORT_S)
+    monkeypatch.setattr(module, "_STOP_S", SHORT_S)
+    answer = threading.Event()
+    blocked: Any = HashStore()
+    (rank,) = meetings(blocked, 1)
+
+    class Silent:
+        def __getattr__(self, name: str) -> Any:
+            answer.wait()
+            return getattr(blocked, name)
+
+    rank._connected = Silent()
+    with pytest.raises(TimeoutError, match="torch.distributed's store did not answer within 0.2 s"):
+        rank.gather(within(SHORT_S))
+    rank._connected = Silent()
+    rank.close(within(SHORT_S))  # a pause does not need the store
+    answer.set()
+    opened([rank])  # by a new connection
+
+
+def test_store_whose_process_has_ended_is_an_error() -> None:
+    server = TCPStore("127.0.0.1", 0, None, True)
+    client = TCPStore("127.0.0.1", server.port, None, False)
+    (rank,) = meetings(client, 1)
+    opened([rank])
+    del server
+    with pytest.raises(RuntimeError):
+        rank.gather(within(LONG_S))
+    rank.close(within(LONG_S))
