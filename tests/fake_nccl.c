@@ -1,6 +1,7 @@
 /* A library with NCCL's calls for suspended communicators, and none of its communication.
 
-   Compiled with VERSION, as ncclGetVersion() writes it. Without SUSPENDS it has the calls of older versions alone. */
+   Compiled with VERSION, as ncclGetVersion() writes it. Without SUSPENDS it has the calls of older versions alone, and
+   without DEVICES it does not know the device of a communicator. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +13,8 @@ struct fake_comm {
   int failing; /* the result of the next calls; 0: none */
   int polls;   /* calls end after so many questions, as those of a communicator that does not block */
   int hangs;   /* calls do not return */
+  int device;
+  int calls; /* to suspend and to resume */
 };
 
 struct fake_comm* fake_comm_new(uint64_t persistent_bytes, uint64_t dynamic_bytes) {
@@ -23,6 +26,8 @@ struct fake_comm* fake_comm_new(uint64_t persistent_bytes, uint64_t dynamic_byte
 void fake_fail(struct fake_comm* comm, int result) { comm->failing = result; }
 void fake_poll(struct fake_comm* comm, int polls) { comm->polls = polls; }
 void fake_hang(struct fake_comm* comm, int hangs) { comm->hangs = hangs; }
+void fake_device(struct fake_comm* comm, int device) { comm->device = device; }
+int fake_calls(struct fake_comm* comm) { return comm->calls; }
 int fake_suspended(struct fake_comm* comm) { return comm->suspended; }
 
 int ncclGetVersion(int* version) {
@@ -31,8 +36,16 @@ int ncclGetVersion(int* version) {
 }
 const char* ncclGetErrorString(int result) { return result == 5 ? "invalid usage" : "other"; }
 
+#ifdef DEVICES
+int ncclCommCuDevice(struct fake_comm* comm, int* device) {
+  *device = comm->device;
+  return 0;
+}
+#endif
+
 #ifdef SUSPENDS
 static int ended(struct fake_comm* comm, int suspended) {
+  comm->calls++;
   while (comm->hangs) usleep(1000);
   if (comm->failing) return comm->failing;
   if (comm->suspended == suspended) return 5;

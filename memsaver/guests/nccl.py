@@ -57,6 +57,14 @@ class Library:
         suspended = self._stat(communicator, _STAT_SUSPENDED)
         return self._stat(communicator, _STAT_PERSIST) + (0 if suspended else self._stat(communicator, _STAT_SUSPEND))
 
+    def device(self, communicator: int) -> int | None:
+        """The device of a communicator, or None if NCCL does not return it."""
+        device = ctypes.c_int(-1)
+        if not hasattr(self._calls, "ncclCommCuDevice"):
+            return None
+        result = self._calls.ncclCommCuDevice(ctypes.c_void_p(communicator), ctypes.byref(device))
+        return device.value if result == _SUCCESS and device.value >= 0 else None
+
     def _stat(self, communicator: int, stat: int) -> int:
         value = ctypes.c_uint64()
         handle = ctypes.c_void_p(communicator)

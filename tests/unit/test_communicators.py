@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,13 +48,16 @@ class Fake:
     def set(self, what: str, name: str, value: int) -> None:
         self.calls[f"fake_{what}"](ctypes.c_void_p(self.handles[name]), value)
 
+    def calls_of(self, name: str) -> int:
+        return int(self.calls.fake_calls(ctypes.c_void_p(self.handles[name])))
+
     def suspended(self) -> list[str]:
         return [name for name, each in self.handles.items() if self.calls.fake_suspended(ctypes.c_void_p(each))]
 
 
 @pytest.fixture(scope="module")
 def newer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return compiled(tmp_path_factory.mktemp("new"), "libnccl.so.2", "-DVERSION=22907", "-DSUSPENDS")
+    return compiled(tmp_path_factory.mktemp("new"), "libnccl.so.2", "-DVERSION=22907", "-DSUSPENDS", "-DDEVICES")
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +153,134 @@ def test_resume_that_waits_for_a_dead_rank_ends_at_its_bound(fake: Fake, tag: st
         assert guest.suspended == ["world"]
     finally:
         fake.set("hang", "world", 0)
+
+
+# Calls that go on after their bound
+
+
+@pytest.fixture
+def impatient(fake: Fake, tag: str) -> Iterator[Communicators]:
+    yield Communicators(tag, communicators=lambda: fake.handles, library=fake.path, timeout=0.1)
+    for name in fake.handles:
+        fake.set("hang", name, 0)
+
+
+def test_no_call_runs_beside_one_that_has_not_ended(fake: Fake, impatient: Communicators) -> None:
+    fake.set("hang", "first", 1)
+    with pytest.raises(TimeoutError, match="first could not be suspended within 0.1 s; the call goes on"):
+        impatient.leave()
+    for again in (impatient.come_back, impatient.leave):
+        with pytest.raises(
+            TimeoutError, match=r"earlier pause or resume still runs after \d+ s: first is to be suspended"
+        ):
+            again()
+    assert [fake.calls_of(name) for name in ("world", "first", "second")] == [1, 1, 0]
+
+
+def test_suspension_that_ended_late_is_taken_into_account(fake: Fake, impatient: Communicators) -> None:
+    fake.set("hang", "first", 1)
+    with pytest.raises(TimeoutError):
+        impatient.leave()
+    fake.set("hang", "first", 0)
+    impatient.timeout = 30
+    impatient.leave()
+    assert impatient.suspended == fake.suspended() == ["world", "first", "second"]
+    assert {name: fake.calls_of(name) for name in fake.handles} == dict.fromkeys(fake.handles, 1)
+    impatient.come_back()
+    assert fake.suspended() == impatient.suspended == []
+
+
+def test_resume_that_ended_late_is_taken_into_account(fake: Fake, impatient: Communicators) -> None:
+    impatient.leave()
+    fake.set("hang", "second", 1)
+    with pytest.raises(TimeoutError, match="second could not be resumed"):
+        impatient.come_back()
+    fake.set("hang", "second", 0)
+    impatient.timeout = 30
+    impatient.come_back()
+    assert fake.suspended() == impatient.suspended == []
+    assert fake.calls_of("second") == 2
+    assert {len(each) for each in impatient.seconds_by_group.values()} == {2}
+
+
+def test_late_failure_is_not_one_of_the_next_pause(fake: Fake, impatient: Communicators) -> None:
+    fake.set("hang", "first", 1)
+    with pytest.raises(TimeoutError):
+        impatient.leave()
+    fake.set("fail", "first", INVALID_USAGE)
+    fake.set("hang", "first", 0)
+    running = impatient._running
+    assert running is not None
+    assert running.call.wait(30)
+    fake.set("fail", "first", 0)
+    impatient.timeout = 30
+    impatient.leave()
+    assert len(fake.suspended()) == len(impatient.suspended) == 3
+
+
+# Communicators that were destroyed
+
+
+def test_communicator_that_was_destroyed_while_it_was_suspended_is_not_touched(fake: Fake, tag: str) -> None:
+    there = dict(fake.handles)
+    guest = Communicators(tag, communicators=lambda: there, library=fake.path, timeout=30)
+    guest.leave()
+    del there["first"]
+    there["second"] = fake.make("another second")
+    assert guest.nbytes == MIB
+    guest.come_back()
+    assert fake.suspended() == ["first", "second"]
+    assert guest.suspended == []
+    guest.leave()
+    assert fake.calls_of("first") == fake.calls_of("second") == 1
+    assert fake.calls_of("another second") == 1
+
+
+def test_communicator_that_was_destroyed_during_a_pause_is_not_touched(fake: Fake, tag: str) -> None:
+    there = dict(fake.handles)
+    guest = Communicators(tag, communicators=lambda: there, library=fake.path, timeout=30)
+    suspend = guest._library.suspend
+
+    def destroying(communicator: int) -> None:
+        suspend(communicator)
+        there.pop("second", None)
+
+    guest._library.suspend = destroying  # type: ignore[method-assign]
+    guest.leave()
+    assert fake.suspended() == guest.suspended == ["world", "first"]
+
+
+# Devices
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """The devices that become current, and whether this is in the main thread."""
+    made: list[tuple[bool, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    in_main = lambda: threading.current_thread() is threading.main_thread()  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.append((in_main(), device)))
+    return made
+
+
+def test_calls_run_on_the_device_of_the_communicator(
+    fake: Fake, guest: Communicators, current: list[tuple[bool, int]]
+) -> None:
+    fake.set("device", "first", 3)
+    guest.leave()
+    assert current == [(False, 0), (False, 3), (False, 0)]
+    guest.come_back()
+    assert current[3:] == [(False, 0), (False, 3), (False, 0)]
+
+
+def test_calls_run_on_the_current_device_if_nccl_does_not_return_another(
+    tmp_path: Path, tag: str, current: list[tuple[bool, int]]
+) -> None:
+    without = Fake(compiled(tmp_path, "libnccl_without.so", "-DVERSION=22907", "-DSUSPENDS"))
+    without.make("world")
+    Communicators(tag, communicators=lambda: without.handles, library=without.path).leave()
+    assert current == [(False, 1)]
 
 
 # Which library
@@ -277,6 +409,35 @@ def test_torch_that_was_built_with_such_an_nccl_suspends_by_itself(of_torch: Any
     assert backend.calls == ["suspend", "resume"]
 
 
+@pytest.mark.parametrize("built_with", [(2, 28, 9), (2, 29, 7)])
+def test_group_of_torch_that_was_destroyed_while_it_was_suspended_is_not_touched(
+    fake: Fake, of_torch: Any, tag: str, built_with: tuple[int, int, int]
+) -> None:
+    backends = {name: NewBackend(fake.handles[name]) for name in ("world", "first")}
+    guest = of_torch(tag, built_with, **backends)
+    guest.leave()
+    groups = torch.distributed.distributed_c10d._world.pg_names
+    for group in [each for each, name in groups.items() if name == "first"]:
+        del groups[group]
+    guest.come_back()
+    assert guest.suspended == []
+    by_torch = built_with == (2, 29, 7)
+    assert backends["first"].calls == (["suspend"] if by_torch else [])
+    assert fake.suspended() == ([] if by_torch else ["first"])
+
+
+def test_communicator_that_torch_replaced_while_it_was_suspended_is_not_touched(
+    fake: Fake, of_torch: Any, tag: str
+) -> None:
+    backend = Backend(fake.handles["world"])
+    guest = of_torch(tag, (2, 28, 9), world=backend)
+    guest.leave()
+    backend.handle = fake.handles["first"]
+    guest.come_back()
+    assert fake.calls_of("world") == 1
+    assert fake.calls_of("first") == 0
+
+
 def test_torch_built_with_an_older_nccl_is_not_asked(fake: Fake, of_torch: Any, tag: str) -> None:
     backend = NewBackend(fake.handles["first"])
     guest = of_torch(tag, (2, 28, 9), world=backend)
@@ -293,4 +454,4 @@ def test_group_of_torch_without_its_communicator_is_named(of_torch: Any, tag: st
 
 def test_name_of_a_group_that_is_none_of_nccls_is_left_out(of_torch: Any, tag: str) -> None:
     of_torch(tag, (2, 29, 7), gloo=None)
-    assert communicators._torch_backends() == {}
+    assert communicators._torch_groups() == []
