@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from memsaver._guests import Guest
+
+log = logging.getLogger("memsaver")
 
 
 class Registrations(Guest):
@@ -88,7 +91,10 @@ class Registrations(Guest):
                 self._deregister(each, self._results[each])
                 del self._results[each]
         except BaseException:
-            self.come_back()
+            try:
+                self.come_back()
+            except Exception as error:
+                log.error("memory stays deregistered until another pause and a resume: %s", error)
             raise
 
     def come_back(self) -> None:

@@ -158,6 +158,19 @@ def test_memory_that_cannot_be_deregistered_stays_registered(make: Make, registe
     assert guest.registered == {"first": 1, "second": 3}
 
 
+def test_refused_pause_names_its_own_error_if_the_undoing_fails(make: Make, registered: Any, library: Library) -> None:
+    region = make()
+    guest = registered(registrations(region, library))
+    library.failing = {"deregister first 1", "register second"}
+    with pytest.raises(memsaver.GuestError, match="could not leave: OSError: no deregister first"):
+        region.pause()
+    assert guest.registered == {"first": 1}
+    library.failing = set()
+    region.pause()
+    region.resume()
+    assert set(guest.registered) == {"first", "second"}
+
+
 def test_registering_again_continues_where_it_failed(make: Make, registered: Any, library: Library) -> None:
     region = make()
     guest = registered(registrations(region, library))
