@@ -610,11 +610,18 @@ def close_in_vain(rank: int, file: str) -> None:
         clock[0] += timeout
         raise TimeoutError(otherwise)
 
+    def interrupted(function: Any, timeout: float, otherwise: str, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    guest._of_world().close = lambda until: None  # type: ignore[method-assign]
+    module.within = interrupted  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        guest.leave()
+    assert guest.closed == ["2"]
     module.within = stuck  # type: ignore[assignment]
     module.time = SimpleNamespace(monotonic=lambda: clock[0])  # type: ignore[assignment]
-    guest._of_world().close = lambda until: None  # type: ignore[method-assign]
     guest.leave()
-    assert waits == ["shutdown", "abort"] * 3
+    assert waits == ["shutdown", "abort"] * 2
     assert clock[0] <= 100 + guest.timeout + 1e-6
     assert len(guest.closed) == 3
 
