@@ -301,6 +301,17 @@ def test_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch: pyte
             end.wait()
             raise OSError("the end of the test")
 
+    class SilentLater(Without):
+        def check(self, keys: list[str]) -> bool:
+            if rank.round == 2:  # which it has joined
+                end.wait()
+            return bool(self.store.check(keys))
+
+        def compare_set(self, key: str, expected: str, wanted: str) -> Any:
+            if key == "2/gathered":
+                end.wait()
+            return self.store.compare_set(key, expected, wanted)
+
     try:
         for call in (rank.gather, rank.is_intact):
             rank._connected = Silent()
@@ -309,6 +320,12 @@ def test_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch: pyte
         rank._connected = Silent()
         rank.close(within(SHORT_S))  # a pause does not need the store
         opened([rank])  # by a new connection
+        rank._connected = SilentLater(rank._connected)
+        with pytest.raises(TimeoutError, match="did not answer"):
+            rank.gather(within(SHORT_S))
+        decision = module._decision(rank._keys(), "2/gathered")
+        assert decision is not None
+        assert decision.startswith("rank 0 gave up: TimeoutError")
     finally:
         end.set()
 
