@@ -24,7 +24,7 @@ except ImportError as error:
         "run `pip install .` with it"
     ) from error
 
-from memsaver import _adapter, config, errors  # noqa: E402
+from memsaver import _adapter, config, errors, ledger  # noqa: E402
 from memsaver import guests as guests  # noqa: E402
 from memsaver._guests import Guest, register, unregister  # noqa: E402
 from memsaver._torch.backups import cpu_backup, release_host_memory  # noqa: E402
@@ -67,6 +67,17 @@ __all__ = [
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)
+
+
+def _torchs_memory(device: str, function: str, without: Any) -> Any:
+    if "torch" not in sys.modules:
+        return without
+    return getattr(import_module("memsaver._torch.ledger"), function)(device)
+
+
+ledger.torch_parts = lambda device: _torchs_memory(device, "parts", [])
+ledger.torch_bytes = lambda device: _torchs_memory(device, "outside_bytes", 0)
+errors.read_ledger = ledger.for_error
 _adapter.load = lambda: import_module("memsaver._torch.routing").Router()
 config.from_environment_of_import()
 atexit.register(_core.stop_background)

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 
-from memsaver import _core
+from memsaver import _core, ledger
 from memsaver.broker import daemon, discovery, job, procfs
 from memsaver.errors import BrokerError
 
@@ -24,6 +24,7 @@ _unpooled: dict[tuple[str, str, str], int] = {}  # (tag, device, backup) -> resi
 _capacity: int | None = None
 _scrub = False
 _has_sentinel = False
+_has_ledger = False
 
 
 def set_pool(pool: str) -> None:
@@ -108,6 +109,7 @@ def connect(device: str) -> None:
             raise procfs.mps_error(device)
         _open_sentinel()
         _core.set_scrub(device, _scrub)
+        _serve_ledger()
         if not _core.connected(device):
             uuid = _core.device_uuid(device)
             path = daemon.ensure(uuid, device, _capacity)
@@ -119,6 +121,14 @@ def connect(device: str) -> None:
                     raise
                 # The broker was shutting down.
                 _core.connect(device, str(daemon.ensure(uuid, device, _capacity)), *proofs)
+
+
+def _serve_ledger() -> None:
+    """Starts the thread that reports this process's memory to brokers, if it does not run."""
+    global _has_ledger
+    if not _has_ledger:
+        threading.Thread(target=ledger.serve, name="memsaver-ledger", daemon=True).start()
+        _has_ledger = True
 
 
 def _proofs(device: str, uuid: str) -> tuple[list[int], ...]:

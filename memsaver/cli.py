@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from memsaver import _core
+from memsaver import _core, ledger
 from memsaver.broker import daemon, discovery, job, procfs
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.chunks import PAGE
@@ -254,7 +255,7 @@ def _top(options: argparse.Namespace) -> int:
         pools = []
         for path in _paths(options.device):
             with AdminClient(path) as client:
-                pools.append(client.status())
+                pools.append(_status(client))
         if options.json:
             print(json.dumps({"pools": pools}))
             return 0
@@ -265,6 +266,16 @@ def _top(options: argparse.Namespace) -> int:
         sys.stdout.write(_CLEAR + table)
         sys.stdout.flush()
         time.sleep(_REDRAW_S)
+
+
+def _status(client: AdminClient) -> dict[str, Any]:
+    """The status of a pool, and the account of its device's memory. Read again once if the account is inconsistent."""
+    status = client.status()
+    account = ledger.of_pool(status)
+    if not account.is_consistent:
+        status = client.status()
+        account = ledger.of_pool(status)
+    return {**status, "ledger": dataclasses.asdict(account)}
 
 
 def _lines(pool: dict[str, Any]) -> list[str]:
@@ -300,4 +311,21 @@ def _lines(pool: dict[str, Any]) -> list[str]:
                 f"  {'':>8}  {'':<{width}} {region['tag'][:24]:<24} {region['state']:<9} {region['backup']:<7}"
                 + "".join(f"{gib(region[key]):>13}" for key in ("allocated_bytes", "mapped_bytes", "backup_bytes"))[1:]
             )
+    return lines + _memory_lines(pool["ledger"], width)
+
+
+def _memory_lines(account: dict[str, Any], width: int) -> list[str]:
+    """The table of the memory in use on the device of a pool, by process and kind."""
+    used = account["used_bytes"]
+    lines = [
+        "",
+        f"  in use on the device: {'unknown' if used is None else gib(used)}",
+        "",
+        f"  {'pid':>8}  {'process':<{width}} {'memory':<46}{'bytes':>12}",
+    ]
+    shown = None
+    for row in (ledger.LedgerRow(**each) for each in account["rows"]):
+        is_first, shown = row.pid != shown, row.pid
+        pid, name = ("" if row.pid is None else row.pid, row.name[:width]) if is_first else ("", "")
+        lines.append(f"  {pid:>8}  {name:<{width}} {ledger.described(row)[:46]:<46}{gib(row.bytes):>12}")
     return lines

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
 
 GIB = 1 << 30
 _UNCHANGED = "; nothing has changed"
+
+log = logging.getLogger("memsaver")
+
+
+def _no_ledger(device: str) -> tuple[list[dict[str, Any]], list[str]]:
+    return [], []
+
+
+# Returns the account of a device, as dictionaries and as lines of text. memsaver/__init__.py sets it.
+read_ledger: Callable[[str], tuple[list[dict[str, Any]], list[str]]] = _no_ledger
 
 
 class Error(RuntimeError):
@@ -41,7 +52,9 @@ class Error(RuntimeError):
         """Adds the regions that were paused before the failure to the text, and marks those without a backup."""
         if paused:
             rows = [f"{tag!r} (without a backup)" if tag in discarded else repr(tag) for tag in paused]
-            self.args = (f"{str(self).removesuffix(_UNCHANGED)}; paused before that: {', '.join(rows)}",)
+            text, *lines = str(self).split("\n")
+            text = f"{text.removesuffix(_UNCHANGED)}; paused before that: {', '.join(rows)}"
+            self.args = ("\n".join([text, *lines]),)
         if discarded:
             self.discarded = tuple(discarded)
 
@@ -67,6 +80,8 @@ class OutOfMemoryError(Error):
         outside_bytes: This process's memory on the device beyond its regions and the idle chunks that it retains:
             torch's default pool, contexts, NCCL. None if the system does not list it, or if the device's memory comes
             from a shared pool.
+        ledger: The memory in use on the device by process and kind, one dictionary each, with the fields of
+            ``LedgerRow`` (see ``memsaver.stats()``). Empty if it cannot be read.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
@@ -85,6 +100,7 @@ class OutOfMemoryError(Error):
     regions: list[dict[str, Any]]
     processes: list[tuple[int, str, int]]
     outside_bytes: int | None
+    ledger: list[dict[str, Any]]
 
 
 class RegionPausedError(Error):
@@ -361,6 +377,8 @@ def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
         fields["processes"] = [(pid, process_name(pid), nbytes) for pid, nbytes in fields["processes"]]
         fields["outside_bytes"] = _outside(fields.pop("own_bytes"), fields.pop("retained_bytes"), fields["regions"])
         message = _out_of_memory(**fields)
+        fields["ledger"], lines = _ledger(fields["device"])
+        message = "\n  ".join([message, *lines])
     if kind == "AttachedError":
         fields["holders"] = [(pid, process_name(pid)) for pid in fields["holders"]]
         names = ", ".join(f"{name} (pid {pid})" for pid, name in fields["holders"])
@@ -368,6 +386,22 @@ def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
     if kind == "WaitTimeoutError":
         message += f" (stage {fields['stage']!r}, after {fields['waited_s']:.2f} s){_UNCHANGED}"
     return _KINDS[kind](message, **fields)
+
+
+def _ledger(device: str) -> tuple[list[dict[str, Any]], list[str]]:
+    try:
+        return read_ledger(device)
+    except Exception as error:  # it must not hide the error that it belongs to
+        log.debug("no account of the memory of %s: %r", device, error)
+        return [], []
+
+
+def add_ledger(error: BaseException, device: str) -> None:
+    """Adds the account of a device's memory to torch's error, as a note. Nested regions add it once."""
+    if not getattr(error, "_has_ledger", False):
+        error._has_ledger = True  # type: ignore[attr-defined]
+        for line in _ledger(device)[1]:
+            error.add_note(line)
 
 
 def _outside(own_bytes: int | None, retained_bytes: int, regions: list[dict[str, Any]]) -> int | None:

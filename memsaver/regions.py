@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from memsaver import _core, _guests, _pool_client
+from memsaver import _core, _guests, _pool_client, ledger
 from memsaver._adapter import adapter, loaded
 from memsaver._arguments import READERS_S, Bounds, check_tag, device_name, options_by_keyword, refuse_construction
 from memsaver.errors import Error, RegionPausedError
@@ -470,6 +470,7 @@ def region(
                 found = Region._from_core(_core.region(tag, name, policy, bool(frozen), fill or _NO_FILL))
                 _regions[tag, name, policy] = found
         _observe_captures(name)
+        ledger.measure_context(name)
     for option, given, has in (("frozen", frozen, found.frozen), ("fill", fill, found.fill)):
         if given is not None and given != has:
             raise ValueError(f"{option} is {given!r}, but region {tag!r} was made with {has!r}")

@@ -6,8 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from memsaver import _core, _guests, config
+from memsaver import _core, _guests, config, ledger
 from memsaver.errors import BrokerError, process_name
+from memsaver.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class DeviceStats:
         processes: The other processes on the device, as far as NVML lists them.
         regions: The regions of this process on the device.
         pool: None if the device's memory does not come from a shared pool.
+        ledger: The account of the device's memory: every byte in use, by process.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
@@ -119,6 +121,7 @@ class DeviceStats:
     processes: list[ProcessStats]
     regions: list[RegionStats]
     pool: PoolStats | None
+    ledger: Ledger
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,7 @@ def stats() -> Stats:
         del row["device"]
         row["processes"] = _processes(row["processes"])
         row["regions"] = [RegionStats(**each) for each in row["regions"]]
-        devices[name] = DeviceStats(**row, pool=_pool(name))
+        devices[name] = DeviceStats(**row, pool=_pool(name), ledger=ledger.read(name))
     guests = [GuestStats(**each) for each in _guests.rows()]
     return Stats(devices, _core.unreleased_bytes(), config.options(), guests)
 

@@ -57,6 +57,13 @@ nb::list others(const Processes& processes) {
   return rows;
 }
 
+inline nb::list rows_of(const std::vector<Driver::Holding>& holdings) {
+  nb::list rows;
+  for (const Driver::Holding& each : holdings)
+    rows.append(nb::make_tuple(each.pid, each.bytes, each.imported ? nb::cast(*each.imported) : nb::none()));
+  return rows;
+}
+
 void bind_errors(nb::module_& module);
 void bind_regions(nb::module_& module);
 void bind_tagged(nb::module_& module);

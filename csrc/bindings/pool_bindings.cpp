@@ -69,8 +69,16 @@ void bind_pool(nb::module_& module) {
       "pool_client", [](const std::string& device) { return any_pool_of(device).client(); }, nb::call_guard<Unlocked>(),
       "device"_a);
   module.def(
-      "pool_status", [](const std::string& device) { return pool_of(device).status(); }, nb::call_guard<Unlocked>(),
-      "device"_a);
+      "pool_status",
+      [](const std::string& device, std::optional<double> timeout_s) {
+        SharedPool& pool = pool_of(device);
+        if (!timeout_s) return pool.status();
+        return pool.status(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(*timeout_s)));
+      },
+      nb::call_guard<Unlocked>(), "device"_a, "timeout_s"_a.none() = nb::none());
+  module.def(
+      "send_ledger", [](const std::string& device, const std::string& text) { any_pool_of(device).send_ledger(text); },
+      nb::call_guard<Unlocked>(), "device"_a, "text"_a);
   module.def(
       "pool_figures",
       [](const std::string& device) {

@@ -9,6 +9,7 @@
 
 #include "backup/available_memory.h"
 #include "bindings/bindings.h"
+#include "regions/ledger_queries.h"
 
 namespace memsaver {
 
@@ -75,6 +76,7 @@ void bound_waits() { exit_has_begun = true; }
 void stop_background() {
   if (!usable()) return;
   waiting_is_over = true;
+  ledger_queries().stop();
   {
     std::lock_guard lock(core().mutex);
     core().changed.notify_all();
@@ -124,6 +126,32 @@ nb::dict device_stats(const std::string& name) {
   return row;
 }
 
+// The figures of which memsaver/ledger.py makes the account of a device.
+nb::dict ledger_figures(const std::string& name) {
+  Device& device = opened(name);
+  std::optional<std::size_t> used;
+  std::vector<Driver::Holding> holdings;
+  std::size_t retained = 0, pooled = 0;
+  {
+    const Unlocked release;
+    if (const auto memory = figure([&] { return device.driver->memory(); })) used = memory->total - memory->free;
+    holdings = figure([&] { return device.driver->holdings(); }).value_or(std::vector<Driver::Holding>());
+    retained = device.retained.idle_bytes();
+    std::unique_lock lock(core().mutex);
+    SharedPool* pool = device.shared.get();
+    lock.unlock();
+    if (pool != nullptr) pooled = pool->used_bytes();
+  }
+  nb::dict row;
+  row["used_bytes"] = used;
+  row["holdings"] = rows_of(holdings);
+  row["lists_all"] = device.driver->lists_all();
+  row["regions"] = region_rows(name);
+  row["retained_bytes"] = retained;
+  row["pooled_bytes"] = pooled;
+  return row;
+}
+
 }  // namespace
 
 void bind_process(nb::module_& module) {
@@ -142,6 +170,8 @@ void bind_process(nb::module_& module) {
   module.def("virtual_clock", &use_virtual_clock, "on"_a);  // for tests
   module.def("clock", [] { return std::chrono::duration<double>(now().time_since_epoch()).count(); });
   module.def("device_stats", &device_stats, "device"_a);
+  module.def("ledger_figures", &ledger_figures, "device"_a);
+  module.def("next_ledger_query", [] { return ledger_queries().next(); }, nb::call_guard<Unlocked>());
   module.def("device_names", [] {
     std::vector<std::string> names;
     std::lock_guard lock(core().mutex);

@@ -1,6 +1,7 @@
 // The memory of a GPU, without a context.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "driver/cuda_api.h"
@@ -64,6 +65,19 @@ class CudaMemory final : public PhysicalMemory {
     std::vector<int> pids;
     for (const ProcessUse& process : compute_processes(uuid())) pids.push_back(process.pid);
     return pids;
+  }
+
+  std::vector<Driver::Holding> holdings() override {
+    std::vector<Driver::Holding> found;
+    for (const ProcessUse& use : compute_processes(uuid()))
+      if (use.bytes > 0) found.push_back({use.pid, use.bytes, std::nullopt});
+    return found;
+  }
+
+  std::optional<std::size_t> used_bytes() override {
+    const std::optional<std::size_t> free = free_memory(uuid());
+    if (!free) return std::nullopt;
+    return total_bytes() - std::min(*free, total_bytes());
   }
 
   bool under_mps() override { return mps_serves(device_); }

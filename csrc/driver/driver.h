@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -87,6 +88,13 @@ class Driver {
     int pid;
     std::size_t bytes;
   };
+  // The bytes that the system lists for a process. `imported`: the part of them that belongs to another process.
+  // nullopt: unknown.
+  struct Holding {
+    int pid;
+    std::size_t bytes;
+    std::optional<std::size_t> imported;
+  };
   using Ticket = std::shared_ptr<void>;  // a mark: covers all work that was submitted before it
 
   explicit Driver(std::string device_name) : name(std::move(device_name)) {}
@@ -99,8 +107,10 @@ class Driver {
   virtual int ordinal() const { return -1; }  // of a CUDA device, among the visible ones
   virtual std::string uuid() = 0;             // the same in every process
   virtual Memory memory() = 0;
-  virtual std::vector<Process> processes() = 0;  // with memory on this device, if the system lists them
-  virtual int host_node() = 0;                   // the nearest NUMA node; -1 if unknown
+  virtual std::vector<Process> processes() = 0;     // with memory on this device, if the system lists them
+  virtual std::vector<Holding> holdings() = 0;      // for an account of every byte, each once: memsaver/ledger.py
+  virtual bool lists_all() const { return false; }  // true: a process without a row in holdings() holds nothing
+  virtual int host_node() = 0;                      // the nearest NUMA node; -1 if unknown
   // Whether a NUMA node of the system is memory of a GPU. Backups must not be placed there.
   virtual bool gpu_memory_is_host_memory() { return false; }
 

@@ -24,14 +24,14 @@ HostChunk make_host_chunk(HostLedger& ledger, std::size_t size) {
   return {std::move(file), inode};
 }
 
-HostChunk import_host_chunk(HostLedger& ledger, int file, std::size_t size) {
+HostChunk import_host_chunk(HostLedger& ledger, int file, std::size_t size, bool adopted) {
   const struct stat status = status_of("import_fd", file);
   if (static_cast<std::size_t>(status.st_size) != size)
     throw DriverError("import_fd", kInvalidValue,
                       "the descriptor has " + std::to_string(status.st_size) + " bytes, not " + std::to_string(size));
   File copy(::fcntl(file, F_DUPFD_CLOEXEC, 0));
   if (copy.get() < 0) throw_errno("import_fd");
-  ledger.charge_imported(status.st_ino, size);
+  ledger.charge_imported(status.st_ino, size, adopted);
   return {std::move(copy), status.st_ino};
 }
 

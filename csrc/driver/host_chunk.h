@@ -19,7 +19,7 @@ struct HostChunk {
 
 // Throws ChunkUnavailable if the device is full, DriverError if a system call fails.
 HostChunk make_host_chunk(HostLedger& ledger, std::size_t size);
-// Duplicates a descriptor, whose memory must have this size.
-HostChunk import_host_chunk(HostLedger& ledger, int file, std::size_t size);
+// Duplicates a descriptor, whose memory must have this size. `adopted`: this process owns the memory from now on.
+HostChunk import_host_chunk(HostLedger& ledger, int file, std::size_t size, bool adopted = false);
 
 }  // namespace memsaver

@@ -29,6 +29,8 @@ class HostDriver final : public Driver {
   std::string uuid() override { return ledger_.uuid(); }
   Memory memory() override;
   std::vector<Process> processes() override { return ledger_.processes(); }
+  std::vector<Holding> holdings() override { return ledger_.holdings(); }
+  bool lists_all() const override { return true; }
   int host_node() override { return -1; }
 
   Address reserve(std::size_t size) override;

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <map>
 #include <optional>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "base/files.h"
@@ -57,7 +58,7 @@ struct HostLedger::Entry {
   std::uint64_t inode;
   std::uint64_t size;
   std::uint64_t start_time;
-  std::uint32_t imported;
+  Origin origin;
   std::uint32_t pid;  // 0: free. Written last, cleared first: an entry that a crash interrupts is free.
 };
 
@@ -124,16 +125,16 @@ bool HostLedger::charge(std::uint64_t inode, std::size_t size) {
     strike_dead_locked();
     if (used_locked() + size > capacity_ && !MEMSAVER_MUTANT(a_full_device_gives_more)) return false;
   }
-  enter_locked(inode, size, false);
+  enter_locked(inode, size, Origin::made);
   return true;
 }
 
-void HostLedger::charge_imported(std::uint64_t inode, std::size_t size) {
+void HostLedger::charge_imported(std::uint64_t inode, std::size_t size, bool adopted) {
   Lock lock(*this);
-  enter_locked(inode, size, true);
+  enter_locked(inode, size, adopted ? Origin::adopted : Origin::imported);
 }
 
-void HostLedger::enter_locked(std::uint64_t inode, std::size_t size, bool imported) {
+void HostLedger::enter_locked(std::uint64_t inode, std::size_t size, Origin origin) {
   Entry* table = entries();
   for (int attempt = 0; attempt < 2; ++attempt) {
     for (std::size_t i = 0; i < entry_count_; ++i) {
@@ -141,7 +142,7 @@ void HostLedger::enter_locked(std::uint64_t inode, std::size_t size, bool import
       table[i].inode = inode;
       table[i].size = size;
       table[i].start_time = start_time_;
-      table[i].imported = imported ? 1 : 0;
+      table[i].origin = origin;
       __atomic_store_n(&table[i].pid, static_cast<std::uint32_t>(::getpid()), __ATOMIC_RELEASE);
       if (i >= header_->high_water) header_->high_water = i + 1;
       return;
@@ -175,8 +176,8 @@ std::size_t HostLedger::used_locked() const {
   bool any_imported = false;
   for (std::size_t i = 0; i < header_->high_water; ++i) {
     if (table[i].pid == 0) continue;
-    if (table[i].imported == 0) bytes += table[i].size;
-    any_imported = any_imported || table[i].imported != 0;
+    if (table[i].origin == Origin::made) bytes += table[i].size;
+    any_imported = any_imported || table[i].origin != Origin::made;
   }
   if (!any_imported || MEMSAVER_MUTANT(shared_memory_counts_for_its_maker_alone)) return bytes;
   // A chunk that several processes hold counts once, as long as one of them holds it.
@@ -211,6 +212,31 @@ std::vector<Driver::Process> HostLedger::processes() {
   std::vector<Driver::Process> found;
   for (const auto& [pid, held] : bytes) found.push_back({pid, held});
   return found;
+}
+
+std::vector<Driver::Holding> HostLedger::holdings() {
+  Lock lock(*this);
+  strike_dead_locked();
+  const auto rank = [](const Entry& entry) {
+    return entry.origin == Origin::made ? 0 : entry.origin == Origin::adopted ? 1 : 2;
+  };
+  std::unordered_map<std::uint64_t, const Entry*> owners;  // by the chunk
+  const Entry* table = entries();
+  for (std::size_t i = 0; i < header_->high_water; ++i) {
+    if (table[i].pid == 0) continue;
+    const Entry*& owner = owners[table[i].inode];
+    if (owner == nullptr || rank(table[i]) < rank(*owner)) owner = &table[i];
+  }
+  std::map<int, Driver::Holding> found;
+  for (const auto& [inode, entry] : owners) {
+    const int pid = static_cast<int>(entry->pid);
+    Driver::Holding& holding = found.try_emplace(pid, Driver::Holding{pid, 0, 0}).first->second;
+    holding.bytes += entry->size;
+    if (entry->origin == Origin::imported) *holding.imported += entry->size;  // its owner has ended
+  }
+  std::vector<Driver::Holding> rows;
+  for (const auto& [pid, holding] : found) rows.push_back(holding);
+  return rows;
 }
 
 }  // namespace memsaver

@@ -29,10 +29,13 @@ class HostLedger {
   const std::string& uuid() const { return uuid_; }  // of the device, the same in every process
   // Adds an entry for a new chunk; false when the device is full. `inode` identifies the chunk across processes.
   bool charge(std::uint64_t inode, std::size_t size);
-  void charge_imported(std::uint64_t inode, std::size_t size);  // the memory exists already: never refused
-  void discharge(std::uint64_t inode);                          // removes one entry of this process
+  // The memory exists already: never refused. `adopted`: this process is its owner from now on.
+  void charge_imported(std::uint64_t inode, std::size_t size, bool adopted = false);
+  void discharge(std::uint64_t inode);  // removes one entry of this process
   std::size_t used();
   std::vector<Driver::Process> processes();
+  // Each chunk counts for one process: its owner (the maker, else an adopter), else the first that imported it.
+  std::vector<Driver::Holding> holdings();
 
  private:
   struct Header;
@@ -41,7 +44,8 @@ class HostLedger {
 
   std::size_t used_locked() const;
   void strike_dead_locked();
-  void enter_locked(std::uint64_t inode, std::size_t size, bool imported);
+  enum class Origin : std::uint32_t { made, imported, adopted };  // of an entry; in shared memory
+  void enter_locked(std::uint64_t inode, std::size_t size, Origin origin);
   Entry* entries() const;
 
   std::size_t capacity_;

@@ -25,7 +25,7 @@ class HostDeviceMemory final : public PhysicalMemory {
   }
 
   void adopt(int file, std::size_t size) override {
-    HostChunk copy = import_host_chunk(ledger_, file, size);
+    HostChunk copy = import_host_chunk(ledger_, file, size, true);
     std::lock_guard lock(mutex_);
     inodes_[file] = copy.inode;  // the caller owns the descriptor; the copy closes here
   }
@@ -40,6 +40,9 @@ class HostDeviceMemory final : public PhysicalMemory {
   }
 
   std::vector<int> compute_pids() override { return {}; }  // no kernel outlives its process
+  std::vector<Driver::Holding> holdings() override { return ledger_.holdings(); }
+  bool lists_all() const override { return true; }
+  std::optional<std::size_t> used_bytes() override { return ledger_.used(); }
   bool under_mps() override { return false; }
 
  private:

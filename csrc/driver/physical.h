@@ -7,8 +7,11 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "driver/driver.h"
 
 namespace memsaver {
 
@@ -25,6 +28,9 @@ class PhysicalMemory {
   // The processes that the system lists as computing on the device. It lists a dead process as long as its kernels may
   // run. Empty if the system provides no list.
   virtual std::vector<int> compute_pids() = 0;
+  virtual std::vector<Driver::Holding> holdings() = 0;  // see Driver; empty if the system provides no list
+  virtual bool lists_all() const { return false; }      // as in Driver
+  virtual std::optional<std::size_t> used_bytes() = 0;  // of the device, by the system's figure
   // Whether an MPS server runs the kernels of all clients. The exit of a client then does not end its kernels.
   virtual bool under_mps() = 0;
 };

@@ -207,8 +207,13 @@ Supply SharedPool::look() {
   return supply;
 }
 
-std::string SharedPool::status() {
-  return call_broker(message_of(Kind::status, {}), Clock::now() + kAnswerTimeout, "the broker", true).back().text;
+std::string SharedPool::status(Clock::duration timeout) {
+  return call_broker(message_of(Kind::status, {}), Clock::now() + timeout, "the broker", true).back().text;
+}
+
+void SharedPool::send_ledger(const std::string& text) {
+  std::lock_guard lock(mutex_);
+  if (broker_version_ >= wire::kLedgerSince) send_locked(message_of(Kind::ledger, {}, text));
 }
 
 void SharedPool::set_scrub(bool wanted) {
@@ -235,6 +240,14 @@ AttachedMemory SharedPool::attach(std::uint64_t owner, int pid, std::uint64_t re
 void SharedPool::detach(std::uint64_t attachment) {
   std::lock_guard lock(mutex_);
   detach_locked(attachment);
+}
+
+std::size_t SharedPool::used_bytes() {
+  std::lock_guard lock(mutex_);
+  std::size_t bytes = 0;
+  for (const auto& [id, entry] : chunks_)
+    if (entry.in_use) bytes += entry.size;
+  return bytes;
 }
 
 bool SharedPool::lends(Handle chunk) {

@@ -57,6 +57,7 @@ class Residents {
   virtual std::vector<Placed> attach(const std::string& key, std::uint64_t residence, std::uint64_t attachment,
                                      int pid) = 0;
   virtual void detach(std::uint64_t attachment) = 0;
+  virtual bool queried() = 0;  // the broker wants the ledger. Returns whether send_ledger() will be called
   virtual std::vector<Attached> attachments() = 0;
 };
 
@@ -100,12 +101,14 @@ class SharedPool final : public ChunkSource, private RequestHost {
   Supply look() override;
   void settle() override;
 
-  std::string status();  // of the broker: JSON
+  std::string status(Clock::duration timeout = kAnswerTimeout);  // of the broker: JSON
+  void send_ledger(const std::string& text);                     // to a broker that defines the message
   // Attaches to memory of another process. `key`: "tag\npolicy\noffset\nsize[\noffset\nsize]...". Throws Error if the
   // owner refuses, and BrokerError if there is no answer before the deadline.
   AttachedMemory attach(std::uint64_t owner, int pid, std::uint64_t residence, const std::string& key,
                         Deadline deadline);
   void detach(std::uint64_t attachment);
+  std::size_t used_bytes();  // of chunks of the pool that are in use here
   bool lends(Handle chunk);  // whether this chunk came from the pool and is in use here
 
  private:

@@ -375,6 +375,7 @@ void SharedPool::send_report() {
     message.words.insert(message.words.end(), {row.allocated, row.mapped, row.backed_up, row.state, row.policy});
     message.text += (message.words.size() > 5 ? "\n" : "") + row.tag;
   }
+  if (residents_.queried()) message.fields = {{Field::ledger, 1}};
   send(std::move(message));
 }
 

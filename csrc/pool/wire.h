@@ -43,7 +43,9 @@
 //                                                  Before the first message: 0
 //   usage     serial                               -> usage
 //   status    serial                               -> status
-//   report    {allocated, mapped, backup, state, policy}...   answers query. text: the regions' tags, joined by '\n'
+//   report    {allocated, mapped, backup, state, policy}...   answers query. text: the regions' tags, joined by '\n'.
+//             [ledger]                             `ledger` 1: a message `ledger` follows. Default: none follows
+//   ledger                                         follows report. text: JSON, see memsaver/ledger.py. Since version 5
 //   attach    serial, client, pid, residence       requests an attachment to another client's memory. text: `tag '\n'
 //                                                  policy '\n' offset '\n' size ['\n' offset '\n' size]...`
 //   attach_reply  request, attachment, more, {offset, chunk, size}...   answers attach_request; attachment 0: refused,
@@ -93,7 +95,8 @@
 namespace memsaver::wire {
 
 // See "Versions" above before you change a message.
-constexpr std::uint64_t kVersion = 4;
+constexpr std::uint64_t kVersion = 5;
+constexpr std::uint64_t kLedgerSince = 5;                     // the version of the message `ledger`
 constexpr std::uint64_t kVersionsApart = 1;                   // between a broker and a client, at most
 constexpr std::size_t kLongestPacket = std::size_t{1} << 16;  // bytes
 constexpr std::size_t kMostDescriptors = 250;                 // in one packet; the kernel allows 253
@@ -106,15 +109,17 @@ constexpr std::size_t kMostChunks = 250;                      // in one packet
           define(scrub, 11) define(usage, 12) define(status, 13) define(report, 14) define(attach, 15)               \
               define(attach_reply, 16) define(detach, 17) define(trim, 18) define(welcome, 101) define(refused, 102) \
                   define(grant, 103) define(stalled, 104) define(drop, 105) define(query, 106)                       \
-                      define(attach_request, 107) define(attached, 108) define(detached, 109) define(trimmed, 110)
+                      define(attach_request, 107) define(attached, 108) define(detached, 109) define(trimmed, 110)   \
+                          define(ledger, 20)
 
 #define MEMSAVER_REFUSALS(define)                                                                    \
   define(version, 1) define(malformed, 2) define(user, 3) define(device, 4) define(over_capacity, 5) \
       define(not_attached, 6) define(exhausted, 7) define(pid_namespace, 8) define(unsupported, 9)
 
 // Optional fields.
-#define MEMSAVER_FIELDS(define) \
-  define(oldest, 1) define(newest, 2) define(proof_1, 3) define(proof_2, 4) define(proof_3, 5) define(proof_4, 6)
+#define MEMSAVER_FIELDS(define)                                                                                   \
+  define(oldest, 1) define(newest, 2) define(proof_1, 3) define(proof_2, 4) define(proof_3, 5) define(proof_4, 6) \
+      define(ledger, 7)
 
 #define MEMSAVER_ENUMERATOR(name, number) name = (number),
 enum class Kind : std::uint32_t { MEMSAVER_MESSAGES(MEMSAVER_ENUMERATOR) };

@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 
+#include "regions/ledger_queries.h"
 #include "regions/lending.h"
 
 namespace memsaver {
@@ -61,6 +62,8 @@ void DeviceResidents::detach(std::uint64_t attachment) {
   for (Region* region : regions) region->returned(attachment);
   core().changed.notify_all();
 }
+
+bool DeviceResidents::queried() { return ledger_queries().note(device_.driver->name); }
 
 std::vector<Residents::Attached> DeviceResidents::attachments() {
   std::vector<Attached> found;

@@ -12,6 +12,7 @@ class DeviceResidents final : public Residents {
   std::vector<Placed> attach(const std::string& key, std::uint64_t residence, std::uint64_t attachment,
                              int pid) override;
   void detach(std::uint64_t attachment) override;
+  bool queried() override;
   std::vector<Attached> attachments() override;
 
  private:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from memsaver import _core, regions
+from memsaver import _core, ledger, regions
 from memsaver._adapter import adapter
 from memsaver._arguments import options_by_keyword
 from memsaver.errors import Error, RegionPausedError
@@ -144,6 +145,7 @@ def graph(
     completed = False
     try:
         with (
+            ledger.measured("graphs", home.tag, home.device) as taken,
             regions.outside(),
             torch.cuda.device(device),
             # Backward on this thread too: autograd's own may lack a cuBLAS handle, which cannot be made in a capture.
@@ -156,6 +158,7 @@ def graph(
         if not completed:
             _clean_up(device, before)
     cuda_graph._add_needs(needed)
+    weakref.finalize(cuda_graph, taken.release).atexit = False
 
 
 def _clean_up(device: torch.device, before: torch.cuda.Stream) -> None:

@@ -24,7 +24,7 @@ from memsaver._torch.checksums import Checksums
 from memsaver._torch.ipc import patches
 from memsaver._torch.pools import EntryPoints, RegionPools, keep_forever, new_pool
 from memsaver._torch.routes import routes
-from memsaver.errors import Error, RegionPausedError
+from memsaver.errors import Error, RegionPausedError, add_ledger
 from memsaver.regions import Region, owning
 
 _EMPTY_FACTORIES = {
@@ -128,6 +128,8 @@ class Router:
     def leave(self, region: Region, error: BaseException | None) -> None:
         self._pop()
         self.refresh()
+        if isinstance(error, torch.OutOfMemoryError):
+            add_ledger(error, region.device)
         if isinstance(error, torch.OutOfMemoryError) and region.state == "active" and region._core.sealed:
             raise Error(f"region {region.tag!r} is frozen and was copied meanwhile: it takes no allocations") from error
         if isinstance(error, torch.OutOfMemoryError) and region.state != "active":

@@ -31,6 +31,9 @@ class Client:
     is_user: bool = False  # of memory, unlike an admin client
     report: list[dict[str, Any]] = field(default_factory=list)
     reported_at: float | None = None
+    ledger: dict[str, Any] | None = None  # its last one, as decoded
+    ledger_at: float | None = None
+    ledger_queried_at: float | None = None  # when a ledger was announced; None: none is outstanding
     queried_at: float | None = None  # when a report was requested; None: none is outstanding
 
     @property

@@ -25,7 +25,7 @@ from memsaver.errors import gib
 log = logging.getLogger("memsaver")
 
 # Messages of admin clients, which use no memory.
-_WITHOUT_SENTINEL = {"sentinel", "usage", "status", "report", "trim", "refused"}
+_WITHOUT_SENTINEL = {"sentinel", "usage", "status", "report", "ledger", "trim", "refused"}
 
 
 class Sessions:
@@ -57,7 +57,7 @@ class Sessions:
             "scrub": lending.scrub, "trim": lending.trim,
             "attach": attachments.attach, "attach_reply": attachments.attach_reply, "detach": attachments.detach,
             "restore": attachments.restore, "attachments": attachments.attachments,
-            "usage": status.usage, "report": status.report, "status": status.status,
+            "usage": status.usage, "report": status.report, "ledger": status.ledger, "status": status.status,
             "refused": self._refused,
         }  # fmt: skip
 
@@ -172,7 +172,7 @@ class Sessions:
         if client is None:
             return
         client.connection = None
-        client.queried_at = None
+        client.queried_at = client.ledger_queried_at = None
         client.attachments = None
         reason = "has exited" if client.process.has_exited else "lost its connection to the broker"
         self._pool.queue.close_all(client)

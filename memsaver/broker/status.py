@@ -5,25 +5,38 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
+from memsaver import ledger
 from memsaver.broker import protocol
 from memsaver.broker.clients import Client, Clients
 from memsaver.broker.monitor import ProcessMonitor
 from memsaver.broker.pool import Pool
 from memsaver.broker.protocol import BACKUPS, STATES, MalformedError, Message
-from memsaver.errors import process_name
+from memsaver.errors import DriverError, process_name
+
+log = logging.getLogger("memsaver")
 
 REPORTS_S = 0.2  # time for which a status waits for reports
 _LONGEST_NAME = 100  # bytes
+_MOST_HOLDINGS = 500
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]*")
+
+
+class DeviceMemory(Protocol):
+    """The driver's figures of a device: csrc/driver/physical.h."""
+
+    def holdings(self) -> list[tuple[int, int, int | None]]: ...
+    def lists_all(self) -> bool: ...
+    def used_bytes(self) -> int | None: ...
 
 
 @dataclass(eq=False)
@@ -37,27 +50,34 @@ class StatusRequest:
 
 
 class StatusReporter:
-    """Answers requests for the status of a pool. ``device``, ``uuid``: of its memory.
+    """Answers requests for the status of a pool. ``device``, ``uuid``: of its memory. ``memory``: the driver's figures.
 
     The status is JSON::
 
         {"device": "cuda:0" or "cpu", "uuid": str, "pid": int,   # of the broker
          "capacity_bytes": int, "total_bytes": int, "idle_bytes": int, "leaving_bytes": int,
+         "device_memory": {"used_bytes": int or None, "holdings": [[pid, bytes, imported bytes or None]],
+                           "lists_all": bool},                                          # see memsaver/ledger.py
          "clients": [{"pid": int, "name": str, "held_bytes": int, "attached_bytes": int, "connected": bool,
                       "exited": bool, "kept_by": [{"pid", "name"}],   # processes that keep its memory
                       "waiting": [{"needed_bytes", "granted_bytes", "seconds"}],      # in the order of the queue
                       "report_age_s": float or None,                                  # None: no report yet
                       "regions": [{"tag", "allocated_bytes", "mapped_bytes", "backup_bytes", "state",
-                                   "backup"}]}]}
+                                   "backup"}],
+                      "ledger": {"imported_bytes": int or None, "rows": [[kind, label, state, bytes]]} or None,
+                      "ledger_age_s": float or None}]}
 
     ``total_bytes`` counts chunks that exist. Of those, ``idle_bytes`` can be granted, and ``leaving_bytes`` return to
     the driver when clients have dropped their handles.
     """
 
-    def __init__(self, pool: Pool, clients: Clients, monitor: ProcessMonitor, device: str, uuid: str) -> None:
+    def __init__(
+        self, pool: Pool, clients: Clients, monitor: ProcessMonitor, memory: DeviceMemory, device: str, uuid: str
+    ) -> None:
         self._pool = pool
         self._clients = clients
         self._monitor = monitor
+        self._memory = memory
         self._device = device
         self._uuid = uuid
         self._requests: list[StatusRequest] = []
@@ -85,13 +105,15 @@ class StatusReporter:
             "uuid": self._uuid,
             "pid": os.getpid(),
             **self._pool.describe(),
+            "device_memory": self._device_memory(),
             "clients": rows,
         }
-        # The status has to fit into one packet. If it is too long, the longest lists of regions are left out.
+        # The status has to fit into one packet. If it is too long, the longest lists of regions are left out, with the
+        # ledgers of their clients.
         while len(text := json.dumps(status, separators=(",", ":"))) > protocol.LONGEST_PACKET - 64:
-            longest = max(rows, key=lambda row: len(row["regions"]))
-            if longest["regions"]:
-                longest["regions"] = []
+            longest = max(rows, key=_length)
+            if _length(longest):
+                longest["regions"], longest["ledger"] = [], None
             else:
                 rows.pop()
         request.client.send(Message("status", (request.serial,), text))
@@ -109,7 +131,21 @@ class StatusReporter:
             "waiting": self._pool.waiting(client),
             "report_age_s": None if reported_at is None else round(time.monotonic() - reported_at, 3),
             "regions": client.report,
+            "ledger": client.ledger,
+            "ledger_age_s": None if client.ledger_at is None else round(time.monotonic() - client.ledger_at, 3),
         }
+
+    def _device_memory(self) -> dict[str, Any]:
+        memory = self._memory
+        try:
+            return {
+                "used_bytes": memory.used_bytes(),
+                "holdings": memory.holdings()[:_MOST_HOLDINGS],
+                "lists_all": memory.lists_all(),
+            }
+        except DriverError as error:
+            log.warning("the driver's figures of %s: %s", self._device, error)
+            return {"used_bytes": None, "holdings": [], "lists_all": False}
 
     # Messages of clients
 
@@ -140,6 +176,23 @@ class StatusReporter:
         client.report = rows
         client.reported_at = time.monotonic()
         client.queried_at = None
+        if message.fields.get("ledger") and client.ledger_queried_at is None:
+            client.ledger_queried_at = client.reported_at
+        # A client whose ledger missed the last deadline is not waited for: a thread of it may hold the GIL for long.
+        announced_at = client.ledger_queried_at
+        if announced_at is None or client.reported_at >= announced_at + REPORTS_S:
+            self._stop_waiting(client)
+
+    def ledger(self, client: Client, message: Message) -> None:
+        try:
+            client.ledger = ledger.decoded(message.text)
+        except ValueError as error:
+            raise MalformedError(str(error)) from None
+        client.ledger_at = time.monotonic()
+        client.ledger_queried_at = None
+        self._stop_waiting(client)
+
+    def _stop_waiting(self, client: Client) -> None:
         for request in self._requests:
             request.awaited.discard(client)
 
@@ -155,6 +208,10 @@ class StatusReporter:
             if now < each.queried_at + REPORTS_S:  # a client that missed the last deadline is not waited for
                 awaited.add(each)
         self._requests.append(StatusRequest(client, message.words[0], now + REPORTS_S, awaited))
+
+
+def _length(row: dict[str, Any]) -> int:
+    return len(row["regions"]) + (len(row["ledger"]["rows"]) if row["ledger"] is not None else 0)
 
 
 def _name(pid: int) -> str:

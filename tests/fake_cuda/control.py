@@ -29,6 +29,7 @@ for _name, _result, _arguments in (
     ("fake_retained", _int, [_int]),
     ("fake_access", _u64, [_u64, ctypes.c_size_t]),
     ("fake_used_bytes", _u64, [_int]),
+    ("fake_take", None, [_int, ctypes.c_int64]),
     ("fake_reserved_bytes", _u64, []),
     ("fake_mapped_bytes", _u64, []),
     ("fake_registered_bytes", _u64, []),
@@ -148,6 +149,11 @@ def access(address: int, nbytes: int) -> list[int]:
 
 def used_bytes(device: int = 0) -> int:
     return int(_fake.fake_used_bytes(device))
+
+
+def take(device: int, nbytes: int) -> None:
+    """Takes memory of a device without a handle, as cudaMalloc does. Negative: gives it back."""
+    _fake.fake_take(device, nbytes)
 
 
 def reserved_bytes() -> int:

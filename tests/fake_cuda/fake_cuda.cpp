@@ -116,7 +116,8 @@ struct Memory {  // one allocation handle, or several of one file
   ino_t inode = 0;
   std::size_t handles = 0;
   std::size_t mappings = 0;
-  bool counted = true;  // in the used bytes of the device: chunks of another process are counted there
+  AllocationHandle maker = 0;  // the handle of cuMemCreate, until its release
+  bool counted = true;         // in the used bytes of the device: chunks of another process are counted there
 };
 
 struct Mapping {
@@ -142,6 +143,9 @@ struct Fake {
   const bool mig = number_of("FAKE_CUDA_MIG", 0) != 0;
   const bool mps = number_of("FAKE_CUDA_MPS", 0) != 0;
   const bool nvml = number_of("FAKE_CUDA_NO_NVML", 0) == 0;
+  const bool lists_imported = number_of("FAKE_CUDA_LISTS_IMPORTED", 1) != 0;
+  const std::size_t occupied = bytes_of("FAKE_CUDA_OCCUPIED", "0");  // on each device, by others
+  const std::size_t context_bytes = bytes_of("FAKE_CUDA_CONTEXT", "0");
   const long numa = number_of("FAKE_CUDA_NUMA", -1);  // the node of device 0's memory; the next ones follow
   const long numa_first = number_of("FAKE_CUDA_NUMA_FIRST", 0);
   const long host_node = number_of("FAKE_CUDA_HOST_NODE", -1);
@@ -150,7 +154,8 @@ struct Fake {
   std::map<std::string, long> delays;  // microseconds
 
   Primary contexts[kMostDevices];
-  std::size_t used[kMostDevices] = {};
+  std::size_t used[kMostDevices] = {};   // of handles
+  std::size_t taken[kMostDevices] = {};  // of this process without handles, as of cudaMalloc and of modules
   int files[kMostDevices];
   off_t next_offset[kMostDevices] = {};
 
@@ -189,6 +194,23 @@ struct Fake {
       const auto parts = split(each, "=");
       if (parts.size() == 2) delays[parts[0]] = std::strtol(parts[1].c_str(), nullptr, 10);
     }
+  }
+
+  std::size_t context_of(int device) const { return contexts[device].retained > 0 ? context_bytes : 0; }
+
+  std::size_t all_used(int device) const { return used[device] + taken[device] + context_of(device) + occupied; }
+
+  // What NVML lists for this process.
+  std::size_t listed(int device) const {
+    std::set<const Memory*> seen;
+    for (const auto& [handle, memory] : handles) seen.insert(memory.get());
+    for (const auto& [address, mapping] : mapped) seen.insert(mapping.memory.get());
+    std::size_t bytes = taken[device] + context_of(device);
+    for (const Memory* memory : seen) {
+      const bool imported = !memory->counted || (memory->maker == 0 && memory->handles > 0);
+      if (memory->device == device && (lists_imported || !imported)) bytes += memory->size;
+    }
+    return bytes;
   }
 
   bool exists(int device) const { return device >= 0 && device < devices; }
@@ -478,7 +500,7 @@ Result cuThreadExchangeStreamCaptureMode(int* mode) {
 Result cuMemGetInfo(std::size_t* free, std::size_t* total) {
   FAKE_ENTER_CONTEXT("cuMemGetInfo");
   *total = all.total;
-  *free = all.total - all.used[stack.back()->device];
+  *free = all.total - all.all_used(stack.back()->device);
   return call.end();
 }
 
@@ -521,12 +543,12 @@ Result cuMemCreate(AllocationHandle* handle, std::size_t size, const AllocationP
   const bool exportable = properties->handle_types == kHandlePosixFd;
   if (exportable && all.export_refusal != kSuccess) return all.export_refusal;
   const int device = properties->location.id;
-  if (size > all.total - all.used[device]) return codes::kOutOfMemory;
+  if (size > all.total - all.all_used(device)) return codes::kOutOfMemory;
   all.used[device] += size;
   auto memory = std::make_shared<Memory>(Memory{device, size, -1, all.next_offset[device], exportable});
   all.next_offset[device] += static_cast<off_t>(size);
   memory->handles = 1;
-  *handle = ++all.last_handle;
+  *handle = memory->maker = ++all.last_handle;
   all.handles[*handle] = std::move(memory);
   return call.end();
 }
@@ -538,6 +560,7 @@ Result cuMemRelease(AllocationHandle handle) {
   const auto memory = found->second;
   all.handles.erase(found);
   --memory->handles;
+  if (memory->maker == handle) memory->maker = 0;
   all.drop_if_unused(memory);
   return call.end();
 }
@@ -870,7 +893,7 @@ int nvmlDeviceGetMemoryInfo(void* device, NvmlMemory* memory) {
   Fake& all = fake();
   Call call("nvmlDeviceGetMemoryInfo");
   if (call.refusal() != kSuccess) return call.refusal();
-  const std::size_t used = all.used[static_cast<Primary*>(device)->device];
+  const std::size_t used = all.all_used(static_cast<Primary*>(device)->device);
   *memory = {all.total, all.total - used, used};
   return 0;
 }
@@ -882,8 +905,8 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void* device, unsigned* count, NvmlP
   if (call.refusal() != kSuccess) return call.refusal();
   const auto* context = static_cast<Primary*>(device);
   std::vector<NvmlProcess> found;
-  if (context->retained > 0 || all.used[context->device] > 0)
-    found.push_back({static_cast<unsigned>(::getpid()), all.used[context->device], 0, 0});
+  if (context->retained > 0 || all.listed(context->device) > 0)
+    found.push_back({static_cast<unsigned>(::getpid()), all.listed(context->device), 0, 0});
   for (const std::string& each : split(all.processes, ",")) {
     const auto parts = split(each, ":");
     if (parts.size() == 3 && std::atoi(parts[0].c_str()) == context->device)
@@ -1011,6 +1034,13 @@ std::uint64_t fake_used_bytes(int device) {
   Fake& all = fake();
   const Lock lock(all.mutex);
   return all.used[device];
+}
+
+// Takes memory of a device for this process without a handle, as cudaMalloc does; negative: gives it back.
+void fake_take(int device, std::int64_t bytes) {
+  Fake& all = fake();
+  const Lock lock(all.mutex);
+  all.taken[device] += static_cast<std::size_t>(bytes);
 }
 
 std::uint64_t fake_reserved_bytes() {

@@ -178,6 +178,34 @@ def test_call_that_older_broker_does_not_define_raises_and_process_stays_connect
         worker.run("memsaver.pause(); memsaver.resume(); held.check()")
 
 
+def test_ledger_is_not_sent_to_older_broker() -> None:
+    program = textwrap.dedent(OTHER_VERSION).format(change=-1, kind=UNKNOWN_KIND, field=UNKNOWN_FIELD)
+    program = program.replace(
+        'del _core.MESSAGES["status"], _core.MESSAGES["trim"]', 'del _core.MESSAGES["ledger"], _core.FIELDS["ledger"]'
+    )
+    record = """
+handle = sessions.Sessions.handle
+def note(self, connection, message):
+    if not message.is_defined:
+        Path(os.environ["MEMSAVER_POOL_DIR"], "unknown").write_text(message.kind)
+    return handle(self, connection, message)
+sessions.Sessions.handle = note
+from memsaver import cli
+"""
+    program = program.replace("from memsaver import cli\n", record)
+    with Running() as broker:
+        broker.kill()
+        broker.program = ["-c", program]
+        broker.start()
+        with Worker(broker, f"held = hold('a', {PAGE}, 'host', 1)") as worker:
+            until(lambda: [each["tag"] for each in broker.row(worker.pid)["regions"]] == ["a"])
+            assert broker.row(worker.pid)["ledger"] is None
+            worker.run("memsaver.pause(); memsaver.resume(memory_timeout=60); held.check()")
+            assert broker.row(worker.pid)["held_bytes"] == PAGE
+            assert not (broker.directory / "unknown").exists()
+        assert broker.process.poll() is None
+
+
 @pytest.mark.parametrize(("change", "upgraded"), [(-2, "broker"), (2, "client")])
 def test_process_is_refused_by_broker_without_common_version(change: int, upgraded: str) -> None:
     with running(change) as broker:

@@ -1,0 +1,72 @@
+"""torch's memory outside of regions, for the account of a device."""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+import torch
+
+from memsaver import _core
+from memsaver._torch.pools import DEFAULT_POOL, snapshot
+
+_MOST_BLOCKS = 20_000  # of which a list is made: some 16 ms with the GIL held (0.8 us for a block, see docs/design.md)
+
+Part = tuple[str, str, str, int]  # as in memsaver/ledger.py
+
+
+def outside_bytes(device: str) -> int:
+    """Bytes of torch's segments outside of regions, allocated or cached."""
+    stats = _stats(device)
+    return 0 if stats is None else _current(stats, "reserved_bytes") - sum(size for _, size in _segments(device))
+
+
+def parts(device: str) -> list[Part]:
+    """torch's memory outside of regions: what tensors have, and what torch keeps for later ones.
+
+    torch counts bytes over all of its pools. If there are segments in regions, a list of torch's segments tells the two
+    apart. It takes time for each block, so with many blocks there is one row for both.
+    """
+    stats = _stats(device)
+    if stats is None:
+        return []
+    inside = _segments(device)
+    reserved, allocated = _current(stats, "reserved_bytes"), _current(stats, "allocated_bytes")
+    if inside:
+        reserved -= sum(size for _, size in inside)
+        if not reserved:
+            return []
+        if _current(stats, "allocation") + _current(stats, "inactive_split") > _MOST_BLOCKS:
+            return [("torch", "", "", reserved)]
+        outside = _outside(torch.device(device), inside)
+        reserved = sum(segment["total_size"] for segment in outside)
+        allocated = sum(segment["allocated_size"] for segment in outside)
+    return [("torch allocated", "", "", allocated), ("torch cached", "", "", reserved - allocated)]
+
+
+def _outside(device: torch.device, inside: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """torch's segments that lie in no region. ``inside``: the parts of regions in use, by address."""
+    begins = [begin for begin, _ in inside]
+
+    def is_inside(address: int) -> bool:
+        at = bisect.bisect_right(begins, address) - 1
+        return at >= 0 and address < inside[at][0] + inside[at][1]
+
+    segments = [segment for segment in snapshot(DEFAULT_POOL) if segment["device"] == device.index]
+    return [segment for segment in segments if not is_inside(segment["address"])]
+
+
+def _stats(device: str) -> dict[str, Any] | None:
+    """torch's figures of a device. None: torch has not used it."""
+    if not device.startswith("cuda:") or not torch.cuda.is_initialized():
+        return None
+    return dict(torch.cuda.memory_stats_as_nested_dict(torch.device(device))) or None
+
+
+def _current(stats: dict[str, Any], name: str) -> int:
+    return int(stats[name]["all"]["current"])
+
+
+def _segments(device: str) -> list[tuple[int, int]]:
+    """(address, bytes) of the segments in regions on a device, by address; neighbours are joined."""
+    return sorted(each for region in _core.regions() if region.device == device for each in region.live())

@@ -1,0 +1,276 @@
+"""The account of a device of which several processes share a pool: each chunk counts once."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import memsaver
+from memsaver import ledger
+from memsaver.broker import protocol
+from memsaver.broker.admin import AdminClient
+from memsaver.broker.protocol import Message
+from memsaver.ledger import Ledger
+from tests.broker_support import PATIENCE_S, Client, Running
+from tests.pool_support import Worker, until
+from tests.support import MIB, PAGE, Peer
+
+MEDIUM = 32 * MIB
+Sums = dict[tuple[int | None, str, str], int]  # bytes by pid, kind and label
+
+
+@pytest.fixture
+def broker() -> Iterator[Running]:
+    with Running() as running:
+        yield running
+
+
+@pytest.fixture
+def one(broker: Running) -> Iterator[Worker]:
+    with Worker(broker, f"a = hold('a', {40 * MIB})", f"b = hold('b', {8 * MIB}, 'host'); b.region.pause()") as worker:
+        yield worker
+
+
+@pytest.fixture
+def two(broker: Running) -> Iterator[Worker]:
+    with Worker(broker, f"c = hold('c', {100 * MIB})") as worker:
+        yield worker
+
+
+def sums(found: Ledger) -> Sums:
+    rows: Sums = {}
+    for row in found.rows:
+        rows[row.pid, row.kind, row.label] = rows.get((row.pid, row.kind, row.label), 0) + row.bytes
+    return rows
+
+
+def seen_by_broker(broker: Running) -> Ledger:
+    return ledger.of_pool(broker.status())
+
+
+def seen_by(worker: Worker) -> Ledger:
+    """The account in the stats() of a client."""
+    text = worker.run("import json; print(json.dumps(memsaver.stats().asdict()['devices']['cpu']['ledger']))")
+    found = json.loads(text)
+    return Ledger(found["used_bytes"], [ledger.LedgerRow(**row) for row in found["rows"]], found["is_consistent"])
+
+
+def used_bytes(worker: Worker) -> int:
+    return int(worker.run("print(used_bytes())"))
+
+
+def mapped(worker: Worker, tag: str) -> int:
+    return int(worker.run(f"print(memsaver.region({tag!r}).mapped_bytes)"))
+
+
+def when(see: Callable[[], Ledger], expected: Sums) -> Ledger:
+    """An account with these rows. A client on a loaded machine may report later than the broker waits for it."""
+    found = see()
+    deadline = time.monotonic() + PATIENCE_S
+    while sums(found) != expected and time.monotonic() < deadline:
+        found = see()
+    assert sums(found) == expected
+    return found
+
+
+def check_everywhere(broker: Running, expected: Sums, *workers: Worker) -> None:
+    """The broker and its clients have these rows, whose sum is the driver's figure."""
+    for see in (partial(seen_by_broker, broker), *(partial(seen_by, worker) for worker in workers)):
+        found = when(see, expected)
+        assert sum(row.bytes for row in found.rows) == found.used_bytes == used_bytes(workers[0])
+        assert found.is_consistent
+
+
+def test_regions_idle_chunks_and_other_memory_of_clients(broker: Running, one: Worker, two: Worker) -> None:
+    two.run(f"handle = _core.open_driver('cpu').create({4 * MIB})")
+    two.run("memsaver.configure(retain='1GiB')")  # of the driver's chunks alone
+    idle = broker.status()["idle_bytes"]
+    assert idle >= 8 * MIB
+    expected: Sums = {
+        (one.pid, "region", "a"): mapped(one, "a"),
+        (two.pid, "region", "c"): mapped(two, "c"),
+        (two.pid, "unknown", ""): 4 * MIB,
+        (broker.process.pid, "pool idle", ""): idle,
+    }
+    check_everywhere(broker, expected, one, two)
+
+
+def test_memory_from_before_the_pool_is_in_the_same_rows(broker: Running) -> None:
+    with Worker(broker, f"a = hold('a', {40 * MIB})", MEMSAVER_POOL="process") as worker:
+        worker.run("memsaver.configure(retain='1GiB'); b = hold('b', 8 << 20); b.region.pause()")
+        worker.run(f"memsaver.configure(pool='shared'); c = hold('c', {6 * MIB})")
+        retained = int(worker.run("print(_core.ledger_figures('cpu')['retained_bytes'])"))
+        assert retained > 0
+        expected: Sums = {
+            (worker.pid, "region", "a"): mapped(worker, "a"),
+            (worker.pid, "region", "c"): mapped(worker, "c"),
+            (worker.pid, "retained", ""): retained,
+        }
+        check_everywhere(broker, expected, worker)
+
+
+def test_memory_that_another_process_is_attached_to_counts_for_its_owner(
+    broker: Running, one: Worker, two: Worker
+) -> None:
+    expected: Sums = {
+        (one.pid, "region", "a"): mapped(one, "a"),
+        (two.pid, "region", "c"): mapped(two, "c"),
+        (broker.process.pid, "pool idle", ""): broker.status()["idle_bytes"],
+    }
+    one.run("tensor = memsaver.region('a').empty(1000)")
+    token = one.run("import pickle; print(pickle.dumps(memsaver.share(tensor)).hex())")
+    two.run(f"import pickle, contextlib; token = pickle.loads(bytes.fromhex('{token}'))")
+    two.run("stack = contextlib.ExitStack(); view = stack.enter_context(memsaver.attach(token))")
+    assert broker.row(two.pid)["attached_bytes"] > 0
+    expected[one.pid, "region", "a"] = mapped(one, "a")
+    check_everywhere(broker, expected, one, two)
+    two.run("stack.close()")
+
+
+def test_a_process_outside_of_the_pool_sees_each_byte_once(broker: Running, one: Worker) -> None:
+    with Peer(MEMSAVER_HOST_DEVICE=broker.environment["MEMSAVER_HOST_DEVICE"]) as peer:
+        peer.run("import json; region = memsaver.region('mine', device='cpu')")
+        peer.run(f"handle = _core.open_driver('cpu').create({4 * MIB})")
+        text = peer.run("print(json.dumps(memsaver.stats().asdict()['devices']['cpu']['ledger']))")
+        found = json.loads(text)
+        total = broker.status()["total_bytes"]
+        assert [(row["pid"], row["kind"], row["bytes"]) for row in found["rows"]] == [
+            (peer.pid, "unknown", 4 * MIB), (broker.process.pid, "process", total),
+        ]  # fmt: skip
+        assert found["used_bytes"] == used_bytes(one) == total + 4 * MIB
+        expected: Sums = {
+            (one.pid, "region", "a"): mapped(one, "a"),
+            (peer.pid, "process", ""): 4 * MIB,
+            (broker.process.pid, "pool idle", ""): broker.status()["idle_bytes"],
+        }
+        check_everywhere(broker, expected, one)
+
+
+def test_chunks_of_a_broker_that_died_count_for_their_holders(broker: Running, one: Worker, two: Worker) -> None:
+    regions: Sums = {
+        (one.pid, "region", "a"): mapped(one, "a"),
+        (two.pid, "region", "c"): mapped(two, "c"),
+    }
+    broker.kill()
+    until(lambda: one.run("print(_core.connected('cpu'))") == "False")
+    until(lambda: used_bytes(one) == sum(regions.values()))  # the clients drop their handles of idle chunks
+    found = seen_by(one)
+    assert sums(found) == {
+        (one.pid, "region", "a"): mapped(one, "a"),
+        (two.pid, "process", ""): mapped(two, "c"),
+    }
+    assert found.is_consistent and found.used_bytes == used_bytes(one)
+    broker.start()
+    until(lambda: {row["pid"] for row in broker.status()["clients"]} == {one.pid, two.pid})
+    until(lambda: broker.status()["total_bytes"] == sum(regions.values()))
+    check_everywhere(broker, regions, one, two)
+
+
+def test_other_figures_of_a_client_arrive_with_the_status(broker: Running, one: Worker) -> None:
+    one.run("from memsaver import ledger")
+    one.run(f"handle = _core.open_driver('cpu').create({6 * MIB})")
+    one.run(f"ledger.torch_parts = lambda device: [('torch cached', '', '', {4 * MIB})]")
+    expected: Sums = {
+        (one.pid, "region", "a"): mapped(one, "a"),
+        (one.pid, "torch cached", ""): 4 * MIB,
+        (one.pid, "unknown", ""): 2 * MIB,
+        (broker.process.pid, "pool idle", ""): broker.status()["idle_bytes"],
+    }
+    check_everywhere(broker, expected, one)
+    client = broker.row(one.pid)
+    assert client["ledger"] == {"imported_bytes": 0, "rows": [["torch cached", "", "", 4 * MIB]]}
+    assert client["ledger_age_s"] >= 0
+
+
+def test_a_client_that_holds_the_gil_has_its_last_report(broker: Running, one: Worker, tmp_path: Path) -> None:
+    """Its regions are as they are now, since no thread needs the GIL for them."""
+    check = {(one.pid, "region", "a"): mapped(one, "a")}
+    until(lambda: broker.row(one.pid)["ledger"] is not None)
+    assert sums(seen_by_broker(broker)).items() >= check.items()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    one.run(f"import ctypes, os; file = os.open({str(pipe)!r}, os.O_RDWR); python = ctypes.PyDLL(None)")
+    one.send("python.read(file, ctypes.create_string_buffer(1), 1)")  # with the GIL
+    for _ in range(3):
+        found = broker.status()
+    assert sums(ledger.of_pool(found)).items() >= check.items()
+    with pipe.open("wb") as file:
+        file.write(b"1")
+    one.answer()
+    assert sums(seen_by_broker(broker)).items() >= check.items()
+
+
+def test_top_shows_the_rows(broker: Running, one: Worker) -> None:
+    until(lambda: broker.row(one.pid)["ledger"] is not None)  # from here on it has a report, which may be older
+    done = broker.run("top")
+    assert done.returncode == 0, done.stderr
+    used = memsaver.errors.gib(used_bytes(one))
+    size = memsaver.errors.gib(mapped(one, "a"))
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert f"in use on the device: {used}" in lines
+    assert any(line.startswith(f"{one.pid} ") and line.endswith(f"region a (active) {size}") for line in lines), lines
+    [pool] = json.loads(broker.run("top", "--json").stdout)["pools"]
+    assert sum(row["bytes"] for row in pool["ledger"]["rows"]) == pool["ledger"]["used_bytes"] == used_bytes(one)
+    assert {"capacity_bytes", "idle_bytes", "clients"} <= set(pool)
+
+
+def test_an_error_of_a_client_has_the_rows_of_all(broker: Running, one: Worker, two: Worker) -> None:
+    until(lambda: broker.row(two.pid)["ledger"] is not None)
+    text = one.fails("memsaver.region('a').empty(1 << 40)")
+    size = memsaver.errors.gib(mapped(two, "c"))
+    assert f"(pid {two.pid}) {size}: region c (active) {size}" in text
+    one.run("import json")
+    rows = json.loads(one.run("print(json.dumps(repickled(error).ledger))"))
+    assert sum(row["bytes"] for row in rows) == used_bytes(one)
+
+
+# Messages of clients
+
+
+def test_a_client_without_a_ledger_has_a_row_of_its_chunks(broker: Running) -> None:
+    """As a client of an older version."""
+    client = Client(broker.path, version=protocol.VERSION - 1)
+    broker.clients.append(client)
+    client.want(2 * MEDIUM, MEDIUM)
+    client.take(2 * MEDIUM)
+    client.say("report", 2 * MEDIUM, 2 * MEDIUM, 0, 0, 0, text="kv")
+    expected: Sums = {(os.getpid(), "pool held", ""): 2 * MEDIUM}
+    assert when(partial(seen_by_broker, broker), expected).is_consistent
+
+
+def test_a_status_waits_for_an_announced_ledger(broker: Running) -> None:
+    client = broker.client()
+    text = json.dumps({"imported_bytes": None, "rows": [["context", "", "", PAGE]]})
+    with AdminClient(broker.path) as admin:
+        admin._channel.settimeout(PATIENCE_S)
+        protocol.send(admin._channel, Message("status", (7,)).encode())
+        client.hear("query")
+        client.say_raw(Message("report", fields={"ledger": 1}).encode())
+        client.say("ledger", text=text)
+        status = json.loads(admin._receive().text)
+    assert [row["ledger"] for row in status["clients"]] == [json.loads(text)]
+
+
+def test_a_malformed_ledger_ends_its_connection_alone(broker: Running, one: Worker) -> None:
+    client = broker.client()
+    client.say("ledger", text="[" * 10_000)
+    assert client.is_refused()[0] == "malformed"
+    other = broker.client()
+    other.say("ledger", text='{"imported_bytes": 0, "rows": [["a"]]}')
+    assert other.is_refused()[0] == "malformed"
+    assert broker.row(one.pid)["connected"]
+
+
+def test_a_status_that_is_too_long_leaves_ledgers_out(broker: Running) -> None:
+    rows = [["x" * 100, "y" * 100, "z" * 100, each] for each in range(ledger.MOST_ROWS)]
+    clients = [broker.client() for _ in range(4)]
+    for client in clients:
+        client.say("ledger", text=json.dumps({"imported_bytes": 0, "rows": rows}))
+    found = [row["ledger"] for row in broker.status()["clients"]]
+    assert len(found) == 4 and None in found and any(found)

@@ -1,0 +1,591 @@
+"""The account of a device's memory: every byte in use, once, by process and kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import memsaver
+from memsaver import _core, errors, ledger
+from memsaver._torch import ledger as torch_ledger
+from memsaver.ledger import Device, LedgerRow, PoolTotal, Report, account
+from tests.fake_cuda import run_on_fake
+from tests.support import GIB, MIB, PAGE, Fill, Peer, blocks
+
+Make = Callable[..., memsaver.Region]
+
+
+@pytest.fixture(autouse=True)
+def no_other_memory() -> None:
+    """Tests of this file count all memory of their device. Regions of other files may be active in this process."""
+    for region in memsaver.regions.all_regions():
+        if region.state == "active":
+            region.pause()
+
+
+def of_device() -> ledger.Ledger:
+    return memsaver.stats().devices["cpu"].ledger
+
+
+def used_bytes() -> int:
+    free, total = _core.open_driver("cpu").memory()
+    return int(total - free)
+
+
+def by_kind(found: ledger.Ledger) -> dict[tuple[int | None, str], int]:
+    """Bytes by pid and kind."""
+    sums: dict[tuple[int | None, str], int] = {}
+    for row in found.rows:
+        sums[row.pid, row.kind] = sums.get((row.pid, row.kind), 0) + row.bytes
+    return sums
+
+
+def check_sum(found: ledger.Ledger) -> None:
+    assert sum(row.bytes for row in found.rows) == found.used_bytes == used_bytes()
+    assert found.is_consistent
+
+
+# One process
+
+
+def test_regions_and_retained_chunks_are_rows(make: Make) -> None:
+    memsaver.configure(retain="1GiB")
+    active, paused = make(), make("host")
+    held = blocks(active, [40 * MIB]) + blocks(paused, [32 * MIB])
+    paused.pause()
+    found = of_device()
+    check_sum(found)
+    me = os.getpid(), errors.process_name(os.getpid())
+    assert found.rows == [
+        LedgerRow(*me, "region", active.tag, "active", active.mapped_bytes),
+        LedgerRow(*me, "retained", "", "", memsaver.stats().devices["cpu"].retained_bytes),
+    ]
+    del held
+
+
+def test_memory_beside_all_rows_is_unknown(make: Make) -> None:
+    held = blocks(make(), [2 * MIB])
+    free = _core.open_driver("cpu").memory()[0]
+    with Fill(leave=free - 6 * PAGE):
+        found = of_device()
+        check_sum(found)
+        mapped = held[0].region.mapped_bytes
+        assert by_kind(found) == {(os.getpid(), "region"): mapped, (os.getpid(), "unknown"): 6 * PAGE}
+
+
+STEPS = ("grow", "free", "pause", "resume", "retain", "outside")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 2))))
+def test_each_byte_has_one_row_after_any_calls(steps: list[tuple[str, int]]) -> None:
+    regions = [memsaver.region(f"ledger{each}", device="cpu", backup="host") for each in range(3)]
+    driver = _core.open_driver("cpu")
+    held: list[list[Any]] = [[], [], []]
+    outside: list[int] = []
+    try:
+        for step, at in steps:
+            region = regions[at]
+            if step == "grow" and region.state == "active":
+                held[at] += blocks(region, [(at + 1) * 3 * MIB])
+            elif step == "free" and held[at]:
+                held[at].pop()
+            elif step in ("pause", "resume"):
+                getattr(region, step)()
+            elif step == "retain":
+                memsaver.configure(retain=at * 8 * MIB)
+            elif step == "outside":
+                outside.append(driver.create(PAGE))
+            mapped = sum(each.mapped_bytes for each in memsaver.regions.all_regions() if each.device == "cpu")
+            expected = {"region": mapped, "unknown": len(outside) * PAGE}
+            expected["retained"] = memsaver.stats().devices["cpu"].retained_bytes
+            found = of_device()
+            check_sum(found)
+            sums = by_kind(found)
+            assert sums == {(os.getpid(), kind): nbytes for kind, nbytes in expected.items() if nbytes}
+    finally:
+        for handle in outside:
+            driver.release(handle)
+        memsaver.configure(retain=0)
+        for region in regions:
+            region.resume()
+
+
+class Cache(memsaver.Guest):
+    held = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.held
+
+
+def test_a_guest_has_a_row(tag: str) -> None:
+    guest = Cache("connections", tags=tag)
+    guest.held = 2 * PAGE
+    memsaver.register(guest)
+    memsaver.region(tag, device="cpu")
+    handle = _core.open_driver("cpu").create(2 * PAGE)
+    try:
+        found = of_device()
+        check_sum(found)
+        name = errors.process_name(os.getpid())
+        assert found.rows == [LedgerRow(os.getpid(), name, "guest", "connections", "here", 2 * PAGE)]
+        guest.held = 3 * PAGE  # more than there is
+        found = of_device()
+        assert [(row.kind, row.bytes) for row in found.rows] == [("guest", 3 * PAGE), ("unknown", -PAGE)]
+        assert not found.is_consistent and sum(row.bytes for row in found.rows) == used_bytes()
+    finally:
+        memsaver.unregister(guest)
+        _core.open_driver("cpu").release(handle)
+
+
+# Several processes
+
+
+def test_memory_of_a_process_without_a_broker_is_one_row(make: Make) -> None:
+    held = blocks(make(), [2 * MIB])
+    with Peer() as user, Peer() as other:
+        user.run("region = memsaver.region('theirs', device='cpu'); held = region._core.allocate_array(64 << 20)")
+        other.run("driver = _core.open_driver('cpu'); handle = driver.create(4 << 20)")
+        found = of_device()
+        check_sum(found)
+        theirs = int(user.run("print(region.mapped_bytes)"))
+        assert by_kind(found) == {
+            (os.getpid(), "region"): held[0].region.mapped_bytes,
+            (user.pid, "process"): theirs,
+            (other.pid, "process"): 4 * MIB,
+        }
+        user.run("region.pause()")
+        assert (user.pid, "process") not in by_kind(of_device())
+
+
+# The account of made-up figures
+
+DRIVER_S = 300  # bytes that the driver itself has
+
+
+def test_imported_memory_that_the_driver_lists_counts_for_its_owner() -> None:
+    """Two processes map a chunk of 100 bytes. The driver lists it for the owner, or for both."""
+    for listed, imported in ((50, 0), (150, 100)):
+        owner = Report(1, "owner", [("region", "kv", "active", 100)], 0)
+        other = Report(2, "other", [("context", "", "", 40)], imported)
+        device = Device(100 + 50 + DRIVER_S, [(1, 100, None), (2, listed, None)], False)
+        found = account(device, [owner, other], None)
+        assert by_kind(found) == {
+            (1, "region"): 100, (2, "context"): 40, (2, "unknown"): 10, (None, "unlisted"): DRIVER_S,
+        }  # fmt: skip
+        assert found.is_consistent
+
+
+def test_chunks_of_a_pool_count_for_their_holder_or_as_idle() -> None:
+    """The driver lists a pool of 100 bytes for its clients' handles, for its broker, or for no process."""
+    for holdings, imported in (
+        ([(1, 70, None), (2, 90, None)], (60, 80)),  # handles of chunks that they returned count as well
+        ([(1, 10, None), (2, 10, None), (9, 100, None)], (0, 0)),
+        ([(1, 10, None), (2, 10, None)], (0, 0)),
+    ):
+        one = Report(1, "one", [("region", "a", "active", 60)], imported[0], pooled=60)
+        two = Report(2, "two", [("region", "b", "active", 20)], imported[1], pooled=20)
+        found = account(Device(100 + 20 + DRIVER_S, holdings, False), [one, two], PoolTotal(9, "broker", 100))
+        assert by_kind(found) == {
+            (1, "region"): 60, (1, "unknown"): 10, (2, "region"): 20, (2, "unknown"): 10, (9, "pool idle"): 20,
+            (None, "unlisted"): DRIVER_S,
+        }  # fmt: skip
+
+
+def test_memory_of_a_process_that_the_driver_does_not_list_is_unlisted() -> None:
+    one = Report(1, "one", [("region", "a", "active", 60)])
+    found = account(Device(100, [], False), [one], None)
+    assert by_kind(found) == {(1, "region"): 60, (None, "unlisted"): 40}
+    found = account(Device(100, [(1, 90, None)], False), [one], None)  # unknown whether imported memory is in it
+    assert by_kind(found) == {(1, "region"): 60, (None, "unlisted"): 40}
+
+
+def test_a_client_that_reports_nothing_has_a_row_of_its_chunks() -> None:
+    old = Report(1, "old", None, None, pooled=60)
+    found = account(Device(100, [], False), [old], PoolTotal(9, "broker", 100))
+    assert by_kind(found) == {(1, "pool held"): 60, (9, "pool idle"): 40}
+
+
+def test_chunks_of_a_process_that_has_exited_count_for_the_process_that_keeps_them() -> None:
+    client = {
+        "pid": 1, "name": "dead", "held_bytes": 60, "exited": True, "kept_by": [{"pid": 2, "name": "child"}],
+        "regions": [], "ledger": {"imported_bytes": 0, "rows": [["context", "", "", 9]]},
+    }  # fmt: skip
+    report = ledger._report(client)
+    for holdings in ([(1, 80, None), (2, 10, None)], [(2, 10, 0)]):
+        found = account(Device(130, holdings, False), [report], PoolTotal(9, "broker", 100))
+        rows = {(2, "pool held"): 60, (2, "process"): 10, (9, "pool idle"): 40, (None, "unlisted"): 20}
+        assert by_kind(found) == rows
+    assert ledger._report({**client, "kept_by": []}).pid == 1
+
+
+def test_figures_that_contradict_each_other_are_reported_as_they_are() -> None:
+    """A region was paused between two reads."""
+    one = Report(1, "one", [("region", "a", "active", 60)], 0)
+    found = account(Device(10, [(1, 10, None)], False), [one], None)
+    assert by_kind(found) == {(1, "region"): 60, (1, "unknown"): -50}
+    assert not found.is_consistent and sum(row.bytes for row in found.rows) == 10
+    found = account(Device(40, [], False), [one], None)
+    assert by_kind(found) == {(1, "region"): 60, (None, "unlisted"): -20}
+    assert not found.is_consistent
+
+
+def test_an_inconsistent_account_is_read_again_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = blocks(make(), [2 * MIB])
+    read = _core.ledger_figures
+    calls: list[str] = []
+
+    def late(device: str) -> dict[str, Any]:
+        found = read(device)
+        calls.append(device)
+        if len(calls) <= wrong:
+            found["retained_bytes"] += PAGE
+        return found
+
+    monkeypatch.setattr(_core, "ledger_figures", late)
+    wrong = 1
+    check_sum(of_device())
+    assert len(calls) == 2
+    calls.clear()
+    wrong = 9
+    found = of_device()
+    assert len(calls) == 2 and not found.is_consistent
+    assert by_kind(found)[os.getpid(), "unknown"] == -PAGE
+    del held
+
+
+def test_the_account_of_a_device_without_figures_has_the_known_rows(make: Make) -> None:
+    held = blocks(make(), [2 * MIB])
+    _core.host_kill_context()
+    found = of_device()
+    assert found.used_bytes is None
+    assert by_kind(found) == {(os.getpid(), "region"): held[0].region.mapped_bytes}
+
+
+# Messages
+
+
+def test_a_report_survives_its_message(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    held = blocks(make(), [2 * MIB])
+    parts = [("torch cached", "", "", 5 * PAGE), ("graphs", "cuda_graph", "", PAGE)]
+    monkeypatch.setattr(ledger, "torch_parts", lambda device: parts)
+    assert ledger.decoded(ledger.encoded("cpu")) == {"imported_bytes": 0, "rows": [list(part) for part in parts]}
+    del held
+
+
+def test_the_rows_of_a_long_report_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    memsaver.region("flush", device="cpu")
+    parts = [("graphs", f"graph {each} {'x' * 200}", "", each) for each in range(1, 1001)]
+    monkeypatch.setattr(ledger, "torch_parts", lambda device: parts)
+    rows = ledger.decoded(ledger.encoded("cpu"))["rows"]
+    assert len(rows) == ledger.MOST_ROWS and sum(row[3] for row in rows) == sum(range(1001))
+    assert rows[0][3] == 1000 and rows[-1][0] == "other"
+    parts = [(200 * "\u20ac", 200 * "\u20ac", 200 * "\u20ac", each) for each in range(1, 1001)]
+    text = ledger.encoded("cpu")
+    rows = ledger.decoded(text)["rows"]
+    assert len(text) < _core.LONGEST_PACKET and 1 < len(rows) < ledger.MOST_ROWS
+    assert sum(row[3] for row in rows) == sum(range(1001))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", '{"imported_bytes": 0}', '{"imported_bytes": "0", "rows": []}',
+        '{"imported_bytes": 0, "rows": {}}', '{"imported_bytes": 0, "rows": [["a", "b", "c"]]}',
+        '{"imported_bytes": 0, "rows": [["a", "b", "c", true]]}', '{"imported_bytes": 0, "rows": [["a", 1, "c", 2]]}',
+        '{"imported_bytes": 0, "rows": [["a", "b", "c", 1e3]]}',
+        '{"imported_bytes": 0, "rows": [["a", "b", "c", 9223372036854775808]]}',
+        json.dumps({"imported_bytes": 0, "rows": [["a" * 101, "", "", 1]]}),
+        json.dumps({"imported_bytes": 0, "rows": [["a", "", "", 1]] * 101}),
+    ],
+)  # fmt: skip
+def test_a_malformed_report_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        ledger.decoded(text)
+
+
+# Text
+
+
+def test_lines_have_the_largest_first_and_sum_the_rest() -> None:
+    rows = [LedgerRow(pid, f"p{pid}", "process", "", "", pid * GIB) for pid in range(1, 14)]
+    rows += [LedgerRow(13, "p13", "region", "kv", "active", 3 * GIB), LedgerRow(None, "", "unlisted", "", "", MIB)]
+    found = ledger.lines(ledger.Ledger(sum(row.bytes for row in rows), rows, True))
+    assert len(found) == 10
+    assert found[0] == "p13 (pid 13) 16.00 GiB: process 13.00 GiB, region kv (active) 3.00 GiB"
+    assert found[1] == "p12 (pid 12) 12.00 GiB: process 12.00 GiB"
+    assert found[-1] == "5 more 10.00 GiB"
+    assert ledger.lines(ledger.Ledger(MIB, rows[-1:], True)) == ["no listed process 1.0 MiB: unlisted 1.0 MiB"]
+
+
+# Errors
+
+
+def test_out_of_memory_has_the_rows_of_stats(make: Make) -> None:
+    region = make()
+    held = blocks(region, [40 * MIB])
+    with Peer() as peer:
+        peer.run("handle = _core.open_driver('cpu').create(4 << 20)")
+        with pytest.raises(memsaver.OutOfMemoryError) as caught:
+            region.empty(1 << 50)
+        found = memsaver.stats().asdict()["devices"]["cpu"]["ledger"]
+        name = errors.process_name(peer.pid)
+        assert f"\n  {name} (pid {peer.pid}) 4.0 MiB: process 4.0 MiB" in str(caught.value)
+    assert caught.value.ledger == found["rows"] != []
+    first, *lines = str(caught.value).split("\n")
+    assert first.endswith("; nothing has changed")
+    me = f"{errors.process_name(os.getpid())} (pid {os.getpid()})"
+    size = errors.gib(region.mapped_bytes)
+    assert f"  {me} {size}: region {region.tag} (active) {size}" in lines
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copy), copy.ledger) == (str(caught.value), caught.value.ledger)
+    del held
+
+
+def test_a_failing_account_does_not_hide_the_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: str) -> Any:
+        raise OSError("no account")
+
+    monkeypatch.setattr(errors, "read_ledger", fails)
+    with pytest.raises(memsaver.OutOfMemoryError) as caught:
+        make().empty(1 << 50)
+    assert caught.value.ledger == [] and "\n" not in str(caught.value)
+
+
+def test_paused_regions_are_named_before_the_rows() -> None:
+    error = memsaver.OutOfMemoryError("full; nothing has changed\n  python (pid 1) 1.0 MiB")
+    error._name_paused(["kv"], [])
+    assert str(error) == "full; paused before that: 'kv'\n  python (pid 1) 1.0 MiB"
+
+
+def test_torchs_error_has_the_rows_as_notes(make: Make) -> None:
+    outer, inner = make(), make()
+    held = blocks(outer, [2 * MIB])
+    with pytest.raises(torch.OutOfMemoryError) as caught, outer, inner:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    notes = caught.value.__notes__
+    assert len(notes) == 1 and f"region {outer.tag} (active)" in notes[0]
+    del held
+
+
+# torch's figures, made up here: no machine of these tests has torch with CUDA
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Figures of torch on cuda:0. ``inside``: segments in regions; ``segments``: torch's list."""
+    found: dict[str, Any] = {"reserved": 0, "allocated": 0, "blocks": 10, "inside": [], "segments": [], "lists": 0}
+
+    def stats(device: torch.device) -> dict[str, Any]:
+        assert device == torch.device("cuda:0")
+        names = {"reserved_bytes": "reserved", "allocated_bytes": "allocated", "allocation": "blocks"}
+        counts = {name: {"all": {"current": found[key]}} for name, key in names.items()}
+        return {**counts, "inactive_split": {"all": {"current": 0}}}
+
+    def snapshot(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
+        assert pool_id == (0, 0)
+        found["lists"] += 1
+        return list(found["segments"])
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
+    monkeypatch.setattr(torch_ledger, "snapshot", snapshot)
+    monkeypatch.setattr(torch_ledger, "_segments", lambda device: found["inside"])
+    return found
+
+
+def segment(address: int, total: int, allocated: int, device: int = 0) -> dict[str, int]:
+    return {"address": address, "total_size": total, "allocated_size": allocated, "device": device}
+
+
+def test_torch_without_segments_in_regions_needs_no_list(figures: dict[str, Any]) -> None:
+    figures |= {"reserved": 100, "allocated": 70}
+    assert torch_ledger.parts("cuda:0") == [("torch allocated", "", "", 70), ("torch cached", "", "", 30)]
+    assert torch_ledger.outside_bytes("cuda:0") == 100 and figures["lists"] == 0
+
+
+def test_segments_in_regions_are_not_torchs(figures: dict[str, Any]) -> None:
+    """Neighbouring segments of a region are one range. Segments of another device are not listed."""
+    figures |= {"reserved": 100, "allocated": 60, "inside": [(1000, 50), (3000, 10)]}
+    figures["segments"] = [
+        segment(900, 30, 15), segment(1000, 20, 20), segment(1020, 30, 5), segment(1050, 10, 10),
+        segment(3000, 10, 10), segment(5000, 1000, 1000, device=1),
+    ]  # fmt: skip
+    assert torch_ledger.parts("cuda:0") == [("torch allocated", "", "", 25), ("torch cached", "", "", 15)]
+    assert torch_ledger.outside_bytes("cuda:0") == 40
+
+
+def test_many_blocks_are_not_listed(figures: dict[str, Any]) -> None:
+    figures |= {"reserved": 100, "allocated": 60, "inside": [(1000, 50)], "blocks": 20_001}
+    assert torch_ledger.parts("cuda:0") == [("torch", "", "", 50)]
+    figures |= {"reserved": 50, "blocks": 10}
+    assert torch_ledger.parts("cuda:0") == [] and figures["lists"] == 0
+
+
+def test_torchs_memory_does_not_matter_on_the_host(figures: dict[str, Any]) -> None:
+    assert torch_ledger.parts("cpu") == [] and torch_ledger.outside_bytes("cpu") == 0
+
+
+def test_the_account_does_not_load_torch() -> None:
+    from tests.support import run_clean
+
+    assert (
+        run_clean("""
+        import sys, memsaver
+        region = memsaver.region("a", device="cpu")
+        held = region._core.allocate_array(1 << 20)
+        rows = memsaver.stats().devices["cpu"].ledger.rows
+        print([row.kind for row in rows], "torch" in sys.modules)
+    """)
+        == "['region'] False\n"
+    )
+
+
+# Measurements
+
+
+def test_a_measurement_is_the_growth_that_no_other_row_has(make: Make) -> None:
+    region = make()
+    driver = _core.open_driver("cpu")
+    handles: list[int] = []
+    with ledger.measured("graphs", "decode", "cpu") as outer:
+        handles.append(driver.create(PAGE))
+        held = blocks(region, [10 * MIB])
+        with ledger.measured("NCCL", "", "cpu") as inner:
+            handles += [driver.create(PAGE), driver.create(PAGE)]
+    try:
+        assert (outer.bytes, inner.bytes) == (PAGE, 2 * PAGE)
+        found = of_device()
+        check_sum(found)
+        assert by_kind(found) == {
+            (os.getpid(), "region"): region.mapped_bytes,
+            (os.getpid(), "graphs"): PAGE,
+            (os.getpid(), "NCCL"): 2 * PAGE,
+        }
+        for handle in handles[1:]:
+            driver.release(handle)
+        del handles[1:]
+        inner.release()
+        inner.release()
+        check_sum(of_device())
+    finally:
+        for handle in handles:
+            driver.release(handle)
+        outer.release()
+        inner.release()
+    check_sum(of_device())
+    del held
+
+
+def test_a_block_that_fails_is_not_measured() -> None:
+    with pytest.raises(OSError), ledger.measured("graphs", "", "cpu") as made:
+        handle = _core.open_driver("cpu").create(PAGE)
+        raise OSError
+    assert made.bytes == 0
+    _core.open_driver("cpu").release(handle)
+
+
+# On the fake CUDA driver
+
+FAKE = """
+import os
+import memsaver
+from memsaver import _core, ledger
+from tests.fake_cuda import control
+from tests.fake_cuda.control import Segment
+
+MIB, PAGE = 1 << 20, 2 << 20
+
+def rows():
+    found = memsaver.stats().devices["cuda:0"]
+    assert found.ledger.used_bytes == found.total_bytes - found.free_bytes
+    assert sum(row.bytes for row in found.ledger.rows) == found.ledger.used_bytes
+    assert found.ledger.is_consistent
+    return {(row.pid, row.kind): row.bytes for row in found.ledger.rows}
+
+me = os.getpid()
+"""
+
+
+def test_the_rows_of_a_gpu_that_lists_its_processes() -> None:
+    run_on_fake(
+        FAKE
+        + """
+region = memsaver.region("kv", device="cuda:0")
+segment = Segment(region, 5 * MIB)
+expected = {(me, "region"): region.mapped_bytes, (me, "context"): 300 * MIB, (4711, "process"): 100 * MIB,
+            (None, "unlisted"): 28 * MIB}
+assert rows() == expected, rows()
+control.take(0, 7 * MIB)
+assert rows() == {**expected, (me, "unknown"): 7 * MIB}
+with ledger.measured("graphs", "decode", "cuda:0") as graphs:
+    control.take(0, 9 * MIB)
+assert rows() == {**expected, (me, "unknown"): 7 * MIB, (me, "graphs"): 9 * MIB}
+control.take(0, -9 * MIB)
+graphs.release()
+assert rows() == {**expected, (me, "unknown"): 7 * MIB}
+region.pause()
+del expected[me, "region"]
+assert rows() == {**expected, (me, "unknown"): 7 * MIB}
+""",
+        context="300MiB",
+        occupied="128MiB",
+        processes=f"0:4711:{100 * MIB}",
+    )
+
+
+def test_the_rows_of_a_gpu_that_lists_no_process() -> None:
+    run_on_fake(
+        FAKE
+        + """
+region = memsaver.region("kv", device="cuda:0")
+segment = Segment(region, 5 * MIB)
+with ledger.measured("graphs", "decode", "cuda:0") as graphs:
+    control.take(0, 9 * MIB)
+assert graphs.bytes == 0
+assert rows() == {(me, "region"): region.mapped_bytes, (None, "unlisted"): 309 * MIB}
+""",
+        context="300MiB",
+        no_nvml=1,
+    )
+
+
+@pytest.mark.parametrize("lists_imported", [0, 1])
+def test_imported_memory_of_a_gpu_is_not_of_this_process(lists_imported: int) -> None:
+    """Whether NVML lists imported memory is measured."""
+    run_on_fake(
+        FAKE
+        + """
+import subprocess, sys
+listed = os.environ["FAKE_CUDA_LISTS_IMPORTED"]
+memsaver.region("kv", device="cuda:0")
+driver = _core.open_driver("cuda:0")
+handle = driver.create(4 * PAGE)
+file = driver.export_fd(handle)
+child = '''
+import sys
+from memsaver import _core
+driver = _core.open_driver("cuda:0")
+before = _core.ledger_figures("cuda:0")["holdings"]
+assert before[0][1:] == (300 << 20, 0), before
+handle = driver.import_fd(int(sys.argv[1]), 8 << 20)
+listed = int(sys.argv[2])
+after = _core.ledger_figures("cuda:0")["holdings"]
+assert after[0][1:] == ((300 << 20) + listed * (8 << 20), listed * (8 << 20)), after
+driver.release(handle)
+assert _core.ledger_figures("cuda:0")["holdings"][0][1:] == (300 << 20, 0)
+'''
+subprocess.run([sys.executable, "-c", child, str(file), listed], check=True, pass_fds=[file])
+""",
+        context="300MiB",
+        lists_imported=lists_imported,
+    )
