@@ -71,6 +71,11 @@ MUTANTS = [
         ["unit/test_driver.py::test_a_full_device_refuses_memory_until_some_is_released"],
     ),
     Mutant(
+        "memory_is_listed_for_its_last_importer",
+        "host ledger: a chunk of a pool is not listed for its broker",
+        ["integration/test_ledger_of_pool.py::test_a_process_outside_of_the_pool_sees_each_byte_once"],
+    ),
+    Mutant(
         "work_overtakes",
         "host stream: new work is queued before the old",
         [

@@ -225,7 +225,8 @@ std::vector<Driver::Holding> HostLedger::holdings() {
   for (std::size_t i = 0; i < header_->high_water; ++i) {
     if (table[i].pid == 0) continue;
     const Entry*& owner = owners[table[i].inode];
-    if (owner == nullptr || rank(table[i]) < rank(*owner)) owner = &table[i];
+    const bool is_owner = owner == nullptr || rank(table[i]) < rank(*owner);
+    if (is_owner || MEMSAVER_MUTANT(memory_is_listed_for_its_last_importer)) owner = &table[i];
   }
   std::map<int, Driver::Holding> found;
   for (const auto& [inode, entry] : owners) {

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 import memsaver
 from memsaver import _core, errors, ledger
+from memsaver._torch import graphs
 from memsaver._torch import ledger as torch_ledger
 from memsaver.ledger import Device, LedgerRow, PoolTotal, Report, account
 from tests.fake_cuda import run_on_fake
@@ -492,6 +495,42 @@ def test_a_block_that_fails_is_not_measured() -> None:
         raise OSError
     assert made.bytes == 0
     _core.open_driver("cpu").release(handle)
+
+
+class MadeUpGraph:
+    def _add_needs(self, needed: object) -> None:
+        pass
+
+
+def test_a_graph_has_a_row_as_long_as_it_lives(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the parts of torch that need CUDA made up."""
+    region = make("host")
+    driver = _core.open_driver("cpu")
+    handles: list[int] = []
+
+    @contextmanager
+    def capture(graph: object, **options: object) -> Iterator[None]:
+        yield
+        handles.append(driver.create(PAGE))  # the instantiation
+
+    monkeypatch.setattr(graphs, "CUDAGraph", MadeUpGraph)
+    monkeypatch.setattr(graphs, "adapter", lambda: SimpleNamespace(pool=lambda home: SimpleNamespace(id=(0, 1))))
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    graph: Any = MadeUpGraph()
+    with graphs.graph(graph, region):
+        pass
+    try:
+        found = of_device()
+        check_sum(found)
+        name = errors.process_name(os.getpid())
+        assert found.rows == [LedgerRow(os.getpid(), name, "graphs", region.tag, "", PAGE)]
+    finally:
+        driver.release(handles.pop())
+        del graph
+    check_sum(of_device())
+    assert of_device().rows == []
 
 
 # On the fake CUDA driver
