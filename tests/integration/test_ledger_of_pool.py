@@ -244,7 +244,19 @@ def test_a_client_without_a_ledger_has_a_row_of_its_chunks(broker: Running) -> N
     assert when(partial(seen_by_broker, broker), expected).is_consistent
 
 
+PATIENT = """
+import sys
+from memsaver import cli
+from memsaver.broker import status
+status.REPORTS_S = 60.0
+sys.exit(cli.main())
+"""
+
+
 def test_a_status_waits_for_an_announced_ledger(broker: Running) -> None:
+    broker.kill()
+    broker.program = ["-c", PATIENT]
+    broker.start()
     client = broker.client()
     text = json.dumps({"imported_bytes": None, "rows": [["context", "", "", PAGE]]})
     with AdminClient(broker.path) as admin:
@@ -252,6 +264,7 @@ def test_a_status_waits_for_an_announced_ledger(broker: Running) -> None:
         protocol.send(admin._channel, Message("status", (7,)).encode())
         client.hear("query")
         client.say_raw(Message("report", fields={"ledger": 1}).encode())
+        client.look()  # the broker has handled the report
         client.say("ledger", text=text)
         status = json.loads(admin._receive().text)
     assert [row["ledger"] for row in status["clients"]] == [json.loads(text)]
