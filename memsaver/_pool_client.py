@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -17,6 +18,7 @@ from memsaver.errors import BrokerError
 log = logging.getLogger("memsaver")
 
 POOLS = ("process", "shared")
+_EXIT_S = 4.0  # for the end of the ledger's thread
 
 _lock = threading.Lock()
 _shared = False
@@ -127,8 +129,16 @@ def _serve_ledger() -> None:
     """Starts the thread that reports this process's memory to brokers, if it does not run."""
     global _has_ledger
     if not _has_ledger:
-        threading.Thread(target=ledger.serve, name="memsaver-ledger", daemon=True).start()
+        thread = threading.Thread(target=ledger.serve, name="memsaver-ledger", daemon=True)
+        thread.start()
+        atexit.register(_stop_ledger, thread)
         _has_ledger = True
+
+
+def _stop_ledger(thread: threading.Thread) -> None:
+    """Ends the thread before the interpreter, which would stop it at an arbitrary place within the core."""
+    _core.stop_ledger_queries()
+    thread.join(_EXIT_S)
 
 
 def _proofs(device: str, uuid: str) -> tuple[list[int], ...]:

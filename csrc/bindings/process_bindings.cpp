@@ -171,6 +171,9 @@ void bind_process(nb::module_& module) {
   module.def("clock", [] { return std::chrono::duration<double>(now().time_since_epoch()).count(); });
   module.def("device_stats", &device_stats, "device"_a);
   module.def("ledger_figures", &ledger_figures, "device"_a);
+  module.def("stop_ledger_queries", [] {
+    if (usable()) ledger_queries().stop();  // in a forked child another thread may have had the lock
+  });
   module.def("next_ledger_query", [] { return ledger_queries().next(); }, nb::call_guard<Unlocked>());
   module.def("device_names", [] {
     std::vector<std::string> names;

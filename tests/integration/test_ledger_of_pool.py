@@ -19,7 +19,7 @@ from memsaver.broker.protocol import Message
 from memsaver.ledger import Ledger
 from tests.broker_support import PATIENCE_S, Client, Running
 from tests.pool_support import Worker, until
-from tests.support import MIB, PAGE, Peer
+from tests.support import MIB, PAGE, Peer, run_python
 
 MEDIUM = 32 * MIB
 Sums = dict[tuple[int | None, str, str], int]  # bytes by pid, kind and label
@@ -204,6 +204,29 @@ def test_a_client_that_holds_the_gil_has_its_last_report(broker: Running, one: W
         file.write(b"1")
     one.answer()
     assert sums(seen_by_broker(broker)).items() >= check.items()
+
+
+def test_a_client_ends_while_its_ledger_is_made(broker: Running) -> None:
+    """The end of the interpreter does not stop the thread within a call of the core, which would end the process."""
+    program = """
+import threading, time
+import memsaver
+from memsaver import _core, ledger
+memsaver.configure(pool="shared")
+region = memsaver.region("a", device="cpu")
+
+def slow(device):
+    end = time.monotonic() + 0.5
+    while threading.current_thread().name == "memsaver-ledger" and time.monotonic() < end:
+        _core.ledger_figures(device)
+    return []
+
+ledger.torch_parts = slow
+memsaver.stats()  # which does not wait so long
+"""
+    names = ("MEMSAVER_HOST_DEVICE", "MEMSAVER_POOL_DIR")
+    done = run_python(program, **{name: broker.environment[name] for name in names})
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_top_shows_the_rows(broker: Running, one: Worker) -> None:
