@@ -119,20 +119,39 @@ class StoreRank(Rank):
 class _StoreCall:
     def __init__(self, processes: Processes, process: int, number: int) -> None:
         self._processes, self._process, self._number = processes, process, number
+        self._lost: Error | None = None
 
     def result(self, timeout: float | None = None) -> Any:
-        until = None if timeout is None else time.monotonic() + timeout
-        pace = Pace()
-        while (answer := self._processes.answer(self._number)) is None:
-            self._processes.check_lives(self._process)
-            if until is not None and time.monotonic() >= until:
-                raise NoAnswerError(f"no answer within {timeout} s")
-            pace.sleep(until)
-            self._processes.look()
+        if not self.ended([self], timeout):
+            raise NoAnswerError(f"no answer within {timeout} s")
+        answer = self._processes.answer(self._number)
+        if answer is None:
+            assert self._lost is not None
+            raise self._lost
         done, result = answer
         if not done:
             raise result
         return result
+
+    @staticmethod
+    def ended(calls: Sequence[_StoreCall], timeout: float | None) -> Collection[_StoreCall]:
+        until = None if timeout is None else time.monotonic() + timeout
+        pace = Pace()
+        while not (found := [each for each in calls if each._has_ended()]):
+            if until is not None and time.monotonic() >= until:
+                break
+            pace.sleep(until)
+            calls[0]._processes.look()
+        return found
+
+    def _has_ended(self) -> bool:
+        if self._lost is None and self._processes.answer(self._number) is None:
+            try:
+                self._processes.check_lives(self._process)
+                return False
+            except Error as error:
+                self._lost = error
+        return True
 
 
 def ranks_of(processes: Processes, roles: Sequence[Mapping[str, Sequence[Collection[str]]]]) -> list[StoreRank]:

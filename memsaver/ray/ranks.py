@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import ray
@@ -71,3 +72,9 @@ class _RemoteCall:
             raise NoAnswerError(str(error)) from None
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
+
+    @staticmethod
+    def ended(calls: Sequence[_RemoteCall], timeout: float | None) -> Collection[_RemoteCall]:
+        by_reference = {each._reference: each for each in calls}
+        done, _ = ray.wait(list(by_reference), num_returns=1, timeout=timeout)
+        return [by_reference[reference] for reference in done]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
 from functools import cached_property
 from typing import Any, Protocol
 
 from memsaver.errors import WaitTimeoutError
+
+_LOST_S = 5.0  # once a rank has died, the others have this long to answer: they may wait for it in their calls
+_SLICE_S = 0.05  # longest wait for calls of one kind while there are others
 
 
 class NoAnswerError(TimeoutError):
@@ -23,6 +26,10 @@ class Call(Protocol):
 
     def result(self, timeout: float | None = None) -> Any:
         """Waits for the end. Raises the method's error, Ray's error for a dead actor, or NoAnswerError."""
+
+    @staticmethod
+    def ended(calls: Sequence[Any], timeout: float | None) -> Collection[Any]:
+        """Waits until one of several calls of this class has ended, or its rank has died. Returns such calls."""
 
 
 class Rank:
@@ -108,21 +115,45 @@ def collect(calls: Calls, until: float | None = None) -> tuple[Results, Errors]:
     """Waits for all calls, including those after one that failed.
 
     ``until``: by ``time.monotonic()``; a call that has no answer by then goes on, and its error is a WaitTimeoutError
-    of the stage "answer". None: no bound.
+    of the stage "answer". None: no bound. When a rank has died, the wait for the others ends 5 s later at the latest.
     """
     begin = time.monotonic()
     results: Results = {}
     errors: Errors = {}
-    for rank, call in calls.items():
-        try:
-            results[rank] = call.result(None if until is None else max(0.0, until - time.monotonic()))
-        except NoAnswerError:
-            waited = time.monotonic() - begin
-            text = f"it has not answered (stage 'answer', after {waited:.2f} s)"
-            errors[rank] = WaitTimeoutError(text, stage="answer", waited_s=waited)
-        except Exception as error:
-            errors[rank] = error
-    return results, errors
+    waiting = dict(calls)
+    while waiting:
+        late = until is not None and time.monotonic() >= until
+        for rank in _ended(waiting, until):
+            try:
+                results[rank] = waiting.pop(rank).result(0.0)
+            except Exception as error:
+                errors[rank] = error
+                if rank.is_lost(error):
+                    bound = time.monotonic() + _LOST_S
+                    until = bound if until is None else min(until, bound)
+        if late:
+            break
+    for rank in waiting:
+        waited = time.monotonic() - begin
+        text = f"it has not answered (stage 'answer', after {waited:.2f} s)"
+        errors[rank] = WaitTimeoutError(text, stage="answer", waited_s=waited)
+    # In the order of the calls: the first error is the one that a turn raises.
+    return {rank: results[rank] for rank in calls if rank in results}, {
+        rank: errors[rank] for rank in calls if rank in errors
+    }
+
+
+def _ended(calls: Calls, until: float | None) -> list[Rank]:
+    """Waits until a call has ended, at most until the bound. Returns the ranks whose calls have ended."""
+    kinds: dict[type[Call], list[Call]] = {}
+    for call in calls.values():
+        kinds.setdefault(type(call), []).append(call)
+    while True:
+        left = None if until is None else max(0.0, until - time.monotonic())
+        timeout = left if len(kinds) == 1 else _SLICE_S if left is None else min(left, _SLICE_S)
+        found = {id(each) for kind, its in kinds.items() for each in kind.ended(its, timeout)}
+        if found or (until is not None and time.monotonic() >= until):
+            return [rank for rank, call in calls.items() if id(call) in found]
 
 
 def barrier(ranks: Iterable[Rank], to: Callable[[Rank], Call], until: float | None = None) -> tuple[Results, Errors]:
@@ -147,6 +178,11 @@ class _LocalCall:
             if self._future.done():
                 raise  # the method's own
             raise NoAnswerError(f"no answer within {timeout} s") from None
+
+    @staticmethod
+    def ended(calls: Sequence[_LocalCall], timeout: float | None) -> Collection[_LocalCall]:
+        done = wait([each._future for each in calls], timeout, FIRST_COMPLETED).done
+        return [each for each in calls if each._future in done]
 
 
 def check_member(role: str, member: Any) -> None:

@@ -308,8 +308,9 @@ class RunningTurn:
     def _fail(self, failures: Sequence[tuple[Errors, str, TagsByRole]], aborting: Sequence[Rank] = ()) -> NoReturn:
         """Aborts the prepared ranks, reports the first failure to the others, and raises it."""
         errors = {rank: error for each, _, _ in failures for rank, error in each.items()}
-        failed, cause, verb, tags = next(
-            (rank, error, verb, tags[rank.role]) for each, verb, tags in failures for rank, error in each.items()
+        failed, cause, verb, tags = min(  # a rank that has died: the others may have failed since they wait for it
+            ((rank, error, verb, tags[rank.role]) for each, verb, tags in failures for rank, error in each.items()),
+            key=lambda failure: not failure[0].is_lost(failure[1]),
         )
         dead = {rank for rank, error in errors.items() if rank.is_lost(error)}
         self._starting |= dead

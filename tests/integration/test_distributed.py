@@ -19,6 +19,7 @@ import memsaver
 from memsaver.distributed import AsyncColocated, Colocated, Group, LostRankError, Ready, Turn, liveness
 from memsaver.distributed.messages import dumps, loads
 from memsaver.transitions import Transition
+from memsaver.turns import ranks as turn_ranks
 from tests.support import until
 
 PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}, "sync": {"engine": ["weights"]}}
@@ -26,11 +27,15 @@ WAIT_S = 30
 
 
 class Member:
-    """Records its calls. ``errors``: by method, what the next call raises. ``gate``: a prepare waits for it."""
+    """Records its calls. ``errors``: by method, what the next call raises. ``gate``: a prepare waits for it.
+
+    ``held``: by method, what the next call waits for.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.errors: dict[str, BaseException] = {}
+        self.held: dict[str, threading.Event] = {}
         self.gate = threading.Event()
         self.gate.set()
         self.threads: set[str] = set()
@@ -39,6 +44,8 @@ class Member:
     def _note(self, name: str, what: str) -> None:
         self.calls.append(what)
         self.threads.add(threading.current_thread().name)
+        if name in self.held:
+            self.held.pop(name).wait(WAIT_S)
         if name in self.errors:
             raise self.errors.pop(name)
 
@@ -387,6 +394,38 @@ def test_a_rank_of_another_host_is_lost_when_its_heartbeats_end(
     # It was alive: its preparation is taken back when it reads the end of the turn.
     job.members[1].gate.set()
     assert isinstance(calls[1].exception(WAIT_S), memsaver.Error)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_lost_rank_is_the_cause_while_a_rank_before_it_waits_for_it(
+    store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    monkeypatch.setattr(turn_ranks, "_LOST_S", WAIT_S if answers else 0.05)
+    job = world(store)
+    job.enter("train")
+    waits, dead = threading.Event(), threading.Event()
+    job.members[0].held["resume"] = waits  # as a guest that comes back together with the other ranks
+    job.members[0].errors["resume"] = memsaver.GuestError("no rank 1", guest="collective", stage="come back")
+    job.members[1].held["resume"] = dead
+
+    def check(process: int, hello: Any) -> None:
+        if process == 1 and "resume weights" in job.members[1].calls:
+            if answers:
+                waits.set()
+            raise LostRankError("rank 1 has ended (pid 0)", process=1)
+
+    leader: Any = job.groups[0]._leader
+    monkeypatch.setattr(leader._processes._watch, "check", check)
+    calls = [job.call(rank, "rollout") for rank in range(3)]
+    error: Any = calls[2].exception(WAIT_S)
+    assert (error.role, error.rank) == ("engine", 1)
+    assert isinstance(error.__cause__, LostRankError)
+    assert "engine 1 (rank 1) could not resume 'weights': LostRankError: rank 1 has ended (pid 0)" in str(error)
+    other = "GuestError: no rank 1" if answers else "WaitTimeoutError: it has not answered"
+    assert f"; engine 0 (rank 0): {other}" in str(error)
+    for event in (waits, dead):
+        event.set()
+    assert isinstance(calls[0].exception(WAIT_S), memsaver.Error)
 
 
 @pytest.mark.parametrize("decided", [False, True])
