@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,8 @@ from memsaver.policies import TurnBackup, TurnRestore
 from memsaver.turns.plan import Phases, Plan, check_mapping
 from memsaver.turns.ranks import check_member
 from memsaver.turns.turn import Turn
+
+_LAST_TURN_S = 60.0  # bound of the wait for the end of a turn that this process has left
 
 
 class Group:
@@ -185,8 +188,7 @@ class Group:
             "memory_timeout": options.memory_timeout, "reader_timeout": options.bounds.reader_timeout,
         }  # fmt: skip
         if self._leader is not None:
-            if self._leading is not None:  # it sends the end of the last turn to the others
-                self._leading.join()
+            self._await_last_turn(self._leader, number, name, options.until)
             arguments = (number, name, options)
             self._leading = threading.Thread(
                 target=self._leader.run, args=arguments, name="memsaver leader", daemon=True
@@ -196,6 +198,21 @@ class Group:
         del self._failed[: len(failed)]  # of a turn that failed the leader may have read nothing
         self._entered = name
         return Turn(**fields)._guarded(lambda _: self._failed.append(number))
+
+    def _await_last_turn(self, leader: Leader, number: int, phase: str, until: float | None) -> None:
+        """Waits until the end of the last turn has been sent to all. It may go on if this process has left it."""
+        if self._leading is None:
+            return
+        bound = time.monotonic() + _LAST_TURN_S
+        self._leading.join(max(0.0, (bound if until is None else min(until, bound)) - time.monotonic()))
+        if not self._leading.is_alive():
+            return
+        awaited = leader.awaited() or [0]
+        named = ", ".join(f"rank {process}" for process in awaited)
+        text = f"phase {phase!r} could not be entered: the last turn has not ended, since {named} has not answered"
+        error = Error(text, phase=phase, role=None, rank=awaited[0])
+        leader.refuse(number, error)
+        raise error
 
 
 def _joined(store: Store | None, rank: int | None, world_size: int | None) -> tuple[Store, int, int]:

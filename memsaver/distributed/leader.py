@@ -24,12 +24,15 @@ class Leader:
         self._processes = Processes(link, world_size, heartbeat_timeout)
         self._turns: Turns | None = None  # made in the first turn, when the members of all processes are known
         self._overwriting: dict[int, Turn] = {}  # by number, turns whose bodies write contents
+        self._missing: list[int] = []  # the processes that have not called enter()
+        self._refused: list[tuple[int, Error]] = []  # turns that could not begin, which the others may wait for
 
     def run(self, number: int, phase: str, options: TurnOptions) -> None:
         """Runs a turn. Its result or error goes to all processes."""
         begin = time.monotonic()
         try:
             self._processes.begin(number)
+            self._end_refused()
             self._link.set("decision", f"{number} open")
             self._gather(number, phase, options, begin)
             turn = self._joined().enter(phase, options, lambda: self._decide(number))
@@ -47,6 +50,20 @@ class Leader:
             except Error:  # the store is gone: each process finds this out by itself
                 return
 
+    def awaited(self) -> list[int]:
+        """The processes for which the turn under way waits. The thread of the caller asks."""
+        return self._missing or self._processes.unanswered()
+
+    def refuse(self, number: int, error: Error) -> None:
+        """Notes a turn that could not begin, since an earlier one has not ended. The next turn tells the others."""
+        self._refused.append((number, error))
+
+    def _end_refused(self) -> None:
+        for number, error in self._refused:
+            for process in range(self._processes.count):
+                self._processes.send(process, {"turn": number, "end": "failed", "error": error, "cause": None})
+        self._refused.clear()
+
     def _gather(self, number: int, phase: str, options: TurnOptions, begin: float) -> None:
         """Waits until all processes have called enter() with the same arguments. Nothing has been asked of them yet."""
         arrived: dict[int, Mapping[str, Any]] = {}
@@ -62,6 +79,7 @@ class Leader:
                         self._refuse(phase, process, f"rank {process} left the turn", message["error"])
                     arrived[process] = message
             missing = [process for process in range(self._processes.count) if process not in arrived]
+            self._missing = missing
             if not missing:
                 break
             for process in missing:

@@ -56,6 +56,10 @@ class Processes:
         """The answer to a call of this turn. None: there is none yet."""
         return self._answers.get(call)
 
+    def unanswered(self) -> list[int]:
+        """The processes that have not answered a call of this turn. Another thread may ask."""
+        return [process for process, calls in self._unanswered.items() if calls]
+
     def look(self) -> None:
         """Reads what has arrived from any process."""
         contents = self._link.get_all(inbox.key for inbox in self._inboxes)

@@ -17,7 +17,7 @@ from memsaver.turns.ranks import Call, Errors, Rank, Results, barrier, collect, 
 
 log = logging.getLogger("memsaver")
 
-_NOTIFY_S = 10.0  # bound of the calls that report a failure to the other ranks
+_NOTIFY_S = 10.0  # bound of the calls that take preparations back, and of those that report a failure
 _RESTART_S = 60.0  # the calls of a rank may be refused for this long while it restarts
 _POLL_S = 0.05
 _HANDOVER_S = 60.0  # default bound of a resume's wait for memory that another rank releases in the same turn
@@ -321,14 +321,17 @@ class RunningTurn:
         silent = unanswered(errors)
         submit((rank for rank in aborting if rank in silent), _abort)
         answering = [rank for rank in aborting if rank not in silent]
-        _, abort_errors = barrier((rank for rank in answering if rank not in dead), _abort)
+        bound = time.monotonic() + _NOTIFY_S
+        _, abort_errors = barrier((rank for rank in answering if rank not in dead), _abort, bound)
+        hanging = unanswered(abort_errors)
         for rank, error in abort_errors.items():
-            if rank not in errors:
+            if rank not in errors and rank not in hanging:
                 log.warning("%s could not abort its prepared pause: %s", rank, error)
         # Other processes may be unable to load the class of an error that a rank raised.
         portable = cause if isinstance(cause, Error) else Error(failed.described(cause))
         _notify([rank for rank in self._ranks if rank not in errors and rank.has("colocated_failed")], failed, portable)
         also = "".join(f"; {rank}: {rank.described(error)}" for rank, error in errors.items() if rank is not failed)
+        also += "".join(f"; {rank} has not answered that it took its preparation back" for rank in hanging)
         text = f"{failed} could not {verb} {', '.join(map(repr, tags))}: {failed.described(cause)}{also}"
         raise Error(
             f"phase {self._phase!r} could not be entered: {text}",

@@ -20,6 +20,7 @@ from memsaver.distributed import AsyncColocated, Colocated, Group, LostRankError
 from memsaver.distributed.messages import dumps, loads
 from memsaver.transitions import Transition
 from memsaver.turns import ranks as turn_ranks
+from memsaver.turns import turn as turn_module
 from tests.support import until
 
 PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}, "sync": {"engine": ["weights"]}}
@@ -226,6 +227,42 @@ def test_an_interrupted_rank_is_named_and_the_others_abort(store: distributed.St
         assert "engine 1 (rank 1) could not prepare to pause 'weights': Error: KeyboardInterrupt" in str(error)
     assert job.seen()[0][-2:] == ["abort", "failed engine 1: Error"]
     job.enter("train")
+
+
+def test_a_rank_that_hangs_while_it_aborts_is_named_within_a_bound(
+    store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_module, "_NOTIFY_S", 0.05)
+    job = world(store)
+    job.members[1].errors["prepare"] = OSError("not now")
+    job.members[0].held["abort"] = held = threading.Event()
+    calls = [job.call(rank, "train") for rank in range(3)]
+    for rank in (1, 2):
+        text = "OSError: not now; engine 0 (rank 0) has not answered that it took its preparation back"
+        assert text in str(calls[rank].exception(WAIT_S))
+    held.set()
+    assert text in str(calls[0].exception(WAIT_S))
+    job.enter("train")
+
+
+def test_a_turn_that_rank_0_has_left_bounds_its_next_one(store: distributed.Store, world: Worlds) -> None:
+    job = world(store)
+    job.members[1].gate.clear()
+    job.members[0].errors["prepare"] = KeyboardInterrupt()
+    calls = [job.call(rank, "train") for rank in range(3)]
+    assert isinstance(calls[0].exception(WAIT_S), KeyboardInterrupt)
+    error: Any = job.call(0, "train", timeout=0.05).exception(WAIT_S)
+    assert "the last turn has not ended, since rank 1 has not answered" in str(error)
+    assert (error.phase, error.role, error.rank) == ("train", None, 1)
+    job.members[1].gate.set()
+    for rank in (1, 2):
+        assert isinstance(calls[rank].exception(WAIT_S), memsaver.Error)
+    others = [job.call(rank, "train") for rank in (1, 2)]  # without a bound, in the turn that rank 0 has refused
+    turn = job.call(0, "train")
+    for each in others:
+        assert "the last turn has not ended, since rank 1 has not answered" in str(each.exception(WAIT_S))
+    again = [job.call(rank, "train") for rank in (1, 2)]
+    assert [each.result(WAIT_S).phase for each in (turn, *again)] == ["train"] * 3
 
 
 def test_ranks_that_enter_different_phases_are_both_named(store: distributed.Store, world: Worlds) -> None:
