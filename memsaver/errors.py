@@ -31,6 +31,7 @@ class Error(RuntimeError):
 
     Attributes:
         discarded: Tags whose contents a transition discarded, by their policy ``"none"``, before it failed.
+        resumed: Tags that a transition resumed before it failed: they are active.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
@@ -43,6 +44,7 @@ class Error(RuntimeError):
     """
 
     discarded: tuple[str, ...] = ()
+    resumed: tuple[str, ...] = ()
 
     def __init__(self, text: str = "", /, **fields: Any) -> None:
         super().__init__(text)

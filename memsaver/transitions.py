@@ -500,10 +500,14 @@ class _Move:
                         torch.withdraw(each)
                 torch.refresh()
         try:
-            self._guests.come_back()
-        finally:
-            if self._differing is not None:
-                raise self._differing
+            try:
+                self._guests.come_back()
+            finally:
+                if self._differing is not None:
+                    raise self._differing
+        except Error as error:
+            error.resumed = _tags(done["resumed"], self._guests.resumed)
+            raise
         outcome = Transition(
             paused=_tags(done["paused"], self._guests.paused),
             resumed=_tags(done["resumed"], self._guests.resumed),

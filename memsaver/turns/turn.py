@@ -242,7 +242,7 @@ class RunningTurn:
         end = time.perf_counter()
 
         if pause_errors or resume_errors:
-            self._undo(resumed)
+            self._undo(resumed, resume_errors)
             self._fail([(pause_errors, "pause", self._pauses), (resume_errors, "resume", self._resumes)])
         return Turn(
             phase=self._phase,
@@ -282,15 +282,19 @@ class RunningTurn:
             waiting = {rank for rank, error in errors.items() if rank.is_starting(error)}
             time.sleep(_POLL_S if waiting else 0.0)
 
-    def _undo(self, resumed: Results) -> None:
+    def _undo(self, resumed: Results, errors: Errors) -> None:
         """Pauses the ranks that resumed, so that ranks that wait for each other's memory can all try again.
 
-        The bound of these pauses is that of the whole turn, since the rest of the turn's time may be 0. Tags that
+        ``errors``: of the ranks that could not resume. They may have memory again, as with a guest that could not come
+        back. The bound of these pauses is that of the whole turn, since the rest of the turn's time may be 0. Tags that
         resumed without contents pause without a backup.
         """
         again = replace(self._options, since=time.monotonic(), backup={})
 
         def changed(rank: Rank) -> list[str]:
+            if rank in errors:
+                error = errors[rank]
+                return list(error.resumed) if isinstance(error, Error) else []
             result = resumed[rank]
             return list(result.resumed) if isinstance(result, Transition) else self._resumes[rank.role]
 
@@ -301,8 +305,8 @@ class RunningTurn:
             backup = as_option("backup", unrestored, tags) if rank.has("colocated_prepare") else {}
             return rank.submit("pause", tags, **again.of_pauses(rank.role, tags), **backup)
 
-        _, errors = barrier([rank for rank in resumed if changed(rank)], pause)
-        for rank, error in errors.items():
+        _, refused = barrier([rank for rank in (*resumed, *errors) if changed(rank)], pause, again.until)
+        for rank, error in refused.items():
             log.error("%s stays resident: it could not pause again: %s", rank, error)
 
     def _fail(self, failures: Sequence[tuple[Errors, str, TagsByRole]], aborting: Sequence[Rank] = ()) -> NoReturn:

@@ -101,12 +101,48 @@ def test_guest_that_cannot_leave_keeps_its_rank_as_it_was(pair: Pair) -> None:
 def test_guest_that_cannot_come_back_fails_the_turn_and_the_next_turn_continues(pair: Pair) -> None:
     pair.group.enter("rollout")
     pair.by_name.refusing = {"come back"}
-    with pytest.raises(memsaver.Error, match="trainer 0 could not resume.*guest 'by name' could not come back"):
+    with pytest.raises(
+        memsaver.Error, match="trainer 0 could not resume.*guest 'by name' could not come back"
+    ) as error:
         pair.group.enter("train")
+    cause = error.value.__cause__
+    assert isinstance(cause, memsaver.GuestError) and cause.resumed == (pair.params.tag,)
+    assert (pair.params.state, pair.weights.state) == ("paused", "paused")  # the memory is free for any phase
+    pair.group.enter("rollout")
     pair.by_name.refusing = set()
     pair.group.enter("train")
     assert pair.states() == ["here", "here"]
     pair.blocks[1].check()
+
+
+def test_contents_that_a_failed_resume_left_undefined_are_refused_later(pair: Pair) -> None:
+    pair.group.enter("rollout")
+    pair.by_name.refusing = {"come back"}
+    with pytest.raises(memsaver.Error, match="could not come back"):
+        pair.group.enter("train", restore=False)
+    pair.by_name.refusing = set()
+    with pytest.raises(memsaver.Error, match="the phase that was to write them failed"):
+        pair.group.enter("train")
+    pair.group.enter("train", restore=False)
+
+
+def test_rank_that_cannot_pause_again_is_logged(
+    pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise memsaver.Error("not now")
+
+    pair.group.enter("rollout")
+    pair.by_name.refusing = {"come back"}
+    with monkeypatch.context() as patch:
+        patch.setattr(memsaver, "pause", refuse)  # of a rank that pauses again; a turn pauses in two halves
+        with pytest.raises(memsaver.Error, match="could not come back"):
+            pair.group.enter("train")
+    assert "trainer 0 stays resident: it could not pause again: not now" in caplog.text
+    assert pair.params.state == "active"
+    pair.by_name.refusing = set()
+    pair.group.enter("train")
+    assert pair.states() == ["here", "here"]
 
 
 def test_actor_takes_tags_of_guests(pair: Pair, tag: str) -> None:
