@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,7 +87,8 @@ class Guest:
 
         Raises:
             Exception: The guest could not leave, and is as it was. The pause raises GuestError, the guests that have
-                left come back, and the regions stay active.
+                left come back, and the regions stay active. After an interrupt, such as KeyboardInterrupt, the library
+                calls ``come_back()`` of this guest as well.
         """
         raise NotImplementedError(f"{type(self).__name__}.leave() is missing, expected an override")
 
@@ -236,6 +237,7 @@ class Moves:
         self.paused: set[str] = set()  # of the tags that the transition pauses, those of guests that left
         self.resumed: set[str] = set()  # of the tags that it resumes, those of guests that came back
         self.seconds = 0.0  # the time that guests took
+        self._before: list[tuple[_Entry, set[str], bool]] = []  # of the guests concerned, the paused tags, and if away
 
     def prepare(self) -> None:
         """Asks the guests that will leave. Raises GuestError. Nothing has changed then."""
@@ -256,20 +258,41 @@ class Moves:
             return
         with self._alone(self._until):
             concerned = _concerned(pausing | resuming)
-            before = [(each, set(each.paused)) for each in concerned]
-            left: list[_Entry] = []
+            self._before = [(each, set(each.paused), each.away) for each in concerned]
             try:
                 for each in concerned:
                     each.paused = (each.paused | (pausing & set(each.guest.tags))) - resuming
                     if not each.away and each.all_paused:
                         self._leave(each)
-                        left.append(each)
                         self.paused |= pausing & set(each.guest.tags)
             except BaseException as error:
-                for each, paused in before:
+                before, self._before = self._before, []
+                for each, paused, _ in before:
                     each.paused = paused
-                self._undo(left, error)
+                self._undo([each for each, _, was_away in before if each.away and not was_away], error)
                 raise
+
+    def settle(self, away: Mapping[str, bool], committed: bool, error: BaseException) -> None:
+        """The transition has failed after the guests left. Guests whose tags are not all paused come back.
+
+        ``away``: by tag of regions, whether all of them are paused now. ``committed``: whether the failure came after
+        the commit.
+        """
+        before, self._before = self._before, []
+        if not before:
+            return
+        pausing, resuming = self._pausing(), self._resuming()
+        with self._alone(None):
+            for each, paused, _ in before:
+                each.paused = {
+                    tag
+                    for tag in each.guest.tags
+                    if (tag in paused and (tag not in resuming or away.get(tag, True)))
+                    or (tag in pausing and away.get(tag, committed))
+                }
+            self._undo(
+                [each for each, _, was_away in before if each.away and not was_away and not each.all_paused], error
+            )
 
     def come_back(self) -> None:
         """Guests come back, in reverse order, up to the first that raises. A repeated resume continues."""
@@ -286,8 +309,11 @@ class Moves:
         each.state = "leaving"
         try:
             _call(each, "leave", each.guest.leave)
-        except BaseException:
+        except GuestError:
             each.state = "here"
+            raise
+        except BaseException:  # an interrupt: the guest may have released a part
+            each.state = "away"
             raise
         each.state = "away"
 

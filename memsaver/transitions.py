@@ -481,17 +481,17 @@ class _Move:
 
     def commit(self) -> Transition:
         move, report = self.core, self._report
+        begun = False
         try:
             self._guests.leave()
-        except BaseException:
-            self.abort()
-            raise
-        try:
+            begun = True
             done = move.run(self._check_contents if _verify else None)
         except BaseException as error:
             move.abort()
-            if isinstance(error, Error):
+            if begun and isinstance(error, Error):
                 error._name_paused(self._leaving, _tags(move.discarded))
+            committed = begun and (not self._pausing or any(each.state in _AWAY for each in self._pausing))
+            self._guests.settle(_away_tags(), committed, error)
             raise
         finally:
             if (torch := loaded()) is not None:
@@ -642,6 +642,14 @@ class _Report:
 
 def _tags(cores: Iterable[Any], guests: Iterable[str] = ()) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*(core.tag for core in cores), *sorted(guests)]))
+
+
+def _away_tags() -> dict[str, bool]:
+    """By tag, whether all of its regions are without memory."""
+    found: dict[str, bool] = {}
+    for each in all_regions():
+        found[each.tag] = found.get(each.tag, True) and each.state in _AWAY
+    return found
 
 
 def _remedy(policies: Iterable[str]) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 import memsaver
-from memsaver import _core
+from memsaver import _core, _guests
 from memsaver.transitions import prepare_pause
 from tests.support import MIB, Block, host_held_bytes, host_used_bytes
 
@@ -308,6 +309,103 @@ def test_interrupt_in_leave_undoes_what_has_left(make: Make, visit: Visit, calls
         region.pause()
     assert set(states().values()) == {"here"}
     assert region.state == "active"
+
+
+def test_guest_whose_leave_was_interrupted_comes_back_too(make: Make, visit: Visit, calls: list[str]) -> None:
+    """Only an Exception promises that the guest is as it was."""
+
+    def interrupted(call: str) -> None:
+        if call == "leave":
+            raise KeyboardInterrupt
+
+    region = make("host")
+    guest = visit("guest", region.tag)
+    guest.on_call = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        region.pause()
+    assert moves(calls) == ["guest leave", "guest come back"]
+    guest.failing = {"come back"}
+    with pytest.raises(KeyboardInterrupt):
+        region.pause()
+    assert states() == {"guest": "away"}
+    guest.failing = set()
+    region.resume()  # it is active: the guest comes back
+    assert states() == {"guest": "here"}
+
+
+def test_failed_resume_leaves_its_tag_paused(make: Make, visit: Visit, calls: list[str]) -> None:
+    """Otherwise the guest would stay, though all of its tags are paused."""
+    first, second = make(), make()
+    held = Block(first, 8 * MIB)
+    visit("guest", [first.tag, second.tag])
+    first.pause()
+    _core.faults_arm(1)
+    with pytest.raises(memsaver.Error):
+        first.resume()
+    _core.faults_disarm()
+    assert first.state == "paused"
+    second.pause()
+    assert moves(calls) == ["guest leave"]
+    assert held.tensor.data_ptr() == held.address
+
+
+def test_failed_switch_leaves_its_tags_as_its_regions(make: Make, visit: Visit, calls: list[str]) -> None:
+    leaving, coming, third = make(), make(), make()
+    held = Block(coming, 8 * MIB)
+    visit("guest", [leaving.tag, coming.tag, third.tag])
+    coming.pause()
+    _core.faults_arm(1, "error", "map")
+    with pytest.raises(memsaver.Error):
+        memsaver.switch(pause=leaving, resume=coming)
+    _core.faults_disarm()
+    assert (leaving.state, coming.state) == ("paused", "paused")
+    third.pause()
+    assert moves(calls) == ["guest leave"]
+    coming.resume()
+    assert moves(calls) == ["guest leave", "guest come back"]
+    assert held.tensor.data_ptr() == held.address
+
+
+def test_interrupt_after_the_guests_left_brings_them_back(
+    make: Make, visit: Visit, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes before the regions pause."""
+
+    def interrupted(moves: Any) -> None:
+        leave(moves)
+        raise KeyboardInterrupt
+
+    region, other = make(), make()
+    visit("guest", region.tag)
+    visit("shared", [region.tag, other.tag])
+    leave = _guests.Moves.leave
+    with monkeypatch.context() as patch:
+        patch.setattr(_guests.Moves, "leave", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            region.pause()
+    assert region.state == "active"
+    assert moves(calls) == ["guest leave", "guest come back"]
+    other.pause()
+    assert states() == {"guest": "here", "shared": "here"}
+    region.pause()
+    assert states() == {"guest": "away", "shared": "away"}
+
+
+def test_guest_stays_away_after_a_pause_that_failed_in_its_second_half(
+    make: Make, visit: Visit, calls: list[str]
+) -> None:
+    region = make("host")
+    held = Block(region, 8 * MIB)
+    visit("guest", region.tag)
+    _core.faults_arm(1, "error", "unmap")
+    with pytest.raises(memsaver.Error):
+        region.pause()
+    _core.faults_disarm()
+    assert region.state == "paused"
+    assert moves(calls) == ["guest leave"]
+    region.resume()
+    assert moves(calls) == ["guest leave", "guest come back"]
+    held.check()
 
 
 # Two halves, phases, background
