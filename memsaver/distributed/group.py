@@ -15,7 +15,7 @@ from memsaver._arguments import READERS_S, seconds
 from memsaver.distributed.leader import Leader
 from memsaver.distributed.link import Link
 from memsaver.distributed.link import count as count_in_store
-from memsaver.distributed.liveness import Heart, identity
+from memsaver.distributed.liveness import Heart, Watch, identity
 from memsaver.distributed.messages import dumps
 from memsaver.distributed.part import Part
 from memsaver.errors import Error
@@ -46,6 +46,8 @@ class Group:
         name: A name of the group in the store. Groups of one name are made in the same order in all processes.
         heartbeat_timeout: Seconds without a heartbeat after which a process on another host counts as ended. A process
             that holds the GIL sends none. Processes on the same host are looked up by their pid.
+        start_timeout: Seconds that ``enter()`` waits for processes that have not made the group. A process that ends
+            before it makes the group is named then, or at the ``timeout`` of the turn if that is earlier.
         roles: The members of this process by role, one or a list: objects that derive from ``Colocated`` or
             ``AsyncColocated``, or that have ``pause(tags)`` and ``resume(tags)``, which may be called twice.
 
@@ -83,11 +85,12 @@ class Group:
         world_size: int | None = None,
         name: str = "group",
         heartbeat_timeout: float = 8.0,
+        start_timeout: float = 600.0,
         **roles: Any,
     ) -> None:
         members = {role: _members_of(role, given) for role, given in roles.items()}
         self._plan = Plan(phases, _all_roles(phases, roles), backup, restore)
-        silence = seconds(heartbeat_timeout, "heartbeat_timeout")
+        silence, start = seconds(heartbeat_timeout, "heartbeat_timeout"), seconds(start_timeout, "start_timeout")
         self._store, self._process, count = _joined(store, rank, world_size)  # the store may serve the other processes
         made = count_in_store(self._store, f"memsaver/{name}/made/{self._process}")
         prefix = f"memsaver/{name}/{made}"
@@ -98,8 +101,11 @@ class Group:
             "roles": {role: [_methods(each) for each in found] for role, found in members.items()},
         }
         link.set(f"hello/{self._process}", dumps(hello))
-        self._part = Part(link, self._process, members, silence)
-        self._leader = Leader(Link(self._store, prefix), count, self._plan, silence) if self._process == 0 else None
+        self._part = Part(link, self._process, members, Watch(link, silence, start))
+        self._leader: Leader | None = None
+        if self._process == 0:
+            leaders = Link(self._store, prefix)
+            self._leader = Leader(leaders, count, self._plan, Watch(leaders, silence, start))
         self._leading: threading.Thread | None = None
         heart = Heart(Link(self._store, prefix), self._process)
         self._stop = weakref.finalize(self, heart.stop.set)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from memsaver.distributed.link import Link, Pace
+from memsaver.distributed.liveness import Watch
 from memsaver.distributed.messages import dumps
 from memsaver.distributed.ranks import Processes, ranks_of
 from memsaver.errors import Error, WaitTimeoutError
@@ -19,9 +20,9 @@ from memsaver.turns.turns import Turns
 class Leader:
     """Runs one turn at a time, in a thread of its own. Its own process takes part as the others do."""
 
-    def __init__(self, link: Link, world_size: int, plan: Plan, heartbeat_timeout: float) -> None:
+    def __init__(self, link: Link, world_size: int, plan: Plan, watch: Watch) -> None:
         self._link, self._plan = link, plan
-        self._processes = Processes(link, world_size, heartbeat_timeout)
+        self._processes = Processes(link, world_size, watch)
         self._turns: Turns | None = None  # made in the first turn, when the members of all processes are known
         self._overwriting: dict[int, Turn] = {}  # by number, turns whose bodies write contents
         self._missing: list[int] = []  # the processes that have not called enter()

@@ -42,18 +42,28 @@ def _beat(link: Link, process: int, stop: threading.Event) -> None:
 
 
 class Watch:
-    """Finds out whether processes have ended, at most twice a second for each."""
+    """Finds out whether processes have ended, at most twice a second for each.
 
-    def __init__(self, link: Link, heartbeat_timeout: float) -> None:
-        self._link, self._heartbeat_timeout = link, heartbeat_timeout
+    ``start_timeout``: seconds from the first check of a process to its hello.
+    """
+
+    def __init__(self, link: Link, heartbeat_timeout: float, start_timeout: float) -> None:
+        self._link, self._heartbeat_timeout, self._start_timeout = link, heartbeat_timeout, start_timeout
         self._host = _host()
         self._looked: dict[int, float] = {}
+        self._awaited: dict[int, float] = {}  # when a process without a hello was first checked
         self._beats: dict[int, tuple[bytes | None, float]] = {}  # the last heartbeat, and when it was new
 
     def check(self, process: int, hello: Mapping[str, Any] | None) -> None:
         """Raises LostRankError if a process has ended. ``hello``: its identity. None: it has not written it yet."""
         now = time.monotonic()
-        if hello is None or now - self._looked.get(process, 0.0) < _LOOK_S:
+        if hello is None:
+            waited = now - self._awaited.setdefault(process, now)
+            if waited >= self._start_timeout:
+                text = f"rank {process} has not made its group within start_timeout, {self._start_timeout:g} s"
+                raise LostRankError(f"{text}; has its process ended?", process=process)
+            return
+        if now - self._looked.get(process, 0.0) < _LOOK_S:
             return
         self._looked[process] = now
         if hello["host"] == self._host:
@@ -70,8 +80,9 @@ class Watch:
             raise LostRankError(text, process=process)
 
     def forget_silence(self) -> None:
-        """Heartbeats that nobody looked at count as new."""
+        """Heartbeats that nobody looked at count as new. The wait for a hello begins anew."""
         self._beats.clear()
+        self._awaited.clear()
 
 
 def _host() -> str:

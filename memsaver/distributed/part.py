@@ -26,13 +26,11 @@ class Part:
     This thread has the current device and the other state that the members' methods expect.
     """
 
-    def __init__(
-        self, link: Link, process: int, members: Mapping[str, Sequence[Any]], heartbeat_timeout: float
-    ) -> None:
+    def __init__(self, link: Link, process: int, members: Mapping[str, Sequence[Any]], watch: Watch) -> None:
         self._link, self._process, self._members = link, process, members
         self._outbox = Outbox(link, f"from/{process}")
         self._inbox = Inbox(f"to/{process}", self._outbox)
-        self._watch = Watch(link, heartbeat_timeout)
+        self._watch = watch
         self._leader: dict[str, Any] | None = None  # its identity
         self._messages: deque[dict[str, Any]] = deque()
         self._prepared: dict[_Member, None] = {}
@@ -73,7 +71,7 @@ class Part:
         begun = False
         while True:
             pace = Pace()
-            while (command := self._next(number)) is None:
+            while (command := self._next(number, phase)) is None:
                 late = until is not None and time.monotonic() >= until
                 if late and not begun and not self._leader_has_begun(number):
                     waited = time.monotonic() - begin
@@ -90,16 +88,19 @@ class Part:
                 return dict(result["fields"])
             self._answer(command)
 
-    def _next(self, number: int) -> dict[str, Any] | None:
+    def _next(self, number: int, phase: str) -> dict[str, Any] | None:
         """The next message of the leader in this turn. None: there is none yet."""
         self._messages += self._inbox.take(self._reached(self._inbox.key))
         while self._messages:
             message = self._messages.popleft()
             if message["turn"] == number:
                 return message
+        identity = self._leader_identity()
         try:
-            self._watch.check(0, self._leader_identity())
+            self._watch.check(0, identity)
         except Error as error:
+            if identity is None:  # it may still start, and this rank can enter the next turn with it
+                raise Error(f"phase {phase!r} could not be entered: {error}", phase=phase, role=None, rank=0) from error
             raise _LostLeaderError(str(error)) from error
         return None
 

@@ -17,9 +17,8 @@ from memsaver.turns.ranks import Call, NoAnswerError, Rank
 class Processes:
     """All processes of the group, and the messages from and to them."""
 
-    def __init__(self, link: Link, world_size: int, heartbeat_timeout: float) -> None:
-        self._link, self.count = link, world_size
-        self._watch = Watch(link, heartbeat_timeout)
+    def __init__(self, link: Link, world_size: int, watch: Watch) -> None:
+        self._link, self.count, self._watch = link, world_size, watch
         self._outboxes = [Outbox(link, f"to/{each}") for each in range(world_size)]
         self._inboxes = [Inbox(f"from/{each}", self._outboxes[each]) for each in range(world_size)]
         self._hellos: list[dict[str, Any] | None] = [None] * world_size

@@ -265,6 +265,32 @@ def test_a_turn_that_rank_0_has_left_bounds_its_next_one(store: distributed.Stor
     assert [each.result(WAIT_S).phase for each in (turn, *again)] == ["train"] * 3
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_never_makes_its_group_is_named(store: distributed.Store, missing: int) -> None:
+    groups = {
+        rank: Group(
+            phases=PHASES, store=store, rank=rank, world_size=3, start_timeout=0.2, engine=Member(), trainer=Member()
+        )
+        for rank in range(3)
+        if rank != missing
+    }
+    with ThreadPoolExecutor(2) as threads:
+        calls = {rank: threads.submit(group.enter, "train") for rank, group in groups.items()}
+        for call in calls.values():
+            error: Any = call.exception(WAIT_S)
+            assert f"rank {missing} has not made its group within start_timeout, 0.2 s" in str(error)
+            assert (error.phase, error.role, error.rank) == ("train", None, missing)
+            assert isinstance(error.__cause__, LostRankError) and error.__cause__.process == missing
+    with ThreadPoolExecutor(3) as threads:  # it was late: its first call is its part of the turn that failed
+        late = Group(phases=PHASES, store=store, rank=missing, world_size=3, engine=Member(), trainer=Member())
+        groups[missing] = late
+        assert isinstance(threads.submit(late.enter, "train", timeout=0.2).exception(WAIT_S), memsaver.Error)
+        for call in [threads.submit(group.enter, "train") for group in groups.values()]:
+            assert call.result(WAIT_S).phase == "train"
+    for group in groups.values():
+        group.close()
+
+
 def test_ranks_that_enter_different_phases_are_both_named(store: distributed.Store, world: Worlds) -> None:
     job = world(store)
     calls = [job.call(0, "train"), job.call(1, "train"), job.call(2, "rollout")]
@@ -518,6 +544,7 @@ def test_wrong_arguments_raise_before_anything_is_sent(store: distributed.Store)
         ({"rank": None}, TypeError, "rank is None, expected a number"),
         ({"rank": 1}, ValueError, "rank is 1, expected one of 0 to 0, since world_size is 1"),
         ({"heartbeat_timeout": -1}, ValueError, "heartbeat_timeout is -1"),
+        ({"start_timeout": -1}, ValueError, "start_timeout is -1"),
         ({"backup": {"nowhere": "none"}}, ValueError, "backup names the phase 'nowhere'"),
         ({"engine": 3}, TypeError, "3 of the role 'engine' has no pause"),
         ({"engine": Member}, TypeError, "is a class, expected an instance"),
