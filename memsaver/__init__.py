@@ -45,6 +45,7 @@ from memsaver.errors import (  # noqa: E402
 )
 from memsaver.foreign_captures import capturing  # noqa: E402
 from memsaver.phases import define_phase, phase  # noqa: E402
+from memsaver.records import TransitionRecord, TransitionStage, history  # noqa: E402
 from memsaver.regions import Region, outside, region, trim  # noqa: E402
 from memsaver.stats import stats  # noqa: E402
 from memsaver.transitions import Transition, TransitionFuture, pause, resume, switch  # noqa: E402
@@ -61,9 +62,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error", "Guest",
     "GuestError", "OutOfMemoryError", "ReceiveError", "Region", "RegionPausedError", "Token", "Transition",
-    "TransitionFuture", "VerifyError", "WaitTimeoutError", "attach", "capturing", "configure", "cpu_backup",
-    "define_phase", "graph", "outside", "pause", "phase", "region", "register", "release_host_memory", "resume",
-    "share", "stats", "switch", "trim", "unregister",
+    "TransitionFuture", "TransitionRecord", "TransitionStage", "VerifyError", "WaitTimeoutError", "attach", "capturing",
+    "configure", "cpu_backup", "define_phase", "graph", "history", "outside", "pause", "phase", "region", "register",
+    "release_host_memory", "resume", "share", "stats", "switch", "trim", "unregister",
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)

@@ -160,6 +160,9 @@ class Transition:
     def abort(self) -> None: ...
 
     @property
+    def stages(self) -> list[tuple[str, float]]: ...
+
+    @property
     def pausing(self) -> list[Region]: ...
 
     @property

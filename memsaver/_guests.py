@@ -227,13 +227,17 @@ class Moves:
     """The guests of one transition.
 
     ``pausing``, ``resuming``: called when the guests are about to move. They return the tags of which all regions are
-    about to be paused, and the tags that resume.
+    about to be paused, and the tags that resume. ``enter``: called with each stage, and the name of the guest.
     """
 
     def __init__(
-        self, pausing: Callable[[], Set[str]], resuming: Callable[[], Set[str]], until: float | None = None
+        self,
+        pausing: Callable[[], Set[str]],
+        resuming: Callable[[], Set[str]],
+        enter: Callable[[str, str | None], object],
+        until: float | None = None,
     ) -> None:
-        self._pausing, self._resuming, self._until = pausing, resuming, until
+        self._pausing, self._resuming, self._enter, self._until = pausing, resuming, enter, until
         self.paused: set[str] = set()  # of the tags that the transition pauses, those of guests that left
         self.resumed: set[str] = set()  # of the tags that it resumes, those of guests that came back
         self.seconds = 0.0  # the time that guests took
@@ -247,7 +251,7 @@ class Moves:
         for each in _concerned(pausing):
             after = (each.paused | pausing) - resuming
             if not each.away and after >= set(each.guest.tags):
-                _call(each, "prepare", each.guest.prepare)
+                self._call(each, "prepare", each.guest.prepare)
 
     def leave(self) -> None:
         """Guests leave. If this raises, they are as they were."""
@@ -308,7 +312,7 @@ class Moves:
     def _leave(self, each: _Entry) -> None:
         each.state = "leaving"
         try:
-            _call(each, "leave", each.guest.leave)
+            self._call(each, "leave", each.guest.leave)
         except GuestError:
             each.state = "here"
             raise
@@ -320,7 +324,7 @@ class Moves:
     def _come_back(self, each: _Entry) -> None:
         each.state = "coming back"
         try:
-            _call(each, "come back", each.guest.come_back)
+            self._call(each, "come back", each.guest.come_back)
         except BaseException:
             each.state = "away"
             raise
@@ -336,6 +340,17 @@ class Moves:
                 if isinstance(cause, Error):
                     cause.args = (f"{cause}; {text}",)
 
+    def _call(self, each: _Entry, stage: str, method: Callable[[], object]) -> None:
+        self._enter(f"guests {stage}", each.guest.name)
+        try:
+            method()
+        except Exception as error:
+            raise GuestError(
+                f"guest {each.guest.name!r} could not {stage}: {type(error).__name__}: {error}",
+                guest=each.guest.name,
+                stage=stage,
+            ) from error
+
     @contextmanager
     def _alone(self, until: float | None) -> Iterator[None]:
         """No other transition moves guests in the block."""
@@ -343,6 +358,7 @@ class Moves:
         if _mover == threading.get_ident():
             raise Error("a guest that leaves or comes back called a transition of guests, expected one without")
         since = time.monotonic()
+        self._enter("guests", None)
         if not _moving.acquire(timeout=-1 if until is None else max(0.0, until - since)):
             waited = time.monotonic() - since
             text = "the guests of another transition are leaving or coming back"
@@ -362,14 +378,3 @@ def _concerned(chosen: Set[str]) -> list[_Entry]:
     """The guests with one of these tags, in the order in which they leave."""
     with _registry:
         return [each for each in _entries if not chosen.isdisjoint(each.guest.tags)]
-
-
-def _call(each: _Entry, stage: str, method: Callable[[], object]) -> None:
-    try:
-        method()
-    except Exception as error:
-        raise GuestError(
-            f"guest {each.guest.name!r} could not {stage}: {type(error).__name__}: {error}",
-            guest=each.guest.name,
-            stage=stage,
-        ) from error

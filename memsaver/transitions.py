@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
-from memsaver import _core, _guests, policies
+from memsaver import _core, _guests, policies, records
 from memsaver._adapter import Ranges, adapter, loaded
 from memsaver._arguments import READERS_S, Bounds, options_by_keyword, refuse_construction
 from memsaver.errors import BackupError, Error
@@ -428,7 +429,11 @@ class _Move:
         self._pause, self._pause_guests = set(pause), pause_guests
         resumed = resume_guests | {each.tag for each in resume}
         until = None if bounds.timeout is None else time.monotonic() + bounds.timeout
-        self._guests = _guests.Moves(self._paused_tags, lambda: resumed, until)
+        self.recorder = recorder = records.Recorder(_tags(pause, pause_guests), _tags(resume, resume_guests))
+        # A prepared pause that the caller drops is aborted.
+        this = weakref.ref(self, lambda _: recorder.end("aborted"))
+        recorder.core_stages = lambda: list(move.core.stages) if (move := this()) is not None else []
+        self._guests = _guests.Moves(self._paused_tags, lambda: resumed, self.recorder.enter, until)
         self._thread = thread
         self._report: _Report | None = None
         self._leaving: tuple[str, ...] = ()
@@ -464,12 +469,14 @@ class _Move:
             self._restored = [each for each, wanted in zip(move.resuming, restored) if wanted]
             self._record_contents(leaving, kept, live)  # from here on nothing uses the regions
         except BaseException as error:
-            self.abort()
             if isinstance(error, BackupError) and self._kept:
                 error._name_regions(tuple(self._kept), _remedy(self._kept.values()))
+            self.recorder.end("failed", error)
+            self.abort()
             raise
 
     def abort(self) -> None:
+        self.recorder.end("aborted")
         self.core.abort()  # now, not when a traceback drops its references
         if (torch := loaded()) is not None:
             torch.refresh()
@@ -480,7 +487,23 @@ class _Move:
         return {*self._pause_guests, *(each.tag for each in self._pause)} - others
 
     def commit(self) -> Transition:
-        move, report = self.core, self._report
+        try:
+            outcome = self._commit()
+        except BaseException as error:
+            self.recorder.end("failed", error)
+            raise
+        self.recorder.end(
+            "done",
+            released_bytes=outcome.released_bytes,
+            restored_bytes=outcome.restored_bytes,
+            copied_bytes=outcome.copied_bytes,
+        )
+        if self._report is not None and self._report.interrupt is not None:
+            raise self._report.interrupt
+        return outcome
+
+    def _commit(self) -> Transition:
+        move = self.core
         begun = False
         try:
             self._guests.leave()
@@ -525,8 +548,6 @@ class _Move:
                     "clone=True",
                     each.tag,
                 )
-        if report is not None and report.interrupt is not None:
-            raise report.interrupt
         return outcome
 
     def _record_contents(self, leaving: Sequence[Region], kept: Sequence[str], live: Sequence[Ranges]) -> None:
@@ -621,6 +642,7 @@ def prepare_pause(
         return Prepared._of(None)
     move = _Move(found, [], threading.get_ident(), bounds, guests)
     move.prepare(kept, {}, None)
+    move.recorder.enter("prepared")
     return Prepared._of(move)
 
 

@@ -121,6 +121,7 @@ void bind_transitions(nb::module_& module) {
            })
       .def(
           "abort", [](ReportingTransition& transition) { transition.abort(); }, nb::call_guard<Unlocked>())
+      .def_prop_ro("stages", [](const ReportingTransition& transition) { return transition.stages(); })
       .def_prop_ro(
           "pausing", [](const ReportingTransition& transition) { return transition.pausing(); },
           nb::rv_policy::reference)

@@ -107,6 +107,7 @@ void Transfer::make_batches(Leaving& leaving) {
 void Transfer::wait_idle(Deadline whole) {
   whole_ = whole;
   if (leaving_.empty()) return;
+  stages_.enter("device");
   losing_context([&] {
     check_backups();
     const std::uint64_t freed = device_.resting.frees();
@@ -154,6 +155,7 @@ void Transfer::reserve_and_start(bool chunks, const Until& memory) {
   if (chunks) reserve_chunks(memory);
   for (Leaving& leaving : leaving_) {
     if (!leaving.copies()) continue;
+    stages_.enter("backup");
     leaving.saved_before = leaving.backup->saved.bytes();
     progress_.expect(leaving.backup->bytes() - leaving.saved_before);
     Ranges batches;
@@ -171,6 +173,7 @@ void Transfer::reserve_and_start(bool chunks, const Until& memory) {
 template <typename Attempt, typename GiveBack>
 void Transfer::with_chunks(const Until& memory, Attempt attempt, GiveBack give_back) {
   const std::size_t needed = missing_bytes(), going_out = leaving_bytes();
+  if (needed > 0) stages_.enter("memory");
   const Deadline deadline = memory(), began = now();  // in this order, so that a wait of 0 s has passed at its begin
   for (bool snug = false;;) {
     bool never = false;
@@ -283,6 +286,7 @@ void Transfer::run(const Until& memory) noexcept {
   } catch (...) {
     failed_ = std::current_exception();
   }
+  stages_.enter("move");
   for (Leaving& leaving : leaving_) let_go(leaving);
   if (refused_ && !drain_copies(*device_.driver)) core().mark_lost(device_);
   try {

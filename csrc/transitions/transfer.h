@@ -16,12 +16,14 @@
 
 #include "backup/backup.h"
 #include "regions/core.h"
+#include "transitions/stages.h"
 
 namespace memsaver {
 
 class Transfer {
  public:
-  Transfer(Device& device, Progress& progress) : device_(device), progress_(progress) {}
+  Transfer(Device& device, Progress& progress, Stages& stages)
+      : device_(device), progress_(progress), stages_(stages) {}
   ~Transfer() { undo(); }
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
@@ -111,6 +113,7 @@ class Transfer {
 
   Device& device_;
   Progress& progress_;
+  Stages& stages_;
   Deadline whole_ = kNever;
   std::list<Leaving> leaving_;
   std::list<Coming> coming_;

@@ -152,6 +152,7 @@ void Transition::mark(const std::vector<Region*>& wanted, bool out) {
 
 void Transition::begin() {
   begun_at_ = now();
+  stages_.enter("queue");
   Core& all = core();
   all.refresh_peers();
   const auto first = [this](const Region* region) { return region->is_first(this); };
@@ -181,8 +182,10 @@ void Transition::begin() {
   }
   mark(wanted_out_, true);
   mark(wanted_in_, false);
+  stages_.enter("readers");
   std::unique_lock lock(all.mutex);
   if (!MEMSAVER_MUTANT(the_attached_are_not_waited_for)) wait_for_attached(lock);
+  stages_.enter("launches");
   const auto unused = [](const Region* region) {
     return !region->in_use() || MEMSAVER_MUTANT(launches_are_not_waited_for);
   };
@@ -193,11 +196,11 @@ void Transition::begin() {
     throw_late("launches", "guarded launches or readers of backups were under way");
 }
 
-Transition::Transfers Transition::make_transfers(const std::vector<bool>& restore) const {
+Transition::Transfers Transition::make_transfers(const std::vector<bool>& restore) {
   std::map<Device*, std::unique_ptr<Transfer>> by_device;
   const auto on = [&](const Region& region) -> Transfer& {
     auto& transfer = by_device[&region.device];
-    if (transfer == nullptr) transfer = std::make_unique<Transfer>(region.device, *progress_);
+    if (transfer == nullptr) transfer = std::make_unique<Transfer>(region.device, *progress_, stages_);
     return *transfer;
   };
   for (const Pause& pause : pauses_)

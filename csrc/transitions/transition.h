@@ -64,6 +64,9 @@ class Transition {
   // Commits and executes. `arrived` is called if all regions that resume have their contents, before they are active:
   // nothing else uses them yet. It must not throw.
   Outcome run(const std::function<void()>& arrived = {});
+  // What the transition waited for or did: "queue", "readers", "launches", "device", "memory", "backup", and "move"
+  // while chunks and contents move. Any thread may ask.
+  std::vector<Stages::Begun> stages() const { return stages_.begun(); }
   void abort();  // leaves the queues, and undoes all steps that run() has not committed
 
  private:
@@ -74,11 +77,12 @@ class Transition {
   [[noreturn]] void throw_late(const char* stage, const std::string& why) const;
   Deadline memory_deadline() const;
   void mark(const std::vector<Region*>& wanted, bool out);
-  Transfers make_transfers(const std::vector<bool>& restore) const;
+  Transfers make_transfers(const std::vector<bool>& restore);
   void finish();  // ends the marked states, leaves the queues, and handles frees that were made meanwhile
   void leave_queues_locked();
 
   const Bounds bounds_;
+  Stages stages_;  // transfers_ refer to it
   const Deadline began_ = now();
   Deadline begun_at_;  // begin()
   std::vector<Region*> wanted_out_, wanted_in_;

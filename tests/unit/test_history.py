@@ -1,0 +1,150 @@
+"""The last transitions of a process, with their stages."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import memsaver
+from memsaver import _core, records
+from memsaver.transitions import prepare_pause
+from tests.support import MIB, Block, until
+
+Make = Callable[..., memsaver.Region]
+
+
+class Slow(memsaver.Guest):
+    """Leaves when ``let_go`` is set."""
+
+    def __init__(self, tag: str) -> None:
+        super().__init__("slow", tag)
+        self.let_go = threading.Event()
+        self.leaves = threading.Event()
+
+    def leave(self) -> None:
+        self.leaves.set()
+        assert self.let_go.wait(60)
+
+    def come_back(self) -> None:
+        raise OSError("no network")
+
+
+@pytest.fixture
+def slow(tag: str) -> Iterator[Slow]:
+    guest = Slow(tag)
+    memsaver.register(guest)
+    yield guest
+    guest.let_go.set()
+    memsaver.unregister(guest)
+
+
+def names(record: memsaver.TransitionRecord) -> list[str]:
+    return [each.name for each in record.stages]
+
+
+def test_transitions_are_in_the_history_with_their_stages_and_bytes(make: Make) -> None:
+    region = make("host")
+    block = Block(region, 3 * MIB)
+    done = region.pause()
+    back = region.resume()
+    pause, resume = memsaver.history()[-2:]
+    assert (pause.pause, pause.resume, pause.outcome, pause.error) == ((region.tag,), (), "done", None)
+    assert (resume.pause, resume.resume, resume.outcome) == ((), (region.tag,), "done")
+    assert names(pause) == ["queue", "readers", "launches", "device", "backup", "move"]
+    assert names(resume) == ["queue", "readers", "launches", "memory", "move"]
+    assert [each.seconds for each in pause.stages] == sorted(each.seconds for each in pause.stages)
+    assert 0 <= pause.stages[0].seconds <= pause.stages[-1].seconds <= pause.seconds
+    assert (pause.released_bytes, pause.copied_bytes) == (done.released_bytes, done.copied_bytes) != (0, 0)
+    assert (resume.restored_bytes, resume.copied_bytes) == (back.restored_bytes, back.copied_bytes) != (0, 0)
+    assert pause.number + 1 == resume.number
+    assert pause.began <= resume.began
+    assert pause.thread == threading.current_thread().name
+    block.check()
+
+
+def test_the_transition_under_way_is_in_the_history_with_its_stage(make: Make) -> None:
+    region = make("host")
+    core = region._core
+    assert _core.acquire([core]) is None  # as a guarded launch
+    moving = region.pause(wait=False)
+    until(lambda: names(memsaver.history()[-1])[-1:] == ["launches"])
+    behind = region.resume(wait=False)
+    until(lambda: names(memsaver.history()[-1]) == ["queue"])
+    running = memsaver.history()[-2:]
+    assert [each.outcome for each in running] == ["running", "running"]
+    assert running[0].thread == "MainThread"  # that of the call
+    _core.release([core])
+    moving.result(60)
+    behind.result(60)
+    assert [each.outcome for each in memsaver.history()[-2:]] == ["done", "done"]
+
+
+def test_stages_of_guests_have_their_names(slow: Slow, tag: str) -> None:
+    moving = memsaver.pause(tag, wait=False)
+    assert slow.leaves.wait(60)
+    last = memsaver.history()[-1].stages[-1]
+    assert (last.name, last.guest) == ("guests leave", "slow")
+    slow.let_go.set()
+    moving.result(60)
+    with pytest.raises(memsaver.GuestError):
+        memsaver.resume(tag)
+    record = memsaver.history()[-1]
+    assert (record.outcome, record.resume) == ("failed", (tag,))
+    assert record.error == "GuestError: guest 'slow' could not come back: OSError: no network"
+    assert names(record)[-2:] == ["guests", "guests come back"]
+
+
+def test_a_transition_that_fails_has_its_error_and_the_stage_in_which_it_failed(make: Make) -> None:
+    region = make("host")
+    assert _core.acquire([region._core]) is None
+    with pytest.raises(memsaver.WaitTimeoutError):
+        region.pause(timeout=0)
+    _core.release([region._core])
+    record = memsaver.history()[-1]
+    assert (record.outcome, names(record)[-1]) == ("failed", "launches")
+    assert record.error is not None and record.error.startswith("WaitTimeoutError: the call's timeout has passed")
+
+
+def test_a_prepared_pause_is_running_until_it_is_committed_aborted_or_dropped(make: Make) -> None:
+    region = make()
+    prepared = prepare_pause(region.tag)
+    record = memsaver.history()[-1]
+    assert (record.outcome, names(record)[-1]) == ("running", "prepared")
+    prepared.commit()
+    assert (memsaver.history()[-1].outcome, names(memsaver.history()[-1])[-1]) == ("done", "move")
+    region.resume()
+    prepare_pause(region.tag).abort()
+    assert memsaver.history()[-1].outcome == "aborted"
+    prepared = prepare_pause(region.tag)
+    del prepared
+    gc.collect()
+    assert memsaver.history()[-1].outcome == "aborted"
+    assert region.state == "active"
+
+
+def test_the_history_keeps_the_last_thousand(make: Make) -> None:
+    region = make()
+    region.pause()
+    first = memsaver.history()[-1].number
+    for _ in range(1000):
+        region.pause()
+    found = memsaver.history()
+    assert [each.number for each in found] == list(range(first + 1, first + 1001))
+    assert len(records._recorders) == 1000
+
+
+def test_a_selection_of_nothing_is_not_in_the_history() -> None:
+    before = memsaver.history()
+    memsaver.pause([])
+    assert memsaver.history() == before
+
+
+def test_a_record_as_a_dictionary(make: Make) -> None:
+    region = make()
+    region.pause()
+    found = memsaver.history()[-1].asdict()
+    assert found["stages"][0] == {"name": "queue", "seconds": found["stages"][0]["seconds"], "guest": None}
+    assert found["pause"] == (region.tag,)
