@@ -90,7 +90,7 @@ class Leader:
                     self._refuse(phase, process, f"rank {process} is lost", error)
             if options.until is not None and time.monotonic() >= options.until:
                 waited = time.monotonic() - begin
-                text = f"it has not called enter() (stage 'answer', after {waited:.2f} s)"
+                text = f"it has not {self._processes.awaited(missing[0])} (stage 'answer', after {waited:.2f} s)"
                 named = ", ".join(f"rank {process}" for process in missing)
                 cause = WaitTimeoutError(text, stage="answer", waited_s=waited)
                 self._refuse(phase, missing[0], f"{named} did not answer", cause)

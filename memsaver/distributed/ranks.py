@@ -24,8 +24,9 @@ class Processes:
         self._hellos: list[dict[str, Any] | None] = [None] * world_size
         self._calls = 0
         self._answers: dict[int, tuple[bool, Any]] = {}  # by call, whether it succeeded, and its result or error
-        self._unanswered: dict[int, set[int]] = {each: set() for each in range(world_size)}  # by process, its calls
-        self._turn = 0
+        self._unanswered: dict[int, dict[int, str]] = {each: {} for each in range(world_size)}  # calls and methods
+        self._hanging: dict[int, str] = {}  # by process, the method of an earlier turn that it had not answered
+        self.turn = 0
         self._left: dict[int, Exception] = {}  # by process that left this turn before its end, its error
         self.arrivals: list[deque[dict[str, Any]]] = [deque() for _ in range(world_size)]
 
@@ -37,17 +38,17 @@ class Processes:
         return self._hellos[process]
 
     def send(self, process: int, message: Mapping[str, Any]) -> None:
-        self._outboxes[process].send({"turn": self._turn, **message}, self._inboxes[process].read)
+        self._outboxes[process].send({"turn": self.turn, **message}, self._inboxes[process].read)
 
     def call(self, process: int, message: Mapping[str, Any]) -> int:
         if process in self._left:
             raise self._left[process]
         self._calls += 1
-        self._unanswered[process].add(self._calls)
+        self._unanswered[process][self._calls] = message["method"]
         try:
             self.send(process, {**message, "call": self._calls})
         except Error:
-            self._unanswered[process].discard(self._calls)
+            del self._unanswered[process][self._calls]
             raise
         return self._calls
 
@@ -58,6 +59,11 @@ class Processes:
     def unanswered(self) -> list[int]:
         """The processes that have not answered a call of this turn. Another thread may ask."""
         return [process for process, calls in self._unanswered.items() if calls]
+
+    def awaited(self, process: int) -> str:
+        """What a process that has not called enter() has not done."""
+        method = self._hanging.get(process)
+        return "called enter()" if method is None else f"answered {method}() of an earlier turn"
 
     def look(self) -> None:
         """Reads what has arrived from any process."""
@@ -72,7 +78,8 @@ class Processes:
 
     def begin(self, turn: int) -> None:
         """A new turn: nobody waits for the answers to earlier calls."""
-        self._turn = turn
+        self.turn = turn
+        self._hanging.update((process, max(calls.items())[1]) for process, calls in self._unanswered.items() if calls)
         self._watch.forget_silence()
         self._answers.clear()
         self._left.clear()
@@ -82,15 +89,16 @@ class Processes:
     def _take(self, process: int, message: dict[str, Any]) -> None:
         unanswered = self._unanswered[process]
         if "enter" in message:
+            self._hanging.pop(process, None)
             self.arrivals[process].append(message)
         elif "left" in message:
             self.arrivals[process].append(message)
-            if message["turn"] == self._turn:
+            if message["turn"] == self.turn:
                 self._left[process] = message["error"]
                 self._answers.update(dict.fromkeys(unanswered, (False, message["error"])))
                 unanswered.clear()
         elif message["call"] in unanswered:
-            unanswered.discard(message["call"])
+            del unanswered[message["call"]]
             self._answers[message["call"]] = (message["done"], message["result"])
 
 
@@ -122,6 +130,7 @@ class StoreRank(Rank):
 class _StoreCall:
     def __init__(self, processes: Processes, process: int, number: int) -> None:
         self._processes, self._process, self._number = processes, process, number
+        self._turn = processes.turn
         self._lost: Error | None = None
 
     def result(self, timeout: float | None = None) -> Any:
@@ -150,6 +159,8 @@ class _StoreCall:
     def _has_ended(self) -> bool:
         if self._lost is None and self._processes.answer(self._number) is None:
             try:
+                if self._turn != self._processes.turn:  # its process has entered a later turn, so the call has ended
+                    raise Error("the turn of this call has ended")
                 self._processes.check_lives(self._process)
                 return False
             except Error as error:

@@ -135,7 +135,8 @@ class Group:
                 ``{role: {tag: bool}}``. None: the group's value for this phase, else True.
             timeout: Seconds for the whole turn, up to the commit of the last rank. Each rank gets the rest of it for
                 its own call. If a rank has not answered by then while all prepare, the turn fails, and the rank aborts
-                its part when its drain or start has ended. None: no bound.
+                its part when its drain or start has ended. Ranks that have committed have 30 s more to complete their
+                pauses and resumes; then the turn fails too. No phase can be entered until they have. None: no bound.
             memory_timeout: Seconds to wait for memory that others hold. None: 60 for ranks that resume at the same time
                 as the pauses that release their memory, else 0.
             reader_timeout: Seconds for pauses to wait for attached readers.

@@ -76,5 +76,7 @@ class _RemoteCall:
     @staticmethod
     def ended(calls: Sequence[_RemoteCall], timeout: float | None) -> Collection[_RemoteCall]:
         by_reference = {each._reference: each for each in calls}
-        done, _ = ray.wait(list(by_reference), num_returns=1, timeout=timeout)
+        references = list(by_reference)
+        ray.wait(references, num_returns=1, timeout=timeout)
+        done, _ = ray.wait(references, num_returns=len(references), timeout=0)
         return [by_reference[reference] for reference in done]

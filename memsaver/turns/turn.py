@@ -13,7 +13,7 @@ from memsaver.errors import BackupError, Error
 from memsaver.policies import as_option
 from memsaver.transitions import Transition
 from memsaver.turns.members import Ready
-from memsaver.turns.ranks import Call, Errors, Rank, Results, barrier, collect, submit, unanswered
+from memsaver.turns.ranks import Call, Calls, Errors, Rank, Results, barrier, collect, submit, unanswered
 
 log = logging.getLogger("memsaver")
 
@@ -21,6 +21,7 @@ _NOTIFY_S = 10.0  # bound of the calls that take preparations back, and of those
 _RESTART_S = 60.0  # the calls of a rank may be refused for this long while it restarts
 _POLL_S = 0.05
 _HANDOVER_S = 60.0  # default bound of a resume's wait for memory that another rank releases in the same turn
+_COMPLETE_S = 30.0  # after a turn's timeout, ranks that have committed may take this long to complete their calls
 _ANSWER_S = 1.0  # after a turn's timeout, the ranks' own errors may take this long to arrive
 
 TagsByRole = Mapping[str, list[str]]
@@ -107,6 +108,11 @@ class TurnOptions:
         """The time by ``time.monotonic()`` after which a rank without an answer fails the turn."""
         return None if self.bounds.timeout is None else self.since + self.bounds.timeout + _ANSWER_S
 
+    @property
+    def completes_until(self) -> float | None:
+        """The time by ``time.monotonic()`` after which a turn stops to wait for ranks that have committed."""
+        return None if self.bounds.timeout is None else self.since + self.bounds.timeout + _COMPLETE_S
+
     def restores(self, role: str, tag: str) -> bool:
         return self.restore.get(role, {}).get(tag, True)
 
@@ -138,8 +144,8 @@ class TurnOptions:
 class RunningTurn:
     """A turn under way: ``prepare()``, then ``commit()``.
 
-    ``unwritten`` (tags whose contents are undefined, by rank) and ``starting`` (ranks that may still start) belong to
-    the group and outlast the turn.
+    ``unwritten`` (tags whose contents are undefined, by rank), ``starting`` (ranks that may still start) and ``late``
+    (calls of the second half that a turn has stopped to wait for) belong to the group and outlast the turn.
     """
 
     def __init__(
@@ -151,11 +157,12 @@ class RunningTurn:
         options: TurnOptions,
         unwritten: dict[Rank, set[str]],
         starting: set[Rank],
+        late: Calls,
         on_error: Callable[[Turn], None],
     ) -> None:
         self._phase, self._ranks, self._options = phase, ranks, options
         self._pauses, self._resumes = pauses, resumes
-        self._unwritten, self._starting, self._on_error = unwritten, starting, on_error
+        self._unwritten, self._starting, self._late, self._on_error = unwritten, starting, late, on_error
         self._pausing = [rank for rank in ranks if pauses.get(rank.role)]
         self._resuming = [rank for rank in ranks if resumes.get(rank.role)]
         self._ready: dict[Rank, Ready] = {}  # the ranks that pause by prepare and commit
@@ -165,6 +172,7 @@ class RunningTurn:
     def prepare(self) -> None:
         """Prepares all ranks, then pauses those that pause in one call. If this raises, no other rank has paused."""
         options = self._options
+        self._check_answered()
         self._await_starts()
         self._begin = time.perf_counter()
         self._check_written()
@@ -226,20 +234,26 @@ class RunningTurn:
             return rank.submit("resume", tags, **self._options.of_resumes(rank.role, tags, handover))
 
         # From here on a failure rolls forward: the pauses are not taken back.
+        until = self._options.completes_until
         paused = dict(self._paused)
         commits, pause_errors = submit([rank for rank in self._pausing if rank not in paused], _commit)
         resume_begin = time.perf_counter()
         resumes, resume_errors = submit(self._resuming, resume) if side_by_side else ({}, {})
-        results, errors = collect(commits)
+        results, errors = collect(commits, until)
         pause_errors.update(errors)
         paused.update(results)
         pause_end = time.perf_counter()
         if not side_by_side and not pause_errors:
             resume_begin = pause_end
             resumes, resume_errors = submit(self._resuming, resume)
-        resumed, errors = collect(resumes)
+        resumed, errors = collect(resumes, until)
         resume_errors.update(errors)
         end = time.perf_counter()
+        for rank in unanswered(pause_errors):
+            self._late[rank] = commits[rank]
+        for rank in unanswered(resume_errors):
+            self._late[rank] = resumes[rank]
+            self._unwritten.setdefault(rank, set()).update(self._unrestored(rank))
 
         if pause_errors or resume_errors:
             self._undo(resumed, resume_errors)
@@ -258,6 +272,21 @@ class RunningTurn:
     def _unrestored(self, rank: Rank) -> list[str]:
         """The tags that are resident in the phase with ``restore=False``."""
         return [tag for tag in self._resumes[rank.role] if not self._options.restores(rank.role, tag)]
+
+    def _check_answered(self) -> None:
+        """Refuses the turn while a rank is still in a call of an earlier one."""
+        _, errors = collect(self._late, time.monotonic())
+        waiting = unanswered(errors)
+        for rank in [rank for rank in self._late if rank not in waiting]:
+            del self._late[rank]
+            if rank in errors and rank.is_lost(errors[rank]):
+                self._starting.add(rank)
+                self._unwritten.pop(rank, None)
+        if self._late:
+            rank = next(iter(self._late))
+            named = ", ".join(map(str, self._late))
+            text = f"phase {self._phase!r} could not be entered: {named} has not answered a call of an earlier turn"
+            raise Error(text, phase=self._phase, role=rank.role, rank=rank.index) from errors[rank]
 
     def _check_written(self) -> None:
         errors: Errors = {}

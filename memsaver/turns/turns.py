@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from memsaver.turns.plan import Plan, listed
-from memsaver.turns.ranks import Rank
+from memsaver.turns.ranks import Calls, Rank
 from memsaver.turns.turn import RunningTurn, Turn, TurnOptions
 
 
@@ -16,6 +16,7 @@ class Turns:
         self._plan, self._ranks = plan, list(ranks)
         self._writers: dict[tuple[Rank, str], Turn] = {}  # by tag, the last turn that was to overwrite its contents
         self._unwritten: dict[Rank, set[str]] = {}  # tags that resumed to be overwritten in a phase that failed
+        self._late: Calls = {}  # of ranks that had not answered when their turn ended
         self._starting = set(self._ranks)  # ranks that may still start: new ones, and dead ones
         self.entered: str | None = None
         """The phase of all ranks. None before the first phase, and after a turn that failed."""
@@ -24,8 +25,9 @@ class Turns:
         """Runs a turn. ``between`` is called between its halves; if it raises, the prepared ranks abort."""
         pauses, resumes = self._plan.moves(name)
         running = RunningTurn(
-            name, self._ranks, pauses, resumes, options, self._unwritten, self._starting, self.mark_unwritten
-        )
+            name, self._ranks, pauses, resumes, options, self._unwritten, self._starting, self._late,
+            self.mark_unwritten,
+        )  # fmt: skip
         self.entered = None
         running.prepare()
         if between is not None:
@@ -52,6 +54,7 @@ class Turns:
             if (old.role, old.index) == (new.role, new.index):
                 self._ranks[at] = new
                 self._unwritten.pop(old, None)
+                self._late.pop(old, None)
                 self._writers = {key: turn for key, turn in self._writers.items() if key[0] != old}
                 self._starting.discard(old)
                 self._starting.add(new)

@@ -344,6 +344,36 @@ def test_a_rank_that_hangs_past_the_deadline_is_named_and_joins_again(store: dis
     assert [each.result(WAIT_S).phase for each in again] == ["train", "train"]
 
 
+@pytest.mark.parametrize("step", ["commit", "resume"])
+def test_a_rank_that_hangs_in_the_second_half_is_named_until_it_has_answered(
+    store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr(turn_module, "_COMPLETE_S", 0.0)
+    job = world(store)
+    job.enter("train")
+    victim, verb, tag = (2, "pause", "params") if step == "commit" else (1, "resume", "weights")
+    job.members[victim].held[step] = held = threading.Event()
+    calls = [job.call(rank, "rollout", timeout=3.0, restore=False) for rank in range(3)]
+    others = [rank for rank in range(3) if rank != victim]
+    for rank in others:
+        error: Any = calls[rank].exception(WAIT_S)
+        assert f"(rank {victim}) could not {verb} '{tag}': WaitTimeoutError: it has not answered" in str(error)
+    again = [job.call(rank, "rollout", timeout=1.0, restore=False) for rank in others]
+    for call in again:
+        error = call.exception(WAIT_S)
+        method = "colocated_commit" if step == "commit" else "resume"
+        text = f"rank {victim} did not answer: it has not answered {method}() of an earlier turn (stage 'answer', after"
+        assert text in str(error)
+        assert error.rank == victim
+    held.set()
+    assert isinstance(calls[victim].exception(WAIT_S), memsaver.Error)
+    assert isinstance(job.call(victim, "rollout", timeout=1.0, restore=False).exception(WAIT_S), memsaver.Error)
+    if step == "resume":  # its contents are undefined: the body that was to write them never ran
+        for error in job.fails("rollout"):
+            assert "the phase that was to write them failed" in str(error)
+    assert job.enter("rollout", restore=False)[0].phase == "rollout"
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_does_not_call_enter_is_named(store: distributed.Store, world: Worlds, late: int) -> None:
     job = world(store)
