@@ -171,6 +171,22 @@ def _disk_dir(value: Any) -> str:
     return path
 
 
+def _report_dir(value: Any) -> str:
+    try:
+        path = os.fsdecode(value) and os.path.abspath(os.fsdecode(value))
+    except TypeError:
+        path = ""
+    if not path or (os.path.exists(path) and not os.path.isdir(path)):
+        raise _wrong("report_dir", value, "the path of a directory, which need not exist yet")
+    return path
+
+
+def report_dir() -> str | None:
+    """The directory of reports that was set. None: the default."""
+    found: str | None = _values.get("report_dir")
+    return found
+
+
 def _receive_timeout(value: Any) -> float:
     try:
         found = float(value) if isinstance(value, str) else seconds(value, "receive_timeout")
@@ -310,6 +326,12 @@ OPTIONS: Final = (
         _receive_timeout, _keep,
     ),
     Option(
+        "report_dir", "path", "memsaver-reports-<uid> in the temporary directory",
+        "Directory of the reports of turns that exceed their deadline. It is made by the first turn with a timeout. The"
+        " 50 newest files are kept.",
+        _report_dir, _keep,
+    ),
+    Option(
         "peers", "'auto', list of devices", "auto",
         "GPUs that can reach the memory of regions on another GPU, as copies and kernels between GPUs do. 'auto': those"
         " on which the process has an active context, read again at each call. Waits for a device cover its peers. In"
@@ -362,6 +384,7 @@ def configure(
     pool: str | Unchanged = UNCHANGED,
     pool_capacity: int | str | None | Unchanged = UNCHANGED,
     receive_timeout: float | Unchanged = UNCHANGED,
+    report_dir: str | os.PathLike[str] | Unchanged = UNCHANGED,
     retain: int | str | Unchanged = UNCHANGED,
     scrub: bool | Unchanged = UNCHANGED,
     verify: bool | Unchanged = UNCHANGED,
@@ -394,6 +417,8 @@ def configure(
             GPU, or all of the host device.
         receive_timeout: Bound of the wait for the sender of a tensor of a region that came through
             torch.multiprocessing. Default: 10 s.
+        report_dir: Directory of the reports of turns that exceed their deadline. It is made by the first turn with a
+            timeout. The 50 newest files are kept. Default: memsaver-reports-<uid> in the temporary directory.
         retain: Idle chunks that the process keeps for its own regions instead of releasing them to the driver.
             Default: 0.
         scrub: Zero a chunk of a shared pool whenever it moves between this process and another. Default: False.
@@ -412,7 +437,8 @@ def configure(
     given = {
         "backup_ahead": backup_ahead, "close_on_fork": close_on_fork, "disk_dir": disk_dir, "host_device": host_device,
         "host_limit": host_limit, "peers": peers, "pool": pool, "pool_capacity": pool_capacity,
-        "receive_timeout": receive_timeout, "retain": retain, "scrub": scrub, "verify": verify,
+        "receive_timeout": receive_timeout, "report_dir": report_dir, "retain": retain, "scrub": scrub,
+        "verify": verify,
     }  # fmt: skip
     _set({name: value for name, value in given.items() if value is not UNCHANGED}, lambda option: "configure()")
 

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch.distributed as distributed
@@ -18,6 +19,7 @@ from memsaver.distributed.link import count as count_in_store
 from memsaver.distributed.liveness import Heart, Watch, identity
 from memsaver.distributed.messages import dumps
 from memsaver.distributed.part import Part
+from memsaver.distributed.reports import Activity, Reporter
 from memsaver.errors import Error
 from memsaver.policies import TurnBackup, TurnRestore
 from memsaver.turns.plan import Phases, Plan, check_mapping
@@ -101,13 +103,15 @@ class Group:
             "roles": {role: [_methods(each) for each in found] for role, found in members.items()},
         }
         link.set(f"hello/{self._process}", dumps(hello))
-        self._part = Part(link, self._process, members, Watch(link, silence, start))
+        activity = Activity(self._process)
+        self._part = Part(link, self._process, members, Watch(link, silence, start), activity)
         self._leader: Leader | None = None
         if self._process == 0:
             leaders = Link(self._store, prefix)
             self._leader = Leader(leaders, count, self._plan, Watch(leaders, silence, start))
         self._leading: threading.Thread | None = None
-        heart = Heart(Link(self._store, prefix), self._process)
+        reporter = Reporter(partial(Link, self._store, prefix), activity)
+        heart = Heart(Link(self._store, prefix), self._process, reporter.look)
         self._stop = weakref.finalize(self, heart.stop.set)
         self._turn = 0
         self._failed: list[int] = []  # turns whose bodies failed here since the last turn
@@ -164,9 +168,10 @@ class Group:
             ValueError: The phase does not exist, or an argument names unknown roles, tags or policies.
             memsaver.Error: A rank failed, has died or did not answer, or processes called with different arguments.
                 Its attributes are ``phase``, ``role`` and ``rank``. If no single member is the reason, ``role`` is None
-                and ``rank`` is that of the process. The cause is chained: of a process that has ended a
-                ``LostRankError``. Before the commits, nothing has changed on any rank. If rank 0 or the store is lost,
-                each rank completes the pause that it has prepared if all ranks had prepared, or takes it back.
+                and ``rank`` is that of the process. ``report`` is the path of the report if a rank has not answered at
+                the deadline of the turn. The cause is chained: of a process that has ended a ``LostRankError``. Before
+                the commits, nothing has changed on any rank. If rank 0 or the store is lost, each rank completes the
+                pause that it has prepared if all ranks had prepared, or takes it back.
 
         Examples:
             >>> weights = memsaver.region("weights", device="cpu", backup="host")

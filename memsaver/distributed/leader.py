@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from memsaver.distributed.link import Link, Pace
 from memsaver.distributed.liveness import Watch
 from memsaver.distributed.messages import dumps
-from memsaver.distributed.ranks import Processes, ranks_of
+from memsaver.distributed.ranks import Processes, StoreRank, ranks_of
+from memsaver.distributed.reports import Collector
 from memsaver.errors import Error, WaitTimeoutError
 from memsaver.turns.plan import Plan
-from memsaver.turns.turn import Turn, TurnOptions
+from memsaver.turns.ranks import Rank
+from memsaver.turns.turn import Turn, TurnOptions, TurnReport
 from memsaver.turns.turns import Turns
 
 
@@ -23,6 +25,7 @@ class Leader:
     def __init__(self, link: Link, world_size: int, plan: Plan, watch: Watch) -> None:
         self._link, self._plan = link, plan
         self._processes = Processes(link, world_size, watch)
+        self._collector = Collector(link, self._processes.hello, world_size)
         self._turns: Turns | None = None  # made in the first turn, when the members of all processes are known
         self._overwriting: dict[int, Turn] = {}  # by number, turns whose bodies write contents
         self._missing: list[int] = []  # the processes that have not called enter()
@@ -93,7 +96,7 @@ class Leader:
                 text = f"it has not {self._processes.awaited(missing[0])} (stage 'answer', after {waited:.2f} s)"
                 named = ", ".join(f"rank {process}" for process in missing)
                 cause = WaitTimeoutError(text, stage="answer", waited_s=waited)
-                self._refuse(phase, missing[0], f"{named} did not answer", cause)
+                self._refuse(phase, missing[0], f"{named} did not answer", cause, missing)
             pace.sleep(options.until)
         self._compare(phase, arrived)
         for process in sorted(arrived):
@@ -130,7 +133,7 @@ class Leader:
                 raise Error(
                     f"no rank has a member of the role {min(missing)!r}, which a phase names; expected one or more"
                 )
-            self._turns = Turns(self._plan, members)
+            self._turns = Turns(self._plan, members, self._report)
         return self._turns
 
     def _decide(self, number: int) -> None:
@@ -139,8 +142,23 @@ class Leader:
         if found != f"{number} commit":
             raise Error("another rank took rank 0 for dead while all ranks prepared, and has aborted the turn")
 
-    def _refuse(self, phase: str, process: int, text: str, cause: Exception | None) -> NoReturn:
+    def _report(self, title: str, ranks: Sequence[Rank]) -> TurnReport:
+        report = self._collector.collect(title)
+        doing: dict[Rank, str] = {}
+        for rank in ranks:
+            if isinstance(rank, StoreRank) and rank.process in report.doing:
+                doing[rank] = report.doing[rank.process]
+        return TurnReport(report.path, doing)
+
+    def _refuse(
+        self, phase: str, process: int, text: str, cause: Exception | None, silent: Sequence[int] = ()
+    ) -> NoReturn:
+        """``silent``: the processes that have exceeded the deadline of the turn, for the report."""
         why = f": {cause}" if cause is not None else ""
-        raise Error(
-            f"phase {phase!r} could not be entered: {text}{why}", phase=phase, role=None, rank=process
-        ) from cause
+        text, path = f"phase {phase!r} could not be entered: {text}{why}", None
+        if silent:
+            report = self._collector.collect(text)
+            path = report.path
+            text += "".join(f"; rank {each} {report.doing[each]}" for each in silent if each in report.doing)
+            text += f"; report: {path}" if path is not None else ""
+        raise Error(text, phase=phase, role=None, rank=process, report=path) from cause

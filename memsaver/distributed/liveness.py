@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from memsaver.broker import procfs
@@ -21,24 +22,30 @@ _LOOK_S = 0.5
 def identity() -> dict[str, Any]:
     """This process, in a form that processes of the same host and pid namespace can look up."""
     status = procfs.read(os.getpid())
-    return {"host": _host(), "pid": os.getpid(), "start": status.start if status is not None else 0}
+    start = status.start if status is not None else 0
+    return {"host": _host(), "name": socket.gethostname(), "pid": os.getpid(), "start": start}
 
 
 class Heart:
-    """Writes a heartbeat to the store each second, in a thread, until ``stop`` is set or the store has ended."""
+    """Writes a heartbeat to the store each second, in a thread, until ``stop`` is set or the store has ended.
 
-    def __init__(self, link: Link, process: int) -> None:
+    ``then``: called with the link after each heartbeat.
+    """
+
+    def __init__(self, link: Link, process: int, then: Callable[[Link], object]) -> None:
         self.stop = threading.Event()
-        # The thread refers to the link and the event alone: the group can be collected meanwhile.
-        threading.Thread(target=_beat, args=(link, process, self.stop), name="memsaver heart", daemon=True).start()
+        # The thread does not refer to the group, which can be collected meanwhile.
+        arguments = (link, process, then, self.stop)
+        threading.Thread(target=_beat, args=arguments, name="memsaver heart", daemon=True).start()
 
 
-def _beat(link: Link, process: int, stop: threading.Event) -> None:
+def _beat(link: Link, process: int, then: Callable[[Link], object], stop: threading.Event) -> None:
     count = 0
     with contextlib.suppress(Error):  # without the store there is nobody to tell
         while not stop.wait(_BEAT_S if count else 0.0):
             count += 1
             link.set(f"beat/{process}", str(count))
+            then(link)
 
 
 class Watch:

@@ -12,7 +12,9 @@ from typing import Any
 from memsaver.distributed.link import Inbox, Link, Outbox, Pace
 from memsaver.distributed.liveness import Watch
 from memsaver.distributed.messages import loads
+from memsaver.distributed.reports import Activity, name_of_method
 from memsaver.errors import Error, WaitTimeoutError
+from memsaver.reports import stacks_if_stuck
 from memsaver.turns.ranks import settled
 
 log = logging.getLogger("memsaver")
@@ -26,11 +28,13 @@ class Part:
     This thread has the current device and the other state that the members' methods expect.
     """
 
-    def __init__(self, link: Link, process: int, members: Mapping[str, Sequence[Any]], watch: Watch) -> None:
+    def __init__(
+        self, link: Link, process: int, members: Mapping[str, Sequence[Any]], watch: Watch, activity: Activity
+    ) -> None:
         self._link, self._process, self._members = link, process, members
         self._outbox = Outbox(link, f"from/{process}")
         self._inbox = Inbox(f"to/{process}", self._outbox)
-        self._watch = watch
+        self._watch, self._activity = watch, activity
         self._leader: dict[str, Any] | None = None  # its identity
         self._messages: deque[dict[str, Any]] = deque()
         self._prepared: dict[_Member, None] = {}
@@ -45,9 +49,11 @@ class Part:
         phase = entry["enter"]
         self._prepared.clear()
         self._watch.forget_silence()
+        self._activity.begin(f"waits for the other ranks in enter({phase!r})")
         try:
             self._send({"turn": number, **entry})
-            return self._serve(number, phase, until)
+            with stacks_if_stuck(None if until is None else until - time.monotonic()):
+                return self._serve(number, phase, until)
         except _LostLeaderError as lost:
             self.broken = str(lost)
             text = f"phase {phase!r} could not be entered: {lost}{self._settle(number)}"
@@ -60,6 +66,8 @@ class Part:
             self._abort_prepared()
             self._leave(number, error)
             raise
+        finally:
+            self._activity.begin("is outside of enter()")
 
     def _leave(self, number: int, error: BaseException) -> None:
         why = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -107,6 +115,7 @@ class Part:
     def _answer(self, command: Mapping[str, Any]) -> None:
         role, place = command["member"]
         method = command["method"]
+        self._activity.begin(name_of_method(role, place, method))
         try:
             result = settled(getattr(self._members[role][place], method)(*command["args"], **command["options"]))
             done = True
@@ -116,6 +125,7 @@ class Part:
             self._prepared[role, place] = None
         elif method in ("colocated_commit", "colocated_abort"):
             self._prepared.pop((role, place), None)
+        self._activity.begin("waits for the other ranks")
         self._send({"call": command["call"], "done": done, "result": result})
 
     def _settle(self, number: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from memsaver._arguments import READERS_S, Bounds
@@ -24,6 +24,8 @@ _HANDOVER_S = 60.0  # default bound of a resume's wait for memory that another r
 _COMPLETE_S = 30.0  # after a turn's timeout, ranks that have committed may take this long to complete their calls
 _ANSWER_S = 1.0  # after a turn's timeout, the ranks' own errors may take this long to arrive
 
+Reporting = Callable[[str, Sequence[Rank]], "TurnReport"]
+"""Writes the report of a turn that has exceeded its deadline: its error, and the ranks that have not answered."""
 TagsByRole = Mapping[str, list[str]]
 Backups = dict[str, dict[str, str]]  # by role and tag
 Restores = dict[str, dict[str, bool]]  # by role and tag
@@ -94,6 +96,17 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class TurnReport:
+    """The report of a turn that has exceeded its deadline.
+
+    ``path``: of the file; None if there is none. ``doing``: what ranks do now, as far as known, as a verb and more.
+    """
+
+    path: str | None = None
+    doing: Mapping[Rank, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class TurnOptions:
     """The options of one turn. Ranks are passed those that are not the defaults."""
 
@@ -159,7 +172,9 @@ class RunningTurn:
         starting: set[Rank],
         late: Calls,
         on_error: Callable[[Turn], None],
+        report: Reporting | None,
     ) -> None:
+        self._report = report
         self._phase, self._ranks, self._options = phase, ranks, options
         self._pauses, self._resumes = pauses, resumes
         self._unwritten, self._starting, self._late, self._on_error = unwritten, starting, late, on_error
@@ -349,9 +364,13 @@ class RunningTurn:
         self._starting |= dead
         for rank in dead:  # its contents are lost, and a restart writes new ones
             self._unwritten.pop(rank, None)
+        silent = unanswered(errors)
+        report = TurnReport()
+        if silent and self._report is not None:
+            title = f"phase {self._phase!r} could not be entered: {failed} could not {verb}: {failed.described(cause)}"
+            report = self._report(title, [rank for rank in errors if rank in silent])
         # A dead rank has nothing prepared, and its answer would wait for its restart. A rank without an answer still
         # prepares: its abort runs after that.
-        silent = unanswered(errors)
         submit((rank for rank in aborting if rank in silent), _abort)
         answering = [rank for rank in aborting if rank not in silent]
         bound = time.monotonic() + _NOTIFY_S
@@ -363,14 +382,22 @@ class RunningTurn:
         # Other processes may be unable to load the class of an error that a rank raised.
         portable = cause if isinstance(cause, Error) else Error(failed.described(cause))
         _notify([rank for rank in self._ranks if rank not in errors and rank.has("colocated_failed")], failed, portable)
-        also = "".join(f"; {rank}: {rank.described(error)}" for rank, error in errors.items() if rank is not failed)
+        stages = {rank: f"; it {doing}" for rank, doing in report.doing.items()}
+        also = "".join(
+            f"; {rank}: {rank.described(error)}{stages.get(rank, '')}"
+            for rank, error in errors.items()
+            if rank is not failed
+        )
         also += "".join(f"; {rank} has not answered that it took its preparation back" for rank in hanging)
-        text = f"{failed} could not {verb} {', '.join(map(repr, tags))}: {failed.described(cause)}{also}"
+        also += f"; report: {report.path}" if report.path is not None else ""
+        why = f"{failed.described(cause)}{stages.get(failed, '')}{also}"
+        text = f"{failed} could not {verb} {', '.join(map(repr, tags))}: {why}"
         raise Error(
             f"phase {self._phase!r} could not be entered: {text}",
             phase=self._phase,
             role=failed.role,
             rank=failed.index,
+            report=report.path,
         ) from cause
 
 

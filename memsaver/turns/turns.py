@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 from memsaver.turns.plan import Plan, listed
 from memsaver.turns.ranks import Calls, Rank
-from memsaver.turns.turn import RunningTurn, Turn, TurnOptions
+from memsaver.turns.turn import Reporting, RunningTurn, Turn, TurnOptions
 
 
 class Turns:
     """Runs the turns of all ranks. One caller at a time."""
 
-    def __init__(self, plan: Plan, ranks: Sequence[Rank]) -> None:
-        self._plan, self._ranks = plan, list(ranks)
+    def __init__(self, plan: Plan, ranks: Sequence[Rank], report: Reporting | None = None) -> None:
+        self._plan, self._ranks, self._report = plan, list(ranks), report
         self._writers: dict[tuple[Rank, str], Turn] = {}  # by tag, the last turn that was to overwrite its contents
         self._unwritten: dict[Rank, set[str]] = {}  # tags that resumed to be overwritten in a phase that failed
         self._late: Calls = {}  # of ranks that had not answered when their turn ended
@@ -26,7 +26,7 @@ class Turns:
         pauses, resumes = self._plan.moves(name)
         running = RunningTurn(
             name, self._ranks, pauses, resumes, options, self._unwritten, self._starting, self._late,
-            self.mark_unwritten,
+            self.mark_unwritten, self._report,
         )  # fmt: skip
         self.entered = None
         running.prepare()

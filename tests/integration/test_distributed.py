@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as distributed
 
 import memsaver
+from memsaver import config
 from memsaver.distributed import AsyncColocated, Colocated, Group, LostRankError, Ready, Turn, liveness
 from memsaver.distributed.messages import dumps, loads
 from memsaver.transitions import Transition
@@ -120,6 +121,12 @@ class World:
             member.gate.set()
         for group in self.groups:
             group.close()
+
+
+@pytest.fixture(autouse=True)
+def report_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setitem(config._values, "report_dir", str(tmp_path / "reports"))
+    return tmp_path / "reports"
 
 
 @pytest.fixture(params=["tcp", "hash", "file"])
@@ -375,7 +382,9 @@ def test_a_rank_that_hangs_in_the_second_half_is_named_until_it_has_answered(
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_does_not_call_enter_is_named(store: distributed.Store, world: Worlds, late: int) -> None:
+def test_a_rank_that_does_not_call_enter_is_named(
+    store: distributed.Store, world: Worlds, report_dir: Path, late: int
+) -> None:
     job = world(store)
     present = [rank for rank in range(3) if rank != late]
     calls = [job.call(rank, "train", timeout=0.2) for rank in present]
@@ -384,6 +393,10 @@ def test_a_rank_that_does_not_call_enter_is_named(store: distributed.Store, worl
         assert (error.role, error.rank) == (None, late)
         assert f"rank {late}" in str(error) and "has not called enter()" in str(error)
         assert isinstance(error.__cause__, memsaver.WaitTimeoutError)
+        if late:  # without rank 0 nobody collects the parts
+            assert f"; rank {late} is outside of enter() since" in str(error)
+            assert str(error).endswith(f"; report: {error.report}")
+            assert Path(error.report).parent == report_dir
     assert isinstance(job.call(late, "train", timeout=0.2).exception(WAIT_S), memsaver.Error)  # its part of this turn
     assert job.seen() == [[], [], []]
     job.enter("train")

@@ -1,0 +1,131 @@
+"""The report of a turn that exceeds its deadline: the parts of all processes come through the store to rank 0.
+
+The thread of the heartbeats looks for requests, so the part of a process arrives while its main thread hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from memsaver import reports
+from memsaver.distributed.link import Link, Pace
+from memsaver.distributed.messages import dumps, loads
+from memsaver.errors import Error
+
+log = logging.getLogger("memsaver")
+
+_PARTS_S = 4.0  # bound of the wait for the parts: a process looks for requests once a second
+
+
+@dataclass
+class Activity:
+    """What a process does for its group. One thread writes, others read."""
+
+    process: int
+    _now: tuple[str, float] = field(default_factory=lambda: ("is outside of enter()", time.monotonic()))
+
+    def begin(self, what: str) -> None:
+        self._now = what, time.monotonic()
+
+    def __str__(self) -> str:
+        what, since = self._now
+        return f"{what} since {time.monotonic() - since:.1f} s"
+
+
+class Reporter:
+    """Answers the requests of rank 0 for the part of this process."""
+
+    def __init__(self, connect: Callable[[], Link], activity: Activity) -> None:
+        self._connect, self._activity = connect, activity
+        self._seen: bytes | None = None
+
+    def look(self, link: Link) -> None:
+        """Starts a thread that sends the part, if there is a new request. Raises memsaver.Error without the store."""
+        request = link.get("report")
+        if request is not None and request != self._seen:
+            self._seen = request
+            threading.Thread(target=self._answer, args=(request.decode(),), name="memsaver report", daemon=True).start()
+
+    def _answer(self, request: str) -> None:
+        with contextlib.suppress(Error):  # without the store nobody reads it
+            link, doing, stage = self._connect(), str(self._activity), reports.stage()
+            sent = {
+                "request": request,
+                "doing": doing if stage is None else f"{doing}; {stage}",
+                "text": reports.part(),
+            }
+            link.set(f"part/{self._activity.process}", dumps(sent))
+
+
+@dataclass(frozen=True)
+class Report:
+    """A written report. ``doing``: by process that has sent its part, what it does. ``path``: None if it is refused."""
+
+    path: str | None
+    doing: Mapping[int, str]
+
+
+class Collector:
+    """Asks all processes for their parts, and writes the file. In rank 0."""
+
+    def __init__(self, link: Link, hello: Callable[[int], Mapping[str, Any] | None], count: int) -> None:
+        self._link, self._hello, self._count = link, hello, count
+        self._requests = 0
+
+    def collect(self, title: str) -> Report:
+        """Waits for the parts within a bound. Raises memsaver.Error if the store cannot be reached."""
+        self._requests += 1
+        request = str(self._requests)
+        self._link.set("report", request)
+        parts: dict[int, dict[str, str]] = {}
+        pace, until = Pace(), time.monotonic() + _PARTS_S
+        keys = [f"part/{process}" for process in range(self._count)]
+        while len(parts) < self._count and time.monotonic() < until:
+            pace.sleep(until)
+            found = [loads(content) if content is not None else {} for content in self._link.get_all(keys)]
+            parts = {process: each for process, each in enumerate(found) if each.get("request") == request}
+        path: str | None = None
+        try:
+            path = str(reports.write("\n".join(self._lines(title, parts))))
+        except Error as error:
+            log.error("the report of a turn that exceeded its deadline is lost: %s", error)
+        return Report(path, {process: each["doing"] for process, each in parts.items()})
+
+    def _lines(self, title: str, parts: Mapping[int, Mapping[str, str]]) -> Sequence[str]:
+        lines = [title, f"written at {time.strftime('%Y-%m-%d %H:%M:%S %z')} by rank 0"]
+        for process in range(self._count):
+            hello = self._hello(process)
+            lines += ["", f"== rank {process}, {_where(hello)} =="]
+            if process in parts:
+                lines += [f"it {parts[process]['doing']}", parts[process]["text"]]
+            else:
+                lines += [f"it has sent no part within {_PARTS_S:g} s", *self._native_stacks(hello)]
+        return [*lines, ""]
+
+    def _native_stacks(self, hello: Mapping[str, Any] | None) -> Sequence[str]:
+        """The stacks that a process on this host has written without the GIL."""
+        mine = self._hello(0)
+        if hello is None or mine is None:
+            return []
+        try:
+            path = reports.native_path(hello["pid"])
+            if hello["host"] != mine["host"]:
+                return [f"if a thread holds the GIL, the stacks are on its host in {path.name} of its report_dir"]
+            return ["stacks that faulthandler wrote:", *path.read_text(errors="replace").splitlines()]
+        except (Error, OSError):
+            return ["there are no stacks of faulthandler: the turn has no timeout there, or the process does not run"]
+
+
+def _where(hello: Mapping[str, Any] | None) -> str:
+    return "which has not made its group" if hello is None else f"pid {hello['pid']} on {hello['name']}"
+
+
+def name_of_method(role: str, place: int, method: str) -> str:
+    """A call of a member, for ``Activity.begin()``."""
+    return f"is in {method}() of its {role!r}{f' {place}' if place else ''}"

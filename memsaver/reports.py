@@ -1,0 +1,220 @@
+"""Reports of a turn that exceeds its deadline: the part of this process, and the file with all parts."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from memsaver import config, records
+from memsaver.errors import Error, gib
+from memsaver.records import TransitionRecord
+from memsaver.stats import stats
+
+_KEPT = 50  # files in the directory
+_LAST = 20  # transitions in a part that have ended
+_LONGEST = 200_000  # characters of a part
+_STUCK_S = 2.0  # a thread that waits for the GIL has it within this time, unless a native call keeps it
+_OWN_THREADS = ("memsaver heart", "memsaver stacks")  # they wait
+_files = threading.Lock()
+_native = threading.Lock()  # held by the turn that has faulthandler's timer
+
+
+def directory() -> Path:
+    """The directory of the reports of this user. Made with mode 0700 if it is missing.
+
+    Raises memsaver.Error if it cannot be made, or if others can write to it.
+    """
+    chosen = config.report_dir()
+    path = Path(chosen) if chosen is not None else Path(tempfile.gettempdir()) / f"memsaver-reports-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, parents=chosen is not None, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise Error(f"the directory {path} for reports cannot be made: {error.strerror}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise Error(f"{path} is not a directory that this user alone can write to, expected one for reports")
+    return path
+
+
+def write(text: str) -> Path:
+    """Writes a report to a file of its own. Removes the oldest files. Raises memsaver.Error."""
+    with _files:
+        folder = directory()
+        name = f"turn-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        try:
+            for number in range(1000):
+                path = folder / f"{name}-{number}.txt"
+                with contextlib.suppress(FileExistsError):
+                    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                    break
+            else:
+                raise Error(f"there are 1,000 files {name}-*.txt in {folder}, expected fewer reports in a second")
+            with open(file, "w", encoding="utf-8", errors="replace") as opened:
+                opened.write(text)
+            _remove_oldest(folder)
+        except OSError as error:
+            raise Error(f"no report could be written to {folder}: {error.strerror}") from error
+        return path
+
+
+def _remove_oldest(folder: Path) -> None:
+    ages: list[tuple[float, Path]] = []
+    for each in folder.glob("*.txt"):
+        with contextlib.suppress(FileNotFoundError):  # another process removes files too
+            ages.append((each.stat().st_mtime, each))
+    for _, each in sorted(ages)[: max(0, len(ages) - _KEPT)]:
+        each.unlink(missing_ok=True)
+
+
+def part() -> str:
+    """What this process does now: transitions under way, the stacks of all threads, and its last transitions.
+
+    Raises nothing: a figure that cannot be read is replaced by its error.
+    """
+    found = records.history()
+    running = [each for each in found if each.outcome == "running"]
+    ended = [each for each in found if each.outcome != "running"][-_LAST:]
+    lines = ["transitions under way:", *([f"  {_line(each)}" for each in running] or ["  none"])]
+    if any(_waits_for_memory(each) for each in running):
+        lines += ["memory:", *(f"  {each}" for each in _holders())]
+    lines += ["threads:", *_stacks()]
+    lines += [f"last {len(ended)} transitions:", *(f"  {_line(each)}" for each in ended)]
+    return "\n".join(lines)[:_LONGEST]
+
+
+def stage() -> str | None:
+    """The stages of the transitions under way, in words. None: there is none."""
+    running = [each for each in records.history() if each.outcome == "running"]
+    return "; ".join(map(_stage, running)) or None
+
+
+def host() -> str:
+    return socket.gethostname()
+
+
+def _stage(record: TransitionRecord) -> str:
+    what = [
+        f"the {verb} of {', '.join(map(repr, tags))}"
+        for verb, tags in (("pause", record.pause), ("resume", record.resume))
+        if tags
+    ]
+    if not record.stages:
+        return f"{' with '.join(what)} has not begun"
+    last = record.stages[-1]
+    guest = f" of {last.guest!r}" if last.guest is not None else ""
+    passed = record.seconds - last.seconds
+    return f"{' with '.join(what)} is in the stage {last.name!r}{guest} since {passed:.1f} s"
+
+
+def _line(record: TransitionRecord) -> str:
+    stages = ", ".join(
+        f"{each.name}{'' if each.guest is None else f' ({each.guest})'} {each.seconds:.3f} s" for each in record.stages
+    )
+    began = time.strftime("%H:%M:%S", time.localtime(record.began))
+    if record.outcome == "running":
+        return f"{record.number}: {_stage(record)}; began at {began} in thread {record.thread!r}; stages: {stages}"
+    tags = [
+        f"{verb} {', '.join(map(repr, given))}"
+        for verb, given in (("pause", record.pause), ("resume", record.resume))
+        if given
+    ]
+    error = f": {record.error}" if record.error is not None else ""
+    took = f"{record.outcome} at {began} in {record.seconds:.3f} s"
+    return f"{record.number}: {'; '.join(tags)}: {took}{error}; stages: {stages}"
+
+
+def _waits_for_memory(record: TransitionRecord) -> bool:
+    return bool(record.stages) and record.stages[-1].name == "memory"
+
+
+def _holders() -> list[str]:
+    """The holders of the memory of each device, as an error for lack of memory names them."""
+    try:
+        return [
+            f"{name}: {_bytes(device.free_bytes)} free; this process: "
+            + (
+                ", ".join(f"{each.tag} ({each.state}) {_bytes(each.mapped_bytes)}" for each in device.regions)
+                or "nothing"
+            )
+            + "; other processes: "
+            + (
+                ", ".join(f"{each.name} (pid {each.pid}) {_bytes(each.bytes)}" for each in device.processes)
+                or "none seen"
+            )
+            for name, device in stats().devices.items()
+        ]
+    except Exception as error:  # such as a call of the driver that fails
+        return [f"{type(error).__name__}: {error}"]
+
+
+def _bytes(nbytes: int | None) -> str:
+    return "an unknown amount" if not nbytes else gib(nbytes)
+
+
+def _stacks() -> list[str]:
+    names = {each.ident: each.name for each in threading.enumerate()}
+    main = threading.main_thread().ident
+    lines: list[str] = []
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda each: each[0] != main):
+        if ident == threading.get_ident() or names.get(ident) in _OWN_THREADS:
+            continue
+        lines.append(f"  thread {names.get(ident, '?')!r}:")
+        lines += [f"    {line}" for each in traceback.format_stack(frame) for line in each.rstrip().splitlines()]
+    return lines
+
+
+def native_path(pid: int) -> Path:
+    """The file with the stacks that a process wrote while a thread held the GIL. Raises memsaver.Error."""
+    return directory() / f"stacks-{pid}.txt"
+
+
+@contextlib.contextmanager
+def stacks_if_stuck(seconds: float | None) -> Iterator[None]:
+    """Writes the stacks of all threads to ``native_path()`` if a thread holds the GIL after so many seconds.
+
+    faulthandler's thread does this without the GIL. Frames of threads that run would change while it reads them, so a
+    thread of Python stops it in time if it gets the GIL. faulthandler has one such timer in a process: one that the
+    program has set ends here. None: never.
+    """
+    if seconds is None or not _native.acquire(blocking=False):  # another turn of this process has it
+        yield
+        return
+    try:
+        file = _stacks_file()
+        if file is None:
+            yield
+            return
+        stop = threading.Timer(max(0.0, seconds), faulthandler.cancel_dump_traceback_later)
+        stop.name, stop.daemon = "memsaver stacks", True
+        try:
+            faulthandler.dump_traceback_later(max(0.0, seconds) + _STUCK_S, file=file)
+            stop.start()
+            yield
+        finally:
+            stop.cancel()
+            faulthandler.cancel_dump_traceback_later()
+            if os.fstat(file).st_size == 0:
+                native_path(os.getpid()).unlink(missing_ok=True)
+            os.close(file)
+    finally:
+        _native.release()
+
+
+def _stacks_file() -> int | None:
+    """A descriptor of an empty file at ``native_path()``. None if it cannot be made: the report says so."""
+    try:
+        path = native_path(os.getpid())
+        path.unlink(missing_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except (Error, OSError):
+        return None

@@ -1,0 +1,142 @@
+"""Reports of a process: its transitions, its threads, and the files."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import memsaver
+from memsaver import _core, config, reports
+from tests.support import Fill, until
+
+Make = Callable[..., memsaver.Region]
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setitem(config._values, "report_dir", str(tmp_path / "above" / "reports"))
+    return tmp_path / "above" / "reports"
+
+
+@pytest.fixture
+def held(make: Make) -> Iterator[memsaver.Region]:
+    """A region whose pause waits for a guarded launch."""
+    region = make()
+    assert _core.acquire([region._core]) is None
+    yield region
+    _core.release([region._core])
+
+
+def test_part_has_the_transition_under_way_with_its_stage_and_the_stacks(held: memsaver.Region) -> None:
+    assert reports.stage() is None
+    moving = held.pause(wait=False)
+    try:
+        until(lambda: "'launches'" in (reports.stage() or ""))
+        stage = reports.stage()
+        assert stage is not None and stage.startswith(f"the pause of {held.tag!r} is in the stage 'launches' since ")
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(reports.part()))
+        thread.start()
+        thread.join(60)
+        (part,) = found
+        under_way, rest = part.split("threads:")
+        assert "the pause of" in under_way and "in thread 'MainThread'; stages: queue 0.0" in under_way
+        assert "  thread 'MainThread':" in rest
+        assert "in test_part_has_the_transition_under_way_with_its_stage_and_the_stacks" in rest
+        assert "  thread 'memsaver transition':" in rest
+        assert f"thread {thread.name!r}" not in rest  # the one that writes the part
+    finally:
+        _core.release([held._core])
+        moving.result(60)
+        assert _core.acquire([held._core]) is not None  # it is paused; the fixture releases once more
+        held.resume()
+        assert _core.acquire([held._core]) is None
+
+
+def test_part_names_the_holders_of_memory_for_which_a_transition_waits(make: Make) -> None:
+    region = make("host")
+    block = region.empty(8 << 20)
+    region.pause()
+    with Fill():
+        moving = region.resume(memory_timeout=60, wait=False)
+        until(lambda: "'memory'" in (reports.stage() or ""))
+        part = reports.part()
+        assert "memory:\n  cpu: " in part
+        assert f"{region.tag} (resuming)" in part
+    moving.result(60)
+    assert "memory:" not in reports.part()
+    del block
+
+
+def test_part_has_the_last_transitions_with_their_errors(make: Make) -> None:
+    region = make()
+    assert _core.acquire([region._core]) is None
+    with pytest.raises(memsaver.WaitTimeoutError):
+        region.pause(timeout=0)
+    _core.release([region._core])
+    region.pause()
+    part = reports.part()
+    assert "transitions under way:\n  none\n" in part
+    last = part.splitlines()[-2:]
+    assert f"pause {region.tag!r}: failed at " in last[0] and "WaitTimeoutError: the call's timeout" in last[0]
+    assert f"pause {region.tag!r}: done at " in last[1]
+
+
+def test_reports_are_files_of_the_user_alone_and_the_oldest_are_removed(folder: Path) -> None:
+    paths = [reports.write(f"report {number}") for number in range(3)]
+    assert len(set(paths)) == 3
+    assert all(path.parent == folder for path in paths)
+    assert paths[2].read_text() == "report 2"
+    assert (folder.stat().st_mode & 0o777, paths[0].stat().st_mode & 0o777) == (0o700, 0o600)
+    for age, path in enumerate(reversed(paths)):
+        os.utime(path, (1000 - age, 1000 - age))
+    for number in range(48):
+        reports.write(str(number))
+    assert len(list(folder.iterdir())) == 50
+    assert not paths[0].exists() and paths[1].exists()
+
+
+def test_directory_that_others_can_write_to_is_refused(folder: Path, tmp_path: Path) -> None:
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with pytest.raises(memsaver.Error, match="is not a directory that this user alone can write to"):
+        reports.write("secret")
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(memsaver.Error, match="is not a directory that this user alone can write to"):
+        reports.write("secret")
+
+
+def test_the_default_directory_is_in_the_temporary_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delitem(config._values, "report_dir")
+    monkeypatch.setattr(reports.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert reports.write("text").parent == tmp_path / f"memsaver-reports-{os.getuid()}"
+
+
+def test_a_turn_that_ends_in_time_leaves_no_file_of_stacks(folder: Path) -> None:
+    for _ in range(2):
+        with reports.stacks_if_stuck(60.0):
+            assert list(folder.iterdir()) == [reports.native_path(os.getpid())]
+            with reports.stacks_if_stuck(0.0):  # of another turn of this process
+                pass
+        assert list(folder.iterdir()) == []
+    with reports.stacks_if_stuck(None):
+        assert list(folder.iterdir()) == []
+
+
+def test_errors_leave_the_block_whose_stacks_are_watched(folder: Path) -> None:
+    with pytest.raises(memsaver.Error, match="of the block"), reports.stacks_if_stuck(60.0):
+        raise memsaver.Error("of the block")
+    folder.chmod(0o777)
+    with pytest.raises(memsaver.Error, match="of the block"), reports.stacks_if_stuck(60.0):
+        raise memsaver.Error("of the block")
+
+
+@pytest.mark.parametrize("wrong", ["", 3, __file__])
+def test_wrong_directories_are_refused(wrong: object) -> None:
+    with pytest.raises(memsaver.ConfigError, match="report_dir is .*, expected the path of a directory"):
+        memsaver.configure(report_dir=wrong)  # type: ignore[arg-type]
