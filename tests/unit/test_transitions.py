@@ -453,7 +453,8 @@ def test_the_earliest_bound_ends_the_wait_for_memory(make: Make) -> None:
                 partial(memsaver.switch, pause=out.tag, resume=region.tag),
             ]
             for act in acts:
-                with pytest.raises(memsaver.OutOfMemoryError, match="stage 'memory'.*; nothing has changed\n") as caught:
+                unchanged = "stage 'memory'.*; nothing has changed\n"
+                with pytest.raises(memsaver.OutOfMemoryError, match=unchanged) as caught:
                     act(**bounds)
                 assert caught.value.stage == "memory"
                 # Of the whole call's bound a part has passed when the wait for memory begins.
