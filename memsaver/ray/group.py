@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memsaver._arguments import READERS_S
 from memsaver.policies import TurnBackup, TurnRestore
 from memsaver.ray.ranks import ActorRank
+from memsaver.ray.reports import Collector
 from memsaver.turns.plan import Phases, Plan
-from memsaver.turns.turn import Turn
+from memsaver.turns.ranks import Rank
+from memsaver.turns.turn import Turn, TurnReport
 from memsaver.turns.turns import Turns
+
+_LOOK_LONGER_S = 30.0
 
 
 class Group:
@@ -72,7 +77,8 @@ class Group:
             raise ValueError("no roles, expected at least one, such as engine=[actor]")
         ranks = [rank for role, given in roles.items() for rank in _of_role(role, given)]
         self._plan = Plan(phases, roles, backup, restore)
-        self._turns = Turns(self._plan, ranks)
+        self._reports = Collector()
+        self._turns = Turns(self._plan, ranks, self._report)
 
     @property
     def entered(self) -> str | None:
@@ -148,7 +154,8 @@ class Group:
             TypeError: An argument has a wrong type.
             ValueError: The phase does not exist, or an argument names unknown roles, tags or policies.
             memsaver.Error: A rank failed or has died, or contents without a backup would resume (the cause is a
-                BackupError). Its attributes are ``phase``, ``role`` and ``rank``; the cause is chained. Before the
+                BackupError). Its attributes are ``phase``, ``role`` and ``rank``; the cause is chained. ``report`` is
+                the path of the report if a rank has not answered at the deadline of the turn. Before the
                 commits, nothing has changed on any rank. After a later failure the tags to pause are paused, and so are
                 the tags that had resumed. The other ranks are notified by ``colocated_failed()``. This phase, or
                 another, can be entered again.
@@ -167,7 +174,13 @@ class Group:
             {'engine': ['weights']} active
         """
         options = self._plan.options(name, backup, restore, timeout, memory_timeout, reader_timeout)
+        if options.completes_until is not None:  # the actors look a little longer than the turn waits
+            seconds = options.completes_until - time.monotonic() + _LOOK_LONGER_S
+            self._reports.watch(self._turns.ranks, seconds)
         return self._turns.enter(name, options)
+
+    def _report(self, title: str, silent: Sequence[Rank]) -> TurnReport:
+        return self._reports.collect(title, self._turns.ranks, silent)
 
 
 def _of_role(role: str, given: Any) -> list[ActorRank]:

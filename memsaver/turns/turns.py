@@ -21,6 +21,11 @@ class Turns:
         self.entered: str | None = None
         """The phase of all ranks. None before the first phase, and after a turn that failed."""
 
+    @property
+    def ranks(self) -> Sequence[Rank]:
+        """The ranks of all roles. Those that were replaced are not among them."""
+        return self._ranks
+
     def enter(self, name: str, options: TurnOptions, between: Callable[[], None] | None = None) -> Turn:
         """Runs a turn. ``between`` is called between its halves; if it raises, the prepared ranks abort."""
         pauses, resumes = self._plan.moves(name)

@@ -18,6 +18,7 @@ import pytest
 ray = pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
+from memsaver import config  # noqa: E402
 from memsaver._arguments import Bounds  # noqa: E402
 from memsaver.ray import AsyncColocated, Colocated, Group, Ready  # noqa: E402
 from memsaver.turns.turn import TurnOptions  # noqa: E402
@@ -230,6 +231,11 @@ def cluster() -> Iterator[None]:
     variables = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_BACKUP_AHEAD": "off", "OMP_NUM_THREADS": "1"}
     with ray_support.cluster_of_one_machine(runtime_env={"env_vars": variables}):
         yield
+
+
+@pytest.fixture(autouse=True)
+def report_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(config._values, "report_dir", str(tmp_path / "reports"))
 
 
 Spawn = Callable[..., Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
+from memsaver import config  # noqa: E402
 from memsaver.ray import Group, Ready  # noqa: E402
 from memsaver.turns import turn as turn_module  # noqa: E402
 from tests.support import until  # noqa: E402
@@ -44,6 +46,11 @@ class Member:
 
     def colocated_abort(self) -> None:
         self._note("abort")
+
+
+@pytest.fixture(autouse=True)
+def report_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(config._values, "report_dir", str(tmp_path / "reports"))
 
 
 @pytest.fixture
