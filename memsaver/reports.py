@@ -15,10 +15,9 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from memsaver import config, records
-from memsaver.errors import Error, gib
+from memsaver import _core, config, ledger, records
+from memsaver.errors import Error
 from memsaver.records import TransitionRecord
-from memsaver.stats import stats
 
 _KEPT = 50  # files in the directory
 _LAST = 20  # transitions in a part that have ended
@@ -138,27 +137,14 @@ def _waits_for_memory(record: TransitionRecord) -> bool:
 
 
 def _holders() -> list[str]:
-    """The holders of the memory of each device, as an error for lack of memory names them."""
-    try:
-        return [
-            f"{name}: {_bytes(device.free_bytes)} free; this process: "
-            + (
-                ", ".join(f"{each.tag} ({each.state}) {_bytes(each.mapped_bytes)}" for each in device.regions)
-                or "nothing"
-            )
-            + "; other processes: "
-            + (
-                ", ".join(f"{each.name} (pid {each.pid}) {_bytes(each.bytes)}" for each in device.processes)
-                or "none seen"
-            )
-            for name, device in stats().devices.items()
-        ]
-    except Exception as error:  # such as a call of the driver that fails
-        return [f"{type(error).__name__}: {error}"]
-
-
-def _bytes(nbytes: int | None) -> str:
-    return "an unknown amount" if not nbytes else gib(nbytes)
+    """The account of the memory of each device."""
+    lines: list[str] = []
+    for device in _core.device_names():
+        try:
+            lines += [f"{device}: {line}" for line in ledger.lines(ledger.read(device))]
+        except Exception as error:  # such as a call of the driver that fails
+            lines.append(f"{device}: {type(error).__name__}: {error}")
+    return lines
 
 
 def _stacks() -> list[str]:

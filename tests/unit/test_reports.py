@@ -58,18 +58,21 @@ def test_part_has_the_transition_under_way_with_its_stage_and_the_stacks(held: m
 
 
 def test_part_names_the_holders_of_memory_for_which_a_transition_waits(make: Make) -> None:
-    region = make("host")
-    block = region.empty(8 << 20)
+    region, other = make("host"), make()
+    block, held = region.empty(8 << 20), other.empty(2 << 20)
     region.pause()
     with Fill():
         moving = region.resume(memory_timeout=60, wait=False)
         until(lambda: "'memory'" in (reports.stage() or ""))
         part = reports.part()
         assert "memory:\n  cpu: " in part
-        assert f"{region.tag} (resuming)" in part
+        memory = part.partition("memory:\n")[2].partition("threads:\n")[0]
+        assert f"(pid {os.getpid()})" in memory
+        assert f"region {other.tag} (active) " in memory
+        assert "unknown " in memory  # of Fill
     moving.result(60)
     assert "memory:" not in reports.part()
-    del block
+    del block, held
 
 
 def test_part_has_the_last_transitions_with_their_errors(make: Make) -> None:
