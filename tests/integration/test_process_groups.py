@@ -420,6 +420,16 @@ def interrupt(rank: int, file: str) -> None:
     memsaver.pause(TAG)  # closes the groups of rank 1 alone
     signals.all_at("closed")
     assert bool(guest.closed) is (rank == 1)
+    if rank == 0:  # comes first
+        gather = Meeting.gather
+
+        def announced(*arguments: Any) -> int:
+            signals.all_at("gathers")
+            return gather(*arguments)
+
+        Meeting.gather = announced  # type: ignore[assignment,method-assign]
+    else:
+        signals.all_at("gathers")
     memsaver.resume(TAG)
     check_open(guest)
     check_open(guest, group)
