@@ -236,7 +236,7 @@ def test_a_rank_that_ends_with_the_store_is_an_error_of_the_others() -> None:
 
 
 def pause_with_work_pending(rank: int, file: str) -> None:
-    begin(rank, 2, file, timeout=SHORT_S)
+    guest = begin(rank, 2, file, timeout=SHORT_S)
     signals = dist.PrefixStore("signals", dist.distributed_c10d._get_default_store())
     tensor = torch.ones(1)
     if rank == 0:
@@ -251,9 +251,8 @@ def pause_with_work_pending(rank: int, file: str) -> None:
     assert work is not None
     work.wait()
     assert float(tensor) == 2
+    guest.timeout = LONG_S
     memsaver.pause(TAG)
-    signals.set(f"paused {rank}", "")
-    signals.wait([f"paused {1 - rank}"])  # SHORT_S bounds the difference of the ranks that follows
     memsaver.resume(TAG)
     dist.all_reduce(tensor)
     assert float(tensor) == 4
@@ -363,14 +362,15 @@ def test_rank_that_fails_in_its_last_group_closes_the_groups_of_all_ranks() -> N
 
 
 def end_in_the_opening(rank: int, file: str) -> None:
-    guest = begin(rank, 2, file, timeout=3.0)
+    guest = begin(rank, 2, file, timeout=5.0)
     memsaver.pause(TAG)
+    Signals(rank, 2).all_at("paused")
     if rank == 1:
         guest._connect = lambda *arguments: leave()  # type: ignore[assignment,method-assign]
     with pytest.raises(memsaver.GuestError, match="could not come back"):
         memsaver.resume(TAG)
     assert guest.closed == ["0"]
-    resume_in_vain(guest, "the ranks 1 did not come back within 3 s")
+    resume_in_vain(guest, "the ranks 1 did not come back within 5 s")
 
 
 def test_a_rank_that_ends_while_groups_are_opened_is_an_error_of_the_others(tmp_path: Path) -> None:
