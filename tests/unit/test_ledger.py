@@ -514,6 +514,33 @@ def test_a_block_that_fails_is_not_measured() -> None:
     _core.open_driver("cpu").release(handle)
 
 
+def test_the_context_is_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other memory that the process had when its first region was made is freed later, or is a guest's."""
+    monkeypatch.setattr(ledger, "_seen", set())
+    driver = _core.open_driver("cpu")
+    handles = [driver.create(PAGE) for _ in range(4)]
+    ledger.measure_context("cpu")
+    guest = Cache("connections", tags="connections")
+    try:
+        assert by_kind(of_device()) == {(os.getpid(), "context"): 4 * PAGE}
+        ledger.measure_context("cpu")
+        driver.release(handles.pop())
+        assert by_kind(of_device()) == {(os.getpid(), "context"): 3 * PAGE}
+        memsaver.register(guest)
+        guest.held = 2 * PAGE
+        assert by_kind(of_device()) == {(os.getpid(), "context"): PAGE, (os.getpid(), "guest"): 2 * PAGE}
+        check_sum(of_device())
+        handles.append(driver.create(PAGE))
+        assert by_kind(of_device())[os.getpid(), "unknown"] == PAGE
+    finally:
+        memsaver.unregister(guest)
+        while handles:
+            driver.release(handles.pop())
+    guest.held = 0
+    check_sum(of_device())
+    assert own_rows(of_device()) == []
+
+
 class MadeUpGraph:
     def _add_needs(self, needed: object) -> None:
         pass
