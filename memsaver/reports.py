@@ -78,8 +78,15 @@ def _remove_oldest(folder: Path) -> None:
 def part() -> str:
     """What this process does now: transitions under way, the stacks of all threads, and its last transitions.
 
-    Raises nothing: a figure that cannot be read is replaced by its error.
+    Raises nothing: an error takes the place of what cannot be read.
     """
+    try:
+        return _part()
+    except Exception as error:  # a report is written when something is wrong already
+        return f"no part could be made: {type(error).__name__}: {error}"
+
+
+def _part() -> str:
     found = records.history()
     running = [each for each in found if each.outcome == "running"]
     ended = [each for each in found if each.outcome != "running"][-_LAST:]

@@ -50,7 +50,13 @@ class Reporter:
         request = link.get("report")
         if request is not None and request != self._seen:
             self._seen = request
-            threading.Thread(target=self._answer, args=(request.decode(),), name="memsaver report", daemon=True).start()
+            answering = threading.Thread(
+                target=self._answer, args=(request.decode(),), name="memsaver report", daemon=True
+            )
+            try:
+                answering.start()
+            except RuntimeError as error:  # the heartbeats go on
+                log.warning("no part of a report was sent: %s", error)
 
     def _answer(self, request: str) -> None:
         with contextlib.suppress(Error):  # without the store nobody reads it

@@ -34,14 +34,16 @@ class Collector:
 
     def __init__(self) -> None:
         self._group = uuid.uuid4().hex
+        self._names: dict[Rank, str] = {}  # in the keys; an actor that was replaced may still write under its own
         self._requests = 0
 
     def watch(self, ranks: Sequence[Rank], seconds: float) -> None:
         """The actors look for requests for so long. A restarted actor has forgotten it, so each turn calls this."""
+        self._names = {rank: self._names.get(rank) or uuid.uuid4().hex for rank in ranks}
         for rank in ranks:
             if rank.has("__ray_call__"):
                 try:
-                    rank.submit("__ray_call__", look_for_requests, self._group, str(rank), seconds)
+                    rank.submit("__ray_call__", look_for_requests, self._group, self._names[rank], seconds)
                 except Exception as error:  # of Ray: the turn reports a dead actor
                     log.debug("%s does not look for requests of reports: %s", rank, error)
 
@@ -50,8 +52,7 @@ class Collector:
         request = f"{self._requests}"
         actors = [rank for rank in ranks if rank.has("__ray_call__")]
         try:
-            _put(f"{self._group}/request", request)
-            parts = self._parts(request, actors)
+            parts = self._parts(request, actors) if actors else {}
         except Exception as error:  # of Ray, which has many: the report has the part of this process
             log.warning("no parts of the report came from the actors: %s", error)
             parts = {}
@@ -68,16 +69,17 @@ class Collector:
 
     def _parts(self, request: str, actors: Sequence[Rank]) -> dict[Rank, dict[str, str]]:
         parts: dict[Rank, dict[str, str]] = {}
+        _put(f"{self._group}/request", request)
         until = time.monotonic() + _PARTS_S
         while len(parts) < len(actors) and time.monotonic() < until:
             for rank in actors:
                 if rank not in parts:
-                    found = _get(f"{self._group}/part/{rank}")
+                    found = _get(f"{self._group}/part/{self._names[rank]}")
                     part = {} if found is None else json.loads(found)
                     if part.get("request") == request:
                         parts[rank] = part
             time.sleep(_POLL_S)
-        for key in ("request", *(f"part/{rank}" for rank in actors)):
+        for key in ("request", *(f"part/{self._names[rank]}" for rank in actors)):
             internal_kv._internal_kv_del(f"{self._group}/{key}", namespace=_SPACE)
         return parts
 
@@ -94,15 +96,15 @@ def _lines(title: str, actors: Sequence[Rank], parts: dict[Rank, dict[str, str]]
     return [*lines, ""]
 
 
-_looking: dict[tuple[str, str], float] = {}  # in an actor: until when it looks for requests of a group, as a rank
+_looking: dict[tuple[str, str], float] = {}  # in an actor: until when it looks for requests of a group, by its name
 _lock = threading.Lock()
 
 
-def look_for_requests(actor: Any, group: str, rank: str, seconds: float) -> None:
+def look_for_requests(actor: Any, group: str, name: str, seconds: float) -> None:
     """Runs in an actor. A thread looks for requests of the group for so many seconds."""
     with _lock:
         idle = not _looking
-        _looking[group, rank] = time.monotonic() + seconds
+        _looking[group, name] = time.monotonic() + seconds
         if idle:
             threading.Thread(target=_look, name="memsaver reports", daemon=True).start()
 
@@ -118,11 +120,11 @@ def _look() -> None:
                 return
             keys = list(_looking)
         try:
-            for group, rank in keys:
+            for group, name in keys:
                 request = _get(f"{group}/request")
-                if request is not None and seen.get(f"{group}/{rank}") != request:
-                    seen[f"{group}/{rank}"] = request
-                    _put(f"{group}/part/{rank}", json.dumps(_part(request.decode())))
+                if request is not None and seen.get(f"{group}/{name}") != request:
+                    seen[f"{group}/{name}"] = request
+                    _put(f"{group}/part/{name}", json.dumps(_part(request.decode())))
         except Exception as error:  # of Ray, such as a cluster that ends
             log.debug("the requests of reports cannot be read: %s", error)
         time.sleep(_LOOK_S)

@@ -366,7 +366,7 @@ class RunningTurn:
             self._unwritten.pop(rank, None)
         silent = unanswered(errors)
         report = TurnReport()
-        if silent and self._report is not None:
+        if silent and not dead and self._report is not None:  # else they wait for the dead ranks
             title = f"phase {self._phase!r} could not be entered: {failed} could not {verb}: {failed.described(cause)}"
             report = self._report(title, [rank for rank in errors if rank in silent])
         # A dead rank has nothing prepared, and its answer would wait for its restart. A rank without an answer still

@@ -18,6 +18,7 @@ import torch.distributed as distributed
 import memsaver
 from memsaver import config
 from memsaver.distributed import AsyncColocated, Colocated, Group, LostRankError, Ready, Turn, liveness
+from memsaver.distributed import reports as distributed_reports
 from memsaver.distributed.messages import dumps, loads
 from memsaver.transitions import Transition
 from memsaver.turns import ranks as turn_ranks
@@ -126,6 +127,7 @@ class World:
 @pytest.fixture(autouse=True)
 def report_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setitem(config._values, "report_dir", str(tmp_path / "reports"))
+    monkeypatch.setattr(distributed_reports, "_PARTS_S", WAIT_S / 2)  # all processes run, so their parts come
     return tmp_path / "reports"
 
 
@@ -529,6 +531,7 @@ def test_a_lost_rank_is_the_cause_while_a_rank_before_it_waits_for_it(
     assert "engine 1 (rank 1) could not resume 'weights': LostRankError: rank 1 has ended (pid 0)" in str(error)
     other = "GuestError: no rank 1" if answers else "WaitTimeoutError: it has not answered"
     assert f"; engine 0 (rank 0): {other}" in str(error)
+    assert error.report is None  # the reason is known
     for event in (waits, dead):
         event.set()
     assert isinstance(calls[0].exception(WAIT_S), memsaver.Error)
