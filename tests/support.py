@@ -135,6 +135,7 @@ def until(condition: Callable[[], bool], limit_s: float = 60) -> None:
 def flush_unreleased() -> None:
     """A handle whose release was refused is tried again by the next release."""
     region = memsaver.region("flush", device="cpu")
+    region.resume()  # a test of calls for all regions may have left it paused
     Block(region, 1)
 
 

@@ -31,17 +31,22 @@ _left: set[str] = set()  # tags of their regions with memory
 
 
 @pytest.fixture(autouse=True)
-def no_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_other_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Other files may leave memory in this process. It gets a row of its own, which the tests leave out."""
     memsaver.region("flush", device="cpu")
+    paused: list[memsaver.Region] = []
     for region in memsaver.regions.all_regions():
         if region.device == "cpu" and region.state == "active":
             with suppress(memsaver.Error):
                 region.pause()
+                paused.append(region)
     _left.clear()
     _left.update(region.tag for region in memsaver.regions.all_regions() if region.mapped_bytes)
     monkeypatch.setattr(ledger, "_measured", {})
     monkeypatch.setattr(ledger, "_measured", {("cpu", LEFT, ""): ledger._unattributed_bytes("cpu") or 0})
+    yield
+    for region in paused:  # the next file expects them as they were
+        region.resume()
 
 
 def own_rows(found: ledger.Ledger) -> list[LedgerRow]:
