@@ -30,6 +30,12 @@ SHORT_S = 0.3
 LONG_S = 60.0
 
 
+@pytest.fixture(autouse=True)
+def made_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group is made when all ranks have made it. Else a pause could close the connections that another rank makes."""
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+
+
 def begin(rank: int, world_size: int, meeting: str, **options: Any) -> ProcessGroups:
     """Makes the guest and the world. ``meeting``: a file, or ``tcp://host:port``, whose store is in rank 0."""
     torch.set_num_threads(1)

@@ -45,6 +45,8 @@ def no_other_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ledger, "_measured", {})
     monkeypatch.setattr(ledger, "_measured", {("cpu", LEFT, ""): ledger._unattributed_bytes("cpu") or 0})
     yield
+    _core.faults_disarm()
+    _core.host_reset()  # without a context a resume would lose the region
     for region in paused:  # the next file expects them as they were
         region.resume()
 
