@@ -77,7 +77,7 @@ class Trainer:
         return float(loss.detach())
 
     def prefetch(self) -> Any:
-        """Begins to gather the parameters of the first layer. Returns what waits for them."""
+        """Begins to gather the parameters of the first layer. Returns a handle with ``wait()``."""
         return self.model[0].unshard(async_op=True)  # type: ignore[operator]  # fully_shard() adds the method
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import socket
 import stat
@@ -12,12 +13,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memsaver import _core, config, ledger, records
 from memsaver.errors import Error
 from memsaver.records import TransitionRecord
+
+log = logging.getLogger("memsaver")
 
 _KEPT = 50  # files in the directory
 _LAST = 20  # transitions in a part that have ended
@@ -66,6 +69,16 @@ def write(text: str) -> Path:
         return path
 
 
+def save(title: str, author: str, lines: Sequence[str]) -> str | None:
+    """Writes the report of a turn. Returns the path of the file, or None if it cannot be written, which is logged."""
+    head = [title, f"written at {time.strftime('%Y-%m-%d %H:%M:%S %z')} by {author}"]
+    try:
+        return str(write("\n".join([*head, *lines, ""])))
+    except Error as error:
+        log.error("the report of a turn that exceeded its deadline is lost: %s", error)
+        return None
+
+
 def _remove_oldest(folder: Path) -> None:
     ages: list[tuple[float, Path]] = []
     for each in folder.glob("*.txt"):
@@ -76,7 +89,7 @@ def _remove_oldest(folder: Path) -> None:
 
 
 def part() -> str:
-    """What this process does now: transitions under way, the stacks of all threads, and its last transitions.
+    """The part of this process: its transitions under way, the stacks of its threads, and its last transitions.
 
     Raises nothing: an error takes the place of what cannot be read.
     """

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 import memsaver
+from tests.support import fresh_device
 
 
 class Buffer:
@@ -39,3 +42,15 @@ def cluster_of_one_machine(**options: Any) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def cluster_with_a_device(tests: ModuleType) -> Iterator[None]:
+    """Such a cluster, with a host device of its own. `tests`: the module with the classes of the actors."""
+    import ray
+
+    for module in (tests, sys.modules[__name__]):  # workers cannot import them
+        ray.cloudpickle.register_pickle_by_value(module)
+    variables = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_BACKUP_AHEAD": "off", "OMP_NUM_THREADS": "1"}
+    with cluster_of_one_machine(runtime_env={"env_vars": variables}):
+        yield

@@ -1,4 +1,4 @@
-// The stages of a transition, for reports: what it waited for or did, and since when.
+// The stages of a transition, with the times of their begins.
 #pragma once
 
 #include <chrono>

@@ -64,8 +64,8 @@ class Transition {
   // Commits and executes. `arrived` is called if all regions that resume have their contents, before they are active:
   // nothing else uses them yet. It must not throw.
   Outcome run(const std::function<void()>& arrived = {});
-  // What the transition waited for or did: "queue", "readers", "launches", "device", "memory", "backup", and "move"
-  // while chunks and contents move. Any thread may ask.
+  // The stages so far. The waits are "queue", "readers", "launches", "device", "memory" and "backup". In "move" chunks
+  // and contents move. Any thread may call this.
   std::vector<Stages::Begun> stages() const { return stages_.begun(); }
   void abort();  // leaves the queues, and undoes all steps that run() has not committed
 

@@ -25,7 +25,7 @@ _PARTS_S = 4.0  # bound of the wait for the parts: a process looks for requests 
 
 @dataclass
 class Activity:
-    """What a process does for its group. One thread writes, others read."""
+    """The call that a process makes for its group, and its begin. One thread writes, others read."""
 
     process: int
     _now: tuple[str, float] = field(default_factory=lambda: ("is outside of enter()", time.monotonic()))
@@ -71,7 +71,7 @@ class Reporter:
 
 @dataclass(frozen=True)
 class Report:
-    """A written report. ``doing``: by process that has sent its part, what it does. ``path``: None if it is refused."""
+    """A report. ``path``: None if there is no file. ``doing``: the calls of processes that have sent their parts."""
 
     path: str | None
     doing: Mapping[int, str]
@@ -96,15 +96,11 @@ class Collector:
             pace.sleep(until)
             found = [loads(content) if content is not None else {} for content in self._link.get_all(keys)]
             parts = {process: each for process, each in enumerate(found) if each.get("request") == request}
-        path: str | None = None
-        try:
-            path = str(reports.write("\n".join(self._lines(title, parts))))
-        except Error as error:
-            log.error("the report of a turn that exceeded its deadline is lost: %s", error)
+        path = reports.save(title, "rank 0", self._lines(parts))
         return Report(path, {process: each["doing"] for process, each in parts.items()})
 
-    def _lines(self, title: str, parts: Mapping[int, Mapping[str, str]]) -> Sequence[str]:
-        lines = [title, f"written at {time.strftime('%Y-%m-%d %H:%M:%S %z')} by rank 0"]
+    def _lines(self, parts: Mapping[int, Mapping[str, str]]) -> Sequence[str]:
+        lines: list[str] = []
         for process in range(self._count):
             hello = self._hello(process)
             lines += ["", f"== rank {process}, {_where(hello)} =="]
@@ -112,7 +108,7 @@ class Collector:
                 lines += [f"it {parts[process]['doing']}", parts[process]["text"]]
             else:
                 lines += [f"it has sent no part within {_PARTS_S:g} s", *self._native_stacks(hello)]
-        return [*lines, ""]
+        return lines
 
     def _native_stacks(self, hello: Mapping[str, Any] | None) -> Sequence[str]:
         """The stacks that a process on this host has written without the GIL."""

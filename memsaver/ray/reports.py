@@ -17,7 +17,6 @@ from typing import Any
 from ray.experimental import internal_kv
 
 from memsaver import reports
-from memsaver.errors import Error
 from memsaver.turns.ranks import Rank
 from memsaver.turns.turn import TurnReport
 
@@ -56,11 +55,7 @@ class Collector:
         except Exception as error:  # of Ray, which has many: the report has the part of this process
             log.warning("no parts of the report came from the actors: %s", error)
             parts = {}
-        path: str | None = None
-        try:
-            path = str(reports.write("\n".join(_lines(title, actors, parts))))
-        except Error as error:
-            log.error("the report of a turn that exceeded its deadline is lost: %s", error)
+        path = reports.save(title, "the process of the group", _lines(actors, parts))
         own = reports.stage()
         doing = {rank: part["doing"] for rank, part in parts.items() if rank in silent}
         if own is not None:
@@ -84,16 +79,15 @@ class Collector:
         return parts
 
 
-def _lines(title: str, actors: Sequence[Rank], parts: dict[Rank, dict[str, str]]) -> list[str]:
-    lines = [title, f"written at {time.strftime('%Y-%m-%d %H:%M:%S %z')} by the process of the group"]
-    lines += ["", f"== the process of the group, {_here()} ==", reports.part()]
+def _lines(actors: Sequence[Rank], parts: dict[Rank, dict[str, str]]) -> list[str]:
+    lines = ["", f"== the process of the group, {_here()} ==", reports.part()]
     for rank in actors:
         if rank in parts:
             lines += ["", f"== {rank}, {parts[rank]['where']} ==", f"it {parts[rank]['doing']}", parts[rank]["text"]]
         else:
             why = "it starts, has ended, or a native call holds the GIL"
             lines += ["", f"== {rank} ==", f"it has sent no part within {_PARTS_S:g} s: {why}"]
-    return [*lines, ""]
+    return lines
 
 
 _looking: dict[tuple[str, str], float] = {}  # in an actor: until when it looks for requests of a group, by its name

@@ -24,7 +24,7 @@ from memsaver.ray import AsyncColocated, Colocated, Group, Ready  # noqa: E402
 from memsaver.turns.turn import TurnOptions  # noqa: E402
 from tests import ray_support  # noqa: E402
 from tests.ray_support import Buffer  # noqa: E402
-from tests.support import MIB, fresh_device, until  # noqa: E402
+from tests.support import MIB, until  # noqa: E402
 
 PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}, "none": {}}
 ROOM = 8 * MIB
@@ -226,10 +226,7 @@ class Interrupted(Local):
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    for module in (sys.modules[__name__], ray_support):  # workers cannot import them
-        ray.cloudpickle.register_pickle_by_value(module)
-    variables = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_BACKUP_AHEAD": "off", "OMP_NUM_THREADS": "1"}
-    with ray_support.cluster_of_one_machine(runtime_env={"env_vars": variables}):
+    with ray_support.cluster_with_a_device(sys.modules[__name__]):
         yield
 
 
