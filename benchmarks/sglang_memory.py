@@ -114,7 +114,7 @@ class Setting:
 
     # A run
 
-    def run(self, rounds: int) -> None:
+    def run(self, rounds: int, within_s: float = 600.0) -> None:
         for server in self._all():
             self.ready_s[server.name] = server.wait_ready()
         loaded = {way: server.preloaded() for way, server in self.servers.items()}
@@ -132,7 +132,10 @@ class Setting:
         for way, server in self.servers.items():
             update(server, self.trainers)
             self._compare(f"{way}, never released", server)
+        began = time.monotonic()
         for number in range(WARM_UP + rounds):
+            if number > WARM_UP and time.monotonic() - began > within_s:
+                break
             before = self.expected
             update(self.reference, self.trainers)
             self.expected = self.reference.tokens()
@@ -196,7 +199,7 @@ def measure(model: str, name: str, options: argparse.Namespace) -> dict[str, Any
     with tempfile.TemporaryDirectory() as directory:
         setting = Setting(model, name, options, directory)
         try:
-            setting.run(options.rounds)
+            setting.run(options.rounds, options.within)
             left = setting.left()
             plain = in_process(plain_copies, nbytes=MODELS[model].nbytes()) if setting.backup else {}
         finally:
@@ -264,6 +267,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=tuple(SETTINGS), default=tuple(SETTINGS))
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=tuple(WAYS))
     parser.add_argument("--rounds", type=count, default=20, help="after two for warming up")
+    parser.add_argument("--within", type=positive, default=600.0, help="seconds after which no further round begins")
     parser.add_argument("--kv-gib", type=positive, default=8.0, help="size of each KV cache")
     parser.add_argument("--checkpoint", action="store_true", help="the reference reads its first weights from a file")
     parser.add_argument("--logs", type=writable, help="directory for the logs of the servers")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import json
 import os
@@ -277,6 +278,7 @@ def nurse(file: int) -> None:
 
 def _live(file: int, settings: dict[str, str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    faulthandler.enable(2)  # a worker that ends by a signal says where
     os.environ.update(settings)
     try:
         memsaver.config.from_environment()
