@@ -76,8 +76,8 @@ def _torchs_memory(device: str, function: str, without: Any) -> Any:
     return getattr(import_module("memsaver._torch.ledger"), function)(device)
 
 
-ledger.torch_parts = lambda device: _torchs_memory(device, "parts", [])
-ledger.torch_bytes = lambda device: _torchs_memory(device, "outside_bytes", 0)
+ledger.torch_memory.parts = lambda device: _torchs_memory(device, "parts", [])
+ledger.torch_memory.nbytes = lambda device: _torchs_memory(device, "outside_bytes", 0)
 errors.read_ledger = ledger.for_error
 _adapter.load = lambda: import_module("memsaver._torch.routing").Router()
 config.from_environment_of_import()

@@ -12,7 +12,7 @@ from memsaver._torch.pools import DEFAULT_POOL, snapshot
 
 _MOST_BLOCKS = 20_000  # of which a list is made: some 16 ms with the GIL held (0.8 us for a block, see docs/design.md)
 
-Part = tuple[str, str, str, int]  # as in memsaver/ledger.py
+Part = tuple[str, str, str, int]  # as in memsaver/ledger/rows.py
 
 
 def outside_bytes(device: str) -> int:

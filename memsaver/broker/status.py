@@ -57,7 +57,7 @@ class StatusReporter:
         {"device": "cuda:0" or "cpu", "uuid": str, "pid": int,   # of the broker
          "capacity_bytes": int, "total_bytes": int, "idle_bytes": int, "leaving_bytes": int,
          "device_memory": {"used_bytes": int or None, "holdings": [[pid, bytes, imported bytes or None]],
-                           "lists_all": bool},                                          # see memsaver/ledger.py
+                           "lists_all": bool},                                          # see memsaver/ledger
          "clients": [{"pid": int, "name": str, "held_bytes": int, "attached_bytes": int, "connected": bool,
                       "exited": bool, "kept_by": [{"pid", "name"}],   # processes that keep its memory
                       "waiting": [{"needed_bytes", "granted_bytes", "seconds"}],      # in the order of the queue

@@ -16,7 +16,7 @@ from memsaver import ledger
 from memsaver.broker import protocol
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.protocol import Message
-from memsaver.ledger import Ledger
+from memsaver.ledger import Ledger, messages
 from tests.broker_support import PATIENCE_S, Client, Running
 from tests.pool_support import Worker, until
 from tests.support import MIB, PAGE, Peer, run_python
@@ -175,7 +175,7 @@ def test_chunks_of_a_broker_that_died_count_for_their_holders(broker: Running, o
 def test_other_figures_of_a_client_arrive_with_the_status(broker: Running, one: Worker) -> None:
     one.run("from memsaver import ledger")
     one.run(f"handle = _core.open_driver('cpu').create({6 * MIB})")
-    one.run(f"ledger.torch_parts = lambda device: [('torch cached', '', '', {4 * MIB})]")
+    one.run(f"ledger.torch_memory.parts = lambda device: [('torch cached', '', '', {4 * MIB})]")
     expected: Sums = {
         (one.pid, "region", "a"): mapped(one, "a"),
         (one.pid, "torch cached", ""): 4 * MIB,
@@ -221,7 +221,7 @@ def slow(device):
         _core.ledger_figures(device)
     return []
 
-ledger.torch_parts = slow
+ledger.torch_memory.parts = slow
 memsaver.stats()  # which does not wait so long
 """
     names = ("MEMSAVER_HOST_DEVICE", "MEMSAVER_POOL_DIR")
@@ -304,7 +304,7 @@ def test_a_malformed_ledger_ends_its_connection_alone(broker: Running, one: Work
 
 
 def test_a_status_that_is_too_long_leaves_ledgers_out(broker: Running) -> None:
-    rows = [["x" * 100, "y" * 100, "z" * 100, each] for each in range(ledger.MOST_ROWS)]
+    rows = [["x" * 100, "y" * 100, "z" * 100, each] for each in range(messages.MOST_ROWS)]
     clients = [broker.client() for _ in range(4)]
     for client in clients:
         client.say("ledger", text=json.dumps({"imported_bytes": 0, "rows": rows}))

@@ -19,7 +19,8 @@ import memsaver
 from memsaver import _core, errors, ledger
 from memsaver._torch import graphs
 from memsaver._torch import ledger as torch_ledger
-from memsaver.ledger import Device, LedgerRow, PoolTotal, Report, account
+from memsaver.ledger import LedgerRow, measurements, messages, pools
+from memsaver.ledger.accounts import Device, PoolTotal, Report, account
 from tests.fake_cuda import run_on_fake
 from tests.support import GIB, MIB, PAGE, Fill, Peer, blocks
 
@@ -42,8 +43,8 @@ def no_other_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 paused.append(region)
     _left.clear()
     _left.update(region.tag for region in memsaver.regions.all_regions() if region.mapped_bytes)
-    monkeypatch.setattr(ledger, "_measured", {})
-    monkeypatch.setattr(ledger, "_measured", {("cpu", LEFT, ""): ledger._unattributed_bytes("cpu") or 0})
+    monkeypatch.setattr(measurements, "_measured", {})
+    monkeypatch.setattr(measurements, "_measured", {("cpu", LEFT, ""): measurements._unattributed_bytes("cpu") or 0})
     yield
     _core.faults_disarm()
     _core.host_reset()  # without a context a resume would lose the region
@@ -244,12 +245,12 @@ def test_chunks_of_a_process_that_has_exited_count_for_the_process_that_keeps_th
         "pid": 1, "name": "dead", "held_bytes": 60, "exited": True, "kept_by": [{"pid": 2, "name": "child"}],
         "regions": [], "ledger": {"imported_bytes": 0, "rows": [["context", "", "", 9]]},
     }  # fmt: skip
-    report = ledger._report(client)
+    report = pools._report(client)
     for holdings in ([(1, 80, None), (2, 10, None)], [(2, 10, 0)]):
         found = account(Device(130, holdings, False), [report], PoolTotal(9, "broker", 100))
         rows = {(2, "pool held"): 60, (2, "process"): 10, (9, "pool idle"): 40, (None, "unlisted"): 20}
         assert by_kind(found) == rows
-    assert ledger._report({**client, "kept_by": []}).pid == 1
+    assert pools._report({**client, "kept_by": []}).pid == 1
 
 
 def test_figures_that_contradict_each_other_are_reported_as_they_are() -> None:
@@ -301,7 +302,7 @@ def test_the_account_of_a_device_without_figures_has_the_known_rows(make: Make) 
 def test_a_report_survives_its_message(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     held = blocks(make(), [2 * MIB])
     parts = [("torch cached", "", "", 5 * PAGE), ("graphs", "cuda_graph", "", PAGE)]
-    monkeypatch.setattr(ledger, "torch_parts", lambda device: parts)
+    monkeypatch.setattr(ledger.torch_memory, "parts", lambda device: parts)
     found = ledger.decoded(ledger.encoded("cpu"))
     assert found["imported_bytes"] == 0
     assert [row for row in found["rows"] if row[0] != LEFT] == [list(part) for part in parts]
@@ -309,16 +310,16 @@ def test_a_report_survives_its_message(monkeypatch: pytest.MonkeyPatch, make: Ma
 
 
 def test_the_rows_of_a_long_report_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "_measured", {})
+    monkeypatch.setattr(measurements, "_measured", {})
     parts = [("graphs", f"graph {each} {'x' * 200}", "", each) for each in range(1, 1001)]
-    monkeypatch.setattr(ledger, "torch_parts", lambda device: parts)
+    monkeypatch.setattr(ledger.torch_memory, "parts", lambda device: parts)
     rows = ledger.decoded(ledger.encoded("cpu"))["rows"]
-    assert len(rows) == ledger.MOST_ROWS and sum(row[3] for row in rows) == sum(range(1001))
+    assert len(rows) == messages.MOST_ROWS and sum(row[3] for row in rows) == sum(range(1001))
     assert rows[0][3] == 1000 and rows[-1][0] == "other"
     parts = [(200 * "\u20ac", 200 * "\u20ac", 200 * "\u20ac", each) for each in range(1, 1001)]
     text = ledger.encoded("cpu")
     rows = ledger.decoded(text)["rows"]
-    assert len(text) < _core.LONGEST_PACKET and 1 < len(rows) < ledger.MOST_ROWS
+    assert len(text) < _core.LONGEST_PACKET and 1 < len(rows) < messages.MOST_ROWS
     assert sum(row[3] for row in rows) == sum(range(1001))
 
 
@@ -523,7 +524,7 @@ def test_a_block_that_fails_is_not_measured() -> None:
 
 def test_the_context_is_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other memory that the process had when its first region was made is freed later, or is a guest's."""
-    monkeypatch.setattr(ledger, "_seen", set())
+    monkeypatch.setattr(measurements, "_seen", set())
     driver = _core.open_driver("cpu")
     handles = [driver.create(PAGE) for _ in range(4)]
     ledger.measure_context("cpu")

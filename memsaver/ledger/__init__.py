@@ -1,0 +1,21 @@
+"""The account of a device's memory: every byte that the driver says is in use, once, by process and kind.
+
+A process that runs memsaver knows its regions, retained chunks, torch's memory and its guests. The driver lists bytes
+by process. The broker knows the holder of each chunk of a shared pool. ``account()`` joins these figures: memory that
+no row explains is ``"unknown"`` in a process whose bytes the driver lists, else ``"unlisted"``.
+"""
+
+from __future__ import annotations
+
+from memsaver.ledger import torch_memory
+from memsaver.ledger.measurements import Measurement, measure_context, measured
+from memsaver.ledger.messages import decoded, encoded
+from memsaver.ledger.pools import of_pool
+from memsaver.ledger.readings import for_error, read, serve
+from memsaver.ledger.rows import Ledger, LedgerRow
+from memsaver.ledger.text import described, lines
+
+__all__ = [
+    "Ledger", "LedgerRow", "Measurement", "decoded", "described", "encoded", "for_error", "lines", "measure_context",
+    "measured", "of_pool", "read", "serve", "torch_memory",
+]  # fmt: skip
