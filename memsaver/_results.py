@@ -1,0 +1,115 @@
+"""The result of a transition, now or later."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from memsaver._arguments import refuse_construction
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Transition:
+    """The result of a pause, a resume or a switch.
+
+    Attributes:
+        paused: Tags of the regions that were active and are paused, and those of the guests that left.
+        resumed: Tags of the regions that were paused and are active, and those of the guests that came back.
+        released_bytes: Device memory that was released.
+        restored_bytes: Device memory that was mapped.
+        copied_bytes: Contents that were copied, in both directions together.
+        seconds: Duration, the waits for the device and for memory and the time of guests included.
+
+    Examples:
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> cache = kv.empty((1 << 20,), torch.uint8)
+        >>> done = memsaver.pause("kv_cache")
+        >>> done.paused, done.released_bytes, done.copied_bytes
+        (('kv_cache',), 2097152, 0)
+    """
+
+    paused: tuple[str, ...] = ()
+    resumed: tuple[str, ...] = ()
+    released_bytes: int = 0
+    restored_bytes: int = 0
+    copied_bytes: int = 0
+    seconds: float = 0.0
+
+
+class TransitionFuture(Future[Transition]):
+    """A transition in the background: a ``concurrent.futures.Future`` that can also be awaited.
+
+    ``pause()``, ``resume()`` and ``switch()`` return it with ``wait=False``; the constructor raises TypeError.
+    ``result()`` and ``await`` return the ``Transition`` or raise its error. A transition cannot be cancelled:
+    ``cancel()`` returns False.
+
+    Examples:
+        >>> region = memsaver.region("optimizer", device="cpu", backup="host")
+        >>> moving = region.pause(wait=False)
+        >>> moving.result(timeout=60).paused
+        ('optimizer',)
+    """
+
+    def __init__(self, *args: object, **options: object) -> None:
+        refuse_construction(self, "pause(), resume() or switch() with wait=False")
+
+    @classmethod
+    def _pending(cls) -> TransitionFuture:
+        made = cls.__new__(cls)
+        Future.__init__(made)
+        return made
+
+    def result(self, timeout: float | None = None) -> Transition:
+        """Waits for the end of the transition.
+
+        Args:
+            timeout: Seconds to wait. None: no bound.
+
+        Returns:
+            The transition.
+
+        Raises:
+            TimeoutError: The transition is still under way after ``timeout`` seconds. It continues.
+            Exception: The error of the transition.
+
+        Examples:
+            >>> region = memsaver.region("optimizer", device="cpu", backup="host")
+            >>> _ = region.pause()
+            >>> moving = region.resume(wait=False)
+            >>> moving.result(timeout=60).resumed
+            ('optimizer',)
+        """
+        try:
+            return super().result(timeout)
+        except FutureTimeoutError:
+            if self.done():  # the error is the transition's own, or it has ended just now
+                return super().result()
+            raise TimeoutError(f"the transition is still under way after {timeout} s") from None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a TransitionFuture cannot be pickled: pickle its result()")
+
+    def __await__(self) -> Generator[Any, None, Transition]:
+        return (yield from asyncio.wrap_future(self).__await__())
+
+
+def in_thread(function: Callable[[], _T], name: str, future: Future[_T] | None = None) -> Future[_T]:
+    """Runs a function in a thread of its own. The interpreter waits for the thread. It cannot be cancelled."""
+    future = Future() if future is None else future
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name).start()
+    return future
