@@ -173,6 +173,33 @@ def test_torch_may_unmap_what_is_away_and_map_more(libraries: tuple[Path, Path])
     )
 
 
+def test_addresses_and_handles_of_memory_that_is_away_stay_valid(libraries: tuple[Path, Path]) -> None:
+    run(
+        libraries,
+        """
+        segment = Segment(20 * MIB, 64)
+        assert segment.map(0, 1) == 0
+        segment.write(0, 1)
+        chunks.pause([(segment.address, 1)])
+        assert address_free(segment.address, segment.piece * segment.most) != 0
+        assert unmap(segment.address, segment.piece) == 0  # and the handle is kept
+        assert chunks.resume()["chunks"] == 0 == control.used_bytes()
+        assert map_(segment.address, segment.piece, 0, segment.handles[0], 0) == 0
+        access = (ctypes.c_int * 3)(1, 0, 3)
+        assert set_access(segment.address, segment.piece, address_of(access), 1) == 0
+        segment.write(0, 2)
+        assert chunks.pause([(segment.address, 1)])["chunks"] == 1
+        assert chunks.resume()["chunks"] == 1 and segment.read(0) == 2
+        old = segment.handles[0]
+        segment.unmap(0, 1)
+        assert segment.map(0, 1) == 0 and release(old) != 0  # a new chunk in the place of the old one
+        assert segment.handles[0] != old and control.used_bytes() == 20 * MIB
+        segment.close()
+        assert control.used_bytes() == 0 == control.reserved_bytes()
+        """,
+    )
+
+
 def test_a_limit_refuses_as_a_full_device_does(libraries: tuple[Path, Path]) -> None:
     run(
         libraries,
