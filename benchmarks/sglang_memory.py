@@ -5,7 +5,8 @@
 Servers with equal weights, one for each way, and one that never releases anything. In a round each way releases the KV
 cache, the weights and the graphs, and resumes in reverse, one call for each; a trainer's process sends weights of a new
 version by ``update_weights_from_tensor``. After the release, and before the KV cache is back, another process fills all
-free memory but 1 GiB with 0xA5. Settings:
+free memory but 1 GiB with 0xA5. The driver scrubs this memory after its release, and "cuMemCreate" waits for the end:
+hence the rest after each fill (``--rest 0``: none). Settings:
 
 - update: no backup. The new weights arrive between the resumes of weights and KV cache.
 - backup: ``--enable-weights-cpu-backup``. The weights have to come back with the resume; the new ones arrive later.
@@ -29,7 +30,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from arguments import count, parse, parser_for, positive
+from arguments import count, not_negative, parse, parser_for, positive
 from arguments import directory as writable
 from environment import environment, nvidia_smi
 from host import GIB, MIB, status
@@ -108,6 +109,7 @@ class Setting:
         self.rounds: dict[str, list[dict[str, Any]]] = {way: [] for way in self.ways}
         self.different: list[str] = []
         self.sequences: set[str] = set()
+        self.rest_s: float = options.rest
 
     def _all(self) -> list[Server]:
         return [self.reference, *self.servers.values()]
@@ -170,6 +172,7 @@ class Setting:
     def _fill(self) -> int:
         found: int = ask_all(self.fillers)[0]["bytes"]
         ask_all(self.fillers)  # releases it
+        time.sleep(self.rest_s)
         return found
 
     def left(self) -> dict[str, dict[str, int]]:
@@ -206,7 +209,7 @@ def measure(model: str, name: str, options: argparse.Namespace) -> dict[str, Any
             setting.close()
     return {
         "model": model, "setting": name, "weight_bytes": MODELS[model].nbytes(), "kv_gib": options.kv_gib,
-        "ready_s": setting.ready_s, "rounds": setting.rounds, "left": left, "plain_ms": plain,
+        "rest_s": options.rest, "ready_s": setting.ready_s, "rounds": setting.rounds, "left": left, "plain_ms": plain,
         "different": setting.different, "sequences": len(setting.sequences),
     }  # fmt: skip
 
@@ -268,6 +271,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=tuple(WAYS))
     parser.add_argument("--rounds", type=count, default=20, help="after two for warming up")
     parser.add_argument("--within", type=positive, default=600.0, help="seconds after which no further round begins")
+    parser.add_argument("--rest", type=not_negative, default=0.5, help="seconds after each fill of the memory")
     parser.add_argument("--kv-gib", type=positive, default=8.0, help="size of each KV cache")
     parser.add_argument("--checkpoint", action="store_true", help="the reference reads its first weights from a file")
     parser.add_argument("--logs", type=writable, help="directory for the logs of the servers")

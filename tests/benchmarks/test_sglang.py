@@ -78,7 +78,9 @@ class FakeServer:
 
 def options(**changed: Any) -> argparse.Namespace:
     ways = ("tms", "tms, retained", "memsaver")
-    return argparse.Namespace(**{"ways": ways, "checkpoint": False, "kv_gib": 1.0, "logs": None, **changed})
+    return argparse.Namespace(
+        **{"ways": ways, "checkpoint": False, "kv_gib": 1.0, "logs": None, "rest": 0.0, **changed}
+    )
 
 
 ROUND = ["release kv_cache", "release weights", "release cuda_graph", "resume cuda_graph", "resume weights"]
