@@ -9,8 +9,10 @@
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "bindings/gil.h"
 #include "regions/core.h"
 
 namespace memsaver {
@@ -18,17 +20,57 @@ namespace memsaver {
 namespace nb = nanobind;
 using namespace nb::literals;
 
-// The number of threads in a transition or an allocation, from before they release the GIL until they hold it again.
-inline std::atomic<std::size_t> under_way = 0;
-struct UnderWay {
-  UnderWay() { ++under_way; }
-  ~UnderWay() { --under_way; }
+// nanobind's classes of these names abort the process if the thread ends in them: see gil.h.
+class ReleasedGil {
+ public:
+  ReleasedGil() : state_(PyEval_SaveThread()) {}
+  ~ReleasedGil() { memsaver_restore_thread(state_); }
+  ReleasedGil(const ReleasedGil&) = delete;
+  ReleasedGil& operator=(const ReleasedGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
 };
 
-// Releases the GIL and counts the thread: the exit of the interpreter waits for threads that need the GIL again.
+class HeldGil {
+ public:
+  HeldGil() : state_(memsaver_ensure_gil()) {}
+  ~HeldGil() { PyGILState_Release(state_); }
+  HeldGil(const HeldGil&) = delete;
+  HeldGil& operator=(const HeldGil&) = delete;
+
+ private:
+  const PyGILState_STATE state_;
+};
+
+// Calls a Python function. Throws its exception as nb::python_error.
+template <typename... Arguments>
+nb::object call(nb::handle function, Arguments&&... arguments) {
+  const nb::tuple packed = nb::make_tuple(std::forward<Arguments>(arguments)...);
+  PyObject* result = memsaver_call(function.ptr(), packed.ptr());
+  if (result == nullptr) nb::raise_python_error();
+  return nb::steal(result);
+}
+
+// The number of threads in a transition or an allocation, from before they release the GIL until they hold it again.
+// The exit of the interpreter waits for those that began before it, so that a thread that calls again and again does
+// not delay it.
+struct UnderWay {
+  UnderWay() : count_(waiting_is_over ? during_exit : before_exit) { ++count_; }
+  ~UnderWay() { --count_; }
+  UnderWay(const UnderWay&) = delete;
+  UnderWay& operator=(const UnderWay&) = delete;
+
+  static inline std::atomic<std::size_t> before_exit = 0, during_exit = 0;
+
+ private:
+  std::atomic<std::size_t>& count_;
+};
+
+// Releases the GIL and counts the thread.
 struct Unlocked {
   UnderWay counted;
-  nb::gil_scoped_release release;
+  ReleasedGil release;
 };
 
 Device& opened(const std::string& name);

@@ -16,7 +16,7 @@ namespace {
 PyObject* make_error = nullptr;
 
 void raise(const char* kind, const std::exception& error, nb::dict fields) {
-  nb::object made = nb::borrow(make_error)(kind, error.what(), fields);
+  nb::object made = call(make_error, kind, error.what(), fields);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
 }
 

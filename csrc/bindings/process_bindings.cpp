@@ -71,8 +71,8 @@ std::size_t release_host_memory() {
 // for the device behind a kernel that does not end. So these waits get a bound here.
 void bound_waits() { exit_has_begun = true; }
 
-// Called before the interpreter ends. A thread must not be in a driver call when the driver is unloaded, and Python
-// stops a thread that requests the GIL after the end of the interpreter at an arbitrary place.
+// Called before the interpreter ends. A thread should not be in a driver call when the driver is unloaded, and a thread
+// that needs the GIL after the end of the interpreter goes no further: see gil.h.
 void stop_background() {
   if (!usable()) return;
   waiting_is_over = true;
@@ -83,7 +83,8 @@ void stop_background() {
   }
   // A thread may be blocked in a driver call behind a kernel that does not end. It is abandoned at the deadline.
   const Deadline deadline = Clock::now() + kEnd;
-  while (under_way > 0 && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  while (UnderWay::before_exit > 0 && Clock::now() < deadline)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   for (Device* device : core().all_devices()) {
     device->resting.stop(deadline);
     device->arena.stop_background(deadline);
@@ -126,7 +127,7 @@ nb::dict device_stats(const std::string& name) {
   return row;
 }
 
-// The figures of which memsaver/ledger.py makes the account of a device.
+// The figures of which memsaver/ledger makes the account of a device.
 nb::dict ledger_figures(const std::string& name) {
   Device& device = opened(name);
   std::optional<std::size_t> used;
@@ -156,8 +157,8 @@ nb::dict ledger_figures(const std::string& name) {
 
 void bind_process(nb::module_& module) {
   between_looks = [] {
-    nb::gil_scoped_acquire python;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    const HeldGil python;
+    if (memsaver_check_signals() != 0) throw nb::python_error();
   };
   module.def("cuda_device_count", &cuda_device_count);
   module.def("capture_begins", [] { core().parts.gate.capture_begins(); }, nb::call_guard<Unlocked>());
@@ -207,7 +208,7 @@ void bind_process(nb::module_& module) {
       "directory"_a);
   module.def("release_host_memory", &release_host_memory, nb::call_guard<Unlocked>());
   module.def("bound_waits", &bound_waits);
-  module.def("stop_background", &stop_background, nb::call_guard<nb::gil_scoped_release>());
+  module.def("stop_background", &stop_background, nb::call_guard<ReleasedGil>());
   module.def(
       "host_memory",
       [](const std::string& root, bool nodes_with_cpus) {

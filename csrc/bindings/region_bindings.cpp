@@ -254,8 +254,8 @@ void bind_regions(nb::module_& module) {
       [](Region& region, const nb::callable& may_move, std::optional<double> timeout,
          std::optional<std::size_t> slack) {
         const auto ask = [&may_move] {
-          const nb::gil_scoped_acquire python;
-          return nb::cast<bool>(may_move());
+          const HeldGil python;
+          return nb::cast<bool>(call(may_move));
         };
         const Unlocked release;
         trim(region, ask, timeout ? deadline_in(*timeout) : kNever, slack);

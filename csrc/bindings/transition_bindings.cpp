@@ -25,9 +25,9 @@ struct ReportingTransition : Transition {
   Progress::Report report() {
     if (progress.is_none()) return {};
     return [this](std::size_t done, std::size_t total) {
-      nb::gil_scoped_acquire python;
+      const HeldGil python;
       try {
-        progress(done, total);
+        call(progress, done, total);
       } catch (nb::python_error&) {
         interrupt = std::current_exception();
       }
@@ -77,13 +77,13 @@ nb::dict run(ReportingTransition& transition, const nb::object& arrived) {
   {
     const Unlocked release;
     try {
-      std::function<void()> call;
+      std::function<void()> callback;
       if (has_callback)
-        call = [&arrived] {
-          const nb::gil_scoped_acquire python;
-          arrived();
+        callback = [&arrived] {
+          const HeldGil python;
+          call(arrived);
         };
-      outcome = transition.run(call);
+      outcome = transition.run(callback);
     } catch (...) {
       error = std::current_exception();
     }

@@ -108,7 +108,7 @@ class Driver {
   virtual std::string uuid() = 0;             // the same in every process
   virtual Memory memory() = 0;
   virtual std::vector<Process> processes() = 0;     // with memory on this device, if the system lists them
-  virtual std::vector<Holding> holdings() = 0;      // for an account of every byte, each once: memsaver/ledger.py
+  virtual std::vector<Holding> holdings() = 0;      // for an account of every byte, each once: memsaver/ledger
   virtual bool lists_all() const { return false; }  // true: a process without a row in holdings() holds nothing
   virtual int host_node() = 0;                      // the nearest NUMA node; -1 if unknown
   // Whether a NUMA node of the system is memory of a GPU. Backups must not be placed there.

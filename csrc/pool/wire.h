@@ -45,7 +45,7 @@
 //   status    serial                               -> status
 //   report    {allocated, mapped, backup, state, policy}...   answers query. text: the regions' tags, joined by '\n'.
 //             [ledger]                             `ledger` 1: a message `ledger` follows. Default: none follows
-//   ledger                                         follows report. text: JSON, see memsaver/ledger.py. Since version 5
+//   ledger                                         follows report. text: JSON, see memsaver/ledger. Since version 5
 //   attach    serial, client, pid, residence       requests an attachment to another client's memory. text: `tag '\n'
 //                                                  policy '\n' offset '\n' size ['\n' offset '\n' size]...`
 //   attach_reply  request, attachment, more, {offset, chunk, size}...   answers attach_request; attachment 0: refused,
