@@ -17,9 +17,11 @@ from memsaver.distributed.leader import Leader
 from memsaver.distributed.link import Link
 from memsaver.distributed.link import count as count_in_store
 from memsaver.distributed.liveness import Heart, Watch, identity
+from memsaver.distributed.liveness import hello as hello_of
 from memsaver.distributed.messages import dumps
 from memsaver.distributed.part import Part
-from memsaver.distributed.reports import Activity, Reporter
+from memsaver.distributed.reports import Activity, Collector, Reporter
+from memsaver.distributed.silence import Silence
 from memsaver.errors import Error
 from memsaver.policies import TurnBackup, TurnRestore
 from memsaver.turns.plan import Phases, Plan, check_mapping
@@ -104,7 +106,9 @@ class Group:
         }
         link.set(f"hello/{self._process}", dumps(hello))
         activity = Activity(self._process)
-        self._part = Part(link, self._process, members, Watch(link, silence, start), activity)
+        collector = Collector(link, partial(hello_of, link), count, self._process)
+        silent = Silence(link, self._process, collector)
+        self._part = Part(link, self._process, members, Watch(link, silence, start), activity, silent)
         self._leader: Leader | None = None
         if self._process == 0:
             leaders = Link(self._store, prefix)

@@ -25,7 +25,7 @@ class Leader:
     def __init__(self, link: Link, world_size: int, plan: Plan, watch: Watch) -> None:
         self._link, self._plan = link, plan
         self._processes = Processes(link, world_size, watch)
-        self._collector = Collector(link, self._processes.hello, world_size)
+        self._collector = Collector(link, self._processes.hello, world_size, 0)
         self._turns: Turns | None = None  # made in the first turn, when the members of all processes are known
         self._overwriting: dict[int, Turn] = {}  # by number, turns whose bodies write contents
         self._missing: list[int] = []  # the processes that have not called enter()

@@ -13,6 +13,7 @@ from typing import Any
 from memsaver.broker import procfs
 from memsaver.distributed.errors import LostRankError
 from memsaver.distributed.link import Link
+from memsaver.distributed.messages import loads
 from memsaver.errors import Error
 
 _BEAT_S = 1.0
@@ -24,6 +25,12 @@ def identity() -> dict[str, Any]:
     status = procfs.read(os.getpid())
     start = status.start if status is not None else 0
     return {"host": _host(), "name": socket.gethostname(), "pid": os.getpid(), "start": start}
+
+
+def hello(link: Link, process: int) -> dict[str, Any] | None:
+    """What a process wrote when it made its group, its identity included. None: it has not made it yet."""
+    found = link.get(f"hello/{process}")
+    return None if found is None else dict(loads(found))
 
 
 class Heart:

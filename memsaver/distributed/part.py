@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memsaver.distributed.link import Inbox, Link, Outbox, Pace
-from memsaver.distributed.liveness import Watch
+from memsaver.distributed.liveness import Watch, hello
 from memsaver.distributed.messages import loads
 from memsaver.distributed.reports import Activity, name_of_method
+from memsaver.distributed.silence import Silence
 from memsaver.errors import Error, WaitTimeoutError
 from memsaver.reports import stacks_if_stuck
 from memsaver.turns.ranks import settled
@@ -29,12 +30,18 @@ class Part:
     """
 
     def __init__(
-        self, link: Link, process: int, members: Mapping[str, Sequence[Any]], watch: Watch, activity: Activity
+        self,
+        link: Link,
+        process: int,
+        members: Mapping[str, Sequence[Any]],
+        watch: Watch,
+        activity: Activity,
+        silence: Silence,
     ) -> None:
         self._link, self._process, self._members = link, process, members
         self._outbox = Outbox(link, f"from/{process}")
         self._inbox = Inbox(f"to/{process}", self._outbox)
-        self._watch, self._activity = watch, activity
+        self._watch, self._activity, self._silence = watch, activity, silence
         self._leader: dict[str, Any] | None = None  # its identity
         self._messages: deque[dict[str, Any]] = deque()
         self._prepared: dict[_Member, None] = {}
@@ -49,6 +56,7 @@ class Part:
         phase = entry["enter"]
         self._prepared.clear()
         self._watch.forget_silence()
+        self._silence.begin()
         self._activity.begin(f"waits for the other ranks in enter({phase!r})")
         try:
             self._send({"turn": number, **entry})
@@ -58,7 +66,7 @@ class Part:
             self.broken = str(lost)
             text = f"phase {phase!r} could not be entered: {lost}{self._settle(number)}"
             self._leave(number, lost.__cause__ or lost)  # the leader may live, and be slow
-            raise Error(text, phase=phase, role=None, rank=0) from lost.__cause__
+            raise Error(text, phase=phase, role=None, rank=0, report=self._silence.report) from lost.__cause__
         except _FailedTurnError as failed:
             self._abort_prepared()
             raise failed.error from failed.cause
@@ -87,6 +95,8 @@ class Part:
                     cause = WaitTimeoutError(text, stage="answer", waited_s=waited)
                     message = f"phase {phase!r} could not be entered: {text}"
                     raise Error(message, phase=phase, role=None, rank=0) from cause
+                if late:
+                    self._report_silence(number, phase)
                 pace.sleep()
             begun = True
             if command.get("end") == "failed":
@@ -153,14 +163,22 @@ class Part:
             except Exception as error:  # the error of the turn is the one to raise
                 log.warning("%s() of the role %r failed after a failed turn: %s", method, role, error)
 
+    def _report_silence(self, number: int, phase: str) -> None:
+        try:
+            self._silence.look(number, phase)
+        except Error as error:
+            raise _LostLeaderError(str(error)) from error
+
     def _leader_has_begun(self, number: int) -> bool:
         found = self._reached("decision")
         return found is not None and found.decode().startswith(f"{number} ")
 
     def _leader_identity(self) -> dict[str, Any] | None:
         if self._leader is None:
-            found = self._reached("hello/0")
-            self._leader = None if found is None else loads(found)
+            try:
+                self._leader = hello(self._link, 0)
+            except Error as error:
+                raise _LostLeaderError(str(error)) from error
         return self._leader
 
     def _send(self, message: Mapping[str, Any]) -> None:

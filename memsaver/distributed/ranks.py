@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from memsaver.distributed.link import Inbox, Link, Outbox, Pace
-from memsaver.distributed.liveness import LostRankError, Watch
-from memsaver.distributed.messages import loads
+from memsaver.distributed.liveness import LostRankError, Watch, hello
 from memsaver.errors import Error
 from memsaver.turns.ranks import Call, NoAnswerError, Rank
 
@@ -33,8 +32,7 @@ class Processes:
     def hello(self, process: int) -> dict[str, Any] | None:
         """What a process wrote when it made its group. None: it has not made it yet."""
         if self._hellos[process] is None:
-            found = self._link.get(f"hello/{process}")
-            self._hellos[process] = None if found is None else loads(found)
+            self._hellos[process] = hello(self._link, process)
         return self._hellos[process]
 
     def send(self, process: int, message: Mapping[str, Any]) -> None:

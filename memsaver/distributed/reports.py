@@ -1,4 +1,4 @@
-"""The report of a turn that exceeds its deadline: the parts of all processes come through the store to rank 0.
+"""The report of a turn that exceeds its deadline: the parts of all processes come through the store to one rank.
 
 The thread of the heartbeats looks for requests, so the part of a process arrives while its main thread hangs.
 """
@@ -39,7 +39,7 @@ class Activity:
 
 
 class Reporter:
-    """Answers the requests of rank 0 for the part of this process."""
+    """Answers the requests for the part of this process."""
 
     def __init__(self, connect: Callable[[], Link], activity: Activity) -> None:
         self._connect, self._activity = connect, activity
@@ -78,16 +78,16 @@ class Report:
 
 
 class Collector:
-    """Asks all processes for their parts, and writes the file. In rank 0."""
+    """Asks all processes for their parts, and writes the file. In rank 0, or in another rank while that is silent."""
 
-    def __init__(self, link: Link, hello: Callable[[int], Mapping[str, Any] | None], count: int) -> None:
-        self._link, self._hello, self._count = link, hello, count
+    def __init__(self, link: Link, hello: Callable[[int], Mapping[str, Any] | None], count: int, process: int) -> None:
+        self._link, self._hello, self._count, self._process = link, hello, count, process
         self._requests = 0
 
     def collect(self, title: str) -> Report:
         """Waits for the parts within a bound. Raises memsaver.Error if the store cannot be reached."""
         self._requests += 1
-        request = str(self._requests)
+        request = f"{self._process}/{self._requests}"
         self._link.set("report", request)
         parts: dict[int, dict[str, str]] = {}
         pace, until = Pace(), time.monotonic() + _PARTS_S
@@ -96,7 +96,7 @@ class Collector:
             pace.sleep(until)
             found = [loads(content) if content is not None else {} for content in self._link.get_all(keys)]
             parts = {process: each for process, each in enumerate(found) if each.get("request") == request}
-        path = reports.save(title, "rank 0", self._lines(parts))
+        path = reports.save(title, f"rank {self._process}", self._lines(parts))
         return Report(path, {process: each["doing"] for process, each in parts.items()})
 
     def _lines(self, parts: Mapping[int, Mapping[str, str]]) -> Sequence[str]:
@@ -112,7 +112,7 @@ class Collector:
 
     def _native_stacks(self, hello: Mapping[str, Any] | None) -> Sequence[str]:
         """The stacks that a process on this host has written without the GIL."""
-        mine = self._hello(0)
+        mine = self._hello(self._process)
         if hello is None or mine is None:
             return []
         try:

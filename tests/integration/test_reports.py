@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch.distributed as distributed
 
 import memsaver
-from memsaver.distributed import Colocated, Group
+from memsaver.distributed import Colocated, Group, silence
 from memsaver.distributed import reports as distributed_reports
 from memsaver.turns import turn as turn_module
 from tests.ranks_support import ranks
@@ -157,3 +158,44 @@ def test_a_rank_that_hangs_leads_to_a_report_that_names_it_and_its_stage(hangs: 
     report = Path(done.read_text())
     assert report.parent == tmp_path / "reports"
     assert (report.parent.stat().st_mode & 0o777, report.stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+def _turn_with_silent_leader(rank: int, port: int, path: str) -> None:
+    """Rank 0 hangs with the GIL, until another rank has logged a report."""
+    silence._SILENT_S, distributed_reports._PARTS_S = 1.5, 3.0
+    store = distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    stop = Stop(path)
+    roles: dict[str, Any] = {"engine": Member("weights", stop), "trainer": Member("params", stop)}
+    group = Group(phases=PHASES, store=store, rank=rank, world_size=3, **roles)
+    group.enter("train", timeout=60)
+    logged: list[str] = []
+
+    class Ending(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record.getMessage())
+            stop.end()
+
+    logger, ending = logging.getLogger("memsaver"), Ending(logging.ERROR)
+    if rank == 0:
+        roles["trainer"].hangs = "gil"
+    else:
+        logger.addHandler(ending)
+    with pytest.raises(memsaver.Error, match="rank 0"):
+        group.enter("rollout", timeout=2)
+    logger.removeHandler(ending)
+    for text in logged:
+        assert "phase 'rollout' is late: rank 0, which leads it, has sent no heartbeat for" in text
+        report = Path(text.rpartition("; report: ")[2]).read_text()
+        zero = re.split(r"\n== rank \d, pid \d+ on .* ==\n", report)[1]
+        assert f"by rank {rank}\n" in report
+        assert "it has sent no part within" in zero and "in wait_with_the_gil" in zero
+        assert report.count("it waits for the other ranks") == 2
+
+
+def test_another_rank_writes_the_report_if_rank_0_is_silent(stop: str, tmp_path: Path) -> None:
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    with ranks(_turn_with_silent_leader, 3, store.port, stop):
+        pass
+    authors = [re.search(r"by (rank \d)", each.read_text()) for each in (tmp_path / "reports").glob("turn-*.txt")]
+    named = [found[1] for found in authors if found is not None and found[1] != "rank 0"]
+    assert len(named) == 1, named
