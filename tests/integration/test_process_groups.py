@@ -446,6 +446,36 @@ def test_interrupted_calls_can_be_repeated(tmp_path: Path) -> None:
         pass
 
 
+def interrupt_one_pause(rank: int, file: str) -> None:
+    """Rank 0 is interrupted between two groups that are closed, and again while the library opens them again."""
+    guest = begin(rank, 2, file, timeout=LONG_S)
+    group = dist.new_group([0, 1])
+    close = guest._close
+
+    def interrupted(record: Any, *others: Any) -> None:
+        if record.group is not group:
+            raise KeyboardInterrupt
+        close(record, *others)
+
+    if rank == 0:
+        guest._close = interrupted  # type: ignore[assignment,method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            memsaver.pause(TAG)
+        del guest._close
+        assert guest.closed == [group.group_name]
+    else:
+        memsaver.pause(TAG)
+        assert len(guest.closed) == 2
+    memsaver.resume(TAG)
+    check_open(guest)
+    check_open(guest, group)
+
+
+def test_a_resume_opens_the_groups_of_an_interrupted_pause_if_the_other_ranks_have_paused(tmp_path: Path) -> None:
+    with ranks(interrupt_one_pause, 2, str(tmp_path / "store")):
+        pass
+
+
 # Groups that are made and destroyed while others are closed
 
 
