@@ -95,7 +95,7 @@ bool Resting::reclaim(Deadline deadline, std::uint64_t seen) {
     if (reap() || given_back_ != seen) return true;
     {
       std::lock_guard lock(mutex_);
-      if (rests_.empty() && sweeps_ == 0) return false;
+      if (rests_.empty() && sweeps_ == 0) return given_back_ != seen;  // the last sweep may have ended just now
     }
     const Deadline at = now();
     if (at >= deadline || waiting_is_over || gate_.capturing() || MEMSAVER_MUTANT(a_shortage_waits_for_nothing))
