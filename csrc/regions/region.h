@@ -106,6 +106,7 @@ class Region final : public RestingOwner {
   void free(Address begin);  // in every state; addresses without a segment are ignored
   bool owns(Address address) const;
   std::size_t allocated_bytes() const;
+  std::size_t resting_bytes() const;
   std::size_t mapped_bytes() const { return mapped_; }
   std::size_t reserved_bytes() const;
   std::size_t largest_chunk() const;         // the largest class to be created for this region
