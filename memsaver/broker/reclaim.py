@@ -1,6 +1,6 @@
 """Reclaim on demand: while a demand waits, the clients return the memory that they cache and do not use.
 
-A round asks every client, that of the demand included, and ends when all have answered, or have left. Then the broker
+A round asks every client, that of the demand included, and ends when all have answered, or have left, or are late. Then the broker
 tells the client of the first demand who holds the rest. The next round follows after a pause, since caches fill again,
 captures end, and threads leave their regions.
 """
@@ -21,6 +21,7 @@ from memsaver.broker.queue import Demand
 SINCE: int = _core.RECLAIM_SINCE  # version of the protocol
 UNKNOWN: int = _core.UNKNOWN_BYTES
 FIRST_PAUSE_S = 0.02  # between the end of a round and the next one
+LONGEST_ROUND_S = 2.0  # for clients that do not answer, or whose device works for long; the next round asks them again
 LONGEST_PAUSE_S = 2.0  # doubled after each round for the same demand, up to this
 _LONGEST_TEXT = 300  # characters of a client's reasons
 _MOST_HOLDERS = 100  # in a message
@@ -42,7 +43,8 @@ class Reclaim:
         self._clients = clients
         self._answers: dict[int, Answer] = {}  # the last ones, by client id
         self._asked: dict[int, Client] = {}  # of the round under way, without their last answer; by id
-        self._ended_at = 0.0  # the last round
+        self._begun_at = self._ended_at = 0.0  # the last round
+        self._next_at: float | None = None  # the next step
         self._pause_s = FIRST_PAUSE_S
         self._head: Demand | None = None
         self._messages = 0  # of the head when it was seen last
@@ -54,13 +56,15 @@ class Reclaim:
 
     def step(self, now: float) -> None:
         """Begins and ends rounds. Called after each step of the pool."""
-        self._asked = {number: each for number, each in self._asked.items() if each.is_connected}
-        waiting = self._pool.queue.waiting
-        stalled = [demand for demand in waiting if demand.stall_reported == demand.messages]
-        head = stalled.pop(0) if stalled and stalled[0] is waiting[0] else None
-        self._tell_others(stalled)
-        if head is None:
+        self._next_at = None
+        is_over = now >= self._begun_at + LONGEST_ROUND_S
+        self._asked = {number: each for number, each in self._asked.items() if each.is_connected and not is_over}
+        if not self._pool.queue.waiting:
             self._head = None
+            return
+        head, *others = self._pool.queue.waiting
+        self._tell_others([demand for demand in others if demand.stall_reported == demand.messages])
+        if self._pool.is_moving:
             return
         if head is not self._head or head.messages != self._messages:
             self._head, self._messages = head, head.messages
@@ -68,13 +72,23 @@ class Reclaim:
             self._has_round = bool(self._asked)
             self._is_told = self._is_told_more = False
         if not self._asked and (self._is_told or not self._has_round) and now >= self._ended_at + self._pause_s:
-            self._begin(head)
+            self._begin(head, now)
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        if not self._has_round or self._is_told:
-            return
+        if self._has_round and not self._is_told:
+            self._end(head, now)
+        if self._asked:
+            self._next_at = self._begun_at + LONGEST_ROUND_S
+        elif self._has_round and not self._is_told:
+            self._next_at = now + RETRY_S
+        else:
+            self._next_at = self._ended_at + self._pause_s
+
+    def _end(self, head: Demand, now: float) -> None:
+        """Tells the client of the first demand who holds what, at the end of a round and before."""
         # What the clients have returned may still be on its way through the pool, or through the driver.
         is_late = now < self._answered_at + 2 * RETRY_S and self._pool.lacks_memory
-        more = bool(self._asked) or self._pool.may_proceed or is_late
+        is_stalled = head.stall_reported == head.messages and not self._pool.may_proceed
+        more = bool(self._asked) or is_late or not is_stalled
         if more and self._is_told_more:
             return
         self._tell(head, more)
@@ -83,10 +97,7 @@ class Reclaim:
             self._is_told, self._ended_at = True, now
 
     def deadlines(self) -> list[float]:
-        if self._head is None or self._asked:
-            return []
-        is_ending = self._has_round and not self._is_told
-        return [time.monotonic() + RETRY_S if is_ending else self._ended_at + self._pause_s]
+        return [] if self._next_at is None else [self._next_at]
 
     def forget(self, client: Client) -> None:
         self._answers.pop(client.id, None)
@@ -96,7 +107,8 @@ class Reclaim:
         answer = self._answers.get(client.id)
         return {"unused_bytes": answer.unused if answer else None, "unused_why": answer.why if answer else ""}
 
-    def _begin(self, head: Demand) -> None:
+    def _begin(self, head: Demand, now: float) -> None:
+        self._begun_at = now
         self._has_round, self._is_told, self._is_told_more = True, False, False
         for client in self._clients.values():
             if client.is_user and client.is_connected and client.version >= SINCE:
