@@ -1,8 +1,8 @@
 """Reclaim on demand: while a demand waits, the clients return the memory that they cache and do not use.
 
-A round asks every client, that of the demand included, and ends when all have answered, or have left, or are late. Then the broker
-tells the client of the first demand who holds the rest. The next round follows after a pause, since caches fill again,
-captures end, and threads leave their regions.
+A round asks every client, that of the demand included, and ends when all have answered, or have left, or are late. Then
+the broker tells the client of the first demand who holds the rest. The next round follows after a pause, since caches
+fill again, captures end, and threads leave their regions.
 """
 
 from __future__ import annotations
