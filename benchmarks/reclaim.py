@@ -91,14 +91,15 @@ def train(plan: Plan, barrier: Barrier) -> Iterator[Sample]:
         held_until = time.monotonic()
         barrier.wait(WAIT_S)  # the engine has resumed, and paused again
         ended.synchronize()
-        left = region.mapped_bytes
+        left, pool = region.mapped_bytes, memsaver.stats().devices[DEVICE].pool
+        assert pool is not None
         yield {
             "ended_at": began_at + began.elapsed_time(ended) / 1e3,
             "called_at": called_at,
             "held_until": held_until,
             "cached_bytes": cached,
             "left_bytes": left,
-            "needs_gil": memsaver.stats().devices[DEVICE].pool.needs_gil,
+            "needs_gil": pool.needs_gil,
         }
         step(number + 100, check=True)
         barrier.wait(WAIT_S)

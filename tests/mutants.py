@@ -182,6 +182,11 @@ MUTANTS = [
         ["integration/test_reclaim.py::test_a_pool_in_use_stays[route]"],
     ),
     Mutant(
+        "pools_wait_for_the_next_round",
+        "torch pools: a pool that was in use is not ended when its thread leaves it",
+        ["integration/test_reclaim.py::test_blocks_come_when_the_thread_leaves_the_region"],
+    ),
+    Mutant(
         "allocations_ask_no_others",
         "region: an allocation does not wait for what others cache",
         ["integration/test_reclaim.py::test_an_allocation_waits_for_queued_work_of_others"],

@@ -146,7 +146,8 @@ void Reclaimer::run() {
     std::function<void(const Rest&)> tell = std::exchange(tell_, nullptr);
     // A capture allows neither a mark nor an end of a pool. The broker asks again.
     const bool captures = device_.parts.gate.capturing() && !MEMSAVER_MUTANT(caches_leave_during_a_capture);
-    asks_python_ = !captures && cache_queries().note(device_.driver->name);
+    asks_python_ = false;
+    cached_.reset();
     lock.unlock();
     bool is_resting = false;
     if (!captures) {
@@ -154,6 +155,7 @@ void Reclaimer::run() {
       is_resting = rests();
     }
     lock.lock();
+    if (!captures && device_.waiting_allocations == 0) asks_python_ = cache_queries().note(device_.driver->name);
     bool told_more = false;
     while (!captures && !stop_ && (is_resting || asks_python_) && requested_ == number) {
       const bool asks = asks_python_;

@@ -183,6 +183,16 @@ Address Region::take_addresses(std::size_t size) {
   }
 }
 
+bool Region::gather_from_others(ChunkRequest& request) {
+  struct Waiting {
+    explicit Waiting(std::atomic<std::size_t>& of) : count(of) { ++count; }
+    ~Waiting() { --count; }
+    std::atomic<std::size_t>& count;
+  };
+  const Waiting counted(device.waiting_allocations);
+  return request.gather_from_others();
+}
+
 Address Region::allocate(std::size_t size, Deadline shortage) {
   check_allocatable(size);
   device.resting.reap();
@@ -197,7 +207,7 @@ Address Region::allocate(std::size_t size, Deadline shortage) {
       const std::uint64_t seen = device.resting.given_back();
       const Needs needs = needs_of(segment, snug);
       auto request = device.source().ask(needs, asks_others ? shortage : now());
-      const bool all = asks_others ? request->gather_from_others() : request->gather();
+      const bool all = asks_others ? gather_from_others(*request) : request->gather();
       try {
         map_new(segment, *request, snug);
         break;

@@ -27,6 +27,8 @@ constexpr std::array<Verified, 6> kVerified = {{{2, 8, 13, 25, 26},
                                                 {2, 12, 7, 28, 29},
                                                 {2, 13, 7, 30, 31}}};
 
+constexpr auto kWanted = std::chrono::seconds(5);  // longer than between two rounds of a broker for one demand
+
 constexpr auto kAllocator = "_ZN3c104cuda20CUDACachingAllocator9allocatorE";  // std::atomic<CUDAAllocator*>
 
 using EmptyCache = void (*)(void* self, TorchPoolId id);
@@ -110,8 +112,16 @@ bool TorchPools::lend(TorchPoolId id) {
 }
 
 void TorchPools::take_back(TorchPoolId id) {
-  std::lock_guard lock(mutex_);
-  if (const auto found = pools_.find(id); found != pools_.end()) found->second.use = Use::idle;
+  Device* wants = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    const auto found = pools_.find(id);
+    if (found == pools_.end()) return;
+    found->second.use = Use::idle;
+    const auto refused = refused_.extract(&found->second.region->device);
+    if (!refused.empty() && now() < refused.mapped()) wants = refused.key();
+  }
+  if (wants != nullptr && !MEMSAVER_MUTANT(pools_wait_for_the_next_round)) wants->reclaimer.request(nullptr);
 }
 
 void TorchPools::forget(TorchPoolId id) {
@@ -155,7 +165,12 @@ void TorchPools::end_idle(Device& device) {
   const CaptureGate::Pass pass(device.parts.gate);
   if (!pass) return;
   const std::lock_guard ending(ending_);
-  if (allocator_ == nullptr || (routes_ > 0 && !MEMSAVER_MUTANT(pools_end_under_routes))) return;
+  if (allocator_ == nullptr) return;
+  if (routes_ > 0 && !MEMSAVER_MUTANT(pools_end_under_routes)) {
+    std::lock_guard lock(mutex_);
+    refused_[&device] = now() + kWanted;
+    return;
+  }
   device.driver->within([&] {
     for (const TorchPoolId id : idle_on(device)) {
       try {

@@ -61,6 +61,8 @@ class TorchPools {
 
   std::mutex mutex_;  // guards the pools. No other lock is taken under it
   std::map<TorchPoolId, Pool> pools_;
+  std::map<Device*, Deadline>
+      refused_;  // nothing could end because of a route: until then the next idle pool is wanted
   std::string reason_ = "torch has no pool over a region yet";
   bool is_bound_ = false;
 

@@ -19,6 +19,7 @@ from memsaver.regions import Region
 log = logging.getLogger("memsaver")
 
 _LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10_cuda.so")
+MOST_BLOCKS = 20_000  # of which a list is made: some 16 ms with the GIL held (0.8 us for a block, see docs/design.md)
 _LITTLE = 0.01  # of a region's bytes, in free blocks
 _SMALL_SEGMENT = 2 << 20  # bytes of a segment for blocks of at most 1 MiB; torch's segments for other blocks are larger
 
@@ -212,6 +213,12 @@ def snapshot(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
         for _ in range(taken):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
     return segments
+
+
+def has_many_blocks(device: torch.device) -> bool:
+    """Whether a list of torch's blocks would hold the GIL for long."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    return sum(int(stats[name]["all"]["current"]) for name in ("allocation", "inactive_split")) > MOST_BLOCKS
 
 
 def _has_graphs(pool: torch.cuda.MemPool) -> bool:

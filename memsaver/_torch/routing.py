@@ -22,7 +22,7 @@ from memsaver import _core
 from memsaver._adapter import Ranges
 from memsaver._torch.checksums import Checksums
 from memsaver._torch.ipc import patches
-from memsaver._torch.pools import EntryPoints, RegionPools, bind, keep_forever, new_pool
+from memsaver._torch.pools import EntryPoints, RegionPools, bind, has_many_blocks, keep_forever, new_pool
 from memsaver._torch.routes import routes
 from memsaver.errors import Error, RegionPausedError, add_ledger
 from memsaver.regions import Region, owning
@@ -303,15 +303,17 @@ class Router:
         routes.drop(retired)  # outside the lock: torch frees segments with the pools
 
     def return_caches(self, device: str) -> tuple[int, str]:
-        """Returns free blocks of torch in active regions of a device: what trim() does to torch's pools.
+        """Returns free blocks of torch in active regions of a device, if the core could not: as trim() does.
 
         Returns the bytes of free blocks that stay, and why. While a thread is routed, a pool that is dropped cannot
         return its blocks, and no thread can use them: so none is dropped.
         """
         with self._lock:
             regions = [each for each in self._pools if each.device == device and each.state == "active"]
-        if not _core.capturing() and not routes.any:
+        if _core.torch_pools_unusable() and not _core.capturing() and not routes.any:
             self.trim(regions)
+        if not regions or has_many_blocks(torch.device(device)):
+            return 0, ""
         nbytes, reasons = 0, []
         with self._lock:
             for region in regions:

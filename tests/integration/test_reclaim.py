@@ -208,6 +208,18 @@ def test_a_pool_in_use_stays(broker: Running, engine: Worker, trainer: Worker, u
     engine.run(RESUME)
 
 
+def test_blocks_come_when_the_thread_leaves_the_region(broker: Running) -> None:
+    """Without another round: the broker asks once in this test."""
+    with Worker(broker, POOLS) as worker:
+        worker.run("region = memsaver.region('a', 'cpu'); assert not bind(); pool = cached(region, 4 << 20)")
+        worker.run("assert pool.lend(); _core.route_begins()")
+        worker.run(f"other = Hooks(memsaver.region('b', 'cpu')); assert other.alloc({CAPACITY}) is None")
+        worker.run("_core.route_ends()")
+        assert worker.run("print(pool.is_there)") == "True"
+        worker.run("pool.take_back()")
+        until(lambda: worker.run("print(pool.is_there)") == "False")
+
+
 def test_a_route_of_others_delays_the_end_of_a_pool(engine: Worker, trainer: Worker) -> None:
     """A thread that torch itself has routed: torch refuses to free the blocks, and they come with a later round."""
     trainer.run(CACHED)
