@@ -167,11 +167,6 @@ MUTANTS = [
         ["unit/test_resting.py::test_freed_memory_goes_back_when_its_kernel_has_ended_without_another_call"],
     ),
     Mutant(
-        "caches_leave_during_a_capture",
-        "reclaimer: caches are returned during a capture",
-        ["integration/test_reclaim.py::test_nothing_comes_back_during_a_capture"],
-    ),
-    Mutant(
         "pools_that_were_ended_are_lent",
         "torch pools: a pool that the core has ended is lent again",
         ["integration/test_reclaim.py::test_free_blocks_of_torch_come_back_while_a_thread_holds_the_gil"],
@@ -194,7 +189,7 @@ MUTANTS = [
     Mutant(
         "own_caches_are_kept",
         "transfer: a resume fails beside the caches of its own process",
-        ["integration/test_reclaim.py::test_a_resume_takes_the_free_blocks_of_its_own_process"],
+        ["integration/test_reclaim.py::test_a_resume_without_a_pool_takes_the_free_blocks_of_its_own_process"],
     ),
     Mutant(
         "a_shortage_waits_for_nothing",

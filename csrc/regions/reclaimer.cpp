@@ -6,7 +6,6 @@
 #include <system_error>
 #include <utility>
 
-#include "base/mutants.h"
 #include "regions/core.h"
 #include "regions/queries.h"
 
@@ -145,7 +144,7 @@ void Reclaimer::run() {
     const std::uint64_t number = requested_;
     std::function<void(const Rest&)> tell = std::exchange(tell_, nullptr);
     // A capture allows neither a mark nor an end of a pool. The broker asks again.
-    const bool captures = device_.parts.gate.capturing() && !MEMSAVER_MUTANT(caches_leave_during_a_capture);
+    const bool captures = device_.parts.gate.capturing();
     asks_python_ = false;
     cached_.reset();
     lock.unlock();

@@ -173,6 +173,12 @@ def test_a_resume_takes_the_free_blocks_of_its_own_process(broker: Running, engi
         engine.run(f"memsaver.resume('engine', memory_timeout={timeout_s}); held.check(); memsaver.pause('engine')")
 
 
+def test_a_resume_without_a_pool_takes_the_free_blocks_of_its_own_process(broker: Running) -> None:
+    with Worker(broker, POOLS, PAUSED, CACHED, MEMSAVER_POOL="process") as worker:
+        worker.run("from tests.support import Fill; fill = Fill()")
+        worker.run("memsaver.resume('engine', memory_timeout=0); held.check(); fill.close()")
+
+
 # What stays
 
 
@@ -217,7 +223,7 @@ def test_blocks_come_when_the_thread_leaves_the_region(broker: Running) -> None:
         worker.run("_core.route_ends()")
         assert worker.run("print(pool.is_there)") == "True"
         worker.run("pool.take_back()")
-        until(lambda: worker.run("print(pool.is_there)") == "False")
+        until(lambda: worker.run("print(pool.is_there)") == "False", within_s=20)
 
 
 def test_a_route_of_others_delays_the_end_of_a_pool(engine: Worker, trainer: Worker) -> None:
