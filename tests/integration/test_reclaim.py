@@ -185,11 +185,12 @@ def test_a_resume_without_a_pool_takes_the_free_blocks_of_its_own_process(broker
 def test_nothing_comes_back_during_a_capture(broker: Running, engine: Worker, trainer: Worker) -> None:
     trainer.run(CACHED)
     trainer.run("_core.capture_begins(); before = calls().fake_calls()")
-    engine.send(RESUME)
+    engine.send("memsaver.resume(memory_timeout=600); held.check()")
     until(lambda: "captured" in broker.row(trainer.pid)["unused_why"])
     assert trainer.run("print(pool.is_there, calls().fake_calls() - before)") == "True 0"
     trainer.run("_core.capture_ends()")
-    engine.answer()  # the broker asks again
+    until(lambda: not broker.row(engine.pid)["waiting"])  # the broker asks again
+    engine.answer()
 
 
 def test_contents_of_paused_regions_stay(broker: Running, engine: Worker, trainer: Worker) -> None:
