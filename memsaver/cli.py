@@ -297,6 +297,8 @@ def _lines(pool: dict[str, Any]) -> list[str]:
             notes.append(
                 f"waits for {gib(each['needed_bytes'])} since {each['seconds']:.1f} s, has {gib(each['granted_bytes'])}"
             )
+        if client.get("unused_bytes") and any(each["waiting"] for each in pool["clients"]):
+            notes.append(f"unused and not returned: {client['unused_why']}")
         if client["exited"]:
             keepers = ", ".join(f"{each['name']} (pid {each['pid']})" for each in client["kept_by"])
             notes.append(f"has exited; its memory is kept by {keepers or 'the driver'}")

@@ -82,6 +82,8 @@ class OutOfMemoryError(Error):
         outside_bytes: This process's memory on the device beyond its regions and the idle chunks that it retains:
             torch's default pool, contexts, NCCL. None if the system does not list it, or if the device's memory comes
             from a shared pool.
+        unused: Memory of a shared pool that no tensor uses and that its holder could not return, as far as the call
+            waited for it: tuples of pid, name, bytes, and a text with the parts and the reasons.
         ledger: The memory in use on the device by process and kind, one dictionary each, with the fields of
             ``LedgerRow`` (see ``memsaver.stats()``). Empty if it cannot be read.
 
@@ -102,6 +104,7 @@ class OutOfMemoryError(Error):
     regions: list[dict[str, Any]]
     processes: list[tuple[int, str, int]]
     outside_bytes: int | None
+    unused: list[tuple[int, str, int, str]]
     ledger: list[dict[str, Any]]
 
 
@@ -377,6 +380,7 @@ def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
         fields["message"] = fields.pop("detail")
     if kind == "OutOfMemoryError":
         fields["processes"] = [(pid, process_name(pid), nbytes) for pid, nbytes in fields["processes"]]
+        fields["unused"] = [(pid, process_name(pid), nbytes, why) for pid, nbytes, why in fields["unused"]]
         fields["outside_bytes"] = _outside(fields.pop("own_bytes"), fields.pop("retained_bytes"), fields["regions"])
         message = _out_of_memory(**fields)
         fields["ledger"], lines = _ledger(fields["device"])
@@ -421,6 +425,7 @@ def _out_of_memory(
     regions: list[dict[str, Any]],
     processes: list[tuple[int, str, int]],
     outside_bytes: int | None,
+    unused: list[tuple[int, str, int, str]],
 ) -> str:
     held = [f"{row['tag']} ({row['state']}) {gib(row['mapped_bytes'])}" for row in regions if row["mapped_bytes"]]
     waited = f" after waiting {waited_s:.2f} s" if waited_s else ""
@@ -428,11 +433,13 @@ def _out_of_memory(
     if outside_bytes != 0 and device != "cpu":
         outside += " (torch's default pool, contexts, NCCL)"
     others = [f"{name} (pid {pid}) {gib(nbytes) if nbytes else 'an unknown amount'}" for pid, name, nbytes in processes]
+    kept = [f"{name} (pid {pid}) {why}" for pid, name, _, why in unused]
+    idle = f"; unused and not returned: {'; '.join(kept)}" if kept else ""
     return (
         f"out of memory on {device} (stage 'memory'): {gib(needed_bytes)} ({needed_bytes} bytes) needed, "
         f"{gib(free_bytes)} ({free_bytes} bytes) free{waited}; "
         f"this process: regions {', '.join(held) or 'nothing'}, outside of regions {outside}; "
-        f"other processes on the device: {', '.join(others) or 'none seen'}{_UNCHANGED}"
+        f"other processes on the device: {', '.join(others) or 'none seen'}{idle}{_UNCHANGED}"
     )
 
 

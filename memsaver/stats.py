@@ -64,12 +64,41 @@ class RegionStats:
 
 
 @dataclass(frozen=True)
+class HolderStats:
+    """A process that holds memory of a shared pool for which this process waits.
+
+    Attributes:
+        pid: The process.
+        name: Its name, or ``"?"`` if the system does not return it.
+        nbytes: Bytes that it holds.
+        unused_bytes: The part that no tensor uses and that it could not return. None if it has not told.
+        why: The parts of ``unused_bytes``, and the reasons. Empty if there are none.
+
+    Examples:
+        >>> memsaver.configure(pool="shared")
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> [f"{each.name}: {each.why}" for each in memsaver.stats().devices["cpu"].pool.holds_up]
+        []
+    """
+
+    pid: int
+    name: str
+    nbytes: int
+    unused_bytes: int | None
+    why: str
+
+
+@dataclass(frozen=True)
 class PoolStats:
     """The shared pool of a device.
 
     Attributes:
         available_bytes: Bytes that this process could still get. None while the broker cannot be reached.
         holders: The other processes that hold memory of the pool. None while the broker cannot be reached.
+        waiting_bytes: Bytes for which calls of this process wait at the broker now.
+        holds_up: From whom they wait, as far as the broker has told. Empty if nothing waits.
+        needs_gil: Why torch's free blocks in regions can be returned to others only while the GIL is free. None: also
+            while a thread holds it.
 
     Examples:
         >>> memsaver.configure(pool="shared")
@@ -81,6 +110,9 @@ class PoolStats:
 
     available_bytes: int | None
     holders: list[ProcessStats] | None
+    waiting_bytes: int
+    holds_up: list[HolderStats]
+    needs_gil: str | None
 
 
 @dataclass(frozen=True)
@@ -215,11 +247,15 @@ def stats() -> Stats:
 def _pool(device: str) -> PoolStats | None:
     if not _core.in_pool(device):
         return None
+    waits, others = _core.pool_waits(device)
+    waiting = sum(nbytes for nbytes, _ in waits)
+    holds_up = [HolderStats(pid, process_name(pid), nbytes, unused, why) for pid, nbytes, unused, why in others]
+    needs_gil = _core.torch_pools_unusable() or None
     try:
         available, holders = _core.pool_figures(device)
     except BrokerError:
-        return PoolStats(None, None)
-    return PoolStats(available, _processes(holders))
+        return PoolStats(None, None, waiting, holds_up, needs_gil)
+    return PoolStats(available, _processes(holders), waiting, holds_up, needs_gil)
 
 
 def _processes(rows: list[tuple[int, int]]) -> list[ProcessStats]:

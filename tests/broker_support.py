@@ -81,9 +81,9 @@ class Client:
             protocol.send(self.channel, packet, files)
 
     def hear(self, *kinds: str) -> Message:
-        """The next message, but for queries, which come with each status."""
+        """The next message, but for those that come at any time: with each status, or while any demand waits."""
         message = protocol.receive(self.channel)
-        while message is not None and message.kind == "query" and "query" not in kinds:
+        while message is not None and message.kind in {"query", "reclaim", "holders"} - set(kinds):
             message = protocol.receive(self.channel)
         assert message is not None, f"the broker hung up instead of {kinds}"
         assert message.kind in kinds, message

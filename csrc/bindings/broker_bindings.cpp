@@ -54,6 +54,8 @@ void bind_broker(nb::module_& module) {
   module.attr("LONGEST_PACKET") = wire::kLongestPacket;
   module.attr("MOST_DESCRIPTORS") = wire::kMostDescriptors;
   module.attr("MOST_CHUNKS") = wire::kMostChunks;
+  module.attr("RECLAIM_SINCE") = wire::kReclaimSince;
+  module.attr("UNKNOWN_BYTES") = wire::kUnknown;
   module.attr("HAS_DESCRIPTOR") = wire::kHasDescriptor;
   module.attr("SCRUB") = wire::kScrub;
   module.attr("CHUNK_CLASSES") = all_of(kChunkClasses);  // bytes, largest first

@@ -47,6 +47,9 @@ void translate_ours(const std::exception_ptr& thrown) {
     fields["needed_bytes"] = error.needed_bytes;
     fields["free_bytes"] = error.free_bytes;
     fields["waited_s"] = error.waited_s;
+    nb::list unused;
+    for (const Unused& each : error.unused) unused.append(nb::make_tuple(each.pid, each.bytes, each.why));
+    fields["unused"] = unused;
     Device& device = opened(error.device);
     std::optional<std::size_t> own;
     if (!device.pooled) {  // the system's list does not show which process uses memory of a pool

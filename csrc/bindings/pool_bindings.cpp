@@ -88,6 +88,21 @@ void bind_pool(nb::module_& module) {
         return std::make_pair(supply.free, holders);
       },
       nb::call_guard<Unlocked>(), "device"_a);
+  module.def(
+      "pool_waits",  // [(bytes, seconds)], [(pid, bytes, unused bytes or None, why)]
+      [](const std::string& device) {
+        std::pair<std::vector<SharedPool::Wait>, std::vector<SharedPool::Holder>> found;
+        {
+          const Unlocked release;
+          found = pool_of(device).waits();
+        }
+        nb::list waits, holders;
+        for (const SharedPool::Wait& each : found.first) waits.append(nb::make_tuple(each.bytes, each.seconds));
+        for (const SharedPool::Holder& each : found.second)
+          holders.append(nb::make_tuple(each.pid, each.bytes, each.unused, each.why));
+        return nb::make_tuple(waits, holders);
+      },
+      "device"_a);
   module.def("attach", &attach, nb::call_guard<Unlocked>(), "device"_a, "owner"_a, "pid"_a, "residence"_a, "key"_a,
              "timeout"_a);
   module.def("open_sentinel", &open_sentinel);

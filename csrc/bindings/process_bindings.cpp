@@ -9,7 +9,7 @@
 
 #include "backup/available_memory.h"
 #include "bindings/bindings.h"
-#include "regions/ledger_queries.h"
+#include "regions/queries.h"
 
 namespace memsaver {
 
@@ -77,6 +77,7 @@ void stop_background() {
   if (!usable()) return;
   waiting_is_over = true;
   ledger_queries().stop();
+  cache_queries().stop();
   {
     std::lock_guard lock(core().mutex);
     core().changed.notify_all();
@@ -86,6 +87,7 @@ void stop_background() {
   while (UnderWay::before_exit > 0 && Clock::now() < deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   for (Device* device : core().all_devices()) {
+    device->reclaimer.stop(deadline);
     device->resting.stop(deadline);
     device->arena.stop_background(deadline);
     if (device->shared != nullptr) device->shared->stop(deadline);
@@ -172,9 +174,18 @@ void bind_process(nb::module_& module) {
   module.def("clock", [] { return std::chrono::duration<double>(now().time_since_epoch()).count(); });
   module.def("device_stats", &device_stats, "device"_a);
   module.def("ledger_figures", &ledger_figures, "device"_a);
-  module.def("stop_ledger_queries", [] {
-    if (usable()) ledger_queries().stop();  // in a forked child another thread may have had the lock
+  module.def("stop_queries", [] {
+    if (!usable()) return;  // in a forked child another thread may have had the locks
+    ledger_queries().stop();
+    cache_queries().stop();
   });
+  module.def("next_cache_query", [] { return cache_queries().next(); }, nb::call_guard<Unlocked>());
+  module.def(
+      "caches_returned",
+      [](const std::string& device, std::size_t cached, const std::string& why) {
+        opened(device).reclaimer.python_is_done(cached, why);
+      },
+      nb::call_guard<Unlocked>(), "device"_a, "cached"_a, "why"_a);
   module.def("next_ledger_query", [] { return ledger_queries().next(); }, nb::call_guard<Unlocked>());
   module.def("device_names", [] {
     std::vector<std::string> names;

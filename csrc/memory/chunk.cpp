@@ -127,7 +127,7 @@ OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::s
   }
   OutOfMemoryError::Holders holders;
   for (const Driver::Process& process : supply.holders) holders.emplace_back(process.pid, process.bytes);
-  return {driver.name, needed, supply.free + more_free, std::move(holders), waited_s};
+  return {driver.name, needed, supply.free + more_free, std::move(holders), waited_s, std::move(supply.unused)};
 }
 
 bool RetainBudget::take(std::size_t bytes) {

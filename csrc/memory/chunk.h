@@ -98,12 +98,15 @@ class ChunkRequest {
   // Waits until the source has given all chunks that it can give now, without regard to the deadline. Callers then call
   // next() without waiting, under a lock. False: the chunks are fewer than the demand, or only next() can find out.
   virtual bool gather() = 0;
+  // As gather(), and then waits up to the deadline while other processes return memory that they cache.
+  virtual bool gather_from_others() { return gather(); }
 };
 
 // The available bytes of a source, and the holders of the rest.
 struct Supply {
   std::size_t free;
   std::vector<Driver::Process> holders;
+  std::vector<Unused> unused = {};  // as far as it is known
 };
 
 class ChunkSource {

@@ -92,11 +92,13 @@ Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, bool wait) {
   }
 }
 
-bool PoolRequest::gather() {
+// `others`: the end of the wait for other processes.
+bool PoolRequest::gather_until(Deadline others) {
   std::unique_lock lock(pool_.mutex_);
   bool all = true;
   while (!complete_locked() && !refused_ && !disconnected_) {
-    if (stalled_locked() || waiting_is_over) {
+    const bool waits = pool_.reclaims_locked() && !is_hopeless_ && now() < others;
+    if ((stalled_locked() && !waits) || waiting_is_over) {
       all = false;
       break;
     }
@@ -114,7 +116,7 @@ bool PoolRequest::gather() {
 }
 
 void PoolRequest::granted_locked(Grant grant) {
-  nothing_since_exchange_ = false;
+  nothing_since_exchange_ = is_hopeless_ = false;
   grants_.push_back(grant);
 }
 
@@ -135,6 +137,7 @@ void PoolRequest::send_parts_locked(wire::Kind kind, const Needs& needs) {
   std::vector<std::uint64_t> words = {number_};
   for (const Need& need : needs) words.insert(words.end(), {need.limit, need.fresh, need.bytes});
   ++sent_messages_;
+  is_hopeless_ = false;
   answered_ = Clock::now();
   pool_.send_locked(message_of(kind, std::move(words)));
 }
@@ -145,8 +148,19 @@ bool PoolRequest::give_back_largest_locked() {
   return largest.has_value();
 }
 
+std::size_t PoolRequest::waiting_locked() const {
+  std::size_t bytes = 0;
+  if (!disconnected_ && stalled_locked())
+    for (const auto& [limit, remaining] : remaining_) bytes += remaining;
+  return bytes;
+}
+
 // Waits for a change. Returns false if none was notified within kBetweenLooks.
 bool PoolRequest::wait_locked(std::unique_lock<std::mutex>& lock) {
+  if (!is_long_ && waiting_locked() > 0 && Clock::now() >= began_ + kLongWait) {
+    is_long_ = true;
+    pool_.waits_long_locked();
+  }
   const bool notified = pool_.changed_.wait_for(lock, kBetweenLooks) == std::cv_status::no_timeout;
   if (!stalled_locked() && !complete_locked() && !refused_ && !disconnected_ &&
       Clock::now() > answered_ + kAnswerTimeout)

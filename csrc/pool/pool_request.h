@@ -23,6 +23,8 @@ struct Grant {
   std::uint64_t connection;  // the number of the connection on which the grant came
 };
 
+constexpr auto kLongWait = std::chrono::seconds(1);
+
 class PoolRequest;
 
 // The parts of a pool that its requests use. Methods named ..._locked need `mutex_` held.
@@ -36,7 +38,9 @@ class RequestHost {
   virtual void close_locked(std::uint64_t number) = 0;
   virtual void send_locked(wire::Message message) = 0;
   virtual void give_back_locked(Grant grant) = 0;
-  virtual Chunk import(Grant grant) = 0;  // without the lock
+  virtual Chunk import(Grant grant) = 0;     // without the lock
+  virtual bool reclaims_locked() const = 0;  // whether the broker makes other processes return what they cache
+  virtual void waits_long_locked() = 0;      // a request has waited for kLongWait
   [[noreturn]] virtual void throw_disconnected() const = 0;
   [[noreturn]] virtual void throw_unanswered() const = 0;
 
@@ -52,7 +56,8 @@ class PoolRequest final : public ChunkRequest {
   ~PoolRequest() override;
   Chunk next(std::size_t limit, std::size_t fresh, bool wait) override;
   // Imports the granted chunks as well, so that next() without waiting makes no call of the driver.
-  bool gather() override;
+  bool gather() override { return gather_until(Deadline::min()); }
+  bool gather_from_others() override { return gather_until(deadline_); }
 
   // Called by the pool's thread.
   void granted_locked(Grant grant);
@@ -61,8 +66,14 @@ class PoolRequest final : public ChunkRequest {
   void update_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining, bool stalled);
   void refused_locked() { refused_ = true; }
   void disconnected_locked();
+  // The broker has named the holders. `more`: some of them will return memory by themselves.
+  void holders_locked(bool more) { is_hopeless_ = !more; }
+  // For reports: bytes that are still to be granted, 0 if the request does not wait, and the seconds since its begin.
+  std::size_t waiting_locked() const;
+  double seconds_locked() const { return std::chrono::duration<double>(Clock::now() - began_).count(); }
 
  private:
+  bool gather_until(Deadline others);
   void send_parts_locked(wire::Kind kind, const Needs& needs);
   bool give_back_largest_locked();
   bool stalled_locked() const { return stalled_messages_ == sent_messages_; }
@@ -81,6 +92,9 @@ class PoolRequest final : public ChunkRequest {
   std::uint64_t answered_messages_ = 0;           // of these, received by the broker before its last answer
   std::uint64_t stalled_messages_ = 0;            // of these, received before the broker reported a stall
   Clock::time_point answered_;                    // time of the last answer; at first, of the last message
+  const Clock::time_point began_ = Clock::now();
+  bool is_hopeless_ = false;  // others have returned what they cached, since the last grant and the last message
+  bool is_long_ = false;      // reported by waits_long_locked()
   std::vector<Grant> grants_;
   std::vector<Chunk> chunks_;            // used by the caller's thread only
   bool nothing_since_exchange_ = false;  // no chunk was granted since the last `exchange`

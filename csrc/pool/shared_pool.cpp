@@ -204,7 +204,19 @@ Supply SharedPool::look() {
   Supply supply{usage.words.at(1), {}};
   for (std::size_t at = 3; at + 1 < usage.words.size(); at += 2)
     supply.holders.push_back({static_cast<int>(usage.words[at]), usage.words[at + 1]});
+  std::lock_guard lock(mutex_);
+  for (const Holder& holder : holders_)
+    if (holder.unused.value_or(0) > 0) supply.unused.push_back({holder.pid, *holder.unused, holder.why});
   return supply;
+}
+
+std::pair<std::vector<SharedPool::Wait>, std::vector<SharedPool::Holder>> SharedPool::waits() {
+  std::pair<std::vector<Wait>, std::vector<Holder>> found;
+  std::lock_guard lock(mutex_);
+  for (const auto& [number, request] : requests_)
+    if (const std::size_t bytes = request->waiting_locked()) found.first.push_back({bytes, request->seconds_locked()});
+  if (!found.first.empty()) found.second = holders_;
+  return found;
 }
 
 std::string SharedPool::status(Clock::duration timeout) {
@@ -214,6 +226,11 @@ std::string SharedPool::status(Clock::duration timeout) {
 void SharedPool::send_ledger(const std::string& text) {
   std::lock_guard lock(mutex_);
   if (broker_version_ >= wire::kLedgerSince) send_locked(message_of(Kind::ledger, {}, text));
+}
+
+void SharedPool::send_reclaimed(bool more, std::size_t unused, const std::string& why) {
+  std::lock_guard lock(mutex_);
+  if (reclaims_locked()) send_locked(message_of(Kind::reclaimed, {more ? 1U : 0U, unused}, why));
 }
 
 void SharedPool::set_scrub(bool wanted) {

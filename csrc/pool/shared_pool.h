@@ -19,6 +19,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -57,7 +58,10 @@ class Residents {
   virtual std::vector<Placed> attach(const std::string& key, std::uint64_t residence, std::uint64_t attachment,
                                      int pid) = 0;
   virtual void detach(std::uint64_t attachment) = 0;
-  virtual bool queried() = 0;  // the broker wants the ledger. Returns whether send_ledger() will be called
+  // The broker wants what the process caches. Returns at once; send_reclaimed() follows.
+  virtual void reclaim() = 0;
+  virtual void waits_long() = 0;  // a call waits for memory for kLongWait. The pool is locked
+  virtual bool queried() = 0;     // the broker wants the ledger. Returns whether send_ledger() will be called
   virtual std::vector<Attached> attachments() = 0;
 };
 
@@ -101,8 +105,21 @@ class SharedPool final : public ChunkSource, private RequestHost {
   Supply look() override;
   void settle() override;
 
-  std::string status(Clock::duration timeout = kAnswerTimeout);  // of the broker: JSON
-  void send_ledger(const std::string& text);                     // to a broker that defines the message
+  std::string status(Clock::duration timeout = kAnswerTimeout);                // of the broker: JSON
+  void send_ledger(const std::string& text);                                   // to a broker that defines the message
+  void send_reclaimed(bool more, std::size_t unused, const std::string& why);  // answers the broker's `reclaim`
+  // The calls of this process that wait for memory, and from whom, as far as the broker has told.
+  struct Wait {
+    std::size_t bytes;
+    double seconds;
+  };
+  struct Holder {
+    int pid;
+    std::size_t bytes;
+    std::optional<std::size_t> unused;
+    std::string why;
+  };
+  std::pair<std::vector<Wait>, std::vector<Holder>> waits();
   // Attaches to memory of another process. `key`: "tag\npolicy\noffset\nsize[\noffset\nsize]...". Throws Error if the
   // owner refuses, and BrokerError if there is no answer before the deadline.
   AttachedMemory attach(std::uint64_t owner, int pid, std::uint64_t residence, const std::string& key,
@@ -139,6 +156,8 @@ class SharedPool final : public ChunkSource, private RequestHost {
   void send_locked(wire::Message message) override;
   void give_back_locked(Grant grant) override;
   Chunk import(Grant grant) override;
+  bool reclaims_locked() const override { return broker_version_ >= wire::kReclaimSince; }
+  void waits_long_locked() override { residents_.waits_long(); }
   [[noreturn]] void throw_disconnected() const override;
   [[noreturn]] void throw_unanswered() const override;
 
@@ -164,6 +183,7 @@ class SharedPool final : public ChunkSource, private RequestHost {
   void handle_answer_locked(wire::Message message);
   void handle_unknown(wire::Message message);
   void handle_attach_request(wire::Message message);
+  void handle_holders_locked(const wire::Message& message);
   void handle_drop(const std::vector<std::uint64_t>& ids);
   void add_attacher(std::uint64_t attachment, int pid, std::vector<int> files);
   void remove_attacher(std::uint64_t attachment);
@@ -196,6 +216,7 @@ class SharedPool final : public ChunkSource, private RequestHost {
   std::vector<std::uint64_t> returned_;  // chunks that are to be given back
   std::map<std::uint64_t, PoolRequest*> requests_;
   std::map<std::uint64_t, Call> calls_;
+  std::vector<Holder> holders_;                                   // of the last `holders`; empty while no request waits
   std::set<std::uint64_t> attached_;                              // attachments to memory of others
   std::map<std::uint64_t, std::shared_ptr<Attacher>> attachers_;  // by attachment
   std::vector<std::uint64_t> detached_;                           // attachments that ended without a connection

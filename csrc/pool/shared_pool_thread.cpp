@@ -274,6 +274,7 @@ void SharedPool::handle(Message message) {
     case Kind::grant: return handle_grant(std::move(message));
     case Kind::drop: return handle_drop(message.words);
     case Kind::query: return send_report();
+    case Kind::reclaim: return residents_.reclaim();
     case Kind::attach_request: return handle_attach_request(std::move(message));
     case Kind::detached:
       residents_.detach(message.words.at(0));
@@ -287,12 +288,30 @@ void SharedPool::handle(Message message) {
     const auto found = requests_.find(message.words.at(0));
     if (found != requests_.end())
       found->second->update_locked(message.words.at(1), parts_of(message.words, 2, message.words.size()), true);
+  } else if (message.kind == Kind::holders) {
+    handle_holders_locked(message);
   } else if (message.kind == Kind::refused) {
     handle_refusal_locked(std::move(message));
   } else {  // usage, status, attached, trimmed
     handle_answer_locked(std::move(message));
   }
   changed_.notify_all();
+}
+
+void SharedPool::handle_holders_locked(const Message& message) {
+  const auto found = requests_.find(message.words.at(0));
+  if (found == requests_.end()) return;  // closed meanwhile
+  found->second->holders_locked(message.words.at(1) != 0);
+  holders_.clear();
+  std::size_t line = 0;
+  for (std::size_t at = 2; at + 2 < message.words.size(); at += 3) {
+    const std::size_t end = std::min(message.text.find('\n', line), message.text.size());
+    const std::uint64_t unused = message.words[at + 2];
+    holders_.push_back({static_cast<int>(message.words[at]), message.words[at + 1],
+                        unused == wire::kUnknown ? std::nullopt : std::optional<std::size_t>(unused),
+                        message.text.substr(line, end - line)});
+    line = std::min(end + 1, message.text.size());
+  }
 }
 
 void SharedPool::handle_refusal_locked(Message message) {

@@ -46,6 +46,10 @@
 //   report    {allocated, mapped, backup, state, policy}...   answers query. text: the regions' tags, joined by '\n'.
 //             [ledger]                             `ledger` 1: a message `ledger` follows. Default: none follows
 //   ledger                                         follows report. text: JSON, see memsaver/ledger. Since version 5
+//   reclaimed more, unused                         answers reclaim, and follows another `reclaimed` with `more` 1. What
+//                                                  could be returned without a wait has been given back. `more`: 1 if
+//                                                  more comes by itself. `unused`: bytes that no tensor uses and that
+//                                                  stay; text: their parts and the reasons. Since version 5
 //   attach    serial, client, pid, residence       requests an attachment to another client's memory. text: `tag '\n'
 //                                                  policy '\n' offset '\n' size ['\n' offset '\n' size]...`
 //   attach_reply  request, attachment, more, {offset, chunk, size}...   answers attach_request; attachment 0: refused,
@@ -75,6 +79,14 @@
 //   drop      chunk...                             requests the release of the handles of these chunks, which the
 //                                                  client does not hold -> dropped
 //   query                                          -> report
+//   reclaim   bytes                                a demand waits for so many bytes: requests the memory that the
+//   client
+//                                                  caches and does not use -> reclaimed. Since version 5
+//   holders   request, more, {pid, held, unused}...   who holds the memory that a demand waits for, as far as it is
+//                                                  known; `unused` as in reclaimed, or kUnknown. Text: a line for each,
+//                                                  with the reasons. `more`: 1 if some of them will return memory by
+//                                                  themselves. Sent for a stalled demand, when the clients have
+//                                                  answered reclaim. Since version 5
 //   usage     serial, available, capacity, {pid, held}...   `available`: idle bytes, and bytes that can be created
 //   status    serial                               text: JSON, see memsaver/broker/status.py
 //   attach_request  request, pid, residence  + descriptors   text: as in attach -> attach_reply. With a pidfd of the
@@ -97,6 +109,8 @@ namespace memsaver::wire {
 // See "Versions" above before you change a message.
 constexpr std::uint64_t kVersion = 5;
 constexpr std::uint64_t kLedgerSince = 5;                     // the version of the message `ledger`
+constexpr std::uint64_t kReclaimSince = 5;                    // of `reclaim`, `reclaimed` and `holders`
+constexpr std::uint64_t kUnknown = ~std::uint64_t{0};         // bytes that are not known
 constexpr std::uint64_t kVersionsApart = 1;                   // between a broker and a client, at most
 constexpr std::size_t kLongestPacket = std::size_t{1} << 16;  // bytes
 constexpr std::size_t kMostDescriptors = 250;                 // in one packet; the kernel allows 253
@@ -110,7 +124,7 @@ constexpr std::size_t kMostChunks = 250;                      // in one packet
               define(attach_reply, 16) define(detach, 17) define(trim, 18) define(welcome, 101) define(refused, 102) \
                   define(grant, 103) define(stalled, 104) define(drop, 105) define(query, 106)                       \
                       define(attach_request, 107) define(attached, 108) define(detached, 109) define(trimmed, 110)   \
-                          define(ledger, 20)
+                          define(ledger, 20) define(reclaimed, 21) define(reclaim, 111) define(holders, 112)
 
 #define MEMSAVER_REFUSALS(define)                                                                    \
   define(version, 1) define(malformed, 2) define(user, 3) define(device, 4) define(over_capacity, 5) \

@@ -15,6 +15,7 @@
 #include "pool/shared_pool.h"
 #include "regions/capture_gate.h"
 #include "regions/idle.h"
+#include "regions/reclaimer.h"
 #include "regions/resting.h"
 
 namespace memsaver {
@@ -38,7 +39,8 @@ struct Device {
         parts(shared_parts),
         retained(*driver, parts.retain),
         arena(*driver, parts.host_budget),
-        resting(*driver, parts.gate, mutex) {}
+        resting(*driver, parts.gate, mutex),
+        reclaimer(*this) {}
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
@@ -68,6 +70,10 @@ struct Device {
   // Bytes that the next pauses of all regions are expected to copy to the host.
   std::atomic<std::size_t> to_back_up = 0;
   Resting resting;
+  Reclaimer reclaimer;
+  // Allocations that wait for what others cache. Their threads may hold torch's allocator, so no thread may wait for it
+  // with the GIL.
+  std::atomic<std::size_t> waiting_allocations = 0;
 
   std::atomic<bool> has_stale = false;  // some mappings lack the access of a peer
   std::vector<int> peers;  // ordinals of the devices with access to this device's memory; guarded by Core::mutex

@@ -129,6 +129,11 @@ std::size_t Region::allocated_bytes() const {
   return segments_.live_bytes();
 }
 
+std::size_t Region::resting_bytes() const {
+  std::lock_guard lock(device.mutex);
+  return segments_.resting_bytes();
+}
+
 std::size_t Region::reserved_bytes() const {
   std::lock_guard lock(device.mutex);
   return addresses_.reserved_bytes();
@@ -178,6 +183,16 @@ Address Region::take_addresses(std::size_t size) {
   }
 }
 
+bool Region::gather_from_others(ChunkRequest& request) {
+  struct Waiting {
+    explicit Waiting(std::atomic<std::size_t>& of) : count(of) { ++count; }
+    ~Waiting() { --count; }
+    std::atomic<std::size_t>& count;
+  };
+  const Waiting counted(device.waiting_allocations);
+  return request.gather_from_others();
+}
+
 Address Region::allocate(std::size_t size, Deadline shortage) {
   check_allocatable(size);
   device.resting.reap();
@@ -187,11 +202,12 @@ Address Region::allocate(std::size_t size, Deadline shortage) {
   const Range segment{take_addresses(size), size};  // not a segment yet
   try {
     int tries = 0;
-    for (bool snug = false;;) {
+    const Deadline began = now();
+    for (bool snug = false, asks_others = false;;) {
       const std::uint64_t seen = device.resting.given_back();
       const Needs needs = needs_of(segment, snug);
-      auto request = device.source().ask(needs, now());
-      const bool all = request->gather();
+      auto request = device.source().ask(needs, asks_others ? shortage : now());
+      const bool all = asks_others ? gather_from_others(*request) : request->gather();
       try {
         map_new(segment, *request, snug);
         break;
@@ -208,7 +224,12 @@ Address Region::allocate(std::size_t size, Deadline shortage) {
         device.source().settle();
         continue;
       }
-      throw device.out_of_memory(wanted, 0);
+      if (!asks_others && device.pooled && now() < shortage && !MEMSAVER_MUTANT(allocations_ask_no_others)) {
+        asks_others = true;
+        continue;
+      }
+      const std::chrono::duration<double> waited = asks_others ? now() - began : Clock::duration::zero();
+      throw device.out_of_memory(wanted, 0, waited.count());
     }
   } catch (...) {
     std::lock_guard lock(device.mutex);

@@ -106,6 +106,7 @@ class Region final : public RestingOwner {
   void free(Address begin);  // in every state; addresses without a segment are ignored
   bool owns(Address address) const;
   std::size_t allocated_bytes() const;
+  std::size_t resting_bytes() const;
   std::size_t mapped_bytes() const { return mapped_; }
   std::size_t reserved_bytes() const;
   std::size_t largest_chunk() const;         // the largest class to be created for this region
@@ -167,6 +168,7 @@ class Region final : public RestingOwner {
   std::size_t allowance(std::size_t live) const;  // the limit of mapped bytes without a segment
   void check_allocatable(std::size_t size) const;
   Address take_addresses(std::size_t size);
+  bool gather_from_others(ChunkRequest& request);
   Layout layout_locked(Ranges wanted, Ranges segments, std::size_t live, std::size_t slack, bool snug) const;
   Layout layout_of_new_locked(Range segment, bool snug) const;
   Needs needs_of(Range segment, bool snug) const;

@@ -4,8 +4,8 @@
 
 #include <cstdlib>
 
-#include "regions/ledger_queries.h"
 #include "regions/lending.h"
+#include "regions/queries.h"
 
 namespace memsaver {
 namespace {
@@ -62,6 +62,13 @@ void DeviceResidents::detach(std::uint64_t attachment) {
   for (Region* region : regions) region->returned(attachment);
   core().changed.notify_all();
 }
+
+void DeviceResidents::reclaim() {
+  device_.reclaimer.request(
+      [this](const Reclaimer::Rest& rest) { device_.shared->send_reclaimed(rest.more, rest.unused, rest.why); });
+}
+
+void DeviceResidents::waits_long() { cache_queries().note(kWaitMark + device_.driver->name); }
 
 bool DeviceResidents::queried() { return ledger_queries().note(device_.driver->name); }
 

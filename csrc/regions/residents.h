@@ -7,16 +7,18 @@ namespace memsaver {
 
 class DeviceResidents final : public Residents {
  public:
-  explicit DeviceResidents(const Device& device) : device_(device) {}
+  explicit DeviceResidents(Device& device) : device_(device) {}
   std::vector<Row> rows() override;
   std::vector<Placed> attach(const std::string& key, std::uint64_t residence, std::uint64_t attachment,
                              int pid) override;
   void detach(std::uint64_t attachment) override;
+  void reclaim() override;
+  void waits_long() override;
   bool queried() override;
   std::vector<Attached> attachments() override;
 
  private:
-  const Device& device_;
+  Device& device_;
 };
 
 // The shared pool of a device, made at first use. Core::mutex is held.

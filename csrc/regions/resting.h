@@ -50,6 +50,7 @@ class Resting {
   // sweeps of other threads too.
   bool reclaim(Deadline deadline, std::uint64_t seen);
   std::uint64_t given_back() const { return given_back_; }
+  bool has_no_marks() const { return has_no_marks_; }
   // Called around the return of chunks that may have become empty.
   void sweep_begins() { ++sweeps_; }
   void sweep_ended() {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "backup/disk_backup.h"
 #include "backup/host_backup.h"
@@ -175,6 +176,9 @@ void Transfer::with_chunks(const Until& memory, Attempt attempt, GiveBack give_b
   const std::size_t needed = missing_bytes(), going_out = leaving_bytes();
   if (needed > 0) stages_.enter("memory");
   const Deadline deadline = memory(), began = now();  // in this order, so that a wait of 0 s has passed at its begin
+  if (!device_.pooled && deadline > began && device_.driver->memory().free + device_.retained.idle_bytes() < needed)
+    device_.reclaimer.request(nullptr);  // a broker asks this process as it asks the others
+  bool reclaims = true;
   for (bool snug = false;;) {
     bool never = false;
     const std::uint64_t seen = device_.resting.given_back();
@@ -184,6 +188,7 @@ void Transfer::with_chunks(const Until& memory, Attempt attempt, GiveBack give_b
       return;
     } catch (const ChunkNeverAvailable&) {
       never = true;
+      reclaims = false;
     } catch (const ChunkUnavailable&) {
       never = now() >= deadline || waiting_is_over;
     }
@@ -197,6 +202,11 @@ void Transfer::with_chunks(const Until& memory, Attempt attempt, GiveBack give_b
     const bool reclaimed =
         never ? device_.resting.reclaim(std::min(whole_, now() + kShortageWait), seen) : device_.resting.reap();
     if (reclaimed) {
+      device_.source().settle();
+      continue;
+    }
+    if (never && std::exchange(reclaims, false) && !MEMSAVER_MUTANT(own_caches_are_kept)) {
+      device_.reclaimer.finish(std::min(whole_, now() + kShortageWait));
       device_.source().settle();
       continue;
     }

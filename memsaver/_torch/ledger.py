@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from memsaver import _core
-from memsaver._torch.pools import DEFAULT_POOL, snapshot
-
-_MOST_BLOCKS = 20_000  # of which a list is made: some 16 ms with the GIL held (0.8 us for a block, see docs/design.md)
+from memsaver._torch.pools import DEFAULT_POOL, has_many_blocks, snapshot
 
 Part = tuple[str, str, str, int]  # as in memsaver/ledger/rows.py
 
@@ -36,7 +34,7 @@ def parts(device: str) -> list[Part]:
         reserved -= sum(size for _, size in inside)
         if not reserved:
             return []
-        if _current(stats, "allocation") + _current(stats, "inactive_split") > _MOST_BLOCKS:
+        if has_many_blocks(torch.device(device)):
             return [("torch", "", "", reserved)]
         outside = _outside(torch.device(device), inside)
         reserved = sum(segment["total_size"] for segment in outside)

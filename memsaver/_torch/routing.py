@@ -22,7 +22,7 @@ from memsaver import _core
 from memsaver._adapter import Ranges
 from memsaver._torch.checksums import Checksums
 from memsaver._torch.ipc import patches
-from memsaver._torch.pools import EntryPoints, RegionPools, keep_forever, new_pool
+from memsaver._torch.pools import EntryPoints, RegionPools, bind, has_many_blocks, keep_forever, new_pool
 from memsaver._torch.routes import routes
 from memsaver.errors import Error, RegionPausedError, add_ledger
 from memsaver.regions import Region, owning
@@ -107,6 +107,7 @@ class Router:
         self.forget_contents = self._checksums.forget
         self.withdraw = patches.withdraw
         patches.install()
+        bind()
         self._observe_captures()
         atexit.register(self._keep_pools)
 
@@ -300,6 +301,29 @@ class Router:
                 if region in self._pools:
                     retired += self._pools[region].retire_idle(all_pools)
         routes.drop(retired)  # outside the lock: torch frees segments with the pools
+
+    def return_caches(self, device: str) -> tuple[int, str]:
+        """Returns free blocks of torch in active regions of a device, if the core could not: as trim() does.
+
+        Returns the bytes of free blocks that stay, and why. While a thread is routed, a pool that is dropped cannot
+        return its blocks, and no thread can use them: so none is dropped.
+        """
+        with self._lock:
+            regions = [each for each in self._pools if each.device == device and each.state == "active"]
+        if _core.torch_pools_unusable() and not _core.capturing() and not routes.any:
+            self.trim(regions)
+        if not regions or has_many_blocks(torch.device(device)):
+            return 0, ""
+        nbytes, reasons = 0, []
+        with self._lock:
+            for region in regions:
+                pools = self._pools.get(region)
+                size, reason = pools.cached() if pools is not None else (0, "")
+                nbytes += size
+                reasons += [reason] if size and reason else []
+        if nbytes and not reasons and routes.any:
+            reasons = ["a thread is inside another region"]
+        return nbytes, ", ".join(reasons)
 
     def check_unused(self, region: Region) -> None:
         """Raises Error while a thread is inside the region, or a tensor or a graph has memory of it."""

@@ -22,6 +22,7 @@ from memsaver.broker.job import Job
 from memsaver.broker.lending import Lending
 from memsaver.broker.monitor import ProcessMonitor
 from memsaver.broker.pool import RETRY_S, Memory, Pool
+from memsaver.broker.reclaim import Reclaim
 from memsaver.broker.server import Server
 from memsaver.broker.sessions import Sessions
 from memsaver.broker.status import StatusReporter
@@ -63,10 +64,11 @@ class BrokerLoop:
         self._pool = Pool(device, capacity)
         self._monitor = ProcessMonitor(self._selector, device.compute_pids)
         self._lending = Lending(self._pool)
-        self._status = StatusReporter(self._pool, clients, self._monitor, device, name, self._uuid)
+        self._reclaim = Reclaim(self._pool, clients)
+        self._status = StatusReporter(self._pool, clients, self._monitor, device, name, self._uuid, self._reclaim)
         attachments = Attachments(self._pool, clients, self._monitor, name)
         self._sessions = Sessions(
-            self._uuid, job, clients, self._pool, self._monitor, self._lending, attachments, self._status
+            self._uuid, job, clients, self._pool, self._monitor, self._lending, attachments, self._status, self._reclaim
         )
         self._server = Server(listener, self._selector, self._sessions)
 
@@ -101,6 +103,7 @@ class BrokerLoop:
         self._handle_exits()
         is_due, is_due_soon = self._lending.serve()
         now = time.monotonic()
+        self._reclaim.step(now)
         self._server.close_late(now)
         self._status.answer(now)
         self._server.flush()
@@ -109,7 +112,8 @@ class BrokerLoop:
             waits.append(RETRY_S)
         waits += [
             deadline - now
-            for deadline in (*self._status.deadlines(), *self._monitor.deadlines(), *self._server.deadlines())
+            for part in (self._status, self._monitor, self._server, self._reclaim)
+            for deadline in part.deadlines()
         ]
         if self._linger_s is not None and not self._has_users():
             waits.append(self._sessions.user_seen_at + self._linger_s - now)

@@ -63,6 +63,7 @@ class Pool:
         self.total_bytes = 0  # created or adopted, and not deleted
         self.idle_bytes = 0
         self.leaving_bytes = 0
+        self.is_moving = False  # the first demand gets memory now, or waits a moment for large chunks on their way
         self.failure: str | None = None  # error of the driver's last creation; None: it succeeded
         self._idle: dict[int, dict[int, Chunk]] = {size: {} for size in CLASSES}
         self._ceiling = CLASSES[0]  # the driver has no memory for larger chunks until then
@@ -235,6 +236,7 @@ class Pool:
     def serve(self) -> ServeResult:
         """Performs one step: grants idle chunks, creates at most one chunk, and finds stalled demands."""
         result = ServeResult(completed=self.queue.take_completed())
+        self.is_moving = False
         waiting = self.queue.waiting
         while waiting and self._collect(waiting[0], result):
             waiting.pop(0)
@@ -252,10 +254,10 @@ class Pool:
         is_patient = head.remaining >= CLASSES[0] and time.monotonic() < head.granted_at + PATIENCE_S
         if not result.has_more and not is_patient:
             result.has_more = self._collect(head, result, smaller=True) or self._break_up(head, result)
+        self.is_moving = result.has_more or is_patient
         for demand in waiting:
             # The demands behind the first one may be first in a moment.
-            may_proceed = result.has_more or is_patient or self._has_recent_drops()
-            if demand.stall_reported < demand.messages and not may_proceed:
+            if demand.stall_reported < demand.messages and not self.may_proceed:
                 demand.stall_reported = demand.messages
                 result.stalled.append(demand)
         if not head.parts:
@@ -343,6 +345,16 @@ class Pool:
 
     def _has_recent_drops(self) -> bool:
         return self.leaving_bytes > 0 and time.monotonic() < self._dropped_at + DROP_GRACE_S
+
+    @property
+    def may_proceed(self) -> bool:
+        """Whether the first demand may get memory by the next steps, without messages of clients about it."""
+        return self.is_moving or self._has_recent_drops()
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether the driver has no memory for chunks. It is asked again after ``RETRY_S``."""
+        return self._ceiling == 0
 
     # Figures
 

@@ -40,9 +40,9 @@ _SHAPES = {
     "demand": (1, 3, 1), "exchange": (1, 3, 1), "close": (1, 0, 0), "give_back": (0, 1, 0), "dropped": (0, 1, 0),
     "scrub": (1, 0, 0), "usage": (1, 0, 0), "status": (1, 0, 0), "report": (0, 5, 0), "attach": (4, 0, 0),
     "attach_reply": (3, 3, 0), "detach": (1, 0, 0), "trim": (2, 0, 0), "refused": (2, 0, 0),
-    "ledger": (0, 0, 0),
+    "ledger": (0, 0, 0), "reclaimed": (2, 0, 0),
 }  # fmt: skip
-_WITH_TEXT = {"hello", "report", "attach", "attach_reply", "refused", "ledger"}
+_WITH_TEXT = {"hello", "report", "attach", "attach_reply", "refused", "ledger", "reclaimed"}
 _WITH_FILES = {"inventory", "restore", "sentinel"}
 
 

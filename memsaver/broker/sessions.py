@@ -19,6 +19,7 @@ from memsaver.broker.lending import Lending
 from memsaver.broker.monitor import Process, ProcessMonitor
 from memsaver.broker.pool import Pool
 from memsaver.broker.protocol import MalformedError, Message, RefusedError
+from memsaver.broker.reclaim import Reclaim
 from memsaver.broker.status import StatusReporter
 from memsaver.errors import gib
 
@@ -41,6 +42,7 @@ class Sessions:
         lending: Lending,
         attachments: Attachments,
         status: StatusReporter,
+        reclaim: Reclaim,
     ) -> None:
         self.user_seen_at = time.monotonic()  # when a client that may use memory was disconnected last
         self._uuid = uuid
@@ -50,6 +52,7 @@ class Sessions:
         self._monitor = monitor
         self._attachments = attachments
         self._status = status
+        self._reclaim = reclaim
         self._handlers: dict[str, Callable[[Client, Message], None]] = {
             "sentinel": self._sentinel,
             "inventory": lending.inventory, "demand": lending.demand, "exchange": lending.exchange,
@@ -58,6 +61,7 @@ class Sessions:
             "attach": attachments.attach, "attach_reply": attachments.attach_reply, "detach": attachments.detach,
             "restore": attachments.restore, "attachments": attachments.attachments,
             "usage": status.usage, "report": status.report, "ledger": status.ledger, "status": status.status,
+            "reclaimed": reclaim.reclaimed,
             "refused": self._refused,
         }  # fmt: skip
 
@@ -185,6 +189,7 @@ class Sessions:
 
     def _forget(self, client: Client) -> None:
         del self._clients[client.id]
+        self._reclaim.forget(client)
         self._monitor.release(client.process)
 
     def _clients_of(self, process: Process) -> list[Client]:

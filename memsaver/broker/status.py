@@ -21,6 +21,7 @@ from memsaver.broker.clients import Client, Clients
 from memsaver.broker.monitor import ProcessMonitor
 from memsaver.broker.pool import Pool
 from memsaver.broker.protocol import BACKUPS, STATES, MalformedError, Message
+from memsaver.broker.reclaim import Reclaim
 from memsaver.errors import DriverError, process_name
 
 log = logging.getLogger("memsaver")
@@ -61,6 +62,7 @@ class StatusReporter:
          "clients": [{"pid": int, "name": str, "held_bytes": int, "attached_bytes": int, "connected": bool,
                       "exited": bool, "kept_by": [{"pid", "name"}],   # processes that keep its memory
                       "waiting": [{"needed_bytes", "granted_bytes", "seconds"}],      # in the order of the queue
+                      "unused_bytes": int or None, "unused_why": str,   # kept at the last reclaim; None: none yet
                       "report_age_s": float or None,                                  # None: no report yet
                       "regions": [{"tag", "allocated_bytes", "mapped_bytes", "backup_bytes", "state",
                                    "backup"}],
@@ -72,7 +74,14 @@ class StatusReporter:
     """
 
     def __init__(
-        self, pool: Pool, clients: Clients, monitor: ProcessMonitor, memory: DeviceMemory, device: str, uuid: str
+        self,
+        pool: Pool,
+        clients: Clients,
+        monitor: ProcessMonitor,
+        memory: DeviceMemory,
+        device: str,
+        uuid: str,
+        reclaim: Reclaim,
     ) -> None:
         self._pool = pool
         self._clients = clients
@@ -80,6 +89,7 @@ class StatusReporter:
         self._memory = memory
         self._device = device
         self._uuid = uuid
+        self._reclaim = reclaim
         self._requests: list[StatusRequest] = []
 
     def answer(self, now: float) -> None:
@@ -129,6 +139,7 @@ class StatusReporter:
             "exited": client.process.has_exited,
             "kept_by": [{"pid": pid, "name": _name(pid)} for pid in self._monitor.keepers_of(client.process)],
             "waiting": self._pool.waiting(client),
+            **self._reclaim.describe(client),
             "report_age_s": None if reported_at is None else round(time.monotonic() - reported_at, 3),
             "regions": client.report,
             "ledger": client.ledger,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -174,3 +175,34 @@ def survive(numbers: Numbers, seed: int, path: str) -> int:
 
 def unreleased() -> int:
     return int(_core.unreleased_bytes())
+
+
+class Trainer:
+    """Bytes in free blocks of torch's pool over a region, with kernels in flight on them."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.region = memsaver.region("trainer", DEVICE)
+        self.nbytes = nbytes
+        self.step()
+        torch.cuda.synchronize()
+
+    def step(self) -> None:
+        """Writes to all bytes, in blocks that are free in torch afterwards. Returns while the kernels run."""
+        with self.region:
+            count = self.nbytes // (256 * MIB)
+            blocks = [torch.empty(256 * MIB, dtype=torch.uint8, device=DEVICE) for _ in range(count)]
+            for number, block in enumerate(blocks):
+                block.fill_(number)
+
+    def cache(self, seconds: float) -> None:
+        """Queues a kernel of about so many seconds, then a step."""
+        torch.cuda._sleep(int(seconds * 1.5e9))
+        self.step()
+
+    def hold_the_gil(self, seconds: float) -> None:
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+    def check(self) -> None:
+        with self.region:
+            block = torch.full((256 * MIB,), 3, dtype=torch.uint8, device=DEVICE)
+        assert bool((block == 3).all())

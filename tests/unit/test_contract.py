@@ -355,7 +355,7 @@ def test_out_of_memory_counts_bytes_of_this_process_outside_of_regions(make: Mak
 def test_out_of_memory_reports_unknown_bytes_of_this_process() -> None:
     fields = {
         "device": "cuda:0", "needed_bytes": 2 * GIB, "free_bytes": MIB, "waited_s": 0.0, "regions": [],
-        "processes": [], "own_bytes": None, "retained_bytes": 0,
+        "processes": [], "unused": [], "own_bytes": None, "retained_bytes": 0,
     }  # fmt: skip
     error = errors.make("OutOfMemoryError", "", fields)
     assert isinstance(error, memsaver.OutOfMemoryError)

@@ -1,23 +1,28 @@
-#include "regions/ledger_queries.h"
+#include "regions/queries.h"
 
 #include <utility>
 
 namespace memsaver {
 
-LedgerQueries& ledger_queries() {
-  static auto* only = new LedgerQueries;
+Queries& ledger_queries() {
+  static auto* only = new Queries;
   return *only;
 }
 
-bool LedgerQueries::note(const std::string& device) {
+Queries& cache_queries() {
+  static auto* only = new Queries;
+  return *only;
+}
+
+bool Queries::note(const std::string& query) {
   std::lock_guard lock(mutex_);
   if (!served_ || stopped_) return false;
-  noted_.insert(device);
+  noted_.insert(query);
   changed_.notify_all();
   return true;
 }
 
-std::optional<std::string> LedgerQueries::next() {
+std::optional<std::string> Queries::next() {
   std::unique_lock lock(mutex_);
   served_ = true;
   changed_.wait(lock, [this] { return stopped_ || !noted_.empty(); });
@@ -25,7 +30,7 @@ std::optional<std::string> LedgerQueries::next() {
   return std::move(noted_.extract(noted_.begin()).value());
 }
 
-void LedgerQueries::stop() {
+void Queries::stop() {
   std::lock_guard lock(mutex_);
   stopped_ = true;
   changed_.notify_all();

@@ -1,0 +1,192 @@
+#include "regions/reclaimer.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <system_error>
+#include <utility>
+
+#include "regions/core.h"
+#include "regions/queries.h"
+
+namespace memsaver {
+namespace {
+
+constexpr auto kLook = std::chrono::milliseconds(2);
+constexpr auto kWaitWithoutMarks = std::chrono::milliseconds(100);
+
+std::string text_of(std::size_t bytes) {
+  constexpr double kGiB = 1024.0 * kMiB;
+  const auto size = static_cast<double>(bytes);
+  std::array<char, 32> text{};
+  if (size >= kGiB)
+    std::snprintf(text.data(), text.size(), "%.2f GiB", size / kGiB);
+  else
+    std::snprintf(text.data(), text.size(), "%.1f MiB", size / kMiB);
+  return text.data();
+}
+
+}  // namespace
+
+std::atomic<void (*)(Device&)> release_torch_caches = nullptr;
+
+void Reclaimer::begin_locked() {
+  ++requested_;
+  changed_.notify_all();
+  if (worker_.started() || stop_) return;
+  worker_.start([this] { run(); });
+}
+
+void Reclaimer::request(std::function<void(const Rest&)> tell) {
+  {
+    std::lock_guard lock(mutex_);
+    try {
+      begin_locked();
+      if (tell) tell_ = std::move(tell);
+      return;
+    } catch (const std::system_error&) {
+      ended_ = requested_;
+    }
+  }
+  Rest none;
+  none.why = "no thread could be started to return it";
+  if (tell) tell(none);
+}
+
+bool Reclaimer::finish(Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  try {
+    begin_locked();
+  } catch (const std::system_error&) {
+    ended_ = requested_;
+    return false;
+  }
+  const std::uint64_t number = requested_;
+  // The clock of the deadline may be virtual, the thread's work takes real time.
+  const auto end = Clock::now() + std::max<Clock::duration>(deadline - now(), Clock::duration::zero());
+  while (ended_ < number && !stop_ && !waiting_is_over && Clock::now() < end) {
+    changed_.wait_until(lock, std::min<Clock::time_point>(end, Clock::now() + kBetweenLooks));
+    lock.unlock();
+    WaitsEndWith::look();
+    lock.lock();
+  }
+  return ended_ >= number;
+}
+
+void Reclaimer::python_is_done(std::size_t cached, const std::string& why) {
+  std::lock_guard lock(mutex_);
+  asks_python_ = false;
+  cached_ = cached;
+  why_cached_ = why;
+  changed_.notify_all();
+}
+
+void Reclaimer::pass() {
+  device_.retained.give_up(static_cast<std::size_t>(-1));
+  for (Region* region : core().regions_of(device_))
+    if (region->state() == State::active) region->sweep_all();
+  if (const auto release = release_torch_caches.load()) {
+    try {
+      release(device_);
+    } catch (const DriverError&) {
+      // The context of the device is dead.
+    }
+  }
+}
+
+bool Reclaimer::rests() {
+  Resting& resting = device_.resting;
+  if (resting.has_no_marks())
+    resting.reclaim(now() + kWaitWithoutMarks, resting.given_back());
+  else
+    resting.reap();
+  const auto regions = core().regions_of(device_);
+  return std::any_of(regions.begin(), regions.end(), [](const Region* region) { return region->resting_bytes() > 0; });
+}
+
+Reclaimer::Rest Reclaimer::rest(bool asks_python, bool is_resting) {
+  Rest found;
+  found.more = asks_python || is_resting;
+  std::size_t resting = 0, beside = 0;
+  for (const Region* region : core().regions_of(device_)) {
+    if (region->state() != State::active) continue;
+    const std::size_t rests = region->resting_bytes(), mapped = region->mapped_bytes();
+    const std::size_t used = region->allocated_bytes() + rests;
+    resting += rests;
+    if (mapped > used) beside += mapped - used;
+  }
+  std::optional<std::size_t> cached;
+  std::string why;
+  {
+    std::lock_guard lock(mutex_);
+    cached = cached_;
+    why = why_cached_;
+  }
+  const auto add = [&](std::size_t bytes, const std::string& reason) {
+    if (bytes == 0) return;
+    found.unused += bytes;
+    found.why += (found.why.empty() ? "" : ", ") + text_of(bytes) + " " + reason;
+  };
+  if (device_.parts.gate.capturing()) found.why = "a graph is being captured";
+  add(resting, "on which the device still works");
+  add(cached.value_or(0), "that torch caches" + (why.empty() ? why : " (" + why + ")"));
+  if (asks_python)
+    found.why += found.why.empty() ? "torch's cache waits for the GIL" : ", torch's cache waits for the GIL";
+  add(beside, "in chunks that tensors use as well");
+  return found;
+}
+
+void Reclaimer::run() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    changed_.wait(lock, [this] { return stop_ || requested_ != ended_; });
+    if (stop_) return;
+    const std::uint64_t number = requested_;
+    std::function<void(const Rest&)> tell = std::exchange(tell_, nullptr);
+    // A capture allows neither a mark nor an end of a pool. The broker asks again.
+    const bool captures = device_.parts.gate.capturing();
+    asks_python_ = false;
+    cached_.reset();
+    lock.unlock();
+    bool is_resting = false;
+    if (!captures) {
+      pass();
+      is_resting = rests();
+    }
+    lock.lock();
+    if (!captures && device_.waiting_allocations == 0) asks_python_ = cache_queries().note(device_.driver->name);
+    bool told_more = false;
+    while (!captures && !stop_ && (is_resting || asks_python_) && requested_ == number) {
+      const bool asks = asks_python_;
+      lock.unlock();
+      if (tell && !told_more) tell(rest(asks, is_resting));
+      told_more = true;
+      lock.lock();
+      changed_.wait_for(lock, kLook);
+      lock.unlock();
+      is_resting = rests() && !device_.parts.gate.capturing();
+      lock.lock();
+    }
+    if (requested_ != number && !stop_) {  // the next pass tells as well
+      if (!tell_) tell_ = std::move(tell);
+      continue;
+    }
+    ended_ = number;
+    changed_.notify_all();
+    if (!tell || stop_) continue;
+    lock.unlock();
+    tell(rest(false, false));
+    lock.lock();
+  }
+}
+
+void Reclaimer::stop(Deadline deadline) {
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+    changed_.notify_all();
+  }
+  worker_.join(deadline);
+}
+
+}  // namespace memsaver

@@ -1,0 +1,71 @@
+// Returns the memory of a device that this process caches and does not use, when a process waits for memory: retained
+// chunks, chunks without a segment, free segments of torch's pools, and freed segments once the device has passed their
+// mark. Nothing during a capture, nothing of a region that is not active, no chunk under a segment in use.
+//
+// A thread does this, because torch's allocator may block it, and a thread that allocates may hold torch's allocator
+// while it waits for the thread of the shared pool. The part that needs Python is done by a thread of Python
+// (memsaver/_caches.py).
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "base/clock.h"
+#include "base/worker.h"
+
+namespace memsaver {
+
+struct Device;
+
+// Frees the free segments of torch's pools over active regions of a device, as far as this is possible without Python.
+// The layer of torch sets it. Null: it cannot.
+extern std::atomic<void (*)(Device&)> release_torch_caches;
+
+class Reclaimer {
+ public:
+  // What is left after a pass.
+  struct Rest {
+    bool more = false;       // more will come back by itself: the device still works on it, or Python is asked
+    std::size_t unused = 0;  // bytes that no tensor uses and that stay
+    std::string why;         // the parts of `unused` with their reasons; empty if there are none
+  };
+
+  explicit Reclaimer(Device& device) : device_(device) {}
+  Reclaimer(const Reclaimer&) = delete;
+  Reclaimer& operator=(const Reclaimer&) = delete;
+
+  // Both begin a pass. request(): returns at once; `tell` is called with the rest when the first part of the pass is
+  // over, and again at its end if more was to come. finish(): waits for the end, up to the deadline; the caller holds
+  // no lock, torch's included. Returns whether the pass has ended.
+  void request(std::function<void(const Rest&)> tell);
+  bool finish(Deadline deadline);
+  // Called by the thread of Python, once for each query. `cached`: bytes of free blocks that torch keeps, and `why`.
+  void python_is_done(std::size_t cached, const std::string& why);
+  void stop(Deadline deadline);
+
+ private:
+  void begin_locked();
+  void run();
+  void pass();
+  bool rests();  // frees what can be freed now. Returns whether the device still works on some
+  Rest rest(bool asks_python, bool is_resting);
+
+  Device& device_;
+  std::mutex mutex_;  // no other lock is taken under it but that of the queries
+  std::condition_variable changed_;
+  std::function<void(const Rest&)> tell_;
+  std::uint64_t requested_ = 0, ended_ = 0;  // passes
+  bool asks_python_ = false;                 // and it has not answered yet
+  std::optional<std::size_t> cached_;        // its last answer; nullopt: none
+  std::string why_cached_;
+  bool stop_ = false;
+  Worker worker_;
+};
+
+}  // namespace memsaver

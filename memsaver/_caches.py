@@ -1,0 +1,54 @@
+"""The part of reclaim on demand that needs Python: torch's free blocks, and the log. See csrc/regions/reclaimer.h."""
+
+from __future__ import annotations
+
+import logging
+
+from memsaver import _core
+from memsaver._adapter import loaded
+from memsaver.errors import gib, process_name
+
+log = logging.getLogger("memsaver")
+
+_WAIT = "!"  # before the name of a device on which a call has waited for long
+
+
+def serve() -> None:
+    """Returns what torch caches to brokers that ask for it, and logs long waits. Ends at the exit of the interpreter.
+
+    The core answers without Python as far as it can. This thread gets the GIL when the threads that hold it let it go.
+    """
+    while (query := _core.next_cache_query()) is not None:
+        try:
+            if query.startswith(_WAIT):
+                log_wait(query.removeprefix(_WAIT))
+            else:
+                _core.caches_returned(query, *_return(query))
+        except Exception as error:  # the thread goes on, and the broker asks again
+            log.warning("the memory that this process caches was not returned: %r", error)
+
+
+def _return(device: str) -> tuple[int, str]:
+    torch = loaded()
+    if torch is None:
+        return 0, ""
+    try:
+        return torch.return_caches(device)
+    except Exception as error:
+        log.warning("torch's free blocks on %s were not returned: %r", device, error)
+        return 0, ""
+
+
+def log_wait(device: str) -> None:
+    waits, holders = _core.pool_waits(device)
+    for nbytes, seconds in waits:
+        log.info("waits for %s of %s since %.1f s; %s", gib(nbytes), device, seconds, describe(holders))
+
+
+def describe(holders: list[tuple[int, int, int | None, str]]) -> str:
+    """The holders of memory, as text: what each holds, and what it does not use and keeps."""
+    texts = [
+        f"{process_name(pid)} (pid {pid}) holds {gib(nbytes)}" + (f", unused: {why}" if unused and why else "")
+        for pid, nbytes, unused, why in holders
+    ]
+    return "; ".join(texts) or "the holders are not known yet"

@@ -1,0 +1,404 @@
+"""Reclaim on demand: a call that waits at the broker makes the other clients return what they cache and do not use."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import memsaver
+from memsaver.broker import protocol
+from memsaver.broker.protocol import Message
+from memsaver.broker.reclaim import UNKNOWN
+from tests.broker_support import Client, Running
+from tests.pool_support import Worker, running, until
+from tests.support import GIB, MIB, PAGE
+
+CAPACITY = 256 * MIB
+MOST = 192 * MIB
+V = protocol.VERSION
+POOLS = "from tests.torch_pools import Pool, bind, cached, calls"
+# A trainer with free blocks in a pool of torch over a region, and an engine that is paused and needs that memory.
+CACHED = f"region = memsaver.region('trainer', 'cpu'); assert not bind(); pool = cached(region, {MOST})"
+PAUSED = f"held = hold('engine', {MOST}, 'host'); memsaver.pause()"
+RESUME = "memsaver.resume(memory_timeout=60); held.check()"
+
+
+@pytest.fixture
+def broker() -> Iterator[Running]:
+    with running(CAPACITY) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(broker: Running) -> Iterator[Worker]:
+    with Worker(broker, PAUSED) as worker:
+        yield worker
+
+
+@pytest.fixture
+def trainer(broker: Running, engine: Worker) -> Iterator[Worker]:
+    with Worker(broker, POOLS) as worker:
+        yield worker
+
+
+def hold_the_gil(worker: Worker, pipe: Path) -> None:
+    """The main thread of a worker is in a native call with the GIL, until a byte is written to the pipe."""
+    os.mkfifo(pipe)
+    held = pipe.with_name("held")
+    os.mkfifo(held)
+    worker.run(f"tell, until_byte = (os.open(path, os.O_RDWR) for path in ({str(held)!r}, {str(pipe)!r}))")
+    worker.run("from tests.torch_pools import library; python = ctypes.PyDLL(library())")
+    worker.send("python.fake_hold(tell, until_byte)")
+    with held.open("rb") as file:
+        file.read(1)
+
+
+def let_go(worker: Worker, pipe: Path) -> None:
+    with pipe.open("wb") as file:
+        file.write(b"1")
+    worker.answer()
+
+
+def heard(client: Client, kind: str) -> Message:
+    """The next message of this kind. Others are left out."""
+    while (message := client.hear("stalled", "grant", "reclaim", "holders")).kind != kind:
+        pass
+    return message
+
+
+def answer(client: Client) -> None:
+    """Answers a `reclaim` that has come, or comes."""
+    heard(client, "reclaim")
+    client.say("reclaimed", 0, 0)
+
+
+def mapped(worker: Worker, tag: str = "trainer") -> int:
+    return int(worker.run(f"print(memsaver.region({tag!r}, 'cpu').mapped_bytes)"))
+
+
+# What comes back
+
+
+def test_free_blocks_of_torch_come_back_while_a_thread_holds_the_gil(
+    engine: Worker, trainer: Worker, tmp_path: Path
+) -> None:
+    """The freed blocks come after the kernels that were queued on them: the host device loses its context otherwise."""
+    trainer.run(CACHED)
+    trainer.run("stream = _core.host_stream_create(); [address] = [begin for begin, _ in region._core.live()]")
+    trainer.run(f"_core.host_stream_touch(stream, address, {MOST}, 0.3)")
+    hold_the_gil(trainer, tmp_path / "pipe")
+    engine.run(RESUME)  # with a bound of 60 s, and the GIL is held until the byte below
+    let_go(trainer, tmp_path / "pipe")
+    assert trainer.run("print(_core.host_context_lost())") == "False"
+    # The next step: the pool is not lent again, and a new one has memory as soon as the engine returns it.
+    assert trainer.run("print(pool.lend(), pool.is_there)") == "False False"
+    engine.run("memsaver.pause()")
+    trainer.run(f"pool = Pool(region); assert pool.malloc({MOST})")
+
+
+def test_blocks_come_only_after_the_queued_work(broker: Running, engine: Worker, trainer: Worker) -> None:
+    trainer.run(CACHED)
+    trainer.run("stream = _core.host_stream_create(); [address] = [begin for begin, _ in region._core.live()]")
+    trainer.run(f"_core.host_stream_touch(stream, address, {MOST}, None)")
+    engine.send(RESUME)
+    until(lambda: "still works" in broker.row(trainer.pid)["unused_why"])
+    assert mapped(trainer) >= MOST
+    [wait] = broker.row(engine.pid)["waiting"]
+    assert wait["needed_bytes"] >= MOST
+    trainer.run("_core.host_stream_release(stream)")
+    engine.answer()
+    assert trainer.run("print(_core.host_context_lost())") == "False"
+
+
+def test_blocks_of_tensors_stay(engine: Worker, trainer: Worker) -> None:
+    trainer.run("region = memsaver.region('trainer', 'cpu'); assert not bind(); pool = Pool(region)")
+    trainer.run(f"kept, freed = pool.malloc({64 * MIB}), pool.malloc({128 * MIB}); ctypes.memset(kept, 7, {64 * MIB})")
+    trainer.run("pool.free(freed); pool.take_back()")
+    engine.run(RESUME)
+    trainer.run(f"assert ctypes.string_at(kept, {64 * MIB}) == bytes([7]) * {64 * MIB}")
+    assert trainer.run("print(pool.is_there, len(region._core.segments()))") == "True 1"
+    # When the tensor is freed, the next call that waits gets its block as well.
+    engine.run("memsaver.pause()")
+    trainer.run("pool.free(kept)")
+    engine.run("memsaver.configure(); more = memsaver.region('more', 'cpu'); memsaver.resume(memory_timeout=60)")
+    engine.run(f"hooks = Hooks(more); assert hooks.alloc({48 * MIB})")
+    until(lambda: mapped(trainer) == 0)
+
+
+def test_retained_chunks_come_back(broker: Running, engine: Worker) -> None:
+    """They are the driver's, which then has room for chunks of the pool."""
+    size = int(broker.environment["MEMSAVER_HOST_DEVICE"])
+    with Worker(broker, MEMSAVER_POOL="process") as other:
+        rest = (size - MOST // 2) // PAGE * PAGE - broker.status()["total_bytes"]
+        other.run(f"memsaver.configure(retain={rest}); big = Hooks(region := memsaver.region('big', 'cpu'))")
+        other.run(f"assert big.alloc({rest - 64 * MIB}); memsaver.pause()")
+        assert int(other.run("print(memsaver.stats().devices['cpu'].retained_bytes)")) > 0
+        other.run("memsaver.configure(pool='shared')")
+        assert broker.run("trim").returncode == 0  # the idle chunks of the engine's pause
+        engine.run(RESUME)
+        assert int(other.run("print(memsaver.stats().devices['cpu'].retained_bytes)")) == 0
+
+
+def test_an_allocation_gets_what_others_cache(engine: Worker, trainer: Worker) -> None:
+    trainer.run(CACHED)
+    engine.run(f"more = Hooks(memsaver.region('more', 'cpu')); assert more.alloc({128 * MIB})")
+
+
+def test_an_allocation_waits_for_queued_work_of_others(engine: Worker, trainer: Worker) -> None:
+    """At most for the second that an allocation waits for freed memory."""
+    trainer.run(CACHED)
+    trainer.run("stream = _core.host_stream_create(); [address] = [begin for begin, _ in region._core.live()]")
+    trainer.run(f"_core.host_stream_touch(stream, address, {MOST}, 0.2)")
+    engine.run(f"more = Hooks(memsaver.region('more', 'cpu')); assert more.alloc({128 * MIB})")
+
+
+def test_an_allocation_fails_at_once_if_nothing_is_cached(broker: Running, engine: Worker) -> None:
+    """It ends as soon as the others have answered: the bound is in the order of messages, not of time."""
+    with Worker(broker) as other:
+        other.run(f"held = hold('other', {MOST})")
+        assert engine.run(f"more = Hooks(memsaver.region('more', 'cpu')); print(more.alloc({128 * MIB}))") == "None"
+        assert other.run("held.check()") == ""
+
+
+def test_a_resume_takes_the_free_blocks_of_its_own_process(broker: Running, engine: Worker) -> None:
+    """Without a wait for others, and while it waits for others."""
+    engine.run(POOLS)
+    for timeout_s in (0, 60):
+        engine.run(CACHED)
+        engine.run(f"memsaver.resume('engine', memory_timeout={timeout_s}); held.check(); memsaver.pause('engine')")
+
+
+def test_a_resume_without_a_pool_takes_the_free_blocks_of_its_own_process(broker: Running) -> None:
+    with Worker(broker, POOLS, PAUSED, CACHED, MEMSAVER_POOL="process") as worker:
+        worker.run("from tests.support import Fill; fill = Fill()")
+        worker.run("memsaver.resume('engine', memory_timeout=0); held.check(); fill.close()")
+
+
+# What stays
+
+
+def test_nothing_comes_back_during_a_capture(broker: Running, engine: Worker, trainer: Worker) -> None:
+    trainer.run(CACHED)
+    trainer.run("_core.capture_begins(); before = calls().fake_calls()")
+    engine.send("memsaver.resume(memory_timeout=600); held.check()")
+    until(lambda: "captured" in broker.row(trainer.pid)["unused_why"])
+    assert trainer.run("print(pool.is_there, calls().fake_calls() - before)") == "True 0"
+    trainer.run("_core.capture_ends()")
+    until(lambda: not broker.row(engine.pid)["waiting"])  # the broker asks again
+    engine.answer()
+
+
+def test_contents_of_paused_regions_stay(broker: Running, engine: Worker, trainer: Worker) -> None:
+    trainer.run("region = memsaver.region('trainer', 'cpu', 'host'); assert not bind()")
+    trainer.run(f"pool = Pool(region); kept = pool.malloc({64 * MIB}); ctypes.memset(kept, 9, {64 * MIB})")
+    trainer.run(f"pool.free(pool.malloc({32 * MIB})); pool.take_back(); region.pause()")
+    with Worker(broker) as other:
+        other.run(f"held = hold('other', {128 * MIB})")
+        assert "OutOfMemoryError" in engine.fails("memsaver.resume(memory_timeout=0.2)")
+    assert trainer.run("print(pool.is_there, region.state)") == "True paused"
+    trainer.run(f"region.resume(); assert ctypes.string_at(kept, {64 * MIB}) == bytes([9]) * {64 * MIB}")
+
+
+@pytest.mark.parametrize("user", ["thread", "route", "graph"])
+def test_a_pool_in_use_stays(broker: Running, engine: Worker, trainer: Worker, user: str) -> None:
+    """A thread is inside the region; a thread is routed to any pool; something else refers to the pool."""
+    trainer.run(CACHED)
+    trainer.run({"thread": "pool.lend()", "route": "_core.route_begins()", "graph": "pool.use(1)"}[user])
+    assert "OutOfMemoryError" in engine.fails("memsaver.resume(memory_timeout=0.3)")
+    assert trainer.run("print(pool.is_there)") == "True"
+    trainer.run({"thread": "pool.take_back()", "route": "_core.route_ends()", "graph": "pool.use(-1)"}[user])
+    engine.run(RESUME)
+
+
+def test_blocks_come_when_the_thread_leaves_the_region(broker: Running) -> None:
+    """Without another round: the broker asks once in this test."""
+    with Worker(broker, POOLS) as worker:
+        worker.run("region = memsaver.region('a', 'cpu'); assert not bind(); pool = cached(region, 4 << 20)")
+        worker.run("assert pool.lend(); _core.route_begins()")
+        worker.run(f"other = Hooks(memsaver.region('b', 'cpu')); assert other.alloc({CAPACITY}) is None")
+        worker.run("_core.route_ends()")
+        assert worker.run("print(pool.is_there)") == "True"
+        worker.run("pool.take_back()")
+        until(lambda: worker.run("print(pool.is_there)") == "False", within_s=20)
+
+
+def test_a_route_of_others_delays_the_end_of_a_pool(engine: Worker, trainer: Worker) -> None:
+    """A thread that torch itself has routed: torch refuses to free the blocks, and they come with a later round."""
+    trainer.run(CACHED)
+    trainer.run("calls().fake_route(1)")
+    assert "OutOfMemoryError" in engine.fails("memsaver.resume(memory_timeout=0.3)")
+    assert trainer.run("print(pool.lend(), pool.is_there)") == "False True"
+    trainer.run("calls().fake_route(-1)")
+    engine.run(RESUME)
+
+
+# An allocator that was not verified
+
+
+@pytest.mark.parametrize("version", [(2, 7), (2, 14), (3, 0)])
+def test_other_versions_of_torch_are_refused(broker: Running, version: tuple[int, int]) -> None:
+    with Worker(broker, POOLS) as worker:
+        name = ".".join(map(str, version))
+        assert worker.run(f"print(bind({version}))") == f"torch {name} was not verified"
+        worker.run("region = memsaver.region('a', 'cpu'); pool = cached(region, 4 << 20)")
+        assert worker.run("print(memsaver.stats().devices['cpu'].pool.needs_gil)") == f"torch {name} was not verified"
+        assert worker.run("print(calls().fake_calls())") == "0"
+
+
+@pytest.mark.parametrize("version", [(2, 8), (2, 9), (2, 13)])
+def test_an_allocator_with_another_table_is_refused(broker: Running, version: tuple[int, int]) -> None:
+    """The library is that of 2.11, so the count of uses is another method there."""
+    with Worker(broker, POOLS) as worker:
+        assert worker.run(f"print(bind({version}))") == ""
+        worker.run("region = memsaver.region('a', 'cpu'); pool = cached(region, 4 << 20)")
+        text = worker.run("print(memsaver.stats().devices['cpu'].pool.needs_gil)")
+        assert text == "torch's allocator counts -1 uses of a pool, expected 1"
+        assert worker.run("print(pool.lend(), pool.is_there)") == "True True"
+
+
+def test_without_the_allocator_pythons_thread_returns_blocks(
+    broker: Running, engine: Worker, trainer: Worker, tmp_path: Path
+) -> None:
+    """Not before it has the GIL."""
+    trainer.run("region = memsaver.region('trainer', 'cpu'); assert bind((2, 7)); from memsaver import _adapter")
+    trainer.run(f"hooks = Hooks(region); address = hooks.alloc({MOST})")
+    trainer.run("from types import SimpleNamespace; returned = lambda device: (hooks.free(address), 0, '')[1:]")
+    trainer.run("_adapter._adapter = SimpleNamespace(return_caches=returned)")
+    hold_the_gil(trainer, tmp_path / "pipe")
+    engine.send(RESUME)
+    until(lambda: "GIL" in broker.row(trainer.pid)["unused_why"])
+    assert broker.row(engine.pid)["waiting"]
+    let_go(trainer, tmp_path / "pipe")
+    engine.answer()
+
+
+# Who holds what
+
+
+def test_a_waiting_call_says_from_whom_it_waits_for_what(broker: Running, engine: Worker, trainer: Worker) -> None:
+    trainer.run(CACHED)
+    trainer.run("stream = _core.host_stream_create(); [address] = [begin for begin, _ in region._core.live()]")
+    trainer.run(f"_core.host_stream_touch(stream, address, {MOST}, None)")
+    engine.run("import logging, threading; records = []; handler = logging.Handler()")
+    engine.run("handler.emit = lambda record: records.append(record.getMessage())")
+    engine.run("logging.getLogger('memsaver').addHandler(handler); logging.getLogger('memsaver').setLevel('INFO')")
+    engine.run("result = []")
+    engine.run(
+        "thread = threading.Thread(target=lambda: result.append(raised(lambda: memsaver.resume(memory_timeout=5))))"
+    )
+    engine.run("thread.start()")
+    pools = "memsaver.stats().devices['cpu'].pool"
+    until(lambda: engine.run(f"print([each.why for each in {pools}.holds_up])").count("still works"))
+    assert int(engine.run(f"print({pools}.waiting_bytes)")) > 0
+    until(lambda: "still works" in broker.run("top").stdout)
+    until(lambda: engine.run("print(records)") != "[]")
+    [line] = json.loads(engine.run("import json; print(json.dumps(records))"))
+    assert line.startswith("waits for ") and f"(pid {trainer.pid}) holds " in line and "still works" in line
+    engine.run("thread.join()")
+    size = memsaver.errors.gib(MOST)
+    assert f"(pid {trainer.pid}) {size} on which the device still works" in engine.run("print(result[0])")
+    [row] = json.loads(engine.run("print(json.dumps(repickled(result[0]).unused))"))
+    assert (row[0], row[2]) == (trainer.pid, MOST)
+    assert engine.run(f"print({pools}.waiting_bytes, {pools}.holds_up)") == "0 []"
+    trainer.run("_core.host_stream_release(stream)")
+
+
+# Messages
+
+
+def test_the_holders_are_named_when_all_have_answered() -> None:
+    with Running() as broker:
+        one, two = broker.client(), broker.client()
+        held = one.borrow(GIB)
+        request = two.want(GIB)
+        assert two.hear("stalled").words[0] == request
+        assert list(heard(one, "reclaim").words) == [GIB]
+        answer(two)
+        one.say("reclaimed", 1, 5, text="still\nat work")
+        message = heard(two, "holders")
+        while message.text != "still at work":
+            assert message.words[1] == 1
+            message = heard(two, "holders")
+        assert list(message.words) == [request, 1, os.getpid(), GIB, 5]
+        one.say("reclaimed", 0, 3, text="kept")
+        message = heard(two, "holders")
+        assert (list(message.words), message.text) == ([request, 0, os.getpid(), GIB, 3], "kept")
+        list(heard(one, "reclaim").words)  # asked again
+        one.give(held)
+        assert two.take(GIB)
+
+
+def test_a_client_that_leaves_is_not_waited_for() -> None:
+    with Running() as broker:
+        one, two, three = broker.client(), broker.client(), broker.client()
+        one.borrow(GIB)
+        two.want(PAGE, PAGE)
+        heard(three, "reclaim")
+        answer(one)
+        answer(two)
+        three.hang_up()
+        while heard(two, "holders").words[1]:
+            pass
+
+
+def test_what_comes_back_is_for_the_first_demand() -> None:
+    with Running() as broker:
+        one, two, three = broker.client(), broker.client(), broker.client()
+        one.borrow(GIB)
+        two.want(PAGE, PAGE)
+        heard(one, "reclaim")
+        request = three.want(PAGE, PAGE)
+        assert list(heard(three, "holders").words) == [request, 0, os.getpid(), GIB, UNKNOWN]
+
+
+@pytest.mark.parametrize("version", [V - 1, V + 1])
+def test_clients_of_other_versions(version: int) -> None:
+    """An older one hears nothing of it, and is not waited for."""
+    with Running() as broker:
+        other = Client(broker.path, version=version, oldest=min(version, V))
+        broker.clients.append(other)
+        other.borrow(GIB)
+        two = broker.client()
+        request = two.want(PAGE, PAGE)
+        answer(two)
+        if version > V:
+            assert list(heard(other, "reclaim").words) == [PAGE]
+            other.say_raw(Message("reclaimed", (0, 7), "kept").encode())
+        message = heard(two, "holders")
+        while message.words[1]:
+            message = heard(two, "holders")
+        assert list(message.words) == [request, 0, os.getpid(), GIB, 7 if version > V else UNKNOWN]
+        other.say("demand", 99, PAGE, PAGE, PAGE)
+        if version < V:
+            other.say("usage", 5)
+            kinds = []
+            while "usage" not in kinds:
+                kinds.append(protocol.receive(other.channel).kind)  # type: ignore[union-attr]
+            assert set(kinds) <= {"usage", "stalled", "grant"}
+
+
+def test_a_malformed_answer_ends_its_connection_alone() -> None:
+    with Running() as broker:
+        one, two = broker.client(), broker.client()
+        one.say("reclaimed", 2, 0)
+        assert one.is_refused()[0] == "malformed"
+        two.borrow(PAGE, PAGE)
+
+
+def test_rounds_come_less_and_less_often() -> None:
+    with Running() as broker:
+        one, two = broker.client(), broker.client()
+        one.borrow(GIB)
+        two.want(PAGE, PAGE)
+        times = []
+        for _ in range(5):
+            heard(one, "reclaim")
+            times.append(time.monotonic())
+            one.say("reclaimed", 0, 0)
+            answer(two)
+        assert times == sorted(times)
