@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <system_error>
+#include <thread>
 #include <vector>
 
 #include "base/mutants.h"
@@ -90,17 +91,24 @@ bool Resting::reap(std::uint64_t waited) {
 }
 
 bool Resting::reclaim(Deadline deadline, std::uint64_t seen) {
+  // The sweep of another thread takes real time, also where the clock is virtual.
+  const Deadline swept = Clock::now() + (deadline - now());
   Clock::duration pause = kFirstLook;
   for (;;) {
+    const Deadline at = now();  // before the look: the last one comes when the deadline has passed
     if (reap() || given_back_ != seen) return true;
+    bool sweeps = false;
     {
       std::lock_guard lock(mutex_);
-      if (rests_.empty() && sweeps_ == 0) return given_back_ != seen;  // the last sweep may have ended just now
+      sweeps = rests_.empty();
+      if (sweeps && sweeps_ == 0) return given_back_ != seen;  // the last sweep may have ended just now
     }
-    const Deadline at = now();
-    if (at >= deadline || waiting_is_over || gate_.capturing() || MEMSAVER_MUTANT(a_shortage_waits_for_nothing))
+    if ((sweeps ? Clock::now() >= swept : at >= deadline) || waiting_is_over || gate_.capturing() ||
+        MEMSAVER_MUTANT(a_shortage_waits_for_nothing))
       return false;
-    if (has_no_marks_) {  // without marks only a wait for the whole device is possible
+    if (sweeps) {
+      std::this_thread::sleep_for(std::min<Clock::duration>(pause, swept - Clock::now()));
+    } else if (has_no_marks_) {  // without marks only a wait for the whole device is possible
       const std::uint64_t freed = frees();
       try {
         wait_idle(driver_, gate_, deadline, false);
@@ -108,8 +116,9 @@ bool Resting::reclaim(Deadline deadline, std::uint64_t seen) {
         return false;
       }
       return reap(freed) || given_back_ != seen;
+    } else {
+      sleep_for(std::min<Clock::duration>(pause, deadline - at));
     }
-    sleep_for(std::min<Clock::duration>(pause, deadline - at));
     pause = std::min<Clock::duration>(pause * 2, kLastLook);
   }
 }
