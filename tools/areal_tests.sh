@@ -43,12 +43,17 @@ case $way in
     # AReaL preloads the file without a suffix, which is the build for CUDA 12. With another CUDA it gets the build for that
     # one under this name, in a copy.
     major=$("$python" -c 'import torch; print((torch.version.cuda or "12").partition(".")[0])')
-    rm -rf "$directory/original"
-    cp -r "$original" "$directory/original"
+    copy=$directory/original-of-this-cuda
+    [ "$original" != "$(realpath -m "$copy")" ] || {
+      echo "ORIGINAL=$original: expected another folder, since this one is made anew" >&2
+      exit 2
+    }
+    rm -rf "$copy"
+    cp -r "$original" "$copy"
     cp "$original/torch_memory_saver_hook_mode_preload_cu$major.abi3.so" \
-      "$directory/original/torch_memory_saver_hook_mode_preload.abi3.so"
+      "$copy/torch_memory_saver_hook_mode_preload.abi3.so"
     unset MEMSAVER_DROP_IN
-    PYTHONPATH=$directory/original${PYTHONPATH:+:$PYTHONPATH}
+    PYTHONPATH=$copy${PYTHONPATH:+:$PYTHONPATH}
     ;;
   *)
     echo "WAY=$way: expected memsaver or tms" >&2

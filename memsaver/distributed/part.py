@@ -64,9 +64,10 @@ class Part:
                 return self._serve(number, phase, until)
         except _LostLeaderError as lost:
             self.broken = str(lost)
-            text = f"phase {phase!r} could not be entered: {lost}{self._settle(number)}"
+            text, report = f"phase {phase!r} could not be entered: {lost}{self._settle(number)}", self._silence.report
+            text += f"; report: {report}" if report is not None else ""
             self._leave(number, lost.__cause__ or lost)  # the leader may live, and be slow
-            raise Error(text, phase=phase, role=None, rank=0, report=self._silence.report) from lost.__cause__
+            raise Error(text, phase=phase, role=None, rank=0, report=report) from lost.__cause__
         except _FailedTurnError as failed:
             self._abort_prepared()
             raise failed.error from failed.cause

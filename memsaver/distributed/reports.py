@@ -85,21 +85,28 @@ class Collector:
         self._requests = 0
 
     def collect(self, title: str) -> Report:
-        """Waits for the parts within a bound. Raises memsaver.Error if the store cannot be reached."""
+        """Waits for the parts within a bound, and not longer than until another process asks for a report.
+
+        Raises memsaver.Error if the store cannot be reached.
+        """
         self._requests += 1
         request = f"{self._process}/{self._requests}"
         self._link.set("report", request)
         parts: dict[int, dict[str, str]] = {}
-        pace, until = Pace(), time.monotonic() + _PARTS_S
-        keys = [f"part/{process}" for process in range(self._count)]
-        while len(parts) < self._count and time.monotonic() < until:
+        began = time.monotonic()
+        pace, until = Pace(), began + _PARTS_S
+        keys = ["report", *(f"part/{process}" for process in range(self._count))]
+        asked: bytes | None = request.encode()
+        while len(parts) < self._count and asked == request.encode() and time.monotonic() < until:
             pace.sleep(until)
-            found = [loads(content) if content is not None else {} for content in self._link.get_all(keys)]
-            parts = {process: each for process, each in enumerate(found) if each.get("request") == request}
-        path = reports.save(title, f"rank {self._process}", self._lines(parts))
+            asked, *contents = self._link.get_all(keys)
+            found = [loads(content) if content is not None else {} for content in contents]
+            # Those of an earlier pass stay: a process overwrites its part for the request of another one.
+            parts |= {process: each for process, each in enumerate(found) if each.get("request") == request}
+        path = reports.save(title, f"rank {self._process}", self._lines(parts, time.monotonic() - began))
         return Report(path, {process: each["doing"] for process, each in parts.items()})
 
-    def _lines(self, parts: Mapping[int, Mapping[str, str]]) -> Sequence[str]:
+    def _lines(self, parts: Mapping[int, Mapping[str, str]], waited: float) -> Sequence[str]:
         lines: list[str] = []
         for process in range(self._count):
             hello = self._hello(process)
@@ -107,7 +114,7 @@ class Collector:
             if process in parts:
                 lines += [f"it {parts[process]['doing']}", parts[process]["text"]]
             else:
-                lines += [f"it has sent no part within {_PARTS_S:g} s", *self._native_stacks(hello)]
+                lines += [f"it has sent no part within {waited:.1f} s", *self._native_stacks(hello)]
         return lines
 
     def _native_stacks(self, hello: Mapping[str, Any] | None) -> Sequence[str]:
