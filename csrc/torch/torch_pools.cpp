@@ -14,8 +14,8 @@ namespace memsaver {
 namespace {
 
 // The places of CUDAAllocator::emptyCache(MempoolId_t), releasePool(DeviceIndex, MempoolId_t) and
-// getPoolUseCount(DeviceIndex, MempoolId_t) in c10/cuda/CUDACachingAllocator.h of these releases. tools/torch_methods.py
-// reads them from wheels.
+// getPoolUseCount(DeviceIndex, MempoolId_t) in c10/cuda/CUDACachingAllocator.h of these releases.
+// tools/torch_methods.py reads them from wheels.
 struct Verified {
   int major, minor;
   std::size_t empty_cache, release_pool, use_count;
