@@ -49,9 +49,15 @@ class Routes:
     def begin_for_all(self, index: int, pool: Any) -> None:
         """Lets all threads allocate from a pool, in place of an earlier one, if they are in no other."""
         with self._lock:
-            if not self._of_all:
+            first = not self._of_all
+            if first:
                 _core.route_begins()
-            torch._C._cuda_beginAllocateToPool(index, pool.id)  # before the earlier one ends
+            try:
+                torch._C._cuda_beginAllocateToPool(index, pool.id)  # before the earlier one ends
+            except BaseException:
+                if first:
+                    _core.route_ends()
+                raise
             former = [self._of_all.pop(index)] if index in self._of_all else []
             self._of_all[index] = pool
             for each in former:

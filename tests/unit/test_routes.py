@@ -53,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchCalls]:
     }  # fmt: skip
     for name, call in replaced.items():
         monkeypatch.setattr(torch._C, name, call, raising=False)
-    for name in ("route_begins", "route_ends"):  # some tests leave routes
+    for name in ("route_begins", "route_ends"):
         monkeypatch.setattr(_core, name, lambda: None)
     yield found
 
@@ -94,6 +94,7 @@ def test_another_pool_of_all_threads_begins_before_the_former_ends(calls: TorchC
     assert calls.gone == []
     routes.end(0, thread)
     assert [number for number, _ in calls.gone] == [1]
+    routes.end_for_all(0)
 
 
 def test_no_pool_is_dropped_during_a_capture(calls: TorchCalls) -> None:
@@ -122,7 +123,9 @@ def test_the_core_knows_whether_any_route_exists(calls: TorchCalls, monkeypatch:
     routes.end_for_all(0)
     assert count == [("begins", 0), ("begins", 1), ("ends", 1), ("ends", 0)]
     assert not routes.any
-    monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
-    with pytest.raises(TypeError):
-        routes.begin(0, of_thread)
-    assert count[4:] == [("begins", 0), ("ends", 0)]
+    for name, begin in (("CurrentThread", routes.begin), ("", routes.begin_for_all)):
+        count.clear()
+        monkeypatch.setattr(torch._C, f"_cuda_beginAllocate{name}ToPool", None)
+        with pytest.raises(TypeError):
+            begin(0, of_thread)
+        assert count == [("begins", 0), ("ends", 0)]
