@@ -14,7 +14,7 @@ _MIB = 1 << 20
 
 
 def account_of(device: str) -> Account:
-    """The rows of this process on a device that memsaver has opened, and what the device has beside them, in bytes.
+    """The memory in use on a device that memsaver has opened: the rows of this process, and the other bytes.
 
     ``listed_bytes`` is None where the driver does not list the process. Then no row is ``"unknown"``, and memory that
     no row has is in ``unlisted_bytes``.

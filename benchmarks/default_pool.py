@@ -42,7 +42,7 @@ from processes import last_line
 
 HERE = Path(__file__).resolve().parent
 Reply = dict[str, Any]
-SPEED, BATCH, RELEASED = 0.01, 0.97, 0.99  # what is wanted
+SPEED, BATCH, RELEASED = 0.01, 0.97, 0.99  # the bounds of the conditions
 
 
 def compiled(folder: str) -> str:

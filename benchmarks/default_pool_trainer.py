@@ -176,7 +176,7 @@ def holds_only(tensor: torch.Tensor, value: int) -> bool:
 
 
 class Subject:
-    """What the requests do. Each method returns a reply; its arguments are those of the request."""
+    """The requests, a method each. Its arguments are those of the request, its result is the reply."""
 
     def __init__(self, cap_gib: float, library: str | None) -> None:
         torch.use_deterministic_algorithms(True)
@@ -308,7 +308,7 @@ class Subject:
 
 def serve() -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to the log
+    os.dup2(2, 1)  # output of libraries goes to the log
     subject: Subject | None = None
     for line in sys.stdin:
         request = json.loads(line)

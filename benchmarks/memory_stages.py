@@ -1,4 +1,4 @@
-"""Memory in use of a rank after each stage: what the context, kernels, NCCL and workspaces take and keep."""
+"""Memory in use of a rank after each stage: of its context, kernels, NCCL and workspaces."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ import memsaver
 
 DEVICE = "cuda:0"
 WAIT_S = 120.0
-SPARE = 2 * GIB  # of the pool, beyond what one side needs
+SPARE = 2 * GIB  # bytes of the pool that neither side needs
 PART = GIB  # of each block
 
 

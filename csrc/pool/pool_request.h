@@ -39,7 +39,7 @@ class RequestHost {
   virtual void send_locked(wire::Message message) = 0;
   virtual void give_back_locked(Grant grant) = 0;
   virtual Chunk import(Grant grant) = 0;     // without the lock
-  virtual bool reclaims_locked() const = 0;  // whether the broker makes other processes return what they cache
+  virtual bool reclaims_locked() const = 0;  // whether the broker asks other processes for unused memory
   virtual void waits_long_locked() = 0;      // a request has waited for kLongWait
   [[noreturn]] virtual void throw_disconnected() const = 0;
   [[noreturn]] virtual void throw_unanswered() const = 0;

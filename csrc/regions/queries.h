@@ -1,5 +1,5 @@
 // Requests of the threads of the pools to threads of Python. No thread of a pool may wait for the GIL, so it only notes
-// what is wanted.
+// the request.
 #pragma once
 
 #include <condition_variable>

@@ -29,7 +29,7 @@ extern std::atomic<void (*)(Device&)> release_torch_caches;
 
 class Reclaimer {
  public:
-  // What is left after a pass.
+  // The memory that stays after a pass.
   struct Rest {
     bool more = false;       // more will come back by itself: the device still works on it, or Python is asked
     std::size_t unused = 0;  // bytes that no tensor uses and that stay

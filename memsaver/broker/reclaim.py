@@ -85,7 +85,7 @@ class Reclaim:
 
     def _end(self, head: Demand, now: float) -> None:
         """Tells the client of the first demand who holds what, at the end of a round and before."""
-        # What the clients have returned may still be on its way through the pool, or through the driver.
+        # Memory that the clients have returned may still be on its way through the pool, or through the driver.
         is_late = now < self._answered_at + 2 * RETRY_S and self._pool.lacks_memory
         is_stalled = head.stall_reported == head.messages and not self._pool.may_proceed
         more = bool(self._asked) or is_late or not is_stalled
@@ -116,7 +116,7 @@ class Reclaim:
                 client.send(Message("reclaim", (head.remaining,)))
 
     def _tell_others(self, demands: Sequence[Demand]) -> None:
-        """What comes back goes to the first demand, so those behind it are told that nothing comes for them."""
+        """Tells the other demands that no memory comes for them: returned memory goes to the first demand."""
         told = {}
         for demand in demands:
             key = (demand.client.id, demand.request)

@@ -384,24 +384,29 @@ def test_a_rank_that_ends_while_groups_are_opened_is_an_error_of_the_others(tmp_
         pass
 
 
-def interrupt(rank: int, file: str) -> None:
-    guest = begin(rank, 2, file, timeout=LONG_S)
-    group = dist.new_group([0, 1])
-    signals = Signals(rank, 2)
-    close, settle = guest._close, Meeting.settle
+def interrupt_pause(guest: ProcessGroups, group: dist.ProcessGroup) -> None:
+    """Interrupts a pause between two groups that it closes: after this one."""
+    close = guest._close
 
-    # Between two groups that are closed.
     def interrupted(record: Any, *others: Any) -> None:
         if record.group is not group:
             raise KeyboardInterrupt
         close(record, *others)
 
+    guest._close = interrupted  # type: ignore[assignment,method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        memsaver.pause(TAG)
+    del guest._close
+    assert guest.closed == [group.group_name]
+
+
+def interrupt(rank: int, file: str) -> None:
+    guest = begin(rank, 2, file, timeout=LONG_S)
+    group = dist.new_group([0, 1])
+    signals = Signals(rank, 2)
+    settle = Meeting.settle
     if rank == 0:
-        guest._close = interrupted  # type: ignore[assignment,method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            memsaver.pause(TAG)
-        del guest._close
-        assert guest.closed == [group.group_name]
+        interrupt_pause(guest, group)
     reopen(guest)
     check_open(guest, group)
 
@@ -450,19 +455,8 @@ def interrupt_one_pause(rank: int, file: str) -> None:
     """Rank 0 is interrupted between two groups that are closed, and again while the library opens them again."""
     guest = begin(rank, 2, file, timeout=LONG_S)
     group = dist.new_group([0, 1])
-    close = guest._close
-
-    def interrupted(record: Any, *others: Any) -> None:
-        if record.group is not group:
-            raise KeyboardInterrupt
-        close(record, *others)
-
     if rank == 0:
-        guest._close = interrupted  # type: ignore[assignment,method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            memsaver.pause(TAG)
-        del guest._close
-        assert guest.closed == [group.group_name]
+        interrupt_pause(guest, group)
     else:
         memsaver.pause(TAG)
         assert len(guest.closed) == 2
