@@ -51,10 +51,12 @@ from memsaver.stats import stats  # noqa: E402
 from memsaver.transitions import Transition, TransitionFuture, pause, resume, switch  # noqa: E402
 
 if TYPE_CHECKING:
+    from memsaver._torch.default_pool import default_pool
     from memsaver._torch.graphs import CUDAGraph, graph
     from memsaver._torch.sharing import Token, attach, share
 
 _WITH_TORCH = {
+    "default_pool": "memsaver._torch.default_pool",
     "CUDAGraph": "memsaver._torch.graphs", "graph": "memsaver._torch.graphs",
     "Token": "memsaver._torch.sharing", "attach": "memsaver._torch.sharing", "share": "memsaver._torch.sharing",
 }  # fmt: skip
@@ -63,7 +65,7 @@ __all__ = [
     "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error", "Guest",
     "GuestError", "OutOfMemoryError", "ReceiveError", "Region", "RegionPausedError", "Token", "Transition",
     "TransitionFuture", "TransitionRecord", "TransitionStage", "VerifyError", "WaitTimeoutError", "attach", "capturing",
-    "configure", "cpu_backup", "define_phase", "graph", "history", "outside", "pause", "phase", "region", "register",
+    "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "outside", "pause", "phase", "region", "register",
     "release_host_memory", "resume", "share", "stats", "switch", "trim", "unregister",
 ]  # fmt: skip
 

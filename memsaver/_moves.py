@@ -77,6 +77,8 @@ class Move:
         move = self.core
         self._report = _Report(progress) if progress is not None else None
         try:
+            if (torch := loaded()) is not None:
+                torch.move_threads_away(list(self._pause))
             move.begin()
             self._leaving = tags_of(move.pausing)
             self._pausing = leaving = [wrapper(each) for each in move.pausing]
@@ -85,6 +87,7 @@ class Move:
             restored = [restore[each.tag] for each in move.resuming]
             if (torch := loaded()) is not None:
                 torch.check_pausable(leaving, self._thread)
+                torch.move_threads_away(leaving)  # again: an earlier transition may have moved them back meanwhile
             self._guests.prepare()
             live = [_live(each) if policy != "none" else [] for each, policy in zip(leaving, kept)]
             # A frozen region whose copy has other users is unsealed by its resume.

@@ -370,7 +370,9 @@ class Region:
             raise RegionPausedError(f"region {self.tag!r} is {state}: it cannot {purpose}", tag=self.tag, state=state)
 
     def _check_fillable(self, purpose: str) -> None:
-        """Raises as check_active() does, and memsaver.Error if the region is frozen and its contents are copied."""
+        """Raises as check_active() does, and memsaver.Error if the region takes no allocations of the caller."""
+        if self._core.placed:
+            raise Error(f"region {self.tag!r} is torch's default pool of {self.device}: it cannot {purpose}")
         self.check_active(purpose)
         if self._core.sealed:
             raise Error(

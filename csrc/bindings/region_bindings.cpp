@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
+#include "torch/default_pools.h"
 #include "torch/torch_hooks.h"
 #include "torch/torch_pools.h"
 #include "transitions/compaction.h"
@@ -179,6 +180,7 @@ void bind_regions(nb::module_& module) {
                    })
       .def_prop_ro("frozen", [](const Region& region) { return region.frozen; })
       .def_prop_ro("fill", [](const Region& region) { return name_of(region.fill); })
+      .def_prop_ro("placed", [](const Region& region) { return region.placed; })
       .def_prop_ro("residence", &looked<&Region::residence>)
       .def_prop_ro("sealed", &looked<&Region::sealed>)
       .def_prop_ro("discarded", &looked<&Region::discarded>)
@@ -239,6 +241,22 @@ void bind_regions(nb::module_& module) {
         return &core().region(tag, device, options);
       },
       nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a, "frozen"_a = false, "fill"_a = "nothing");
+  module.def("bind_default_pools", [](const std::string& library) { return default_pools().bind(library); },
+             "library"_a, nb::call_guard<Unlocked>());
+  module.def(
+      "default_pool",  // the region of torch's default pool on a CUDA device, which is made at the first call
+      [](const std::string& tag, const std::string& device, const std::string& backup) {
+        const Region::Options options{policy_of(backup), false, Fill::nothing, 0, true};
+        Unlocked release;
+        Region* region = default_pools().of(core().device(device));
+        if (region == nullptr) {
+          region = &core().region(tag, device, options);
+          if (!region->placed) throw BadArgument("region '" + tag + "' on " + device + " exists, expected a new tag");
+          default_pools().add(*region);
+        }
+        return region;
+      },
+      nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a);
   module.def("region_count", [] { return core().region_count(); });
   module.def("regions", [] { return core().all_regions(); }, nb::rv_policy::reference);
   module.def(

@@ -23,6 +23,7 @@ Region::Region(std::string region_tag, Device& on_device, Options options)
       policy(options.policy),
       frozen(options.frozen),
       fill(options.fill),
+      placed(options.placed),
       most_slack_(options.most_slack),
       expected_(options.policy) {}
 
@@ -72,7 +73,7 @@ void Region::settle() {
     if (chunks_.empty() && !std::exchange(dirty_, {}).empty()) device.resting.sweep_ended();
     freed.swap(freed_meanwhile_);
     for (const Address begin : freed) {
-      if (state_ == State::active) {
+      if (state_ == State::active && !placed) {
         if (segments_.rest(begin)) device.resting.add_locked(*this, begin);
       } else if (segments_.contains(begin)) {
         forget_locked(begin);
@@ -111,7 +112,8 @@ void Region::expect_policy(Policy next) {
 }
 
 void Region::count_locked() {
-  const bool copies = expected_ == Policy::host && !(frozen && backup_ != nullptr);
+  // Most of a placed region may be free blocks of the other allocator, which are not copied.
+  const bool copies = expected_ == Policy::host && !placed && !(frozen && backup_ != nullptr);
   const std::size_t bytes = copies ? segments_.live_bytes() : 0;
   device.to_back_up += bytes - counted_;
   counted_ = bytes;
@@ -121,7 +123,7 @@ void Region::count_locked() {
 
 bool Region::owns(Address address) const {
   std::lock_guard lock(device.mutex);
-  return addresses_.owns(address);
+  return placed ? !segments_.between(address, address + 1).empty() : addresses_.owns(address);
 }
 
 std::size_t Region::allocated_bytes() const {
@@ -136,7 +138,7 @@ std::size_t Region::resting_bytes() const {
 
 std::size_t Region::reserved_bytes() const {
   std::lock_guard lock(device.mutex);
-  return addresses_.reserved_bytes();
+  return placed ? segments_.live_bytes() : addresses_.reserved_bytes();
 }
 
 Ranges Region::live() const {
@@ -193,7 +195,21 @@ bool Region::gather_from_others(ChunkRequest& request) {
   return request.gather_from_others();
 }
 
+void Region::find_more(std::size_t wanted, Deadline shortage, Deadline began, std::uint64_t seen, bool& asks_others) {
+  if (device.resting.reclaim(shortage, seen)) {
+    device.source().settle();
+    return;
+  }
+  if (!asks_others && device.pooled && now() < shortage && !MEMSAVER_MUTANT(allocations_ask_no_others)) {
+    asks_others = true;
+    return;
+  }
+  const std::chrono::duration<double> waited = asks_others ? now() - began : Clock::duration::zero();
+  throw device.out_of_memory(wanted, 0, waited.count());
+}
+
 Address Region::allocate(std::size_t size, Deadline shortage) {
+  if (placed) throw Error("region '" + tag + "' takes the segments of another allocator alone");
   check_allocatable(size);
   device.resting.reap();
   const std::size_t wanted = size;
@@ -220,16 +236,7 @@ Address Region::allocate(std::size_t size, Deadline shortage) {
         snug = true;
         continue;
       }
-      if (device.resting.reclaim(shortage, seen)) {
-        device.source().settle();
-        continue;
-      }
-      if (!asks_others && device.pooled && now() < shortage && !MEMSAVER_MUTANT(allocations_ask_no_others)) {
-        asks_others = true;
-        continue;
-      }
-      const std::chrono::duration<double> waited = asks_others ? now() - began : Clock::duration::zero();
-      throw device.out_of_memory(wanted, 0, waited.count());
+      find_more(wanted, shortage, began, seen, asks_others);
     }
   } catch (...) {
     std::lock_guard lock(device.mutex);
@@ -269,6 +276,7 @@ Layout Region::layout_locked(Ranges wanted, Ranges segments, std::size_t live, s
     input.chunks.push_back({chunk->first, chunk->second.size()});
     if (chunk->first >= end) break;  // the border of the last gap
   }
+  if (placed) input.reserved = input.wanted;
   for (const auto& [at, size] : addresses_.reserved()) input.reserved.push_back({at, size});
   return Layout(std::move(input));
 }
@@ -282,13 +290,16 @@ Needs Region::needs_of(Range segment, bool snug) const {
   return needs;
 }
 
+void Region::make_certain() {
+  if (!doubtful_) return;
+  allow(slots());
+  doubtful_ = false;
+}
+
 void Region::map_new(Range segment, ChunkRequest& request, bool snug) {
   const Remapping remapping(*this);
   check_allocatable(segment.size);  // a transition marks a region under the same lock
-  if (doubtful_) {
-    allow(slots());
-    doubtful_ = false;
-  }
+  make_certain();
   std::optional<Layout> layout;
   {
     std::lock_guard lock(device.mutex);
@@ -313,7 +324,7 @@ void Region::map_new(Range segment, ChunkRequest& request, bool snug) {
 
 void Region::forget_locked(Address begin) {
   const Range freed = segments_.erase(begin);
-  addresses_.give(freed);
+  if (!placed) addresses_.give(freed);
   if (!chunks_.empty()) add_dirty_locked(freed);
   count_locked();
 }
@@ -376,7 +387,8 @@ Layout Region::layout(bool snug) const {
       unused -= std::min<Address>(segment.end(), begin + chunk.size()) - std::max<Address>(segment.offset, begin);
     slack += unused;
   }
-  return layout_locked(segments_.live(), segments_.all(), segments_.live_bytes(), slack, snug);
+  return layout_locked(placed ? segments_.all() : segments_.live(), segments_.all(), segments_.live_bytes(), slack,
+                       snug || placed);
 }
 
 std::size_t Region::missing_bytes() const {
@@ -595,6 +607,7 @@ Ranges Region::close() {
   std::lock_guard lock(device.mutex);
   const std::string cannot = "region '" + tag + "' cannot be closed: ";
   if (closed_) throw Error("region '" + tag + "' was closed before");
+  if (placed) throw Error(cannot + "another allocator uses it until the process ends");
   if (segments_.live_bytes() > 0)
     throw Error(cannot + std::to_string(segments_.live_bytes()) + " bytes of it are allocated");
   if (segments_.resting_bytes() > 0)

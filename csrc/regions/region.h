@@ -44,6 +44,7 @@ class Region final : public RestingOwner {
     Fill fill = Fill::nothing;
     std::size_t most_slack =
         kAnySlack;  // the limit of mapped bytes without a segment, beside that of the region's size
+    bool placed = false;  // another allocator chooses the addresses of the segments: see place()
   };
 
   Region(std::string tag, Device& device, Options options);
@@ -53,6 +54,7 @@ class Region final : public RestingOwner {
   const Policy policy;
   const bool frozen;
   const Fill fill;
+  const bool placed;
 
   // The state machine. The caller holds Core::mutex, and no lock after it in the order.
   //
@@ -104,6 +106,17 @@ class Region final : public RestingOwner {
   // nothing has changed. `shortage`: the end of the wait for freed memory of this device.
   Address allocate(std::size_t size, Deadline shortage);
   void free(Address begin);  // in every state; addresses without a segment are ignored
+
+  // In a placed region, another allocator reserves the addresses, and these take the place of allocate() and free().
+  // No chunk reaches beyond a segment, so each can leave alone.
+  //
+  // borrow() takes chunks for a segment of this size, a multiple of kPage. Throws as allocate().
+  std::vector<Chunk> borrow(std::size_t size, Deadline shortage);
+  // Maps borrowed chunks as a segment. Throws as allocate().
+  void place(Range segment, std::vector<Chunk> chunks);
+  // Unmaps a segment, in every state. Nothing works on it any more: the other allocator has waited. Returns whether
+  // there is such a segment.
+  bool drop(Range segment);
   bool owns(Address address) const;
   std::size_t allocated_bytes() const;
   std::size_t resting_bytes() const;
@@ -169,6 +182,10 @@ class Region final : public RestingOwner {
   void check_allocatable(std::size_t size) const;
   Address take_addresses(std::size_t size);
   bool gather_from_others(ChunkRequest& request);
+  // Makes the next attempt to get memory more likely to succeed than one that saw `seen`. `asks_others`: whether it may
+  // ask other processes; set before it may. Throws OutOfMemoryError for `wanted` bytes where nothing is left to try.
+  void find_more(std::size_t wanted, Deadline shortage, Deadline began, std::uint64_t seen, bool& asks_others);
+  void make_certain();  // gives access to mappings of which it is not known
   Layout layout_locked(Ranges wanted, Ranges segments, std::size_t live, std::size_t slack, bool snug) const;
   Layout layout_of_new_locked(Range segment, bool snug) const;
   Needs needs_of(Range segment, bool snug) const;

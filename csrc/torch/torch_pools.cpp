@@ -9,6 +9,7 @@
 
 #include "base/mutants.h"
 #include "regions/core.h"
+#include "torch/default_pools.h"
 
 namespace memsaver {
 namespace {
@@ -28,6 +29,8 @@ constexpr std::array<Verified, 6> kVerified = {{{2, 8, 13, 25, 26},
                                                 {2, 13, 7, 30, 31}}};
 
 constexpr auto kWanted = std::chrono::seconds(5);  // longer than between two rounds of a broker for one demand
+
+constexpr TorchPoolId kDefaultPool{0, 0};
 
 constexpr auto kAllocator = "_ZN3c104cuda20CUDACachingAllocator9allocatorE";  // std::atomic<CUDAAllocator*>
 
@@ -180,8 +183,12 @@ void TorchPools::end_idle(Device& device) {
       }
     }
     std::erase_if(ended_, [&](const auto& entry) { return entry.second == &device && !uses(entry.first, device); });
-    for (const auto& [id, on] : ended_) {
-      if (on != &device) continue;
+    std::vector<TorchPoolId> to_empty;
+    for (const auto& [id, on] : ended_)
+      if (on == &device) to_empty.push_back(id);
+    const Region* default_pool = default_pools().of(device);
+    if (default_pool != nullptr && default_pool->state() == State::active) to_empty.push_back(kDefaultPool);
+    for (const TorchPoolId id : to_empty) {
       try {
         method<EmptyCache>(methods_.empty_cache)(allocator_, id);
       } catch (...) {

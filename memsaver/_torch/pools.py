@@ -18,7 +18,7 @@ from memsaver.regions import Region
 
 log = logging.getLogger("memsaver")
 
-_LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10_cuda.so")
+LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10_cuda.so")
 MOST_BLOCKS = 20_000  # of which a list is made: some 16 ms with the GIL held (0.8 us for a block, see docs/design.md)
 _LITTLE = 0.01  # of a region's bytes, in free blocks
 _SMALL_SEGMENT = 2 << 20  # bytes of a segment for blocks of at most 1 MiB; torch's segments for other blocks are larger
@@ -33,10 +33,10 @@ def keep_forever(thing: object) -> None:
 
 def bind() -> None:
     """Lets the core end idle pools without Python, if it knows this torch: see csrc/torch/torch_pools.h."""
-    if not os.path.exists(_LIBRARY):
+    if not os.path.exists(LIBRARY):
         return
     major, minor = (int(each) for each in torch.__version__.split(".")[:2])
-    if torch.cuda.get_allocator_backend() == "native" and (reason := _core.bind_torch_pools(_LIBRARY, major, minor)):
+    if torch.cuda.get_allocator_backend() == "native" and (reason := _core.bind_torch_pools(LIBRARY, major, minor)):
         log.info("torch's free blocks in regions can only be returned while the GIL is free: %s", reason)
 
 

@@ -21,9 +21,11 @@ from torch.overrides import TorchFunctionMode
 from memsaver import _core
 from memsaver._adapter import Ranges
 from memsaver._torch.checksums import Checksums
+from memsaver._torch.default_pool import default_pools
 from memsaver._torch.ipc import patches
 from memsaver._torch.pools import EntryPoints, RegionPools, bind, has_many_blocks, keep_forever, new_pool
 from memsaver._torch.routes import routes
+from memsaver._torch.side_pools import side_pools
 from memsaver.errors import Error, RegionPausedError, add_ledger
 from memsaver.regions import Region, owning
 
@@ -182,6 +184,8 @@ class Router:
             if device not in thread.routed:
                 routes.begin(device.index, pool)
                 thread.routed[device] = pool
+                side_pools.make_last(device.index)
+        default_pools.move_threads_back()
         with self._lock:
             for region in [region for region in thread.pools if region not in entered]:
                 self._pools[region].take_back(thread.pools.pop(region))
@@ -261,6 +265,8 @@ class Router:
     def pool(self, region: Region) -> torch.cuda.MemPool:
         if region.device == "cpu":
             raise Error(f"region {region.tag!r} is on the host driver, and torch has memory pools on CUDA only")
+        if region._core.placed:
+            raise Error(f"region {region.tag!r} is torch's default pool, and has no other pool")
         with self._lock:
             return self._of(region).graph
 
@@ -284,14 +290,35 @@ class Router:
         return _subtract(region._core.live(), free)
 
     def check_pausable(self, regions: Sequence[Region], thread: int | None) -> None:
-        """Raises Error if another thread than this is inside a region: torch could allocate there during the pause."""
+        """Raises Error if another thread than this is inside a region: torch could allocate there during the pause.
+
+        A thread inside any region on the device of a default pool would allocate from the pool that takes its place.
+        """
+        defaults = {each.device: each for each in default_pools.among(regions)}
         with self._lock:
             for ident, entered in self._inside.items():
-                held = next((region for region in regions if region in entered), None)
-                if held is not None and ident != thread:
-                    raise Error(
-                        f"region {held.tag!r} cannot be paused: thread {ident} is inside it; it must leave first"
-                    )
+                if ident == thread:
+                    continue
+                for held in entered:
+                    if held in regions:
+                        raise Error(
+                            f"region {held.tag!r} cannot be paused: thread {ident} is inside it; it must leave first"
+                        )
+                    if held is not None and held.device in defaults:
+                        raise Error(
+                            f"region {defaults[held.device].tag!r}, torch's default pool, cannot be paused: thread "
+                            f"{ident} is inside region {held.tag!r}; it must leave first"
+                        )
+
+    def move_threads_away(self, regions: Sequence[Region]) -> None:
+        """Lets all threads allocate from other pools, if default pools are among the regions to pause."""
+        moved = default_pools.move_threads_away(regions)
+        if not side_pools.win:
+            return
+        for device, pool in self.thread.routed.items():
+            if device.index in moved:  # this thread is inside a region, whose pool shall win
+                routes.end(device.index, pool)
+                routes.begin(device.index, pool)
 
     def trim(self, regions: Sequence[Region], all_pools: bool = False) -> None:
         """Drops idle pools with free blocks; with ``all_pools`` also those without, and graph pools without graphs."""
@@ -301,6 +328,8 @@ class Router:
                 if region in self._pools:
                     retired += self._pools[region].retire_idle(all_pools)
         routes.drop(retired)  # outside the lock: torch frees segments with the pools
+        if default_pools.among(regions):
+            torch.cuda.empty_cache()
 
     def return_caches(self, device: str) -> tuple[int, str]:
         """Returns free blocks of torch in active regions of a device, if the core could not: as trim() does.
@@ -312,6 +341,8 @@ class Router:
             regions = [each for each in self._pools if each.device == device and each.state == "active"]
         if _core.torch_pools_unusable() and not _core.capturing() and not routes.any:
             self.trim(regions)
+            if default_pools.active_on(device):
+                torch.cuda.empty_cache()
         if not regions or has_many_blocks(torch.device(device)):
             return 0, ""
         nbytes, reasons = 0, []

@@ -19,7 +19,7 @@ from memsaver.drop_in.tms.calls import Calls
 from memsaver.drop_in.tms.library import Library, Settings
 from memsaver.drop_in.tms.regions import saver_regions
 from memsaver.drop_in.tms.routing import check_allocator
-from memsaver.drop_in.tms.side_pools import side_pools
+from memsaver._torch.side_pools import side_pools
 from memsaver.errors import Error
 from memsaver.regions import Region
 

@@ -17,7 +17,7 @@ from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.tagged import index_of
 from memsaver.drop_in.tms.library import Library, Settings
 from memsaver.drop_in.tms.regions import saver_regions
-from memsaver.drop_in.tms.side_pools import side_pools
+from memsaver._torch.side_pools import side_pools
 from memsaver.regions import Region, outside
 
 

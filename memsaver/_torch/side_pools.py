@@ -10,7 +10,7 @@ import torch
 
 from memsaver._torch.pools import snapshot
 from memsaver._torch.routes import routes
-from memsaver.transitions import in_thread
+from memsaver._results import in_thread
 
 log = logging.getLogger("memsaver")
 
@@ -26,6 +26,14 @@ class SidePools:
         self._begun: set[int] = set()  # numbers of devices
         self._first_wins: bool | None = None  # of two pools that a thread is routed to. Versions of torch differ
         self.ids: dict[int, list[tuple[int, int]]] = {}  # of pools with segments, by the number of the device
+
+    def has_begun(self, index: int) -> bool:
+        return index in self._begun
+
+    @property
+    def win(self) -> bool:
+        """Whether a pool of all threads comes before one that a thread was routed to earlier."""
+        return not self._first_wins
 
     def begin(self, index: int) -> None:
         """Lets all threads allocate from a new pool. Again: from another new one."""

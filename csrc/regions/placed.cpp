@@ -1,0 +1,72 @@
+// Segments of a region at addresses that another allocator has chosen.
+#include <algorithm>
+#include <utility>
+
+#include "regions/region.h"
+
+namespace memsaver {
+
+std::vector<Chunk> Region::borrow(std::size_t size, Deadline shortage) {
+  check_allocatable(size);
+  device.resting.reap();
+  const Deadline began = now();
+  const std::size_t largest = chunk_class(std::min(size, largest_chunk()));
+  for (bool asks_others = false;;) {
+    const std::uint64_t seen = device.resting.given_back();
+    Needs needs;
+    for (std::size_t left = size; left > 0; left -= needs.back().bytes) needs.push_back(need(chunk_class(left)));
+    auto request = device.source().ask(needs, asks_others ? shortage : now());
+    static_cast<void>(asks_others ? gather_from_others(*request) : request->gather());
+    try {
+      std::vector<Chunk> chunks;
+      for (std::size_t left = size; left > 0; left -= chunks.back().size())
+        chunks.push_back(request->next(chunk_class(left), largest, false));
+      return chunks;
+    } catch (const ChunkUnavailable&) {
+      // The chunks so far return to the source.
+    }
+    request.reset();
+    find_more(size, shortage, began, seen, asks_others);
+  }
+}
+
+void Region::place(Range segment, std::vector<Chunk> chunks) {
+  const Remapping remapping(*this);
+  check_allocatable(segment.size);  // a transition marks a region under the same lock
+  make_certain();
+  sweep_with_lock();  // for a dropped segment at this address
+  Mapping mapping(*this);
+  Address at = segment.offset;
+  for (Chunk& chunk : chunks) {
+    const Slot slot{at, chunk.size()};
+    at += slot.size;
+    mapping.add(slot, std::move(chunk));
+  }
+  allow(mapping.slots());
+  device.parts.addresses.add(segment, *this);
+  std::lock_guard lock(device.mutex);
+  segments_.add(segment);
+  count_locked();
+  mapping.commit();
+}
+
+bool Region::drop(Range segment) {
+  {
+    std::lock_guard lock(device.mutex);
+    const Ranges found = segments_.between(segment.offset, segment.end());
+    if (found.size() != 1 || found.front().offset != segment.offset || found.front().size != segment.size) return false;
+    switch (state_) {
+      case State::draining:
+      case State::pausing:
+      case State::resuming: freed_meanwhile_.push_back(segment.offset); break;
+      case State::active:
+      case State::paused:
+      case State::lost: forget_locked(segment.offset); break;
+    }
+  }
+  device.parts.addresses.remove(segment);
+  sweep();
+  return true;
+}
+
+}  // namespace memsaver

@@ -1,0 +1,165 @@
+"""torch's default pool as a region, with expandable segments: see csrc/torch/default_pools.h."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+
+from memsaver import _core, _pool_client
+from memsaver._adapter import adapter
+from memsaver._arguments import check_tag, device_name
+from memsaver._torch.pools import DEFAULT_POOL, LIBRARY, snapshot
+from memsaver._torch.side_pools import side_pools
+from memsaver.errors import Error, gib
+from memsaver.policies import check_backup
+from memsaver.regions import Region, default_device, wrapper
+
+log = logging.getLogger("memsaver")
+
+_EXPANDABLE: Final = "expandable_segments"
+_PIECE: Final = "large_segment_size_mb"  # from torch 2.11 on
+_PIECE_MIB: Final = 32  # a class of chunks: see csrc/memory/chunk.h
+_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first one that is set
+
+
+def default_pool(tag: str = "torch", device: str | torch.device | None = None, backup: str = "host") -> Region:
+    """Makes torch's default pool on a device a region, so that activations and cached blocks leave with a pause.
+
+    The region has all memory that torch takes for its default pool from now on, and for pools of graphs without a
+    region. torch keeps its allocator, with expandable segments, which this call turns on if they are off. A pause
+    copies blocks in use and no free ones. While the region is paused, torch allocates from another pool, outside of
+    regions; tensors of the default pool must not be used. Call it before the first allocation: memory that torch has
+    already stays outside of the region.
+
+    The region cannot be entered or closed, and lasts as long as the process. ``torch.cuda.empty_cache()`` and torch's
+    recovery from a lack of memory work as before.
+
+    Args:
+        tag: The region's tag.
+        device: ``"cuda"`` or ``"cuda:N"``. None: the current CUDA device.
+        backup: The policy for blocks in use: ``"host"``, ``"disk"`` or ``"none"``.
+
+    Returns:
+        The region. A second call for the device gives the same one.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: ``device`` is not a CUDA device, ``backup`` is not a policy, the tag has a region, or the device's
+            default pool is a region with another tag or policy.
+        ConfigError: The policy is ``"disk"``, and ``disk_dir`` is not set.
+        memsaver.Error: This torch's allocator cannot be used: another backend than ``"native"``, or a table of the
+            driver's functions that is not as expected.
+
+    Examples:
+        >>> torchs = memsaver.default_pool()  # doctest: +SKIP
+        >>> activations = torch.empty(1 << 30, device="cuda")  # doctest: +SKIP
+        >>> memsaver.pause("torch").released_bytes  # doctest: +SKIP
+        1073741824
+    """
+    check_tag(tag)
+    check_backup(backup)
+    name = default_device() if device is None else device_name(device)
+    if not name.startswith("cuda:"):
+        raise ValueError(f"device is {name!r}, expected a CUDA device: torch has a default pool there alone")
+    if torch.version.cuda is None:
+        raise Error(f"this build of torch ({torch.__version__}) has no CUDA")
+    torch.cuda.init()
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        raise Error(f"torch's allocator is {backend!r}, expected 'native'")
+    _pool_client.join(name)
+    _make_expandable()
+    if reason := _core.bind_default_pools(LIBRARY):
+        raise Error(f"torch's default pool cannot be a region: {reason}")
+    region = wrapper(_core.default_pool(tag, name, backup))
+    if (region.tag, region.backup) != (tag, backup):
+        raise ValueError(
+            f"tag is {tag!r} and backup is {backup!r}, but the default pool of {name} is region {region.tag!r} with "
+            f"{region.backup!r}"
+        )
+    adapter().adopt_pool(region, DEFAULT_POOL)
+    default_pools.add(region)
+    return region
+
+
+class DefaultPools:
+    """The regions of default pools. While one is paused or about to be, all threads allocate from another pool."""
+
+    def __init__(self) -> None:
+        self._regions: dict[int, Region] = {}  # by the number of the device
+
+    def add(self, region: Region) -> None:
+        index = _index(region)
+        if index not in self._regions:
+            self._regions[index] = region
+            outside = sum(each["total_size"] for each in snapshot(DEFAULT_POOL) if each["device"] == index)
+            if outside:
+                log.info("torch has %s on %s already, which stay outside of %r", gib(outside), region.device, region)
+
+    def among(self, regions: Iterable[Region]) -> list[Region]:
+        return [each for each in regions if each in self._regions.values()]
+
+    def active_on(self, device: str) -> bool:
+        return any(each.device == device and each.state == "active" for each in self._regions.values())
+
+    def move_threads_away(self, regions: Sequence[Region]) -> list[int]:
+        """Lets all threads allocate from another pool on the devices of these regions. Returns their numbers.
+
+        torch would hand out free blocks of the default pool, which have no memory while it is paused.
+        """
+        if _core.capturing():  # no pause is possible, and the capture allocates from its own pool
+            return []
+        moved = []
+        for region in self.among(regions):
+            if not side_pools.has_begun(_index(region)) and region.state in ("active", "pausing"):
+                side_pools.begin(_index(region))
+                moved.append(_index(region))
+        return moved
+
+    def move_threads_back(self) -> None:
+        for index, region in self._regions.items():
+            if side_pools.has_begun(index) and region.state == "active":
+                side_pools.end(index)
+
+
+default_pools = DefaultPools()
+
+
+def _index(region: Region) -> int:
+    return int(region.device.removeprefix("cuda:"))
+
+
+def _make_expandable() -> None:
+    """Turns torch's expandable segments on, in pieces that are whole chunks where torch can do so."""
+    former = _settings()
+    missing = [] if f"{_EXPANDABLE}:true" in former.lower() else [f"{_EXPANDABLE}:True"]
+    if f"{_EXPANDABLE}:false" in former.lower():
+        raise Error(f"torch's allocator settings are {former!r}, expected {_EXPANDABLE}:True or none")
+    pieces = [] if _PIECE in former else [f"{_PIECE}:{_PIECE_MIB}"]
+    if not missing and not pieces:
+        return
+    base = [former] if former else []
+    try:
+        _set(",".join([*base, *missing, *pieces]))
+    except (ValueError, RuntimeError) as error:
+        if not pieces or _PIECE not in str(error):
+            raise Error(f"torch refuses expandable segments: {error}") from error
+        log.info("torch %s cannot change the size of its segments: their chunks have 2 MiB", torch.__version__)
+        _set(",".join([*base, *missing]))
+
+
+def _settings() -> str:
+    """torch's settings. A call that sets some resets the others."""
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        return str(torch._C._accelerator_getAllocatorSettings())
+    return next((value for name in _VARIABLES if (value := os.environ.get(name))), "")
+
+
+def _set(settings: str) -> None:
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        torch._C._accelerator_setAllocatorSettings(settings)
+    else:
+        torch._C._cuda_cudaCachingAllocator_set_allocator_settings(settings)

@@ -1,0 +1,65 @@
+"""torch's expandable segments over a fake CUDA driver (tests/fake_cuda), in an allocator that is made up: see
+tests/fake_torch.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import memsaver
+from memsaver import _core
+from memsaver.regions import wrapper
+from tests.support import MIB
+from tests.torch_pools import calls, library
+
+OUT_OF_MEMORY, NOT_PERMITTED, NOT_SUPPORTED = 2, 800, 801
+
+
+def default_pool(tag: str = "torch", device: str = "cuda:0", backup: str = "host") -> memsaver.Region:
+    """As ``memsaver.default_pool()``, over the allocator that is made up."""
+    calls()
+    reason = _core.bind_default_pools(library())
+    assert reason == "", reason
+    return wrapper(_core.default_pool(tag, device, backup))
+
+
+class Segment:
+    """An expandable segment of ``most`` pieces. ``map()`` and others return the driver's code."""
+
+    def __init__(self, piece_mib: int = 32, most: int = 16, device: int = 0) -> None:
+        self.piece = piece_mib * MIB
+        self.number = calls().fake_segment(device, ctypes.c_size_t(self.piece), ctypes.c_size_t(most))
+        assert self.number > 0
+        calls().fake_segment_address.restype = ctypes.c_ulonglong
+        self.address = int(calls().fake_segment_address(self.number))
+
+    def map(self, begin: int, end: int, retries: int = 0) -> int:
+        return int(calls().fake_segment_map(self.number, ctypes.c_size_t(begin), ctypes.c_size_t(end), retries))
+
+    def unmap(self, begin: int, end: int) -> int:
+        return int(calls().fake_segment_unmap(self.number, ctypes.c_size_t(begin), ctypes.c_size_t(end)))
+
+    def cache(self, begin: int, end: int) -> None:
+        calls().fake_segment_cache(self.number, ctypes.c_size_t(begin), ctypes.c_size_t(end))
+
+    def peer(self, device: int, begin: int, end: int) -> int:
+        sizes = ctypes.c_size_t(begin), ctypes.c_size_t(end)
+        return int(calls().fake_segment_peer(self.number, device, *sizes))
+
+    def export(self, piece: int) -> int:
+        return int(calls().fake_segment_export(self.number, ctypes.c_size_t(piece)))
+
+    def close(self) -> int:
+        return int(calls().fake_segment_close(self.number))
+
+    def at(self, piece: int) -> int:
+        return self.address + piece * self.piece
+
+    def write(self, piece: int, byte: int) -> None:
+        ctypes.memset(self.at(piece), byte, self.piece)
+
+    def read(self, piece: int) -> int:
+        """The byte that the whole piece holds."""
+        data = ctypes.string_at(self.at(piece), self.piece)
+        assert data == data[:1] * self.piece
+        return data[0]

@@ -1,0 +1,228 @@
+"""torch's default pool as a region: calls of the driver by torch's library, over a fake driver and a fake torch."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import pytest
+
+from tests.fake_cuda import run_on_fake
+
+BEGIN = """
+import ctypes, os, subprocess, sys, tempfile, threading
+import memsaver
+from memsaver import _core
+from tests import torch_pools
+from tests.fake_cuda import control
+from tests.support import GIB, MIB, until
+from tests.torch_segments import NOT_PERMITTED, NOT_SUPPORTED, OUT_OF_MEMORY, Segment, default_pool
+"""
+
+
+def run(source: str, **options: Any) -> None:
+    run_on_fake(BEGIN + textwrap.dedent(source), memory=options.pop("memory", "1GiB"), **options)
+
+
+@pytest.mark.parametrize("piece_mib", [2, 20, 32, 256])
+def test_pieces_leave_and_return_at_their_addresses_with_their_contents(piece_mib: int) -> None:
+    run(f"piece_mib = {piece_mib}" + """
+region = default_pool()
+segment = Segment(piece_mib)
+assert segment.map(0, 2) == 0 and segment.map(3, 4) == 0
+for i in (0, 1, 3):
+    segment.write(i, 10 + i)
+whole = 3 * segment.piece
+assert region.allocated_bytes == region.mapped_bytes == control.used_bytes() == whole
+assert region.owns(segment.at(1)) and not region.owns(segment.at(2))
+for _ in range(3):
+    assert region.pause().released_bytes == whole
+    assert control.used_bytes() == control.mapped_bytes() == region.mapped_bytes == 0
+    assert region.resume().restored_bytes == whole
+    assert [segment.read(i) for i in (0, 1, 3)] == [10, 11, 13]
+    assert control.used_bytes() == control.mapped_bytes() == whole
+assert segment.close() == 0
+assert control.used_bytes() == control.mapped_bytes() == region.allocated_bytes == 0
+""")
+
+
+def test_a_chunk_serves_one_piece_alone() -> None:
+    run("""
+    region = default_pool()
+    segment = Segment(20)
+    assert segment.map(0, 4) == 0
+    region.pause(backup="none"), region.resume()
+    for i in range(4):
+        assert segment.unmap(i, i + 1) == 0
+        assert control.used_bytes() == (3 - i) * 20 * MIB
+        assert segment.map(i, i + 1) == 0 and segment.unmap(i, i + 1) == 0
+    """)
+
+
+def test_a_piece_can_be_mapped_again_at_once() -> None:
+    run("""
+    region = default_pool()
+    segment = Segment(32)
+    for number in range(20):
+        assert segment.map(0, 3) == 0
+        segment.write(1, number)
+        if number % 5 == 0:
+            region.pause(), region.resume()
+        assert segment.read(1) == number
+        assert segment.unmap(1, 3) == 0 and segment.map(1, 2) == 0 and segment.unmap(0, 2) == 0
+    assert control.used_bytes() == 0
+    """)
+
+
+def test_torch_frees_its_cached_pieces_and_tries_again() -> None:
+    run("""
+    region = default_pool()
+    first, second = Segment(32, 64), Segment(32, 64)
+    assert first.map(0, 20) == 0
+    assert second.map(0, 20) == OUT_OF_MEMORY, "20 of 32 pieces are in use"
+    assert region.allocated_bytes == control.used_bytes() == 20 * 32 * MIB
+    first.cache(0, 10)
+    assert second.map(0, 20, retries=1) == 0
+    assert region.allocated_bytes == control.used_bytes() == 30 * 32 * MIB
+    """)
+
+
+def test_pieces_from_before_stay_outside() -> None:
+    run("""
+    from tests.torch_pools import calls
+    calls()
+    segment = Segment(32)
+    assert segment.map(0, 2) == 0
+    segment.write(0, 1)
+    region = default_pool()
+    assert segment.map(2, 3) == 0
+    segment.write(2, 2)
+    assert region.allocated_bytes == segment.piece
+    region.pause()
+    assert control.used_bytes() == 2 * segment.piece and segment.read(0) == 1
+    assert segment.unmap(1, 2) == 0 and control.used_bytes() == segment.piece
+    region.resume()
+    assert (segment.read(0), segment.read(2)) == (1, 2)
+    assert segment.map(1, 2) == 0 and region.allocated_bytes == 2 * segment.piece
+    assert segment.close() == 0 and control.used_bytes() == 0
+    """)
+
+
+def test_while_it_is_paused_torch_takes_memory_of_the_driver_and_frees_pieces() -> None:
+    run("""
+    region = default_pool()
+    segment, beside = Segment(32), Segment(32)
+    assert segment.map(0, 4) == 0
+    for i in range(4):
+        segment.write(i, i)
+    region.pause()
+    assert beside.map(0, 2) == 0
+    beside.write(0, 7)
+    assert control.used_bytes() == 2 * beside.piece
+    assert segment.unmap(1, 3) == 0
+    assert region.allocated_bytes == 2 * segment.piece
+    assert region.resume().restored_bytes == 2 * segment.piece
+    assert (segment.read(0), segment.read(3), beside.read(0)) == (0, 3, 7)
+    assert segment.map(1, 3) == 0 and region.mapped_bytes == 4 * segment.piece
+    assert beside.close() == 0 and segment.close() == 0 and control.used_bytes() == 0
+    """)
+
+
+def test_calls_from_elsewhere_reach_the_driver() -> None:
+    run("""
+    from tests.torch_pools import calls
+    region = default_pool()
+    calls().fake_create.restype = ctypes.c_void_p
+    types = ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong
+    create = ctypes.CFUNCTYPE(ctypes.c_int, *types)(calls().fake_create())
+    handle, properties = ctypes.c_uint64(), (ctypes.c_int * 8)(1, 1, 1, 0)
+    assert create(ctypes.byref(handle), 32 * MIB, properties, 0) == 0
+    assert region.mapped_bytes == 0 and control.used_bytes() == 32 * MIB
+    driver = ctypes.CDLL("libcuda.so.1")
+    assert driver.cuMemRelease(handle) == 0, "the number is the driver's"
+    """)
+
+
+def test_a_piece_is_not_exported_by_torch() -> None:
+    run("""
+    from tests.torch_pools import calls
+    calls()
+    before = Segment(32)
+    assert before.map(0, 1) == 0
+    default_pool()
+    segment = Segment(32)
+    assert segment.map(0, 1) == 0
+    assert segment.export(0) == NOT_SUPPORTED and before.export(0) == 0
+    """)
+
+
+def test_peers_have_access_also_after_a_resume() -> None:
+    run(
+        """
+    region = default_pool()
+    segment = Segment(32)
+    assert segment.map(0, 2) == 0
+    assert segment.peer(1, 0, 2) == NOT_PERMITTED, "no library has used device 1"
+    control.activate(1, 1)
+    assert segment.peer(1, 0, 2) == 0
+    both = control.access(segment.at(0), 2 * segment.piece)
+    region.pause(), region.resume()
+    assert control.access(segment.at(0), 2 * segment.piece) == both == [0, 1]
+    """,
+        devices=2,
+        peers="all",
+    )
+
+
+def test_two_devices_have_a_region_each() -> None:
+    run(
+        """
+    first, second = default_pool("first", "cuda:0"), default_pool("second", "cuda:1")
+    one, other = Segment(32, device=0), Segment(32, device=1)
+    assert one.map(0, 1) == 0 and other.map(0, 2) == 0
+    assert (first.allocated_bytes, second.allocated_bytes) == (one.piece, 2 * other.piece)
+    second.pause()
+    assert (control.used_bytes(0), control.used_bytes(1)) == (one.piece, 0)
+    """,
+        devices=2,
+    )
+
+
+def test_the_region_takes_no_other_segments_and_stays() -> None:
+    run("""
+    region = default_pool()
+    assert default_pool() is region and default_pool("other", backup="none") is region
+    for act in (lambda: region._core.allocate_array(MIB), region.close, lambda: region.empty(1)):
+        try:
+            act()
+        except memsaver.Error:
+            continue
+        raise AssertionError(act)
+    """)
+
+
+def test_a_region_of_the_tag_is_not_taken() -> None:
+    run("""
+    memsaver.region("torch", device="cuda:0", backup="host")
+    try:
+        default_pool()
+        raise AssertionError
+    except ValueError as error:
+        assert str(error) == "region 'torch' on cuda:0 exists, expected a new tag", error
+    """)
+
+
+def test_failed_calls_leave_the_pool_usable() -> None:
+    run("""
+    region = default_pool()
+    segment = Segment(32)
+    for name, code in (("cuMemCreate", 2), ("cuMemCreate", 1), ("cuMemMap", 1), ("cuMemSetAccess", 1)):
+        control.fail(name, code, times=2 if code == OUT_OF_MEMORY else 1)  # of two sizes
+        assert segment.map(0, 1) == code, name
+        segment = Segment(32)
+        assert segment.map(0, 2) == 0, name
+        segment.write(1, 9)
+        region.pause(), region.resume()
+        assert segment.read(1) == 9
+        assert segment.unmap(0, 2) == 0 and control.used_bytes() == 0 == region.mapped_bytes
+    """)
