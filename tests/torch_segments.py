@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
+
 import memsaver
-from memsaver import _core
+from memsaver import _core, _pool_client
 from memsaver.regions import wrapper
 from tests.support import MIB
 from tests.torch_pools import calls, library
@@ -18,6 +20,7 @@ OUT_OF_MEMORY, NOT_PERMITTED, NOT_SUPPORTED = 2, 800, 801
 def default_pool(tag: str = "torch", device: str = "cuda:0", backup: str = "host") -> memsaver.Region:
     """As ``memsaver.default_pool()``, over the allocator that is made up."""
     calls()
+    _pool_client.join(device)
     reason = _core.bind_default_pools(library())
     assert reason == "", reason
     return wrapper(_core.default_pool(tag, device, backup))
@@ -60,6 +63,6 @@ class Segment:
 
     def read(self, piece: int) -> int:
         """The byte that the whole piece holds."""
-        data = ctypes.string_at(self.at(piece), self.piece)
-        assert data == data[:1] * self.piece
-        return data[0]
+        data = np.ctypeslib.as_array((ctypes.c_uint8 * self.piece).from_address(self.at(piece)))
+        assert bool((data == data[0]).all())
+        return int(data[0])

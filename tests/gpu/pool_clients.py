@@ -68,6 +68,15 @@ class Heir:
         return int(torch.stack([(part != 7).sum() for part in parts]).sum())
 
 
+def is_refused(nbytes: int) -> bool:
+    """Whether torch has no memory for a tensor of these bytes."""
+    try:
+        torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+    except torch.OutOfMemoryError:
+        return True
+    return False
+
+
 def captured_sum() -> tuple[memsaver.CUDAGraph, torch.Tensor, torch.Tensor]:
     """A graph that multiplies in regions. Returns it with its output and the output expected after a replay."""
     weights, pool = memsaver.region("weights", DEVICE, "host"), memsaver.region("graph", DEVICE, "host")

@@ -226,3 +226,95 @@ def test_failed_calls_leave_the_pool_usable() -> None:
         assert segment.read(1) == 9
         assert segment.unmap(0, 2) == 0 and control.used_bytes() == 0 == region.mapped_bytes
     """)
+
+
+POOL = """
+from memsaver.broker import daemon, discovery
+
+def started():
+    command = [sys.executable, "-m", "memsaver", "broker", "--detach", "--device", "0", "--capacity", "768MiB"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    [found] = discovery.found()
+    return found
+
+ENGINE = '''
+import sys, memsaver
+from tests.fake_cuda.control import Segment
+memsaver.configure(pool="shared")
+held = Segment(memsaver.region("engine", device="cuda:0"), 640 << 20)
+memsaver.pause()
+print("paused", flush=True)
+sys.stdin.readline()
+memsaver.resume(memory_timeout=30)
+print("resumed", flush=True)
+sys.stdin.readline()
+'''
+"""
+
+
+def test_cached_pieces_go_to_another_process_that_waits() -> None:
+    """The fake driver's memory is the process's own, so the processes share the broker's figures alone."""
+    run(
+        POOL
+        + """
+with tempfile.TemporaryDirectory(prefix="ms") as folder:
+    os.environ["MEMSAVER_POOL_DIR"] = folder
+    path = started()
+    try:
+        memsaver.configure(pool="shared")
+        assert not torch_pools.bind()
+        region = default_pool()
+        segment = Segment(32, 32)
+        with subprocess.Popen([sys.executable, "-c", ENGINE], stdin=-1, stdout=-1, text=True) as engine:
+            assert engine.stdout.readline() == "paused\\n"
+            assert segment.map(0, 22) == 0
+            assert segment.map(22, 32) == OUT_OF_MEMORY, "the broker has two pieces left"
+            segment.cache(0, 20), segment.write(20, 3), segment.write(21, 4)
+            print("go", file=engine.stdin, flush=True)
+            assert engine.stdout.readline() == "resumed\\n"
+            assert region.allocated_bytes == region.mapped_bytes == 2 * segment.piece
+            assert (segment.read(20), segment.read(21)) == (3, 4)
+            assert segment.map(0, 20, retries=1) == OUT_OF_MEMORY
+            engine.stdin.close()
+        until(lambda: segment.map(0, 10) == 0)
+        region.pause(), region.resume()
+        assert (segment.read(20), segment.read(21)) == (3, 4)
+    finally:
+        daemon.stop(path)
+"""
+    )
+
+
+def test_pieces_are_freed_in_every_stage_of_pauses() -> None:
+    run("""
+    region = default_pool()
+    segments = [Segment(32, 8), Segment(2, 64), Segment(20, 8)]
+    kept = Segment(2)
+    assert kept.map(0, 2) == 0
+    kept.write(0, 1), kept.write(1, 2)
+    stop, failed, gate, is_here = threading.Event(), [], threading.Lock(), [True]
+    def allocate(segment):
+        while not stop.is_set():
+            with gate:  # as torch's allocator, which is told before a pause that the pool leaves
+                code = segment.map(0, 4) if is_here[0] else None
+            if code == 0:
+                code = segment.unmap(0, 4)
+            if code:
+                failed.append(code)
+                return
+    threads = [threading.Thread(target=allocate, args=(each,)) for each in segments]
+    for each in threads:
+        each.start()
+    for _ in range(20):
+        with gate:
+            is_here[0] = False
+        region.pause(), region.resume()
+        is_here[0] = True
+        assert (kept.read(0), kept.read(1)) == (1, 2)
+    stop.set()
+    for each in threads:
+        each.join()
+    assert not failed, failed
+    assert region.mapped_bytes == control.used_bytes() == 2 * kept.piece
+    assert kept.close() == 0
+    """)

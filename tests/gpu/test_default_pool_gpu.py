@@ -1,0 +1,288 @@
+"""torch's default pool as a region, each test in a process of its own: the settings of the allocator last."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.broker_support import Running
+from tests.gpu.fixtures import Neighbour
+from tests.pool_support import Worker
+from tests.support import GIB, MIB
+
+pytestmark = pytest.mark.gpu
+
+BEGIN = """
+import gc, sys, threading, torch, memsaver
+MIB, GIB = 1 << 20, 1 << 30
+def ask(command):
+    print(command, flush=True)
+    return sys.stdin.readline()
+def full(mib, value):
+    return torch.full((mib << 20,), value, dtype=torch.uint8, device="cuda")
+def holds(tensor, value):
+    return all(bool((part == value).all()) for part in tensor.split(64 << 20))
+def free():
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+def owns(tensor):
+    return region.owns(tensor.data_ptr())
+torch.zeros(1, device="cuda")
+torch.cuda._sleep(1000)
+context = free()
+region = memsaver.default_pool()
+"""
+
+
+def run(source: str, neighbour: Neighbour | None = None) -> None:
+    """Runs a program, whose ask() gives commands to the second process."""
+    program = [sys.executable, "-c", BEGIN + textwrap.dedent(source)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for line in process.stdout:
+            assert neighbour is not None, line
+            neighbour.tell(line.strip())
+            process.stdin.write("done\n")
+            process.stdin.flush()
+    assert process.returncode == 0
+
+
+def test_all_memory_of_torch_leaves_and_blocks_in_use_return(neighbour: Neighbour) -> None:
+    run(
+        """
+        kept = [full(mib, mib) for mib in (1, 3, 30, 100, 1500)] + [torch.arange(1000, device="cuda") for _ in range(50)]
+        cached = [full(700, 1), full(5, 1)]
+        first = cached[0].data_ptr()
+        del cached
+        reserved = torch.cuda.memory_reserved()
+        assert region.allocated_bytes >= reserved - 2 * MIB  # the segment from before the call
+        for turn in range(3):
+            before = free()
+            done = memsaver.pause("torch")
+            assert free() - before >= region.allocated_bytes - 8 * MIB
+            assert done.copied_bytes < 1700 * MIB, "free blocks are not copied"
+            ask("overwrite")
+            assert memsaver.resume("torch", memory_timeout=60).restored_bytes == region.mapped_bytes
+            assert all(holds(tensor, mib) for tensor, mib in zip(kept, (1, 3, 30, 100, 1500)))
+            assert all(torch.equal(each.cpu(), torch.arange(1000)) for each in kept[5:])
+            again = full(700, 2)
+            assert again.data_ptr() == first and torch.cuda.memory_reserved() == reserved, "the cached block was lost"
+            del again
+        """,
+        neighbour,
+    )
+
+
+def test_a_training_loop_has_the_same_losses() -> None:
+    run(
+        """
+        def losses(pauses):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(8)]).cuda()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+            found = []
+            for step in range(12):
+                generator = torch.Generator("cuda").manual_seed(step)
+                batch = torch.randn(64 + 512 * (step % 5), 2048, device="cuda", generator=generator)
+                loss = model(batch).square().mean()
+                loss.backward()
+                optimizer.step(), optimizer.zero_grad()
+                found.append(loss.item())
+                if pauses and step % 3 == 1:
+                    memsaver.pause("torch")
+                    if step % 2:
+                        torch.cuda.empty_cache()
+                    memsaver.resume("torch")
+            return found
+        torch.use_deterministic_algorithms(False)
+        assert losses(False) == losses(True)
+        """
+    )
+
+
+def test_while_it_is_paused_torch_allocates_elsewhere() -> None:
+    run(
+        """
+        kept, cached = full(100, 1), full(1000, 2)
+        del cached
+        memsaver.pause("torch")
+        low = free()
+        meanwhile = full(300, 3)
+        held = []
+        thread = threading.Thread(target=lambda: held.append(full(200, 4)))
+        thread.start(), thread.join()
+        assert not owns(meanwhile) and not owns(held[0]), "a free block of a paused segment was handed out"
+        assert low - free() >= 500 * MIB
+        torch.cuda.empty_cache()
+        memsaver.resume("torch")
+        assert holds(kept, 1) and holds(meanwhile, 3) and holds(held[0], 4) and owns(kept)
+        after = full(300, 5)
+        assert owns(after)
+        del meanwhile, held
+        gc.collect(), torch.cuda.empty_cache()
+        assert holds(kept, 1) and holds(after, 5)
+        assert region.mapped_bytes <= 500 * MIB
+        memsaver.pause("torch")
+        assert context - free() < 64 * MIB, (context - free()) >> 20
+        """
+    )
+
+
+def test_torch_recovers_from_a_lack_of_memory_by_its_cached_blocks(neighbour: Neighbour) -> None:
+    run(
+        """
+        ask(f"hold {4 * GIB}")
+        cached = full(3 << 10, 1)
+        torch.cuda._sleep(200_000_000)
+        cached.fill_(1)
+        del cached
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
+        with torch.cuda.stream(torch.cuda.Stream()):
+            fresh = full(3 << 10, 2)
+            assert holds(fresh, 2)
+        assert torch.cuda.memory_stats()["num_alloc_retries"] > retries
+        try:
+            full(5 << 10, 3)
+            raise AssertionError("more than the device has")
+        except torch.OutOfMemoryError:
+            pass
+        del fresh
+        torch.cuda.empty_cache()
+        assert region.mapped_bytes < 64 * MIB
+        again = full(3 << 10, 4)
+        assert holds(again, 4) and owns(again)
+        """,
+        neighbour,
+    )
+
+
+def test_regions_and_the_default_pool_beside_each_other() -> None:
+    run(
+        """
+        weights = memsaver.region("weights", backup="host")
+        with weights:
+            inner = full(100, 1)
+            with memsaver.outside():
+                outer = full(100, 2)
+        assert weights.owns(inner.data_ptr()) and owns(outer) and not owns(inner)
+        with weights:
+            memsaver.pause("torch")
+            later = full(64, 3)
+            assert weights.owns(later.data_ptr()), "the region that the thread is inside comes first"
+        with weights:
+            last = full(64, 4)
+            assert weights.owns(last.data_ptr())
+        memsaver.switch(pause="weights", resume="torch")
+        assert holds(outer, 2)
+        memsaver.switch(pause="torch", resume="weights")
+        assert holds(inner, 1) and holds(later, 3) and holds(last, 4)
+        memsaver.resume()
+        inside, leave = threading.Event(), threading.Event()
+        def stay():
+            with weights:
+                inside.set()
+                leave.wait(60)
+        thread = threading.Thread(target=stay)
+        thread.start()
+        inside.wait(60)
+        try:
+            memsaver.pause("torch")
+            raise AssertionError("its thread would allocate elsewhere")
+        except memsaver.Error as error:
+            assert "is inside region 'weights'" in str(error), error
+        leave.set(), thread.join()
+        new = full(10, 7)
+        assert owns(new) and region.state == "active"
+        for act in (lambda: region.empty(1), region.close, region.__enter__, lambda: region.pool):
+            try:
+                act()
+            except memsaver.Error:
+                continue
+            raise AssertionError(act)
+        """
+    )
+
+
+def test_graphs_replay_after_their_pool_and_inputs_were_away(neighbour: Neighbour) -> None:
+    run(
+        """
+        inputs = torch.arange(1 << 20, device="cuda", dtype=torch.float32)
+        plain, guarded = torch.cuda.CUDAGraph(), memsaver.CUDAGraph()
+        with torch.cuda.graph(plain):
+            result = (inputs * 2).sqrt()
+        with memsaver.graph(guarded, region="graphs", needs=["torch"]):
+            other = inputs + 1
+        plain.replay(), guarded.replay()
+        expected = result.clone(), other.clone()
+        for _ in range(3):
+            memsaver.pause()
+            try:
+                guarded.replay()
+                raise AssertionError
+            except memsaver.RegionPausedError:
+                pass
+            ask("overwrite")
+            memsaver.resume(memory_timeout=60)
+            result.zero_(), other.zero_()
+            plain.replay(), guarded.replay()
+            assert torch.equal(result, expected[0]) and torch.equal(other, expected[1])
+        """,
+        neighbour,
+    )
+
+
+def test_a_tensor_travels_and_the_pause_waits_for_its_receiver() -> None:
+    run(
+        """
+        import pickle, subprocess
+        import torch.multiprocessing
+        from multiprocessing.reduction import ForkingPickler
+        tensor = full(100, 9)
+        sent = bytes(ForkingPickler.dumps(tensor)).hex()
+        receive = "import pickle, sys, torch, memsaver; got = pickle.loads(bytes.fromhex(sys.stdin.readline()));"
+        receive += "assert bool((got == 9).all()); got.fill_(8); torch.cuda.synchronize(); print('got', flush=True);"
+        receive += "sys.stdin.readline()"
+        command = [sys.executable, "-c", receive]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as receiver:
+            print(sent, file=receiver.stdin, flush=True)
+            assert receiver.stdout.readline() == "got\\n"
+            assert holds(tensor, 8)
+            try:
+                memsaver.pause("torch", reader_timeout=0.2)
+                raise AssertionError("the receiver still has the memory")
+            except memsaver.AttachedError:
+                pass
+            receiver.stdin.close()
+        memsaver.pause("torch", reader_timeout=30), memsaver.resume("torch")
+        assert holds(tensor, 8)
+        """
+    )
+
+
+def test_memory_that_the_default_pool_caches_goes_to_who_waits() -> None:
+    begin = "from tests.gpu.pool_clients import *; torchs = memsaver.default_pool()"
+    with Running(str(2 * GIB), "--device", "cuda:0") as broker:
+        with Worker(broker, "from tests.gpu.pool_clients import *") as engine:
+            engine.run(f"numbers = Numbers('engine', {1536 * MIB}, 'host')")
+            engine.run("memsaver.pause()")
+            with Worker(broker, begin) as trainer:
+                trainer.run(f"kept = torch.full(({100 * MIB},), 3, dtype=torch.uint8, device=DEVICE)")
+                trainer.run(f"cached = torch.full(({1400 * MIB},), 3, dtype=torch.uint8, device=DEVICE); del cached")
+                assert int(trainer.run("print(torchs.mapped_bytes)")) >= 1500 * MIB
+                assert broker.row(trainer.pid)["held_bytes"] >= 1500 * MIB
+                trainer.run("memsaver.pause('torch')")
+                assert broker.row(trainer.pid)["held_bytes"] == 0
+                engine.run("memsaver.resume(memory_timeout=60); numbers.check(); memsaver.pause()")
+                trainer.run("memsaver.resume('torch', memory_timeout=60)")
+                engine.run("memsaver.resume(memory_timeout=60); numbers.check()")
+                assert int(trainer.run("print(torchs.mapped_bytes)")) < 200 * MIB, "the free blocks were not returned"
+                trainer.run("assert bool((kept == 3).all())")
+                trainer.run(f"assert is_refused({1400 * MIB})")
+                engine.run("memsaver.pause()")
+                trainer.run(f"again = torch.full(({1400 * MIB},), 4, dtype=torch.uint8, device=DEVICE)")
+                trainer.run("assert bool((again == 4).all()) and torchs.owns(again.data_ptr())")
