@@ -29,8 +29,9 @@ def stages_of_rank(rank: int, port: int, wait_s: float, options: argparse.Namesp
     """The moments of one rank, in order. Both ranks run at the same time, each with a device of its own.
 
     The trainer runs twice: in the stages of the floor over a fake group, and later over NCCL. A communicator of one
-    rank has hardly any buffers, so that stage has the code that NCCL loads. "stacks as at first" sets the limit of the
-    stack to half of its value, and back. If memory in use falls, a kernel with a large stack had left local memory.
+    rank has hardly any buffers, so that stage has the code that NCCL loads. The driver raises the limit of a thread's
+    stack for a kernel that needs more, and keeps that memory. "stacks as at first" sets the limit to its value of
+    "context made".
     """
     return {"stages": [{"stage": name, **figures} for name, figures in _stages(rank, port, wait_s, options)]}
 
@@ -51,6 +52,7 @@ def _stages(rank: int, port: int, wait_s: float, options: argparse.Namespace) ->
     region = memsaver.region(_TAG, device=str(device), backup="host")
     # FSDP2 resizes storages, which torch cannot do in regions of the host driver.
     within = region if on_gpu else nullcontext()
+    stack = _limit(_STACK_SIZE) if on_gpu else 0
     yield now("context made")
     torch.ones(1, device=device).add_(1)
     yield now("first kernels")
@@ -109,7 +111,7 @@ def _stages(rank: int, port: int, wait_s: float, options: argparse.Namespace) ->
     memsaver.pause(_TAG)
     yield now("region paused")
     if on_gpu:
-        _set_stack_again()
+        _call("cuCtxSetLimit", ctypes.c_int(_STACK_SIZE), ctypes.c_size_t(stack))
         yield now("stacks as at first")
     memsaver.resume(_TAG)
     guests.come_back()
@@ -135,13 +137,6 @@ def _limit(code: int) -> int:
     value = ctypes.c_size_t()
     _call("cuCtxGetLimit", ctypes.byref(value), ctypes.c_int(code))
     return value.value
-
-
-def _set_stack_again() -> None:
-    limit = _limit(_STACK_SIZE)
-    for nbytes in (limit // 2, limit):  # the driver may ignore the value that it has
-        _call("cuCtxSetLimit", ctypes.c_int(_STACK_SIZE), ctypes.c_size_t(nbytes))
-        torch.cuda.synchronize()
 
 
 def _call(name: str, *arguments: Any) -> None:

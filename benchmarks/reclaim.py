@@ -65,6 +65,7 @@ def train(plan: Plan, barrier: Barrier) -> Iterator[Sample]:
     region = plan.join("trainer")
     python = ctypes.PyDLL(None)
     cycles = cycles_of(1.0)
+    barrier.wait(WAIT_S)  # the engine has paused: there is not room for both
 
     def step(value: int, check: bool) -> None:
         with region:
@@ -111,6 +112,7 @@ def serve(plan: Plan, barrier: Barrier) -> Iterator[Sample]:
         tensors = [torch.empty(PART, dtype=torch.uint8, device=DEVICE) for _ in range(plan.gib * GIB // PART)]
     torch.cuda.synchronize()
     region.pause()
+    barrier.wait(WAIT_S)
     for _ in plan.holds_s:
         barrier.wait(WAIT_S)
         called_at = time.monotonic()
