@@ -301,6 +301,7 @@ class Region:
         core = self._open
         if core is None:
             return
+        self._check_own("be closed")
         core.check_unused()
         if (torch := loaded()) is not None:
             torch.check_unused(self)
@@ -345,6 +346,7 @@ class Region:
                 raise TypeError(f"shape is {shape!r}, expected integers")
             if size < 0:
                 raise ValueError(f"shape is {shape!r}, expected sizes of 0 or more")
+        self._check_own("be allocated in")
         self._check_fillable(f"take an allocation of shape {sizes}" if math.prod(sizes) else "be allocated in")
         return adapter().empty(self, sizes, dtype)
 
@@ -370,9 +372,7 @@ class Region:
             raise RegionPausedError(f"region {self.tag!r} is {state}: it cannot {purpose}", tag=self.tag, state=state)
 
     def _check_fillable(self, purpose: str) -> None:
-        """Raises as check_active() does, and memsaver.Error if the region takes no allocations of the caller."""
-        if self._core.placed:
-            raise Error(f"region {self.tag!r} is torch's default pool of {self.device}: it cannot {purpose}")
+        """Raises as check_active() does, and memsaver.Error if the region is frozen and its contents are copied."""
         self.check_active(purpose)
         if self._core.sealed:
             raise Error(
@@ -380,7 +380,13 @@ class Region:
                 f"it cannot {purpose} before thaw() drops the copy"
             )
 
+    def _check_own(self, purpose: str) -> None:
+        """Raises memsaver.Error if torch alone allocates in the region."""
+        if self._core.placed:
+            raise Error(f"region {self.tag!r} is torch's default pool of {self.device}: it cannot {purpose}")
+
     def __enter__(self) -> Region:
+        self._check_own("be entered")
         adapter().enter(self)
         return self
 

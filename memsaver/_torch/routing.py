@@ -265,8 +265,7 @@ class Router:
     def pool(self, region: Region) -> torch.cuda.MemPool:
         if region.device == "cpu":
             raise Error(f"region {region.tag!r} is on the host driver, and torch has memory pools on CUDA only")
-        if region._core.placed:
-            raise Error(f"region {region.tag!r} is torch's default pool, and has no other pool")
+        region._check_own("have another pool")
         with self._lock:
             return self._of(region).graph
 

@@ -55,7 +55,7 @@ def run(source: str, neighbour: Neighbour | None = None) -> None:
 def test_all_memory_of_torch_leaves_and_blocks_in_use_return(neighbour: Neighbour) -> None:
     run(
         """
-        kept = [full(mib, mib) for mib in (1, 3, 30, 100, 1500)] + [torch.arange(1000, device="cuda") for _ in range(50)]
+        kept = [full(mib, mib % 251) for mib in (1, 3, 30, 100, 1500)] + [torch.arange(1000, device="cuda") for _ in range(50)]
         cached = [full(700, 1), full(5, 1)]
         first = cached[0].data_ptr()
         del cached
@@ -68,7 +68,7 @@ def test_all_memory_of_torch_leaves_and_blocks_in_use_return(neighbour: Neighbou
             assert done.copied_bytes < 1700 * MIB, "free blocks are not copied"
             ask("overwrite")
             assert memsaver.resume("torch", memory_timeout=60).restored_bytes == region.mapped_bytes
-            assert all(holds(tensor, mib) for tensor, mib in zip(kept, (1, 3, 30, 100, 1500)))
+            assert all(holds(tensor, mib) for tensor, mib in zip(kept, (1, 3, 30, 100, 1500 % 251)))
             assert all(torch.equal(each.cpu(), torch.arange(1000)) for each in kept[5:])
             again = full(700, 2)
             assert again.data_ptr() == first and torch.cuda.memory_reserved() == reserved, "the cached block was lost"
@@ -285,4 +285,5 @@ def test_memory_that_the_default_pool_caches_goes_to_who_waits() -> None:
                 trainer.run(f"assert is_refused({1400 * MIB})")
                 engine.run("memsaver.pause()")
                 trainer.run(f"again = torch.full(({1400 * MIB},), 4, dtype=torch.uint8, device=DEVICE)")
-                trainer.run("assert bool((again == 4).all()) and torchs.owns(again.data_ptr())")
+                trainer.run(f"assert all(bool((part == 4).all()) for part in again.split({64 * MIB}))")
+                trainer.run("assert torchs.owns(again.data_ptr())")

@@ -1,0 +1,186 @@
+"""The part of the default pool that is Python: torch's settings, and the threads that allocate elsewhere meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver
+from memsaver import _core
+from memsaver._adapter import adapter
+from memsaver._torch import default_pool as module
+from memsaver._torch.default_pool import DefaultPools, default_pools
+
+Make = Callable[..., memsaver.Region]
+
+
+@dataclass(eq=False)
+class MadeUpRegion:
+    device: str = "cuda:0"
+    state: str = "active"
+
+
+class MadeUpSidePools:
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+        self.now: set[int] = set()
+
+    def has_begun(self, index: int) -> bool:
+        return index in self.now
+
+    def begin(self, index: int) -> None:
+        self.begun.append(index)
+        self.now.add(index)
+
+    def end(self, index: int) -> None:
+        self.ended.append(index)
+        self.now.discard(index)
+
+
+@pytest.fixture
+def side(monkeypatch: pytest.MonkeyPatch) -> MadeUpSidePools:
+    made = MadeUpSidePools()
+    monkeypatch.setattr(module, "side_pools", made)
+    monkeypatch.setattr(module, "snapshot", lambda pool_id: [])
+    return made
+
+
+@pytest.fixture
+def pools() -> Iterator[tuple[DefaultPools, Any, Any]]:
+    made, first, second = DefaultPools(), MadeUpRegion("cuda:0"), MadeUpRegion("cuda:1")
+    made.add(first)  # type: ignore[arg-type]
+    made.add(second)  # type: ignore[arg-type]
+    yield made, first, second
+
+
+def test_threads_move_for_the_devices_of_paused_default_pools_alone(side: MadeUpSidePools, pools: Any) -> None:
+    made, first, second = pools
+    assert made.move_threads_away([MadeUpRegion("cuda:0")]) == [] == side.begun
+    assert made.move_threads_away([second]) == [1]
+    assert made.move_threads_away([first, second]) == [0], "the threads of device 1 have moved"
+    first.state, second.state = "pausing", "paused"
+    made.move_threads_back()
+    assert side.ended == []
+    first.state = "active"  # the pause was given up
+    made.move_threads_back()
+    assert side.ended == [0]
+    second.state = "active"
+    made.move_threads_back()
+    made.move_threads_back()
+    assert side.ended == [0, 1]
+
+
+def test_no_thread_moves_during_a_capture_or_for_a_region_without_memory(side: MadeUpSidePools, pools: Any) -> None:
+    made, first, _ = pools
+    _core.capture_begins()
+    try:
+        assert made.move_threads_away([first]) == []
+    finally:
+        _core.capture_ends()
+    for state in ("paused", "resuming", "lost"):
+        first.state = state
+        assert made.move_threads_away([first]) == []
+
+
+def test_threads_move_before_the_pause_and_back_after_the_resume(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tag: str
+) -> None:
+    region, seen = make(tag=tag), []
+    router: Any = adapter()
+    monkeypatch.setattr(default_pools, "move_threads_away", lambda regions: seen.append(region.state) or [])
+    monkeypatch.setattr(default_pools, "move_threads_back", lambda: seen.append("back " + region.state))
+    assert router is adapter()
+    memsaver.pause(tag)
+    assert seen == ["active", "pausing", "back paused"]
+    del seen[:]
+    memsaver.resume(tag)
+    assert seen[-1] == "back active"
+    del seen[:]
+    memsaver.transitions.prepare_pause(tag).abort()
+    assert seen == ["active", "pausing", "back active"]
+
+
+def test_a_default_pool_is_not_paused_while_another_thread_is_inside_a_region_of_its_device(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tag: str
+) -> None:
+    torchs, other = make(tag=tag), make(tag=tag + "-other")
+    monkeypatch.setattr(default_pools, "_regions", {0: torchs})
+    monkeypatch.setattr(default_pools, "move_threads_away", lambda regions: [])
+    monkeypatch.setattr(default_pools, "move_threads_back", lambda: None)
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with other:
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        with pytest.raises(memsaver.Error, match=f"thread {thread.ident} is inside region '{tag}-other'"):
+            memsaver.pause(tag)
+        assert torchs.state == "active"
+    finally:
+        leave.set()
+        thread.join()
+    with other:
+        memsaver.pause(tag)
+    memsaver.resume(tag)
+
+
+SIZES = "large_segment_size_mb:32"
+
+
+@pytest.mark.parametrize(
+    ("former", "expected"),
+    [
+        ("", f"expandable_segments:True,{SIZES}"),
+        ("max_split_size_mb:512", f"max_split_size_mb:512,expandable_segments:True,{SIZES}"),
+        ("expandable_segments:True", f"expandable_segments:True,{SIZES}"),
+        ("expandable_segments:true,large_segment_size_mb:256", None),
+        ("large_segment_size_mb:256", "large_segment_size_mb:256,expandable_segments:True"),
+    ],
+)
+def test_settings_of_torch_are_kept(former: str, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(module, "_settings", lambda: former)
+    monkeypatch.setattr(module, "_set", made.append)
+    module._make_expandable()
+    assert made == ([] if expected is None else [expected])
+
+
+def test_a_torch_without_the_size_of_pieces_gets_expandable_segments_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def set_all(settings: str) -> None:
+        if "large_segment_size_mb" in settings:
+            raise ValueError("Unrecognized key 'large_segment_size_mb' in Accelerator allocator config.")
+        made.append(settings)
+
+    monkeypatch.setattr(module, "_settings", lambda: "max_split_size_mb:64")
+    monkeypatch.setattr(module, "_set", set_all)
+    module._make_expandable()
+    assert made == ["max_split_size_mb:64,expandable_segments:True"]
+
+
+def test_segments_that_the_user_turned_off_are_not_turned_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_settings", lambda: "expandable_segments:False")
+    with pytest.raises(memsaver.Error, match="expandable_segments:False"):
+        module._make_expandable()
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="device is 'cpu', expected a CUDA device"):
+        memsaver.default_pool(device="cpu")
+    with pytest.raises(ValueError, match="backup"):
+        memsaver.default_pool(device="cpu", backup="tape")
+    with pytest.raises(TypeError, match="tag"):
+        memsaver.default_pool(5)  # type: ignore[arg-type]
+    assert torch.version.cuda is None or torch.cuda.is_available()
