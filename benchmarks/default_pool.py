@@ -1,20 +1,22 @@
-"""A trial: torch's default pool, with expandable segments, as memory that can leave the device and return.
+"""torch's default pool, with expandable segments, as a region: its speed, its room, and its pauses.
 
-    python benchmarks/default_pool.py [--cap-gib 12] [--steps 50] [--rounds 4] [--segments-mib 128]
+    python benchmarks/default_pool.py [--cap-gib 12] [--steps 50] [--rounds 4] [--batch 16]
 
-default_pool.c is compiled and preloaded into a trainer ("taken"). It takes the place of the driver's functions that
-torch fetches through cudaGetDriverEntryPointByVersion. Another trainer has plain torch ("plain"). Both have
-expandable segments, the same seed, and a cap of device memory. Prints one JSON line with:
+Trainers of one seed, each in a process of its own. "plain" has torch with expandable segments, and no memsaver.
+"taken" calls memsaver.default_pool() before its first allocation. "shared" does so too, and takes its memory from a
+shared pool. torch has a cap of device memory in the first two. In "shared" the capacity of the pool is the cap.
+Prints one JSON line with:
 
-- speed: seconds of --steps steps of varied lengths, from an empty cache on, in turns. Wanted: at most 1 % more,
-  as the median of the pairs' ratios.
-- largest_...: the largest micro-batch with which so many steps have enough memory. "limited" has no cap in torch:
-  cuMemCreate fails at the same bytes. Wanted: at least 97 % of plain torch's.
-- pauses: of everything in the pool. Seconds by stage, bytes that left the device by nvidia-smi, and whether the losses
-  of all following steps equal plain torch's. "live" copies chunks with a block in use to the host, "all" every chunk;
-  "emptied" calls empty_cache() while the memory is away. "none" keeps no contents.
-- recovery: torch frees cached blocks and tries again when the driver has no memory; no unmapping beside queued work.
-- segments_N: the same pauses with other sizes of torch's pieces (large_segment_size_mb).
+- pauses: of "taken". Seconds, bytes that left the device by nvidia-smi, torch's reserved bytes before, and chunks by
+  size. The losses of all following steps are compared with plain torch's. "host" is the region's own policy, which
+  copies blocks in use. "emptied" also calls torch.cuda.empty_cache() while the memory is away. "none" keeps no
+  contents, and a new trainer follows. During each pause torch allocates a tensor, whose contents are compared after
+  the resume.
+- recovery: of "shared". The broker refuses memory, torch frees its cached blocks and tries again.
+- speed: seconds of --steps steps of varied lengths in "plain" and "taken", from an empty cache on, in turns. Wanted: at
+  most 1 % more, as the median of the pairs' ratios.
+- largest_...: the largest micro-batch with which so many steps have enough memory, and the steps of each batch that was
+  tried. Wanted: at least 97 % of "plain".
 
 "holds" says for each condition whether it was met. No other program may use the device.
 """
@@ -22,7 +24,6 @@ expandable segments, the same seed, and a cap of device memory. Prints one JSON 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import select
@@ -32,29 +33,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from arguments import count, parse, parser_for, positive
 from environment import environment, nvidia_smi
+from handover import broker
 from host import GIB, MIB
 from processes import last_line
 
-HERE = Path(__file__).resolve().parent
 Reply = dict[str, Any]
 SPEED, BATCH, RELEASED = 0.01, 0.97, 0.99  # the bounds of the conditions
-
-
-def compiled(folder: str) -> str:
-    """The library's path. Ends the benchmark where there is no compiler."""
-    library = os.path.join(folder, "libdefault_pool.so")
-    flags = ["-O2", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wshadow"]
-    compiler = os.environ.get("CC", "gcc")
-    try:
-        subprocess.run([compiler, *flags, str(HERE / "default_pool.c"), "-o", library, "-ldl"], check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise SystemExit(f"{compiler} has not compiled default_pool.c: {error}") from None
-    return library
+TRAINERS = ("plain", "taken", "shared")
+PAUSES = ("host", "host", "emptied")  # each with steps before and after it. Last comes one with "none"
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Failed(Exception):
@@ -62,18 +55,15 @@ class Failed(Exception):
 
 
 class Process:
-    """A trainer's process. ``segment_mib``: the size of the pieces of torch's large segments, where not torch's own."""
+    """A trainer's process. ``variables``: of its environment, beside this process's."""
 
-    def __init__(self, name: str, library: str | None, segment_mib: int | None = None) -> None:
+    def __init__(self, name: str, **variables: str) -> None:
         self.name = name
-        settings = "expandable_segments:True" + (f",large_segment_size_mb:{segment_mib}" if segment_mib else "")
-        changes = {"PYTORCH_ALLOC_CONF": settings, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # of one size: deterministic
-        if library:
-            changes["LD_PRELOAD"] = " ".join(filter(None, [library, os.environ.get("LD_PRELOAD")]))
+        inherited = {name: value for name, value in os.environ.items() if name not in SETTINGS}
         self._log = tempfile.NamedTemporaryFile(prefix=f"default-pool-{name}-")  # noqa: SIM115  (until close())
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "default_pool_trainer.py")],
-            env={**{name: value for name, value in os.environ.items() if name != "PYTORCH_CUDA_ALLOC_CONF"}, **changes},
+            [sys.executable, str(Path(__file__).with_name("default_pool_trainer.py"))],
+            env={**inherited, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **variables},  # a workspace of one size
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -81,11 +71,9 @@ class Process:
 
     def send(self, do: str, **arguments: object) -> None:
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError):  # it has ended, and reply() says how
             self._process.stdin.write((json.dumps({"do": do, **arguments}) + "\n").encode())
             self._process.stdin.flush()
-        except OSError:  # it has ended, and reply() says how
-            pass
 
     def reply(self, timeout_s: float = 60.0) -> Reply:
         assert self._process.stdout is not None
@@ -106,19 +94,21 @@ class Process:
         return self.reply()
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(OSError):  # a request that it has not read
+            self._process.stdin.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
         self._log.close()
 
 
-def used_bytes() -> int:
+def smi_bytes(figure: str = "used") -> int:
     """Of the whole device, by nvidia-smi."""
-    return int(nvidia_smi("cuda:0", "--query-gpu=memory.used")[0]) * MIB
+    return int(nvidia_smi("cuda:0", f"--query-gpu=memory.{figure}")[0]) * MIB
 
 
 def speed(plain: Process, taken: Process, batch: int, options: argparse.Namespace) -> Reply:
@@ -154,12 +144,12 @@ def guess(process: Process, cap_bytes: int, batch: int, steps: int) -> int:
 
 def largest(process: Process, near: int, steps: int) -> Reply:
     """By halving between a batch that fits and one that does not; the first two are sought around ``near``."""
-    probes: dict[int, bool] = {}
+    probes: dict[int, Reply] = {0: {"fits": True}}
 
     def fits(batch: int) -> bool:
         if batch not in probes:
-            probes[batch] = batch < 1 or process.ask("fits", batch=batch, count=steps)["fits"]
-        return probes[batch]
+            probes[batch] = process.ask("fits", batch=batch, count=steps)
+        return bool(probes[batch]["fits"])
 
     stride = max(1, near // 24)
     low = high = near
@@ -167,45 +157,42 @@ def largest(process: Process, near: int, steps: int) -> Reply:
         low = max(0, low - stride)
     while fits(high):
         high += stride
-    low = max(batch for batch, fit in probes.items() if fit)
-    high = min(batch for batch, fit in probes.items() if not fit and batch > low)
+    low = max(batch for batch, probe in probes.items() if probe["fits"])
+    high = min(batch for batch, probe in probes.items() if not probe["fits"] and batch > low)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return {"batch": low, "probes": {str(batch): fit for batch, fit in sorted(probes.items())}}
+    return {"batch": low, "probes": {str(batch): probes[batch] for batch in sorted(probes) if batch > 0}}
 
 
-def pauses(process: Process, expected: list[str], batch: int, kinds: tuple[str, ...]) -> Reply:
+def pauses(process: Process, expected: list[str], batch: int) -> Reply:
     """Pauses before every part of the steps whose losses are expected, but the first; at the end one without backup."""
-    part = len(expected) // (len(kinds) + 1)
+    part = len(expected) // (len(PAUSES) + 1)
     process.ask("reset")
     losses = process.ask("steps", batch=batch, count=part, empty=True)["losses"]
-    rounds = []
-    for kind in (*kinds, "none"):
-        before = used_bytes()
-        left = process.ask("pause", backup="live" if kind == "emptied" else kind)
-        if kind == "emptied":
-            process.ask("empty_cache")
-        away = used_bytes()
-        stats = process.ask("stats")
+    equal, rounds = losses == expected[:part], []
+    for number, kind in enumerate((*PAUSES, "none"), 1):
+        before = smi_bytes()
+        left = process.ask("pause", backup="none" if kind == "none" else None)
+        away = smi_bytes()
+        process.ask("allocate", value=number)
+        emptied = process.ask("empty_cache") if kind == "emptied" else None
         back = process.ask("resume")
-        smi = {"before": before, "paused": away, "resumed": used_bytes(), "released": before - away}
-        each = {"kind": kind, "pause": left, "resume": back, "smi_bytes": smi, "chunks_by_mib": stats["chunks_by_mib"]}
+        contents = process.ask("check", value=number)
+        smi = {"before": before, "paused": away, "resumed": smi_bytes(), "released": before - away}
         if kind == "none":  # the parameters are lost
             process.ask("reset")
-        else:
-            found = process.ask("steps", batch=batch, count=part)
-            losses += found["losses"]
-            each["steps_s"] = found["seconds"]
-        rounds.append(each)
-    return {"batch": batch, "rounds": rounds, "losses_equal": losses == expected[: len(losses)], "steps": len(losses)}
+            losses = []
+        found = process.ask("steps", batch=batch, count=part)
+        losses += found["losses"]
+        equal = equal and losses == expected[: len(losses)]
+        each = {"kind": kind, "pause": left, "resume": back, "smi_bytes": smi, "allocated": contents}
+        rounds.append({**each, "emptied": emptied, "steps_s": found["seconds"]})
+    return {"batch": batch, "rounds": rounds, "losses_equal": equal, "steps": part * (len(PAUSES) + 2)}
 
 
-def trial(options: argparse.Namespace, library: str) -> Reply:
+def measure(options: argparse.Namespace, plain: Process, taken: Process, shared: Process) -> Reply:
     cap_bytes = int(options.cap_gib * GIB)
-    processes = [Process("plain", None), Process("taken", library)]
-    processes += [Process(f"taken-{mib}", library, mib) for mib in options.segments_mib]
-    plain, taken, *others = processes
     result: Reply = {}
 
     def attempt(name: str, part: Callable[[], Reply]) -> Reply:
@@ -219,83 +206,83 @@ def trial(options: argparse.Namespace, library: str) -> Reply:
         print(f"{name}: {json.dumps(result[name])}", flush=True)
         return found
 
-    try:
-        for process in processes:
-            process.send("begin", cap_gib=options.cap_gib, library=None if process is plain else library)
-        for process in (plain, taken):
-            process.reply(120)
-        near = guess(plain, cap_bytes, options.batch, options.steps)
-        batch = max(1, int(0.8 * near))
-        plain.ask("reset")
-        expected = plain.ask("steps", batch=batch, count=options.steps, empty=True)["losses"]
-        attempt("pauses", lambda: pauses(taken, expected, batch, ("live", "live", "all", "emptied")))
-        attempt("recovery", lambda: taken.ask("recovery", spare_bytes=4 * GIB))
-        attempt("speed", lambda: speed(plain, taken, batch, options))
-        most = attempt("largest_plain", lambda: largest(plain, near, options.steps)).get("batch", near)
-        attempt("largest_taken", lambda: largest(taken, most, options.steps))
-        attempt("largest_limited", lambda: limited(taken, most, cap_bytes, options))
-        attempt("stats", lambda: taken.ask("stats"))
-        for process, mib in zip(others, options.segments_mib):
-            attempt(f"segments_{mib}", functools.partial(segments, process, expected, batch, most, options))
-    finally:
-        for process in processes:
-            process.close()
-    return {**result, "holds": holds(result)}
+    for process in (plain, taken, shared):
+        process.send("begin", kind=process.name, cap_gib=options.cap_gib)
+    for process in (plain, taken, shared):
+        process.reply(120)
+    near = guess(plain, cap_bytes, options.batch, options.steps)
+    batch = max(1, int(0.8 * near))
+    plain.ask("reset")
+    expected = plain.ask("steps", batch=batch, count=options.steps, empty=True)["losses"]
+    attempt("pauses", lambda: pauses(taken, expected, batch))
+    attempt("recovery", lambda: shared.ask("recovery", cap_bytes=cap_bytes))
+    attempt("speed", lambda: speed(plain, taken, batch, options))
+    most = attempt("largest_plain", lambda: largest(plain, near, options.steps)).get("batch", near)
+    attempt("largest_taken", lambda: largest(taken, most, options.steps))
+    attempt("largest_shared", lambda: largest(shared, most, options.steps))
+    return {**result, "holds": holds(result, cap_bytes)}
 
 
-def limited(process: Process, near: int, cap_bytes: int, options: argparse.Namespace) -> Reply:
-    """The driver's functions refuse at the cap, and torch's own cap is out of the way."""
-    process.ask("fraction", cap_gib=1e6)
-    process.ask("limit", nbytes=cap_bytes)
-    try:
-        return largest(process, near, options.steps)
-    finally:
-        process.ask("limit", nbytes=0)
-        process.ask("fraction", cap_gib=options.cap_gib)
+def of_default_pool(pause: Reply) -> int:
+    """torch's reserved bytes without those of other pools, which stay: pools of earlier pauses have cached memory."""
+    return int(pause["reserved_bytes"] - pause["other_pools_bytes"])
 
 
-def segments(process: Process, expected: list[str], batch: int, most: int, options: argparse.Namespace) -> Reply:
-    process.reply(120)
-    reply = pauses(process, expected, batch, ("live", "live"))
-    for share in (1.0, BATCH):
-        found = process.ask("fits", batch=int(share * most), count=options.steps)
-        reply[f"fits_{share}_of_largest"] = found["fits"]
-    return reply
-
-
-def holds(result: Reply) -> dict[str, bool]:
-    most = {name: result[f"largest_{name}"].get("batch", 0) for name in ("plain", "taken", "limited")}
+def holds(result: Reply, cap_bytes: int) -> dict[str, bool]:
+    most = {name: result[f"largest_{name}"].get("batch", 0) for name in TRAINERS}
     rounds = result["pauses"].get("rounds", [])
     recovery = result["recovery"]
     return {
         "speed": result["speed"].get("ratio", 2.0) <= 1 + SPEED,
-        "batch": most["plain"] > 0 and min(most["taken"], most["limited"]) >= BATCH * most["plain"],
+        "batch": most["plain"] > 0 and min(most["taken"], most["shared"]) >= BATCH * most["plain"],
         "losses": bool(result["speed"].get("losses_equal")) and bool(result["pauses"].get("losses_equal")),
         "memory": bool(rounds)
-        and all(each["smi_bytes"]["released"] >= RELEASED * each["pause"]["reserved_bytes"] for each in rounds),
+        and all(each["smi_bytes"]["released"] >= RELEASED * of_default_pool(each["pause"]) for each in rounds),
+        "allocated": bool(rounds)
+        and all(each["allocated"]["contents_right"] and each["allocated"]["outside"] for each in rounds),
         "recovery": bool(recovery.get("contents_right"))
         and bool(recovery.get("too_much_raised"))
         and recovery["retries"] > 0
-        and recovery["refused_by_limit"] > 0
-        and recovery["checked_unmaps"] > 0
-        and recovery["busy_unmaps"] == 0,
+        and recovery["peak_bytes"] <= cap_bytes,
     }
+
+
+def trainers(options: argparse.Namespace) -> Reply:
+    with broker("cuda:0", int(options.cap_gib * GIB)) as directory:
+        processes = [
+            Process("plain", PYTORCH_ALLOC_CONF="expandable_segments:True"),
+            Process("taken"),
+            Process("shared", MEMSAVER_POOL_DIR=directory),
+        ]
+        try:
+            return measure(options, *processes)
+        finally:
+            for process in processes:
+                process.close()
+
+
+def enough_steps(text: str) -> int:
+    fewest = len(PAUSES) + 1
+    if count(text) < fewest:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected an integer of {fewest} or more: one for each pause")
+    return int(text)
 
 
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--cap-gib", type=positive, default=12.0, help="device memory of each trainer")
-    parser.add_argument("--steps", type=count, default=50, help="of a round, each of another length")
+    parser.add_argument("--steps", type=enough_steps, default=50, help="of a round, each of another length")
     parser.add_argument("--rounds", type=count, default=4, help="of the comparison of speeds")
     parser.add_argument("--batch", type=count, default=16, help="the first that is tried; it must fit twice")
-    parser.add_argument("--segments-mib", type=count, nargs="*", default=[128], help="sizes of torch's pieces")
     options = parse(parser)
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="default-pool-") as folder:
-        try:
-            found = trial(options, compiled(folder))
-        except Failed as error:
-            raise SystemExit(str(error)) from None
+    total = smi_bytes("total")
+    if len(TRAINERS) * options.cap_gib * GIB > total:
+        raise SystemExit(f"--cap-gib is {options.cap_gib:g}, expected less than a third of {total / GIB:.0f} GiB")
+    try:
+        found = trainers(options)
+    except Failed as error:
+        raise SystemExit(str(error)) from None
     result = {"benchmark": "default_pool", **environment(), "cap_gib": options.cap_gib, "steps": options.steps}
     print(json.dumps({**result, **found, "seconds": time.monotonic() - begin}))
 

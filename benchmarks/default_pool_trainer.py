@@ -6,7 +6,6 @@ step is deterministic: trainers of the same seed have the same losses, bit by bi
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -14,7 +13,8 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Reply = dict[str, Any]
-MOST_SIZES = 8
+POOL_ID = (0, 0)  # torch's, of its default pool
+MEANWHILE = 64 * MIB  # bytes of the tensor that torch allocates during a pause
+PIECE = 32 * MIB  # of torch's segments, in a region
 
 
 @dataclass(frozen=True)
@@ -35,72 +37,6 @@ class Shape:
     heads: int = 16
     words: int = 8192
     longest: int = 256  # tokens of a sequence
-
-
-class Range(ctypes.Structure):
-    _fields_ = [("address", ctypes.c_uint64), ("size", ctypes.c_uint64)]
-
-
-class Report(ctypes.Structure):
-    _fields_ = [
-        *((f"{stage}_s", ctypes.c_double) for stage in ("work", "host", "copy", "unmap", "create", "map", "access")),
-        *((name, ctypes.c_uint64) for name in ("chunks", "bytes", "backed_up_bytes", "staying_bytes")),
-    ]
-
-
-class Stats(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("taken", "creates", "releases", "maps", "unmaps", "accesses")),
-        *((name, ctypes.c_uint64) for name in ("reserves", "refused_by_limit", "refused_by_driver", "exports")),
-        *((name, ctypes.c_uint64) for name in ("mapped_bytes", "paused_bytes", "staying_bytes", "handle_types")),
-        *((name, ctypes.c_uint64) for name in ("checked_unmaps", "busy_unmaps")),
-        ("sizes", ctypes.c_uint64 * MOST_SIZES),
-        ("counts", ctypes.c_uint64 * MOST_SIZES),
-    ]
-
-
-class Chunks:
-    """The preloaded library's control functions. Raises RuntimeError with the driver's code where one fails."""
-
-    def __init__(self, path: str) -> None:
-        self._library = ctypes.CDLL(path)
-        self._library.pool_pause.argtypes = [ctypes.c_int, ctypes.POINTER(Range), ctypes.c_size_t, ctypes.c_void_p]
-        self._library.pool_resume.argtypes = [ctypes.c_int, ctypes.c_void_p]
-        self._library.pool_limit.argtypes, self._library.pool_limit.restype = [ctypes.c_uint64], None
-        self._library.pool_check.argtypes, self._library.pool_check.restype = [ctypes.c_bool], ctypes.c_bool
-        self._library.pool_stats.argtypes, self._library.pool_stats.restype = [ctypes.c_void_p], None
-
-    def pause(self, kept: Sequence[tuple[int, int]]) -> Reply:
-        """Keeps the contents of chunks with a byte of the ``kept`` ranges (address, bytes)."""
-        ranges = (Range * len(kept))(*(Range(*each) for each in sorted(kept)))
-        return self._call("pool_pause", ranges, len(kept))
-
-    def resume(self) -> Reply:
-        return self._call("pool_resume")
-
-    def limit(self, nbytes: int) -> None:
-        """cuMemCreate fails beyond so many bytes; 0: no limit."""
-        self._library.pool_limit(nbytes)
-
-    def check(self, wanted: bool) -> bool:
-        """Whether each cuMemUnmap asks if the default stream has work. Returns False where it cannot."""
-        return bool(self._library.pool_check(wanted))
-
-    def stats(self) -> Reply:
-        found = Stats()
-        self._library.pool_stats(ctypes.byref(found))
-        reply: Reply = {name: getattr(found, name) for name, *_ in Stats._fields_[:-2]}
-        reply["chunks_by_mib"] = {str(size // MIB): n for size, n in zip(found.sizes, found.counts) if n}
-        return reply
-
-    def _call(self, name: str, *arguments: object) -> Reply:
-        report = Report()
-        begin = time.perf_counter()
-        code = getattr(self._library, name)(0, *arguments, ctypes.byref(report))
-        seconds = time.perf_counter() - begin
-        if code != 0:
-            raise RuntimeError(f"{name}: the driver's error {code}")
-        return {"seconds": seconds, **{field: getattr(report, field) for field, *_ in Report._fields_}}
 
 
 class Block(nn.Module):
@@ -175,25 +111,84 @@ def holds_only(tensor: torch.Tensor, value: int) -> bool:
     return all(bool((part == value).all()) for part in tensor.split(16 * MIB))
 
 
+class DefaultPool:
+    """torch's default pool as a region of memsaver, and the tensor that torch allocates while it is paused."""
+
+    def __init__(self, shared: bool) -> None:
+        import memsaver  # a trainer with plain torch has none
+
+        if shared:
+            memsaver.configure(pool="shared")
+        self._memsaver = memsaver
+        self.region = memsaver.default_pool()
+        self.meanwhile: torch.Tensor | None = None
+
+    def pause(self, backup: str | None) -> Reply:
+        """``backup``: None for the region's own policy."""
+        torch.cuda.synchronize()
+        before = {
+            "reserved_bytes": torch.cuda.memory_reserved(),
+            "other_pools_bytes": sum(
+                segment["total_size"]
+                for segment in torch.cuda.memory_snapshot()
+                if tuple(segment["segment_pool_id"]) != POOL_ID
+            ),
+            "active_bytes": torch.cuda.memory_stats().get("active_bytes.all.current", 0),
+            "chunks_by_mib": self._chunks(),
+        }
+        return {**before, **self._timed(self._memsaver.pause, backup=backup)}
+
+    def resume(self) -> Reply:
+        return {**self._timed(self._memsaver.resume), "chunks_by_mib": self._chunks()}
+
+    def allocate(self, value: int) -> Reply:
+        self.meanwhile = torch.full((MEANWHILE,), value, dtype=torch.uint8, device=self.region.device)
+        return {}
+
+    def check(self, value: int) -> Reply:
+        """Frees the tensor of allocate(). Whether it holds the value, and lies outside of the region."""
+        tensor, self.meanwhile = self.meanwhile, None
+        assert tensor is not None
+        return {"contents_right": holds_only(tensor, value), "outside": not self.region.owns(tensor.data_ptr())}
+
+    def _chunks(self) -> dict[str, int]:
+        """Numbers of chunks by their size in MiB."""
+        sizes = Counter(self.region._core.chunks)
+        return {str(size // MIB): sizes[size] for size in sorted(sizes)}
+
+    def _timed(self, act: Callable[..., Any], **options: Any) -> Reply:
+        begin = time.perf_counter()
+        done = act(self.region.tag, **options)
+        seconds = time.perf_counter() - begin
+        last = self._memsaver.history()[-1]
+        return {
+            "seconds": seconds,
+            "stages": [[stage.name, stage.seconds] for stage in last.stages],
+            **{name: getattr(done, name) for name in ("released_bytes", "restored_bytes", "copied_bytes")},
+        }
+
+
 class Subject:
     """The requests, a method each. Its arguments are those of the request, its result is the reply."""
 
-    def __init__(self, cap_gib: float, library: str | None) -> None:
+    def __init__(self, kind: str, cap_gib: float) -> None:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # fills cost time
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(cap_gib * GIB / total)
-        self.chunks = Chunks(library) if library else None
+        self.pool = None if kind == "plain" else DefaultPool(shared=kind == "shared")
+        if kind != "shared":  # there the cap is the capacity of the pool
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(cap_gib * GIB / total)
         self.trainer = Trainer(Shape(), "cuda")
         if not all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()):
             raise RuntimeError("torch's segments are not expandable")
-        if self.chunks is not None and self.chunks.stats()["mapped_bytes"] != torch.cuda.memory_reserved():
-            raise RuntimeError(f"torch's memory is not the library's: {self.chunks.stats()}")
+        reserved = torch.cuda.memory_reserved()
+        if self.pool is not None and self.pool.region.allocated_bytes != reserved:
+            raise RuntimeError(f"torch has {reserved} bytes, and the region {self.pool.region.allocated_bytes}")
 
-    def _taken(self) -> Chunks:
-        if self.chunks is None:
-            raise RuntimeError("the library is not preloaded in this process")
-        return self.chunks
+    def _taken(self) -> DefaultPool:
+        if self.pool is None:
+            raise RuntimeError("torch's default pool is no region in this process")
+        return self.pool
 
     def steps(self, batch: int, count: int, empty: bool = False) -> Reply:
         if empty:
@@ -215,95 +210,81 @@ class Subject:
     def fits(self, batch: int, count: int) -> Reply:
         """Whether so many steps have enough memory, from a new trainer and an empty cache on."""
         self.reset()
-        retries = torch.cuda.memory_stats()["num_alloc_retries"]
+        retries, begin = _retries(), time.perf_counter()
         try:
             self.trainer.steps(batch, count)
             fits = True
         except torch.cuda.OutOfMemoryError:
             fits = False
+        seconds = time.perf_counter() - begin
         self.trainer.optimizer.zero_grad()
         gc.collect()
         torch.cuda.empty_cache()
-        return {"fits": fits, "retries": torch.cuda.memory_stats()["num_alloc_retries"] - retries}
+        return {"fits": fits, "retries": _retries() - retries, "seconds": seconds}
 
-    def pause(self, backup: str) -> Reply:
-        """``backup``: "live" (of chunks with a block in use), "all" or "none"."""
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        kept, live = [], 0
-        for segment in torch.cuda.memory_snapshot():
-            address = segment["address"]
-            for block in segment["blocks"]:
-                if block["state"] != "inactive":
-                    live += block["size"]
-                if backup == "all" or (backup == "live" and block["state"] != "inactive"):
-                    kept.append((block.get("address", address), block["size"]))
-                address += block["size"]
-        snapshot_s = time.perf_counter() - begin
-        reserved = torch.cuda.memory_reserved()
-        return {"snapshot_s": snapshot_s, "live_bytes": live, "reserved_bytes": reserved, **self._taken().pause(kept)}
+    def pause(self, backup: str | None) -> Reply:
+        return self._taken().pause(backup)
 
     def resume(self) -> Reply:
         return self._taken().resume()
+
+    def allocate(self, value: int) -> Reply:
+        return self._taken().allocate(value)
+
+    def check(self, value: int) -> Reply:
+        return self._taken().check(value)
 
     def empty_cache(self) -> Reply:
         torch.cuda.empty_cache()
         return {"reserved_bytes": torch.cuda.memory_reserved()}
 
-    def limit(self, nbytes: int) -> Reply:
-        self._taken().limit(nbytes)
-        return {}
-
-    def fraction(self, cap_gib: float) -> Reply:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * GIB / total))
-        return {}
-
-    def stats(self) -> Reply:
-        return self._taken().stats() if self.chunks else {}
-
-    def recovery(self, spare_bytes: int) -> Reply:
-        """Torch's recovery where the driver has no memory: frees cached blocks behind queued work, and tries again."""
-        chunks = self._taken()
+    def recovery(self, cap_bytes: int) -> Reply:
+        """torch's recovery where the pool has no memory: frees cached blocks behind queued work, and tries again."""
+        region = self._taken().region
         self.reset()
-        chunks.limit(chunks.stats()["mapped_bytes"] + spare_bytes)
-        checks = chunks.check(True)
-        before, retries = chunks.stats(), torch.cuda.memory_stats()["num_alloc_retries"]
-        nbytes = spare_bytes * 3 // 4 // (20 * MIB) * (20 * MIB)
+        torch.cuda.reset_peak_memory_stats()
+        retries = _retries()
+        spare = cap_bytes - region.allocated_bytes
+        nbytes = spare * 3 // 4 // PIECE * PIECE
+        cached = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+        torch.cuda._sleep(200_000_000)  # about 0.1 s, still running when torch unmaps the block
+        cached.fill_(1)
+        del cached
+        # Another stream has a segment of its own, which cannot take the cached blocks.
+        with torch.cuda.stream(torch.cuda.Stream()):
+            begin = time.perf_counter()
+            fresh = torch.full((nbytes,), 2, dtype=torch.uint8, device="cuda")
+            right = holds_only(fresh, 2)
+        seconds = time.perf_counter() - begin
+        recovered = _retries() - retries
+        begin = time.perf_counter()
         try:
-            cached = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
-            torch.cuda._sleep(200_000_000)  # about 0.1 s, still running when the block is unmapped
-            cached.fill_(1)
-            del cached
-            # Another stream has a segment of its own, which cannot take the cached blocks.
-            with torch.cuda.stream(torch.cuda.Stream()):
-                begin = time.perf_counter()
-                fresh = torch.full((nbytes,), 2, dtype=torch.uint8, device="cuda")
-                right = holds_only(fresh, 2)
-            seconds = time.perf_counter() - begin
-            try:
-                torch.empty(2 * spare_bytes, dtype=torch.uint8, device="cuda")
-                refused = False
-            except torch.cuda.OutOfMemoryError:
-                refused = True
-            del fresh
-            torch.cuda.empty_cache()
-            again = torch.full((nbytes,), 3, dtype=torch.uint8, device="cuda")
-            right = right and holds_only(again, 3)
-            del again
-        finally:
-            chunks.check(False)
-            chunks.limit(0)
-        after = chunks.stats()
-        counted = ("refused_by_limit", "unmaps", "checked_unmaps", "busy_unmaps")
+            torch.empty(2 * cap_bytes, dtype=torch.uint8, device="cuda")
+            refused = False
+        except torch.cuda.OutOfMemoryError:
+            refused = True
+        refused_s = time.perf_counter() - begin
+        right = right and holds_only(fresh, 2)
+        del fresh
+        torch.cuda.empty_cache()
+        again = torch.full((nbytes,), 3, dtype=torch.uint8, device="cuda")
+        right = right and holds_only(again, 3)
+        del again
         return {
             "contents_right": right,
             "too_much_raised": refused,
-            "retries": torch.cuda.memory_stats()["num_alloc_retries"] - retries,
+            "retries": recovered,
+            "nbytes": nbytes,
+            "spare_bytes": spare,
+            "peak_bytes": torch.cuda.max_memory_reserved(),
             "seconds": seconds,
-            "checks": checks,
-            **{name: after[name] - before[name] for name in counted},
+            "too_much_s": refused_s,
         }
+
+
+def _retries() -> int:
+    """How often torch has freed its cached blocks for an allocation."""
+    return int(torch.cuda.memory_stats()["num_alloc_retries"])
 
 
 def serve() -> None:

@@ -95,7 +95,7 @@ def test_help_is_printed_and_unknown_options_are_refused(call: Calls, name: str)
         *(f"{name} --device {device}" for name in NUMBERED for device in ("cuda:x", "gpu", "")),
         *(f"{name} --device cuda:0" for name in ("handover", "tensor_parallel", "together", "turn_ranks", "turns")),
         "whole_process --device cuda:0",
-        "default_pool --cap-gib 0", "default_pool --steps 0", "default_pool --segments-mib x",
+        "default_pool --cap-gib 0", "default_pool --steps 3", "default_pool --rounds 0", "default_pool --batch x",
         "disk --gib 0", "disk --gib inf", "disk --rounds 0", "disk --disk-dir /nowhere",
         "driver_calls --gib 1.5", "driver_calls --cycles 0", "driver_calls --rest -1",
         "engine --only 10", "handover --cycles 0", "handover --rounds x", "handover --scale nan", "handover --only all",
