@@ -65,8 +65,8 @@ __all__ = [
     "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error", "Guest",
     "GuestError", "OutOfMemoryError", "ReceiveError", "Region", "RegionPausedError", "Token", "Transition",
     "TransitionFuture", "TransitionRecord", "TransitionStage", "VerifyError", "WaitTimeoutError", "attach", "capturing",
-    "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "outside", "pause", "phase", "region", "register",
-    "release_host_memory", "resume", "share", "stats", "switch", "trim", "unregister",
+    "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "outside", "pause", "phase",
+    "region", "register", "release_host_memory", "resume", "share", "stats", "switch", "trim", "unregister",
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)

@@ -34,7 +34,8 @@ def library() -> str:
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as made:
             built = os.path.join(made, "built.so")
-            subprocess.run([compiler, "-std=c++17", "-shared", "-fPIC", "-O1", str(source), "-o", built, "-ldl"], check=True)
+            flags = ["-std=c++17", "-shared", "-fPIC", "-O1"]
+            subprocess.run([compiler, *flags, str(source), "-o", built, "-ldl"], check=True)
             os.replace(built, path)  # several processes may compile it at the same time
     return str(path)
 

@@ -1,8 +1,8 @@
 // Calls of the CUDA driver by another library, which this library answers in place of the driver.
 //
-// A library such as torch keeps pointers to the driver's functions in a table. The table's words that point to functions
-// for physical memory are found by their values, so its layout need not be known. Only calls from the code of that
-// library are answered here: other libraries may call through the same table.
+// A library such as torch keeps pointers to the driver's functions in a table. The table's words that point to
+// functions for physical memory are found by their values, so its layout need not be known. Only calls from the code of
+// that library are answered here: other libraries may call through the same table.
 #pragma once
 
 #include <cstddef>

@@ -43,7 +43,7 @@ class Region final : public RestingOwner {
     bool frozen = false;  // the contents do not change after the first copy
     Fill fill = Fill::nothing;
     std::size_t most_slack =
-        kAnySlack;  // the limit of mapped bytes without a segment, beside that of the region's size
+        kAnySlack;        // the limit of mapped bytes without a segment, beside that of the region's size
     bool placed = false;  // another allocator chooses the addresses of the segments: see place()
   };
 

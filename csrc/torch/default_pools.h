@@ -52,7 +52,7 @@ class DefaultPools final : public TakenCalls {
 
   std::mutex binding_;
   std::optional<std::string> reason_;
-  std::mutex mutex_;  // guards the following; no other lock is taken under it
+  std::mutex mutex_;                // guards the following; no other lock is taken under it
   std::map<int, Region*> regions_;  // by the ordinal of the device
   std::map<Handle, Piece> pieces_;
   Handle last_ = 0;

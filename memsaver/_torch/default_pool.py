@@ -162,4 +162,4 @@ def _set(settings: str) -> None:
     if hasattr(torch._C, "_accelerator_setAllocatorSettings"):
         torch._C._accelerator_setAllocatorSettings(settings)
     else:
-        torch._C._cuda_cudaCachingAllocator_set_allocator_settings(settings)
+        torch._C._cuda_cudaCachingAllocator_set_allocator_settings(settings)  # type: ignore[attr-defined]

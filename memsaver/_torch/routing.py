@@ -298,12 +298,12 @@ class Router:
             for ident, entered in self._inside.items():
                 if ident == thread:
                     continue
-                for held in entered:
+                for held in filter(None, entered):
                     if held in regions:
                         raise Error(
                             f"region {held.tag!r} cannot be paused: thread {ident} is inside it; it must leave first"
                         )
-                    if held is not None and held.device in defaults:
+                    if held.device in defaults:
                         raise Error(
                             f"region {defaults[held.device].tag!r}, torch's default pool, cannot be paused: thread "
                             f"{ident} is inside region {held.tag!r}; it must leave first"

@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
+from memsaver._results import in_thread
 from memsaver._torch.pools import snapshot
 from memsaver._torch.routes import routes
-from memsaver._results import in_thread
 
 log = logging.getLogger("memsaver")
 

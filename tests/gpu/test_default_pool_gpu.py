@@ -5,10 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.broker_support import Running
 from tests.gpu.fixtures import Neighbour
@@ -55,7 +53,8 @@ def run(source: str, neighbour: Neighbour | None = None) -> None:
 def test_all_memory_of_torch_leaves_and_blocks_in_use_return(neighbour: Neighbour) -> None:
     run(
         """
-        kept = [full(mib, mib % 251) for mib in (1, 3, 30, 100, 1500)] + [torch.arange(1000, device="cuda") for _ in range(50)]
+        kept = [full(mib, mib % 251) for mib in (1, 3, 30, 100, 1500)]
+        kept += [torch.arange(1000, device="cuda") for _ in range(50)]
         cached = [full(700, 1), full(5, 1)]
         first = cached[0].data_ptr()
         del cached

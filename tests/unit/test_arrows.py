@@ -33,7 +33,13 @@ PRIVATE = {
 }  # fmt: skip
 # The files that may make a system call: device memory only in the drivers, host memory in backups and the ledger.
 SYSTEM = {
-    r"\bcu(?:Mem|Ctx|Device|Stream|Event|Init)\w*": {"cuda_api", "cuda_driver", "cuda_peers", "cuda_physical", "taken_calls"},
+    r"\bcu(?:Mem|Ctx|Device|Stream|Event|Init)\w*": {
+        "cuda_api",
+        "cuda_driver",
+        "cuda_peers",
+        "cuda_physical",
+        "taken_calls",
+    },
     r"\bnvml[A-Z]\w*": {"cuda_api"},
     r"\bdlopen\b": {"cuda_api", "cuda_runtime", "core", "taken_calls", "torch_pools"},
     r"\bmemfd_create\b": {"host_chunk"},

@@ -26,7 +26,9 @@ def run(source: str, **options: Any) -> None:
 
 @pytest.mark.parametrize("piece_mib", [2, 20, 32, 256])
 def test_pieces_leave_and_return_at_their_addresses_with_their_contents(piece_mib: int) -> None:
-    run(f"piece_mib = {piece_mib}" + """
+    run(
+        f"piece_mib = {piece_mib}"
+        + """
 region = default_pool()
 segment = Segment(piece_mib)
 assert segment.map(0, 2) == 0 and segment.map(3, 4) == 0
@@ -43,7 +45,8 @@ for _ in range(3):
     assert control.used_bytes() == control.mapped_bytes() == whole
 assert segment.close() == 0
 assert control.used_bytes() == control.mapped_bytes() == region.allocated_bytes == 0
-""")
+"""
+    )
 
 
 def test_a_chunk_serves_one_piece_alone() -> None:

@@ -13,13 +13,13 @@ import torch
 from memsaver import _core, config
 from memsaver._adapter import adapter
 from memsaver._torch.pools import DEFAULT_POOL
+from memsaver._torch.side_pools import side_pools
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.tagged import index_of
 from memsaver.drop_in.tms.calls import Calls
 from memsaver.drop_in.tms.library import Library, Settings
 from memsaver.drop_in.tms.regions import saver_regions
 from memsaver.drop_in.tms.routing import check_allocator
-from memsaver._torch.side_pools import side_pools
 from memsaver.errors import Error
 from memsaver.regions import Region
 

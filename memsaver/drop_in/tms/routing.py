@@ -13,11 +13,11 @@ import torch
 from memsaver._adapter import adapter
 from memsaver._torch.pools import keep_forever
 from memsaver._torch.routes import routes
+from memsaver._torch.side_pools import side_pools
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.tagged import index_of
 from memsaver.drop_in.tms.library import Library, Settings
 from memsaver.drop_in.tms.regions import saver_regions
-from memsaver._torch.side_pools import side_pools
 from memsaver.regions import Region, outside
 
 
