@@ -116,7 +116,7 @@ class Driver {
   // The memory of the stacks of all threads that the device can run at once, at the limit of a thread's stack that the
   // context has now. The driver has this memory from the moment when it raises the limit. 0: there are no stacks.
   virtual std::size_t stack_bytes() { return 0; }
-  virtual int host_node() = 0;                      // the nearest NUMA node; -1 if unknown
+  virtual int host_node() = 0;  // the nearest NUMA node; -1 if unknown
   // Whether a NUMA node of the system is memory of a GPU. Backups must not be placed there.
   virtual bool gpu_memory_is_host_memory() { return false; }
 

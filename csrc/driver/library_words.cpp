@@ -67,8 +67,7 @@ std::string LibraryWords::find(const Ranges& parts, const std::string& where) {
 }
 
 void LibraryWords::replace() const {
-  for (const Wanted& each : wanted_)
-    std::atomic_ref<Word>(*each.place).store(each.instead, std::memory_order_release);
+  for (const Wanted& each : wanted_) std::atomic_ref<Word>(*each.place).store(each.instead, std::memory_order_release);
 }
 
 }  // namespace memsaver
