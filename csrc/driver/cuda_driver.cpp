@@ -6,6 +6,7 @@
 #include <optional>
 #include <unordered_map>
 
+#include "base/mutants.h"
 #include "driver/cuda_api.h"
 #include "driver/cuda_peers.h"
 #include "driver/driver.h"
@@ -82,6 +83,7 @@ class CudaDriver final : public Driver {
     check("cuCtxGetLimit", api().cuCtxGetLimit(&of_thread, kLimitStackSize));
     const int threads = attribute_of(device_, kAttributeMostThreads);
     const int multiprocessors = attribute_of(device_, kAttributeMultiprocessors);
+    if (MEMSAVER_MUTANT(stacks_are_of_one_multiprocessor)) return of_thread * static_cast<std::size_t>(threads);
     return round_up(of_thread * static_cast<std::size_t>(threads) * static_cast<std::size_t>(multiprocessors), kPage);
   }
 
