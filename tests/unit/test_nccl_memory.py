@@ -265,10 +265,10 @@ TORCH = """
 import torch
 from memsaver.guests import nccl, nccl_memory
 
-def begin(groups=True, initialized=True, context=True):
+def begin(groups=True, initialized=True, context=True, capturing=False):
     torch.cuda.is_initialized = lambda: initialized
     torch.cuda.current_device = lambda: 0
-    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.is_current_stream_capturing = lambda: capturing
     torch.cuda.device = lambda index: nullcontext()
     torch._C._cuda_hasPrimaryContext = lambda index: context
     nccl_memory._has_groups = lambda: groups
@@ -289,7 +289,7 @@ def test_the_count_begins_when_torch_has_groups_with_nccl() -> None:
         TORCH
         + """
 import torch.distributed
-for state in (dict(groups=False), dict(initialized=False), dict(context=False)):
+for state in (dict(groups=False), dict(initialized=False), dict(context=False), dict(capturing=True)):
     assert not begin(**state) and ctypes.c_void_p.in_dll(library, "pfn_cuMemCreate").value is None
 assert begin() and begin(groups=False)
 memsaver.region("kv", device="cuda:0")
@@ -401,10 +401,23 @@ def test_the_count_begins_before_a_group_is_made_and_before_its_first_use(
     monkeypatch.setattr(process_groups, "_has_nccl", lambda args, options: True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert seen[0] == (None, False)
-    while answers:
+    for _ in range(4):
         dist.all_reduce(torch.ones(1))
-    dist.all_reduce(torch.ones(1))
-    assert len(seen) == 3
+    assert len(seen) == 3 and not answers
+
+
+def test_a_group_that_is_bound_to_a_device_has_a_context_before_the_count_begins(
+    groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    bound = torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", seen.append)
+    monkeypatch.setattr(process_groups, "nccl_memory", SimpleNamespace(begin=seen.append))
+    monkeypatch.setattr(process_groups, "_has_nccl", lambda args, options: True)
+    with monkeypatch.context() as until_here:  # the end of the guest puts torch's function back
+        until_here.setattr(groups, "_create", lambda **options: (seen.append("made"), None))
+        groups._wrapped(device_id=bound)
+    assert seen == [bound, "cuda:3", "made"]
 
 
 def test_groups_without_nccl_do_not_begin_the_count(groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch) -> None:
