@@ -411,11 +411,16 @@ def test_a_group_that_is_bound_to_a_device_has_a_context_before_the_count_begins
 ) -> None:
     seen: list[Any] = []
     bound = torch.device("cuda", 3)
+
+    def create(**options: Any) -> tuple[None, None]:
+        seen.append("made")
+        return None, None
+
     monkeypatch.setattr(torch.cuda, "synchronize", seen.append)
     monkeypatch.setattr(process_groups, "nccl_memory", SimpleNamespace(begin=seen.append))
     monkeypatch.setattr(process_groups, "_has_nccl", lambda args, options: True)
     with monkeypatch.context() as until_here:  # the end of the guest puts torch's function back
-        until_here.setattr(groups, "_create", lambda **options: (seen.append("made"), None))
+        until_here.setattr(groups, "_create", create)
         groups._wrapped(device_id=bound)
     assert seen == [bound, "cuda:3", "made"]
 
