@@ -16,6 +16,13 @@ namespace {
 
 using namespace cuda;
 
+// The threads that a device can run at once.
+std::size_t most_threads(Device device) {
+  const auto threads = static_cast<std::size_t>(attribute_of(device, kAttributeMostThreads));
+  if (MEMSAVER_MUTANT(stacks_are_of_one_multiprocessor)) return threads;
+  return threads * static_cast<std::size_t>(attribute_of(device, kAttributeMultiprocessors));
+}
+
 class CudaDriver final : public Driver {
  public:
   explicit CudaDriver(int ordinal)
@@ -23,6 +30,7 @@ class CudaDriver final : public Driver {
         device_(device_at(ordinal)),
         exportable_(chunk_properties(device_, true)),
         plain_(chunk_properties(device_, false)),
+        most_threads_(most_threads(device_)),
         exports_(has_posix_handles(device_) ? Exports::unknown : Exports::no) {
     check("cuDevicePrimaryCtxRetain", api().cuDevicePrimaryCtxRetain(&context_, device_));
     peers_ = std::make_unique<Peers>(device_, context_);
@@ -81,10 +89,7 @@ class CudaDriver final : public Driver {
     Scope scope(context_);
     std::size_t of_thread = 0;
     check("cuCtxGetLimit", api().cuCtxGetLimit(&of_thread, kLimitStackSize));
-    const int threads = attribute_of(device_, kAttributeMostThreads);
-    const int multiprocessors = attribute_of(device_, kAttributeMultiprocessors);
-    if (MEMSAVER_MUTANT(stacks_are_of_one_multiprocessor)) return of_thread * static_cast<std::size_t>(threads);
-    return round_up(of_thread * static_cast<std::size_t>(threads) * static_cast<std::size_t>(multiprocessors), kPage);
+    return round_up(of_thread * most_threads_, kPage);
   }
 
   int host_node() override {
@@ -390,6 +395,7 @@ class CudaDriver final : public Driver {
   std::optional<bool> lists_imported_;
   const Device device_;
   const AllocationProp exportable_, plain_;
+  const std::size_t most_threads_;
   enum class Exports { unknown, yes, no };
   mutable std::atomic<Exports> exports_;
   Context context_ = nullptr;
