@@ -324,6 +324,26 @@ MUTANTS = [
         "lending: memory is lent for a token that was made before a pause",
         ["integration/test_sharing.py::test_a_token_of_an_earlier_residence_is_refused"],
     ),
+    Mutant(
+        "dropped_pieces_stay_mapped",
+        "default pool: the memory of a piece that torch unmaps stays with the region",
+        ["unit/test_default_pool.py::test_a_chunk_serves_one_piece_alone"],
+    ),
+    Mutant(
+        "pieces_share_chunks",
+        "default pool: a resume lays chunks over several pieces",
+        ["unit/test_default_pool.py::test_a_chunk_serves_one_piece_alone"],
+    ),
+    Mutant(
+        "all_callers_are_answered",
+        "default pool: calls of the driver from other libraries are answered as torch's",
+        ["unit/test_default_pool.py::test_calls_from_elsewhere_reach_the_driver"],
+    ),
+    Mutant(
+        "a_paused_pool_gives_no_memory",
+        "default pool: torch gets no memory beside a paused region",
+        ["unit/test_default_pool.py::test_while_it_is_paused_torch_takes_memory_of_the_driver_and_frees_pieces"],
+    ),
 ]
 
 

@@ -83,7 +83,8 @@ bool DefaultPools::knows(Handle handle) {
 std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordinal) {
   if (!usable()) return std::nullopt;
   Region* region = on(ordinal);
-  if (region == nullptr || region->state() != State::active) return std::nullopt;
+  if (region == nullptr) return std::nullopt;
+  if (region->state() != State::active && !MEMSAVER_MUTANT(a_paused_pool_gives_no_memory)) return std::nullopt;
   try {
     Piece piece{region, size, region->borrow(size, refused ? region->device.shortage_deadline() : now())};
     refused = false;
@@ -93,7 +94,7 @@ std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordi
     return kDone;
   } catch (...) {
     const int code = code_of_error();
-    if (code == kNotPermitted) return std::nullopt;  // a pause began meanwhile
+    if (code == kNotPermitted && !MEMSAVER_MUTANT(a_paused_pool_gives_no_memory)) return std::nullopt;  // a pause began
     if (code == kNoMemory) refused = true;
     return code;
   }
