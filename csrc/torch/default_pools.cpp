@@ -84,7 +84,10 @@ std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordi
   if (!usable()) return std::nullopt;
   Region* region = on(ordinal);
   if (region == nullptr) return std::nullopt;
-  if (region->state() != State::active && !MEMSAVER_MUTANT(a_paused_pool_gives_no_memory)) return std::nullopt;
+  // Beside a paused region torch takes memory of the driver.
+  const auto beside =
+      MEMSAVER_MUTANT(a_paused_pool_gives_no_memory) ? std::optional<int>(kNoMemory) : std::optional<int>();
+  if (region->state() != State::active) return beside;
   try {
     Piece piece{region, size, region->borrow(size, refused ? region->device.shortage_deadline() : now())};
     refused = false;
@@ -94,7 +97,7 @@ std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordi
     return kDone;
   } catch (...) {
     const int code = code_of_error();
-    if (code == kNotPermitted && !MEMSAVER_MUTANT(a_paused_pool_gives_no_memory)) return std::nullopt;  // a pause began
+    if (code == kNotPermitted) return beside;  // a pause began meanwhile
     if (code == kNoMemory) refused = true;
     return code;
   }
