@@ -55,6 +55,8 @@ constexpr int kLocationDevice = 1;
 constexpr int kAllocationPinned = 1;
 constexpr int kHandlePosixFd = 1;
 constexpr int kAccessReadWrite = 3;
+constexpr int kAttributeMultiprocessors = 16;
+constexpr int kAttributeMostThreads = 39;  // of a multiprocessor
 constexpr int kAttributePosixFd = 103;
 constexpr int kAttributeVirtualMemory = 102;
 constexpr int kAttributeRdma = 110;
@@ -66,6 +68,7 @@ constexpr int kEventBlockingSync = 1;
 constexpr int kEventDisableTiming = 2;
 constexpr int kHostRegisterPortable = 1;
 constexpr int kCaptureRelaxed = 2;
+constexpr int kLimitStackSize = 0;
 
 // name, API version of the signature, arguments. Optional ones are null on drivers older than their version.
 // clang-format off
@@ -83,6 +86,7 @@ constexpr int kCaptureRelaxed = 2;
   required(cuCtxPushCurrent, 4000, Context)                                                                        \
   required(cuCtxPopCurrent, 4000, Context*)                                                                        \
   required(cuCtxSynchronize, 2000)                                                                                 \
+  required(cuCtxGetLimit, 3010, std::size_t*, int)                                                                 \
   optional(cuCtxRecordEvent, 12050, Context, Event)                                                                \
   required(cuThreadExchangeStreamCaptureMode, 10010, int*)                                                         \
   required(cuMemGetInfo, 3020, std::size_t*, std::size_t*)                                                         \

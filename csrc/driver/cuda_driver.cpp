@@ -76,6 +76,15 @@ class CudaDriver final : public Driver {
     return found;
   }
 
+  std::size_t stack_bytes() override {
+    Scope scope(context_);
+    std::size_t of_thread = 0;
+    check("cuCtxGetLimit", api().cuCtxGetLimit(&of_thread, kLimitStackSize));
+    const int threads = attribute_of(device_, kAttributeMostThreads);
+    const int multiprocessors = attribute_of(device_, kAttributeMultiprocessors);
+    return round_up(of_thread * static_cast<std::size_t>(threads) * static_cast<std::size_t>(multiprocessors), kPage);
+  }
+
   int host_node() override {
     int node = -1;
     const Result code = api().cuDeviceGetAttribute(&node, kAttributeHostNode, device_);

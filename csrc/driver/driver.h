@@ -113,6 +113,9 @@ class Driver {
   virtual std::vector<Process> processes() = 0;     // with memory on this device, if the system lists them
   virtual std::vector<Holding> holdings() = 0;      // for an account of every byte, each once: memsaver/ledger
   virtual bool lists_all() const { return false; }  // true: a process without a row in holdings() holds nothing
+  // The memory of the stacks of all threads that the device can run at once, at the limit of a thread's stack that the
+  // context has now. The driver has this memory from the moment when it raises the limit. 0: there are no stacks.
+  virtual std::size_t stack_bytes() { return 0; }
   virtual int host_node() = 0;                      // the nearest NUMA node; -1 if unknown
   // Whether a NUMA node of the system is memory of a GPU. Backups must not be placed there.
   virtual bool gpu_memory_is_host_memory() { return false; }

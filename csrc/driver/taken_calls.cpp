@@ -1,52 +1,23 @@
 #include "driver/taken_calls.h"
 
 #include <dlfcn.h>
-#include <link.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
-#include <cstdint>
-#include <utility>
-#include <vector>
 
 #include "base/mutants.h"
 #include "base/ranges.h"
 #include "driver/cuda_api.h"
+#include "driver/library_words.h"
 
 namespace memsaver {
 namespace {
 
 using namespace cuda;
-using Word = std::uintptr_t;
 using Flags = unsigned long long;
 
 constexpr int kFabricHandle = 8;
-constexpr std::size_t kMostWords = 128;  // of a table
-
-bool contains(const Range& range, Address address) { return address >= range.offset && address < range.end(); }
-
-// The parts of a loaded library, found by an address in its code.
-struct Parts {
-  Address within;
-  Range code{0, 0};
-  std::vector<Range> writable = {};
-};
-
-int find_parts(dl_phdr_info* info, std::size_t, void* wanted) {
-  auto& found = *static_cast<Parts*>(wanted);
-  Parts parts{found.within};
-  for (int i = 0; i < info->dlpi_phnum; ++i) {
-    const auto& part = info->dlpi_phdr[i];
-    if (part.p_type != PT_LOAD) continue;
-    const Range range{static_cast<Address>(info->dlpi_addr + part.p_vaddr), static_cast<std::size_t>(part.p_memsz)};
-    if ((part.p_flags & PF_X) != 0 && contains(range, found.within)) parts.code = range;
-    if ((part.p_flags & PF_W) != 0) parts.writable.push_back(range);
-  }
-  if (parts.code.size == 0) return 0;
-  found = std::move(parts);
-  return 1;
-}
+constexpr std::size_t kMostBytes = 128 * sizeof(Word);  // of a table
 
 std::atomic<TakenCalls*> taken = nullptr;
 Range callers{0, 0};  // written before `taken`
@@ -110,16 +81,6 @@ Result set_access(DevicePointer address, std::size_t size, const AccessDesc* acc
   return api().cuMemSetAccess(address, size, access, count);
 }
 
-struct Replacement {
-  const char* name;
-  Word original, instead;
-};
-
-template <typename Function>
-Replacement replaced(const char* name, Function* original, Function* instead) {
-  return {name, reinterpret_cast<Word>(original), reinterpret_cast<Word>(instead)};
-}
-
 }  // namespace
 
 std::string take_calls(const std::string& library, const char* getter, TakenCalls& calls) {
@@ -134,35 +95,23 @@ std::string take_calls(const std::string& library, const char* getter, TakenCall
   } catch (...) {
     return library + " found no functions of the driver";
   }
-  Parts found{reinterpret_cast<Address>(get)};
-  ::dl_iterate_phdr(&find_parts, &found);
+  const LibraryParts parts = parts_of(reinterpret_cast<Address>(get));
   const auto at = reinterpret_cast<Address>(table);
-  std::size_t words = 0;
-  for (const Range& range : found.writable)
-    if (contains(range, at)) words = std::min(kMostWords, (range.end() - at) / sizeof(Word));
-  if (words == 0) return "the table of the driver's functions is not within " + library;
-
-  const std::array<Replacement, 6> wanted = {
-      replaced("cuMemCreate", driver.cuMemCreate, &create),
-      replaced("cuMemRelease", driver.cuMemRelease, &release),
-      replaced("cuMemExportToShareableHandle", driver.cuMemExportToShareableHandle, &export_handle),
-      replaced("cuMemMap", driver.cuMemMap, &map),
-      replaced("cuMemUnmap", driver.cuMemUnmap, &unmap),
-      replaced("cuMemSetAccess", driver.cuMemSetAccess, &set_access),
-  };
-  std::array<Word*, wanted.size()> places{};
-  for (std::size_t i = 0; i < wanted.size(); ++i) {
-    for (std::size_t word = 0; word < words; ++word) {
-      if (table[word] != wanted[i].original) continue;
-      if (places[i] != nullptr) return std::string("the table has ") + wanted[i].name + " twice";
-      places[i] = &table[word];
-    }
-    if (places[i] == nullptr) return std::string("the table has no ") + wanted[i].name;
-  }
-  callers = found.code;
+  Ranges searched;
+  for (const Range& range : parts.writable)
+    if (contains(range, at)) searched = {{at, std::min(kMostBytes, range.end() - at)}};
+  if (searched.empty()) return "the table of the driver's functions is not within " + library;
+  LibraryWords words;
+  words.add("cuMemCreate", driver.cuMemCreate, &create);
+  words.add("cuMemRelease", driver.cuMemRelease, &release);
+  words.add("cuMemExportToShareableHandle", driver.cuMemExportToShareableHandle, &export_handle);
+  words.add("cuMemMap", driver.cuMemMap, &map);
+  words.add("cuMemUnmap", driver.cuMemUnmap, &unmap);
+  words.add("cuMemSetAccess", driver.cuMemSetAccess, &set_access);
+  if (std::string reason = words.find(searched, "the table"); !reason.empty()) return reason;
+  callers = parts.code;
   taken = &calls;
-  for (std::size_t i = 0; i < wanted.size(); ++i)
-    std::atomic_ref<Word>(*places[i]).store(wanted[i].instead, std::memory_order_release);
+  words.replace();
   return "";
 }
 

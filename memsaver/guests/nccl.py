@@ -1,10 +1,13 @@
-"""NCCL's calls that suspend and resume a communicator, of the library that this process has loaded."""
+"""NCCL's calls, of the library that this process has loaded: those that suspend and resume a communicator, and take
+memory.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from memsaver.errors import Error
@@ -42,6 +45,15 @@ class Library:
         return self.version >= SUSPENDS_SINCE and all(
             hasattr(self._calls, name) for name in ("ncclCommSuspend", "ncclCommResume", "ncclCommMemStats")
         )
+
+    def allocate_and_free(self, meanwhile: Callable[[], object]) -> None:
+        """Takes a little memory of the current device, which initialises NCCL, and frees it. Raises memsaver.Error."""
+        address = ctypes.c_void_p()
+        self._check("ncclMemAlloc", self._calls.ncclMemAlloc(ctypes.byref(address), ctypes.c_size_t(1)))
+        try:
+            meanwhile()
+        finally:
+            self._check("ncclMemFree", self._calls.ncclMemFree(address))
 
     def suspend(self, communicator: int) -> None:
         """Releases the memory of a communicator. Collective over its ranks; raises memsaver.Error."""

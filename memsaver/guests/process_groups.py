@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, Store
 from memsaver._arguments import seconds, several
 from memsaver._guests import Guest
 from memsaver.errors import Error
+from memsaver.guests import nccl_memory
 from memsaver.guests.meeting import Meeting
 from memsaver.guests.reopening import ReopeningGroup
 from memsaver.guests.waits import current_device, within
@@ -188,11 +189,18 @@ class ProcessGroups(Guest):
 
     def _wrapped(self, *args: Any, **options: Any) -> Any:
         """In place of torch's function that makes all groups."""
+        if _has_nccl(args, options):
+            bound = options.get("device_id")
+            if bound is not None:  # such a group connects at once, which makes a context on the device
+                torch.cuda.synchronize(bound)
+            nccl_memory.begin(None if bound is None else f"cuda:{_device(bound)}")
         made, store = self._create(*args, **options)
         if type(made) is not ProcessGroup or not self._is_chosen(made):
             return made, store
         name = c10d._world.pg_names[made]
         group = ReopeningGroup(made, str(name), str(made.group_desc))
+        if _has_nccl(args, options):
+            group.before_use = nccl_memory.begin
         _replace(made, group)
         self._records.append(_Record(group, args, options, _device(options.get("device_id"))))
         return group, store
@@ -254,7 +262,7 @@ class ProcessGroups(Guest):
         return within(function, max(0.0, until - time.monotonic()), text, device=device, **options)
 
 
-_PLACES = {"store": 4, "group_name": 5}  # among the arguments of torch's function
+_PLACES = {"backend": 3, "store": 4, "group_name": 5}  # among the arguments of torch's function
 _MOST = 0.75
 
 
@@ -262,6 +270,12 @@ def _most(until: float) -> float:
     """The end of what may have to be undone, or done by force: the rest of the time until ``until`` is for that."""
     now = time.monotonic()
     return now + _MOST * max(0.0, until - now)
+
+
+def _has_nccl(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether torch's function will make a group with NCCL."""
+    backend = options["backend"] if "backend" in options else args[_PLACES["backend"]]
+    return "nccl" in str(c10d.BackendConfig(c10d.Backend(backend))).lower()
 
 
 def _no_split_source(pg: ProcessGroup) -> Any:

@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from memsaver import _core
-from memsaver.ledger import torch_memory
+from memsaver.ledger import nccl_memory, torch_memory
 from memsaver.ledger.rows import Part
 
 _lock = threading.Lock()
 _measured: dict[tuple[str, str, str], int] = {}  # bytes by device, kind and label
 _CONTEXT = "context"
+_STACKS = "stacks"
 _seen: set[str] = set()  # devices of which the context was measured
+_stacks_within: dict[str, int] = {}  # by device, the stacks that its measured context has
+_most_stacks: dict[str, int] = {}  # by device
 
 
 class Measurement:
@@ -89,11 +92,21 @@ def parts(device: str) -> list[Part]:
 
 def measure_context(device: str) -> None:
     """Attributes what this process has on a device beside the known rows to its context. The first call counts."""
+    nccl_memory.begin(device)
     with _lock:
         if device in _seen:
             return
         _seen.add(device)
+    _stacks_within[device] = _core.ledger_figures(device)["stack_bytes"]
     Measurement(device, _CONTEXT, "")._add(_unattributed_bytes(device) or 0)
+
+
+def stacks(device: str, stack_bytes: int) -> list[Part]:
+    """The growth of the stacks of a device's threads since its context was measured. The driver keeps their memory."""
+    if device not in _stacks_within:
+        return []
+    _most_stacks[device] = max(stack_bytes, _most_stacks.get(device, 0))
+    return [(_CONTEXT, _STACKS, "", max(0, _most_stacks[device] - _stacks_within[device]))]
 
 
 def has_context(device: str) -> bool:
@@ -116,5 +129,6 @@ def _unattributed_bytes(device: str) -> int | None:
         return None
     known = figures["retained_bytes"] + sum(row["mapped_bytes"] for row in figures["regions"])
     known += torch_memory.read(torch_memory.nbytes, device, 0)
-    known += sum(nbytes for *_, nbytes in parts(device))
+    known += figures["nccl_bytes"]
+    known += sum(nbytes for *_, nbytes in parts(device) + stacks(device, figures["stack_bytes"]))
     return int(nbytes - elsewhere + figures["pooled_bytes"] - known)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from memsaver import _core
 from memsaver.errors import BrokerError
+from memsaver.ledger import nccl_memory
 from memsaver.ledger.accounts import account
 from memsaver.ledger.messages import encoded
 from memsaver.ledger.own import own
@@ -23,8 +24,15 @@ STATUS_S = 1.0  # the longest wait for the broker's part
 
 def read(device: str) -> Ledger:
     """The account of a device, as this process and the broker of its pool know it. Read again once if inconsistent."""
+    nccl_memory.begin(device)
+    return _consistent(device)
+
+
+def _consistent(device: str) -> Ledger:
     found = _read(device)
-    return found if found.is_consistent else _read(device)
+    if not found.is_consistent:
+        found = _read(device)
+    return replace(found, notes=[nccl_memory.note] if nccl_memory.note else [])
 
 
 def _read(device: str) -> Ledger:
@@ -49,5 +57,5 @@ def serve() -> None:
 
 def for_error(device: str) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of the account for an error, and its lines."""
-    found = read(device)
+    found = _consistent(device)  # there may be no memory to initialise NCCL with
     return [asdict(row) for row in found.rows], lines(found)

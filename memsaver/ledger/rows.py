@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Part = tuple[str, str, str, int]  # kind, label, state, bytes
 
@@ -15,7 +15,9 @@ class LedgerRow:
         pid: The process. None for memory of no process that is known.
         name: Its name, or ``"?"`` if the system does not return it. Empty without a process.
         kind: ``"region"``, ``"retained"``, ``"torch allocated"``, ``"torch cached"``, ``"torch"`` (either of the two),
-            ``"guest"``, ``"context"``, ``"graphs"`` or another kind that was measured, ``"unknown"``, ``"process"``
+            ``"NCCL"`` (what NCCL has taken since its memory is counted), ``"guest"``, ``"context"`` (measured when the
+            process first used the device; with the label ``"stacks"``: the growth of the stacks of the device's
+            threads since then, which the driver keeps), ``"graphs"`` or another kind that was measured, ``"unknown"``, ``"process"``
             (all of a process that reports nothing), ``"pool held"`` (chunks of a client of the pool that reports
             nothing, or that has exited), ``"pool idle"`` or ``"unlisted"``.
         label: The tag of the region, the name of the guest, or the name of the measurement. Else empty.
@@ -49,6 +51,7 @@ class Ledger:
         used_bytes: The memory of the whole device in use, by the driver. None if a call of the driver fails.
         rows: By process.
         is_consistent: Whether no row is negative.
+        notes: Reasons why memory of this process may be in ``"unknown"`` that otherwise has a row.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
@@ -60,3 +63,4 @@ class Ledger:
     used_bytes: int | None
     rows: list[LedgerRow]
     is_consistent: bool
+    notes: list[str] = field(default_factory=list)

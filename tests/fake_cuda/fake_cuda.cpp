@@ -36,6 +36,7 @@ namespace {
 constexpr std::size_t kGranularity = std::size_t{2} << 20;
 constexpr off_t kFileSize = off_t{1} << 60;  // of a device's memory: ranges of it are never used again
 constexpr int kMostDevices = 64;
+constexpr int kLocationHostNode = 3;
 
 namespace codes {
 
@@ -116,7 +117,8 @@ struct Memory {  // one allocation handle, or several of one file
   ino_t inode = 0;
   std::size_t handles = 0;
   std::size_t mappings = 0;
-  AllocationHandle maker = 0;  // the handle of cuMemCreate, until its release
+  AllocationHandle maker = 0;  // the handle of cuMemCreate, until its last release
+  std::size_t retained = 0;    // references of that handle beside the first one
   bool counted = true;         // in the used bytes of the device: chunks of another process are counted there
 };
 
@@ -155,6 +157,7 @@ struct Fake {
 
   Primary contexts[kMostDevices];
   std::size_t used[kMostDevices] = {};   // of handles
+  std::size_t stack_limit[kMostDevices];  // bytes of a thread
   std::size_t taken[kMostDevices] = {};  // of this process without handles, as of cudaMalloc and of modules
   int files[kMostDevices];
   off_t next_offset[kMostDevices] = {};
@@ -187,6 +190,7 @@ struct Fake {
     for (int i = 0; i < kMostDevices; ++i) {
       contexts[i].device = i;
       files[i] = -1;
+      stack_limit[i] = 1024;
     }
     for (const std::string& device : split(text_of("FAKE_CUDA_ACTIVE", ""), ","))
       contexts[std::strtol(device.c_str(), nullptr, 10) % kMostDevices].held_by_others = true;
@@ -408,6 +412,8 @@ Result cuDeviceGetAttribute(int* value, int which, Device device) {
   FAKE_ENTER("cuDeviceGetAttribute");
   if (!all.exists(device)) return codes::kInvalidDevice;
   switch (which) {
+    case 16: *value = 132; break;
+    case 39: *value = 2048; break;
     case 102: *value = all.virtual_memory; break;
     case 103: *value = all.export_attribute; break;
     case 110: *value = 1; break;
@@ -464,6 +470,13 @@ Result cuCtxPopCurrent(Context* context) {
   if (stack.empty()) return codes::kInvalidContext;
   *context = stack.back();
   stack.pop_back();
+  return call.end();
+}
+
+Result cuCtxGetLimit(std::size_t* bytes, int which) {
+  FAKE_ENTER_CONTEXT("cuCtxGetLimit");
+  if (which != kLimitStackSize) return codes::kInvalidValue;
+  *bytes = all.stack_limit[stack.back()->device];
   return call.end();
 }
 
@@ -537,6 +550,10 @@ Result cuMemAddressFree(DevicePointer address, std::size_t size) {
 Result cuMemCreate(AllocationHandle* handle, std::size_t size, const AllocationProp* properties, unsigned long long) {
   FAKE_ENTER_ANY("cuMemCreate");
   if (size == 0 || size % kGranularity != 0 || properties->type != kAllocationPinned) return codes::kInvalidValue;
+  if (properties->location.type == kLocationHostNode) {  // counts on no device
+    all.handles[*handle = ++all.last_handle] = std::make_shared<Memory>(Memory{0, 0, -1, 0, false, 0, 1});
+    return call.end();
+  }
   if (properties->location.type != kLocationDevice || !all.exists(properties->location.id))
     return codes::kInvalidDevice;
   if ((properties->handle_types & ~kHandlePosixFd) != 0) return codes::kNotSupported;
@@ -558,6 +575,10 @@ Result cuMemRelease(AllocationHandle handle) {
   const auto found = all.handles.find(handle);
   if (found == all.handles.end()) return codes::kInvalidValue;
   const auto memory = found->second;
+  if (memory->maker == handle && memory->retained > 0) {
+    --memory->retained;
+    return call.end();
+  }
   all.handles.erase(found);
   --memory->handles;
   if (memory->maker == handle) memory->maker = 0;
@@ -690,8 +711,14 @@ Result cuMemRetainAllocationHandle(AllocationHandle* handle, void* address) {
   FAKE_ENTER_ANY("cuMemRetainAllocationHandle");
   const auto found = all.mapped.find(reinterpret_cast<DevicePointer>(address));
   if (found == all.mapped.end()) return codes::kInvalidValue;
-  all.handles[++all.last_handle] = found->second.memory;
-  ++found->second.memory->handles;
+  const auto& memory = found->second.memory;
+  if (memory->maker != 0) {
+    ++memory->retained;
+    *handle = memory->maker;
+    return call.end();
+  }
+  all.handles[++all.last_handle] = memory;
+  ++memory->handles;
   *handle = all.last_handle;
   return call.end();
 }
@@ -1041,6 +1068,13 @@ void fake_take(int device, std::int64_t bytes) {
   Fake& all = fake();
   const Lock lock(all.mutex);
   all.taken[device] += static_cast<std::size_t>(bytes);
+}
+
+// The limit of a thread's stack, in bytes. The memory of the stacks is taken by fake_take().
+void fake_set_stack_limit(int device, std::size_t bytes) {
+  Fake& all = fake();
+  const Lock lock(all.mutex);
+  all.stack_limit[device] = bytes;
 }
 
 std::uint64_t fake_reserved_bytes() {

@@ -634,6 +634,48 @@ assert rows() == {**expected, (me, "unknown"): 7 * MIB}
     )
 
 
+def test_the_growth_of_the_stacks_has_a_row() -> None:
+    """Of 2048 threads on 132 multiprocessors. The driver keeps the memory if the limit is lowered."""
+    run_on_fake(
+        FAKE
+        + """
+def labels():
+    rows()
+    return {row.label: row.bytes for row in memsaver.stats().devices["cuda:0"].ledger.rows if row.kind == "context"}
+
+memsaver.region("kv", device="cuda:0")
+assert labels() == {"": 300 * MIB}
+control.take(0, 186 * MIB)
+control.set_stack_limit(0, 1744)
+assert labels() == {"": 300 * MIB, "stacks": 186 * MIB} and (me, "unknown") not in rows()
+control.set_stack_limit(0, 1024)
+with ledger.measured("other", "", "cuda:0") as taken:
+    control.take(0, 7 * MIB)
+assert labels() == {"": 300 * MIB, "stacks": 186 * MIB} and taken.bytes == 7 * MIB
+control.take(0, 258 * MIB)
+control.set_stack_limit(0, 2744)
+with ledger.measured("graphs", "", "cuda:0") as taken:
+    control.take(0, 264 * MIB)
+    control.set_stack_limit(0, 3768)
+assert taken.bytes == 0
+assert labels() == {"": 300 * MIB, "stacks": 708 * MIB} and (me, "unknown") not in rows()
+""",
+        context="300MiB",
+    )
+
+
+def test_the_account_is_made_if_the_limit_of_the_stacks_is_not_known() -> None:
+    run_on_fake(
+        FAKE
+        + """
+memsaver.region("kv", device="cuda:0")
+control.fail("cuCtxGetLimit", 1, times=100)
+assert rows() == {(me, "context"): 300 * MIB}
+""",
+        context="300MiB",
+    )
+
+
 def test_the_rows_of_a_gpu_that_lists_no_process() -> None:
     run_on_fake(
         FAKE
