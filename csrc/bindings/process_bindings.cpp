@@ -169,6 +169,15 @@ void bind_process(nb::module_& module) {
     if (memsaver_check_signals() != 0) throw nb::python_error();
   };
   module.def("cuda_device_count", &cuda_device_count);
+  module.def(
+      "reset_stacks",  // of all devices in use; returns the bytes that were released
+      [] {
+        std::size_t bytes = 0;
+        for (Device* device : core().all_devices())
+          if (!device->lost) bytes += device->driver->reset_stacks();
+        return bytes;
+      },
+      nb::call_guard<Unlocked>());
   module.def("capture_begins", [] { core().parts.gate.capture_begins(); }, nb::call_guard<Unlocked>());
   module.def("capture_ends", [] { core().parts.gate.capture_ends(); });
   module.def("capturing", [] { return core().parts.gate.capturing(); });

@@ -28,6 +28,9 @@ class CudaDriver final : public Driver {
     Scope scope(context_);
     check("cuStreamCreate", api().cuStreamCreate(&out_, kStreamNonBlocking));
     check("cuStreamCreate", api().cuStreamCreate(&in_, kStreamNonBlocking));
+    check("cuCtxGetLimit", api().cuCtxGetLimit(&first_stack_limit_, kLimitStackSize));
+    most_threads_ = static_cast<std::size_t>(attribute_of(device_, kAttributeMostThreads)) *
+                    static_cast<std::size_t>(attribute_of(device_, kAttributeMultiprocessors));
   }
 
   int ordinal() const override { return device_; }
@@ -80,9 +83,18 @@ class CudaDriver final : public Driver {
     Scope scope(context_);
     std::size_t of_thread = 0;
     check("cuCtxGetLimit", api().cuCtxGetLimit(&of_thread, kLimitStackSize));
-    const int threads = attribute_of(device_, kAttributeMostThreads);
-    const int multiprocessors = attribute_of(device_, kAttributeMultiprocessors);
-    return round_up(of_thread * static_cast<std::size_t>(threads) * static_cast<std::size_t>(multiprocessors), kPage);
+    return round_up(of_thread * most_threads_, kPage);
+  }
+
+  std::size_t reset_stacks() override {
+    const std::size_t before = stack_bytes();
+    {
+      Scope scope(context_);
+      faults().check("cuCtxSetLimit");
+      check("cuCtxSetLimit", api().cuCtxSetLimit(kLimitStackSize, first_stack_limit_));
+    }
+    const std::size_t after = stack_bytes();
+    return before > after ? before - after : 0;
   }
 
   int host_node() override {
@@ -394,6 +406,8 @@ class CudaDriver final : public Driver {
   std::unique_ptr<Peers> peers_;
   Stream out_ = nullptr;
   Stream in_ = nullptr;
+  std::size_t first_stack_limit_ = 0;  // bytes of a thread
+  std::size_t most_threads_ = 0;       // that the device can run at once
 };
 
 }  // namespace

@@ -17,7 +17,7 @@ class LedgerRow:
         kind: ``"region"``, ``"retained"``, ``"torch allocated"``, ``"torch cached"``, ``"torch"`` (either of the two),
             ``"NCCL"`` (what NCCL has taken since its memory is counted), ``"guest"``, ``"context"`` (measured when the
             process first used the device; with the label ``"stacks"``: the growth of the stacks of the device's
-            threads since then, which the driver keeps), ``"graphs"`` or another kind that was measured, ``"unknown"``, ``"process"``
+            threads since then), ``"graphs"`` or another kind that was measured, ``"unknown"``, ``"process"``
             (all of a process that reports nothing), ``"pool held"`` (chunks of a client of the pool that reports
             nothing, or that has exited), ``"pool idle"`` or ``"unlisted"``.
         label: The tag of the region, the name of the guest, or the name of the measurement. Else empty.

@@ -480,6 +480,13 @@ Result cuCtxGetLimit(std::size_t* bytes, int which) {
   return call.end();
 }
 
+Result cuCtxSetLimit(int which, std::size_t bytes) {
+  FAKE_ENTER_CONTEXT("cuCtxSetLimit");
+  if (which != kLimitStackSize) return codes::kInvalidValue;
+  all.stack_limit[stack.back()->device] = bytes;
+  return call.end();
+}
+
 Result cuCtxSynchronize() {
   FAKE_ENTER_CONTEXT("cuCtxSynchronize");
   Primary& context = *stack.back();

@@ -635,7 +635,7 @@ assert rows() == {**expected, (me, "unknown"): 7 * MIB}
 
 
 def test_the_growth_of_the_stacks_has_a_row() -> None:
-    """Of 2048 threads on 132 multiprocessors. The driver keeps the memory if the limit is lowered."""
+    """Of 2048 threads on 132 multiprocessors."""
     run_on_fake(
         FAKE
         + """
@@ -648,11 +648,12 @@ assert labels() == {"": 300 * MIB}
 control.take(0, 186 * MIB)
 control.set_stack_limit(0, 1744)
 assert labels() == {"": 300 * MIB, "stacks": 186 * MIB} and (me, "unknown") not in rows()
+control.take(0, -186 * MIB)
 control.set_stack_limit(0, 1024)
 with ledger.measured("other", "", "cuda:0") as taken:
     control.take(0, 7 * MIB)
-assert labels() == {"": 300 * MIB, "stacks": 186 * MIB} and taken.bytes == 7 * MIB
-control.take(0, 258 * MIB)
+assert labels() == {"": 300 * MIB} and taken.bytes == 7 * MIB
+control.take(0, 444 * MIB)
 control.set_stack_limit(0, 2744)
 with ledger.measured("graphs", "", "cuda:0") as taken:
     control.take(0, 264 * MIB)

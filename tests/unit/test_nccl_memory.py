@@ -397,9 +397,7 @@ def test_groups_without_nccl_do_not_begin_the_count(groups: ProcessGroups, monke
     assert not nccl_memory._has_groups()
 
 
-@pytest.mark.parametrize(
-    ("backend", "expected"), [("nccl", True), ("cpu:gloo,cuda:nccl", True), ("gloo", False)]
-)
+@pytest.mark.parametrize(("backend", "expected"), [("nccl", True), ("cpu:gloo,cuda:nccl", True), ("gloo", False)])
 def test_a_group_with_nccl_is_known_by_its_backends(backend: str, expected: bool) -> None:
     assert process_groups._has_nccl((1, 0, [], backend), {}) is expected
     assert process_groups._has_nccl((), {"backend": backend}) is expected
