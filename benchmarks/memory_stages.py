@@ -16,7 +16,6 @@ from environment import nvidia_smi
 from sharded_trainer import RANKS, Trainer, dtype_of, free_caches, init_fake, place
 
 import memsaver
-from memsaver import Guest
 from memsaver.guests import Communicators, HostCache, ProcessGroups, Workspaces, for_nccl
 
 _TAG = "trainer"
@@ -38,12 +37,11 @@ def stages_of_rank(rank: int, port: int, wait_s: float, options: argparse.Namesp
 
 def _stages(rank: int, port: int, wait_s: float, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     on_gpu = options.device != "cpu"
-    guests: Guest | None = None
 
     def now(name: str) -> tuple[str, dict[str, Any]]:
         if on_gpu:
             torch.cuda.synchronize()
-        return name, {**_figures(device), "nccl_bytes": guests.nbytes if isinstance(guests, Communicators) else None}
+        return name, _figures(device)
 
     yield "no context", {"used_mib": _used_mib(f"cuda:{rank}") if on_gpu else 0}
     device = place(rank, options.device)
@@ -148,7 +146,8 @@ def _call(name: str, *arguments: Any) -> None:
 def lines_of(stages: list[dict[str, Any]]) -> list[str]:
     """A line for each stage, in MiB, and the limit of a thread's stack in bytes.
 
-    ``rest``: in use beside regions and torch's pools, with the driver's own memory. ``NCCL``: by its own count.
+    ``rest``: in use beside regions and torch's pools, with the driver's own memory. ``NCCL``: counted as NCCL takes it.
+    ``context``: with the growth of the stacks.
     """
     width = max(len(each["stage"]) for each in stages)
     heads = ("in use", "change", "regions", "torch", "rest", "change", "context", "unknown", "NCCL", "stack/B")
@@ -166,7 +165,7 @@ def lines_of(stages: list[dict[str, Any]]) -> list[str]:
             cells = [used, f"{used - last_used:+.0f}", f"{regions:.1f}", f"{torchs:.1f}", f"{rest:.1f}"]
             cells += [f"{rest - last_rest:+.1f}", _mib(bytes_of(account, "context"))]
             cells += [_mib(None if account["listed_bytes"] is None else bytes_of(account, "unknown"))]
-            cells += [_mib(each["nccl_bytes"]), each["limits"].get("stack", "-")]
+            cells += [_mib(bytes_of(account, "NCCL")), each["limits"].get("stack", "-")]
         lines.append(f"{each['stage']:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
         last_used, last_rest = used, rest
     return lines

@@ -2,7 +2,8 @@
    are looked up by the first call that needs them.
 
    VARIANT: 0: as NCCL. 1: there is another pointer to cuMemMap. 2: cuMemUnmap is not looked up. 3: memory is taken in
-   another way, as with NCCL_CUMEM_ENABLE=0. 4: its calls fail. */
+   another way, as with NCCL_CUMEM_ENABLE=0. 4: its calls fail. 5: the linker has put one more pointer to cuMemMap where
+   the loader makes memory read-only. */
 #include <dlfcn.h>
 #include <stddef.h>
 #include <stdlib.h>
@@ -32,6 +33,11 @@ int (*pfn_cuMemRetainAllocationHandle)(u64*, void*);
 int (*pfn_cuMemExportToShareableHandle)(void*, u64, int, u64);
 int (*pfn_cuMemImportFromShareableHandle)(u64*, void*, int);
 void* another_pointer;
+
+#if VARIANT == 5
+extern int cuMemMap(u64, size_t, size_t, u64, u64);
+int (*const linked_pointer)(u64, size_t, size_t, u64, u64) = cuMemMap;
+#endif
 
 static int device = 0;
 static size_t page = 2 << 20;

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/mutants.h"
 #include "driver/cuda_api.h"
 #include "driver/library_words.h"
 
@@ -132,7 +133,8 @@ void note(Act act) {
 Result create(AllocationHandle* handle, std::size_t size, const AllocationProp* properties, Flags flags) {
   const auto from = reinterpret_cast<Address>(__builtin_return_address(0));
   const Result code = api().cuMemCreate(handle, size, properties, flags);
-  if (code == kSuccess && properties->location.type == kLocationDevice)
+  if (code == kSuccess &&
+      (properties->location.type == kLocationDevice || MEMSAVER_MUTANT(memory_of_the_host_counts_on_devices)))
     note([&] {
       Totals& totals = count().of(properties->location.id);
       count().made(*handle, size, contains(giver_code, from) ? totals.given : totals.own);
@@ -143,13 +145,14 @@ Result create(AllocationHandle* handle, std::size_t size, const AllocationProp* 
 Result release(AllocationHandle handle) {
   const Shared memory = count().drop(handle);  // before the call: the driver may give out the number again
   const Result code = api().cuMemRelease(handle);
-  if (code != kSuccess && memory != nullptr) note([&] { count().add(handle, memory); });
+  if (code != kSuccess && memory != nullptr && !MEMSAVER_MUTANT(failed_releases_count))
+    note([&] { count().add(handle, memory); });
   return code;
 }
 
 Result map(DevicePointer address, std::size_t size, std::size_t offset, AllocationHandle handle, Flags flags) {
   const Result code = api().cuMemMap(address, size, offset, handle, flags);
-  if (code == kSuccess) note([&] { count().map(address, size, handle); });
+  if (code == kSuccess && !MEMSAVER_MUTANT(mappings_do_not_count)) note([&] { count().map(address, size, handle); });
   return code;
 }
 

@@ -119,7 +119,7 @@ class Driver {
   // Sets the limit to its value when the device was opened, after waiting for the device's work. The driver raises it
   // again for a kernel that needs more. Returns the bytes by which stack_bytes() has fallen.
   virtual std::size_t reset_stacks() { return 0; }
-  virtual int host_node() = 0;                      // the nearest NUMA node; -1 if unknown
+  virtual int host_node() = 0;  // the nearest NUMA node; -1 if unknown
   // Whether a NUMA node of the system is memory of a GPU. Backups must not be placed there.
   virtual bool gpu_memory_is_host_memory() { return false; }
 

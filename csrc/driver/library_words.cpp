@@ -7,6 +7,8 @@
 #include <atomic>
 #include <utility>
 
+#include "base/mutants.h"
+
 namespace memsaver {
 namespace {
 
@@ -30,7 +32,8 @@ int find_parts(dl_phdr_info* info, std::size_t, void* wanted) {
   }
   if (parts.code.size == 0) return 0;
   for (Range& range : parts.writable) {
-    const Address begin = contains(range, fixed) ? fixed : range.offset;
+    const bool is_fixed = contains(range, fixed) && !MEMSAVER_MUTANT(read_only_pointers_count);
+    const Address begin = is_fixed ? fixed : range.offset;
     range = {begin, range.end() - begin};
   }
   search.found = std::move(parts);
@@ -56,7 +59,8 @@ std::string LibraryWords::find(const Ranges& parts, const std::string& where) {
       const Word value = std::atomic_ref<Word>(*word).load(std::memory_order_relaxed);
       for (Wanted& each : wanted_) {
         if (value != each.original) continue;
-        if (each.place != nullptr) return where + " has " + each.name + " twice";
+        if (each.place != nullptr && !MEMSAVER_MUTANT(of_two_equal_pointers_the_last_counts))
+          return where + " has " + each.name + " twice";
         each.place = word;
       }
     }
@@ -67,8 +71,7 @@ std::string LibraryWords::find(const Ranges& parts, const std::string& where) {
 }
 
 void LibraryWords::replace() const {
-  for (const Wanted& each : wanted_)
-    std::atomic_ref<Word>(*each.place).store(each.instead, std::memory_order_release);
+  for (const Wanted& each : wanted_) std::atomic_ref<Word>(*each.place).store(each.instead, std::memory_order_release);
 }
 
 }  // namespace memsaver

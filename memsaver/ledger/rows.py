@@ -15,12 +15,12 @@ class LedgerRow:
         pid: The process. None for memory of no process that is known.
         name: Its name, or ``"?"`` if the system does not return it. Empty without a process.
         kind: ``"region"``, ``"retained"``, ``"torch allocated"``, ``"torch cached"``, ``"torch"`` (either of the two),
-            ``"NCCL"`` (what NCCL has taken since its memory is counted), ``"guest"``, ``"context"`` (measured when the
-            process first used the device; with the label ``"stacks"``: the growth of the stacks of the device's
-            threads since then), ``"graphs"`` or another kind that was measured, ``"unknown"``, ``"process"``
-            (all of a process that reports nothing), ``"pool held"`` (chunks of a client of the pool that reports
-            nothing, or that has exited), ``"pool idle"`` or ``"unlisted"``.
-        label: The tag of the region, the name of the guest, or the name of the measurement. Else empty.
+            ``"NCCL"`` (what NCCL has taken since its memory is counted), ``"guest"``, ``"context"``, ``"graphs"`` or
+            another kind that was measured, ``"unknown"``, ``"process"`` (all of a process that reports nothing),
+            ``"pool held"`` (chunks of a client of the pool that reports nothing, or that has exited), ``"pool idle"``
+            or ``"unlisted"``.
+        label: The tag of the region, the name of the guest, or the name of the measurement. ``"stacks"`` for what the
+            stacks of the device's threads have grown by since the context was measured. Else empty.
         state: The state of the region or guest. Else empty.
         bytes: Bytes of device memory.
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 import memsaver
 from memsaver.guests import ProcessGroups, nccl_memory, process_groups
-from tests.fake_cuda import run_on_fake
+from tests.fake_cuda import DRIVER, folder, run_on_fake
 from tests.support import ROOT
 
 SOURCE = ROOT / "tests" / "fake_nccl_memory.c"
-AS_NCCL, TWICE, MISSING, BY_MALLOC, FAILING = range(5)
+AS_NCCL, TWICE, MISSING, BY_MALLOC, FAILING, LINKED = range(6)
 
 BEGIN = """
 import ctypes, os, random
@@ -81,7 +81,10 @@ def compiled(variant: int) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         made = path.with_name(f"{os.getpid()}.so")  # several runs may build it at once
         flags = ["-O1", "-Wall", "-shared", "-fPIC", f"-DVARIANT={variant}"]
-        subprocess.run([compiler, *flags, str(SOURCE), "-o", str(made), "-ldl"], check=True)
+        libraries = ["-ldl", "-Wl,-z,relro,-z,now"]
+        if variant == LINKED:
+            libraries += [f"-L{folder()}", f"-l:{DRIVER[0]}"]
+        subprocess.run([compiler, *flags, str(SOURCE), "-o", str(made), *libraries], check=True)
         made.rename(path)
     return str(path)
 
@@ -232,6 +235,20 @@ def test_a_library_with_other_pointers_is_left_as_it_is(variant: int, reason: st
         assert counted() == (0, 0)
         """,
         variant,
+    )
+
+
+def test_pointers_that_the_loader_made_read_only_are_left_out() -> None:
+    run(
+        """
+        linked, own = (u64.in_dll(library, name) for name in ("linked_pointer", "pfn_cuMemMap"))
+        free(alloc(PAGE), PAGE)
+        assert linked.value == own.value != 0
+        count()
+        assert linked.value != own.value
+        assert free(alloc(PAGE), PAGE) == 0
+        """,
+        LINKED,
     )
 
 
