@@ -146,7 +146,13 @@ nb::dict ledger_figures(const std::string& name) {
     std::unique_lock lock(core().mutex);
     SharedPool* pool = device.shared.get();
     lock.unlock();
-    if (pool != nullptr) pooled = pool->used_bytes();
+    if (pool != nullptr) {
+      pooled = pool->used_bytes();
+      // NVML may have begun to list such chunks for this process.
+      if (!device.driver->lists_all() && pool->outlives_broker())
+        for (Driver::Holding& each : holdings)
+          if (each.pid == ::getpid() && each.imported == 0U) each.imported = std::nullopt;
+    }
   }
   nb::dict row;
   row["used_bytes"] = used;

@@ -132,7 +132,7 @@ class Driver {
   virtual void release(Handle handle) = 0;
   virtual int export_fd(Handle handle) = 0;      // the caller closes it
   virtual bool exports() const { return true; }  // false: chunks cannot be exported, so there is no shared pool
-  virtual Handle import_fd(int fd, std::size_t size) = 0;
+  virtual Handle import_fd(int fd, std::size_t size) = 0;  // memory of another process; the caller closes the file
 
   // Mappings. Access to a mapped range faults until allow(). One call may allow or unmap several whole chunks.
   virtual void map(Address address, std::size_t size, Handle handle) = 0;
