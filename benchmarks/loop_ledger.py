@@ -36,12 +36,17 @@ def accounts() -> list[dict[str, Any]]:
     return [{"device": pool["device"], **pool["ledger"]} for pool in json.loads(done.stdout)["pools"]]
 
 
+def process_of(row: dict[str, Any]) -> str:
+    """Its name and number. Ray adds the method that an actor runs to the actor's name."""
+    return f"{row['name'].partition('.')[0]} ({row['pid']})"
+
+
 def kinds(account: dict[str, Any]) -> dict[str, dict[str, int]]:
     """By process, the bytes of each kind. Memory of no known process is that of "none"."""
     found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for row in account["rows"]:
         name = f"{row['kind']} {row['label']}".strip() if row["kind"] == "context" else row["kind"]
-        found[f"{row['name']} ({row['pid']})" if row["pid"] is not None else "none"][name] += row["bytes"]
+        found["none" if row["pid"] is None else process_of(row)][name] += row["bytes"]
     return found
 
 
@@ -50,12 +55,14 @@ def main() -> None:
     parser.add_argument("--steps", type=count, default=4, help="of the loop")
     parser.add_argument("--ranks", type=count, default=1, help="of the loop")
     parser.add_argument("--apart", type=positive, default=0.5, help="seconds between two accounts")
+    parser.add_argument("--warm-up-steps", type=count, help="of the loop; default: the recipe's")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="of the loop")
     options = parse(parser)
     command = [sys.executable, "-m", "examples.colocate.loop", "--steps", str(options.steps)]
     command += ["--ranks", str(options.ranks), "--device", options.device]
+    command += ["--warm-up-steps", str(options.warm_up_steps)] if options.warm_up_steps else []
     os.environ.setdefault("MEMSAVER_JOB", secrets.token_hex(16))  # which lets this process read the broker's figures
-    log = tempfile.TemporaryFile("w+")
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (until the loop has ended)
     loop = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     found: dict[tuple[str, str], Bytes] = defaultdict(lambda: defaultdict(list))
     read = inconsistent = 0
@@ -86,12 +93,8 @@ def main() -> None:
         {"device": device, "process": process, "bytes": {kind: [min(each), max(each)] for kind, each in nbytes.items()}}
         for (device, process), nbytes in sorted(found.items())
     ]
-    result = {
-        "benchmark": "loop_ledger",
-        **environment("cuda:0" if options.device == "cuda" else "cpu"),
-        "accounts": read,
-        "inconsistent": inconsistent,
-    }
+    machine = environment("cuda:0" if options.device == "cuda" else "cpu")
+    result = {"benchmark": "loop_ledger", **machine, "accounts": read, "inconsistent": inconsistent}
     print(json.dumps({**result, "rows": rows, "loop": last_line(said)}))
 
 
