@@ -73,8 +73,8 @@ def main() -> None:
                 if not account["is_consistent"]:
                     inconsistent += 1
                     continue
-                for process, nbytes in kinds(account).items():
-                    for kind, size in nbytes.items():
+                for process, sizes_now in kinds(account).items():
+                    for kind, size in sizes_now.items():
                         found[account["device"], process][kind].append(size)
             time.sleep(options.apart)
     finally:
