@@ -7,7 +7,8 @@ wakes all; sleeps at level 1, wakes the weights, then the KV cache; sleeps at le
 written, and wakes the KV cache. After each wake-up it generates the same tokens. Prints medians, their ratio, and GB/s
 of the calls that copy the weights beside plain pinned copies; then one JSON line. The exit status is 1 if tokens
 differ. Needs vLLM; its weights are random. ``--share`` is the part of the GPU for each engine. ``--starts``: no rounds,
-only the numbers of KV blocks and the tokens; ``--ways`` takes one engine alone then. ``--uncompiled``: without
+only the numbers of KV blocks, the tokens, and memsaver's account of the engine's memory awake, asleep at level 1, and
+awake again; ``--ways`` takes one engine alone then. ``--uncompiled``: without
 torch.compile; the engines start sooner. ``--kv-gib``: a KV cache of so many GiB; vLLM does not measure the free memory,
 so other processes may use the GPU too.
 """
@@ -131,6 +132,18 @@ class Engine:
         found["host_bytes"] = psutil.Process().memory_info().rss - self._host_before
         return found
 
+    def accounts(self) -> dict[str, Any]:
+        """memsaver's account of this process's memory on the device, at three moments."""
+        from accounts import account_of
+
+        found = {"awake": account_of("cuda:0")}
+        self.llm.sleep(level=1)
+        found["asleep"] = account_of("cuda:0")
+        self.llm.wake_up()
+        self.tokens()
+        found["awake again"] = account_of("cuda:0")
+        return found
+
     def limits(self) -> dict[str, float]:
         """Milliseconds in which plain pinned copies move the bytes of the weights, one way and the other."""
         from limits import PlainCopies
@@ -221,7 +234,8 @@ def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
             replaced = {way: subject.replaced() for way, subject in subjects.items()}
             assert all(bool(line) == (way == "memsaver") for way, line in replaced.items()), replaced
             if options.starts:
-                return {**about, "first": first}
+                accounts = subjects["memsaver"].ask("accounts") if "memsaver" in subjects else None
+                return {**about, "first": first, "accounts": accounts}
             rounds: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
             for number in range(WARM_UP + options.rounds):
                 for way in list(WAYS)[:: 1 if number % 2 else -1]:
@@ -241,6 +255,10 @@ def report_starts(found: dict[str, Any]) -> bool:
         print(f"{way:10}{each['kv_blocks']:10} KV blocks, tokens {each['tokens']}")
     if len(first) == 2:
         print(f"memsaver: {first['memsaver']['kv_blocks'] / first['vllm']['kv_blocks'] - 1:+.2%} KV blocks")
+    if found["accounts"] is not None:
+        from accounts import table
+
+        print("\n".join(table(found["accounts"])))
     return len({each["tokens"] for each in first.values()}) == 1
 
 

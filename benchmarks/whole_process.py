@@ -44,7 +44,7 @@ from sharded_trainer import RANKS, Trainer, free_caches, init_fake, place
 
 import memsaver
 from memsaver.distributed import Colocated, Group
-from memsaver.guests import HostCache, ProcessGroups, Workspaces, for_nccl
+from memsaver.guests import HostCache, ProcessGroups, Stacks, Workspaces, for_nccl
 
 TAG = "trainer"
 PHASES: dict[str, dict[str, list[str]]] = {"train": {"trainer": [TAG]}, "away": {"trainer": []}}
@@ -74,7 +74,7 @@ def rank_of_job(way: str, rank: int, port: int, folder: str, options: argparse.N
     device = place(rank, options.device)
     on_gpu = device.type == "cuda"
     guests = for_nccl(TAG) if on_gpu else ProcessGroups(TAG, backends=["gloo"])
-    for guest in (guests, Workspaces(TAG), HostCache(TAG)):
+    for guest in (guests, Workspaces(TAG), HostCache(TAG), Stacks(TAG)):
         memsaver.register(guest)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     dist.init_process_group(

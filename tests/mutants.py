@@ -81,8 +81,8 @@ MUTANTS = [
         ["unit/test_nccl_memory.py::test_pointers_that_the_loader_made_read_only_are_left_out"],
     ),
     Mutant(
-        "stacks_are_of_one_multiprocessor",
-        "CUDA driver: the stacks are those of the threads of one multiprocessor",
+        "stacks_are_of_half_of_the_threads",
+        "CUDA driver: the stacks are those of half of the threads",
         ["unit/test_ledger.py::test_the_growth_of_the_stacks_has_a_row"],
     ),
     Mutant(
@@ -353,6 +353,26 @@ MUTANTS = [
         "old_tokens_are_served",
         "lending: memory is lent for a token that was made before a pause",
         ["integration/test_sharing.py::test_a_token_of_an_earlier_residence_is_refused"],
+    ),
+    Mutant(
+        "dropped_pieces_stay_mapped",
+        "default pool: the memory of a piece that torch unmaps stays with the region",
+        ["unit/test_default_pool.py::test_a_chunk_serves_one_piece_alone"],
+    ),
+    Mutant(
+        "pieces_share_chunks",
+        "default pool: a resume lays chunks over several pieces",
+        ["unit/test_default_pool.py::test_a_chunk_serves_one_piece_alone"],
+    ),
+    Mutant(
+        "all_callers_are_answered",
+        "default pool: calls of the driver from other libraries are answered as torch's",
+        ["unit/test_default_pool.py::test_calls_from_elsewhere_reach_the_driver"],
+    ),
+    Mutant(
+        "a_paused_pool_gives_no_memory",
+        "default pool: torch gets no memory beside a paused region",
+        ["unit/test_default_pool.py::test_while_it_is_paused_torch_takes_memory_of_the_driver_and_frees_pieces"],
     ),
 ]
 

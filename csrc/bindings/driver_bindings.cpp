@@ -122,7 +122,7 @@ void bind_driver(nb::module_& module) {
       .def("release", &Driver::release, "handle"_a)
       .def("exports", &Driver::exports)
       .def("export_fd", &Driver::export_fd, "handle"_a)
-      .def("import_fd", &Driver::import_fd, "fd"_a, "size"_a)
+      .def("import_fd", &Driver::import_fd, "fd"_a, "size"_a, nb::call_guard<Unlocked>())
       .def("map", &Driver::map, "address"_a, "size"_a, "handle"_a)
       .def("allow", &Driver::allow, "address"_a, "size"_a)
       .def("unmap", &Driver::unmap, "address"_a, "size"_a)

@@ -146,7 +146,13 @@ nb::dict ledger_figures(const std::string& name) {
     std::unique_lock lock(core().mutex);
     SharedPool* pool = device.shared.get();
     lock.unlock();
-    if (pool != nullptr) pooled = pool->used_bytes();
+    if (pool != nullptr) {
+      pooled = pool->used_bytes();
+      // NVML may have begun to list such chunks for this process.
+      if (!device.driver->lists_all() && pool->outlives_broker())
+        for (Driver::Holding& each : holdings)
+          if (each.pid == ::getpid() && each.imported == 0U) each.imported = std::nullopt;
+    }
   }
   nb::dict row;
   row["used_bytes"] = used;
@@ -169,6 +175,15 @@ void bind_process(nb::module_& module) {
     if (memsaver_check_signals() != 0) throw nb::python_error();
   };
   module.def("cuda_device_count", &cuda_device_count);
+  module.def(
+      "reset_stacks",  // of all devices in use; returns the bytes that were released
+      [] {
+        std::size_t bytes = 0;
+        for (Device* device : core().all_devices())
+          if (!device->lost) bytes += device->driver->reset_stacks();
+        return bytes;
+      },
+      nb::call_guard<Unlocked>());
   module.def("capture_begins", [] { core().parts.gate.capture_begins(); }, nb::call_guard<Unlocked>());
   module.def("capture_ends", [] { core().parts.gate.capture_ends(); });
   module.def("capturing", [] { return core().parts.gate.capturing(); });

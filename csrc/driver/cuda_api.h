@@ -87,6 +87,7 @@ constexpr int kLimitStackSize = 0;
   required(cuCtxPopCurrent, 4000, Context*)                                                                        \
   required(cuCtxSynchronize, 2000)                                                                                 \
   required(cuCtxGetLimit, 3010, std::size_t*, int)                                                                 \
+  required(cuCtxSetLimit, 3010, int, std::size_t)                                                                  \
   optional(cuCtxRecordEvent, 12050, Context, Event)                                                                \
   required(cuThreadExchangeStreamCaptureMode, 10010, int*)                                                         \
   required(cuMemGetInfo, 3020, std::size_t*, std::size_t*)                                                         \

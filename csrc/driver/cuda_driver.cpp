@@ -2,12 +2,11 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <mutex>
 #include <optional>
-#include <unordered_map>
 
 #include "base/mutants.h"
 #include "driver/cuda_api.h"
+#include "driver/cuda_imports.h"
 #include "driver/cuda_peers.h"
 #include "driver/driver.h"
 
@@ -16,27 +15,23 @@ namespace {
 
 using namespace cuda;
 
-// The threads that a device can run at once.
-std::size_t most_threads(Device device) {
-  const auto threads = static_cast<std::size_t>(attribute_of(device, kAttributeMostThreads));
-  if (MEMSAVER_MUTANT(stacks_are_of_one_multiprocessor)) return threads;
-  return threads * static_cast<std::size_t>(attribute_of(device, kAttributeMultiprocessors));
-}
-
 class CudaDriver final : public Driver {
  public:
   explicit CudaDriver(int ordinal)
       : Driver("cuda:" + std::to_string(ordinal)),
         device_(device_at(ordinal)),
+        imports_(device_, uuid_of(device_)),
         exportable_(chunk_properties(device_, true)),
         plain_(chunk_properties(device_, false)),
-        most_threads_(most_threads(device_)),
         exports_(has_posix_handles(device_) ? Exports::unknown : Exports::no) {
     check("cuDevicePrimaryCtxRetain", api().cuDevicePrimaryCtxRetain(&context_, device_));
     peers_ = std::make_unique<Peers>(device_, context_);
     Scope scope(context_);
     check("cuStreamCreate", api().cuStreamCreate(&out_, kStreamNonBlocking));
     check("cuStreamCreate", api().cuStreamCreate(&in_, kStreamNonBlocking));
+    check("cuCtxGetLimit", api().cuCtxGetLimit(&first_stack_limit_, kLimitStackSize));
+    most_threads_ = static_cast<std::size_t>(attribute_of(device_, kAttributeMostThreads)) *
+                    static_cast<std::size_t>(attribute_of(device_, kAttributeMultiprocessors));
   }
 
   int ordinal() const override { return device_; }
@@ -68,19 +63,11 @@ class CudaDriver final : public Driver {
   }
 
   std::vector<Holding> holdings() override {
-    const std::size_t imported = imported_bytes_;
-    const std::optional<bool> counts = imported > 0 ? lists_imported() : std::nullopt;
     std::vector<Holding> found;
     for (const ProcessUse& use : compute_processes(uuid())) {
       if (use.bytes == 0) continue;  // NVML does not tell
-      Holding row{use.pid, use.bytes, std::nullopt};
-      if (use.pid == ::getpid()) {
-        if (imported == 0 || counts == false)
-          row.imported = 0;
-        else if (counts)
-          row.imported = imported;
-      }
-      found.push_back(row);
+      const bool own = use.pid == ::getpid();
+      found.push_back({use.pid, use.bytes, own ? imports_.listed(use.bytes) : std::nullopt});
     }
     return found;
   }
@@ -89,7 +76,19 @@ class CudaDriver final : public Driver {
     Scope scope(context_);
     std::size_t of_thread = 0;
     check("cuCtxGetLimit", api().cuCtxGetLimit(&of_thread, kLimitStackSize));
-    return round_up(of_thread * most_threads_, kPage);
+    const std::size_t threads = MEMSAVER_MUTANT(stacks_are_of_half_of_the_threads) ? most_threads_ / 2 : most_threads_;
+    return round_up(of_thread * threads, kPage);
+  }
+
+  std::size_t reset_stacks() override {
+    const std::size_t before = stack_bytes();
+    {
+      Scope scope(context_);
+      faults().check("cuCtxSetLimit");
+      check("cuCtxSetLimit", api().cuCtxSetLimit(kLimitStackSize, first_stack_limit_));
+    }
+    const std::size_t after = stack_bytes();
+    return before > after ? before - after : 0;
   }
 
   int host_node() override {
@@ -121,9 +120,9 @@ class CudaDriver final : public Driver {
   void release(Handle handle) override {
     faults().check("cuMemRelease");
     Scope scope(context_);
-    const std::size_t imported = forget_import(handle);  // before the release, after which the number is used again
+    const std::size_t imported = imports_.forget(handle);  // before the release, after which the number is used again
     const Result code = api().cuMemRelease(handle);
-    if (code != kSuccess && imported > 0) note_import(handle, imported);
+    if (code != kSuccess && imported > 0) imports_.note(handle, imported);
     check("cuMemRelease", code);
   }
 
@@ -153,11 +152,7 @@ class CudaDriver final : public Driver {
   Handle import_fd(int fd, std::size_t size) override {
     faults().check("cuMemImportFromShareableHandle");
     Scope scope(context_);
-    AllocationHandle handle = 0;
-    void* as_pointer = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd));
-    check("cuMemImportFromShareableHandle", api().cuMemImportFromShareableHandle(&handle, as_pointer, kHandlePosixFd));
-    note_import(handle, size);
-    return handle;
+    return imports_.import(fd, size);
   }
 
   void map(Address address, std::size_t size, Handle handle) override {
@@ -327,81 +322,17 @@ class CudaDriver final : public Driver {
     return handle;
   }
 
-  void note_import(Handle handle, std::size_t size) {
-    std::lock_guard lock(imports_mutex_);
-    imports_[handle] = size;
-    imported_bytes_ += size;
-  }
-
-  std::size_t forget_import(Handle handle) {  // returns its bytes, or 0 if it was not imported
-    std::lock_guard lock(imports_mutex_);
-    const auto found = imports_.find(handle);
-    if (found == imports_.end()) return 0;
-    const std::size_t size = found->second;
-    imports_.erase(found);
-    imported_bytes_ -= size;
-    return size;
-  }
-
-  // Whether NVML counts memory of another process for a process with an imported handle. Its documentation does not
-  // tell, so it is measured with a chunk of which this process keeps an imported handle alone. Another thread may
-  // allocate meanwhile, so two measurements must agree. nullopt: unknown yet.
-  std::optional<bool> lists_imported() {
-    std::lock_guard lock(probe_mutex_);
-    for (int attempt = 0; attempt < kProbes && !lists_imported_; ++attempt) {
-      const std::optional<bool> first = probe_imported(), second = probe_imported();
-      if (first && first == second) lists_imported_ = first;
-    }
-    return lists_imported_;
-  }
-
-  std::optional<bool> probe_imported() {
-    const std::optional<std::size_t> before = listed_bytes();
-    if (!before) return std::nullopt;
-    std::optional<std::size_t> after;
-    try {
-      AllocationHandle made = make_chunk(kPage), imported = 0;
-      Scope scope(context_);
-      int file = -1;
-      Result code = api().cuMemExportToShareableHandle(&file, made, kHandlePosixFd, 0);
-      if (code == kSuccess) {
-        void* as_pointer = reinterpret_cast<void*>(static_cast<std::intptr_t>(file));
-        code = api().cuMemImportFromShareableHandle(&imported, as_pointer, kHandlePosixFd);
-        ::close(file);
-      }
-      check("cuMemRelease", api().cuMemRelease(made));
-      if (code != kSuccess) return std::nullopt;
-      after = listed_bytes();
-      check("cuMemRelease", api().cuMemRelease(imported));
-    } catch (const DriverError&) {
-      return std::nullopt;  // the device is full, or its context is dead
-    }
-    if (after == before) return false;
-    if (after == *before + kPage) return true;
-    return std::nullopt;
-  }
-
-  std::optional<std::size_t> listed_bytes() {
-    for (const ProcessUse& use : compute_processes(uuid()))
-      if (use.pid == ::getpid() && use.bytes > 0) return use.bytes;
-    return std::nullopt;
-  }
-
-  static constexpr int kProbes = 3;
-  std::mutex imports_mutex_;
-  std::unordered_map<Handle, std::size_t> imports_;
-  std::atomic<std::size_t> imported_bytes_ = 0;
-  std::mutex probe_mutex_;
-  std::optional<bool> lists_imported_;
   const Device device_;
+  Imports imports_;
   const AllocationProp exportable_, plain_;
-  const std::size_t most_threads_;
   enum class Exports { unknown, yes, no };
   mutable std::atomic<Exports> exports_;
   Context context_ = nullptr;
   std::unique_ptr<Peers> peers_;
   Stream out_ = nullptr;
   Stream in_ = nullptr;
+  std::size_t first_stack_limit_ = 0;  // bytes of a thread
+  std::size_t most_threads_ = 0;       // that the device can run at once
 };
 
 }  // namespace

@@ -114,8 +114,11 @@ class Driver {
   virtual std::vector<Holding> holdings() = 0;      // for an account of every byte, each once: memsaver/ledger
   virtual bool lists_all() const { return false; }  // true: a process without a row in holdings() holds nothing
   // The memory of the stacks of all threads that the device can run at once, at the limit of a thread's stack that the
-  // context has now. The driver has this memory from the moment when it raises the limit. 0: there are no stacks.
+  // context has now. The driver has this memory as long as the limit is so high. 0: there are no stacks.
   virtual std::size_t stack_bytes() { return 0; }
+  // Sets the limit to its value when the device was opened, after waiting for the device's work. The driver raises it
+  // again for a kernel that needs more. Returns the bytes by which stack_bytes() has fallen.
+  virtual std::size_t reset_stacks() { return 0; }
   virtual int host_node() = 0;  // the nearest NUMA node; -1 if unknown
   // Whether a NUMA node of the system is memory of a GPU. Backups must not be placed there.
   virtual bool gpu_memory_is_host_memory() { return false; }
@@ -129,7 +132,7 @@ class Driver {
   virtual void release(Handle handle) = 0;
   virtual int export_fd(Handle handle) = 0;      // the caller closes it
   virtual bool exports() const { return true; }  // false: chunks cannot be exported, so there is no shared pool
-  virtual Handle import_fd(int fd, std::size_t size) = 0;
+  virtual Handle import_fd(int fd, std::size_t size) = 0;  // memory of another process; the caller closes the file
 
   // Mappings. Access to a mapped range faults until allow(). One call may allow or unmap several whole chunks.
   virtual void map(Address address, std::size_t size, Handle handle) = 0;

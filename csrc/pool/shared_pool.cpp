@@ -267,6 +267,11 @@ std::size_t SharedPool::used_bytes() {
   return bytes;
 }
 
+bool SharedPool::outlives_broker() {
+  std::lock_guard lock(mutex_);
+  return std::any_of(chunks_.begin(), chunks_.end(), [](const auto& each) { return each.second.is_older; });
+}
+
 bool SharedPool::lends(Handle chunk) {
   std::lock_guard lock(mutex_);
   const auto number = numbers_.find(chunk);

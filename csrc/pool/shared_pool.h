@@ -126,6 +126,7 @@ class SharedPool final : public ChunkSource, private RequestHost {
                         Deadline deadline);
   void detach(std::uint64_t attachment);
   std::size_t used_bytes();  // of chunks of the pool that are in use here
+  bool outlives_broker();    // whether a chunk here is from before the present connection, if there is one
   bool lends(Handle chunk);  // whether this chunk came from the pool and is in use here
 
  private:
@@ -133,7 +134,8 @@ class SharedPool final : public ChunkSource, private RequestHost {
   struct Entry {
     Handle handle;
     std::size_t size;
-    bool in_use;  // false: the broker has the chunk, and this process only its handle
+    bool in_use;            // false: the broker has the chunk, and this process only its handle
+    bool is_older = false;  // than the present connection, if there is one
   };
   using Entries = std::unordered_map<std::uint64_t, Entry>;  // by the broker's number of the chunk
   struct Attacher {                                          // a process that is attached to memory of this one

@@ -191,6 +191,7 @@ void SharedPool::disconnect_locked(const std::string& reason) {
   link_.reset();
   reason_ = reason;
   if (!restoring_) forget_returned_locked();
+  for (auto& [id, entry] : chunks_) entry.is_older = true;
   for (auto& [number, request] : requests_) request->disconnected_locked();
   for (auto& [number, call] : calls_) call.answered = true;
   changed_.notify_all();

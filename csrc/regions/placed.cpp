@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/mutants.h"
 #include "regions/region.h"
 
 namespace memsaver {
@@ -65,7 +66,7 @@ bool Region::drop(Range segment) {
     }
   }
   device.parts.addresses.remove(segment);
-  sweep();
+  if (!MEMSAVER_MUTANT(dropped_pieces_stay_mapped)) sweep();
   return true;
 }
 

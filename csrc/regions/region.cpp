@@ -387,8 +387,8 @@ Layout Region::layout(bool snug) const {
       unused -= std::min<Address>(segment.end(), begin + chunk.size()) - std::max<Address>(segment.offset, begin);
     slack += unused;
   }
-  return layout_locked(placed ? segments_.all() : segments_.live(), segments_.all(), segments_.live_bytes(), slack,
-                       snug || placed);
+  return layout_locked(placed && !MEMSAVER_MUTANT(pieces_share_chunks) ? segments_.all() : segments_.live(),
+                       segments_.all(), segments_.live_bytes(), slack, snug || placed);
 }
 
 std::size_t Region::missing_bytes() const {

@@ -83,7 +83,11 @@ bool DefaultPools::knows(Handle handle) {
 std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordinal) {
   if (!usable()) return std::nullopt;
   Region* region = on(ordinal);
-  if (region == nullptr || region->state() != State::active) return std::nullopt;
+  if (region == nullptr) return std::nullopt;
+  // Beside a paused region torch takes memory of the driver.
+  const auto beside =
+      MEMSAVER_MUTANT(a_paused_pool_gives_no_memory) ? std::optional<int>(kNoMemory) : std::optional<int>();
+  if (region->state() != State::active) return beside;
   try {
     Piece piece{region, size, region->borrow(size, refused ? region->device.shortage_deadline() : now())};
     refused = false;
@@ -93,7 +97,7 @@ std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordi
     return kDone;
   } catch (...) {
     const int code = code_of_error();
-    if (code == kNotPermitted) return std::nullopt;  // a pause began meanwhile
+    if (code == kNotPermitted) return beside;  // a pause began meanwhile
     if (code == kNoMemory) refused = true;
     return code;
   }

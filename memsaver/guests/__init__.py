@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from memsaver.guests.host_cache import HostCache
     from memsaver.guests.process_groups import ProcessGroups
     from memsaver.guests.registrations import Registrations
+    from memsaver.guests.stacks import Stacks
     from memsaver.guests.workspaces import Workspaces
 
 _MODULES = {
@@ -16,10 +17,11 @@ _MODULES = {
     "HostCache": "memsaver.guests.host_cache",
     "ProcessGroups": "memsaver.guests.process_groups",
     "Registrations": "memsaver.guests.registrations",
+    "Stacks": "memsaver.guests.stacks",
     "Workspaces": "memsaver.guests.workspaces",
     "for_nccl": "memsaver.guests.choice",
 }
-__all__ = ["Communicators", "HostCache", "ProcessGroups", "Registrations", "Workspaces", "for_nccl"]
+__all__ = ["Communicators", "HostCache", "ProcessGroups", "Registrations", "Stacks", "Workspaces", "for_nccl"]
 
 
 def __getattr__(name: str) -> Any:

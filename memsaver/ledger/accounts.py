@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memsaver.errors import process_name
 from memsaver.ledger.rows import Ledger, LedgerRow, Part
@@ -45,31 +45,37 @@ class PoolTotal:
     total_bytes: int
 
 
+_COUNTED = {"region", "retained", "pool held", "pool idle"}  # kinds of rows that memsaver counts itself
+
+
 def account(device: Device, reports: Iterable[Report], pool: PoolTotal | None) -> Ledger:
-    """Joins the driver's figures of a device with the reports of processes."""
+    """Joins the driver's figures of a device with the reports of processes.
+
+    Figures that contradict each other leave no negative row: a process with more in its rows than the driver lists has
+    no row ``"unknown"``, and rows that exceed the driver's figure of the device are reduced.
+    """
     listed = {pid: (nbytes, imported) for pid, nbytes, imported in device.holdings}
     rows: list[LedgerRow] = []
     pooled = 0
+    contradicts = False
     for report in reports:
+        pooled += report.pooled
         if report.exited is not None:
             # The driver may list it until it is torn down. Its list has no row: it may have chunks of the pool in it.
             listed.pop(report.exited, None)
-            pooled += report.pooled
             if report.pooled:
                 rows.append(LedgerRow(report.pid, report.name, "pool held", "", "", report.pooled))
             continue
-        nbytes, imported = listed.pop(report.pid, (0 if device.lists_all else None, 0))
-        pooled += report.pooled
-        parts = [("pool held", "", "", report.pooled)] if report.parts is None else report.parts
-        rows += [LedgerRow(report.pid, report.name, *part) for part in parts if part[-1]]
-        elsewhere = imported if report.imported is None else report.imported
-        if nbytes is not None and elsewhere is not None:
-            rest = nbytes - elsewhere + report.pooled - sum(part[-1] for part in parts)
-            if rest:
-                rows.append(LedgerRow(report.pid, report.name, "unknown", "", "", rest))
+        rest = unexplained_bytes(device, report)
+        listed.pop(report.pid, None)
+        parts = [*_parts(report), ("unknown", "", "", rest or 0)]
+        contradicts |= any(part[-1] < 0 for part in parts)
+        rows += [LedgerRow(report.pid, report.name, *part) for part in parts if part[-1] > 0]
     if pool is not None:
-        if pool.total_bytes != pooled:
-            rows.append(LedgerRow(pool.pid, pool.name, "pool idle", "", "", pool.total_bytes - pooled))
+        idle = pool.total_bytes - pooled
+        contradicts |= idle < 0
+        if idle > 0:
+            rows.append(LedgerRow(pool.pid, pool.name, "pool idle", "", "", idle))
         # The host driver lists the chunks of the pool for its broker.
         beside = max(0, listed.pop(pool.pid, (0, None))[0] - pool.total_bytes)
         if beside:
@@ -79,6 +85,32 @@ def account(device: Device, reports: Iterable[Report], pool: PoolTotal | None) -
             rows.append(LedgerRow(pid, process_name(pid), "process", "", "", nbytes))
     if device.used_bytes is not None:
         rest = device.used_bytes - sum(row.bytes for row in rows)
-        if rest:
+        contradicts |= rest < 0
+        if rest > 0:
             rows.append(LedgerRow(None, "", "unlisted", "", "", rest))
-    return Ledger(device.used_bytes, rows, all(row.bytes >= 0 for row in rows))
+        rows = _reduced(rows, -rest)
+    return Ledger(device.used_bytes, rows, not contradicts)
+
+
+def unexplained_bytes(device: Device, report: Report) -> int | None:
+    """The bytes of a process that it has no row for. Negative: figures contradict each other. None: unknown."""
+    missing = (report.pid, 0, 0) if device.lists_all else (report.pid, None, None)
+    _, nbytes, imported = next((each for each in device.holdings if each[0] == report.pid), missing)
+    elsewhere = imported if report.imported is None else report.imported
+    if nbytes is None or elsewhere is None:
+        return None
+    return nbytes - elsewhere + report.pooled - sum(part[-1] for part in _parts(report) if part[-1] > 0)
+
+
+def _parts(report: Report) -> list[Part]:
+    return [("pool held", "", "", report.pooled)] if report.parts is None else report.parts
+
+
+def _reduced(rows: list[LedgerRow], excess: int) -> list[LedgerRow]:
+    """The rows with so many bytes less: first rows that memsaver does not count itself, the largest first."""
+    left = list(rows)
+    for at in sorted(range(len(rows)), key=lambda at: (rows[at].kind in _COUNTED, -rows[at].bytes)):
+        taken = max(0, min(excess, rows[at].bytes))
+        left[at] = replace(rows[at], bytes=rows[at].bytes - taken)
+        excess -= taken
+    return [row for row in left if row.bytes]

@@ -17,7 +17,6 @@ _CONTEXT = "context"
 _STACKS = "stacks"
 _seen: set[str] = set()  # devices of which the context was measured
 _stacks_within: dict[str, int] = {}  # by device, the stacks that its measured context has
-_most_stacks: dict[str, int] = {}  # by device
 
 
 class Measurement:
@@ -102,11 +101,10 @@ def measure_context(device: str) -> None:
 
 
 def stacks(device: str, stack_bytes: int) -> list[Part]:
-    """The growth of the stacks of a device's threads since its context was measured. The driver keeps their memory."""
+    """The growth of the stacks of a device's threads since its context was measured."""
     if device not in _stacks_within:
         return []
-    _most_stacks[device] = max(stack_bytes, _most_stacks.get(device, 0))
-    return [(_CONTEXT, _STACKS, "", max(0, _most_stacks[device] - _stacks_within[device]))]
+    return [(_CONTEXT, _STACKS, "", max(0, stack_bytes - _stacks_within[device]))]
 
 
 def has_context(device: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from memsaver import _core, _guests
 from memsaver.errors import process_name
 from memsaver.ledger import measurements, torch_memory
-from memsaver.ledger.accounts import Device, Report, account
+from memsaver.ledger.accounts import Device, Report, unexplained_bytes
 from memsaver.ledger.rows import Part
 
 
@@ -37,9 +37,7 @@ def own(device: str) -> Own:
 
 
 def _rest(found: Own) -> int:
-    """The bytes of this process that it has no row for. 0 if they are unknown."""
-    ledger = account(found.device, [found.report], None)
-    return sum(row.bytes for row in ledger.rows if row.pid == found.report.pid and row.kind == "unknown")
+    return unexplained_bytes(found.device, found.report) or 0
 
 
 def _own(device: str) -> Own:

@@ -42,15 +42,16 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The account of a device's memory. The sum of the rows is ``used_bytes``.
+    """The account of a device's memory. The sum of the rows is ``used_bytes``, and no row is negative.
 
-    The figures of several processes are not read at one moment. If one of them changes meanwhile, a row ``"unknown"``
-    or ``"unlisted"`` may be negative. It is read again once, and then reported as it is.
+    The figures of several processes are not read at one moment. If one of them changes meanwhile, the rows may exceed
+    the driver's figures. They are read again once. Then a process whose rows exceed its listed bytes has no row
+    ``"unknown"``, and rows that exceed ``used_bytes`` are reduced.
 
     Attributes:
         used_bytes: The memory of the whole device in use, by the driver. None if a call of the driver fails.
         rows: By process.
-        is_consistent: Whether no row is negative.
+        is_consistent: Whether no rows exceed the driver's figures.
         notes: Reasons why memory of this process may be in ``"unknown"`` that otherwise has a row.
 
     Examples:

@@ -31,6 +31,7 @@ for _name, _result, _arguments in (
     ("fake_used_bytes", _u64, [_int]),
     ("fake_take", None, [_int, ctypes.c_int64]),
     ("fake_set_stack_limit", None, [_int, ctypes.c_size_t]),
+    ("fake_end_makers", None, []),
     ("fake_reserved_bytes", _u64, []),
     ("fake_mapped_bytes", _u64, []),
     ("fake_registered_bytes", _u64, []),
@@ -107,15 +108,24 @@ def kernel(device: int, address: int, nbytes: int, byte: int = 0) -> int:
 @contextmanager
 def held(call: str) -> Iterator[None]:
     """Calls of this name stop before they do anything, until the end of the block."""
-    _fake.fake_hold(call.encode())
+    hold(call)
     try:
         yield
     finally:
-        _fake.fake_release(call.encode())
+        go_on(call)
+
+
+def hold(call: str) -> None:
+    """Calls of this name stop before they do anything, until :func:`go_on`."""
+    _fake.fake_hold(call.encode())
+
+
+def go_on(call: str) -> None:
+    _fake.fake_release(call.encode())
 
 
 def until_stopped(call: str, count: int = 1) -> None:
-    """Waits until so many calls are stopped by :func:`held`."""
+    """Waits until so many calls are stopped by :func:`hold`."""
     until(lambda: int(_fake.fake_held(call.encode())) >= count)
 
 
@@ -160,6 +170,11 @@ def take(device: int, nbytes: int) -> None:
 def set_stack_limit(device: int, nbytes: int) -> None:
     """Sets the limit of a thread's stack. :func:`take` takes the memory of the stacks."""
     _fake.fake_set_stack_limit(device, nbytes)
+
+
+def end_makers() -> None:
+    """The makers of all imported memory end. With ``lists_imported=2`` NVML lists it for this process from now on."""
+    _fake.fake_end_makers()
 
 
 def reserved_bytes() -> int:

@@ -145,7 +145,7 @@ struct Fake {
   const bool mig = number_of("FAKE_CUDA_MIG", 0) != 0;
   const bool mps = number_of("FAKE_CUDA_MPS", 0) != 0;
   const bool nvml = number_of("FAKE_CUDA_NO_NVML", 0) == 0;
-  const bool lists_imported = number_of("FAKE_CUDA_LISTS_IMPORTED", 1) != 0;
+  const long lists_imported = number_of("FAKE_CUDA_LISTS_IMPORTED", 1);
   const std::size_t occupied = bytes_of("FAKE_CUDA_OCCUPIED", "0");  // on each device, by others
   const std::size_t context_bytes = bytes_of("FAKE_CUDA_CONTEXT", "0");
   const long numa = number_of("FAKE_CUDA_NUMA", -1);  // the node of device 0's memory; the next ones follow
@@ -161,6 +161,7 @@ struct Fake {
   std::size_t taken[kMostDevices] = {};  // of this process without handles, as of cudaMalloc and of modules
   int files[kMostDevices];
   off_t next_offset[kMostDevices] = {};
+  bool makers_ended = false;  // of all memory of other processes
 
   std::size_t reserved_bytes = 0;
   std::map<DevicePointer, std::size_t> reserved;
@@ -211,10 +212,15 @@ struct Fake {
     for (const auto& [address, mapping] : mapped) seen.insert(mapping.memory.get());
     std::size_t bytes = taken[device] + context_of(device);
     for (const Memory* memory : seen) {
-      const bool imported = !memory->counted || (memory->maker == 0 && memory->handles > 0);
-      if (memory->device == device && (lists_imported || !imported)) bytes += memory->size;
+      if (memory->device == device && is_listed(*memory)) bytes += memory->size;
     }
     return bytes;
+  }
+
+  bool is_listed(const Memory& memory) const {
+    if (lists_imported == 1) return true;
+    if (lists_imported == 2) return memory.counted || makers_ended;
+    return memory.counted && (memory.maker != 0 || memory.handles == 0);
   }
 
   bool exists(int device) const { return device >= 0 && device < devices; }
@@ -477,6 +483,13 @@ Result cuCtxGetLimit(std::size_t* bytes, int which) {
   FAKE_ENTER_CONTEXT("cuCtxGetLimit");
   if (which != kLimitStackSize) return codes::kInvalidValue;
   *bytes = all.stack_limit[stack.back()->device];
+  return call.end();
+}
+
+Result cuCtxSetLimit(int which, std::size_t bytes) {
+  FAKE_ENTER_CONTEXT("cuCtxSetLimit");
+  if (which != kLimitStackSize) return codes::kInvalidValue;
+  all.stack_limit[stack.back()->device] = bytes;
   return call.end();
 }
 
@@ -1075,6 +1088,13 @@ void fake_set_stack_limit(int device, std::size_t bytes) {
   Fake& all = fake();
   const Lock lock(all.mutex);
   all.stack_limit[device] = bytes;
+}
+
+// The makers of all imported memory end, and close their descriptors.
+void fake_end_makers() {
+  Fake& all = fake();
+  const Lock lock(all.mutex);
+  all.makers_ended = true;
 }
 
 std::uint64_t fake_reserved_bytes() {

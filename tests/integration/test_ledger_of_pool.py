@@ -18,6 +18,7 @@ from memsaver.broker.admin import AdminClient
 from memsaver.broker.protocol import Message
 from memsaver.ledger import Ledger, messages
 from tests.broker_support import PATIENCE_S, Client, Running
+from tests.fake_cuda import run_on_fake
 from tests.pool_support import Worker, until
 from tests.support import MIB, PAGE, Peer, run_python
 
@@ -251,6 +252,76 @@ def test_an_error_of_a_client_has_the_rows_of_all(broker: Running, one: Worker, 
     one.run("import json")
     rows = json.loads(one.run("print(json.dumps(repickled(error).ledger))"))
     assert sum(row["bytes"] for row in rows) == used_bytes(one)
+
+
+# On the fake CUDA driver
+
+
+@pytest.mark.parametrize("lists_imported", [1, 2])
+def test_the_rows_of_a_client_on_a_gpu(lists_imported: int) -> None:
+    """NVML lists the chunks for each client, or for none while the broker lives, and later for the client that has one.
+    No process knows the time from which it is so. So memory beside the rows is unlisted from the end of the broker on.
+    """
+    run_on_fake(
+        """
+import os, subprocess, sys, tempfile
+import memsaver
+from memsaver import _core
+from memsaver.broker import daemon, discovery
+from tests.fake_cuda import control
+from tests.fake_cuda.control import Segment
+from tests.support import MIB, until
+
+LISTED_FOR_IMPORTERS = os.environ["FAKE_CUDA_LISTS_IMPORTED"] == "1"
+USED = 1331 * MIB  # the fake counts no chunks of other processes
+me = os.getpid()
+
+
+def start():
+    command = [sys.executable, "-m", "memsaver", "broker", "--detach", "--device", "0", "--capacity", "1GiB"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    [found] = discovery.found()
+    return found
+
+
+def rows():
+    found = memsaver.stats().devices["cuda:0"].ledger
+    assert sum(row.bytes for row in found.rows) == found.used_bytes == USED and found.is_consistent, found
+    kinds = [(row.kind if row.pid in (me, None) else f"{row.kind} of another") for row in found.rows]
+    assert len(set(kinds)) == len(kinds)
+    return dict(zip(kinds, (row.bytes // MIB for row in found.rows)))
+
+
+with tempfile.TemporaryDirectory(prefix="ms") as folder:
+    os.environ["MEMSAVER_POOL_DIR"] = folder
+    path = start()
+    try:
+        memsaver.configure(pool="shared")
+        region = memsaver.region("kv", device="cuda:0")
+        segment = Segment(region, 64 * MIB)
+        control.take(0, 7 * MIB)
+        both = {"context": 300, "unknown": 7, "unlisted": 1024 - 64}
+        assert region.mapped_bytes == 64 * MIB and rows() == {"region": 64, **both}, rows()
+        region.pause()
+        until(lambda: rows() == {"pool idle of another": 64, **both})
+        region.resume()
+        assert rows() == {"region": 64, **both}, rows()
+        daemon.stop(path)
+        until(lambda: not _core.connected("cuda:0"))
+        if not LISTED_FOR_IMPORTERS:
+            control.end_makers()
+            both = {"context": 300, "unlisted": 1024 - 64 + 7}
+        assert rows() == {"region": 64, **both}, rows()
+        start()
+        until(lambda: _core.connected("cuda:0"))
+        assert rows() == {"region": 64, **both}, rows()
+    finally:
+        daemon.stop(path)
+""",
+        context="300MiB",
+        occupied="1GiB",
+        lists_imported=lists_imported,
+    )
 
 
 # Messages of clients

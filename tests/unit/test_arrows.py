@@ -22,8 +22,8 @@ FOLDERS = ["base", "driver", "memory", "backup", "pool", "regions", "transitions
 APART = "preload"  # a library of its own: it includes its own headers alone, and no other file includes them
 # Headers that only these files include.
 PRIVATE = {
-    "cuda_api": {"cuda_driver", "cuda_peers", "cuda_physical", "taken_calls", "counted_calls"},
-    "cuda_peers": {"cuda_driver"},
+    "cuda_api": {"cuda_driver", "cuda_imports", "cuda_peers", "cuda_physical", "taken_calls", "counted_calls"},
+    "cuda_imports": {"cuda_driver"}, "cuda_peers": {"cuda_driver"},
     "host_ledger": {"host_driver", "host_addresses", "host_chunk"},
     "host_chunk": {"host_driver", "host_addresses", "host_physical"}, "host_addresses": {"host_driver"},
     "host_stream": {"host_driver"}, "host_driver": {"driver_bindings"},
@@ -37,6 +37,7 @@ SYSTEM = {
     r"\bcu(?:Mem|Ctx|Device|Stream|Event|Init)\w*": {
         "cuda_api",
         "cuda_driver",
+        "cuda_imports",
         "cuda_peers",
         "cuda_physical",
         "taken_calls",

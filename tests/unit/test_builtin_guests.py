@@ -13,6 +13,7 @@ import torch
 import memsaver
 from memsaver import _core
 from memsaver.guests import HostCache, Registrations, Workspaces
+from tests.fake_cuda import run_on_fake
 from tests.support import MIB, ROOT, Block, host_held_bytes, host_used_bytes
 
 Make = Callable[..., memsaver.Region]
@@ -194,3 +195,47 @@ def test_failed_construction_registers_nothing(make: Make, library: Library) -> 
 def test_registrations_need_calls(tag: str) -> None:
     with pytest.raises(TypeError, match="deregister is None"):
         Registrations(tag, {}, register=lambda name, memory: 0, deregister=None)  # type: ignore[arg-type]
+
+
+# Stacks
+
+
+def test_stacks_shrink_with_the_pause_after_the_other_guests() -> None:
+    run_on_fake(
+        """
+import memsaver
+from memsaver import _core
+from tests.fake_cuda import control
+from tests.support import MIB
+
+def stacks(device="cuda:0"):
+    return _core.ledger_figures(device)["stack_bytes"]
+
+class Connections(memsaver.Guest):
+    def leave(self):
+        control.set_stack_limit(0, 2048)  # its last kernel needs it
+    def come_back(self):
+        control.set_stack_limit(0, 1744)
+
+regions = [memsaver.region("params", device=f"cuda:{number}") for number in (0, 1)]
+memsaver.register(memsaver.guests.Stacks("params"))
+memsaver.register(Connections("connections", "params"))
+assert stacks() == 264 * MIB
+control.set_stack_limit(0, 1744), control.set_stack_limit(1, 1744)
+assert stacks() == stacks("cuda:1") == 450 * MIB
+memsaver.pause("params")
+assert stacks() == stacks("cuda:1") == 264 * MIB
+memsaver.resume("params")
+assert stacks() == 450 * MIB
+control.fail("cuCtxSetLimit", 1)
+try:
+    memsaver.pause("params")
+    raise AssertionError
+except memsaver.errors.GuestError as error:
+    assert error.guest == "stacks" and "cuCtxSetLimit" in str(error), error
+assert regions[0].state == "active"
+memsaver.pause("params")
+assert stacks() == 264 * MIB
+""",
+        devices=2,
+    )
