@@ -527,6 +527,7 @@ def tagged(regions: Any, tag: str, device: str, backup: str) -> Region:
     _pool_client.join(device)
     found = wrapper(regions.active(tag, device, backup))
     _observe_captures(device)
+    ledger.measure_context(device)
     return found
 
 

@@ -663,6 +663,20 @@ assert rows() == {**expected, (me, "unknown"): 7 * MIB}
     )
 
 
+def test_a_process_with_regions_of_a_drop_in_alone_has_a_context() -> None:
+    run_on_fake(
+        FAKE
+        + """
+from memsaver.drop_in.tagged import TaggedRegions
+kv = TaggedRegions("library").active("kv", "none")
+assert kv.device == "cuda:0"
+assert rows() == {(me, "context"): 300 * MIB, (None, "unlisted"): 64 * MIB}, rows()
+""",
+        context="300MiB",
+        occupied="64MiB",
+    )
+
+
 def test_the_growth_of_the_stacks_has_a_row() -> None:
     """Of 2048 threads on 132 multiprocessors."""
     run_on_fake(
