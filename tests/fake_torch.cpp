@@ -156,6 +156,7 @@ struct Segment {
 };
 std::map<int, Segment> segments;
 int last_segment = 0;
+int handle_types = 1;  // POSIX descriptors
 
 }  // namespace
 
@@ -275,7 +276,7 @@ unsigned long long fake_segment_address(int number) {
 int fake_segment_map(int number, std::size_t begin, std::size_t end, int retries) {
   const std::lock_guard lock(mutex);
   Segment& segment = segments.at(number);
-  const Properties properties{1, 1, 1, segment.device, nullptr, {}};
+  const Properties properties{1, handle_types, 1, segment.device, nullptr, {}};
   std::map<std::size_t, Handle> made;
   for (std::size_t i = begin; i < end; ++i) {
     int code = driver().create(&made[i], segment.piece, &properties, 0);
@@ -292,6 +293,11 @@ int fake_segment_map(int number, std::size_t begin, std::size_t end, int retries
   }
   const Access access{1, segment.device, 3};
   return driver().set_access(segment.address + begin * segment.piece, (end - begin) * segment.piece, &access, 1);
+}
+
+void fake_handle_types(int wanted) {
+  const std::lock_guard lock(mutex);
+  handle_types = wanted;
 }
 
 int fake_segment_unmap(int number, std::size_t begin, std::size_t end) {

@@ -35,13 +35,18 @@ Result create(AllocationHandle* handle, std::size_t size, const AllocationProp* 
   TakenCalls* calls = MEMSAVER_ANSWERS();
   if (calls != nullptr && handle != nullptr && properties != nullptr && flags == 0 &&
       properties->location.type == kLocationDevice && size > 0 && size % kPage == 0) {
-    // Chunks have POSIX descriptors alone. Torch asks for these next.
-    if ((properties->handle_types & kFabricHandle) != 0) return kNotSupported;
+    // Torch tries fabric handles once, and asks for them from then on if the driver has them. Chunks have POSIX
+    // descriptors alone. So the driver decides, and its memory is released if chunks take its place.
+    AllocationHandle probe = 0;
+    const bool fabric = (properties->handle_types & kFabricHandle) != 0;
+    if (fabric)
+      if (const Result code = api().cuMemCreate(&probe, size, properties, flags); code != kSuccess) return code;
     Handle made = 0;
-    if (const auto code = calls->create(made, size, properties->location.id)) {
-      if (*code == kSuccess) *handle = made;
-      return *code;
-    }
+    const auto code = calls->create(made, size, properties->location.id);
+    if (!code && fabric) *handle = probe;
+    if (code && fabric) api().cuMemRelease(probe);
+    if (code && *code == kSuccess) *handle = made;
+    if (code || fabric) return code.value_or(kSuccess);
   }
   return api().cuMemCreate(handle, size, properties, flags);
 }

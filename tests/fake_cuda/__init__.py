@@ -14,6 +14,7 @@ peers               "all", "none", or pairs such as "0-1,2-3": which devices can
 no_record_event     1: the driver is older than cuCtxRecordEvent
 no_export           1: no POSIX descriptors: the attribute is 0, and cuMemCreate refuses the handle type with 801
 export_refusal      a code: the attribute is 1, and cuMemCreate refuses the handle type with this code
+fabric              1: cuMemCreate knows fabric handles
 no_virtual_memory   1: the device has no virtual memory management
 mig                 1: NVML lists the devices only as MIG-...
 mps                 1: attribute 133 is set

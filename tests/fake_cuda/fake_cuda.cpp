@@ -139,6 +139,7 @@ struct Fake {
   const bool contents = number_of("FAKE_CUDA_CONTENTS", 1) != 0;
   const bool record_event = number_of("FAKE_CUDA_NO_RECORD_EVENT", 0) == 0;
   const bool export_attribute = number_of("FAKE_CUDA_NO_EXPORT", 0) == 0;
+  const bool fabric = number_of("FAKE_CUDA_FABRIC", 0) != 0;
   const Result export_refusal =
       static_cast<Result>(number_of("FAKE_CUDA_EXPORT_REFUSAL", export_attribute ? kSuccess : codes::kNotSupported));
   const bool virtual_memory = number_of("FAKE_CUDA_NO_VIRTUAL_MEMORY", 0) == 0;
@@ -569,7 +570,8 @@ Result cuMemCreate(AllocationHandle* handle, std::size_t size, const AllocationP
   }
   if (properties->location.type != kLocationDevice || !all.exists(properties->location.id))
     return codes::kInvalidDevice;
-  if ((properties->handle_types & ~kHandlePosixFd) != 0) return codes::kNotSupported;
+  constexpr int kFabric = 8;
+  if ((properties->handle_types & ~(kHandlePosixFd | (all.fabric ? kFabric : 0))) != 0) return codes::kNotSupported;
   const bool exportable = properties->handle_types == kHandlePosixFd;
   if (exportable && all.export_refusal != kSuccess) return all.export_refusal;
   const int device = properties->location.id;

@@ -146,6 +146,27 @@ def test_calls_from_elsewhere_reach_the_driver() -> None:
     """)
 
 
+@pytest.mark.parametrize("has_fabric", [0, 1])
+def test_the_driver_decides_on_fabric_handles(has_fabric: int) -> None:
+    run(
+        f"has_fabric = {has_fabric}"
+        + """
+from tests.torch_pools import calls
+region = default_pool()
+calls().fake_handle_types(8)
+segment, beside = Segment(32), Segment(32)
+assert segment.map(0, 2) == (0 if has_fabric else NOT_SUPPORTED)
+expected = 2 * segment.piece if has_fabric else 0
+assert region.allocated_bytes == control.used_bytes() == expected
+region.pause()
+assert beside.map(0, 1) == (0 if has_fabric else NOT_SUPPORTED)
+assert control.used_bytes() == has_fabric * beside.piece
+region.resume()
+""",
+        fabric=has_fabric,
+    )
+
+
 def test_a_piece_is_not_exported_by_torch() -> None:
     run("""
     from tests.torch_pools import calls
