@@ -277,18 +277,23 @@ int fake_segment_map(int number, std::size_t begin, std::size_t end, int retries
   const std::lock_guard lock(mutex);
   Segment& segment = segments.at(number);
   const Properties properties{1, handle_types, 1, segment.device, nullptr, {}};
-  std::map<std::size_t, Handle> made;
+  for (std::size_t i = begin; i < end; ++i)
+    if (segment.handles.count(i) > 0) return -1;  // torch's assertion that it has no handle of the piece
   for (std::size_t i = begin; i < end; ++i) {
-    int code = driver().create(&made[i], segment.piece, &properties, 0);
+    int code = driver().create(&segment.handles[i], segment.piece, &properties, 0);
     if (code == 0) continue;
-    made.erase(i);
-    for (const auto& [piece, handle] : made) driver().release(handle);
-    if (code != 2 || retries == 0) return code;
+    if (code != 2) return code;  // as in torch, the handles stay
+    segment.handles.erase(i);
+    for (std::size_t piece = begin; piece < i; ++piece) {
+      driver().release(segment.handles.at(piece));
+      segment.handles.erase(piece);
+    }
+    if (retries == 0) return code;
     if ((code = empty_default_pool()) != 0) return code;
     return fake_segment_map(number, begin, end, retries - 1);
   }
-  for (const auto& [i, handle] : made) {
-    segment.handles[i] = handle;
+  for (std::size_t i = begin; i < end; ++i) {
+    const Handle handle = segment.handles.at(i);
     if (const int code = driver().map(segment.address + i * segment.piece, segment.piece, 0, handle, 0)) return code;
   }
   const Access access{1, segment.device, 3};

@@ -370,9 +370,19 @@ MUTANTS = [
         ["unit/test_default_pool.py::test_calls_from_elsewhere_reach_the_driver"],
     ),
     Mutant(
-        "a_paused_pool_gives_no_memory",
-        "default pool: torch gets no memory beside a paused region",
-        ["unit/test_default_pool.py::test_while_it_is_paused_torch_takes_memory_of_the_driver_and_frees_pieces"],
+        "other_pools_take_pieces",
+        "default pool: pieces of the pool that takes its place are in the region, and leave with it",
+        ["unit/test_default_pool.py::test_pieces_of_another_pool_stay_outside_of_the_region"],
+    ),
+    Mutant(
+        "each_piece_is_an_allocation",
+        "default pool: each piece of an allocation waits for other processes up to a deadline of its own",
+        ["unit/test_default_pool.py::test_the_pieces_of_an_allocation_share_one_wait"],
+    ),
+    Mutant(
+        "addresses_are_free_under_a_transition",
+        "default pool: torch frees addresses whose chunks a transition has",
+        ["unit/test_default_pool.py::test_a_segment_ends_in_a_transition"],
     ),
 ]
 

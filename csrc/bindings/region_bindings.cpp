@@ -258,6 +258,10 @@ void bind_regions(nb::module_& module) {
         return region;
       },
       nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a);
+  module.def(
+      "pass_default_pool_through",
+      [](const std::string& device, bool wanted) { default_pools().pass_through(core().device(device), wanted); },
+      "device"_a, "wanted"_a, nb::call_guard<Unlocked>());
   module.def("region_count", [] { return core().region_count(); });
   module.def("regions", [] { return core().all_regions(); }, nb::rv_policy::reference);
   module.def(

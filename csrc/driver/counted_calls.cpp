@@ -15,7 +15,7 @@
 
 #include "base/mutants.h"
 #include "driver/cuda_api.h"
-#include "driver/library_words.h"
+#include "driver/function_pointers.h"
 
 namespace memsaver::counting {
 namespace {
@@ -189,7 +189,7 @@ std::string count_calls(const std::string& library, const char* giver) {
   if (opened == nullptr) return library + " is not loaded";
   void* function = ::dlsym(opened, giver);
   if (function == nullptr) return library + " has no function " + giver;
-  LibraryWords words;
+  FunctionPointers words;
   words.add("cuMemRelease", driver.cuMemRelease, &counting::release);
   words.add("cuMemMap", driver.cuMemMap, &counting::map);
   words.add("cuMemUnmap", driver.cuMemUnmap, &counting::unmap);

@@ -160,6 +160,15 @@ void Core::set_peers(std::optional<std::vector<int>> ordinals) {
   refresh_peers();
 }
 
+void Core::require_peer(Device& device, int ordinal) {
+  {
+    std::lock_guard lock(mutex);
+    auto& required = device.required_peers;
+    if (std::find(required.begin(), required.end(), ordinal) == required.end()) required.push_back(ordinal);
+  }
+  refresh_peers();
+}
+
 void Core::refresh_peers() {
   std::vector<Device*> gpus = all_devices();
   std::erase_if(gpus, [](const Device* device) { return device->driver->ordinal() < 0 || device->lost; });
@@ -182,6 +191,7 @@ void Core::give_access(Device& device) {
   {
     std::lock_guard lock(mutex);
     allowed = peers_;
+    if (allowed) allowed->insert(allowed->end(), device.required_peers.begin(), device.required_peers.end());
     if (!allowed && wanted == device.peers && !device.has_stale) return;
   }
   const std::lock_guard one_at_a_time(refreshing_);

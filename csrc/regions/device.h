@@ -76,7 +76,10 @@ struct Device {
   std::atomic<std::size_t> waiting_allocations = 0;
 
   std::atomic<bool> has_stale = false;  // some mappings lack the access of a peer
-  std::vector<int> peers;  // ordinals of the devices with access to this device's memory; guarded by Core::mutex
+  // Ordinals of the devices with access to this device's memory, and of those that torch was asked to give it to.
+  // Guarded by Core::mutex.
+  std::vector<int> peers;
+  std::vector<int> required_peers;
 };
 
 }  // namespace memsaver

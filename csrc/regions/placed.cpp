@@ -52,6 +52,8 @@ void Region::place(Range segment, std::vector<Chunk> chunks) {
 }
 
 bool Region::drop(Range segment) {
+  const Remapping remapping(*this);  // the caller uses the addresses as soon as this returns
+  bool is_active = false;
   {
     std::lock_guard lock(device.mutex);
     const Ranges found = segments_.between(segment.offset, segment.end());
@@ -60,14 +62,24 @@ bool Region::drop(Range segment) {
       case State::draining:
       case State::pausing:
       case State::resuming: freed_meanwhile_.push_back(segment.offset); break;
-      case State::active:
+      case State::active: is_active = true; [[fallthrough]];
       case State::paused:
       case State::lost: forget_locked(segment.offset); break;
     }
   }
   device.parts.addresses.remove(segment);
-  if (!MEMSAVER_MUTANT(dropped_pieces_stay_mapped)) sweep();
+  if (is_active && !MEMSAVER_MUTANT(dropped_pieces_stay_mapped)) sweep_with_lock();
   return true;
+}
+
+bool Region::touches(Range range) const {
+  std::lock_guard lock(device.mutex);
+  if (segments_.any_within(range.offset, range.end())) return true;
+  auto chunk = chunks_.upper_bound(range.offset);
+  if (chunk != chunks_.begin()) --chunk;
+  for (; chunk != chunks_.end() && chunk->first < range.end(); ++chunk)
+    if (chunk->first + chunk->second.size() > range.offset) return true;
+  return false;
 }
 
 }  // namespace memsaver

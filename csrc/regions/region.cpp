@@ -209,7 +209,7 @@ void Region::find_more(std::size_t wanted, Deadline shortage, Deadline began, st
 }
 
 Address Region::allocate(std::size_t size, Deadline shortage) {
-  if (placed) throw Error("region '" + tag + "' takes the segments of another allocator alone");
+  if (placed) throw Error("region '" + tag + "' has segments of torch's allocator, and takes no others");
   check_allocatable(size);
   device.resting.reap();
   const std::size_t wanted = size;
@@ -503,6 +503,11 @@ void Region::allow_again() {
   allow(slots());
   std::lock_guard lock(device.mutex);
   stale_ = false;
+}
+
+bool Region::lacks_access() const {
+  std::lock_guard lock(device.mutex);
+  return stale_ && state_ == State::active;
 }
 
 std::optional<DriverError> Region::unmap(const std::vector<Address>& chunks, std::vector<Chunk>& freed) {

@@ -108,15 +108,16 @@ class Region final : public RestingOwner {
   void free(Address begin);  // in every state; addresses without a segment are ignored
 
   // In a placed region, another allocator reserves the addresses, and these take the place of allocate() and free().
-  // No chunk reaches beyond a segment, so each can leave alone.
+  // No chunk reaches beyond a segment, so the chunks of one segment can be unmapped without the others.
   //
   // borrow() takes chunks for a segment of this size, a multiple of kPage. Throws as allocate().
   std::vector<Chunk> borrow(std::size_t size, Deadline shortage);
   // Maps borrowed chunks as a segment. Throws as allocate().
   void place(Range segment, std::vector<Chunk> chunks);
-  // Unmaps a segment, in every state. Nothing works on it any more: the other allocator has waited. Returns whether
-  // there is such a segment.
+  // Ends a segment, in every state, and unmaps it. Nothing works on it any more: the other allocator has waited. In a
+  // transition it is unmapped at the end of the transition. Returns whether there is such a segment.
   bool drop(Range segment);
+  bool touches(Range range) const;  // whether a segment or a chunk is within these addresses
   bool owns(Address address) const;
   std::size_t allocated_bytes() const;
   std::size_t resting_bytes() const;
@@ -132,7 +133,8 @@ class Region final : public RestingOwner {
   // mark_stale(): existing mappings lack the access of a new peer. allow_again() gives it if the region is active.
   void mark_stale();
   void allow_again();
-  void strand();  // the driver refused to unmap a chunk whose access is unknown
+  bool lacks_access() const;  // whether it is active, and allow_again() has failed
+  void strand();              // the driver refused to unmap a chunk whose access is unknown
   // Mapped bytes that trim() may leave.
   std::size_t bound() const;
   // Throws Error if a transition, a user, a reader or another process uses the region. Core::mutex is held.

@@ -12,32 +12,42 @@ namespace {
 constexpr auto kGetter = "_ZN3c104cuda9DriverAPI3getEv";  // c10::cuda::DriverAPI::get()
 constexpr Handle kMark = Handle{0x6d73} << 48;            // of the numbers given out here: above any address
 
-// Whether torch was refused memory in this thread since its last success. Torch tries again after it has freed its
-// cached blocks: only then other processes are asked for theirs.
-thread_local bool refused = false;
+// The allocation of this thread that was refused memory. Torch frees its cached blocks and tries again: only then other
+// processes are asked for theirs, up to one deadline for all pieces of the allocation.
+struct Refusal {
+  bool was_refused = false;
+  std::optional<Deadline> until;
+};
+thread_local Refusal refusal;
+
+Deadline deadline_on(const Device& device) {
+  if (!refusal.was_refused) return now();
+  if (!refusal.until || MEMSAVER_MUTANT(each_piece_is_an_allocation)) refusal.until = device.shortage_deadline();
+  return *refusal.until;
+}
 
 // The code for the exception that is handled now.
 int code_of_error() {
   try {
     throw;
   } catch (const OutOfMemoryError&) {
-    return TakenCalls::kNoMemory;
+    return InterceptedCalls::kNoMemory;
   } catch (const DriverError& error) {
-    return error.code;
+    return error.code != InterceptedCalls::kDone ? error.code : InterceptedCalls::kUnknownError;
   } catch (const RegionPausedError&) {
-    return TakenCalls::kNotPermitted;
+    return InterceptedCalls::kNotPermitted;
   } catch (...) {
-    return TakenCalls::kUnknownError;
+    return InterceptedCalls::kUnknownError;
   }
 }
 
-// Whether another device has access to the memory of a region, now or from the next resume on.
-bool has_access(int ordinal, const Region& region) {
+// Gives another device access to the memory of a region, now or from the next resume on. Returns whether it has it.
+bool give_access(int ordinal, const Region& region) {
   Core& all = core();
-  all.refresh_peers();
+  all.require_peer(region.device, ordinal);
   const std::lock_guard lock(all.mutex);
   const std::vector<int>& peers = region.device.peers;
-  return std::find(peers.begin(), peers.end(), ordinal) != peers.end();
+  return std::find(peers.begin(), peers.end(), ordinal) != peers.end() && !region.lacks_access();
 }
 
 }  // namespace
@@ -49,7 +59,7 @@ DefaultPools& default_pools() {
 
 std::string DefaultPools::bind(const std::string& library) {
   const std::lock_guard lock(binding_);
-  if (!reason_) reason_ = take_calls(library, kGetter, *this);
+  if (!reason_) reason_ = intercept_calls(library, kGetter, *this);
   return *reason_;
 }
 
@@ -80,30 +90,50 @@ bool DefaultPools::knows(Handle handle) {
   return pieces_.contains(handle);
 }
 
+void DefaultPools::pass_through(const Device& device, bool wanted) {
+  const std::lock_guard lock(mutex_);
+  const int ordinal = device.driver->ordinal();
+  if (wanted)
+    passing_.insert(ordinal);
+  else
+    passing_.erase(ordinal);
+}
+
+Region* DefaultPools::taking(int ordinal) {
+  Region* region = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    if (passing_.contains(ordinal) && !MEMSAVER_MUTANT(other_pools_take_pieces)) return nullptr;
+    const auto found = regions_.find(ordinal);
+    if (found != regions_.end()) region = found->second;
+  }
+  return region != nullptr && region->state() == State::active ? region : nullptr;
+}
+
 std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordinal) {
   if (!usable()) return std::nullopt;
-  Region* region = on(ordinal);
+  unreserve_late();
+  Region* region = taking(ordinal);
   if (region == nullptr) return std::nullopt;
-  // Beside a paused region torch takes memory of the driver.
-  const auto beside =
-      MEMSAVER_MUTANT(a_paused_pool_gives_no_memory) ? std::optional<int>(kNoMemory) : std::optional<int>();
-  if (region->state() != State::active) return beside;
   try {
-    Piece piece{region, size, region->borrow(size, refused ? region->device.shortage_deadline() : now())};
-    refused = false;
+    Piece piece{region, size, region->borrow(size, deadline_on(region->device))};
     const std::lock_guard lock(mutex_);
     made = kMark | ++last_;
     pieces_.emplace(made, std::move(piece));
     return kDone;
   } catch (...) {
     const int code = code_of_error();
-    if (code == kNotPermitted) return beside;  // a pause began meanwhile
-    if (code == kNoMemory) refused = true;
-    return code;
+    if (code == kNotPermitted) return std::nullopt;  // a pause began meanwhile
+    // After any other code torch could not use its segment any more, so only a dead context has its own.
+    if (region->device.lost) return code;
+    const bool has_waited = refusal.until.has_value();
+    refusal = {!has_waited, std::nullopt};
+    return kNoMemory;
   }
 }
 
 std::optional<int> DefaultPools::release(Handle handle) {
+  if (!usable()) return std::nullopt;
   std::map<Handle, Piece>::node_type released;  // its chunks return to their source without the lock
   const std::lock_guard lock(mutex_);
   released = pieces_.extract(handle);
@@ -112,7 +142,7 @@ std::optional<int> DefaultPools::release(Handle handle) {
 
 std::optional<int> DefaultPools::export_handle(Handle handle) {
   // Another process would keep the memory over a pause. memsaver's own export follows the pauses.
-  return knows(handle) ? std::optional<int>(kNoSupport) : std::nullopt;
+  return usable() && knows(handle) ? std::optional<int>(kNoSupport) : std::nullopt;
 }
 
 std::optional<DefaultPools::Piece> DefaultPools::take(Handle handle) {
@@ -129,6 +159,7 @@ std::optional<int> DefaultPools::map(Address address, std::size_t size, Handle h
     if (!piece) return std::nullopt;
     if (piece->size != size || piece->chunks.empty()) return kNoSupport;  // torch maps each piece once, and whole
     piece->region->place({address, size}, std::move(piece->chunks));
+    refusal = {};  // torch maps when it has all pieces
     return kDone;
   } catch (...) {
     return code_of_error();
@@ -146,6 +177,39 @@ std::optional<int> DefaultPools::unmap(Address address, std::size_t size) {
   }
 }
 
+std::optional<int> DefaultPools::unreserve(Address address, std::size_t size) {
+  if (!usable()) return std::nullopt;
+  try {
+    unreserve_late();
+    for (const Region* region : all()) {
+      if (!region->touches({address, size}) || MEMSAVER_MUTANT(addresses_are_free_under_a_transition)) continue;
+      const std::lock_guard lock(mutex_);
+      late_.push_back({address, size});
+      return kDone;
+    }
+    return std::nullopt;
+  } catch (...) {
+    return code_of_error();
+  }
+}
+
+void DefaultPools::unreserve_late() {
+  Ranges waiting;
+  {
+    const std::lock_guard lock(mutex_);
+    if (late_.empty()) return;
+    waiting.swap(late_);
+  }
+  const std::vector<Region*> regions = all();
+  for (const Range& range : waiting) {
+    const bool is_used =
+        std::any_of(regions.begin(), regions.end(), [&](const Region* region) { return region->touches(range); });
+    if (!is_used && unreserve_by_driver(range.offset, range.size) == kDone) continue;
+    const std::lock_guard lock(mutex_);
+    late_.push_back(range);
+  }
+}
+
 std::optional<int> DefaultPools::allow(Address address, std::size_t size, int ordinal,
                                        const std::function<int(Address, std::size_t)>& driver) {
   if (!usable()) return std::nullopt;
@@ -159,7 +223,7 @@ std::optional<int> DefaultPools::allow(Address address, std::size_t size, int or
     }
     if (ours.empty()) return std::nullopt;
     // place() gives access to the device and its known peers, and so does a resume.
-    if (ordinal != region->device.driver->ordinal() && !has_access(ordinal, *region)) return kNotPermitted;
+    if (ordinal != region->device.driver->ordinal() && !give_access(ordinal, *region)) return kNotPermitted;
     RangeSet answered;
     for (const Range& range : ours) answered.add(range);
     for (const Range& range : answered.missing_from({{address, size}}))

@@ -6,28 +6,33 @@
 // mapped in the second. The handle that torch holds is a number of this file. Other handles and addresses pass through
 // to the driver: pieces that torch made earlier or while the region was not active, and memory of other processes.
 //
-// The functions follow the rules of torch_hooks.cpp: torch calls them with the mutex of its allocator held.
+// Torch calls these functions with the mutex of its allocator held, from any thread, also during a capture. They use no
+// Python. They make calls of the driver, and a bounded wait for memory of other processes.
 #pragma once
 
 #include <cstddef>
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
-#include "driver/taken_calls.h"
+#include "driver/intercepted_calls.h"
 #include "regions/region.h"
 
 namespace memsaver {
 
-class DefaultPools final : public TakenCalls {
+class DefaultPools final : public InterceptedCalls {
  public:
   // Takes the calls of torch's library at this path. Later calls return the same result: the reason why they cannot be
   // taken; empty: they are.
   std::string bind(const std::string& library);
   // From now on torch's pieces on the region's device are segments of this region, which is placed.
   void add(Region& region);
+  // While set, torch takes memory of the driver on a device: threads allocate from another pool than the default one,
+  // whose pieces must stay when the region pauses.
+  void pass_through(const Device& device, bool wanted);
   Region* of(const Device& device);  // null: none
 
   std::optional<int> create(Handle& made, std::size_t size, int ordinal) override;
@@ -35,6 +40,7 @@ class DefaultPools final : public TakenCalls {
   std::optional<int> export_handle(Handle handle) override;
   std::optional<int> map(Address address, std::size_t size, Handle handle) override;
   std::optional<int> unmap(Address address, std::size_t size) override;
+  std::optional<int> unreserve(Address address, std::size_t size) override;
   std::optional<int> allow(Address address, std::size_t size, int ordinal,
                            const std::function<int(Address, std::size_t)>& driver) override;
 
@@ -46,6 +52,8 @@ class DefaultPools final : public TakenCalls {
   };
 
   Region* on(int ordinal);
+  Region* taking(int ordinal);  // the region that new pieces on a device go to; null: the driver makes them
+  void unreserve_late();        // addresses that were freed while a transition had chunks there
   std::vector<Region*> all();
   bool knows(Handle handle);
   std::optional<Piece> take(Handle handle);  // for map(): the piece stays known, without its chunks
@@ -54,6 +62,8 @@ class DefaultPools final : public TakenCalls {
   std::optional<std::string> reason_;
   std::mutex mutex_;                // guards the following; no other lock is taken under it
   std::map<int, Region*> regions_;  // by the ordinal of the device
+  std::set<int> passing_;           // ordinals of devices: see pass_through()
+  Ranges late_;                     // not sorted
   std::map<Handle, Piece> pieces_;
   Handle last_ = 0;
 };

@@ -22,7 +22,7 @@ FOLDERS = ["base", "driver", "memory", "backup", "pool", "regions", "transitions
 APART = "preload"  # a library of its own: it includes its own headers alone, and no other file includes them
 # Headers that only these files include.
 PRIVATE = {
-    "cuda_api": {"cuda_driver", "cuda_imports", "cuda_peers", "cuda_physical", "taken_calls", "counted_calls"},
+    "cuda_api": {"cuda_driver", "cuda_imports", "cuda_peers", "cuda_physical", "intercepted_calls", "counted_calls"},
     "cuda_imports": {"cuda_driver"}, "cuda_peers": {"cuda_driver"},
     "host_ledger": {"host_driver", "host_addresses", "host_chunk"},
     "host_chunk": {"host_driver", "host_addresses", "host_physical"}, "host_addresses": {"host_driver"},
@@ -40,11 +40,11 @@ SYSTEM = {
         "cuda_imports",
         "cuda_peers",
         "cuda_physical",
-        "taken_calls",
+        "intercepted_calls",
         "counted_calls",
     },
     r"\bnvml[A-Z]\w*": {"cuda_api"},
-    r"\bdlopen\b": {"cuda_api", "cuda_runtime", "core", "taken_calls", "counted_calls", "torch_pools"},
+    r"\bdlopen\b": {"cuda_api", "cuda_runtime", "core", "intercepted_calls", "counted_calls", "torch_pools"},
     r"\bmemfd_create\b": {"host_chunk"},
     r"\bMAP_FIXED\b": {"pinned_memory", "host_addresses"},
     r"\bmmap\(": {"pinned_memory", "host_addresses", "host_ledger"},

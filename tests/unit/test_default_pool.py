@@ -198,6 +198,42 @@ def test_peers_have_access_also_after_a_resume() -> None:
     )
 
 
+def test_torchs_peers_have_access_whatever_the_option_says() -> None:
+    run(
+        """
+    memsaver.configure(peers=[])
+    region = default_pool()
+    control.activate(1, 1)
+    other = memsaver.region("other", device="cuda:0")
+    held = control.Segment(other, 2 * MIB)
+    segment = Segment(32)
+    assert segment.map(0, 1) == 0 and control.access(segment.at(0), segment.piece) == [0]
+    assert segment.peer(1, 0, 1) == 0
+    assert control.access(segment.at(0), segment.piece) == [0, 1]
+    region.pause(), region.resume()
+    assert control.access(segment.at(0), segment.piece) == [0, 1]
+    """,
+        devices=2,
+        peers="all",
+    )
+
+
+def test_a_failed_change_of_access_is_not_reported_as_done() -> None:
+    run(
+        """
+    region = default_pool()
+    segment = Segment(32)
+    assert segment.map(0, 1) == 0
+    control.activate(1, 1)
+    control.fail("cuMemSetAccess", 1, times=1)
+    assert segment.peer(1, 0, 1) != 0
+    assert segment.peer(1, 0, 1) == 0 and control.access(segment.at(0), segment.piece) == [0, 1]
+    """,
+        devices=2,
+        peers="all",
+    )
+
+
 def test_two_devices_have_a_region_each() -> None:
     run(
         """
@@ -236,20 +272,94 @@ def test_a_region_of_the_tag_is_not_taken() -> None:
     """)
 
 
-def test_failed_calls_leave_the_pool_usable() -> None:
+def test_a_lack_of_memory_leaves_the_segment_usable() -> None:
+    """Whatever the cause: torch cannot use a segment again after another code."""
     run("""
     region = default_pool()
     segment = Segment(32)
-    for name, code in (("cuMemCreate", 2), ("cuMemCreate", 1), ("cuMemMap", 1), ("cuMemSetAccess", 1)):
-        control.fail(name, code, times=2 if code == OUT_OF_MEMORY else 1)  # of two sizes
-        assert segment.map(0, 1) == code, name
-        segment = Segment(32)
-        assert segment.map(0, 2) == 0, name
+    for code in (OUT_OF_MEMORY, 1, 999):
+        control.fail("cuMemCreate", code, times=2 if code == OUT_OF_MEMORY else 1, after=0)  # of two sizes
+        assert segment.map(0, 2) == OUT_OF_MEMORY, code
+        assert segment.map(0, 2) == 0, code
         segment.write(1, 9)
         region.pause(), region.resume()
         assert segment.read(1) == 9
         assert segment.unmap(0, 2) == 0 and control.used_bytes() == 0 == region.mapped_bytes
     """)
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
+def test_a_piece_that_cannot_be_mapped_keeps_no_memory(call: str) -> None:
+    run(
+        f"call = {call!r}"
+        + """
+region = default_pool()
+segment = Segment(32)
+control.fail(call, 1)
+assert segment.map(0, 1) == 1
+assert region.mapped_bytes == region.allocated_bytes == control.used_bytes() == 0
+other = Segment(32)
+assert other.map(0, 2) == 0
+other.write(1, 9)
+region.pause(), region.resume()
+assert other.read(1) == 9 and other.close() == 0 and control.used_bytes() == 0
+"""
+    )
+
+
+def test_pieces_of_another_pool_stay_outside_of_the_region() -> None:
+    """Between the moment at which threads get another pool, and the pause."""
+    run("""
+    region = default_pool()
+    segment, other = Segment(32), Segment(32)
+    assert segment.map(0, 1) == 0
+    _core.pass_default_pool_through("cuda:0", True)
+    assert other.map(0, 2) == 0
+    other.write(1, 5)
+    assert region.allocated_bytes == segment.piece
+    region.pause()
+    assert other.read(1) == 5 and control.used_bytes() == 2 * other.piece
+    region.resume()
+    _core.pass_default_pool_through("cuda:0", False)
+    assert segment.map(1, 2) == 0 and region.allocated_bytes == 2 * segment.piece
+    assert other.close() == 0
+    """)
+
+
+@pytest.mark.parametrize("state", ["pausing, given up", "pausing, done", "resuming"])
+def test_a_segment_ends_in_a_transition(state: str) -> None:
+    """torch's addresses stay reserved as long as chunks of the transition are under them."""
+    run(
+        f"state = {state!r}"
+        + """
+region = default_pool()
+segment, kept = Segment(32), Segment(2)
+assert segment.map(0, 3) == 0 and kept.map(0, 1) == 0
+kept.write(0, 7)
+from memsaver.transitions import prepare_pause
+if state == "resuming":
+    region.pause()
+    with control.held("cuMemSetAccess"):
+        resume = region.resume(wait=False)
+        control.until_stopped("cuMemSetAccess")
+        assert region.state == "resuming" and segment.close() == 0
+    resume.result()
+else:
+    prepared = prepare_pause("torch")
+    assert segment.close() == 0
+    if state == "pausing, done":
+        prepared.commit()
+        region.resume()
+    else:
+        prepared.abort()
+assert region.state == "active" and kept.read(0) == 7
+assert region.mapped_bytes == control.used_bytes() == control.mapped_bytes() == kept.piece
+before = control.reserved_bytes()
+assert kept.map(1, 2) == 0  # its create() frees the addresses
+assert before - control.reserved_bytes() >= 16 * segment.piece
+assert kept.close() == 0
+"""
+    )
 
 
 POOL = """
@@ -342,3 +452,44 @@ def test_pieces_are_freed_in_every_stage_of_pauses() -> None:
     assert region.mapped_bytes == control.used_bytes() == 2 * kept.piece
     assert kept.close() == 0
     """)
+
+
+CACHE = """
+import sys, memsaver
+from tests import torch_pools
+from tests.torch_segments import Segment, default_pool
+memsaver.configure(pool="shared")
+assert not torch_pools.bind()
+region = default_pool()
+segment = Segment(32, 32)
+assert segment.map(0, 22) == 0
+segment.cache(0, 20)
+print("cached", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_pieces_of_an_allocation_share_one_wait() -> None:
+    """Another process returns its cached pieces one by one, each after some time."""
+    run(
+        POOL
+        + f"CACHE = {CACHE!r}"
+        + """
+with tempfile.TemporaryDirectory(prefix="ms") as folder:
+    os.environ["MEMSAVER_POOL_DIR"] = folder
+    path = started()
+    try:
+        memsaver.configure(pool="shared")
+        region = default_pool()
+        segment = Segment(32, 32)
+        slow = {**os.environ, "FAKE_CUDA_DELAYS": "cuMemUnmap=10000"}
+        with subprocess.Popen([sys.executable, "-c", CACHE], stdin=-1, stdout=-1, text=True, env=slow) as other:
+            assert other.stdout.readline() == "cached\\n"
+            assert segment.map(0, 10, retries=1) == 0, "all pieces come within the wait"
+            assert region.mapped_bytes == 10 * segment.piece
+            assert segment.map(10, 32, retries=1) == OUT_OF_MEMORY
+            other.stdin.close()
+    finally:
+        daemon.stop(path)
+"""
+    )

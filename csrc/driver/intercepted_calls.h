@@ -13,25 +13,30 @@
 
 namespace memsaver {
 
-// Each function returns the driver's code for the call, or nullopt: the driver makes the call. They throw nothing.
-class TakenCalls {
+// Each function returns the driver's code for the call, or nullopt: the driver makes the call. They throw nothing,
+// since the caller is C code.
+class InterceptedCalls {
  public:
   enum Code { kDone = 0, kNoMemory = 2, kNotPermitted = 800, kNoSupport = 801, kUnknownError = 999 };
 
-  virtual ~TakenCalls() = default;
+  virtual ~InterceptedCalls() = default;
   virtual std::optional<int> create(Handle& made, std::size_t size, int ordinal) = 0;
   virtual std::optional<int> release(Handle handle) = 0;
   virtual std::optional<int> export_handle(Handle handle) = 0;
   virtual std::optional<int> map(Address address, std::size_t size, Handle handle) = 0;
   virtual std::optional<int> unmap(Address address, std::size_t size) = 0;
+  virtual std::optional<int> unreserve(Address address, std::size_t size) = 0;
   // Access of the device `ordinal` to a mapped range. `driver`: gives it to a part of the range by the driver.
   virtual std::optional<int> allow(Address address, std::size_t size, int ordinal,
                                    const std::function<int(Address, std::size_t)>& driver) = 0;
 };
 
-// Takes the calls of a library that the process has loaded. `getter`: the symbol of its function that returns the
-// address of its table. Returns the reason why the calls cannot be taken; empty: they are taken, for the rest of the
+// Releases reserved addresses by the driver, after unreserve() has answered for it. Returns the driver's code.
+int unreserve_by_driver(Address address, std::size_t size);
+
+// Intercepts the calls of a library that the process has loaded. `getter`: the symbol of its function that returns the
+// address of its table. Returns the reason why the calls cannot be intercepted; empty: they are, for the rest of the
 // process. `calls` is never destroyed. Throws DriverError if there is no CUDA driver.
-std::string take_calls(const std::string& library, const char* getter, TakenCalls& calls);
+std::string intercept_calls(const std::string& library, const char* getter, InterceptedCalls& calls);
 
 }  // namespace memsaver

@@ -1,4 +1,4 @@
-#include "driver/library_words.h"
+#include "driver/function_pointers.h"
 
 #include <link.h>
 #include <unistd.h>
@@ -50,7 +50,7 @@ LibraryParts parts_of(Address within) {
   return search.found;
 }
 
-std::string LibraryWords::find(const Ranges& parts, const std::string& where) {
+std::string FunctionPointers::find(const Ranges& parts, const std::string& where) {
   for (const Range& part : parts) {
     const Address begin = round_up(part.offset, sizeof(Word));
     for (Address at = begin; at + sizeof(Word) <= part.end(); at += sizeof(Word)) {
@@ -70,7 +70,7 @@ std::string LibraryWords::find(const Ranges& parts, const std::string& where) {
   return "";
 }
 
-void LibraryWords::replace() const {
+void FunctionPointers::replace() const {
   for (const Wanted& each : wanted_) std::atomic_ref<Word>(*each.place).store(each.instead, std::memory_order_release);
 }
 

@@ -25,7 +25,7 @@ LibraryParts parts_of(Address within);
 bool contains(const Range& range, Address address);
 
 // Words of a library that take other values.
-class LibraryWords {
+class FunctionPointers {
  public:
   template <typename Function>
   void add(const char* name, Function* original, Function* instead) {
