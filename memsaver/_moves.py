@@ -78,7 +78,9 @@ class Move:
         self._report = _Report(progress) if progress is not None else None
         try:
             if (torch := loaded()) is not None:
-                torch.move_threads_away(list(self._pause))
+                active = [each for each in self._pause if each.state == "active"]
+                torch.check_pausable(active, self._thread)
+                torch.move_threads_away(active)
             move.begin()
             self._leaving = tags_of(move.pausing)
             self._pausing = leaving = [wrapper(each) for each in move.pausing]

@@ -375,8 +375,8 @@ MUTANTS = [
         ["unit/test_default_pool.py::test_pieces_of_another_pool_stay_outside_of_the_region"],
     ),
     Mutant(
-        "each_piece_is_an_allocation",
-        "default pool: each piece of an allocation waits for other processes up to a deadline of its own",
+        "a_retry_ends_with_its_first_piece",
+        "default pool: only the first piece of an allocation waits for memory of other processes",
         ["unit/test_default_pool.py::test_the_pieces_of_an_allocation_share_one_wait"],
     ),
     Mutant(

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/mutants.h"
 #include "regions/region.h"
 
 namespace memsaver {
@@ -68,7 +67,7 @@ bool Region::drop(Range segment) {
     }
   }
   device.parts.addresses.remove(segment);
-  if (is_active && !MEMSAVER_MUTANT(dropped_pieces_stay_mapped)) sweep_with_lock();
+  if (is_active) sweep_with_lock();
   return true;
 }
 

@@ -325,7 +325,7 @@ void Region::map_new(Range segment, ChunkRequest& request, bool snug) {
 void Region::forget_locked(Address begin) {
   const Range freed = segments_.erase(begin);
   if (!placed) addresses_.give(freed);
-  if (!chunks_.empty()) add_dirty_locked(freed);
+  if (!chunks_.empty() && !(placed && MEMSAVER_MUTANT(dropped_pieces_stay_mapped))) add_dirty_locked(freed);
   count_locked();
 }
 

@@ -22,7 +22,7 @@ thread_local Refusal refusal;
 
 Deadline deadline_on(const Device& device) {
   if (!refusal.was_refused) return now();
-  if (!refusal.until || MEMSAVER_MUTANT(each_piece_is_an_allocation)) refusal.until = device.shortage_deadline();
+  if (!refusal.until) refusal.until = device.shortage_deadline();
   return *refusal.until;
 }
 
@@ -117,6 +117,7 @@ std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordi
   if (region == nullptr) return std::nullopt;
   try {
     Piece piece{region, size, region->borrow(size, deadline_on(region->device))};
+    if (MEMSAVER_MUTANT(a_retry_ends_with_its_first_piece)) refusal = {};
     const std::lock_guard lock(mutex_);
     made = kMark | ++last_;
     pieces_.emplace(made, std::move(piece));

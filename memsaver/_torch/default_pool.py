@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -16,7 +17,7 @@ from memsaver._torch.pools import DEFAULT_POOL, LIBRARY, snapshot
 from memsaver._torch.side_pools import side_pools
 from memsaver.errors import Error, gib
 from memsaver.policies import check_backup
-from memsaver.regions import Region, default_device, wrapper
+from memsaver.regions import Region, all_regions, default_device, wrapper
 
 log = logging.getLogger("memsaver")
 
@@ -64,22 +65,21 @@ def default_pool(tag: str = "torch", device: str | torch.device | None = None, b
     check_backup(backup)
     name = default_device() if device is None else device_name(device)
     if not name.startswith("cuda:"):
-        raise ValueError(f"device is {name!r}, expected a CUDA device: torch has a default pool there alone")
+        where = "there is no CUDA device" if device is None else f"device is {name!r}, expected a CUDA device"
+        raise ValueError(f"{where}: torch has a default pool on CUDA devices alone")
     if torch.version.cuda is None:
         raise Error(f"this build of torch ({torch.__version__}) has no CUDA")
+    default_pools.check(tag, name, backup)
+    settings = _settings_with_segments()
     torch.cuda.init()
     if (backend := torch.cuda.get_allocator_backend()) != "native":
         raise Error(f"torch's allocator is {backend!r}, expected 'native'")
-    _pool_client.join(name)
-    _make_expandable()
     if reason := _core.bind_default_pools(LIBRARY):
         raise Error(f"torch's default pool cannot be a region: {reason}")
+    _pool_client.join(name)
     region = wrapper(_core.default_pool(tag, name, backup))
-    if (region.tag, region.backup) != (tag, backup):
-        raise ValueError(
-            f"tag is {tag!r} and backup is {backup!r}, but the default pool of {name} is region {region.tag!r} with "
-            f"{region.backup!r}"
-        )
+    if settings is not None:
+        _apply(*settings)
     adapter().adopt_pool(region, DEFAULT_POOL)
     default_pools.add(region)
     return region
@@ -89,13 +89,31 @@ class DefaultPools:
     """The regions of default pools. While one is paused or about to be, all threads allocate from another pool."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # over the check of a state and the move that follows
         self._regions: dict[int, Region] = {}  # by the number of the device
+        self.has_captured = False  # a graph, which may use the workspaces of cuBLAS
+
+    def check(self, tag: str, device: str, backup: str) -> None:
+        """Raises ValueError if the tag has another region, or the device another default pool."""
+        mine = [each for each in self._regions.values() if each.device == device]
+        for region in mine or [each for each in all_regions() if each.tag == tag and each.device == device]:
+            if region not in mine:
+                raise ValueError(f"tag is {tag!r}, which has a region on {device}, expected a new tag")
+            if (region.tag, region.backup) != (tag, backup):
+                raise ValueError(
+                    f"tag is {tag!r} and backup is {backup!r}, but the default pool of {device} is region "
+                    f"{region.tag!r} with {region.backup!r}"
+                )
 
     def add(self, region: Region) -> None:
         index = _index(region)
         if index not in self._regions:
             self._regions[index] = region
-            outside = sum(each["total_size"] for each in snapshot(DEFAULT_POOL) if each["device"] == index)
+            outside = sum(
+                segment["total_size"]
+                for segment in snapshot(DEFAULT_POOL)
+                if segment["device"] == index and tuple(segment["segment_pool_id"]) == DEFAULT_POOL
+            )
             if outside:
                 log.info("torch has %s on %s already, which stay outside of %r", gib(outside), region.device, region)
 
@@ -113,16 +131,37 @@ class DefaultPools:
         if _core.capturing():  # no pause is possible, and the capture allocates from its own pool
             return []
         moved = []
-        for region in self.among(regions):
-            if not side_pools.has_begun(_index(region)) and region.state in ("active", "pausing"):
-                side_pools.begin(_index(region))
-                moved.append(_index(region))
+        with self._lock:
+            for region in self.among(regions):
+                index = _index(region)
+                if region.state not in ("active", "pausing") or side_pools.has_begun(index):
+                    continue
+                _core.pass_default_pool_through(region.device, True)  # pieces of the other pool stay
+                try:
+                    side_pools.begin(index)
+                except BaseException:
+                    _core.pass_default_pool_through(region.device, False)
+                    raise
+                self._renew_workspaces()
+                moved.append(index)
         return moved
 
     def move_threads_back(self) -> None:
-        for index, region in self._regions.items():
-            if side_pools.has_begun(index) and region.state == "active":
-                side_pools.end(index)
+        with self._lock:
+            for index, region in self._regions.items():
+                if side_pools.has_begun(index) and region.state == "active":
+                    side_pools.end(index)
+                    _core.pass_default_pool_through(region.device, False)
+                    self._renew_workspaces()
+
+    def _renew_workspaces(self) -> None:
+        """Lets cuBLAS take workspaces from the pool that is now in use: a product in a pause would use paused memory.
+
+        Graphs have the addresses of workspaces, so those of a process that has captured one stay.
+        """
+        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # builds without CUDA lack it
+        if clear is not None and not self.has_captured:
+            clear()
 
 
 default_pools = DefaultPools()
@@ -132,23 +171,30 @@ def _index(region: Region) -> int:
     return int(region.device.removeprefix("cuda:"))
 
 
-def _make_expandable() -> None:
-    """Turns torch's expandable segments on, in pieces that are whole chunks where torch can do so."""
+def _settings_with_segments() -> tuple[str, str] | None:
+    """torch's settings with expandable segments, in pieces that are whole chunks; and without the size of pieces, which
+    torch does not know before 2.11. None: nothing is missing. Raises memsaver.Error if the segments are turned off.
+    """
     former = _settings()
-    missing = [] if f"{_EXPANDABLE}:true" in former.lower() else [f"{_EXPANDABLE}:True"]
-    if f"{_EXPANDABLE}:false" in former.lower():
+    plain = former.replace(" ", "").lower()
+    if f"{_EXPANDABLE}:false" in plain:
         raise Error(f"torch's allocator settings are {former!r}, expected {_EXPANDABLE}:True or none")
-    pieces = [] if _PIECE in former else [f"{_PIECE}:{_PIECE_MIB}"]
+    missing = [] if f"{_EXPANDABLE}:true" in plain else [f"{_EXPANDABLE}:True"]
+    pieces = [] if _PIECE in plain else [f"{_PIECE}:{_PIECE_MIB}"]
     if not missing and not pieces:
-        return
+        return None
     base = [former] if former else []
+    return ",".join([*base, *missing, *pieces]), ",".join([*base, *missing])
+
+
+def _apply(settings: str, without_pieces: str) -> None:
     try:
-        _set(",".join([*base, *missing, *pieces]))
+        _set(settings)
     except (ValueError, RuntimeError) as error:
-        if not pieces or _PIECE not in str(error):
+        if settings == without_pieces or _PIECE not in str(error):
             raise Error(f"torch refuses expandable segments: {error}") from error
         log.info("torch %s cannot change the size of its segments: their chunks have 2 MiB", torch.__version__)
-        _set(",".join([*base, *missing]))
+        _set(without_pieces)
 
 
 def _settings() -> str:

@@ -36,22 +36,28 @@ def parts(device: str) -> list[Part]:
             return []
         if has_many_blocks(torch.device(device)):
             return [("torch", "", "", reserved)]
-        outside = _outside(torch.device(device), inside)
-        reserved = sum(segment["total_size"] for segment in outside)
-        allocated = sum(segment["allocated_size"] for segment in outside)
+        allocated = min(reserved, _allocated_outside(torch.device(device), inside))
     return [("torch allocated", "", "", allocated), ("torch cached", "", "", reserved - allocated)]
 
 
-def _outside(device: torch.device, inside: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """torch's segments that lie in no region. ``inside``: the parts of regions in use, by address."""
+def _allocated_outside(device: torch.device, inside: list[tuple[int, int]]) -> int:
+    """Bytes of torch's blocks in use that lie in no region. ``inside``: the parts of regions in use, by address.
+
+    An expandable segment may have pieces in a region and others outside, so each block counts by its own address.
+    """
     begins = [begin for begin, _ in inside]
 
     def is_inside(address: int) -> bool:
         at = bisect.bisect_right(begins, address) - 1
         return at >= 0 and address < inside[at][0] + inside[at][1]
 
-    segments = [segment for segment in snapshot(DEFAULT_POOL) if segment["device"] == device.index]
-    return [segment for segment in segments if not is_inside(segment["address"])]
+    return sum(
+        block["size"]
+        for segment in snapshot(DEFAULT_POOL)
+        if segment["device"] == device.index
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated" and not is_inside(block["address"])
+    )
 
 
 def _stats(device: str) -> dict[str, Any] | None:

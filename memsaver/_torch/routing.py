@@ -312,10 +312,10 @@ class Router:
     def move_threads_away(self, regions: Sequence[Region]) -> None:
         """Lets all threads allocate from other pools, if default pools are among the regions to pause."""
         moved = default_pools.move_threads_away(regions)
-        if not side_pools.win:
+        if not side_pools.take_precedence:
             return
         for device, pool in self.thread.routed.items():
-            if device.index in moved:  # this thread is inside a region, whose pool shall win
+            if device.index in moved:  # this thread is inside a region, whose pool takes precedence
                 routes.end(device.index, pool)
                 routes.begin(device.index, pool)
 
@@ -393,6 +393,7 @@ class Router:
 
         def capture_begin(graph: torch.cuda.CUDAGraph, pool: Any = None, *args: Any, **kwargs: Any) -> None:
             _core.capture_begins()
+            default_pools.has_captured = True
             ends = weakref.finalize(graph, _core.capture_ends)  # also when a graph goes away in mid-capture
             ends.atexit = False
             try:

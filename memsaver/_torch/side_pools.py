@@ -31,7 +31,7 @@ class SidePools:
         return index in self._begun
 
     @property
-    def win(self) -> bool:
+    def take_precedence(self) -> bool:
         """Whether a pool of all threads comes before one that a thread was routed to earlier."""
         return not self._first_wins
 

@@ -64,9 +64,9 @@ def _begin(library: nccl.Library, index: int) -> str:
                 if reason := _core.count_nccl(library.path):
                     return f"{_NOT_COUNTED}: {reason}"
                 note = ""
-            before = sum(_core.nccl_bytes(index))
+            _, before = _core.nccl_bytes(index)  # taken for callers, as the following
             seen: list[int] = []
-            library.allocate_and_free(lambda: seen.append(sum(_core.nccl_bytes(index))))
+            library.allocate_and_free(lambda: seen.append(_core.nccl_bytes(index)[1]))
         except Error as error:
             return f"{_NOT_COUNTED}: {error}"
     if seen[0] <= before:

@@ -103,7 +103,8 @@ class ReopeningGroup(ProcessGroup):
 
 def _forwarding(name: str) -> Callable[..., Any]:
     def forward(self: ReopeningGroup, *args: Any, **options: Any) -> Any:
-        if self.before_use is not None and self.before_use():
+        before_use = self.before_use  # another thread may clear it meanwhile
+        if before_use is not None and before_use():
             self.before_use = None
         return self._noted(getattr(self.connections, name)(*args, **options))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from memsaver import _core
 from memsaver._guests import Guest
-from memsaver.errors import gib
+from memsaver.errors import Error, gib
 
 log = logging.getLogger("memsaver")
 
@@ -38,6 +38,15 @@ class Stacks(Guest):
 
     def __init__(self, tags: str | Iterable[str], *, name: str = "stacks", order: int = 100) -> None:
         super().__init__(name, tags, order=order)
+
+    def prepare(self) -> None:
+        """Refuses a pause that would break a capture.
+
+        Raises:
+            memsaver.Error: A graph is being captured.
+        """
+        if _core.capturing():
+            raise Error("a graph is being captured, expected the pause after its end")
 
     def leave(self) -> None:
         """Sets the limit of a stack on all devices in use.

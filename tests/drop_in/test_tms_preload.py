@@ -180,6 +180,14 @@ for name, value in refused.items():
     except DropInError as error:
         assert f"{name} is {value!r}" in str(error)
     del os.environ[name]
+import torch
+torch._C._accelerator_getAllocatorSettings = lambda: "expandable_segments:True"  # as after memsaver.default_pool()
+try:
+    with saver.region("weights"):
+        raise AssertionError("entered")
+except DropInError as error:
+    assert "torch's allocator settings is 'expandable_segments:True'" in str(error)
+torch._C._accelerator_getAllocatorSettings = lambda: ""
 with saver.region("weights"):
     pass
 """)  # fmt: skip

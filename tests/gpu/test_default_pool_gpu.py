@@ -110,6 +110,9 @@ def test_while_it_is_paused_torch_allocates_elsewhere() -> None:
         """
         kept, cached = full(100, 1), full(1000, 2)
         del cached
+        product = torch.ones(2048, 2048, device="cuda", dtype=torch.bfloat16) @ torch.ones(
+            2048, 2048, device="cuda", dtype=torch.bfloat16
+        )
         memsaver.pause("torch")
         low = free()
         meanwhile = full(300, 3)
@@ -118,17 +121,20 @@ def test_while_it_is_paused_torch_allocates_elsewhere() -> None:
         thread.start(), thread.join()
         assert not owns(meanwhile) and not owns(held[0]), "a free block of a paused segment was handed out"
         assert low - free() >= 500 * MIB
+        square = torch.full((2048, 2048), 0.5, device="cuda", dtype=torch.bfloat16)
+        assert (square @ square).sum().item() == 2048 * 2048 * 512, "a workspace of cuBLAS without memory"
         torch.cuda.empty_cache()
         memsaver.resume("torch")
         assert holds(kept, 1) and holds(meanwhile, 3) and holds(held[0], 4) and owns(kept)
         after = full(300, 5)
         assert owns(after)
-        del meanwhile, held
+        assert bool((product == 2048).all())
+        del meanwhile, held, square, product
         gc.collect(), torch.cuda.empty_cache()
         assert holds(kept, 1) and holds(after, 5)
         assert region.mapped_bytes <= 500 * MIB
         memsaver.pause("torch")
-        assert context - free() < 64 * MIB, (context - free()) >> 20
+        assert context - free() < 256 * MIB, (context - free()) >> 20  # the code of cuBLAS came after the first figure
         """
     )
 
@@ -264,7 +270,7 @@ def test_a_tensor_travels_and_the_pause_waits_for_its_receiver() -> None:
     )
 
 
-def test_memory_that_the_default_pool_caches_goes_to_who_waits() -> None:
+def test_memory_that_the_default_pool_caches_goes_to_a_waiting_process() -> None:
     begin = "from tests.gpu.pool_clients import *; torchs = memsaver.default_pool()"
     with Running(str(2 * GIB), "--device", "cuda:0") as broker:
         with Worker(broker, "from tests.gpu.pool_clients import *") as engine:

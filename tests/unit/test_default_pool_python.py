@@ -30,15 +30,18 @@ class MadeUpSidePools:
         self.begun: list[int] = []
         self.ended: list[int] = []
         self.now: set[int] = set()
+        self.calls: list[Any] = []  # in order, with those of the core and of cuBLAS
 
     def has_begun(self, index: int) -> bool:
         return index in self.now
 
     def begin(self, index: int) -> None:
+        self.calls.append(("begin", index))
         self.begun.append(index)
         self.now.add(index)
 
     def end(self, index: int) -> None:
+        self.calls.append(("end", index))
         self.ended.append(index)
         self.now.discard(index)
 
@@ -48,11 +51,15 @@ def side(monkeypatch: pytest.MonkeyPatch) -> MadeUpSidePools:
     made = MadeUpSidePools()
     monkeypatch.setattr(module, "side_pools", made)
     monkeypatch.setattr(module, "snapshot", lambda pool_id: [])
+    monkeypatch.setattr(
+        module._core, "pass_default_pool_through", lambda device, wanted: made.calls.append((device, wanted))
+    )
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: made.calls.append("clear"), raising=False)
     return made
 
 
 @pytest.fixture
-def pools() -> Iterator[tuple[DefaultPools, Any, Any]]:
+def pools(side: MadeUpSidePools) -> Iterator[tuple[DefaultPools, Any, Any]]:
     made, first, second = DefaultPools(), MadeUpRegion("cuda:0"), MadeUpRegion("cuda:1")
     made.add(first)  # type: ignore[arg-type]
     made.add(second)  # type: ignore[arg-type]
@@ -74,6 +81,55 @@ def test_threads_move_for_the_devices_of_paused_default_pools_alone(side: MadeUp
     made.move_threads_back()
     made.move_threads_back()
     assert side.ended == [0, 1]
+
+
+def test_pieces_pass_through_around_the_other_pool_and_workspaces_are_renewed(
+    side: MadeUpSidePools, pools: Any
+) -> None:
+    made, first, _ = pools
+    made.move_threads_away([first])
+    assert side.calls == [("cuda:0", True), ("begin", 0), "clear"]
+    del side.calls[:]
+    made.move_threads_back()
+    assert side.calls == [("end", 0), ("cuda:0", False), "clear"]
+
+
+def test_workspaces_of_a_process_with_graphs_stay(side: MadeUpSidePools, pools: Any) -> None:
+    made, first, _ = pools
+    made.has_captured = True
+    made.move_threads_away([first])
+    made.move_threads_back()
+    assert "clear" not in side.calls
+
+
+def test_a_pool_that_cannot_begin_changes_nothing(
+    side: MadeUpSidePools, pools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, first, _ = pools
+
+    def fail(index: int) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(side, "begin", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        made.move_threads_away([first])
+    assert side.calls == [("cuda:0", True), ("cuda:0", False)]
+
+
+def test_a_second_call_needs_the_same_arguments_and_a_new_tag(
+    pools: Any, make: Make, monkeypatch: pytest.MonkeyPatch, tag: str
+) -> None:
+    made, first, _ = pools
+    first.tag, first.backup = "torch", "host"
+    made.check("torch", "cuda:0", "host")
+    with pytest.raises(ValueError, match="the default pool of cuda:0 is region 'torch' with 'host'"):
+        made.check("torch", "cuda:0", "none")
+    with pytest.raises(ValueError, match="the default pool of cuda:0 is region 'torch'"):
+        made.check("other", "cuda:0", "host")
+    made.check(tag, "cpu", "host")
+    make(tag=tag)
+    with pytest.raises(ValueError, match=f"tag is '{tag}', which has a region on cpu, expected a new tag"):
+        made.check(tag, "cpu", "host")
 
 
 def test_no_thread_moves_during_a_capture_or_for_a_region_without_memory(side: MadeUpSidePools, pools: Any) -> None:
@@ -147,7 +203,7 @@ SIZES = "large_segment_size_mb:32"
     [
         ("", f"expandable_segments:True,{SIZES}"),
         ("max_split_size_mb:512", f"max_split_size_mb:512,expandable_segments:True,{SIZES}"),
-        ("expandable_segments:True", f"expandable_segments:True,{SIZES}"),
+        ("expandable_segments: True", f"expandable_segments: True,{SIZES}"),
         ("expandable_segments:true,large_segment_size_mb:256", None),
         ("large_segment_size_mb:256", "large_segment_size_mb:256,expandable_segments:True"),
     ],
@@ -156,7 +212,10 @@ def test_settings_of_torch_are_kept(former: str, expected: str | None, monkeypat
     made: list[str] = []
     monkeypatch.setattr(module, "_settings", lambda: former)
     monkeypatch.setattr(module, "_set", made.append)
-    module._make_expandable()
+    found = module._settings_with_segments()
+    assert (found is None) == (expected is None)
+    if found is not None:
+        module._apply(*found)
     assert made == ([] if expected is None else [expected])
 
 
@@ -170,21 +229,26 @@ def test_a_torch_without_the_size_of_pieces_gets_expandable_segments_alone(monke
 
     monkeypatch.setattr(module, "_settings", lambda: "max_split_size_mb:64")
     monkeypatch.setattr(module, "_set", set_all)
-    module._make_expandable()
+    found = module._settings_with_segments()
+    assert found is not None
+    module._apply(*found)
     assert made == ["max_split_size_mb:64,expandable_segments:True"]
 
 
-def test_segments_that_the_user_turned_off_are_not_turned_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_settings", lambda: "expandable_segments:False")
-    with pytest.raises(memsaver.Error, match="expandable_segments:False"):
-        module._make_expandable()
+@pytest.mark.parametrize("settings", ["expandable_segments:False", "expandable_segments: false,max_split_size_mb:64"])
+def test_segments_that_the_user_turned_off_are_not_turned_on(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_settings", lambda: settings)
+    with pytest.raises(memsaver.Error, match="expandable_segments: ?[Ff]alse"):
+        module._settings_with_segments()
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="device is 'cpu', expected a CUDA device"):
         memsaver.default_pool(device="cpu")
     with pytest.raises(ValueError, match="backup"):
         memsaver.default_pool(device="cpu", backup="tape")
     with pytest.raises(TypeError, match="tag"):
         memsaver.default_pool(5)  # type: ignore[arg-type]
-    assert torch.version.cuda is None or torch.cuda.is_available()
+    monkeypatch.setattr(module, "default_device", lambda: "cpu")
+    with pytest.raises(ValueError, match="there is no CUDA device: torch has a default pool on CUDA devices alone"):
+        memsaver.default_pool()

@@ -460,8 +460,13 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def segment(address: int, total: int, allocated: int, device: int = 0) -> dict[str, int]:
-    return {"address": address, "total_size": total, "allocated_size": allocated, "device": device}
+def segment(address: int, total: int, allocated: int, device: int = 0) -> dict[str, Any]:
+    """A block in use and a free one."""
+    blocks = [
+        {"address": address, "size": allocated, "state": "active_allocated"},
+        {"address": address + allocated, "size": total - allocated, "state": "inactive"},
+    ]
+    return {"address": address, "total_size": total, "blocks": blocks, "device": device}
 
 
 def test_torch_without_segments_in_regions_needs_no_list(figures: dict[str, Any]) -> None:
@@ -478,6 +483,16 @@ def test_segments_in_regions_are_not_torchs(figures: dict[str, Any]) -> None:
         segment(3000, 10, 10), segment(5000, 1000, 1000, device=1),
     ]  # fmt: skip
     assert torch_ledger.parts("cuda:0") == [("torch allocated", "", "", 25), ("torch cached", "", "", 15)]
+    assert torch_ledger.outside_bytes("cuda:0") == 40
+
+
+def test_blocks_of_one_segment_inside_and_outside_count_once(figures: dict[str, Any]) -> None:
+    """An expandable segment whose first pieces are from before ``memsaver.default_pool()``."""
+    figures |= {"reserved": 100, "allocated": 70, "inside": [(1040, 60)]}
+    joined = segment(1000, 40, 30)
+    joined |= {"total_size": 100, "blocks": joined["blocks"] + segment(1040, 60, 40)["blocks"]}
+    figures["segments"] = [joined]
+    assert torch_ledger.parts("cuda:0") == [("torch allocated", "", "", 30), ("torch cached", "", "", 10)]
     assert torch_ledger.outside_bytes("cuda:0") == 40
 
 

@@ -133,8 +133,10 @@ class PreloadRouting:
 
 def check_allocator() -> None:
     """Raises DropInError if torch's allocator is set to take memory without cudaMalloc."""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        value = os.environ.get(name, "")
+    settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # also those of memsaver.default_pool()
+    values = {name: os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
+    values["torch's allocator settings"] = settings() if settings is not None else ""
+    for name, value in values.items():
         if "expandable_segments:True" in value or "cudaMallocAsync" in value:
             raise DropInError(
                 f"{name} is {value!r}: torch then takes memory without cudaMalloc, which hook mode 'preload' cannot "
