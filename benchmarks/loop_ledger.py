@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -48,6 +49,11 @@ def kinds(account: dict[str, Any]) -> dict[str, dict[str, int]]:
         name = f"{row['kind']} {row['label']}".strip() if row["kind"] == "context" else row["kind"]
         found["none" if row["pid"] is None else process_of(row)][name] += row["bytes"]
     return found
+
+
+def conclusion(said: str) -> str:
+    """The result of the loop: its last line without an indent, and the indented lines after it."""
+    return " ".join(re.split(r"\n(?=\S)", said.strip())[-1].split())
 
 
 def main() -> None:
@@ -95,7 +101,7 @@ def main() -> None:
     ]
     machine = environment("cuda:0" if options.device == "cuda" else "cpu")
     result = {"benchmark": "loop_ledger", **machine, "accounts": read, "inconsistent": inconsistent}
-    print(json.dumps({**result, "rows": rows, "loop": last_line(said)}))
+    print(json.dumps({**result, "rows": rows, "loop": conclusion(said)}))
 
 
 if __name__ == "__main__":

@@ -30,14 +30,18 @@ _VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch r
 def default_pool(tag: str = "torch", device: str | torch.device | None = None, backup: str = "host") -> Region:
     """Makes torch's default pool on a device a region, so that activations and cached blocks leave with a pause.
 
-    The region has all memory that torch takes for its default pool from now on, and for pools of graphs without a
-    region. torch keeps its allocator, with expandable segments, which this call turns on if they are off. A pause
-    copies blocks in use and no free ones. While the region is paused, torch allocates from another pool, outside of
-    regions; tensors of the default pool must not be used. Call it before the first allocation: memory that torch has
-    already stays outside of the region.
+    The region has all memory that torch takes from now on for its default pool, for pools of graphs without a region,
+    and for pools of the user without an allocator of their own. torch keeps its allocator, with expandable segments,
+    which this call turns on if they are off. A pause copies blocks in use and no free ones. Call it before the first
+    allocation: memory that torch has already stays outside of the region.
 
-    The region cannot be entered or closed, and lasts as long as the process. ``torch.cuda.empty_cache()`` and torch's
-    recovery from a lack of memory work as before.
+    While the region is paused or about to be, threads allocate from another pool, whose memory comes from the driver,
+    beside regions and beside a shared pool. Threads inside ``torch.cuda.use_mem_pool()`` keep their pool: do not use
+    such pools while the region is paused. Tensors of the default pool must not be used then either.
+
+    The region cannot be entered or closed, and lasts as long as the process. ``torch.cuda.empty_cache()`` returns
+    memory of the region while it is active. If there is no memory, torch frees its cached blocks and tries again then,
+    and not while the region is paused.
 
     Args:
         tag: The region's tag.
@@ -49,8 +53,8 @@ def default_pool(tag: str = "torch", device: str | torch.device | None = None, b
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: ``device`` is not a CUDA device, ``backup`` is not a policy, the tag has a region, or the device's
-            default pool is a region with another tag or policy.
+        ValueError: ``device`` is not a CUDA device, or there is none. Or ``backup`` is not a policy, the tag has
+            another region on the device, or the device's default pool is a region with another tag or policy.
         ConfigError: The policy is ``"disk"``, and ``disk_dir`` is not set.
         memsaver.Error: This torch's allocator cannot be used: another backend than ``"native"``, or a table of the
             driver's functions that is not as expected.

@@ -16,12 +16,14 @@ class Stacks(Guest):
     """Returns the memory by which CUDA has enlarged the stacks of all threads.
 
     CUDA has stacks for all threads that a device can run at once. A kernel that needs a larger stack enlarges all of
-    them, and they stay so large: NCCL's kernels take 186 MiB of an H200 (NCCL 2.28.9). While the tags are paused, the
-    limit of a stack has its value from before. The next kernel that needs more enlarges the stacks again, in a replay
-    of a graph too, and waits for the device meanwhile.
+    them, and they stay so large. NCCL's kernels are an example: see "Stacks of threads" in docs/guests.md. A pause of
+    the tags sets the limit of a stack to its first value. The next kernel that needs more enlarges the stacks again, in
+    a replay of a graph too, and waits for the device meanwhile. Without a GPU the guest does nothing.
 
-    The value from before is that of the first use of a device by the library. So make a region, or call
-    ``memsaver.stats()``, before the first collective.
+    The first value is that of the library's first use of a device. So make a region, or call ``memsaver.stats()``,
+    before the first collective. A limit that the program raises by ``cudaDeviceSetLimit()`` after this first use is
+    lowered too, and nothing restores it. CUDA cannot know the need of recursive kernels. Do not use the guest in these
+    two cases.
 
     Args:
         tags: As for ``memsaver.Guest``.
