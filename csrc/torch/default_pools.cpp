@@ -112,10 +112,10 @@ Region* DefaultPools::taking(int ordinal) {
 
 std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordinal) {
   if (!usable()) return std::nullopt;
-  unreserve_late();
   Region* region = taking(ordinal);
   if (region == nullptr) return std::nullopt;
   try {
+    unreserve_late();
     Piece piece{region, size, region->borrow(size, deadline_on(region->device))};
     if (MEMSAVER_MUTANT(a_retry_ends_with_its_first_piece)) refusal = {};
     const std::lock_guard lock(mutex_);
