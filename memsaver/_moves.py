@@ -56,8 +56,14 @@ class Move:
         resumed = resume_guests | {each.tag for each in resume}
         until = None if bounds.timeout is None else time.monotonic() + bounds.timeout
         self.recorder = recorder = records.Recorder(tags_of(pause, pause_guests), tags_of(resume, resume_guests))
-        # A prepared pause that the caller drops is aborted.
-        this = weakref.ref(self, lambda _: recorder.end("aborted"))
+        self._ends: list[Callable[[], None]] = []  # of the expectation of this pause
+        ends = self._ends
+
+        def dropped(_: object) -> None:  # a prepared pause that the caller drops is aborted
+            _call_all(ends)
+            recorder.end("aborted")
+
+        this = weakref.ref(self, dropped)
         recorder.core_stages = lambda: list(move.core.stages) if (move := this()) is not None else []
         self._guests = _guests.Moves(self._paused_tags, lambda: resumed, self.recorder.enter, until)
         self._thread = thread
@@ -80,7 +86,7 @@ class Move:
             if (torch := loaded()) is not None:
                 active = [each for each in self._pause if each.state == "active"]
                 torch.check_pausable(active, self._thread)
-                torch.move_threads_away(active)
+                self._ends.append(torch.expect_pause(active))
             move.begin()
             self._leaving = tags_of(move.pausing)
             self._pausing = leaving = [wrapper(each) for each in move.pausing]
@@ -109,6 +115,7 @@ class Move:
     def abort(self) -> None:
         self.recorder.end("aborted")
         self.core.abort()  # now, not when a traceback drops its references
+        _call_all(self._ends)
         if (torch := loaded()) is not None:
             torch.refresh()
 
@@ -148,6 +155,7 @@ class Move:
             self._guests.settle(_away_tags(), committed, error)
             raise
         finally:
+            _call_all(self._ends)
             if (torch := loaded()) is not None:
                 for each in self._pausing:
                     if each.state != "active":  # else the pause has failed before its commit
@@ -203,6 +211,12 @@ class Move:
     def run(self, backup: Mapping[str, str], restore: Mapping[str, bool], progress: Progress | None) -> Transition:
         self.prepare(backup, restore, progress)
         return self.commit()
+
+
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    """Calls each function once, and empties the list."""
+    while functions:
+        functions.pop()()
 
 
 class _Report:

@@ -20,7 +20,8 @@ constexpr int kFabricHandle = 8;
 constexpr std::size_t kMostBytes = 128 * sizeof(Word);  // of a table
 
 std::atomic<InterceptedCalls*> interceptor = nullptr;
-Range callers{0, 0};  // written before `interceptor`
+std::atomic<bool> has_fabric = false;  // the driver has given memory with a fabric handle
+Range callers{0, 0};                   // written before `interceptor`
 
 // The calls that this library answers: those from the library's own code.
 InterceptedCalls* answers(const void* return_address) {
@@ -36,17 +37,18 @@ Result create(AllocationHandle* handle, std::size_t size, const AllocationProp* 
   if (calls != nullptr && handle != nullptr && properties != nullptr && flags == 0 &&
       properties->location.type == kLocationDevice && size > 0 && size % kPage == 0) {
     // Torch tries fabric handles once, and asks for them from then on if the driver has them. Chunks have POSIX
-    // descriptors alone. So the driver decides, and its memory is released if chunks take its place.
-    AllocationHandle probe = 0;
-    const bool fabric = (properties->handle_types & kFabricHandle) != 0;
-    if (fabric)
-      if (const Result code = api().cuMemCreate(&probe, size, properties, flags); code != kSuccess) return code;
+    // descriptors alone. So the driver decides, by a page, until it has had them once.
+    if ((properties->handle_types & kFabricHandle) != 0 && !has_fabric) {
+      AllocationHandle probe = 0;
+      if (const Result code = api().cuMemCreate(&probe, kPage, properties, flags); code != kSuccess) return code;
+      api().cuMemRelease(probe);
+      has_fabric = true;
+    }
     Handle made = 0;
-    const auto code = calls->create(made, size, properties->location.id);
-    if (!code && fabric) *handle = probe;
-    if (code && fabric) api().cuMemRelease(probe);
-    if (code && *code == kSuccess) *handle = made;
-    if (code || fabric) return code.value_or(kSuccess);
+    if (const auto code = calls->create(made, size, properties->location.id)) {
+      if (*code == kSuccess) *handle = made;
+      return *code;
+    }
   }
   return api().cuMemCreate(handle, size, properties, flags);
 }

@@ -196,6 +196,11 @@ void Core::give_access(Device& device) {
   }
   const std::lock_guard one_at_a_time(refreshing_);
   wanted = device.driver->peer_candidates();  // another thread may have changed the peers meanwhile
+  {
+    std::lock_guard lock(mutex);
+    allowed = peers_;
+    if (allowed) allowed->insert(allowed->end(), device.required_peers.begin(), device.required_peers.end());
+  }
   if (allowed)
     std::erase_if(wanted,
                   [&](int ordinal) { return std::find(allowed->begin(), allowed->end(), ordinal) == allowed->end(); });

@@ -51,7 +51,7 @@ void Region::place(Range segment, std::vector<Chunk> chunks) {
 }
 
 bool Region::drop(Range segment) {
-  const Remapping remapping(*this);  // the caller uses the addresses as soon as this returns
+  const Remapping remapping(*this);  // outside of a transition the chunks are gone when this returns
   bool is_active = false;
   {
     std::lock_guard lock(device.mutex);

@@ -2,7 +2,8 @@
 //
 // Locks, in the order in which they are taken:
 //   mapping_         of one region: held by the thread that changes its mappings, over driver calls. A thread that
-//                    holds the GIL only tries to lock it.
+//                    holds the GIL only tries to lock it, but for place() and drop(): no holder takes the GIL or
+//                    torch's mutex.
 //   Core::mutex      states, users, leases and queues.
 //   Device::mutex    segments, addresses and the list of chunks.
 // A state is written with Core::mutex and Device::mutex held, so either lock is enough to read it. A transition owns

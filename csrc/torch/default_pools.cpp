@@ -15,13 +15,13 @@ constexpr Handle kMark = Handle{0x6d73} << 48;            // of the numbers give
 // The allocation of this thread that was refused memory. Torch frees its cached blocks and tries again: only then other
 // processes are asked for theirs, up to one deadline for all pieces of the allocation.
 struct Refusal {
-  bool was_refused = false;
+  const Device* device = nullptr;  // null: none was refused
   std::optional<Deadline> until;
 };
 thread_local Refusal refusal;
 
 Deadline deadline_on(const Device& device) {
-  if (!refusal.was_refused) return now();
+  if (refusal.device != &device) return now();
   if (!refusal.until) refusal.until = device.shortage_deadline();
   return *refusal.until;
 }
@@ -113,7 +113,10 @@ Region* DefaultPools::taking(int ordinal) {
 std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordinal) {
   if (!usable()) return std::nullopt;
   Region* region = taking(ordinal);
-  if (region == nullptr) return std::nullopt;
+  if (region == nullptr) {
+    refusal = {};
+    return std::nullopt;
+  }
   try {
     unreserve_late();
     Piece piece{region, size, region->borrow(size, deadline_on(region->device))};
@@ -127,8 +130,8 @@ std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordi
     if (code == kNotPermitted) return std::nullopt;  // a pause began meanwhile
     // After any other code torch could not use its segment any more, so only a dead context has its own.
     if (region->device.lost) return code;
-    const bool has_waited = refusal.until.has_value();
-    refusal = {!has_waited, std::nullopt};
+    const bool has_waited = refusal.device == &region->device && refusal.until;
+    refusal = {has_waited ? nullptr : &region->device, std::nullopt};
     return kNoMemory;
   }
 }
@@ -159,8 +162,8 @@ std::optional<int> DefaultPools::map(Address address, std::size_t size, Handle h
     auto piece = take(handle);
     if (!piece) return std::nullopt;
     if (piece->size != size || piece->chunks.empty()) return kNoSupport;  // torch maps each piece once, and whole
+    refusal = {};                                                         // torch maps when it has all pieces
     piece->region->place({address, size}, std::move(piece->chunks));
-    refusal = {};  // torch maps when it has all pieces
     return kDone;
   } catch (...) {
     return code_of_error();

@@ -7,7 +7,8 @@
 // to the driver: pieces that torch made earlier or while the region was not active, and memory of other processes.
 //
 // Torch calls these functions with the mutex of its allocator held, from any thread, also during a capture. They use no
-// Python. They make calls of the driver, and a bounded wait for memory of other processes.
+// Python. They make calls of the driver, a bounded wait for memory of other processes, and short ones for threads that
+// change mappings of the region.
 #pragma once
 
 #include <cstddef>
@@ -63,7 +64,7 @@ class DefaultPools final : public InterceptedCalls {
   std::mutex mutex_;                // guards the following; no other lock is taken under it
   std::map<int, Region*> regions_;  // by the ordinal of the device
   std::set<int> passing_;           // ordinals of devices: see pass_through()
-  Ranges late_;                     // not sorted
+  Ranges late_;                     // addresses that torch has freed, with chunks of a transition; not sorted
   std::map<Handle, Piece> pieces_;
   Handle last_ = 0;
 };

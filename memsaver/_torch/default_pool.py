@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import torch
@@ -73,19 +74,26 @@ def default_pool(tag: str = "torch", device: str | torch.device | None = None, b
         raise ValueError(f"{where}: torch has a default pool on CUDA devices alone")
     if torch.version.cuda is None:
         raise Error(f"this build of torch ({torch.__version__}) has no CUDA")
-    default_pools.check(tag, name, backup)
-    settings = _settings_with_segments()
-    torch.cuda.init()
-    if (backend := torch.cuda.get_allocator_backend()) != "native":
-        raise Error(f"torch's allocator is {backend!r}, expected 'native'")
-    if reason := _core.bind_default_pools(LIBRARY):
-        raise Error(f"torch's default pool cannot be a region: {reason}")
-    _pool_client.join(name)
-    region = wrapper(_core.default_pool(tag, name, backup))
-    if settings is not None:
-        _apply(*settings)
-    adapter().adopt_pool(region, DEFAULT_POOL)
-    default_pools.add(region)
+    with default_pools.making:
+        default_pools.check(tag, name, backup)
+        former, settings = _settings(), _settings_with_segments()
+        torch.cuda.init()
+        if (backend := torch.cuda.get_allocator_backend()) != "native":
+            raise Error(f"torch's allocator is {backend!r}, expected 'native'")
+        if reason := _core.bind_default_pools(LIBRARY):
+            raise Error(f"torch's default pool cannot be a region: {reason}")
+        _pool_client.join(name)
+        router = adapter()
+        if settings is not None:
+            _apply(*settings)
+        try:
+            region = wrapper(_core.default_pool(tag, name, backup))
+        except BaseException:
+            if settings is not None:
+                _set(former)
+            raise
+        router.adopt_pool(region, DEFAULT_POOL)
+        default_pools.add(region)
     return region
 
 
@@ -93,9 +101,11 @@ class DefaultPools:
     """The regions of default pools. While one is paused or about to be, all threads allocate from another pool."""
 
     def __init__(self) -> None:
+        self.making = threading.RLock()  # one region at a time
         self._lock = threading.RLock()  # over the check of a state and the move that follows
         self._regions: dict[int, Region] = {}  # by the number of the device
-        self.has_captured = False  # a graph, which may use the workspaces of cuBLAS
+        self._expected: Counter[int] = Counter()  # pauses that have begun and not ended, by the number of the device
+        self._counting = threading.Lock()  # no other lock is taken under it
 
     def check(self, tag: str, device: str, backup: str) -> None:
         """Raises ValueError if the tag has another region, or the device another default pool."""
@@ -127,6 +137,23 @@ class DefaultPools:
     def active_on(self, device: str) -> bool:
         return any(each.device == device and each.state == "active" for each in self._regions.values())
 
+    def expect_pause(self, regions: Sequence[Region]) -> Callable[[], None]:
+        """Moves threads away for a pause that begins. They do not move back before the returned function was called."""
+        indices = [_index(region) for region in self.among(regions)]
+        with self._counting:
+            self._expected.update(indices)
+
+        def end() -> None:
+            with self._counting:
+                self._expected.subtract(indices)
+
+        try:
+            self.move_threads_away(regions)
+        except BaseException:
+            end()
+            raise
+        return end
+
     def move_threads_away(self, regions: Sequence[Region]) -> list[int]:
         """Lets all threads allocate from another pool on the devices of these regions. Returns their numbers.
 
@@ -146,26 +173,15 @@ class DefaultPools:
                 except BaseException:
                     _core.pass_default_pool_through(region.device, False)
                     raise
-                self._renew_workspaces()
                 moved.append(index)
         return moved
 
     def move_threads_back(self) -> None:
         with self._lock:
             for index, region in self._regions.items():
-                if side_pools.has_begun(index) and region.state == "active":
+                if side_pools.has_begun(index) and region.state == "active" and self._expected[index] <= 0:
                     side_pools.end(index)
                     _core.pass_default_pool_through(region.device, False)
-                    self._renew_workspaces()
-
-    def _renew_workspaces(self) -> None:
-        """Lets cuBLAS take workspaces from the pool that is now in use: a product in a pause would use paused memory.
-
-        Graphs have the addresses of workspaces, so those of a process that has captured one stay.
-        """
-        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # builds without CUDA lack it
-        if clear is not None and not self.has_captured:
-            clear()
 
 
 default_pools = DefaultPools()

@@ -16,7 +16,10 @@ Part = tuple[str, str, str, int]  # as in memsaver/ledger/rows.py
 def outside_bytes(device: str) -> int:
     """Bytes of torch's segments outside of regions, allocated or cached."""
     stats = _stats(device)
-    return 0 if stats is None else _current(stats, "reserved_bytes") - sum(size for _, size in _segments(device))
+    # During a transition the region still has segments that torch has unmapped.
+    return (
+        0 if stats is None else max(0, _current(stats, "reserved_bytes") - sum(size for _, size in _segments(device)))
+    )
 
 
 def parts(device: str) -> list[Part]:
@@ -32,7 +35,7 @@ def parts(device: str) -> list[Part]:
     reserved, allocated = _current(stats, "reserved_bytes"), _current(stats, "allocated_bytes")
     if inside:
         reserved -= sum(size for _, size in inside)
-        if not reserved:
+        if reserved <= 0:
             return []
         if has_many_blocks(torch.device(device)):
             return [("torch", "", "", reserved)]

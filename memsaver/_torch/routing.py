@@ -309,13 +309,26 @@ class Router:
                             f"{ident} is inside region {held.tag!r}; it must leave first"
                         )
 
+    def expect_pause(self, regions: Sequence[Region]) -> Callable[[], None]:
+        """As move_threads_away(), up to the call of the returned function."""
+        before = self._other_pools()
+        end = default_pools.expect_pause(regions)
+        self._prefer_regions(self._other_pools() - before)
+        return end
+
     def move_threads_away(self, regions: Sequence[Region]) -> None:
         """Lets all threads allocate from other pools, if default pools are among the regions to pause."""
-        moved = default_pools.move_threads_away(regions)
+        self._prefer_regions(set(default_pools.move_threads_away(regions)))
+
+    def _other_pools(self) -> set[int]:
+        return {device.index for device in self.thread.routed if side_pools.has_begun(device.index)}
+
+    def _prefer_regions(self, moved: set[int]) -> None:
+        """Lets the regions that this thread is inside take precedence over the pools of all threads."""
         if not side_pools.take_precedence:
             return
         for device, pool in self.thread.routed.items():
-            if device.index in moved:  # this thread is inside a region, whose pool takes precedence
+            if device.index in moved:
                 routes.end(device.index, pool)
                 routes.begin(device.index, pool)
 
@@ -393,7 +406,6 @@ class Router:
 
         def capture_begin(graph: torch.cuda.CUDAGraph, pool: Any = None, *args: Any, **kwargs: Any) -> None:
             _core.capture_begins()
-            default_pools.has_captured = True
             ends = weakref.finalize(graph, _core.capture_ends)  # also when a graph goes away in mid-capture
             ends.atexit = False
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class MadeUpSidePools:
         self.begun: list[int] = []
         self.ended: list[int] = []
         self.now: set[int] = set()
-        self.calls: list[Any] = []  # in order, with those of the core and of cuBLAS
+        self.calls: list[Any] = []  # in order, with those of the core
 
     def has_begun(self, index: int) -> bool:
         return index in self.now
@@ -54,7 +55,6 @@ def side(monkeypatch: pytest.MonkeyPatch) -> MadeUpSidePools:
     monkeypatch.setattr(
         module._core, "pass_default_pool_through", lambda device, wanted: made.calls.append((device, wanted))
     )
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: made.calls.append("clear"), raising=False)
     return made
 
 
@@ -83,23 +83,28 @@ def test_threads_move_for_the_devices_of_paused_default_pools_alone(side: MadeUp
     assert side.ended == [0, 1]
 
 
-def test_pieces_pass_through_around_the_other_pool_and_workspaces_are_renewed(
-    side: MadeUpSidePools, pools: Any
-) -> None:
+def test_pieces_pass_through_around_the_other_pool(side: MadeUpSidePools, pools: Any) -> None:
     made, first, _ = pools
     made.move_threads_away([first])
-    assert side.calls == [("cuda:0", True), ("begin", 0), "clear"]
+    assert side.calls == [("cuda:0", True), ("begin", 0)]
     del side.calls[:]
     made.move_threads_back()
-    assert side.calls == [("end", 0), ("cuda:0", False), "clear"]
+    assert side.calls == [("end", 0), ("cuda:0", False)]
 
 
-def test_workspaces_of_a_process_with_graphs_stay(side: MadeUpSidePools, pools: Any) -> None:
+def test_threads_stay_away_while_a_pause_is_expected(side: MadeUpSidePools, pools: Any) -> None:
+    """Other transitions and threads refresh their routes while a pause waits for its turn."""
     made, first, _ = pools
-    made.has_captured = True
-    made.move_threads_away([first])
+    end = made.expect_pause([first])
     made.move_threads_back()
-    assert "clear" not in side.calls
+    assert side.ended == []
+    other = made.expect_pause([first])
+    end()
+    made.move_threads_back()
+    assert side.ended == [] and side.begun == [0]
+    other()
+    made.move_threads_back()
+    assert side.ended == [0]
 
 
 def test_a_pool_that_cannot_begin_changes_nothing(
@@ -112,8 +117,9 @@ def test_a_pool_that_cannot_begin_changes_nothing(
 
     monkeypatch.setattr(side, "begin", fail)
     with pytest.raises(torch.OutOfMemoryError):
-        made.move_threads_away([first])
+        made.expect_pause([first])
     assert side.calls == [("cuda:0", True), ("cuda:0", False)]
+    monkeypatch.undo()
 
 
 def test_a_second_call_needs_the_same_arguments_and_a_new_tag(
@@ -154,16 +160,47 @@ def test_threads_move_before_the_pause_and_back_after_the_resume(
         seen.append(region.state)
         return []
 
+    def expect(regions: Any) -> Callable[[], None]:
+        seen.append("expected " + region.state)
+        return lambda: seen.append("ended " + region.state)
+
+    monkeypatch.setattr(default_pools, "expect_pause", expect)
     monkeypatch.setattr(default_pools, "move_threads_away", away)
     monkeypatch.setattr(default_pools, "move_threads_back", lambda: seen.append("back " + region.state))
     memsaver.pause(tag)
-    assert seen == ["active", "pausing", "back paused"]
+    assert seen == ["expected active", "pausing", "ended paused", "back paused"]
     del seen[:]
     memsaver.resume(tag)
     assert seen[-1] == "back active"
     del seen[:]
     memsaver.transitions.prepare_pause(tag).abort()
-    assert seen == ["active", "pausing", "back active"]
+    assert seen == ["expected active", "pausing", "ended active", "back active"]
+    del seen[:]
+    dropped = memsaver.transitions.prepare_pause(tag)
+    del dropped
+    gc.collect()
+    assert seen[:2] == ["expected active", "pausing"] and seen[2].startswith("ended")
+
+
+def test_a_pause_that_is_refused_moves_no_thread(make: Make, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
+    region = make(tag=tag)
+    monkeypatch.setattr(default_pools, "expect_pause", lambda regions: pytest.fail("a thread is inside the region"))
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with region:
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        with pytest.raises(memsaver.Error, match="is inside it"):
+            memsaver.transitions.prepare_pause(tag)
+    finally:
+        leave.set()
+        thread.join()
 
 
 def test_a_default_pool_is_not_paused_while_another_thread_is_inside_a_region_of_its_device(
@@ -171,6 +208,7 @@ def test_a_default_pool_is_not_paused_while_another_thread_is_inside_a_region_of
 ) -> None:
     torchs, other = make(tag=tag), make(tag=tag + "-other")
     monkeypatch.setattr(default_pools, "_regions", {0: torchs})
+    monkeypatch.setattr(default_pools, "expect_pause", lambda regions: lambda: None)
     monkeypatch.setattr(default_pools, "move_threads_away", lambda regions: [])
     monkeypatch.setattr(default_pools, "move_threads_back", lambda: None)
     inside, leave = threading.Event(), threading.Event()

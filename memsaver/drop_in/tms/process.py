@@ -107,6 +107,8 @@ class DefaultPool:
     def leaving(self, regions: Iterable[Region]) -> Iterator[None]:
         """Moves all threads to other pools, before the with statement pauses these regions."""
         mine = self._of(regions)
+        if mine:
+            check_allocator()  # code may have made torch's default pool a region of its own
         if mine and _core.capturing():
             raise Error("a graph is being captured: its process cannot be paused")
         saver_regions.set_aside(mine, True)

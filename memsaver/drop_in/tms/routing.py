@@ -137,7 +137,7 @@ def check_allocator() -> None:
     values = {name: os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
     values["torch's allocator settings"] = settings() if settings is not None else ""
     for name, value in values.items():
-        if "expandable_segments:True" in value or "cudaMallocAsync" in value:
+        if "expandable_segments:true" in value.replace(" ", "").lower() or "cudaMallocAsync" in value:
             raise DropInError(
                 f"{name} is {value!r}: torch then takes memory without cudaMalloc, which hook mode 'preload' cannot "
                 "see. Unset expandable_segments and the backend, or set torch_memory_saver.hook_mode = 'torch'"
