@@ -419,7 +419,7 @@ with tempfile.TemporaryDirectory(prefix="ms") as folder:
     )
 
 
-def test_pieces_are_freed_in_every_stage_of_pauses() -> None:
+def test_pieces_come_and_go_around_pauses() -> None:
     run("""
     region = default_pool()
     segments = [Segment(32, 8), Segment(2, 64), Segment(20, 8)]
