@@ -21,7 +21,7 @@ int find_parts(dl_phdr_info* info, std::size_t, void* wanted) {
   auto& search = *static_cast<Search*>(wanted);
   const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   LibraryParts parts;
-  Address fixed = 0;  // the end of what the loader makes read-only: the begin of a writable part
+  Address fixed = 0;  // the loader makes the addresses below this one read-only, within one writable part
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     const auto& part = info->dlpi_phdr[i];
     const Range range{static_cast<Address>(info->dlpi_addr + part.p_vaddr), static_cast<std::size_t>(part.p_memsz)};

@@ -187,15 +187,13 @@ void Core::refresh_peers() {
 
 void Core::give_access(Device& device) {
   std::vector<int> wanted = device.driver->peer_candidates();
-  std::optional<std::vector<int>> allowed;
   {
     std::lock_guard lock(mutex);
-    allowed = peers_;
-    if (allowed) allowed->insert(allowed->end(), device.required_peers.begin(), device.required_peers.end());
-    if (!allowed && wanted == device.peers && !device.has_stale) return;
+    if (!peers_ && wanted == device.peers && !device.has_stale) return;
   }
   const std::lock_guard one_at_a_time(refreshing_);
   wanted = device.driver->peer_candidates();  // another thread may have changed the peers meanwhile
+  std::optional<std::vector<int>> allowed;
   {
     std::lock_guard lock(mutex);
     allowed = peers_;

@@ -43,7 +43,8 @@ class Core {
   // Sets the devices that get access to each other's memory. nullopt: the devices with an active context.
   void set_peers(std::optional<std::vector<int>> ordinals);
   void refresh_peers();  // gives access to peers that are new. Cheap if the process sees one GPU
-  // Gives another device access to a device's memory, whatever set_peers() says: torch was asked for it.
+  // Gives another device access to a device's memory, also if set_peers() excludes it. A program has asked torch for
+  // this access.
   void require_peer(Device& device, int ordinal);
 
  private:

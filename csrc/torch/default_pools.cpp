@@ -100,13 +100,11 @@ void DefaultPools::pass_through(const Device& device, bool wanted) {
 }
 
 Region* DefaultPools::taking(int ordinal) {
-  Region* region = nullptr;
   {
     const std::lock_guard lock(mutex_);
     if (passing_.contains(ordinal) && !MEMSAVER_MUTANT(other_pools_take_pieces)) return nullptr;
-    const auto found = regions_.find(ordinal);
-    if (found != regions_.end()) region = found->second;
   }
+  Region* region = on(ordinal);
   return region != nullptr && region->state() == State::active ? region : nullptr;
 }
 

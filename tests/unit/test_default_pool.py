@@ -273,7 +273,7 @@ def test_a_region_of_the_tag_is_not_taken() -> None:
 
 
 def test_a_lack_of_memory_leaves_the_segment_usable() -> None:
-    """Whatever the cause: torch cannot use a segment again after another code."""
+    """Every failure of cuMemCreate is reported as a lack of memory. After another code torch cannot use the segment."""
     run("""
     region = default_pool()
     segment = Segment(32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,9 +183,9 @@ def test_threads_move_before_the_pause_and_back_after_the_resume(
     assert seen[:2] == ["expected active", "pausing"] and seen[2].startswith("ended")
 
 
-def test_a_pause_that_is_refused_moves_no_thread(make: Make, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
-    region = make(tag=tag)
-    monkeypatch.setattr(default_pools, "expect_pause", lambda regions: pytest.fail("a thread is inside the region"))
+@contextmanager
+def thread_inside(region: memsaver.Region) -> Iterator[int | None]:
+    """Another thread, which is inside a region. Yields its number."""
     inside, leave = threading.Event(), threading.Event()
 
     def stay() -> None:
@@ -196,11 +197,17 @@ def test_a_pause_that_is_refused_moves_no_thread(make: Make, monkeypatch: pytest
     thread.start()
     try:
         assert inside.wait(60)
-        with pytest.raises(memsaver.Error, match="is inside it"):
-            memsaver.transitions.prepare_pause(tag)
+        yield thread.ident
     finally:
         leave.set()
         thread.join()
+
+
+def test_a_pause_that_is_refused_moves_no_thread(make: Make, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
+    region = make(tag=tag)
+    monkeypatch.setattr(default_pools, "expect_pause", lambda regions: pytest.fail("a thread is inside the region"))
+    with thread_inside(region), pytest.raises(memsaver.Error, match="is inside it"):
+        memsaver.transitions.prepare_pause(tag)
 
 
 def test_a_default_pool_is_not_paused_while_another_thread_is_inside_a_region_of_its_device(
@@ -211,23 +218,10 @@ def test_a_default_pool_is_not_paused_while_another_thread_is_inside_a_region_of
     monkeypatch.setattr(default_pools, "expect_pause", lambda regions: lambda: None)
     monkeypatch.setattr(default_pools, "move_threads_away", lambda regions: [])
     monkeypatch.setattr(default_pools, "move_threads_back", lambda: None)
-    inside, leave = threading.Event(), threading.Event()
-
-    def stay() -> None:
-        with other:
-            inside.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=stay)
-    thread.start()
-    try:
-        assert inside.wait(60)
-        with pytest.raises(memsaver.Error, match=f"thread {thread.ident} is inside region '{tag}-other'"):
+    with thread_inside(other) as ident:
+        with pytest.raises(memsaver.Error, match=f"thread {ident} is inside region '{tag}-other'"):
             memsaver.pause(tag)
         assert torchs.state == "active"
-    finally:
-        leave.set()
-        thread.join()
     with other:
         memsaver.pause(tag)
     memsaver.resume(tag)

@@ -355,7 +355,7 @@ if before:
 
 
 def test_bytes_of_communicators_count_once() -> None:
-    """The row of the guest has what the count has not."""
+    """The guest's row has the bytes that are not in the row NCCL."""
     run(
         TORCH
         + """
