@@ -84,9 +84,8 @@ class Move:
         self._report = _Report(progress) if progress is not None else None
         try:
             if (torch := loaded()) is not None:
-                active = [each for each in self._pause if each.state == "active"]
-                torch.check_pausable(active, self._thread)
-                self._ends.append(torch.expect_pause(active))
+                torch.check_pausable([each for each in self._pause if each.state == "active"], self._thread)
+                self._ends.append(torch.expect_pause(list(self._pause)))
             move.begin()
             self._leaving = tags_of(move.pausing)
             self._pausing = leaving = [wrapper(each) for each in move.pausing]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -104,8 +103,9 @@ class DefaultPools:
         self.making = threading.RLock()  # one region at a time
         self._lock = threading.RLock()  # over the check of a state and the move that follows
         self._regions: dict[int, Region] = {}  # by the number of the device
-        self._expected: Counter[int] = Counter()  # pauses that have begun and not ended, by the number of the device
-        self._counting = threading.Lock()  # no other lock is taken under it
+        # The numbers of the devices of each pause that has begun and not ended. Changed without a lock, by single
+        # operations: a collection of garbage may end a pause that the caller dropped, in any line of any thread.
+        self._expected: dict[object, frozenset[int]] = {}
 
     def check(self, tag: str, device: str, backup: str) -> None:
         """Raises ValueError if the tag has another region, or the device another default pool."""
@@ -138,14 +138,15 @@ class DefaultPools:
         return any(each.device == device and each.state == "active" for each in self._regions.values())
 
     def expect_pause(self, regions: Sequence[Region]) -> Callable[[], None]:
-        """Moves threads away for a pause that begins. They do not move back before the returned function was called."""
-        indices = [_index(region) for region in self.among(regions)]
-        with self._counting:
-            self._expected.update(indices)
+        """Moves threads away for a pause that begins. They do not move back before the returned function was called.
+
+        Of regions without memory too: an earlier transition may resume them before the pause.
+        """
+        pause = object()
+        self._expected[pause] = frozenset(_index(region) for region in self.among(regions))
 
         def end() -> None:
-            with self._counting:
-                self._expected.subtract(indices)
+            self._expected.pop(pause, None)
 
         try:
             self.move_threads_away(regions)
@@ -157,16 +158,20 @@ class DefaultPools:
     def move_threads_away(self, regions: Sequence[Region]) -> list[int]:
         """Lets all threads allocate from another pool on the devices of these regions. Returns their numbers.
 
-        torch would hand out free blocks of the default pool, which have no memory while it is paused.
+        torch would hand out free blocks of the default pool, which have no memory while it is paused. Raises Error
+        during a capture: no pause is possible then, and one that began all the same would leave threads there.
         """
-        if _core.capturing():  # no pause is possible, and the capture allocates from its own pool
-            return []
         moved = []
         with self._lock:
             for region in self.among(regions):
                 index = _index(region)
                 if region.state not in ("active", "pausing") or side_pools.has_begun(index):
                     continue
+                if _core.capturing():
+                    raise Error(
+                        f"region {region.tag!r}, torch's default pool, cannot be paused: a CUDA graph is being "
+                        "captured; end the capture first"
+                    )
                 _core.pass_default_pool_through(region.device, True)  # pieces of the other pool stay
                 try:
                     side_pools.begin(index)
@@ -178,8 +183,9 @@ class DefaultPools:
 
     def move_threads_back(self) -> None:
         with self._lock:
+            expected = frozenset[int]().union(*list(self._expected.values()))
             for index, region in self._regions.items():
-                if side_pools.has_begun(index) and region.state == "active" and self._expected[index] <= 0:
+                if side_pools.has_begun(index) and region.state == "active" and index not in expected:
                     side_pools.end(index)
                     _core.pass_default_pool_through(region.device, False)
 

@@ -313,7 +313,11 @@ class Router:
         """As move_threads_away(), up to the call of the returned function."""
         before = self._other_pools()
         end = default_pools.expect_pause(regions)
-        self._prefer_regions(self._other_pools() - before)
+        try:
+            self._prefer_regions(self._other_pools() - before)
+        except BaseException:
+            end()  # else threads would never move back
+            raise
         return end
 
     def move_threads_away(self, regions: Sequence[Region]) -> None:

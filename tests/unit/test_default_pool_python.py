@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ Make = Callable[..., memsaver.Region]
 class MadeUpRegion:
     device: str = "cuda:0"
     state: str = "active"
+    tag: str = "torch"
 
 
 class MadeUpSidePools:
@@ -108,6 +110,74 @@ def test_threads_stay_away_while_a_pause_is_expected(side: MadeUpSidePools, pool
     assert side.ended == [0]
 
 
+def test_threads_stay_away_between_a_resume_and_the_pause_behind_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tag: str
+) -> None:
+    """Else torch could take a piece in the moment at which the region is active, and map it after the pause began."""
+    region = make(tag=tag)
+    memsaver.pause(tag)
+    adapter()
+    expected: list[Any] = []
+
+    def expect(regions: Any) -> Callable[[], None]:
+        expected.append(regions)
+        return lambda: None
+
+    monkeypatch.setattr(default_pools, "expect_pause", expect)
+    memsaver.pause(tag)
+    assert expected == [[region]]
+    memsaver.resume(tag)
+
+
+def test_a_dropped_pause_may_end_in_any_line(side: MadeUpSidePools, pools: Any) -> None:
+    """A collection of garbage calls the function, in the thread that changes or reads what is expected."""
+    made, first, second = pools
+    left: list[Callable[[], None]] = [made.expect_pause([second]) for _ in range(100)]
+
+    def collect(frame: Any, event: str, argument: Any) -> Any:
+        if event == "line" and left and frame.f_code.co_filename == module.__file__:
+            sys.settrace(None)
+            left.pop()()
+            sys.settrace(collect)
+        return collect
+
+    def act() -> None:
+        sys.settrace(collect)
+        try:
+            end = made.expect_pause([first])
+            made.move_threads_back()
+            end()
+            made.move_threads_back()
+        finally:
+            sys.settrace(None)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive() and side.ended == [0]
+    while left:
+        left.pop()()
+    made.move_threads_back()
+    assert side.ended == [0, 1]
+
+
+def test_an_expected_pause_that_fails_at_once_is_not_expected(
+    side: MadeUpSidePools, pools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, first, _ = pools
+    router = adapter()
+    monkeypatch.setattr("memsaver._torch.routing.default_pools", made)
+
+    def fail(moved: set[int]) -> None:
+        raise RuntimeError("no route")
+
+    monkeypatch.setattr(router, "_prefer_regions", fail)
+    with pytest.raises(RuntimeError, match="no route"):
+        router.expect_pause([first])
+    made.move_threads_back()
+    assert side.ended == [0]
+
+
 def test_a_pool_that_cannot_begin_changes_nothing(
     side: MadeUpSidePools, pools: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,9 +213,16 @@ def test_no_thread_moves_during_a_capture_or_for_a_region_without_memory(side: M
     made, first, _ = pools
     _core.capture_begins()
     try:
-        assert made.move_threads_away([first]) == []
+        for move in (made.move_threads_away, made.expect_pause):
+            with pytest.raises(memsaver.Error, match="a CUDA graph is being captured"):
+                move([first])
+        made.move_threads_away([MadeUpRegion("cuda:0")])  # no default pool
+        assert side.calls == []
     finally:
         _core.capture_ends()
+    made.move_threads_away([first])
+    made.move_threads_back()
+    assert side.ended == [0], "nothing is expected any more"
     for state in ("paused", "resuming", "lost"):
         first.state = state
         assert made.move_threads_away([first]) == []
