@@ -81,6 +81,11 @@ MUTANTS = [
         ["unit/test_nccl_memory.py::test_pointers_that_the_loader_made_read_only_are_left_out"],
     ),
     Mutant(
+        "stacks_shrink_during_a_capture",
+        "stacks: their limit is set although a capture has begun since the first half of the pause",
+        ["unit/test_builtin_guests.py::test_stacks_stay_if_a_capture_begins_between_the_halves_of_a_pause"],
+    ),
+    Mutant(
         "stacks_are_of_half_of_the_threads",
         "CUDA driver: the stacks are those of half of the threads",
         ["unit/test_ledger.py::test_the_growth_of_the_stacks_has_a_row"],

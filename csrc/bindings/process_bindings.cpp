@@ -176,9 +176,11 @@ void bind_process(nb::module_& module) {
   };
   module.def("cuda_device_count", &cuda_device_count);
   module.def(
-      "reset_stacks",  // of all devices in use; returns the bytes that were released
+      "reset_stacks",  // of all devices in use; returns the bytes that were released: none in a capture
       [] {
         std::size_t bytes = 0;
+        const CaptureGate::Pass pass(core().parts.gate);  // a capture begins after the change, which may wait
+        if (!pass && !MEMSAVER_MUTANT(stacks_shrink_during_a_capture)) return bytes;
         for (Device* device : core().all_devices())
           if (!device->lost) bytes += device->driver->reset_stacks();
         return bytes;

@@ -51,7 +51,7 @@ class Stacks(Guest):
             raise Error("a graph is being captured, expected the pause after its end")
 
     def leave(self) -> None:
-        """Sets the limit of a stack on all devices in use.
+        """Sets the limit of a stack on all devices in use. Does nothing if a capture has begun since ``prepare()``.
 
         Raises:
             DriverError: A call of the driver failed.

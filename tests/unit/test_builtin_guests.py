@@ -239,3 +239,27 @@ assert stacks() == 264 * MIB
 """,
         devices=2,
     )
+
+
+def test_stacks_stay_if_a_capture_begins_between_the_halves_of_a_pause() -> None:
+    run_on_fake("""
+import memsaver
+from memsaver import _core
+from memsaver.transitions import prepare_pause
+from tests.fake_cuda import control
+
+def stacks():
+    return _core.ledger_figures("cuda:0")["stack_bytes"]
+
+region = memsaver.region("params", device="cuda:0")
+memsaver.register(memsaver.guests.Stacks("params"))
+control.set_stack_limit(0, 1744)
+large = stacks()
+prepared = prepare_pause("params")
+with memsaver.capturing():
+    prepared.commit()
+    assert region.state == "paused" and stacks() == large
+memsaver.resume("params")
+memsaver.pause("params")
+assert stacks() < large
+""")
