@@ -375,6 +375,11 @@ MUTANTS = [
         ["unit/test_default_pool.py::test_calls_from_elsewhere_reach_the_driver"],
     ),
     Mutant(
+        "a_placed_region_is_compacted",
+        "default pool: trim() marks the region while a piece is mapped",
+        ["unit/test_default_pool.py::test_a_trim_beside_an_allocation_refuses_no_piece"],
+    ),
+    Mutant(
         "other_pools_take_pieces",
         "default pool: pieces of the pool that takes its place are in the region, and leave with it",
         ["unit/test_default_pool.py::test_pieces_of_another_pool_stay_outside_of_the_region"],

@@ -138,7 +138,10 @@ void trim(Region& region, const std::function<bool()>& may_move, Deadline deadli
   };
   const auto bound = [&] { return slack ? region.allocated_bytes() + *slack : region.bound(); };
   settle_device();
-  if (region.state() == State::active && region.mapped_bytes() > bound()) {
+  // No chunk of a placed region has an unused part. Its bytes exceed the bound for moments, while a piece is mapped,
+  // and the other allocator cannot use a segment any more if the next piece of it is refused.
+  const bool is_compact = region.placed && !MEMSAVER_MUTANT(a_placed_region_is_compacted);
+  if (!is_compact && region.state() == State::active && region.mapped_bytes() > bound()) {
     Transition hold({&region}, {}, {.whole = deadline});
     try {
       hold.begin();
