@@ -124,12 +124,14 @@ class Router:
             _core.refresh_peers()
             self.refresh()
         except BaseException:
-            self._pop()
+            self._pop(region)
             self.refresh()
             raise
 
     def leave(self, region: Region, error: BaseException | None) -> None:
-        self._pop()
+        if region not in self.thread.entered:
+            raise Error(f"region {region.tag!r} cannot be left: this thread is not inside it; leave it where you entered")
+        self._pop(region)
         self.refresh()
         if isinstance(error, torch.OutOfMemoryError):
             add_ledger(error, region.device)
@@ -149,7 +151,7 @@ class Router:
         try:
             yield
         finally:
-            self._pop()
+            self._pop(None)
             self.refresh()
 
     def _push(self, region: Region | None) -> None:
@@ -157,8 +159,10 @@ class Router:
         with self._lock:
             self._inside[threading.get_ident()] = self.thread.entered
 
-    def _pop(self) -> None:
-        self.thread.entered.pop()
+    def _pop(self, region: Region | None) -> None:
+        """Removes the newest entry of this region: others may be newer, as with regions that overlap in coroutines."""
+        entered = self.thread.entered
+        del entered[len(entered) - 1 - entered[::-1].index(region)]
         if not self.thread.entered:
             with self._lock:
                 self._inside.pop(threading.get_ident(), None)
@@ -301,12 +305,12 @@ class Router:
                 for held in filter(None, entered):
                     if held in regions:
                         raise Error(
-                            f"region {held.tag!r} cannot be paused: thread {ident} is inside it; it must leave first"
+                            f"region {held.tag!r} cannot be paused: {_thread(ident)} is inside it; it must leave first"
                         )
                     if held.device in defaults:
                         raise Error(
-                            f"region {defaults[held.device].tag!r}, torch's default pool, cannot be paused: thread "
-                            f"{ident} is inside region {held.tag!r}; it must leave first"
+                            f"region {defaults[held.device].tag!r}, torch's default pool, cannot be paused: "
+                            f"{_thread(ident)} is inside region {held.tag!r}; it must leave first"
                         )
 
     def expect_pause(self, regions: Sequence[Region]) -> Callable[[], None]:
@@ -448,6 +452,12 @@ class Router:
         keep_forever(graph)
         with self._lock:
             self._of(region).replace_graph()
+
+
+def _thread(ident: int) -> str:
+    """The number of a thread, and its name if it has one that readers know."""
+    name = next((each.name for each in threading.enumerate() if each.ident == ident), None)
+    return f"thread {ident}" + (f" ({name!r})" if name else "")
 
 
 def _subtract(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> Ranges:

@@ -304,6 +304,28 @@ def test_a_region_can_be_entered_again_while_inside(make: Make) -> None:
     assert not inside(region, torch.ones(3))
 
 
+def test_a_region_that_is_left_before_a_newer_one_takes_no_more(make: Make) -> None:
+    """As coroutines of one thread do, each with a region of its own."""
+    first, second = make(), make()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert inside(second, torch.ones(3))
+    second.__exit__(None, None, None)
+    tensor = torch.ones(3)
+    assert not inside(first, tensor) and not inside(second, tensor)
+
+
+def test_leaving_a_region_that_was_not_entered_raises(make: Make) -> None:
+    region, other = make(), make()
+    with pytest.raises(memsaver.Error, match=f"region {region.tag!r} cannot be left: this thread is not inside it"):
+        region.__exit__(None, None, None)
+    with other:
+        with pytest.raises(memsaver.Error, match="cannot be left"):
+            region.__exit__(None, None, None)
+        assert inside(other, torch.ones(3))
+
+
 def test_outside_allocates_outside_of_regions(make: Make) -> None:
     region, other = make(), make()
     with region:
