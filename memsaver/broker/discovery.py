@@ -19,14 +19,19 @@ _POLL_S = 0.01
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 _LOCK_TRIES = 10
 _OF_JOB = "job-"
+_VARIABLE = "MEMSAVER_POOL_DIR"
 
 
 def root() -> Path:
     """The directory of the sockets without a job: ``MEMSAVER_POOL_DIR``, else one in /tmp.
 
-    Creates it if it does not exist. Raises ConfigError if another user could create a socket in it.
+    Creates it if it does not exist. Raises ConfigError if another user could create a socket in it, or if the variable
+    has a relative path: processes in different directories would start a broker each, and each would lend all.
     """
-    return _own(Path(os.path.abspath(os.environ.get("MEMSAVER_POOL_DIR") or f"/tmp/memsaver-{os.getuid()}")))
+    named = os.environ.get(_VARIABLE)
+    if named and not os.path.isabs(named):
+        raise ConfigError(f"{_VARIABLE} is {named!r}, expected an absolute path", option="pool_dir", value=named)
+    return _own(Path(os.path.abspath(named or f"/tmp/memsaver-{os.getuid()}")))
 
 
 def directory() -> Path:
@@ -43,10 +48,13 @@ def elsewhere() -> list[Path]:
 
 
 def _own(path: Path) -> Path:
-    named = os.environ.get("MEMSAVER_POOL_DIR")
+    named = os.environ.get(_VARIABLE)
+    source = f"; it comes from {_VARIABLE} in the environment" if named else ""
 
     def complain(text: str) -> ConfigError:
-        return ConfigError(f"the directory of shared pools' sockets, {path}, {text}", option="pool_dir", value=named)
+        return ConfigError(
+            f"the directory of shared pools' sockets, {path}, {text}{source}", option="pool_dir", value=named
+        )
 
     try:
         path.mkdir(mode=0o700, exist_ok=True)

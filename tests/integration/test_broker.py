@@ -1028,7 +1028,7 @@ def test_the_directory_must_be_this_users_alone(monkeypatch: pytest.MonkeyPatch)
         (Path(name) / "link").symlink_to(name)
         for wrong in ("file", "link"):
             monkeypatch.setenv("MEMSAVER_POOL_DIR", f"{name}/{wrong}")
-            with pytest.raises(errors.ConfigError, match="is no directory"):
+            with pytest.raises(errors.ConfigError, match="is no directory; it comes from MEMSAVER_POOL_DIR"):
                 discovery.directory()
         monkeypatch.setenv("MEMSAVER_POOL_DIR", f"{name}/no/such")
         with pytest.raises(errors.ConfigError, match="No such file"):
@@ -1036,6 +1036,9 @@ def test_the_directory_must_be_this_users_alone(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("MEMSAVER_POOL_DIR", f"{name}/{'long' * 20}")
         with pytest.raises(errors.ConfigError, match="107"):
             discovery.socket_path("GPU-" + "0" * 32)
+        monkeypatch.setenv("MEMSAVER_POOL_DIR", "relative")
+        with pytest.raises(errors.ConfigError, match="MEMSAVER_POOL_DIR is 'relative', expected an absolute path"):
+            discovery.directory()
         if os.getuid() == 0:
             os.chown(name, 65534, 65534)
             monkeypatch.setenv("MEMSAVER_POOL_DIR", name)
