@@ -72,7 +72,12 @@ def host_device(value: Any) -> int:
 
 
 def host_limit(value: Any) -> int | None:
-    return None if value in (None, "auto") else parse_size(value, "host_limit")
+    if value in (None, "auto"):
+        return None
+    try:
+        return parse_size(value, "host_limit")
+    except ConfigError:
+        raise _wrong("host_limit", value, f"'auto', {_SIZE}") from None
 
 
 def switch(option: str) -> Callable[[Any], bool]:

@@ -214,8 +214,9 @@ def _config(options: argparse.Namespace) -> int:
         return 0
     values = [_shown(each) for each in found]
     width = max(map(len, values))
+    longest = max(len(each.option.name) for each in found)
     for each, value in zip(found, values):
-        print(f"{each.option.name:<14} {value:<{width}}  {each.source}")
+        print(f"{each.option.name:<{longest}} {value:<{width}}  {each.source}")
     return 0
 
 

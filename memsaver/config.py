@@ -176,7 +176,7 @@ OPTIONS: Final = (
         _parsing.peers, _set_peers,
     ),
     Option(
-        "pool_dir", "path", "/tmp/memsaver-<uid>",
+        "pool_dir", "absolute path", "/tmp/memsaver-<uid>",
         "Directory of the sockets of shared pools. Only the variable sets it, and it is read whenever a broker is"
         " looked for.",
         _parsing.text, None,
@@ -337,8 +337,14 @@ def from_environment_of_import() -> None:
         from_environment()
     except ConfigError as error:
         if _is_command():
+            if sys.argv[1:2] in _WITHOUT_OPTIONS:
+                return
             raise SystemExit(f"memsaver: {error}") from None
         raise
+
+
+# Arguments of the command that use no option. `job` prints the value that replaces a wrong one.
+_WITHOUT_OPTIONS = (["job"], ["-h"], ["--help"], ["--version"])
 
 
 def _is_command() -> bool:

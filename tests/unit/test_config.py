@@ -198,6 +198,25 @@ def test_command_prints_a_wrong_variable_in_one_line(name: str, value: str, text
         assert lines[0].startswith(text)
 
 
+@pytest.mark.parametrize("argument", ["job", "--help", "--version"])
+def test_command_without_options_runs_with_a_wrong_variable(argument: str) -> None:
+    """The error for a wrong secret names `memsaver job`."""
+    done = run_command(argument, MEMSAVER_JOB="short")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def test_columns_of_config_are_aligned() -> None:
+    """A name that is longer than its column moved the value of its row."""
+    starts = {re.match(r"\S+ +", line).end() for line in run_command("config").stdout.splitlines()}  # type: ignore[union-attr]
+    assert len(starts) == 1
+
+
+def test_the_error_for_a_wrong_host_limit_names_auto() -> None:
+    with pytest.raises(memsaver.ConfigError, match="host_limit is 'none', expected 'auto', bytes as an integer"):
+        memsaver.configure(host_limit="none")
+
+
 @pytest.mark.parametrize("size", ["64Xi", "many", "-1"])
 def test_command_names_a_wrong_size(size: str) -> None:
     done = run_command("trim", f"--keep={size}")
