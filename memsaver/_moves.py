@@ -106,7 +106,7 @@ class Move:
             self._record_contents(leaving, kept, live)  # from here on nothing uses the regions
         except BaseException as error:
             if isinstance(error, BackupError) and self._kept:
-                error._name_regions(tuple(self._kept), _remedy(self._kept.values()))
+                error._name_regions(tuple(self._kept), _remedy(self._kept.values(), str(error)))
             self.recorder.end("failed", error)
             self.abort()
             raise
@@ -246,8 +246,10 @@ def _away_tags() -> dict[str, bool]:
     return found
 
 
-def _remedy(policies: Iterable[str]) -> str:
+def _remedy(policies: Iterable[str], cause: str) -> str:
     used = set(policies)
+    if used == {"disk"} and "pinned host memory" in cause:  # contents pass through it on their way to the file
+        return "free host memory, raise configure(host_limit=...), or pause with backup='none'"
     remedies = {
         "host": "free host memory, raise configure(host_limit=...), or pause with backup='disk' or 'none'",
         "disk": "free disk space, choose another configure(disk_dir=...), or pause with backup='none'",

@@ -55,6 +55,23 @@ def test_a_backup_error_on_disk_names_the_directory_as_remedy(make: Make, tmp_pa
     held[0].check()
 
 
+def test_a_disk_backup_without_host_memory_names_the_limit_of_host_memory_as_remedy(make: Make, tmp_path: Path) -> None:
+    """Contents pass through pinned host memory: another directory would not help."""
+    memsaver.configure(disk_dir=tmp_path)
+    region = make("disk")
+    held = blocks(region, [MIB])
+    memsaver.release_host_memory()
+    memsaver.configure(host_limit=0)
+    with pytest.raises(memsaver.BackupError, match="pinned host memory") as caught:
+        region.pause()
+    memsaver.configure(host_limit=None)
+    assert "raise configure(host_limit=...), or pause with backup='none'" in str(caught.value)
+    assert "disk_dir" not in str(caught.value)
+    region.pause()
+    region.resume()
+    held[0].check()
+
+
 def test_the_error_for_a_missing_driver_names_a_remedy() -> None:
     error = errors.make("DriverError", "dlopen failed with code -1", {"call": "dlopen", "code": -1, "detail": "x"})
     assert str(error).startswith("there is no CUDA driver (dlopen failed with code -1")
