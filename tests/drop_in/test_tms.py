@@ -262,9 +262,10 @@ print(hasattr(torch_memory_saver, "kind"), drop_in.status()["tms"].state)
         program = "import sys; print([name for name in sys.modules if name in ('memsaver', 'torch')])"
         assert run_python(program, MEMSAVER_DROP_IN="tms").stdout.strip() == "[]"
 
-    def test_wrong_variable_fails_the_import(self, original: str) -> None:
-        done = run_python("import torch_memory_saver", MEMSAVER_DROP_IN="tms,vlm", PYTHONPATH=original)
-        assert done.returncode != 0 and "drop_in is 'tms,vlm', expected names of 'vllm', 'tms'" in done.stderr
+    @pytest.mark.parametrize("value", ["tms,vlm", "TMS", "vllm,tsm"])
+    def test_wrong_variable_fails_the_import(self, original: str, value: str) -> None:
+        done = run_python("import torch_memory_saver", MEMSAVER_DROP_IN=value, PYTHONPATH=original)
+        assert done.returncode != 0 and f"drop_in is '{value}', expected names of 'vllm', 'tms'" in done.stderr
 
     def test_original_that_is_imported_already_is_refused(self, original: str) -> None:
         program = """

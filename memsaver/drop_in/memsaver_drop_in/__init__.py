@@ -22,7 +22,8 @@ def start() -> None:
     It runs when Python starts, where an error would be printed and ignored. So errors come with the import.
     """
     names = [part.partition(":")[0].strip() for part in os.environ.get("MEMSAVER_DROP_IN", "").split(",")]
-    if "tms" in names and "torch_memory_saver" not in sys.modules:
+    # A name that does not exist may be a misspelt "tms": the import then raises ConfigError.
+    if any(name not in ("", "vllm") for name in names) and "torch_memory_saver" not in sys.modules:
         first = ["torch_memory_saver"]
         if os.environ.get("TMS_INIT_ENABLE"):  # the process is managed whether it imports that package or not
             first.append("torch")
