@@ -130,8 +130,9 @@ class Leader:
             members = ranks_of(self._processes, [hello["roles"] for hello in hellos])
             missing = self._plan.roles_in_phases() - {rank.role for rank in members}
             if missing:
+                there = ", ".join(map(repr, sorted({rank.role for rank in members}))) or "no members"
                 raise Error(
-                    f"no rank has a member of the role {min(missing)!r}, which a phase names; expected one or more"
+                    f"no rank has a member of the role {min(missing)!r}, which a phase names; there are {there}"
                 )
             self._turns = Turns(self._plan, members, self._report)
         return self._turns

@@ -330,7 +330,7 @@ def test_groups_with_different_phases_are_refused(store: distributed.Store) -> N
 
 def test_a_role_without_a_member_is_named(store: distributed.Store) -> None:
     group = Group(phases=PHASES, store=store, rank=0, world_size=1, engine=Member())
-    with pytest.raises(memsaver.Error, match="no rank has a member of the role 'trainer'"):
+    with pytest.raises(memsaver.Error, match="role 'trainer', which a phase names; there are 'engine'"):
         group.enter("train")
     group.close()
 
