@@ -311,7 +311,7 @@ class Region:
             if self._open is None:  # another thread was faster
                 return
             if (torch := loaded()) is not None:
-                torch.check_pausable([self], None)
+                torch.check_pausable([self], None, "closed")
             core.close()
             del _regions[self.tag, self.device, self.backup]
             self._open = None

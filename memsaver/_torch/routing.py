@@ -130,7 +130,8 @@ class Router:
 
     def leave(self, region: Region, error: BaseException | None) -> None:
         if region not in self.thread.entered:
-            raise Error(f"region {region.tag!r} cannot be left: this thread is not inside it; leave it where you entered")
+            text = "this thread is not inside it; leave it in the thread that entered it"
+            raise Error(f"region {region.tag!r} cannot be left: {text}")
         self._pop(region)
         self.refresh()
         if isinstance(error, torch.OutOfMemoryError):
@@ -292,10 +293,11 @@ class Router:
             return None
         return _subtract(region._core.live(), free)
 
-    def check_pausable(self, regions: Sequence[Region], thread: int | None) -> None:
+    def check_pausable(self, regions: Sequence[Region], thread: int | None, purpose: str = "paused") -> None:
         """Raises Error if another thread than this is inside a region: torch could allocate there during the pause.
 
         A thread inside any region on the device of a default pool would allocate from the pool that takes its place.
+        ``purpose``: the word for the pause in the error.
         """
         defaults = {each.device: each for each in default_pools.among(regions)}
         with self._lock:
@@ -305,11 +307,12 @@ class Router:
                 for held in filter(None, entered):
                     if held in regions:
                         raise Error(
-                            f"region {held.tag!r} cannot be paused: {_thread(ident)} is inside it; it must leave first"
+                            f"region {held.tag!r} cannot be {purpose}: {_thread(ident)} is inside it; "
+                            "it must leave first"
                         )
                     if held.device in defaults:
                         raise Error(
-                            f"region {defaults[held.device].tag!r}, torch's default pool, cannot be paused: "
+                            f"region {defaults[held.device].tag!r}, torch's default pool, cannot be {purpose}: "
                             f"{_thread(ident)} is inside region {held.tag!r}; it must leave first"
                         )
 
@@ -378,7 +381,7 @@ class Router:
 
     def check_unused(self, region: Region) -> None:
         """Raises Error while a thread is inside the region, or a tensor or a graph has memory of it."""
-        self.check_pausable([region], None)
+        self.check_pausable([region], None, "closed")
         with self._lock:
             pools = self._pools.get(region)
             idle = pools.unused_blocks() if pools is not None else []
@@ -456,6 +459,8 @@ class Router:
 
 def _thread(ident: int) -> str:
     """The number of a thread, and its name if it has one that readers know."""
+    if ident not in sys._current_frames():
+        return f"thread {ident}, which has ended,"
     name = next((each.name for each in threading.enumerate() if each.ident == ident), None)
     return f"thread {ident}" + (f" ({name!r})" if name else "")
 

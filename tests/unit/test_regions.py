@@ -535,6 +535,8 @@ def test_a_region_in_use_is_not_closed(make: Make) -> None:
     thread = threading.Thread(target=inside)
     thread.start()
     entered.wait(60)
+    with pytest.raises(memsaver.Error, match=f"cannot be closed: thread {thread.ident} .* is inside it"):
+        region.close()
     is_refused()
     leave.set()
     thread.join()

@@ -326,6 +326,17 @@ def test_leaving_a_region_that_was_not_entered_raises(make: Make) -> None:
         assert inside(other, torch.ones(3))
 
 
+def test_a_thread_that_ended_inside_a_region_is_named_as_ended(make: Make) -> None:
+    region = make()
+    thread = threading.Thread(target=region.__enter__)
+    thread.start()
+    thread.join()
+    with pytest.raises(memsaver.Error, match=f"paused: thread {thread.ident}, which has ended, is inside it"):
+        region.pause()
+    assert region.state == "active"
+    memsaver._adapter.adapter()._inside.pop(thread.ident)  # type: ignore[attr-defined]
+
+
 def test_outside_allocates_outside_of_regions(make: Make) -> None:
     region, other = make(), make()
     with region:
