@@ -64,7 +64,8 @@ def account(device: Device, reports: Iterable[Report], pool: PoolTotal | None) -
             # The driver may list it until it is torn down. Its list has no row: it may have chunks of the pool in it.
             listed.pop(report.exited, None)
             if report.pooled:
-                rows.append(LedgerRow(report.pid, report.name, "pool held", "", "", report.pooled))
+                label = f"of pid {report.exited}, which has exited"
+                rows.append(LedgerRow(report.pid, report.name, "pool held", label, "", report.pooled))
             continue
         rest = unexplained_bytes(device, report)
         listed.pop(report.pid, None)

@@ -251,6 +251,7 @@ def test_chunks_of_a_process_that_has_exited_count_for_the_process_that_keeps_th
         found = account(Device(130, holdings, False), [report], PoolTotal(9, "broker", 100))
         rows = {(2, "pool held"): 60, (2, "process"): 10, (9, "pool idle"): 40, (None, "unlisted"): 20}
         assert by_kind(found) == rows
+        assert [row.label for row in found.rows if row.kind == "pool held"] == ["of pid 1, which has exited"]
     assert pools._report({**client, "kept_by": []}).pid == 1
 
 
