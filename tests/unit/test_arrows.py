@@ -1,6 +1,6 @@
 """The layers of csrc/ and of the examples, and the modules that `import memsaver` loads.
 
-The layers of the Python package are in pyproject.toml; `make lint` checks them.
+The layers of the Python package are in pyproject.toml; `make lint` checks them. docs/source-tree.md has the same order.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import graphlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +90,26 @@ def includes(path: Path) -> list[Path]:
 
 def test_every_source_is_in_a_folder_of_the_order() -> None:
     assert {path.name for path in (ROOT / "csrc").iterdir()} == {*FOLDERS, APART}
+
+
+def rows_of_the_source_tree(folder: str) -> list[list[str]]:
+    """The parts of a folder that each row of docs/source-tree.md names in its first column."""
+    text = (ROOT / "docs/source-tree.md").read_text()
+    rows = re.findall(rf"^\| (`{folder}/[^|]*) \|", text, flags=re.MULTILINE)
+    return [[part.removesuffix(".py") for part in re.findall(rf"`{folder}/([\w.]+)`", row)] for row in rows]
+
+
+def test_the_source_tree_has_the_folders_of_the_core_in_their_order() -> None:
+    assert rows_of_the_source_tree("csrc") == [[folder] for folder in (*FOLDERS, APART)]
+
+
+def test_the_source_tree_has_the_layers_of_the_package_in_their_order() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [re.split(r" [|:] ", layer) for layer in reversed(contracts[0]["layers"])]
+    height = {module: index for index, layer in enumerate(layers) for module in layer if module != "__main__"}
+    named = [part for row in rows_of_the_source_tree("memsaver") for part in row]
+    assert sorted(named) == sorted(height)
+    assert [height[part] for part in named] == sorted(height.values())
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: path.name)
