@@ -9,7 +9,7 @@
 //  - From one version to the next, a message may only gain optional fields. Its words stay as they are. A receiver
 //    ignores the fields that it does not define, and uses a field's default if the message lacks it.
 //  - A new kind of message, or a new value of a code, a flag, a state or a policy, is sent only if both sides
-//    define it. A receiver answers an unknown kind from a newer peer with `refused`, code `unsupported`, and
+//    define it. A receiver answers an unknown kind from a newer sender with `refused`, code `unsupported`, and
 //    stays connected.
 //  - The version grows by 1 with each release that changes the protocol. A change that these rules exclude needs two
 //    releases: the first one adds the replacement, the second one removes the old form.
@@ -80,8 +80,7 @@
 //                                                  client does not hold -> dropped
 //   query                                          -> report
 //   reclaim   bytes                                a demand waits for so many bytes: requests the memory that the
-//   client
-//                                                  caches and does not use -> reclaimed. Since version 5
+//                                                  client caches and does not use -> reclaimed. Since version 5
 //   holders   request, more, {pid, held, unused}...   who holds the memory that a demand waits for, as far as it is
 //                                                  known; `unused` as in reclaimed, or kUnknown. Text: a line for each,
 //                                                  with the reasons. `more`: 1 if some of them will return memory by

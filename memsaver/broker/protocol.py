@@ -138,7 +138,7 @@ def check_welcome(message: Message) -> None:
 
 
 def unsupported(message: Message) -> Message:
-    """The answer to a message of a newer peer that this version does not define."""
+    """The answer to a message of a newer client that this version does not define."""
     request = message.words[0] if message.words else 0
     return refusal("unsupported", request, f"version {VERSION} of the protocol has no message of {message.kind}")
 
