@@ -14,7 +14,7 @@ _WAIT = "!"  # before the name of a device on which a call has waited for long
 
 
 def serve() -> None:
-    """Returns what torch caches to brokers that ask for it, and logs long waits. Ends at the exit of the interpreter.
+    """Returns torch's free blocks when a broker asks for memory, and logs long waits. Ends at the interpreter's exit.
 
     The core answers without Python as far as it can. This thread gets the GIL when the threads that hold it let it go.
     """
@@ -46,7 +46,7 @@ def log_wait(device: str) -> None:
 
 
 def describe(holders: list[tuple[int, int, int | None, str]]) -> str:
-    """The holders of memory, as text: what each holds, and what it does not use and keeps."""
+    """The holders of memory, as text: the bytes of each, and the part that it keeps without use."""
     texts = [
         f"{process_name(pid)} (pid {pid}) holds {gib(nbytes)}" + (f", unused: {why}" if unused and why else "")
         for pid, nbytes, unused, why in holders

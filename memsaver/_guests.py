@@ -1,4 +1,4 @@
-"""Guests: what is not a region, leaves with a pause and comes back with a resume."""
+"""Guests: objects with resources outside of regions. They leave in a pause and come back in a resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ log = logging.getLogger("memsaver")
 
 
 class Guest:
-    """Base of what leaves before regions pause and comes back after they have resumed, such as communicators.
+    """Base class of guests, which leave before regions pause and come back after they have resumed.
+
+    A guest holds resources outside of regions, such as communicators, workspaces or caches.
 
     A guest is away exactly while all of its tags are paused. A tag with regions is paused if all of its regions are. A
     tag without regions is paused by a pause that names it or that names no tags, until a resume does the same.
@@ -58,7 +60,7 @@ class Guest:
     name: str
     tags: tuple[str, ...]
     order: int
-    _is_nccl = False  # whether nbytes is memory of NCCL, which may have a row of its own in the account
+    _is_nccl = False  # whether nbytes is memory of NCCL, which may have a row of its own in the ledger
 
     def __init__(self, name: str, tags: str | Iterable[str], *, order: int = 0) -> None:
         if not isinstance(name, str) or not name:
@@ -77,14 +79,14 @@ class Guest:
         """Refuses a pause that ``leave()`` could not complete. This method does nothing.
 
         It runs in the first half of a pause, before memory is reserved. The pause may still be aborted, and the guest
-        is not told. So an override either checks, or releases what the guest makes anew by itself.
+        is not told. So an override either checks, or releases resources that refill by themselves.
 
         Raises:
             Exception: The guest cannot leave now. The pause raises GuestError, and nothing has changed.
         """
 
     def leave(self) -> None:
-        """Releases what the guest holds. Regions of the pause have stopped all work and are not yet unmapped.
+        """Releases the resources of the guest. Regions of the pause have stopped all work and are not yet unmapped.
 
         Raises:
             Exception: The guest could not leave, and is as it was. The pause raises GuestError, the guests that have
@@ -94,7 +96,7 @@ class Guest:
         raise NotImplementedError(f"{type(self).__name__}.leave() is missing, expected an override")
 
     def come_back(self) -> None:
-        """Takes back what ``leave()`` released. The regions of the resume are active.
+        """Takes the resources again that ``leave()`` released. The regions of the resume are active.
 
         Raises:
             Exception: The guest could not come back, and is still away. The resume raises GuestError. Another resume

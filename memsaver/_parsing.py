@@ -1,4 +1,4 @@
-"""The values of options: their texts parsed, each with an error that names the option and what it takes."""
+"""The values of options: their texts parsed, each with an error that names the option and its possible values."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def connect(device: str) -> None:
 
 
 def _serve_queries() -> None:
-    """Starts the threads that answer brokers, if they do not run: one for the ledger, one for what torch caches."""
+    """Starts the threads that answer brokers, if they do not run: one for the ledger, one for torch's free blocks."""
     global _has_threads
     if not _has_threads:
         served = {"memsaver-ledger": ledger.serve, "memsaver-caches": _caches.serve}
@@ -145,7 +145,7 @@ def _stop_queries(threads: list[threading.Thread]) -> None:
 
 
 def _proofs(device: str, uuid: str) -> tuple[list[int], ...]:
-    """What this process and its broker have to send to each other to prove their job."""
+    """The proofs of their job that this process and its broker have to send to each other."""
     own, client, pid = job.current(), _core.pool_client(device), os.getpid()
     if own is None:
         return ()

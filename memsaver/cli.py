@@ -270,7 +270,7 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def _status(client: AdminClient) -> dict[str, Any]:
-    """The status of a pool, and the account of its device's memory. Read again once if the account is inconsistent."""
+    """The status of a pool, and the ledger of its device. Read again once if the ledger is inconsistent."""
     status = client.status()
     account = ledger.of_pool(status)
     if not account.is_consistent:

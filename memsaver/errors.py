@@ -18,7 +18,7 @@ def _no_ledger(device: str) -> tuple[list[dict[str, Any]], list[str]]:
     return [], []
 
 
-# Returns the account of a device, as dictionaries and as lines of text. memsaver/__init__.py sets it.
+# Returns the ledger of a device, as dictionaries and as lines of text. memsaver/__init__.py sets it.
 read_ledger: Callable[[str], tuple[list[dict[str, Any]], list[str]]] = _no_ledger
 
 
@@ -398,12 +398,12 @@ def _ledger(device: str) -> tuple[list[dict[str, Any]], list[str]]:
     try:
         return read_ledger(device)
     except Exception as error:  # it must not hide the error that it belongs to
-        log.debug("no account of the memory of %s: %r", device, error)
+        log.debug("no ledger of %s: %r", device, error)
         return [], []
 
 
 def add_ledger(error: BaseException, device: str) -> None:
-    """Adds the account of a device's memory to torch's error, as a note. Nested regions add it once."""
+    """Adds the ledger of a device to torch's error, as a note. Nested regions add it once."""
     if not getattr(error, "_has_ledger", False):
         error._has_ledger = True  # type: ignore[attr-defined]
         for line in _ledger(device)[1]:

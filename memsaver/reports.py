@@ -91,7 +91,7 @@ def _remove_oldest(folder: Path) -> None:
 def part() -> str:
     """The part of this process: its transitions under way, the stacks of its threads, and its last transitions.
 
-    Raises nothing: an error takes the place of what cannot be read.
+    Raises nothing: an error takes the place of a part that cannot be read.
     """
     try:
         return _part()
@@ -157,7 +157,7 @@ def _waits_for_memory(record: TransitionRecord) -> bool:
 
 
 def _holders() -> list[str]:
-    """The account of the memory of each device."""
+    """The ledger of each device."""
     lines: list[str] = []
     for device in _core.device_names():
         try:

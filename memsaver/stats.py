@@ -132,7 +132,7 @@ class DeviceStats:
         processes: The other processes on the device, as far as NVML lists them.
         regions: The regions of this process on the device.
         pool: None if the device's memory does not come from a shared pool.
-        ledger: The account of the device's memory: every byte in use, by process.
+        ledger: The ledger of the device: every byte in use, by process and kind.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")

@@ -131,7 +131,7 @@ nb::dict device_stats(const std::string& name) {
   return row;
 }
 
-// The figures of which memsaver/ledger makes the account of a device.
+// The figures from which memsaver/ledger makes the ledger of a device.
 nb::dict ledger_figures(const std::string& name) {
   Device& device = opened(name);
   std::optional<std::size_t> used;

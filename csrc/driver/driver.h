@@ -111,7 +111,7 @@ class Driver {
   virtual std::string uuid() = 0;             // the same in every process
   virtual Memory memory() = 0;
   virtual std::vector<Process> processes() = 0;     // with memory on this device, if the system lists them
-  virtual std::vector<Holding> holdings() = 0;      // for an account of every byte, each once: memsaver/ledger
+  virtual std::vector<Holding> holdings() = 0;      // for the ledger of the device: memsaver/ledger
   virtual bool lists_all() const { return false; }  // true: a process without a row in holdings() holds nothing
   // The memory of the stacks of all threads that the device can run at once, at the limit of a thread's stack that the
   // context has now. The driver has this memory as long as the limit is so high. 0: there are no stacks.

@@ -93,7 +93,7 @@ class PoolRequest final : public ChunkRequest {
   std::uint64_t stalled_messages_ = 0;            // of these, received before the broker reported a stall
   Clock::time_point answered_;                    // time of the last answer; at first, of the last message
   const Clock::time_point began_ = Clock::now();
-  bool is_hopeless_ = false;  // others have returned what they cached, since the last grant and the last message
+  bool is_hopeless_ = false;  // others have returned their cached memory, since the last grant and the last message
   bool is_long_ = false;      // reported by waits_long_locked()
   std::vector<Grant> grants_;
   std::vector<Chunk> chunks_;            // used by the caller's thread only

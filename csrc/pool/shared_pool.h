@@ -58,7 +58,7 @@ class Residents {
   virtual std::vector<Placed> attach(const std::string& key, std::uint64_t residence, std::uint64_t attachment,
                                      int pid) = 0;
   virtual void detach(std::uint64_t attachment) = 0;
-  // The broker wants what the process caches. Returns at once; send_reclaimed() follows.
+  // The broker asks for cached memory. Returns at once; send_reclaimed() follows.
   virtual void reclaim() = 0;
   virtual void waits_long() = 0;  // a call waits for memory for kLongWait. The pool is locked
   virtual bool queried() = 0;     // the broker wants the ledger. Returns whether send_ledger() will be called

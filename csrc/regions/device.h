@@ -71,8 +71,8 @@ struct Device {
   std::atomic<std::size_t> to_back_up = 0;
   Resting resting;
   Reclaimer reclaimer;
-  // Allocations that wait for what others cache. Their threads may hold torch's allocator, so no thread may wait for it
-  // with the GIL.
+  // Allocations that wait for cached memory of others. Their threads may hold torch's allocator, so no thread may wait
+  // for it with the GIL.
   std::atomic<std::size_t> waiting_allocations = 0;
 
   std::atomic<bool> has_stale = false;  // some mappings lack the access of a peer

@@ -1,4 +1,4 @@
-"""torch's memory outside of regions, for the account of a device."""
+"""torch's memory outside of regions, for the ledger of a device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def outside_bytes(device: str) -> int:
 
 
 def parts(device: str) -> list[Part]:
-    """torch's memory outside of regions: what tensors have, and what torch keeps for later ones.
+    """torch's memory outside of regions: in tensors, and in blocks that torch keeps for later tensors.
 
     torch counts bytes over all of its pools. If there are segments in regions, a list of torch's segments tells the two
     apart. It takes time for each block, so with many blocks there is one row for both.

@@ -1,8 +1,8 @@
 """Reclaim on demand: while a demand waits, the clients return the memory that they cache and do not use.
 
 A round asks every client, that of the demand included, and ends when all have answered, or have left, or are late. Then
-the broker tells the client of the first demand who holds the rest. The next round follows after a pause, since caches
-fill again, captures end, and threads leave their regions.
+the broker sends the holders of the rest to the client of the first demand. The next round follows after an interval,
+since caches fill again, captures end, and threads leave their regions.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Reclaim:
             self._next_at = self._ended_at + self._pause_s
 
     def _end(self, head: Demand, now: float) -> None:
-        """Tells the client of the first demand who holds what, at the end of a round and before."""
+        """Sends the holders and their bytes to the client of the first demand, at the end of a round and before."""
         # Memory that the clients have returned may still be on its way through the pool, or through the driver.
         is_late = now < self._answered_at + 2 * RETRY_S and self._pool.lacks_memory
         is_stalled = head.stall_reported == head.messages and not self._pool.may_proceed
@@ -144,7 +144,7 @@ class Reclaim:
         if more not in (0, 1):
             raise MalformedError(f"'more' of 'reclaimed' is {more}, expected 0 or 1")
         self._answers[client.id] = Answer(unused, " ".join(message.text[:_LONGEST_TEXT].split()))
-        # The client of the demand is not waited for: a thread of it that allocates may be what the rest waits for.
+        # The client of the demand is not waited for: the others may wait for one of its threads that allocates.
         if not more or (self._head is not None and self._head.client is client):
             self._asked.pop(client.id, None)
         self._answered_at = time.monotonic()

@@ -28,7 +28,7 @@ def identity() -> dict[str, Any]:
 
 
 def hello(link: Link, process: int) -> dict[str, Any] | None:
-    """What a process wrote when it made its group, its identity included. None: it has not made it yet."""
+    """The message of a process from the start of its group, with its identity. None: it has not made the group yet."""
     found = link.get(f"hello/{process}")
     return None if found is None else dict(loads(found))
 
@@ -48,7 +48,7 @@ class Heart:
 
 def _beat(link: Link, process: int, then: Callable[[Link], object], stop: threading.Event) -> None:
     count = 0
-    with contextlib.suppress(Error):  # without the store there is nobody to tell
+    with contextlib.suppress(Error):  # without the store no process can be told
         while not stop.wait(_BEAT_S if count else 0.0):
             count += 1
             link.set(f"beat/{process}", str(count))
@@ -94,13 +94,13 @@ class Watch:
             raise LostRankError(text, process=process)
 
     def forget_silence(self) -> None:
-        """Heartbeats that nobody looked at count as new. The wait for a hello begins anew."""
+        """Heartbeats that were not read meanwhile count as new. The wait for a hello begins anew."""
         self._beats.clear()
         self._awaited.clear()
 
 
 def _host() -> str:
-    """The boot of the machine and the namespace of pids. Unlike anybody else's if the system does not tell."""
+    """The boot of the machine and the namespace of pids. A value of its own if the system has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -1,4 +1,4 @@
-"""The part of one process in the turns of its group: its members do what the leader asks for."""
+"""The part of one process in the turns of its group: its members execute the calls of the leader."""
 
 from __future__ import annotations
 
@@ -140,10 +140,10 @@ class Part:
         self._send({"call": command["call"], "done": done, "result": result})
 
     def _settle(self, number: int) -> str:
-        """Ends what is prepared, as the leader decided. Returns what was done, in words."""
+        """Commits or aborts the prepared calls, as the leader decided. Returns the outcome, in words."""
         try:
             decided = self._link.exchange("decision", f"{number} open", f"{number} abort")
-        except Error:  # without the store nobody commits: the decision was not seen
+        except Error:  # without the store no process commits: the decision was not read
             decided = ""
         if not self._prepared:
             return ""

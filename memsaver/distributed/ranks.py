@@ -30,7 +30,7 @@ class Processes:
         self.arrivals: list[deque[dict[str, Any]]] = [deque() for _ in range(world_size)]
 
     def hello(self, process: int) -> dict[str, Any] | None:
-        """What a process wrote when it made its group. None: it has not made it yet."""
+        """The message of a process from the start of its group. None: it has not made the group yet."""
         if self._hellos[process] is None:
             self._hellos[process] = hello(self._link, process)
         return self._hellos[process]
@@ -59,12 +59,12 @@ class Processes:
         return [process for process, calls in self._unanswered.items() if calls]
 
     def awaited(self, process: int) -> str:
-        """What a process that has not called enter() has not done."""
+        """The missing action of a process that has not called enter(), in words."""
         method = self._hanging.get(process)
         return "called enter()" if method is None else f"answered {method}() of an earlier turn"
 
     def look(self) -> None:
-        """Reads what has arrived from any process."""
+        """Reads the messages that have arrived, from all processes."""
         contents = self._link.get_all(inbox.key for inbox in self._inboxes)
         for process, content in enumerate(contents):
             for message in self._inboxes[process].take(content):
@@ -75,7 +75,7 @@ class Processes:
         self._watch.check(process, self.hello(process))
 
     def begin(self, turn: int) -> None:
-        """A new turn: nobody waits for the answers to earlier calls."""
+        """Begins a turn. Answers to earlier calls are not awaited any more."""
         self.turn = turn
         self._hanging.update((process, max(calls.items())[1]) for process, calls in self._unanswered.items() if calls)
         self._watch.forget_silence()

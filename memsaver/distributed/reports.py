@@ -59,7 +59,7 @@ class Reporter:
                 log.warning("no part of a report was sent: %s", error)
 
     def _answer(self, request: str) -> None:
-        with contextlib.suppress(Error):  # without the store nobody reads it
+        with contextlib.suppress(Error):  # without the store no process reads it
             link, doing, stage = self._connect(), str(self._activity), reports.stage()
             sent = {
                 "request": request,

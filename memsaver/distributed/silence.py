@@ -23,7 +23,7 @@ class Silence:
     def __init__(self, link: Link, process: int, collector: Collector) -> None:
         self._link, self._process, self._collector = link, process, collector
         self._beat: bytes | None = None
-        self._since: float | None = None  # when the last heartbeat was seen first; None: nobody has looked
+        self._since: float | None = None  # when the last heartbeat was seen first; None: not read yet
         self._reported = False
         self.report: str | None = None
         """The path of the report that this rank has written in this turn."""

@@ -1,4 +1,4 @@
-"""Guests for what libraries keep on the device beside regions. Those that use torch load it on the first access."""
+"""Guests for memory of libraries on the device, beside regions. Those that use torch load it on the first access."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -18,7 +18,7 @@ log = logging.getLogger("memsaver")
 
 @dataclass(frozen=True)
 class _Communicator:
-    """What suspends one communicator, or all of a group of torch. ``device``: of CUDA."""
+    """Suspends one communicator, or all of a group of torch. ``device``: of CUDA."""
 
     name: str
     device: int | None

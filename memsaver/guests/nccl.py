@@ -104,7 +104,7 @@ class Library:
 
 
 def loaded(maps: Path = _MAPS) -> Library | None:
-    """NCCL as this process has loaded it, or None. ``maps``: what the kernel says of the files in its memory."""
+    """NCCL as this process has loaded it, or None. ``maps``: the kernel's list of the files in its memory."""
     paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()}
     for path in sorted(filter(_NAMES.search, paths), key=lambda path: Path(path).name):  # libnccl first
         try:

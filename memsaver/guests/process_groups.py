@@ -128,7 +128,7 @@ class ProcessGroups(Guest):
         """Waits until all collectives have ended.
 
         Raises:
-            TimeoutError: A collective whose ``Work`` somebody holds has not ended after ``timeout`` seconds.
+            TimeoutError: A collective whose ``Work`` object exists has not ended after ``timeout`` seconds.
         """
         deadline = time.monotonic() + self.timeout
         while names := [each.group.group_name for each in self._live() if each.group.is_open and each.group.pending()]:
@@ -267,7 +267,7 @@ _MOST = 0.75
 
 
 def _most(until: float) -> float:
-    """The end of what may have to be undone, or done by force: the rest of the time until ``until`` is for that."""
+    """The end of the first attempt. The rest of the time until ``until`` is for its undoing, or for an abort."""
     now = time.monotonic()
     return now + _MOST * max(0.0, until - now)
 

@@ -15,8 +15,8 @@ class Registrations(Guest):
     """Deregisters tensors before a pause, and registers them again after a resume.
 
     A network card maps the physical memory of registered tensors, and a pause releases this memory. The addresses stay
-    the same; keys of the library do not. ``register`` returns what ``deregister`` needs, such as a handle, and
-    can send new keys to peers.
+    the same; keys of the library do not. ``register`` returns the value that ``deregister`` needs, such as a
+    handle, and can send new keys to other hosts.
 
     Args:
         tags: As for ``memsaver.Guest``: the tags of the regions that hold the memory.
@@ -28,7 +28,7 @@ class Registrations(Guest):
         order: As for ``memsaver.Guest``.
 
     Raises:
-        Exception: ``register`` raised it. What was registered before it has been deregistered.
+        Exception: ``register`` raised it. The memory that was registered before has been deregistered.
 
     Examples:
         >>> class Connector:  # such as one of a KV cache over RDMA
@@ -84,7 +84,7 @@ class Registrations(Guest):
         """Deregisters the memory, beginning with the last one.
 
         Raises:
-            Exception: ``deregister`` raised it. What was deregistered before it is registered again.
+            Exception: ``deregister`` raised it. The memory that was deregistered before is registered again.
         """
         try:
             for each in reversed(list(self._results)):

@@ -29,7 +29,7 @@ class ReopeningGroup(ProcessGroup):
         self.before_use: Callable[[], bool] | None = None  # called before uses of the connections until it returns True
         self._name, self._description = name, description
         self._backend_name = str(connections.name())
-        self._works: weakref.WeakSet[Work] = weakref.WeakSet()  # those that somebody still holds
+        self._works: weakref.WeakSet[Work] = weakref.WeakSet()  # those with references
 
     @property
     def connections(self) -> ProcessGroup:
@@ -49,7 +49,7 @@ class ReopeningGroup(ProcessGroup):
         return self._connections is not None
 
     def pending(self) -> bool:
-        """Whether a collective has not ended whose Work somebody holds."""
+        """Whether a collective has not ended whose Work object exists."""
         return any(not work.is_completed() for work in list(self._works))
 
     def _noted(self, result: Any) -> Any:
@@ -57,7 +57,7 @@ class ReopeningGroup(ProcessGroup):
             self._works.add(result)
         return result
 
-    # What torch asks for while the connections are closed as well.
+    # Properties that torch also reads while the connections are closed.
 
     @property
     def group_name(self) -> Any:  # another type in each version of torch

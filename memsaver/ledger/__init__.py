@@ -1,4 +1,4 @@
-"""The account of a device's memory: every byte that the driver says is in use, once, by process and kind.
+"""The ledger of a device: every byte that is in use by the driver's figure, once, by process and kind.
 
 A process that runs memsaver knows its regions, retained chunks, torch's memory and its guests. The driver lists bytes
 by process. The broker knows the holder of each chunk of a shared pool. ``account()`` joins these figures: memory that

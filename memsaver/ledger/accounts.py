@@ -1,4 +1,4 @@
-"""The account of a device: the driver's figures joined with the reports of processes."""
+"""Makes the ledger of a device: the driver's figures joined with the reports of processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Holding = tuple[int, int, int | None]  # pid, bytes, the part of them that belon
 
 @dataclass
 class Report:
-    """What a process knows of its memory.
+    """The figures of a process about its memory.
 
     ``parts``: None if it reports nothing. ``imported``: as in ``Holding``, of the process's own list. ``pooled``: bytes
     of the shared pool that it holds. ``exited``: the process that has exited, and whose chunks ``pid`` keeps.

@@ -90,7 +90,7 @@ def parts(device: str) -> list[Part]:
 
 
 def measure_context(device: str) -> None:
-    """Attributes what this process has on a device beside the known rows to its context. The first call counts."""
+    """Attributes the memory of this process without a row to its context on the device. The first call counts."""
     nccl_memory.begin(device)
     with _lock:
         if device in _seen:

@@ -24,7 +24,7 @@ class Own:
 def own(device: str) -> Own:
     """Reads the driver's figures of a device, and the report of this process.
 
-    What was measured as the context may have been other memory in part, which was freed or got a row since. So the
+    The measurement of the context may include other memory, which was freed or got a row since. So the
     context becomes smaller if the rows of this process have more than the driver lists, twice in a row.
     """
     found = _own(device)

@@ -1,4 +1,4 @@
-"""The account of a shared pool's device."""
+"""The ledger of a shared pool's device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memsaver.ledger.rows import Ledger
 
 
 def of_pool(status: Mapping[str, Any], mine: Own | None = None) -> Ledger:
-    """The account of a shared pool's device by the broker's status: see memsaver/broker/status.py.
+    """The ledger of a shared pool's device by the broker's status: see memsaver/broker/status.py.
 
     ``mine``: the figures of this process, which take the place of its report and of the broker's own reading of the
     device.

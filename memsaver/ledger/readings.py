@@ -1,4 +1,4 @@
-"""The account of a device, read now."""
+"""The ledger of a device, read now."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATUS_S = 1.0  # the longest wait for the broker's part
 
 
 def read(device: str) -> Ledger:
-    """The account of a device, as this process and the broker of its pool know it. Read again once if inconsistent."""
+    """The ledger of a device, by the figures of this process and its pool's broker. Read again once if inconsistent."""
     nccl_memory.begin(device)
     return _consistent(device)
 
@@ -41,7 +41,7 @@ def _read(device: str) -> Ledger:
         try:
             status = json.loads(_core.pool_status(device, STATUS_S))
         except BrokerError as error:
-            log.debug("the account of %s is without its pool: %s", device, error)
+            log.debug("the ledger of %s is without its pool: %s", device, error)
     mine = own(device)  # after the status, which may wait for the reports of other processes
     return account(mine.device, [mine.report], None) if status is None else of_pool(status, mine)
 
@@ -56,6 +56,6 @@ def serve() -> None:
 
 
 def for_error(device: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of the account for an error, and its lines."""
+    """The rows of the ledger for an error, and its lines."""
     found = _consistent(device)  # there may be no memory to initialise NCCL with
     return [asdict(row) for row in found.rows], lines(found)

@@ -1,4 +1,4 @@
-"""The rows of an account."""
+"""A ledger and its rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class LedgerRow:
         pid: The process. None for memory of no process that is known.
         name: Its name, or ``"?"`` if the system does not return it. Empty without a process.
         kind: ``"region"``, ``"retained"``, ``"torch allocated"``, ``"torch cached"``, ``"torch"`` (either of the two),
-            ``"NCCL"`` (what NCCL has taken since its memory is counted), ``"guest"``, ``"context"``, ``"graphs"`` or
+            ``"NCCL"`` (taken by NCCL since its memory is counted), ``"guest"``, ``"context"``, ``"graphs"`` or
             another kind that was measured, ``"unknown"``, ``"process"`` (all of a process that reports nothing),
             ``"pool held"`` (chunks of a client of the pool that reports nothing, or that has exited), ``"pool idle"``
             or ``"unlisted"``.
-        label: The tag of the region, the name of the guest, or the name of the measurement. ``"stacks"`` for what the
-            stacks of the device's threads have grown by since the context was measured. Else empty.
+        label: The tag of the region, the name of the guest, or the name of the measurement. ``"stacks"`` for the
+            growth of the stacks of the device's threads since the context was measured. Else empty.
         state: The state of the region or guest. Else empty.
         bytes: Bytes of device memory.
 
@@ -42,7 +42,7 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The account of a device's memory. The sum of the rows is ``used_bytes``, and no row is negative.
+    """The ledger of a device. The sum of the rows is ``used_bytes``, and no row is negative.
 
     The figures of several processes are not read at one moment. If one of them changes meanwhile, the rows may exceed
     the driver's figures. They are read again once. Then a process whose rows exceed its listed bytes has no row

@@ -1,4 +1,4 @@
-"""Lines of an account."""
+"""A ledger as lines of text."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ nbytes: Callable[[str], int] = _no_torch_bytes  # the sum of parts(), without ma
 
 
 def read(figure: Callable[[str], Any], device: str, missing: Any) -> Any:
-    """Figures of torch. Versions and allocators of torch differ in what they can tell: ``missing`` if it raises."""
+    """Figures of torch. Some versions and allocators of torch lack them: ``missing`` if the call raises."""
     try:
         return figure(device)
     except Exception as error:

@@ -1,1 +1,1 @@
-"""The turns of a group, whatever carries the calls to its ranks: members, phases, and the two halves of a turn."""
+"""The turns of a group, without the transport of its calls: members, phases, and the two halves of a turn."""

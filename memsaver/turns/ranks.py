@@ -200,7 +200,7 @@ def is_method(value: object) -> bool:
 
 
 def settled(result: Any) -> Any:
-    """What a method returned. If it returned an awaitable, the result of awaiting it."""
+    """The result of a method. If the method returned an awaitable, the result of awaiting it."""
     if isinstance(result, Future):
         return result.result()
     if not inspect.isawaitable(result):

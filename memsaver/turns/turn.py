@@ -99,7 +99,7 @@ class Turn:
 class TurnReport:
     """The report of a turn that has exceeded its deadline.
 
-    ``path``: of the file; None if there is none. ``doing``: what ranks do now, as far as known, as a verb and more.
+    ``path``: of the file; None if there is none. ``doing``: the present actions of ranks, as far as known, in words.
     """
 
     path: str | None = None

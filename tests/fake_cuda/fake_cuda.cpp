@@ -206,7 +206,7 @@ struct Fake {
 
   std::size_t all_used(int device) const { return used[device] + taken[device] + context_of(device) + occupied; }
 
-  // What NVML lists for this process.
+  // The bytes that NVML lists for this process.
   std::size_t listed(int device) const {
     std::set<const Memory*> seen;
     for (const auto& [handle, memory] : handles) seen.insert(memory.get());

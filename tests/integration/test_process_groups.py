@@ -55,7 +55,7 @@ def reopen(guest: ProcessGroups) -> None:
     assert guest.closed == []
 
 
-# What computes with the groups gives the same results
+# Computations with the groups give the same results
 
 
 def collectives(group: dist.ProcessGroup | None) -> list[torch.Tensor]:

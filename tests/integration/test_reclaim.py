@@ -1,4 +1,4 @@
-"""Reclaim on demand: a call that waits at the broker makes the other clients return what they cache and do not use."""
+"""Reclaim on demand: a call that waits at the broker makes the other clients return cached memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def mapped(worker: Worker, tag: str = "trainer") -> int:
     return int(worker.run(f"print(memsaver.region({tag!r}, 'cpu').mapped_bytes)"))
 
 
-# What comes back
+# Memory that comes back
 
 
 def test_free_blocks_of_torch_come_back_while_a_thread_holds_the_gil(
@@ -179,7 +179,7 @@ def test_a_resume_without_a_pool_takes_the_free_blocks_of_its_own_process(broker
         worker.run("memsaver.resume('engine', memory_timeout=0); held.check(); fill.close()")
 
 
-# What stays
+# Memory that stays
 
 
 def test_nothing_comes_back_during_a_capture(broker: Running, engine: Worker, trainer: Worker) -> None:
@@ -277,7 +277,7 @@ def test_without_the_allocator_pythons_thread_returns_blocks(
     engine.answer()
 
 
-# Who holds what
+# The holders
 
 
 def test_a_waiting_call_says_from_whom_it_waits_for_what(broker: Running, engine: Worker, trainer: Worker) -> None:

@@ -1,4 +1,4 @@
-"""Guests: what leaves and comes back with the regions of its tags."""
+"""Guests: they leave and come back with the regions of their tags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account of a device's memory: every byte in use, once, by process and kind."""
+"""The ledger of a device: every byte in use, once, by process and kind."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_memory_of_a_process_without_a_broker_is_one_row(make: Make) -> None:
         assert (user.pid, "process") not in by_kind(of_device())
 
 
-# The account of made-up figures
+# The ledger of made-up figures
 
 DRIVER_S = 300  # bytes that the driver itself has
 

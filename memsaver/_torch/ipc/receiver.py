@@ -335,13 +335,13 @@ class Receiver:
         self.__init__()  # type: ignore[misc]
 
     def _owner(self, place: Place) -> Owner:
-        """The connection to an owner. A slow owner delays nobody who asks another one."""
+        """The connection to an owner. A slow owner does not delay requests to other owners."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._end_leases, name="memsaver-leases", daemon=True)
                 self._thread.start()
                 atexit.register(self._stop)
-            # Of all owners: nobody asks for the address of an owner that has exited again.
+            # Of all owners: the address of an owner that has exited is not requested again.
             for address in [address for address, each in self._owners.items() if each.has_ended()]:
                 del self._owners[address]
             return self._owners.setdefault(place.address, Owner(place))

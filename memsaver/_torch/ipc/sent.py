@@ -1,7 +1,7 @@
 """The storages of regions that this process has sent.
 
 A storage is kept alive from its send to its receipt, and while receivers have it, as torch keeps its own. After a pause
-of the region, what was sent and not received is no longer kept, and its handle is refused.
+of the region, a storage that was sent and not received is no longer kept, and its handle is refused.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class SentStorages:
         raise _refusal(tag, backup, residence)
 
     def unclaim(self, sent: Sent) -> None:
-        """Ends what claim() began."""
+        """Ends a claim."""
         with self._lock:
             sent.claims -= 1
             dropped = None if sent.claims or sent.pending else sent.storage

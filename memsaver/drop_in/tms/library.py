@@ -124,7 +124,7 @@ class Library:
         cpu_backup_backend: str | None = None,
         enable_disk_backup: bool = False,
     ) -> None:
-        """Sets what the thread's allocations are. torch_memory_saver has it by this name."""
+        """Sets the tag and the policy of the thread's allocations. torch_memory_saver's method of this name."""
         self.cdll.tms_set_current_tag(tag.encode())
         self.cdll.tms_set_interesting_region(interesting_region)
         self.cdll.tms_set_enable_cpu_backup(enable_cpu_backup)
