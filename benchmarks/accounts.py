@@ -1,4 +1,4 @@
-"""The account of a device for this process: for a result, and as a table of several moments."""
+"""The ledger of a device for this process: for a result, and as a table of several moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command lines' common parts: what is wrong with an argument is said before anything is measured."""
+"""Common parts of the command lines: wrong arguments are reported before the measurement begins."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def add_device(parser: argparse.ArgumentParser, numbered: bool = True) -> None:
 
 
 def add_small(parser: argparse.ArgumentParser) -> None:
-    """On the CPU `parse` turns it on: what is measured in full would take hours there."""
+    """On the CPU `parse` turns it on: the full measurement would take hours there."""
     parser.add_argument("--small", action="store_true", help="tiny shapes and loads, to try it out; always on the CPU")
 
 
 def parse(parser: argparse.ArgumentParser, **sizes: tuple[float, float]) -> argparse.Namespace:
     """Ends with a word for arguments that are wrong, and where ``--device`` is not there.
 
-    ``sizes``: of options without a default, what they are on a GPU and on the CPU.
+    ``sizes``: the values of options without a default, on a GPU and on the CPU.
     """
     options = parser.parse_args()
     device = getattr(options, "device", "cuda")

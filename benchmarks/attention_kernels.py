@@ -2,7 +2,7 @@
 
     python benchmarks/attention_kernels.py [--sweep] [--only-prefill]
 
-Each kernel runs many times in one CUDA graph, so that launches do not count; ``host us`` is what a launch costs a
+Each kernel runs many times in one CUDA graph, so that launches do not count; ``host us`` is the time of a launch on a
 caller without graphs. Paged decode reads another layer's cache each time, so that a small batch does not stay in the
 L2 cache. ``--sweep`` tries other tiles, stages, warps and numbers of programs for it, one line each.
 

@@ -1,4 +1,4 @@
-"""What the driver's virtual memory calls cost, by chunk class: the floor under every transition without contents.
+"""The cost of the driver's virtual memory calls, by chunk class: the floor of every transition without contents.
 
     python benchmarks/driver_calls.py [--device cuda:0] [--gib 64] [--cycles 5] [--rest 0]
 

@@ -8,14 +8,14 @@
 4  the same batches by `transformers`' `generate` with the static cache, compiled
 5  with memsaver's regions and without, then the same after pauses
 6  prefill with piecewise graphs and without, and the graphs' verification
-7  what a pause of everything leaves with the process
-8  the first run of 256 ragged requests after `capture`, the second and the third, and what Triton compiled meanwhile
+7  the memory that a pause of everything leaves with the process
+8  the first run of 256 ragged requests after `capture`, the second and the third, and the kernels compiled meanwhile
 9  a prompt of 32,768 tokens prefilled in chunks of 4,096, and in one step
 
-Weights are random, in bf16. Decode figures are those of `Engine.step` as it serves, with the scheduler. What is
-compared takes turns in one process (part 4: one process for each, on a device that is otherwise idle), after a round
-that does not count; medians, of ratios over the rounds. Bandwidth is that of a plain copy on the device, bytes read
-plus bytes written.
+Weights are random, in bf16. Decode figures are those of `Engine.step` as it serves, with the scheduler. The
+compared ways take turns in one process (part 4: one process for each, on a device that is otherwise idle), after a
+round that does not count; medians, of ratios over the rounds. Bandwidth is that of a plain copy on the device, bytes
+read plus bytes written.
 
 Each part, and each of its models, is a process of its own; after its table comes its JSON line, and last of all the
 promises. Some eight minutes on an H200; part 4 takes some 110 GiB of its memory. ``--small`` is for trying it out; with
@@ -203,7 +203,7 @@ def kv_bytes_of_a_token(shape: Config) -> int:
 
 
 def by_group(profile: Profile) -> dict[str, tuple[float, float]]:
-    """Of a step: kernels and seconds of each group, and last what is in no kernel, less where kernels overlap."""
+    """Of a step: kernels and seconds of each group, and last the time without a kernel, less overlaps of kernels."""
     found = dict.fromkeys(GROUPS, (0.0, 0.0))
     for kernel in profile.kernels:
         group = next(name for name, names in GROUPS.items() if re.search(names, kernel.name, re.IGNORECASE))
@@ -296,10 +296,10 @@ def with_regions_and_without(device: str, small: bool, full: Load, pauses: int, 
         what = f"{load}, with regions to without, {when}, within 1 %"
         promises.append(promise(5, what, f"{kept[-1]:.4f}", in_full(small, abs(kept[-1] - 1) <= EQUAL)))
     lines.append(f"  {pauses} pauses and resumes took {paused_s:.2f} s")
-    change = kept[1] / kept[0]  # the engine without regions was not paused: what it says meanwhile is drift
+    change = kept[1] / kept[0]  # the engine without regions was not paused: its change is drift
     what = f"{load}, after {pauses} pauses to before, less what changed without regions, within 1 %"
     promises.append(promise(5, what, f"{change:.4f}", in_full(small, abs(change - 1) <= EQUAL)))
-    figure = "same" if same else "differ"  # that they differ is a word, whatever the shape
+    figure = "same" if same else "differ"  # a difference counts with every shape
     promises.append(promise(5, f"{load}, tokens after {pauses} pauses", figure, same and in_full(small, same)))
     return {
         "lines": lines,
@@ -362,7 +362,7 @@ def prefill_ms(engine: Engine, prompt: list[int]) -> float:
 
 
 def left_after_a_pause(device: str, small: bool) -> Sample:
-    """Part 7: the device's bytes in use, less what was in use before this process came."""
+    """Part 7: the device's bytes in use, less the bytes in use before this process began."""
     used = [driver_used(device)]
     if device != "cpu":
         torch.zeros(1, device=device)

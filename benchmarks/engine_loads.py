@@ -1,4 +1,4 @@
-"""What the benchmarks of the example's engine share: loads, an engine for them, a clock, and the promises they test."""
+"""Common parts of the benchmarks of the example's engine: loads, an engine for them, a clock, and the promises."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def make_engine(
         "graph_batch_sizes": tuple(sorted({load.batch for load in loads})),
     }
     use(device)
-    # Memory that is pinned in the background would take the machine's attention from what is measured.
+    # Pinning in the background would disturb the measurement.
     memsaver.configure(backup_ahead=False)
     engine = Engine(shape_of(loads[0].model, small), EngineConfig(**{**config, **settings}), device, parallel)
     engine.capture()
@@ -96,7 +96,7 @@ def use(device: str) -> None:
 
 
 def allow_backups() -> None:
-    """Host memory for all backups: what a virtual machine calls available may be less than it can get."""
+    """Host memory for all backups. A virtual machine may report less available memory than it can get."""
     rows = [region for row in memsaver.stats().asdict()["devices"].values() for region in row["regions"]]
     memsaver.configure(host_limit=2 * GIB + sum(row["allocated_bytes"] for row in rows if row["backup"] == "host"))
 
@@ -126,7 +126,7 @@ def tokens_of(run: Run) -> list[list[int]]:
 
 
 def take_turns(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each way measures: one after the other, again and again, after one round that does not count."""
+    """The samples of each way. The ways take turns, after one round that does not count."""
     samples: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(1 + rounds):
         for way, measure in ways.items():
@@ -197,7 +197,7 @@ def copy_bandwidth(device: str, nbytes: int) -> float:
 
 
 def promise(number: int, what: str, figure: str, met: bool | None) -> Sample:
-    """What is promised under that number (see `engine.py`), and what was found. `met` None: that is no word on it."""
+    """The promise of a number (see `engine.py`), and the figure. `met` None: the figure does not decide it."""
     return {"promise": number, "what": what, "figure": figure, "met": met}
 
 
@@ -207,5 +207,5 @@ def promise_line(row: Sample) -> str:
 
 
 def in_full(small: bool, met: bool) -> bool | None:
-    """What tiny shapes say, and hence the CPU, is no word on a promise."""
+    """Whether a promise is met. None for tiny shapes, and so on the CPU: they do not decide it."""
     return None if small else met

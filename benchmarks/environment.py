@@ -1,4 +1,4 @@
-"""What every result is kept with: when, on what, and of which commit."""
+"""The origin of a result, kept with it: date, machine and commit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def listed_bytes(device: str) -> int | None:
 
 
 def _smi(device: str, query: str) -> list[str]:
-    # nvidia-smi counts all of the machine's devices, and takes whatever CUDA_VISIBLE_DEVICES calls them.
+    # nvidia-smi counts all of the machine's devices, and accepts the names of CUDA_VISIBLE_DEVICES.
     index, visible = _index(device), os.environ.get("CUDA_VISIBLE_DEVICES")
     which = visible.split(",")[index] if visible else str(index)
     return ["nvidia-smi", "-i", which, query, "--format=csv,noheader,nounits"]

@@ -1,4 +1,4 @@
-"""A first pause in a new process, and what host memory the process holds after it."""
+"""A first pause in a new process, and the host memory that the process holds after it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def measure(work: Work, device: str, ahead: bool) -> Sample:
         sample["touch_s"] = host.touch_once(work.total + work.total // 4)
     memsaver.configure(retain=RETAIN, backup_ahead=ahead)
     region = memsaver.region("work", device=device, backup="host")
-    Contents([torch.empty(1, dtype=torch.int64, device=device)])  # torch has loaded what it needs for more of them
+    Contents([torch.empty(1, dtype=torch.int64, device=device)])  # torch loads its code for them here
     before = host.status()
     begin = time.perf_counter()
     with region:

@@ -1,4 +1,4 @@
-"""Memory that goes from one process to another on the same GPU: through the shared pool, the driver, and a peer.
+"""Memory that goes from one process to another on one GPU: by the shared pool, the driver, and torch_memory_saver.
 
     python benchmarks/handover.py [--cycles 10] [--rounds 2] [--scale 1] [--only empty contents] [--device cuda]
 
@@ -42,7 +42,7 @@ DRIVER = "driver"
 WARM_UP = 3
 WAIT_S = 120.0
 CONTEXTS = 4 * GIB  # of the device, left for three processes' contexts
-SPARE = GIB  # of the pool, beyond what one side needs: room for chunks on their way
+SPARE = GIB  # of the pool, beyond the need of one side: room for chunks on their way
 
 
 class Pooled(Ours):
@@ -126,7 +126,7 @@ def _spans(turns: Turns, rank: int, barrier: Barrier) -> Iterator[tuple[float, f
 
 
 def check(tensors: list[torch.Tensor], rank: int, changes: int) -> None:
-    """Every value is what it was filled with, plus one for each change."""
+    """Every value is the one it was filled with, plus one for each change."""
     for number, tensor in enumerate(tensors):
         low, high = torch.aminmax(tensor)
         expected = 1000 * rank + number + changes

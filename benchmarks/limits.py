@@ -1,4 +1,4 @@
-"""What the bus gives: plain copies between a device and pinned memory, one way, the other, and both at once."""
+"""The limits of the bus: plain copies between a device and pinned memory, one way, the other, and both at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlainCopies:
             self._out, self._into = (host.pinned(length, node) for _ in range(2))
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._source, self._target = (torch.ones(length, dtype=torch.uint8, device=device) for _ in range(2))
-        self.both()  # what happens once, happens here
+        self.both()  # one-time work is done here
 
     def _copy(self, at: int, out: bool) -> None:
         at %= self._out.numel()

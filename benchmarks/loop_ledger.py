@@ -1,4 +1,4 @@
-"""The account of device memory during the RL loop of the examples, by process and kind.
+"""The ledger of a device during the RL loop of the examples, by process and kind.
 
     python benchmarks/loop_ledger.py [--steps 4] [--ranks 1] [--apart 0.5] [--device cuda]
 

@@ -1,4 +1,4 @@
-"""The loop's actors without memsaver: what leaves is moved with ``.to("cpu")``, as people do, and comes back so.
+"""The loop's actors without memsaver: tensors move by ``.to("cpu")`` and back.
 
 Contents that are not kept are freed and allocated again. Addresses change, so the engine has no graphs.
 """

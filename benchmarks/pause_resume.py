@@ -1,4 +1,4 @@
-"""Pause, resume and switch, ours beside torch_memory_saver and beside plain copies, on the same work in one run.
+"""Pause, resume and switch, beside torch_memory_saver and plain copies, on the same work in one run.
 
     python benchmarks/pause_resume.py [--only table first switch handover host_memory] [--rounds 1] [--cycles 5]
                                       [--scale 1.0] [--device cuda:0] [--no-peer]
@@ -48,7 +48,7 @@ def cell(took_ms: float | None, limit_ms: float | None = None) -> str:
 
 
 class Row:
-    """What the processes of one subject measured, in ms; ``first``: in each process's first cycle."""
+    """The samples of the processes of one subject, in ms; ``first``: of each process's first cycle."""
 
     def __init__(self) -> None:
         self.first_pause_ms: list[float] = []
@@ -72,7 +72,7 @@ class Row:
 
 
 class Run:
-    """One run of the benchmark; each part prints its table and returns what the JSON line keeps of it."""
+    """One run of the benchmark; each part prints its table and returns its part of the JSON line."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -185,7 +185,7 @@ class Run:
         return sample
 
     def host_memory(self) -> Sample:
-        """After a pause in a new process: what the process holds beside what the region's segments need."""
+        """After a pause in a new process: its memory beyond that of the region's segments."""
         rows = {}
         print("\nhost memory after a pause, in a new process, GiB")
         print(f"{'':{NAME}} {'held':>9}{'torch says':>12}{'we say':>9}{'beyond':>12}{'RSS grew':>10}")

@@ -1,4 +1,4 @@
-"""Measuring in new processes: what one of them breaks or leaves behind touches no other."""
+"""Measurements in new processes: a failure or a rest of one does not affect the others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _serve(connection: Connection, log: str, function: Callable[..., Any], argum
 class Process:
     """Runs ``function(**arguments)`` in a new process: it returns one sample, or yields one for each :meth:`ask`.
 
-    A sample of what failed has its last line as ``"error"``, and in full a ``"traceback"`` where it was an exception.
+    A sample of a failure has its last line as ``"error"``, and in full a ``"traceback"`` where it was an exception.
     """
 
     def __init__(self, function: Callable[..., Any], timeout_s: float = 180.0, **arguments: Any) -> None:
@@ -62,7 +62,7 @@ class Process:
         theirs.close()
 
     def ask(self) -> Sample:
-        with suppress(OSError):  # it has ended, and what follows says how
+        with suppress(OSError):  # it has ended: its exit status follows
             self._connection.send(True)
         try:
             if self._connection.poll(self._timeout_s):
@@ -86,7 +86,7 @@ class Process:
 
 
 def side_by_side(processes: Sequence[Process], failed: Callable[[], object] = lambda: None) -> list[Sample]:
-    """One sample from each, all at once; ``failed`` is called when one has an error, for what others may wait for."""
+    """One sample from each, all at once; ``failed`` is called when one has an error, to end the waits of others."""
 
     def ask(process: Process) -> Sample:
         sample = process.ask()

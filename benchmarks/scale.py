@@ -8,7 +8,7 @@
   pinned copies of them.
 - holes: microseconds of an allocation and its free in a region with 150,000 holes, which are too small or just large
   enough, beside the same in a region without.
-- trim: 600 tensors of 24 MiB of which every 40th stays; ms, and what is mapped before and after. Beside it, torch's
+- trim: 600 tensors of 24 MiB of which every 40th stays; ms, and the mapped bytes before and after. Beside it, torch's
   ``empty_cache()`` in its default pool.
 - peers: pause and resume of 16 GiB with access for one GPU, and for two (where there are two).
 
@@ -50,7 +50,7 @@ def addresses() -> int:
 def many_regions(number: int, device: str) -> Sample:
     """Ours: regions that are made, entered and closed."""
     on_gpu = device != "cpu"
-    torch.empty(1000, device=device)  # a context is not what is measured
+    torch.empty(1000, device=device)  # the context is not part of the measurement
     with memsaver.region("first", device=device):
         torch.empty(1000, device=device)
     before = addresses()
@@ -163,7 +163,7 @@ def holes(number: int, nbytes: int, device: str) -> Sample:
         pieces_held = [core.allocate_array(nbytes) for _ in range(pieces)]
         del pieces_held[::2]
         synchronize(device)
-        # The small ones come second: what they take is no hole any more until its free has been seen.
+        # The small ones come second: their place is no hole until the library has seen its free.
         found[name] = {"larger_us": pairs_us(core, 2 * nbytes), "fitting_us": pairs_us(core, nbytes)}
     return found
 
@@ -218,7 +218,7 @@ def pauses_with_access(work: Work, device: str, peers: list[str], cycles: int) -
 
 
 class Run:
-    """Each part prints its lines, and returns what the JSON line keeps of it."""
+    """Each part prints its lines, and returns its part of the JSON line."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

@@ -5,8 +5,8 @@
 In a turn both clients make some random moves at once (new regions with every policy, allocations, frees, writes,
 pauses, resumes, switches, trims, closed regions), and compare a checksum of each tensor in memory. The pool is too
 small for both. In the first half of the turns each of the three processes is killed now and then; in the second half
-one client alone is, and the other two processes are looked at. Every ``--every`` turns the clients give up all they
-have, and what is left is sampled: device memory, pool, pinned memory, files, resident memory, addresses, descriptors,
+one client alone is, and the other two processes are sampled. Every ``--every`` turns the clients release all that
+they have, and the rest is sampled: device memory, pool, pinned memory, files, resident memory, addresses, descriptors,
 threads.
 
 A call ends after ``--seconds``; the same call goes on from the state in the file, with new processes. When all turns
@@ -203,7 +203,7 @@ class Soak:
 
 
 class State:
-    """What calls hand on: the settings, turns done, counts, and samples as (call, turn, figures)."""
+    """The state between calls: the settings, turns done, counts, and samples as (call, turn, figures)."""
 
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         self.path = path
@@ -230,7 +230,7 @@ class State:
 
 
 def run(state: State, options: argparse.Namespace) -> str | None:
-    """Turns until all are done or the time is over. Returns what has failed."""
+    """Turns until all are done or the time is over. Returns the failures."""
     record = state.record
     begin = time.monotonic()
     call = {**environment(options.device), "from": record["turn"]}

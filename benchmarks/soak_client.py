@@ -63,7 +63,7 @@ class Client:
         self.held: list[Held] = []
         self._numbers = itertools.count()
         self._weights = torch.arange(1, 2 * max(self.sizes) // 8, 2, dtype=torch.int64, device=self.device)
-        gc.freeze()  # what the imports made stays out of each rest's collection
+        gc.freeze()  # keeps the objects of the imports out of later collections
 
     def checksum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Odd weights modulo 2 to the 64: bytes that changed, and bytes that changed places, show."""
@@ -97,7 +97,7 @@ class Client:
         return len(found)
 
     def rest(self) -> dict[str, int]:
-        """Gives up everything that can be given up; what is left then, in bytes."""
+        """Releases all that can be released. Returns the rest, in bytes."""
         deadline = time.monotonic() + REST_S
         while self.held:
             try:
@@ -110,7 +110,7 @@ class Client:
         memsaver.release_host_memory()
         if self.device != "cpu":
             torch.cuda.empty_cache()
-        memsaver.release_host_memory()  # what grew ahead meanwhile
+        memsaver.release_host_memory()  # memory that was pinned in advance meanwhile
         stats = memsaver.stats().asdict()
         row = stats["devices"][self.device]
         return {

@@ -4,7 +4,7 @@
 
 While the main thread allocates ``--part`` of the device in one tensor, another thread does one of three things again
 and again: it enters a region and leaves it (torch: a MemPool over its default allocator), it replays a small graph
-(memsaver: a guarded one), or it does nothing, which shows who holds Python's lock. Prints the longest of these calls
+(memsaver: a guarded one), or it does nothing, which shows waits for the GIL. Prints the longest of these calls
 in ms while nothing is allocated, and during the allocation (medians over rounds), then one JSON line. With ``--device
 cpu`` it runs on the host driver, without graphs, and measures nothing.
 """

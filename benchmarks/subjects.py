@@ -1,4 +1,4 @@
-"""memsaver and its peers, each doing the same work in a process of its own."""
+"""memsaver and torch_memory_saver, each with the same work in a process of its own."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class LeastFree:
 def measure_full(work: Work, cycles: int, device: str) -> Sample:
     """Switches both ways round on a full device, in turn with pause and then resume.
 
-    How much memory a switch takes beside what is there is seen in two more, since looking disturbs.
+    Two more switches show the additional memory of a switch, since the sampling disturbs the times.
     """
     memsaver.configure(retain=RETAIN)
     sides = Sides(work, device)

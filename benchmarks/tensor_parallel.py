@@ -151,7 +151,7 @@ def main() -> None:
         agreed = tokens[1] == tokens[2]
         figure = f"{'identical' if kept else 'DIFFERENT'}, {'and' if agreed else 'but NOT'} those of the other rank"
         met = kept and agreed
-        # Without graphs what was promised of them was not tried; that tokens differ is a word nevertheless.
+        # Without graphs their promise was not tested. Different tokens count nevertheless.
         found = promise(8, found["what"], figure, in_full(options.small, met and captured) if met else False)
         print(f"{load}, tokens/s of decode{'before':>12}{'after':>12} the pauses")
         for where, sample in zip(["one GPU", *(f"rank {number}" for number in range(RANKS))], alone + ranks):

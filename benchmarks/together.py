@@ -44,7 +44,7 @@ def take_turns(work: Work, cycles: int, device: str, barrier: Barrier) -> Sample
     try:
         if device != "cpu":
             torch.cuda.set_device(device)
-        memsaver.configure(retain=RETAIN, host_limit=2 * work.total + GIB)  # what the system calls available may grow
+        memsaver.configure(retain=RETAIN, host_limit=2 * work.total + GIB)  # the system's available memory may grow
         sides = Sides(work, device)
         copies = PlainCopies(work.total, device, FOOTPRINT)
         spans: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}

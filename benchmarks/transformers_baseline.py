@@ -1,4 +1,4 @@
-"""What `transformers` needs for a load: its eager decode, and `generate` with the static cache, compiled."""
+"""The time of `transformers` for a load: its eager decode, and `generate` with the static cache, compiled."""
 
 from __future__ import annotations
 

@@ -5,9 +5,10 @@
 The same loop each time (examples/colocate), with the engine and the trainer as two Ray actors: rollout, training,
 weight sync, rollout. The trainer has fp32 weights, gradients and AdamW's moments, the engine bf16 weights and a KV
 cache; KV cache and workspace are so large that the two do not fit beside each other. Prints for each turn the bytes
-that must move over the bus, counted by hand (examples/colocate/traffic.py), the bytes that moved to those, its seconds,
-and what they are to the seconds of plain pinned copies of the bytes that must move, measured in the same run: what goes
-out and what comes in at once counts at the rate of both ways at once. (Of ``.to("cpu")``, the bytes that it moved.)
+that must move over the bus, counted by hand (examples/colocate/traffic.py), the ratio of the bytes that moved to them,
+its seconds, and the ratio of its seconds to those of plain pinned copies of the bytes that must move, in the same run.
+Bytes that go out and come in at once count at the rate of both ways at once. (Of ``.to("cpu")``, the bytes that it
+moved.)
 Then the pinned host memory that each side holds, and the weight sync: bytes read and written over its seconds, against
 a plain copy on the device. Then one JSON line. Needs about 25 GiB of host memory for backups, and some for Ray's
 object store.
@@ -60,7 +61,7 @@ Turn = dict[str, float]
 
 
 class Measured:
-    """One subject's loop, and what its turns took."""
+    """One subject's loop, and the figures of its turns."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.name = name
@@ -119,7 +120,7 @@ class Measured:
         self.turns[phase].append({"seconds": turn.seconds, "out_bytes": moved.out_bytes, "in_bytes": moved.in_bytes})
 
     def _offload(self, phase: str) -> Turn:
-        """First what leaves, then what comes."""
+        """First the pauses, then the resumes."""
         phases, running = self.loop.turns.phases, self.loop
         begin = time.perf_counter()
         found = {}

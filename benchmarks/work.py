@@ -1,4 +1,4 @@
-"""What is paused and resumed: tensors with random contents, and the check that they came back."""
+"""The work of a benchmark: tensors with random contents, and the check of them after a resume."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Contents:
             each.add_(1)
 
     def check(self) -> None:
-        """Raises where a byte or an address is not what it was. What is not kept is written to: is it there?"""
+        """Raises if a byte or an address has changed. Writes to tensors without kept contents, to test their memory."""
         if [tensor.data_ptr() for tensor in self.tensors] != self._addresses:
             raise AssertionError("addresses changed")
         for tensor, copy in zip(self.tensors, self._copies):
