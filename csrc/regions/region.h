@@ -1,5 +1,7 @@
 // A region: addresses that never change, the segments carved out of them, and the chunks mapped under them.
 //
+// Its methods are in region.cpp (states, backups, segments, the end), allocation.cpp, mappings.cpp, and placed.cpp.
+//
 // Locks, in the order in which they are taken:
 //   mapping_         of one region: held by the thread that changes its mappings, over driver calls. A thread that
 //                    holds the GIL only tries to lock it, but for place() and drop(): no holder takes the GIL or

@@ -1,0 +1,226 @@
+// Allocations in a region: addresses, and the chunks that they need.
+#include <algorithm>
+#include <utility>
+
+#include "base/mutants.h"
+#include "regions/region.h"
+
+namespace memsaver {
+namespace {
+
+constexpr std::size_t kAlignment = 512;  // the alignment of torch's own allocator
+constexpr std::size_t kLeastRange = std::size_t{1} << 30;
+constexpr int kTries = 8;                                   // of an allocation, if other threads change its layout
+constexpr std::size_t kNoneAllowed = std::size_t{1} << 61;  // exceeds every allowance, so that no chunk has slack
+
+}  // namespace
+
+void Region::check_allocatable(std::size_t size) const {
+  const std::string wanted = "it cannot take an allocation of " + std::to_string(size) + " bytes";
+  if (closed_) throw Error("region '" + tag + "' was closed: " + wanted);
+  const State now_in = state_;
+  if (now_in != State::active)
+    throw RegionPausedError("region '" + tag + "' is " + name_of(now_in) + ": " + wanted, tag, name_of(now_in));
+  if (sealed()) throw Error("region '" + tag + "' is frozen and its contents are copied: " + wanted + " before thaw()");
+}
+
+// Ranges double, so that a large region has few of them. The first range is small, so that the process's addresses
+// suffice for many regions. A free page lies behind each range, so that ranges never touch.
+Address Region::take_addresses(std::size_t size) {
+  for (;;) {
+    std::size_t range = 0;
+    {
+      std::lock_guard lock(device.mutex);
+      if (closed_) throw Error("region '" + tag + "' was closed");
+      if (const auto found = addresses_.take(size)) return *found;
+      range = std::max({round_up(size, kPage), kLeastRange, addresses_.reserved_bytes()});
+    }
+    range = std::max(round_up(size, kPage), std::min(range, std::max(kLeastRange, device.total_bytes)));
+    const Address begin = device.driver->reserve(range + kGuard);
+    {
+      std::lock_guard lock(device.mutex);
+      if (!closed_) {
+        addresses_.add({begin, range});
+        device.parts.addresses.add({begin, range}, *this);
+        continue;
+      }
+    }
+    device.driver->unreserve(begin, range + kGuard);
+  }
+}
+
+bool Region::gather_from_others(ChunkRequest& request) {
+  struct Waiting {
+    explicit Waiting(std::atomic<std::size_t>& of) : count(of) { ++count; }
+    ~Waiting() { --count; }
+    std::atomic<std::size_t>& count;
+  };
+  const Waiting counted(device.waiting_allocations);
+  return request.gather_from_others();
+}
+
+void Region::find_more(std::size_t wanted, Deadline shortage, Deadline began, std::uint64_t seen, bool& asks_others) {
+  if (device.resting.reclaim(shortage, seen)) {
+    device.source().settle();
+    return;
+  }
+  if (!asks_others && device.pooled && now() < shortage && !MEMSAVER_MUTANT(allocations_ask_no_others)) {
+    asks_others = true;
+    return;
+  }
+  const std::chrono::duration<double> waited = asks_others ? now() - began : Clock::duration::zero();
+  throw device.out_of_memory(wanted, 0, waited.count());
+}
+
+Address Region::allocate(std::size_t size, Deadline shortage) {
+  if (placed) throw Error("region '" + tag + "' has segments of torch's allocator, and takes no others");
+  check_allocatable(size);
+  device.resting.reap();
+  const std::size_t wanted = size;
+  size = round_up(std::max<std::size_t>(size, 1), kAlignment);
+  if (size > device.total_bytes) throw device.out_of_memory(wanted, 0);
+  const Range segment{take_addresses(size), size};  // not a segment yet
+  try {
+    int tries = 0;
+    const Deadline began = now();
+    for (bool snug = false, asks_others = false;;) {
+      const std::uint64_t seen = device.resting.given_back();
+      const Needs needs = needs_of(segment, snug);
+      auto request = device.source().ask(needs, asks_others ? shortage : now());
+      const bool all = asks_others ? gather_from_others(*request) : request->gather();
+      try {
+        map_new(segment, *request, snug);
+        break;
+      } catch (const ChunkUnavailable&) {
+        // The layout has changed meanwhile: another thread freed a chunk that it used.
+        if (all && ++tries < kTries) continue;
+      }
+      request.reset();               // its chunks count as free now
+      if (!snug && device.pooled) {  // a shared pool gives the whole demand or nothing
+        snug = true;
+        continue;
+      }
+      find_more(wanted, shortage, began, seen, asks_others);
+    }
+  } catch (...) {
+    std::lock_guard lock(device.mutex);
+    addresses_.give(segment);
+    throw;
+  }
+  if (device.parts.backup_ahead) device.arena.grow_ahead(device.to_back_up);
+  return segment.offset;
+}
+
+void Region::map_new(Range segment, ChunkRequest& request, bool snug) {
+  const Remapping remapping(*this);
+  check_allocatable(segment.size);  // a transition marks a region under the same lock
+  make_certain();
+  std::optional<Layout> layout;
+  {
+    std::lock_guard lock(device.mutex);
+    if (unmapped_within(round_down(segment.offset, kPage), round_up(segment.end(), kPage)) > 0)
+      layout = layout_of_new_locked(segment, snug);
+  }
+  Mapping mapping(*this);
+  if (layout) {
+    while (const auto gap = layout->next()) {
+      Chunk chunk = request.next(gap->limit, largest_chunk(), false);
+      const Slot slot{gap->at, chunk.size()};
+      layout->place(slot.size);
+      mapping.add(slot, std::move(chunk));
+    }
+    allow(mapping.slots());
+  }
+  std::lock_guard lock(device.mutex);
+  segments_.add(segment);
+  count_locked();
+  mapping.commit();
+}
+
+// Layouts
+
+Layout Region::layout_of_new_locked(Range segment, bool snug) const {
+  // A chunk may reach beyond the segment by less than the largest class.
+  Ranges segments = segments_.between(segment.offset - std::min<Address>(segment.offset, kChunkClasses.front()),
+                                      segment.end() + kChunkClasses.front());
+  segments.insert(std::upper_bound(segments.begin(), segments.end(), segment,
+                                   [](const Range& a, const Range& b) { return a.offset < b.offset; }),
+                  segment);
+  const std::size_t used = segments_.live_bytes() + segments_.resting_bytes() + segment.size;
+  const std::size_t to_come = unmapped_within(segment.offset, segment.end());
+  return layout_locked({segment}, std::move(segments), segments_.live_bytes() + segment.size,
+                       mapped_ - (used - to_come), snug);
+}
+
+Layout Region::layout_locked(Ranges wanted, Ranges segments, std::size_t live, std::size_t slack, bool snug) const {
+  Layout::Input input{.wanted = std::move(wanted),
+                      .segments = std::move(segments),
+                      .chunks = {},
+                      .reserved = {},
+                      .largest = largest_chunk(),
+                      .slack = snug ? kNoneAllowed : slack,
+                      .allowance = allowance(live)};
+  if (input.wanted.empty()) return Layout(std::move(input));
+  const Address begin = round_down(input.wanted.front().offset, kPage), end = input.wanted.back().end();
+  auto chunk = chunks_.upper_bound(begin);
+  if (chunk != chunks_.begin()) --chunk;
+  for (; chunk != chunks_.end(); ++chunk) {
+    input.chunks.push_back({chunk->first, chunk->second.size()});
+    if (chunk->first >= end) break;  // the border of the last gap
+  }
+  if (placed) input.reserved = input.wanted;
+  for (const auto& [at, size] : addresses_.reserved()) input.reserved.push_back({at, size});
+  return Layout(std::move(input));
+}
+
+// The demands of map_new(), if each chunk has its largest size.
+Needs Region::needs_of(Range segment, bool snug) const {
+  Needs needs;
+  std::lock_guard lock(device.mutex);
+  if (unmapped_within(round_down(segment.offset, kPage), round_up(segment.end(), kPage)) == 0) return needs;
+  for (const Range& place : Layout::planned(layout_of_new_locked(segment, snug))) needs.push_back(need(place.size));
+  return needs;
+}
+
+std::size_t Region::largest_chunk() const {
+  // Contents move chunk by chunk, and copies of smaller chunks overlap better.
+  return policy == Policy::none ? kChunkClasses[0] : kChunkClasses[1];
+}
+
+std::size_t Region::unmapped_within(Address begin, Address end) const {
+  std::size_t bytes = end - begin;
+  auto chunk = chunks_.upper_bound(begin);
+  if (chunk != chunks_.begin()) --chunk;
+  for (; chunk != chunks_.end() && chunk->first < end; ++chunk) {
+    const Address from = std::max(begin, chunk->first), to = std::min(end, chunk->first + chunk->second.size());
+    if (to > from) bytes -= to - from;
+  }
+  return bytes;
+}
+
+Layout Region::layout(bool snug) const {
+  std::lock_guard lock(device.mutex);
+  std::size_t slack = 0;
+  for (const auto& [begin, chunk] : chunks_) {
+    std::size_t unused = chunk.size();
+    for (const Range& segment : segments_.between(begin, begin + chunk.size()))
+      unused -= std::min<Address>(segment.end(), begin + chunk.size()) - std::max<Address>(segment.offset, begin);
+    slack += unused;
+  }
+  return layout_locked(placed && !MEMSAVER_MUTANT(pieces_share_chunks) ? segments_.all() : segments_.live(),
+                       segments_.all(), segments_.live_bytes(), slack, snug || placed);
+}
+
+std::size_t Region::missing_bytes() const {
+  std::lock_guard lock(device.mutex);
+  std::size_t bytes = 0;
+  Address covered = 0;
+  for (const Range& range : segments_.live()) {
+    const Address begin = std::max<Address>(covered, round_down(range.offset, kPage));
+    covered = std::max<Address>(covered, round_up(range.end(), kPage));
+    if (covered > begin) bytes += unmapped_within(begin, covered);
+  }
+  return bytes;
+}
+
+}  // namespace memsaver

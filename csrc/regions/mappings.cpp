@@ -1,0 +1,233 @@
+// The mappings of a region: chunks under its addresses, their access, and their return.
+#include <utility>
+
+#include "base/mutants.h"
+#include "driver/checked_calls.h"
+#include "regions/region.h"
+
+namespace memsaver {
+
+Region::Remapping::~Remapping() {
+  lock_.unlock();
+  region_.sweep();  // for frees that could not take the lock
+}
+
+void Region::sweep() {
+  for (;;) {
+    {
+      std::lock_guard lock(device.mutex);
+      if (state_ != State::active || (dirty_.empty() && !stranded_)) return;
+    }
+    {
+      const std::unique_lock only(mapping_, std::try_to_lock);
+      if (!only && !MEMSAVER_MUTANT(memory_goes_under_an_allocation)) return;  // the holder sweeps afterwards
+      sweep_with_lock();
+    }
+    std::lock_guard lock(device.mutex);  // checked after the release of mapping_: a free in between could not take it
+    if (dirty_.empty()) return;
+  }
+}
+
+void Region::sweep_all() {
+  {
+    std::lock_guard lock(device.mutex);
+    for (const auto& [begin, chunk] : chunks_) add_dirty_locked({begin, chunk.size()});
+  }
+  sweep();
+}
+
+void Region::strand() {
+  std::lock_guard lock(device.mutex);
+  stranded_ = doubtful_ = true;
+}
+
+void Region::sweep_with_lock() {
+  std::vector<Address> empty;
+  bool had_dirty = false;
+  {
+    std::lock_guard lock(device.mutex);
+    if (state_ != State::active) return;
+    Ranges dirty = std::exchange(dirty_, {});
+    if (!dirty.empty()) had_dirty = true;
+    if (std::exchange(stranded_, false)) {
+      dirty.clear();
+      for (const auto& [begin, chunk] : chunks_) dirty.push_back({begin, chunk.size()});
+    }
+    for (const Range& range : sorted(std::move(dirty))) {
+      auto chunk = chunks_.upper_bound(range.offset);
+      if (chunk != chunks_.begin()) --chunk;
+      for (; chunk != chunks_.end() && chunk->first < range.end(); ++chunk) {
+        const Address end = chunk->first + chunk->second.size();
+        if (end <= range.offset || (!empty.empty() && empty.back() >= chunk->first)) continue;
+        if (!segments_.any_within(chunk->first, end)) empty.push_back(chunk->first);
+      }
+    }
+  }
+  std::vector<Chunk> freed;
+  if (unmap(empty, freed)) {
+    std::lock_guard lock(device.mutex);
+    stranded_ = true;
+  }
+  freed.clear();  // returned to their source now
+  if (had_dirty) device.resting.sweep_ended();
+}
+
+void Region::map(Slot slot, Chunk chunk) {
+  map_or_not(*device.driver, slot.offset, slot.size, chunk.handle());
+  std::lock_guard lock(device.mutex);
+  mapped_ += slot.size;
+  chunks_[slot.offset] = std::move(chunk);
+}
+
+void Region::allow(const std::vector<Slot>& slots) {
+  for (std::size_t i = 0; i < slots.size();) {
+    Address end = slots[i].offset;
+    std::size_t next = i;
+    while (next < slots.size() && slots[next].offset == end) end += slots[next++].size;
+    device.driver->allow(slots[i].offset, end - slots[i].offset);
+    i = next;
+  }
+}
+
+void Region::mark_stale() {
+  std::lock_guard lock(device.mutex);
+  stale_ = true;
+}
+
+void Region::allow_again() {
+  const Remapping remapping(*this);
+  {
+    std::lock_guard lock(device.mutex);
+    if (!stale_) return;
+    device.has_stale = true;              // reset below on success
+    if (state_ != State::active) return;  // the owning transition calls this again at its end
+  }
+  allow(slots());
+  std::lock_guard lock(device.mutex);
+  stale_ = false;
+}
+
+bool Region::lacks_access() const {
+  std::lock_guard lock(device.mutex);
+  return stale_ && state_ == State::active;
+}
+
+std::optional<DriverError> Region::unmap(const std::vector<Address>& chunks, std::vector<Chunk>& freed) {
+  std::optional<DriverError> refusal;
+  for (std::size_t i = 0; i < chunks.size();) {
+    Address end = chunks[i];
+    std::size_t next = i;
+    while (next < chunks.size() && chunks[next] == end) end += chunks_.at(chunks[next++]).size();
+    try {
+      unmap_or_not(*device.driver, chunks[i], end - chunks[i]);
+    } catch (const DriverError& error) {
+      if (!refusal) refusal = error;
+      i = next;
+      continue;
+    }
+    std::lock_guard lock(device.mutex);
+    for (; i < next; ++i) {
+      auto found = chunks_.find(chunks[i]);
+      mapped_ -= found->second.size();
+      freed.push_back(std::move(found->second));
+      chunks_.erase(found);
+    }
+  }
+  return refusal;
+}
+
+Chunk Region::exchange(Address begin, std::vector<Piece> pieces) {
+  Driver& driver = *device.driver;
+  std::size_t size = 0;
+  Handle handle = 0;
+  {
+    std::lock_guard lock(device.mutex);
+    size = chunks_.at(begin).size();
+    handle = chunks_.at(begin).handle();
+  }
+  unmap_or_not(driver, begin, size);
+  std::size_t mapped = 0;
+  try {
+    for (; mapped < pieces.size(); ++mapped)
+      map_or_not(driver, pieces[mapped].slot.offset, pieces[mapped].slot.size, pieces[mapped].chunk.handle());
+    std::vector<Slot> slots;
+    for (const Piece& piece : pieces) slots.push_back(piece.slot);
+    allow(slots);
+  } catch (const DriverError&) {
+    constexpr int kAttempts = 2;  // a failed call is tried once more
+    for (int attempt = 1;; ++attempt) {
+      try {
+        for (; mapped > 0; --mapped) unmap_or_not(driver, pieces[mapped - 1].slot.offset, pieces[mapped - 1].slot.size);
+        map_or_not(driver, begin, size, handle);
+        driver.allow(begin, size);
+        break;
+      } catch (const DriverError&) {
+        if (attempt < kAttempts) continue;
+        contents_lost_ = true;
+        break;
+      }
+    }
+    throw;
+  }
+  std::lock_guard lock(device.mutex);
+  auto found = chunks_.find(begin);
+  Chunk former = std::move(found->second);
+  chunks_.erase(found);
+  mapped_ -= size;
+  for (Piece& piece : pieces) {
+    mapped_ += piece.slot.size;
+    chunks_[piece.slot.offset] = std::move(piece.chunk);
+  }
+  return former;
+}
+
+std::vector<Slot> Region::slots() const {
+  std::lock_guard lock(device.mutex);
+  std::vector<Slot> found;
+  for (const auto& [begin, chunk] : chunks_) found.push_back({begin, chunk.size()});
+  return found;
+}
+
+std::vector<Placed> Region::chunks_under(const Ranges& ranges) const {
+  std::map<Address, Placed> found;
+  std::lock_guard lock(device.mutex);
+  for (const Range& range : ranges) {
+    auto chunk = chunks_.upper_bound(range.offset);
+    if (chunk != chunks_.begin()) --chunk;
+    for (; chunk != chunks_.end() && chunk->first < range.end(); ++chunk)
+      if (chunk->first + chunk->second.size() > range.offset)
+        found[chunk->first] = {chunk->first, chunk->second.handle(), chunk->second.size()};
+  }
+  std::vector<Placed> placed;
+  for (const auto& [begin, chunk] : found) placed.push_back(chunk);
+  return placed;
+}
+
+void Region::make_certain() {
+  if (!doubtful_) return;
+  allow(slots());
+  doubtful_ = false;
+}
+
+// Mappings that may be taken back
+
+void Mapping::undo() {
+  std::vector<Address> chunks;
+  for (const Slot& slot : std::exchange(slots_, {})) chunks.push_back(slot.offset);
+  if (MEMSAVER_MUTANT(what_cannot_come_stays_mapped)) return;
+  std::vector<Chunk> freed;  // returned to their source at the end of the scope
+  if (region_->unmap(chunks, freed)) region_->strand();
+}
+
+void Mapping::add(Slot slot, Chunk chunk) {
+  region_->map(slot, std::move(chunk));
+  slots_.push_back(slot);
+}
+
+std::size_t Mapping::commit() {
+  std::size_t bytes = 0;
+  for (const Slot& slot : std::exchange(slots_, {})) bytes += slot.size;
+  return bytes;
+}
+
+}  // namespace memsaver
