@@ -28,6 +28,7 @@ from memsaver import _adapter, config, errors, ledger  # noqa: E402
 from memsaver import guests as guests  # noqa: E402
 from memsaver._guests import Guest, register, unregister  # noqa: E402
 from memsaver._torch.backups import cpu_backup, release_host_memory  # noqa: E402
+from memsaver.compaction import trim  # noqa: E402
 from memsaver.config import configure  # noqa: E402
 from memsaver.errors import (  # noqa: E402
     AttachedError,
@@ -46,7 +47,7 @@ from memsaver.errors import (  # noqa: E402
 from memsaver.foreign_captures import capturing  # noqa: E402
 from memsaver.phases import define_phase, phase  # noqa: E402
 from memsaver.records import TransitionRecord, TransitionStage, history  # noqa: E402
-from memsaver.regions import Region, outside, region, trim  # noqa: E402
+from memsaver.regions import Region, outside, region  # noqa: E402
 from memsaver.stats import stats  # noqa: E402
 from memsaver.transitions import Transition, TransitionFuture, pause, resume, switch  # noqa: E402
 

@@ -6,10 +6,9 @@ import logging
 import math
 import sys
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from memsaver import _core, _guests, _pool_client, ledger
@@ -603,53 +602,3 @@ def outside() -> AbstractContextManager[None]:
         False
     """
     return adapter().outside()
-
-
-def tighten(each: Region, slack: int) -> None:
-    """As ``trim()`` of one region, to its allocated bytes plus ``slack`` bytes. torch's pools are not changed."""
-    _core.trim(each._core, partial(_is_free, each), slack=slack)
-
-
-def _is_free(each: Region) -> bool:
-    """Whether no thread is inside a region, so that its contents can move."""
-    return (torch := loaded()) is None or not torch.is_entered(each)
-
-
-@options_by_keyword
-def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
-    """Releases memory that active regions hold and do not need, after waiting for the device. Contents are kept.
-
-    Afterwards a region maps at most its allocated bytes plus 5 % plus 48 MiB, as far as free memory allows. If large
-    chunks have holes, contents move to smaller chunks under the same addresses. Nothing else may use the region
-    meanwhile, as in a pause. A region keeps its chunks while a thread is inside it or another process is attached.
-
-    A pool of torch cannot shrink, so a new pool takes its place. Segments with live tensors are freed after the tensors
-    by ``torch.cuda.empty_cache()``. Pools with graphs are not changed.
-
-    Args:
-        tags: A tag, a Region, several of either, or None for all regions.
-        timeout: Seconds to wait for the device's work, transitions and guarded replays. None: no bound.
-
-    Raises:
-        TypeError: ``tags`` is not a selection.
-        ValueError: A tag has no region, or ``timeout`` is negative.
-        WaitTimeoutError: ``timeout`` ended a wait.
-        memsaver.Error: A graph is being captured.
-
-    Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> kept = kv.empty((16 << 20,), torch.uint8)
-        >>> freed = kv.empty((128 << 20,), torch.uint8)
-        >>> del freed
-        >>> memsaver.trim("kv_cache")
-        >>> kv.mapped_bytes <= kv.allocated_bytes * 1.05 + (48 << 20)
-        True
-    """
-    bound = Bounds(timeout).timeout
-    deadline = None if bound is None else time.monotonic() + bound
-    chosen = [each for each in find(tags) if each.state == "active"]
-    if (torch := loaded()) is not None:
-        torch.trim(chosen)
-    for each in chosen:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        _core.trim(each._core, partial(_is_free, each), left)
