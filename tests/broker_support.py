@@ -12,25 +12,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from memsaver.broker import discovery, job, protocol
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.protocol import Message
-from tests.support import GIB, environment, fresh_device
+from tests.support import GIB, environment, fresh_device, until
 
 PATIENCE_S = 60.0
 _requests = itertools.count(1)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @functools.cache

@@ -32,7 +32,14 @@ import numpy as np
 import memsaver
 from memsaver import _core
 from tests.broker_support import Running
-from tests.support import MIB, PAGE, Hooks, end_main_thread, environment  # noqa: F401 - statements of workers name them
+from tests.support import (  # noqa: F401 - statements of workers name them
+    MIB,
+    PAGE,
+    Hooks,
+    end_main_thread,
+    environment,
+    until,
+)
 
 SECOND_S = 1.0  # within which a pool is whole again after an exit
 
@@ -305,15 +312,6 @@ def raised(act: Callable[[], object], kind: type[Exception] = memsaver.Error) ->
 def attach_and_leave(token: Any) -> None:
     with memsaver.attach(token):
         pass
-
-
-def until(condition: Callable[[], object], within_s: float = 60.0) -> float:
-    """Waits for something that has to come. Returns the seconds that it took."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < within_s, f"not within {within_s} s"
-        time.sleep(0.002)
-    return time.monotonic() - began
 
 
 def claim(nbytes: int) -> None:

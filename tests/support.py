@@ -124,12 +124,13 @@ def drop_backups() -> int:
     return host_held_bytes()
 
 
-def until(condition: Callable[[], bool], limit_s: float = 60) -> None:
-    """Waits for a condition that another thread makes true, not for a time."""
-    deadline = time.monotonic() + limit_s
+def until(condition: Callable[[], object], within_s: float = 60.0) -> float:
+    """Waits for a condition that another thread or process makes true. Returns the seconds of the wait."""
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() - began < within_s, f"not within {within_s} s"
         time.sleep(0.001)
+    return time.monotonic() - began
 
 
 def flush_unreleased() -> None:

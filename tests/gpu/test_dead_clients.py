@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.broker_support import Running
-from tests.pool_support import SECOND_S, Worker, is_whole, until
-from tests.support import GIB
+from tests.pool_support import SECOND_S, Worker, is_whole
+from tests.support import GIB, until
 
 pytestmark = pytest.mark.gpu
 

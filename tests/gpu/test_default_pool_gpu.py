@@ -10,8 +10,8 @@ import pytest
 
 from tests.broker_support import Running
 from tests.gpu.fixtures import Neighbour
-from tests.pool_support import Worker, until
-from tests.support import GIB, MIB
+from tests.pool_support import Worker
+from tests.support import GIB, MIB, until
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.broker_support import Running
-from tests.pool_support import Worker, until
-from tests.support import GIB, MIB
+from tests.pool_support import Worker
+from tests.support import GIB, MIB, until
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.broker_support import Running
-from tests.pool_support import Worker, is_whole, until
-from tests.support import GIB, MIB
+from tests.pool_support import Worker, is_whole
+from tests.support import GIB, MIB, until
 
 pytestmark = pytest.mark.gpu
 

@@ -19,8 +19,8 @@ from tests.gpu.fixtures import Make
 from tests.gpu.processes import in_process
 from tests.gpu.timing import cycles_per_second
 from tests.gpu.victims import FORKS, MOMENTS, Victim
-from tests.pool_support import Worker, until
-from tests.support import GIB, MIB, Hooks
+from tests.pool_support import Worker
+from tests.support import GIB, MIB, Hooks, until
 
 pytestmark = pytest.mark.gpu
 

@@ -23,9 +23,9 @@ import pytest
 from memsaver import __version__, errors
 from memsaver.broker import daemon, discovery, protocol, status
 from memsaver.broker.protocol import Message
-from tests.broker_support import PATIENCE_S, TOLD, Client, Running, granted, sentinel, until
+from tests.broker_support import PATIENCE_S, TOLD, Client, Running, granted, sentinel
 from tests.pool_support import is_whole
-from tests.support import GIB, MIB, PAGE, ROOT, Peer, run_python
+from tests.support import GIB, MIB, PAGE, ROOT, Peer, run_python, until
 
 LARGE = 256 * MIB
 MEDIUM = 32 * MIB

@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from tests.broker_support import Running
-from tests.pool_support import Worker, chunks_of, descriptors_of, is_whole, until, until_whole
-from tests.support import MIB, PAGE
+from tests.pool_support import Worker, chunks_of, descriptors_of, is_whole, until_whole
+from tests.support import MIB, PAGE, until
 
 SEEDS = range(first := int(os.environ.get("MEMSAVER_TEST_SEED", "0")), first + 4)
 PACKETS = int(os.environ.get("MEMSAVER_TEST_PACKETS", "1500"))

@@ -18,8 +18,8 @@ from memsaver.broker import discovery, job, protocol, server
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.protocol import Message
 from tests.broker_support import PATIENCE_S, Client, Running
-from tests.pool_support import Worker, is_whole, until
-from tests.support import MIB, PAGE, environment, run_python
+from tests.pool_support import Worker, is_whole
+from tests.support import MIB, PAGE, environment, run_python, until
 
 SECRET = "secret-of-the-first-job"
 OTHER = "secret-of-the-second-job"

@@ -15,8 +15,8 @@ from memsaver.broker import protocol
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.protocol import Message
 from tests.broker_support import Client, Running, granted
-from tests.pool_support import Worker, until
-from tests.support import GIB, PAGE
+from tests.pool_support import Worker
+from tests.support import GIB, PAGE, until
 
 V = protocol.VERSION
 UNKNOWN_KIND, UNKNOWN_FIELD = 60_000, 60_001

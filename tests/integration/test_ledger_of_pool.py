@@ -19,8 +19,8 @@ from memsaver.broker.protocol import Message
 from memsaver.ledger import Ledger, messages
 from tests.broker_support import PATIENCE_S, Client, Running
 from tests.fake_cuda import run_on_fake
-from tests.pool_support import Worker, until
-from tests.support import MIB, PAGE, Peer, run_python
+from tests.pool_support import Worker
+from tests.support import MIB, PAGE, Peer, run_python, until
 
 MEDIUM = 32 * MIB
 Sums = dict[tuple[int | None, str, str], int]  # bytes by pid, kind and label

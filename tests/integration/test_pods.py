@@ -14,8 +14,8 @@ import pytest
 
 from memsaver.broker import discovery, job
 from tests.broker_support import PATIENCE_S, Running
-from tests.pool_support import Worker, is_whole, until
-from tests.support import GIB, MIB, PAGE, environment
+from tests.pool_support import Worker, is_whole
+from tests.support import GIB, MIB, PAGE, environment, until
 
 APART = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]  # a pid namespace of its own
 MOUNTS = ["unshare", "--mount"]

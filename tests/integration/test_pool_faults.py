@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.broker_support import Running
-from tests.pool_support import SECOND_S, Worker, is_whole, until
-from tests.support import MIB
+from tests.pool_support import SECOND_S, Worker, is_whole
+from tests.support import MIB, until
 
 CLIENT_KILLS = 100 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
 BROKER_KILLS = 20 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 
 from tests.broker_support import Running
-from tests.pool_support import Worker, chunks_of, descriptors_of, is_whole, mappings_of, rss_bytes, until
-from tests.support import MIB, PAGE
+from tests.pool_support import Worker, chunks_of, descriptors_of, is_whole, mappings_of, rss_bytes
+from tests.support import MIB, PAGE, until
 
 CLIENTS = 8
 CHUNKS = 3  # enough for one client, and for a part of another's need

@@ -15,8 +15,8 @@ from memsaver.broker import protocol
 from memsaver.broker.protocol import Message
 from memsaver.broker.reclaim import UNKNOWN
 from tests.broker_support import Client, Running
-from tests.pool_support import Worker, running, until
-from tests.support import GIB, MIB, PAGE
+from tests.pool_support import Worker, running
+from tests.support import GIB, MIB, PAGE, until
 
 CAPACITY = 256 * MIB
 MOST = 192 * MIB

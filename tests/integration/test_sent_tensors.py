@@ -13,8 +13,8 @@ import torch.multiprocessing as mp
 
 import memsaver
 from tests.broker_support import Running
-from tests.pool_support import Worker, chunks_of, descriptors_of, is_whole, mappings_of, running, until
-from tests.support import MIB
+from tests.pool_support import Worker, chunks_of, descriptors_of, is_whole, mappings_of, running
+from tests.support import MIB, until
 
 CAPACITY = 128 * MIB
 IMPORTS = (

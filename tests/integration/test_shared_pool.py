@@ -20,8 +20,8 @@ from memsaver.broker import protocol
 from memsaver.broker.protocol import Message
 from memsaver.errors import process_name
 from tests.broker_support import Running
-from tests.pool_support import SECOND_S, Worker, descriptors_of, is_whole, running, until, until_whole
-from tests.support import MIB, PAGE, Peer, fresh_device
+from tests.pool_support import SECOND_S, Worker, descriptors_of, is_whole, running, until_whole
+from tests.support import MIB, PAGE, Peer, fresh_device, until
 
 CAPACITY = 64 * MIB
 LARGE = 50 * MIB  # of which no two fit

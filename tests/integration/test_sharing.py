@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.broker_support import Running
-from tests.pool_support import Worker, descriptors_of, is_whole, mappings_of, running, until
-from tests.support import MIB
+from tests.pool_support import Worker, descriptors_of, is_whole, mappings_of, running
+from tests.support import MIB, until
 
 CAPACITY = 64 * MIB
 

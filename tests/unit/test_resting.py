@@ -53,7 +53,7 @@ def test_freed_memory_goes_back_when_its_kernel_has_ended_without_another_call(m
     assert region._core.mapped_bytes >= SIZE
     _core.host_stream_release(stream)
     _core.clock_pass(WAIT_S)  # where marks come late
-    until(lambda: region._core.mapped_bytes == 0, limit_s=20)
+    until(lambda: region._core.mapped_bytes == 0, within_s=20)
 
 
 def test_an_allocation_waits_for_memory_that_another_region_freed(make: Make, stream: int) -> None:
