@@ -60,10 +60,6 @@ class WeightsWritten:
     ended: float
     seconds: float  # with attaching and leaving
 
-    @property
-    def write_seconds(self) -> float:
-        return self.ended - self.began
-
 
 class Worker(Colocated):
     """Base of both actors: a device and its figures."""
