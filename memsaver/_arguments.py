@@ -37,7 +37,7 @@ class Bounds:
 
     Attributes:
         timeout: Bound of the whole call up to its commit, from its beginning. It includes the waits for earlier
-            transitions on the same regions, for guarded launches, for the device, for memory and for attached readers.
+            transitions on the same regions, for guarded replays, the device, memory and attached processes.
             None: no bound.
         memory_timeout: Bound of the wait for memory that others hold.
         reader_timeout: Bound of the wait for other processes that are attached to regions that pause.

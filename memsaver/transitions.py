@@ -75,7 +75,7 @@ def pause(
             ``"none"`` the contents are undefined after the resume, also if the region's own policy keeps them;
             ``Region.discarded`` is True until then. None: the regions' own policies.
         timeout: Seconds for the whole call up to its commit, its waits included: for earlier transitions on the same
-            regions, for guarded replays under way, for the device, for attached readers. After the commit no bound
+            regions, for guarded replays under way, for the device, for attached processes. After the commit no bound
             interrupts the call. None: no bound.
         reader_timeout: Seconds to wait for other processes that are attached to the regions (see
             ``memsaver.attach()``), 60 by default. Of two bounds the earlier one ends the wait.
@@ -91,7 +91,7 @@ def pause(
         TypeError: An argument has a wrong type.
         ValueError: A tag has no region, a policy does not exist, or a bound is negative.
         BackupError: Host memory or disk space is short. Nothing has changed.
-        AttachedError: A bound ended the wait for attached readers. Nothing has changed.
+        AttachedError: A bound ended the wait for attached processes. Nothing has changed.
         WaitTimeoutError: ``timeout`` ended another wait. Nothing has changed.
         GuestError: A guest of the tags could not leave. Nothing has changed.
         DriverError: A call of the driver failed.

@@ -241,7 +241,7 @@ MUTANTS = [
     ),
     Mutant(
         "the_attached_are_not_waited_for",
-        "transition: a pause does not wait for attached readers",
+        "transition: a pause does not wait for attached processes",
         ["integration/test_sharing.py::test_a_pause_that_times_out_names_the_attached_processes"],
     ),
     Mutant(

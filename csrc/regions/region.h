@@ -68,7 +68,7 @@ class Region final : public RestingOwner {
   // A paused region that still has chunks after a refusal can drain again. lose() is final.
   State state() const { return state_; }
   bool is_at_rest() const;
-  void drain();    // a transition will pause it: no new launches, readers or allocations
+  void drain();    // a transition will pause it: no new launches, reads of the backup or allocations
   void leave();    // committed: it will be paused
   void come();     // a transition will resume it
   void settle();   // the transition has ended; leave() and arrived() determine the next state
@@ -86,7 +86,7 @@ class Region final : public RestingOwner {
   }
   void dequeue(const void* transition) { std::erase(queue_, transition); }
   bool is_first(const void* transition) const { return !queue_.empty() && queue_.front() == transition; }
-  // Guarded launches, and readers of the backup: transitions wait for them. Core::mutex is held.
+  // Guarded launches, and reads of the backup: transitions wait for them. Core::mutex is held.
   void begin_use() { ++users_; }
   void end_use() { --users_; }
   bool in_use() const { return users_ > 0; }

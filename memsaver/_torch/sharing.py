@@ -173,7 +173,8 @@ def attach(token: Token[_Tensors], *, timeout: float = 10.0) -> Iterator[_Tensor
 
     Args:
         token: The result of ``share()`` in the owner.
-        timeout: Seconds in which the owner must have answered. The call waits neither for memory nor for readers.
+        timeout: Seconds in which the owner must have answered. The call does not wait for memory or for other attached
+            processes.
 
     Yields:
         The tensor if ``share()`` was called with a tensor, else a dict of names to tensors.

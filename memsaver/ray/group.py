@@ -145,7 +145,7 @@ class Group:
                 pauses and resumes; then the turn fails too. No phase can be entered until they have. None: no bound.
             memory_timeout: Seconds to wait for memory that others hold. None: 60 for ranks that resume at the same time
                 as the pauses that release their memory, else 0.
-            reader_timeout: Seconds for pauses to wait for attached readers.
+            reader_timeout: Seconds for pauses to wait for attached processes.
 
         Returns:
             The turn: the transitions of each rank, and seconds.

@@ -198,6 +198,11 @@ def test_the_site_has_every_page() -> None:
     assert listed == pages, f"the nav of mkdocs.yml has not exactly the pages of docs/: {sorted(listed ^ pages)}"
 
 
+def test_the_first_page_links_every_page() -> None:
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", (ROOT / "docs/index.md").read_text()))
+    assert linked == {page.name for page in ROOT.glob("docs/*.md")} - {"index.md"}
+
+
 def test_the_source_tree_has_every_folder() -> None:
     text = (ROOT / "docs/source-tree.md").read_text()
     for parent in ("csrc", "memsaver"):
