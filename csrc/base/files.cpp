@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "base/errors.h"
+#include "base/faults.h"
 
 namespace memsaver {
 namespace {

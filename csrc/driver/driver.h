@@ -4,19 +4,17 @@
 // takes a lock of the core. All calls are thread-safe and need no current CUDA context.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "base/errors.h"
+#include "base/faults.h"
 
 namespace memsaver {
 
@@ -28,54 +26,6 @@ constexpr std::size_t kPage = 2 * kMiB;  // the granularity of mappings, on CUDA
 
 constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 constexpr std::size_t round_down(std::size_t bytes, std::size_t unit) { return bytes / unit * unit; }
-
-// Makes a chosen driver or file call fail, so that tests reach every failure point of a transition. Disarmed unless a
-// test arms it.
-class Faults {
- public:
-  // The `nth` call from now (1: the next) throws, once. If `only` is given, calls of this name are counted alone.
-  // `kind`: "error"; "memory": the error of a full device; "after": the call succeeds and then reports an error;
-  // "lost": the context is dead from this call on.
-  void arm(std::uint64_t nth, const std::string& kind, const std::string& only = "");
-  void disarm();
-  std::uint64_t calls() const { return calls_; }  // since arm() or disarm()
-
-  // Makes a driver call. `undo` releases the result (a handle, a descriptor, addresses) if an injected error follows
-  // the call.
-  template <typename Act>
-  auto around(const char* call, Act act) {
-    return around(call, std::move(act), [](const auto&) {});
-  }
-  template <typename Act, typename Undo>
-  auto around(const char* call, Act act, Undo undo) {
-    const bool fails = begin(call);
-    if constexpr (std::is_void_v<decltype(act())>) {
-      act();
-      if (fails) fail_after(call);
-    } else {
-      auto made = act();
-      if (fails) {
-        undo(made);
-        fail_after(call);
-      }
-      return made;
-    }
-  }
-  // For a call that is made elsewhere: "after" acts as "error".
-  void check(const char* call);
-
- private:
-  enum class Kind { error, memory, after, lost };
-  bool begin(const char* call);  // throws errors that come before the call; true: the error comes after it
-  [[noreturn]] static void fail_after(const char* call);
-
-  std::mutex mutex_;
-  std::atomic<std::uint64_t> calls_ = 0;
-  std::uint64_t fail_at_ = 0;  // 0: disarmed
-  Kind kind_ = Kind::error;
-  std::string only_;
-};
-Faults& faults();
 
 enum class Direction { out, in };  // of a copy: from the device to the host, and back
 

@@ -1,7 +1,9 @@
+#include "base/faults.h"
+
 #include <array>
 
+#include "base/errors.h"
 #include "base/mutants.h"
-#include "driver/driver.h"
 
 namespace memsaver {
 namespace {
