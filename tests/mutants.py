@@ -51,6 +51,11 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "chunks_return_to_a_demand_that_failed",
+        "shared pool: an allocation that fails returns chunks while its demand is open, and gets them again",
+        ["integration/test_shared_pool.py::test_an_allocation_that_fails_has_the_free_memory_of_the_pool"],
+    ),
+    Mutant(
         "shared_memory_counts_for_its_maker_alone",
         "host ledger: imported memory is not counted once its maker has let go",
         ["unit/test_driver.py::test_shared_memory_is_counted_once"],

@@ -100,6 +100,9 @@ class ChunkRequest {
   virtual bool gather() = 0;
   // As gather(), and then waits up to the deadline while other processes return memory that they cache.
   virtual bool gather_from_others() { return gather(); }
+  // Ends the demand. Chunks that return to the source from here on are for other demands. Callers call it before they
+  // return chunks of a demand that is not met. No other function may be called after it.
+  virtual void end() {}
 };
 
 // The available bytes of a source, and the holders of the rest.

@@ -53,13 +53,17 @@ PoolRequest::PoolRequest(RequestHost& pool, const Needs& needs, Deadline deadlin
   send_parts_locked(Kind::demand, merged(needs));
 }
 
-PoolRequest::~PoolRequest() {
-  chunks_.clear();  // before the lock: their end returns them to the pool, which takes it
+// The members' end returns the chunks that were not taken.
+PoolRequest::~PoolRequest() { end(); }
+
+// The broker learns the end before the chunks return: it would grant them to this demand again.
+void PoolRequest::end() {
   if (number_ == 0) return;
   std::lock_guard lock(pool_.mutex_);
-  pool_.close_locked(number_);
+  const std::uint64_t number = std::exchange(number_, 0);
+  pool_.close_locked(number);
+  if (!disconnected_) pool_.send_locked(message_of(Kind::close, {number}));
   for (Grant& grant : std::exchange(grants_, {})) pool_.give_back_locked(grant);
-  if (!disconnected_) pool_.send_locked(message_of(Kind::close, {number_}));
 }
 
 Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, bool wait) {

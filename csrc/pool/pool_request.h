@@ -58,6 +58,7 @@ class PoolRequest final : public ChunkRequest {
   // Imports the granted chunks as well, so that next() without waiting makes no call of the driver.
   bool gather() override { return gather_until(Deadline::min()); }
   bool gather_from_others() override { return gather_until(deadline_); }
+  void end() override;
 
   // Called by the pool's thread.
   void granted_locked(Grant grant);

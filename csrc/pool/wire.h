@@ -140,7 +140,7 @@ enum class Refusal : std::uint64_t { MEMSAVER_REFUSALS(MEMSAVER_ENUMERATOR) };
 enum class Field : std::uint64_t { MEMSAVER_FIELDS(MEMSAVER_ENUMERATOR) };
 #undef MEMSAVER_ENUMERATOR
 
-constexpr std::array kProof = {Field::proof_1, Field::proof_2, Field::proof_3, Field::proof_4};
+inline constexpr std::array kProof = {Field::proof_1, Field::proof_2, Field::proof_3, Field::proof_4};
 
 constexpr bool is_defined(Kind kind) {
   switch (kind) {

@@ -111,6 +111,16 @@ Address Region::allocate(std::size_t size, Deadline shortage) {
   return segment.offset;
 }
 
+// The next chunk of a demand. If there is none, the demand ends before the chunks so far return to the source.
+Chunk Region::next_or_end(ChunkRequest& request, std::size_t limit) const {
+  try {
+    return request.next(limit, largest_chunk(), false);
+  } catch (const ChunkUnavailable&) {
+    if (!MEMSAVER_MUTANT(chunks_return_to_a_demand_that_failed)) request.end();
+    throw;
+  }
+}
+
 void Region::map_new(Range segment, ChunkRequest& request, bool snug) {
   const Remapping remapping(*this);
   check_allocatable(segment.size);  // a transition marks a region under the same lock
@@ -124,7 +134,7 @@ void Region::map_new(Range segment, ChunkRequest& request, bool snug) {
   Mapping mapping(*this);
   if (layout) {
     while (const auto gap = layout->next()) {
-      Chunk chunk = request.next(gap->limit, largest_chunk(), false);
+      Chunk chunk = next_or_end(request, gap->limit);
       const Slot slot{gap->at, chunk.size()};
       layout->place(slot.size);
       mapping.add(slot, std::move(chunk));

@@ -15,17 +15,18 @@ std::vector<Chunk> Region::borrow(std::size_t size, Deadline shortage) {
     const std::uint64_t seen = device.resting.given_back();
     Needs needs;
     for (std::size_t left = size; left > 0; left -= needs.back().bytes) needs.push_back(need(chunk_class(left)));
-    auto request = device.source().ask(needs, asks_others ? shortage : now());
+    std::vector<Chunk> chunks;
+    auto request =
+        device.source().ask(needs, asks_others ? shortage : now());  // its end comes before that of the chunks
     static_cast<void>(asks_others ? gather_from_others(*request) : request->gather());
     try {
-      std::vector<Chunk> chunks;
       for (std::size_t left = size; left > 0; left -= chunks.back().size())
         chunks.push_back(request->next(chunk_class(left), largest, false));
       return chunks;
     } catch (const ChunkUnavailable&) {
-      // The chunks so far return to the source.
+      request.reset();
+      chunks.clear();
     }
-    request.reset();
     find_more(size, shortage, began, seen, asks_others);
   }
 }

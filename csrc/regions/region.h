@@ -194,6 +194,7 @@ class Region final : public RestingOwner {
   Layout layout_locked(Ranges wanted, Ranges segments, std::size_t live, std::size_t slack, bool snug) const;
   Layout layout_of_new_locked(Range segment, bool snug) const;
   Needs needs_of(Range segment, bool snug) const;
+  Chunk next_or_end(ChunkRequest& request, std::size_t limit) const;
   void map_new(Range segment, ChunkRequest& request, bool snug);
   std::size_t unmapped_within(Address begin, Address end) const;  // bytes without a chunk
   void count_locked();                                            // updates the device's to_back_up

@@ -15,7 +15,7 @@
 namespace memsaver {
 namespace {
 
-std::array<std::atomic<Region*>, kEntryPoints> bound{};
+std::array<std::atomic<Region*>, kEntryPoints> bound_regions{};
 std::mutex binding;
 
 }  // namespace
@@ -28,7 +28,7 @@ extern "C" {
 __attribute__((visibility("hidden"), used)) void* memsaver_alloc_numbered(ssize_t size, int, void*,
                                                                           std::uint32_t number) {
   using namespace memsaver;
-  Region* region = bound[number].load();
+  Region* region = bound_regions[number].load();
   if (region == nullptr || size <= 0 || !usable()) return nullptr;
   try {
     const Deadline shortage = region->device.shortage_deadline();
@@ -102,8 +102,8 @@ EntryPoints bind_entry_points(Region& region) {
   const auto stubs = reinterpret_cast<std::uintptr_t>(&memsaver_alloc_stubs);
   std::lock_guard lock(binding);
   for (std::size_t number = 0; number < kEntryPoints; ++number) {
-    Region* owner = bound[number].load();
-    if (owner == nullptr) bound[number] = &region;
+    Region* owner = bound_regions[number].load();
+    if (owner == nullptr) bound_regions[number] = &region;
     if (owner == nullptr || owner == &region) return {stubs + kStubBytes * number, free};
   }
   throw ConfigError("region '" + region.tag + "' is one too many: torch can allocate in at most " +
@@ -112,7 +112,7 @@ EntryPoints bind_entry_points(Region& region) {
 
 void unbind_entry_points(const Region& region) {
   std::lock_guard lock(binding);
-  for (auto& owner : bound)
+  for (auto& owner : bound_regions)
     if (owner.load() == &region) owner = nullptr;
 }
 

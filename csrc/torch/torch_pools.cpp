@@ -188,7 +188,7 @@ void TorchPools::end_idle(Device& device) {
       if (on == &device) to_empty.push_back(id);
     const Region* default_pool = default_pools().of(device);
     if (default_pool != nullptr && default_pool->state() == State::active) to_empty.push_back(kDefaultPool);
-    for (const TorchPoolId id : to_empty) {
+    for (const TorchPoolId& id : to_empty) {
       try {
         method<EmptyCache>(methods_.empty_cache)(allocator_, id);
       } catch (...) {

@@ -94,9 +94,9 @@ std::vector<Region::Piece> pieces_for(Region& region, const Sparse& chunk) {
   };
   Needs needs;
   for (const Range& place : Layout::planned(layout())) needs.push_back({place.size, place.size, place.size});
-  const auto request = region.device.source().ask(needs, now());
-  request->gather();
   std::vector<Region::Piece> pieces;
+  const auto request = region.device.source().ask(needs, now());  // its end comes before that of the pieces
+  request->gather();
   Layout steps = layout();
   while (const auto gap = steps.next()) {
     Chunk piece = request->next(gap->limit, gap->limit, false);

@@ -258,6 +258,15 @@ def test_an_allocation_beyond_the_pool_is_out_of_memory_and_names_the_holders(br
         assert two.run("print(hooks.alloc(32 * MIB) is None)") == "False"
 
 
+def test_an_allocation_that_fails_has_the_free_memory_of_the_pool(broker: Running) -> None:
+    """The chunks that it returns are for others at once. A race: hence many tries."""
+    with Worker(broker, f"held = hold('a', {PAGE})") as one, Worker(broker, "region = memsaver.region('b')") as two:
+        two.run(f"region._core.allocate_array({LARGE})")  # all of the pool exists
+        for _ in range(100):
+            two.fails(f"region._core.allocate_array({CAPACITY})")
+            assert int(two.run("print(error.free_bytes)")) == CAPACITY - held(broker, one)
+
+
 def test_a_region_that_fits_is_not_refused_because_of_rounding() -> None:
     """Large regions take large chunks, and waste a part of the last; on a full device they take small ones instead."""
     with Running(str(48 * MIB)) as broker, Worker(broker, "region = memsaver.region('a', backup='host')") as worker:
