@@ -6,7 +6,7 @@
 # make sanitize  the same under the address, undefined-behaviour and thread sanitizers
 # make mutants   builds small wrong changes into the core, and checks that tests find each.  ARGS=name: one of them
 # make stubs     memsaver/_core.pyi, the types of the compiled core, from the core as it is built
-# make lint      style, types, layers and format of Python and C++
+# make lint      style, types, layers and format of Python and C++; warnings of each C++ source, compiled alone
 # make wheel     builds the wheels of this architecture in dist/, and runs the quick start from each without a compiler.
 #                WHEEL_PYTHONS="python3.11 python3.12 python3.13": the interpreters; 3.12 builds for all that are newer
 # make docs      the documentation site in build/site; every warning is an error
@@ -31,6 +31,9 @@ CORE := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 CMAKE ?= $(or $(shell command -v cmake),.venv/bin/cmake)
 CPP_OPTIONS := -DMEMSAVER_PYTHON=OFF -DMEMSAVER_TESTS=ON -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g1"
 CPP_JOBS := $(shell nproc)
+# The build joins the sources of a folder, which hides an include that is missing. So each is compiled alone as well, but
+# for those that need nanobind.
+ALONE := $(filter-out csrc/bindings/%,$(wildcard csrc/*/*.cpp))
 # Address space layouts of newer kernels are too random for some thread sanitizers.
 UNSHUFFLED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
@@ -86,6 +89,9 @@ lint: $(LINTERS)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(LINT_IMPORTS) --no-cache --no-logo
+	@echo "each C++ source alone, warnings are errors"
+	@printf '%s\n' $(ALONE) | \
+	  xargs -P $(CPP_JOBS) -I{} $(CXX) -std=c++20 -fsyntax-only -Wall -Wextra -Wshadow -Werror -Icsrc {}
 	$(CLANG_FORMAT) --dry-run -Werror csrc/*/*.h csrc/*/*.cpp csrc/*/*.c tests/cpp/*.h tests/cpp/*.cpp
 
 wheel:

@@ -198,9 +198,9 @@ std::vector<Placed> Region::chunks_under(const Ranges& ranges) const {
       if (chunk->first + chunk->second.size() > range.offset)
         found[chunk->first] = {chunk->first, chunk->second.handle(), chunk->second.size()};
   }
-  std::vector<Placed> placed;
-  for (const auto& [begin, chunk] : found) placed.push_back(chunk);
-  return placed;
+  std::vector<Placed> chunks;
+  for (const auto& [begin, chunk] : found) chunks.push_back(chunk);
+  return chunks;
 }
 
 void Region::make_certain() {

@@ -175,7 +175,7 @@ void TorchPools::end_idle(Device& device) {
     return;
   }
   device.driver->within([&] {
-    for (const TorchPoolId id : idle_on(device)) {
+    for (const TorchPoolId& id : idle_on(device)) {
       try {
         end(id, device);
       } catch (...) {
