@@ -24,10 +24,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
-from arguments import parse, parser_for  # noqa: E402
-from engine_loads import copy_bandwidth  # noqa: E402
-from environment import environment  # noqa: E402
-from host import GIB  # noqa: E402
+
+from support.arguments import parse, parser_for  # noqa: E402
+from support.engine_loads import copy_bandwidth  # noqa: E402
+from support.environment import environment  # noqa: E402
+from support.host import GIB  # noqa: E402
 
 LAYERS = 36
 REPEATS = 20  # of a kernel in a graph

@@ -34,14 +34,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from arguments import count, parse, parser_for, positive
-from environment import environment, nvidia_smi
 from handover import broker
-from host import GIB, MIB
-from processes import last_line
+from support.arguments import count, parse, parser_for, positive
+from support.environment import environment, nvidia_smi
+from support.host import GIB, MIB
+from support.processes import last_line, search_path
 
 Reply = dict[str, Any]
 SPEED, BATCH, RELEASED = 0.01, 0.97, 0.99  # the bounds of the conditions
@@ -60,10 +59,11 @@ class Process:
     def __init__(self, name: str, **variables: str) -> None:
         self.name = name
         inherited = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+        environ = {"PYTHONPATH": search_path(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # a workspace of one size
         self._log = tempfile.NamedTemporaryFile(prefix=f"default-pool-{name}-")  # noqa: SIM115  (until close())
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("default_pool_trainer.py"))],
-            env={**inherited, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **variables},  # a workspace of one size
+            [sys.executable, "-P", "-m", "support.default_pool_trainer"],  # -P: not of the current directory
+            env={**inherited, **environ, **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -23,13 +23,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from arguments import add_device, count, directory, parse, parser_for, positive
-from environment import environment
-from host import GIB, MIB
-from processes import Process, Sample
-from work import Contents, Work, milliseconds, size
 
 import memsaver
+from support.arguments import add_device, count, directory, parse, parser_for, positive
+from support.environment import environment
+from support.host import GIB, MIB
+from support.processes import Process, Sample
+from support.work import Contents, Work, milliseconds, size
 
 BLOCK = 16 * MIB
 RANDOM = 256 * MIB  # bytes of random data that a plain writer writes again and again

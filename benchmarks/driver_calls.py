@@ -12,11 +12,10 @@ import statistics
 import time
 from collections.abc import Callable
 
-from arguments import add_device, count, not_negative, parse, parser_for
-from environment import environment
-from host import MIB
-
 from memsaver import _core
+from support.arguments import add_device, count, not_negative, parse, parser_for
+from support.environment import environment
+from support.host import MIB
 
 CHUNKS = (2 * MIB, 32 * MIB, 256 * MIB, 1024 * MIB)
 STEPS = ("create", "map", "allow", "unmap", "release")

@@ -43,9 +43,15 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
 
 import torch  # noqa: E402
-import transformers_baseline  # noqa: E402
-from arguments import add_device, add_small, parse, parser_for  # noqa: E402
-from engine_loads import (  # noqa: E402
+
+import memsaver  # noqa: E402
+from examples.colocate.engine import Engine, SamplingParams  # noqa: E402
+from examples.colocate.engine.model import Config  # noqa: E402
+from examples.colocate.engine.profile import Profile, profile_replays  # noqa: E402
+from examples.colocate.engine.verify import VerificationError, verify  # noqa: E402
+from support import transformers_baseline  # noqa: E402
+from support.arguments import add_device, add_small, parse, parser_for  # noqa: E402
+from support.engine_loads import (  # noqa: E402
     TIMEOUT_S,
     Load,
     allow_backups,
@@ -63,15 +69,9 @@ from engine_loads import (  # noqa: E402
     take_turns,
     tokens_of,
 )
-from environment import environment, listed_bytes, nvidia_smi  # noqa: E402
-from host import GIB, MIB  # noqa: E402
-from processes import Process, Sample, in_process, side_by_side  # noqa: E402
-
-import memsaver  # noqa: E402
-from examples.colocate.engine import Engine, SamplingParams  # noqa: E402
-from examples.colocate.engine.model import Config  # noqa: E402
-from examples.colocate.engine.profile import Profile, profile_replays  # noqa: E402
-from examples.colocate.engine.verify import VerificationError, verify  # noqa: E402
+from support.environment import environment, listed_bytes, nvidia_smi  # noqa: E402
+from support.host import GIB, MIB  # noqa: E402
+from support.processes import Process, Sample, in_process, side_by_side  # noqa: E402
 
 GPT2 = Load("gpt2", 64, 16, 512)
 QWEN = [Load("qwen3-0.6b", batch, 128, 128) for batch in (1, 8, 32, 128)]

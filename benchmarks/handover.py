@@ -25,16 +25,16 @@ from threading import Barrier
 from typing import Any
 
 import torch
-from arguments import add_device, count, parse, parser_for, positive
-from environment import environment
-from host import GIB, MIB
-from limits import Limit
-from processes import CONTEXT, Process, Sample, side_by_side
-from subjects import SLOW, Ours, Subject, TorchMemorySaver, peer_version
-from switches import free_bytes
-from work import Contents, Work, size, synchronize
 
 import memsaver
+from support.arguments import add_device, count, parse, parser_for, positive
+from support.environment import environment
+from support.host import GIB, MIB
+from support.limits import Limit
+from support.processes import CONTEXT, Process, Sample, side_by_side
+from support.subjects import SLOW, Ours, Subject, TorchMemorySaver, peer_version
+from support.switches import free_bytes
+from support.work import Contents, Work, size, synchronize
 
 POOL = "shared pool"
 POOL_AFTER = "shared pool, one after the other"

@@ -14,9 +14,9 @@ import sys
 import time
 from typing import Any
 
-from arguments import parse, parser_for, positive
-from environment import environment
-from processes import last_line
+from support.arguments import parse, parser_for, positive
+from support.environment import environment
+from support.processes import last_line
 
 WAYS = {"torch": "torch alone", "regions": "regions active", "pause": "regions active, and a pause under way"}
 START_S = 60.0  # at most, for a process to come so far as to leave

@@ -21,10 +21,10 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from arguments import count, parse, parser_for, positive
-from environment import environment
-from host import MIB
-from processes import last_line
+from support.arguments import count, parse, parser_for, positive
+from support.environment import environment
+from support.host import MIB
+from support.processes import last_line
 
 Bytes = dict[str, list[int]]  # by kind, in each account
 

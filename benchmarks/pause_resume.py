@@ -21,15 +21,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import first_pause
-import subjects
-import switches
-from arguments import add_device, count, parse, parser_for, positive
-from environment import environment
-from host import GIB, MIB
-from limits import Limit
-from processes import Sample, in_process
-from work import LARGE, MEDIUM, SMALL, Work, size
+from support import first_pause, subjects, switches
+from support.arguments import add_device, count, parse, parser_for, positive
+from support.environment import environment
+from support.host import GIB, MIB
+from support.limits import Limit
+from support.processes import Sample, in_process
+from support.work import LARGE, MEDIUM, SMALL, Work, size
 
 PARTS = ("table", "first", "switch", "handover", "host_memory")
 COLUMNS = ("first pause", "first resume", "pause", "resume")

@@ -23,13 +23,13 @@ from threading import Barrier
 from typing import Any
 
 import torch
-from arguments import count, not_negative, parse, parser_for, positive
-from environment import environment
-from handover import broker
-from host import GIB
-from processes import CONTEXT, Process, Sample, side_by_side
 
 import memsaver
+from handover import broker
+from support.arguments import count, not_negative, parse, parser_for, positive
+from support.environment import environment
+from support.host import GIB
+from support.processes import CONTEXT, Process, Sample, side_by_side
 
 DEVICE = "cuda:0"
 WAIT_S = 120.0

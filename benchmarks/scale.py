@@ -27,14 +27,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from arguments import add_device, add_small, count, parse, parser_for
-from environment import environment
-from host import GIB, KIB, MIB, status
-from limits import Limit
-from processes import Sample, in_process
-from work import Contents, Work, milliseconds, size, synchronize
 
 import memsaver
+from support.arguments import add_device, add_small, count, parse, parser_for
+from support.environment import environment
+from support.host import GIB, KIB, MIB, status
+from support.limits import Limit
+from support.processes import Sample, in_process
+from support.work import Contents, Work, milliseconds, size, synchronize
 
 PARTS = ("regions", "tensors", "holes", "trim", "peers")
 PAIRS = 2000  # allocations and frees that are timed

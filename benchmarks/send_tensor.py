@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from arguments import add_device, count, parse, parser_for, positive
-from environment import environment
-from host import GIB, MIB
-from processes import CONTEXT, Process, Sample, ask_all
-from work import size, synchronize
 
 import memsaver
+from support.arguments import add_device, count, parse, parser_for, positive
+from support.environment import environment
+from support.host import GIB, MIB
+from support.processes import CONTEXT, Process, Sample, ask_all
+from support.work import size, synchronize
 
 SLEEP_S = 0.2  # of the receiver, while the sender's pause waits
 PART = GIB // 8  # numbers compared at once

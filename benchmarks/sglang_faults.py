@@ -27,15 +27,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from arguments import directory as writable
-from arguments import parse, parser_for, positive
-from environment import environment, need_cuda
-from faults import RECOVERY_S, Brokers, Calling, holding, runs, stranded, used_bytes, wait_ended
-from host import GIB, MIB
-from processes import Process, ask_all, side_by_side
-from sglang_server import WAYS, Server
-from vllm_models import HEAD, KV_HEADS, MODELS
-from vllm_updates import filled
+from support.arguments import directory as writable
+from support.arguments import parse, parser_for, positive
+from support.environment import environment, need_cuda
+from support.host import GIB, MIB
+from support.processes import Process, ask_all, side_by_side
+from support.servers.faults import RECOVERY_S, Brokers, Calling, holding, runs, stranded, used_bytes, wait_ended
+from support.servers.sglang_server import WAYS, Server
+from support.servers.vllm_models import HEAD, KV_HEADS, MODELS
+from support.servers.vllm_updates import filled
 
 SHARED = "memsaver, shared pool"
 GPUS = ("cuda:0", "cuda:1")

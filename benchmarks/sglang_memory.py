@@ -30,15 +30,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from arguments import count, not_negative, parse, parser_for, positive
-from arguments import directory as writable
-from environment import environment, nvidia_smi
-from host import GIB, MIB, status
-from processes import Process, Sample, ask_all, in_process
-from sglang_server import GRAPHS, WAYS, Server
-from sglang_updates import trained, update
-from vllm_models import HEAD, KV_HEADS, MODELS
-from vllm_updates import filled
+from support.arguments import count, not_negative, parse, parser_for, positive
+from support.arguments import directory as writable
+from support.environment import environment, nvidia_smi
+from support.host import GIB, MIB, status
+from support.processes import Process, Sample, ask_all, in_process
+from support.servers.sglang_server import GRAPHS, WAYS, Server
+from support.servers.sglang_updates import trained, update
+from support.servers.vllm_models import HEAD, KV_HEADS, MODELS
+from support.servers.vllm_updates import filled
 
 SETTINGS = {"update": (False, False), "backup": (True, False), "update-graphs": (False, True),
             "backup-graphs": (True, True)}  # fmt: skip
@@ -56,7 +56,7 @@ def used_bytes() -> int:
 
 def plain_copies(nbytes: int) -> Iterator[Sample]:
     """Milliseconds in which plain pinned copies move so many bytes, one way and the other."""
-    from limits import PlainCopies
+    from support.limits import PlainCopies
 
     copies = PlainCopies(nbytes, "cuda:0", GIB)
     yield {"out": statistics.median(copies.out() for _ in range(5)),

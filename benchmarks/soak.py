@@ -32,15 +32,14 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from arguments import add_device, add_small, count, parse, parser_for, positive
-from environment import environment
-from footprint import HEAD, counted, growths, of_process
-from host import MIB
-from processes import CONTEXT
-from soak_client import Setting, serve
-
 from memsaver.broker import discovery
 from memsaver.broker.admin import AdminClient
+from support.arguments import add_device, add_small, count, parse, parser_for, positive
+from support.environment import environment
+from support.footprint import HEAD, counted, growths, of_process
+from support.host import MIB
+from support.processes import CONTEXT
+from support.soak_client import Setting, serve
 
 NAMES = ("client a", "client b")
 BROKER = "broker"

@@ -20,13 +20,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from arguments import add_device, count, parse, parser_for, positive
-from environment import environment
-from host import GIB, MIB
-from processes import Sample, in_process
-from work import size, synchronize
 
 import memsaver
+from support.arguments import add_device, count, parse, parser_for, positive
+from support.environment import environment
+from support.host import GIB, MIB
+from support.processes import Sample, in_process
+from support.work import size, synchronize
 
 SUBJECTS = ("memsaver", "torch")
 DEEDS = ("enter and leave", "replay", "nothing")

@@ -27,8 +27,13 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from arguments import add_device, add_small, count, parse, parser_for  # noqa: E402
-from engine_loads import (  # noqa: E402
+
+import memsaver  # noqa: E402
+from examples.colocate.engine.benchmark import Run  # noqa: E402
+from examples.colocate.engine.checkpoint import PRESETS  # noqa: E402
+from examples.colocate.engine.parallel import ONE_RANK, Parallel  # noqa: E402
+from support.arguments import add_device, add_small, count, parse, parser_for  # noqa: E402
+from support.engine_loads import (  # noqa: E402
     TIMEOUT_S,
     Load,
     allow_backups,
@@ -40,13 +45,8 @@ from engine_loads import (  # noqa: E402
     tokens_of,
     use,
 )
-from environment import environment, need_cuda  # noqa: E402
-from processes import Process, Sample, side_by_side  # noqa: E402
-
-import memsaver  # noqa: E402
-from examples.colocate.engine.benchmark import Run  # noqa: E402
-from examples.colocate.engine.checkpoint import PRESETS  # noqa: E402
-from examples.colocate.engine.parallel import ONE_RANK, Parallel  # noqa: E402
+from support.environment import environment, need_cuda  # noqa: E402
+from support.processes import Process, Sample, side_by_side  # noqa: E402
 
 RANKS = 2
 ROUNDS = 3

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arguments import count, directory, parse, parser_for
-from environment import environment, need_cuda, nvidia_smi
 
 from memsaver.drop_in.tms import launch
+from support.arguments import count, directory, parse, parser_for
+from support.environment import environment, need_cuda, nvidia_smi
 
 LIMIT_S = 150.0
 CALLS = ("pause_s", "resume_s")

@@ -17,17 +17,17 @@ import time
 from threading import Barrier
 from typing import Any
 
-import host
 import torch
-from arguments import add_device, count, parse, parser_for, positive
-from environment import environment
-from host import GIB, MIB
-from limits import PlainCopies
-from processes import CONTEXT, Process, Sample, in_process, side_by_side
-from switches import Sides, switch
-from work import RETAIN, Work, size, synchronize
 
 import memsaver
+from support import host
+from support.arguments import add_device, count, parse, parser_for, positive
+from support.environment import environment
+from support.host import GIB, MIB
+from support.limits import PlainCopies
+from support.processes import CONTEXT, Process, Sample, in_process, side_by_side
+from support.switches import Sides, switch
+from support.work import RETAIN, Work, size, synchronize
 
 FOOTPRINT = 2 * GIB  # of host memory that the plain copies of one direction go through
 WAIT_S = 120.0

@@ -28,15 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from arguments import count, parser_for, positive
-from environment import environment
-from host import MIB
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from turn_costs import PHASES, WARM_UP, print_table, summary
 
 import memsaver
 from memsaver.ray import Colocated, Group
+from support.arguments import count, parser_for, positive
+from support.environment import environment
+from support.host import MIB
+from support.turn_costs import PHASES, WARM_UP, print_table, summary
 
 TIMEOUT_S = 300.0
 START_S = 600.0  # of all actors; with fewer cores than ranks most of it is their imports

@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 import torch.distributed as distributed
-from arguments import add_device, count, parse, parser_for, positive
-from environment import environment
-from host import MIB
-from processes import CONTEXT
-from turn_costs import PHASES, WARM_UP, print_table, summary
 
 import memsaver
 from memsaver.distributed import Colocated, Group
+from support.arguments import add_device, count, parse, parser_for, positive
+from support.environment import environment
+from support.host import MIB
+from support.processes import CONTEXT
+from support.turn_costs import PHASES, WARM_UP, print_table, summary
 
 TIMEOUT_S = 300.0
 Row = tuple[float, float, float]  # begin and end of enter(), and the seconds in the rank's own methods

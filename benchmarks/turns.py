@@ -39,18 +39,18 @@ sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
 
 import ray  # noqa: E402
-from arguments import add_device, add_small, count, parse, parser_for  # noqa: E402
-from environment import environment  # noqa: E402
-from host import GIB, MIB  # noqa: E402
-from limits import Limit  # noqa: E402
-from offload import OffloadingLoop  # noqa: E402
-from switches import free_bytes  # noqa: E402
-from work import size  # noqa: E402
 
 from examples.colocate import loop  # noqa: E402
 from examples.colocate.report import Report  # noqa: E402
 from examples.colocate.rollout import demonstration_batch  # noqa: E402
 from examples.colocate.traffic import Contents  # noqa: E402
+from support.arguments import add_device, add_small, count, parse, parser_for  # noqa: E402
+from support.environment import environment  # noqa: E402
+from support.host import GIB, MIB  # noqa: E402
+from support.limits import Limit  # noqa: E402
+from support.offload import OffloadingLoop  # noqa: E402
+from support.switches import free_bytes  # noqa: E402
+from support.work import size  # noqa: E402
 
 PHASES = ("train", "sync", "rollout")
 SUBJECTS = {"pool": "shared pool", "driver": "driver as the source", "offload": '.to("cpu")'}

@@ -32,15 +32,16 @@ from typing import Any
 
 import psutil
 import torch
-from arguments import directory as writable
-from arguments import parse, parser_for, positive
-from environment import environment
-from faults import RECOVERY_S, Brokers, Calling, holding, runs, stranded, used_bytes, wait_ended
-from host import GIB, MIB
-from processes import Process, ask_all, side_by_side
-from vllm_models import MODELS, WAYS
-from vllm_server import Server
-from vllm_updates import filled
+
+from support.arguments import directory as writable
+from support.arguments import parse, parser_for, positive
+from support.environment import environment
+from support.host import GIB, MIB
+from support.processes import Process, ask_all, side_by_side
+from support.servers.faults import RECOVERY_S, Brokers, Calling, holding, runs, stranded, used_bytes, wait_ended
+from support.servers.vllm_models import MODELS, WAYS
+from support.servers.vllm_server import Server
+from support.servers.vllm_updates import filled
 
 SHARED = "memsaver, shared pool"
 GPUS = ("cuda:0", "cuda:1")

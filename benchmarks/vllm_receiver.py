@@ -23,14 +23,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from arguments import count, parse, parser_for
-from environment import environment
-from handover import broker
-from host import GIB
-from processes import Process, Sample, ask_all
-from vllm_models import MODELS, UNCOMPILED
 
 import memsaver
+from handover import broker
+from support.arguments import count, parse, parser_for
+from support.environment import environment
+from support.host import GIB
+from support.processes import Process, Sample, ask_all
+from support.servers.vllm_models import MODELS, UNCOMPILED
 
 EXTENSION = "memsaver.drop_in.vllm.worker_extension.WeightReceiver"
 WARM_UP = 1

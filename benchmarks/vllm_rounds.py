@@ -20,14 +20,14 @@ import sys
 import tempfile
 from typing import Any
 
-from arguments import count, parse, parser_for
-from arguments import directory as writable
-from environment import environment
-from host import GIB
-from processes import Process, ask_all
-from vllm_models import MODELS, WAYS
-from vllm_server import Server
-from vllm_updates import filled, trained
+from support.arguments import count, parse, parser_for
+from support.arguments import directory as writable
+from support.environment import environment
+from support.host import GIB
+from support.processes import Process, ask_all
+from support.servers.vllm_models import MODELS, WAYS
+from support.servers.vllm_server import Server
+from support.servers.vllm_updates import filled, trained
 
 
 def update(server: Server, trainers: list[Process], path: str) -> float:

@@ -31,10 +31,11 @@ from typing import Any
 
 import psutil
 import torch
-from arguments import count, parse, parser_for, positive
-from environment import environment, listed_bytes, nvidia_smi
-from host import GIB, MIB
-from vllm_models import MODELS, UNCOMPILED, WAYS, Model, prompt
+
+from support.arguments import count, parse, parser_for, positive
+from support.environment import environment, listed_bytes, nvidia_smi
+from support.host import GIB, MIB
+from support.servers.vllm_models import MODELS, UNCOMPILED, WAYS, Model, prompt
 
 PROMPTS, TOKENS = 8, 32
 WARM_UP = 2
@@ -134,7 +135,7 @@ class Engine:
 
     def accounts(self) -> dict[str, Any]:
         """memsaver's account of this process's memory on the device, at three moments."""
-        from accounts import account_of
+        from support.accounts import account_of
 
         found = {"awake": account_of("cuda:0")}
         self.llm.sleep(level=1)
@@ -146,7 +147,7 @@ class Engine:
 
     def limits(self) -> dict[str, float]:
         """Milliseconds in which plain pinned copies move the bytes of the weights, one way and the other."""
-        from limits import PlainCopies
+        from support.limits import PlainCopies
 
         copies = PlainCopies(self.weight_bytes, "cuda:0", GIB)
         return {"out": statistics.median(copies.out() for _ in range(5)),
@@ -256,7 +257,7 @@ def report_starts(found: dict[str, Any]) -> bool:
     if len(first) == 2:
         print(f"memsaver: {first['memsaver']['kv_blocks'] / first['vllm']['kv_blocks'] - 1:+.2%} KV blocks")
     if found["accounts"] is not None:
-        from accounts import table
+        from support.accounts import table
 
         print("\n".join(table(found["accounts"])))
     return len({each["tokens"] for each in first.values()}) == 1

@@ -21,15 +21,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from arguments import count, parse, parser_for
-from environment import environment
-from handover import broker
-from host import GIB, MIB
-from limits import Limit
-from processes import Process, Sample, ask_all
-from vllm_models import MODELS
 
 import memsaver
+from handover import broker
+from support.arguments import count, parse, parser_for
+from support.environment import environment
+from support.host import GIB, MIB
+from support.limits import Limit
+from support.processes import Process, Sample, ask_all
+from support.servers.vllm_models import MODELS
 
 WARM_UP = 2
 WAIT_S = 60.0

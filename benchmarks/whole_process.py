@@ -35,16 +35,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accounts import account_of, table
-from arguments import add_device, count, parse, parser_for
-from environment import environment, need_cuda, nvidia_smi
-from memory_stages import lines_of, stages_of_rank
-from processes import Process, ask_all, in_process, side_by_side
-from sharded_trainer import RANKS, Trainer, free_caches, init_fake, place
 
 import memsaver
 from memsaver.distributed import Colocated, Group
 from memsaver.guests import HostCache, ProcessGroups, Stacks, Workspaces, for_nccl
+from support.accounts import account_of, table
+from support.arguments import add_device, count, parse, parser_for
+from support.environment import environment, need_cuda, nvidia_smi
+from support.memory_stages import lines_of, stages_of_rank
+from support.processes import Process, ask_all, in_process, side_by_side
+from support.sharded_trainer import RANKS, Trainer, free_caches, init_fake, place
 
 TAG = "trainer"
 PHASES: dict[str, dict[str, list[str]]] = {"train": {"trainer": [TAG]}, "away": {"trainer": []}}

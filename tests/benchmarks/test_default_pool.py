@@ -20,7 +20,7 @@ GIB, MIB = 1 << 30, 1 << 20
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import default_pool_trainer
+    from support import default_pool_trainer
 
     return default_pool_trainer
 

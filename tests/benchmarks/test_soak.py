@@ -19,7 +19,7 @@ MIB = 1 << 20
 def footprint() -> ModuleType:
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        return importlib.import_module("footprint")
+        return importlib.import_module("support.footprint")
     finally:
         sys.path.remove(str(BENCHMARKS))
 

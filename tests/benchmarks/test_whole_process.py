@@ -52,7 +52,7 @@ def test_stages_are_those_of_both_ranks() -> None:
 @pytest.fixture
 def accounts(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import accounts
+    from support import accounts
 
     return accounts
 

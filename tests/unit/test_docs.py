@@ -108,6 +108,12 @@ def test_commands_that_are_named_exist(page: Path) -> None:
     assert set(asked) <= targets
 
 
+def test_each_file_in_benchmarks_is_named_in_a_page() -> None:
+    pages = "\n".join(page.read_text() for page in PAGES)
+    for path in ROOT.glob("benchmarks/*.py"):
+        assert f"benchmarks/{path.name}" in pages, f"is {path.name} a program, or does it belong in benchmarks/support?"
+
+
 @each_page
 def test_snippets_parse_and_their_calls_match_signatures(page: Path) -> None:
     for snippet in _snippets(page):

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from engine_loads import Clock, Load, shape_of, use
-from processes import Sample
 from torch import Tensor
 
 from examples.colocate.engine.gpt2 import GPT2Config
+from support.engine_loads import Clock, Load, shape_of, use
+from support.processes import Sample
 
 
 def build(load: Load, device: str, small: bool) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 # Children come from a server that has loaded torch and never used CUDA: a new process costs no import.
@@ -17,6 +18,12 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch"])
 
 Sample = dict[str, Any]
+
+
+def search_path() -> str:
+    """A value for PYTHONPATH: with it another program's process finds the modules of this package, too."""
+    benchmarks = Path(__file__).resolve().parent.parent
+    return os.pathsep.join([str(benchmarks), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def last_line(text: str) -> str:

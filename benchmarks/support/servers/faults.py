@@ -13,12 +13,12 @@ from typing import Any
 
 import psutil
 import torch
-from engine_server import EngineServer
-from environment import nvidia_smi
-from host import GIB, MIB
-from processes import Sample
 
 import memsaver
+from support.environment import nvidia_smi
+from support.host import GIB, MIB
+from support.processes import Sample
+from support.servers.engine_server import EngineServer
 
 RECOVERY_S = 60.0
 

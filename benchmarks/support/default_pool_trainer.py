@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from host import GIB, MIB
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from support.host import GIB, MIB
 
 Reply = dict[str, Any]
 POOL_ID = (0, 0)  # torch's, of its default pool

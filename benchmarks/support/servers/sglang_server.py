@@ -8,8 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 import psutil
-from engine_server import EngineServer, free_port
-from vllm_models import prompt
+
+from support.servers.engine_server import EngineServer, free_port
+from support.servers.vllm_models import prompt
 
 PROMPTS, TOKENS = 3, 16
 GRAPHS = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}

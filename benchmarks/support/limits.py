@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-import host
 import torch
-from processes import Process, Sample
-from work import milliseconds
 
 from memsaver import _core
+from support import host
+from support.processes import Process, Sample
+from support.work import milliseconds
 
 PIECE = 64 * host.MIB
 

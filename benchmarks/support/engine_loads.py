@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from host import GIB
-from processes import Sample
 
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
@@ -21,6 +19,8 @@ from examples.colocate.engine.checkpoint import PRESETS
 from examples.colocate.engine.gpt2 import GPT2Config
 from examples.colocate.engine.model import Config
 from examples.colocate.engine.parallel import ONE_RANK, Parallel
+from support.host import GIB
+from support.processes import Sample
 
 BLOCK = 16  # tokens in a KV block
 TIMEOUT_S = 300.0  # of a process, for one sample

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable
 
-from environment import need_cuda
+from support.environment import need_cuda
 
 CPU_HELP = "cpu: the host driver, with small sizes by default; figures mean nothing there"
 
@@ -28,7 +28,7 @@ def add_device(parser: argparse.ArgumentParser, numbered: bool = True) -> None:
 
 def add_small(parser: argparse.ArgumentParser) -> None:
     """On the CPU `parse` turns it on: the full measurement would take hours there."""
-    parser.add_argument("--small", action="store_true", help="tiny shapes and loads, to try it out; always on the CPU")
+    parser.add_argument("--small", action="store_true", help="tiny shapes and loads, for a trial; --device cpu sets it")
 
 
 def parse(parser: argparse.ArgumentParser, **sizes: tuple[float, float]) -> argparse.Namespace:

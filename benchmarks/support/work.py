@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from host import GIB, MIB
+
+from support.host import GIB, MIB
 
 RETAIN = "100GiB"  # for subjects whose chunks stay in the process
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from host import GIB, MIB
-from processes import Sample
-from vllm_models import MODELS
 
 import memsaver
+from support.host import GIB, MIB
+from support.processes import Sample
+from support.servers.vllm_models import MODELS
 
 BUCKET = 256 * MIB
 SPARE = GIB  # of the free memory that filled() leaves to other processes

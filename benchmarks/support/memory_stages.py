@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accounts import account_of, bytes_of
-from environment import nvidia_smi
-from sharded_trainer import RANKS, Trainer, dtype_of, free_caches, init_fake, place
 
 import memsaver
 from memsaver.guests import Communicators, HostCache, ProcessGroups, Workspaces, for_nccl
+from support.accounts import account_of, bytes_of
+from support.environment import nvidia_smi
+from support.sharded_trainer import RANKS, Trainer, dtype_of, free_caches, init_fake, place
 
 _TAG = "trainer"
 _MIB = 1 << 20

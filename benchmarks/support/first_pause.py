@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import host
 import torch
-from processes import Sample
-from work import RETAIN, Contents, Work, milliseconds
 
 import memsaver
+from support import host
+from support.processes import Sample
+from support.work import RETAIN, Contents, Work, milliseconds
 
 WAIT_S = 30.0
 

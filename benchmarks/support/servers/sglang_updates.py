@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 
 import torch
-from host import MIB
-from processes import Process, Sample, ask_all
-from sglang_server import Server
-from vllm_models import MODELS
+
+from support.host import MIB
+from support.processes import Process, Sample, ask_all
+from support.servers.sglang_server import Server
+from support.servers.vllm_models import MODELS
 
 BUCKET = 512 * MIB
 

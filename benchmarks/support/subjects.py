@@ -7,8 +7,8 @@ import importlib.metadata
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from processes import Sample
-from work import RETAIN, Contents, Work, milliseconds
+from support.processes import Sample
+from support.work import RETAIN, Contents, Work, milliseconds
 
 
 class Subject(Protocol):

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from host import MIB, status
+from support.host import MIB, status
 
 Sample = dict[str, int]  # figure -> bytes, or a count
 

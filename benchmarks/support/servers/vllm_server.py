@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import psutil
-from engine_server import EngineServer, free_port
-from vllm_models import UNCOMPILED, prompt
 
-EXTENSION = "vllm_updates.Updated"
+from support.processes import search_path
+from support.servers.engine_server import EngineServer, free_port
+from support.servers.vllm_models import UNCOMPILED, prompt
+
+EXTENSION = "support.servers.vllm_updates.Updated"
 PROMPTS, TOKENS = 4, 24
 
 
@@ -42,8 +42,7 @@ class Server(EngineServer):
             "--max-model-len", "1024", "--max-num-seqs", "8", "--attention-backend", "TRITON_ATTN",
             "--compilation-config", json.dumps(UNCOMPILED), "--worker-extension-cls", EXTENSION, *options,
         ]  # fmt: skip
-        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": path}
+        own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": search_path()}
         super().__init__(name, command, port, logs, {**own, **variables})
 
     def tokens(self) -> list[list[int]]:

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from host import MIB
-from processes import Sample
-from work import RETAIN, Contents, Work, milliseconds
 
 import memsaver
 from memsaver import _core
+from support.host import MIB
+from support.processes import Sample
+from support.work import RETAIN, Contents, Work, milliseconds
 
 SPARE = 768 * MIB  # left free on a full device
 WARM_UP = 6

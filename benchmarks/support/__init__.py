@@ -1,0 +1,1 @@
+"""Modules that the programs in benchmarks/ import as `support`, or start in processes of their own."""
