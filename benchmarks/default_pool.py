@@ -36,8 +36,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from handover import broker
 from support.arguments import count, parse, parser_for, positive
+from support.broker import broker
 from support.environment import environment, nvidia_smi
 from support.host import GIB, MIB
 from support.processes import last_line, search_path

@@ -14,9 +14,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,6 +25,7 @@ import torch
 
 import memsaver
 from support.arguments import add_device, count, parse, parser_for, positive
+from support.broker import broker
 from support.environment import environment
 from support.host import GIB, MIB
 from support.limits import Limit
@@ -132,24 +130,6 @@ def check(tensors: list[torch.Tensor], rank: int, changes: int) -> None:
         expected = 1000 * rank + number + changes
         if (int(low), int(high)) != (expected, expected):
             raise AssertionError(f"tensor {number} holds {int(low)} to {int(high)}, not {expected}")
-
-
-@contextmanager
-def broker(device: str, capacity: int) -> Iterator[str]:
-    """One of this benchmark's own, in a directory of its own."""
-    with tempfile.TemporaryDirectory(prefix="memsaver-") as directory:
-        command = [sys.executable, "-m", "memsaver", "broker", "--device", device, "--capacity", str(capacity)]
-        environ = {**os.environ, "MEMSAVER_POOL_DIR": directory}
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environ)
-        try:
-            while not any(name.endswith(".sock") for name in os.listdir(directory)):
-                if process.poll() is not None:
-                    raise RuntimeError(f"the broker ended with {process.returncode}")
-                time.sleep(0.01)
-            yield directory
-        finally:
-            process.terminate()
-            process.wait()
 
 
 def ballast(nbytes: int, device: str, done: Any) -> Sample:

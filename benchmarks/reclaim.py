@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 import memsaver
-from handover import broker
 from support.arguments import count, not_negative, parse, parser_for, positive
+from support.broker import broker
 from support.environment import environment
 from support.host import GIB
 from support.processes import CONTEXT, Process, Sample, side_by_side

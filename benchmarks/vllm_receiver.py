@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 import memsaver
-from handover import broker
 from support.arguments import count, parse, parser_for
+from support.broker import broker
 from support.environment import environment
 from support.host import GIB
 from support.processes import Process, Sample, ask_all

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 import memsaver
-from handover import broker
 from support.arguments import count, parse, parser_for
+from support.broker import broker
 from support.environment import environment
 from support.host import GIB, MIB
 from support.limits import Limit
