@@ -1,4 +1,4 @@
-"""torch's pools over regions of the host driver, in an allocator that is made up: see tests/fake_torch.cpp."""
+"""torch's pools over regions of the host driver, in an allocator that is made up: see tests/fakes/fake_torch.cpp."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def library() -> str:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler")
-    source = ROOT / "tests" / "fake_torch.cpp"
+    source = ROOT / "tests" / "fakes" / "fake_torch.cpp"
     folder = ROOT / "build" / "fake_torch"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"libc10_cuda-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}.so"

@@ -1,5 +1,5 @@
 """torch's expandable segments over a fake CUDA driver (tests/fake_cuda), in an allocator that is made up: see
-tests/fake_torch.cpp.
+tests/fakes/fake_torch.cpp.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ def compiled(folder: Path, name: str, *flags: str) -> str:
     if compiler is None:
         pytest.skip("there is no C compiler")
     path = str(folder / name)
-    subprocess.run([compiler, "-shared", "-fPIC", *flags, str(ROOT / "tests/fake_nccl.c"), "-o", path], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", *flags, str(ROOT / "tests/fakes/fake_nccl.c"), "-o", path], check=True
+    )
     return path
 
 

@@ -21,7 +21,7 @@ from memsaver.guests import ProcessGroups, nccl_memory, process_groups
 from tests.fake_cuda import DRIVER, folder, run_on_fake
 from tests.support import ROOT
 
-SOURCE = ROOT / "tests" / "fake_nccl_memory.c"
+SOURCE = ROOT / "tests" / "fakes" / "fake_nccl_memory.c"
 AS_NCCL, TWICE, MISSING, BY_MALLOC, FAILING, LINKED = range(6)
 
 BEGIN = """
