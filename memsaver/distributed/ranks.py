@@ -77,7 +77,7 @@ class Processes:
     def begin(self, turn: int) -> None:
         """Begins a turn. Answers to earlier calls are not awaited any more."""
         self.turn = turn
-        self._hanging.update((process, max(calls.items())[1]) for process, calls in self._unanswered.items() if calls)
+        self._hanging.update((process, min(calls.items())[1]) for process, calls in self._unanswered.items() if calls)
         self._watch.forget_silence()
         self._answers.clear()
         self._left.clear()
@@ -117,6 +117,10 @@ class StoreRank(Rank):
         member = (self.role, self._place)
         message = {"member": member, "method": method, "args": list(args), "options": options}
         return _StoreCall(self._processes, self.process, self._processes.call(self.process, message))
+
+    @property
+    def lane(self) -> object:
+        return self.process
 
     def is_lost(self, error: Exception) -> bool:
         return isinstance(error, LostRankError)

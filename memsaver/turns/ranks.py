@@ -62,6 +62,11 @@ class Rank:
         """Whether the error of a call means that the rank has died."""
         return False
 
+    @property
+    def lane(self) -> object:
+        """Equal for ranks whose calls run one after the other: a call that hangs delays those of all of them."""
+        return self
+
     def described(self, error: Exception) -> str:
         """The class of an error of this rank, and its text."""
         return f"{type(error).__name__}: {str(error).strip()}"

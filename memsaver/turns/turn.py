@@ -349,9 +349,14 @@ class RunningTurn:
             backup = as_option("backup", unrestored, tags) if rank.has("colocated_prepare") else {}
             return rank.submit("pause", tags, **again.of_pauses(rank.role, tags), **backup)
 
-        _, refused = barrier([rank for rank in (*resumed, *errors) if changed(rank)], pause, again.until)
-        for rank, error in refused.items():
+        calls, refused = submit([rank for rank in (*resumed, *errors) if changed(rank)], pause)
+        behind = _behind(calls, self._late)
+        _, failed = collect({rank: call for rank, call in calls.items() if rank not in behind}, again.until)
+        for rank, error in {**refused, **failed}.items():
             log.error("%s stays resident: it could not pause again: %s", rank, error)
+        for rank in behind:
+            log.warning("%s pauses again when the call that hangs in its process has ended", rank)
+            self._late.setdefault(rank, calls[rank])
 
     def _fail(self, failures: Sequence[tuple[Errors, str, TagsByRole]], aborting: Sequence[Rank] = ()) -> NoReturn:
         """Aborts the prepared ranks, reports the first failure to the others, and raises it."""
@@ -372,16 +377,19 @@ class RunningTurn:
         # A dead rank has nothing prepared, and its answer would wait for its restart. A rank without an answer still
         # prepares: its abort runs after that.
         submit((rank for rank in aborting if rank in silent), _abort)
-        answering = [rank for rank in aborting if rank not in silent]
+        answering = [rank for rank in aborting if rank not in silent and rank not in dead]
+        behind = _behind(answering, silent)
+        submit(behind, _abort)  # they run after the calls that hang, too
         bound = time.monotonic() + _NOTIFY_S
-        _, abort_errors = barrier((rank for rank in answering if rank not in dead), _abort, bound)
-        hanging = unanswered(abort_errors)
+        _, abort_errors = barrier((rank for rank in answering if rank not in behind), _abort, bound)
+        hanging = [*behind, *unanswered(abort_errors)]
         for rank, error in abort_errors.items():
             if rank not in errors and rank not in hanging:
                 log.warning("%s could not abort its prepared pause: %s", rank, error)
         # Other processes may be unable to load the class of an error that a rank raised.
         portable = cause if isinstance(cause, Error) else Error(failed.described(cause))
-        _notify([rank for rank in self._ranks if rank not in errors and rank.has("colocated_failed")], failed, portable)
+        told = [rank for rank in self._ranks if rank not in errors and rank.has("colocated_failed")]
+        _notify(told, failed, portable, _behind(told, silent))
         stages = {rank: f"; it {doing}" for rank, doing in report.doing.items()}
         also = "".join(
             f"; {rank}: {rank.described(error)}{stages.get(rank, '')}"
@@ -415,10 +423,17 @@ def _abort(rank: Rank) -> Call:
     return rank.submit("colocated_abort")
 
 
-def _notify(ranks: Sequence[Rank], failed: Rank, error: Error) -> None:
+def _behind(ranks: Iterable[Rank], silent: Iterable[Rank]) -> list[Rank]:
+    """The ranks whose calls wait for calls that hang. ``silent``: the ranks that hang."""
+    lanes = {rank.lane for rank in silent}
+    return [rank for rank in ranks if rank.lane in lanes]
+
+
+def _notify(ranks: Sequence[Rank], failed: Rank, error: Error, behind: Sequence[Rank]) -> None:
+    """Reports a failure. ``behind``: ranks that are not waited for, since other calls of their processes hang."""
     calls, errors = submit(ranks, lambda rank: rank.submit("colocated_failed", failed.role, failed.index, error))
     deadline = time.monotonic() + _NOTIFY_S
-    for rank, call in calls.items():
+    for rank, call in ((rank, call) for rank, call in calls.items() if rank not in behind):
         try:
             call.result(max(0.0, deadline - time.monotonic()))
         except Exception as raised:  # TimeoutError among them

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -81,16 +81,22 @@ class Member:
 
 
 class World:
-    """Ranks as threads, two engines and a trainer, over one store."""
+    """Ranks as threads, two engines and a trainer, over one store. ``roles``: by rank, the numbers of its members."""
 
-    def __init__(self, store: distributed.Store, **options: Any) -> None:
+    def __init__(
+        self,
+        store: distributed.Store,
+        roles: Sequence[Mapping[str, int]] = ({"engine": 0}, {"engine": 1}, {"trainer": 2}),
+        phases: Mapping[str, Mapping[str, Sequence[str]]] = PHASES,
+        **options: Any,
+    ) -> None:
         self.members = [Member(), Member(), Member()]
-        roles = [{"engine": self.members[0]}, {"engine": self.members[1]}, {"trainer": self.members[2]}]
+        found = [{role: self.members[number] for role, number in each.items()} for each in roles]
         self.groups = [
-            Group(phases=PHASES, store=store, rank=rank, world_size=3, **{**role, **options})
-            for rank, role in enumerate(roles)
+            Group(phases=phases, store=store, rank=rank, world_size=len(roles), **{**role, **options})
+            for rank, role in enumerate(found)
         ]
-        self._turns = [threading.Lock() for _ in range(3)]  # a rank makes one call at a time
+        self._turns = [threading.Lock() for _ in roles]  # a rank makes one call at a time
 
     def call(self, rank: int, name: str, **options: Any) -> Future[Turn]:
         return self.run(rank, lambda: self.groups[rank].enter(name, **options))
@@ -109,10 +115,10 @@ class World:
         return future
 
     def enter(self, name: str, **options: Any) -> list[Turn]:
-        return [call.result(WAIT_S) for call in [self.call(rank, name, **options) for rank in range(3)]]
+        return [call.result(WAIT_S) for call in [self.call(rank, name, **options) for rank in range(len(self.groups))]]
 
     def fails(self, name: str, **options: Any) -> list[Any]:
-        return [each.exception(WAIT_S) for each in [self.call(rank, name, **options) for rank in range(3)]]
+        return [each.exception(WAIT_S) for each in [self.call(rank, name, **options) for rank in range(len(self.groups))]]
 
     def seen(self) -> list[list[str]]:
         return [member.seen() for member in self.members]
@@ -155,8 +161,8 @@ Worlds = Callable[..., World]
 def world() -> Iterator[Worlds]:
     made: list[World] = []
 
-    def make(store: distributed.Store, **options: Any) -> World:
-        made.append(World(store, **options))
+    def make(store: distributed.Store, *args: Any, **options: Any) -> World:
+        made.append(World(store, *args, **options))
         return made[-1]
 
     yield make
@@ -381,6 +387,38 @@ def test_a_rank_that_hangs_in_the_second_half_is_named_until_it_has_answered(
         for error in job.fails("rollout"):
             assert "the phase that was to write them failed" in str(error)
     assert job.enter("rollout", restore=False)[0].phase == "rollout"
+
+
+@pytest.mark.parametrize("step", ["prepare", "resume"])
+def test_the_other_members_of_a_process_that_hangs_are_not_waited_for(
+    store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Their calls run after the one that hangs, so a wait for them would last until its bound."""
+    monkeypatch.setattr(turn_module, "_COMPLETE_S", 0.0)
+    monkeypatch.setattr(turn_module, "_NOTIFY_S", 10.0 * WAIT_S)
+    phases = {"both": {"engine": ["weights"], "trainer": ["params"]}, "none": {}}
+    job = world(store, [{"engine": 0}, {"engine": 1, "trainer": 2}], phases)
+    before, phase = ("both", "none") if step == "prepare" else ("none", "both")
+    job.enter(before)
+    job.seen()
+    job.members[2].held[step] = held = threading.Event()
+    if step == "resume":  # it bounds the pauses of the ranks that had resumed
+        monkeypatch.setattr(turn_module, "_ANSWER_S", 10.0 * WAIT_S)
+    calls = [job.call(rank, phase, timeout=0.5) for rank in range(2)]
+    error = str(calls[0].exception(WAIT_S))
+    monkeypatch.setattr(turn_module, "_ANSWER_S", 0.0)
+    assert "trainer 0 (rank 1) could not " in error
+    text = "; engine 1 (rank 1) has not answered that it took its preparation back"
+    assert (text in error) == (step == "prepare")
+    again = job.call(0, phase, timeout=0.5)
+    method = "colocated_prepare" if step == "prepare" else "resume"
+    assert f"rank 1 did not answer: it has not answered {method}() of an earlier turn" in str(again.exception(WAIT_S))
+    held.set()
+    assert isinstance(calls[1].exception(WAIT_S), memsaver.Error)
+    undone = "abort" if step == "prepare" else "pause weights"
+    assert job.members[1].calls[-2:] == [undone, "failed trainer 0: WaitTimeoutError"]
+    assert isinstance(job.call(1, phase).exception(WAIT_S), memsaver.Error)  # the turn that rank 0 has left
+    assert [turn.phase for turn in job.enter(phase)] == [phase, phase]
 
 
 @pytest.mark.parametrize("late", [0, 1])
