@@ -18,7 +18,9 @@ struct BadArgument : Error {  // -> ValueError
 };
 
 struct ConfigError : Error {
-  using Error::Error;
+  explicit ConfigError(const std::string& what, std::string option_name = "")
+      : Error(what), option(std::move(option_name)) {}
+  std::string option;  // its name; empty: none
 };
 
 // Host memory or a file for contents is not available.

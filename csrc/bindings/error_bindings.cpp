@@ -27,6 +27,7 @@ void translate_ours(const std::exception_ptr& thrown) {
   } catch (const BadArgument& error) {
     raise("ValueError", error, fields);
   } catch (const ConfigError& error) {
+    if (!error.option.empty()) fields["option"] = error.option;
     raise("ConfigError", error, fields);
   } catch (const BackupError& error) {
     fields["needed_bytes"] = error.needed_bytes;

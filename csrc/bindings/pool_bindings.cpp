@@ -17,7 +17,8 @@ namespace {
 SharedPool& pool_of(const std::string& device) {
   Device& on = opened(device);
   std::lock_guard lock(core().mutex);
-  if (!on.pooled) throw ConfigError("the memory of " + device + " is not in a shared pool: configure(pool='shared')");
+  if (!on.pooled)
+    throw ConfigError("the memory of " + device + " is not in a shared pool: configure(pool='shared')", "pool");
   return *on.shared;
 }
 

@@ -47,7 +47,9 @@ std::size_t Core::host_bytes() const { return host_device_bytes != 0 ? host_devi
 
 std::string Core::disk_directory() {
   std::lock_guard lock(mutex);
-  if (disk_dir.empty()) throw ConfigError("backup='disk' needs a directory: set it by configure(disk_dir=...)");
+  if (disk_dir.empty())
+    throw ConfigError("backup='disk' needs a directory: set it by configure(disk_dir=...) or MEMSAVER_DISK_DIR",
+                      "disk_dir");
   return disk_dir;
 }
 
