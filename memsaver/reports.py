@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from memsaver import _core, config, ledger, records
@@ -115,6 +115,22 @@ def stage() -> str | None:
     """The stages of the transitions under way, in words. None: there is none."""
     running = [each for each in records.history() if each.outcome == "running"]
     return "; ".join(map(_stage, running)) or None
+
+
+def call_of(member: object, methods: Collection[str]) -> str | None:
+    """The call of one of these methods of a member that is under way, and the place that it has reached, in words.
+
+    None: no thread is in such a call. A coroutine that waits is in no thread.
+    """
+    for ident, innermost in sys._current_frames().items():
+        if ident == threading.get_ident():
+            continue
+        for frame in [each for each, _ in traceback.walk_stack(innermost)][::-1]:
+            if frame.f_code.co_name in methods and frame.f_locals.get("self") is member:
+                code = innermost.f_code
+                place = f"{code.co_name}() at {os.path.basename(code.co_filename)}:{innermost.f_lineno}"
+                return f"is in {frame.f_code.co_name}(): {place}"
+    return None
 
 
 def host() -> str:

@@ -12,12 +12,13 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ray.experimental import internal_kv
 
 from memsaver import reports
-from memsaver.turns.ranks import Rank
+from memsaver.turns.ranks import LocalRank, Rank
 from memsaver.turns.turn import TurnReport
 
 log = logging.getLogger("memsaver")
@@ -26,6 +27,21 @@ _LOOK_S = 0.5
 _PARTS_S = 4.0  # bound of the wait for the parts
 _POLL_S = 0.05
 _SPACE = "memsaver"
+
+
+# The methods of a rank that a group calls.
+_CALLS = {
+    "pause", "resume",
+    "colocated_prepare", "colocated_commit", "colocated_abort", "colocated_pause", "colocated_failed",
+}  # fmt: skip
+
+
+@dataclass
+class _Look:
+    """The watch of an actor for requests. ``until``: by ``time.monotonic()``."""
+
+    until: float
+    actor: Any
 
 
 class Collector:
@@ -56,10 +72,10 @@ class Collector:
             log.warning("no parts of the report came from the actors: %s", error)
             parts = {}
         path = reports.save(title, "the process of the group", _lines(actors, parts))
-        own = reports.stage()
         doing = {rank: part["doing"] for rank, part in parts.items() if rank in silent}
-        if own is not None:
-            doing |= {rank: f"is in this process; {own}" for rank in silent if rank not in actors}
+        for rank in silent:
+            if isinstance(rank, LocalRank) and rank not in actors:
+                doing[rank] = f"{_doing(rank.member)}, in this process"
         return TurnReport(path, doing)
 
     def _parts(self, request: str, actors: Sequence[Rank]) -> dict[Rank, dict[str, str]]:
@@ -90,7 +106,7 @@ def _lines(actors: Sequence[Rank], parts: dict[Rank, dict[str, str]]) -> list[st
     return lines
 
 
-_looking: dict[tuple[str, str], float] = {}  # in an actor: until when it looks for requests of a group, by its name
+_looking: dict[tuple[str, str], _Look] = {}  # in an actor: by group, and its own name there
 _lock = threading.Lock()
 
 
@@ -98,7 +114,7 @@ def look_for_requests(actor: Any, group: str, name: str, seconds: float) -> None
     """Runs in an actor. A thread looks for requests of the group for so many seconds."""
     with _lock:
         idle = not _looking
-        _looking[group, name] = time.monotonic() + seconds
+        _looking[group, name] = _Look(time.monotonic() + seconds, actor)
         if idle:
             threading.Thread(target=_look, name="memsaver reports", daemon=True).start()
 
@@ -108,25 +124,32 @@ def _look() -> None:
     while True:
         with _lock:
             now = time.monotonic()
-            for key in [key for key, until in _looking.items() if until < now]:
+            for key in [key for key, look in _looking.items() if look.until < now]:
                 del _looking[key]
             if not _looking:
                 return
-            keys = list(_looking)
+            looks = list(_looking.items())
         try:
-            for group, name in keys:
+            for (group, name), look in looks:
                 request = _get(f"{group}/request")
                 if request is not None and seen.get(f"{group}/{name}") != request:
                     seen[f"{group}/{name}"] = request
-                    _put(f"{group}/part/{name}", json.dumps(_part(request.decode())))
+                    _put(f"{group}/part/{name}", json.dumps(_part(request.decode(), look.actor)))
         except Exception as error:  # of Ray, such as a cluster that ends
             log.debug("the requests of reports cannot be read: %s", error)
         time.sleep(_LOOK_S)
 
 
-def _part(request: str) -> dict[str, str]:
-    doing = reports.stage() or "no transition is under way"
-    return {"request": request, "doing": f"answers: {doing}", "where": _here(), "text": reports.part()}
+def _part(request: str, actor: Any) -> dict[str, str]:
+    return {"request": request, "doing": _doing(actor), "where": _here(), "text": reports.part()}
+
+
+def _doing(member: Any) -> str:
+    """The call of a rank, and the stages of the transitions of its process, in words."""
+    call, stage = reports.call_of(member, _CALLS), reports.stage()
+    if call is None:
+        return f"answers: {stage or 'no transition is under way'}"
+    return call if stage is None else f"{call}; {stage}"
 
 
 def _here() -> str:

@@ -118,7 +118,9 @@ class World:
         return [call.result(WAIT_S) for call in [self.call(rank, name, **options) for rank in range(len(self.groups))]]
 
     def fails(self, name: str, **options: Any) -> list[Any]:
-        return [each.exception(WAIT_S) for each in [self.call(rank, name, **options) for rank in range(len(self.groups))]]
+        return [
+            each.exception(WAIT_S) for each in [self.call(rank, name, **options) for rank in range(len(self.groups))]
+        ]
 
     def seen(self) -> list[list[str]]:
         return [member.seen() for member in self.members]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -88,7 +89,10 @@ def test_actors_that_hang_in_each_half_lead_to_a_report(
     with pytest.raises(memsaver.Error, match=r"engine 1 could not pause 'weights': WaitTimeoutError") as raised:
         group.enter("none", timeout=8.0)
     error: Any = raised.value
-    assert "it answers: the pause of 'weights' is in the stage 'guests leave' of 'connections' since" in str(error)
+    assert re.search(
+        r"; it is in colocated_commit\(\): \w+\(\) at .*\.py:\d+; the pause of 'weights' is in ", str(error)
+    )
+    assert "is in the stage 'guests leave' of 'connections' since" in str(error)
     assert str(error).endswith(f"; report: {error.report}")
     report = Path(error.report)
     assert report.parent == folder
@@ -107,7 +111,8 @@ def test_actors_that_hang_in_each_half_lead_to_a_report(
     with pytest.raises(memsaver.Error, match=r"engine 1 could not prepare to pause 'weights'") as raised:
         group.enter("none", timeout=8.0)
     error = raised.value
-    assert "; it answers: no transition is under way; report: " in str(error)
+    place = r"; it is in colocated_prepare\(\): colocated_drain\(\) at test_ray_reports\.py:\d+; report: "
+    assert re.search(place, str(error)), error
     assert "in colocated_drain\n" in Path(error.report).read_text()
     busy.unlink()
     assert group.enter("none", timeout=60.0).phase == "none"
@@ -133,4 +138,8 @@ def test_objects_of_this_process_are_in_the_part_of_the_group(
         group.enter("off", timeout=0.1)
     busy.unlink()
     error: Any = raised.value
+    place = (
+        r"; it is in colocated_prepare\(\): colocated_drain\(\) at test_ray_reports\.py:\d+, in this process; report: "
+    )
+    assert re.search(place, str(error)), error
     assert "thread 'memsaver engine 0_0':" in Path(error.report).read_text()

@@ -57,6 +57,33 @@ def test_part_has_the_transition_under_way_with_its_stage_and_the_stacks(held: m
         assert _core.acquire([held._core]) is None
 
 
+def test_call_of_finds_the_call_of_a_member_and_its_place() -> None:
+    entered, end = threading.Event(), threading.Event()
+
+    class Member:
+        def pause(self) -> None:
+            self.drain()
+
+        def drain(self) -> None:
+            entered.set()
+            while not end.is_set():
+                pass
+
+    member, other = Member(), Member()
+    assert reports.call_of(member, {"pause"}) is None
+    thread = threading.Thread(target=member.pause)
+    thread.start()
+    assert entered.wait(60)
+    try:
+        found = reports.call_of(member, {"pause"})
+        assert found is not None and found.startswith("is in pause(): ")
+        assert reports.call_of(other, {"pause"}) is None
+        assert reports.call_of(member, {"resume"}) is None
+    finally:
+        end.set()
+        thread.join(60)
+
+
 def test_part_names_the_holders_of_memory_for_which_a_transition_waits(make: Make) -> None:
     region, other = make("host"), make()
     block, held = region.empty(8 << 20), other.empty(2 << 20)
