@@ -165,7 +165,7 @@ OPTIONS: Final = (
     Option(
         "report_dir", "path", "memsaver-reports-<uid> in the temporary directory",
         "Directory of the reports of turns that exceed their deadline. It is made by the first turn with a timeout. The"
-        " 50 newest files are kept.",
+        " 50 newest reports are kept.",
         _parsing.report_dir, _keep,
     ),
     Option(
@@ -255,7 +255,7 @@ def configure(
         receive_timeout: Bound of the wait for the sender of a tensor of a region that came through
             torch.multiprocessing. Default: 10 s.
         report_dir: Directory of the reports of turns that exceed their deadline. It is made by the first turn with a
-            timeout. The 50 newest files are kept. Default: memsaver-reports-<uid> in the temporary directory.
+            timeout. The 50 newest reports are kept. Default: memsaver-reports-<uid> in the temporary directory.
         retain: Idle chunks that the process keeps for its own regions instead of releasing them to the driver.
             Default: 0.
         scrub: Zero a chunk of a shared pool whenever it moves between this process and another. Default: False.

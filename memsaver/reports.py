@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import logging
 import os
 import socket
@@ -22,12 +23,14 @@ from memsaver.records import TransitionRecord
 
 log = logging.getLogger("memsaver")
 
-_KEPT = 50  # files in the directory
+_KEPT = 50  # reports in the directory, and as many files of stacks
+_OLD_S = 60.0  # age of a file of stacks that may be removed: its process has locked it by then
 _LAST = 20  # transitions in a part that have ended
 _LONGEST = 200_000  # characters of a part
 _STUCK_S = 2.0  # a thread that waits for the GIL has it within this time, unless a native call keeps it
 _OWN_THREADS = ("memsaver heart", "memsaver stacks")  # they wait
 _files = threading.Lock()
+_cleared: set[Path] = set()  # directories without files of stacks that killed processes have left
 _native = threading.Lock()  # held by the turn that has faulthandler's timer
 
 
@@ -80,12 +83,34 @@ def save(title: str, author: str, lines: Sequence[str]) -> str | None:
 
 
 def _remove_oldest(folder: Path) -> None:
-    ages: list[tuple[float, Path]] = []
-    for each in folder.glob("*.txt"):
-        with contextlib.suppress(FileNotFoundError):  # another process removes files too
-            ages.append((each.stat().st_mtime, each))
-    for _, each in sorted(ages)[: max(0, len(ages) - _KEPT)]:
+    for each in _by_age(folder, "turn-*.txt")[:-_KEPT]:
         each.unlink(missing_ok=True)
+    _remove_stacks(folder)
+
+
+def _remove_stacks(folder: Path) -> None:
+    """Removes the files of stacks of processes that have ended: the empty ones, as of killed ranks, and the oldest."""
+    found = _by_age(folder, "stacks-*.txt")
+    for position, each in enumerate(found):
+        with contextlib.suppress(OSError):  # another process removes files too
+            status = each.stat()
+            is_one_of_the_oldest = position < len(found) - _KEPT
+            if time.time() - status.st_mtime > _OLD_S and (status.st_size == 0 or is_one_of_the_oldest):
+                file = os.open(each, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process is in a turn
+                    each.unlink()
+                finally:
+                    os.close(file)
+
+
+def _by_age(folder: Path, pattern: str) -> list[Path]:
+    """The files, the oldest first."""
+    ages: list[tuple[float, Path]] = []
+    for each in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            ages.append((each.stat().st_mtime, each))
+    return [each for _, each in sorted(ages)]
 
 
 def part() -> str:
@@ -236,7 +261,13 @@ def _stacks_file() -> int | None:
     """A descriptor of an empty file at ``native_path()``. None if it cannot be made: the report says so."""
     try:
         path = native_path(os.getpid())
+        if path.parent not in _cleared:  # once: jobs whose ranks are killed may never write a report
+            _remove_stacks(path.parent)
+            _cleared.add(path.parent)
         path.unlink(missing_ok=True)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except (Error, OSError):
         return None
+    with contextlib.suppress(OSError):  # a file system without locks: the file may be removed after a minute
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
