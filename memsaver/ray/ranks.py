@@ -55,6 +55,9 @@ class ActorRank(LocalRank):
         # The calls of an actor that Ray's memory monitor has killed for good raise the second one, no RayActorError.
         return isinstance(error, (RayActorError, OutOfMemoryError))
 
+    def replacement(self, error: Exception) -> str | None:
+        return f"group.replace({self.role!r}, {self.index}, actor)" if self.is_lost(error) else None
+
     def described(self, error: Exception) -> str:
         """Of Ray's own errors, which have many lines, the first line."""
         text = str(error).strip()

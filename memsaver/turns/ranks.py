@@ -62,6 +62,10 @@ class Rank:
         """Whether the error of a call means that the rank has died."""
         return False
 
+    def replacement(self, error: Exception) -> str | None:
+        """The call that puts another member in the place of a rank that has died, if there is one."""
+        return None
+
     @property
     def lane(self) -> object:
         """Equal for ranks whose calls run one after the other: a call that hangs delays those of all of them."""

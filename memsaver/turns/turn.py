@@ -397,6 +397,8 @@ class RunningTurn:
             if rank is not failed
         )
         also += "".join(f"; {rank} has not answered that it took its preparation back" for rank in hanging)
+        steps = [step for rank in errors if (step := rank.replacement(errors[rank])) is not None]
+        also += f"; unless Ray restarts it: {', '.join(steps)}" if steps else ""
         also += f"; report: {report.path}" if report.path is not None else ""
         why = f"{failed.described(cause)}{stages.get(failed, '')}{also}"
         text = f"{failed} could not {verb} {', '.join(map(repr, tags))}: {why}"

@@ -325,7 +325,8 @@ def test_another_actor_takes_the_place_of_a_dead_one(spawn: Spawn) -> None:
     group = Group(engine=engines, trainer=trainer, phases=PHASES)
     with group.enter("rollout"):
         os.kill(ray.get(engines[1].pid.remote()), signal.SIGKILL)
-    fails(group, "train", "engine 1 could not prepare to pause 'weights': .*died")
+    error = fails(group, "train", "engine 1 could not prepare to pause 'weights': .*died")
+    assert str(error).endswith("; unless Ray restarts it: group.replace('engine', 1, actor)")
     assert ask([engines[0], trainer], "state") == ["active", "paused"]
 
     new = spawn(Rank, "weights", False)  # without regions
