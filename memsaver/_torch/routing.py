@@ -7,12 +7,14 @@ one pair. The state of each thread here only chooses the pool.
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from memsaver._torch.side_pools import side_pools
 from memsaver.errors import Error, RegionPausedError, add_ledger
 from memsaver.regions import Region, owning
 
+log = logging.getLogger("memsaver")
+
 _EMPTY_FACTORIES = {
     torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted,
     torch.Tensor.new_empty, torch.Tensor.new_empty_strided,
@@ -41,10 +45,15 @@ _FACTORIES = _EMPTY_FACTORIES | {
 }  # fmt: skip
 
 
+class Life:
+    """An object of one thread, which goes away with the thread."""
+
+
 class Thread(threading.local):
     """The regions that one thread has entered, innermost last (None: outside), and the pools of its allocations."""
 
     def __init__(self) -> None:
+        self.life = Life()
         self.entered: list[Region | None] = []
         self.pools: dict[Region, torch.cuda.MemPool] = {}  # lent to this thread
         self.routed: dict[torch.device, torch.cuda.MemPool] = {}
@@ -61,6 +70,17 @@ class Thread(threading.local):
             else:
                 found[region.device] = region
         return found
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A thread that is inside a region, for other threads. The lists and dictionaries are those of its ``Thread``."""
+
+    ident: int  # a new thread may have the number of one that has ended
+    life: weakref.ref[Life]
+    entered: list[Region | None]
+    pools: dict[Region, torch.cuda.MemPool]
+    routed: dict[torch.device, torch.cuda.MemPool]
 
 
 class HostMode(TorchFunctionMode):
@@ -102,7 +122,7 @@ class Router:
         self._lock = threading.RLock()
         self._pools: dict[Region, RegionPools] = {}
         self._allocators: dict[EntryPoints, Any] = {}
-        self._inside: dict[int, list[Region | None]] = {}  # thread -> its entered list
+        self._inside: dict[int, Inside] = {}  # by the id of the list of entered regions
         self._checksums = Checksums()
         self.record_contents = self._checksums.record
         self.check_contents = self._checksums.check
@@ -118,6 +138,7 @@ class Router:
     def enter(self, region: Region) -> None:
         # Order matters: enter() registers the thread, then checks the state; a pause sets the state, then checks for
         # threads inside. So at least one of two racing threads sees the other.
+        self._end_ended()
         self._push(region)
         try:
             region._check_fillable("be entered")
@@ -156,9 +177,11 @@ class Router:
             self.refresh()
 
     def _push(self, region: Region | None) -> None:
-        self.thread.entered.append(region)
+        thread = self.thread
+        thread.entered.append(region)
+        inside = Inside(threading.get_ident(), weakref.ref(thread.life), thread.entered, thread.pools, thread.routed)
         with self._lock:
-            self._inside[threading.get_ident()] = self.thread.entered
+            self._inside[id(thread.entered)] = inside
 
     def _pop(self, region: Region | None) -> None:
         """Removes the newest entry of this region: others may be newer, as with regions that overlap in coroutines."""
@@ -166,7 +189,23 @@ class Router:
         del entered[len(entered) - 1 - entered[::-1].index(region)]
         if not self.thread.entered:
             with self._lock:
-                self._inside.pop(threading.get_ident(), None)
+                self._inside.pop(id(self.thread.entered), None)
+
+    def _end_ended(self) -> None:
+        """Takes threads that have ended out of the regions that they have not left, and ends torch's routes of them.
+
+        torch ends the route of any thread, by its pool. Until then a new thread with the same number has this route.
+        """
+        with self._lock:
+            ended = [self._inside.pop(key) for key in [key for key, each in self._inside.items() if not each.life()]]
+        for each in ended:
+            tags = ", ".join(repr(region.tag) for region in each.entered if region is not None)
+            log.warning("thread %d has ended inside %s: it counts as having left", each.ident, tags or "outside()")
+            for device, pool in each.routed.items():
+                routes.end(device.index, pool)
+            with self._lock:
+                for region, pool in each.pools.items():
+                    self._pools[region].take_back(pool)
 
     def refresh(self) -> None:
         """Makes torch's routing of this thread follow the entered regions and their states.
@@ -299,21 +338,22 @@ class Router:
         A thread inside any region on the device of a default pool would allocate from the pool that takes its place.
         ``purpose``: the word for the pause in the error.
         """
+        self._end_ended()
         defaults = {each.device: each for each in default_pools.among(regions)}
         with self._lock:
-            for ident, entered in self._inside.items():
-                if ident == thread:
+            for inside in self._inside.values():
+                if inside.ident == thread:
                     continue
-                for held in filter(None, entered):
+                for held in filter(None, inside.entered):
                     if held in regions:
                         raise Error(
-                            f"region {held.tag!r} cannot be {purpose}: {_thread(ident)} is inside it; "
+                            f"region {held.tag!r} cannot be {purpose}: {_thread(inside.ident)} is inside it; "
                             "it must leave first"
                         )
                     if held.device in defaults:
                         raise Error(
                             f"region {defaults[held.device].tag!r}, torch's default pool, cannot be {purpose}: "
-                            f"{_thread(ident)} is inside region {held.tag!r}; it must leave first"
+                            f"{_thread(inside.ident)} is inside region {held.tag!r}; it must leave first"
                         )
 
     def expect_pause(self, regions: Sequence[Region]) -> Callable[[], None]:
@@ -360,6 +400,7 @@ class Router:
         Returns the bytes of free blocks that stay, and why. While a thread is routed, a pool that is dropped cannot
         return its blocks, and no thread can use them: so none is dropped.
         """
+        self._end_ended()
         with self._lock:
             regions = [each for each in self._pools if each.device == device and each.state == "active"]
         if _core.torch_pools_unusable() and not _core.capturing() and not routes.any:
@@ -401,8 +442,9 @@ class Router:
 
     def is_entered(self, region: Region) -> bool:
         """Whether any thread is inside the region."""
+        self._end_ended()
         with self._lock:
-            return any(region in entered for entered in self._inside.values())
+            return any(region in each.entered for each in self._inside.values())
 
     def _keep_pools(self) -> None:
         for pools in self._pools.values():
@@ -459,8 +501,6 @@ class Router:
 
 def _thread(ident: int) -> str:
     """The number of a thread, and its name if it has one that readers know."""
-    if ident not in sys._current_frames():
-        return f"thread {ident}, which has ended,"
     name = next((each.name for each in threading.enumerate() if each.ident == ident), None)
     return f"thread {ident}" + (f" ({name!r})" if name else "")
 
