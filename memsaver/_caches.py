@@ -6,7 +6,8 @@ import logging
 
 from memsaver import _core
 from memsaver._adapter import loaded
-from memsaver.errors import gib, process_name
+from memsaver.errors import gib
+from memsaver.process_names import process_name
 
 log = logging.getLogger("memsaver")
 

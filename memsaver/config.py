@@ -196,8 +196,8 @@ OPTIONS: Final = (
     ),
     Option(
         "name", "text", "not set",
-        "Name of the process in `memsaver top`. Only the variable sets it, when the process starts. Without it: the"
-        " title of a Ray actor, the script or module that Python runs, or the program.",
+        "Name of the process in `memsaver top`, `stats()` and errors. Only the variable sets it, when the process"
+        " starts. Without it: the title of a Ray actor, the script or module that Python runs, or the program.",
         _parsing.text, None,
     ),
 )  # fmt: skip

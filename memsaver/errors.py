@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import psutil
+from memsaver.process_names import process_name
 
 GIB = 1 << 30
 _UNCHANGED = "; nothing has changed"
@@ -360,14 +360,6 @@ def _rebuild(kind: type[Error], message: str, fields: dict[str, Any]) -> Error:
 def gib(nbytes: int) -> str:
     """Bytes with a unit: ``"1.50 GiB"``, or MiB below one GiB."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.1f} MiB"
-
-
-def process_name(pid: int) -> str:
-    """The name of a process, or ``"?"`` if the system does not return it."""
-    try:
-        return str(psutil.Process(pid).name())
-    except psutil.Error:
-        return "?"
 
 
 def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from memsaver import _core, _guests, config, ledger
-from memsaver.errors import BrokerError, process_name
+from memsaver.errors import BrokerError
 from memsaver.ledger import Ledger
+from memsaver.process_names import process_name
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from memsaver.broker.chunks import Chunk
 from memsaver.broker.connection import Connection
 from memsaver.broker.monitor import Process
 from memsaver.broker.protocol import VERSION, Message
+from memsaver.process_names import UNKNOWN, process_name
 
 
 @dataclass(eq=False)
@@ -26,6 +27,7 @@ class Client:
     imported: dict[int, Chunk] = field(default_factory=dict)  # chunks of which it has a handle, held or not
     scrub: bool = False  # its chunks are zeroed for the next holder, and chunks of others are zeroed for it
     version: int = VERSION  # of its protocol. Messages have the lower one of this and the broker's version
+    name: str = ""  # of its process, when it was last read
     inventory: set[int] | None = None  # ids of chunks in its `inventory` messages so far; None: it is complete
     attachments: set[int] | None = None  # ids that it has from an earlier broker; None: not reported
     is_user: bool = False  # of memory, unlike an admin client
@@ -47,6 +49,12 @@ class Client:
     @property
     def held_bytes(self) -> int:
         return sum(chunk.size for chunk in self.held.values())
+
+    def read_name(self) -> None:
+        """Reads the name of its process again, since a title may change. The system forgets it at the exit."""
+        name = UNKNOWN if self.process.has_exited else process_name(self.pid)
+        if name != UNKNOWN or not self.name:
+            self.name = name
 
     def send(self, message: Message, files: Sequence[int] = ()) -> None:
         """Sends a message with copies of ``files``. A disconnected client gets nothing."""

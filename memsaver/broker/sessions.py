@@ -147,6 +147,7 @@ class Sessions:
         if client is None:
             client = self._clients[client_id] = Client(client_id, connection.process)
             self._monitor.retain(client.process)
+            client.read_name()
         client.connection = connection
         client.version = version
         client.inventory = set()

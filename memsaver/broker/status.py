@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import logging
 import os
-import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-import psutil
 
 from memsaver import ledger
 from memsaver.broker import protocol
@@ -22,14 +17,13 @@ from memsaver.broker.monitor import ProcessMonitor
 from memsaver.broker.pool import Pool
 from memsaver.broker.protocol import BACKUPS, STATES, MalformedError, Message
 from memsaver.broker.reclaim import Reclaim
-from memsaver.errors import DriverError, process_name
+from memsaver.errors import DriverError
+from memsaver.process_names import process_name
 
 log = logging.getLogger("memsaver")
 
 REPORTS_S = 0.2  # time for which a status waits for reports
-_LONGEST_NAME = 100  # bytes
 _MOST_HOLDINGS = 500
-_PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]*")
 
 
 class DeviceMemory(Protocol):
@@ -130,14 +124,15 @@ class StatusReporter:
 
     def _row(self, client: Client) -> dict[str, Any]:
         reported_at = client.reported_at
+        client.read_name()
         return {
             "pid": client.pid,
-            "name": _name(client.pid),
+            "name": client.name,
             "held_bytes": client.held_bytes,
             "attached_bytes": self._pool.attached_bytes(client.pid),
             "connected": client.is_connected,
             "exited": client.process.has_exited,
-            "kept_by": [{"pid": pid, "name": _name(pid)} for pid in self._monitor.keepers_of(client.process)],
+            "kept_by": [{"pid": pid, "name": process_name(pid)} for pid in self._monitor.keepers_of(client.process)],
             "waiting": self._pool.waiting(client),
             **self._reclaim.describe(client),
             "report_age_s": None if reported_at is None else round(time.monotonic() - reported_at, 3),
@@ -223,54 +218,3 @@ class StatusReporter:
 
 def _length(row: dict[str, Any]) -> int:
     return len(row["regions"]) + (len(row["ledger"]["rows"]) if row["ledger"] is not None else 0)
-
-
-def _name(pid: int) -> str:
-    """The name of a process for readers.
-
-    The value of ``MEMSAVER_NAME`` with which it started, else Ray's title of an actor, else the script or module that
-    Python runs, else the program. No other argument, since arguments may hold secrets.
-    """
-    arguments: list[str] = []
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        with contextlib.suppress(psutil.Error):  # the environment of a process may be hidden, or gone before it exits
-            if name := process.environ().get("MEMSAVER_NAME"):
-                return _printable(name)
-        arguments = process.cmdline()
-    title = next(iter(arguments), "").split(" ")[0]
-    if title.startswith("ray::"):
-        return title
-    return _printable(_python_program(arguments) or process_name(pid))
-
-
-def _printable(name: str) -> str:
-    """A name of bounded length that can be encoded."""
-    return name.encode(errors="replace")[:_LONGEST_NAME].decode(errors="replace")
-
-
-def _python_program(arguments: Sequence[str]) -> str | None:
-    """The file name of the script, or the module, of a command line of Python. None: it has neither."""
-    if not arguments or not _PYTHON.fullmatch(os.path.basename(arguments[0])):
-        return None
-    rest = iter(arguments[1:])
-    for each in rest:
-        if each == "--check-hash-based-pycs":
-            next(rest, None)
-        elif each == "--":
-            return os.path.basename(next(rest, "").rstrip("/")) or None
-        elif each == "-":
-            return None
-        elif not each.startswith("-"):
-            return os.path.basename(each.rstrip("/")) or None
-        elif not each.startswith("--"):
-            # Letters may share a word: -um is -u -m. These take the rest of the word, or the next word.
-            at = next((at for at, letter in enumerate(each) if letter in "cmWX"), None)
-            if at is None:
-                continue
-            value = each[at + 1 :] or next(rest, "")
-            if each[at] == "m":
-                return value or None
-            if each[at] == "c":
-                return None
-    return None

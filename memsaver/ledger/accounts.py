@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from memsaver.errors import process_name
 from memsaver.ledger.rows import Ledger, LedgerRow, Part
+from memsaver.process_names import process_name
 
 Holding = tuple[int, int, int | None]  # pid, bytes, the part of them that belongs to another process (None: unknown)
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from memsaver import _core, _guests
-from memsaver.errors import process_name
 from memsaver.ledger import measurements, torch_memory
 from memsaver.ledger.accounts import Device, Report, unexplained_bytes
 from memsaver.ledger.rows import Part
+from memsaver.process_names import process_name
 
 
 @dataclass

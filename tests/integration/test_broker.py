@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from memsaver import __version__, errors
-from memsaver.broker import daemon, discovery, protocol, status
+from memsaver import __version__, errors, process_names
+from memsaver.broker import daemon, discovery, protocol
 from memsaver.broker.protocol import Message
 from tests.broker_support import PATIENCE_S, TOLD, Client, Running, granted, sentinel
 from tests.pool_support import is_whole
@@ -266,6 +266,7 @@ def test_memory_of_a_killed_client_waits_for_its_forked_child(broker: Running, p
     """Work of the client may continue: on a GPU its kernels do, as long as the child holds the driver's descriptors."""
     peer.run("chunks = client.borrow(1 << 30)")
     child = fork_in(peer)
+    name = process_names.process_name(peer.pid)
     try:
         other = broker.client()
         other.want(GIB)
@@ -273,8 +274,9 @@ def test_memory_of_a_killed_client_waits_for_its_forked_child(broker: Running, p
         peer.kill()
         until(lambda: broker.row(peer.pid)["exited"])
         row = broker.row(peer.pid)
+        assert row["name"] == name  # which the system has forgotten
         assert (row["held_bytes"], row["connected"]) == (GIB, False)
-        assert row["kept_by"] == [{"pid": child, "name": errors.process_name(child)}]
+        assert row["kept_by"] == [{"pid": child, "name": process_names.process_name(child)}]
         assert other.look() == (0, GIB, {child: GIB})
     finally:
         os.kill(child, signal.SIGKILL)
@@ -1125,17 +1127,32 @@ def test_top_shows_the_name_that_the_user_gave_a_process(broker: Running) -> Non
         assert "rollout engine" in broker.run("top").stdout
 
 
+def test_an_error_and_its_ledger_have_one_name_for_a_process(broker: Running) -> None:
+    """The error reads the name itself, and the rows of the ledger have the broker's."""
+    settings = {"MEMSAVER_HOST_DEVICE": broker.environment["MEMSAVER_HOST_DEVICE"], "MEMSAVER_POOL": "shared"}
+    settings["MEMSAVER_POOL_DIR"] = str(broker.directory)
+    with Peer(**settings, MEMSAVER_NAME="rollout engine") as holder, Peer(**settings) as other:
+        for each in (holder, other):
+            each.run("region = memsaver.region('kv', device='cpu')")
+        holder.run("held = region._core.allocate_array(4 << 20)")
+        source = (
+            "try: region._core.allocate_array(1 << 50)\nexcept memsaver.OutOfMemoryError as error: print(repr(error))"
+        )
+        text = other.run(f"exec({source!r})")
+        assert text.count(f"rollout engine (pid {holder.pid})") == text.count(f"(pid {holder.pid})") == 2, text
+
+
 def test_name_of_ray_actor_is_its_title() -> None:
     with subprocess.Popen(["ray::Trainer.step of job 1", "60"], executable="sleep") as process:
         try:
             until(psutil.Process(process.pid).cmdline)  # some sandboxes show it some time after the exec
-            name = status._name(process.pid)
+            name = process_names.process_name(process.pid)
         finally:
             process.kill()
         assert name == "ray::Trainer.step"
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert status._name(process.pid) == "sleep"  # a zombie has no title
-    assert status._name(process.pid) == "?"
+        assert process_names.process_name(process.pid) == "sleep"  # a zombie has no title
+    assert process_names.process_name(process.pid) == "?"
 
 
 @pytest.mark.parametrize(
@@ -1159,8 +1176,8 @@ def test_name_of_ray_actor_is_its_title() -> None:
 def test_name_of_python_process_is_its_script_or_module(arguments: list[str], name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(psutil.Process, "cmdline", lambda self: arguments)
-        patch.setattr(status, "process_name", lambda pid: "sleep")
-        assert status._name(os.getpid()) == name
+        patch.setattr(process_names, "_program", lambda pid: "sleep")
+        assert process_names.process_name(os.getpid()) == name
 
 
 def test_top_shows_the_script_of_a_process_without_its_arguments(broker: Running, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from memsaver.broker import protocol
 from memsaver.broker.protocol import Message
-from memsaver.errors import process_name
+from memsaver.process_names import process_name
 from tests.broker_support import Running
 from tests.pool_support import SECOND_S, Worker, descriptors_of, is_whole, running, until_whole
 from tests.support import MIB, PAGE, Peer, fresh_device, until

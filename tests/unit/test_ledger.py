@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memsaver
-from memsaver import _core, errors, ledger
+from memsaver import _core, errors, ledger, process_names
 from memsaver._torch import graphs
 from memsaver._torch import ledger as torch_ledger
 from memsaver.ledger import LedgerRow, measurements, messages, pools
@@ -89,7 +89,7 @@ def test_regions_and_retained_chunks_are_rows(make: Make) -> None:
     paused.pause()
     found = of_device()
     check_sum(found)
-    me = os.getpid(), errors.process_name(os.getpid())
+    me = os.getpid(), process_names.process_name(os.getpid())
     assert own_rows(found) == [
         LedgerRow(*me, "region", active.tag, "active", active.mapped_bytes),
         LedgerRow(*me, "retained", "", "", memsaver.stats().devices["cpu"].retained_bytes),
@@ -162,7 +162,7 @@ def test_a_guest_has_a_row(tag: str) -> None:
     try:
         found = of_device()
         check_sum(found)
-        name = errors.process_name(os.getpid())
+        name = process_names.process_name(os.getpid())
         assert own_rows(found) == [LedgerRow(os.getpid(), name, "guest", "connections", "here", 2 * PAGE)]
         guest.held = 3 * PAGE  # more than there is
         found = of_device()
@@ -395,12 +395,12 @@ def test_out_of_memory_has_the_rows_of_stats(make: Make) -> None:
         with pytest.raises(memsaver.OutOfMemoryError) as caught:
             region.empty(1 << 50)
         found = memsaver.stats().asdict()["devices"]["cpu"]["ledger"]
-        name = errors.process_name(peer.pid)
+        name = process_names.process_name(peer.pid)
         assert f"\n  {name} (pid {peer.pid}) 4.0 MiB: process 4.0 MiB" in str(caught.value)
     assert caught.value.ledger == found["rows"] != []
     first, *lines = str(caught.value).split("\n")
     assert first.endswith("; nothing has changed")
-    me = f"{errors.process_name(os.getpid())} (pid {os.getpid()})"
+    me = f"{process_names.process_name(os.getpid())} (pid {os.getpid()})"
     size = errors.gib(region.mapped_bytes)
     [mine] = [line for line in lines if line.startswith(f"  {me} ")]
     assert f"region {region.tag} (active) {size}" in mine
@@ -621,7 +621,7 @@ def test_a_graph_has_a_row_as_long_as_it_lives(make: Make, monkeypatch: pytest.M
     try:
         found = of_device()
         check_sum(found)
-        name = errors.process_name(os.getpid())
+        name = process_names.process_name(os.getpid())
         assert own_rows(found) == [LedgerRow(os.getpid(), name, "graphs", region.tag, "", PAGE)]
     finally:
         driver.release(handles.pop())

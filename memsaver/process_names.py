@@ -1,0 +1,73 @@
+"""The names of processes for readers, the same in all tables and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+
+import psutil
+
+UNKNOWN = "?"
+_LONGEST = 100  # bytes
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]*")
+
+
+def process_name(pid: int) -> str:
+    """The name of a process for readers.
+
+    The value of ``MEMSAVER_NAME`` with which it started, else Ray's title of an actor, else the script or module that
+    Python runs, else the program. No other argument, since arguments may hold secrets. ``UNKNOWN`` if the system does
+    not return it, as of a process that has exited.
+    """
+    arguments: list[str] = []
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        with contextlib.suppress(psutil.Error):  # the environment of a process may be hidden, or gone before it exits
+            if name := process.environ().get("MEMSAVER_NAME"):
+                return _printable(name)
+        arguments = process.cmdline()
+    title = next(iter(arguments), "").split(" ")[0]
+    if title.startswith("ray::"):
+        return title
+    return _printable(_python_program(arguments) or _program(pid))
+
+
+def _program(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).name())
+    except psutil.Error:
+        return UNKNOWN
+
+
+def _printable(name: str) -> str:
+    """A name of bounded length that can be encoded."""
+    return name.encode(errors="replace")[:_LONGEST].decode(errors="replace")
+
+
+def _python_program(arguments: Sequence[str]) -> str | None:
+    """The file name of the script, or the module, of a command line of Python. None: it has neither."""
+    if not arguments or not _PYTHON.fullmatch(os.path.basename(arguments[0])):
+        return None
+    rest = iter(arguments[1:])
+    for each in rest:
+        if each == "--check-hash-based-pycs":
+            next(rest, None)
+        elif each == "--":
+            return os.path.basename(next(rest, "").rstrip("/")) or None
+        elif each == "-":
+            return None
+        elif not each.startswith("-"):
+            return os.path.basename(each.rstrip("/")) or None
+        elif not each.startswith("--"):
+            # Letters may share a word: -um is -u -m. These take the rest of the word, or the next word.
+            at = next((at for at, letter in enumerate(each) if letter in "cmWX"), None)
+            if at is None:
+                continue
+            value = each[at + 1 :] or next(rest, "")
+            if each[at] == "m":
+                return value or None
+            if each[at] == "c":
+                return None
+    return None
