@@ -22,9 +22,11 @@ def process_name(pid: int) -> str:
     not return it, as of a process that has exited.
     """
     arguments: list[str] = []
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
-        with contextlib.suppress(psutil.Error):  # the environment of a process may be hidden, or gone before it exits
+        with contextlib.suppress(
+            psutil.Error, OSError
+        ):  # the environment of a process may be hidden, or gone before it exits
             if name := process.environ().get("MEMSAVER_NAME"):
                 return _printable(name)
         arguments = process.cmdline()
@@ -37,7 +39,7 @@ def process_name(pid: int) -> str:
 def _program(pid: int) -> str:
     try:
         return str(psutil.Process(pid).name())
-    except psutil.Error:
+    except (psutil.Error, OSError):  # such as a process without free descriptors
         return UNKNOWN
 
 
