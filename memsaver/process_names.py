@@ -24,9 +24,7 @@ def process_name(pid: int) -> str:
     arguments: list[str] = []
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
-        with contextlib.suppress(
-            psutil.Error, OSError
-        ):  # the environment of a process may be hidden, or gone before it exits
+        with contextlib.suppress(psutil.Error, OSError):  # its environment may be hidden, or gone before it exits
             if name := process.environ().get("MEMSAVER_NAME"):
                 return _printable(name)
         arguments = process.cmdline()
