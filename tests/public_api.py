@@ -75,7 +75,7 @@ class Name:
     @property
     def parameters(self) -> list[str]:
         """The parameters in their order, without ``self`` and ``cls``."""
-        names = list(inspect.signature(self.function).parameters)
+        names = list(signature(self.function).parameters)
         return names[1:] if self.owner is not None else names
 
     def returns(self) -> Any:
@@ -84,6 +84,12 @@ class Name:
 
     def returns_of_overloads(self) -> list[Any]:
         return [_returns(each) for each in typing.get_overloads(self.function)]
+
+
+def signature(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature in the source. Ray adds a parameter to the methods of a class that becomes an actor."""
+    found = inspect.signature(function)
+    return found.replace(parameters=[each for each in found.parameters.values() if each.name != "_ray_trace_ctx"])
 
 
 def _returns(function: Callable[..., Any]) -> Any:

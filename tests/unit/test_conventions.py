@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 import memsaver
-from tests.public_api import NOT_CONSTRUCTIBLE, Name, public_names
+from tests.public_api import NOT_CONSTRUCTIBLE, Name, public_names, signature
 
 try:
     from memsaver.ray import AsyncColocated, Colocated, Group, placement, start_brokers
@@ -48,7 +47,7 @@ def no_phases(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def options(verb: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(verb).parameters.values()
+    parameters = signature(verb).parameters.values()
     return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
 
 
@@ -58,7 +57,7 @@ def test_options_are_by_keyword_and_in_one_order(verb: Callable[..., Any]) -> No
     assert found == sorted(found, key=ORDER.index)
     by_position = [
         each.name
-        for each in inspect.signature(verb).parameters.values()
+        for each in signature(verb).parameters.values()
         if each.kind is each.POSITIONAL_OR_KEYWORD and each.name not in BY_POSITION
     ]
     assert by_position == []
@@ -76,11 +75,11 @@ def test_function_and_method_have_the_same_options() -> None:
 @pytest.mark.parametrize("verb", ["pause", "resume", "switch"])
 def test_actors_have_the_options_of_the_functions(verb: str) -> None:
     ray = pytest.importorskip("memsaver.ray", reason="needs ray")
-    function = inspect.signature(getattr(memsaver, verb)).parameters
+    function = signature(getattr(memsaver, verb)).parameters
     in_process = {"wait", "progress"}  # neither passes from process to process
     expected = [(each.name, each.kind, each.default) for each in function.values() if each.name not in in_process]
     for base in (ray.Colocated, ray.AsyncColocated):
-        _, *method = inspect.signature(getattr(base, verb)).parameters.values()
+        _, *method = signature(getattr(base, verb)).parameters.values()
         assert [(each.name, each.kind, each.default) for each in method] == expected
 
 
@@ -134,11 +133,11 @@ def test_construction_by_hand_raises_and_names_the_call(kind: type, call: str) -
 def test_public_constructors_and_methods_have_no_internal_parameters() -> None:
     for name in public_names():
         if name.is_class and name.value not in NOT_CONSTRUCTIBLE:
-            parameters = inspect.signature(name.value).parameters
+            parameters = signature(name.value).parameters
         elif name.is_class or name.is_property:
             continue
         else:
-            parameters = inspect.signature(name.function).parameters
+            parameters = signature(name.function).parameters
         assert not [each for each in parameters if each.startswith("_")], name
 
 

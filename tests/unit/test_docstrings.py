@@ -23,7 +23,7 @@ import torch
 
 import memsaver
 from memsaver.broker import daemon, discovery
-from tests.public_api import NOT_CONSTRUCTIBLE, Name, public_names
+from tests.public_api import NOT_CONSTRUCTIBLE, Name, public_names, signature
 from tests.ray_support import cluster_of_one_machine
 
 PUBLIC = public_names()
@@ -124,7 +124,7 @@ def test_async_actor_has_the_methods_of_colocated(name: Name) -> None:
     method = name.name.rpartition(".")[2]
     other = getattr(memsaver.ray.Colocated, method)
     assert docstring(name) == f"``Colocated.{method}()`` as a coroutine."
-    assert inspect.signature(name.function) == inspect.signature(other)
+    assert signature(name.function) == signature(other)
 
 
 def test_incomplete_docstring_is_found() -> None:
