@@ -11,34 +11,37 @@ import psutil
 
 UNKNOWN = "?"
 _LONGEST = 100  # bytes
+_UNREADABLE = (psutil.Error, OSError, ValueError)  # ValueError: the number of no process
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]*")
 
 
 def process_name(pid: int) -> str:
-    """The name of a process for readers.
+    """The name of a process for readers: ``given_name()``, else its program, else ``UNKNOWN``."""
+    return given_name(pid) or _program(pid)
+
+
+def given_name(pid: int) -> str | None:
+    """The name by the environment and the arguments of a process. None: they cannot be read, as while it exits.
 
     The value of ``MEMSAVER_NAME`` with which it started, else Ray's title of an actor, else the script or module that
-    Python runs, else the program. No other argument, since arguments may hold secrets. ``UNKNOWN`` if the system does
-    not return it, as of a process that has exited.
+    Python runs, else the program. No other argument, since arguments may hold secrets.
     """
-    arguments: list[str] = []
-    with contextlib.suppress(psutil.Error, OSError):
+    with contextlib.suppress(*_UNREADABLE):
         process = psutil.Process(pid)
-        with contextlib.suppress(psutil.Error, OSError):  # its environment may be hidden, or gone before it exits
+        with contextlib.suppress(*_UNREADABLE):  # its environment may be hidden, or gone before it exits
             if name := process.environ().get("MEMSAVER_NAME"):
                 return _printable(name)
-        arguments = process.cmdline()
-    title = next(iter(arguments), "").split(" ")[0]
-    if title.startswith("ray::"):
-        return title
-    return _printable(_python_program(arguments) or _program(pid))
+        if arguments := process.cmdline():
+            title = arguments[0].split(" ")[0]
+            found = title if title.startswith("ray::") else _python_program(arguments)
+            return _printable(found) if found else _program(pid)
+    return None
 
 
 def _program(pid: int) -> str:
-    try:
-        return str(psutil.Process(pid).name())
-    except (psutil.Error, OSError):  # such as a process without free descriptors
-        return UNKNOWN
+    with contextlib.suppress(*_UNREADABLE):
+        return _printable(str(psutil.Process(pid).name()))
+    return UNKNOWN
 
 
 def _printable(name: str) -> str:

@@ -96,10 +96,11 @@ def _remove_stacks(folder: Path) -> None:
             status = each.stat()
             is_one_of_the_oldest = position < len(found) - _KEPT
             if time.time() - status.st_mtime > _OLD_S and (status.st_size == 0 or is_one_of_the_oldest):
-                file = os.open(each, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                file = os.open(each, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks no file that is read alone
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process is in a turn
-                    each.unlink()
+                    if os.path.samestat(os.fstat(file), each.lstat()):  # else a new process has its number
+                        each.unlink()
                 finally:
                     os.close(file)
 

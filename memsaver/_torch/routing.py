@@ -202,10 +202,14 @@ class Router:
             tags = ", ".join(repr(region.tag) for region in each.entered if region is not None)
             log.warning("thread %d has ended inside %s: it counts as having left", each.ident, tags or "outside()")
             for device, pool in each.routed.items():
-                routes.end(device.index, pool)
+                try:
+                    routes.end(device.index, pool)
+                except Exception as error:  # of torch: the other routes end all the same
+                    log.warning("the route of thread %d on %s has not ended: %s", each.ident, device, error)
             with self._lock:
                 for region, pool in each.pools.items():
-                    self._pools[region].take_back(pool)
+                    if region in self._pools:  # it has not been closed meanwhile
+                        self._pools[region].take_back(pool)
 
     def refresh(self) -> None:
         """Makes torch's routing of this thread follow the entered regions and their states.
@@ -344,7 +348,7 @@ class Router:
             for inside in self._inside.values():
                 if inside.ident == thread:
                     continue
-                for held in filter(None, inside.entered):
+                for held in filter(None, list(inside.entered)):  # its thread changes it without the lock
                     if held in regions:
                         raise Error(
                             f"region {held.tag!r} cannot be {purpose}: {_thread(inside.ident)} is inside it; "

@@ -10,7 +10,7 @@ from memsaver.broker.chunks import Chunk
 from memsaver.broker.connection import Connection
 from memsaver.broker.monitor import Process
 from memsaver.broker.protocol import VERSION, Message
-from memsaver.process_names import UNKNOWN, process_name
+from memsaver.process_names import UNKNOWN, given_name, process_name
 
 
 @dataclass(eq=False)
@@ -51,10 +51,11 @@ class Client:
         return sum(chunk.size for chunk in self.held.values())
 
     def read_name(self) -> None:
-        """Reads the name of its process again, since a title may change. The system forgets it at the exit."""
-        name = UNKNOWN if self.process.has_exited else process_name(self.pid)
-        if name != UNKNOWN or not self.name:
-            self.name = name
+        """Reads the name of its process again, since a title may change. It cannot be read while the process exits."""
+        if self.process.has_exited:
+            self.name = self.name or UNKNOWN
+        else:
+            self.name = given_name(self.pid) or self.name or process_name(self.pid)
 
     def send(self, message: Message, files: Sequence[int] = ()) -> None:
         """Sends a message with copies of ``files``. A disconnected client gets nothing."""

@@ -297,6 +297,8 @@ class RunningTurn:
             if rank in errors and rank.is_lost(errors[rank]):
                 self._starting.add(rank)
                 self._unwritten.pop(rank, None)
+            elif rank in errors:
+                log.error("a call of an earlier turn has failed in %s: %s", rank, errors[rank])
         if self._late:
             rank = next(iter(self._late))
             named = ", ".join(map(str, self._late))
@@ -356,6 +358,7 @@ class RunningTurn:
             log.error("%s stays resident: it could not pause again: %s", rank, error)
         for rank in behind:
             log.warning("%s pauses again when the call that hangs in its process has ended", rank)
+        for rank in [*behind, *unanswered(failed)]:
             self._late.setdefault(rank, calls[rank])
 
     def _fail(self, failures: Sequence[tuple[Errors, str, TagsByRole]], aborting: Sequence[Rank] = ()) -> NoReturn:

@@ -16,12 +16,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from memsaver import __version__, errors, process_names
-from memsaver.broker import daemon, discovery, protocol
+from memsaver.broker import clients, daemon, discovery, protocol
 from memsaver.broker.protocol import Message
 from tests.broker_support import PATIENCE_S, TOLD, Client, Running, granted, sentinel
 from tests.pool_support import is_whole
@@ -1153,6 +1154,28 @@ def test_name_of_ray_actor_is_its_title() -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert process_names.process_name(process.pid) == "sleep"  # a zombie has no title
     assert process_names.process_name(process.pid) == "?"
+
+
+def test_a_process_whose_main_thread_has_ended_has_no_given_name() -> None:
+    """Its environment and its arguments are gone, as while it exits, and it has not exited."""
+    program = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); "
+    program += "ctypes.CDLL(None).pthread_exit(None)"
+    environment = {**os.environ, "MEMSAVER_NAME": "trainer"}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment) as process:
+        try:
+            until(lambda: Path(f"/proc/{process.pid}/cmdline").read_bytes() == b"")
+            assert process_names.given_name(process.pid) is None
+            client = clients.Client(1, SimpleNamespace(pid=process.pid, has_exited=False))  # type: ignore[arg-type]
+            client.name = "trainer"
+            client.read_name()
+            assert client.name == "trainer"
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("pid", [-1, 1 << 30])
+def test_a_number_of_no_process_has_no_name(pid: int) -> None:
+    assert process_names.process_name(pid) == process_names.UNKNOWN
 
 
 @pytest.mark.parametrize(

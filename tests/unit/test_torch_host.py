@@ -329,21 +329,29 @@ def test_leaving_a_region_that_was_not_entered_raises(make: Make) -> None:
         assert inside(other, torch.ones(3))
 
 
+@pytest.mark.parametrize("error", [None, RuntimeError("of torch")])
 def test_a_thread_that_ended_inside_a_region_counts_as_having_left(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception | None
 ) -> None:
     """Also for torch: its route ends, and its pool is idle."""
-    region, adapter = make(), cast(Router, memsaver._adapter.adapter())
+    region, closed, adapter = make(), make(), cast(Router, memsaver._adapter.adapter())
     ended: list[tuple[object, ...]] = []
     pool: Any = object()
     pools: Any = SimpleNamespace(take_back=lambda pool: ended.append(("idle", pool)), have_little_free=True)
-    monkeypatch.setattr(routing, "routes", SimpleNamespace(end=lambda index, pool: ended.append((index, pool))))
+
+    def end(index: int, pool: object) -> None:
+        ended.append((index, pool))
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(routing, "routes", SimpleNamespace(end=end))
     monkeypatch.setitem(adapter._pools, region, pools)
     until_end = threading.Event()
 
     def inside() -> None:
         region.__enter__()
         adapter.thread.routed[torch.device("cuda:3")] = adapter.thread.pools[region] = pool
+        adapter.thread.pools[closed] = pool
         until_end.wait(60)
 
     thread = threading.Thread(target=inside)
