@@ -565,7 +565,8 @@ def fail_to_open(rank: int, file: str) -> None:
         return connect(record, *others)
 
     guest._connect = failing  # type: ignore[assignment,method-assign]
-    with pytest.raises(memsaver.GuestError, match="OSError: no route"):
+    # The other rank may have closed the world again while this one still connects to it.
+    with pytest.raises(memsaver.GuestError, match="OSError: no route|connectFullMesh failed"):
         memsaver.resume(TAG)
     assert guest.closed == ["0", str(group.group_name)]  # the world, which was open, is closed again
     del guest._connect  # the class has its own
