@@ -130,7 +130,7 @@ def test_threads_stay_away_between_a_resume_and_the_pause_behind_it(
 
 
 def test_a_dropped_pause_may_end_in_any_line(side: MadeUpSidePools, pools: Any) -> None:
-    """A collection of garbage calls the function, in the thread that changes or reads what is expected."""
+    """A collection of garbage calls the function, in the thread that changes or reads the expected pauses."""
     made, first, second = pools
     left: list[Callable[[], None]] = [made.expect_pause([second]) for _ in range(100)]
 
