@@ -10,23 +10,21 @@ std::vector<Chunk> Region::borrow(std::size_t size, Deadline shortage) {
   check_allocatable(size);
   device.resting.reap();
   const Deadline began = now();
-  const std::size_t largest = chunk_class(std::min(size, largest_chunk()));
   for (bool asks_others = false;;) {
     const std::uint64_t seen = device.resting.given_back();
     Needs needs;
     for (std::size_t left = size; left > 0; left -= needs.back().bytes) needs.push_back(need(chunk_class(left)));
-    std::vector<Chunk> chunks;
-    auto request =
-        device.source().ask(needs, asks_others ? shortage : now());  // its end comes before that of the chunks
+    auto request = device.source().ask(needs, asks_others ? shortage : now());
     static_cast<void>(asks_others ? gather_from_others(*request) : request->gather());
     try {
+      std::vector<Chunk> chunks;
       for (std::size_t left = size; left > 0; left -= chunks.back().size())
-        chunks.push_back(request->next(chunk_class(left), largest, false));
+        chunks.push_back(next_or_end(*request, chunk_class(left)));
       return chunks;
     } catch (const ChunkUnavailable&) {
-      request.reset();
-      chunks.clear();
+      // The chunks so far return to the source.
     }
+    request.reset();
     find_more(size, shortage, began, seen, asks_others);
   }
 }
