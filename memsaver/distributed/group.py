@@ -25,7 +25,7 @@ from memsaver.distributed.silence import Silence
 from memsaver.errors import Error
 from memsaver.policies import TurnBackup, TurnRestore
 from memsaver.turns.plan import Phases, Plan, check_mapping
-from memsaver.turns.ranks import check_member
+from memsaver.turns.ranks import METHODS, check_member
 from memsaver.turns.turn import Turn
 
 _LAST_TURN_S = 60.0  # bound of the wait for the end of a turn that this process has left
@@ -264,11 +264,7 @@ def _members_of(role: str, given: Any) -> list[Any]:
 
 def _methods(member: Any) -> list[str]:
     """The methods that a turn may call and that a member has."""
-    names = (
-        "pause", "resume", "colocated_prepare", "colocated_commit", "colocated_abort", "colocated_pause",
-        "colocated_failed",
-    )  # fmt: skip
-    return [name for name in names if callable(getattr(member, name, None))]
+    return [name for name in METHODS if callable(getattr(member, name, None))]
 
 
 def _plain(given: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 from ray.experimental import internal_kv
 
 from memsaver import reports
-from memsaver.turns.ranks import LocalRank, Rank
+from memsaver.turns.ranks import METHODS, LocalRank, Rank
 from memsaver.turns.turn import TurnReport
 
 log = logging.getLogger("memsaver")
@@ -27,13 +27,6 @@ _LOOK_S = 0.5
 _PARTS_S = 4.0  # bound of the wait for the parts
 _POLL_S = 0.05
 _SPACE = "memsaver"
-
-
-# The methods of a rank that a group calls.
-_CALLS = {
-    "pause", "resume",
-    "colocated_prepare", "colocated_commit", "colocated_abort", "colocated_pause", "colocated_failed",
-}  # fmt: skip
 
 
 @dataclass
@@ -146,7 +139,7 @@ def _part(request: str, actor: Any) -> dict[str, str]:
 
 def _doing(member: Any) -> str:
     """The call of a rank, and the stages of the transitions of its process, in words."""
-    call, stage = reports.call_of(member, _CALLS), reports.stage()
+    call, stage = reports.call_of(member, METHODS), reports.stage()
     if call is None:
         return f"answers: {stage or 'no transition is under way'}"
     return call if stage is None else f"{call}; {stage}"

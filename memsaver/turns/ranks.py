@@ -16,6 +16,12 @@ from memsaver.errors import WaitTimeoutError
 _LOST_S = 5.0  # once a rank has died, the others have this long to answer: they may wait for it in their calls
 _SLICE_S = 0.05  # longest wait for calls of one kind while there are others
 
+# The methods of members that a turn may call.
+METHODS = (
+    "pause", "resume", "colocated_prepare", "colocated_commit", "colocated_abort", "colocated_pause",
+    "colocated_failed",
+)  # fmt: skip
+
 
 class NoAnswerError(TimeoutError):
     """A call is still under way. The methods of ranks do not raise this error."""
