@@ -106,7 +106,7 @@ class Move:
             self._record_contents(leaving, kept, live)  # from here on nothing uses the regions
         except BaseException as error:
             if isinstance(error, BackupError) and self._kept:
-                error._name_regions(tuple(self._kept), _remedy(self._kept.values(), str(error)))
+                error._name_regions(tuple(self._kept), _remedy(self._kept.values(), error._of_pinned_memory))
             self.recorder.end("failed", error)
             self.abort()
             raise
@@ -246,9 +246,9 @@ def _away_tags() -> dict[str, bool]:
     return found
 
 
-def _remedy(policies: Iterable[str], cause: str) -> str:
+def _remedy(policies: Iterable[str], of_pinned_memory: bool) -> str:
     used = set(policies)
-    if used == {"disk"} and "pinned host memory" in cause:  # contents pass through it on their way to the file
+    if used == {"disk"} and of_pinned_memory:
         return "free host memory, raise configure(host_limit=...), or pause with backup='none'"
     remedies = {
         "host": "free host memory, raise configure(host_limit=...), or pause with backup='disk' or 'none'",

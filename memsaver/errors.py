@@ -176,6 +176,7 @@ class BackupError(Error):
     held_bytes: int
     available_bytes: int
     regions: tuple[str, ...] = ()
+    _of_pinned_memory: bool = False  # contents pass through it on their way to a file as well
 
     def _name_regions(self, tags: Sequence[str], remedy: str) -> None:
         """Adds the regions whose contents the transition was to keep, the figures and the remedy to the text."""

@@ -45,7 +45,7 @@ void HostBudget::check_locked(std::size_t bytes) const {
                                        "one of its cgroups, are in use";
   throw BackupError("a backup needs " + text(bytes) + " more of pinned host memory; this process holds " + text(held_) +
                         ", and " + why,
-                    bytes, held_, left);
+                    bytes, held_, left, true);
 }
 
 std::size_t HostBudget::slab(std::size_t bytes) const {

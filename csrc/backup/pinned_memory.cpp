@@ -217,8 +217,8 @@ std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t
     const std::size_t held = held_bytes();
     const std::string what = "cannot get " + std::to_string(wanted) + " bytes more of pinned host memory (" +
                              std::to_string(held) + " bytes held): " + error.what();
-    if (dynamic_cast<const DriverError*>(&error) != nullptr) throw PinError(what + lock_limit(), wanted, held, 0);
-    throw BackupError(what, wanted, held, 0);
+    if (dynamic_cast<const DriverError*>(&error) != nullptr) throw PinError(what + lock_limit(), wanted, held, 0, true);
+    throw BackupError(what, wanted, held, 0, true);
   }
   std::lock_guard lock(mutex_);
   slabs_[data] = {bytes, pinned};

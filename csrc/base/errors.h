@@ -25,11 +25,12 @@ struct ConfigError : Error {
 
 // Host memory or a file for contents is not available.
 struct BackupError : Error {
-  BackupError(const std::string& what, std::size_t needed, std::size_t held, std::size_t available)
-      : Error(what), needed_bytes(needed), held_bytes(held), available_bytes(available) {}
+  BackupError(const std::string& what, std::size_t needed, std::size_t held, std::size_t available, bool pinned = false)
+      : Error(what), needed_bytes(needed), held_bytes(held), available_bytes(available), of_pinned_memory(pinned) {}
   std::size_t needed_bytes;     // needed by the backup, beyond held_bytes
   std::size_t held_bytes;       // held by this process for backups
   std::size_t available_bytes;  // available now
+  bool of_pinned_memory;        // pinned host memory is not available, which backups on disk need as well
 };
 
 // A call on a file failed. The core translates it into BackupError.

@@ -33,6 +33,7 @@ void translate_ours(const std::exception_ptr& thrown) {
     fields["needed_bytes"] = error.needed_bytes;
     fields["held_bytes"] = error.held_bytes;
     fields["available_bytes"] = error.available_bytes;
+    fields["_of_pinned_memory"] = error.of_pinned_memory;
     raise("BackupError", error, fields);
   } catch (const RegionPausedError& error) {
     fields["tag"] = error.tag;
