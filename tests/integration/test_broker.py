@@ -1159,10 +1159,12 @@ def test_name_of_ray_actor_is_its_title() -> None:
 def test_a_process_whose_main_thread_has_ended_has_no_given_name() -> None:
     """Its environment and its arguments are gone, as while it exits, and it has not exited."""
     program = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); "
-    program += "ctypes.CDLL(None).pthread_exit(None)"
+    program += "print(flush=True); ctypes.CDLL(None).pthread_exit(None)"
     environment = {**os.environ, "MEMSAVER_NAME": "trainer"}
-    with subprocess.Popen([sys.executable, "-c", program], env=environment) as process:
+    with subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
         try:
+            process.stdout.readline()  # some sandboxes show the command line some time after the exec
             until(lambda: Path(f"/proc/{process.pid}/cmdline").read_bytes() == b"")
             assert process_names.given_name(process.pid) is None
             client = clients.Client(1, SimpleNamespace(pid=process.pid, has_exited=False))  # type: ignore[arg-type]
