@@ -115,13 +115,16 @@ clean:
 
 .venv/.torch:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; see PYTHON=")'
+	@echo "1 of 3: an environment in .venv with $(TORCH) (about a minute, most of it download)"
 	$(PYTHON) -m venv .venv
 	$(RUN) -m pip install --quiet '$(TORCH)'
 	touch $@
 
 # The core is rebuilt when it changes; Python is used from where it lies.
 .venv/.ready: .venv/.torch $(CORE)
+	@echo "2 of 3: the build tools"
 	$(RUN) -m pip install --quiet 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
+	@echo "3 of 3: Ray, the packages of the tests, and the core, which is compiled (1 to 3 minutes on two cores)"
 	$(RUN) -m pip install --quiet --no-build-isolation --editable '.[examples,picture,test]'
 	touch $@
 
