@@ -79,15 +79,8 @@ def _torchs_memory(device: str, function: str, without: Any) -> Any:
     return getattr(import_module("memsaver._torch.ledger"), function)(device)
 
 
-def _count_nccl(device: str | None) -> bool:
-    if "torch.distributed" not in sys.modules:
-        return False
-    return bool(import_module("memsaver.guests.nccl_memory").begin_if_used(device))
-
-
 ledger.torch_memory.parts = lambda device: _torchs_memory(device, "parts", [])
 ledger.torch_memory.nbytes = lambda device: _torchs_memory(device, "outside_bytes", 0)
-ledger.nccl_memory.begin = _count_nccl
 errors.read_ledger = ledger.for_error
 _adapter.load = lambda: import_module("memsaver._torch.routing").Router()
 config.from_environment_of_import()

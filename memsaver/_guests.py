@@ -60,7 +60,6 @@ class Guest:
     name: str
     tags: tuple[str, ...]
     order: int
-    _is_nccl = False  # whether nbytes is memory of NCCL, which may have a row of its own in the ledger
 
     def __init__(self, name: str, tags: str | Iterable[str], *, order: int = 0) -> None:
         if not isinstance(name, str) or not name:
@@ -216,12 +215,6 @@ def rows() -> list[dict[str, Any]]:
         }
         for each in found
     ]
-
-
-def names_of_nccl() -> set[str]:
-    """The names of the guests whose bytes are NCCL's."""
-    with _registry:
-        return {each.guest.name for each in _entries if each.guest._is_nccl}
 
 
 def _nbytes(guest: Guest) -> int | None:

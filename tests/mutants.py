@@ -61,29 +61,14 @@ MUTANTS = [
         ["unit/test_driver.py::test_shared_memory_is_counted_once"],
     ),
     Mutant(
-        "mappings_do_not_count",
-        "NCCL's memory: it is free once its handle is released, though it is mapped",
-        ["unit/test_nccl_memory.py::test_memory_is_free_after_its_last_handle_and_its_last_mapping"],
-    ),
-    Mutant(
-        "failed_releases_count",
-        "NCCL's memory: it is free after a release that the driver refused",
-        ["unit/test_nccl_memory.py::test_the_count_equals_the_drivers_after_any_calls"],
-    ),
-    Mutant(
-        "memory_of_the_host_counts_on_devices",
-        "NCCL's memory: host memory of cuMemCreate counts on the device of its NUMA node's number",
-        ["unit/test_nccl_memory.py::test_memory_of_the_host_and_imported_memory_do_not_count"],
-    ),
-    Mutant(
         "of_two_equal_pointers_the_last_counts",
-        "pointers of a library: one that is there twice is replaced at one place",
-        ["unit/test_nccl_memory.py::test_a_library_with_other_pointers_is_left_as_it_is"],
+        "torch's table of the driver's functions: one that is there twice is replaced at one place",
+        ["unit/test_default_pool.py::test_another_table_is_refused_and_left_as_it_is"],
     ),
     Mutant(
         "read_only_pointers_count",
-        "pointers of a library: those in memory that the loader has made read-only are replaced",
-        ["unit/test_nccl_memory.py::test_pointers_that_the_loader_made_read_only_are_left_out"],
+        "torch's table of the driver's functions: one in memory that the loader has made read-only is replaced",
+        ["unit/test_default_pool.py::test_another_table_is_refused_and_left_as_it_is"],
     ),
     Mutant(
         "stacks_shrink_during_a_capture",

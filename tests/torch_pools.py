@@ -35,7 +35,7 @@ def library() -> str:
         with tempfile.TemporaryDirectory(dir=folder) as made:
             built = os.path.join(made, "built.so")
             flags = ["-std=c++17", "-shared", "-fPIC", "-O1"]
-            subprocess.run([compiler, *flags, str(source), "-o", built, "-ldl"], check=True)
+            subprocess.run([compiler, *flags, str(source), "-o", built, "-ldl", "-Wl,-z,relro"], check=True)
             os.replace(built, path)  # several processes may compile it at the same time
     return str(path)
 

@@ -146,11 +146,11 @@ def _call(name: str, *arguments: Any) -> None:
 def lines_of(stages: list[dict[str, Any]]) -> list[str]:
     """A line for each stage, in MiB, and the limit of a thread's stack in bytes.
 
-    ``rest``: in use beside regions and torch's pools, with the driver's own memory. ``NCCL``: counted as NCCL takes it.
-    ``context``: with the growth of the stacks.
+    ``rest``: in use beside regions and torch's pools, with the driver's own memory. ``context``: with the growth of the
+    stacks.
     """
     width = max(len(each["stage"]) for each in stages)
-    heads = ("in use", "change", "regions", "torch", "rest", "change", "context", "unknown", "NCCL", "stack/B")
+    heads = ("in use", "change", "regions", "torch", "rest", "change", "context", "unknown", "stack/B")
     lines = [f"{'MiB':<{width}}" + "".join(f"{head:>9}" for head in heads)]
     last_used = last_rest = 0.0
     for each in stages:
@@ -165,7 +165,7 @@ def lines_of(stages: list[dict[str, Any]]) -> list[str]:
             cells = [used, f"{used - last_used:+.0f}", f"{regions:.1f}", f"{torchs:.1f}", f"{rest:.1f}"]
             cells += [f"{rest - last_rest:+.1f}", _mib(bytes_of(account, "context"))]
             cells += [_mib(None if account["listed_bytes"] is None else bytes_of(account, "unknown"))]
-            cells += [_mib(bytes_of(account, "NCCL")), each["limits"].get("stack", "-")]
+            cells += [each["limits"].get("stack", "-")]
         lines.append(f"{each['stage']:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
         last_used, last_rest = used, rest
     return lines

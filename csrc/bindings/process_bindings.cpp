@@ -10,7 +10,6 @@
 
 #include "backup/available_memory.h"
 #include "bindings/bindings.h"
-#include "driver/counted_calls.h"
 #include "regions/queries.h"
 
 namespace memsaver {
@@ -162,8 +161,6 @@ nb::dict ledger_figures(const std::string& name) {
   row["retained_bytes"] = retained;
   row["pooled_bytes"] = pooled;
   row["stack_bytes"] = stacks;
-  const int ordinal = device.driver->ordinal();
-  row["nccl_bytes"] = ordinal < 0 ? 0 : counted_bytes(ordinal).own;
   return row;
 }
 
@@ -197,16 +194,6 @@ void bind_process(nb::module_& module) {
   module.def("clock", [] { return std::chrono::duration<double>(now().time_since_epoch()).count(); });
   module.def("device_stats", &device_stats, "device"_a);
   module.def("ledger_figures", &ledger_figures, "device"_a);
-  module.def(
-      "count_nccl", [](const std::string& library) { return count_calls(library, "ncclMemAlloc"); },
-      nb::call_guard<Unlocked>(), "library"_a);
-  module.def(
-      "nccl_bytes",  // of NCCL itself, and those that it has taken for its callers
-      [](int ordinal) {
-        const CountedBytes counted = counted_bytes(ordinal);
-        return std::make_pair(counted.own, counted.given);
-      },
-      "ordinal"_a);
   module.def("stop_queries", [] {
     if (!usable()) return;  // in a forked child another thread may have had the locks
     ledger_queries().stop();

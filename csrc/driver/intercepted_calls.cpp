@@ -1,23 +1,28 @@
 #include "driver/intercepted_calls.h"
 
 #include <dlfcn.h>
+#include <link.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
+#include <vector>
 
 #include "base/mutants.h"
 #include "base/ranges.h"
 #include "driver/cuda_api.h"
-#include "driver/function_pointers.h"
 
 namespace memsaver {
 namespace {
 
 using namespace cuda;
 using Flags = unsigned long long;
+using Word = std::uintptr_t;
 
 constexpr int kFabricHandle = 8;
 constexpr std::size_t kMostBytes = 128 * sizeof(Word);  // of a table
+
+bool contains(const Range& range, Address address) { return address >= range.offset && address < range.end(); }
 
 std::atomic<InterceptedCalls*> interceptor = nullptr;
 std::atomic<bool> has_fabric = false;  // the driver has given memory with a fabric handle
@@ -94,6 +99,61 @@ Result set_access(DevicePointer address, std::size_t size, const AccessDesc* acc
   return api().cuMemSetAccess(address, size, access, count);
 }
 
+// A loaded library, by the addresses of its getter and of its table.
+struct Library {
+  Address getter, table;
+  Range code{0, 0};            // empty: not found
+  std::size_t bytes_left = 0;  // from the table to the end of its writable part; 0: the table is in none
+};
+
+int find_library(dl_phdr_info* info, std::size_t, void* wanted) {
+  auto& library = *static_cast<Library*>(wanted);
+  Library found{library.getter, library.table};
+  bool is_fixed = false;
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
+    const auto& part = info->dlpi_phdr[i];
+    const Range range{static_cast<Address>(info->dlpi_addr + part.p_vaddr), static_cast<std::size_t>(part.p_memsz)};
+    // The loader makes this part read-only, within a writable one.
+    if (part.p_type == PT_GNU_RELRO && contains(range, library.table)) is_fixed = true;
+    if (part.p_type != PT_LOAD) continue;
+    if ((part.p_flags & PF_X) != 0 && contains(range, library.getter)) found.code = range;
+    if ((part.p_flags & PF_W) != 0 && contains(range, library.table)) found.bytes_left = range.end() - library.table;
+  }
+  if (found.code.size == 0) return 0;
+  if (is_fixed && !MEMSAVER_MUTANT(read_only_pointers_count)) found.bytes_left = 0;
+  library = found;
+  return 1;
+}
+
+// A word of the table that takes another value.
+struct Pointer {
+  const char* name;
+  Word original, instead;
+  Word* place = nullptr;
+};
+
+template <typename Function>
+Pointer pointer(const char* name, Function* original, Function* instead) {
+  return {name, reinterpret_cast<Word>(original), reinterpret_cast<Word>(instead)};
+}
+
+// Looks for the words. Returns the reason if they are not there once each.
+std::string find(std::vector<Pointer>& pointers, Word* table, std::size_t words) {
+  for (Word* word = table; word < table + words; ++word) {
+    // The library may write to it in another thread.
+    const Word value = std::atomic_ref<Word>(*word).load(std::memory_order_relaxed);
+    for (Pointer& each : pointers) {
+      if (value != each.original) continue;
+      if (each.place != nullptr && !MEMSAVER_MUTANT(of_two_equal_pointers_the_last_counts))
+        return std::string("the table has ") + each.name + " twice";
+      each.place = word;
+    }
+  }
+  for (const Pointer& each : pointers)
+    if (each.place == nullptr) return std::string("the table has no ") + each.name;
+  return "";
+}
+
 }  // namespace
 
 int unreserve_by_driver(Address address, std::size_t size) { return api().cuMemAddressFree(address, size); }
@@ -110,24 +170,23 @@ std::string intercept_calls(const std::string& library, const char* getter, Inte
   } catch (...) {
     return library + " found no functions of the driver";
   }
-  const LibraryParts parts = parts_of(reinterpret_cast<Address>(get));
-  const auto at = reinterpret_cast<Address>(table);
-  Ranges searched;
-  for (const Range& range : parts.writable)
-    if (contains(range, at)) searched = {{at, std::min(kMostBytes, range.end() - at)}};
-  if (searched.empty()) return "the table of the driver's functions is not within " + library;
-  FunctionPointers pointers;
-  pointers.add("cuMemCreate", driver.cuMemCreate, &create);
-  pointers.add("cuMemRelease", driver.cuMemRelease, &release);
-  pointers.add("cuMemExportToShareableHandle", driver.cuMemExportToShareableHandle, &export_handle);
-  pointers.add("cuMemMap", driver.cuMemMap, &map);
-  pointers.add("cuMemUnmap", driver.cuMemUnmap, &unmap);
-  pointers.add("cuMemSetAccess", driver.cuMemSetAccess, &set_access);
-  pointers.add("cuMemAddressFree", driver.cuMemAddressFree, &address_free);
-  if (std::string reason = pointers.find(searched, "the table"); !reason.empty()) return reason;
+  Library parts{reinterpret_cast<Address>(get), reinterpret_cast<Address>(table)};
+  ::dl_iterate_phdr(&find_library, &parts);
+  if (parts.bytes_left == 0) return "the table of the driver's functions is not in writable memory of " + library;
+  std::vector<Pointer> pointers = {
+      pointer("cuMemCreate", driver.cuMemCreate, &create),
+      pointer("cuMemRelease", driver.cuMemRelease, &release),
+      pointer("cuMemExportToShareableHandle", driver.cuMemExportToShareableHandle, &export_handle),
+      pointer("cuMemMap", driver.cuMemMap, &map),
+      pointer("cuMemUnmap", driver.cuMemUnmap, &unmap),
+      pointer("cuMemSetAccess", driver.cuMemSetAccess, &set_access),
+      pointer("cuMemAddressFree", driver.cuMemAddressFree, &address_free)};
+  std::string reason = find(pointers, table, std::min(kMostBytes, parts.bytes_left) / sizeof(Word));
+  if (!reason.empty()) return reason;
   callers = parts.code;
   interceptor = &calls;
-  pointers.replace();
+  for (const Pointer& each : pointers)
+    std::atomic_ref<Word>(*each.place).store(each.instead, std::memory_order_release);
   return "";
 }
 

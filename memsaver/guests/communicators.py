@@ -10,7 +10,7 @@ from typing import Any
 from memsaver._arguments import seconds
 from memsaver._guests import Guest
 from memsaver.errors import Error
-from memsaver.guests import nccl, nccl_memory
+from memsaver.guests import nccl
 from memsaver.guests.waits import Call, current_device
 
 log = logging.getLogger("memsaver")
@@ -71,8 +71,6 @@ class Communicators(Guest):
         libc.so.6 has no ncclGetVersion(), expected a library with NCCL
     """
 
-    _is_nccl = True
-
     def __init__(
         self,
         tags: str | Iterable[str],
@@ -90,7 +88,6 @@ class Communicators(Guest):
             raise Error("NCCL is not loaded, expected libnccl in this process")
         if not found.can_suspend:
             raise Error(f"{found.path} has NCCL {_version(found.version)}, expected 2.29.7 or newer")
-        nccl_memory.begin()
         self._library = found
         self._communicators = communicators
         self._suspended: list[_Communicator] = []

@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup, Store
 from memsaver._arguments import seconds, several
 from memsaver._guests import Guest
 from memsaver.errors import Error
-from memsaver.guests import nccl_memory
 from memsaver.guests.meeting import Meeting
 from memsaver.guests.reopening import ReopeningGroup
 from memsaver.guests.waits import current_device, within
@@ -189,18 +188,11 @@ class ProcessGroups(Guest):
 
     def _wrapped(self, *args: Any, **options: Any) -> Any:
         """In place of torch's function that makes all groups."""
-        if _has_nccl(args, options):
-            bound = options.get("device_id")
-            if bound is not None:  # such a group connects at once, which makes a context on the device
-                torch.cuda.synchronize(bound)
-            nccl_memory.begin(None if bound is None else f"cuda:{_device(bound)}")
         made, store = self._create(*args, **options)
         if type(made) is not ProcessGroup or not self._is_chosen(made):
             return made, store
         name = c10d._world.pg_names[made]
         group = ReopeningGroup(made, str(name), str(made.group_desc))
-        if _has_nccl(args, options):
-            group.before_use = nccl_memory.begin
         _replace(made, group)
         self._records.append(_Record(group, args, options, _device(options.get("device_id"))))
         return group, store
@@ -270,12 +262,6 @@ def _most(until: float) -> float:
     """The end of the first attempt. The rest of the time until ``until`` is for its undoing, or for an abort."""
     now = time.monotonic()
     return now + _MOST * max(0.0, until - now)
-
-
-def _has_nccl(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether torch's function will make a group with NCCL."""
-    backend = options["backend"] if "backend" in options else args[_PLACES["backend"]]
-    return "nccl" in str(c10d.BackendConfig(c10d.Backend(backend))).lower()
 
 
 def _no_split_source(pg: ProcessGroup) -> Any:

@@ -26,7 +26,6 @@ class ReopeningGroup(ProcessGroup):
     def __init__(self, connections: ProcessGroup, name: str, description: str) -> None:
         super().__init__(connections.rank(), connections.size())  # type: ignore[call-arg]  # torch's stub lacks it
         self._connections: ProcessGroup | None = connections
-        self.before_use: Callable[[], bool] | None = None  # called before uses of the connections until it returns True
         self._name, self._description = name, description
         self._backend_name = str(connections.name())
         self._works: weakref.WeakSet[Work] = weakref.WeakSet()  # those with references
@@ -103,9 +102,6 @@ class ReopeningGroup(ProcessGroup):
 
 def _forwarding(name: str) -> Callable[..., Any]:
     def forward(self: ReopeningGroup, *args: Any, **options: Any) -> Any:
-        before_use = self.before_use  # another thread may clear it meanwhile
-        if before_use is not None and before_use():
-            self.before_use = None
         return self._noted(getattr(self.connections, name)(*args, **options))
 
     forward.__name__ = name

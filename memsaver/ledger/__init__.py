@@ -7,7 +7,7 @@ no row explains is ``"unknown"`` in a process whose bytes the driver lists, else
 
 from __future__ import annotations
 
-from memsaver.ledger import nccl_memory, torch_memory
+from memsaver.ledger import torch_memory
 from memsaver.ledger.measurements import Measurement, measure_context, measured
 from memsaver.ledger.messages import decoded, encoded
 from memsaver.ledger.pools import of_pool
@@ -17,5 +17,5 @@ from memsaver.ledger.text import described, lines
 
 __all__ = [
     "Ledger", "LedgerRow", "Measurement", "decoded", "described", "encoded", "for_error", "lines", "measure_context",
-    "measured", "nccl_memory", "of_pool", "read", "serve", "torch_memory",
+    "measured", "of_pool", "read", "serve", "torch_memory",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from memsaver import _core
-from memsaver.ledger import nccl_memory, torch_memory
+from memsaver.ledger import torch_memory
 from memsaver.ledger.rows import Part
 
 _lock = threading.Lock()
@@ -91,7 +91,6 @@ def parts(device: str) -> list[Part]:
 
 def measure_context(device: str) -> None:
     """Attributes the memory of this process without a row to its context on the device. The first call counts."""
-    nccl_memory.begin(device)
     with _lock:
         if device in _seen:
             return
@@ -127,6 +126,5 @@ def _unattributed_bytes(device: str) -> int | None:
         return None
     known = figures["retained_bytes"] + sum(row["mapped_bytes"] for row in figures["regions"])
     known += torch_memory.read(torch_memory.nbytes, device, 0)
-    known += figures["nccl_bytes"]
     known += sum(nbytes for *_, nbytes in parts(device) + stacks(device, figures["stack_bytes"]))
     return int(nbytes - elsewhere + figures["pooled_bytes"] - known)

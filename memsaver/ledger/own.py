@@ -55,22 +55,9 @@ def _own(device: str) -> Own:
 
 def _other_parts(device: str, figures: dict[str, Any]) -> list[Part]:
     """The parts of this process beside its regions."""
-    parts: list[Part] = [("retained", "", "", figures["retained_bytes"]), ("NCCL", "", "", figures["nccl_bytes"])]
+    parts: list[Part] = [("retained", "", "", figures["retained_bytes"])]
     parts += torch_memory.read(torch_memory.parts, device, [])
     if _core.device_names() == [device]:  # a guest does not tell the device of its bytes
-        parts += _guests_parts(figures["nccl_bytes"])
+        parts += [("guest", row["name"], row["state"], row["nbytes"] or 0) for row in _guests.rows()]
     parts += measurements.parts(device) + measurements.stacks(device, figures["stack_bytes"])
     return [part for part in parts if part[-1]]
-
-
-def _guests_parts(nccl_bytes: int) -> list[Part]:
-    """The rows of guests, without the bytes of communicators that the row of NCCL has."""
-    parts: list[Part] = []
-    names = _guests.names_of_nccl()
-    for row in _guests.rows():
-        nbytes = row["nbytes"] or 0
-        if row["name"] in names:
-            both = min(nbytes, nccl_bytes)
-            nbytes, nccl_bytes = nbytes - both, nccl_bytes - both
-        parts.append(("guest", row["name"], row["state"], nbytes))
-    return parts

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from memsaver import _core
 from memsaver.errors import BrokerError
-from memsaver.ledger import nccl_memory
 from memsaver.ledger.accounts import account
 from memsaver.ledger.messages import encoded
 from memsaver.ledger.own import own
@@ -24,15 +23,10 @@ STATUS_S = 1.0  # the longest wait for the broker's part
 
 def read(device: str) -> Ledger:
     """The ledger of a device, by the figures of this process and its pool's broker. Read again once if inconsistent."""
-    nccl_memory.begin(device)
-    return _consistent(device)
-
-
-def _consistent(device: str) -> Ledger:
     found = _read(device)
     if not found.is_consistent:
         found = _read(device)
-    return replace(found, notes=[nccl_memory.note] if nccl_memory.note else [])
+    return found
 
 
 def _read(device: str) -> Ledger:
@@ -57,5 +51,5 @@ def serve() -> None:
 
 def for_error(device: str) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of the ledger for an error, and its lines."""
-    found = _consistent(device)  # there may be no memory to initialise NCCL with
+    found = read(device)
     return [asdict(row) for row in found.rows], lines(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Part = tuple[str, str, str, int]  # kind, label, state, bytes
 
@@ -15,10 +15,9 @@ class LedgerRow:
         pid: The process. None for memory of no process that is known.
         name: Its name, or ``"?"`` if the system does not return it. Empty without a process.
         kind: ``"region"``, ``"retained"``, ``"torch allocated"``, ``"torch cached"``, ``"torch"`` (either of the two),
-            ``"NCCL"`` (taken by NCCL since its memory is counted), ``"guest"``, ``"context"``, ``"graphs"`` or
-            another kind that was measured, ``"unknown"``, ``"process"`` (all of a process that reports nothing),
-            ``"pool held"`` (chunks of a client of the pool that reports nothing, or that has exited), ``"pool idle"``
-            or ``"unlisted"``.
+            ``"guest"``, ``"context"``, ``"graphs"`` or another kind that was measured, ``"unknown"``, ``"process"``
+            (all of a process that reports nothing), ``"pool held"`` (chunks of a client of the pool that reports
+            nothing, or that has exited), ``"pool idle"`` or ``"unlisted"``.
         label: The tag of the region, the name of the guest, or the name of the measurement. ``"stacks"`` for the
             growth of the stacks of the device's threads since the context was measured. Else empty.
         state: The state of the region or guest. Else empty.
@@ -52,7 +51,6 @@ class Ledger:
         used_bytes: The memory of the whole device in use, by the driver. None if a call of the driver fails.
         rows: By process.
         is_consistent: Whether no rows exceed the driver's figures.
-        notes: Reasons why memory of this process may be in ``"unknown"`` that otherwise has a row.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
@@ -64,4 +62,3 @@ class Ledger:
     used_bytes: int | None
     rows: list[LedgerRow]
     is_consistent: bool
-    notes: list[str] = field(default_factory=list)

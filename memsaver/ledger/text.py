@@ -18,7 +18,7 @@ def lines(ledger: Ledger, most: int = 10) -> list[str]:
     found = [f"{_process(*key)} {gib(_sum(rows))}: {', '.join(_kinds(rows))}" for key, rows in shown]
     if len(groups) > len(shown):
         found.append(f"{len(groups) - len(shown)} more {gib(sum(_sum(rows) for _, rows in groups[len(shown) :]))}")
-    return found + [f"note: {note}" for note in ledger.notes]
+    return found
 
 
 def _process(pid: int | None, name: str) -> str:

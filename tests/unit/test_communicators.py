@@ -83,13 +83,6 @@ def guest(fake: Fake, tag: str) -> Iterator[Communicators]:
     memsaver.unregister(made)
 
 
-def test_the_guest_begins_the_count_of_nccls_memory(newer: str, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[None] = []
-    monkeypatch.setattr(communicators, "nccl_memory", SimpleNamespace(begin=lambda: seen.append(None)))
-    Communicators(tag, library=newer)
-    assert len(seen) == 1
-
-
 def test_communicators_are_suspended_while_their_tag_is_paused(fake: Fake, guest: Communicators) -> None:
     assert memsaver.stats().guests[0].nbytes == 15 * MIB
     memsaver.pause(guest.tags)

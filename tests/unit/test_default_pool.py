@@ -146,6 +146,28 @@ def test_calls_from_elsewhere_reach_the_driver() -> None:
     """)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("table[9] = table[3]", "the table has cuMemMap twice"),
+        ("table[6] = 0", "the table has no cuMemUnmap"),
+        ("calls().fake_fix_table()", "is not in writable memory of"),
+    ],
+)
+def test_another_table_is_refused_and_left_as_it_is(change: str, reason: str) -> None:
+    run(f"""
+    from tests.torch_pools import calls, library
+    get = ctypes.CDLL(library())["_ZN3c104cuda9DriverAPI3getEv"]
+    get.restype = ctypes.POINTER(ctypes.c_size_t)
+    table = get()
+    {change}
+    before = table[:10]
+    found = _core.bind_default_pools(library())
+    assert {reason!r} in found, found
+    assert table[:10] == before
+    """)
+
+
 @pytest.mark.parametrize("has_fabric", [0, 1])
 def test_the_driver_decides_on_fabric_handles(has_fabric: int) -> None:
     run(
