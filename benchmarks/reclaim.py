@@ -1,18 +1,17 @@
-"""Memory that a trainer caches goes to an engine that waits for it, while the trainer's main thread holds the GIL.
+"""Memory that a trainer caches goes to an engine that waits for it.
 
-    python benchmarks/reclaim.py [--gib 20] [--work 2] [--hold 0 5] [--rounds 3]
+    python benchmarks/reclaim.py [--gib 20] [--work 2] [--rounds 3]
 
 Two processes share a pool that has room for little more than one of them. The trainer has `--gib` in free blocks of
 torch's pool over a region, and queues `--work` seconds of kernels that end with writes to all of these blocks. Then its
-main thread holds the GIL for `--hold` seconds in a native call, and the engine resumes a region of `--gib`. Times are
-from the end of the queued work, by the device's clock, to the return of the resume. Negative: the memory came before
-it, which would be a fault. After each round the engine pauses, and the trainer makes its next step, whose values are
-compared. Prints a table, then one JSON line. It fails if a resume takes longer than `--limit` milliseconds.
+main thread waits without the GIL, and the engine resumes a region of `--gib`. Times are from the end of the queued
+work, by the device's clock, to the return of the resume. Negative: the memory came before it, which would be a fault.
+After each round the engine pauses, and the trainer makes its next step, whose values are compared. Prints a line for
+each round, then one JSON line. It fails if a resume takes longer than `--limit` milliseconds.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 import memsaver
-from support.arguments import count, not_negative, parse, parser_for, positive
+from support.arguments import count, parse, parser_for, positive
 from support.broker import broker
 from support.environment import environment
 from support.host import GIB
@@ -42,7 +41,7 @@ class Plan:
     directory: str  # of the broker's socket
     gib: int
     work_s: float
-    holds_s: tuple[float, ...]
+    rounds: int
 
     def join(self, tag: str) -> memsaver.Region:
         os.environ["MEMSAVER_POOL_DIR"] = self.directory
@@ -53,7 +52,7 @@ class Plan:
 
 
 def rounds(plan: Plan, role: str, barrier: Barrier) -> Sample:
-    """One row for each of ``holds_s``: times by the machine's clock."""
+    """One row for each round: times by the machine's clock."""
     try:
         return {"rows": list({"trainer": train, "engine": serve}[role](plan, barrier))}
     except BaseException:
@@ -63,7 +62,6 @@ def rounds(plan: Plan, role: str, barrier: Barrier) -> Sample:
 
 def train(plan: Plan, barrier: Barrier) -> Iterator[Sample]:
     region = plan.join("trainer")
-    python = ctypes.PyDLL(None)
     cycles = cycles_of(1.0)
     barrier.wait(WAIT_S)  # the engine has paused: there is not room for both
 
@@ -75,7 +73,7 @@ def train(plan: Plan, barrier: Barrier) -> Iterator[Sample]:
             if check and not all(bool((block[:: 1 << 20] == value).all()) for block in blocks):
                 raise AssertionError(f"a block does not hold {value}")
 
-    for number, hold_s in enumerate(plan.holds_s):
+    for number in range(plan.rounds):
         step(number + 1, check=True)
         torch.cuda.synchronize()
         cached = region.mapped_bytes
@@ -87,20 +85,12 @@ def train(plan: Plan, barrier: Barrier) -> Iterator[Sample]:
         step(number + 1, check=False)
         ended.record()
         barrier.wait(WAIT_S)  # the engine resumes
-        called_at = time.monotonic()
-        python.usleep(int(hold_s * 1e6))  # with the GIL
-        held_until = time.monotonic()
         barrier.wait(WAIT_S)  # the engine has resumed, and paused again
         ended.synchronize()
-        left, pool = region.mapped_bytes, memsaver.stats().devices[DEVICE].pool
-        assert pool is not None
         yield {
             "ended_at": began_at + began.elapsed_time(ended) / 1e3,
-            "called_at": called_at,
-            "held_until": held_until,
             "cached_bytes": cached,
-            "left_bytes": left,
-            "needs_gil": pool.needs_gil,
+            "left_bytes": region.mapped_bytes,
         }
         step(number + 100, check=True)
         barrier.wait(WAIT_S)
@@ -113,7 +103,7 @@ def serve(plan: Plan, barrier: Barrier) -> Iterator[Sample]:
     torch.cuda.synchronize()
     region.pause()
     barrier.wait(WAIT_S)
-    for _ in plan.holds_s:
+    for _ in range(plan.rounds):
         barrier.wait(WAIT_S)
         called_at = time.monotonic()
         region.resume(memory_timeout=WAIT_S)
@@ -143,13 +133,12 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--gib", type=count, default=20, help="that the trainer caches, and the engine needs")
     parser.add_argument("--work", type=positive, default=2.0, help="seconds of queued kernels")
-    parser.add_argument("--hold", type=not_negative, nargs="+", default=[0.0, 5.0], help="seconds with the GIL")
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--limit", type=positive, default=100.0, help="milliseconds")
     options = parse(parser)
     begin = time.monotonic()
     with broker(DEVICE, options.gib * GIB + SPARE) as directory:
-        plan = Plan(directory, options.gib, options.work, tuple(options.hold) * options.rounds)
+        plan = Plan(directory, options.gib, options.work, options.rounds)
         barrier = CONTEXT.Barrier(2)
         processes = [Process(rounds, 600.0, plan=plan, role=role, barrier=barrier) for role in ("trainer", "engine")]
         samples = side_by_side(processes, barrier.abort)
@@ -159,19 +148,13 @@ def main() -> None:
     if errors:
         sys.exit("; ".join(errors))
     rows: list[dict[str, Any]] = []
-    for hold_s, trainer, engine in zip(plan.holds_s, *(sample["rows"] for sample in samples)):
+    for trainer, engine in zip(*(sample["rows"] for sample in samples)):
         rows.append({
-            "hold_s": hold_s,
             "after_work_ms": 1e3 * (engine["came_at"] - trainer["ended_at"]),
             "waited_ms": 1e3 * (engine["came_at"] - engine["called_at"]),
-            "before_gil_ms": 1e3 * (trainer["held_until"] - engine["came_at"]),
-            **{name: trainer[name] for name in ("cached_bytes", "left_bytes", "needs_gil")},
+            **{name: trainer[name] for name in ("cached_bytes", "left_bytes")},
         })  # fmt: skip
-        print(
-            f"GIL held for {hold_s:g} s: the memory came {rows[-1]['after_work_ms']:.1f} ms after the queued work, and "
-            f"{rows[-1]['before_gil_ms']:.0f} ms before the GIL was free",
-            flush=True,
-        )
+        print(f"the memory came {rows[-1]['after_work_ms']:.1f} ms after the queued work", flush=True)
     print(json.dumps({
         "benchmark": "reclaim", **environment(DEVICE), "gib": options.gib, "work_s": options.work, "rows": rows,
         "seconds": time.monotonic() - begin,

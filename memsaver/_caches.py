@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import threading
 
 from memsaver import _core
 from memsaver._adapter import loaded
@@ -12,12 +14,32 @@ from memsaver.process_names import process_name
 log = logging.getLogger("memsaver")
 
 _WAIT = "!"  # before the name of a device on which a call has waited for long
+_EXIT_S = 4.0  # for the end of the thread
+
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def start() -> None:
+    """Starts the thread of serve(), if it does not run."""
+    global _thread
+    with _lock:
+        if _thread is None:
+            _thread = threading.Thread(target=serve, name="memsaver-caches", daemon=True)
+            _thread.start()
+            atexit.register(stop, _thread)
+
+
+def stop(thread: threading.Thread) -> None:
+    """Ends a thread that answers queries before the interpreter, which would stop it at an arbitrary place."""
+    _core.stop_queries()
+    thread.join(_EXIT_S)
 
 
 def serve() -> None:
-    """Returns torch's free blocks when a broker asks for memory, and logs long waits. Ends at the interpreter's exit.
+    """Returns torch's free blocks when a call waits for memory, and logs long waits. Ends at the interpreter's exit.
 
-    The core answers without Python as far as it can. This thread gets the GIL when the threads that hold it let it go.
+    The core returns everything else. This thread gets the GIL when the threads that hold it let it go.
     """
     while (query := _core.next_cache_query()) is not None:
         try:
@@ -25,7 +47,7 @@ def serve() -> None:
                 log_wait(query.removeprefix(_WAIT))
             else:
                 _core.caches_returned(query, *_return(query))
-        except Exception as error:  # the thread goes on, and the broker asks again
+        except Exception as error:  # the thread goes on, and a call that waits asks again
             log.warning("the memory that this process caches was not returned: %r", error)
 
 

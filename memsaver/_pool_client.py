@@ -18,7 +18,6 @@ from memsaver.errors import BrokerError
 log = logging.getLogger("memsaver")
 
 POOLS = ("process", "shared")
-_EXIT_S = 4.0  # for the end of the threads
 
 _lock = threading.Lock()
 _shared = False
@@ -26,7 +25,7 @@ _unpooled: dict[tuple[str, str, str], int] = {}  # (tag, device, backup) -> resi
 _capacity: int | None = None
 _scrub = False
 _has_sentinel = False
-_has_threads = False
+_has_thread = False
 
 
 def set_pool(pool: str) -> None:
@@ -111,7 +110,8 @@ def connect(device: str) -> None:
             raise procfs.mps_error(device)
         _open_sentinel()
         _core.set_scrub(device, _scrub)
-        _serve_queries()
+        _caches.start()
+        _serve_ledger()
         if not _core.connected(device):
             uuid = _core.device_uuid(device)
             path = daemon.ensure(uuid, device, _capacity)
@@ -125,23 +125,14 @@ def connect(device: str) -> None:
                 _core.connect(device, str(daemon.ensure(uuid, device, _capacity)), *proofs)
 
 
-def _serve_queries() -> None:
-    """Starts the threads that answer brokers, if they do not run: one for the ledger, one for torch's free blocks."""
-    global _has_threads
-    if not _has_threads:
-        served = {"memsaver-ledger": ledger.serve, "memsaver-caches": _caches.serve}
-        threads = [threading.Thread(target=serve, name=name, daemon=True) for name, serve in served.items()]
-        for thread in threads:
-            thread.start()
-        atexit.register(_stop_queries, threads)
-        _has_threads = True
-
-
-def _stop_queries(threads: list[threading.Thread]) -> None:
-    """Ends the threads before the interpreter, which would stop them at an arbitrary place within the core."""
-    _core.stop_queries()
-    for thread in threads:
-        thread.join(_EXIT_S)
+def _serve_ledger() -> None:
+    """Starts the thread that answers brokers with the ledger of this process, if it does not run."""
+    global _has_thread
+    if not _has_thread:
+        thread = threading.Thread(target=ledger.serve, name="memsaver-ledger", daemon=True)
+        thread.start()
+        atexit.register(_caches.stop, thread)
+        _has_thread = True
 
 
 def _proofs(device: str, uuid: str) -> tuple[list[int], ...]:

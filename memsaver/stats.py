@@ -98,8 +98,6 @@ class PoolStats:
         holders: The other processes that hold memory of the pool. None while the broker cannot be reached.
         waiting_bytes: Bytes for which calls of this process wait at the broker now.
         holds_up: From whom they wait, as far as the broker has told. Empty if nothing waits.
-        needs_gil: Why torch's free blocks in regions can be returned to others only while the GIL is free. None: also
-            while a thread holds it.
 
     Examples:
         >>> memsaver.configure(pool="shared")
@@ -113,7 +111,6 @@ class PoolStats:
     holders: list[ProcessStats] | None
     waiting_bytes: int
     holds_up: list[HolderStats]
-    needs_gil: str | None
 
 
 @dataclass(frozen=True)
@@ -251,12 +248,11 @@ def _pool(device: str) -> PoolStats | None:
     waits, others = _core.pool_waits(device)
     waiting = sum(nbytes for nbytes, _ in waits)
     holds_up = [HolderStats(pid, process_name(pid), nbytes, unused, why) for pid, nbytes, unused, why in others]
-    needs_gil = _core.torch_pools_unusable() or None
     try:
         available, holders = _core.pool_figures(device)
     except BrokerError:
-        return PoolStats(None, None, waiting, holds_up, needs_gil)
-    return PoolStats(available, _processes(holders), waiting, holds_up, needs_gil)
+        return PoolStats(None, None, waiting, holds_up)
+    return PoolStats(available, _processes(holders), waiting, holds_up)
 
 
 def _processes(rows: list[tuple[int, int]]) -> list[ProcessStats]:

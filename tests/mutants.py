@@ -192,21 +192,6 @@ MUTANTS = [
         ["unit/test_resting.py::test_freed_memory_goes_back_when_its_kernel_has_ended_without_another_call"],
     ),
     Mutant(
-        "pools_that_were_ended_are_lent",
-        "torch pools: a pool that the core has ended is lent again",
-        ["integration/test_reclaim.py::test_free_blocks_of_torch_come_back_while_a_thread_holds_the_gil"],
-    ),
-    Mutant(
-        "pools_end_under_routes",
-        "torch pools: pools are ended while a thread is routed to one",
-        ["integration/test_reclaim.py::test_a_pool_in_use_stays[route]"],
-    ),
-    Mutant(
-        "pools_wait_for_the_next_round",
-        "torch pools: a pool that was in use is not ended when its thread leaves it",
-        ["integration/test_reclaim.py::test_blocks_come_when_the_thread_leaves_the_region"],
-    ),
-    Mutant(
         "allocations_ask_no_others",
         "region: an allocation does not wait for what others cache",
         ["integration/test_reclaim.py::test_an_allocation_waits_for_queued_work_of_others"],

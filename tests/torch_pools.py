@@ -1,98 +1,107 @@
-"""torch's pools over regions of the host driver, in an allocator that is made up: see tests/fakes/fake_torch.cpp."""
+"""torch's pools over regions of the host driver, in the place of ``torch.cuda.MemPool``.
+
+As in torch, a freed block stays cached as long as the object of its pool exists, and the blocks of tensors outlive it.
+When these are freed, ``torch.cuda.empty_cache()`` returns their memory.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import hashlib
 import itertools
-import os
-import shutil
-import subprocess
-import tempfile
 from typing import Any
 
-import pytest
+import torch
 
 import memsaver
-from memsaver import _core
-from tests.support import ROOT
+from memsaver._adapter import adapter
+from memsaver._torch import pools, routing
+from tests.support import Hooks
 
+Id = tuple[int, int]
 _numbers = itertools.count(1)
-
-
-@functools.cache
-def library() -> str:
-    """The path of the compiled library, which later processes of a test run share."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
-    source = ROOT / "tests" / "fakes" / "fake_torch.cpp"
-    folder = ROOT / "build" / "fake_torch"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"libc10_cuda-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            built = os.path.join(made, "built.so")
-            flags = ["-std=c++17", "-shared", "-fPIC", "-O1"]
-            subprocess.run([compiler, *flags, str(source), "-o", built, "-ldl", "-Wl,-z,relro"], check=True)
-            os.replace(built, path)  # several processes may compile it at the same time
-    return str(path)
-
-
-@functools.cache
-def calls() -> Any:
-    loaded = ctypes.CDLL(library())
-    loaded.fake_malloc.restype = ctypes.c_void_p
-    return loaded
-
-
-def bind(version: tuple[int, int] = (2, 11)) -> str:
-    """Binds the allocator in the core, once in a process. Returns the reason why it is not used."""
-    calls()
-    return _core.bind_torch_pools(library(), *version)
+_blocks: dict[Id, dict[int, tuple[int, Hooks]]] = {}  # bytes and entry points by address, as torch's allocator has them
+_cached: set[int] = set()  # addresses
+_router: Any = None
 
 
 class Pool:
-    """A pool over a region, lent to a thread as after ``RegionPools.lend()``."""
+    def __init__(self, region: memsaver.Region) -> None:
+        self.id = 0, next(_numbers)
+        self.uses = 1
+        self._hooks = Hooks(region)
+        _blocks[self.id] = {}
 
-    def __init__(self, region: memsaver.Region, uses: int = 1) -> None:
-        self.number = next(_numbers)
-        self.id = 0, self.number
-        alloc, free = region._core.entry_points()
-        calls().fake_pool(ctypes.c_ulonglong(self.number), ctypes.c_void_p(alloc), ctypes.c_void_p(free))
-        _core.add_torch_pool(self.id, region._core, uses)
+    def __del__(self) -> None:
+        _free_cached(self.id)
+
+    def use_count(self) -> int:
+        return self.uses
 
     def malloc(self, nbytes: int) -> int | None:
-        found: int | None = self._call("malloc", ctypes.c_size_t(nbytes))
-        return found
-
-    def free(self, address: int | None) -> None:
-        """The block is torch's from now on: cached."""
-        self._call("free", ctypes.c_void_p(address))
-
-    def use(self, change: int) -> None:
-        self._call("use", ctypes.c_int(change))
-
-    @property
-    def is_there(self) -> bool:
-        return bool(self._call("is_there"))
-
-    def take_back(self) -> None:
-        _core.take_back_torch_pool(self.id)
-
-    def lend(self) -> bool:
-        return _core.lend_torch_pool(self.id)
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        return getattr(calls(), f"fake_{name}")(ctypes.c_ulonglong(self.number), *arguments)
+        for address, (size, _) in _blocks[self.id].items():
+            if address in _cached and size == nbytes:
+                _cached.remove(address)
+                return address
+        made = self._hooks.alloc(nbytes)
+        if made is not None:
+            _blocks[self.id][made] = nbytes, self._hooks
+        return made
 
 
-def cached(region: memsaver.Region, *sizes: int) -> Pool:
-    """A pool that no thread uses, with free blocks of these sizes."""
-    pool = Pool(region)
+def free(address: int | None) -> None:
+    """The block is torch's from now on: cached."""
+    assert address is not None
+    _cached.add(address)
+
+
+def use() -> None:
+    """Lets regions of the host driver have such pools, in this process."""
+    global _router
+    _router = adapter()
+    pools.snapshot = _snapshot  # type: ignore[assignment]
+    pools.RegionPools._make = lambda self: Pool(self.region)  # type: ignore[assignment,return-value]
+    pools.RegionPools.have_little_free = False  # type: ignore[assignment]
+    routing.has_many_blocks = lambda device: False  # type: ignore[assignment]
+    torch.cuda.empty_cache = _empty_cache
+
+
+def lend(region: memsaver.Region) -> Any:
+    """A pool for a thread that enters the region."""
+    with _router._lock:
+        return _router._of(region).lend()
+
+
+def take_back(region: memsaver.Region, pool: Pool) -> None:
+    with _router._lock:
+        _router._of(region).take_back(pool)
+
+
+def cached(region: memsaver.Region, *sizes: int) -> None:
+    """Lets the region have a pool that no thread uses, with free blocks of these sizes."""
+    use()
+    pool = lend(region)
     for address in [pool.malloc(nbytes) for nbytes in sizes]:
-        assert address is not None
-        pool.free(address)
-    pool.take_back()
-    return pool
+        free(address)
+    take_back(region, pool)
+
+
+def _snapshot(pool_id: Id) -> list[dict[str, Any]]:
+    def state(address: int) -> str:
+        return "inactive" if address in _cached else "active_allocated"
+
+    blocks = sorted(_blocks.get(pool_id, {}).items())
+    return [{"blocks": [{"address": address, "size": size, "state": state(address)}]} for address, (size, _) in blocks]
+
+
+def _free_cached(pool_id: Id) -> None:
+    for address, (_, hooks) in list(_blocks[pool_id].items()):
+        if address in _cached:
+            _cached.remove(address)
+            del _blocks[pool_id][address]
+            hooks.free(address)
+
+
+def _empty_cache() -> None:
+    assert not routing.routes.any
+    for pool_id in list(_blocks):
+        if not any(pool_id == pool.id for each in _router._pools.values() for pool in (*each._idle, *each._lent)):
+            _free_cached(pool_id)

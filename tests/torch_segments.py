@@ -5,16 +5,47 @@ tests/fakes/fake_torch.cpp.
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from typing import Any
 
 import numpy as np
+import pytest
 
 import memsaver
-from memsaver import _core, _pool_client
+from memsaver import _caches, _core, _pool_client
 from memsaver.regions import wrapper
-from tests.support import MIB
-from tests.torch_pools import calls, library
+from tests.support import MIB, ROOT
 
 OUT_OF_MEMORY, NOT_PERMITTED, NOT_SUPPORTED = 2, 800, 801
+
+
+@functools.cache
+def library() -> str:
+    """The path of the compiled library, which later processes of a test run share."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    source = ROOT / "tests" / "fakes" / "fake_torch.cpp"
+    folder = ROOT / "build" / "fake_torch"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"libc10_cuda-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            built = os.path.join(made, "built.so")
+            flags = ["-std=c++17", "-shared", "-fPIC", "-O1"]
+            subprocess.run([compiler, *flags, str(source), "-o", built, "-ldl", "-Wl,-z,relro"], check=True)
+            os.replace(built, path)  # several processes may compile it at the same time
+    return str(path)
+
+
+@functools.cache
+def calls() -> Any:
+    return ctypes.CDLL(library())
 
 
 def default_pool(tag: str = "torch", device: str = "cuda:0", backup: str = "host") -> memsaver.Region:
@@ -24,6 +55,17 @@ def default_pool(tag: str = "torch", device: str = "cuda:0", backup: str = "host
     reason = _core.bind_default_pools(library())
     assert reason == "", reason
     return wrapper(_core.default_pool(tag, device, backup))
+
+
+def empty_cache_on_demand() -> None:
+    """Frees cached pieces when a process waits for memory, as the part that uses torch does by its empty_cache()."""
+
+    def return_caches(device: str) -> tuple[int, str]:
+        assert calls().fake_empty_cache() == 0
+        return 0, ""
+
+    _caches._return = return_caches
+    _caches.start()
 
 
 class Segment:

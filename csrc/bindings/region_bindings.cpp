@@ -9,7 +9,6 @@
 #include "bindings/bindings.h"
 #include "torch/default_pools.h"
 #include "torch/torch_hooks.h"
-#include "torch/torch_pools.h"
 #include "transitions/compaction.h"
 
 namespace memsaver {
@@ -271,22 +270,6 @@ void bind_regions(nb::module_& module) {
     const EntryPoints points = refusing_entry_points();
     return std::make_pair(points.alloc, points.free);
   });
-  module.def(
-      "bind_torch_pools",
-      [](const std::string& path, int major, int minor) { return torch_pools().bind(path, major, minor); }, "path"_a,
-      "major"_a, "minor"_a);
-  module.def("torch_pools_unusable", [] { return torch_pools().unusable(); });
-  module.def(
-      "add_torch_pool",
-      [](std::pair<std::uint64_t, std::uint64_t> id, Region& region, int uses) { torch_pools().add(id, region, uses); },
-      "id"_a, "region"_a, "uses"_a, nb::call_guard<Unlocked>());
-  module.def(
-      "lend_torch_pool", [](std::pair<std::uint64_t, std::uint64_t> id) { return torch_pools().lend(id); }, "id"_a);
-  module.def(
-      "take_back_torch_pool", [](std::pair<std::uint64_t, std::uint64_t> id) { torch_pools().take_back(id); }, "id"_a);
-  module.def("forget_torch_pool", [](std::pair<std::uint64_t, std::uint64_t> id) { torch_pools().forget(id); }, "id"_a);
-  module.def("route_begins", [] { torch_pools().route_begins(); }, nb::call_guard<Unlocked>());
-  module.def("route_ends", [] { torch_pools().route_ends(); }, nb::call_guard<Unlocked>());
   module.def("acquire", &acquire, nb::call_guard<Unlocked>(), nb::rv_policy::reference, "regions"_a);
   module.def("release", &release, "regions"_a);
   module.def(

@@ -36,11 +36,6 @@ class CudaDriver final : public Driver {
 
   int ordinal() const override { return device_; }
 
-  void within(const std::function<void()>& act) override {
-    Scope scope(context_);
-    act();
-  }
-
   std::string uuid() override { return uuid_of(device_); }
 
   Memory memory() override {

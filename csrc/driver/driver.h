@@ -6,7 +6,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -55,8 +54,6 @@ class Driver {
 
   const std::string name;  // as torch spells it: "cuda:0", "cpu"
 
-  // Calls `act` with the context of the device as the current one of this thread: for calls of the CUDA runtime.
-  virtual void within(const std::function<void()>& act) { act(); }
   virtual int ordinal() const { return -1; }  // of a CUDA device, among the visible ones
   virtual std::string uuid() = 0;             // the same in every process
   virtual Memory memory() = 0;

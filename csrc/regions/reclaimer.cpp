@@ -28,8 +28,6 @@ std::string text_of(std::size_t bytes) {
 
 }  // namespace
 
-std::atomic<void (*)(Device&)> release_torch_caches = nullptr;
-
 void Reclaimer::begin_locked() {
   ++requested_;
   changed_.notify_all();
@@ -85,13 +83,6 @@ void Reclaimer::pass() {
   device_.retained.give_up(static_cast<std::size_t>(-1));
   for (Region* region : core().regions_of(device_))
     if (region->state() == State::active) region->sweep_all();
-  if (const auto release = release_torch_caches.load()) {
-    try {
-      release(device_);
-    } catch (const DriverError&) {
-      // The context of the device is dead.
-    }
-  }
 }
 
 bool Reclaimer::rests() {
@@ -143,7 +134,7 @@ void Reclaimer::run() {
     if (stop_) return;
     const std::uint64_t number = requested_;
     std::function<void(const Rest&)> tell = std::exchange(tell_, nullptr);
-    // A capture allows neither a mark nor an end of a pool. The broker asks again.
+    // A capture allows no mark, and Python frees nothing then. The broker asks again.
     const bool captures = device_.parts.gate.capturing();
     asks_python_ = false;
     cached_.reset();
@@ -155,12 +146,12 @@ void Reclaimer::run() {
     }
     lock.lock();
     if (!captures && device_.waiting_allocations == 0) asks_python_ = cache_queries().note(device_.driver->name);
-    bool told_more = false;
+    std::optional<bool> told;  // whether Python had yet to answer when the rest was told
     while (!captures && !stop_ && (is_resting || asks_python_) && requested_ == number) {
       const bool asks = asks_python_;
       lock.unlock();
-      if (tell && !told_more) tell(rest(asks, is_resting));
-      told_more = true;
+      if (tell && told != asks) tell(rest(asks, is_resting));
+      told = asks;
       lock.lock();
       changed_.wait_for(lock, kLook);
       lock.unlock();

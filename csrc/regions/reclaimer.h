@@ -2,9 +2,8 @@
 // chunks, chunks without a segment, free segments of torch's pools, and freed segments once the device has passed their
 // mark. Nothing during a capture, nothing of a region that is not active, no chunk under a segment in use.
 //
-// A thread does this, because torch's allocator may block it, and a thread that allocates may hold torch's allocator
-// while it waits for the thread of the shared pool. The part that needs Python is done by a thread of Python
-// (memsaver/_caches.py).
+// A thread does this, because a sweep may wait for a driver call of another thread. torch's pools are freed by a thread
+// of Python (memsaver/_caches.py), when it gets the GIL.
 #pragma once
 
 #include <atomic>
@@ -23,10 +22,6 @@ namespace memsaver {
 
 struct Device;
 
-// Frees the free segments of torch's pools over active regions of a device, as far as this is possible without Python.
-// The layer of torch sets it. Null: it cannot.
-extern std::atomic<void (*)(Device&)> release_torch_caches;
-
 class Reclaimer {
  public:
   // The memory that stays after a pass.
@@ -41,8 +36,8 @@ class Reclaimer {
   Reclaimer& operator=(const Reclaimer&) = delete;
 
   // Both begin a pass. request(): returns at once; `tell` is called with the rest when the first part of the pass is
-  // over, and again at its end if more was to come. finish(): waits for the end, up to the deadline; the caller holds
-  // no lock, torch's included. Returns whether the pass has ended.
+  // over, and, if more was to come, when Python has answered and at its end. finish(): waits for the end, up to the
+  // deadline; the caller holds no lock, torch's included. Returns whether the pass has ended.
   void request(std::function<void(const Rest&)> tell);
   bool finish(Deadline deadline);
   // Called by the thread of Python, once for each query. `cached`: bytes of free blocks that torch keeps, and `why`.

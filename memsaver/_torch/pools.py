@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -12,11 +11,8 @@ from typing import Any
 
 import torch
 
-from memsaver import _core
 from memsaver.errors import Error
 from memsaver.regions import Region
-
-log = logging.getLogger("memsaver")
 
 LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10_cuda.so")
 MOST_BLOCKS = 20_000  # of which a list is made: some 16 ms with the GIL held (0.8 us for a block, see docs/design.md)
@@ -29,15 +25,6 @@ EntryPoints = tuple[int, int]  # addresses of the C functions that allocate and 
 def keep_forever(thing: object) -> None:
     """Keeps an object until the process ends. torch holds plain pointers to allocators and pools, also at exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-def bind() -> None:
-    """Lets the core end idle pools without Python, if it knows this torch: see csrc/torch/torch_pools.h."""
-    if not os.path.exists(LIBRARY):
-        return
-    major, minor = (int(each) for each in torch.__version__.split(".")[:2])
-    if torch.cuda.get_allocator_backend() == "native" and (reason := _core.bind_torch_pools(LIBRARY, major, minor)):
-        log.info("torch's free blocks in regions can only be returned while the GIL is free: %s", reason)
 
 
 def new_pool(points: EntryPoints, device: torch.device, allocators: dict[EntryPoints, Any]) -> torch.cuda.MemPool:
@@ -55,9 +42,6 @@ class RegionPools:
 
     torch refuses to route two threads to one pool, hence several. The graph pool is separate, since torch lists memory
     that a graph holds as free. The Router's lock guards this object.
-
-    The core may end an idle pool at any time, to return its free segments. The object of such a pool is kept for ever,
-    because its end would end the pool a second time.
     """
 
     def __init__(self, region: Region, allocators: dict[EntryPoints, Any]) -> None:
@@ -75,32 +59,13 @@ class RegionPools:
         return new_pool(self.region._core.entry_points(), self.device, self._allocators)
 
     def lend(self) -> torch.cuda.MemPool:
-        pool = None
-        while self._idle and pool is None:
-            pool = self._usable(self._idle.pop())
-        if pool is None:
-            pool = self._make()
-            if self.device.type == "cuda":
-                _core.add_torch_pool(pool.id, self.region._core, pool.use_count())
+        pool = self._idle.pop() if self._idle else self._make()
         self._lent.append(pool)
         return pool
 
     def take_back(self, pool: torch.cuda.MemPool) -> None:
         self._lent.remove(pool)
         self._idle.append(pool)
-        _core.take_back_torch_pool(pool.id)
-
-    def _usable(self, pool: torch.cuda.MemPool) -> torch.cuda.MemPool | None:
-        """An idle pool, which the core ends no more. None: the core has ended it."""
-        if _core.lend_torch_pool(pool.id):
-            return pool
-        self._retired_ids.append(pool.id)
-        keep_forever(pool)
-        return None
-
-    def _withdraw_idle(self) -> None:
-        """Leaves the pools in the list that the core has not ended. It ends none of them until they are put back."""
-        self._idle = [pool for each in self._idle if (pool := self._usable(each)) is not None]
 
     @property
     def graph(self) -> torch.cuda.MemPool:
@@ -115,6 +80,12 @@ class RegionPools:
     def has_retired(self) -> bool:
         """Whether pools with live tensors went out of use."""
         return bool(self._retired_ids)
+
+    @property
+    def has_retired_segments(self) -> bool:
+        """Whether such pools have segments whose tensors have gone since. torch frees them in empty_cache() alone."""
+        segments = [segment for pool_id in self._retired_ids for segment in snapshot(pool_id)]
+        return any(all(block["state"] == "inactive" for block in segment["blocks"]) for segment in segments)
 
     def adopt(self, pool_id: tuple[int, int]) -> None:
         """Counts the free blocks of another pool, whose segments torch takes by cudaMalloc, as free."""
@@ -159,14 +130,9 @@ class RegionPools:
         """Takes pools with free blocks out of use. torch frees their segments when the caller drops the pools."""
         keep: list[torch.cuda.MemPool] = []
         retired: list[torch.cuda.MemPool] = []
-        self._withdraw_idle()
         for pool in self._idle:
             (retired if all_pools or any(_free_blocks(pool.id)) else keep).append(pool)
         self._idle = keep
-        for pool in keep:
-            _core.take_back_torch_pool(pool.id)
-        for pool in retired:
-            _core.forget_torch_pool(pool.id)
         if all_pools and self._graph is not None and not _has_graphs(self._graph):
             retired.append(self._graph)
             self._graph = None
@@ -176,11 +142,8 @@ class RegionPools:
 
     def take_all(self) -> list[torch.cuda.MemPool]:
         """All pools, for a region that is about to be closed."""
-        self._withdraw_idle()
         taken = [*self._idle, *self._lent, *self._spent, *([self._graph] if self._graph is not None else [])]
         self._idle, self._lent, self._spent, self._graph = [], [], [], None
-        for pool in taken:
-            _core.forget_torch_pool(pool.id)
         return taken
 
     def cached(self) -> tuple[int, str]:

@@ -30,34 +30,20 @@ class Routes:
     def begin(self, index: int, pool: Any) -> None:
         """Lets the calling thread allocate from a pool."""
         with self._lock:
-            _core.route_begins()  # torch allows no end of a pool while a thread is routed to one: see torch_pools.h
-            try:
-                torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool.id)
-            except BaseException:
-                _core.route_ends()
-                raise
+            torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool.id)
             self._threads += 1
 
     def end(self, index: int, pool: Any) -> None:
         """Ends a route that begin() made."""
         with self._lock:
             _end(index, pool)
-            _core.route_ends()
             self._threads -= 1
             self._clear()
 
     def begin_for_all(self, index: int, pool: Any) -> None:
         """Lets all threads allocate from a pool, in place of an earlier one, if they are in no other."""
         with self._lock:
-            first = not self._of_all
-            if first:
-                _core.route_begins()
-            try:
-                torch._C._cuda_beginAllocateToPool(index, pool.id)  # before the earlier one ends
-            except BaseException:
-                if first:
-                    _core.route_ends()
-                raise
+            torch._C._cuda_beginAllocateToPool(index, pool.id)  # before the earlier one ends
             former = [self._of_all.pop(index)] if index in self._of_all else []
             self._of_all[index] = pool
             for each in former:
@@ -71,8 +57,6 @@ class Routes:
             ended = [self._of_all.pop(index)] if index in self._of_all else []
             for each in ended:
                 _end(index, each)
-                if not self._of_all:
-                    _core.route_ends()
             each = None  # which is a reference to the last pool
             self.drop(ended)
 

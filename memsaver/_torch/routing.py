@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from memsaver import _core
+from memsaver import _caches, _core
 from memsaver._adapter import Ranges
 from memsaver._torch.checksums import Checksums
 from memsaver._torch.default_pool import default_pools
 from memsaver._torch.ipc import patches
-from memsaver._torch.pools import EntryPoints, RegionPools, bind, has_many_blocks, keep_forever, new_pool
+from memsaver._torch.pools import EntryPoints, RegionPools, has_many_blocks, keep_forever, new_pool
 from memsaver._torch.routes import routes
 from memsaver._torch.side_pools import side_pools
 from memsaver.errors import Error, RegionPausedError, add_ledger
@@ -129,7 +129,7 @@ class Router:
         self.forget_contents = self._checksums.forget
         self.withdraw = patches.withdraw
         patches.install()
-        bind()
+        _caches.start()
         self._observe_captures()
         atexit.register(self._keep_pools)
 
@@ -395,11 +395,17 @@ class Router:
                 if region in self._pools:
                     retired += self._pools[region].retire_idle(all_pools)
         routes.drop(retired)  # outside the lock: torch frees segments with the pools
-        if default_pools.among(regions):
+        if default_pools.among(regions) or self._have_retired_segments(regions):
             torch.cuda.empty_cache()
 
+    def _have_retired_segments(self, regions: Sequence[Region]) -> bool:
+        if routes.any:  # torch frees none meanwhile
+            return False
+        with self._lock:
+            return any(region in self._pools and self._pools[region].has_retired_segments for region in regions)
+
     def return_caches(self, device: str) -> tuple[int, str]:
-        """Returns free blocks of torch in active regions of a device, if the core could not: as trim() does.
+        """Returns free blocks of torch in active regions of a device, as trim() does.
 
         Returns the bytes of free blocks that stay, and why. While a thread is routed, a pool that is dropped cannot
         return its blocks, and no thread can use them: so none is dropped.
@@ -407,7 +413,7 @@ class Router:
         self._end_ended()
         with self._lock:
             regions = [each for each in self._pools if each.device == device and each.state == "active"]
-        if _core.torch_pools_unusable() and not _core.capturing() and not routes.any:
+        if not _core.capturing() and not routes.any:
             self.trim(regions)
             if default_pools.active_on(device):
                 torch.cuda.empty_cache()

@@ -103,7 +103,7 @@ def test_help_is_printed_and_unknown_options_are_refused(call: Calls, name: str)
         "loop_ledger --steps 0", "loop_ledger --device gpu", "loop_ledger --apart 0",
         "hung_exit --kernel 0", "hung_exit --only all",
         "pause_resume --rounds 0", "pause_resume --cycles -1", "pause_resume --scale 0", "pause_resume --only all",
-        "reclaim --gib 0", "reclaim --work 0", "reclaim --hold -1", "reclaim --rounds x", "reclaim --limit 0",
+        "reclaim --gib 0", "reclaim --work 0", "reclaim --rounds x", "reclaim --limit 0",
         "scale --cycles 0", "scale --only all", "scale --regions 0",
         "send_tensor --gib 0", "send_tensor --rounds 0", "send_tensor --only all",
         "soak --turns 0", "soak --seconds 0", "soak --every -1", "stalls --part 0", "stalls --rounds x",

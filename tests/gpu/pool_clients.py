@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import signal
@@ -207,9 +206,6 @@ class Trainer:
         """Queues a kernel of about so many seconds, then a step."""
         torch.cuda._sleep(int(seconds * 1.5e9))
         self.step()
-
-    def hold_the_gil(self, seconds: float) -> None:
-        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
     def check(self) -> None:
         with self.region:

@@ -44,7 +44,7 @@ SYSTEM = {
         "intercepted_calls",
     },
     r"\bnvml[A-Z]\w*": {"cuda_api"},
-    r"\bdlopen\b": {"cuda_api", "cuda_runtime", "core", "intercepted_calls", "torch_pools"},
+    r"\bdlopen\b": {"cuda_api", "cuda_runtime", "core", "intercepted_calls"},
     r"\bmemfd_create\b": {"host_chunk"},
     r"\bMAP_FIXED\b": {"pinned_memory", "host_addresses"},
     r"\bmmap\(": {"pinned_memory", "host_addresses", "host_ledger"},

@@ -13,10 +13,11 @@ BEGIN = """
 import ctypes, os, subprocess, sys, tempfile, threading
 import memsaver
 from memsaver import _core
-from tests import torch_pools
 from tests.fake_cuda import control
 from tests.support import GIB, MIB, until
-from tests.torch_segments import NOT_PERMITTED, NOT_SUPPORTED, OUT_OF_MEMORY, Segment, default_pool
+from tests.torch_segments import (
+    NOT_PERMITTED, NOT_SUPPORTED, OUT_OF_MEMORY, Segment, calls, default_pool, empty_cache_on_demand, library,
+)
 """
 
 
@@ -92,7 +93,6 @@ def test_torch_frees_its_cached_pieces_and_tries_again() -> None:
 
 def test_pieces_from_before_stay_outside() -> None:
     run("""
-    from tests.torch_pools import calls
     calls()
     segment = Segment(32)
     assert segment.map(0, 2) == 0
@@ -133,7 +133,6 @@ def test_while_it_is_paused_torch_takes_memory_of_the_driver_and_frees_pieces() 
 
 def test_calls_from_elsewhere_reach_the_driver() -> None:
     run("""
-    from tests.torch_pools import calls
     region = default_pool()
     calls().fake_create.restype = ctypes.c_void_p
     types = ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong
@@ -156,7 +155,6 @@ def test_calls_from_elsewhere_reach_the_driver() -> None:
 )
 def test_another_table_is_refused_and_left_as_it_is(change: str, reason: str) -> None:
     run(f"""
-    from tests.torch_pools import calls, library
     get = ctypes.CDLL(library())["_ZN3c104cuda9DriverAPI3getEv"]
     get.restype = ctypes.POINTER(ctypes.c_size_t)
     table = get()
@@ -173,7 +171,6 @@ def test_the_driver_decides_on_fabric_handles(has_fabric: int) -> None:
     run(
         f"has_fabric = {has_fabric}"
         + """
-from tests.torch_pools import calls
 region = default_pool()
 calls().fake_handle_types(8)
 segment, beside = Segment(32), Segment(32)
@@ -191,7 +188,6 @@ region.resume()
 
 def test_a_piece_is_not_exported_by_torch() -> None:
     run("""
-    from tests.torch_pools import calls
     calls()
     before = Segment(32)
     assert before.map(0, 1) == 0
@@ -418,8 +414,8 @@ with tempfile.TemporaryDirectory(prefix="ms") as folder:
     path = started()
     try:
         memsaver.configure(pool="shared")
-        assert not torch_pools.bind()
         region = default_pool()
+        empty_cache_on_demand()
         segment = Segment(32, 32)
         with subprocess.Popen([sys.executable, "-c", ENGINE], stdin=-1, stdout=-1, text=True) as engine:
             assert engine.stdout.readline() == "paused\\n"
@@ -497,11 +493,10 @@ def test_pieces_come_and_go_around_pauses() -> None:
 
 CACHE = """
 import sys, memsaver
-from tests import torch_pools
-from tests.torch_segments import Segment, default_pool
+from tests.torch_segments import Segment, default_pool, empty_cache_on_demand
 memsaver.configure(pool="shared")
-assert not torch_pools.bind()
 region = default_pool()
+empty_cache_on_demand()
 segment = Segment(32, 32)
 assert segment.map(0, 22) == 0
 segment.cache(0, 20)

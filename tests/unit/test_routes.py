@@ -53,8 +53,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchCalls]:
     }  # fmt: skip
     for name, call in replaced.items():
         monkeypatch.setattr(torch._C, name, call, raising=False)
-    for name in ("route_begins", "route_ends"):
-        monkeypatch.setattr(_core, name, lambda: None)
     yield found
 
 
@@ -107,25 +105,3 @@ def test_no_pool_is_dropped_during_a_capture(calls: TorchCalls) -> None:
         _core.capture_ends()
     routes.drop([])
     assert calls.gone == [(1, {})]
-
-
-def test_the_core_knows_whether_any_route_exists(calls: TorchCalls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends no pool of torch then: see csrc/torch/torch_pools.h. A route counts from before its begin to its end."""
-    count: list[tuple[str, int]] = []
-    monkeypatch.setattr(_core, "route_begins", lambda: count.append(("begins", len(calls.routes))))
-    monkeypatch.setattr(_core, "route_ends", lambda: count.append(("ends", len(calls.routes))))
-    routes, of_all, of_thread = Routes(), [Pool(1, calls), Pool(2, calls)], Pool(3, calls)
-    routes.begin_for_all(0, of_all[0])
-    routes.begin_for_all(0, of_all[1])
-    routes.begin(0, of_thread)
-    assert routes.any
-    routes.end(0, of_thread)
-    routes.end_for_all(0)
-    assert count == [("begins", 0), ("begins", 1), ("ends", 1), ("ends", 0)]
-    assert not routes.any
-    for name, begin in (("CurrentThread", routes.begin), ("", routes.begin_for_all)):
-        count.clear()
-        monkeypatch.setattr(torch._C, f"_cuda_beginAllocate{name}ToPool", None)
-        with pytest.raises(TypeError):
-            begin(0, of_thread)
-        assert count == [("begins", 0), ("ends", 0)]

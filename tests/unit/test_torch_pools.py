@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -114,79 +113,18 @@ def test_a_list_of_blocks_keeps_the_references_to_the_pools_id(monkeypatch: pyte
     assert (sys.getrefcount(first), sys.getrefcount(second)) == expected
 
 
-# Pools that the core ends (csrc/torch/torch_pools.h)
-
-
-class Ended:
-    """The core's answers, with pools that it has ended, and its calls."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ended: tuple[int, int]) -> None:
-        self.ended = set(ended)
-        self.calls: list[tuple[str, tuple[int, int]]] = []
-        for name in ("lend_torch_pool", "take_back_torch_pool", "forget_torch_pool"):
-            monkeypatch.setattr(torch_pools._core, name, functools.partial(self._called, name))
-
-    def _called(self, name: str, pool_id: tuple[int, int]) -> bool:
-        self.calls.append((name, pool_id))
-        return name == "lend_torch_pool" and pool_id not in self.ended
-
-
-def numbered(number: int) -> Any:
-    return type(f"Pool{number}", (), {"id": (0, number)})()
-
-
-def test_a_pool_that_the_core_has_ended_is_not_lent(monkeypatch: pytest.MonkeyPatch, region: memsaver.Region) -> None:
-    """Its object stays, since torch would end the pool a second time, and so do its tensors' blocks in lists."""
-    Ended(monkeypatch, (0, 1), (0, 3))
-    pools = RegionPools(region, {})
-    made = [numbered(number) for number in (2, 1, 3)]
-    pools._idle = list(made)
-    references = sys.getrefcount(made[1])
-    assert pools.lend() is made[0]
-    assert pools._retired_ids == [(0, 3), (0, 1)]
-    assert sys.getrefcount(made[1]) >= references  # one less in the list, one that is kept
-    monkeypatch.setattr(pools, "_make", lambda: numbered(4))
-    assert pools.lend().id == (0, 4)
-
-
-def test_pools_are_the_cores_while_no_thread_uses_them(
-    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region
-) -> None:
-    core = Ended(monkeypatch)
-    pools = RegionPools(region, {})
-    pools._idle = [numbered(1)]
-    pools.take_back(pools.lend())
-    assert core.calls == [("lend_torch_pool", (0, 1)), ("take_back_torch_pool", (0, 1))]
-
-
-def test_pools_that_python_ends_are_taken_from_the_core_first(
-    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region
-) -> None:
-    core = Ended(monkeypatch, (0, 3))
-    free_in_torch(monkeypatch, region, listed=2 * MIB, anywhere={})
-    free, ended = numbered(1), numbered(3)
-    pools = RegionPools(region, {})
-    pools._idle = [free, ended]
-    assert pools.retire_idle() == [free]
-    assert ("lend_torch_pool", (0, 1)) in core.calls and ("forget_torch_pool", (0, 1)) in core.calls
-    assert pools._idle == [] and set(pools._retired_ids) == {(0, 1), (0, 3)}
-    pools._idle = [again := numbered(5), numbered(3)]
-    assert pools.take_all() == [again]
-
-
 @pytest.mark.parametrize(
-    ("reason", "capturing", "routed", "trims"),
-    [("", False, False, False), ("2.7", False, False, True), ("2.7", True, False, False), ("2.7", False, True, False)],
-    ids=["the core does", "the core cannot", "capture", "route"],
+    ("capturing", "routed", "trims"),
+    [(False, False, True), (True, False, False), (False, True, False)],
+    ids=["idle", "capture", "route"],
 )
-def test_python_returns_blocks_if_the_core_cannot(
-    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region, reason: str, capturing: bool, routed: bool, trims: bool
+def test_free_blocks_are_returned_outside_of_captures_and_routes(
+    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region, capturing: bool, routed: bool, trims: bool
 ) -> None:
     router: Any = adapter()
     trimmed: list[Any] = []
     free_in_torch(monkeypatch, region, listed=2 * MIB, anywhere={})
-    monkeypatch.setattr(torch_pools._core, "torch_pools_unusable", lambda: reason)
-    monkeypatch.setattr(torch_pools._core, "capturing", lambda: capturing)
+    monkeypatch.setattr(routing._core, "capturing", lambda: capturing)
     monkeypatch.setattr(routing.routes, "_threads", int(routed))
     monkeypatch.setattr(routing, "has_many_blocks", lambda device: False)
     monkeypatch.setattr(router, "_pools", {region: router._pools[region]})
