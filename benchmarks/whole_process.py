@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 import memsaver
 from memsaver.distributed import Colocated, Group
-from memsaver.guests import HostCache, ProcessGroups, Stacks, Workspaces, for_nccl
+from memsaver.guests import HostCache, ProcessGroups, Stacks, Workspaces
 from support.accounts import account_of, table
 from support.arguments import add_device, count, parse, parser_for
 from support.environment import environment, need_cuda, nvidia_smi
@@ -73,7 +73,7 @@ def rank_of_job(way: str, rank: int, port: int, folder: str, options: argparse.N
     """One rank. ``way``: "calm", "paused" or "killed"."""
     device = place(rank, options.device)
     on_gpu = device.type == "cuda"
-    guests = for_nccl(TAG) if on_gpu else ProcessGroups(TAG, backends=["gloo"])
+    guests = ProcessGroups(TAG, backends=["nccl" if on_gpu else "gloo"])
     for guest in (guests, Workspaces(TAG), HostCache(TAG), Stacks(TAG)):
         memsaver.register(guest)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
@@ -106,7 +106,7 @@ def rank_of_job(way: str, rank: int, port: int, folder: str, options: argparse.N
 
 def away(way: str, rank: int, folder: str, group: Group, guests: Any, device: torch.device) -> dict[str, Any]:
     """Pauses everything, and resumes it."""
-    found: dict[str, Any] = {"before": moment(device), "guest": type(guests).__name__}
+    found: dict[str, Any] = {"before": moment(device)}
     begin = time.monotonic()
     group.enter("away", timeout=TIMEOUT_S)
     found |= {"pause_s": time.monotonic() - begin, "paused": moment(device)}
@@ -166,8 +166,7 @@ def print_ranks(found: dict[str, list[dict[str, Any]]], at_floor: dict[str, Any]
         used, paused, least = (of["used_mib"] for of in (each["before"], each["paused"], at_floor))
         print(f"rank {rank}: {used} MiB in use, {paused} MiB paused, ", end="")
         print(f"{paused - least:+d} MiB to the floor of {least} MiB")
-        how = "suspended" if each["guest"] == "Communicators" else "closed and opened anew"
-        print(f"  pause {each['pause_s'] * 1e3:.0f} ms, resume {each['resume_s'] * 1e3:.0f} ms; groups were {how}:")
+        print(f"  pause {each['pause_s'] * 1e3:.0f} ms, resume {each['resume_s'] * 1e3:.0f} ms; by group:")
         for name, seconds in each["groups_s"].items():
             print(f"    {name:>4}: {' and '.join(f'{part * 1e3:.1f} ms' for part in seconds)}")
         moments = {"floor": at_floor, **{name: each[name] for name in ("before", "paused", "resumed")}}

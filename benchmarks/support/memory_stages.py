@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import memsaver
-from memsaver.guests import Communicators, HostCache, ProcessGroups, Workspaces, for_nccl
+from memsaver.guests import HostCache, ProcessGroups, Workspaces
 from support.accounts import account_of, bytes_of
 from support.environment import nvidia_smi
 from support.sharded_trainer import RANKS, Trainer, dtype_of, free_caches, init_fake, place
@@ -68,7 +68,7 @@ def _stages(rank: int, port: int, wait_s: float, options: argparse.Namespace) ->
     yield now("trainer freed, caches empty (the floor)")
     dist.destroy_process_group()
 
-    guests = for_nccl(_TAG) if on_gpu else ProcessGroups(_TAG, backends=["gloo"])
+    guests = ProcessGroups(_TAG, backends=["nccl" if on_gpu else "gloo"])
     workspaces, host_cache = Workspaces(_TAG), HostCache(_TAG)
     timeout = timedelta(seconds=wait_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
@@ -101,7 +101,7 @@ def _stages(rank: int, port: int, wait_s: float, options: argparse.Namespace) ->
     yield now("a second step")
     guests.prepare()
     guests.leave()
-    yield now("suspended" if isinstance(guests, Communicators) else "groups closed")
+    yield now("groups closed")
     workspaces.prepare()
     host_cache.prepare()
     host_cache.leave()

@@ -27,13 +27,7 @@ class Call(Generic[_T]):
         self._results: list[_T] = []
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        self._began = time.monotonic()
-        self.seconds = 0.0  # of the call, once it has ended
         threading.Thread(target=self._run, name="memsaver guest", daemon=True).start()
-
-    @property
-    def age_s(self) -> float:
-        return time.monotonic() - self._began
 
     def wait(self, timeout: float) -> bool:
         """Whether the call has ended, after a wait of at most ``timeout`` seconds."""
@@ -70,7 +64,6 @@ class Call(Generic[_T]):
         except BaseException as error:
             self._error = error
         finally:
-            self.seconds = self.age_s
             self._ended.set()
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import memsaver
 from memsaver.distributed import Colocated, Group
-from memsaver.guests import ProcessGroups, for_nccl
+from memsaver.guests import ProcessGroups
 from memsaver.guests import process_groups as module
 from memsaver.guests.meeting import Meeting
 from tests.ranks_support import leave, ranks
@@ -671,11 +671,9 @@ def close_in_vain(rank: int, file: str) -> None:
 
 def bounds_are_of_twenty_seconds(rank: int, file: str) -> None:
     """So that the death of a rank is an error of the others within 30 s."""
-    for make in (ProcessGroups, for_nccl):
-        guest = make(TAG)
-        assert isinstance(guest, ProcessGroups)
-        assert guest.timeout == 20
-        guest.unwrap()
+    guest = ProcessGroups(TAG)
+    assert guest.timeout == 20
+    guest.unwrap()
 
 
 @pytest.mark.parametrize(

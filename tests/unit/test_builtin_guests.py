@@ -1,4 +1,4 @@
-"""Built-in guests: cuBLAS's workspaces, torch's pinned host cache, registered memory."""
+"""Built-in guests: cuBLAS's workspaces, torch's pinned host cache, stacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 import memsaver
 from memsaver import _core
-from memsaver.guests import HostCache, Registrations, Workspaces
+from memsaver.guests import HostCache, Workspaces
 from tests.fake_cuda import run_on_fake
 from tests.support import MIB, ROOT, Block, host_held_bytes, host_used_bytes
 
@@ -45,9 +45,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_importing_guests_loads_no_torch() -> None:
-    program = (
-        "import sys, memsaver; memsaver.guests.Registrations; dir(memsaver.guests); assert 'torch' not in sys.modules"
-    )
+    program = "import sys, memsaver; memsaver.guests.Stacks; dir(memsaver.guests); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
@@ -100,101 +98,6 @@ def test_without_cuda_neither_does_anything(tag: str, registered: Any, monkeypat
     registered(Workspaces(tag))
     registered(HostCache(tag))
     assert memsaver.pause(tag).paused == (tag,)
-
-
-# Registered memory
-
-
-class Library:
-    """``failing``: the calls that raise."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.failing: set[str] = set()
-        self.keys = 0
-
-    def _called(self, call: str) -> None:
-        self.calls.append(call)
-        if call in self.failing:
-            raise OSError(f"no {call}")
-
-    def register(self, name: str, memory: torch.Tensor) -> int:
-        self._called(f"register {name}")
-        assert memory.data_ptr() != 0
-        self.keys += 1
-        return self.keys
-
-    def deregister(self, name: str, key: int) -> None:
-        self._called(f"deregister {name} {key}")
-
-
-@pytest.fixture
-def library() -> Library:
-    return Library()
-
-
-def registrations(region: memsaver.Region, library: Library) -> Registrations:
-    memory = {name: region.empty(64) for name in ("first", "second")}
-    return Registrations(region.tag, memory, register=library.register, deregister=library.deregister)
-
-
-def test_memory_is_registered_while_its_region_is_there(make: Make, registered: Any, library: Library) -> None:
-    region = make()
-    guest = registered(registrations(region, library))
-    assert guest.registered == {"first": 1, "second": 2}
-    region.pause()
-    assert guest.registered == {}
-    region.resume()
-    assert guest.registered == {"first": 3, "second": 4}
-    assert library.calls[2:4] == ["deregister second 2", "deregister first 1"]
-
-
-def test_memory_that_cannot_be_deregistered_stays_registered(make: Make, registered: Any, library: Library) -> None:
-    region = make()
-    guest = registered(registrations(region, library))
-    library.failing = {"deregister first 1"}
-    with pytest.raises(memsaver.GuestError, match="guest 'registered memory' could not leave: OSError"):
-        region.pause()
-    assert region.state == "active"
-    assert guest.registered == {"first": 1, "second": 3}
-
-
-def test_refused_pause_names_its_own_error_if_the_undoing_fails(make: Make, registered: Any, library: Library) -> None:
-    region = make()
-    guest = registered(registrations(region, library))
-    library.failing = {"deregister first 1", "register second"}
-    with pytest.raises(memsaver.GuestError, match="could not leave: OSError: no deregister first"):
-        region.pause()
-    assert guest.registered == {"first": 1}
-    library.failing = set()
-    region.pause()
-    region.resume()
-    assert set(guest.registered) == {"first", "second"}
-
-
-def test_registering_again_continues_where_it_failed(make: Make, registered: Any, library: Library) -> None:
-    region = make()
-    guest = registered(registrations(region, library))
-    region.pause()
-    library.failing = {"register second"}
-    with pytest.raises(memsaver.GuestError, match="could not come back"):
-        region.resume()
-    library.failing = set()
-    region.resume()
-    assert guest.registered == {"first": 3, "second": 4}
-    assert library.calls.count("register first") == 2
-
-
-def test_failed_construction_registers_nothing(make: Make, library: Library) -> None:
-    library.failing = {"register second"}
-    with pytest.raises(OSError, match="no register second"):
-        registrations(make(), library)
-    assert library.calls[-1] == "deregister first 1"
-
-
-def test_registrations_need_calls(tag: str) -> None:
-    with pytest.raises(TypeError, match="deregister is None"):
-        Registrations(tag, {}, register=lambda name, memory: 0, deregister=None)  # type: ignore[arg-type]
 
 
 # Stacks
