@@ -147,7 +147,7 @@ nb::dict ledger_figures(const std::string& name) {
     lock.unlock();
     if (pool != nullptr) {
       pooled = pool->used_bytes();
-      // NVML may have begun to list such chunks for this process.
+      // The driver may have begun to list such chunks for this process.
       if (!device.driver->lists_all() && pool->outlives_broker())
         for (Driver::Holding& each : holdings)
           if (each.pid == ::getpid() && each.imported == 0U) each.imported = std::nullopt;

@@ -186,6 +186,13 @@ bool refuses_handle_type(Result code) {
   return code == kUnknownType || code == kNotPermitted || code == kNotSupported;
 }
 
+AllocationHandle import_posix(int file) {
+  AllocationHandle handle = 0;
+  void* as_pointer = reinterpret_cast<void*>(static_cast<std::intptr_t>(file));
+  check("cuMemImportFromShareableHandle", api().cuMemImportFromShareableHandle(&handle, as_pointer, kHandlePosixFd));
+  return handle;
+}
+
 AllocationProp chunk_properties(Device device, bool exportable) {
   AllocationProp properties{};
   properties.type = kAllocationPinned;

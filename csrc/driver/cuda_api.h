@@ -140,6 +140,7 @@ bool any_is_numa_node();                // whether the memory of a visible devic
 bool is_active(Device device);          // whether any library in the process has made its primary context
 bool has_posix_handles(Device device);  // whether its attribute reports POSIX descriptors for chunks
 bool refuses_handle_type(Result code);  // whether cuMemCreate refused the type of the handle by this code
+AllocationHandle import_posix(int file);  // memory of another process; the caller closes the file
 // The properties of new chunks. A chunk is made exportable at once, because this cannot be added later.
 AllocationProp chunk_properties(Device device, bool exportable);
 

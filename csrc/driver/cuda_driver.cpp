@@ -6,7 +6,6 @@
 
 #include "base/mutants.h"
 #include "driver/cuda_api.h"
-#include "driver/cuda_imports.h"
 #include "driver/cuda_peers.h"
 #include "driver/driver.h"
 
@@ -20,7 +19,6 @@ class CudaDriver final : public Driver {
   explicit CudaDriver(int ordinal)
       : Driver("cuda:" + std::to_string(ordinal)),
         device_(device_at(ordinal)),
-        imports_(device_, uuid_of(device_)),
         exportable_(chunk_properties(device_, true)),
         plain_(chunk_properties(device_, false)),
         exports_(has_posix_handles(device_) ? Exports::unknown : Exports::no) {
@@ -61,8 +59,10 @@ class CudaDriver final : public Driver {
     std::vector<Holding> found;
     for (const ProcessUse& use : compute_processes(uuid())) {
       if (use.bytes == 0) continue;  // NVML does not tell
+      // The driver lists memory for its maker, or for a descriptor of the maker, as long as either lives. So imported
+      // memory is not listed for this process: see "The ledger of a device" in docs/design.md.
       const bool own = use.pid == ::getpid();
-      found.push_back({use.pid, use.bytes, own ? imports_.listed(use.bytes) : std::nullopt});
+      found.push_back({use.pid, use.bytes, own ? std::optional<std::size_t>(0) : std::nullopt});
     }
     return found;
   }
@@ -115,10 +115,7 @@ class CudaDriver final : public Driver {
   void release(Handle handle) override {
     faults().check("cuMemRelease");
     Scope scope(context_);
-    const std::size_t imported = imports_.forget(handle);  // before the release, after which the number is used again
-    const Result code = api().cuMemRelease(handle);
-    if (code != kSuccess && imported > 0) imports_.note(handle, imported);
-    check("cuMemRelease", code);
+    check("cuMemRelease", api().cuMemRelease(handle));
   }
 
   int export_fd(Handle handle) override {
@@ -144,10 +141,10 @@ class CudaDriver final : public Driver {
     return exports_ != Exports::no;
   }
 
-  Handle import_fd(int fd, std::size_t size) override {
+  Handle import_fd(int fd, std::size_t) override {
     faults().check("cuMemImportFromShareableHandle");
     Scope scope(context_);
-    return imports_.import(fd, size);
+    return import_posix(fd);
   }
 
   void map(Address address, std::size_t size, Handle handle) override {
@@ -318,7 +315,6 @@ class CudaDriver final : public Driver {
   }
 
   const Device device_;
-  Imports imports_;
   const AllocationProp exportable_, plain_;
   enum class Exports { unknown, yes, no };
   mutable std::atomic<Exports> exports_;

@@ -53,10 +53,7 @@ class CudaMemory final : public PhysicalMemory {
 
   void adopt(int file, std::size_t) override {
     // The driver only reports whether the import succeeds. The next owner's mapping checks the size.
-    const Owned imported([&](AllocationHandle* handle) {
-      void* as_pointer = reinterpret_cast<void*>(static_cast<std::intptr_t>(file));
-      check("cuMemImportFromShareableHandle", api().cuMemImportFromShareableHandle(handle, as_pointer, kHandlePosixFd));
-    });
+    const Owned imported([&](AllocationHandle* handle) { *handle = import_posix(file); });
   }
 
   void close(int file) override { ::close(file); }

@@ -24,8 +24,6 @@ host_node           the node that the driver reports as nearest (-1)
 no_nvml             1: NVML cannot be initialised
 occupied            bytes of each device that other processes and the driver have ("0")
 context             bytes of a context that this process has ("0")
-lists_imported      1: NVML counts memory for each process that has it; 0: not for a process that has imported it;
-                    2: for its maker alone, also if that imports it too, and for an importer after its end (1)
 processes           "0:4711:1024,...": device, pid and bytes that NVML lists beside this process
 delays              "cuMemCreate=2000,...": microseconds that each call takes
 =================== ================================================================================================

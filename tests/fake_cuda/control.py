@@ -173,7 +173,7 @@ def set_stack_limit(device: int, nbytes: int) -> None:
 
 
 def end_makers() -> None:
-    """The makers of all imported memory end. With ``lists_imported=2`` NVML lists it for this process from now on."""
+    """The makers of all imported memory end. NVML lists it for this process from now on."""
     _fake.fake_end_makers()
 
 

@@ -146,7 +146,6 @@ struct Fake {
   const bool mig = number_of("FAKE_CUDA_MIG", 0) != 0;
   const bool mps = number_of("FAKE_CUDA_MPS", 0) != 0;
   const bool nvml = number_of("FAKE_CUDA_NO_NVML", 0) == 0;
-  const long lists_imported = number_of("FAKE_CUDA_LISTS_IMPORTED", 1);
   const std::size_t occupied = bytes_of("FAKE_CUDA_OCCUPIED", "0");  // on each device, by others
   const std::size_t context_bytes = bytes_of("FAKE_CUDA_CONTEXT", "0");
   const long numa = number_of("FAKE_CUDA_NUMA", -1);  // the node of device 0's memory; the next ones follow
@@ -218,11 +217,8 @@ struct Fake {
     return bytes;
   }
 
-  bool is_listed(const Memory& memory) const {
-    if (lists_imported == 1) return true;
-    if (lists_imported == 2) return memory.counted || makers_ended;
-    return memory.counted && (memory.maker != 0 || memory.handles == 0);
-  }
+  // NVML lists memory for its maker alone, also if that imports it too, and for an importer after the maker's end.
+  bool is_listed(const Memory& memory) const { return memory.counted || makers_ended; }
 
   bool exists(int device) const { return device >= 0 && device < devices; }
 

@@ -38,7 +38,6 @@ SYSTEM = {
     r"\bcu(?:Mem|Ctx|Device|Stream|Event|Init)\w*": {
         "cuda_api",
         "cuda_driver",
-        "cuda_imports",
         "cuda_peers",
         "cuda_physical",
         "intercepted_calls",
