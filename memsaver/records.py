@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from memsaver import _core
+from memsaver.errors import gib
+
+log = logging.getLogger("memsaver")
 
 _KEPT = 1000
 
@@ -113,6 +119,7 @@ class Recorder:
         if self._ended is None:
             text = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
             self._ended = self._record(outcome, text, **nbytes)
+            _log_unreleased()
 
     def record(self) -> TransitionRecord:
         running = self._record("running", None)
@@ -128,6 +135,16 @@ class Recorder:
         )  # fmt: skip
 
 
+def _log_unreleased() -> None:
+    """Warns once if the driver has refused to release memory."""
+    global _is_logged
+    nbytes = _core.unreleased_bytes()
+    if nbytes and not _is_logged:
+        _is_logged = True
+        log.warning("the driver failed to release %s: they may be lost until this process ends", gib(nbytes))
+
+
+_is_logged = False
 _numbers = itertools.count(1)
 _recorders: deque[Recorder] = deque(maxlen=_KEPT)
 

@@ -190,7 +190,7 @@ class Stats:
 
     Attributes:
         devices: By name, the devices in use.
-        unreleased_bytes: Chunks whose release the driver refused. Each later release tries them again.
+        unreleased_bytes: Chunks whose release failed in the driver. They may be lost until the process ends.
         options: The options that were set, and their values.
         guests: The guests of this process, in the order in which they leave.
 

@@ -100,7 +100,7 @@ def install() -> None:
 
         return both
 
-    support.flush_unreleased = then_settle(support.flush_unreleased)
+    support.use_device = then_settle(support.use_device)
     support.free_bytes = settle_first(support.free_bytes)
     memsaver.stats = settle_first(memsaver.stats)
     mapped_bytes: Any = vars(memsaver.Region)["mapped_bytes"]

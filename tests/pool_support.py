@@ -522,7 +522,6 @@ def sweep(move: str, backup: str, kind: str) -> int:
         hooks.free(address)
     memsaver.resume()
     memsaver.pause()
-    hold("flush", PAGE).free()  # a handle whose release was refused is tried again by the next release
     return refused
 
 

@@ -133,8 +133,8 @@ def until(condition: Callable[[], object], within_s: float = 60.0) -> float:
     return time.monotonic() - began
 
 
-def flush_unreleased() -> None:
-    """A handle whose release was refused is tried again by the next release."""
+def use_device() -> None:
+    """Opens the device, and frees the memory whose marks have passed."""
     region = memsaver.region("flush", device="cpu")
     region.resume()  # a test of calls for all regions may have left it paused
     Block(region, 1)
@@ -142,20 +142,30 @@ def flush_unreleased() -> None:
 
 @dataclass
 class Ledger:
-    """Bytes and descriptors that this process holds. They are equal before and after a test."""
+    """Bytes and descriptors that this process holds. They are equal before and after a test, but for chunks whose
+    release failed: these are lost, or not if the call was made.
+    """
 
     free: int = field(default_factory=free_bytes)
     files: int = field(default_factory=descriptors)
     host_used: int = field(default_factory=host_used_bytes)
+    unreleased: int = field(default_factory=_core.unreleased_bytes)
+
+    def has(self, free: int) -> bool:
+        """Whether so many bytes are free as at the beginning, without those that failed releases may have lost."""
+        return 0 <= self.free - free <= _core.unreleased_bytes() - self.unreleased
+
+    def equals(self, found: Ledger) -> bool:
+        most_lost = (found.unreleased - self.unreleased) // PAGE  # chunks, of one descriptor each
+        return self.has(found.free) and self.host_used == found.host_used and 0 <= found.files - self.files <= most_lost
 
     def check(self) -> None:
-        flush_unreleased()
+        use_device()
         memsaver.release_host_memory()  # and files that are kept
-        assert _core.unreleased_bytes() == 0
         deadline = time.monotonic() + 3
-        while (found := Ledger()) != self and time.monotonic() < deadline:
+        while not self.equals(found := Ledger()) and time.monotonic() < deadline:
             time.sleep(0.001)  # a thread in the background may have a file of the system open for a moment
-        assert found == self, f"{found}, not {self}"
+        assert self.equals(found), f"{found}, not {self}"
 
 
 class Sweep:

@@ -136,10 +136,10 @@ int attribute_of(Device device, int which);
 std::size_t total_memory(Device device);  // in bytes; needs no context
 // Other devices that can reach memory of this one. One driver call for each device; the result never changes.
 std::vector<Device> devices_that_reach(Device device);
-bool any_is_numa_node();                // whether the memory of a visible device is a NUMA node of the system
-bool is_active(Device device);          // whether any library in the process has made its primary context
-bool has_posix_handles(Device device);  // whether its attribute reports POSIX descriptors for chunks
-bool refuses_handle_type(Result code);  // whether cuMemCreate refused the type of the handle by this code
+bool any_is_numa_node();                  // whether the memory of a visible device is a NUMA node of the system
+bool is_active(Device device);            // whether any library in the process has made its primary context
+bool has_posix_handles(Device device);    // whether its attribute reports POSIX descriptors for chunks
+bool refuses_handle_type(Result code);    // whether cuMemCreate refused the type of the handle by this code
 AllocationHandle import_posix(int file);  // memory of another process; the caller closes the file
 // The properties of new chunks. A chunk is made exportable at once, because this cannot be added later.
 AllocationProp chunk_properties(Device device, bool exportable);

@@ -9,29 +9,7 @@ namespace {
 constexpr auto kShortestPoll = std::chrono::milliseconds(1);
 constexpr auto kLongestPoll = std::chrono::milliseconds(20);
 
-struct Unreleased {
-  using Entry = std::tuple<Driver*, Handle, std::size_t>;
-  std::mutex mutex;
-  std::vector<Entry> handles;
-};
-
-Unreleased& unreleased() {
-  static auto* kept = new Unreleased;  // never destroyed: chunks may be destroyed later during exit
-  return *kept;
-}
-
-// `again`: an earlier release of this handle reported an error. If the handle is invalid now, that release was made.
-bool try_release(Driver& driver, Handle handle, bool again) noexcept {
-  constexpr int kInvalidValue = 1;
-  try {
-    driver.release(handle);
-    return true;
-  } catch (const DriverError& error) {
-    return again && error.code == kInvalidValue;
-  } catch (const std::exception&) {
-    return false;
-  }
-}
+std::atomic<std::size_t> unreleased = 0;
 
 }  // namespace
 
@@ -89,27 +67,14 @@ void Chunk::reset() noexcept {
     source_->take_back(Chunk(*driver, handle_, size_, nullptr));
     return;
   }
-  // Tries earlier refused handles too; without the lock, since a release can take long.
-  Unreleased& kept = unreleased();
-  std::vector<Unreleased::Entry> handles;
-  {
-    std::lock_guard lock(kept.mutex);
-    handles.swap(kept.handles);
+  try {
+    driver->release(handle_);
+  } catch (const std::exception&) {
+    unreleased += size_;  // the call may have been made: the number may be of another handle by now
   }
-  std::erase_if(handles, [](const auto& entry) { return try_release(*std::get<0>(entry), std::get<1>(entry), true); });
-  if (!try_release(*driver, handle_, false)) handles.emplace_back(driver, handle_, size_);
-  if (handles.empty()) return;
-  std::lock_guard lock(kept.mutex);
-  kept.handles.insert(kept.handles.end(), handles.begin(), handles.end());
 }
 
-std::size_t unreleased_bytes() {
-  Unreleased& kept = unreleased();
-  std::lock_guard lock(kept.mutex);
-  std::size_t bytes = 0;
-  for (const auto& entry : kept.handles) bytes += std::get<2>(entry);
-  return bytes;
-}
+std::size_t unreleased_bytes() { return unreleased; }
 
 std::size_t bytes_of(const Needs& needs) {
   std::size_t bytes = 0;

@@ -50,8 +50,7 @@ class WaitsEndWith {
 
 class ChunkSource;
 
-// One driver handle, on loan. The destructor returns it to its source, or without a source to the driver. If the driver
-// refuses the release, the handle is kept and the next release tries it again.
+// One driver handle, on loan. The destructor returns it to its source, or without a source to the driver.
 class Chunk {
  public:
   Chunk() = default;
@@ -76,7 +75,8 @@ class Chunk {
   std::size_t size_ = 0;
 };
 
-// Handles whose release the driver refused, over all devices. Each later release tries them again.
+// The bytes of chunks whose release reported an error, over all devices. They may be lost until the process ends: an
+// error can be that of other work, after a release that was made.
 std::size_t unreleased_bytes();
 
 // A need for `bytes`, in chunks of at most `limit`; new chunks have at most `fresh`.

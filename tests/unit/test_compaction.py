@@ -22,9 +22,9 @@ from tests.support import (
     Sweep,
     blocks,
     drop_backups,
-    flush_unreleased,
     run_clean,
     until,
+    use_device,
 )
 
 Make = Callable[..., memsaver.Region]
@@ -33,7 +33,7 @@ KINDS = ["error", "memory"]
 
 @pytest.fixture
 def ledger() -> Ledger:
-    flush_unreleased()
+    use_device()
     drop_backups()
     return Ledger()
 

@@ -24,13 +24,13 @@ from tests.support import (
     blocks,
     change_between_pauses,
     drop_backups,
-    flush_unreleased,
     fresh_device,
     host_held_bytes,
     host_used_bytes,
     run_clean,
     unnamed_files,
     until,
+    use_device,
 )
 
 Make = Callable[..., memsaver.Region]
@@ -643,7 +643,7 @@ def test_corruption_in_a_switch_pauses_one_and_keeps_the_other(make: Make, disk:
 
 @pytest.fixture
 def ledger() -> Ledger:
-    flush_unreleased()
+    use_device()
     drop_backups()
     return Ledger()
 

@@ -24,10 +24,10 @@ from tests.support import (
     blocks,
     descriptors,
     drop_backups,
-    flush_unreleased,
     host_held_bytes,
     host_used_bytes,
     unnamed_files,
+    use_device,
 )
 
 Make = Callable[..., memsaver.Region]
@@ -333,7 +333,7 @@ def test_a_first_pause_that_is_refused_leaves_the_region_open(freeze: Freeze) ->
 
 @both
 def test_a_transition_whose_kth_call_fails_loses_nothing(freeze: Freeze, backup: str) -> None:
-    flush_unreleased()
+    use_device()
     drop_backups()
     ledger = Ledger()
     region = freeze(backup)

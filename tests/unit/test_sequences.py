@@ -20,7 +20,7 @@ import torch
 
 import memsaver
 from memsaver import _core
-from tests.support import KIB, MIB, PAGE, Ledger, drop_backups, flush_unreleased, host_held_bytes, unnamed_files
+from tests.support import KIB, MIB, PAGE, Ledger, drop_backups, host_held_bytes, unnamed_files, use_device
 
 SEQUENCES = 600 if "MEMSAVER_TEST_SLOW" in os.environ else 200
 STEPS = 12
@@ -324,7 +324,7 @@ class Roster:
 
 @pytest.fixture(scope="module")
 def roster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roster]:
-    flush_unreleased()
+    use_device()
     drop_backups()
     on_disk = str(tmp_path_factory.mktemp("files"))
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else on_disk) as in_memory:
