@@ -2,6 +2,8 @@
 #                ARGS="--no-pause": for the loop; without matplotlib there is no picture
 # make test      all tests; those for a GPU are skipped, with the reason, where there is none.  ARGS="-k name": for pytest
 #                ASYNC=1: on a host device that is busy, as a GPU is, and whose marks and copies come late
+# make test-torch  the tests of tests/torch_cuda, which run torch's CUDA wheels without a GPU; it downloads them once, 1 to
+#                2 GB each. VERSIONS="2.11.0 2.13.0" chooses them
 # make cpptest   the C++ tests of the library without Python; ARGS="-tc=layout*": for doctest
 # make sanitize  the same under the address, undefined-behaviour and thread sanitizers
 # make mutants   builds small wrong changes into the core, and checks that tests find each.  ARGS=name: one of them
@@ -24,6 +26,8 @@ TORCH ?= $(if $(GPU),torch>=2.8,torch==2.13.0)
 # The quick start of a wheel runs on the host driver.
 WHEEL_PYTHONS ?= python3.11 python3.12
 WHEEL_TORCH ?= torch==2.13.0
+# torch's CUDA wheels for tests/torch_cuda.
+VERSIONS ?= 2.11.0 2.13.0
 
 CORE := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 
@@ -56,7 +60,7 @@ endif
 PICTURE = $(shell $(RUN) -c "import matplotlib" 2>/dev/null && echo --picture build/memory.svg)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test cpptest sanitize mutants stubs lint wheel docs clean
+.PHONY: demo test test-torch cpptest sanitize mutants stubs lint wheel docs clean
 
 demo: $(READY)
 	$(RUN) -m examples.quickstart
@@ -66,6 +70,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(if $(ASYNC),MEMSAVER_TEST_ASYNC=1) $(RUN) -m pytest $(ARGS)
+
+test-torch: $(READY)
+	$(RUN) tools/torch_wheels.py $(VERSIONS)
+	MEMSAVER_TEST_TORCH='$(VERSIONS)' $(RUN) -m pytest tests/torch_cuda $(ARGS)
 
 cpptest: build/cpp/plain
 	$</memsaver_tests $(ARGS)

@@ -91,6 +91,8 @@ constexpr int kLimitStackSize = 0;
   optional(cuCtxRecordEvent, 12050, Context, Event)                                                                \
   required(cuThreadExchangeStreamCaptureMode, 10010, int*)                                                         \
   required(cuMemGetInfo, 3020, std::size_t*, std::size_t*)                                                         \
+  required(cuMemAlloc, 3020, DevicePointer*, std::size_t)                                                          \
+  required(cuMemFree, 3020, DevicePointer)                                                                         \
   required(cuMemAddressReserve, 10020, DevicePointer*, std::size_t, std::size_t, DevicePointer, unsigned long long) \
   required(cuMemAddressFree, 10020, DevicePointer, std::size_t)                                                    \
   required(cuMemCreate, 10020, AllocationHandle*, std::size_t, const AllocationProp*, unsigned long long)          \

@@ -1,57 +1,26 @@
-// A CUDA driver and an NVML without a GPU, for tests: the entry points of csrc/driver/cuda_api.h over unnamed files.
+// A CUDA driver and an NVML without a GPU, for tests: the entry points of csrc/driver/cuda_api.h over unnamed files,
+// and those that a CUDA runtime needs (fake_runtime.cpp).
 //
 // Device memory is a range of a sparse file, so contents survive unmapping and cost host memory where they are
 // touched. Addresses are real: reserved without access, and within the process's 47 bits. The environment chooses how
 // the devices behave (__init__.py); the functions fake_*, at the end, let a test stand within a call, fail it, queue
-// work and end contexts.
+// work and end contexts. Streams, events and captures are in fake_streams.cpp.
+#include "fake_cuda.h"
+
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <set>
-#include <sstream>
-#include <string>
-#include <thread>
 #include <type_traits>
-#include <unordered_map>
-#include <vector>
 
-#include "../../csrc/driver/cuda_api.h"
+namespace fake_cuda {
 
-using namespace memsaver::cuda;
-
-namespace {
-
-constexpr std::size_t kGranularity = std::size_t{2} << 20;
 constexpr off_t kFileSize = off_t{1} << 60;  // of a device's memory: ranges of it are never used again
-constexpr int kMostDevices = 64;
-constexpr int kLocationHostNode = 3;
-
-namespace codes {
-
-constexpr Result kInvalidValue = 1;
-constexpr Result kOutOfMemory = 2;
-constexpr Result kInvalidDevice = 101;
-constexpr Result kInvalidContext = 201;
-constexpr Result kInvalidHandle = 400;
-constexpr Result kNotFound = 500;
-constexpr Result kIllegalAddress = 700;
-constexpr Result kAlreadyRegistered = 712;
-constexpr Result kNotRegistered = 713;
-constexpr Result kNotSupported = 801;
-
-}  // namespace codes
 
 const char* text_of(const char* name, const char* otherwise) {
   const char* text = std::getenv(name);
@@ -83,298 +52,168 @@ std::vector<std::string> split(std::string text, const char* separators) {
   return parts;
 }
 
-struct Primary {  // a device's primary context
-  int device = 0;
-  int retained = 0;
-  bool held_by_others = false;
-  Result dead = kSuccess;  // else the code that every call returns
-  std::set<std::uint64_t> running;
-  int waiting = 0;  // threads within cuCtxSynchronize
-};
-
-struct FakeStream {
-  Primary* context;
-};
-
-struct FakeEvent {
-  Primary* context;
-  std::vector<std::uint64_t> waits_for;
-};
-
-struct Kernel {
-  Primary* context;
-  DevicePointer address;
-  std::size_t size;  // 0: it touches nothing
-  unsigned char byte;
-};
-
-struct Memory {  // one allocation handle, or several of one file
-  int device;
-  std::size_t size;
-  int file;  // its own file, if it was exported or imported. -1: a range of the device's file
-  off_t offset;
-  bool exportable;
-  ino_t inode = 0;
-  std::size_t handles = 0;
-  std::size_t mappings = 0;
-  AllocationHandle maker = 0;  // the handle of cuMemCreate, until its last release
-  std::size_t retained = 0;    // references of that handle beside the first one
-  bool counted = true;         // in the used bytes of the device: chunks of another process are counted there
-};
-
-struct Mapping {
-  std::size_t size;
-  std::shared_ptr<Memory> memory;
-  std::uint64_t access = 0;  // a bit for each device
-};
-
-struct Fake {
-  std::mutex mutex;
-  std::condition_variable changed;
-
-  // How it behaves.
-  const int devices = static_cast<int>(std::clamp(number_of("FAKE_CUDA_DEVICES", 1), 0L, long{kMostDevices}));
-  const std::size_t total = bytes_of("FAKE_CUDA_MEMORY", "80GiB") / kGranularity * kGranularity;
-  const std::size_t address_space = bytes_of("FAKE_CUDA_ADDRESS_SPACE", "128TiB");
-  const bool contents = number_of("FAKE_CUDA_CONTENTS", 1) != 0;
-  const bool record_event = number_of("FAKE_CUDA_NO_RECORD_EVENT", 0) == 0;
-  const bool export_attribute = number_of("FAKE_CUDA_NO_EXPORT", 0) == 0;
-  const bool fabric = number_of("FAKE_CUDA_FABRIC", 0) != 0;
-  const Result export_refusal =
-      static_cast<Result>(number_of("FAKE_CUDA_EXPORT_REFUSAL", export_attribute ? kSuccess : codes::kNotSupported));
-  const bool virtual_memory = number_of("FAKE_CUDA_NO_VIRTUAL_MEMORY", 0) == 0;
-  const bool mig = number_of("FAKE_CUDA_MIG", 0) != 0;
-  const bool mps = number_of("FAKE_CUDA_MPS", 0) != 0;
-  const bool nvml = number_of("FAKE_CUDA_NO_NVML", 0) == 0;
-  const std::size_t occupied = bytes_of("FAKE_CUDA_OCCUPIED", "0");  // on each device, by others
-  const std::size_t context_bytes = bytes_of("FAKE_CUDA_CONTEXT", "0");
-  const long numa = number_of("FAKE_CUDA_NUMA", -1);  // the node of device 0's memory; the next ones follow
-  const long numa_first = number_of("FAKE_CUDA_NUMA_FIRST", 0);
-  const long host_node = number_of("FAKE_CUDA_HOST_NODE", -1);
-  const std::string peers = text_of("FAKE_CUDA_PEERS", "all");
-  const std::string processes = text_of("FAKE_CUDA_PROCESSES", "");
-  std::map<std::string, long> delays;  // microseconds
-
-  Primary contexts[kMostDevices];
-  std::size_t used[kMostDevices] = {};   // of handles
-  std::size_t stack_limit[kMostDevices];  // bytes of a thread
-  std::size_t taken[kMostDevices] = {};  // of this process without handles, as of cudaMalloc and of modules
-  int files[kMostDevices];
-  off_t next_offset[kMostDevices] = {};
-  bool makers_ended = false;  // of all memory of other processes
-
-  std::size_t reserved_bytes = 0;
-  std::map<DevicePointer, std::size_t> reserved;
-  std::map<DevicePointer, Mapping> mapped;
-  std::size_t mapped_bytes = 0;
-  std::unordered_map<AllocationHandle, std::shared_ptr<Memory>> handles;
-  AllocationHandle last_handle = 0;
-  std::map<const std::byte*, std::size_t> registered;
-  std::size_t registered_bytes = 0;
-  std::set<FakeStream*> streams;
-  std::set<FakeEvent*> events;
-  std::map<std::uint64_t, Kernel> kernels;
-  std::uint64_t last_kernel = 0;
-
-  struct Failure {
-    Result code;
-    int times;
-    int after;     // calls that succeed first
-    bool happens;  // the call takes effect and reports a failure
-  };
-  std::map<std::string, Failure> failures;
-  std::map<std::string, std::uint64_t> calls;
-  std::set<std::string> held;
-  std::map<std::string, int> waiting;
-
-  Fake() {
-    for (int i = 0; i < kMostDevices; ++i) {
-      contexts[i].device = i;
-      files[i] = -1;
-      stack_limit[i] = 1024;
-    }
-    for (const std::string& device : split(text_of("FAKE_CUDA_ACTIVE", ""), ","))
-      contexts[std::strtol(device.c_str(), nullptr, 10) % kMostDevices].held_by_others = true;
-    for (const std::string& each : split(text_of("FAKE_CUDA_DELAYS", ""), ",")) {
-      const auto parts = split(each, "=");
-      if (parts.size() == 2) delays[parts[0]] = std::strtol(parts[1].c_str(), nullptr, 10);
-    }
+Fake::Fake() {
+  for (int i = 0; i < kMostDevices; ++i) {
+    contexts[i].device = i;
+    contexts[i].legacy = std::make_shared<FakeStream>();
+    contexts[i].legacy->context = &contexts[i];
+    files[i] = -1;
+    stack_limit[i] = 1024;
   }
-
-  std::size_t context_of(int device) const { return contexts[device].retained > 0 ? context_bytes : 0; }
-
-  std::size_t all_used(int device) const { return used[device] + taken[device] + context_of(device) + occupied; }
-
-  // The bytes that NVML lists for this process.
-  std::size_t listed(int device) const {
-    std::set<const Memory*> seen;
-    for (const auto& [handle, memory] : handles) seen.insert(memory.get());
-    for (const auto& [address, mapping] : mapped) seen.insert(mapping.memory.get());
-    std::size_t bytes = taken[device] + context_of(device);
-    for (const Memory* memory : seen) {
-      if (memory->device == device && is_listed(*memory)) bytes += memory->size;
-    }
-    return bytes;
+  for (const std::string& device : split(text_of("FAKE_CUDA_ACTIVE", ""), ","))
+    contexts[std::strtol(device.c_str(), nullptr, 10) % kMostDevices].held_by_others = true;
+  for (const std::string& each : split(text_of("FAKE_CUDA_DELAYS", ""), ",")) {
+    const auto parts = split(each, "=");
+    if (parts.size() == 2) delays[parts[0]] = std::strtol(parts[1].c_str(), nullptr, 10);
   }
+}
 
-  // NVML lists memory for its maker alone, also if that imports it too, and for an importer after the maker's end.
-  bool is_listed(const Memory& memory) const { return memory.counted || makers_ended; }
+std::size_t Fake::all_used(int device) const {
+  std::size_t bytes = used[device] + taken[device] + context_of(device) + occupied;
+  for (const auto& [place, mappings] : page_tables) bytes += place.first == device ? page_table : 0;
+  for (const Scrubbed& each : scrubbed) bytes += each.device == device ? each.bytes : 0;
+  return bytes;
+}
 
-  bool exists(int device) const { return device >= 0 && device < devices; }
-
-  bool can_access(int device, int other) const {
-    if (device == other || peers == "all") return true;
-    if (peers == "none") return false;
-    for (const std::string& pair : split(peers, ",")) {  // "0-1,2-3"
-      const auto ends = split(pair, "-");
-      if (ends.size() != 2) continue;
-      const int a = std::atoi(ends[0].c_str()), b = std::atoi(ends[1].c_str());
-      if ((a == device && b == other) || (a == other && b == device)) return true;
-    }
-    return false;
+std::size_t Fake::listed(int device) const {
+  std::set<const Memory*> seen;
+  for (const auto& [handle, memory] : handles) seen.insert(memory.get());
+  for (const auto& [address, mapping] : mapped) seen.insert(mapping.memory.get());
+  std::size_t bytes = taken[device] + context_of(device);
+  for (const Memory* memory : seen) {
+    if (memory->device == device && is_listed(*memory)) bytes += memory->size;
   }
+  return bytes;
+}
 
-  int file_of(int device) {
-    if (files[device] < 0) {
-      files[device] = ::memfd_create("fake-cuda", MFD_CLOEXEC);
-      if (files[device] < 0 || ::ftruncate(files[device], kFileSize) != 0) std::abort();
-    }
-    return files[device];
-  }
+bool Fake::is_listed(const Memory& memory) const { return memory.counted || makers_ended; }
 
-  void drop_if_unused(const std::shared_ptr<Memory>& memory) {
-    if (memory->handles > 0 || memory->mappings > 0) return;
-    if (memory->counted) used[memory->device] -= memory->size;
-    if (memory->file >= 0)
-      ::close(memory->file);
-    else if (contents)
-      ::fallocate(file_of(memory->device), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory->offset,
-                  static_cast<off_t>(memory->size));
+bool Fake::can_access(int device, int other) const {
+  if (device == other || peers == "all") return true;
+  if (peers == "none") return false;
+  for (const std::string& pair : split(peers, ",")) {  // "0-1,2>3"
+    const auto ends = split(pair, "->");
+    if (ends.size() != 2) continue;
+    const int a = std::atoi(ends[0].c_str()), b = std::atoi(ends[1].c_str());
+    const bool both = pair.find('>') == std::string::npos;
+    if ((a == device && b == other) || (both && a == other && b == device)) return true;
   }
+  return false;
+}
 
-  // The mappings that make up a range exactly; empty where they do not.
-  std::vector<std::map<DevicePointer, Mapping>::iterator> whole(DevicePointer address, std::size_t size) {
-    std::vector<std::map<DevicePointer, Mapping>::iterator> found;
-    DevicePointer at = address;
-    for (auto entry = mapped.find(address); entry != mapped.end() && entry->first == at && at < address + size;
-         ++entry) {
-      found.push_back(entry);
-      at += entry->second.size;
-    }
-    if (at != address + size) found.clear();
-    return found;
+int Fake::file_of(int device) {
+  if (files[device] < 0) {
+    files[device] = ::memfd_create("fake-cuda", MFD_CLOEXEC);
+    if (files[device] < 0 || ::ftruncate(files[device], kFileSize) != 0) std::abort();
   }
+  return files[device];
+}
 
-  bool accessible(int device, DevicePointer address, std::size_t size) {
-    auto entry = mapped.upper_bound(address);
-    if (entry == mapped.begin()) return false;
-    DevicePointer at = address;
-    for (--entry; entry != mapped.end() && at < address + size; ++entry) {
-      const DevicePointer end = entry->first + entry->second.size;
-      if (entry->first > at || end <= at || (entry->second.access >> device & 1) == 0) return false;
-      at = end;
-    }
-    return at >= address + size;
+void Fake::drop_if_unused(const std::shared_ptr<Memory>& memory) {
+  if (memory->handles > 0 || memory->mappings > 0) return;
+  if (memory->counted) {
+    used[memory->device] -= memory->size;
+    if (freed_late > 0) scrubbed.push_back({memory->device, memory->size, freed_late});
   }
+  if (memory->file >= 0)
+    ::close(memory->file);
+  else if (contents)
+    ::fallocate(file_of(memory->device), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory->offset,
+                static_cast<off_t>(memory->size));
+}
 
-  // A copy may touch one registration of pinned memory, or none.
-  bool one_registration(const void* host, std::size_t size) {
-    const auto* begin = static_cast<const std::byte*>(host);
-    auto next = registered.upper_bound(begin);
-    if (next != registered.begin()) {
-      const auto before = std::prev(next);
-      if (before->first + before->second > begin) return begin + size <= before->first + before->second;
-    }
-    return next == registered.end() || next->first >= begin + size;
-  }
+void Fake::look_at_free_memory() {
+  std::erase_if(scrubbed, [](Scrubbed& each) { return each.looks-- == 0; });
+}
 
-  void kill(Primary& context, Result code) {
-    if (context.dead == kSuccess) context.dead = code;
-    context.running.clear();
-    changed.notify_all();
+std::vector<std::map<DevicePointer, Mapping>::iterator> Fake::whole(DevicePointer address, std::size_t size) {
+  std::vector<std::map<DevicePointer, Mapping>::iterator> found;
+  auto range = reserved.upper_bound(address);
+  if (range == reserved.begin()) return found;
+  --range;
+  if (address + size > range->first + range->second) return found;  // over two reservations
+  DevicePointer at = address;
+  for (auto entry = mapped.find(address); entry != mapped.end() && entry->first == at && at < address + size; ++entry) {
+    found.push_back(entry);
+    at += entry->second.size;
   }
+  if (at != address + size) found.clear();
+  return found;
+}
 
-  bool done(const FakeEvent& event) const {
-    for (const std::uint64_t kernel : event.waits_for)
-      if (event.context->running.contains(kernel)) return false;
-    return true;
+bool Fake::accessible(int device, DevicePointer address, std::size_t size) {
+  auto entry = mapped.upper_bound(address);
+  if (entry == mapped.begin()) return false;
+  DevicePointer at = address;
+  for (--entry; entry != mapped.end() && at < address + size; ++entry) {
+    const DevicePointer end = entry->first + entry->second.size;
+    if (entry->first > at || end <= at || (entry->second.access >> device & 1) == 0) return false;
+    at = end;
   }
-};
+  return at >= address + size;
+}
+
+bool Fake::is_device_memory(DevicePointer address) {
+  auto range = reserved.upper_bound(address);
+  return range != reserved.begin() && address < (--range)->first + range->second;
+}
+
+bool Fake::one_registration(const void* host, std::size_t size) {
+  const auto* begin = static_cast<const std::byte*>(host);
+  auto next = registered.upper_bound(begin);
+  if (next != registered.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second > begin) return begin + size <= before->first + before->second;
+  }
+  return next == registered.end() || next->first >= begin + size;
+}
+
+bool Fake::is_registered(const void* host) {
+  const auto* begin = static_cast<const std::byte*>(host);
+  auto next = registered.upper_bound(begin);
+  return next != registered.begin() && std::prev(next)->first + std::prev(next)->second > begin;
+}
+
+void Fake::kill(Primary& context, Result code) {
+  for (Primary& each : contexts) {
+    if (&each != &context && !dies_whole) continue;
+    if (each.dead == kSuccess) each.dead = code;
+    each.running.clear();
+  }
+  changed.notify_all();
+}
 
 Fake& fake() {
   static auto* only = new Fake;  // outlives every thread
   return *only;
 }
 
-using Lock = std::unique_lock<std::mutex>;
-
-thread_local std::vector<Primary*> stack;  // of current contexts
-thread_local int capture_mode = 0;
-
-// Each call passes here first: tests stop it, delay it or make it fail.
-class Call {
- public:
-  explicit Call(const char* name) : name_(name), lock(fake().mutex) {
-    Fake& all = fake();
-    ++all.calls[name];
-    if (const auto delay = all.delays.find(name); delay != all.delays.end()) {
-      lock.unlock();
-      std::this_thread::sleep_for(std::chrono::microseconds(delay->second));
-      lock.lock();
-    }
-    if (all.held.contains(name)) {
-      ++all.waiting[name];
-      all.changed.notify_all();
-      all.changed.wait(lock, [&] { return !all.held.contains(name); });
-      --all.waiting[name];
-      all.changed.notify_all();
-    }
-    const auto failure = all.failures.find(name);
-    if (failure == all.failures.end()) return;
-    if (failure->second.after-- > 0) return;
-    failure->second.after = 0;
-    (failure->second.happens ? late_ : early_) = failure->second.code;
-    if (--failure->second.times == 0) all.failures.erase(failure);
+Call::Call(const char* name) : name_(name), lock(fake().mutex) {
+  Fake& all = fake();
+  ++all.calls[name];
+  if (const auto delay = all.delays.find(name); delay != all.delays.end()) {
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(delay->second));
+    lock.lock();
   }
-
-  // Nothing, or the code with which the call ends before it did anything.
-  Result refusal() const { return early_; }
-  // The same, also for a current context that is dead, and where there is none.
-  Result refusal_in_context(bool required = true) const {
-    if (early_ != kSuccess) return early_;
-    if (stack.empty()) return required ? codes::kInvalidContext : kSuccess;
-    return stack.back()->dead;
+  if (all.held.contains(name)) {
+    ++all.waiting[name];
+    all.changed.notify_all();
+    all.changed.wait(lock, [&] { return !all.held.contains(name); });
+    --all.waiting[name];
+    all.changed.notify_all();
   }
-  Result end(Result code = kSuccess) const { return code == kSuccess ? late_ : code; }
+  const auto failure = all.failures.find(name);
+  if (failure == all.failures.end()) return;
+  if (failure->second.after-- > 0) return;
+  failure->second.after = 0;
+  (failure->second.happens ? late_ : early_) = failure->second.code;
+  if (--failure->second.times == 0) all.failures.erase(failure);
+}
 
- private:
-  const char* name_;
-  Result early_ = kSuccess;
-  Result late_ = kSuccess;
+}  // namespace fake_cuda
 
- public:
-  Lock lock;
-};
-
-#define FAKE_ENTER(name) \
-  Fake& all = fake();    \
-  Call call(name);       \
-  if (const Result code = call.refusal(); code != kSuccess) return code
-
-#define FAKE_ENTER_CONTEXT(name) \
-  Fake& all = fake();            \
-  Call call(name);               \
-  if (const Result code = call.refusal_in_context(); code != kSuccess) return code
-
-// Calls that need no context, and fail if it is dead.
-#define FAKE_ENTER_ANY(name) \
-  Fake& all = fake();        \
-  Call call(name);           \
-  if (const Result code = call.refusal_in_context(false); code != kSuccess) return code
-
-void* at(DevicePointer address) { return reinterpret_cast<void*>(address); }
-
-}  // namespace
+using namespace fake_cuda;
 
 extern "C" {
 
@@ -446,14 +285,19 @@ Result cuDeviceCanAccessPeer(int* can, Device device, Device peer) {
 Result cuDevicePrimaryCtxRetain(Context* context, Device device) {
   FAKE_ENTER("cuDevicePrimaryCtxRetain");
   if (!all.exists(device)) return codes::kInvalidDevice;
-  ++all.contexts[device].retained;
-  *context = &all.contexts[device];
+  Primary& primary = all.contexts[device];
+  if (all.dies_whole && primary.dead != kSuccess) return primary.dead;
+  if (primary.retained == 0 && all.context_bytes > all.total - std::min(all.total, all.all_used(device)))
+    return codes::kOutOfMemory;
+  ++primary.retained;
+  *context = &primary;
   return call.end();
 }
 
 Result cuDevicePrimaryCtxGetState(Device device, unsigned* flags, int* active) {
   FAKE_ENTER("cuDevicePrimaryCtxGetState");
   if (!all.exists(device)) return codes::kInvalidDevice;
+  if (all.dies_whole && all.contexts[device].dead != kSuccess) return all.contexts[device].dead;
   *flags = 0;
   *active = all.contexts[device].retained > 0 || all.contexts[device].held_by_others;
   return call.end();
@@ -463,6 +307,7 @@ Result cuCtxPushCurrent(Context context) {
   FAKE_ENTER("cuCtxPushCurrent");
   auto* primary = static_cast<Primary*>(context);
   if (primary < all.contexts || primary >= all.contexts + all.devices) return codes::kInvalidContext;
+  if (all.dies_whole && primary->dead != kSuccess) return primary->dead;
   stack.push_back(primary);
   return call.end();
 }
@@ -476,6 +321,28 @@ Result cuCtxPopCurrent(Context* context) {
   return call.end();
 }
 
+Result cuCtxGetCurrent(Context* context) {
+  *context = stack.empty() ? nullptr : stack.back();
+  return kSuccess;
+}
+
+Result cuCtxSetCurrent(Context context) {
+  if (!stack.empty()) stack.pop_back();
+  return context == nullptr ? kSuccess : cuCtxPushCurrent(context);
+}
+
+Result cuCtxGetDevice(Device* device) {
+  if (stack.empty()) return codes::kInvalidContext;
+  *device = stack.back()->device;
+  return kSuccess;
+}
+
+Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return kSuccess;
+}
+
 Result cuCtxGetLimit(std::size_t* bytes, int which) {
   FAKE_ENTER_CONTEXT("cuCtxGetLimit");
   if (which != kLimitStackSize) return codes::kInvalidValue;
@@ -484,7 +351,7 @@ Result cuCtxGetLimit(std::size_t* bytes, int which) {
 }
 
 Result cuCtxSetLimit(int which, std::size_t bytes) {
-  FAKE_ENTER_CONTEXT("cuCtxSetLimit");
+  FAKE_ENTER_UNSAFE("cuCtxSetLimit");
   if (which != kLimitStackSize) return codes::kInvalidValue;
   all.stack_limit[stack.back()->device] = bytes;
   return call.end();
@@ -493,14 +360,11 @@ Result cuCtxSetLimit(int which, std::size_t bytes) {
 Result cuCtxSynchronize() {
   FAKE_ENTER_CONTEXT("cuCtxSynchronize");
   Primary& context = *stack.back();
-  const std::set<std::uint64_t> queued = context.running;
+  if (break_captures_of(context, "cuCtxSynchronize")) return codes::kCaptureUnsupported;
   ++context.waiting;
-  all.changed.wait(call.lock, [&] {
-    return context.dead != kSuccess || std::none_of(queued.begin(), queued.end(), [&](std::uint64_t kernel) {
-             return context.running.contains(kernel);
-           });
-  });
+  run_to(everything_on(context), call.lock);
   --context.waiting;
+  all.changed.notify_all();
   return call.end(context.dead);
 }
 
@@ -511,19 +375,18 @@ Result cuCtxRecordEvent(Context context, Event event) {
   if (!all.events.contains(recorded)) return codes::kInvalidHandle;
   if (recorded->context != primary) return codes::kInvalidValue;
   if (primary->dead != kSuccess) return primary->dead;
-  recorded->waits_for.assign(primary->running.begin(), primary->running.end());
+  if (break_captures_of(*primary, "cuCtxRecordEvent")) return codes::kCaptureUnsupported;
+  recorded->point = everything_on(*primary);
+  recorded->captured = false;
   return call.end();
-}
-
-Result cuThreadExchangeStreamCaptureMode(int* mode) {
-  std::swap(capture_mode, *mode);
-  return kSuccess;
 }
 
 Result cuMemGetInfo(std::size_t* free, std::size_t* total) {
   FAKE_ENTER_CONTEXT("cuMemGetInfo");
+  all.look_at_free_memory();
+  const std::size_t used = all.all_used(stack.back()->device);
   *total = all.total;
-  *free = all.total - all.all_used(stack.back()->device);
+  *free = all.total - std::min(all.total, used);
   return call.end();
 }
 
@@ -533,6 +396,19 @@ Result cuMemAddressReserve(DevicePointer* address, std::size_t size, std::size_t
   if (size == 0 || size % kGranularity != 0) return codes::kInvalidValue;
   alignment = std::max(alignment, kGranularity);
   if (all.reserved_bytes + size > all.address_space) return codes::kOutOfMemory;
+  if (all.adjacent) {  // one reservation begins where the one before ends
+    if (all.next_adjacent == 0) {
+      constexpr std::size_t kMost = std::size_t{8} << 40;
+      void* taken = ::mmap(nullptr, kMost, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (taken == MAP_FAILED) return codes::kOutOfMemory;
+      all.next_adjacent = (reinterpret_cast<DevicePointer>(taken) + alignment - 1) / alignment * alignment;
+    }
+    *address = (all.next_adjacent + alignment - 1) / alignment * alignment;
+    all.next_adjacent = *address + size;
+    all.reserved[*address] = size;
+    all.reserved_bytes += size;
+    return call.end();
+  }
   void* memory = ::mmap(nullptr, size + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) return codes::kOutOfMemory;
   const auto start = reinterpret_cast<DevicePointer>(memory);
@@ -553,7 +429,7 @@ Result cuMemAddressFree(DevicePointer address, std::size_t size) {
   if (mapping != all.mapped.end() && mapping->first < address + size) return codes::kInvalidValue;
   all.reserved.erase(found);
   all.reserved_bytes -= size;
-  ::munmap(at(address), size);
+  if (!all.adjacent) ::munmap(at(address), size);
   return call.end();
 }
 
@@ -567,11 +443,13 @@ Result cuMemCreate(AllocationHandle* handle, std::size_t size, const AllocationP
   if (properties->location.type != kLocationDevice || !all.exists(properties->location.id))
     return codes::kInvalidDevice;
   constexpr int kFabric = 8;
-  if ((properties->handle_types & ~(kHandlePosixFd | (all.fabric ? kFabric : 0))) != 0) return codes::kNotSupported;
+  if ((properties->handle_types & ~(kHandlePosixFd | kFabric)) != 0) return kNotSupported;
+  if ((properties->handle_types & kFabric) != 0 && !all.fabric) return all.fabric_refusal;
   const bool exportable = properties->handle_types == kHandlePosixFd;
   if (exportable && all.export_refusal != kSuccess) return all.export_refusal;
   const int device = properties->location.id;
-  if (size > all.total - all.all_used(device)) return codes::kOutOfMemory;
+  all.look_at_free_memory();
+  if (size > all.total - std::min(all.total, all.all_used(device))) return codes::kOutOfMemory;
   all.used[device] += size;
   auto memory = std::make_shared<Memory>(Memory{device, size, -1, all.next_offset[device], exportable});
   all.next_offset[device] += static_cast<off_t>(size);
@@ -677,6 +555,13 @@ Result cuMemMap(DevicePointer address, std::size_t size, std::size_t offset, All
   if (next != all.mapped.begin() && std::prev(next)->first + std::prev(next)->second.size > address)
     return codes::kInvalidValue;
   const auto& memory = found->second;
+  const std::pair<int, DevicePointer> table{memory->device, address >> 30};
+  if (all.page_table > 0) {
+    if (!all.page_tables.contains(table) &&
+        all.page_table > all.total - std::min(all.total, all.all_used(memory->device)))
+      return codes::kOutOfMemory;
+    ++all.page_tables[table];
+  }
   if (all.contents) {
     const int file = memory->file >= 0 ? memory->file : all.file_of(memory->device);
     if (::mmap(at(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, file, memory->offset) == MAP_FAILED)
@@ -720,8 +605,10 @@ Result cuMemSetAccess(DevicePointer address, std::size_t size, const AccessDesc*
 
 Result cuMemRetainAllocationHandle(AllocationHandle* handle, void* address) {
   FAKE_ENTER_ANY("cuMemRetainAllocationHandle");
-  const auto found = all.mapped.find(reinterpret_cast<DevicePointer>(address));
-  if (found == all.mapped.end()) return codes::kInvalidValue;
+  auto found = all.mapped.upper_bound(reinterpret_cast<DevicePointer>(address));
+  if (found == all.mapped.begin()) return codes::kInvalidValue;
+  --found;
+  if (found->first + found->second.size <= reinterpret_cast<DevicePointer>(address)) return codes::kInvalidValue;
   const auto& memory = found->second.memory;
   if (memory->maker != 0) {
     ++memory->retained;
@@ -742,6 +629,8 @@ Result cuMemUnmap(DevicePointer address, std::size_t size) {
     ::mmap(at(address), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   for (const auto& chunk : chunks) {
     const auto memory = chunk->second.memory;
+    const auto table = all.page_tables.find({memory->device, chunk->first >> 30});
+    if (table != all.page_tables.end() && --table->second == 0) all.page_tables.erase(table);
     all.mapped.erase(chunk);
     all.mapped_bytes -= memory->size;
     --memory->mappings;
@@ -751,19 +640,20 @@ Result cuMemUnmap(DevicePointer address, std::size_t size) {
 }
 
 Result cuMemHostRegister(void* host, std::size_t size, unsigned) {
-  FAKE_ENTER_CONTEXT("cuMemHostRegister");
+  FAKE_ENTER_UNSAFE("cuMemHostRegister");
   const auto* begin = static_cast<const std::byte*>(host);
   const auto next = all.registered.lower_bound(begin);
   if (next != all.registered.end() && next->first < begin + size) return codes::kAlreadyRegistered;
   if (next != all.registered.begin() && std::prev(next)->first + std::prev(next)->second > begin)
     return codes::kAlreadyRegistered;
+  if (size > all.pinnable - std::min(all.pinnable, all.registered_bytes)) return codes::kOutOfMemory;
   all.registered[begin] = size;
   all.registered_bytes += size;
   return call.end();
 }
 
 Result cuMemHostUnregister(void* host) {
-  FAKE_ENTER_CONTEXT("cuMemHostUnregister");
+  FAKE_ENTER_UNSAFE("cuMemHostUnregister");
   const auto found = all.registered.find(static_cast<const std::byte*>(host));
   if (found == all.registered.end()) return codes::kNotRegistered;
   all.registered_bytes -= found->second;
@@ -771,126 +661,184 @@ Result cuMemHostUnregister(void* host) {
   return call.end();
 }
 
-// Copies are done as they are queued. One that the stream's device may not make ends its context.
-static Result copy(Call& call, Stream stream, void* to, const void* from, DevicePointer device_range,
-                   const void* host_range, std::size_t size) {
-  Fake& all = fake();
-  const auto* queue = static_cast<const FakeStream*>(stream);
-  if (queue != nullptr && !all.streams.contains(const_cast<FakeStream*>(queue))) return codes::kInvalidHandle;
-  Primary& context = queue != nullptr ? *queue->context : *stack.back();
-  if (context.dead != kSuccess) return context.dead;
-  if (!all.one_registration(host_range, size)) return codes::kInvalidValue;
-  if (!all.accessible(context.device, device_range, size)) {
-    all.kill(context, codes::kIllegalAddress);
-    return codes::kIllegalAddress;
+// Calls that a CUDA runtime makes, and memsaver does not.
+
+Result cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return kSuccess;
+}
+
+Result cuGetErrorName(Result code, const char** text) {
+  thread_local std::string kept;
+  kept = "CUDA_ERROR_" + std::to_string(code);
+  *text = kept.c_str();
+  return kSuccess;
+}
+
+Result cuDeviceGetName(char* text, int size, Device device) {
+  std::snprintf(text, static_cast<std::size_t>(size), "Fake GPU %d", device);
+  return kSuccess;
+}
+
+Result cuDeviceGetPCIBusId(char* text, int size, Device device) {
+  std::snprintf(text, static_cast<std::size_t>(size), "0000:%02x:00.0", device + 1);
+  return kSuccess;
+}
+
+Result cuCtxEnablePeerAccess(Context, unsigned) { return kSuccess; }
+
+Result cuMemGetAllocationGranularity(std::size_t* bytes, const AllocationProp*, int) {
+  *bytes = kGranularity;
+  return kSuccess;
+}
+
+Result cuMemGetAllocationPropertiesFromHandle(AllocationProp* properties, AllocationHandle handle) {
+  FAKE_ENTER_ANY("cuMemGetAllocationPropertiesFromHandle");
+  const auto found = all.handles.find(handle);
+  if (found == all.handles.end()) return codes::kInvalidValue;
+  *properties = {kAllocationPinned,
+                 found->second->exportable ? kHandlePosixFd : 0,
+                 {kLocationDevice, found->second->device},
+                 nullptr,
+                 {}};
+  return call.end();
+}
+
+Result cuMemGetAddressRange(DevicePointer* base, std::size_t* size, DevicePointer address) {
+  FAKE_ENTER_ANY("cuMemGetAddressRange");
+  auto found = all.mapped.upper_bound(address);
+  if (found == all.mapped.begin() || (--found)->first + found->second.size <= address) return codes::kNotFound;
+  if (base != nullptr) *base = found->first;
+  if (size != nullptr) *size = found->second.size;
+  return call.end();
+}
+
+Result cuMemAlloc(DevicePointer* address, std::size_t size) {
+  Device device = 0;
+  {
+    FAKE_ENTER_UNSAFE("cuMemAlloc");
+    static_cast<void>(all);
+    device = stack.back()->device;
   }
-  call.lock.unlock();
-  if (all.contents) std::memcpy(to, from, size);
-  return call.end();
+  const AllocationProp properties{kAllocationPinned, 0, {kLocationDevice, device}, nullptr, {}};
+  const AccessDesc access{{kLocationDevice, device}, kAccessReadWrite};
+  const std::size_t rounded = (size + kGranularity - 1) / kGranularity * kGranularity;
+  AllocationHandle handle = 0;
+  if (const Result code = cuMemCreate(&handle, rounded, &properties, 0); code != kSuccess) return code;
+  Result code = cuMemAddressReserve(address, rounded, 0, 0, 0);
+  if (code == kSuccess) code = cuMemMap(*address, rounded, 0, handle, 0);
+  if (code == kSuccess) code = cuMemSetAccess(*address, rounded, &access, 1);
+  cuMemRelease(handle);  // the mapping keeps the memory
+  if (code != kSuccess) return code;
+  const Lock lock(fake().mutex);
+  fake().allocated[*address] = rounded;
+  return kSuccess;
 }
 
-Result cuMemcpyDtoHAsync(void* host, DevicePointer device, std::size_t size, Stream stream) {
-  FAKE_ENTER_CONTEXT("cuMemcpyDtoHAsync");
-  static_cast<void>(all);
-  return copy(call, stream, host, at(device), device, host, size);
-}
-
-Result cuMemcpyHtoDAsync(DevicePointer device, const void* host, std::size_t size, Stream stream) {
-  FAKE_ENTER_CONTEXT("cuMemcpyHtoDAsync");
-  static_cast<void>(all);
-  return copy(call, stream, at(device), host, device, host, size);
-}
-
-Result cuMemcpyDtoDAsync(DevicePointer to, DevicePointer from, std::size_t size, Stream stream) {
-  FAKE_ENTER_CONTEXT("cuMemcpyDtoDAsync");
-  const auto* queue = static_cast<FakeStream*>(stream);
-  Primary& context = queue != nullptr ? *queue->context : *stack.back();
-  if (context.dead == kSuccess && !all.accessible(context.device, to, size)) all.kill(context, codes::kIllegalAddress);
-  return copy(call, stream, at(to), at(from), from, nullptr, size);
-}
-
-Result cuMemsetD8Async(DevicePointer device, unsigned char byte, std::size_t size, Stream stream) {
-  FAKE_ENTER_CONTEXT("cuMemsetD8Async");
-  const auto* queue = static_cast<FakeStream*>(stream);
-  Primary& context = queue != nullptr ? *queue->context : *stack.back();
-  if (context.dead != kSuccess) return context.dead;
-  if (!all.accessible(context.device, device, size)) {
-    all.kill(context, codes::kIllegalAddress);
-    return codes::kIllegalAddress;
+Result cuMemFree(DevicePointer address) {
+  std::size_t size = 0;
+  {
+    FAKE_ENTER_UNSAFE("cuMemFree");
+    const auto found = all.allocated.find(address);
+    if (found == all.allocated.end()) return codes::kInvalidValue;
+    run_to(everything_on(*stack.back()), call.lock);
+    size = found->second;
+    all.allocated.erase(found);
   }
-  call.lock.unlock();
-  if (all.contents) std::memset(at(device), byte, size);
+  if (const Result code = cuMemUnmap(address, size); code != kSuccess) return code;
+  return cuMemAddressFree(address, size);
+}
+
+Result cuMemHostAlloc(void** host, std::size_t size, unsigned) {
+  FAKE_ENTER_UNSAFE("cuMemHostAlloc");
+  if (size > all.pinnable - std::min(all.pinnable, all.registered_bytes)) return codes::kOutOfMemory;
+  if (::posix_memalign(host, 4096, std::max(size, std::size_t{1})) != 0) return codes::kOutOfMemory;
+  all.registered[static_cast<const std::byte*>(*host)] = size;
+  all.registered_bytes += size;
+  all.host_allocated.insert(*host);
   return call.end();
 }
 
-Result cuStreamCreate(Stream* stream, unsigned) {
-  FAKE_ENTER_CONTEXT("cuStreamCreate");
-  auto* made = new FakeStream{stack.back()};
-  all.streams.insert(made);
-  *stream = made;
+Result cuMemFreeHost(void* host) {
+  FAKE_ENTER_UNSAFE("cuMemFreeHost");
+  const auto found = all.registered.find(static_cast<const std::byte*>(host));
+  if (all.host_allocated.erase(host) == 0 || found == all.registered.end()) return codes::kInvalidValue;
+  run_to(everything_on(*stack.back()), call.lock);
+  all.registered_bytes -= found->second;
+  all.registered.erase(found);
+  std::free(host);
   return call.end();
 }
 
-Result cuStreamSynchronize(Stream stream) {
-  FAKE_ENTER_CONTEXT("cuStreamSynchronize");
-  const auto found = all.streams.find(static_cast<FakeStream*>(stream));
-  if (found == all.streams.end()) return codes::kInvalidHandle;
-  return call.end((*found)->context->dead);
-}
-
-Result cuEventCreate(Event* event, unsigned) {
-  FAKE_ENTER_CONTEXT("cuEventCreate");
-  auto* made = new FakeEvent{stack.back(), {}};
-  all.events.insert(made);
-  *event = made;
+Result cuPointerGetAttribute(void* data, int which, DevicePointer address) {
+  constexpr int kMemoryType = 2, kDeviceOrdinal = 9;
+  FAKE_ENTER_ANY("cuPointerGetAttribute");
+  auto found = all.mapped.upper_bound(address);
+  const bool on_device = found != all.mapped.begin() && (--found)->first + found->second.size > address;
+  if (!on_device && !all.is_registered(at(address))) return codes::kInvalidValue;
+  switch (which) {
+    case kMemoryType: *static_cast<unsigned*>(data) = on_device ? 2 : 1; break;
+    case kDeviceOrdinal: *static_cast<int*>(data) = on_device ? found->second.memory->device : 0; break;
+    default: return codes::kInvalidValue;
+  }
   return call.end();
 }
 
-// Streams of the caller's own hold copies alone, which are done; the default stream is behind all that runs.
-Result cuEventRecord(Event event, Stream stream) {
-  FAKE_ENTER_CONTEXT("cuEventRecord");
-  auto* recorded = static_cast<FakeEvent*>(event);
-  if (!all.events.contains(recorded)) return codes::kInvalidHandle;
-  const auto* queue = static_cast<FakeStream*>(stream);
-  if (queue != nullptr && queue->context != recorded->context) return codes::kInvalidHandle;
-  recorded->waits_for.clear();
-  if (queue == nullptr)
-    recorded->waits_for.assign(recorded->context->running.begin(), recorded->context->running.end());
-  return call.end(recorded->context->dead);
+// For calls that a library looks up and a device may lack.
+Result fake_not_supported() { return kNotSupported; }
+
+}  // extern "C"
+
+namespace {
+
+template <typename Function>
+void* function_pointer(Function* call) {
+  return reinterpret_cast<void*>(call);
 }
 
-Result cuEventSynchronize(Event event) {
-  FAKE_ENTER_CONTEXT("cuEventSynchronize");
-  auto* waited = static_cast<FakeEvent*>(event);
-  if (!all.events.contains(waited)) return codes::kInvalidHandle;
-  all.changed.wait(call.lock, [&] { return waited->context->dead != kSuccess || all.done(*waited); });
-  return call.end(waited->context->dead);
+// Another pointer for another version of a call, as a driver may give it.
+template <auto call, typename... Arguments>
+Result of_another_version(Arguments... arguments) {
+  return call(arguments...);
 }
 
-Result cuEventQuery(Event event) {
-  FAKE_ENTER_CONTEXT("cuEventQuery");
-  auto* asked = static_cast<FakeEvent*>(event);
-  if (!all.events.contains(asked)) return codes::kInvalidHandle;
-  if (asked->context->dead != kSuccess) return asked->context->dead;
-  return all.done(*asked) ? call.end() : kNotReady;
-}
+#define FAKE_RUNTIME_CALLS(each)                                                                                       \
+  each(cuCtxGetCurrent) each(cuCtxSetCurrent) each(cuCtxGetDevice) each(cuCtxGetStreamPriorityRange)                   \
+      each(cuDriverGetVersion) each(cuGetErrorName) each(cuDeviceGetName) each(cuDeviceGetPCIBusId)                    \
+          each(cuCtxEnablePeerAccess) each(cuMemGetAllocationGranularity) each(cuMemGetAllocationPropertiesFromHandle) \
+              each(cuMemGetAddressRange) each(cuMemHostAlloc) each(cuMemFreeHost) each(cuPointerGetAttribute)
 
-Result cuEventDestroy(Event event) {
-  FAKE_ENTER("cuEventDestroy");
-  auto* gone = static_cast<FakeEvent*>(event);
-  if (all.events.erase(gone) == 0) return codes::kInvalidHandle;
-  delete gone;
-  return call.end();
-}
+// They exist, and the device does not support them.
+constexpr const char* kRefused[] = {
+    "cuMemsetD32Async",          "cuStreamWriteValue32",   "cuMulticastAddDevice",        "cuMulticastBindMem",
+    "cuMulticastCreate",         "cuMulticastUnbind",      "cuCtxFromGreenCtx",           "cuGreenCtxCreate",
+    "cuGreenCtxDestroy",         "cuGreenCtxStreamCreate", "cuDevSmResourceSplitByCount", "cuDeviceGetDevResource",
+    "cuDevResourceGenerateDesc", "cuLogsRegisterCallback", "cuLogsUnregisterCallback",
+};
+
+}  // namespace
+
+extern "C" {
 
 Result cuGetProcAddress_v2(const char* name, void** entry, int version, unsigned long long, int* found) {
   *entry = nullptr;
   *found = 1;  // not there
-#define FAKE_ENTRY(call, least, ...)                                                                          \
-  static_assert(std::is_same_v<decltype(&call), Result (*)(__VA_ARGS__)>, "the signature that is asked for"); \
-  if (std::strcmp(name, #call) == 0 && version >= least) *entry = reinterpret_cast<void*>(&call);
+  const bool other = fake().pointers_by_version;
+#define FAKE_ENTRY(call, least, ...)                                                                             \
+  static_assert(std::is_same_v<decltype(&call), Result (*)(__VA_ARGS__)>, "the signature that is asked for");    \
+  if (std::strcmp(name, #call) == 0 && version >= least)                                                         \
+    *entry = other && version != least ? function_pointer(&of_another_version<&call __VA_OPT__(, ) __VA_ARGS__>) \
+                                       : function_pointer(&call);
   MEMSAVER_CUDA_CALLS(FAKE_ENTRY, FAKE_ENTRY)
 #undef FAKE_ENTRY
+#define FAKE_ENTRY(call) \
+  if (std::strcmp(name, #call) == 0) *entry = function_pointer(&call);
+  FAKE_RUNTIME_CALLS(FAKE_ENTRY)
+#undef FAKE_ENTRY
+  if (*entry == nullptr) *entry = find_stream_call(name);
+  if (std::strncmp(name, "cuGetProcAddress", 16) == 0) *entry = function_pointer(&cuGetProcAddress_v2);
+  for (const char* each : kRefused)
+    if (std::strcmp(name, each) == 0) *entry = function_pointer(&fake_not_supported);
   if (!fake().record_event && std::strcmp(name, "cuCtxRecordEvent") == 0) *entry = nullptr;
   if (*entry == nullptr) return codes::kNotFound;
   *found = 0;
@@ -912,6 +860,34 @@ struct NvmlMemory {
 
 int nvmlInit_v2() { return fake().nvml ? 0 : 9; }  // 9: the driver is not loaded
 
+int nvmlSystemGetCudaDriverVersion_v2(int* version) {
+  *version = 13000;
+  return 0;
+}
+
+int nvmlDeviceGetHandleByPciBusId_v2(const char* bus, void** device) {
+  Fake& all = fake();
+  const char* number = std::strchr(bus, ':');  // "0000:01:00.0", or with a domain of eight digits
+  const int ordinal = number == nullptr ? -1 : static_cast<int>(std::strtol(number + 1, nullptr, 16)) - 1;
+  if (!all.exists(ordinal)) return 6;
+  *device = &all.contexts[ordinal];
+  return 0;
+}
+
+// Not supported.
+int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return 3; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return 3; }
+
+int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
+  *count = 0;
+  return 0;
+}
+
+int nvmlDeviceGetGpuFabricInfoV(void*, void* info) {
+  std::memset(static_cast<char*>(info) + sizeof(unsigned), 0, 28);  // behind the version: no fabric
+  return 0;
+}
+
 int nvmlDeviceGetHandleByUUID(const char* uuid, void** device) {
   Fake& all = fake();
   Call call("nvmlDeviceGetHandleByUUID");
@@ -932,7 +908,7 @@ int nvmlDeviceGetMemoryInfo(void* device, NvmlMemory* memory) {
   Call call("nvmlDeviceGetMemoryInfo");
   if (call.refusal() != kSuccess) return call.refusal();
   const std::size_t used = all.all_used(static_cast<Primary*>(device)->device);
-  *memory = {all.total, all.total - used, used};
+  *memory = {all.total, all.total - std::min(all.total, used), used};
   return 0;
 }
 
@@ -944,7 +920,8 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void* device, unsigned* count, NvmlP
   const auto* context = static_cast<Primary*>(device);
   std::vector<NvmlProcess> found;
   if (context->retained > 0 || all.listed(context->device) > 0)
-    found.push_back({static_cast<unsigned>(::getpid()), all.listed(context->device), 0, 0});
+    found.push_back(
+        {static_cast<unsigned>(all.own_pid != 0 ? all.own_pid : ::getpid()), all.listed(context->device), 0, 0});
   for (const std::string& each : split(all.processes, ",")) {
     const auto parts = split(each, ":");
     if (parts.size() == 3 && std::atoi(parts[0].c_str()) == context->device)
@@ -993,6 +970,23 @@ Result fake_finish(std::uint64_t number) {
   kernel.context->running.erase(number);
   all.changed.notify_all();
   return kernel.context->dead;
+}
+
+// Queues work that another context of the device has: no wait or mark of the primary context covers it.
+std::uint64_t fake_launch_elsewhere(int device, DevicePointer address, std::size_t size, int byte) {
+  const std::uint64_t number = fake_launch(device, address, size, byte);
+  const Lock lock(fake().mutex);
+  fake().contexts[device].running.erase(number);
+  return number;
+}
+
+// The names of the calls that broke captures, in order.
+const char* fake_broken() {
+  thread_local std::string text;
+  const Lock lock(fake().mutex);
+  text.clear();
+  for (const std::string& each : fake().broken) text += each + " ";
+  return text.c_str();
 }
 
 // A kernel that runs at once.
