@@ -355,11 +355,6 @@ MUTANTS = [
         ["unit/test_default_pool.py::test_a_trim_beside_an_allocation_refuses_no_piece"],
     ),
     Mutant(
-        "other_pools_take_pieces",
-        "default pool: pieces of the pool that takes its place are in the region, and leave with it",
-        ["unit/test_default_pool.py::test_pieces_of_another_pool_stay_outside_of_the_region"],
-    ),
-    Mutant(
         "a_retry_ends_with_its_first_piece",
         "default pool: only the first piece of an allocation waits for memory of other processes",
         ["unit/test_default_pool.py::test_the_pieces_of_an_allocation_share_one_wait"],

@@ -101,7 +101,6 @@ def _free_cached(pool_id: Id) -> None:
 
 
 def _empty_cache() -> None:
-    assert not routing.routes.any
     for pool_id in list(_blocks):
         if not any(pool_id == pool.id for each in _router._pools.values() for pool in (*each._idle, *each._lent)):
             _free_cached(pool_id)

@@ -185,6 +185,15 @@ void bind_process(nb::module_& module) {
       nb::call_guard<Unlocked>());
   module.def("capture_begins", [] { core().parts.gate.capture_begins(); }, nb::call_guard<Unlocked>());
   module.def("capture_ends", [] { core().parts.gate.capture_ends(); });
+  module.def(
+      "outside_captures",  // calls a function; captures begin after it. False: one is under way, and it was not called
+      [](const nb::callable& act) {
+        const CaptureGate::Pass pass(core().parts.gate);
+        if (!pass) return false;
+        act();
+        return true;
+      },
+      "act"_a);
   module.def("capturing", [] { return core().parts.gate.capturing(); });
   module.def(
       "set_peers", [](std::optional<std::vector<int>> ordinals) { core().set_peers(std::move(ordinals)); },

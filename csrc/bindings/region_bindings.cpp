@@ -257,10 +257,6 @@ void bind_regions(nb::module_& module) {
         return region;
       },
       nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a);
-  module.def(
-      "pass_default_pool_through",
-      [](const std::string& device, bool wanted) { default_pools().pass_through(core().device(device), wanted); },
-      "device"_a, "wanted"_a, nb::call_guard<Unlocked>());
   module.def("region_count", [] { return core().region_count(); });
   module.def("regions", [] { return core().all_regions(); }, nb::rv_policy::reference);
   module.def(
@@ -268,6 +264,10 @@ void bind_regions(nb::module_& module) {
       "address"_a);
   module.def("refusing_entry_points", [] {
     const EntryPoints points = refusing_entry_points();
+    return std::make_pair(points.alloc, points.free);
+  });
+  module.def("plain_entry_points", [] {
+    const EntryPoints points = plain_entry_points();
     return std::make_pair(points.alloc, points.free);
   });
   module.def("acquire", &acquire, nb::call_guard<Unlocked>(), nb::rv_policy::reference, "regions"_a);

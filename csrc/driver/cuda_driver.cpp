@@ -1,6 +1,7 @@
 // The CUDA driver. It uses the device's primary context, as torch does.
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <optional>
 
@@ -335,6 +336,34 @@ int cuda_device_count() {
   } catch (const DriverError&) {
     return 0;
   }
+}
+
+namespace {
+
+// The context of a device that torch uses, retained once or, by two threads at once, twice.
+Context primary_context(int ordinal) {
+  static std::array<std::atomic<Context>, 64> kept{};
+  auto& context = kept.at(static_cast<std::size_t>(ordinal));
+  if (context == nullptr) {
+    Context made = nullptr;
+    check("cuDevicePrimaryCtxRetain", api().cuDevicePrimaryCtxRetain(&made, device_at(ordinal)));
+    context = made;
+  }
+  return context;
+}
+
+}  // namespace
+
+Address allocate_whole(int ordinal, std::size_t size) {
+  const Scope scope(primary_context(ordinal));
+  DevicePointer address = 0;
+  check("cuMemAlloc", api().cuMemAlloc(&address, size));
+  return static_cast<Address>(address);
+}
+
+void free_whole(int ordinal, Address address) {
+  const Scope scope(primary_context(ordinal));
+  check("cuMemFree", api().cuMemFree(address));
 }
 
 std::unique_ptr<Driver> open_cuda_driver(int ordinal) { return std::make_unique<CudaDriver>(ordinal); }

@@ -116,6 +116,9 @@ class Driver {
 
 int cuda_device_count();  // 0 without libcuda or without a visible device; never throws
 std::unique_ptr<Driver> open_cuda_driver(int ordinal);
+// Memory that the CUDA driver allocates with its address, as cudaMalloc does. Throws DriverError.
+Address allocate_whole(int ordinal, std::size_t size);
+void free_whole(int ordinal, Address address);  // waits for the device's work
 std::unique_ptr<Driver> open_host_driver(std::size_t capacity);
 
 }  // namespace memsaver

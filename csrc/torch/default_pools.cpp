@@ -90,20 +90,7 @@ bool DefaultPools::knows(Handle handle) {
   return pieces_.contains(handle);
 }
 
-void DefaultPools::pass_through(const Device& device, bool wanted) {
-  const std::lock_guard lock(mutex_);
-  const int ordinal = device.driver->ordinal();
-  if (wanted)
-    passing_.insert(ordinal);
-  else
-    passing_.erase(ordinal);
-}
-
 Region* DefaultPools::taking(int ordinal) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (passing_.contains(ordinal) && !MEMSAVER_MUTANT(other_pools_take_pieces)) return nullptr;
-  }
   Region* region = on(ordinal);
   return region != nullptr && region->state() == State::active ? region : nullptr;
 }

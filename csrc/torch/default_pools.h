@@ -15,7 +15,6 @@
 #include <map>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -31,9 +30,6 @@ class DefaultPools final : public InterceptedCalls {
   std::string bind(const std::string& library);
   // From now on torch's pieces on the region's device are segments of this region, which is placed.
   void add(Region& region);
-  // While set, torch takes memory of the driver on a device: threads allocate from another pool than the default one,
-  // whose pieces must stay when the region pauses.
-  void pass_through(const Device& device, bool wanted);
   Region* of(const Device& device);  // null: none
 
   std::optional<int> create(Handle& made, std::size_t size, int ordinal) override;
@@ -63,7 +59,6 @@ class DefaultPools final : public InterceptedCalls {
   std::optional<std::string> reason_;
   std::mutex mutex_;                // guards the following; no other lock is taken under it
   std::map<int, Region*> regions_;  // by the ordinal of the device
-  std::set<int> passing_;           // ordinals of devices: see pass_through()
   Ranges late_;                     // addresses that torch has freed, with chunks of a transition; not sorted
   std::map<Handle, Piece> pieces_;
   Handle last_ = 0;

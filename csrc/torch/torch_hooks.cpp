@@ -10,6 +10,7 @@
 #include <atomic>
 #include <string>
 
+#include "driver/driver.h"
 #include "regions/core.h"
 
 namespace memsaver {
@@ -51,6 +52,23 @@ __attribute__((visibility("hidden"), used)) void memsaver_free_any(void* data, s
 
 static void* refuse(ssize_t, int, void*) { return nullptr; }
 static void pass_over(void*, ssize_t, int, void*) {}
+
+static void* allocate_plain(ssize_t size, int ordinal, void*) {
+  try {
+    return reinterpret_cast<void*>(memsaver::allocate_whole(ordinal, static_cast<std::size_t>(size)));
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+static void free_plain(void* data, ssize_t, int ordinal, void*) {
+  if (data == nullptr || !memsaver::usable()) return;
+  try {
+    memsaver::free_whole(ordinal, reinterpret_cast<memsaver::Address>(data));
+  } catch (const std::exception&) {
+    // The context is dead, and its memory with it.
+  }
+}
 
 extern const char memsaver_alloc_stubs[] __attribute__((visibility("hidden")));
 }
@@ -118,6 +136,10 @@ void unbind_entry_points(const Region& region) {
 
 EntryPoints refusing_entry_points() {
   return {reinterpret_cast<std::uintptr_t>(&refuse), reinterpret_cast<std::uintptr_t>(&pass_over)};
+}
+
+EntryPoints plain_entry_points() {
+  return {reinterpret_cast<std::uintptr_t>(&allocate_plain), reinterpret_cast<std::uintptr_t>(&free_plain)};
 }
 
 }  // namespace memsaver

@@ -24,5 +24,8 @@ void unbind_entry_points(const Region& region);  // for a region that was closed
 // The entry points of a pool that refuses all allocations. A thread gets this pool while the region that it has entered
 // is paused.
 EntryPoints refusing_entry_points();
+// Those of a pool outside of regions, with memory that the driver allocates whole. torch's own pools are not used for
+// this: it frees a pool over expandable segments that was dropped while tensors have parts of a segment.
+EntryPoints plain_entry_points();
 
 }  // namespace memsaver

@@ -13,8 +13,9 @@ import torch
 from memsaver import _core, _pool_client
 from memsaver._adapter import adapter
 from memsaver._arguments import check_tag, device_name
-from memsaver._torch.pools import DEFAULT_POOL, LIBRARY, snapshot
+from memsaver._torch.pools import DEFAULT_POOL, LIBRARY, plain_allocator, snapshot
 from memsaver._torch.side_pools import side_pools
+from memsaver._torch.versions import RELEASE
 from memsaver.errors import Error, gib
 from memsaver.policies import check_backup
 from memsaver.regions import Region, all_regions, default_device, wrapper
@@ -56,8 +57,8 @@ def default_pool(tag: str = "torch", device: str | torch.device | None = None, b
         ValueError: ``device`` is not a CUDA device, or there is none. Or ``backup`` is not a policy, the tag has
             another region on the device, or the device's default pool is a region with another tag or policy.
         ConfigError: The policy is ``"disk"``, and ``disk_dir`` is not set.
-        memsaver.Error: This torch's allocator cannot be used: another backend than ``"native"``, or a table of the
-            driver's functions that is not as expected.
+        memsaver.Error: This torch's allocator cannot be used: a version before 2.10, another backend than ``"native"``,
+            or a table of the driver's functions that is not as expected.
 
     Examples:
         >>> torchs = memsaver.default_pool()  # doctest: +SKIP
@@ -73,6 +74,8 @@ def default_pool(tag: str = "torch", device: str | torch.device | None = None, b
         raise ValueError(f"{where}: torch has a default pool on CUDA devices alone")
     if torch.version.cuda is None:
         raise Error(f"this build of torch ({torch.__version__}) has no CUDA")
+    if RELEASE < (2, 10):
+        raise Error(f"torch {torch.__version__} has no regions beside expandable segments: expected 2.10 or newer")
     with default_pools.making:
         default_pools.check(tag, name, backup)
         former, settings = _settings(), _settings_with_segments()
@@ -172,12 +175,7 @@ class DefaultPools:
                         f"region {region.tag!r}, torch's default pool, cannot be paused: a CUDA graph is being "
                         "captured; end the capture first"
                     )
-                _core.pass_default_pool_through(region.device, True)  # pieces of the other pool stay
-                try:
-                    side_pools.begin(index)
-                except BaseException:
-                    _core.pass_default_pool_through(region.device, False)
-                    raise
+                side_pools.begin(index, plain_allocator())
                 moved.append(index)
         return moved
 
@@ -187,7 +185,6 @@ class DefaultPools:
             for index, region in self._regions.items():
                 if side_pools.has_begun(index) and region.state == "active" and index not in expected:
                     side_pools.end(index)
-                    _core.pass_default_pool_through(region.device, False)
 
 
 default_pools = DefaultPools()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import os
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 
+from memsaver import _core
+from memsaver._torch.versions import RELEASE
 from memsaver.errors import Error
 from memsaver.regions import Region
 
@@ -30,11 +33,28 @@ def keep_forever(thing: object) -> None:
 def new_pool(points: EntryPoints, device: torch.device, allocators: dict[EntryPoints, Any]) -> torch.cuda.MemPool:
     if not hasattr(torch._C, "_cuda_customAllocator"):
         raise Error(f"this build of torch ({torch.__version__}) has no CUDA: regions on {device} cannot serve it")
+    if RELEASE < (2, 10) and torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]:
+        raise Error(
+            f"torch {torch.__version__} has expandable segments on, and no regions beside them: turn them off "
+            "(PYTORCH_CUDA_ALLOC_CONF), or use torch 2.10 or newer"
+        )
     if points not in allocators:
         allocators[points] = torch._C._cuda_customAllocator(*points)
         keep_forever(allocators[points])
     with torch.cuda.device(device):
         return torch.cuda.MemPool(allocators[points])
+
+
+@functools.cache
+def plain_allocator() -> Any:
+    """Of pools outside of regions, with segments that the driver allocates whole.
+
+    torch's own allocator would use expandable segments. With them it frees a pool that was dropped as soon as a part of
+    a segment is free, although tensors have the rest: later frees of these tensors corrupt its data.
+    """
+    allocator = torch._C._cuda_customAllocator(*_core.plain_entry_points())
+    keep_forever(allocator)
+    return allocator
 
 
 class RegionPools:
@@ -161,20 +181,48 @@ _HAS_TRACES = "include_traces" in inspect.signature(torch.cuda.memory_snapshot).
 _LISTED = {"include_traces": False} if _HAS_TRACES else {}  # older versions of torch make a list without traces
 
 
-def snapshot(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
-    """torch's segments of a pool.
+_PROBES = 64
 
-    torch's binding releases references to the two numbers of the id that it does not own (pytorch/pytorch#196366). From
-    257 on, numbers are freed with their last reference, while in use: Python's allocator is corrupted. Each reference
-    that a call has taken is added again. Versions of torch without the fault take none.
+
+@functools.cache
+def _references_taken() -> tuple[bool, bool]:
+    """Whether a list of torch's blocks takes a reference of each number of the id, and one of False.
+
+    torch's binding releases references to its arguments that it does not own (pytorch/pytorch#196366). Numbers from 257
+    on are freed with their last reference, while in use: Python's allocator is corrupted. False has some 17,000 on
+    Python 3.11, which ends the process without any; newer versions of Python do not count them.
+
+    No other thread has references of the numbers. Of False other threads take and release some meanwhile.
     """
-    first, second = pool_id
-    before = sys.getrefcount(first), sys.getrefcount(second)
-    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(pool_id, **_LISTED)
-    after = sys.getrefcount(first), sys.getrefcount(second)
-    for number, taken in zip(pool_id, (before[0] - after[0], before[1] - after[1])):
-        for _ in range(taken):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    number = 1 << 40  # of no pool
+    spare = [number] * (3 * _PROBES)  # each call may take two
+    before = sys.getrefcount(number), sys.getrefcount(False)
+    for _ in range(_PROBES):
+        torch.cuda.memory_snapshot((number, number), **_LISTED)
+    numbers = before[0] - sys.getrefcount(number)
+    false_is_taken = before[1] - sys.getrefcount(False) > _PROBES // 2
+    _give_back(number, numbers)
+    _give_back(False, _PROBES * false_is_taken)
+    del spare
+    return numbers > 0, false_is_taken
+
+
+def _give_back(thing: object, count: int = 1) -> None:
+    """Adds references that a call of torch has taken."""
+    for _ in range(count):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def snapshot(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
+    """torch's segments of a pool."""
+    numbers_are_taken, false_is_taken = _references_taken()
+    first, second = pool_id  # references that no call of torch takes
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot((first, second), **_LISTED)
+    if numbers_are_taken:
+        _give_back(first)
+        _give_back(second)
+    if false_is_taken:
+        _give_back(False)
     return segments
 
 

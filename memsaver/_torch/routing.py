@@ -26,7 +26,7 @@ from memsaver._torch.checksums import Checksums
 from memsaver._torch.default_pool import default_pools
 from memsaver._torch.ipc import patches
 from memsaver._torch.pools import EntryPoints, RegionPools, has_many_blocks, keep_forever, new_pool
-from memsaver._torch.routes import routes
+from memsaver._torch.routes import empty_cache, routes
 from memsaver._torch.side_pools import side_pools
 from memsaver.errors import Error, RegionPausedError, add_ledger
 from memsaver.regions import Region, owning
@@ -389,34 +389,34 @@ class Router:
 
     def trim(self, regions: Sequence[Region], all_pools: bool = False) -> None:
         """Drops idle pools with free blocks; with ``all_pools`` also those without, and graph pools without graphs."""
-        retired: list[torch.cuda.MemPool] = []
+        retired: dict[int, list[torch.cuda.MemPool]] = {}
         with self._lock:
             for region in regions:
-                if region in self._pools:
-                    retired += self._pools[region].retire_idle(all_pools)
-        routes.drop(retired)  # outside the lock: torch frees segments with the pools
-        if default_pools.among(regions) or self._have_retired_segments(regions):
-            torch.cuda.empty_cache()
+                if (pools := self._pools.get(region)) is not None:
+                    retired.setdefault(pools.device.index, []).extend(pools.retire_idle(all_pools))
+        for index, dropped in retired.items():
+            routes.drop(index, dropped)  # outside the lock: torch frees segments with the pools
+        if default_pools.among(regions):
+            empty_cache()
+        elif self._have_retired_segments(regions):
+            routes.empty_dropped()
 
     def _have_retired_segments(self, regions: Sequence[Region]) -> bool:
-        if routes.any:  # torch frees none meanwhile
-            return False
         with self._lock:
             return any(region in self._pools and self._pools[region].has_retired_segments for region in regions)
 
     def return_caches(self, device: str) -> tuple[int, str]:
         """Returns free blocks of torch in active regions of a device, as trim() does.
 
-        Returns the bytes of free blocks that stay, and why. While a thread is routed, a pool that is dropped cannot
-        return its blocks, and no thread can use them: so none is dropped.
+        Returns the bytes of free blocks that stay, and why.
         """
         self._end_ended()
         with self._lock:
             regions = [each for each in self._pools if each.device == device and each.state == "active"]
-        if not _core.capturing() and not routes.any:
+        if not _core.capturing():
             self.trim(regions)
             if default_pools.active_on(device):
-                torch.cuda.empty_cache()
+                empty_cache()
         if not regions or has_many_blocks(torch.device(device)):
             return 0, ""
         nbytes, reasons = 0, []
@@ -426,8 +426,6 @@ class Router:
                 size, reason = pools.cached() if pools is not None else (0, "")
                 nbytes += size
                 reasons += [reason] if size and reason else []
-        if nbytes and not reasons and routes.any:
-            reasons = ["a thread is inside another region"]
         return nbytes, ", ".join(reasons)
 
     def check_unused(self, region: Region) -> None:
@@ -446,9 +444,9 @@ class Router:
             pools = self._pools.pop(region, None)
             retired = pools is not None and pools.has_retired
         if pools is not None:  # outside the lock
-            routes.drop(pools.take_all())
+            routes.drop(pools.device.index, pools.take_all())
         if retired:  # their segments are in torch's cache, and only torch lists them as free
-            torch.cuda.empty_cache()
+            empty_cache()
 
     def is_entered(self, region: Region) -> bool:
         """Whether any thread is inside the region."""
@@ -502,7 +500,11 @@ class Router:
         if region is None:
             return
         device = torch.device(region.device)
-        torch._C._cuda_endAllocateToPool(device.index, pool_id)
+        try:
+            torch._C._cuda_endAllocateToPool(device.index, pool_id)
+        except RuntimeError as error:
+            if "not currently recording" not in str(error):  # from 2.13 on torch has ended it
+                raise
         torch._C._cuda_releasePool(device.index, pool_id)
         keep_forever(graph)
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ class SidePools:
         self._lock = threading.Lock()
         self._begun: set[int] = set()  # numbers of devices
         self._first_wins: bool | None = None  # of two pools that a thread is routed to. Versions of torch differ
+        self._allocators: dict[int, Any] = {}  # of the pools, by the number of the device
         self.ids: dict[int, list[tuple[int, int]]] = {}  # of pools with segments, by the number of the device
 
     def has_begun(self, index: int) -> bool:
@@ -35,9 +37,13 @@ class SidePools:
         """Whether a pool of all threads comes before one that a thread was routed to earlier."""
         return not self._first_wins
 
-    def begin(self, index: int) -> None:
-        """Lets all threads allocate from a new pool. Again: from another new one."""
+    def begin(self, index: int, allocator: Any = None) -> None:
+        """Lets all threads allocate from a new pool. Again: from another new one.
+
+        ``allocator``: of the pool's segments. None: torch's own, by cudaMalloc.
+        """
         with self._lock:
+            self._allocators[index] = allocator
             if index not in self._begun:
                 self._look(index)  # before all threads are routed
             self._route(index)
@@ -63,21 +69,22 @@ class SidePools:
         """
         if self._first_wins is None:
             try:
-                self._first_wins = in_thread(partial(_probe, index), "memsaver probe").result()
+                probe = partial(_probe, index, self._allocators[index])
+                self._first_wins = in_thread(probe, "memsaver probe").result()
             except torch.OutOfMemoryError:
                 log.debug("there is no memory to look up which of two pools torch takes")
 
     def _route(self, index: int) -> None:
         with torch.cuda.device(index):
-            pool = torch.cuda.MemPool()
+            pool = torch.cuda.MemPool(self._allocators[index])
         self.ids[index] = [pool.id, *(each for each in self.ids.get(index, ()) if snapshot(each))]
         routes.begin_for_all(index, pool)
 
 
-def _probe(index: int) -> bool:
+def _probe(index: int, allocator: Any) -> bool:
     """Whether torch takes the first of two pools that the calling thread is routed to. It is routed to none before."""
     with torch.cuda.device(index):
-        pools = [torch.cuda.MemPool(), torch.cuda.MemPool()]
+        pools = [torch.cuda.MemPool(allocator), torch.cuda.MemPool(allocator)]
         for pool in pools:
             routes.begin(index, pool)
         try:
@@ -89,7 +96,7 @@ def _probe(index: int) -> bool:
             for pool in pools:
                 routes.end(index, pool)
             del pool
-            routes.drop(pools)
+            routes.drop(index, pools)
 
 
 side_pools = SidePools()

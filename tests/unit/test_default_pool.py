@@ -325,25 +325,6 @@ assert other.read(1) == 9 and other.close() == 0 and control.used_bytes() == 0
     )
 
 
-def test_pieces_of_another_pool_stay_outside_of_the_region() -> None:
-    """Between the moment at which threads get another pool, and the pause."""
-    run("""
-    region = default_pool()
-    segment, other = Segment(32), Segment(32)
-    assert segment.map(0, 1) == 0
-    _core.pass_default_pool_through("cuda:0", True)
-    assert other.map(0, 2) == 0
-    other.write(1, 5)
-    assert region.allocated_bytes == segment.piece
-    region.pause()
-    assert other.read(1) == 5 and control.used_bytes() == 2 * other.piece
-    region.resume()
-    _core.pass_default_pool_through("cuda:0", False)
-    assert segment.map(1, 2) == 0 and region.allocated_bytes == 2 * segment.piece
-    assert other.close() == 0
-    """)
-
-
 @pytest.mark.parametrize("state", ["pausing, given up", "pausing, done", "resuming"])
 def test_a_segment_ends_in_a_transition(state: str) -> None:
     """torch's addresses stay reserved as long as chunks of the transition are under them."""

@@ -34,12 +34,13 @@ class MadeUpSidePools:
         self.begun: list[int] = []
         self.ended: list[int] = []
         self.now: set[int] = set()
-        self.calls: list[Any] = []  # in order, with those of the core
+        self.calls: list[Any] = []  # in order
 
     def has_begun(self, index: int) -> bool:
         return index in self.now
 
-    def begin(self, index: int) -> None:
+    def begin(self, index: int, allocator: object) -> None:
+        assert allocator == "plain", "of torch's own allocator"
         self.calls.append(("begin", index))
         self.begun.append(index)
         self.now.add(index)
@@ -55,9 +56,7 @@ def side(monkeypatch: pytest.MonkeyPatch) -> MadeUpSidePools:
     made = MadeUpSidePools()
     monkeypatch.setattr(module, "side_pools", made)
     monkeypatch.setattr(module, "snapshot", lambda pool_id: [])
-    monkeypatch.setattr(
-        module._core, "pass_default_pool_through", lambda device, wanted: made.calls.append((device, wanted))
-    )
+    monkeypatch.setattr(module, "plain_allocator", lambda: "plain")
     return made
 
 
@@ -84,15 +83,6 @@ def test_threads_move_for_the_devices_of_paused_default_pools_alone(side: MadeUp
     made.move_threads_back()
     made.move_threads_back()
     assert side.ended == [0, 1]
-
-
-def test_pieces_pass_through_around_the_other_pool(side: MadeUpSidePools, pools: Any) -> None:
-    made, first, _ = pools
-    made.move_threads_away([first])
-    assert side.calls == [("cuda:0", True), ("begin", 0)]
-    del side.calls[:]
-    made.move_threads_back()
-    assert side.calls == [("end", 0), ("cuda:0", False)]
 
 
 def test_threads_stay_away_while_a_pause_is_expected(side: MadeUpSidePools, pools: Any) -> None:
@@ -183,13 +173,13 @@ def test_a_pool_that_cannot_begin_changes_nothing(
 ) -> None:
     made, first, _ = pools
 
-    def fail(index: int) -> None:
+    def fail(index: int, allocator: object) -> None:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(side, "begin", fail)
     with pytest.raises(torch.OutOfMemoryError):
         made.expect_pause([first])
-    assert side.calls == [("cuda:0", True), ("cuda:0", False)]
+    assert side.calls == []
     monkeypatch.undo()
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from memsaver import _core
+from memsaver._torch import routes as module
 from memsaver._torch.routes import Routes
 
 THREAD, ALL = "thread", "all"
@@ -56,31 +59,39 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchCalls]:
     yield found
 
 
-def test_pool_is_dropped_at_once_without_routes(calls: TorchCalls) -> None:
-    Routes().drop([Pool(1, calls)])
-    assert calls.gone == [(1, {})]
-
-
-def test_pool_is_dropped_after_the_last_route_of_a_thread(calls: TorchCalls) -> None:
-    routes, outer, inner = Routes(), Pool(1, calls), Pool(2, calls)
-    routes.begin(0, outer)
-    routes.begin(0, inner)
-    dropped = [Pool(3, calls)]
-    routes.drop(dropped)
-    assert dropped == [] and calls.gone == []
-    routes.end(0, inner)
-    assert calls.gone == []
-    routes.end(0, outer)
-    assert calls.gone == [(3, {})]
-
-
-def test_pool_is_dropped_between_two_routes_of_all_threads(calls: TorchCalls) -> None:
-    routes = Routes()
+def test_pools_are_destroyed_beside_routes(calls: TorchCalls) -> None:
+    """The route of all threads does not end meanwhile: a thread without the GIL would get blocks of the paused pool."""
+    routes, thread = Routes(), Pool(9, calls)
+    routes.begin(0, thread)
     routes.begin_for_all(0, Pool(1, calls))
-    routes.drop([Pool(2, calls)])
-    assert calls.gone == [(2, {})] and calls.routes == {1: ALL}
+    dropped = [Pool(2, calls)]
+    routes.drop(0, dropped)
+    assert dropped == [] and calls.gone == [(2, {9: THREAD, 1: ALL})] and calls.without_route_of_all == 0
+    routes.end(0, thread)
     routes.end_for_all(0)
-    assert calls.gone == [(2, {}), (1, {})] and calls.routes == {}
+    assert [number for number, _ in calls.gone] == [2, 1]
+
+
+def test_torch_up_to_2_12_empties_pools_that_are_never_destroyed(
+    calls: TorchCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the process in the destructor while any thread of the process is routed. A route keeps other caches."""
+    released: list[tuple[int, int]] = []
+    emptied: list[dict[int, str]] = []
+    numbers = itertools.count(100)
+    monkeypatch.setattr(module, "RELEASE", (2, 12))
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda index, pool_id: released.append((index, pool_id[1])))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(dict(calls.routes)))
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: Pool(next(numbers), calls))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 0 if index == 1 else 5)
+    routes = Routes()
+    for first in (1, 3):
+        routes.drop(2, [Pool(first, calls), Pool(first + 1, calls)])
+    assert calls.gone == [] and calls.routes == {}
+    assert emptied == [{100: THREAD, 101: THREAD}] * 2, "on the devices with memory"
+    assert [each for each in released if each[1] < 100] == [(2, 1), (2, 2), (2, 3), (2, 4)]
 
 
 def test_another_pool_of_all_threads_begins_before_the_former_ends(calls: TorchCalls) -> None:
@@ -89,9 +100,8 @@ def test_another_pool_of_all_threads_begins_before_the_former_ends(calls: TorchC
     routes.begin_for_all(0, Pool(1, calls))
     routes.begin_for_all(0, Pool(2, calls))
     assert calls.routes == {9: THREAD, 2: ALL} and calls.without_route_of_all == 0
-    assert calls.gone == []
-    routes.end(0, thread)
     assert [number for number, _ in calls.gone] == [1]
+    routes.end(0, thread)
     routes.end_for_all(0)
 
 
@@ -99,9 +109,9 @@ def test_no_pool_is_dropped_during_a_capture(calls: TorchCalls) -> None:
     routes = Routes()
     _core.capture_begins()
     try:
-        routes.drop([Pool(1, calls)])
+        routes.drop(0, [Pool(1, calls)])
         assert calls.gone == []
     finally:
         _core.capture_ends()
-    routes.drop([])
+    routes.drop(0, [])
     assert calls.gone == [(1, {})]

@@ -97,40 +97,37 @@ def test_free_bytes_of_other_kinds_than_the_regions_do_not_count(
     assert made == []
 
 
-@pytest.mark.parametrize("taken", [0, 1])
-def test_a_list_of_blocks_keeps_the_references_to_the_pools_id(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+@pytest.mark.parametrize("takes", [(), ("numbers",), ("numbers", "False")], ids=str)
+def test_a_list_of_blocks_keeps_references(monkeypatch: pytest.MonkeyPatch, takes: tuple[str, ...]) -> None:
     def snapshot(pool_id: tuple[int, int], include_traces: bool = True) -> list[dict[str, Any]]:
-        for number in pool_id * taken:  # as torch's binding does: pytorch/pytorch#196366
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(number))
+        for thing in (*(pool_id if "numbers" in takes else ()), *([False] if "False" in takes else [])):
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))  # as torch's binding does: pytorch/pytorch#196366
         return []
 
     monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    torch_pools._references_taken.cache_clear()
     first, second = int("300001"), int("300002")  # numbers that no other code refers to
     pool_id = first, second
-    expected = sys.getrefcount(first), sys.getrefcount(second)
-    for _ in range(3):
+    expected, of_false = (sys.getrefcount(first), sys.getrefcount(second)), sys.getrefcount(False)
+    for _ in range(300):
         torch_pools.snapshot(pool_id)
     assert (sys.getrefcount(first), sys.getrefcount(second)) == expected
+    assert abs(sys.getrefcount(False) - of_false) < 100
+    torch_pools._references_taken.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("capturing", "routed", "trims"),
-    [(False, False, True), (True, False, False), (False, True, False)],
-    ids=["idle", "capture", "route"],
-)
-def test_free_blocks_are_returned_outside_of_captures_and_routes(
-    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region, capturing: bool, routed: bool, trims: bool
+@pytest.mark.parametrize(("capturing", "trims"), [(False, True), (True, False)], ids=["idle", "capture"])
+def test_free_blocks_are_returned_outside_of_captures(
+    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region, capturing: bool, trims: bool
 ) -> None:
     router: Any = adapter()
     trimmed: list[Any] = []
     free_in_torch(monkeypatch, region, listed=2 * MIB, anywhere={})
     monkeypatch.setattr(routing._core, "capturing", lambda: capturing)
-    monkeypatch.setattr(routing.routes, "_threads", int(routed))
     monkeypatch.setattr(routing, "has_many_blocks", lambda device: False)
     monkeypatch.setattr(router, "_pools", {region: router._pools[region]})
     monkeypatch.setattr(router, "trim", trimmed.append)
-    why = "a thread is inside another region" if routed else ""
-    assert router.return_caches("cpu") == (2 * MIB, why)
+    assert router.return_caches("cpu") == (2 * MIB, "")
     assert trimmed == ([[region]] if trims else [])
     router._pools[region]._lent = [router._pools[region]._idle.pop()]
     assert router.return_caches("cpu") == (2 * MIB, f"a thread is inside region {region.tag!r}")

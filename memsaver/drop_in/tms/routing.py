@@ -86,14 +86,15 @@ class PreloadRouting:
                 yield
                 return
             # The pools of regions have blocks of their segments, and this one has none.
-            own = (torch.cuda.current_device(), torch.cuda.MemPool())
+            index = torch.cuda.current_device()
+            own = (index, torch.cuda.MemPool())
             try:
                 with self._routed(own):
                     yield
             finally:
                 dropped = [own[1]]
                 del own
-                routes.drop(dropped)
+                routes.drop(index, dropped)
 
     def set_margin(self, nbytes: int) -> None:
         self.library.cdll.set_memory_margin_bytes(nbytes)
