@@ -26,6 +26,7 @@ class InterceptedCalls {
   virtual std::optional<int> export_handle(Handle handle) = 0;
   virtual std::optional<int> map(Address address, std::size_t size, Handle handle) = 0;
   virtual std::optional<int> unmap(Address address, std::size_t size) = 0;
+  virtual void reserved(Address address, std::size_t size) = 0;  // by the driver
   virtual std::optional<int> unreserve(Address address, std::size_t size) = 0;
   // Access of the device `ordinal` to a mapped range. `driver`: gives it to a part of the range by the driver.
   virtual std::optional<int> allow(Address address, std::size_t size, int ordinal,

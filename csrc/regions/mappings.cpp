@@ -79,11 +79,19 @@ void Region::map(Slot slot, Chunk chunk) {
   chunks_[slot.offset] = std::move(chunk);
 }
 
+// Whether one call of the driver can serve both: one that crosses the end of a reservation is not defined.
+bool Region::joins(Address end, Address next) const {
+  if (end != next || !placed) return end == next;
+  std::lock_guard lock(device.mutex);
+  return !seams_.contains(next);
+}
+
 void Region::allow(const std::vector<Slot>& slots) {
   for (std::size_t i = 0; i < slots.size();) {
     Address end = slots[i].offset;
     std::size_t next = i;
-    while (next < slots.size() && slots[next].offset == end) end += slots[next++].size;
+    do end += slots[next++].size;
+    while (next < slots.size() && joins(end, slots[next].offset));
     device.driver->allow(slots[i].offset, end - slots[i].offset);
     i = next;
   }
@@ -117,7 +125,8 @@ std::optional<DriverError> Region::unmap(const std::vector<Address>& chunks, std
   for (std::size_t i = 0; i < chunks.size();) {
     Address end = chunks[i];
     std::size_t next = i;
-    while (next < chunks.size() && chunks[next] == end) end += chunks_.at(chunks[next++]).size();
+    do end += chunks_.at(chunks[next++]).size();
+    while (next < chunks.size() && joins(end, chunks[next]));
     try {
       unmap_or_not(*device.driver, chunks[i], end - chunks[i]);
     } catch (const DriverError& error) {

@@ -29,11 +29,18 @@ std::vector<Chunk> Region::borrow(std::size_t size, Deadline shortage) {
   }
 }
 
-void Region::place(Range segment, std::vector<Chunk> chunks) {
+void Region::place(Range segment, std::vector<Chunk> chunks, bool may_begin_reservation) {
   const Remapping remapping(*this);
   check_allocatable(segment.size);  // a transition marks a region under the same lock
   make_certain();
   sweep_with_lock();  // for a dropped segment at this address
+  {
+    std::lock_guard lock(device.mutex);
+    if (may_begin_reservation)
+      seams_.insert(segment.offset);
+    else
+      seams_.erase(segment.offset);
+  }
   Mapping mapping(*this);
   Address at = segment.offset;
   for (Chunk& chunk : chunks) {

@@ -22,6 +22,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -115,8 +116,9 @@ class Region final : public RestingOwner {
   //
   // borrow() takes chunks for a segment of this size, a multiple of kPage. Throws as allocate().
   std::vector<Chunk> borrow(std::size_t size, Deadline shortage);
-  // Maps borrowed chunks as a segment. Throws as allocate().
-  void place(Range segment, std::vector<Chunk> chunks);
+  // Maps borrowed chunks as a segment. Throws as allocate(). `may_begin_reservation`: the addresses below may be of
+  // another reservation, also if they are mapped.
+  void place(Range segment, std::vector<Chunk> chunks, bool may_begin_reservation);
   // Ends a segment, in every state, and unmaps it. Nothing works on it any more: the other allocator has waited. In a
   // transition it is unmapped at the end of the transition. Returns whether there is such a segment.
   bool drop(Range segment);
@@ -200,6 +202,7 @@ class Region final : public RestingOwner {
   void count_locked();                                            // updates the device's to_back_up
   void sweep_with_lock();
   void add_dirty_locked(Range range);
+  bool joins(Address end, Address next) const;
   void write_state(State state);
 
   std::atomic<State> state_ = State::active;
@@ -217,6 +220,7 @@ class Region final : public RestingOwner {
   Segments segments_;
   std::map<Address, Chunk> chunks_;       // mapped
   std::vector<Address> freed_meanwhile_;  // while a transition owned the region
+  std::set<Address> seams_;               // of a placed region: segments that may begin a reservation
   Ranges dirty_;                          // ranges in which chunks may have become empty
   bool stale_ = false;                    // see mark_stale()
   std::atomic<bool> doubtful_ = false;    // see strand()

@@ -37,6 +37,7 @@ class DefaultPools final : public InterceptedCalls {
   std::optional<int> export_handle(Handle handle) override;
   std::optional<int> map(Address address, std::size_t size, Handle handle) override;
   std::optional<int> unmap(Address address, std::size_t size) override;
+  void reserved(Address address, std::size_t size) override;
   std::optional<int> unreserve(Address address, std::size_t size) override;
   std::optional<int> allow(Address address, std::size_t size, int ordinal,
                            const std::function<int(Address, std::size_t)>& driver) override;
@@ -49,6 +50,9 @@ class DefaultPools final : public InterceptedCalls {
   };
 
   Region* on(int ordinal);
+  // Whether a piece may lie in another reservation of addresses than the one before it. Reservations from before bind()
+  // are not known.
+  bool may_begin_reservation(Address address);
   Region* taking(int ordinal);  // the region that new pieces on a device go to; null: the driver makes them
   void unreserve_late();        // addresses that were freed while a transition had chunks there
   std::vector<Region*> all();
@@ -61,6 +65,7 @@ class DefaultPools final : public InterceptedCalls {
   std::map<int, Region*> regions_;  // by the ordinal of the device
   Ranges late_;                     // addresses that torch has freed, with chunks of a transition; not sorted
   std::map<Handle, Piece> pieces_;
+  std::map<Address, std::size_t> reservations_;  // of torch, since bind()
   Handle last_ = 0;
 };
 

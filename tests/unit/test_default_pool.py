@@ -325,6 +325,31 @@ assert other.read(1) == 9 and other.close() == 0 and control.used_bytes() == 0
     )
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_segments_in_adjacent_reservations(known: bool) -> None:
+    """A call of the driver that crosses the end of a reservation is not defined. Other neighbours share a call."""
+    run(
+        f"known = {known}"
+        + """
+if known:
+    region = default_pool()
+segments = [Segment(32, most=3) for _ in range(3)]
+region = default_pool()
+assert segments[1].address == segments[0].at(3) and segments[2].address == segments[1].at(3)
+for number, segment in enumerate(segments):
+    assert segment.map(0, 3) == 0
+    segment.write(2, number)
+before = control.calls("cuMemUnmap"), control.calls("cuMemSetAccess")
+region.pause(), region.resume()
+assert [segment.read(2) for segment in segments] == [0, 1, 2]
+after = control.calls("cuMemUnmap"), control.calls("cuMemSetAccess")
+assert all(a - b == (6 if known else 9) for a, b in zip(after, before)), "64 and 32 MiB of each, or each piece"
+assert all(segment.close() == 0 for segment in segments) and control.used_bytes() == 0
+""",
+        adjacent=1,
+    )
+
+
 @pytest.mark.parametrize("state", ["pausing, given up", "pausing, done", "resuming"])
 def test_a_segment_ends_in_a_transition(state: str) -> None:
     """torch's addresses stay reserved as long as chunks of the transition are under them."""

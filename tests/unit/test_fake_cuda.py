@@ -1187,3 +1187,212 @@ def test_neighbours_are_copied_as_one(tmp_path: Path, backup: str) -> None:
         for segment in segments[::100]:
             assert (segment.read() == segment.expected).all()
     """)
+
+
+# The rules of CUDA that the fake keeps
+
+
+def test_marks_and_unsafe_calls_break_captures_by_their_modes() -> None:
+    """A thread in relaxed mode may make unsafe calls. A mark or a wait of the context breaks every capture of it."""
+    run("""
+        import threading
+        cu = ctypes.CDLL("libcuda.so.1")
+        driver = _core.open_driver("cuda:0")
+        context, graph = ctypes.c_void_p(), ctypes.c_void_p()
+        assert cu.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+        assert cu.cuCtxPushCurrent(context) == 0
+        stream, event, other = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        assert cu.cuStreamCreate(ctypes.byref(stream), 1) == 0
+        assert cu.cuEventCreate(ctypes.byref(event), 2) == 0 == cu.cuEventCreate(ctypes.byref(other), 2)
+        assert cu.cuEventRecord(event, stream) == 0
+        GLOBAL, THREAD, RELAXED = 0, 1, 2
+
+        def in_thread(mode, act):
+            found = []
+            def work():
+                assert cu.cuCtxPushCurrent(context) == 0
+                assert cu.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(mode))) == 0
+                found.append(act())
+            thread = threading.Thread(target=work)
+            thread.start(), thread.join()
+            return found[0]
+
+        def capture(mode, act):
+            assert cu.cuStreamBeginCapture(stream, mode) == 0
+            return act(), cu.cuStreamEndCapture(stream, ctypes.byref(graph))
+
+        query = lambda: cu.cuEventQuery(event)
+        assert capture(GLOBAL, query) == (900, 901) == capture(THREAD, query)
+        assert capture(RELAXED, query) == (0, 0)
+        assert capture(GLOBAL, lambda: in_thread(GLOBAL, query)) == (900, 901)
+        assert capture(GLOBAL, lambda: in_thread(THREAD, query)) == (0, 0) == capture(THREAD, lambda: in_thread(GLOBAL, query))
+        assert capture(GLOBAL, lambda: in_thread(RELAXED, query)) == (0, 0)
+        assert control.broken() == ["cuEventQuery"] * 3
+        for act in (lambda: cu.cuCtxSynchronize(), lambda: cu.cuCtxRecordEvent(context, other)):
+            assert capture(RELAXED, act) == (900, 901)
+        assert capture(RELAXED, lambda: cu.cuStreamSynchronize(stream)) == (900, 901)
+        assert capture(RELAXED, lambda: cu.cuEventRecord(other, stream) or cu.cuEventQuery(other)) == (907, 901)
+        assert capture(GLOBAL, lambda: driver.memory() and 0) == (0, 0)
+        assert cu.cuStreamEndCapture(stream, ctypes.byref(graph)) == 401
+    """)
+
+
+def test_a_pause_beside_a_capture_that_nobody_announced_breaks_it() -> None:
+    run("""
+        cu = ctypes.CDLL("libcuda.so.1")
+        region = memsaver.region("a", device="cuda:0")
+        segment = Segment(region, PAGE)
+        stream, context, graph = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        cu.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0), cu.cuCtxPushCurrent(context)
+        cu.cuStreamCreate(ctypes.byref(stream), 1), cu.cuStreamBeginCapture(stream, 2)
+        assert refused(region.pause).code == 900 and region.state == "active"
+        assert cu.cuStreamEndCapture(stream, ctypes.byref(graph)) == 901
+        cu.cuStreamBeginCapture(stream, 0)
+        with memsaver.capturing():
+            refused(region.pause, memsaver.Error)
+        assert cu.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
+        region.pause(), region.resume()
+    """)
+
+
+@pytest.mark.parametrize("backup", ["host", "disk"])
+def test_contents_return_where_copies_end_late(tmp_path: Path, backup: str) -> None:
+    """A copy that meets unmapped memory ends the context."""
+    run(
+        f"""
+        memsaver.configure(disk_dir={str(tmp_path)!r})
+        regions = [memsaver.region(name, device="cuda:0", backup={backup!r}) for name in "ab"]
+        segments = [Segment(region, size, seed=size) for region in regions for size in (700, 5 * MIB, 100 * MIB)]
+        held = [Segment(regions[0], 3 * MIB) for _ in range(20)]
+        del held[::2]
+        memsaver.trim()
+        for _ in range(2):
+            memsaver.pause("a")
+            memsaver.switch(pause="b", resume="a")
+            memsaver.resume()
+            for segment in segments:
+                segment.check()
+        """,
+        late=1,
+    )
+
+
+def test_released_memory_that_is_free_only_later_serves_an_allocation() -> None:
+    run(
+        """
+        first, second = (memsaver.region(name, device="cuda:0") for name in "ab")
+        segment = Segment(first, 600 * MIB)
+        first.pause()
+        other = Segment(second, 600 * MIB)
+        second.pause()
+        first.resume(memory_timeout=60)
+        """,
+        memory="1GiB",
+        freed_late=3,
+    )
+
+
+def test_a_device_without_memory_for_page_tables_is_full() -> None:
+    run(
+        """
+        region = memsaver.region("a", device="cuda:0", backup="host")
+        segment = Segment(region, 100 * MIB, seed=1)
+        driver, handles = _core.open_driver("cuda:0"), []
+        refused(lambda: [handles.append(driver.create(PAGE)) for _ in range(600)], memsaver.DriverError)
+        segments = []
+        error = refused(lambda: [segments.append(Segment(region, 2 << 30)) for _ in range(9)], memsaver.OutOfMemoryError)
+        for handle in handles:
+            driver.release(handle)
+        region.pause(), region.resume()
+        segment.check()
+        """,
+        memory="1GiB",
+        page_table="2MiB",
+    )
+
+
+def test_pinned_memory_is_limited() -> None:
+    run(
+        """
+        region = memsaver.region("a", device="cuda:0", backup="host")
+        segment = Segment(region, 100 * MIB, seed=1)
+        refused(region.pause, memsaver.BackupError)
+        assert region.state == "active"
+        segment.check()
+        """,
+        pinnable="64MiB",
+    )
+
+
+def test_a_process_whose_contexts_all_died_still_reads_its_backups() -> None:
+    run(
+        """
+        regions = [memsaver.region("a", device=f"cuda:{device}", backup="host") for device in range(2)]
+        first, second = (Segment(region, 5 * MIB, seed=1) for region in regions)
+        regions[0].pause()
+        control.kill(1)
+        refused(regions[1].pause, memsaver.Error)
+        refused(regions[0].resume, memsaver.Error)
+        assert regions[1].state == "lost"
+        assert np.array_equal(first.read(), first.expected)
+        memsaver.stats()
+        """,
+        devices=2,
+        dies_whole=1,
+    )
+
+
+def test_a_table_with_other_pointers_than_those_of_the_core_is_refused() -> None:
+    run(
+        """
+        from tests.torch_pools import calls, library
+        calls()
+        reason = _core.bind_default_pools(library())
+        assert reason.startswith("the table has no cu"), reason
+        """,
+        pointers_by_version=1,
+    )
+
+
+def test_work_of_another_context_is_not_waited_for() -> None:
+    """Marks and waits cover the primary context, as the documentation says."""
+    run("""
+        region = memsaver.region("a", device="cuda:0")
+        segment = Segment(region, PAGE)
+        kernel = control.launch_elsewhere(0, segment.address, 100)
+        region.pause()
+        assert control.finish(kernel) == 700
+    """)
+
+
+def test_a_context_that_does_not_fit_is_an_error() -> None:
+    run(
+        """
+        assert refused(lambda: _core.open_driver("cuda:0"), Exception) is not None
+        assert control.retained(0) == 0
+        """,
+        memory="256MiB",
+        context="300MiB",
+    )
+
+
+def test_access_between_devices_may_have_one_direction() -> None:
+    run(
+        """
+        driver = [_core.open_driver(f"cuda:{device}") for device in range(2)]
+        assert driver[0].peer_candidates() == [1] and driver[1].peer_candidates() == []
+        """,
+        devices=2,
+        peers="1>0",
+    )
+
+
+def test_a_process_that_nvml_lists_under_another_number_is_another_holder() -> None:
+    run(
+        """
+        segment = Segment(memsaver.region("a", device="cuda:0"), PAGE)
+        assert _core.open_driver("cuda:0").processes() == [(4711, control.used_bytes())]
+        memsaver.stats()
+        """,
+        own_pid=4711,
+    )
