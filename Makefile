@@ -9,7 +9,8 @@
 # make mutants   builds small wrong changes into the core, and checks that tests find each.  ARGS=name: one of them
 # make stubs     memsaver/_core.pyi, the types of the compiled core, from the core as it is built
 # make lint      style, types, layers and format of Python and C++; warnings of each C++ source, compiled alone
-# make wheel     builds the wheels of this architecture in dist/, and runs the quick start from each without a compiler.
+# make wheel     builds the wheels of this architecture in dist/ with g++. Runs the quick start from each without a
+#                compiler, and tests of tests/torch_cuda with the versions of WHEEL_VERSIONS.
 #                WHEEL_PYTHONS="python3.11 python3.12 python3.13": the interpreters; 3.12 builds for all that are newer
 # make docs      the documentation site in build/site; every warning is an error
 # make clean     removes everything that these made
@@ -28,6 +29,7 @@ WHEEL_PYTHONS ?= python3.11 python3.12
 WHEEL_TORCH ?= torch==2.13.0
 # torch's CUDA wheels for tests/torch_cuda.
 VERSIONS ?= 2.11.0 2.13.0
+WHEEL_VERSIONS ?= 2.13.0
 
 CORE := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 
@@ -103,7 +105,7 @@ lint: $(LINTERS)
 	$(CLANG_FORMAT) --dry-run -Werror csrc/*/*.h csrc/*/*.cpp csrc/*/*.c tests/cpp/*.h tests/cpp/*.cpp
 
 wheel:
-	tools/wheel.sh '$(WHEEL_TORCH)' $(WHEEL_PYTHONS)
+	tools/wheel.sh '$(WHEEL_TORCH)' '$(WHEEL_VERSIONS)' $(WHEEL_PYTHONS)
 
 stubs: $(READY)
 	$(RUN) -m nanobind.stubgen -q -m memsaver._core -p csrc/bindings/stubs.txt -o memsaver/_core.pyi

@@ -12,6 +12,11 @@
 #include "base/ranges.h"
 #include "driver/cuda_api.h"
 
+// torch's getter of the table may throw. An exception passes between libraries with one C++ runtime alone.
+#ifndef __GLIBCXX__
+#error "torch is built with libstdc++, and so must this library be"
+#endif
+
 namespace memsaver {
 namespace {
 
