@@ -102,7 +102,7 @@ class ProcessGroups(Guest):
         self._create = c10d._new_process_group_helper  # torch's own
         c10d._new_process_group_helper = self._wrapped
         self._split_source = getattr(c10d, "_get_split_source", None)
-        c10d._get_split_source = _no_split_source
+        c10d._get_split_source = _no_split_source  # type: ignore[assignment]  # its arguments differ by version
 
     def unwrap(self) -> None:
         """Ends the wrapping of new groups. Groups that were wrapped stay as they are."""
@@ -264,8 +264,8 @@ def _most(until: float) -> float:
     return now + _MOST * max(0.0, until - now)
 
 
-def _no_split_source(pg: ProcessGroup) -> Any:
-    return None
+def _no_split_source(*_: Any) -> None:
+    """Of a group; from torch 2.15 on also of a backend."""
 
 
 def _device(bound: torch.device | None) -> int | None:
