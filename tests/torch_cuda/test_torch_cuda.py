@@ -500,8 +500,6 @@ def test_copies_between_default_pools_of_two_devices(with_default_pool: str) -> 
 
 
 def test_a_resume_takes_the_free_blocks_of_its_own_process(version: str) -> None:
-    if release(version) >= (2, 14):
-        pytest.xfail("only Python's thread returns free blocks of this version, and it runs with a shared pool alone")
     run(
         version,
         """
@@ -517,5 +515,18 @@ def test_a_resume_takes_the_free_blocks_of_its_own_process(version: str) -> None
             large.resume(memory_timeout=60)
             assert small.mapped_bytes < before
             large.pause()
+        """,
+    )
+
+
+def test_a_function_that_process_groups_replace_takes_torchs_arguments(version: str) -> None:
+    run(
+        version,
+        """
+        import inspect
+        import torch.distributed.distributed_c10d as c10d
+        from memsaver.guests import process_groups
+        arguments = inspect.signature(c10d._get_split_source).parameters
+        assert process_groups._no_split_source(*arguments) is None
         """,
     )

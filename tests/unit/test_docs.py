@@ -25,7 +25,7 @@ TESTS = {
 }
 SOURCES = [
     str(path.relative_to(ROOT))
-    for folder in ("memsaver", "csrc", "examples", "benchmarks", "tests")
+    for folder in ("memsaver", "csrc", "examples", "benchmarks", "tests", "tools")
     for path in (ROOT / folder).rglob("*.*")
     if path.suffix in (".py", ".h", ".cpp", ".sh")
 ]
