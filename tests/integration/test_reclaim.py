@@ -203,15 +203,13 @@ def test_contents_of_paused_regions_stay(broker: Running, engine: Worker, traine
     trainer.run(f"region.resume(); assert ctypes.string_at(kept, {64 * MIB}) == bytes([9]) * {64 * MIB}")
 
 
-@pytest.mark.parametrize("user", ["thread", "route"])
-def test_a_pool_in_use_stays(broker: Running, engine: Worker, trainer: Worker, user: str) -> None:
-    """A thread is inside the region, or routed to any pool: torch could free no pool then."""
+def test_a_pool_in_use_stays(broker: Running, engine: Worker, trainer: Worker) -> None:
+    """A thread is inside the region."""
     trainer.run(CACHED)
-    trainer.run("from memsaver._torch.routing import routes")
-    trainer.run({"thread": "pool = torch_pools.lend(region)", "route": "routes._threads = 1"}[user])
+    trainer.run("pool = torch_pools.lend(region)")
     assert "OutOfMemoryError" in engine.fails("memsaver.resume(memory_timeout=0.3)")
     assert mapped(trainer) >= MOST
-    trainer.run({"thread": "torch_pools.take_back(region, pool); del pool", "route": "routes._threads = 0"}[user])
+    trainer.run("torch_pools.take_back(region, pool); del pool")
     engine.run(RESUME)
 
 

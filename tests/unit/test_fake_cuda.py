@@ -1345,7 +1345,7 @@ def test_a_process_whose_contexts_all_died_still_reads_its_backups() -> None:
 def test_a_table_with_other_pointers_than_those_of_the_core_is_refused() -> None:
     run(
         """
-        from tests.torch_pools import calls, library
+        from tests.torch_segments import calls, library
         calls()
         reason = _core.bind_default_pools(library())
         assert reason.startswith("the table has no cu"), reason
