@@ -75,7 +75,7 @@ def install(name: str) -> None:
 
     Raises:
         ValueError: There is no drop-in of this name.
-        DropInError: The library is not one that was reviewed, or another patch of it is present. With
+        DropInError: The library is not one that memsaver can replace, or another patch of it is present. With
             ``MEMSAVER_DROP_IN=<name>:warn`` this is a warning, and the library stays unchanged.
     """
     if name not in DROP_INS:
@@ -92,9 +92,9 @@ def install(name: str) -> None:
             logger.info("%s", _states[name])
 
     with _stepping_aside(name, version, mode):
-        checked = library.check(version)
+        library.check(version)
         _states[name] = DropIn(name, version, "waiting")
-        library.replace(checked, activate)
+        library.replace(activate)
 
 
 @contextmanager

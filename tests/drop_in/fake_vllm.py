@@ -1,14 +1,24 @@
-"""A package vllm with the names that memsaver replaces, and the surroundings that the originals have."""
+"""A package vllm with the names that memsaver replaces or relies on, and the surroundings that the originals have."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
+from typing import Any
 
+CUMEM = "vllm/device_allocator/cumem.py"
+WORKER = "vllm/v1/worker/gpu_worker.py"
 MODULES = {
     "vllm/__init__.py": "",
     "vllm/distributed/__init__.py": "",
-    "vllm/distributed/parallel_state.py": "_WORLD = None\n",
+    "vllm/distributed/parallel_state.py": """
+class GroupCoordinator:
+    rank: int
+    ranks: list[int]
+
+_WORLD = None
+""",
     "vllm/device_allocator/__init__.py": """
 import dataclasses
 from typing import Any
@@ -20,7 +30,7 @@ class AllocationData:
     cpu_backup_tensor: Any = None
     is_asleep: bool = False
 """,
-    "vllm/device_allocator/cumem.py": """
+    CUMEM: """
 import atexit
 import logging
 from vllm.device_allocator import AllocationData
@@ -50,62 +60,127 @@ class CuMemAllocator:
     def _shutdown_singleton():
         if CuMemAllocator.instance is not None:
             CuMemAllocator.instance.release_pools()
+
+    def __init__(self):
+        self.pointer_to_data = {}
+
+    def use_memory_pool(self, tag=None):
+        pass
+
+    def get_current_usage(self):
+        return len(self.pointer_to_data)
+
+    def sleep(self, offload_tags=None):
+        for data in self.pointer_to_data.values():
+            unmap_and_release(data.handle)
+
+    def wake_up(self, tags=None):
+        for data in self.pointer_to_data.values():
+            create_and_map(data.handle)
 """,
     "vllm/v1/__init__.py": "",
+    "vllm/v1/executor/__init__.py": "",
+    "vllm/v1/executor/multiproc_executor.py": """
+import threading
+
+class MultiprocExecutor:
+    def monitor(self, read):
+        threading.Thread(target=read, name="DeathPipeMonitor").start()
+""",
     "vllm/v1/worker/__init__.py": "",
-    "vllm/v1/worker/gpu_worker.py": """
+    "vllm/v1/worker/worker_base.py": """
+class WorkerBase:
+    def __init__(self, vllm_config, rank):
+        self.vllm_config = vllm_config
+        self.parallel_config = vllm_config.parallel_config
+        self.rank = rank
+""",
+    WORKER: """
 import logging
+from vllm.v1.worker.worker_base import WorkerBase
 
 logger = logging.getLogger("vllm")
 
-class Worker:
+class Worker(WorkerBase):
     freed_bytes = 0
-    rank = 0
     error = None
     call = staticmethod(lambda: None)
 
-    def __init__(self):
-        from types import SimpleNamespace
-
-        self.parallel_config = SimpleNamespace(
-            distributed_executor_backend="mp", world_size=1, data_parallel_rank=0
-        )
+    def __init__(self, vllm_config, local_rank, rank, distributed_init_method, is_driver_worker=False):
+        super().__init__(vllm_config, rank)
 
     def wake_up(self, tags=None):
+        return self._answer("awake")
+
+    def discard(self, tags):
+        return self._answer("discarded")
+
+    def _answer(self, text):
         if self.error is not None:
             raise self.error
         self.call()
-        return "awake"
+        return text
 
     def sleep(self, level=1):
         assert level in (1, 2), "level is unknown"
-        assert self.freed_bytes >= 0, "Memory usage increased after sleeping."
-        return level
+        freed_bytes = self.freed_bytes
+        assert freed_bytes >= 0, "Memory usage increased after sleeping."
+        logger.info("asleep")
 """,
-    "vllm/device_allocator/sleep_mode_backend.py": """
-class CuMemBackend:
-    pass
-
-class SleepModeBackendFactory:
-    registry = {}
-
-    @classmethod
-    def register_backend(cls, name, module_path, class_name):
-        cls.registry[name] = module_path, class_name
+    "vllm/config/__init__.py": "",
+    "vllm/config/vllm.py": """
+class VllmConfig:
+    def __init__(self, model_config, parallel_config, kv_transfer_config=None):
+        self.model_config = model_config
+        self.parallel_config = parallel_config
+        self.kv_transfer_config = kv_transfer_config
 """,
+    "vllm/config/model.py": """
+class ModelConfig:
+    enable_cumem_allocator: bool = True
+""",
+    "vllm/config/kv_transfer.py": """
+class KVTransferConfig:
+    kv_connector: str | None = "NixlConnector"
+
+    @property
+    def is_kv_transfer_instance(self):
+        return self.kv_connector is not None
+""",
+    "vllm/config/parallel.py": """
+class ParallelConfig:
+    world_size: int = 1
+    data_parallel_rank: int = 0
+    distributed_executor_backend: object = "mp"
+""",
+    "vllm/model_executor/layers/mla.py": "",
+    "vllm/model_executor/layers/attention/mla_attention.py": "",
+    "vllm/model_executor/layers/fused_moe/__init__.py": "",
 }
-SOURCE = MODULES["vllm/device_allocator/cumem.py"]
 
 
-def write(folder: Path, version: str = "9.9.9", cumem: str = SOURCE) -> None:
+def write(folder: Path, version: str = "9.9.9") -> None:
     """Write the package and its metadata."""
-    for name, text in {**MODULES, "vllm/device_allocator/cumem.py": cumem}.items():
+    for name, text in MODULES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     info = folder / f"vllm-{version}.dist-info"
     info.mkdir()
     info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+
+
+def worker(
+    rank: int = 0, world_size: int = 1, data_parallel_rank: int = 0, transfer: Any = None, cumem: bool = True
+) -> Any:
+    """A worker of the package, which is imported here."""
+    config = importlib.import_module("vllm.config.vllm")
+    model = importlib.import_module("vllm.config.model").ModelConfig()
+    parallel = importlib.import_module("vllm.config.parallel").ParallelConfig()
+    model.enable_cumem_allocator = cumem
+    parallel.world_size, parallel.data_parallel_rank = world_size, data_parallel_rank
+    made = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
+    return made(config.VllmConfig(model, parallel, transfer), local_rank=rank, rank=rank, distributed_init_method="")
 
 
 def before(folder: Path) -> str:

@@ -40,7 +40,7 @@ def test_the_unpickler_takes_handles_after_the_drop_in(common: types.ModuleType)
     sent = bytes(ForkingPickler.dumps({"weight": tensor}))
     with pytest.raises(RuntimeError, match="Blocked unsafe class loading .memsaver"):
         common.SafeUnpickler(io.BytesIO(sent)).load()
-    tms.replace(None, lambda *_: None)
+    tms.replace(lambda *_: None)
     assert common.SafeUnpickler(io.BytesIO(sent)).load()["weight"].data_ptr() == tensor.data_ptr()
     with pytest.raises(RuntimeError, match="Blocked unsafe class loading .memsaver.errors"):
         common.SafeUnpickler(io.BytesIO(pickle.dumps(memsaver.Error("text")))).load()
@@ -48,5 +48,5 @@ def test_the_unpickler_takes_handles_after_the_drop_in(common: types.ModuleType)
 
 def test_a_version_without_the_list_stays_as_it_is(common: types.ModuleType) -> None:
     del common.SafeUnpickler
-    tms.replace(None, lambda *_: None)
+    tms.replace(lambda *_: None)
     assert not hasattr(common, "SafeUnpickler")

@@ -17,12 +17,10 @@ import memsaver
 from memsaver import drop_in, regions
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.vllm import sources
-from memsaver.drop_in.vllm.sources import Behaviour
 from tests.drop_in import fake_vllm
 from tests.support import MIB, Fill
 
-OLD = Behaviour("9.9.9", several_pools=False, deferrable=None, discards=False)
-NEW = Behaviour("9.9.9", several_pools=True, deferrable=("weights", "kv_cache"), discards=True)
+DEFERRABLE = 'DEFERRABLE_TAGS = ("weights", "kv_cache")\n'
 COUNT = 3 * MIB // 4  # floats in 3 MiB
 Load = Callable[..., ModuleType]
 
@@ -36,14 +34,16 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     finders = list(sys.meta_path)
     drop_in._states.clear()
 
-    def load(behaviour: Behaviour = OLD) -> ModuleType:
-        monkeypatch.setattr(sources, "REVIEWED", {sources.digest(fake_vllm.SOURCE): behaviour})
+    def load(more: str = "") -> ModuleType:
+        """`more` stands at the end of the allocator's module."""
+        path = tmp_path / fake_vllm.CUMEM
+        path.write_text(path.read_text() + more)
         drop_in.install("vllm")
         return importlib.import_module(sources.MODULE)
 
     yield load
     sys.meta_path[:] = finders
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm" or name.endswith("vllm.backend")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         del sys.modules[name]
     drop_in._states.clear()
     for region in regions.all_regions():
@@ -81,13 +81,6 @@ def test_instance_of_the_replacement_is_one_of_the_original(load: Load) -> None:
     assert original.__name__ == "CuMemAllocator" and original.__doc__ == type(allocator).__doc__
 
 
-def test_backend_is_registered_by_name(load: Load) -> None:
-    load()
-    backends = importlib.import_module("vllm.device_allocator.sleep_mode_backend")
-    module, name = backends.SleepModeBackendFactory.registry["memsaver"]
-    assert issubclass(getattr(importlib.import_module(module), name), backends.CuMemBackend)
-
-
 def test_unset_variable_changes_nothing(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEMSAVER_DROP_IN")
     module = load()
@@ -96,26 +89,47 @@ def test_unset_variable_changes_nothing(load: Load, monkeypatch: pytest.MonkeyPa
         module.create_and_map((0, 0, 0, 0))
 
 
-def test_unreviewed_source_raises(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = fake_vllm.SOURCE.replace("assert cumem_available", "assert  cumem_available")
-    (tmp_path / "vllm/device_allocator/cumem.py").write_text(changed)
-    with pytest.raises(DropInError, match=r"the allocator of vLLM 9.9.9 \(.*cumem.py\) is not one that was reviewed"):
+@pytest.fixture
+def changed(load: Load, tmp_path: Path) -> None:
+    """Makes the package another one than memsaver knows."""
+    path = tmp_path / fake_vllm.CUMEM
+    path.write_text(path.read_text().replace("def wake_up(self, tags=None)", "def wake_up(self, tags, level)"))
+
+
+@pytest.mark.usefixtures("changed")
+def test_source_that_differs_raises(load: Load) -> None:
+    with pytest.raises(DropInError, match=r"vLLM 9.9.9 differs .*cumem.py: CuMemAllocator.wake_up\(self, tags, lev"):
         load()
     assert drop_in.status() == {}
 
 
-def test_unreviewed_source_with_warn_stays_as_it_is(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.usefixtures("changed")
+def test_source_that_differs_with_warn_stays_as_it_is(
+    load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MEMSAVER_DROP_IN", "vllm:warn")
-    changed = fake_vllm.SOURCE.replace("assert cumem_available", "assert  cumem_available")
-    (tmp_path / "vllm/device_allocator/cumem.py").write_text(changed)
     with caplog.at_level(logging.WARNING, "memsaver"):
         module = load()
     assert drop_in.status()["vllm"].state == "stepped aside"
-    assert "is not one that was reviewed" in caplog.text
+    assert "differs from the versions that memsaver knows" in caplog.text
     with pytest.raises(NotImplementedError):
         module.create_and_map((0, 0, 0, 0))
+
+
+def test_method_that_memsaver_lacks_raises_when_it_is_called(load: Load) -> None:
+    allocator = load(
+        """
+def prefetch(self, tags): return "done"
+CuMemAllocator.prefetch = prefetch
+CuMemAllocator.make = staticmethod(lambda: "made")
+CuMemAllocator.free_bytes = property(lambda self: 7)
+CuMemAllocator.granularity = 2 << 20
+"""
+    ).CuMemAllocator.get_instance()
+    for call in (lambda: allocator.prefetch(["weights"]), lambda: allocator.make(), lambda: allocator.free_bytes):
+        with pytest.raises(DropInError, match=r"memsaver has no vllm.*CuMemAllocator\.\w+, which this version of vLLM"):
+            call()
+    assert allocator.granularity == 2 << 20
 
 
 def test_allocator_in_use_with_warn_stays_as_it_is(
@@ -241,15 +255,15 @@ def test_wake_up_by_tag_leaves_other_tags_asleep(allocator: Any) -> None:
 
 
 def test_newer_wake_up_by_tag_wakes_tags_that_cannot_be_deferred(load: Load) -> None:
-    allocator = load(NEW).CuMemAllocator.get_instance()
+    allocator = load(DEFERRABLE).CuMemAllocator.get_instance()
     with allocator.use_memory_pool("weights"):
         weights = torch.ones(COUNT)
     with allocator.use_memory_pool("workspace"):
         scratch = torch.ones(COUNT)
     allocator.sleep(("weights",))
     allocator.wake_up(["kv_cache"])
+    assert mapped_usage(allocator, "workspace") == 3 * MIB and mapped_usage(allocator, "weights") == 0
     scratch.zero_()
-    assert mapped_usage(allocator, "weights") == 0
     allocator.wake_up()
     assert bool((weights == 1).all())
 
@@ -265,8 +279,7 @@ def test_sleep_of_sleeping_tags_keeps_their_policy(allocator: Any, caplog: pytes
     assert bool((weights == 3).all())
 
 
-def test_discard_releases_its_tags_alone(load: Load) -> None:
-    allocator = load(NEW).CuMemAllocator.get_instance()
+def test_discard_releases_its_tags_alone(allocator: Any) -> None:
     with allocator.use_memory_pool("weights"):
         weights = torch.full((COUNT,), 3.0)
     with allocator.use_memory_pool("kv_cache"):
@@ -276,10 +289,6 @@ def test_discard_releases_its_tags_alone(load: Load) -> None:
     assert bool((weights == 3).all())
     allocator.wake_up(["kv_cache"])
     cache.zero_()
-
-
-def test_older_allocator_has_no_discard(allocator: Any) -> None:
-    assert not hasattr(allocator, "discard")
 
 
 def test_nested_context_has_its_own_tag(allocator: Any) -> None:
@@ -371,8 +380,7 @@ def test_release_of_one_segment_is_refused(load: Load) -> None:
         load().unmap_and_release((0, 2 * MIB, 0x1000, 0))
 
 
-def test_number_of_pools_by_tag(load: Load) -> None:
-    allocator = load(NEW).CuMemAllocator.get_instance()
+def test_number_of_pools_by_tag(allocator: Any) -> None:
     for _ in range(2):
         with allocator.use_memory_pool("workspace"):
             pass

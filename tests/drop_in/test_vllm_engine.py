@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import threading
@@ -14,6 +13,7 @@ import pytest
 
 import memsaver
 from memsaver.drop_in.vllm import engine
+from tests.drop_in import fake_vllm
 from tests.drop_in.test_vllm_allocator import Load, load
 from tests.support import MIB, Fill, Hooks
 
@@ -110,7 +110,7 @@ class TestWorker:
     @pytest.fixture
     def worker(self, load: Load, pipe: Pipe) -> Any:
         load()
-        return importlib.import_module("vllm.v1.worker.gpu_worker").Worker()
+        return fake_vllm.worker()
 
     def test_calls_with_a_shared_pool_end_with_the_engine(
         self, worker: Any, pipe: Pipe, asleep: memsaver.Region, monkeypatch: pytest.MonkeyPatch

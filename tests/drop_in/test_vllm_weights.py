@@ -154,12 +154,17 @@ def test_weights_of_another_dtype_raise() -> None:
         find_pieces(Loads(lambda x, weight: x.copy_(weight)), {"x": ((4,), "bfloat16")})
 
 
-class FusedMoE(nn.Module):
-    """By its name, as vLLM's."""
-
-
-def test_layers_that_vllm_processes_after_a_load_raise() -> None:
+@pytest.mark.parametrize(
+    "module",
+    [
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner",
+        "vllm.model_executor.layers.mla",
+        "vllm.model_executor.layers.attention.mla_attention",
+    ],
+)
+def test_layers_that_vllm_processes_after_a_load_raise(module: str) -> None:
+    """They have other names in each version: vLLM's experts are of a class MoERunner since 0.24."""
     model = Loads(lambda x, weight: x.copy_(weight))
-    model.experts = FusedMoE()
-    with pytest.raises(DropInError, match="vLLM processes the weights of FusedMoE after a load"):
+    model.experts = type("Derived", (type("MoERunner", (nn.Module,), {"__module__": module}),), {})()
+    with pytest.raises(DropInError, match="vLLM processes the weights of Derived after a load"):
         find_pieces(model, {"x": ((4,), "float32")})

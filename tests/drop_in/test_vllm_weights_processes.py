@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import memsaver
 from memsaver.drop_in.vllm.weights import attached
 from memsaver.drop_in.vllm.worker_extension import WeightReceiver
 from tests.broker_support import Running
+from tests.drop_in import fake_vllm
 from tests.drop_in.test_vllm_weights import Fused, checkpoint, specs_of
 from tests.pool_support import Worker
 
@@ -57,10 +59,18 @@ def broker() -> Iterator[Running]:
         yield running
 
 
-def test_trainer_writes_weights_of_each_rank_in_place(broker: Running) -> None:
+@pytest.fixture
+def engine_of(broker: Running, tmp_path: Path) -> Callable[..., Worker]:
+    """Makes a process with vLLM that has the engine of a rank."""
+    fake_vllm.write(tmp_path)
+    path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    return lambda *arguments: Worker(broker, path, HERE, f"engine = EngineRank(*{arguments!r})")
+
+
+def test_trainer_writes_weights_of_each_rank_in_place(broker: Running, engine_of: Callable[..., Worker]) -> None:
     with Worker(broker, HERE) as trainer:
         for rank in range(RANKS):
-            with Worker(broker, HERE, f"engine = EngineRank({rank})") as engine:
+            with engine_of(rank) as engine:
                 for seed in (1, 2):
                     engine.run("memsaver.pause('vllm.weights', backup='none'); memsaver.resume('vllm.weights')")
                     plan = engine.run("print(engine.plan())")
@@ -68,13 +78,20 @@ def test_trainer_writes_weights_of_each_rank_in_place(broker: Running) -> None:
                     engine.run(f"engine.check({rank}, {seed})")
 
 
-def test_plan_ends_with_the_next_pause(broker: Running) -> None:
-    with Worker(broker, HERE, "engine = EngineRank(0)") as engine, Worker(broker, HERE) as trainer:
+def test_plan_ends_with_the_next_pause(broker: Running, engine_of: Callable[..., Worker]) -> None:
+    with engine_of(0) as engine, Worker(broker, HERE) as trainer:
         plan = engine.run("print(engine.plan())")
         engine.run("memsaver.pause(); memsaver.resume()")
         assert "resumed" in trainer.fails(f"write({plan!r}, 1)")
 
 
-def test_quantized_model_is_refused(broker: Running) -> None:
-    with Worker(broker, HERE, "engine = EngineRank(0, 'fp8')") as engine:
+def test_version_with_other_modules_of_layers_is_refused(engine_of: Callable[..., Worker], tmp_path: Path) -> None:
+    """Its experts could not be told from other layers."""
+    with engine_of(0) as engine:
+        (tmp_path / "vllm/model_executor/layers/mla.py").unlink()
+        assert "there is no" in (said := engine.fails("engine.plan()")) and said.endswith("layers/mla.py")
+
+
+def test_quantized_model_is_refused(engine_of: Callable[..., Worker]) -> None:
+    with engine_of(0, "fp8") as engine:
         assert engine.fails("engine.plan()").startswith("DropInError: the model is quantized (fp8)")

@@ -1,8 +1,7 @@
-"""The calls of vLLM's worker: errors on several ranks, and sleeps with a shared pool. Threads stand for ranks."""
+"""The calls of vLLM's worker: errors on several ranks, shared pools. Threads stand for ranks."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +12,9 @@ import torch.distributed as dist
 
 from memsaver import drop_in
 from memsaver.drop_in.errors import DropInError
-from memsaver.drop_in.vllm import ranks, sources
+from memsaver.drop_in.vllm import ranks
 from memsaver.errors import OutOfMemoryError
+from tests.drop_in import fake_vllm
 from tests.drop_in.test_vllm_allocator import Load, load
 
 __all__ = ["load"]  # a fixture
@@ -26,23 +26,23 @@ Workers = list[Any]
 def workers(load: Load, monkeypatch: pytest.MonkeyPatch) -> Workers:
     """The workers of three ranks, in one process, with one store."""
     load()
-    module = importlib.import_module("vllm.v1.worker.gpu_worker")
-    workers = [module.Worker() for _ in range(3)]
-    for rank, each in enumerate(workers):
-        each.rank = rank
-        each.parallel_config.world_size = 3
+    workers = [fake_vllm.worker(rank, 3) for rank in range(3)]
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     return workers
 
 
 def wake(workers: Workers, errors: Sequence[Exception | None] = (None, None, None)) -> list[Any]:
-    """The results or errors of the ranks' wake-ups."""
+    return call(workers, "wake_up", errors)
+
+
+def call(workers: Workers, method: str, errors: Sequence[Exception | None], *args: Any) -> list[Any]:
+    """The results or errors of a call of all ranks."""
 
     def answer(worker: Any, error: Exception | None) -> Any:
         worker.error = error
         try:
-            return worker.wake_up()
+            return getattr(worker, method)(*args)
         except Exception as raised:
             return raised
 
@@ -109,11 +109,7 @@ def test_each_rank_with_a_caller_of_its_own_raises_its_error(workers: Workers, n
 
 
 def test_engines_of_data_parallel_ranks_do_not_answer_each_other(workers: Workers) -> None:
-    others = [type(each)() for each in workers]
-    for rank, each in enumerate(others):
-        each.rank = rank
-        each.parallel_config.world_size = 3
-        each.parallel_config.data_parallel_rank = 1
+    others = [fake_vllm.worker(rank, 3, data_parallel_rank=1) for rank in range(3)]
     answers = wake([*workers, *others], [OutOfMemoryError("rank 0: full"), *[None] * 5])
     assert str(answers[2]) == "rank 0: full" and answers[3:] == ["awake"] * 3
 
@@ -129,16 +125,16 @@ def test_store_that_has_ended_is_named(workers: Workers, monkeypatch: pytest.Mon
         workers[2].wake_up()
 
 
-def test_worker_without_a_call_is_refused() -> None:
-    with pytest.raises(DropInError, match="Worker has no wake_up: it is not a worker that memsaver knows"):
-        sources.check_worker("class Worker:\n    def sleep(self): ...\n")
+def test_discard_that_fails_on_a_rank_is_one_error_too(workers: Workers) -> None:
+    answers = call(workers, "discard", [OutOfMemoryError("rank 0: full"), None, None], ("kv_cache",))
+    assert answers[:2] == [None, "discarded"] and str(answers[2]) == "rank 0: full"
 
 
 class TestWorker:
     @pytest.fixture
     def worker(self, load: Load) -> Any:
         load()
-        worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker()
+        worker = fake_vllm.worker()
         worker.freed_bytes = -1
         return worker
 
@@ -156,7 +152,7 @@ class TestWorker:
         with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
             worker.sleep(level=1)
         worker.freed_bytes = 0
-        assert worker.sleep(level=1) == 1
+        worker.sleep(level=1)
 
     def test_drop_in_that_stepped_aside_changes_nothing(self, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("memsaver.drop_in.vllm.worker.shares", lambda: True)

@@ -34,7 +34,7 @@ def check(version: str) -> None:
         )
 
 
-def replace(checked: None, activate: Callable[[Callable[[], tuple[str, ...]], logging.Logger], None]) -> None:
+def replace(activate: Callable[[Callable[[], tuple[str, ...]], logging.Logger], None]) -> None:
     """Lets the next import of the package find memsaver's."""
     sys.meta_path.insert(0, _Finder())
 

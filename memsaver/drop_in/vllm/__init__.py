@@ -11,7 +11,6 @@ from types import ModuleType
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.imports import when_imported
 from memsaver.drop_in.vllm import sources, worker
-from memsaver.drop_in.vllm.sources import Behaviour
 
 # Packages that replace methods of CuMemAllocator by functions over the handles of its C library.
 _OTHER_PATCHES = ("unsloth_zoo",)
@@ -21,10 +20,15 @@ def version() -> str:
     return metadata.version("vllm")
 
 
-def check(version: str) -> Behaviour:
-    """The behaviour of the installed vLLM. Raises DropInError unless it can be replaced."""
+def check(version: str) -> None:
+    """Raises DropInError unless the allocator of the installed vLLM can be replaced."""
     check_patches()
-    return sources.check(version)
+    try:
+        sources.check(version)
+    except DropInError as error:
+        raise DropInError(
+            f"{error}. Use another version of vLLM, or MEMSAVER_DROP_IN=vllm:warn to go on without memsaver"
+        ) from None
 
 
 def check_patches() -> None:
@@ -36,7 +40,7 @@ def check_patches() -> None:
         )
 
 
-def replace(behaviour: Behaviour, activate: Callable[[Callable[[], tuple[str, ...]], logging.Logger], None]) -> None:
+def replace(activate: Callable[[Callable[[], tuple[str, ...]], logging.Logger], None]) -> None:
     """Replaces the allocator as soon as its module is imported, which loads CUDA: not before."""
 
     def install(module: ModuleType) -> None:
@@ -44,15 +48,9 @@ def replace(behaviour: Behaviour, activate: Callable[[Callable[[], tuple[str, ..
 
         def replace_names() -> tuple[str, ...]:
             check_patches()
-            return allocator.install(module, behaviour)
+            return allocator.install(module)
 
         activate(replace_names, module.logger)
 
     when_imported(sources.MODULE, install)
     when_imported(sources.WORKER_MODULE, worker.install)
-    when_imported("vllm.device_allocator.sleep_mode_backend", _register_backend)
-
-
-def _register_backend(module: ModuleType) -> None:
-    """``--sleep-mode-backend memsaver``. vLLM 0.24 has no such module."""
-    module.SleepModeBackendFactory.register_backend("memsaver", "memsaver.drop_in.vllm.backend", "MemsaverBackend")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from memsaver import _adapter, transitions
@@ -14,7 +14,7 @@ from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.tagged import TaggedRegions, index_of
 from memsaver.drop_in.vllm import check_patches, ranks
 from memsaver.drop_in.vllm.segments import Handle, Segments, is_offloaded
-from memsaver.drop_in.vllm.sources import MODULE, REPLACED, Behaviour
+from memsaver.drop_in.vllm.sources import MODULE, REPLACED
 from memsaver.drop_in.vllm.worker import shares
 from memsaver.regions import Region, owning
 
@@ -30,7 +30,6 @@ class RegionAllocator:
     """
 
     module: ClassVar[ModuleType]  # with the replaced names
-    behaviour: ClassVar[Behaviour]
     default_tag: ClassVar[str]
 
     def __init__(self) -> None:
@@ -118,7 +117,8 @@ class RegionAllocator:
         gc.collect()
         _empty_cache()
 
-    def _discard(self, tags: tuple[str, ...] | str) -> None:
+    def discard(self, tags: tuple[str, ...] | str) -> None:
+        """Release the memory of these tags without their contents. Raises as :meth:`sleep`."""
         with ranks.naming(f"discard of {', '.join(_tags(tags))}"):
             ranks.check()
             self._pause(_tags(tags), ())
@@ -127,14 +127,14 @@ class RegionAllocator:
         """Map memory at the addresses of these tags again, and restore contents that were kept.
 
         Args:
-            tags: None: all tags.
+            tags: None: all tags. vLLM from 0.32 on wakes tags outside of its DEFERRABLE_TAGS in any case.
 
         Raises:
             memsaver.OutOfMemoryError: A RuntimeError: the memory is not free. All stays asleep.
         """
         gc.collect()
         _empty_cache()
-        deferrable = self.behaviour.deferrable
+        deferrable = getattr(self.module, "DEFERRABLE_TAGS", None)
         waking = [
             each
             for tag, each in self.regions()
@@ -170,11 +170,7 @@ class RegionAllocator:
 
     def _count_pool(self, tag: str, entered: Region) -> None:
         """Callers read the length alone. The pool itself would keep its free segments if it were held here."""
-        entry = (entered, None)
-        if self.behaviour.several_pools:
-            self.allocator_and_pools.setdefault(tag, []).append(entry)
-        else:
-            self.allocator_and_pools[tag] = entry
+        self.allocator_and_pools.setdefault(tag, []).append((entered, None))
 
     # The callbacks of the original's C library
 
@@ -184,7 +180,11 @@ class RegionAllocator:
     python_free_callback = _python_malloc_callback = _python_free_callback = python_malloc_callback
 
 
-def install(module: ModuleType, behaviour: Behaviour) -> tuple[str, ...]:
+# Methods of the original that work over the replacement. sources.SLEEP has what they may use.
+_INHERITED = ("get_instance", "_shutdown_singleton")
+
+
+def install(module: ModuleType) -> tuple[str, ...]:
     """Replace the names of ``vllm.device_allocator.cumem``. Returns the replaced names in full.
 
     Raises:
@@ -193,9 +193,11 @@ def install(module: ModuleType, behaviour: Behaviour) -> tuple[str, ...]:
     original = module.CuMemAllocator
     if original.instance is not None:
         raise DropInError(f"{MODULE}.CuMemAllocator is in use already: set MEMSAVER_DROP_IN before vLLM starts")
-    names = {"module": module, "behaviour": behaviour, "__module__": module.__name__, "__doc__": original.__doc__}
-    if behaviour.discards:
-        names["discard"] = RegionAllocator._discard
+    names: dict[str, Any] = {"module": module, "__module__": module.__name__, "__doc__": original.__doc__}
+    for name, member in vars(original).items():
+        is_method = isinstance(member, (FunctionType, staticmethod, classmethod, property))
+        if is_method and name not in _INHERITED and not hasattr(RegionAllocator, name):
+            names[name] = _unknown(name, member)
     replacement = type("CuMemAllocator", (RegionAllocator, original), names)
 
     def create_and_map(handle: Handle) -> None:
@@ -214,6 +216,15 @@ def install(module: ModuleType, behaviour: Behaviour) -> tuple[str, ...]:
     module.create_and_map = create_and_map  # type: ignore[attr-defined]
     module.unmap_and_release = unmap_and_release  # type: ignore[attr-defined]
     return tuple(f"{module.__name__}.{name}" for name in REPLACED)
+
+
+def _unknown(name: str, member: object) -> Any:
+    """In the place of a method that memsaver does not have: the original would use state of its own, which is empty."""
+
+    def method(*args: object, **kwargs: object) -> NoReturn:
+        raise DropInError(f"memsaver has no {MODULE}.CuMemAllocator.{name}, which this version of vLLM has")
+
+    return property(method) if isinstance(member, property) else method
 
 
 def _tags(tags: tuple[str, ...] | str) -> tuple[str, ...]:

@@ -1,10 +1,19 @@
-"""The versions of vLLM that were reviewed, by the source of every replaced name."""
+"""The parts of vLLM's sources that the drop-in replaces or relies on, and their comparison with an installed vLLM.
+
+An outline is Python: each name in it has to be in the module, each function with the same signature (annotations do not
+count). All else in a module may change. In the body of a function of an outline
+
+- ``uses(a, self.b)`` has all names of vLLM that the function may use: code that is replaced and uses another one has
+  learned something that the replacement has not;
+- any other statement has to be in the function's body.
+
+``@optional`` marks a function that versions lack. A string has to be a constant of the module.
+"""
 
 from __future__ import annotations
 
 import ast
-import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -14,82 +23,236 @@ from memsaver.drop_in.errors import DropInError
 MODULE: Final = "vllm.device_allocator.cumem"
 REPLACED: Final = ("CuMemAllocator", "create_and_map", "unmap_and_release")
 WORKER_MODULE: Final = "vllm.v1.worker.gpu_worker"
-WRAPPED: Final = ("sleep", "wake_up")  # methods of its class Worker
 
+SLEEP: Final[Mapping[str, str]] = {
+    "vllm.device_allocator": """
+class AllocationData:
+    handle
+    tag
+    cpu_backup_tensor
+""",
+    MODULE: """
+logger
+AllocationData
+def create_and_map(allocation_handle): ...
+def unmap_and_release(allocation_handle): ...
+class CuMemAllocator:
+    instance
+    default_tag
+    def __init__(self): ...
+    def get_instance():
+        CuMemAllocator.instance = CuMemAllocator()
+    @optional
+    def _shutdown_singleton(): uses(CuMemAllocator, logger)
+    def use_memory_pool(self, tag=None): ...
+    @optional
+    def cudagraph_pool(self): ...
+    def get_current_usage(self): uses(self.pointer_to_data)
+    @optional
+    def release_pools(self): uses(self.allocator_and_pools)
+    @optional
+    def close(self): uses(self.release_pools)
+    def sleep(self, offload_tags=None):
+        uses(CuMemAllocator, PIN_MEMORY, is_pin_memory_available, libcudart, logger)
+        uses(unmap_and_release, self.pointer_to_data)
+    @optional
+    def discard(self, tags): uses(logger, unmap_and_release, self.pointer_to_data)
+    def wake_up(self, tags=None):
+        uses(DEFERRABLE_TAGS, create_and_map, current_platform, libcudart, self.pointer_to_data)
+""",
+    WORKER_MODULE: """
+logger
+class Worker:
+    def __init__(self, vllm_config, local_rank, rank, distributed_init_method, is_driver_worker=False): ...
+    def sleep(self, level=1):
+        assert freed_bytes >= 0, "Memory usage increased after sleeping."
+    def wake_up(self, tags=None): ...
+    @optional
+    def discard(self, tags): ...
+""",
+    "vllm.v1.worker.worker_base": """
+class WorkerBase:
+    vllm_config
+    parallel_config
+    rank
+""",
+    "vllm.v1.executor.multiproc_executor": """
+class MultiprocExecutor: ...
+"DeathPipeMonitor"
+""",
+    "vllm.config.vllm": """
+class VllmConfig:
+    model_config
+    kv_transfer_config
+""",
+    "vllm.config.model": """
+class ModelConfig:
+    enable_cumem_allocator
+""",
+    "vllm.config.kv_transfer": """
+class KVTransferConfig:
+    kv_connector
+    is_kv_transfer_instance
+""",
+    "vllm.config.parallel": """
+class ParallelConfig:
+    world_size
+    data_parallel_rank
+    distributed_executor_backend
+""",
+    "vllm.distributed.parallel_state": """
+_WORLD
+class GroupCoordinator:
+    rank
+    ranks
+""",
+}
 
-@dataclass(frozen=True)
-class Behaviour:
-    """The differences between the reviewed versions of ``CuMemAllocator``."""
-
-    since: str  # the first version with this source
-    several_pools: bool  # allocator_and_pools has a list for each tag
-    deferrable: tuple[str, ...] | None  # tags that wake_up(tags) may leave asleep; None: all
-    discards: bool  # has discard() and cudagraph_pool()
-
-
-# By the digest of the replaced names, see digest().
-REVIEWED: Final = {
-    "298617b47a7983d2d75c00744aa51bfd5b490f23720748d2abd1f87ccbe84dd2": Behaviour("0.24.0", False, None, False),
-    "4e19add2add9d6c75233b17d181ab85ca6d43be84b8fb15bd159811be708f1c2": Behaviour("0.25.0", False, None, False),
-    "737692e03611b6afa5999e19bd78649cf5f3331185d09e5be53a087ec6af40d0": Behaviour("0.27.1", False, None, False),
-    "931c5cddf42d2e8ddf385080cccafaf5ca83c8b66a7a4f33aece5130196af44b": Behaviour(
-        "0.33.0", True, ("weights", "kv_cache"), True
-    ),
+# Modules with the layers whose weights vLLM processes after a load: it rearranges parameters, or derives other tensors
+# from them. memsaver.drop_in.vllm.weights refuses layers of classes from there, whatever their names are.
+PROCESSED: Final[Mapping[str, str]] = {
+    "vllm.model_executor.layers.attention.mla_attention": "",
+    "vllm.model_executor.layers.fused_moe": "",
+    "vllm.model_executor.layers.mla": "",
 }
 
 
-def digest(source: str) -> str:
-    """SHA-256 of the source text of the replaced names, in the order of REPLACED.
+def check(version: str, outlines: Mapping[str, str] = SLEEP) -> None:
+    """Compares the installed vLLM with outlines, by module.
 
     Raises:
-        DropInError: A name is missing.
-    """
-    tree = ast.parse(source)
-    found = {
-        node.name: ast.get_source_segment(source, node) or ""
-        for node in tree.body
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
-    }
-    missing = [name for name in REPLACED if name not in found]
-    if missing:
-        raise DropInError(f"{MODULE} has no {', '.join(missing)}: it is not a module that memsaver knows")
-    return hashlib.sha256("\n".join(found[name] for name in REPLACED).encode()).hexdigest()
-
-
-def check(version: str) -> Behaviour:
-    """The behaviour of the installed vLLM.
-
-    Raises:
-        DropInError: Its source is not one that was reviewed.
+        DropInError: It names each file and name that differs.
     """
     package = find_spec("vllm")
     if package is None or not package.submodule_search_locations:
         raise DropInError("there is no package vllm")
-    folder = Path(package.submodule_search_locations[0])
-    path = _path(folder, MODULE, version)
-    behaviour = REVIEWED.get(digest(path.read_text(encoding="utf-8")))
-    if behaviour is None:
-        known = ", ".join(sorted({each.since for each in REVIEWED.values()}))
-        raise DropInError(
-            f"the allocator of vLLM {version} ({path}) is not one that was reviewed (first versions with a reviewed "
-            f"source: {known}); use one of these, or MEMSAVER_DROP_IN=vllm:warn to go on without memsaver"
-        )
-    check_worker(_path(folder, WORKER_MODULE, version).read_text(encoding="utf-8"))
-    return behaviour
+    found = differences(Path(package.submodule_search_locations[0]), outlines)
+    if found:
+        raise DropInError(f"vLLM {version} differs from the versions that memsaver knows: {'; '.join(found)}")
 
 
-def check_worker(source: str) -> None:
-    """Raises DropInError if vLLM's worker lacks a method that memsaver wraps."""
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Worker"]
-    methods = {node.name for found in classes for node in found.body if isinstance(node, ast.FunctionDef)}
-    missing = [name for name in WRAPPED if name not in methods]
-    if missing:
-        raise DropInError(f"{WORKER_MODULE}.Worker has no {', '.join(missing)}: it is not a worker that memsaver knows")
+def differences(folder: Path, outlines: Mapping[str, str] = SLEEP) -> list[str]:
+    """The differences between a package vllm and outlines, each with file and name."""
+    found = []
+    for module, outline in outlines.items():
+        path = file_of(folder, module)
+        if not path.is_file():
+            found.append(f"there is no {path}")
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found += [f"{path}: {each}" for each in _compared(ast.parse(outline).body, tree, "", _names_of_vllm(tree))]
+        if module == WORKER_MODULE:
+            found += [f"{path}: {each}" for each in _after_assertion(tree)]
+    return found
 
 
-def _path(folder: Path, module: str, version: str) -> Path:
+def file_of(folder: Path, module: str) -> Path:
     """The file of a module. Not by find_spec(module), which imports the packages above it."""
-    path = folder.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    if not path.is_file():
-        raise DropInError(f"vLLM {version} has no {path}")
-    return path
+    path = folder.joinpath(*module.split(".")[1:])
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _compared(outline: Iterable[ast.stmt], scope: ast.AST, prefix: str, vllms: set[str]) -> Iterator[str]:
+    """The differences of a module or of a class."""
+    bound = _bound(scope)
+    for node in outline:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            value = node.value.value
+            if value is not ... and not any(isinstance(x, ast.Constant) and x.value == value for x in ast.walk(scope)):
+                yield f"there is no {value!r}"
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Name):
+            if node.value.id not in bound:
+                yield f"there is no {prefix}{node.value.id}"
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            name, there = prefix + node.name, bound.get(node.name)
+            if there is None and node.decorator_list:
+                continue
+            if not isinstance(there, type(node)):
+                yield f"there is no {'class' if isinstance(node, ast.ClassDef) else 'function'} {name}"
+            elif isinstance(node, ast.ClassDef):
+                yield from _compared(node.body, there, f"{name}.", vllms)
+            elif isinstance(there, ast.FunctionDef):
+                yield from _of_function(node, there, name, vllms)
+
+
+def _of_function(node: ast.FunctionDef, there: ast.FunctionDef, name: str, vllms: set[str]) -> Iterator[str]:
+    found, expected = _signature(there), _signature(node)
+    if found != expected:
+        yield f"{name}({found}), expected {name}({expected})"
+    known: set[str] = set()
+    for each in node.body:
+        call = each.value if isinstance(each, ast.Expr) else None
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "uses":
+            known |= {ast.unparse(argument) for argument in call.args}
+        elif not isinstance(call, ast.Constant) and all(ast.dump(each) != ast.dump(x) for x in ast.walk(there)):
+            yield f"{name} has no statement {ast.unparse(each)!r}"
+    unknown = sorted(_used(there, vllms) - known) if known else []
+    if unknown:
+        yield f"{name} uses {', '.join(unknown)}, which memsaver does not know"
+
+
+def _after_assertion(tree: ast.Module) -> Iterator[str]:
+    """With a shared pool memsaver ends a sleep at its assertion: only lines of the log may follow."""
+    worker = _bound(tree).get("Worker")
+    sleep = _bound(worker).get("sleep") if worker is not None else None
+    body = sleep.body if isinstance(sleep, ast.FunctionDef) else []
+    last = max((number for number, each in enumerate(body) if isinstance(each, ast.Assert)), default=len(body))
+    for each in body[last + 1 :]:
+        if not ast.unparse(each).startswith("logger.info("):
+            yield f"Worker.sleep has {ast.unparse(each)!r} after its assertion, expected lines of the log alone"
+
+
+def _bound(scope: ast.AST) -> dict[str, ast.AST]:
+    """The names of a module or class with their nodes. Those of a class include attributes that its methods set."""
+    bound: dict[str, ast.AST] = {}
+    waiting = list(ast.iter_child_nodes(scope))
+    for node in waiting:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            bound[node.name] = node
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            bound |= {(each.asname or each.name).partition(".")[0]: node for each in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound[node.id] = node
+        else:  # also the parts of try and if
+            waiting.extend(ast.iter_child_nodes(node))
+    if isinstance(scope, ast.ClassDef):
+        attributes = [node for node in ast.walk(scope) if isinstance(node, ast.Attribute)]
+        for node in attributes:
+            if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+                bound.setdefault(node.attr, node)
+    return bound
+
+
+def _names_of_vllm(scope: ast.AST) -> set[str]:
+    """The names of a module that are its own, or imported from vLLM: not those of Python and of other libraries."""
+    return {name for name, node in _bound(scope).items() if _is_of_vllm(node)}
+
+
+def _is_of_vllm(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return node.level > 0 or (node.module or "").partition(".")[0] == "vllm"
+    return not isinstance(node, ast.Import)
+
+
+def _used(function: ast.FunctionDef, vllms: set[str]) -> set[str]:
+    """The names of vLLM that a function reads, and those that it imports, and attributes of self."""
+    used = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.ImportFrom):
+            if _is_of_vllm(node):
+                used |= {each.asname or each.name for each in node.names}
+        elif isinstance(node, ast.Name) and node.id in vllms and isinstance(node.ctx, ast.Load):
+            used.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            used.add(f"self.{node.attr}")
+    return used - {each.arg for each in ast.walk(function) if isinstance(each, ast.arg)}
+
+
+def _signature(function: ast.FunctionDef) -> str:
+    """The parameters without annotations."""
+    arguments = ast.parse(ast.unparse(function.args).join(("def f(", "): ..."))).body[0]
+    assert isinstance(arguments, ast.FunctionDef)
+    for each in ast.walk(arguments):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+    return ast.unparse(arguments.args)

@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsaver._torch.sharing import Token, attach, share
 from memsaver.drop_in.errors import DropInError
+from memsaver.drop_in.vllm.sources import PROCESSED
 
-# Layers whose weights vLLM processes after a load: it rearranges parameters, or derives other tensors from them.
-_PROCESSED = {"MLAAttention", "MultiHeadLatentAttentionWrapper", "FusedMoE"}
 Spec = tuple[tuple[int, ...], str]  # shape, and dtype such as "bfloat16"
 
 
@@ -83,9 +82,9 @@ def find_pieces(model: LoadableModel, specs: Mapping[str, Spec]) -> tuple[list[P
             processes the weights of a layer after a load: latent attention and mixtures of experts.
     """
     for module in model.modules():
-        found = _PROCESSED.intersection(each.__name__ for each in type(module).__mro__)
-        if found:
-            raise DropInError(f"vLLM processes the weights of {found.pop()} after a load: use vLLM's own load_weights")
+        if any(each.__module__.startswith(tuple(PROCESSED)) for each in type(module).__mro__):
+            name = type(module).__name__
+            raise DropInError(f"vLLM processes the weights of {name} after a load: use vLLM's own load_weights")
     sources = {
         name: torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
         for name, (shape, dtype) in specs.items()

@@ -1,4 +1,4 @@
-"""The calls of vLLM's worker: their errors on several ranks, their waits, and the driver's free memory."""
+"""The calls of vLLM's worker: their errors on several ranks, waits, and the driver's free memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from memsaver.drop_in.vllm import engine, ranks
 
 
 def install(module: ModuleType) -> None:
-    """Replaces ``Worker.sleep`` and ``Worker.wake_up``."""
-    module.Worker.sleep = _settled(_without_assertion(module.Worker.sleep, module.logger), module.logger)
-    module.Worker.wake_up = _settled(module.Worker.wake_up, module.logger)
+    """Replaces ``sleep``, ``wake_up`` and, from vLLM 0.31 on, ``discard`` of ``Worker``."""
+    worker, logger = module.Worker, module.logger
+    worker.sleep = _settled(_without_assertion(worker.sleep, logger), logger)
+    worker.wake_up = _settled(worker.wake_up, logger)
+    if hasattr(worker, "discard"):
+        worker.discard = _settled(worker.discard, logger)
 
 
 def shares() -> bool:
@@ -24,9 +27,9 @@ def shares() -> bool:
     return config.options().get("pool") == "shared"
 
 
-def _is_active() -> bool:
+def _is_in(*states: str) -> bool:
     status = drop_in.status().get("vllm")
-    return status is not None and status.state == "active"
+    return status is not None and status.state in states
 
 
 def _settled(original: Callable[..., Any], logger: logging.Logger) -> Callable[..., Any]:
@@ -34,7 +37,7 @@ def _settled(original: Callable[..., Any], logger: logging.Logger) -> Callable[.
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_active():
+        if not _is_in("active"):
             return original(self, *args, **kwargs)
         result, error = None, None
         with engine.bounding() if shares() else nullcontext():
@@ -62,7 +65,7 @@ def _without_assertion(original: Callable[..., Any], logger: logging.Logger) -> 
         try:
             return original(self, *args, **kwargs)
         except AssertionError as error:
-            if not _is_active() or not shares() or "after sleeping" not in str(error):
+            if not _is_in("active") or not shares() or "after sleeping" not in str(error):
                 raise
             logger.info("memsaver: the memory of this sleep is in the shared pool, not in the driver.")
 

@@ -6,6 +6,7 @@ import pickle
 from typing import Any
 
 from memsaver.drop_in.errors import DropInError
+from memsaver.drop_in.vllm import sources, version
 from memsaver.drop_in.vllm.weights import Spec, make_plan
 
 
@@ -27,10 +28,12 @@ class WeightReceiver:
             specs: Shape and dtype of each weight of the checkpoint, by its name there.
 
         Raises:
-            DropInError: The model is quantized, or a weight cannot be written in place.
+            DropInError: The model is quantized, a weight cannot be written in place, or this version of vLLM has other
+                modules of layers than memsaver knows.
             memsaver.ConfigError: The weights are not in a shared pool: set MEMSAVER_POOL=shared.
         """
         worker: Any = self
+        sources.check(version(), sources.PROCESSED)
         quantization = worker.model_config.quantization
         if quantization is not None:
             raise DropInError(f"the model is quantized ({quantization}): use vLLM's own load_weights")
