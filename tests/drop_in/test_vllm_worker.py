@@ -1,4 +1,4 @@
-"""The calls of vLLM's worker: errors on several ranks, shared pools. Threads stand for ranks."""
+"""The calls of vLLM's worker: KV transfer, errors on several ranks, shared pools. Threads stand for ranks."""
 
 from __future__ import annotations
 
@@ -128,6 +128,36 @@ def test_store_that_has_ended_is_named(workers: Workers, monkeypatch: pytest.Mon
 def test_discard_that_fails_on_a_rank_is_one_error_too(workers: Workers) -> None:
     answers = call(workers, "discard", [OutOfMemoryError("rank 0: full"), None, None], ("kv_cache",))
     assert answers[:2] == [None, "discarded"] and str(answers[2]) == "rank 0: full"
+
+
+class Transfer:
+    """vLLM's KVTransferConfig."""
+
+    def __init__(self, is_kv_transfer_instance: bool = True) -> None:
+        self.kv_connector, self.is_kv_transfer_instance = "NixlConnector", is_kv_transfer_instance
+
+
+@pytest.mark.parametrize("mode", ["vllm", "vllm:warn"])
+def test_kv_transfer_from_regions_is_refused_when_the_worker_is_made(
+    load: Load, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setenv("MEMSAVER_DROP_IN", mode)
+    drop_in.install("vllm")
+    assert drop_in.status()["vllm"].state == "waiting"  # as in a worker's process: its allocator comes later
+    for _ in range(2):
+        with pytest.raises(DropInError, match="KV connector 'NixlConnector'.*without MEMSAVER_DROP_IN=vllm, without"):
+            fake_vllm.worker(transfer=Transfer())
+        load()
+        assert drop_in.status()["vllm"].state == "active"
+
+
+def test_kv_transfer_from_other_memory_is_accepted(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    load()
+    assert fake_vllm.worker(transfer=Transfer(is_kv_transfer_instance=False)).wake_up() == "awake"
+    assert fake_vllm.worker(transfer=Transfer(), cumem=False).wake_up() == "awake"
+    aside = drop_in.DropIn("vllm", "9.9.9", "stepped aside", reason="another patch")
+    monkeypatch.setitem(drop_in._states, "vllm", aside)
+    assert fake_vllm.worker(transfer=Transfer()).wake_up() == "awake"
 
 
 class TestWorker:

@@ -1,4 +1,4 @@
-"""The calls of vLLM's worker: their errors on several ranks, waits, and the driver's free memory."""
+"""The calls of vLLM's worker: KV transfer, errors on several ranks, waits, and the driver's free memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from types import ModuleType
 from typing import Any
 
 from memsaver import config, drop_in
+from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.vllm import engine, ranks
 
 
 def install(module: ModuleType) -> None:
-    """Replaces ``sleep``, ``wake_up`` and, from vLLM 0.31 on, ``discard`` of ``Worker``."""
+    """Replaces the constructor of ``Worker``, and ``sleep``, ``wake_up`` and, from vLLM 0.31 on, ``discard``."""
     worker, logger = module.Worker, module.logger
+    worker.__init__ = _without_transfer(worker.__init__)
     worker.sleep = _settled(_without_assertion(worker.sleep, logger), logger)
     worker.wake_up = _settled(worker.wake_up, logger)
     if hasattr(worker, "discard"):
@@ -27,9 +29,42 @@ def shares() -> bool:
     return config.options().get("pool") == "shared"
 
 
+def check_transfer(vllm_config: Any) -> None:
+    """Raises DropInError if vLLM transfers a KV cache that lies in a region.
+
+    A segment of a region has several handles of the driver. Libraries that transfer KV caches, such as NIXL, LMCache
+    and UCX, export the handle at its first byte, and read the first chunk alone, without an error.
+
+    Args:
+        vllm_config: vLLM's VllmConfig.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or not transfer.is_kv_transfer_instance:
+        return
+    if not vllm_config.model_config.enable_cumem_allocator:  # sleep mode sets it; without it there are no regions
+        return
+    raise DropInError(
+        f"vLLM's KV connector {transfer.kv_connector!r} may export the memory of the KV cache. In memsaver it has many "
+        "handles of the driver, and the other side would read the first one alone. Start this engine without "
+        "MEMSAVER_DROP_IN=vllm, without the KV connector, or without sleep mode"
+    )
+
+
 def _is_in(*states: str) -> bool:
     status = drop_in.status().get("vllm")
     return status is not None and status.state in states
+
+
+def _without_transfer(original: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of ``Worker``, the first call that has vLLM's configuration. It comes before all allocations."""
+
+    @functools.wraps(original)
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if _is_in("waiting", "active"):
+            check_transfer(vllm_config)
+        original(self, vllm_config, *args, **kwargs)
+
+    return init
 
 
 def _settled(original: Callable[..., Any], logger: logging.Logger) -> Callable[..., Any]:
