@@ -43,7 +43,8 @@ Region& TaggedRegions::active(const std::string& tag, const std::string& device,
   const std::string whole = prefix_ + "." + tag;
   std::string name = whole;
   for (int number = 2; core().find(name, on, policy) != nullptr; ++number) name = whole + "." + std::to_string(number);
-  Region& made = core().region(name, device, {.policy = policy, .most_slack = most_slack_});
+  // Callers rely on the zeros that memory has from the driver. Chunks of a shared pool have another process's contents.
+  Region& made = core().region(name, device, {.policy = policy, .fill = Fill::zero, .most_slack = most_slack_});
   by_tag_[tag].push_back(&made);
   return made;
 }
