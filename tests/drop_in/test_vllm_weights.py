@@ -79,9 +79,14 @@ def writer(model: Fused, weights: dict[str, Tensor]) -> AttachedWeights:
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2), (3, 4)])
 @pytest.mark.parametrize("bucket", [1, 100])
-def test_write_equals_load_weights(rank: int, ranks: int, bucket: int) -> None:
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_write_equals_load_weights(rank: int, ranks: int, bucket: int, is_flat: bool) -> None:
     loaded, written, weights = Fused(rank, ranks), Fused(rank, ranks), checkpoint()
     loaded.load_weights(iter(weights.items()))
+    if is_flat:  # all weights in one buffer, as trainers send them
+        flat = torch.cat([each.flatten() for each in weights.values()])
+        parts = flat.split([each.numel() for each in weights.values()])
+        weights = {name: part.view(weights[name].shape) for name, part in zip(weights, parts)}
     target = writer(written, weights)
     for parameter in written.parameters():
         assert bool((parameter == 7).all())  # the plan has changed nothing

@@ -152,7 +152,8 @@ class AttachedWeights:
         """Write whole weights by their names in the checkpoint: all, or a bucket of them.
 
         Args:
-            weights: Contiguous tensors on the device of the targets, with the shapes and dtypes of the plan.
+            weights: Contiguous tensors on the device of the targets, with the shapes and dtypes of the plan. They
+                can be parts of one larger tensor.
 
         Returns:
             Bytes written.
@@ -168,7 +169,7 @@ class AttachedWeights:
                 self._targets[piece.target].fill_(piece.fill)
         copies = [piece for piece in pieces if piece.fill is None]
         targets = [self._targets[piece.target] for piece in copies]
-        parts = [weights[each.weight].as_strided(each.shape, each.stride, each.offset) for each in copies]
+        parts = [_part(weights[each.weight], each) for each in copies]
         if copies:
             torch._foreach_copy_(targets, parts)
         return sum(part.nbytes for part in parts)
@@ -179,8 +180,13 @@ class AttachedWeights:
         shape, dtype = self._specs[name]
         if tuple(tensor.shape) != shape or tensor.dtype != getattr(torch, dtype):
             raise ValueError(f"{name!r} is {tensor.dtype} {tuple(tensor.shape)}; expected torch.{dtype} {shape}")
-        if not tensor.is_contiguous() or tensor.storage_offset():
-            raise ValueError(f"{name!r} has strides {tensor.stride()} or an offset; expected a contiguous tensor")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name!r} has strides {tensor.stride()}; expected a contiguous tensor")
+
+
+def _part(weight: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The part of a weight that is copied. as_strided() counts from the begin of the storage."""
+    return weight.as_strided(piece.shape, piece.stride, weight.storage_offset() + piece.offset)
 
 
 @contextmanager
