@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ import torch
 from memsaver import _core, ledger, regions
 from memsaver._adapter import adapter
 from memsaver._arguments import options_by_keyword
-from memsaver.errors import Error, RegionPausedError
+from memsaver.errors import ConfigError, Error, RegionPausedError
 from memsaver.regions import Region, Selection
 
 
@@ -120,6 +122,8 @@ def graph(
         TypeError: An argument has a wrong type.
         ValueError: A tag in ``needs`` has no region.
         RegionPausedError: A region is not active. The capture has not begun.
+        ConfigError: ``torch.distributed`` has process groups of several ranks with NCCL, and ``NCCL_GRAPH_REGISTER`` is
+            not 0. The capture has not begun.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cuda")
@@ -134,6 +138,7 @@ def graph(
     """
     if not isinstance(cuda_graph, CUDAGraph):
         raise TypeError(f"cuda_graph is {type(cuda_graph).__name__}, expected a memsaver.CUDAGraph")
+    check_registration()
     home = region if isinstance(region, Region) else regions.region(region, backup="host")
     needed = [home, *regions.find(needs, "needs")]
     home._check_fillable("take a capture")
@@ -159,6 +164,41 @@ def graph(
             _clean_up(device, before)
     cuda_graph._add_needs(needed)
     weakref.finalize(cuda_graph, taken.release).atexit = False
+
+
+def check_registration() -> None:
+    """Refuses a capture into a region after which NCCL would hold on to the physical memory of the graph's buffers.
+
+    NCCL, from 2.19 on by default, registers the buffers of captured collectives with peers and network cards. A pause
+    takes the registered memory away, and a replay after the resume hangs. Python does not see if a graph has
+    collectives, so every capture in a process with such process groups needs the variable. NCCL reads it at its first
+    captured collective and keeps the value: a later change has no effect, and is not noticed here.
+
+    Raises:
+        ConfigError: There are process groups of several ranks with NCCL, and the variable is not 0.
+    """
+    name = "NCCL_GRAPH_REGISTER"
+    value = os.environ.get(name)
+    if value == "0" or not _has_communicators():
+        return
+    raise ConfigError(
+        f"{name} is {'not set' if value is None else repr(value)}, expected '0' before the first process group exists: "
+        "NCCL would register the buffers of captured collectives, and replays would hang after a pause and a resume",
+        option=name,
+        value=value,
+    )
+
+
+def _has_communicators() -> bool:
+    """Whether torch has process groups of several ranks with NCCL. One rank alone registers nothing."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return False
+    world = dist.distributed_c10d._world
+    return any(
+        len(ranks) > 1 and "nccl" in str(world.pg_backend_config.get(group)).lower()
+        for group, ranks in list(world.pg_group_ranks.items())
+    )
 
 
 def _clean_up(device: torch.device, before: torch.cuda.Stream) -> None:

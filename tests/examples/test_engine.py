@@ -571,21 +571,6 @@ def test_a_capture_that_fails_leaves_the_engine_serving_eagerly(make_engine: Mak
     assert engine.replays == engine.prefill_runner.replays == 0
 
 
-def test_ranks_capture_only_without_registered_buffers(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL would keep memory that a pause takes away, and replays after it hang."""
-    engine = with_host_graphs(make_engine(graph_batch_sizes=(2,)))
-    monkeypatch.setattr(engine, "parallel", SimpleNamespace(size=2))
-    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
-    with pytest.raises(RuntimeError, match="NCCL_GRAPH_REGISTER is not set to 0"):
-        engine.capture()
-    assert not engine.captured_batch_sizes
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
-    engine.capture()
-    assert engine.captured_batch_sizes == (2,)
-
-
 def test_verification_compares_every_size(make_engine: MakeEngine) -> None:
     engine = with_host_graphs(make_engine(prefill_graph_sizes=(8, 48), graph_batch_sizes=(1, 3), max_model_len=32))
     assert verify(engine) == []  # nothing is captured yet

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -237,11 +236,6 @@ class Engine:
         self._check_ready(graphs=False)
         if not self.graphs.available or self._warm:
             return
-        if self.config.use_graphs and self.parallel.size > 1 and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
-            raise RuntimeError(
-                "NCCL_GRAPH_REGISTER is not set to 0, expected that from before the process group was made: NCCL would "
-                "keep the memory that graphs have now, and a pause takes it away"
-            )
         self.settle()
         self.batch.fill([], self.config.max_batch_size)
         with self.on_device():

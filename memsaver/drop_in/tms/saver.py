@@ -12,6 +12,7 @@ import torch
 
 from memsaver import _pool_client, transitions
 from memsaver._torch.backups import cpu_backup
+from memsaver._torch.graphs import check_registration
 from memsaver.drop_in.tms.calls import Calls
 from memsaver.drop_in.tms.library import Library, Settings
 from memsaver.drop_in.tms.process import DefaultPool, initial_settings, set_disk_dir
@@ -127,8 +128,10 @@ class TorchMemorySaver:
         Raises:
             AssertionError: The hook mode is not ``"preload"``.
             TypeError, ValueError: As :meth:`region`.
+            memsaver.ConfigError: As :func:`memsaver.graph`: NCCL would register the buffers of graphs.
         """
         settings = self._settings(tag, enable_cpu_backup, False, cpu_backup_backend)
+        check_registration()
         impl = self._ensure_initialized()
         assert isinstance(impl.routing, PreloadRouting), "pausable CUDA graphs need hook_mode = 'preload'"
         modes: Any = {"pool": pool, "stream": stream, "capture_error_mode": capture_error_mode}

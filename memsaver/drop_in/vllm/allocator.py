@@ -69,7 +69,14 @@ class RegionAllocator:
 
     @contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
-        """The id of a graph pool over the region ``vllm.cudagraph``."""
+        """The id of a graph pool over the region ``vllm.cudagraph``.
+
+        Raises:
+            memsaver.ConfigError: As :func:`memsaver.graph`: NCCL would register the buffers of graphs.
+        """
+        from memsaver._torch.graphs import check_registration
+
+        check_registration()
         entered = self._regions.active("cudagraph")
         if "cudagraph" not in self.allocator_and_pools:
             self._count_pool("cudagraph", entered)
