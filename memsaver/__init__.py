@@ -25,6 +25,7 @@ except ImportError as error:
     ) from error
 
 from memsaver import _adapter, config, errors, ledger  # noqa: E402
+from memsaver import drop_in as drop_in  # noqa: E402
 from memsaver import guests as guests  # noqa: E402
 from memsaver._guests import Guest, register, unregister  # noqa: E402
 from memsaver._torch.backups import cpu_backup, release_host_memory  # noqa: E402

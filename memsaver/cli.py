@@ -243,6 +243,8 @@ def _run(options: argparse.Namespace) -> int:
             "memsaver: PROGRAM is missing, expected a command such as: memsaver run -- python train.py", file=sys.stderr
         )
         return 2
+    if not _core.cuda_device_count():
+        print(f"memsaver: CUDA finds no GPU: no memory of {program[0]} is managed", file=sys.stderr)
     try:
         launch.run(program, options.backup)
     except OSError as error:

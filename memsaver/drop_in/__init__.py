@@ -60,8 +60,7 @@ def status() -> dict[str, DropIn]:
         variable is not set.
 
     Example:
-        >>> from memsaver import drop_in
-        >>> drop_in.status()
+        >>> memsaver.drop_in.status()
         {}
     """
     return dict(_states)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.drop_in import fake_vllm
-from tests.support import run_python
+from tests.support import run_clean, run_python
 
 LOAD = """
 from importlib.metadata import entry_points
@@ -29,6 +29,10 @@ def test_plugin_without_the_variable_imports_nothing(variables: dict[str, str]) 
         LOAD + "print([name for name in sys.modules if name.split('.')[0] in ('memsaver', 'torch')])", **variables
     )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_status_needs_no_import_of_its_own() -> None:
+    assert run_clean("import memsaver; print(memsaver.drop_in.status())") == "{}\n"
 
 
 @pytest.mark.parametrize("value", ["vlm", "vllm:off", "vllm,sms"])

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from memsaver import cli
 from memsaver.drop_in.tms.launch import LIBRARY, environment
 from memsaver.errors import ConfigError
 
@@ -32,6 +33,18 @@ def test_program_has_the_variables_of_its_policy(backup: str, switches: str) -> 
     done = run("--backup", backup, "--", sys.executable, "-c", program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(LIBRARY), "tms", "1", *switches]
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_machine_without_a_gpu_is_named_in_one_line(
+    gpus: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = []
+    monkeypatch.setattr(cli._core, "cuda_device_count", lambda: gpus)
+    monkeypatch.setattr(os, "execvpe", lambda *program: started.append(program[0]))
+    assert cli.main(["run", "--", "python", "train.py"]) == 0
+    assert started == ["python"]
+    assert capsys.readouterr().err == ("" if gpus else "memsaver: CUDA finds no GPU: no memory of python is managed\n")
 
 
 def test_other_libraries_and_drop_ins_stay() -> None:
@@ -63,7 +76,7 @@ def test_exit_status_is_that_of_the_program() -> None:
 def test_program_that_cannot_be_started_is_named() -> None:
     done = run("--", "/nowhere/program")
     assert done.returncode == 1
-    assert done.stderr == "memsaver: /nowhere/program cannot be started: No such file or directory\n"
+    assert done.stderr.endswith("memsaver: /nowhere/program cannot be started: No such file or directory\n")
 
 
 def test_missing_program_is_wrong_usage() -> None:

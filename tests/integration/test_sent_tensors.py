@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import signal
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,6 +107,34 @@ def test_tensors_of_one_storage_arrive_with_one_storage(owner: Worker, other: Wo
     other.run("assert (got['all'][1] == 5).all()")
     hand_over(owner, other, "weights[2]", "more")
     other.run("assert more.untyped_storage()._cdata == got['all'].untyped_storage()._cdata")
+
+
+# By machine: seccomp, and pidfd_getfd, ptrace, process_vm_readv, process_vm_writev and kcmp.
+CALLS = {"x86_64": (317, (438, 101, 310, 311, 312)), "aarch64": (277, (438, 117, 270, 271, 272))}
+
+
+def deny_debugging() -> None:
+    """From now on no thread may make the calls that containers permit with the capability SYS_PTRACE alone."""
+    seccomp, denied = CALLS[platform.machine()]
+    load, refuse, permit = (0x20, 0, 0, 0), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)  # 0x50001: EPERM
+    compare = [(0x15, len(denied) - number, 0, call) for number, call in enumerate(denied)]
+    steps = (load, *compare, permit, refuse)
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in steps))
+    program = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
+    assert libc.syscall(seccomp, 1, 1, program) == 0, os.strerror(ctypes.get_errno())  # a filter for all threads
+    for call in denied:
+        assert libc.syscall(call, -1, 0, 0, 0, 0) == -1 and ctypes.get_errno() == 1
+
+
+@pytest.mark.skipif(platform.machine() not in CALLS, reason="the numbers of the calls are not known")
+def test_tensors_arrive_in_containers_without_sys_ptrace(owner: Worker, other: Worker) -> None:
+    for each in (owner, other):
+        each.run("from tests.integration.test_sent_tensors import deny_debugging; deny_debugging()")
+    hand_over(owner, other, "weights")
+    other.run("got.fill_(7); del got")
+    owner.run("memsaver.pause(reader_timeout=30); memsaver.resume(); assert (weights == 7).all()")
 
 
 def test_other_memory_at_the_same_address_is_another_storage(owner: Worker, other: Worker) -> None:
