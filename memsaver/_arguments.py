@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import NoReturn, ParamSpec, TypeVar
 
 READERS_S = 60.0
 _LONGEST_TAG = 200
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 _LONGEST_S = 86400.0 * 365  # the core's clock adds it without overflow
-
-
-def refuse_construction(made: object, instead: str) -> NoReturn:
-    """Raises TypeError: objects of this class are made by the library alone. ``instead``: the call that returns one."""
-    raise TypeError(f"{type(made).__name__} cannot be constructed directly, expected a call of {instead}")
 
 
 def seconds(value: object, name: str = "timeout") -> float:
@@ -100,19 +90,3 @@ def device_name(device: object) -> str:
         torch = sys.modules.get("torch")
         return f"cuda:{torch.cuda.current_device() if torch and torch.cuda.is_initialized() else 0}"
     raise ValueError(f"device is {device!r}, expected 'cpu', 'cuda' or 'cuda:N'")
-
-
-def options_by_keyword(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A decorator: an option by position raises a TypeError that names its value and the options."""
-    parameters = inspect.signature(function).parameters.values()
-    positional = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
-    options = ", ".join(f"{each.name}=" for each in parameters if each.kind is each.KEYWORD_ONLY)
-
-    @wraps(function)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if len(args) > positional:
-            given = f"{function.__qualname__}() has {args[positional]!r} by position"
-            raise TypeError(f"{given}, expected options by keyword: {options}")
-        return function(*args, **kwargs)
-
-    return checked

@@ -10,8 +10,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError  # another cla
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from memsaver._arguments import refuse_construction
-
 _T = TypeVar("_T")
 
 
@@ -46,9 +44,8 @@ class Transition:
 class TransitionFuture(Future[Transition]):
     """A transition in the background: a ``concurrent.futures.Future`` that can also be awaited.
 
-    ``pause()``, ``resume()`` and ``switch()`` return it with ``wait=False``; the constructor raises TypeError.
-    ``result()`` and ``await`` return the ``Transition`` or raise its error. A transition cannot be cancelled:
-    ``cancel()`` returns False.
+    ``pause()``, ``resume()`` and ``switch()`` return it with ``wait=False``. ``result()`` and ``await`` return the
+    ``Transition`` or raise its error. A transition cannot be cancelled: ``cancel()`` returns False.
 
     Examples:
         >>> region = memsaver.region("optimizer", device="cpu", backup="host")
@@ -56,15 +53,6 @@ class TransitionFuture(Future[Transition]):
         >>> moving.result(timeout=60).paused
         ('optimizer',)
     """
-
-    def __init__(self, *args: object, **options: object) -> None:
-        refuse_construction(self, "pause(), resume() or switch() with wait=False")
-
-    @classmethod
-    def _pending(cls) -> TransitionFuture:
-        made = cls.__new__(cls)
-        Future.__init__(made)
-        return made
 
     def result(self, timeout: float | None = None) -> Transition:
         """Waits for the end of the transition.

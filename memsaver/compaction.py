@@ -7,7 +7,7 @@ from functools import partial
 
 from memsaver import _core
 from memsaver._adapter import loaded
-from memsaver._arguments import Bounds, options_by_keyword
+from memsaver._arguments import Bounds
 from memsaver.regions import Region, Selection, find
 
 
@@ -21,7 +21,6 @@ def _is_free(each: Region) -> bool:
     return (torch := loaded()) is None or not torch.is_entered(each)
 
 
-@options_by_keyword
 def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
     """Releases memory that active regions hold and do not need, after waiting for the device. Contents are kept.
 

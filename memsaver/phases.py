@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memsaver import _guests, regions
-from memsaver._arguments import READERS_S, Bounds, options_by_keyword
+from memsaver._arguments import READERS_S, Bounds
 from memsaver.policies import Backup, Restore, check_backup
 from memsaver.regions import Region
 from memsaver.transitions import Progress, Transition, switch
@@ -29,7 +29,6 @@ _phases: dict[str, Phase] = {}
 _entered: list[Phase] = []  # phases whose block has not been left
 
 
-@options_by_keyword
 def define_phase(
     name: str,
     resident: str | Region | Iterable[str | Region],
@@ -62,7 +61,6 @@ def define_phase(
     _phases[name] = Phase(name, parts, on_enter, on_exit)
 
 
-@options_by_keyword
 def phase(
     name: str,
     *,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from memsaver import _core, _guests, _pool_client, ledger
 from memsaver._adapter import adapter, loaded
-from memsaver._arguments import READERS_S, Bounds, check_tag, device_name, options_by_keyword, refuse_construction
+from memsaver._arguments import READERS_S, Bounds, check_tag, device_name
 from memsaver.errors import Error, RegionPausedError
 from memsaver.policies import BACKUPS, Backup, Restore, check_backup
 
@@ -31,7 +31,7 @@ _NO_FILL, *FILLS = _core.FILLS
 class Region:
     """Fixed addresses on a device, over memory that can be released and restored.
 
-    ``memsaver.region()`` makes regions; the constructor raises TypeError. A region lasts until ``close()``.
+    ``memsaver.region()`` makes regions. A region lasts until ``close()``.
 
     On a CUDA device, a with statement places every torch allocation of the current thread in the region, those of
     backward passes included. On the host driver, it places the results of torch's factory functions there. Regions can
@@ -64,19 +64,13 @@ class Region:
     fill: str | None
     _open: Any  # the region of the core; None: closed
 
-    def __init__(self, *args: object, **options: object) -> None:
-        refuse_construction(self, "memsaver.region()")
-
-    @classmethod
-    def _from_core(cls, core: Any) -> Region:
-        made = cls.__new__(cls)
-        made._open = core
-        made.tag = core.tag
-        made.device = core.device
-        made.backup = core.backup
-        made.frozen = core.frozen
-        made.fill = core.fill if core.fill in FILLS else None
-        return made
+    def __init__(self, core: Any) -> None:
+        self._open = core
+        self.tag = core.tag
+        self.device = core.device
+        self.backup = core.backup
+        self.frozen = core.frozen
+        self.fill = core.fill if core.fill in FILLS else None
 
     @property
     def _core(self) -> Any:
@@ -174,7 +168,6 @@ class Region:
     def pause(self, *, wait: Literal[False], **options: Unpack[PauseOptions]) -> TransitionFuture: ...
     @overload
     def pause(self, *, wait: bool, **options: Unpack[PauseOptions]) -> Transition | TransitionFuture: ...
-    @options_by_keyword
     def pause(
         self,
         *,
@@ -216,7 +209,6 @@ class Region:
     def resume(self, *, wait: Literal[False], **options: Unpack[ResumeOptions]) -> TransitionFuture: ...
     @overload
     def resume(self, *, wait: bool, **options: Unpack[ResumeOptions]) -> Transition | TransitionFuture: ...
-    @options_by_keyword
     def resume(
         self,
         *,
@@ -474,7 +466,7 @@ def region(
             policy = backup or _only_policy(tag, name)
             found = _regions.get((tag, name, policy))
             if found is None:
-                found = Region._from_core(_core.region(tag, name, policy, bool(frozen), fill or _NO_FILL))
+                found = Region(_core.region(tag, name, policy, bool(frozen), fill or _NO_FILL))
                 _regions[tag, name, policy] = found
         _observe_captures(name)
         ledger.measure_context(name)
@@ -540,7 +532,7 @@ def wrapper(core: Any) -> Region:
     if key in _regions:
         return _regions[key]
     with _registry:
-        return _regions.setdefault(key, Region._from_core(core))
+        return _regions.setdefault(key, Region(core))
 
 
 def selected(tags: Selection, name: str = "tags") -> list[str | Region]:

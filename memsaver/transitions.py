@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from memsaver import policies
 from memsaver._adapter import loaded
-from memsaver._arguments import READERS_S, Bounds, options_by_keyword, refuse_construction
+from memsaver._arguments import READERS_S, Bounds
 from memsaver._moves import Move, tags_of
 from memsaver._moves import Progress as Progress
 from memsaver._results import Transition as Transition
@@ -52,7 +52,6 @@ def pause(tags: Selection = None, *, wait: Literal[True] = True, **options: Unpa
 def pause(tags: Selection = None, *, wait: Literal[False], **options: Unpack[PauseOptions]) -> TransitionFuture: ...
 @overload
 def pause(tags: Selection = None, *, wait: bool, **options: Unpack[PauseOptions]) -> Transition | TransitionFuture: ...
-@options_by_keyword
 def pause(
     tags: Selection = None,
     *,
@@ -116,7 +115,6 @@ def resume(tags: Selection = None, *, wait: Literal[False], **options: Unpack[Re
 def resume(
     tags: Selection = None, *, wait: bool, **options: Unpack[ResumeOptions]
 ) -> Transition | TransitionFuture: ...
-@options_by_keyword
 def resume(
     tags: Selection = None,
     *,
@@ -176,7 +174,6 @@ def switch(
 def switch(
     *, pause: Selection = (), resume: Selection = (), wait: bool, **options: Unpack[SwitchOptions]
 ) -> Transition | TransitionFuture: ...
-@options_by_keyword
 def switch(
     *,
     pause: Selection = (),
@@ -270,7 +267,7 @@ def transition(
     if wait:
         return run()
     try:
-        future = TransitionFuture._pending()
+        future = TransitionFuture()
         in_thread(run, "memsaver transition", future)
         return future
     except BaseException:  # the thread could not be started
@@ -281,7 +278,7 @@ def transition(
 def _ended(result: Transition, wait: bool) -> Transition | TransitionFuture:
     if wait:
         return result
-    future = TransitionFuture._pending()
+    future = TransitionFuture()
     future.set_running_or_notify_cancel()
     future.set_result(result)
     return future
@@ -290,20 +287,11 @@ def _ended(result: Transition, wait: bool) -> Transition | TransitionFuture:
 class Prepared:
     """A pause that has reserved all it needs and has changed nothing yet.
 
-    ``prepare_pause()`` makes it; the constructor raises TypeError. The regions are "pausing" until ``commit()`` or
-    ``abort()``.
+    ``prepare_pause()`` makes it. The regions are "pausing" until ``commit()`` or ``abort()``.
     """
 
-    _move: Move | None
-
-    def __init__(self, *args: object, **options: object) -> None:
-        refuse_construction(self, "prepare_pause()")
-
-    @classmethod
-    def _of(cls, move: Move | None) -> Prepared:
-        made = cls.__new__(cls)
-        made._move = move
-        return made
+    def __init__(self, move: Move | None) -> None:
+        self._move = move
 
     def commit(self) -> Transition:
         """Lets guests leave, and pauses the regions.
@@ -326,7 +314,6 @@ class Prepared:
             move.abort()
 
 
-@options_by_keyword
 def prepare_pause(
     tags: Selection = None,
     *,
@@ -352,8 +339,8 @@ def prepare_pause(
     kept = policies.backups(backup, tags_of(found, guests))
     bounds = Bounds(timeout, reader_timeout=reader_timeout)
     if not found and not guests:
-        return Prepared._of(None)
+        return Prepared(None)
     move = Move(found, [], threading.get_ident(), bounds, guests)
     move.prepare(kept, {}, None)
     move.recorder.enter("prepared")
-    return Prepared._of(move)
+    return Prepared(move)

@@ -35,13 +35,8 @@ _DISTRIBUTED = [
     if getattr(memsaver.distributed, name).__module__.startswith("memsaver.distributed.")
 ]
 
-# Classes that the library alone constructs, and the call in the error.
-NOT_CONSTRUCTIBLE: dict[type, str] = {
-    memsaver.Region: "memsaver.region()",
-    memsaver.Token: "memsaver.share()",
-    memsaver.TransitionFuture: "pause(), resume() or switch() with wait=False",
-    memsaver.transitions.Prepared: "prepare_pause()",
-}
+# Classes that the library alone constructs.
+NOT_CONSTRUCTIBLE = {memsaver.Region, memsaver.Token, memsaver.TransitionFuture, memsaver.transitions.Prepared}
 
 
 @dataclass(frozen=True)

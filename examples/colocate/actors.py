@@ -153,7 +153,7 @@ class Worker(Colocated):
         return sum(row["mapped_bytes"] for row in self._figures()["regions"])
 
     def _figures(self) -> dict[str, Any]:
-        row: dict[str, Any] = self.stats().asdict()["devices"][str(self.device)]
+        row: dict[str, Any] = memsaver.stats().asdict()["devices"][str(self.device)]
         return row
 
     def _own_bytes(self) -> int:

@@ -13,7 +13,6 @@ import torch
 
 from memsaver import _core, ledger, regions
 from memsaver._adapter import adapter
-from memsaver._arguments import options_by_keyword
 from memsaver.errors import ConfigError, Error, RegionPausedError
 from memsaver.regions import Region, Selection
 
@@ -95,7 +94,6 @@ class CUDAGraph(torch.cuda.CUDAGraph):
             _core.release(cores)
 
 
-@options_by_keyword
 @contextmanager
 def graph(
     cuda_graph: CUDAGraph,

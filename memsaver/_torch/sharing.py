@@ -16,7 +16,7 @@ import torch
 from typing_extensions import TypeVar
 
 from memsaver import _core, _pool_client, regions
-from memsaver._arguments import refuse_construction, seconds
+from memsaver._arguments import seconds
 from memsaver.errors import ConfigError, Error
 
 _TENSORS_IN_A_LEASE = 1000  # so that the ranges of one lease fit a message
@@ -51,11 +51,11 @@ class _Part:
         return "\n".join([self.tag, self.backup, *(f"{offset}\n{nbytes}" for offset, nbytes in ranges)])
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Token(Generic[_Tensors]):
     """A description of shared tensors for ``attach()`` in another process. It is small, and pickles.
 
-    ``share()`` returns it; the constructor raises TypeError. It is valid until one of its regions is paused.
+    ``share()`` returns it. It is valid until one of its regions is paused.
 
     Attributes:
         device_uuid: The driver's name of the device.
@@ -75,21 +75,6 @@ class Token(Generic[_Tensors]):
     pid: int
     _parts: tuple[_Part, ...]
     _single: bool
-
-    def __init__(self, *args: object, **options: object) -> None:
-        refuse_construction(self, "memsaver.share()")
-
-    @classmethod
-    def _of(cls, device: str, parts: tuple[_Part, ...], single: bool) -> Token[_Tensors]:
-        made = cls.__new__(cls)
-        made.__dict__.update(
-            device_uuid=_core.device_uuid(device),
-            owner=_core.pool_client(device),
-            pid=os.getpid(),
-            _parts=parts,
-            _single=single,
-        )
-        return made
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -161,7 +146,7 @@ def share(tensors: torch.Tensor | Mapping[str, torch.Tensor]) -> Token[Any]:
         for first in range(0, len(shared_there), _TENSORS_IN_A_LEASE):
             some = tuple(shared_there[first : first + _TENSORS_IN_A_LEASE])
             parts.append(_Part(region.tag, region.backup, region.residence, some))
-    return Token._of(device, tuple(parts), single)
+    return Token(_core.device_uuid(device), _core.pool_client(device), os.getpid(), tuple(parts), single)
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from memsaver._arguments import READERS_S, Bounds
 from memsaver.errors import Error
 from memsaver.policies import Backup, Restore
 from memsaver.regions import Selection as Tags
-from memsaver.stats import Stats
 from memsaver.transitions import Prepared, Transition, in_thread, prepare_pause
 
 log = logging.getLogger("memsaver")
@@ -126,49 +125,6 @@ class Colocated:
             memsaver.Error: As from ``memsaver.resume()``.
         """
         return memsaver.resume(tags, restore=restore, timeout=timeout, memory_timeout=memory_timeout)
-
-    def switch(
-        self,
-        *,
-        pause: Tags = (),
-        resume: Tags = (),
-        backup: Backup = None,
-        restore: Restore = True,
-        timeout: float | None = None,
-        memory_timeout: float = 0.0,
-        reader_timeout: float = READERS_S,
-    ) -> Transition:
-        """Drains, and pauses and resumes regions of this process as ``memsaver.switch()`` does.
-
-        Args:
-            pause: The regions to pause: a tag, a Region, several of either, or None for all regions.
-            resume: The regions to resume, in the same forms.
-            backup: Another policy for the regions to pause.
-            restore: False leaves the contents of the regions to resume undefined.
-            timeout: Seconds for the whole call up to its commit, as for ``pause()``. None: no bound.
-            memory_timeout: Seconds to wait for memory that others hold.
-            reader_timeout: Seconds to wait for attached processes.
-
-        Returns:
-            The transition.
-
-        Raises:
-            memsaver.Error: As from ``memsaver.switch()``.
-        """
-        since, bounds = time.monotonic(), Bounds(timeout, memory_timeout, reader_timeout)
-        names = _names(pause)
-        if names:
-            self.colocated_drain(names)
-        options = _switch_options(bounds.left(since))
-        return memsaver.switch(pause=names, resume=resume, backup=backup, restore=restore, **options)
-
-    def stats(self) -> Stats:
-        """Reads the figures of this process, as ``memsaver.stats()`` does.
-
-        Returns:
-            The figures.
-        """
-        return memsaver.stats()
 
     def colocated_drain(self, tags: Sequence[str]) -> None:
         """Prepares the actor for the pause of these tags. To be overridden; this method does nothing.
@@ -300,29 +256,6 @@ class AsyncColocated:
         """``Colocated.resume()`` as a coroutine."""
         return await memsaver.resume(tags, restore=restore, timeout=timeout, memory_timeout=memory_timeout, wait=False)
 
-    async def switch(
-        self,
-        *,
-        pause: Tags = (),
-        resume: Tags = (),
-        backup: Backup = None,
-        restore: Restore = True,
-        timeout: float | None = None,
-        memory_timeout: float = 0.0,
-        reader_timeout: float = READERS_S,
-    ) -> Transition:
-        """``Colocated.switch()`` as a coroutine."""
-        since, bounds = time.monotonic(), Bounds(timeout, memory_timeout, reader_timeout)
-        names = _names(pause)
-        if names:
-            await self.colocated_drain(names)
-        options = _switch_options(bounds.left(since))
-        return await memsaver.switch(pause=names, resume=resume, backup=backup, restore=restore, wait=False, **options)
-
-    async def stats(self) -> Stats:
-        """``Colocated.stats()`` as a coroutine."""
-        return await _in_thread(memsaver.stats)
-
     async def colocated_drain(self, tags: Sequence[str]) -> None:
         """``Colocated.colocated_drain()`` as a coroutine."""
 
@@ -452,10 +385,6 @@ def _backup_option(backup: Backup) -> dict[str, Any]:
 
 def _pause_options(bounds: Bounds) -> dict[str, Any]:
     return {"timeout": bounds.timeout, "reader_timeout": bounds.reader_timeout}
-
-
-def _switch_options(bounds: Bounds) -> dict[str, Any]:
-    return {**_pause_options(bounds), "memory_timeout": bounds.memory_timeout}
 
 
 def _names(tags: Tags) -> list[str]:

@@ -60,7 +60,7 @@ class Worker(Colocated):
 
     def free_bytes(self) -> int | None:
         memsaver.region(self.tags[0], device="cpu", backup="host")
-        return self.stats().devices["cpu"].free_bytes
+        return memsaver.stats().devices["cpu"].free_bytes
 
     def break_next_resume(self) -> None:
         self.breaks = True

@@ -518,14 +518,13 @@ def test_a_drain_counts_against_the_bound_of_its_call(make: Callable[..., Any]) 
         passed.append(timeout)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((memsaver, "pause"), (memsaver, "switch"), (memsaver.turns.members, "prepare_pause")):
+        for module, name in ((memsaver, "pause"), (memsaver.turns.members, "prepare_pause")):
             patch.setattr(module, name, pause)
         for timeout in (None, 0.01, 50.0):
             Slow().pause(region.tag, timeout=timeout)
-            Slow().switch(pause=region.tag, timeout=timeout)
             Slow().colocated_prepare([region.tag], timeout=timeout)
-    assert passed[:6] == [None] * 3 + [0.0] * 3
-    assert all(each is not None and 0 < each <= 49.95 for each in passed[6:])
+    assert passed[:4] == [None] * 2 + [0.0] * 2
+    assert all(each is not None and 0 < each <= 49.95 for each in passed[4:])
 
 
 def test_an_async_actor_goes_on_serving(spawn: Spawn) -> None:
@@ -548,13 +547,12 @@ def test_an_async_actor_goes_on_serving(spawn: Spawn) -> None:
         assert entering.result(60) == [("weights",)]
     assert ask([engine, trainer], "state") == ["paused", "active"]
 
-    moved = ray.get(engine.switch.remote(resume=["weights"]))
+    moved = ray.get(engine.resume.remote(["weights"]))
     assert moved.resumed == ("weights",)
     assert ray.get(engine.intact.remote())
     ray.get(engine.hold.remote())
     pausing = engine.pause.remote(["weights"])
     until(lambda: ray.get(engine.state.remote()) == "pausing")
-    assert "cpu" in ray.get(engine.stats.remote()).devices
     ray.get(engine.let_go.remote())
     assert ray.get(pausing).paused == ("weights",)
 

@@ -379,7 +379,7 @@ def test_a_blocking_call_queues_behind_background_transitions(make: Make, guard:
     with ThreadPoolExecutor(1) as threads:
         threads.submit(hold.release)
         assert region.resume().resumed == (region.tag,)
-    assert pause.result(0).paused == (region.tag,)
+    assert pause.result(60).paused == (region.tag,)
     block.check()
 
 

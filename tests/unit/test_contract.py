@@ -168,7 +168,7 @@ BOUNDED = {
     memsaver.resume: MEMORY, memsaver.Region.resume: MEMORY, memsaver.switch: ALL, memsaver.phase: ALL,
 }  # fmt: skip
 for actors in (Colocated, AsyncColocated) if HAS_RAY else ():
-    BOUNDED |= {actors.pause: READERS, actors.colocated_prepare: READERS, actors.resume: MEMORY, actors.switch: ALL}
+    BOUNDED |= {actors.pause: READERS, actors.colocated_prepare: READERS, actors.resume: MEMORY}
 
 
 @pytest.mark.parametrize("call", BOUNDED, ids=lambda call: call.__qualname__)
@@ -207,7 +207,6 @@ def test_wrong_bounds_are_refused_by_name_before_anything_changes(
             (partial(actor.pause, region.tag), READERS),
             (partial(actor.colocated_prepare, [region.tag]), READERS),
             (partial(actor.resume, other.tag), MEMORY),
-            (partial(actor.switch, pause=region.tag, resume=other.tag), ALL),
         ]
     _core.faults_disarm()
     for call, names in calls:

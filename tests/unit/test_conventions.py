@@ -18,9 +18,9 @@ except ImportError:
     RAY_VERBS: list[Callable[..., Any]] = []
 else:
     RAY_VERBS = [
-        Colocated.pause, Colocated.resume, Colocated.switch, AsyncColocated.pause, AsyncColocated.resume,
-        AsyncColocated.switch, Colocated.colocated_prepare, AsyncColocated.colocated_prepare, Colocated.colocated_pause,
-        AsyncColocated.colocated_pause, Group.enter, placement, start_brokers,
+        Colocated.pause, Colocated.resume, AsyncColocated.pause, AsyncColocated.resume, Colocated.colocated_prepare,
+        AsyncColocated.colocated_prepare, Colocated.colocated_pause, AsyncColocated.colocated_pause, Group.enter,
+        placement, start_brokers,
     ]  # fmt: skip
 
 Make = Callable[..., memsaver.Region]
@@ -72,7 +72,7 @@ def test_function_and_method_have_the_same_options() -> None:
     assert options(memsaver.resume) == options(memsaver.Region.resume)
 
 
-@pytest.mark.parametrize("verb", ["pause", "resume", "switch"])
+@pytest.mark.parametrize("verb", ["pause", "resume"])
 def test_actors_have_the_options_of_the_functions(verb: str) -> None:
     ray = pytest.importorskip("memsaver.ray", reason="needs ray")
     function = signature(getattr(memsaver, verb)).parameters
@@ -120,14 +120,6 @@ def test_results_of_any_type_are_found() -> None:
 
     assert all(has_any(Name("", each).returns()) for each in (untyped, iterates, optional))
     assert not has_any(Name("", figures).returns())
-
-
-@pytest.mark.parametrize(("kind", "call"), NOT_CONSTRUCTIBLE.items(), ids=lambda each: getattr(each, "__name__", None))
-def test_construction_by_hand_raises_and_names_the_call(kind: type, call: str) -> None:
-    for arguments in ((), (None,), (memsaver._core.regions(),)):
-        with pytest.raises(TypeError) as caught:
-            kind(*arguments)
-        assert str(caught.value) == f"{kind.__name__} cannot be constructed directly, expected a call of {call}"
 
 
 def test_public_constructors_and_methods_have_no_internal_parameters() -> None:
@@ -205,16 +197,6 @@ def test_a_closed_region_cannot_be_selected(make: Make) -> None:
     region.close()
     with pytest.raises(memsaver.Error, match="was closed"):
         memsaver.pause(region)
-
-
-@pytest.mark.parametrize("name", ["pause", "resume"])
-def test_an_option_by_position_raises_and_is_named(make: Make, name: str) -> None:
-    region = make("host")
-    with pytest.raises(TypeError, match=rf"Region.{name}\(\) has 'x' by position, expected options by keyword: .*=, t"):
-        getattr(region, name)("x")
-    with pytest.raises(TypeError, match=rf"{name}\(\) has 'x' by position, expected options by keyword: .*=, timeout="):
-        getattr(memsaver, name)(region.tag, "x")
-    assert region.state == "active"
 
 
 def test_region_without_a_policy_returns_the_only_region(tag: str) -> None:

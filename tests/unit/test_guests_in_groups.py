@@ -149,6 +149,6 @@ def test_actor_takes_tags_of_guests(pair: Pair, tag: str) -> None:
     actor = Colocated()
     assert actor.pause([tag]).paused == (tag,)
     assert actor.resume([tag]).resumed == (tag,)
-    assert actor.switch(pause=tag).paused == (tag,)
+    assert actor.pause(tag).paused == (tag,)
     assert actor.colocated_prepare([], [tag]).pooled is False
     actor.resume(tag)
