@@ -63,6 +63,10 @@ class Processes:
         method = self._hanging.get(process)
         return "called enter()" if method is None else f"answered {method}() of an earlier turn"
 
+    def has_left(self, process: int) -> bool:
+        """Whether a process has left this turn before its end."""
+        return process in self._left
+
     def look(self) -> None:
         """Reads the messages that have arrived, from all processes."""
         contents = self._link.get_all(inbox.key for inbox in self._inboxes)
@@ -124,6 +128,10 @@ class StoreRank(Rank):
 
     def is_lost(self, error: Exception) -> bool:
         return isinstance(error, LostRankError)
+
+    @property
+    def has_left(self) -> bool:
+        return self._processes.has_left(self.process)
 
     def __str__(self) -> str:
         return f"{self.role} {self.index} (rank {self.process})"

@@ -355,13 +355,14 @@ def _ready(actor: object, base: type, tags: Sequence[str], coming: Sequence[str]
             f"{', '.join(map(repr, tags))} with backup={backup!r}"
         )
     regions.find(coming)  # raises for tags without regions before any region pauses
-    concerned = [each for each in regions.all_regions() if each.tag in tags or each.tag in coming]
-    guests = _guests.tags().intersection([*tags, *coming])  # their memory is in no pool
+    pausing, resuming = set(tags), set(coming)
+    concerned = [each for each in regions.all_regions() if each.tag in pausing or each.tag in resuming]
+    guests = _guests.tags() & (pausing | resuming)  # their memory is in no pool
     return Ready(
         halves=not own,
-        moves=any(each.tag in tags and each.state != "paused" for each in concerned),
+        moves=any(each.tag in pausing and each.state != "paused" for each in concerned),
         pooled=not guests and all(_core.in_pool(device) for device in {each.device for each in concerned}),
-        discarded=tuple(dict.fromkeys(each.tag for each in concerned if each.tag in coming and each.discarded)),
+        discarded=tuple(dict.fromkeys(each.tag for each in concerned if each.tag in resuming and each.discarded)),
     )
 
 

@@ -45,11 +45,11 @@ class Plan:
         if name not in self.phases:
             raise ValueError(f"there is no phase {name!r}; there are {listed(self.phases)}")
         coming = {role: self.phases[name].get(role, []) for role in self._roles}
-        leaving: dict[str, list[str]] = {role: [] for role in self._roles}
-        for phase in self.phases.values():
-            for role, tags in phase.items():
-                found = leaving[role]
-                found += [tag for tag in tags if tag not in coming[role] and tag not in found]
+        leaving: dict[str, list[str]] = {}
+        for role in self._roles:
+            named = dict.fromkeys(tag for phase in self.phases.values() for tag in phase.get(role, ()))
+            staying = set(coming[role])
+            leaving[role] = [tag for tag in named if tag not in staying]
         return leaving, coming
 
     def roles_in_phases(self) -> set[str]:

@@ -68,6 +68,11 @@ class Rank:
         """Whether the error of a call means that the rank has died."""
         return False
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the rank has left the turn: its calls may have had any effect."""
+        return False
+
     def replacement(self, error: Exception) -> str | None:
         """The call that puts another member in the place of a rank that has died, if there is one."""
         return None

@@ -182,6 +182,7 @@ class RunningTurn:
         self._resuming = [rank for rank in ranks if resumes.get(rank.role)]
         self._ready: dict[Rank, Ready] = {}  # the ranks that pause by prepare and commit
         self._paused: Results = {}  # the ranks that paused in one call
+        self._unwritten_before: dict[Rank, set[str]] = {}
         self._begin = 0.0
 
     def prepare(self) -> None:
@@ -224,7 +225,9 @@ class RunningTurn:
             if errors:
                 self._fail([(errors, "prepare to resume", self._resumes)], aborting=prepared)
             in_one_call = [rank for rank in self._pausing if rank not in ready or not ready[rank].halves]
-            self._paused, errors = barrier(in_one_call, pause, options.until)
+            calls, refused = self._submit(in_one_call, pause)
+            self._paused, errors = self._collect(calls, options.until)
+            errors = {**refused, **errors}
             if errors:
                 self._fail([(errors, "pause", self._pauses)], aborting=prepared)
         except Error:
@@ -251,24 +254,24 @@ class RunningTurn:
         # From here on a failure rolls forward: the pauses are not taken back.
         until = self._options.completes_until
         paused = dict(self._paused)
-        commits, pause_errors = submit([rank for rank in self._pausing if rank not in paused], _commit)
+        commits, pause_errors = self._submit([rank for rank in self._pausing if rank not in paused], _commit)
         resume_begin = time.perf_counter()
-        resumes, resume_errors = submit(self._resuming, resume) if side_by_side else ({}, {})
-        results, errors = collect(commits, until)
+        resumes, resume_errors = self._submit_resumes(resume) if side_by_side else ({}, {})
+        results, errors = self._collect(commits, until)
         pause_errors.update(errors)
         paused.update(results)
         pause_end = time.perf_counter()
         if not side_by_side and not pause_errors:
             resume_begin = pause_end
-            resumes, resume_errors = submit(self._resuming, resume)
-        resumed, errors = collect(resumes, until)
+            resumes, resume_errors = self._submit_resumes(resume)
+        resumed, errors = self._collect(resumes, until)
         resume_errors.update(errors)
         end = time.perf_counter()
-        for rank in unanswered(pause_errors):
-            self._late[rank] = commits[rank]
-        for rank in unanswered(resume_errors):
-            self._late[rank] = resumes[rank]
-            self._unwritten.setdefault(rank, set()).update(self._unrestored(rank))
+        silent = unanswered(resume_errors)
+        for rank, error in resume_errors.items():
+            # memsaver's own error, unless the rank has left: the resume has changed nothing, or names its tags
+            if isinstance(error, Error) and rank not in silent and not rank.has_left:
+                self._unwritten[rank] = self._unwritten_before[rank]
 
         if pause_errors or resume_errors:
             self._undo(resumed, resume_errors)
@@ -283,6 +286,29 @@ class RunningTurn:
             side_by_side=side_by_side,
             unrestored={rank.role: tags for rank in self._resuming if (tags := self._unrestored(rank))},
         )._guarded(self._on_error)
+
+    def _submit_resumes(self, resume: Callable[[Rank], Call]) -> tuple[Calls, Errors]:
+        """Starts the resumes. Contents with ``restore=False`` count as not written, until ``Turns.enter()`` returns."""
+        for rank in self._resuming:
+            self._unwritten_before[rank] = self._unwritten.get(rank, set())
+            self._unwritten[rank] = self._unwritten_before[rank].union(self._unrestored(rank))
+        return self._submit(self._resuming, resume)
+
+    def _submit(self, ranks: Iterable[Rank], to: Callable[[Rank], Call]) -> tuple[Calls, Errors]:
+        """Starts calls that move regions. They are late until they are collected: an interrupt may come before."""
+        calls, errors = submit(ranks, to)
+        self._late.update(calls)
+        return calls, errors
+
+    def _collect(self, calls: Calls, until: float | None) -> tuple[Results, Errors]:
+        results, errors = collect(calls, until)
+        silent = unanswered(errors)
+        for rank, call in calls.items():
+            if rank in silent:
+                self._late.setdefault(rank, call)
+            elif self._late.get(rank) is call:  # else that of a later call to the rank
+                del self._late[rank]
+        return results, errors
 
     def _unrestored(self, rank: Rank) -> list[str]:
         """The tags that are resident in the phase with ``restore=False``."""
@@ -347,7 +373,7 @@ class RunningTurn:
         def pause(rank: Rank) -> Call:
             tags = changed(rank)
             unrestored = {tag: "none" for tag in tags if not again.restores(rank.role, tag)}
-            self._unwritten.setdefault(rank, set()).update(unrestored)
+            self._unwritten[rank] = self._unwritten.get(rank, set()).union(unrestored)
             backup = as_option("backup", unrestored, tags) if rank.has("colocated_prepare") else {}
             return rank.submit("pause", tags, **again.of_pauses(rank.role, tags), **backup)
 

@@ -42,15 +42,18 @@ class Turns:
                 running.abort()
                 raise
         turn = running.commit()
-        self.entered = name
+        writers = dict(self._writers)
+        unwritten = {rank: set(tags) for rank, tags in self._unwritten.items()}
         for rank in self._ranks:
-            overwritten = turn.unrestored.get(rank.role, ())
+            overwritten = set(turn.unrestored.get(rank.role, ()))
+            unwritten.get(rank, set()).difference_update(overwritten)
             for tag in resumes.get(rank.role, ()):
                 if tag in overwritten:
-                    self._writers[rank, tag] = turn
-                    self._unwritten.get(rank, set()).discard(tag)
+                    writers[rank, tag] = turn
                 else:  # a phase that uses the contents: the turn that was to write them has done so
-                    self._writers.pop((rank, tag), None)
+                    writers.pop((rank, tag), None)
+        # At once: after an interrupt before it, the contents that the phase was to write count as not written.
+        self._writers, self._unwritten, self.entered = writers, unwritten, name
         return turn
 
     def replace(self, new: Rank) -> None:
