@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
+from memsaver import _core
+
 if TYPE_CHECKING:
     import torch
 
@@ -51,10 +53,12 @@ _loading = threading.Lock()
 def adapter() -> Adapter:
     """The adapter; loads torch on the first call."""
     global _adapter
-    with _loading:
-        if _adapter is None:
-            _adapter = load()  # noqa: F821
-        return _adapter
+    if _adapter is None:
+        _core.region_count()  # raises in a forked child: another thread may have had the lock
+        with _loading:
+            if _adapter is None:
+                _adapter = load()  # noqa: F821
+    return _adapter
 
 
 def loaded() -> Adapter | None:

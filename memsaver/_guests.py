@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,7 @@ class Guest:
 @dataclass
 class _Entry:
     guest: Guest
-    number: int
+    place: tuple[int, int]  # among the guests: its order, and the number of its registration
     state: str = "here"  # "leaving", "away" or "coming back"
     paused: set[str] = field(default_factory=set)  # of its tags
 
@@ -125,13 +125,14 @@ class _Entry:
         return self.paused >= set(self.guest.tags)
 
 
-_entries: list[_Entry] = []  # in the order in which the guests leave
-_registry = threading.Lock()
-_registered = 0
+# By name. Each change is one call of the dictionary, so that there is no lock that a fork or an interrupt could leave.
+_entries: dict[str, _Entry] = {}
+_numbers = itertools.count(1)
 
-# Held while guests leave or come back. Python code that takes it holds no other lock of the library.
-_moving = threading.Lock()
-_mover: int | None = None  # the thread that holds _moving
+# The transitions whose guests leave or come back: the first one moves them, the others wait. Each adds and removes
+# itself by one call, so that an interrupt at any place leaves none of them here.
+_movers: list[Moves] = []
+_SHORTEST_S, _LONGEST_S = 0.0005, 0.05  # between looks at it
 
 
 def register(guest: Guest) -> None:
@@ -157,15 +158,11 @@ def register(guest: Guest) -> None:
         ('cache',)
         >>> memsaver.unregister(cache)
     """
-    global _registered
     if not isinstance(guest, Guest):
         raise TypeError(f"guest is {guest!r}, expected a memsaver.Guest")
-    with _registry:
-        if any(each.guest.name == guest.name for each in _entries):
-            raise ValueError(f"there is a guest {guest.name!r}, expected another name, or unregister() of that guest")
-        _registered += 1
-        _entries.append(_Entry(guest, _registered))
-        _entries.sort(key=lambda each: (each.guest.order, each.number))
+    made = _Entry(guest, (guest.order, next(_numbers)))
+    if _entries.setdefault(guest.name, made) is not made:
+        raise ValueError(f"there is a guest {guest.name!r}, expected another name, or unregister() of that guest")
 
 
 def unregister(guest: Guest) -> None:
@@ -187,24 +184,30 @@ def unregister(guest: Guest) -> None:
         >>> [each.name for each in memsaver.stats().guests]
         []
     """
-    with _registry:
-        for each in _entries:
-            if each.guest is guest:
-                _entries.remove(each)
-                return
-    raise ValueError(f"guest {getattr(guest, 'name', guest)!r} is not registered")
+    name = getattr(guest, "name", None)
+    found = _entries.get(name) if isinstance(name, str) else None
+    if found is None or found.guest is not guest:
+        raise ValueError(f"guest {guest if name is None else name!r} is not registered")
+    _entries.pop(found.guest.name, None)
+
+
+def _in_order() -> list[_Entry]:
+    """The guests in the order in which they leave."""
+    return sorted(_entries.values(), key=lambda each: each.place)
+
+
+def registered() -> bool:
+    """Whether there is a guest."""
+    return bool(_entries)
 
 
 def tags() -> set[str]:
     """The tags of all guests."""
-    with _registry:
-        return {tag for each in _entries for tag in each.guest.tags}
+    return {tag for each in list(_entries.values()) for tag in each.guest.tags}
 
 
 def rows() -> list[dict[str, Any]]:
     """The guests, one dictionary each, in the order in which they leave. ``nbytes`` is None if the guest raises."""
-    with _registry:
-        found = list(_entries)
     return [
         {
             "name": each.guest.name,
@@ -213,7 +216,7 @@ def rows() -> list[dict[str, Any]]:
             "state": each.state,
             "nbytes": _nbytes(each.guest),
         }
-        for each in found
+        for each in _in_order()
     ]
 
 
@@ -228,88 +231,86 @@ def _nbytes(guest: Guest) -> int | None:
 class Moves:
     """The guests of one transition.
 
-    ``pausing``, ``resuming``: called when the guests are about to move. They return the tags of which all regions are
-    about to be paused, and the tags that resume. ``enter``: called with each stage, and the name of the guest.
+    ``resuming``: the tags that resume. ``enter``: called with each stage, and the name of the guest. ``until``: the
+    bound of the wait for guests of other transitions; after a failure this wait has none. ``pausing`` of the methods:
+    the tags of which all regions are about to be paused.
     """
 
     def __init__(
-        self,
-        pausing: Callable[[], Set[str]],
-        resuming: Callable[[], Set[str]],
-        enter: Callable[[str, str | None], object],
-        until: float | None = None,
+        self, resuming: Set[str], enter: Callable[[str, str | None], object], until: float | None = None
     ) -> None:
-        self._pausing, self._resuming, self._enter, self._until = pausing, resuming, enter, until
+        self._resuming, self._enter, self._until = resuming, enter, until
+        self._thread: int | None = None  # which moves the guests
         self.paused: set[str] = set()  # of the tags that the transition pauses, those of guests that left
         self.resumed: set[str] = set()  # of the tags that it resumes, those of guests that came back
         self.seconds = 0.0  # the time that guests took
         self._before: list[tuple[_Entry, set[str], bool]] = []  # of the guests concerned, the paused tags, and if away
 
-    def prepare(self) -> None:
+    def prepare(self, pausing: Set[str]) -> None:
         """Asks the guests that will leave. Raises GuestError. Nothing has changed then."""
-        if not _entries:
-            return
-        pausing, resuming = self._pausing(), self._resuming()
         for each in _concerned(pausing):
-            after = (each.paused | pausing) - resuming
+            after = (each.paused | (pausing & set(each.guest.tags))) - self._resuming
             if not each.away and after >= set(each.guest.tags):
                 self._call(each, "prepare", each.guest.prepare)
 
-    def leave(self) -> None:
+    def leave(self, pausing: Set[str]) -> None:
         """Guests leave. If this raises, they are as they were."""
-        if not _entries:
-            return
-        pausing, resuming = self._pausing(), self._resuming()
-        if not _concerned(pausing | resuming):
-            return
-        with self._alone(self._until):
-            concerned = _concerned(pausing | resuming)
-            self._before = [(each, set(each.paused), each.away) for each in concerned]
-            try:
-                for each in concerned:
-                    each.paused = (each.paused | (pausing & set(each.guest.tags))) - resuming
-                    if not each.away and each.all_paused:
-                        self._leave(each)
-                        self.paused |= pausing & set(each.guest.tags)
-            except BaseException as error:
-                before, self._before = self._before, []
-                for each, paused, _ in before:
-                    each.paused = paused
-                self._undo([each for each, _, was_away in before if each.away and not was_away], error)
-                raise
+        if _concerned(pausing | self._resuming):
+            self._alone(lambda: self._leave_all(pausing), self._until, "nothing has changed")
 
-    def settle(self, away: Mapping[str, bool], committed: bool, error: BaseException) -> None:
+    def _leave_all(self, pausing: Set[str]) -> None:
+        concerned = _concerned(pausing | self._resuming)
+        self._before = [(each, set(each.paused), each.away) for each in concerned]
+        try:
+            for each in concerned:
+                each.paused = (each.paused | (pausing & set(each.guest.tags))) - self._resuming
+                if not each.away and each.all_paused:
+                    self._leave(each)
+                    self.paused |= pausing & set(each.guest.tags)
+        except BaseException as error:
+            before, self._before = self._before, []
+            for each, paused, _ in before:
+                each.paused = paused
+            self._undo([each for each, _, was_away in before if each.away and not was_away], error)
+            raise
+
+    def settle(self, pausing: Set[str], away: Mapping[str, bool], committed: bool, error: BaseException) -> None:
         """The transition has failed after the guests left. Guests whose tags are not all paused come back.
 
         ``away``: by tag of regions, whether all of them are paused now. ``committed``: whether the failure came after
         the commit.
         """
         before, self._before = self._before, []
-        if not before:
-            return
-        pausing, resuming = self._pausing(), self._resuming()
-        with self._alone(None):
-            for each, paused, _ in before:
-                each.paused = {
-                    tag
-                    for tag in each.guest.tags
-                    if (tag in paused and (tag not in resuming or away.get(tag, True)))
-                    or (tag in pausing and away.get(tag, committed))
-                }
-            self._undo(
-                [each for each, _, was_away in before if each.away and not was_away and not each.all_paused], error
-            )
+        if before:
+            self._alone(lambda: self._settle(before, pausing, away, committed, error))
+
+    def _settle(
+        self,
+        before: list[tuple[_Entry, set[str], bool]],
+        pausing: Set[str],
+        away: Mapping[str, bool],
+        committed: bool,
+        error: BaseException,
+    ) -> None:
+        for each, paused, _ in before:
+            each.paused = {
+                tag
+                for tag in each.guest.tags
+                if (tag in paused and (tag not in self._resuming or away.get(tag, True)))
+                or (tag in pausing and away.get(tag, committed))
+            }
+        self._undo([each for each, _, was_away in before if each.away and not was_away and not each.all_paused], error)
 
     def come_back(self) -> None:
         """Guests come back, in reverse order, up to the first that raises. A repeated resume continues."""
-        resuming = self._resuming()
-        if not _concerned(resuming):
-            return
-        with self._alone(None):
-            for each in reversed(_concerned(resuming)):
-                if each.away and not each.all_paused:
-                    self._come_back(each)
-                    self.resumed |= resuming & set(each.guest.tags)
+        if _concerned(self._resuming):
+            self._alone(self._come_back_all, self._until, "the regions are active, and another resume continues")
+
+    def _come_back_all(self) -> None:
+        for each in reversed(_concerned(self._resuming)):
+            if each.away and not each.all_paused:
+                self._come_back(each)
+                self.resumed |= self._resuming & set(each.guest.tags)
 
     def _leave(self, each: _Entry) -> None:
         each.state = "leaving"
@@ -353,30 +354,33 @@ class Moves:
                 stage=stage,
             ) from error
 
-    @contextmanager
-    def _alone(self, until: float | None) -> Iterator[None]:
-        """No other transition moves guests in the block."""
-        global _mover
-        if _mover == threading.get_ident():
+    def _alone(self, move: Callable[[], None], until: float | None = None, state: str = "") -> None:
+        """Calls a function while no other transition moves guests. ``state``: the end of the error at the bound."""
+        self._thread = threading.get_ident()
+        if any(each._thread == self._thread for each in list(_movers)):
             raise Error("a guest that leaves or comes back called a transition of guests, expected one without")
         since = time.monotonic()
         self._enter("guests", None)
-        if not _moving.acquire(timeout=-1 if until is None else max(0.0, until - since)):
-            waited = time.monotonic() - since
-            text = "the guests of another transition are leaving or coming back"
-            raise WaitTimeoutError(
-                f"{text} (stage 'guests', after {waited:.2f} s); nothing has changed", stage="guests", waited_s=waited
-            )
-        _mover = threading.get_ident()
         try:
-            yield
+            _movers.append(self)
+            while _movers[0] is not self:
+                now = time.monotonic()
+                if until is not None and now >= until:
+                    text = "the guests of another transition are leaving or coming back"
+                    raise WaitTimeoutError(
+                        f"{text} (stage 'guests', after {now - since:.2f} s); {state}",
+                        stage="guests",
+                        waited_s=now - since,
+                    )
+                pace = min(_LONGEST_S, max(_SHORTEST_S, (now - since) / 10))
+                time.sleep(pace if until is None else min(pace, until - now))
+            move()
         finally:
-            _mover = None
-            _moving.release()
+            if self in _movers:  # no interrupt comes between this and the next call
+                _movers.remove(self)
             self.seconds += time.monotonic() - since
 
 
 def _concerned(chosen: Set[str]) -> list[_Entry]:
     """The guests with one of these tags, in the order in which they leave."""
-    with _registry:
-        return [each for each in _entries if not chosen.isdisjoint(each.guest.tags)]
+    return [each for each in _in_order() if not chosen.isdisjoint(each.guest.tags)] if _entries else []

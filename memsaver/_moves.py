@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 from memsaver import _core, _guests, records
@@ -32,9 +33,14 @@ def set_verify(wanted: bool) -> None:
 class Move:
     """One transition of regions and guests. Its construction queues it at its regions and starts its bounds.
 
+    It ends by ``commit()``, ``fail()`` or ``abort()``, or when its last reference is dropped. It is in no cycle of
+    references: so an interrupted or dropped transition leaves the queues without the garbage collector.
+
     Guests leave at the beginning of the second half, and come back at its end: a group commits once all ranks have
     prepared, and guests that come back may need the other ranks.
     """
+
+    core: Any = None  # None: its construction was interrupted
 
     def __init__(
         self,
@@ -45,27 +51,13 @@ class Move:
         pause_guests: Set[str] = frozenset(),
         resume_guests: Set[str] = frozenset(),
     ) -> None:
-        self.core = _core.Transition(
-            [each._core for each in pause],
-            [each._core for each in resume],
-            bounds.timeout,
-            bounds.memory_timeout,
-            bounds.reader_timeout,
-        )
         self._pause, self._pause_guests = set(pause), pause_guests
         resumed = resume_guests | {each.tag for each in resume}
         until = None if bounds.timeout is None else time.monotonic() + bounds.timeout
-        self.recorder = recorder = records.Recorder(tags_of(pause, pause_guests), tags_of(resume, resume_guests))
+        self.recorder = records.Recorder(tags_of(pause, pause_guests), tags_of(resume, resume_guests))
+        self.recorder.core_stages = partial(_stages_of, weakref.ref(self))
         self._ends: list[Callable[[], None]] = []  # of the expectation of this pause
-        ends = self._ends
-
-        def dropped(_: object) -> None:  # a prepared pause that the caller drops is aborted
-            _call_all(ends)
-            recorder.end("aborted")
-
-        this = weakref.ref(self, dropped)
-        recorder.core_stages = lambda: list(move.core.stages) if (move := this()) is not None else []
-        self._guests = _guests.Moves(self._paused_tags, lambda: resumed, self.recorder.enter, until)
+        self._guests = _guests.Moves(resumed, self.recorder.enter, until)
         self._thread = thread
         self._report: _Report | None = None
         self._leaving: tuple[str, ...] = ()
@@ -74,9 +66,17 @@ class Move:
         self._differing: Exception | None = None  # found by the comparison of contents
         self._restored: list[Any] = []  # regions that resume with their contents
         self._sealed: list[Any] = []  # frozen regions that resume with their copy
+        # Last: an interrupt before leaves nothing in the queues, also while its traceback keeps this object.
+        self.core = _core.Transition(
+            [each._handle for each in pause],
+            [each._handle for each in resume],
+            bounds.timeout,
+            bounds.memory_timeout,
+            bounds.reader_timeout,
+        )
 
     def prepare(self, backup: Mapping[str, str], restore: Mapping[str, bool], progress: Progress | None) -> None:
-        """Reserves everything the transition needs. If this raises, nothing has changed.
+        """Reserves everything the transition needs. Nothing has changed if it raises; the caller then calls ``fail()``.
 
         ``backup`` and ``restore`` are by tag. The default of ``backup`` is the region's own policy.
         """
@@ -84,7 +84,7 @@ class Move:
         self._report = _Report(progress) if progress is not None else None
         try:
             if (torch := loaded()) is not None:
-                torch.check_pausable([each for each in self._pause if each.state == "active"], self._thread)
+                torch.check_pausable(active(self._pause), self._thread)
                 self._ends.append(torch.expect_pause(list(self._pause)))
             move.begin()
             self._leaving = tags_of(move.pausing)
@@ -95,7 +95,7 @@ class Move:
             if (torch := loaded()) is not None:
                 torch.check_pausable(leaving, self._thread)
                 torch.move_threads_away(leaving)  # again: an earlier transition may have moved them back meanwhile
-            self._guests.prepare()
+            self._guests.prepare(self._paused_tags())
             live = [_live(each) if policy != "none" else [] for each, policy in zip(leaving, kept)]
             # A frozen region whose copy has other users is unsealed by its resume.
             self._sealed = [
@@ -104,31 +104,44 @@ class Move:
             move.prepare(kept, live, restored, self._report)
             self._restored = [each for each, wanted in zip(move.resuming, restored) if wanted]
             self._record_contents(leaving, kept, live)  # from here on nothing uses the regions
-        except BaseException as error:
-            if isinstance(error, BackupError) and self._kept:
+        except BackupError as error:
+            if self._kept:
                 error._name_regions(tuple(self._kept), _remedy(self._kept.values(), error._of_pinned_memory))
-            self.recorder.end("failed", error)
-            self.abort()
             raise
 
+    def fail(self, error: BaseException) -> None:
+        """Ends the transition with an error. Steps before its commit are undone. It can be called again."""
+        self.recorder.end("failed", error)
+        self.abort()
+
     def abort(self) -> None:
-        self.recorder.end("aborted")
-        self.core.abort()  # now, not when a traceback drops its references
-        _call_all(self._ends)
+        """Ends the transition, and undoes all steps before its commit. It can be called again."""
+        try:
+            self.drop()
+        except BaseException:  # an interrupt
+            self.drop()
+            raise
         if (torch := loaded()) is not None:
             torch.refresh()
 
-    def _paused_tags(self) -> set[str]:
-        """The tags that are paused after this transition, all of their regions included, of those that it pauses."""
-        others = {each.tag for each in all_regions() if each not in self._pause and each.state not in _AWAY}
+    def drop(self) -> None:
+        """``abort()`` from a finalizer, in any thread."""
+        self.core.abort()
+        _call_all(self._ends)
+        self.recorder.end("aborted")
+
+    def _paused_tags(self) -> Set[str]:
+        """The tags that are paused after this transition, all of their regions included, of those that it pauses.
+
+        For guests: without guests, none.
+        """
+        if not _guests.registered():
+            return frozenset()
+        others = {each.tag for each in all_regions() if each not in self._pause and not _is_away(each)}
         return {*self._pause_guests, *(each.tag for each in self._pause)} - others
 
     def commit(self) -> Transition:
-        try:
-            outcome = self._commit()
-        except BaseException as error:
-            self.recorder.end("failed", error)
-            raise
+        outcome = self._commit()
         self.recorder.end(
             "done",
             released_bytes=outcome.released_bytes,
@@ -143,7 +156,7 @@ class Move:
         move = self.core
         begun = False
         try:
-            self._guests.leave()
+            self._guests.leave(self._paused_tags())
             begun = True
             done = move.run(self._check_contents if _verify else None)
         except BaseException as error:
@@ -151,7 +164,7 @@ class Move:
             if begun and isinstance(error, Error):
                 error._name_paused(self._leaving, tags_of(move.discarded))
             committed = begun and (not self._pausing or any(each.state in _AWAY for each in self._pausing))
-            self._guests.settle(_away_tags(), committed, error)
+            self._guests.settle(self._paused_tags(), _away_tags(), committed, error)
             raise
         finally:
             _call_all(self._ends)
@@ -208,14 +221,34 @@ class Move:
             self._differing = error
 
     def run(self, backup: Mapping[str, str], restore: Mapping[str, bool], progress: Progress | None) -> Transition:
-        self.prepare(backup, restore, progress)
-        return self.commit()
+        try:
+            self.prepare(backup, restore, progress)
+            return self.commit()
+        except BaseException as error:
+            self.fail(error)
+            raise
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:
-    """Calls each function once, and empties the list."""
+    """Calls the functions, and empties the list. An interrupted call is made again by the next one."""
     while functions:
-        functions.pop()()
+        functions[-1]()
+        functions.pop()
+
+
+def _stages_of(move: weakref.ref[Move]) -> list[tuple[str, float]] | None:
+    """The stages of a transition's core so far. None: it was dropped, or its construction was interrupted."""
+    found = move()
+    return None if found is None or found.core is None else list(found.core.stages)
+
+
+def _is_away(each: Region) -> bool:
+    return each._handle.closed or each._handle.state in _AWAY
+
+
+def active(regions: Iterable[Region]) -> list[Region]:
+    """Those that are active. Regions that another thread has closed since they were selected have nothing to pause."""
+    return [each for each in regions if not each._handle.closed and each._handle.state == "active"]
 
 
 class _Report:
@@ -242,7 +275,7 @@ def _away_tags() -> dict[str, bool]:
     """By tag, whether all of its regions are without memory."""
     found: dict[str, bool] = {}
     for each in all_regions():
-        found[each.tag] = found.get(each.tag, True) and each.state in _AWAY
+        found[each.tag] = found.get(each.tag, True) and _is_away(each)
     return found
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from memsaver import _core
 from memsaver._adapter import loaded
 from memsaver._arguments import Bounds
+from memsaver._moves import active
 from memsaver.regions import Region, Selection, find
 
 
@@ -52,9 +53,9 @@ def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
     """
     bound = Bounds(timeout).timeout
     deadline = None if bound is None else time.monotonic() + bound
-    chosen = [each for each in find(tags) if each.state == "active"]
+    chosen = active(find(tags))
     if (torch := loaded()) is not None:
         torch.trim(chosen)
     for each in chosen:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        _core.trim(each._core, partial(_is_free, each), left)
+        _core.trim(each._handle, partial(_is_free, each), left)

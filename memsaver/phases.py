@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +12,15 @@ from memsaver import _guests, regions
 from memsaver._arguments import READERS_S, Bounds
 from memsaver.policies import Backup, Restore, check_backup
 from memsaver.regions import Region
-from memsaver.transitions import Progress, Transition, switch
+from memsaver.transitions import Progress, Transition, transition
 
 Hook = Callable[[], object]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Phase:
     name: str
-    resident: tuple[str | Region, ...]  # a tag may be without a region yet
+    resident: Mapping[str | Region, None]  # in the order of the definition; a tag may be without a region yet
     on_enter: Hook | None
     on_exit: Hook | None
 
@@ -54,7 +54,7 @@ def define_phase(
     """
     if not isinstance(name, str):
         raise TypeError(f"name is {name!r}, expected a string")
-    parts = tuple(regions.selected(resident, "resident"))
+    parts = dict.fromkeys(regions.selected(resident, "resident"))
     for hook in (on_enter, on_exit):
         if hook is not None and not callable(hook):
             raise TypeError(f"on_enter or on_exit is {hook!r}, expected something to call, or None")
@@ -105,38 +105,34 @@ def phase(
     if name not in _phases:
         known = ", ".join(map(repr, sorted(_phases))) or "none"
         raise ValueError(f"there is no phase {name!r}; there are {known}")
-    Bounds(timeout, memory_timeout, reader_timeout)  # raises for values out of range
+    bounds = Bounds(timeout, memory_timeout, reader_timeout)
     if isinstance(backup, str):
         check_backup(backup)
-    options: dict[str, Any] = {
-        "backup": backup,
-        "restore": restore,
-        "timeout": timeout,
-        "memory_timeout": memory_timeout,
-        "reader_timeout": reader_timeout,
-        "progress": progress,
-    }
+    options: dict[str, Any] = {"backup": backup, "restore": restore, "bounds": bounds, "progress": progress}
     return _entered_phase(_phases[name], options)
 
 
 @contextmanager
 def _entered_phase(entered: Phase, options: dict[str, Any]) -> Iterator[Transition]:
-    coming = regions.find(entered.resident)
+    coming = regions.find(list(entered.resident))
     named = {part for each in _phases.values() for part in each.resident}
     every = regions.all_regions()
-    leaving = [each for each in every if (each in named or each.tag in named) and each not in coming]
+    staying = set(coming)
+    leaving = [each for each in every if (each in named or each.tag in named) and each not in staying]
     _warn_of_outer(entered, leaving)
     # Tags of guests alone. A tag with regions moves by them: a phase can name some of its regions.
     alone = (_guests.tags() & named) - {each.tag for each in every}
     resident = alone.intersection(entered.resident)
-    moved = switch(pause=[*leaving, *sorted(alone - resident)], resume=[*coming, *sorted(resident)], **options)
+    moved = transition(leaving, coming, pause_guests=alone - resident, resume_guests=resident, **options)
+    assert isinstance(moved, Transition)  # the call has waited for it
     if entered.on_enter is not None:
         entered.on_enter()
-    _entered.append(entered)
     try:
+        _entered.append(entered)
         yield moved
     finally:
-        _entered.remove(entered)
+        if entered in _entered:  # no interrupt comes between this and the next call
+            _entered.remove(entered)
         if entered.on_exit is not None:
             entered.on_exit()
 

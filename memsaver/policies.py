@@ -102,8 +102,9 @@ def _by_tag(option: str, given: Any, tags: Sequence[str], check: _Check) -> _ByT
     if not isinstance(given, Mapping):
         check(given, option)
         return dict.fromkeys(tags, given)
+    moving = set(tags)
     for tag, value in given.items():
-        if tag not in tags:
+        if tag not in moving:
             raise ValueError(
                 f"{option} names the tag {tag!r}, expected one that {_move(option)}: {_listed(tags) or 'none does'}"
             )

@@ -105,8 +105,8 @@ class Recorder:
         self._number, self._began, self._since = next(_numbers), time.time(), time.monotonic()
         self._thread = threading.current_thread().name
         self._pause, self._resume = tuple(pause), tuple(resume)
-        self.core_stages: Callable[[], list[tuple[str, float]]] = list
-        """Returns the stages of the core so far, with their seconds."""
+        self.core_stages: Callable[[], list[tuple[str, float]] | None] = lambda: None
+        """Returns the stages of the core so far, with their seconds. None: the transition was dropped."""
         self._own: list[TransitionStage] = []
         self._ended: TransitionRecord | None = None
         _recorders.append(self)
@@ -122,11 +122,13 @@ class Recorder:
             _log_unreleased()
 
     def record(self) -> TransitionRecord:
+        if self._ended is None and self.core_stages() is None:
+            self.end("aborted")
         running = self._record("running", None)
         return self._ended or running  # it may have ended meanwhile
 
     def _record(self, outcome: str, error: str | None, **nbytes: int) -> TransitionRecord:
-        stages = [*(TransitionStage(name, seconds) for name, seconds in self.core_stages()), *self._own]
+        stages = [*(TransitionStage(name, seconds) for name, seconds in self.core_stages() or ()), *self._own]
         stages.sort(key=lambda each: each.seconds)
         seconds = time.monotonic() - self._since
         return TransitionRecord(

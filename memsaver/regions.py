@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from memsaver import _core, _guests, _pool_client, ledger
 from memsaver._adapter import adapter, loaded
 from memsaver._arguments import READERS_S, Bounds, check_tag, device_name
 from memsaver.errors import Error, RegionPausedError
-from memsaver.policies import BACKUPS, Backup, Restore, check_backup
+from memsaver.policies import Backup, Restore, check_backup
 
 if TYPE_CHECKING:
     import torch
@@ -62,10 +63,10 @@ class Region:
     backup: str
     frozen: bool
     fill: str | None
-    _open: Any  # the region of the core; None: closed
+    _handle: Any  # the region of the core, which stays when it was closed
 
     def __init__(self, core: Any) -> None:
-        self._open = core
+        self._handle = core
         self.tag = core.tag
         self.device = core.device
         self.backup = core.backup
@@ -74,9 +75,10 @@ class Region:
 
     @property
     def _core(self) -> Any:
-        if self._open is None:
+        """The region of the core. Raises memsaver.Error if it was closed, and in a forked child."""
+        if self._handle.closed:
             raise Error(f"region {self.tag!r} was closed")
-        return self._open
+        return self._handle
 
     @property
     def state(self) -> str:
@@ -201,6 +203,7 @@ class Region:
         from memsaver.transitions import transition  # which imports this module
 
         bounds = Bounds(timeout, reader_timeout=reader_timeout)
+        _ = self._core  # raises if the region was closed
         return transition(pause=[self], backup=backup, bounds=bounds, wait=wait, progress=progress)
 
     @overload
@@ -245,6 +248,7 @@ class Region:
         from memsaver.transitions import transition
 
         bounds = Bounds(timeout, memory_timeout)
+        _ = self._core
         return transition(resume=[self], restore=restore, bounds=bounds, wait=wait, progress=progress)
 
     def thaw(self) -> None:
@@ -289,8 +293,8 @@ class Region:
             <memsaver.Region 'kv_cache' on cpu, backup='none', closed>
         """
         bound = Bounds(timeout).timeout
-        core = self._open
-        if core is None:
+        core = self._handle
+        if core.closed:
             return
         self._check_own("be closed")
         core.check_unused()
@@ -299,15 +303,17 @@ class Region:
             torch.forget(self)
         core.await_frees(bound)  # without the registry's lock, so that other regions can be made meanwhile
         with _registry:
-            if self._open is None:  # another thread was faster
+            if core.closed:  # another thread was faster
                 return
             if (torch := loaded()) is not None:
                 torch.check_pausable([self], None, "closed")
-            core.close()
-            del _regions[self.tag, self.device, self.backup]
-            self._open = None
+            try:
+                core.close()
+            finally:  # also after an interrupt
+                if core.closed:
+                    _regions.pop((self.tag, self.device), None)
 
-    def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocates an uninitialised torch tensor in the region.
 
         Args:
@@ -329,14 +335,12 @@ class Region:
             >>> kv.empty((2, 3), torch.bfloat16).shape
             torch.Size([2, 3])
         """
-        if not isinstance(shape, (int, Iterable)):
-            raise TypeError(f"shape is {shape!r}, expected an integer or several")
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        for size in sizes:
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise TypeError(f"shape is {shape!r}, expected integers")
-            if size < 0:
-                raise ValueError(f"shape is {shape!r}, expected sizes of 0 or more")
+        try:
+            sizes = tuple(map(_size, shape)) if isinstance(shape, Iterable) else (_size(shape),)
+        except TypeError:
+            raise TypeError(f"shape is {shape!r}, expected integers") from None
+        if any(size < 0 for size in sizes):
+            raise ValueError(f"shape is {shape!r}, expected sizes of 0 or more")
         self._check_own("be allocated in")
         self._check_fillable(f"take an allocation of shape {sizes}" if math.prod(sizes) else "be allocated in")
         return adapter().empty(self, sizes, dtype)
@@ -385,12 +389,19 @@ class Region:
         adapter().leave(self, error)
 
     def __repr__(self) -> str:
-        state = "closed" if self._open is None else self.state
+        state = "closed" if self._handle.closed else self.state
         return f"<memsaver.Region {self.tag!r} on {self.device}, backup={self.backup!r}, {state}>"
 
 
-_registry = threading.RLock()  # held while a region is made or closed; taken before the core's locks
-_regions: dict[tuple[str, str, str], Region] = {}
+_registry = threading.RLock()  # held while _regions changes, and while a region is closed; before the core's locks
+_regions: dict[tuple[str, str], Region] = {}  # by tag and device
+
+
+def _size(value: SupportsIndex) -> int:
+    """An integer of any library, but no bool. Raises TypeError."""
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
 
 
 def default_device() -> str:
@@ -414,7 +425,7 @@ def region(
     frozen: bool | None = None,
     fill: str | None = None,
 ) -> Region:
-    """Returns the region with this tag, device and backup policy, and makes it if there is none.
+    """Returns the region with this tag and device, and makes it if there is none.
 
     Args:
         tag: The name by which calls select the region. At most 200 printable characters.
@@ -422,8 +433,7 @@ def region(
             there is no CUDA device.
         backup: The policy for contents in a pause. ``"none"``: they are undefined after the resume. ``"host"``: they
             are kept in pinned host memory. ``"disk"``: they are kept in a file in the directory of
-            ``configure(disk_dir=...)``. None: the policy of the only region with this tag and device, else ``"none"``.
-            A second region under the same tag has to name its policy.
+            ``configure(disk_dir=...)``. None: as the region was made; ``"none"`` if it is new.
         frozen: True: the contents do not change after the first pause, as those of a reference model. The first pause
             copies them out, and later pauses copy nothing. From the first pause on, allocations in the region raise
             until ``Region.thaw()`` drops the copy. None: as the region was made; False if it is new.
@@ -436,7 +446,8 @@ def region(
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: An argument has a wrong value, or the region was made with another ``frozen`` or ``fill``.
+        ValueError: An argument has a wrong value, or the region was made with another ``backup``, ``frozen`` or
+            ``fill``.
         ConfigError: The policy is ``"disk"``, and ``disk_dir`` is not set.
         DriverError: The device cannot be used.
         BrokerError: ``configure(pool="shared")`` is set, and the shared pool of the device cannot be reached.
@@ -454,23 +465,19 @@ def region(
     if fill is not None and fill not in FILLS:
         raise ValueError(f"fill is {fill!r}, expected one of {', '.join(map(repr, FILLS))}")
     name = default_device() if device is None else device_name(device)
-    with _registry:
-        policy = backup or _only_policy(tag, name)
-        found = _regions.get((tag, name, policy))
-    if frozen and policy == "none":
-        raise ValueError("frozen is True and backup is 'none', expected a backup that keeps frozen contents")
-    if found is None:
+    found = _regions.get((tag, name))
+    if found is None or found._handle.closed:  # the core raises in a forked child
+        if frozen and (backup or "none") == "none":
+            raise ValueError("frozen is True and backup is 'none', expected a backup that keeps frozen contents")
         _pool_client.join(name)
-        with _registry:
-            # Another thread may have made the only region meanwhile.
-            policy = backup or _only_policy(tag, name)
-            found = _regions.get((tag, name, policy))
-            if found is None:
-                found = Region(_core.region(tag, name, policy, bool(frozen), fill or _NO_FILL))
-                _regions[tag, name, policy] = found
+        found = wrapper(_core.region(tag, name, backup or "none", bool(frozen), fill or _NO_FILL))
         _observe_captures(name)
         ledger.measure_context(name)
-    for option, given, has in (("frozen", frozen, found.frozen), ("fill", fill, found.fill)):
+    for option, given, has in (
+        ("backup", backup, found.backup),
+        ("frozen", frozen, found.frozen),
+        ("fill", fill, found.fill),
+    ):
         if given is not None and given != has:
             raise ValueError(f"{option} is {given!r}, but region {tag!r} was made with {has!r}")
     return found
@@ -482,25 +489,10 @@ def _observe_captures(device: str) -> None:
         adapter()
 
 
-def _only_policy(tag: str, device: str) -> str:
-    """The policy of the only region with this tag and device, else ``"none"``.
-
-    Raises ValueError if there are several regions and none of them has this policy: a call would make one more.
-    """
-    policies = [policy for policy in BACKUPS if (tag, device, policy) in _regions]
-    if len(policies) == 1:
-        return policies[0]
-    if policies and "none" not in policies:
-        names = " and ".join(map(repr, policies))
-        raise ValueError(f"backup is None and tag {tag!r} on {device} has regions with {names}, expected one of these")
-    return "none"
-
-
 def all_regions() -> list[Region]:
-    if _core.region_count() != len(_regions):
-        for each in _core.regions():
-            wrapper(each)
-    return list(_regions.values())
+    if _core.region_count() == len(_regions):
+        return list(_regions.values())
+    return [wrapper(each) for each in _core.regions()]
 
 
 def owning(address: int) -> Region | None:
@@ -528,11 +520,14 @@ Selection = str | Region | Iterable[str | Region] | None
 
 def wrapper(core: Any) -> Region:
     """The region over one of the core, which may have been made without Python: see csrc/torch/tagged_hooks.cpp."""
-    key = core.tag, core.device, core.backup
-    if key in _regions:
-        return _regions[key]
-    with _registry:
-        return _regions.setdefault(key, Region(core))
+    key = core.tag, core.device
+    found = _regions.get(key)
+    if found is None or found._handle is not core:  # it was closed, and made again
+        with _registry:
+            found = _regions.get(key)
+            if found is None or found._handle is not core:
+                found = _regions[key] = Region(core)
+    return found
 
 
 def selected(tags: Selection, name: str = "tags") -> list[str | Region]:
@@ -555,7 +550,8 @@ def find(tags: Selection, name: str = "tags") -> list[Region]:
     """The regions that a selection names, in the order in which they were made. None selects all regions.
 
     A tag of guests may have no region. Raises ValueError for any other tag without one, TypeError for a value that is
-    not a selection, and memsaver.Error for a closed region.
+    not a selection, and memsaver.Error for a closed region and in a forked child. Another thread may close regions that
+    are returned.
     """
     regions = all_regions()
     if tags is None:
@@ -573,11 +569,10 @@ def find(tags: Selection, name: str = "tags") -> list[Region]:
 
 def choose(tags: Selection, name: str = "tags") -> tuple[list[Region], set[str]]:
     """The regions that a selection names, and the tags of guests in it. None selects all. Raises as find() does."""
-    guests = _guests.tags()
     if tags is None:
-        return find(None), guests
+        return find(None), _guests.tags()
     parts = selected(tags, name)
-    return find(parts, name), guests.intersection(part for part in parts if isinstance(part, str))
+    return find(parts, name), _guests.tags().intersection(part for part in parts if isinstance(part, str))
 
 
 def outside() -> AbstractContextManager[None]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence, Set
-from functools import partial
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from memsaver import policies
 from memsaver._adapter import loaded
 from memsaver._arguments import READERS_S, Bounds
-from memsaver._moves import Move, tags_of
+from memsaver._moves import Move, active, tags_of
 from memsaver._moves import Progress as Progress
 from memsaver._results import Transition as Transition
 from memsaver._results import TransitionFuture as TransitionFuture
@@ -252,8 +252,8 @@ def transition(
     restored = policies.restores(restore, tags_of(resume, resume_guests))
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is {progress!r}, expected something to call, or None")
-    both = [each for each in pause if each in resume]
-    if both:
+    coming = set(resume)
+    if both := [each for each in pause if each in coming]:
         raise ValueError(f"{both[0].tag!r} is to be paused and resumed at once, expected one of the two")
     if both_guests := sorted(pause_guests & resume_guests):
         raise ValueError(f"{both_guests[0]!r} is to be paused and resumed at once, expected one of the two")
@@ -261,17 +261,18 @@ def transition(
         return _ended(Transition(), wait)
     here = threading.get_ident() if wait else None  # this thread may be inside a region that it pauses
     if (torch := loaded()) is not None:  # an early error; prepare() checks again
-        torch.check_pausable([each for each in pause if each.state == "active"], here)
+        torch.check_pausable(active(pause), here)
     move = Move(pause, resume, here, bounds, pause_guests, resume_guests)
-    run = partial(move.run, kept, restored, progress)
-    if wait:
-        return run()
+    queued = [move]  # to be taken once: after an interrupt its thread may run or not
     try:
+        if wait:
+            return move.run(kept, restored, progress)
         future = TransitionFuture()
-        in_thread(run, "memsaver transition", future)
+        in_thread(lambda: queued.pop().run(kept, restored, progress), "memsaver transition", future)
         return future
-    except BaseException:  # the thread could not be started
-        move.core.abort()
+    except BaseException as error:
+        with suppress(IndexError):
+            queued.pop().fail(error)
         raise
 
 
@@ -287,7 +288,8 @@ def _ended(result: Transition, wait: bool) -> Transition | TransitionFuture:
 class Prepared:
     """A pause that has reserved all it needs and has changed nothing yet.
 
-    ``prepare_pause()`` makes it. The regions are "pausing" until ``commit()`` or ``abort()``.
+    ``prepare_pause()`` makes it. The regions are "pausing" until ``commit()`` or ``abort()``, or until it is dropped,
+    which aborts.
     """
 
     def __init__(self, move: Move | None) -> None:
@@ -305,13 +307,23 @@ class Prepared:
             BackupError: A file call failed.
         """
         move, self._move = self._move, None
-        return move.commit() if move is not None else Transition()
+        if move is None:
+            return Transition()
+        try:
+            return move.commit()
+        except BaseException as error:
+            move.fail(error)
+            raise
 
     def abort(self) -> None:
         """Releases the reservations: the regions are active again. A no-op after ``commit()`` or ``abort()``."""
-        move, self._move = self._move, None
-        if move is not None:
-            move.abort()
+        if self._move is not None:
+            self._move.abort()
+            self._move = None
+
+    def __del__(self) -> None:
+        if self._move is not None:
+            self._move.drop()
 
 
 def prepare_pause(
@@ -341,6 +353,10 @@ def prepare_pause(
     if not found and not guests:
         return Prepared(None)
     move = Move(found, [], threading.get_ident(), bounds, guests)
-    move.prepare(kept, {}, None)
-    move.recorder.enter("prepared")
-    return Prepared(move)
+    try:
+        move.prepare(kept, {}, None)
+        move.recorder.enter("prepared")
+        return Prepared(move)
+    except BaseException as error:
+        move.fail(error)
+        raise

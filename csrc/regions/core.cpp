@@ -81,12 +81,12 @@ std::vector<Device*> Core::all_devices() {
 
 Region& Core::region(const std::string& tag, const std::string& device_name, Region::Options options) {
   Device& on = device(device_name);
-  if (Region* known = find(tag, on, options.policy)) return *known;
+  if (Region* known = find(tag, on)) return *known;
   if (options.policy == Policy::disk) disk_directory();
   Region* made = nullptr;
   {
     std::lock_guard lock(mutex);
-    auto [entry, is_new] = by_key_.try_emplace({tag, &on, options.policy}, nullptr);
+    auto [entry, is_new] = by_key_.try_emplace({tag, &on}, nullptr);
     if (!is_new) return *entry->second;
     regions_.push_back(std::make_unique<Region>(tag, on, options));
     made = entry->second = regions_.back().get();
@@ -98,9 +98,9 @@ Region& Core::region(const std::string& tag, const std::string& device_name, Reg
   return *made;
 }
 
-Region* Core::find(const std::string& tag, const Device& device, Policy policy) {
+Region* Core::find(const std::string& tag, const Device& device) {
   std::lock_guard lock(mutex);
-  const auto found = by_key_.find({tag, &device, policy});
+  const auto found = by_key_.find({tag, &device});
   return found != by_key_.end() ? found->second : nullptr;
 }
 
@@ -129,7 +129,7 @@ void Core::close(Region& region) {
     const Region::Remapping remapping(region);
     std::lock_guard lock(mutex);
     reserved = region.close();
-    by_key_.erase({region.tag, &region.device, region.policy});
+    by_key_.erase({region.tag, &region.device});
     const auto found =
         std::find_if(regions_.begin(), regions_.end(), [&](const auto& each) { return each.get() == &region; });
     closed_.push_back(std::move(*found));

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "regions/region.h"
@@ -31,9 +31,9 @@ class Core {
   std::string disk_directory();             // throws ConfigError if it is not set
   Device& device(const std::string& name);  // opens it at first use
   std::vector<Device*> all_devices();
-  // The region of this tag, device and policy. The other options apply if it is new.
+  // The region of this tag and device. The options apply if it is new.
   Region& region(const std::string& tag, const std::string& device_name, Region::Options options);
-  Region* find(const std::string& tag, const Device& device, Policy policy);
+  Region* find(const std::string& tag, const Device& device);
   std::vector<Region*> regions_of(const Device& device);
   std::vector<Region*> all_regions();
   std::size_t region_count();
@@ -50,7 +50,7 @@ class Core {
  private:
   void give_access(Device& device);  // gives access to the new peers. Throws DriverError
 
-  std::map<std::tuple<std::string, const Device*, Policy>, Region*> by_key_;
+  std::map<std::pair<std::string, const Device*>, Region*> by_key_;
   std::vector<std::unique_ptr<Region>> regions_;  // in the order in which they were made
   std::vector<std::unique_ptr<Region>> closed_;   // kept: Python objects may refer to them
   std::optional<std::vector<int>> peers_;

@@ -49,8 +49,8 @@ std::vector<Residents::Row> DeviceResidents::rows() {
 std::vector<Placed> DeviceResidents::attach(const std::string& text, std::uint64_t residence, std::uint64_t attachment,
                                             int pid) {
   const Key key = parsed(text);
-  Region* region = core().find(key.tag, device_, key.policy);
-  if (region == nullptr)
+  Region* region = core().find(key.tag, device_);
+  if (region == nullptr || region->policy != key.policy)
     throw Error("region '" + key.tag + "' of process " + std::to_string(::getpid()) +
                 " does not exist, expected the region that was shared");
   return lend_chunks(*region, key.ranges, residence, attachment, pid);

@@ -42,7 +42,7 @@ Region& TaggedRegions::active(const std::string& tag, const std::string& device,
   if (Region* found = active_locked(tag, device, policy)) return *found;
   const std::string whole = prefix_ + "." + tag;
   std::string name = whole;
-  for (int number = 2; core().find(name, on, policy) != nullptr; ++number) name = whole + "." + std::to_string(number);
+  for (int number = 2; core().find(name, on) != nullptr; ++number) name = whole + "." + std::to_string(number);
   // Callers rely on the zeros that memory has from the driver. Chunks of a shared pool have another process's contents.
   Region& made = core().region(name, device, {.policy = policy, .fill = Fill::zero, .most_slack = most_slack_});
   by_tag_[tag].push_back(&made);

@@ -1,6 +1,6 @@
 // Regions by the tags of another library. Each is named "{prefix}.{tag}", since the same process may have regions of
-// its own with these tags. A tag that is allocated in while its region is not active gets another, "{prefix}.{tag}.2".
-// Memory that resumes without contents is zero.
+// its own with these tags. A tag that is allocated in with another policy, or while its region is not active, gets
+// another, "{prefix}.{tag}.2". Memory that resumes without contents is zero.
 #pragma once
 
 #include <map>

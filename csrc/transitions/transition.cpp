@@ -75,8 +75,10 @@ void side_by_side(const Things& things, bool together, Act act) {
 Transition::Transition(std::vector<Region*> pause, std::vector<Region*> resume, Bounds bounds)
     : bounds_(bounds), wanted_out_(std::move(pause)), wanted_in_(std::move(resume)) {
   std::lock_guard lock(core().mutex);
-  for (const auto* wanted : {&wanted_out_, &wanted_in_})
+  for (auto* wanted : {&wanted_out_, &wanted_in_}) {
+    std::erase_if(*wanted, [](const Region* region) { return region->closed(); });  // since the caller selected it
     for (Region* region : *wanted) region->enqueue(this);
+  }
 }
 
 void Transition::leave_queues_locked() {

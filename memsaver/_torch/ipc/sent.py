@@ -143,7 +143,7 @@ class SentStorages:
 
 def _refusal(tag: str, backup: str, residence: int) -> ReceiveError | RegionPausedError:
     for region in all_regions():
-        if (region.tag, region.backup) != (tag, backup) or region._open is None:
+        if (region.tag, region.backup) != (tag, backup) or region._handle.closed:
             continue
         if region.state != "active":
             return RegionPausedError(
