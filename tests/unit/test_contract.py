@@ -92,13 +92,24 @@ def test_transitions_are_logged(caplog: pytest.LogCaptureFixture, make: Make) ->
 # Regions
 
 
-def test_a_region_is_got_or_made_by_tag_device_and_policy(tag: str) -> None:
-    made = memsaver.region(tag, device="cpu")
-    assert memsaver.region(tag, device="cpu", backup="none") is made
-    other = memsaver.region(tag, device="cpu", backup="host")
-    assert other is not made
-    assert (made.tag, made.device, made.backup, other.backup) == (tag, "cpu", "none", "host")
-    assert repr(made) == f"<memsaver.Region {tag!r} on cpu, backup='none', active>"
+def test_a_region_is_got_or_made_by_tag_and_device(tag: str) -> None:
+    made = memsaver.region(tag, device="cpu", backup="host")
+    assert memsaver.region(tag, device="cpu") is memsaver.region(tag, device="cpu", backup="host") is made
+    assert (made.tag, made.device, made.backup) == (tag, "cpu", "host")
+    assert repr(made) == f"<memsaver.Region {tag!r} on cpu, backup='host', active>"
+
+
+@pytest.mark.parametrize(("made", "asked"), [("host", "none"), ("none", "host"), ("host", "disk")])
+def test_another_policy_for_a_tag_is_refused_and_makes_no_region(tag: str, made: str, asked: str) -> None:
+    """A second region would take the tensors of calls that name the tag alone, and could discard them."""
+    first = memsaver.region(tag, device="cpu", backup=made)
+    count = len(memsaver.regions.all_regions())
+    with pytest.raises(ValueError, match=f"^backup is '{asked}', but region '{tag}' was made with '{made}'$"):
+        memsaver.region(tag, device="cpu", backup=asked)
+    assert memsaver.region(tag, device="cpu") is first
+    assert len(memsaver.regions.all_regions()) == count
+    first.close()
+    assert memsaver.region(tag, device="cpu", backup="none").backup == "none"
 
 
 def test_the_default_device_is_cuda_if_there_is_one(tag: str) -> None:
@@ -650,16 +661,28 @@ def test_wrong_phases_are_refused() -> None:
 
 def test_a_forked_child_gets_a_clear_error_and_exits_normally() -> None:
     out = run_clean("""
-        import gc, os, memsaver
+        import gc, os, signal, threading, memsaver
         region = memsaver.region("a", device="cpu", backup="host")
         held = region._core.allocate_array(5 << 20)
         paused = memsaver.region("b", device="cpu")
         paused.pause()
         before = memsaver.stats().devices["cpu"].free_bytes
+        held_here, let_go = threading.Event(), threading.Event()
+
+        def hold():  # as a thread that makes or closes a region, and as one that loads torch
+            with memsaver.regions._registry, memsaver._adapter._loading:
+                held_here.set()
+                let_go.wait()
+
+        threading.Thread(target=hold).start()
+        held_here.wait()
         child = os.fork()
         if child == 0:
+            signal.alarm(20)
             calls = [
-                lambda: memsaver.region("c", device="cpu"), memsaver.pause, memsaver.resume, memsaver.stats,
+                lambda: memsaver.region("a", device="cpu"), lambda: memsaver.region("c", device="cpu"), region.close,
+                lambda: memsaver.pause("a"), lambda: memsaver.switch(pause="a"), region.pause, region.__enter__,
+                memsaver.outside, memsaver.pause, memsaver.resume, memsaver.stats,
                 lambda: memsaver.configure(retain=1), lambda: region._core.allocate_array(1),
                 lambda: memsaver._core.open_driver("cpu"), lambda: region.state, memsaver.trim,
                 lambda: memsaver._core.capture_begins(), lambda: memsaver._core.acquire([region._core]),
@@ -674,6 +697,7 @@ def test_a_forked_child_gets_a_clear_error_and_exits_normally() -> None:
             gc.collect()
             os._exit(0 if told == len(calls) else 100 + told)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        let_go.set()
         print(memsaver.stats().devices["cpu"].free_bytes == before)
         region.pause()
         region.resume()

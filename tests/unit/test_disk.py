@@ -514,7 +514,7 @@ def test_a_region_on_disk_needs_a_directory() -> None:
     said = run_clean("""
         import memsaver
         calls = [
-            lambda: memsaver.region("a", device="cpu", backup="disk"),
+            lambda: memsaver.region("b", device="cpu", backup="disk"),
             lambda: memsaver.region("a", device="cpu", backup="host").pause(backup="disk"),
         ]
         held = memsaver.region("a", device="cpu", backup="host")._core.allocate_array(100)

@@ -417,6 +417,32 @@ def test_ctrl_c_ends_the_wait_for_memory_of_any_device() -> None:
     )
 
 
+def test_a_tag_selects_its_regions_on_all_devices_and_its_guest_leaves_with_the_last() -> None:
+    run(
+        """
+        class Visitor(memsaver.Guest):
+            def leave(self):
+                pass
+
+            def come_back(self):
+                pass
+
+        first, second = [memsaver.region("a", device=f"cuda:{device}", backup="host") for device in range(2)]
+        memsaver.register(Visitor("guest", "a"))
+        guest = lambda: memsaver.stats().guests[0].state
+        first.pause()
+        assert (second.state, guest()) == ("active", "here")
+        memsaver.pause("a")
+        assert (second.state, guest()) == ("paused", "away")
+        second.resume()
+        assert (first.state, guest()) == ("paused", "here")
+        memsaver.resume("a")
+        assert first.state == "active"
+        """,
+        devices=2,
+    )
+
+
 def test_one_call_allows_the_device_and_its_peers() -> None:
     run(
         """

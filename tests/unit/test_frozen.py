@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -390,16 +389,3 @@ def test_region_with_another_option_for_an_existing_tag_raises(freeze: Freeze, m
     with pytest.raises(ValueError, match="frozen is True, but region .* was made with False"):
         memsaver.region(plain.tag, device="cpu", backup="host", frozen=True)
     assert (region.frozen, plain.frozen) == (True, False)
-
-
-def test_frozen_applies_to_one_policy_of_a_tag(freeze: Freeze, make: Make, tag: str) -> None:
-    cold, warm = freeze("host", tag), make("none", tag)
-    held = blocks(cold, [MIB]) + blocks(warm, [MIB])
-    memsaver.pause(tag)
-    memsaver.resume(tag)
-    assert memsaver.pause(tag).copied_bytes == 0
-    memsaver.resume(tag)
-    assert np.array_equal(held[0].tensor.numpy(), held[0].expected)
-    held += blocks(warm, [100])
-    with pytest.raises(memsaver.Error, match="thaw"):
-        cold.empty(100)

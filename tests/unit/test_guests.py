@@ -131,18 +131,6 @@ def test_switch_between_two_tags_of_a_guest_keeps_it(make: Make, visit: Visit, c
     assert calls == []
 
 
-def test_tag_is_paused_once_all_of_its_regions_are(make: Make, visit: Visit, calls: list[str]) -> None:
-    first = make("host")
-    second = make("none", first.tag)
-    visit("guest", first.tag)
-    first.pause()
-    assert calls == []
-    second.pause()
-    assert moves(calls) == ["guest leave"]
-    second.resume()
-    assert moves(calls) == ["guest leave", "guest come back"]
-
-
 def test_switch_moves_guests_of_both_sides(make: Make, visit: Visit, calls: list[str]) -> None:
     leaving, coming = make(), make()
     visit("leaving", leaving.tag)
@@ -371,8 +359,8 @@ def test_interrupt_after_the_guests_left_brings_them_back(
 ) -> None:
     """The signal comes before the regions pause."""
 
-    def interrupted(moves: Any) -> None:
-        leave(moves)
+    def interrupted(moves: Any, pausing: set[str]) -> None:
+        leave(moves, pausing)
         raise KeyboardInterrupt
 
     region, other = make(), make()
@@ -488,6 +476,37 @@ def test_another_transition_of_guests_waits_at_most_for_its_timeout(make: Make, 
     pausing.result(60)
     second.pause()
     assert states() == {"slow": "away", "other": "away"}
+
+
+def test_the_bound_of_a_resume_ends_its_wait_for_guests_after_the_commit_too(make: Make, visit: Visit) -> None:
+    first, second = make(), make("host")
+    held = Block(second, MIB)
+    inside, proceed = threading.Event(), threading.Event()
+    moving: list[Any] = []
+
+    def stay(call: str) -> None:
+        if call == "leave":
+            inside.set()
+            assert proceed.wait(60)
+
+    def begin(done: int, total: int) -> None:
+        if not moving:  # the resume of the other region moves contents
+            moving.append(first.pause(wait=False))
+            assert inside.wait(60)
+
+    visit("slow", first.tag).on_call = stay
+    visit("other", second.tag)
+    second.pause()
+    try:
+        with pytest.raises(memsaver.WaitTimeoutError, match="stage 'guests'.*; the regions are active, and another"):
+            second.resume(timeout=0.5, progress=begin)
+    finally:
+        proceed.set()
+    moving[0].result(60)
+    assert (second.state, states()["other"]) == ("active", "away")
+    second.resume()
+    assert states()["other"] == "here"
+    held.check()
 
 
 def test_guest_that_moves_guests_raises_instead_of_waiting_for_itself(make: Make, visit: Visit) -> None:

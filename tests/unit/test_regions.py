@@ -488,6 +488,40 @@ def test_every_use_of_a_closed_region_raises(make: Make) -> None:
         pass
 
 
+@pytest.mark.parametrize("call", [memsaver.pause, memsaver.resume, memsaver.trim, "phase"])
+def test_calls_without_tags_leave_out_a_region_that_another_thread_closes(
+    make: Make, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object] | str
+) -> None:
+    """It is closed after the call has selected it."""
+    kept, closed = make("host"), make()
+    block = Block(kept, MIB)
+    monkeypatch.setattr(memsaver.phases, "_phases", {})
+    memsaver.define_phase("without", [])
+    memsaver.define_phase("with", [kept, closed.tag])
+
+    def closing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def then_close(*args: Any) -> Any:
+            found = function(*args)
+            closed.close()
+            return found
+
+        return then_close
+
+    for module, name in (
+        (memsaver.transitions, "choose"), (memsaver.compaction, "find"), (memsaver.regions, "all_regions"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, closing(getattr(module, name)))
+    if callable(call):
+        assert closed.tag not in getattr(call(), "paused", ())
+    else:
+        with memsaver.phase("without") as moved:
+            assert closed.tag not in moved.paused
+    monkeypatch.undo()
+    assert closed not in memsaver.regions.all_regions()
+    memsaver.resume()
+    block.check()
+
+
 @pytest.mark.parametrize("state", ["active", "paused"])
 def test_a_region_with_live_tensors_is_not_closed(make: Make, state: str) -> None:
     region = make("host")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,7 +100,7 @@ def test_tensors_of_every_dtype_land_in_the_region(make: Make, dtype: torch.dtyp
         assert tensor.view(-1).to(torch.complex64).tolist() == values.to(torch.complex64).tolist()
 
 
-@pytest.mark.parametrize("shape", [(), 5, (5,), [2, 3], (2, 0, 3), torch.Size([4, 1])])
+@pytest.mark.parametrize("shape", [(), 5, (5,), [2, 3], (2, 0, 3), torch.Size([4, 1]), np.int64(4), (np.int32(2), 3)])
 def test_region_empty_takes_shapes_as_torch_does(make: Make, shape: Any) -> None:
     region = make()
     made = region.empty(shape)

@@ -1,0 +1,192 @@
+"""An interrupt at each place where Python looks at signals leaves no call blocked, and loses no contents.
+
+CPython looks at signals at the entry of a function, at jumps backward, and after calls of functions in C. A trace
+function raises KeyboardInterrupt at the n-th such place in memsaver's code, for each n.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import memsaver
+from memsaver import _guests, phases
+from memsaver.turns.members import Colocated
+from memsaver.turns.plan import Plan
+from memsaver.turns.ranks import LocalRank
+from memsaver.turns.turns import Turns
+from tests.support import MIB, Block, until
+
+FOLDER = os.path.dirname(memsaver.__file__)
+CALLS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "CALL_KW") if name in dis.opmap}
+PLACES = CALLS | {dis.opmap[name] for name in ("RESUME", "JUMP_BACKWARD")}
+BOUND_S = 20.0  # of a repeated call, which would wait for ever
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt at the n-th place of a call. ``at``: the place, once it has come so far."""
+
+    def __init__(self, n: int) -> None:
+        self._left = n
+        self._came_from_python = False
+        self.at: str | None = None
+
+    def during(self, call: Callable[[], object]) -> None:
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            call()
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame: Any, event: str, argument: object) -> Any:
+        self._came_from_python = True
+        if not frame.f_code.co_filename.startswith(FOLDER):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        code, last = frame.f_code.co_code, 0
+
+        def local(frame: Any, event: str, argument: object) -> Any:
+            nonlocal last
+            if event == "return":
+                self._came_from_python = True
+            elif event == "opcode":
+                before, last = last, code[frame.f_lasti]
+                was_python, self._came_from_python = self._came_from_python, False
+                if before in PLACES and not (was_python and before in CALLS):
+                    self._left -= 1
+                    if self._left == 0:
+                        sys.settrace(None)
+                        self.at = f"{os.path.relpath(frame.f_code.co_filename, FOLDER)}:{frame.f_lineno}"
+                        raise KeyboardInterrupt
+            return local
+
+        return local
+
+
+class Visitor(memsaver.Guest):
+    def leave(self) -> None:
+        pass
+
+    def come_back(self) -> None:
+        pass
+
+
+@pytest.fixture
+def regions(fresh_tag: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[memsaver.Region]]:
+    """Two regions of which one has a backup, with guests and phases."""
+    monkeypatch.setattr(phases, "_phases", {})
+    found = [memsaver.region(fresh_tag(), device="cpu", backup=backup) for backup in ("host", "none")]
+    guests = [Visitor("first", found[0].tag), Visitor("both", [each.tag for each in found])]
+    for guest in guests:
+        memsaver.register(guest)
+    memsaver.define_phase("first", found[0])
+    memsaver.define_phase("second", found[1])
+    yield found
+    for guest in guests:
+        memsaver.unregister(guest)
+
+
+def there_and_back(first: memsaver.Region, second: memsaver.Region) -> None:
+    memsaver.pause([first, second])
+    memsaver.resume([first, second])
+
+
+def phase(first: memsaver.Region, second: memsaver.Region) -> None:
+    with memsaver.phase("first"):
+        pass
+    with memsaver.phase("second"):
+        pass
+
+
+def switch(first: memsaver.Region, second: memsaver.Region) -> None:
+    first.pause()
+    memsaver.switch(pause=second, resume=first)
+
+
+def background(first: memsaver.Region, second: memsaver.Region) -> None:
+    moving = memsaver.pause([first, second], wait=False)
+    moving.result(BOUND_S)
+
+
+def close(first: memsaver.Region, second: memsaver.Region) -> None:
+    memsaver.region(f"{first.tag} closed", device="cpu").close()
+
+
+@pytest.mark.parametrize("call", [there_and_back, phase, switch, background, close], ids=lambda call: call.__name__)
+def test_an_interrupt_at_any_place_blocks_no_later_call(
+    regions: list[memsaver.Region], call: Callable[[memsaver.Region, memsaver.Region], None]
+) -> None:
+    first, second = regions
+    held = Block(first, MIB)
+    call(first, second)  # imports and caches
+    kept: KeyboardInterrupt | None = None  # as a debugger keeps it: its traceback has the objects of the call
+    n = 0
+    while True:
+        n += 1
+        interrupts = Interrupts(n)
+        try:
+            interrupts.during(lambda: call(first, second))
+        except KeyboardInterrupt as error:
+            kept = error
+        if interrupts.at is None:
+            break
+        where = f"interrupted at place {n}, {interrupts.at}, {kept!r}"
+        try:
+            memsaver.resume([first, second], timeout=BOUND_S)
+            memsaver.pause([first, second], timeout=BOUND_S)
+            memsaver.resume([first, second], timeout=BOUND_S)
+            memsaver.region(f"{first.tag} closed", device="cpu").close(timeout=BOUND_S)
+        except memsaver.Error as error:
+            pytest.fail(f"{where}: {error}")
+        assert [each.state for each in memsaver.stats().guests] == ["here", "here"], where
+        assert not _guests._movers and not phases._entered, where
+        assert [each for each in memsaver.history() if each.outcome == "running"] == [], where
+        held.check()
+    assert n > 20  # places
+
+
+def test_an_interrupt_at_any_place_of_a_turn_leaves_no_unwritten_contents_in_use(make: Callable[..., Any]) -> None:
+    weights, params = make("host"), make("host")
+    held = [Block(weights, MIB), Block(params, MIB)]
+    plan = Plan(
+        {
+            "rollout": {"engine": [weights.tag]},
+            "train": {"trainer": [params.tag]},
+            "sync": {"engine": [weights.tag], "trainer": [params.tag]},
+        },
+        ["engine", "trainer"],
+        backup={"train": {"engine": "none"}},
+        restore={"sync": {"engine": False}},
+    )
+    turns = Turns(plan, [LocalRank("engine", 0, Colocated()), LocalRank("trainer", 0, Colocated())])
+
+    def enter(name: str) -> None:
+        until(lambda: not turns._late or all(call.ended([call], 0.0) for call in turns._late.values()))
+        turns.enter(name, plan.options(name, timeout=BOUND_S))
+
+    n, kept = 0, []
+    while True:
+        n += 1
+        enter("train")  # discards the weights, which "sync" is to write
+        interrupts = Interrupts(n)
+        try:
+            interrupts.during(lambda: turns.enter("sync", plan.options("sync", timeout=BOUND_S)))
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        if interrupts.at is None:
+            break
+        assert len(kept) == n, interrupts.at
+        with pytest.raises(memsaver.Error, match=f"the contents of {weights.tag!r} are not there"):
+            enter("rollout")
+        enter("sync")
+        held[0].fill(n)
+        enter("rollout")
+        for each in held[: 1 + (params.state == "active")]:
+            each.check()
+    assert n > 100  # places
