@@ -1,16 +1,23 @@
-"""The result of a transition, now or later."""
+"""The result of a transition, now or later, and the threads that run functions for later results."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
 from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 
 _T = TypeVar("_T")
+_EXIT_S = 2.0  # at the exit of the interpreter, for calls of daemon threads under way
 
 
 @dataclass(frozen=True)
@@ -92,12 +99,70 @@ def in_thread(function: Callable[[], _T], name: str, future: Future[_T] | None =
     """Runs a function in a thread of its own. The interpreter waits for the thread. It cannot be cancelled."""
     future = Future() if future is None else future
     future.set_running_or_notify_cancel()
+    threading.Thread(target=_run, args=(future, function), name=name).start()
+    return future
+
+
+def _run(future: Future[_T], function: Callable[[], _T]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+_daemons: dict[threading.Thread, Callable[[], object]] = {}  # that run, and the functions that end them
+
+
+def daemon(function: Callable[[], object], name: str, stop: Callable[[], object] = lambda: None) -> threading.Thread:
+    """Runs a function in a thread for which the exit of the interpreter waits 2 s at most. It calls ``stop`` first.
+
+    A thread that returns from a call of torch after the end of the interpreter has begun aborts the process.
+    """
 
     def run() -> None:
         try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
+            function()
+        finally:
+            _daemons.pop(thread, None)
 
-    threading.Thread(target=run, name=name).start()
-    return future
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _daemons[thread] = stop
+    try:
+        thread.start()
+    except BaseException:
+        _daemons.pop(thread, None)
+        raise
+    return thread
+
+
+@atexit.register
+def _end_daemons() -> None:
+    for stop in list(_daemons.values()):
+        stop()
+    until = time.monotonic() + _EXIT_S
+    for thread in list(_daemons):
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+os.register_at_fork(after_in_child=_daemons.clear)
+
+
+class Lane:
+    """Runs functions one after the other in a daemon thread, which ends with this object."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        end = partial(self._calls.put, None)
+        weakref.finalize(self, end).atexit = False
+        daemon(partial(_work, self._calls), name, end)
+
+    def submit(self, function: Callable[[], _T]) -> Future[_T]:
+        future: Future[_T] = Future()
+        self._calls.put(partial(_run, future, function))
+        return future
+
+
+def _work(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # and its result

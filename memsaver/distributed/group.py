@@ -13,9 +13,9 @@ import torch.distributed as distributed
 from torch.distributed import Store
 
 from memsaver._arguments import READERS_S, seconds
+from memsaver._results import daemon
 from memsaver.distributed.leader import Leader
 from memsaver.distributed.link import Link
-from memsaver.distributed.link import count as count_in_store
 from memsaver.distributed.liveness import Heart, Watch, identity
 from memsaver.distributed.liveness import hello as hello_of
 from memsaver.distributed.messages import dumps
@@ -29,6 +29,7 @@ from memsaver.turns.ranks import METHODS, check_member
 from memsaver.turns.turn import Turn
 
 _LAST_TURN_S = 60.0  # bound of the wait for the end of a turn that this process has left
+_CLOSE_S = 2.0  # bound of the wait for a heartbeat under way
 
 
 class Group:
@@ -96,9 +97,10 @@ class Group:
         self._plan = Plan(phases, _all_roles(phases, roles), backup, restore)
         silence, start = seconds(heartbeat_timeout, "heartbeat_timeout"), seconds(start_timeout, "start_timeout")
         self._store, self._process, count = _joined(store, rank, world_size)  # the store may serve the other processes
-        made = count_in_store(self._store, f"memsaver/{name}/made/{self._process}")
+        until = time.monotonic() + start
+        made = Link(self._store, f"memsaver/{name}", until=until).count(f"made/{self._process}")
         prefix = f"memsaver/{name}/{made}"
-        link = Link(self._store, prefix)
+        link = Link(self._store, prefix, until=until)
         hello = {
             **identity(),
             "plan": {"phases": self._plan.phases, "backup": _plain(backup), "restore": _plain(restore)},
@@ -111,12 +113,12 @@ class Group:
         self._part = Part(link, self._process, members, Watch(link, silence, start), activity, silent)
         self._leader: Leader | None = None
         if self._process == 0:
-            leaders = Link(self._store, prefix)
+            leaders = Link(self._store, prefix, direct=True)
             self._leader = Leader(leaders, count, self._plan, Watch(leaders, silence, start))
         self._leading: threading.Thread | None = None
-        reporter = Reporter(partial(Link, self._store, prefix), activity)
-        heart = Heart(Link(self._store, prefix), self._process, reporter.look)
-        self._stop = weakref.finalize(self, heart.stop.set)
+        connect = partial(Link, self._store, prefix, direct=True)  # for a thread of its own
+        self._heart = Heart(connect(), self._process, Reporter(connect, activity).look)
+        self._stop = weakref.finalize(self, self._heart.stop.set)
         self._turn = 0
         self._failed: list[int] = []  # turns whose bodies failed here since the last turn
         self._entered: str | None = None
@@ -137,6 +139,7 @@ class Group:
             >>> group.close()
         """
         self._stop()
+        self._heart.thread.join(_CLOSE_S)
 
     def enter(
         self,
@@ -204,11 +207,7 @@ class Group:
         }  # fmt: skip
         if self._leader is not None:
             self._await_last_turn(self._leader, number, name, options.until)
-            arguments = (number, name, options)
-            self._leading = threading.Thread(
-                target=self._leader.run, args=arguments, name="memsaver leader", daemon=True
-            )
-            self._leading.start()
+            self._leading = daemon(partial(self._leader.run, number, name, options), "memsaver leader")
         fields = self._part.take(number, {"enter": name, "options": given, "failed": failed}, options.until)
         del self._failed[: len(failed)]  # of a turn that failed the leader may have read nothing
         self._entered = name

@@ -7,12 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from memsaver.distributed.link import Link, Pace
+from memsaver.distributed.link import Link
 from memsaver.distributed.liveness import Watch
 from memsaver.distributed.messages import dumps
 from memsaver.distributed.ranks import Processes, StoreRank, ranks_of
 from memsaver.distributed.reports import Collector
 from memsaver.errors import Error, WaitTimeoutError
+from memsaver.guests.store import Pace
 from memsaver.turns.plan import Plan
 from memsaver.turns.ranks import Rank
 from memsaver.turns.turn import Turn, TurnOptions, TurnReport

@@ -4,60 +4,58 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from memsaver.distributed.messages import dumps, loads
-from memsaver.errors import Error
-
-_T = TypeVar("_T")
-_SHORTEST_S, _LONGEST_S = 0.0005, 0.05
+from memsaver.guests.store import ANSWER_S, StoreLink
 
 
 class Link:
-    """A connection of its own to the store. Its calls do not wait for keys, and do not print.
+    """A connection of its own to the store. All calls raise memsaver.Error if the store cannot be reached.
 
-    ``Store.wait()`` and ``Store.get()`` of a missing key hold the connection until they end, and write to stderr when
-    their timeout passes. So keys are looked up until they exist.
-
-    Raises memsaver.Error if the store cannot be reached.
+    ``until``: the bound of the calls, by ``time.monotonic()``. Each call has a few seconds at least. None: no bound.
+    ``direct``: as for ``StoreLink``.
     """
 
-    def __init__(self, store: Store, prefix: str) -> None:
-        clone: Callable[[], Store] = getattr(store, "clone", lambda: store)  # torch's types and older stores lack it
-        self._store: Any = PrefixStore(prefix, _reached(clone))
-        self._extended = bool(_reached(lambda: self._store.has_extended_api()))
+    def __init__(self, store: Store, prefix: str, *, direct: bool = False, until: float | None = None) -> None:
+        self._link = StoreLink(store, prefix, direct=direct)
         self._existing: set[str] = set()
+        self.until = until
 
     def set(self, key: str, value: str) -> None:
-        _reached(lambda: self._store.set(key, value))
+        self._link.call(lambda store: store.set(key, value), self._bound)
 
     def get(self, key: str) -> bytes | None:
         """None if there is no such key. Keys are never deleted."""
         return self.get_all([key])[0]
 
     def get_all(self, keys: Iterable[str]) -> list[bytes | None]:
-        keys = list(keys)
-        for key in keys:
-            if key not in self._existing and _reached(lambda key=key: self._store.check([key])):  # type: ignore[misc]
-                self._existing.add(key)
-        there = [key for key in keys if key in self._existing]
-        if self._extended and len(there) > 1:
-            found = dict(zip(there, _reached(lambda: self._store.multi_get(there))))
-        else:
-            found = {key: _reached(lambda key=key: self._store.get(key)) for key in there}  # type: ignore[misc]
-        return [found.get(key) for key in keys]
+        wanted = list(keys)
+        return self._link.call(lambda store: self._read(store, wanted), self._bound)
 
     def exchange(self, key: str, expected: str, wanted: str) -> str:
         """Writes ``wanted`` if the value is ``expected``. Returns the value afterwards."""
-        return _reached(lambda: self._store.compare_set(key, expected, wanted)).decode()
+        return self._link.call(lambda store: str(store.compare_set(key, expected, wanted).decode()), self._bound)
 
+    def count(self, key: str) -> int:
+        """Adds 1 to a number. Returns the sum."""
+        return self._link.call(lambda store: int(store.add(key, 1)), self._bound)
 
-def count(store: Store, key: str) -> int:
-    """Adds 1 to a number in the store. Returns the sum. Raises memsaver.Error if the store cannot be reached."""
-    return int(_reached(lambda: store.add(key, 1)))
+    @property
+    def _bound(self) -> float | None:
+        return None if self.until is None else max(self.until, time.monotonic() + ANSWER_S)
+
+    def _read(self, store: Any, keys: list[str]) -> list[bytes | None]:
+        self._existing.update(key for key in keys if key not in self._existing and store.check([key]))
+        there = [key for key in keys if key in self._existing]
+        if len(there) > 1 and store.has_extended_api():
+            found = dict(zip(there, store.multi_get(there)))
+        else:
+            found = {key: store.get(key) for key in there}
+        return [found.get(key) for key in keys]
 
 
 class Outbox:
@@ -98,25 +96,3 @@ class Inbox:
         new = messages[max(0, self.read - first) :]
         self.read = first + len(messages)
         return list(new)
-
-
-class Pace:
-    """Sleeps between looks at the store: a tenth of the time waited so far, 0.5 to 50 ms."""
-
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-
-    def sleep(self, until: float | None = None) -> None:
-        now = time.monotonic()
-        seconds = min(_LONGEST_S, max(_SHORTEST_S, (now - self._begin) / 10))
-        time.sleep(seconds if until is None else max(0.0, min(seconds, until - now)))
-
-
-def _reached(call: Callable[[], _T]) -> _T:
-    try:
-        return call()
-    except RuntimeError as error:  # torch's DistError among them
-        text = str(error).strip().partition("\n")[0]
-        raise Error(
-            f"torch.distributed's store cannot be reached: {text}; has the process that holds it ended?"
-        ) from error

@@ -8,8 +8,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from memsaver._results import daemon
 from memsaver.broker import procfs
 from memsaver.distributed.errors import LostRankError
 from memsaver.distributed.link import Link
@@ -36,14 +38,13 @@ def hello(link: Link, process: int) -> dict[str, Any] | None:
 class Heart:
     """Writes a heartbeat to the store each second, in a thread, until ``stop`` is set or the store has ended.
 
-    ``then``: called with the link after each heartbeat.
+    ``link``: a direct one, of the thread alone. ``then``: called with it after each heartbeat.
     """
 
     def __init__(self, link: Link, process: int, then: Callable[[Link], object]) -> None:
         self.stop = threading.Event()
         # The thread does not refer to the group, which can be collected meanwhile.
-        arguments = (link, process, then, self.stop)
-        threading.Thread(target=_beat, args=arguments, name="memsaver heart", daemon=True).start()
+        self.thread = daemon(partial(_beat, link, process, then, self.stop), "memsaver heart", self.stop.set)
 
 
 def _beat(link: Link, process: int, then: Callable[[Link], object], stop: threading.Event) -> None:

@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memsaver.distributed.link import Inbox, Link, Outbox, Pace
+from memsaver.distributed.link import Inbox, Link, Outbox
 from memsaver.distributed.liveness import Watch, hello
 from memsaver.distributed.messages import loads
 from memsaver.distributed.reports import Activity, name_of_method
 from memsaver.distributed.silence import Silence
 from memsaver.errors import Error, WaitTimeoutError
+from memsaver.guests.store import Pace
 from memsaver.reports import stacks_if_stuck
 from memsaver.turns.ranks import settled
 
@@ -54,6 +55,7 @@ class Part:
         ``until``: the bound of the wait for the leader, by ``time.monotonic()``.
         """
         phase = entry["enter"]
+        self._link.until = until
         self._prepared.clear()
         self._watch.forget_silence()
         self._silence.begin()

@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from memsaver.distributed.link import Inbox, Link, Outbox, Pace
+from memsaver.distributed.link import Inbox, Link, Outbox
 from memsaver.distributed.liveness import LostRankError, Watch, hello
 from memsaver.errors import Error
+from memsaver.guests.store import Pace
 from memsaver.turns.ranks import Call, NoAnswerError, Rank
 
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from memsaver import reports
-from memsaver.distributed.link import Link, Pace
+from memsaver._results import daemon
+from memsaver.distributed.link import Link
 from memsaver.distributed.messages import dumps, loads
 from memsaver.errors import Error
+from memsaver.guests.store import Pace
 
 log = logging.getLogger("memsaver")
 
@@ -50,11 +52,8 @@ class Reporter:
         request = link.get("report")
         if request is not None and request != self._seen:
             self._seen = request
-            answering = threading.Thread(
-                target=self._answer, args=(request.decode(),), name="memsaver report", daemon=True
-            )
             try:
-                answering.start()
+                daemon(partial(self._answer, request.decode()), "memsaver report")
             except RuntimeError as error:  # the heartbeats go on
                 log.warning("no part of a report was sent: %s", error)
 

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
 from memsaver.errors import Error
-from memsaver.guests.waits import Call, within
+from memsaver.guests.store import ANSWER_S, Pace, StoreLink, clone
 
 log = logging.getLogger("memsaver")
 
-_T = TypeVar("_T")
 _YES = "yes"
-_ANSWER_S = 3.0  # for a store that is told of a failure after the bound of the call
-_STOP_S = 1.0  # for a look at the store to end
 _OF_A_ROUND = ("came", "gathered", "done", "opened", "closed")
-_SHORTEST_S, _LONGEST_S = 0.0005, 0.05  # between looks at the store
 
 
 class Meeting:
@@ -51,7 +47,7 @@ class Meeting:
     deletes them.
 
     Args:
-        store: The store of the world. Calls use a connection of their own, since each call holds its connection.
+        store: The store of the world. Calls use a connection of their own.
         name: The prefix of all keys.
         rank: This rank of the world.
         size: The number of ranks.
@@ -60,7 +56,7 @@ class Meeting:
 
     def __init__(self, store: Store, name: str, rank: int, size: int, timeout: float) -> None:
         self._store, self._name, self._rank, self._size, self._timeout = store, name, rank, size, timeout
-        self._connected: Any = None
+        self._link = StoreLink(store, name)
         self.round = 0  # the last that this rank joined; 0: torch has made the groups
 
     def gather(self, until: float) -> int:
@@ -68,18 +64,18 @@ class Meeting:
 
         Raises:
             TimeoutError: Ranks are missing at ``until``. This rank is not counted any more.
-            Exception: The store has failed.
+            memsaver.Error: The store has failed.
         """
-        stopped = threading.Event()
-        call = Call(lambda: self._gather(self._keys(), until, stopped))
+        first = 0
         try:
-            if not call.wait(until + _ANSWER_S - time.monotonic()):
-                self._connected = None
-                raise TimeoutError(f"torch.distributed's store did not answer within {self._timeout:g} s")
-            return call.result()
+            while True:
+                number = self._link.call(self._join, until + ANSWER_S)
+                first = first or number
+                if self._decided(f"{number}/gathered", until, f"rank {self._rank} gave up") == _YES:
+                    return number
+                if time.monotonic() >= until:
+                    raise TimeoutError(self._link.call(partial(self._missing, first, number), until + ANSWER_S))
         except BaseException as error:
-            stopped.set()
-            call.wait(_STOP_S)  # it may be about to join another round
             self.give_up(error)
             raise
 
@@ -87,19 +83,17 @@ class Meeting:
         """This rank has opened its groups. Waits until all ranks have.
 
         Raises:
-            memsaver.Error: A rank has failed, or has not opened its groups at ``until``. All ranks close them again.
-            Exception: The store has failed.
+            memsaver.Error: A rank has failed, or has not opened its groups at ``until``: all ranks close them again. Or
+                the store has failed.
         """
-        stopped = threading.Event()
-        try:
-            self._bounded(lambda: self._settle(self._keys(), until, stopped), until + _ANSWER_S)
-        except BaseException:
-            stopped.set()
-            raise
+        self._link.call(self._note_opened, until + ANSWER_S)
+        decision = self._decided(f"{self.round}/opened", until, None)
+        if decision != _YES:
+            raise _closed_again(decision)
 
     def check(self, until: float) -> None:
         """Raises memsaver.Error if a rank has failed to open its groups in this round."""
-        found = self._bounded(lambda: _decision(self._keys(), f"{self.round}/opened"), until)
+        found = self._link.call(lambda store: _decision(store, f"{self.round}/opened"), until)
         if found is not None and found != _YES:
             raise _closed_again(found)
 
@@ -109,55 +103,37 @@ class Meeting:
         Returns:
             Whether it is too late: all ranks have opened them.
         """
-        if not self.round:
-            return False
         reason = f"rank {self._rank} gave up: {type(error).__name__}: {error}"
-        try:
-            return self._bounded(lambda: self._refuse(self._keys(), self.round, reason), time.monotonic() + _ANSWER_S)
-        except Exception as second:
+        try:  # after a call under way, which may be about to join a round
+            return self._link.call(lambda store: self._refuse(store, self.round, reason), time.monotonic() + ANSWER_S)
+        except Error as second:
             log.warning("the other ranks could not be told that this rank gave up: %s", second)
             return False
 
     def is_intact(self, until: float) -> bool:
         """Whether no rank has closed its groups since this rank opened them."""
-        return self._bounded(lambda: self._is_intact(self._keys()), until)
+        return self._link.call(self._is_intact, until)
 
     def close(self, until: float) -> None:
         """This rank closes the groups of the round. A store that fails is no error."""
         try:
-            self._bounded(lambda: self._keys().set(f"{self.round}/closed", _YES), until)
-        except Exception as error:
+            self._link.call(lambda store: store.set(f"{self.round}/closed", _YES), until)
+        except Error as error:
             log.warning("the other ranks could not be told that this rank closes its groups: %s", error)
 
     def store_of_round(self, until: float) -> Store:
         """A store for the groups that are opened in this round. It has a connection and a prefix of its own."""
-        return self._bounded(lambda: PrefixStore(f"{self._name}/{self.round}/groups", _clone(self._store)), until)
+        return self._link.call(lambda _: PrefixStore(f"{self._name}/{self.round}/groups", clone(self._store)), until)
 
-    def _bounded(self, function: Callable[[], _T], until: float) -> _T:
-        try:
-            return within(function, max(0.0, until - time.monotonic()), "torch.distributed's store did not answer")
-        except TimeoutError:
-            self._connected = None  # the call goes on, and holds its connection
-            raise
-
-    def _keys(self) -> Any:
-        """The connection. It is made in the first call, since this may block too."""
-        if self._connected is None:
-            self._connected = PrefixStore(self._name, _clone(self._store))
-        return self._connected
-
-    def _gather(self, store: Any, until: float, stopped: threading.Event) -> int:
-        first = 0
-        while True:
-            number = self._join(store)
-            first = first or number
-            decision = _awaited(store, f"{number}/gathered", until, stopped)
-            if decision is None:
-                decision = _decided(store, f"{number}/gathered", f"rank {self._rank} gave up")
-            if decision == _YES:
-                return number
-            if stopped.is_set() or time.monotonic() >= until:
-                raise TimeoutError(self._missing(store, first, number))
+    def _decided(self, key: str, until: float, reason: str | None) -> str:
+        """Waits for a decision. At the bound this rank decides, by its reason. None: that ranks are late."""
+        pace = Pace()
+        while (found := self._link.call(lambda store: _decision(store, key), until + ANSWER_S)) is None:
+            if time.monotonic() >= until:
+                decide = lambda store: _decided(store, key, reason or self._late(store))  # noqa: E731
+                return self._link.call(decide, until + ANSWER_S)
+            pace.sleep(until)
+        return found
 
     def _join(self, store: Any) -> int:
         while True:
@@ -175,17 +151,14 @@ class Meeting:
             _clean(store, int(number))
         return int(number)
 
-    def _settle(self, store: Any, until: float, stopped: threading.Event) -> None:
-        key = f"{self.round}/opened"
+    def _note_opened(self, store: Any) -> None:
         store.set(self._note("opened"), str(self.round))
         if store.add(f"{self.round}/done", 1) == self._size:
-            _decided(store, key, _YES)
-        decision = _awaited(store, key, until, stopped)
-        if decision is None:
-            late = [each for each in range(self._size) if store.add(f"rank {each}/opened", 0) < self.round]
-            decision = _decided(store, key, f"the ranks {_listed(late)} have not opened their groups in time")
-        if decision != _YES:
-            raise _closed_again(decision)
+            _decided(store, f"{self.round}/opened", _YES)
+
+    def _late(self, store: Any) -> str:
+        late = [each for each in range(self._size) if store.add(f"rank {each}/opened", 0) < self.round]
+        return f"the ranks {_listed(late)} have not opened their groups in time"
 
     def _is_intact(self, store: Any) -> bool:
         if store.add("round", 0) != self.round:
@@ -196,11 +169,13 @@ class Meeting:
 
     def _refuse(self, store: Any, number: int, reason: str) -> bool:
         """Decides that the round is not opened, if nothing else is decided. Returns whether it is."""
+        if not number:  # torch has made the groups
+            return False
         if _decided(store, f"{number}/gathered", reason) != _YES:
             return False
         return _decided(store, f"{number}/opened", reason) == _YES
 
-    def _missing(self, store: Any, first: int, last: int) -> str:
+    def _missing(self, first: int, last: int, store: Any) -> str:
         """The text of an error. ``first``, ``last``: the rounds that this rank has joined meanwhile."""
         joined = [store.add(f"rank {each}/joined", 0) for each in range(self._size)]
         missing = [rank for rank, number in enumerate(joined) if number < first]
@@ -213,11 +188,6 @@ class Meeting:
         return f"rank {self._rank}/{what}"
 
 
-def _clone(store: Store) -> Any:
-    clone: Callable[[], Store] = getattr(store, "clone", lambda: store)  # torch's types and older stores lack it
-    return clone()
-
-
 def _decided(store: Any, key: str, value: str) -> str:
     """The decision of a question. ``value`` if there was none."""
     return str(store.compare_set(key, "", value).decode())
@@ -225,16 +195,6 @@ def _decided(store: Any, key: str, value: str) -> str:
 
 def _decision(store: Any, key: str) -> str | None:
     return str(store.get(key).decode()) if store.check([key]) else None
-
-
-def _awaited(store: Any, key: str, until: float, stopped: threading.Event) -> str | None:
-    """Looks until there is a decision, or until the bound: ``Store.wait()`` holds its connection, and prints."""
-    begin = time.monotonic()
-    while (found := _decision(store, key)) is None:
-        now = time.monotonic()
-        if now >= until or stopped.wait(min(until - now, max(_SHORTEST_S, min(_LONGEST_S, (now - begin) / 10)))):
-            return None
-    return found
 
 
 def _clean(store: Any, number: int) -> None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from memsaver._results import daemon
+
 _T = TypeVar("_T")
 _WATCH_S = 0.1
 
@@ -14,7 +16,7 @@ _WATCH_S = 0.1
 class Call(Generic[_T]):
     """A function that runs in a thread of its own, since calls of a driver or of a library cannot be interrupted.
 
-    The interpreter does not wait for it at its exit. ``device``: of CUDA, current in the thread; None: not set.
+    The exit of the interpreter waits 2 s for it at most. ``device``: of CUDA, current in the thread; None: not set.
     ``discard``: called with the result of a call that is abandoned.
     """
 
@@ -27,7 +29,7 @@ class Call(Generic[_T]):
         self._results: list[_T] = []
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="memsaver guest", daemon=True).start()
+        daemon(self._run, "memsaver guest")
 
     def wait(self, timeout: float) -> bool:
         """Whether the call has ended, after a wait of at most ``timeout`` seconds."""

@@ -6,11 +6,12 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
 from functools import cached_property
 from typing import Any, Protocol
 
+from memsaver._results import Lane
 from memsaver.errors import WaitTimeoutError
 
 _LOST_S = 5.0  # once a rank has died, the others have this long to answer: they may wait for it in their calls
@@ -91,7 +92,7 @@ class Rank:
 
 
 class LocalRank(Rank):
-    """An object of this process. Its calls run one after the other in a thread of its own."""
+    """An object of this process. Its calls run one after the other in a daemon thread of its own: they may hang."""
 
     def __init__(self, role: str, index: int, member: Any) -> None:
         """Raises TypeError for a class, and for an object without pause() and resume()."""
@@ -104,14 +105,14 @@ class LocalRank(Rank):
 
     def submit(self, method: str, *args: object, **options: object) -> Call:
         bound = getattr(self.member, method)
-        return _LocalCall(self._thread.submit(lambda: self._settled(bound(*args, **options))))
+        return _LocalCall(self._lane.submit(lambda: self._settled(bound(*args, **options))))
 
     def _settled(self, result: Any) -> Any:
         return settled(result)
 
     @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix=f"memsaver {self}")
+    def _lane(self) -> Lane:
+        return Lane(f"memsaver {self}")
 
 
 Calls = dict[Rank, Call]

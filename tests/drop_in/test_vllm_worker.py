@@ -115,12 +115,16 @@ def test_engines_of_data_parallel_ranks_do_not_answer_each_other(workers: Worker
 
 
 def test_store_that_has_ended_is_named(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ended:
-        def wait(self, keys: Sequence[str], timeout: Any) -> None:
+    class Ended(dist.Store):
+        def clone(self) -> dist.Store:
+            return self
+
+        def check(self, keys: list[str]) -> bool:
             raise dist.DistNetworkError("connection reset")
 
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Ended)
-    text = r"^the result of wake_up on rank 0 is unknown: .*store.* has ended \(connection reset\)"
+    ended = Ended()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: ended)
+    text = r"^the result of wake_up on rank 0 is unknown: .*store cannot be reached: connection reset"
     with pytest.raises(RuntimeError, match=text):
         workers[2].wake_up()
 

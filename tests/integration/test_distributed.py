@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +27,7 @@ from memsaver.distributed.messages import dumps, loads
 from memsaver.transitions import Transition
 from memsaver.turns import ranks as turn_ranks
 from memsaver.turns import turn as turn_module
-from tests.support import until
+from tests.support import run_clean, until
 
 PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}, "sync": {"engine": ["weights"]}}
 WAIT_S = 30
@@ -697,3 +701,70 @@ def test_errors_arrive_with_their_class_and_attributes() -> None:
     unknown = loads(dumps(Unknown("text")))
     assert (type(unknown), str(unknown)) == (memsaver.Error, "Unknown: text")
     assert loads(dumps({1, 2})) == "{1, 2}"
+
+
+# The end of a store, and of the process
+
+
+SERVER = """
+import sys, torch.distributed as distributed
+store = distributed.TCPStore("127.0.0.1", 0, None, True)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_store_that_hangs_ends_the_call_at_its_bound(make: Callable[..., memsaver.Region]) -> None:
+    region = make("host")
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            store = distributed.TCPStore("127.0.0.1", int(server.stdout.readline()), None, False)
+            phases = {"on": {"engine": [region.tag]}, "off": {"engine": []}}
+            group = Group(phases=phases, engine=Colocated(), store=store, rank=0, world_size=1)
+            group.enter("on", timeout=60)
+            os.kill(server.pid, signal.SIGSTOP)
+            errors: list[BaseException] = []
+
+            def enter() -> None:
+                try:
+                    group.enter("off", timeout=0.1)
+                except BaseException as error:
+                    errors.append(error)
+
+            entering = threading.Thread(target=enter, daemon=True)
+            entering.start()
+            entering.join(60)
+            assert not entering.is_alive()  # torch's own bound is 300 s
+            assert isinstance(errors[0], memsaver.Error)
+            assert "torch.distributed's store has not answered within" in str(errors[0])
+            assert region.state == "active"
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+            server.kill()
+
+
+def test_threads_that_call_the_store_end_before_the_interpreter() -> None:
+    """A thread that returns from a call of torch in the interpreter's end aborts the process."""
+    out = run_clean("""
+        import atexit, threading
+        atexit.register(lambda: print([each.name for each in threading.enumerate()]))  # runs after those of memsaver
+        import torch.distributed as distributed
+        import memsaver.distributed
+        region = memsaver.region("weights", device="cpu")
+        phases = {"on": {"engine": ["weights"]}, "off": {"engine": []}}
+
+        def group(name):
+            store = distributed.TCPStore("127.0.0.1", 0, 1, True)
+            member = memsaver.distributed.Colocated()
+            return memsaver.distributed.Group(
+                phases=phases, engine=member, store=store, rank=0, world_size=1, name=name
+            )
+
+        closed = group("closed")
+        closed.close()
+        print([each.name for each in threading.enumerate() if each.name == "memsaver heart"])
+        made = group("open")
+        made.enter("off")
+    """)
+    assert out == "[]\n['MainThread']\n"

@@ -67,6 +67,15 @@ def opened(ranks: list[Meeting]) -> int:
     return number
 
 
+def keys(rank: Meeting) -> Any:
+    """The connection of a rank."""
+    return rank._link.call(lambda store: store, within(LONG_S))
+
+
+def join(rank: Meeting) -> None:
+    rank._link.call(rank._join, within(LONG_S))
+
+
 def close(ranks: list[Meeting]) -> None:
     for each in ranks:
         each.close(within(LONG_S))
@@ -113,12 +122,12 @@ class Without:
 @pytest.mark.parametrize(("missing", "kept"), [("list_keys", False), ("delete_key", True)])
 def test_keys_of_rounds_are_deleted_as_far_as_the_store_can(missing: str, kept: bool) -> None:
     (rank,) = meetings(HashStore(), 1)
-    rank._connected = keys = Without(rank._keys(), missing)
+    rank._link._connected[:] = [there := Without(keys(rank), missing)]
     for _ in range(3):
         rank.close(within(LONG_S))
         opened([rank])
-    assert keys.check(["1/opened"]) is keys.check(["2/closed"]) is kept
-    assert keys.check(["3/opened"])
+    assert there.check(["1/opened"]) is there.check(["2/closed"]) is kept
+    assert there.check(["3/opened"])
 
 
 # Ranks that give up
@@ -150,14 +159,14 @@ def test_ranks_that_came_one_after_the_other_are_told_so(store: Store) -> None:
     for each in (first, second):
         with pytest.raises(TimeoutError):
             each.gather(within(SHORT_S))
-    text = second._missing(second._keys(), first.round, second.round)
+    text = second._missing(first.round, second.round, keys(second))
     assert text == "all ranks came back, but not within the same 0.2 s; the ranks 0 gave up"
 
 
 def test_rank_whose_withdrawal_was_lost_is_not_counted_twice(store: Store) -> None:
     """It has joined a round, and ended its attempt without a word."""
     ranks = meetings(store, 2)
-    ranks[0]._join(ranks[0]._keys())
+    join(ranks[0])
     with pytest.raises(TimeoutError, match="the ranks 1 did not come back"):
         ranks[0].gather(within(SHORT_S))
     opened(ranks)
@@ -165,7 +174,7 @@ def test_rank_whose_withdrawal_was_lost_is_not_counted_twice(store: Store) -> No
 
 def test_round_with_a_rank_whose_withdrawal_was_lost_is_not_opened(store: Store) -> None:
     ranks = meetings(store, 2)
-    ranks[0]._join(ranks[0]._keys())
+    join(ranks[0])
     ranks[1].gather(within(LONG_S))
     with pytest.raises(memsaver.Error, match="closed again: the ranks 0 have not opened their groups in time"):
         ranks[1].settle(within(SHORT_S))
@@ -232,15 +241,12 @@ def test_groups_of_an_attempt_that_was_not_settled_are_not_intact(store: Store) 
 def test_interrupted_rank_gives_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = meetings(store, 2)
 
-    class Interrupted(module.Call[int]):
-        def wait(self, timeout: float) -> bool:
-            if timeout > LONG_S / 2:
-                while not ranks[0].round:
-                    time.sleep(0.001)
-                raise KeyboardInterrupt
-            return super().wait(timeout)
+    class Interrupted:
+        def sleep(self, until: float) -> None:
+            assert ranks[0].round  # it waits for the other rank
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "Call", Interrupted)
+    monkeypatch.setattr(module, "Pace", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         ranks[0].gather(within(LONG_S))
     monkeypatch.undo()
@@ -291,8 +297,7 @@ def test_after_random_failures_all_ranks_open_together(store: Store, seed: int) 
 
 
 def test_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ANSWER_S", SHORT_S)
-    monkeypatch.setattr(module, "_STOP_S", SHORT_S)
+    monkeypatch.setattr(module, "ANSWER_S", SHORT_S)
     (rank,) = meetings(HashStore(), 1)
     end = threading.Event()
 
@@ -302,10 +307,10 @@ def test_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch: pyte
             raise OSError("the end of the test")
 
     class SilentLater(Without):
-        def check(self, keys: list[str]) -> bool:
+        def check(self, names: list[str]) -> bool:
             if rank.round == 2:  # which it has joined
                 end.wait()
-            return bool(self.store.check(keys))
+            return bool(self.store.check(names))
 
         def compare_set(self, key: str, expected: str, wanted: str) -> Any:
             if key == "2/gathered":
@@ -314,18 +319,20 @@ def test_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch: pyte
 
     try:
         for call in (rank.gather, rank.is_intact):
-            rank._connected = Silent()
-            with pytest.raises(TimeoutError, match="torch.distributed's store did not answer within 0.2 s"):
+            keys(rank)
+            rank._link._connected[:] = [Silent()]
+            with pytest.raises(memsaver.Error, match="torch.distributed's store has not answered within"):
                 call(within(SHORT_S))
-        rank._connected = Silent()
+        keys(rank)
+        rank._link._connected[:] = [Silent()]
         rank.close(within(SHORT_S))  # a pause does not need the store
         opened([rank])  # by a new connection
-        rank._connected = SilentLater(rank._connected)
-        with pytest.raises(TimeoutError, match="did not answer"):
+        rank._link._connected[:] = [SilentLater(keys(rank))]
+        with pytest.raises(memsaver.Error, match="has not answered"):
             rank.gather(within(SHORT_S))
-        decision = module._decision(rank._keys(), "2/gathered")
+        decision = module._decision(keys(rank), "2/gathered")
         assert decision is not None
-        assert decision.startswith("rank 0 gave up: TimeoutError")
+        assert decision.startswith("rank 0 gave up: Error")
     finally:
         end.set()
 
@@ -336,6 +343,6 @@ def test_store_whose_process_has_ended_is_an_error() -> None:
     (rank,) = meetings(client, 1)
     opened([rank])
     del server
-    with pytest.raises(RuntimeError):
+    with pytest.raises(memsaver.Error, match="store cannot be reached"):
         rank.gather(within(LONG_S))
     rank.close(within(LONG_S))

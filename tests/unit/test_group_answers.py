@@ -15,7 +15,7 @@ import memsaver  # noqa: E402
 from memsaver import config  # noqa: E402
 from memsaver.ray import Group, Ready  # noqa: E402
 from memsaver.turns import turn as turn_module  # noqa: E402
-from tests.support import until  # noqa: E402
+from tests.support import run_clean, until  # noqa: E402
 
 PHASES = {"on": {"engine": ["a"]}, "off": {}}
 
@@ -123,3 +123,27 @@ def test_another_member_takes_the_place_of_one_that_hangs() -> None:
         group.replace("engine", 0, Member())
         assert group.enter("on").phase == "on"
         hanging.held["resume"].set()
+
+
+def test_the_process_ends_while_a_member_hangs() -> None:
+    out = run_clean("""
+        import time, memsaver
+        from memsaver.turns.plan import Plan
+        from memsaver.turns.ranks import LocalRank
+        from memsaver.turns.turns import Turns
+
+        class Hanging:
+            def pause(self, tags, **options):
+                time.sleep(1e6)
+
+            def resume(self, tags, **options):
+                pass
+
+        plan = Plan({"on": {"engine": ["a"]}, "off": {}}, ["engine"])
+        turns = Turns(plan, [LocalRank("engine", 0, Hanging())])
+        try:
+            turns.enter("off", plan.options("off", timeout=0.1))
+        except memsaver.Error as error:
+            print("has not answered" in str(error))
+    """)
+    assert out == "True\n"

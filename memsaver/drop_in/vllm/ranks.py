@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from memsaver import drop_in
 from memsaver.drop_in.errors import DropInError
 from memsaver.errors import Error
 
-_KEY = "memsaver/drop_in/vllm/{}"
+if TYPE_CHECKING:
+    from memsaver.guests.store import StoreLink
+
+_T = TypeVar("_T")
+_PREFIX = "memsaver/drop_in/vllm"
 _ANSWER_S = 300.0  # seconds in which each rank has to end a sleep or wake-up after the last rank did
+_STORE_S = 60.0  # for the store to answer
 # The stores of the process groups of the last calls: another group has another store.
+_linked: tuple[Any, StoreLink] | None = None
 _published_in: Any = None
 _checked_in: Any = None
 
@@ -28,7 +34,7 @@ def publish() -> None:
     if found is None or found[0] is _published_in:
         return
     store, rank, _ = found
-    store.set(_KEY.format(rank), _own())
+    _call(store, lambda keys: keys.set(str(rank), _own()))
     _published_in = store
 
 
@@ -45,11 +51,10 @@ def check() -> None:
     publish()
     store, rank, ranks = found
     for other in ranks:
-        key = _KEY.format(other)
         # Each rank publishes when it allocates its weights, long before the first sleep.
-        if not store.check([key]):
+        theirs, ours = _call(store, partial(_read, str(other))), _own()
+        if theirs is None:
             raise DropInError(f"rank {other} has no drop-in: set {drop_in.VARIABLE} in its environment too", rank=other)
-        theirs, ours = store.get(key).decode(), _own()
         if theirs != ours:
             raise DropInError(f"rank {other} has the drop-in {theirs}, and rank {rank} has {ours}", rank=other)
     _checked_in = store
@@ -98,9 +103,9 @@ def settle(worker: Any, call: str, error: Exception | None, logger: logging.Logg
     text = "" if error is None else _text(error, first + worker.rank, call)
     store = dist.distributed_c10d._get_default_store()
     worker._memsaver_calls = number = getattr(worker, "_memsaver_calls", 0) + 1
-    keys = [_KEY.format(f"{parallel.data_parallel_rank}/{number}/{rank}") for rank in range(last)]
+    keys = [f"{parallel.data_parallel_rank}/{number}/{rank}" for rank in range(last)]
     if worker.rank != last:
-        store.set(keys[worker.rank], text)
+        _call(store, lambda found: found.set(keys[worker.rank], text))
         if error is not None:
             logger.error("memsaver: %s failed; rank %d raises the error", call, first + last, exc_info=error)
         return
@@ -126,21 +131,39 @@ def _text(error: Exception, rank: int, call: str) -> str:
 
 
 def _answer(store: Any, key: str, rank: int, call: str, deadline: float) -> str:
-    """The text of a rank's error, or nothing. Waits a second at a time: a signal does not end a wait of the store."""
-    import torch.distributed as dist
+    """The text of a rank's error, or nothing."""
+    from memsaver.guests.store import Pace
 
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            store.wait([key], timedelta(seconds=max(0.01, min(1.0, left))))
-            text: str = store.get(key).decode()
-            store.delete_key(key)
-            return text
-        except dist.DistNetworkError as error:
-            return f"the result of {call} on rank {rank} is unknown: the store of torch.distributed has ended ({error})"
-        except dist.DistStoreError:
-            if left <= 0:
+    pace = Pace()
+    try:
+        while (text := _call(store, partial(_taken, key))) is None:
+            if time.monotonic() >= deadline:
                 return f"rank {rank} has not ended its {call} within {_ANSWER_S:.0f} s after the last rank"
+            pace.sleep(deadline)
+        return text
+    except Error as error:
+        return f"the result of {call} on rank {rank} is unknown: {error}"
+
+
+def _call(store: Any, function: Callable[[Any], _T]) -> _T:
+    """Calls a function with a connection to the store."""
+    from memsaver.guests.store import StoreLink
+
+    global _linked
+    if _linked is None or _linked[0] is not store:
+        _linked = store, StoreLink(store, _PREFIX)
+    return _linked[1].call(function, time.monotonic() + _STORE_S)
+
+
+def _read(key: str, store: Any) -> str | None:
+    return str(store.get(key).decode()) if store.check([key]) else None
+
+
+def _taken(key: str, store: Any) -> str | None:
+    text = _read(key, store)
+    if text is not None:
+        store.delete_key(key)
+    return text
 
 
 def _own() -> str:
