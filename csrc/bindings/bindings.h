@@ -3,6 +3,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/detail/nb_list.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -41,6 +42,21 @@ class HeldGil {
 
  private:
   const PyGILState_STATE state_;
+};
+
+// Held where a binding makes many containers, with the GIL. Before Python 3.12 the garbage collector runs where
+// containers are made. There a finalizer may release the GIL, and the thread may end: see gil.h.
+class NoCollector {
+ public:
+  NoCollector() : was_on_(PyGC_Disable() != 0) {}
+  ~NoCollector() {
+    if (was_on_) PyGC_Enable();
+  }
+  NoCollector(const NoCollector&) = delete;
+  NoCollector& operator=(const NoCollector&) = delete;
+
+ private:
+  const bool was_on_;
 };
 
 // Calls a Python function. Throws its exception as nb::python_error.
@@ -93,6 +109,7 @@ std::optional<std::size_t> own_bytes(const Driver& driver,
 // The other processes, and the bytes of each.
 template <typename Processes>
 nb::list others(const Processes& processes) {
+  const NoCollector no_collector;
   nb::list rows;
   for (const auto& [pid, bytes] : processes)
     if (pid != ::getpid()) rows.append(nb::make_tuple(pid, bytes));
@@ -100,6 +117,7 @@ nb::list others(const Processes& processes) {
 }
 
 inline nb::list rows_of(const std::vector<Driver::Holding>& holdings) {
+  const NoCollector no_collector;
   nb::list rows;
   for (const Driver::Holding& each : holdings)
     rows.append(nb::make_tuple(each.pid, each.bytes, each.imported ? nb::cast(*each.imported) : nb::none()));
@@ -117,3 +135,14 @@ void bind_lending(nb::module_& module);
 void bind_broker(nb::module_& module);
 
 }  // namespace memsaver
+
+// In the place of nanobind/stl/vector.h: lists of vectors are made without the collector.
+template <typename Item, typename Allocator>
+struct nanobind::detail::type_caster<std::vector<Item, Allocator>>
+    : nanobind::detail::list_caster<std::vector<Item, Allocator>, Item> {
+  template <typename Vector>
+  static handle from_cpp(Vector&& items, rv_policy policy, cleanup_list* cleanup) noexcept {
+    const memsaver::NoCollector no_collector;
+    return list_caster<std::vector<Item, Allocator>, Item>::from_cpp(std::forward<Vector>(items), policy, cleanup);
+  }
+};

@@ -2,7 +2,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
-#include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
 #include "driver/physical.h"
@@ -13,6 +12,7 @@ namespace {
 
 template <typename Items>
 nb::tuple all_of(const Items& items) {
+  const NoCollector no_collector;
   nb::list found;
   for (const auto& item : items) found.append(item);
   return nb::tuple(found);

@@ -2,7 +2,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <exception>
 
@@ -50,7 +49,8 @@ void translate_ours(const std::exception_ptr& thrown) {
     fields["free_bytes"] = error.free_bytes;
     fields["waited_s"] = error.waited_s;
     nb::list unused;
-    for (const Unused& each : error.unused) unused.append(nb::make_tuple(each.pid, each.bytes, each.why));
+    for (const NoCollector no_collector; const Unused& each : error.unused)
+      unused.append(nb::make_tuple(each.pid, each.bytes, each.why));
     fields["unused"] = unused;
     Device& device = opened(error.device);
     std::optional<std::size_t> own;

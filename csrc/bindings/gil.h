@@ -2,7 +2,7 @@
 // interpreter has begun ends in pthread_exit(). That unwinds its stack, through destructors and through nanobind's
 // handlers of all exceptions, so the process would abort. In these functions such a thread waits for the end of the
 // process instead, as it does by itself in Python 3.14. The bindings call nothing else that takes the GIL or runs
-// Python code.
+// Python code; NoCollector (bindings.h) keeps the garbage collector from it.
 #pragma once
 
 // clang-format off

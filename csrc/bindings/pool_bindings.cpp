@@ -3,7 +3,6 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
-#include <nanobind/stl/vector.h>
 
 #include "bindings/borrowed_array.h"
 #include "driver/physical.h"
@@ -97,6 +96,7 @@ void bind_pool(nb::module_& module) {
           const Unlocked release;
           found = pool_of(device).waits();
         }
+        const NoCollector no_collector;
         nb::list waits, holders;
         for (const SharedPool::Wait& each : found.first) waits.append(nb::make_tuple(each.bytes, each.seconds));
         for (const SharedPool::Holder& each : found.second)

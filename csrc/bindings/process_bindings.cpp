@@ -2,7 +2,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <thread>
@@ -26,8 +25,7 @@ std::optional<std::size_t> own_bytes(const Driver& driver,
 }
 
 nb::list region_rows(const std::string& device) {
-  // Reads all figures before it makes Python objects: making one may run the garbage collector, which frees arrays,
-  // which takes locks.
+  // Reads all figures before it makes Python objects.
   struct Row {
     std::string tag;
     const char* backup;
@@ -45,6 +43,7 @@ nb::list region_rows(const std::string& device) {
                       region->allocated_bytes(), region->mapped_bytes(), backup ? backup->bytes() : 0});
     }
   }
+  const NoCollector no_collector;
   nb::list found;
   for (const Row& row : rows) {
     nb::dict entry;
@@ -114,6 +113,8 @@ nb::dict device_stats(const std::string& name) {
     host_held = device.arena.held_bytes();
     host_used = device.arena.used_bytes();
   }
+  const nb::list regions = region_rows(name);
+  const NoCollector no_collector;
   nb::dict row;
   row["device"] = name;
   row["uuid"] = uuid;
@@ -125,7 +126,7 @@ nb::dict device_stats(const std::string& name) {
   row["host_used_bytes"] = host_used;
   row["disk_held_bytes"] = device.files.held_bytes();
   row["disk_used_bytes"] = device.files.used_bytes();
-  row["regions"] = region_rows(name);
+  row["regions"] = regions;
   row["processes"] = others(processes.value_or(std::vector<Driver::Process>{}));
   return row;
 }
@@ -153,11 +154,13 @@ nb::dict ledger_figures(const std::string& name) {
           if (each.pid == ::getpid() && each.imported == 0U) each.imported = std::nullopt;
     }
   }
+  const nb::list regions = region_rows(name);
+  const NoCollector no_collector;
   nb::dict row;
   row["used_bytes"] = used;
   row["holdings"] = rows_of(holdings);
   row["lists_all"] = device.driver->lists_all();
-  row["regions"] = region_rows(name);
+  row["regions"] = regions;
   row["retained_bytes"] = retained;
   row["pooled_bytes"] = pooled;
   row["stack_bytes"] = stacks;

@@ -4,7 +4,6 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
 #include "torch/default_pools.h"
@@ -135,6 +134,7 @@ void close_region(Region& region) {
 }
 
 nb::tuple as_tuple(const std::vector<std::pair<std::size_t, std::size_t>>& pairs) {
+  const NoCollector no_collector;
   nb::list rows;
   for (const auto& [first, second] : pairs) rows.append(nb::make_tuple(first, second));
   return nb::tuple(rows);

@@ -1,7 +1,6 @@
 // Regions by the tags of another library.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
 #include "regions/tagged.h"

@@ -2,7 +2,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <exception>
 #include <functional>
@@ -91,6 +90,7 @@ nb::dict run(ReportingTransition& transition, const nb::object& arrived) {
   const std::exception_ptr interrupt = transition.forget();
   if (error) std::rethrow_exception(error);
   if (interrupt) std::rethrow_exception(interrupt);
+  const NoCollector no_collector;
   nb::dict row;
   row["paused"] = nb::cast(outcome.paused, nb::rv_policy::reference);
   row["resumed"] = nb::cast(outcome.resumed, nb::rv_policy::reference);
