@@ -5,6 +5,7 @@ the same virtual addresses, so that captured CUDA graphs stay valid. Importing m
 """
 
 import atexit
+import logging
 import pkgutil
 import sys
 import threading
@@ -86,7 +87,11 @@ errors.read_ledger = ledger.for_error
 _adapter.load = lambda: import_module("memsaver._torch.routing").Router()
 config.from_environment_of_import()
 atexit.register(_core.stop_background)
-threading._register_atexit(_core.bound_waits)  # type: ignore[attr-defined]  # runs before the interpreter joins its threads
+logging.getLogger("memsaver").addHandler(logging.NullHandler())  # without it logging prints warnings
+try:  # before the interpreter joins its threads
+    threading._register_atexit(_core.bound_waits)  # type: ignore[attr-defined]
+except (AttributeError, RuntimeError):  # another Python, which lacks it; or the interpreter has begun to exit
+    atexit.register(_core.bound_waits)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ import enum
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -15,7 +16,7 @@ from memsaver import _core, _moves, _parsing, _pool_client
 from memsaver._parsing import DROP_INS as DROP_INS
 from memsaver._parsing import parse_drop_in as parse_drop_in
 from memsaver._parsing import parse_size as parse_size
-from memsaver.errors import ConfigError, gib
+from memsaver.errors import ConfigError, Error, gib
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +105,7 @@ OPTIONS: Final = (
         "host_device", "size", "half of the machine's memory",
         "Size of the host driver's device, at least 2 MiB. It can be set until the device is first used. Processes with"
         " the same size share one device.",
-        _parsing.host_device, _core.set_host_device,
+        _parsing.host_device, lambda nbytes: _core.set_host_device(nbytes or 0),
     ),  # first, since the core can refuse it
     Option(
         "pool_capacity", "size, None", "90 % of a GPU, or all of the host device",
@@ -155,7 +156,7 @@ OPTIONS: Final = (
         "disk_dir", "path", "not set",
         "Directory for regions with backup=\"disk\". It has no default, since the system's temporary directory is often"
         " in memory.",
-        _parsing.disk_dir, _core.set_disk_dir,
+        _parsing.disk_dir, lambda path: _core.set_disk_dir(path or ""),
     ),
     Option(
         "receive_timeout", "seconds", "10 s",
@@ -281,13 +282,21 @@ def configure(
 
 
 def _set(given: dict[str, Any], source: Callable[[Option], str]) -> None:
-    """Parses all values before it applies the first."""
+    """Parses all values before it applies the first. If one cannot be applied, the former values apply again."""
     parsed = {name: _BY_NAME[name].parse(value) for name, value in given.items()}
-    for option in OPTIONS:
-        if option.name in parsed and option.apply is not None:
-            option.apply(parsed[option.name])
-            _values[option.name] = parsed[option.name]
-            _sources[option.name] = source(option)
+    chosen = [(option, option.apply) for option in OPTIONS if option.name in parsed and option.apply is not None]
+    begun: list[tuple[Option, Callable[[Any], None]]] = []
+    try:
+        for option, apply in chosen:
+            begun.append((option, apply))
+            apply(parsed[option.name])
+    except BaseException:
+        for option, apply in reversed(begun):
+            with suppress(Error):  # a device of the host driver may have come into use
+                apply(_values.get(option.name, _DEFAULTS.get(option.name)))
+        raise
+    for option, _ in chosen:
+        _values[option.name], _sources[option.name] = parsed[option.name], source(option)
 
 
 def from_environment() -> None:

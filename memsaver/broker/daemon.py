@@ -18,6 +18,7 @@ from memsaver.broker import discovery
 from memsaver.errors import BrokerError
 
 LINGER_S = 30.0  # time without clients after which a broker ends that a client started
+_START_S = 30.0
 _STOP_S = 10.0
 _LOG_BYTES = 1 << 20  # a longer log is truncated at the next start
 _TAIL_BYTES = 2000
@@ -25,7 +26,7 @@ _POLL_S = 0.01
 _starting = threading.Lock()
 
 
-def ensure(uuid: str, device: str, capacity: int | None = None, timeout_s: float = 30.0) -> Path:
+def ensure(uuid: str, device: str, capacity: int | None = None, timeout_s: float = _START_S) -> Path:
     """Starts the broker of a device unless it runs, and returns its socket.
 
     - ``uuid``: of the device, as its driver reports it; ``device``: ``"cuda:0"``, or ``"cpu"`` for the host driver's.
@@ -59,12 +60,13 @@ def ensure(uuid: str, device: str, capacity: int | None = None, timeout_s: float
     return path
 
 
-def detach(serve: Callable[[Callable[[Path], None]], int]) -> int:
+def detach(serve: Callable[[Callable[[Path], None]], int], timeout_s: float = _START_S) -> int:
     """Runs ``serve`` in a child process in the background. Returns the exit status of this process.
 
     ``serve`` gets a function, and calls it with the path of the broker's socket when clients are accepted. Then the
     child replaces the caller's stdout and stderr by a log beside the socket, and this process returns. Errors of
-    ``serve`` before that go to the caller's stderr.
+    ``serve`` before that go to the caller's stderr. If no clients are accepted after ``timeout_s``, as with a call of
+    the driver that hangs, the child is killed, and BrokerError raised.
 
     Call it before the core is in use: a fork copies neither its threads nor the state of a driver.
     """
@@ -72,6 +74,10 @@ def detach(serve: Callable[[Callable[[Path], None]], int]) -> int:
     child = os.fork()
     if child:
         os.close(writer)
+        if not select.select([ready], [], [], timeout_s)[0]:
+            os.kill(child, signal.SIGKILL)  # not waited for: the driver may keep it
+            text = f"the broker (pid {child}) does not accept clients after {timeout_s:g} s, and was killed"
+            raise BrokerError(text, path="")
         if os.read(ready, 1):
             return 0
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -26,7 +26,7 @@ from memsaver.broker import clients, daemon, discovery, protocol
 from memsaver.broker.protocol import Message
 from tests.broker_support import PATIENCE_S, TOLD, Client, Running, granted, sentinel
 from tests.pool_support import is_whole
-from tests.support import GIB, MIB, PAGE, ROOT, Peer, run_python, until
+from tests.support import GIB, MIB, PAGE, ROOT, Peer, run_clean, run_python, until
 
 LARGE = 256 * MIB
 MEDIUM = 32 * MIB
@@ -1314,3 +1314,18 @@ def test_importing_memsaver_loads_no_broker() -> None:
         "memsaver.broker.job",
         "memsaver.broker.procfs",
     }
+
+
+def test_a_broker_in_the_background_that_hangs_is_killed_at_a_bound() -> None:
+    """As with a call of the driver that opens its device."""
+    out = run_clean("""
+        import os, time
+        from memsaver.broker import daemon
+        from memsaver.errors import BrokerError
+        try:
+            daemon.detach(lambda on_ready: time.sleep(1e6), timeout_s=0.1)
+        except BrokerError as error:
+            print("does not accept clients after 0.1 s, and was killed" in str(error))
+        print(os.waitstatus_to_exitcode(os.wait()[1]))
+    """)
+    assert out == "True\n-9\n"

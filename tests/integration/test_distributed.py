@@ -720,7 +720,7 @@ def test_a_store_that_hangs_ends_the_call_at_its_bound(make: Callable[..., memsa
         try:
             assert server.stdout is not None
             store = distributed.TCPStore("127.0.0.1", int(server.stdout.readline()), None, False)
-            phases = {"on": {"engine": [region.tag]}, "off": {"engine": []}}
+            phases: dict[str, dict[str, list[str]]] = {"on": {"engine": [region.tag]}, "off": {}}
             group = Group(phases=phases, engine=Colocated(), store=store, rank=0, world_size=1)
             group.enter("on", timeout=60)
             os.kill(server.pid, signal.SIGSTOP)

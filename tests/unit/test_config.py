@@ -8,12 +8,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import memsaver
-from memsaver import config
+from memsaver import _pool_client, config
 from tests.support import MIB, environment, run_clean, run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -222,3 +223,20 @@ def test_command_names_a_wrong_size(size: str) -> None:
     done = run_command("trim", f"--keep={size}")
     assert done.returncode == 2
     assert f"SIZE is '{size}', expected bytes as an integer of 0 or more, or a size such as '64GiB'" in done.stderr
+
+
+def test_a_value_that_cannot_be_applied_changes_no_option(
+    make: Callable[..., memsaver.Region], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(device: str) -> None:
+        raise memsaver.BrokerError("no broker", path="")
+
+    make()
+    memsaver.configure(disk_dir=tmp_path, scrub=False)
+    before, kept = memsaver.stats().options, _pool_client._capacity
+    with monkeypatch.context() as patch:
+        patch.setattr(_pool_client, "connect", refuse)
+        with pytest.raises(memsaver.BrokerError, match="no broker"):
+            memsaver.configure(pool_capacity="1024TiB", scrub=True, pool="shared", retain="3GiB", disk_dir="/")
+    assert memsaver.stats().options == before
+    assert (_pool_client._capacity, _pool_client._scrub, _pool_client._shared) == (kept, False, False)

@@ -82,6 +82,14 @@ def test_the_process_never_prints(capfd: pytest.CaptureFixture[str], make: Make)
     held[0].check()
 
 
+def test_a_program_without_handlers_of_logging_prints_no_warnings() -> None:
+    assert run_clean('import logging, memsaver; logging.getLogger("memsaver").warning("a text")') == ""
+
+
+def test_an_import_in_the_exit_of_the_interpreter_is_quiet() -> None:
+    assert run_clean("import atexit; atexit.register(lambda: print(__import__('memsaver').__name__))") == "memsaver\n"
+
+
 def test_transitions_are_logged(caplog: pytest.LogCaptureFixture, make: Make) -> None:
     region = make()
     with caplog.at_level("DEBUG", logger="memsaver"):
