@@ -87,7 +87,10 @@ def test_a_program_without_handlers_of_logging_prints_no_warnings() -> None:
 
 
 def test_an_import_in_the_exit_of_the_interpreter_is_quiet() -> None:
-    assert run_clean("import atexit; atexit.register(lambda: print(__import__('memsaver').__name__))") == "memsaver\n"
+    assert (
+        run_clean("import atexit, threading; atexit.register(lambda: print(__import__('memsaver').__name__))")
+        == "memsaver\n"
+    )
 
 
 def test_transitions_are_logged(caplog: pytest.LogCaptureFixture, make: Make) -> None:
