@@ -7,6 +7,7 @@ import math
 import operator
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -35,9 +36,11 @@ class Region:
     ``memsaver.region()`` makes regions. A region lasts until ``close()``.
 
     On a CUDA device, a with statement places every torch allocation of the current thread in the region, those of
-    backward passes included. On the host driver, it places the results of torch's factory functions there. Regions can
-    be nested, entered again, and entered by several threads at once. Entering a region raises RegionPausedError if the
-    region is not active, and memsaver.Error if it is frozen and its contents are copied.
+    backward passes included. On the host driver, it places the results of torch's factory functions there; a with
+    statement without one, in a region without allocations, is a RuntimeWarning, once. Regions can be nested, entered
+    again, and entered by several threads at once. Entering a region raises RegionPausedError if the region is not
+    active, and memsaver.Error if it is frozen and its contents are copied. A with statement in a coroutine must not
+    await: other coroutines of the thread would allocate in the region. Its end raises memsaver.Error then.
 
     Attributes:
         tag: The name by which calls select the region.
@@ -72,6 +75,7 @@ class Region:
         self.backup = core.backup
         self.frozen = core.frozen
         self.fill = core.fill if core.fill in FILLS else None
+        self._is_warned = False
 
     @property
     def _core(self) -> Any:
@@ -382,17 +386,69 @@ class Region:
 
     def __enter__(self) -> Region:
         self._check_own("be entered")
-        adapter().enter(self)
-        return self
+        torch = adapter()
+        torch.enter(self)
+        try:
+            _entries.begin(self)
+            return self
+        except BaseException:  # an interrupt
+            torch.leave(self, None)
+            raise
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        is_clean = _entries.end(self)
         adapter().leave(self, error)
+        if error is not None:
+            return
+        if not is_clean:
+            raise Error(
+                f"region {self.tag!r} was entered during an await, so other coroutines may have allocated in it: "
+                "expected a with statement without await, such as one in a function that the coroutine calls"
+            )
+        core = self._core
+        if self.device == "cpu" and not self._is_warned and core.state == "active" and not core.reserved_bytes:
+            self._is_warned = True
+            warnings.warn(
+                f"region {self.tag!r} was left without an allocation in it: on the host driver a with statement places "
+                "the results of torch's factory functions alone, and on a GPU every allocation of torch",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def __repr__(self) -> str:
         state = "closed" if self._handle.closed else self.state
         return f"<memsaver.Region {self.tag!r} on {self.device}, backup={self.backup!r}, {state}>"
 
 
+class _Entries(threading.local):
+    """The with statements of this thread inside an event loop: no other coroutine may run in them.
+
+    The loop calls the functions that ``call_soon()`` gets in the order of the calls. So if the coroutine awaits in the
+    with statement, the function runs before its end.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Region, list[None], Any]] = []
+
+    def begin(self, region: Region) -> None:
+        asyncio = sys.modules.get("asyncio")
+        loop = None if asyncio is None else asyncio._get_running_loop()
+        if loop is not None:
+            awaited: list[None] = []
+            self._open.append((region, awaited, loop.call_soon(awaited.append, None)))
+
+    def end(self, region: Region) -> bool:
+        """Ends the newest entry of the region. Returns whether nothing was awaited in it."""
+        for at in reversed(range(len(self._open))):
+            found, awaited, handle = self._open[at]
+            if found is region:
+                del self._open[at]
+                handle.cancel()
+                return not awaited
+        return True
+
+
+_entries = _Entries()
 _registry = threading.RLock()  # held while _regions changes, and while a region is closed; before the core's locks
 _regions: dict[tuple[str, str], Region] = {}  # by tag and device
 
@@ -583,9 +639,11 @@ def outside() -> AbstractContextManager[None]:
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> with kv, memsaver.outside():
-        ...     scratch = torch.empty(16)
-        >>> kv.owns(scratch.data_ptr())
-        False
+        >>> with kv:
+        ...     cache = torch.empty(16)
+        ...     with memsaver.outside():
+        ...         scratch = torch.empty(16)
+        >>> kv.owns(cache.data_ptr()), kv.owns(scratch.data_ptr())
+        (True, False)
     """
     return adapter().outside()

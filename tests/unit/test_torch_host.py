@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -108,6 +110,60 @@ def test_region_empty_takes_shapes_as_torch_does(make: Make, shape: Any) -> None
     assert made.dtype == torch.get_default_dtype()
     assert made.is_contiguous() and made.device.type == "cpu"
     assert inside(region, made) == (made.numel() > 0)
+
+
+def test_an_await_inside_a_with_statement_raises_at_its_end(make: Make) -> None:
+    weights = make("host")
+
+    async def loads() -> None:
+        with weights:
+            torch.ones(4)
+            await asyncio.sleep(0)
+
+    async def serves() -> torch.Tensor:
+        return torch.ones(4)
+
+    async def nests() -> None:
+        with weights, weights:
+            torch.ones(4)
+        await asyncio.sleep(0)
+        with weights:
+            torch.ones(4)
+
+    async def fails() -> None:
+        with weights:
+            await asyncio.sleep(0)
+            raise OSError("the own error")
+
+    async def run() -> None:
+        with pytest.raises(memsaver.Error, match=f"region {weights.tag!r} was entered during an await"):
+            await asyncio.gather(loads(), serves())
+
+    asyncio.run(run())
+    asyncio.run(nests())
+    assert not inside(weights, torch.ones(4))
+    with pytest.raises(OSError, match="the own error"):
+        asyncio.run(fails())
+    with weights:
+        assert inside(weights, torch.ones(4))
+
+
+def test_a_region_that_is_left_without_an_allocation_warns_once(make: Make) -> None:
+    region, used = make(), make()
+    outside = torch.ones(4)
+    with pytest.warns(RuntimeWarning, match=f"region {region.tag!r} was left without an allocation") as caught:
+        with region:
+            outside.relu()  # no factory function
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with region:  # once
+            pass
+        with used:
+            held = torch.ones(4)
+        del held
+        with used:
+            pass
 
 
 def test_empty_tensors_take_no_memory(make: Make) -> None:
