@@ -187,7 +187,13 @@ void bind_process(nb::module_& module) {
       },
       nb::call_guard<Unlocked>());
   module.def("capture_begins", [] { core().parts.gate.capture_begins(); }, nb::call_guard<Unlocked>());
-  module.def("capture_ends", [] { core().parts.gate.capture_ends(); });
+  module.def(
+      "capture_ends",
+      [] {
+        core().parts.gate.capture_ends();
+        for (Device* device : core().all_devices()) device->resting.mark();  // of segments freed during the capture
+      },
+      nb::call_guard<Unlocked>());
   module.def(
       "outside_captures",  // calls a function; captures begin after it. False: one is under way, and it was not called
       [](const nb::callable& act) {

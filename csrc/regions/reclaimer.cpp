@@ -90,7 +90,7 @@ bool Reclaimer::rests() {
   if (resting.has_no_marks())
     resting.reclaim(now() + kWaitWithoutMarks, resting.given_back());
   else
-    resting.reap();
+    resting.collect();
   const auto regions = core().regions_of(device_);
   return std::any_of(regions.begin(), regions.end(), [](const Region* region) { return region->resting_bytes() > 0; });
 }

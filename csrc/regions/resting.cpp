@@ -53,8 +53,7 @@ void Resting::mark() {
     if (rest->number <= last) rest->ticket = ticket;
 }
 
-bool Resting::reap(std::uint64_t waited) {
-  mark();
+bool Resting::collect(std::uint64_t waited) {
   std::vector<RestingOwner*> touched;
   for (;;) {
     Driver::Ticket ticket;
@@ -144,7 +143,7 @@ void Resting::run() {
     added_.wait_for(lock, pause, [this] { return stop_; });
     if (stop_) return;
     lock.unlock();
-    const bool some = reap();
+    const bool some = collect();
     lock.lock();
     pause = some ? kThreadLooks : std::min<Clock::duration>(pause * 2, kThreadLooksAtMost);
   }

@@ -2,6 +2,10 @@
 //
 // A thread checks them while there are any, so that memory becomes free without another call of the library. A shortage
 // does not wait for the thread: reclaim() checks itself, and waits for the oldest mark.
+//
+// A mark breaks a capture that is under way in another thread. The library knows captures by torch, and those that are
+// announced. So marks are set in calls of the library and of torch alone, never by a thread of the library at a time
+// that no user can know: a free sets one, or the end of the capture during which it was made.
 #pragma once
 
 #include <atomic>
@@ -41,10 +45,15 @@ class Resting {
   std::uint64_t frees_locked() const { return frees_; }
   std::uint64_t frees() const;
 
-  // Sets a mark for segments without one. Frees the segments whose mark the device has passed, and those up to the
-  // number `waited`: the value of frees() before the caller waited for the device. Does not wait. Returns whether a
-  // segment was freed.
-  bool reap(std::uint64_t waited = 0);
+  // Frees the segments whose mark the device has passed, and those up to the number `waited`: the value of frees()
+  // before the caller waited for the device. Does not wait. Returns whether a segment was freed.
+  bool collect(std::uint64_t waited = 0);
+  // Sets a mark for segments without one, unless a capture is under way.
+  void mark();
+  bool reap(std::uint64_t waited = 0) {  // both
+    mark();
+    return collect(waited);
+  }
   // For a shortage: as reap(); if that frees nothing, waits for the oldest mark up to the deadline. `seen`: the value
   // of given_back() before the caller's request; the result is true also if memory was returned since then. Waits for
   // sweeps of other threads too.
@@ -69,7 +78,6 @@ class Resting {
     Driver::Ticket ticket;  // null: no mark yet
   };
 
-  void mark();
   void run();
 
   Driver& driver_;

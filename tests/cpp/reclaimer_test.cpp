@@ -87,6 +87,7 @@ TEST_CASE("reclaimer: a capture keeps everything") {
   CHECK(rest.why.starts_with("a graph is being captured"));
   CHECK(region.mapped_bytes() >= 4 * kMiB);
   gate.capture_ends();
+  test::device().resting.mark();
   CHECK(test::device().reclaimer.finish(now() + kPatience));
   CHECK(region.mapped_bytes() == 0);
 }

@@ -56,6 +56,23 @@ def test_freed_memory_goes_back_when_its_kernel_has_ended_without_another_call(m
     until(lambda: region._core.mapped_bytes == 0, within_s=20)
 
 
+def test_the_thread_sets_no_marks(make: Make, stream: int) -> None:
+    """A mark would break a capture of another library. Memory that was freed during a capture is marked at its end."""
+    busy, other = make(), make()
+    block, during = Block(busy, SIZE), Block(other, SIZE)
+    free_under_a_kernel(stream, block, None)
+    del block
+    _core.capture_begins()
+    del during
+    _core.capture_ends()
+    _core.host_capture_begin()  # of another library, which is not announced
+    assert busy._core.mapped_bytes >= SIZE
+    _core.host_stream_release(stream)
+    _core.clock_pass(WAIT_S)  # where marks come late
+    until(lambda: busy._core.mapped_bytes + other._core.mapped_bytes == 0, within_s=20)
+    assert _core.host_capture_end(), "a mark broke the capture"
+
+
 def test_an_allocation_waits_for_memory_that_another_region_freed(make: Make, stream: int) -> None:
     busy, other = make(), make()
     block = Block(busy, SIZE)
