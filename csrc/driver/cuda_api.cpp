@@ -15,7 +15,7 @@ constexpr std::string_view kUuidPrefix = "GPU-";
 using GetProcAddress = Result (*)(const char*, void**, int, unsigned long long, int*);
 
 Api load() {
-  void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+  void* library = ::dlopen("libcuda.so.1", RTLD_NOW);
   if (library == nullptr) {
     const char* reason = ::dlerror();
     throw DriverError("dlopen", -1, reason != nullptr ? reason : "libcuda.so.1 cannot be opened");
@@ -199,6 +199,12 @@ AllocationProp chunk_properties(Device device, bool exportable) {
   properties.handle_types = exportable ? kHandlePosixFd : 0;
   properties.location = {kLocationDevice, device};  // a CUdevice is the ordinal among the visible devices
   properties.flags.gpu_direct_rdma = attribute_of(device, kAttributeRdma) != 0 ? 1 : 0;
+  std::size_t unit = 0;
+  check("cuMemGetAllocationGranularity", api().cuMemGetAllocationGranularity(&unit, &properties, kGranularityMinimum));
+  if (unit != kPage)
+    throw DriverError("cuMemGetAllocationGranularity", kNotSupported,
+                      "cuda:" + std::to_string(device) + " maps memory in units of " + std::to_string(unit) +
+                          " bytes, expected " + std::to_string(kPage));
   return properties;
 }
 

@@ -69,6 +69,7 @@ constexpr int kEventDisableTiming = 2;
 constexpr int kHostRegisterPortable = 1;
 constexpr int kCaptureRelaxed = 2;
 constexpr int kLimitStackSize = 0;
+constexpr int kGranularityMinimum = 0;
 
 // name, API version of the signature, arguments. Optional ones are null on drivers older than their version.
 // clang-format off
@@ -82,6 +83,7 @@ constexpr int kLimitStackSize = 0;
   required(cuDeviceTotalMem, 3020, std::size_t*, Device)                                                           \
   required(cuDeviceCanAccessPeer, 4000, int*, Device, Device)                                                      \
   required(cuDevicePrimaryCtxRetain, 7000, Context*, Device)                                                       \
+  required(cuDevicePrimaryCtxRelease, 11000, Device)                                                               \
   required(cuDevicePrimaryCtxGetState, 7000, Device, unsigned*, int*)                                              \
   required(cuCtxPushCurrent, 4000, Context)                                                                        \
   required(cuCtxPopCurrent, 4000, Context*)                                                                        \
@@ -95,6 +97,7 @@ constexpr int kLimitStackSize = 0;
   required(cuMemFree, 3020, DevicePointer)                                                                         \
   required(cuMemAddressReserve, 10020, DevicePointer*, std::size_t, std::size_t, DevicePointer, unsigned long long) \
   required(cuMemAddressFree, 10020, DevicePointer, std::size_t)                                                    \
+  required(cuMemGetAllocationGranularity, 10020, std::size_t*, const AllocationProp*, int)                         \
   required(cuMemCreate, 10020, AllocationHandle*, std::size_t, const AllocationProp*, unsigned long long)          \
   required(cuMemRelease, 10020, AllocationHandle)                                                                  \
   required(cuMemExportToShareableHandle, 10020, void*, AllocationHandle, int, unsigned long long)                  \
@@ -110,12 +113,12 @@ constexpr int kLimitStackSize = 0;
   required(cuMemcpyDtoDAsync, 3020, DevicePointer, DevicePointer, std::size_t, Stream)                             \
   required(cuMemsetD8Async, 3020, DevicePointer, unsigned char, std::size_t, Stream)                               \
   required(cuStreamCreate, 2000, Stream*, unsigned)                                                                \
+  required(cuStreamDestroy, 4000, Stream)                                                                          \
   required(cuStreamSynchronize, 2000, Stream)                                                                      \
   required(cuEventCreate, 2000, Event*, unsigned)                                                                  \
   required(cuEventRecord, 2000, Event, Stream)                                                                     \
   required(cuEventSynchronize, 2000, Event)                                                                        \
-  required(cuEventQuery, 2000, Event)                                                                              \
-  required(cuEventDestroy, 4000, Event)
+  required(cuEventQuery, 2000, Event)
 // clang-format on
 
 struct Api {
@@ -143,7 +146,8 @@ bool is_active(Device device);            // whether any library in the process 
 bool has_posix_handles(Device device);    // whether its attribute reports POSIX descriptors for chunks
 bool refuses_handle_type(Result code);    // whether cuMemCreate refused the type of the handle by this code
 AllocationHandle import_posix(int file);  // memory of another process; the caller closes the file
-// The properties of new chunks. A chunk is made exportable at once, because this cannot be added later.
+// The properties of new chunks. A chunk is made exportable at once, because this cannot be added later. Throws
+// DriverError if the device maps memory in other units than kPage.
 AllocationProp chunk_properties(Device device, bool exportable);
 
 // True for the codes after which every call on the context fails.

@@ -3,7 +3,11 @@
 
 #include <array>
 #include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <optional>
+#include <vector>
 
 #include "base/mutants.h"
 #include "driver/cuda_api.h"
@@ -15,6 +19,92 @@ namespace {
 
 using namespace cuda;
 
+// Both are released by their destructors, so that a driver whose constructor fails later leaks nothing.
+struct PrimaryContext {
+  explicit PrimaryContext(Device of) : device(of) {
+    check("cuDevicePrimaryCtxRetain", api().cuDevicePrimaryCtxRetain(&context, device));
+  }
+  ~PrimaryContext() { api().cuDevicePrimaryCtxRelease(device); }
+  PrimaryContext(const PrimaryContext&) = delete;
+  PrimaryContext& operator=(const PrimaryContext&) = delete;
+
+  const Device device;
+  Context context = nullptr;
+};
+
+struct OwnedStream {
+  explicit OwnedStream(Context context) {
+    Scope scope(context);
+    check("cuStreamCreate", api().cuStreamCreate(&stream, kStreamNonBlocking));
+  }
+  ~OwnedStream() { api().cuStreamDestroy(stream); }
+  OwnedStream(const OwnedStream&) = delete;
+  OwnedStream& operator=(const OwnedStream&) = delete;
+
+  Stream stream = nullptr;
+};
+
+// Events that no mark uses now. They are used again and never destroyed: marks end under locks over which no call of
+// the driver is made, and in threads without a context.
+class Events {
+ public:
+  // For the current context. A blocking event: the wait sleeps, so a long transition does not occupy a core.
+  Event take(Context context) {
+    {
+      const std::lock_guard lock(mutex_);
+      std::vector<Event>& idle = idle_[context];
+      if (!idle.empty()) {
+        const Event event = idle.back();
+        idle.pop_back();
+        return event;
+      }
+    }
+    Event event = nullptr;
+    check("cuEventCreate", api().cuEventCreate(&event, kEventDisableTiming | kEventBlockingSync));
+    return event;
+  }
+
+  void give(Context context, Event event) noexcept {
+    try {
+      const std::lock_guard lock(mutex_);
+      idle_[context].push_back(event);
+    } catch (const std::exception&) {
+      // No host memory for the note: the event is not used again.
+    }
+  }
+
+ private:
+  std::mutex mutex_;  // no other lock is taken under it, and no call of the driver is made
+  std::map<Context, std::vector<Event>> idle_;
+};
+
+// A mark in the contexts of a device and its peers.
+class Marks {
+ public:
+  struct Mark {
+    Context context;
+    Event event;
+  };
+
+  explicit Marks(std::shared_ptr<Events> events) : events_(std::move(events)) {}
+  ~Marks() {
+    for (const Mark& mark : marks_) events_->give(mark.context, mark.event);
+  }
+  Marks(const Marks&) = delete;
+  Marks& operator=(const Marks&) = delete;
+
+  // An event to be recorded in a context, which is the current one.
+  Event add(Context context) {
+    marks_.push_back({context, events_->take(context)});
+    return marks_.back().event;
+  }
+  const std::vector<Mark>& all() const { return marks_; }
+
+ private:
+  const std::shared_ptr<Events> events_;
+  std::vector<Mark> marks_;
+};
+
 class CudaDriver final : public Driver {
  public:
   explicit CudaDriver(int ordinal)
@@ -22,12 +112,13 @@ class CudaDriver final : public Driver {
         device_(device_at(ordinal)),
         exportable_(chunk_properties(device_, true)),
         plain_(chunk_properties(device_, false)),
-        exports_(has_posix_handles(device_) ? Exports::unknown : Exports::no) {
-    check("cuDevicePrimaryCtxRetain", api().cuDevicePrimaryCtxRetain(&context_, device_));
-    peers_ = std::make_unique<Peers>(device_, context_);
+        exports_(has_posix_handles(device_) ? Exports::unknown : Exports::no),
+        primary_(device_),
+        context_(primary_.context),
+        peers_(device_, context_),
+        out_(context_),
+        in_(context_) {
     Scope scope(context_);
-    check("cuStreamCreate", api().cuStreamCreate(&out_, kStreamNonBlocking));
-    check("cuStreamCreate", api().cuStreamCreate(&in_, kStreamNonBlocking));
     check("cuCtxGetLimit", api().cuCtxGetLimit(&first_stack_limit_, kLimitStackSize));
     most_threads_ = static_cast<std::size_t>(attribute_of(device_, kAttributeMostThreads)) *
                     static_cast<std::size_t>(attribute_of(device_, kAttributeMultiprocessors));
@@ -157,7 +248,7 @@ class CudaDriver final : public Driver {
   void allow(Address address, std::size_t size) override {
     faults().check("cuMemSetAccess");
     Scope scope(context_);
-    const std::vector<AccessDesc> access = peers_->access();
+    const std::vector<AccessDesc> access = peers_.access();
     check("cuMemSetAccess", api().cuMemSetAccess(address, size, access.data(), access.size()));
   }
 
@@ -175,34 +266,30 @@ class CudaDriver final : public Driver {
     return true;
   }
 
-  std::vector<int> peer_candidates() override { return peers_->candidates(); }
+  std::vector<int> peer_candidates() override { return peers_.candidates(); }
 
-  void use_peers(const std::vector<int>& ordinals) override { peers_->use(ordinals); }
+  void use_peers(const std::vector<int>& ordinals) override { peers_.use(ordinals); }
 
   void synchronize() override {
     faults().check("cuCtxSynchronize");
-    for (Context context : peers_->contexts())
+    for (Context context : peers_.contexts())
       within(context, [] { check("cuCtxSynchronize", api().cuCtxSynchronize()); });
   }
 
   Ticket record() override {
     if (api().cuCtxRecordEvent == nullptr) return nullptr;
     faults().check("cuCtxRecordEvent");
-    auto marks = std::make_shared<Marks>();
-    for (Context context : peers_->contexts())
-      within(context, [&] {
-        OwnedEvent event = new_event();
-        check("cuCtxRecordEvent", api().cuCtxRecordEvent(context, event.get()));
-        marks->push_back({context, std::move(event)});
-      });
+    auto marks = std::make_shared<Marks>(events_);
+    for (Context context : peers_.contexts())
+      within(context, [&] { check("cuCtxRecordEvent", api().cuCtxRecordEvent(context, marks->add(context))); });
     return marks;
   }
 
   bool done(const Ticket& ticket) override {
     bool all = true;
-    for (const Mark& mark : marks_of(ticket))
+    for (const Marks::Mark& mark : marks_of(ticket))
       within(mark.context, [&] {
-        const Result code = api().cuEventQuery(mark.event.get());
+        const Result code = api().cuEventQuery(mark.event);
         if (code == kNotReady)
           all = false;
         else
@@ -214,47 +301,47 @@ class CudaDriver final : public Driver {
   void copy_out(void* host, Address address, std::size_t size) override {
     faults().check("cuMemcpyDtoHAsync");
     Scope scope(context_);
-    check("cuMemcpyDtoHAsync", api().cuMemcpyDtoHAsync(host, address, size, out_));
+    check("cuMemcpyDtoHAsync", api().cuMemcpyDtoHAsync(host, address, size, out_.stream));
   }
 
   void copy_in(Address address, const void* host, std::size_t size) override {
     faults().check("cuMemcpyHtoDAsync");
     Scope scope(context_);
-    check("cuMemcpyHtoDAsync", api().cuMemcpyHtoDAsync(address, host, size, in_));
+    check("cuMemcpyHtoDAsync", api().cuMemcpyHtoDAsync(address, host, size, in_.stream));
   }
 
   void fill(Address address, std::size_t size, unsigned char byte) override {
     faults().check("cuMemsetD8Async");
     Scope scope(context_);
-    check("cuMemsetD8Async", api().cuMemsetD8Async(address, byte, size, in_));
+    check("cuMemsetD8Async", api().cuMemsetD8Async(address, byte, size, in_.stream));
   }
 
   void copy_within(Address to, Address from, std::size_t size) override {
     faults().check("cuMemcpyDtoDAsync");
     Scope scope(context_);
-    check("cuMemcpyDtoDAsync", api().cuMemcpyDtoDAsync(to, from, size, in_));
+    check("cuMemcpyDtoDAsync", api().cuMemcpyDtoDAsync(to, from, size, in_.stream));
   }
 
   Ticket mark(Direction direction) override {
     faults().check("cuEventRecord");
     Scope scope(context_);
-    auto marks = std::make_shared<Marks>();
-    marks->push_back({context_, new_event()});
-    check("cuEventRecord", api().cuEventRecord(marks->back().event.get(), direction == Direction::out ? out_ : in_));
+    auto marks = std::make_shared<Marks>(events_);
+    const Stream stream = direction == Direction::out ? out_.stream : in_.stream;
+    check("cuEventRecord", api().cuEventRecord(marks->add(context_), stream));
     return marks;
   }
 
   void wait(const Ticket& ticket) override {
     faults().check("cuEventSynchronize");
-    for (const Mark& mark : marks_of(ticket))
-      within(mark.context, [&] { check("cuEventSynchronize", api().cuEventSynchronize(mark.event.get())); });
+    for (const Marks::Mark& mark : marks_of(ticket))
+      within(mark.context, [&] { check("cuEventSynchronize", api().cuEventSynchronize(mark.event)); });
   }
 
   void finish_copies() override {
     faults().check("cuStreamSynchronize");
     Scope scope(context_);
-    check("cuStreamSynchronize", api().cuStreamSynchronize(out_));
-    check("cuStreamSynchronize", api().cuStreamSynchronize(in_));
+    check("cuStreamSynchronize", api().cuStreamSynchronize(out_.stream));
+    check("cuStreamSynchronize", api().cuStreamSynchronize(in_.stream));
   }
 
   void pin(void* host, std::size_t size) override {
@@ -269,23 +356,8 @@ class CudaDriver final : public Driver {
   }
 
  private:
-  struct DestroyEvent {
-    void operator()(void* event) const { api().cuEventDestroy(event); }
-  };
-  using OwnedEvent = std::unique_ptr<void, DestroyEvent>;
-  struct Mark {
-    Context context;
-    OwnedEvent event;
-  };
-  using Marks = std::vector<Mark>;
-
-  static const Marks& marks_of(const Ticket& ticket) { return *static_cast<const Marks*>(ticket.get()); }
-
-  // A blocking event: the wait sleeps, so a long transition does not occupy a core.
-  static OwnedEvent new_event() {
-    Event event = nullptr;
-    check("cuEventCreate", api().cuEventCreate(&event, kEventDisableTiming | kEventBlockingSync));
-    return OwnedEvent(event);
+  static const std::vector<Marks::Mark>& marks_of(const Ticket& ticket) {
+    return static_cast<const Marks*>(ticket.get())->all();
   }
 
   // Acts in the context of the device or of a peer. Errors of a peer with a dead context are ignored: it has no work
@@ -319,10 +391,11 @@ class CudaDriver final : public Driver {
   const AllocationProp exportable_, plain_;
   enum class Exports { unknown, yes, no };
   mutable std::atomic<Exports> exports_;
-  Context context_ = nullptr;
-  std::unique_ptr<Peers> peers_;
-  Stream out_ = nullptr;
-  Stream in_ = nullptr;
+  const PrimaryContext primary_;
+  const Context context_;
+  Peers peers_;
+  const OwnedStream out_, in_;
+  const std::shared_ptr<Events> events_ = std::make_shared<Events>();
   std::size_t first_stack_limit_ = 0;  // bytes of a thread
   std::size_t most_threads_ = 0;       // that the device can run at once
 };

@@ -45,7 +45,8 @@ class Driver {
     std::size_t bytes;
     std::optional<std::size_t> imported;
   };
-  using Ticket = std::shared_ptr<void>;  // a mark: covers all work that was submitted before it
+  // A mark: covers all work that was submitted before it. Its end makes no call of the device.
+  using Ticket = std::shared_ptr<void>;
 
   explicit Driver(std::string device_name) : name(std::move(device_name)) {}
   virtual ~Driver() = default;

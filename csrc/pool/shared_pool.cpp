@@ -129,9 +129,10 @@ Chunk SharedPool::import(Grant grant) {
       throw;
     }
     ::close(grant.file);
+    Chunk unknown;  // before the lock, so that its end releases the handle after it
     std::lock_guard lock(mutex_);
     if (link_ == nullptr || connections_ != grant.connection) {
-      Chunk(driver_, handle, grant.size, nullptr);
+      unknown = Chunk(driver_, handle, grant.size, nullptr);
       throw_disconnected();
     }
     chunks_[grant.id] = {handle, grant.size, true};

@@ -37,14 +37,20 @@ Region* TaggedRegions::active_locked(const std::string& tag, const std::string& 
 }
 
 Region& TaggedRegions::active(const std::string& tag, const std::string& device, Policy policy) {
-  Device& on = core().device(device);  // without the lock: making a CUDA context takes long
-  std::lock_guard lock(mutex_);
-  if (Region* found = active_locked(tag, device, policy)) return *found;
+  const auto find = [&] {
+    std::lock_guard lock(mutex_);
+    return active_locked(tag, device, policy);
+  };
+  if (Region* found = find()) return *found;
+  Device& on = core().device(device);
+  const std::lock_guard one_at_a_time(making_);
+  if (Region* found = find()) return *found;
   const std::string whole = prefix_ + "." + tag;
   std::string name = whole;
   for (int number = 2; core().find(name, on) != nullptr; ++number) name = whole + "." + std::to_string(number);
   // Callers rely on the zeros that memory has from the driver. Chunks of a shared pool have another process's contents.
   Region& made = core().region(name, device, {.policy = policy, .fill = Fill::zero, .most_slack = most_slack_});
+  std::lock_guard lock(mutex_);
   by_tag_[tag].push_back(&made);
   return made;
 }

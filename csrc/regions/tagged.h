@@ -32,7 +32,8 @@ class TaggedRegions {
 
   const std::string prefix_;
   const std::size_t most_slack_;
-  mutable std::mutex mutex_;  // taken before all locks of regions
+  std::mutex making_;         // one region is made at a time. Taken before `mutex_`, by no thread with the GIL
+  mutable std::mutex mutex_;  // taken before all locks of regions, and held for bookkeeping alone
   std::map<std::string, std::vector<Region*>> by_tag_;
   std::set<const Region*> aside_;
 };

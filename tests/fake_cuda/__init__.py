@@ -25,6 +25,7 @@ fabric_refusal      the code with which it refuses them otherwise (801)
 no_virtual_memory   1: the device has no virtual memory management
 pointers_by_version 1: cuGetProcAddress gives another pointer for another version of a call
 dies_whole          1: with one context all of the process die, and calls that need none fail as well
+granularity         of mappings, as the driver reports it ("2MiB")
 mig                 1: NVML lists the devices only as MIG-...
 mps                 1: attribute 133 is set
 numa                a number: the memory of device 0 is this NUMA node of the system, that of device 1 the next, ...

@@ -294,6 +294,13 @@ Result cuDevicePrimaryCtxRetain(Context* context, Device device) {
   return call.end();
 }
 
+Result cuDevicePrimaryCtxRelease(Device device) {
+  FAKE_ENTER("cuDevicePrimaryCtxRelease");
+  if (!all.exists(device) || all.contexts[device].retained == 0) return codes::kInvalidContext;
+  --all.contexts[device].retained;
+  return call.end();
+}
+
 Result cuDevicePrimaryCtxGetState(Device device, unsigned* flags, int* active) {
   FAKE_ENTER("cuDevicePrimaryCtxGetState");
   if (!all.exists(device)) return codes::kInvalidDevice;
@@ -687,9 +694,11 @@ Result cuDeviceGetPCIBusId(char* text, int size, Device device) {
 
 Result cuCtxEnablePeerAccess(Context, unsigned) { return kSuccess; }
 
-Result cuMemGetAllocationGranularity(std::size_t* bytes, const AllocationProp*, int) {
-  *bytes = kGranularity;
-  return kSuccess;
+Result cuMemGetAllocationGranularity(std::size_t* bytes, const AllocationProp* properties, int) {
+  FAKE_ENTER("cuMemGetAllocationGranularity");
+  if (!all.exists(properties->location.id)) return codes::kInvalidDevice;
+  *bytes = all.granularity;
+  return call.end();
 }
 
 Result cuMemGetAllocationPropertiesFromHandle(AllocationProp* properties, AllocationHandle handle) {

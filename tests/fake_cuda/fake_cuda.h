@@ -166,6 +166,7 @@ struct Fake {
   const bool dies_whole = number_of("FAKE_CUDA_DIES_WHOLE", 0) != 0;
   const bool mig = number_of("FAKE_CUDA_MIG", 0) != 0;
   const bool mps = number_of("FAKE_CUDA_MPS", 0) != 0;
+  const std::size_t granularity = bytes_of("FAKE_CUDA_GRANULARITY", "2MiB");  // that it reports
   const bool nvml = number_of("FAKE_CUDA_NO_NVML", 0) == 0;
   const long own_pid = number_of("FAKE_CUDA_OWN_PID", 0);
   const std::size_t occupied = bytes_of("FAKE_CUDA_OCCUPIED", "0");  // on each device, by others

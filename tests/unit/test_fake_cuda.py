@@ -681,21 +681,52 @@ def test_peers_work_with_a_driver_that_cannot_mark_a_context() -> None:
     )
 
 
-def test_marks_leave_no_events_behind() -> None:
+def test_marks_use_events_again() -> None:
     run(
         """
         driver = _core.open_driver("cuda:0")
         driver.use_peers([1])
-        before = control.events()
-        marks = [driver.record() for _ in range(5)] + [driver.mark("in"), driver.mark("out")]
-        assert control.events() - before == 5 * 2 + 2
-        del marks
-        assert control.events() == before
+        for _ in range(3):
+            marks = [driver.record() for _ in range(5)] + [driver.mark("in"), driver.mark("out")]
+            assert control.events() == 5 * 2 + 2
+            del marks
         control.kill(1)
         assert driver.record().done()
-        assert control.events() == before
+        assert control.events() == 5 * 2 + 2
         """,
         devices=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "after", "streams"), [("cuStreamCreate", 0, 0), ("cuStreamCreate", 1, 1), ("cuCtxGetLimit", 0, 2)]
+)
+def test_a_device_that_cannot_be_opened_leaves_nothing_behind(call: str, after: int, streams: int) -> None:
+    run(f"""
+    control.fail({call!r}, 999, after={after})
+    refused(lambda: memsaver.region("a", device="cuda:0"))
+    assert control.retained(0) == 0 and control.calls("cuStreamDestroy") == {streams}
+    memsaver.region("a", device="cuda:0")
+    """)
+
+
+def test_the_drivers_names_are_not_those_of_other_libraries() -> None:
+    run("""
+    memsaver.region("a", device="cuda:0")
+    assert not hasattr(ctypes.CDLL(None), "cuInit")
+    """)
+
+
+@pytest.mark.parametrize("opens", ["region", "broker"])
+def test_a_device_with_another_granularity_is_refused(opens: str) -> None:
+    run(
+        f"""
+        opens = dict(region=lambda: memsaver.region("a", device="cuda:0"), broker=lambda: _core.open_cuda_memory(0))
+        error = refused(opens[{opens!r}])
+        assert error.call == "cuMemGetAllocationGranularity" and error.code == 801
+        assert "cuda:0 maps memory in units of 4194304 bytes, expected 2097152" in str(error)
+        """,
+        granularity="4MiB",
     )
 
 
@@ -1149,6 +1180,68 @@ small.resume()
 segments[0].check()
 """
     )
+
+
+def test_no_lock_is_held_while_marks_end() -> None:
+    """A pause frees segments that rest, and ends the last reference of their mark."""
+    run(
+        MEANWHILE
+        + """
+small.resume()
+with control.held("cuEventDestroy"):
+    segments.clear()
+    pause = pool.submit(small.pause)
+    returns(lambda: small.allocated_bytes)
+    pause.result(timeout=20)
+"""
+    )
+
+
+def test_no_lock_is_held_while_peers_get_access() -> None:
+    """Of tagged regions, in which programs with a preloaded library allocate."""
+    run(
+        MEANWHILE
+        + """
+tagged = _core.tagged_regions("tms")
+segments.append(Segment(memsaver.regions.wrapper(tagged.active("a", "cuda:0", "none")), MIB))
+control.activate(1)
+with control.held("cuMemSetAccess"):
+    made = pool.submit(tagged.active, "b", "cuda:0", "none")
+    control.until_stopped("cuMemSetAccess")
+    assert [each.tag for each in returns(lambda: tagged.of("a"))] == ["tms.a"]
+    assert not made.done()
+assert made.result().tag == "tms.b"
+""",
+        devices=2,
+    )
+
+
+def test_no_lock_is_held_while_a_chunk_of_an_ended_broker_is_released() -> None:
+    run("""
+    import os, subprocess, sys, tempfile
+    from concurrent.futures import ThreadPoolExecutor
+    from memsaver.broker import daemon, discovery
+    from tests.support import until
+    command = [sys.executable, "-m", "memsaver", "broker", "--detach", "--device", "0", "--capacity", "1GiB"]
+    pool = ThreadPoolExecutor(4)
+    with tempfile.TemporaryDirectory(prefix="ms") as folder:
+        os.environ["MEMSAVER_POOL_DIR"] = folder
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        [path] = discovery.found()
+        memsaver.configure(pool="shared")
+        region = memsaver.region("kv", device="cuda:0")
+        control.hold("cuMemImportFromShareableHandle")
+        made = pool.submit(refused, lambda: Segment(region, MIB), memsaver.Error)
+        control.until_stopped("cuMemImportFromShareableHandle")
+        daemon.stop(path)
+        until(lambda: not _core.connected("cuda:0"))
+        control.hold("cuMemRelease")
+        control.go_on("cuMemImportFromShareableHandle")
+        control.until_stopped("cuMemRelease")
+        assert pool.submit(_core.pool_waits, "cuda:0").result(timeout=20) == ([], [])
+        control.go_on("cuMemRelease")
+        made.result()
+    """)
 
 
 def test_a_free_beside_an_allocation_leaves_the_page_that_they_share() -> None:
