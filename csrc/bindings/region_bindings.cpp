@@ -270,6 +270,7 @@ void bind_regions(nb::module_& module) {
     const EntryPoints points = plain_entry_points();
     return std::make_pair(points.alloc, points.free);
   });
+  module.def("take_allocation_error", &take_allocation_error);
   module.def("acquire", &acquire, nb::call_guard<Unlocked>(), nb::rv_policy::reference, "regions"_a);
   module.def("release", &release, "regions"_a);
   module.def(

@@ -167,8 +167,8 @@ bool PoolRequest::wait_locked(std::unique_lock<std::mutex>& lock) {
   }
   const bool notified = pool_.changed_.wait_for(lock, kBetweenLooks) == std::cv_status::no_timeout;
   if (!stalled_locked() && !complete_locked() && !refused_ && !disconnected_ &&
-      Clock::now() > answered_ + kAnswerTimeout)
-    pool_.throw_unanswered();
+      (Clock::now() > answered_ + kAnswerTimeout || pool_.is_silent_locked()))
+    pool_.throw_unanswered_locked();
   return notified;
 }
 

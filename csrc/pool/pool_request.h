@@ -42,7 +42,8 @@ class RequestHost {
   virtual bool reclaims_locked() const = 0;  // whether the broker asks other processes for unused memory
   virtual void waits_long_locked() = 0;      // a request has waited for kLongWait
   [[noreturn]] virtual void throw_disconnected() const = 0;
-  [[noreturn]] virtual void throw_unanswered() const = 0;
+  [[noreturn]] virtual void throw_unanswered_locked() = 0;  // an answer is late, or was late and has not come since
+  virtual bool is_silent_locked() const = 0;                // whether throw_unanswered_locked() is to be called at once
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -37,10 +37,15 @@ void SharedPool::throw_disconnected() const {
                     path_);
 }
 
-void SharedPool::throw_unanswered() const { throw BrokerError("the broker at " + path_ + " does not answer", path_); }
+// Asks for figures, which the broker sends as soon as it runs: the next message ends the silence.
+void SharedPool::throw_unanswered_locked() {
+  if (!std::exchange(silent_, true)) send_locked(message_of(Kind::usage, {++last_number_}));
+  throw BrokerError("the broker at " + path_ + " does not answer", path_);
+}
 
 std::uint64_t SharedPool::open_locked(PoolRequest& request) {
   if (link_ == nullptr) throw_disconnected();
+  if (silent_) throw_unanswered_locked();
   requests_[++last_number_] = &request;
   return last_number_;
 }
@@ -160,6 +165,7 @@ std::vector<Message> SharedPool::call_broker(Message message, Deadline deadline,
                                              bool interruptible) {
   std::unique_lock lock(mutex_);
   if (link_ == nullptr) throw_disconnected();
+  if (silent_) throw_unanswered_locked();
   const std::uint64_t serial = ++last_number_;
   message.words.insert(message.words.begin(), serial);
   Call& call = calls_[serial];  // a map keeps the addresses of its elements

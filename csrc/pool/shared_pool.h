@@ -161,7 +161,8 @@ class SharedPool final : public ChunkSource, private RequestHost {
   bool reclaims_locked() const override { return broker_version_ >= wire::kReclaimSince; }
   void waits_long_locked() override { residents_.waits_long(); }
   [[noreturn]] void throw_disconnected() const override;
-  [[noreturn]] void throw_unanswered() const override;
+  [[noreturn]] void throw_unanswered_locked() override;
+  bool is_silent_locked() const override { return silent_; }
 
   // In shared_pool_thread.cpp: the thread, connections and their ends.
   struct Connected {
@@ -211,6 +212,7 @@ class SharedPool final : public ChunkSource, private RequestHost {
   std::uint64_t connections_ = 0;     // so far, the present one included
   bool restoring_ = false;            // chunks in use are exported without the lock: their handles must stay
   std::string reason_ = "no connection was made";  // of the missing connection
+  bool silent_ = false;  // a demand was not answered in time, and the broker has sent nothing since: calls fail at once
   bool scrub_ = false;
   Entries chunks_;
   std::unordered_map<Handle, std::uint64_t> numbers_;

@@ -189,6 +189,7 @@ void SharedPool::release_handles() {
 
 void SharedPool::disconnect_locked(const std::string& reason) {
   link_.reset();
+  silent_ = false;
   reason_ = reason;
   if (!restoring_) forget_returned_locked();
   for (auto& [id, entry] : chunks_) entry.is_older = true;
@@ -234,6 +235,7 @@ bool SharedPool::serve_once() {
     {
       std::lock_guard lock(mutex_);
       if (link_ != nullptr) message = link_->receive();
+      if (message) silent_ = false;
     }
     if (!message) break;
     handle(std::move(*message));

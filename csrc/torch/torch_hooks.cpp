@@ -1,7 +1,7 @@
 // torch calls these functions with the mutex of its allocator held, from any thread, also during a capture; it frees
-// even during exit. So they use no Python, no exceptions and no thread-local state. They make virtual memory calls,
-// wait for the broker of a shared pool, and make a bounded wait for freed memory. The entry point determines the region
-// of an allocation; a free finds the region by its address.
+// even during exit. So they use no Python and let no exception out. They make virtual memory calls, wait for the broker
+// of a shared pool, and make a bounded wait for freed memory. The entry point determines the region of an allocation; a
+// free finds the region by its address. The only state of a thread is the error for its user.
 #include "torch/torch_hooks.h"
 
 #include <sys/types.h>
@@ -9,6 +9,7 @@
 #include <array>
 #include <atomic>
 #include <string>
+#include <utility>
 
 #include "driver/driver.h"
 #include "regions/core.h"
@@ -18,6 +19,8 @@ namespace {
 
 std::array<std::atomic<Region*>, kEntryPoints> bound_regions{};
 std::mutex binding;
+
+thread_local std::string allocation_error;
 
 }  // namespace
 }  // namespace memsaver
@@ -31,11 +34,23 @@ __attribute__((visibility("hidden"), used)) void* memsaver_alloc_numbered(ssize_
   using namespace memsaver;
   Region* region = bound_regions[number].load();
   if (region == nullptr || size <= 0 || !usable()) return nullptr;
+  // torch raises its own out-of-memory error.
   try {
+    allocation_error.clear();
     const Deadline shortage = region->device.shortage_deadline();
     return reinterpret_cast<void*>(region->allocate(static_cast<std::size_t>(size), shortage));
-  } catch (const std::exception&) {
-    return nullptr;  // torch raises its own out-of-memory error
+  } catch (const OutOfMemoryError&) {
+    return nullptr;
+  } catch (const RegionPausedError&) {
+    return nullptr;  // the region's state tells
+  } catch (const std::exception& error) {
+    try {
+      allocation_error =
+          "an allocation of " + std::to_string(size) + " bytes in region '" + region->tag + "' failed: " + error.what();
+    } catch (const std::exception&) {
+      // No host memory for the text.
+    }
+    return nullptr;
   }
 }
 
@@ -133,6 +148,8 @@ void unbind_entry_points(const Region& region) {
   for (auto& owner : bound_regions)
     if (owner.load() == &region) owner = nullptr;
 }
+
+std::string take_allocation_error() { return std::exchange(allocation_error, {}); }
 
 EntryPoints refusing_entry_points() {
   return {reinterpret_cast<std::uintptr_t>(&refuse), reinterpret_cast<std::uintptr_t>(&pass_over)};

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "regions/region.h"
 
@@ -17,6 +18,10 @@ struct EntryPoints {
   std::uintptr_t alloc;
   std::uintptr_t free;
 };
+
+// The error of this thread's last allocation through an entry point, if it failed and torch's own error does not tell
+// the reason: a broker that does not answer, a call of the driver. Each error is returned once. Empty: none.
+std::string take_allocation_error();
 
 // Binds an entry point to the region. Later calls return the same one. Throws ConfigError when all are bound.
 EntryPoints bind_entry_points(Region& region);

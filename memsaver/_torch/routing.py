@@ -155,7 +155,10 @@ class Router:
             raise Error(f"region {region.tag!r} cannot be left: {text}")
         self._pop(region)
         self.refresh()
+        reason = _core.take_allocation_error()
         if isinstance(error, torch.OutOfMemoryError):
+            if reason:
+                error.add_note(reason)
             add_ledger(error, region.device)
         if isinstance(error, torch.OutOfMemoryError) and region.state == "active" and region._core.sealed:
             raise Error(f"region {region.tag!r} is frozen and was copied meanwhile: it takes no allocations") from error

@@ -45,7 +45,8 @@ class NotingPool final : public RequestHost, public ChunkSource {
   bool reclaims_locked() const override { return false; }
   void waits_long_locked() override {}
   void throw_disconnected() const override { throw Error("disconnected"); }
-  void throw_unanswered() const override { throw Error("unanswered"); }
+  void throw_unanswered_locked() override { throw Error("unanswered"); }
+  bool is_silent_locked() const override { return false; }
 };
 
 using Noted = std::vector<std::string>;

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,30 @@ def test_a_client_that_hangs_is_named_and_the_others_go_on(broker: Running) -> N
         hung.run("held.check(); memsaver.pause()")
         until(lambda: held(broker, hung) == 0)
         assert waiter.run(f"print(hooks.alloc({LARGE}) is None)") == "False"
+
+
+def test_behind_a_broker_that_hangs_one_allocation_waits_and_the_error_of_all_names_it(broker: Running) -> None:
+    """torch calls with the lock of its allocator held, and raises its own error without the reason."""
+    with Worker(broker, "import torch; region = memsaver.region('a', 'cpu'); hooks = Hooks(region)") as worker:
+        worker.run(f"assert hooks.alloc({PAGE}) is not None")
+        os.kill(broker.process.pid, signal.SIGSTOP)
+        try:
+            answer = ThreadPoolExecutor(1).submit(
+                worker.run, f"print([hooks.alloc({PAGE}) for _ in range(20)] == [None] * 20)"
+            )
+            assert answer.result(timeout=60) == "True"  # 10 s for one of them
+            worker.run("region.__enter__(); failed = hooks.alloc(4 << 20)")
+            worker.run("error = torch.OutOfMemoryError('CUDA out of memory')")
+            worker.run("region.__exit__(type(error), error, None)")
+            notes = worker.run("print(failed, error.__notes__)")
+            assert (
+                notes.startswith("None") and "region 'a' failed: the broker at" in notes and "does not answer" in notes
+            )
+        finally:
+            os.kill(broker.process.pid, signal.SIGCONT)
+        until(lambda: worker.run(f"print(hooks.alloc({PAGE}) is not None)") == "True")
+        worker.run("region.__enter__(); error = torch.OutOfMemoryError('of another allocation')")
+        worker.run("region.__exit__(type(error), error, None); assert 'does not answer' not in str(error.__notes__)")
 
 
 def test_a_client_that_hangs_with_handles_of_idle_memory_is_named(broker: Running) -> None:
