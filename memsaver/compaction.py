@@ -27,7 +27,8 @@ def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
 
     Afterwards a region maps at most its allocated bytes plus 5 % plus 48 MiB, as far as free memory allows. If large
     chunks have holes, contents move to smaller chunks under the same addresses. Nothing else may use the region
-    meanwhile, as in a pause. A region keeps its chunks while a thread is inside it or another process is attached.
+    meanwhile, as in a pause. A region keeps its chunks while a thread is inside it or another process is attached. A
+    thread that enters it, and a guarded replay, wait for the chunk that moves.
 
     A pool of torch cannot shrink, so a new pool takes its place. Segments with live tensors are freed after the tensors
     by ``torch.cuda.empty_cache()``. Pools with graphs are not changed.

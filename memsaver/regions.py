@@ -367,7 +367,7 @@ class Region:
             memsaver.errors.RegionPausedError: region 'weights' is paused: it cannot serve requests
         """
         state = self.state
-        if state != "active":
+        if state != "active" and not (state == "pausing" and self._core.wait_for_trim()):
             raise RegionPausedError(f"region {self.tag!r} is {state}: it cannot {purpose}", tag=self.tag, state=state)
 
     def _check_fillable(self, purpose: str) -> None:

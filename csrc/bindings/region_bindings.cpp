@@ -96,14 +96,34 @@ void backup_read(Region& region, Address begin, std::size_t size, std::uintptr_t
   reading.backup->read({begin, size}, reinterpret_cast<std::byte*>(to));
 }
 
+// Waits while trim() moves contents of the region, at most as long as an allocation. Returns whether it is active then.
+bool wait_for_trim(Region& region) {
+  core();  // throws in a forked child
+  return Region::Wanted(region).wait(now() + kShortageWait);
+}
+
 // For guarded launches. Null: all regions are active and marked as in use. Else the first region that is not active.
 Region* acquire(const std::vector<Region*>& regions) {
   core().refresh_peers();
-  std::lock_guard lock(core().mutex);
-  for (Region* region : regions)
-    if (region->state() != State::active || region->closed()) return region;
-  for (Region* region : regions) region->begin_use();
-  return nullptr;
+  const Deadline until = now() + kShortageWait;
+  std::list<Region::Wanted> wanted;  // of regions whose contents trim() moves
+  for (;;) {
+    Region* waited_for = nullptr;
+    {
+      std::lock_guard lock(core().mutex);
+      const auto found = std::find_if(regions.begin(), regions.end(), [](const Region* region) {
+        return region->state() != State::active || region->closed();
+      });
+      if (found == regions.end()) {
+        for (Region* region : regions) region->begin_use();
+        return nullptr;
+      }
+      waited_for = *found;
+    }
+    if (waited_for->closed()) return waited_for;
+    wanted.emplace_back(*waited_for);
+    if (!wanted.back().wait(until)) return waited_for;
+  }
 }
 
 void release(const std::vector<Region*>& regions) {
@@ -193,6 +213,7 @@ void bind_regions(nb::module_& module) {
           "policy"_a, nb::call_guard<Unlocked>())
       .def("owns", &Region::owns, "address"_a)
       .def("thaw", &thaw, nb::call_guard<Unlocked>())
+      .def("wait_for_trim", &wait_for_trim, nb::call_guard<Unlocked>())
       .def("check_unused", &check_unused, nb::call_guard<Unlocked>())
       .def("await_frees", &await_frees, "timeout"_a.none(), nb::call_guard<Unlocked>())
       .def("close", &close_region, nb::call_guard<Unlocked>())

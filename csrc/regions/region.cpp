@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/mutants.h"
+#include "regions/core.h"
 
 namespace memsaver {
 namespace {
@@ -34,8 +35,9 @@ void Region::write_state(State state) {
   state_ = state;
 }
 
-void Region::drain() {
+void Region::drain(bool to_trim) {
   left_ = state_ == State::paused;
+  is_trimmed_ = to_trim;
   write_state(State::draining);
 }
 
@@ -58,6 +60,7 @@ void Region::arrived() {
 }
 
 void Region::settle() {
+  is_trimmed_ = false;
   std::vector<Address> freed;
   {
     std::lock_guard lock(device.mutex);
@@ -76,6 +79,24 @@ void Region::settle() {
     }
     count_locked();
   }
+}
+
+Region::Wanted::Wanted(Region& region) : region_(region) {
+  std::lock_guard lock(core().mutex);
+  ++region_.wanted_;
+}
+
+Region::Wanted::~Wanted() {
+  std::lock_guard lock(core().mutex);
+  --region_.wanted_;
+  core().changed.notify_all();
+}
+
+bool Region::Wanted::wait(Deadline deadline) const {
+  const Deadline until = Clock::now() + (deadline - now());  // trim() takes real time, also where the clock is virtual
+  std::unique_lock lock(core().mutex);
+  core().changed.wait_until(lock, until, [this] { return !region_.is_trimmed_ || waiting_is_over; });
+  return region_.state_ == State::active;
 }
 
 void Region::lose() { write_state(State::lost); }

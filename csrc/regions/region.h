@@ -69,7 +69,8 @@ class Region final : public RestingOwner {
   // A paused region that still has chunks after a refusal can drain again. lose() is final.
   State state() const { return state_; }
   bool is_at_rest() const;
-  void drain();    // a transition will pause it: no new launches, reads of the backup or allocations
+  // A transition will pause it, or trim() moves its contents: no new launches, reads of the backup or allocations.
+  void drain(bool to_trim = false);
   void leave();    // committed: it will be paused
   void come();     // a transition will resume it
   void settle();   // the transition has ended; leave() and arrived() determine the next state
@@ -87,6 +88,21 @@ class Region final : public RestingOwner {
   }
   void dequeue(const void* transition) { std::erase(queue_, transition); }
   bool is_first(const void* transition) const { return !queue_.empty() && queue_.front() == transition; }
+  // A use of the region that trim() must not refuse: a wait until the region is active again. While it lives, trim()
+  // ends after the chunk that it moves now, and goes on after the end of this object.
+  class Wanted {
+   public:
+    explicit Wanted(Region& region);  // no lock of the library is held
+    ~Wanted();
+    Wanted(const Wanted&) = delete;
+    Wanted& operator=(const Wanted&) = delete;
+    // Waits while trim() moves contents, up to the deadline. Returns whether the region is active.
+    bool wait(Deadline deadline) const;
+
+   private:
+    Region& region_;
+  };
+  bool is_wanted() const { return wanted_ > 0; }
   // Guarded launches, and reads of the backup: transitions wait for them. Core::mutex is held.
   void begin_use() { ++users_; }
   void end_use() { --users_; }
@@ -208,6 +224,8 @@ class Region final : public RestingOwner {
   std::atomic<State> state_ = State::active;
   std::atomic<std::uint64_t> residence_ = 1;
   bool left_ = false, arrived_ = false;
+  bool is_trimmed_ = false;              // drain(true) is under way. Guarded by Core::mutex
+  std::atomic<std::size_t> wanted_ = 0;  // objects of Wanted. Written under Core::mutex
   std::atomic<bool> discarded_ = false;
   std::atomic<bool> contents_lost_ = false;  // an exchange of chunks could not be undone
   std::size_t users_ = 0;

@@ -106,7 +106,8 @@ std::vector<Region::Piece> pieces_for(Region& region, const Sparse& chunk) {
   return pieces;
 }
 
-// One pass over the sparse chunks. True: memory was returned, so another pass may move more.
+// One pass over the sparse chunks, up to a use of the region by others. True: memory was returned, so another pass may
+// move more.
 bool compact(Region& region, std::size_t bound, std::optional<Scratch>& scratch) {
   bool moved = false;
   for (const Sparse& chunk : sparse_chunks(region)) {
@@ -123,8 +124,16 @@ bool compact(Region& region, std::size_t bound, std::optional<Scratch>& scratch)
     }
     const Chunk former = region.exchange(chunk.slot.offset, std::move(pieces));
     moved = true;
+    if (region.is_wanted()) break;
   }
   return moved;
+}
+
+// Until the uses of the region have ended that the move has kept waiting.
+void wait_for_users(const Region& region, Deadline deadline) {
+  const Deadline until = Clock::now() + (deadline - now());  // they take real time, also where the clock is virtual
+  std::unique_lock lock(core().mutex);
+  core().changed.wait_until(lock, until, [&] { return !region.is_wanted() || waiting_is_over; });
 }
 
 }  // namespace
@@ -140,16 +149,17 @@ void trim(Region& region, const std::function<bool()>& may_move, Deadline deadli
   settle_device();
   // No chunk of a placed region has an unused part. Its bytes exceed the bound for moments, while a piece is mapped,
   // and the other allocator cannot use a segment any more if the next piece of it is refused.
-  const bool is_compact = region.placed && !MEMSAVER_MUTANT(a_placed_region_is_compacted);
-  if (!is_compact && region.state() == State::active && region.mapped_bytes() > bound()) {
-    Transition hold({&region}, {}, {.whole = deadline});
+  bool more = !region.placed || MEMSAVER_MUTANT(a_placed_region_is_compacted);
+  std::optional<Scratch> scratch;
+  while (more && region.state() == State::active && region.mapped_bytes() > bound()) {
+    more = false;
+    Transition hold({&region}, {}, {.whole = deadline}, true);
     try {
       hold.begin();
       if (!hold.pausing().empty() && may_move()) {
         if (!MEMSAVER_MUTANT(trim_moves_under_work)) settle_device();
-        std::optional<Scratch> scratch;
-        while (compact(region, bound(), scratch)) {
-        }
+        do more = compact(region, bound(), scratch);
+        while (more && !region.is_wanted());
       }
     } catch (const AttachedError&) {
       // Another process uses these chunks, so they stay.
@@ -158,6 +168,8 @@ void trim(Region& region, const std::function<bool()>& may_move, Deadline deadli
       if (error.context_lost) core().mark_lost(device);
       throw;
     }
+    hold.abort();
+    if (more) wait_for_users(region, std::min(deadline, now() + kShortageWait));
   }
   device.source().settle();
 }

@@ -3,6 +3,7 @@
 //
 // The rules are those of a transition: the region is marked, no guarded launch is under way, the device is idle, and no
 // other process is attached. A mapping cannot be replaced atomically, so nothing may access the region meanwhile.
+// Allocations, entries and guarded launches that come meanwhile wait: see Region::Wanted.
 #pragma once
 
 #include <cstddef>

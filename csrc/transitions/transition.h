@@ -45,7 +45,8 @@ class Transition {
     double readers_s = 0;     // seconds, for other processes that are attached
   };
 
-  Transition(std::vector<Region*> pause, std::vector<Region*> resume, Bounds bounds);
+  // `to_trim`: trim() will move the contents of the regions to pause, and abort() follows.
+  Transition(std::vector<Region*> pause, std::vector<Region*> resume, Bounds bounds, bool to_trim = false);
   ~Transition() { abort(); }
   Transition(const Transition&) = delete;
   Transition& operator=(const Transition&) = delete;
@@ -82,6 +83,7 @@ class Transition {
   void leave_queues_locked();
 
   const Bounds bounds_;
+  const bool to_trim_;
   Stages stages_;  // transfers_ refer to it
   const Deadline began_ = now();
   Deadline begun_at_;  // begin()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -197,31 +199,55 @@ def test_work_that_was_queued_while_a_trim_waited_for_a_launch_is_waited_for(mak
 
 
 def test_frees_and_allocations_of_other_threads_go_on_beside_trims(make: Make, ledger: Ledger) -> None:
-    region = make()
-    held = with_holes(region)
-    other = make()
+    """In the region whose contents move, which a thread enters for that, and in another one. So do guarded launches."""
+    region, other = make(), make()
     stop = threading.Event()
+    done: Counter[str] = Counter()
     wrong: list[BaseException] = []
+    rng = random.Random(1)
 
-    def work() -> None:
-        rng = random.Random(1)
+    def allocate(where: memsaver.Region) -> None:
+        with where:  # nothing moves while a thread is inside
+            Block(where, rng.randint(1, PAGE), seed=rng.randint(0, 99)).check()
+        time.sleep(0.001)
+
+    def launch() -> None:
+        assert _core.acquire([region._core]) is None
+        _core.release([region._core])
+
+    def repeat(name: str, act: Callable[[], object]) -> None:
         try:
             while not stop.is_set():
-                block = Block(other, rng.randint(1, 20 * MIB), seed=rng.randint(0, 99))
-                block.check()
-                del block
+                act()
+                done[name] += 1
         except BaseException as error:
             wrong.append(error)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    for _ in range(5):
-        memsaver.trim([region.tag, other.tag])
+    acts: dict[str, Callable[[], object]] = {
+        "in it": lambda: allocate(region), "elsewhere": lambda: allocate(other), "launches": launch,
+    }  # fmt: skip
+    moved = 0
+    for _ in range(10):
+        held, gaps = [], []
+        for seed in range(12):
+            held.append(Block(region, MIB, seed=seed))
+            gaps.append(region._core.allocate_array(40 * MIB))
+        gaps.clear()
+        before = region.mapped_bytes
+        threads = [threading.Thread(target=repeat, args=act) for act in acts.items()]
+        stop.clear()
+        for thread in threads:
+            thread.start()
+        for _ in range(5):
+            memsaver.trim([region.tag, other.tag])
+        stop.set()
+        for thread in threads:
+            thread.join()
+        moved += before - region.mapped_bytes
         check(held)
-    stop.set()
-    thread.join()
-    assert not wrong
-    held.clear()
+        held.clear()
+    assert not wrong, wrong
+    assert moved > 0 and set(done) == set(acts)
     ledger.check()
 
 
