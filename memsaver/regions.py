@@ -302,9 +302,10 @@ class Region:
             return
         self._check_own("be closed")
         core.check_unused()
+        kept = False
         if (torch := loaded()) is not None:
             torch.check_unused(self)
-            torch.forget(self)
+            kept = torch.forget(self)
         core.await_frees(bound)  # without the registry's lock, so that other regions can be made meanwhile
         with _registry:
             if core.closed:  # another thread was faster
@@ -312,7 +313,7 @@ class Region:
             if (torch := loaded()) is not None:
                 torch.check_pausable([self], None, "closed")
             try:
-                core.close()
+                core.close(keep_entry_points=kept)
             finally:  # also after an interrupt
                 if core.closed:
                     _regions.pop((self.tag, self.device), None)

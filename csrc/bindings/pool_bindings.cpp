@@ -107,7 +107,11 @@ void bind_pool(nb::module_& module) {
   module.def("attach", &attach, nb::call_guard<Unlocked>(), "device"_a, "owner"_a, "pid"_a, "residence"_a, "key"_a,
              "timeout"_a);
   module.def("open_sentinel", &open_sentinel);
-  module.def("exit_descriptors", &exit_descriptors);
+  module.def("exit_descriptors", [] {  // the caller closes them
+    std::vector<int> files;
+    for (File& file : exit_descriptors()) files.push_back(file.keep());
+    return files;
+  });
   module.def("add_children", &add_children, "pidfds"_a);
   module.def("set_close_on_fork", &set_close_on_fork, "wanted"_a);
   module.def("same_file", &same_file, "pid"_a, "descriptor"_a, "other_pid"_a, "other_descriptor"_a);

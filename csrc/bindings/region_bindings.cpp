@@ -148,9 +148,11 @@ void await_frees(Region& region, std::optional<double> timeout) {
   region.device.resting.reap(freed);
 }
 
-void close_region(Region& region) {
+// `keep_entry_points`: a pool of torch that the program keeps refers to them. They stay those of the closed region,
+// which refuses all allocations.
+void close_region(Region& region, bool keep_entry_points) {
   core().close(region);
-  unbind_entry_points(region);
+  if (!keep_entry_points) unbind_entry_points(region);
 }
 
 nb::tuple as_tuple(const std::vector<std::pair<std::size_t, std::size_t>>& pairs) {
@@ -216,7 +218,7 @@ void bind_regions(nb::module_& module) {
       .def("wait_for_trim", &wait_for_trim, nb::call_guard<Unlocked>())
       .def("check_unused", &check_unused, nb::call_guard<Unlocked>())
       .def("await_frees", &await_frees, "timeout"_a.none(), nb::call_guard<Unlocked>())
-      .def("close", &close_region, nb::call_guard<Unlocked>())
+      .def("close", &close_region, nb::call_guard<Unlocked>(), "keep_entry_points"_a = false)
       .def("backup_parts",  // (address, bytes) of the parts that backup_view() takes whole
            [](const Region& region) {
              core();

@@ -15,7 +15,7 @@ inline void map_or_not(Driver& driver, Address address, std::size_t size, Handle
   }
 }
 
-// If it throws DriverError, the whole range is still mapped.
+// For the range of one chunk. If it throws DriverError, it is still mapped.
 inline void unmap_or_not(Driver& driver, Address address, std::size_t size) {
   try {
     driver.unmap(address, size);

@@ -92,6 +92,18 @@ void* nvml_device(const std::string& uuid) {
   return nullptr;
 }
 
+// The cause of a code that the driver's text does not tell.
+const char* cause(std::string_view call, Result code) {
+  if (code == kStreamIsCapturing)
+    return ". A CUDA graph is being captured that torch did not begin, and the call breaks it: announce such captures "
+           "by memsaver.capturing()";
+  if (code != ChunkUnavailable::kCode) return "";
+  if (call == "cuMemAddressReserve") return ". The process has no such range of addresses left";
+  if (call == "cuMemMap" || call == "cuMemSetAccess") return ". The device has no memory left for page tables";
+  if (call == "cuEventCreate" || call == "cuStreamCreate") return ". The driver has no memory left for it";
+  return "";
+}
+
 }  // namespace
 
 const Api& api() {
@@ -101,10 +113,11 @@ const Api& api() {
 
 void check(const char* call, Result code) {
   if (code == kSuccess) return;
-  const char* text = nullptr;
-  if (api().cuGetErrorString(code, &text) != kSuccess || text == nullptr) text = "unknown error";
-  if (code == ChunkUnavailable::kCode) throw ChunkUnavailable(call, text);
-  throw DriverError(call, code, text, loses_context(code));
+  const char* found = nullptr;
+  if (api().cuGetErrorString(code, &found) != kSuccess || found == nullptr) found = "unknown error";
+  const std::string text = found;
+  if (code == ChunkUnavailable::kCode && std::string_view(call) == "cuMemCreate") throw ChunkUnavailable(call, text);
+  throw DriverError(call, code, text + cause(call, code), loses_context(code));
 }
 
 Device device_at(int ordinal) {

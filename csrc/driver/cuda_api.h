@@ -25,6 +25,7 @@ constexpr Result kSuccess = 0;
 constexpr Result kDeinitialized = 4;
 constexpr Result kNotReady = 600;
 constexpr Result kNotSupported = 801;
+constexpr Result kStreamIsCapturing = 900;
 
 struct Location {
   int type;
@@ -130,7 +131,7 @@ struct Api {
 // Loads libcuda and initialises it, once. Throws DriverError if this fails.
 const Api& api();
 
-// Throws DriverError, or ChunkUnavailable where the device is full, for any code but success.
+// Throws DriverError for any code but success, and ChunkUnavailable where cuMemCreate finds the device full.
 void check(const char* call, Result code);
 
 // The device of this ordinal among the visible ones. Throws BadArgument if there is none, and DriverError if it has no

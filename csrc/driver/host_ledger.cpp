@@ -1,6 +1,8 @@
 #include "driver/host_ledger.h"
 
+#include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -10,6 +12,7 @@
 #include <cstring>
 #include <map>
 #include <optional>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -39,10 +42,74 @@ std::optional<std::uint64_t> start_time_of(int pid) {
   return at == std::string::npos ? 0 : std::strtoull(text->c_str() + at + 1, nullptr, 10);
 }
 
-std::string ledger_path(std::size_t capacity) {
+std::string ledger_folder() {
   const char* folder = ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : std::getenv("TMPDIR");
-  return std::string(folder != nullptr ? folder : "/tmp") + "/memsaver-" + std::to_string(::getuid()) + "-" +
-         std::to_string(capacity);
+  return folder != nullptr ? folder : "/tmp";
+}
+
+std::string ledger_names() { return "memsaver." + std::to_string(::getuid()) + "."; }
+
+// A process locks the tables that it uses, so that the last one removes a table. A killed process removes none: the
+// next one that opens any table does it.
+
+int lock(int file, int how) {
+  int code = 0;
+  do code = ::flock(file, how);
+  while (code != 0 && errno == EINTR);
+  return code;
+}
+
+// Opens a file and locks it. A process that ends may have removed it meanwhile.
+int open_in_use(const std::string& path) {
+  for (;;) {
+    File file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+    if (file.get() < 0) throw_errno("open");
+    if (lock(file.get(), LOCK_SH) != 0) throw_errno("flock");
+    struct stat status{};
+    if (::fstat(file.get(), &status) != 0) throw_errno("fstat");
+    if (status.st_uid != ::getuid())
+      throw DriverError("open", EPERM, path + " belongs to user " + std::to_string(status.st_uid));
+    if (status.st_nlink > 0) return file.keep();
+  }
+}
+
+// Removes a file that no process uses. This process uses it no more.
+void remove_unused(int file, const std::string& path) {
+  struct stat status{};
+  if (lock(file, LOCK_EX | LOCK_NB) == 0 && ::fstat(file, &status) == 0 && status.st_nlink > 0) ::unlink(path.c_str());
+}
+
+void remove_left() {
+  const std::string folder = ledger_folder(), names = ledger_names();
+  DIR* listed = ::opendir(folder.c_str());
+  if (listed == nullptr) return;
+  while (const dirent* entry = ::readdir(listed)) {
+    if (!std::string_view(entry->d_name).starts_with(names)) continue;
+    const std::string path = folder + "/" + entry->d_name;
+    const File file(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+    if (file.get() >= 0) remove_unused(file.get(), path);
+  }
+  ::closedir(listed);
+}
+
+// The tables in use, for the exit of the process: their objects are never destroyed.
+struct InUse {
+  std::mutex mutex;
+  std::map<int, std::string> paths;  // by descriptor
+  const int pid = ::getpid();        // a forked child shares the locks of its parent
+};
+
+InUse& in_use() {
+  static auto* all = [] {
+    std::atexit([] {
+      InUse& left = in_use();
+      const std::lock_guard lock(left.mutex);
+      if (::getpid() != left.pid) return;
+      for (const auto& [file, path] : left.paths) remove_unused(file, path);
+    });
+    return new InUse;
+  }();
+  return *all;
 }
 
 }  // namespace
@@ -93,13 +160,17 @@ HostLedger::HostLedger(std::size_t capacity)
   if (!boot) throw_errno("open");
   uuid_ =
       "HOST-" + boot->substr(0, boot->find('\n')) + "-" + std::to_string(::getuid()) + "-" + std::to_string(capacity_);
-  const std::string path = ledger_path(capacity);
-  file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-  if (file_ < 0) throw_errno("open");
+  static const bool once = (remove_left(), true);
+  static_cast<void>(once);
+  path_ = ledger_folder() + "/" + ledger_names() + std::to_string(capacity);
+  file_ = open_in_use(path_);
+  {
+    InUse& all = in_use();
+    const std::lock_guard lock(all.mutex);
+    all.paths[file_] = path_;
+  }
   struct stat status{};
   if (::fstat(file_, &status) != 0) throw_errno("fstat");
-  if (status.st_uid != ::getuid())
-    throw DriverError("open", EPERM, path + " belongs to user " + std::to_string(status.st_uid));
   if (static_cast<std::size_t>(status.st_size) < file_size_ && ::ftruncate(file_, static_cast<off_t>(file_size_)) != 0)
     throw_errno("ftruncate");
   void* memory = ::mmap(nullptr, file_size_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
@@ -114,7 +185,11 @@ HostLedger::HostLedger(std::size_t capacity)
 
 HostLedger::~HostLedger() {
   if (header_ != nullptr) ::munmap(header_, file_size_);
-  if (file_ >= 0) ::close(file_);
+  InUse& all = in_use();
+  const std::lock_guard lock(all.mutex);
+  all.paths.erase(file_);
+  if (::getpid() == all.pid) remove_unused(file_, path_);
+  ::close(file_);
 }
 
 HostLedger::Entry* HostLedger::entries() const { return reinterpret_cast<Entry*>(header_ + 1); }

@@ -53,6 +53,7 @@ class HostLedger {
   std::size_t entry_count_;
   std::size_t file_size_;
   std::uint64_t start_time_;
+  std::string path_;
   int file_ = -1;
   Header* header_ = nullptr;
   std::mutex mutex_;  // excludes other threads; the file lock excludes other processes

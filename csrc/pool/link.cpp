@@ -39,7 +39,7 @@ std::string packed(const Message& message) {
 }
 
 // Keeps unknown kinds and fields: the connection decides about the kind, and no reader asks for an unknown field.
-Message unpacked(const std::string& path, const std::string& packet, std::vector<int> descriptors) {
+Message unpacked(const std::string& path, const std::string& packet, std::vector<File> descriptors) {
   Head head{};
   if (packet.size() < sizeof head) throw BrokerError("the broker's packet is shorter than a head", path);
   std::memcpy(&head, packet.data(), sizeof head);
@@ -75,7 +75,8 @@ bool try_send(int socket, Message& message) {
     rights->cmsg_level = SOL_SOCKET;
     rights->cmsg_type = SCM_RIGHTS;
     rights->cmsg_len = CMSG_LEN(bytes);
-    std::memcpy(CMSG_DATA(rights), message.descriptors.data(), bytes);
+    int* sent = reinterpret_cast<int*>(CMSG_DATA(rights));
+    for (const File& file : message.descriptors) *sent++ = file.get();
   }
   for (;;) {
     if (::sendmsg(socket, &header, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) break;
@@ -84,16 +85,11 @@ bool try_send(int socket, Message& message) {
     ::shutdown(socket, SHUT_RDWR);  // the broker has ended, or cannot get this message: receive() reports it
     break;
   }
-  close_all(message.descriptors);
+  message.descriptors.clear();
   return true;
 }
 
 }  // namespace
-
-void close_all(std::vector<int>& descriptors) {
-  for (const int file : std::exchange(descriptors, {}))
-    if (file >= 0) ::close(file);
-}
 
 Link::Link(const std::string& to) : path(to), socket_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
   sockaddr_un address{};
@@ -102,10 +98,6 @@ Link::Link(const std::string& to) : path(to), socket_(::socket(AF_UNIX, SOCK_SEQ
   std::memcpy(address.sun_path, path.data(), path.size());
   if (socket_.get() < 0 || ::connect(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
     throw BrokerError("there is no broker at " + path + ": " + std::strerror(errno), path);
-}
-
-Link::~Link() {
-  for (Message& message : unsent_) close_all(message.descriptors);
 }
 
 void Link::send(Message message) {
@@ -132,27 +124,20 @@ std::optional<Message> Link::receive() {
     size = ::recvmsg(socket_.get(), &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   } while (size < 0 && errno == EINTR);
   if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return std::nullopt;
-  std::vector<int> descriptors;
+  std::vector<File> descriptors;
   for (cmsghdr* rights = size < 0 ? nullptr : CMSG_FIRSTHDR(&header); rights != nullptr;
        rights = CMSG_NXTHDR(&header, rights)) {
     if (rights->cmsg_level != SOL_SOCKET || rights->cmsg_type != SCM_RIGHTS) continue;
+    const auto* received = reinterpret_cast<const int*>(CMSG_DATA(rights));
     const std::size_t count = (rights->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    descriptors.resize(count);
-    std::memcpy(descriptors.data(), CMSG_DATA(rights), count * sizeof(int));
+    for (std::size_t i = 0; i < count; ++i) descriptors.emplace_back(received[i]);
   }
-  if (size <= 0 || (header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
-    close_all(descriptors);
+  if (size <= 0 || (header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0)
     throw BrokerError(size <= 0 ? "the broker at " + path + " has ended the connection"
                                 : "this process has no free descriptor for a message of the broker at " + path,
                       path);
-  }
   packet.resize(static_cast<std::size_t>(size));
-  try {
-    return unpacked(path, packet, descriptors);
-  } catch (...) {
-    close_all(descriptors);
-    throw;
-  }
+  return unpacked(path, packet, std::move(descriptors));
 }
 
 Message Link::expect(wire::Kind kind, std::chrono::milliseconds timeout) {
@@ -164,7 +149,6 @@ Message Link::expect(wire::Kind kind, std::chrono::milliseconds timeout) {
   std::optional<Message> message = found > 0 ? receive() : std::nullopt;
   if (!message) throw BrokerError("the broker at " + path + " does not answer", path);
   if (message->kind == kind) return std::move(*message);
-  close_all(message->descriptors);
   throw BrokerError("the broker at " + path + " refuses: " + message->text, path);
 }
 

@@ -18,15 +18,14 @@ class Link {
  public:
   // Throws BrokerError if no broker accepts connections at this path.
   explicit Link(const std::string& path);
-  ~Link();
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
   const std::string path;
   int descriptor() const { return socket_.get(); }
 
-  // Sends a message now if the socket accepts it, else at a later flush(). Owns the message's descriptors. A message to
-  // a broker that has ended is lost: receive() reports the end.
+  // Sends a message now if the socket accepts it, else at a later flush(). A message to a broker that has ended is
+  // lost: receive() reports the end.
   void send(wire::Message message);
   bool flush();  // false: messages are left for the next call
   // The next packet, if there is one. Throws BrokerError if the broker has ended the connection or sent a malformed
@@ -39,8 +38,5 @@ class Link {
   File socket_;
   std::deque<wire::Message> unsent_;
 };
-
-// Closes the descriptors of a message.
-void close_all(std::vector<int>& descriptors);
 
 }  // namespace memsaver

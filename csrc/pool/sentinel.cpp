@@ -88,7 +88,7 @@ void add_children(const std::vector<int>& pidfds) {
   all.children.insert(all.children.end(), pidfds.begin(), pidfds.end());
 }
 
-std::vector<int> exit_descriptors() {
+std::vector<File> exit_descriptors() {
   open_sentinel();
   Ends& all = ends();
   std::lock_guard lock(all.mutex);
@@ -98,16 +98,12 @@ std::vector<int> exit_descriptors() {
   return copies_of(files);
 }
 
-std::vector<int> copies_of(const std::vector<int>& descriptors) {
-  std::vector<int> copies;
+std::vector<File> copies_of(const std::vector<int>& descriptors) {
+  std::vector<File> copies;
   for (const int file : descriptors) {
     const int copy = ::fcntl(file, F_DUPFD_CLOEXEC, 0);
-    if (copy < 0) {
-      const int code = errno;
-      for (const int made : copies) ::close(made);
-      throw DriverError("fcntl", code, std::strerror(code));
-    }
-    copies.push_back(copy);
+    if (copy < 0) throw DriverError("fcntl", errno, std::strerror(errno));
+    copies.emplace_back(copy);
   }
   return copies;
 }

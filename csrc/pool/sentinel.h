@@ -12,6 +12,8 @@
 #include <optional>
 #include <vector>
 
+#include "base/files.h"
+
 namespace memsaver {
 
 // Opens the sentinel, once in a process. Throws DriverError if there is no free descriptor.
@@ -20,10 +22,10 @@ void open_sentinel();
 void add_children(const std::vector<int>& pidfds);
 // Copies of the sentinel's read end and of the pidfds of those children that run, for a `sentinel` message. Throws
 // DriverError.
-std::vector<int> exit_descriptors();
+std::vector<File> exit_descriptors();
 
-// Copies that exec closes. Throws DriverError if there are too few free descriptors, and then no copy is left open.
-std::vector<int> copies_of(const std::vector<int>& descriptors);
+// Copies that exec closes. Throws DriverError if there are too few free descriptors.
+std::vector<File> copies_of(const std::vector<int>& descriptors);
 bool has_exited(int pidfd);
 
 // Whether children that are forked from now on close the descriptors of CUDA's devices and the sentinel at once. This

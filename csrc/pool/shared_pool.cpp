@@ -76,7 +76,7 @@ void SharedPool::send(Message message) {
 
 // Sends the chunks that were given back first, since they were given back before this message was made.
 void SharedPool::send_locked(Message message) {
-  if (link_ == nullptr) return close_all(message.descriptors);
+  if (link_ == nullptr) return;
   send_returned_locked();
   link_->send(std::move(message));
   if (!link_->flush()) wake();
@@ -187,10 +187,8 @@ std::vector<Message> SharedPool::call_broker(Message message, Deadline deadline,
   calls_.erase(serial);
   const bool disconnected = link_ == nullptr || connections_ != connection;
   if (answer.answered && !disconnected && answer.refusal == 0 && !interrupt) return std::move(answer.answer);
-  for (Message& part : answer.answer) {
-    close_all(part.descriptors);
+  for (const Message& part : answer.answer)
     if (part.kind == Kind::attached) detach_locked(part.words.at(1));  // the caller does not get it
-  }
   if (interrupt) std::rethrow_exception(interrupt);
   if (answer.refusal == static_cast<std::uint64_t>(wire::Refusal::unsupported))
     throw BrokerError("the broker at " + path_ + " cannot answer: " + answer.answer.back().text, path_);
@@ -206,11 +204,11 @@ void SharedPool::settle() {
 }
 
 Supply SharedPool::look() {
-  const Message usage =
-      call_broker(message_of(Kind::usage, {}), Clock::now() + kUsageTimeout, "the broker", false).back();
-  Supply supply{usage.words.at(1), {}};
-  for (std::size_t at = 3; at + 1 < usage.words.size(); at += 2)
-    supply.holders.push_back({static_cast<int>(usage.words[at]), usage.words[at + 1]});
+  const auto answers = call_broker(message_of(Kind::usage, {}), Clock::now() + kUsageTimeout, "the broker", false);
+  const std::vector<std::uint64_t>& usage = answers.back().words;
+  Supply supply{usage.at(1), {}};
+  for (std::size_t at = 3; at + 1 < usage.size(); at += 2)
+    supply.holders.push_back({static_cast<int>(usage[at]), usage[at + 1]});
   std::lock_guard lock(mutex_);
   for (const Holder& holder : holders_)
     if (holder.unused.value_or(0) > 0) supply.unused.push_back({holder.pid, *holder.unused, holder.why});
@@ -249,14 +247,14 @@ void SharedPool::set_scrub(bool wanted) {
 AttachedMemory SharedPool::attach(std::uint64_t owner, int pid, std::uint64_t residence, const std::string& key,
                                   Deadline deadline) {
   const std::string peer = "process " + std::to_string(pid) + ", asked through the broker";
-  const auto answers = call_broker(message_of(Kind::attach, {owner, static_cast<std::uint64_t>(pid), residence}, key),
-                                   deadline, peer, true);
+  auto answers = call_broker(message_of(Kind::attach, {owner, static_cast<std::uint64_t>(pid), residence}, key),
+                             deadline, peer, true);
   AttachedMemory memory;
-  for (const Message& answer : answers) {
+  for (Message& answer : answers) {
     memory.attachment = answer.words.at(1);
     std::size_t file = 0;
     for (std::size_t at = 3; at + 2 < answer.words.size(); at += 3)
-      memory.parts.push_back({answer.words[at], answer.words[at + 2], answer.descriptors.at(file++)});
+      memory.parts.push_back({answer.words[at], answer.words[at + 2], std::move(answer.descriptors.at(file++))});
   }
   return memory;
 }

@@ -65,12 +65,12 @@ class Residents {
   virtual std::vector<Attached> attachments() = 0;
 };
 
-// The result of attach(). The caller owns the descriptors.
+// The result of attach().
 struct AttachedMemory {
   struct Part {
     std::size_t offset;
     std::size_t size;
-    int file;
+    File file;
   };
   std::uint64_t attachment = 0;
   std::vector<Part> parts;
@@ -139,12 +139,9 @@ class SharedPool final : public ChunkSource, private RequestHost {
   };
   using Entries = std::unordered_map<std::uint64_t, Entry>;  // by the broker's number of the chunk
   struct Attacher {                                          // a process that is attached to memory of this one
-    Attacher(int number, std::vector<int> descriptors) : pid(number), files(std::move(descriptors)) {}
-    ~Attacher() { close_all(files); }
-    Attacher(const Attacher&) = delete;
-    Attacher& operator=(const Attacher&) = delete;
+    Attacher(int number, std::vector<File> descriptors) : pid(number), files(std::move(descriptors)) {}
     const int pid;
-    std::vector<int> files;  // its pidfd, then the descriptors of its `sentinel` message
+    const std::vector<File> files;  // its pidfd, then the descriptors of its `sentinel` message
   };
   struct Call {  // a message that waits for its answer
     bool answered = false;
@@ -188,7 +185,7 @@ class SharedPool final : public ChunkSource, private RequestHost {
   void handle_attach_request(wire::Message message);
   void handle_holders_locked(const wire::Message& message);
   void handle_drop(const std::vector<std::uint64_t>& ids);
-  void add_attacher(std::uint64_t attachment, int pid, std::vector<int> files);
+  void add_attacher(std::uint64_t attachment, int pid, std::vector<File> files);
   void remove_attacher(std::uint64_t attachment);
   void send_report();
   void wake() const;

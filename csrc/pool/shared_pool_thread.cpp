@@ -28,12 +28,11 @@ std::map<std::size_t, std::size_t> parts_of(const std::vector<std::uint64_t>& wo
 }
 
 void send_sentinel(Link& link) {
-  const std::vector<int> files = exit_descriptors();
+  std::vector<File> files = exit_descriptors();
   for (std::size_t at = 0; at < files.size(); at += wire::kMostDescriptors) {
     const std::size_t end = std::min(files.size(), at + wire::kMostDescriptors);
     Message message = message_of(Kind::sentinel, {});
-    message.descriptors.assign(files.begin() + static_cast<std::ptrdiff_t>(at),
-                               files.begin() + static_cast<std::ptrdiff_t>(end));
+    for (std::size_t i = at; i < end; ++i) message.descriptors.push_back(std::move(files[i]));
     link.send(std::move(message));
   }
 }
@@ -140,15 +139,10 @@ void SharedPool::restore_state(Connected connected) {
 
 void SharedPool::send_inventory(Link& link, const std::vector<std::pair<std::uint64_t, Entry>>& entries) const {
   Message part = message_of(Kind::inventory, {});
-  try {
-    for (const auto& [id, entry] : entries) {
-      part.words.insert(part.words.end(), {id, entry.size});
-      part.descriptors.push_back(driver_.export_fd(entry.handle));
-      if (part.descriptors.size() == wire::kMostChunks) link.send(std::exchange(part, message_of(Kind::inventory, {})));
-    }
-  } catch (...) {
-    close_all(part.descriptors);
-    throw;
+  for (const auto& [id, entry] : entries) {
+    part.words.insert(part.words.end(), {id, entry.size});
+    part.descriptors.emplace_back(driver_.export_fd(entry.handle));
+    if (part.descriptors.size() == wire::kMostChunks) link.send(std::exchange(part, message_of(Kind::inventory, {})));
   }
   link.send(std::move(part));  // fewer than kMostChunks: the end of the inventory
 }
@@ -161,7 +155,9 @@ void SharedPool::send_attachments_locked(Link& link, const std::vector<Residents
     for (const Handle chunk : each.chunks)
       if (const auto found = numbers_.find(chunk); found != numbers_.end()) words.push_back(found->second);
     Message message = message_of(Kind::restore, std::move(words));
-    message.descriptors = copies_of(attacher->second->files);
+    std::vector<int> files;
+    for (const File& file : attacher->second->files) files.push_back(file.get());
+    message.descriptors = copies_of(files);
     link.send(std::move(message));
   }
   link.send(message_of(Kind::attachments, {attached_.begin(), attached_.end()}));
@@ -339,7 +335,6 @@ void SharedPool::handle_answer_locked(Message message) {
   const auto call = calls_.find(message.words[0]);
   if (call == calls_.end()) {  // its caller has stopped waiting
     if (message.kind == Kind::attached) send_locked(message_of(Kind::detach, {message.words.at(1)}));
-    close_all(message.descriptors);
     return;
   }
   if (message.kind == Kind::attached) attached_.insert(message.words.at(1));
@@ -350,7 +345,6 @@ void SharedPool::handle_answer_locked(Message message) {
 // A newer broker may send messages that this version does not define, and gets a refusal. From any other it is an
 // error.
 void SharedPool::handle_unknown(Message message) {
-  close_all(message.descriptors);
   const std::string text = "version " + std::to_string(wire::kVersion) + " of the protocol has no message of kind " +
                            std::to_string(static_cast<std::uint32_t>(message.kind));
   std::lock_guard lock(mutex_);
@@ -367,7 +361,7 @@ void SharedPool::handle_grant(Message message) {
   for (std::size_t at = chunks_at; at + 2 < message.words.size(); at += 3) {
     const std::uint64_t flags = message.words[at + 2];
     Grant grant{message.words[at], message.words[at + 1], (flags & wire::kScrub) != 0, -1, connections_};
-    if ((flags & wire::kHasDescriptor) != 0) grant.file = message.descriptors.at(file++);
+    if ((flags & wire::kHasDescriptor) != 0) grant.file = message.descriptors.at(file++).keep();
     if (found != requests_.end())
       found->second->granted_locked(grant);
     else
@@ -402,11 +396,10 @@ void SharedPool::send_report() {
 }
 
 // Several attachments of one process share its descriptors.
-void SharedPool::add_attacher(std::uint64_t attachment, int pid, std::vector<int> files) {
+void SharedPool::add_attacher(std::uint64_t attachment, int pid, std::vector<File> files) {
   std::lock_guard lock(mutex_);
   for (const auto& [number, known] : attachers_) {
-    if (known->pid != pid || has_exited(known->files.front())) continue;
-    close_all(files);
+    if (known->pid != pid || has_exited(known->files.front().get())) continue;
     attachers_[attachment] = known;
     return;
   }
@@ -428,7 +421,8 @@ void SharedPool::handle_attach_request(Message message) {
     const auto placed = residents_.attach(message.text, message.words.at(2), attachment, pid);
     // A chunk that was freed meanwhile is given back to the broker before the answer, so it must not be in it.
     std::lock_guard lock(mutex_);
-    std::vector<Message> answers = {message_of(Kind::attach_reply, {message.words.at(0), attachment, 0})};
+    std::vector<Message> answers;
+    answers.push_back(message_of(Kind::attach_reply, {message.words.at(0), attachment, 0}));
     for (const Placed& chunk : placed) {
       const auto number = numbers_.find(chunk.handle);
       if (number == numbers_.end() || !chunks_.at(number->second).in_use)

@@ -103,6 +103,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/files.h"
+
 namespace memsaver::wire {
 
 // See "Versions" above before you change a message.
@@ -160,7 +162,7 @@ struct Message {
   Kind kind;
   std::vector<std::uint64_t> words;
   std::string text;
-  std::vector<int> descriptors;  // the receiver closes them
+  std::vector<File> descriptors;
   std::vector<std::pair<Field, std::uint64_t>> fields;
 
   std::uint64_t field(Field wanted, std::uint64_t missing) const {

@@ -1,7 +1,5 @@
 #include "regions/attachment.h"
 
-#include <unistd.h>
-
 #include <utility>
 
 namespace memsaver {
@@ -11,21 +9,16 @@ Attachment::Attachment(Device& device, std::uint64_t owner, int pid, std::uint64
     : device_(device) {
   const AttachedMemory lent = device.shared->attach(owner, pid, residence, key, deadline);
   lease_ = lent.attachment;
-  const auto close_files = [&] {
-    for (const AttachedMemory::Part& part : lent.parts) ::close(part.file);
-  };
   try {
     if (lent.parts.empty()) throw Error("the lease names no memory");
     const std::size_t first = lent.parts.front().offset;
     memory_.emplace(device, first, lent.parts.back().offset + lent.parts.back().size - first);
-    for (const AttachedMemory::Part& part : lent.parts) memory_->map({part.offset, part.size}, part.file);
+    for (const AttachedMemory::Part& part : lent.parts) memory_->map({part.offset, part.size}, part.file.get());
     memory_->allow();
   } catch (...) {
-    close_files();
     end(!memory_ || memory_->undo());
     throw;
   }
-  close_files();
 }
 
 Attachment::~Attachment() {

@@ -122,21 +122,25 @@ bool Region::lacks_access() const {
 
 std::optional<DriverError> Region::unmap(const std::vector<Address>& chunks, std::vector<Chunk>& freed) {
   std::optional<DriverError> refusal;
-  for (std::size_t i = 0; i < chunks.size();) {
+  for (std::size_t i = 0, next = 0; i < chunks.size(); i = next) {
     Address end = chunks[i];
-    std::size_t next = i;
     do end += chunks_.at(chunks[next++]).size();
     while (next < chunks.size() && joins(end, chunks[next]));
+    const std::vector<Address> run(chunks.begin() + static_cast<std::ptrdiff_t>(i),
+                                   chunks.begin() + static_cast<std::ptrdiff_t>(next));
+    std::vector<Address> gone;
     try {
-      unmap_or_not(*device.driver, chunks[i], end - chunks[i]);
+      device.driver->unmap(run.front(), end - run.front());
+      gone = run;
     } catch (const DriverError& error) {
-      if (!refusal) refusal = error;
-      i = next;
-      continue;
+      // The call may have been made, also for some of the chunks alone.
+      for (const Address chunk : run)
+        if (!error.context_lost && !device.driver->is_mapped(chunk)) gone.push_back(chunk);
+      if (gone.size() < run.size() && !refusal) refusal = error;
     }
     std::lock_guard lock(device.mutex);
-    for (; i < next; ++i) {
-      auto found = chunks_.find(chunks[i]);
+    for (const Address chunk : gone) {
+      auto found = chunks_.find(chunk);
       mapped_ -= found->second.size();
       freed.push_back(std::move(found->second));
       chunks_.erase(found);

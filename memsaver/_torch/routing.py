@@ -441,15 +441,25 @@ class Router:
         if used:
             raise Error(f"region {region.tag!r} cannot be closed: {used} bytes of it are allocated")
 
-    def forget(self, region: Region) -> None:
-        """Drops the pools of a region that is about to be closed. torch releases their free segments."""
+    def forget(self, region: Region) -> bool:
+        """Drops the pools of a region that is about to be closed. torch releases their free segments.
+
+        Returns whether one of them lives on: the program has it from ``Region.pool``, and may allocate from it.
+        """
         with self._lock:
             pools = self._pools.pop(region, None)
             retired = pools is not None and pools.has_retired
+        kept = False
         if pools is not None:  # outside the lock
-            routes.drop(pools.device.index, pools.take_all())
+            taken: list[Any] = pools.take_all()
+            taken.append(object())  # which has no reference beside those of a pool that is dropped
+            *counts, of_dropped = [sys.getrefcount(each) for each in taken]
+            kept = any(count > of_dropped for count in counts)
+            taken.pop()
+            routes.drop(pools.device.index, taken)
         if retired:  # their segments are in torch's cache, and only torch lists them as free
             empty_cache()
+        return kept
 
     def is_entered(self, region: Region) -> bool:
         """Whether any thread is inside the region."""

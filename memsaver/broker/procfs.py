@@ -24,7 +24,9 @@ import psutil
 from memsaver import _core
 from memsaver.errors import ConfigError
 
-_DRIVER_FILE = re.compile(r"/dev/nvidia.*|/.*/memsaver-\d+-\d+")  # CUDA's devices; the table of a host device
+_DRIVER_FILE = re.compile(
+    r"/dev/nvidia.*|/.*/memsaver\.\d+\.\d+( \(deleted\))?"
+)  # CUDA's devices; the table of a host device
 _EXITING = 0x4  # PF_EXITING of the kernel
 _FORKED_WITHOUT_EXEC = 0x40  # PF_FORKNOEXEC
 _GONE = (FileNotFoundError, ProcessLookupError)

@@ -34,6 +34,7 @@ for _name, _result, _arguments in (
     ("fake_take", None, [_int, ctypes.c_int64]),
     ("fake_set_stack_limit", None, [_int, ctypes.c_size_t]),
     ("fake_end_makers", None, []),
+    ("fake_stop_unmap", None, [_u64]),
     ("fake_reserved_bytes", _u64, []),
     ("fake_mapped_bytes", _u64, []),
     ("fake_registered_bytes", _u64, []),
@@ -188,6 +189,11 @@ def set_stack_limit(device: int, nbytes: int) -> None:
 def end_makers() -> None:
     """The makers of all imported memory end. NVML lists it for this process from now on."""
     _fake.fake_end_makers()
+
+
+def stop_unmap(chunks: int) -> None:
+    """The next cuMemUnmap() of more chunks unmaps so many of them and fails."""
+    _fake.fake_stop_unmap(chunks)
 
 
 def reserved_bytes() -> int:

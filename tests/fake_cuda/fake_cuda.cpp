@@ -630,8 +630,15 @@ Result cuMemRetainAllocationHandle(AllocationHandle* handle, void* address) {
 
 Result cuMemUnmap(DevicePointer address, std::size_t size) {
   FAKE_ENTER_ANY("cuMemUnmap");
-  const auto chunks = all.whole(address, size);
+  auto chunks = all.whole(address, size);
   if (chunks.empty()) return codes::kInvalidValue;
+  Result code = kSuccess;
+  if (all.most_unmapped > 0 && chunks.size() > all.most_unmapped) {  // stops in the middle
+    chunks.resize(all.most_unmapped);
+    all.most_unmapped = 0;
+    size = chunks.back()->first + chunks.back()->second.size - address;
+    code = 999;
+  }
   if (all.contents)
     ::mmap(at(address), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   for (const auto& chunk : chunks) {
@@ -643,7 +650,7 @@ Result cuMemUnmap(DevicePointer address, std::size_t size) {
     --memory->mappings;
     all.drop_if_unused(memory);
   }
-  return call.end();
+  return call.end(code);
 }
 
 Result cuMemHostRegister(void* host, std::size_t size, unsigned) {
@@ -1096,6 +1103,13 @@ void fake_end_makers() {
   Fake& all = fake();
   const Lock lock(all.mutex);
   all.makers_ended = true;
+}
+
+// The next cuMemUnmap() of more chunks unmaps so many of them and fails.
+void fake_stop_unmap(std::uint64_t chunks) {
+  Fake& all = fake();
+  const Lock lock(all.mutex);
+  all.most_unmapped = chunks;
 }
 
 std::uint64_t fake_reserved_bytes() {

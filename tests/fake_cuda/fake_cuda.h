@@ -194,6 +194,7 @@ struct Fake {
   std::vector<Scrubbed> scrubbed;
   int files[kMostDevices];
   off_t next_offset[kMostDevices] = {};
+  std::size_t most_unmapped = 0;  // chunks by the next cuMemUnmap() of more; 0: all
   bool makers_ended = false;  // of all memory of other processes
 
   std::size_t reserved_bytes = 0;

@@ -643,6 +643,14 @@ class FakeBroker:
             protocol.send(guest, self.answer.encode())
         guest.close()
 
+    def join(self) -> socket.socket:
+        """Answers the next client that says hello, and returns its connection."""
+        while True:
+            guest, _ = self.channel.accept()
+            if protocol.receive(guest) is not None:
+                protocol.send(guest, self.answer.encode())
+                return guest
+
 
 V = protocol.VERSION
 
@@ -677,6 +685,28 @@ def test_a_broker_of_another_version_is_an_error(short_dir: Path, said: Message,
         text = worker.answer()
         assert text.startswith("BrokerError") and all(each in text for each in texts), text
         assert worker.run("print(memsaver.stats().options.get('pool'), _core.in_pool('cpu'))").endswith("False")
+        fake.channel.close()
+
+
+def test_malformed_messages_of_a_broker_leave_no_descriptors(short_dir: Path) -> None:
+    """Each ends its connection, and the client searches for a broker again."""
+    settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": str(short_dir)}
+    malformed = [Message("grant", (1,)), Message("attach_request", (1,)), Message("stalled"), Message("holders")]
+    with Peer(**settings) as worker:
+        worker.run("from tests.pool_support import *")
+        pid = int(worker.run("print(os.getpid())"))
+        uuid = worker.run("print(_core.device_uuid('cpu'))")
+        fake = FakeBroker(str(short_dir / f"{uuid}.sock"), Message("welcome", (V, CAPACITY)))
+        worker.send("memsaver.configure(pool='shared')")
+        guest = fake.join()
+        worker.answer()
+        before = descriptors_of(pid)
+        for message in malformed * 2:
+            protocol.send(guest, message.encode(), [0] * 8)
+            following = fake.join()
+            guest.close()
+            guest = following
+            until(lambda: descriptors_of(pid) == before, within_s=20)
         fake.channel.close()
 
 

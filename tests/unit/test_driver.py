@@ -5,10 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +20,7 @@ import pytest
 
 import memsaver
 from memsaver import _core
-from tests.support import MIB, PAGE, Fill, descriptors, run_python, until
+from tests.support import MIB, PAGE, Fill, descriptors, environment, fresh_device, run_python, until
 
 DEVICES = ["cpu"] + (["cuda:0"] if _core.cuda_device_count() else [])
 HOST = ["cpu"]
@@ -802,6 +806,38 @@ def test_an_armed_call_can_take_effect_and_still_report_an_error(bench: Bench) -
     assert (bench.read(address, PAGE) == 7).all()
     reports_after(lambda: bench.driver.unmap(address, PAGE))
     assert refused(lambda: bench.driver.unmap(address, PAGE)).code == 1
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="the tables are in another folder")
+def test_the_table_of_a_host_device_goes_with_its_last_process() -> None:
+    """A killed process leaves it to the next process that uses any host device."""
+    size = int(fresh_device())
+    table = Path(f"/dev/shm/memsaver.{os.getuid()}.{size}")
+    code = """
+        import sys, memsaver
+        memsaver.region("a", device="cpu")._core.allocate_array(1 << 20)
+        print("used", flush=True)
+        sys.stdin.readline()
+    """
+
+    def started(nbytes: int) -> subprocess.Popen[str]:
+        settings = environment(MEMSAVER_HOST_DEVICE=str(nbytes))
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code)], env=settings, stdin=-1, stdout=-1, text=True
+        )
+        assert process.stdout is not None and process.stdout.readline() == "used\n"
+        return process
+
+    first, second = started(size), started(size)
+    first.communicate("\n")
+    assert table.exists()
+    second.communicate("\n")
+    assert not table.exists()
+    killed = started(size)
+    killed.kill()
+    killed.communicate()
+    started(int(fresh_device())).communicate("\n")
+    assert not table.exists()
 
 
 @host_only

@@ -710,6 +710,58 @@ def test_a_device_that_cannot_be_opened_leaves_nothing_behind(call: str, after: 
     """)
 
 
+@pytest.mark.parametrize("gone", [1, 2])
+def test_chunks_that_a_failed_call_has_not_unmapped_stay_in_their_region(gone: int) -> None:
+    """The driver has unmapped a part of a run. The handles of the others are not released."""
+    run(f"""
+    region = memsaver.region("a", device="cuda:0", backup="host")
+    segments = [Segment(region, PAGE, seed) for seed in range(3)]
+    control.stop_unmap({gone})
+    assert refused(region.pause).call == "cuMemUnmap"
+    left = (3 - {gone}) * PAGE
+    assert region.state == "paused"
+    assert region.mapped_bytes == control.mapped_bytes() == control.used_bytes() == left
+    region.pause(), region.resume()
+    assert control.mapped_bytes() == control.used_bytes() == 3 * PAGE
+    for segment in segments:
+        segment.check()
+    """)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ("cuMemAddressReserve", "has no such range of addresses left"),
+        ("cuMemMap", "no memory left for page tables"),
+        ("cuMemSetAccess", "no memory left for page tables"),
+    ],
+)
+def test_another_shortage_than_that_of_device_memory_has_its_call_and_its_resource(call: str, text: str) -> None:
+    run(f"""
+    region = memsaver.region("a", device="cuda:0", backup="host")
+    control.fail({call!r}, 2)
+    error = refused(lambda: Segment(region, MIB))
+    assert type(error) is memsaver.DriverError and (error.call, error.code) == ({call!r}, 2) and {text!r} in str(error)
+    segment = Segment(region, MIB, seed=1)
+    region.pause()
+    if {call!r} != "cuMemAddressReserve":
+        control.fail({call!r}, 2)
+        assert {text!r} in str(refused(region.resume)) and region.state == "paused"
+    region.resume()
+    segment.check()
+    assert control.mapped_bytes() == control.used_bytes() == PAGE
+    """)
+
+
+def test_a_mark_in_a_capture_that_was_not_announced_names_the_announcement() -> None:
+    run("""
+    region = memsaver.region("a", device="cuda:0", backup="host")
+    segment = Segment(region, MIB)
+    control.fail("cuCtxRecordEvent", 900)
+    assert "memsaver.capturing()" in str(refused(region.pause))
+    """)
+
+
 def test_the_drivers_names_are_not_those_of_other_libraries() -> None:
     run("""
     memsaver.region("a", device="cuda:0")

@@ -30,7 +30,7 @@ def driver_files() -> set[int]:
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
-            if os.path.basename(os.readlink(f"/proc/self/fd/{name}")).startswith("memsaver-"):
+            if os.path.basename(os.readlink(f"/proc/self/fd/{name}")).startswith("memsaver."):
                 found.add(int(name))
     return found
 
@@ -65,7 +65,7 @@ def others() -> set[int]:
 @pytest.fixture
 def driver_file(tmp_path: Path, others: set[int]) -> Iterator[int]:
     """A descriptor with the name of a host device's table."""
-    file = os.open(tmp_path / "memsaver-0-4096", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    file = os.open(tmp_path / "memsaver.0.4096", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     yield file
     os.close(file)
 

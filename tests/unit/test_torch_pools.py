@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +15,9 @@ from memsaver._adapter import adapter
 from memsaver._torch import pools as torch_pools
 from memsaver._torch import routing
 from memsaver._torch.pools import RegionPools
-from tests.support import MIB
+from tests.support import MIB, functions
 
+Make = Callable[..., memsaver.Region]
 BYTES = 100 * MIB
 
 
@@ -114,6 +115,28 @@ def test_a_list_of_blocks_keeps_references(monkeypatch: pytest.MonkeyPatch, take
     assert (sys.getrefcount(first), sys.getrefcount(second)) == expected
     assert abs(sys.getrefcount(False) - of_false) < 100
     torch_pools._references_taken.cache_clear()
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "dropped"])
+def test_a_pool_that_outlives_its_region_allocates_in_no_other(
+    monkeypatch: pytest.MonkeyPatch, make: Make, keeps: bool
+) -> None:
+    """A program may keep the pool that ``Region.pool`` returned. Its entry point is not that of the next region."""
+    router: Any = adapter()
+    monkeypatch.setattr(torch_pools, "snapshot", lambda pool_id: [])
+    region = make()
+    points = region._core.entry_points()
+    pools = router._of(region)
+    monkeypatch.setattr(pools, "_make", lambda: type("Pool", (), {"id": (0, 1), "use_count": lambda self: 1})())
+    pool = pools.graph
+    if not keeps:
+        del pool
+    region.close()
+    following = make()
+    assert (following._core.entry_points() == points) is not keeps
+    if keeps:
+        assert functions(points)[0](MIB, 0, None) is None
+    following.close()
 
 
 @pytest.mark.parametrize(("capturing", "trims"), [(False, True), (True, False)], ids=["idle", "capture"])
