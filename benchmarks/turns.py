@@ -1,282 +1,255 @@
-"""The loop's turns for a model of 1.5 billion parameters: a shared pool, the driver as the source, and ``.to("cpu")``.
+"""The turns of a step of reinforcement learning, from a shared pool and from the driver.
 
-    python benchmarks/turns.py [--cycles 5] [--only pool driver offload] [--ranks 1] [--small]
+An engine has bf16 weights and a KV cache. A trainer has fp32 parameters, two moments and a workspace: 1.5 billion
+parameters. Each role fills the memory, so the two do not fit beside each other. The phases are rollout (the engine),
+train (the trainer) and sync (parameters and weights): the engine's weights go to the trainer through
+torch.multiprocessing, and the trainer writes its parameters into them and casts on the way. Weights that the sync
+writes are not kept over training. All contents are compared in each step.
 
-The same loop each time (examples/colocate), with the engine and the trainer as two Ray actors: rollout, training,
-weight sync, rollout. The trainer has fp32 weights, gradients and AdamW's moments, the engine bf16 weights and a KV
-cache; KV cache and workspace are so large that the two do not fit beside each other. Prints for each turn the bytes
-that must move over the bus, counted by hand (examples/colocate/traffic.py), the ratio of the bytes that moved to them,
-its seconds, and the ratio of its seconds to those of plain pinned copies of the bytes that must move, in the same run.
-Bytes that go out and come in at once count at the rate of both ways at once. (Of ``.to("cpu")``, the bytes that it
-moved.)
-Then the pinned host memory that each side holds, and the weight sync: bytes read and written over its seconds, against
-a plain copy on the device. Then one JSON line. Needs about 25 GiB of host memory for backups, and some for Ray's
-object store.
-
-``--small`` runs it on a tiny model. With ``--device cpu`` it does so on the host driver; figures mean nothing there.
+Prints for each turn the bytes that must move, those that moved, seconds, and the ratio to plain pinned copies of the
+bytes that must move. "own": the methods of the slowest rank; "beyond": the rest of the turn. The cost of a turn with
+many ranks: --pairs 32 --small. If there are fewer cores than ranks, ranks wait for cores as well.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import shutil
-import signal
-import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from threading import Barrier
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-# Here, and in Ray's workers.
-sys.path.insert(0, str(ROOT))
-os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
+import torch
+import torch.multiprocessing  # registers the reductions of tensors  # noqa: F401
+from torch import distributed
 
-import ray  # noqa: E402
+import memsaver
+from benchmarks.harness.command import Options, Run, count
+from benchmarks.harness.limits import Limit
+from benchmarks.harness.machine import GIB, MIB, total_bytes, visible_gpus
+from benchmarks.harness.pools import shared_pool
+from benchmarks.harness.processes import CONTEXT, Process, Sample, ask_all, processes
+from benchmarks.harness.work import Contents, Work, checksums, copy_rate, median, percentile, synchronize
+from memsaver.distributed import Colocated, Group
 
-from examples.colocate import loop  # noqa: E402
-from examples.colocate.report import Report  # noqa: E402
-from examples.colocate.rollout import demonstration_batch  # noqa: E402
-from examples.colocate.traffic import Contents  # noqa: E402
-from support.arguments import add_device, add_small, count, parse, parser_for  # noqa: E402
-from support.environment import environment  # noqa: E402
-from support.host import GIB, MIB  # noqa: E402
-from support.limits import Limit  # noqa: E402
-from support.offload import OffloadingLoop  # noqa: E402
-from support.switches import free_bytes  # noqa: E402
-from support.work import size  # noqa: E402
+DEVICES = ("cuda", "cpu")
+POOL, DRIVER = "shared pool", "driver"
+PHASES = {
+    "train": {"trainer": ["params", "moments", "workspace"]},
+    "sync": {"trainer": ["params"], "engine": ["weights"]},
+    "rollout": {"engine": ["weights", "kv_cache"]},
+}
+KEPT = ("weights", "params", "moments")
+RULES: dict[str, Any] = {
+    "phases": PHASES,
+    "backup": {"train": {"engine": {"weights": "none"}}},
+    "restore": {"sync": {"engine": {"weights": False}}},
+}
+# Contents that are read again: those that go out, and those that come in, at the entry of each phase.
+MUST_OUT: dict[str, tuple[str, ...]] = {"train": (), "sync": ("moments",), "rollout": ("params",)}
+MUST_IN: dict[str, tuple[str, ...]] = {"train": ("params", "moments"), "sync": (), "rollout": ()}
+WARM_UP = 2  # steps
+TIMEOUT_S = 300.0
+MEMORY_S = 60.0
 
-PHASES = ("train", "sync", "rollout")
-SUBJECTS = {"pool": "shared pool", "driver": "driver as the source", "offload": '.to("cpu")'}
-WARM_UP = 2
-GONE_S = 60.0
-
-Turn = dict[str, float]
-
-
-class Measured:
-    """One subject's loop, and the figures of its turns."""
-
-    def __init__(self, name: str, options: argparse.Namespace) -> None:
-        self.name = name
-        pool = "shared" if name == "pool" else "process"
-        arguments = ["--device", options.device, "--recipe", options.recipe, "--pool", pool]
-        arguments += ["--ranks", str(options.ranks), "--ranks-per-gpu", str(options.ranks)]
-        self.options = loop.parse(arguments)
-        recipe = loop.chosen_recipe(self.options)
-        if name == "offload":
-            recipe = replace(recipe, engine=replace(recipe.engine, use_graphs=False))
-        kind = OffloadingLoop if name == "offload" else loop.Loop
-        self.recipe, self.loop = recipe, kind(self.options, recipe, Report(settings={}))
-        self.copy_bytes = options.copy_bytes
-        self.turns: dict[str, list[Turn]] = {phase: [] for phase in PHASES}
-        self.syncs: list[dict[str, float]] = []
-        self.constants = 0  # bytes that the engines keep over training, of all ranks
-        self.host_bytes: dict[str, int] = {}  # pinned by all ranks of a role
-
-    def run(self, cycles: int) -> None:
-        running, recipe = self.loop, self.recipe
-        running.set_up()
-        for cycle in range(WARM_UP + cycles):
-            self._enter("train")
-            batch = ray.put([demonstration_batch(running.task, recipe.warm_up_batch, recipe.slip_share)])
-            ray.get([trainer.warm_up.remote(batch, [recipe.warm_up_rate]) for trainer in running.trainers])
-            self._enter("sync")
-            begin = time.perf_counter()
-            written = running.weights.bring()
-            sync = {"seconds": time.perf_counter() - begin}
-            if written:
-                span = max(each.ended for each in written) - min(each.began for each in written)
-                sync |= {"bytes": sum(each.nbytes for each in written), "write_seconds": span}
-                sync |= {"attached_seconds": max(each.seconds for each in written)}
-            self.syncs.append(sync)
-            if cycle == WARM_UP + cycles - 1:
-                running.proofs.weights()
-            self._enter("rollout")
-            running.players.rollout(recipe.prompts, recipe.group, zero_advantages=False)
-        self._look()
-        self.turns = {phase: found[-cycles:] for phase, found in self.turns.items()}
-        self.syncs = self.syncs[-cycles:]
-
-    def copy_rate(self) -> float:
-        """Bytes per second, read plus written, of a plain copy on the device."""
-        rate: float = ray.get(self.loop.trainers[0].copy_rate.remote(self.copy_bytes))
-        return rate
-
-    def _enter(self, phase: str) -> None:
-        turns = self.loop.turns
-        if self.name == "offload":
-            self.turns[phase].append(self._offload(phase))
-            return
-        turn = turns.enter(phase)
-        assert turn is not None
-        moved = turns.moved[-1]
-        self.turns[phase].append({"seconds": turn.seconds, "out_bytes": moved.out_bytes, "in_bytes": moved.in_bytes})
-
-    def _offload(self, phase: str) -> Turn:
-        """First the pauses, then the resumes."""
-        phases, running = self.loop.turns.phases, self.loop
-        begin = time.perf_counter()
-        found = {}
-        for verb in ("pause", "resume"):
-            calls = []
-            for role, actors in (("engine", running.engines), ("trainer", running.trainers)):
-                coming = phases[phase].get(role, [])
-                every = {tag for each in phases.values() for tag in each.get(role, [])}
-                tags = coming if verb == "resume" else sorted(every - set(coming))
-                backup = running.turns.BACKUP.get(phase, {}).get(role)
-                policy = {"backup": backup} if verb == "pause" else {}
-                calls += [getattr(actor, verb).remote(tags, **policy) for actor in actors]
-            found[verb] = sum(each.copied_bytes for each in ray.get(calls))
-        return {"seconds": time.perf_counter() - begin, "out_bytes": found["pause"], "in_bytes": found["resume"]}
-
-    def _look(self) -> None:
-        if self.name == "offload":
-            return
-        self.constants = sum(ray.get([engine.constant_bytes.remote() for engine in self.loop.engines]))
-        for role, actors in (("engine", self.loop.engines), ("trainer", self.loop.trainers)):
-            rows = [
-                row
-                for each in ray.get([actor.stats.remote() for actor in actors])
-                for row in each.asdict()["devices"].values()
-            ]
-            self.host_bytes[role] = sum(row["host_held_bytes"] for row in rows)
-
-    def must_move(self, before: str, after: str) -> tuple[int, int]:
-        """Bytes out, and in, that the turn from one phase to another cannot do without."""
-        return Contents.of(self.recipe.model, len(self.loop.engines), self.constants).must_move(before, after)
+Turn = tuple[float, float, float]  # begin and end of enter(), and the seconds in the rank's own methods
 
 
-@contextmanager
-def own_broker() -> Iterator[None]:
-    """Sockets in a directory of this benchmark's own; the broker that was started for it ends with it."""
-    directory = tempfile.mkdtemp(prefix="memsaver-")
+def options(parser: Options) -> None:
+    parser.choice("--only", (POOL, DRIVER), "the sources of memory")
+    parser.add_argument("--cycles", type=count, default=5, help="steps that count, after two")
+    parser.add_argument("--pairs", type=count, default=1, help="of an engine and a trainer")
+
+
+@dataclass(frozen=True)
+class Plan:
+    way: str
+    pairs: int
+    cycles: int
+    devices: tuple[str, ...]
+    sizes: dict[str, int]  # bytes of each tag of one rank
+    capacity: int  # of the pool of each device
+
+    @classmethod
+    def of(cls, run: Run, way: str) -> Plan:
+        gpus = visible_gpus() if run.device != "cpu" else 0
+        devices = tuple(f"cuda:{index}" for index in range(min(gpus, run.options.pairs))) or ("cpu",)
+        sharers = -(-run.options.pairs // len(devices))  # pairs on one device
+        if run.small:
+            params, rest = 2 * MIB, 8 * MIB
+            capacity = sharers * 32 * MIB + 64 * MIB
+        else:
+            params = 4 * 1_544_000_000 // (512 * MIB) * 512 * MIB
+            capacity = total_bytes(devices[0]) - (8 + 4 * sharers) * GIB  # the rest is for contexts
+            rest = (capacity // sharers - 3 * params) * 9 // 10 // GIB * GIB
+        sizes = {"weights": params // 2, "kv_cache": rest + 2 * params, "params": params, "moments": 2 * params}
+        return cls(way, run.options.pairs, run.options.cycles, devices, {**sizes, "workspace": rest}, capacity)
+
+    def must(self, of: dict[str, tuple[str, ...]], phase: str) -> int:
+        """Bytes that must move at the entry of a phase, of all ranks."""
+        return self.pairs * sum(self.sizes[tag] for tag in of[phase])
+
+
+def measure(run: Run) -> None:
+    with Limit(64 * MIB if run.small else 2 * GIB, run.device) as limit:
+        for way in run.options.only:
+            limit.measure()
+            plan = Plan.of(run, way)
+            found = run.attempt(way, partial(_ranks, plan))
+            limit.measure()
+            if found is not None:
+                _report(run, plan, found, limit)
+
+
+def _report(run: Run, plan: Plan, found: list[Sample], limit: Limit) -> None:
+    """The tables of one source. ``found``: of each rank."""
+    turns = [_figures(each) for each in zip(*(rank["turns"] for rank in found))]
+    rows: dict[str, dict[str, Any]] = {}
+    for at, phase in enumerate(PHASES):
+        out, into = plan.must(MUST_OUT, phase), plan.must(MUST_IN, phase)
+        parts = {"both": min(out, into), "out": out - min(out, into), "into": into - min(out, into)}
+        bus = [limit.ms(way, nbytes / len(plan.devices)) for way, nbytes in parts.items() if nbytes]
+        row: dict[str, Any] = {"must move, GiB": (out + into) / GIB, "moved, GiB": found[0]["moved"][at] / GIB}
+        row["s"] = median([each["turn"] for each in turns[at :: len(PHASES)]])
+        row["bus, s"] = sum(each or 0 for each in bus) / 1e3
+        rows[f"into {phase}"] = row
+    rows["all"] = {name: sum(row[name] for row in rows.values()) for name in row}
+    for row in rows.values():
+        row["of the bus"] = row["s"] / row["bus, s"]
+    run.table(f"{plan.way}, {plan.pairs} pairs", rows)
+    rows = {}
+    for name in turns[0]:
+        samples = [1e3 * each[name] for each in turns]
+        rows[name] = {"median, ms": median(samples), "p99, ms": percentile(samples, 99), "largest, ms": max(samples)}
+    run.table(f"{plan.way}: {len(turns)} turns", rows)
+    syncs = [each for rank in found for each in rank["syncs"]]  # of the engines
+    if syncs:
+        took, written = (median([each[name] for each in syncs]) or 0.0 for name in ("s", "write, s"))
+        rate, copy = (plan.sizes["params"] + plan.sizes["weights"]) / written / 1e9, found[0]["copy_rate"] / 1e9
+        run.table(f"{plan.way}: weight sync", {"": {"s": took, "write, s": written, "GB/s": rate, "copy, GB/s": copy}})
+    run.keep(**{f"samples, {plan.way}": found})
+
+
+def _figures(ranks: tuple[Turn, ...]) -> dict[str, float]:
+    """Seconds of one turn, from the last rank's call to the return of the last rank."""
+    took = max(end for _, end, _ in ranks) - max(begin for begin, _, _ in ranks)
+    own = max(seconds for *_, seconds in ranks)
+    return {"turn": took, "own": own, "beyond": took - own}
+
+
+def _ranks(plan: Plan) -> list[Sample]:
+    """Of each rank: its turns, bytes that moved by turn, and syncs. Engines have even numbers, trainers odd ones."""
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    queues = [(CONTEXT.Queue(), CONTEXT.Queue()) for _ in range(plan.pairs)]
+    with shared_pool(plan.capacity, *plan.devices) if plan.way == POOL else nullcontext() as pool:
+        how: dict[str, Any] = {"port": store.port, "barrier": CONTEXT.Barrier(2 * plan.pairs), "timeout_s": 600.0}
+        how |= {"plan": plan, "directory": pool.directory if pool else ""}
+        ranks = [Process(rank_of_job, rank=rank, queues=queues[rank // 2], **how) for rank in range(2 * plan.pairs)]
+        with processes(*ranks):
+            return ask_all(ranks)
+
+
+def rank_of_job(rank: int, plan: Plan, directory: str, port: int, queues: Any, barrier: Barrier) -> Sample:
+    pair, role = divmod(rank, 2)
+    device = plan.devices[pair % len(plan.devices)]
     os.environ["MEMSAVER_POOL_DIR"] = directory
-    try:
-        yield
-    finally:
-        for lock in Path(directory).glob("*.lock"):
-            if (pid := int(lock.read_text() or 0)) > 0:
-                os.kill(pid, signal.SIGTERM)
-                wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
-        del os.environ["MEMSAVER_POOL_DIR"]
-        shutil.rmtree(directory)
+    if device == "cpu":
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(device)
+    memsaver.configure(pool="shared" if plan.way == POOL else "process")
+    tags = (("weights", "kv_cache"), ("params", "moments", "workspace"))[role]
+    for builder in range(2):  # one role after the other: there is no room for both
+        if builder == role:
+            member = Member({tag: plan.sizes[tag] for tag in tags}, device)
+            member.pause(list(tags))
+        barrier.wait(TIMEOUT_S)
+    store = distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    members: dict[str, Any] = {("engine", "trainer")[role]: member}
+    group = Group(store=store, rank=rank, world_size=2 * plan.pairs, **RULES, **members)
+    turns: list[Turn] = []
+    moved: list[int] = []
+    syncs: list[Sample] = []
+    for _ in range(WARM_UP + plan.cycles):
+        for phase in PHASES:
+            member.seconds, begin = 0.0, time.monotonic()
+            with group.enter(phase, timeout=TIMEOUT_S, memory_timeout=MEMORY_S) as turn:
+                turns.append((begin, time.monotonic(), member.seconds))
+                moved.append(sum(each.copied_bytes for each in turn.transitions))
+                member.work(phase)
+                if phase == "sync":
+                    syncs.append(member.sync(queues))
+            barrier.wait(TIMEOUT_S)
+    rate = copy_rate(device, MIB if device == "cpu" else 256 * MIB) if rank == 0 else None
+    group.close()
+    skipped = WARM_UP * len(PHASES)
+    synced = [each for each in syncs[WARM_UP:] if each]
+    return {"turns": turns[skipped:], "moved": moved[skipped:], "syncs": synced, "copy_rate": rate}
 
 
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + GONE_S
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
+class Member(Colocated):
+    """A rank: its tensors by tag, and the seconds in its own methods."""
 
+    def __init__(self, sizes: dict[str, int], device: str) -> None:
+        self.device, self.seconds = device, 0.0
+        self.tensors = {tag: self._allocate(tag, Work(8, nbytes // 8)) for tag, nbytes in sizes.items()}
+        kept = [tensor for tag in ("params", "moments") for tensor in self.tensors.get(tag, ())]
+        self._contents = Contents(kept)
+        self._expected: list[int] = []  # checksums of the weights that were written
 
-def measure(name: str, options: argparse.Namespace, limit: Limit) -> dict[str, Any]:
-    """Turns and syncs of a subject, with the bus measured right before and after."""
-    free, since = 0 if options.device == "cpu" else free_bytes("cuda:0"), len(limit.all)
-    limit.measure()
-    with own_broker():
+    def _allocate(self, tag: str, work: Work) -> list[torch.Tensor]:
+        with memsaver.region(tag, device=self.device, backup="host" if tag in KEPT else "none"):
+            return work.allocate(self.device)
+
+    def colocated_prepare(self, *given: Any, **options: Any) -> Any:
+        return self._timed(super().colocated_prepare, *given, **options)
+
+    def colocated_commit(self) -> Any:
+        return self._timed(super().colocated_commit)
+
+    def resume(self, tags: Any = None, **options: Any) -> Any:
+        return self._timed(super().resume, tags, **options)
+
+    def work(self, phase: str) -> None:
+        """Compares contents in the first phase that reads them, and writes to the memory of the phase."""
+        if phase == "train" and "params" in self.tensors:
+            self._contents.check()
+            self._contents.change()
+        if phase == "rollout" and self._expected and checksums(self.tensors["weights"]) != self._expected:
+            raise AssertionError("the engine's weights are not those that the trainer wrote")
+        for tag in PHASES[phase].get("engine" if "weights" in self.tensors else "trainer", ()):
+            for tensor in self.tensors[tag] if tag not in KEPT else ():
+                tensor.fill_(1)
+
+    def sync(self, queues: Any) -> Sample:
+        """One side of a weight sync. On the engine's: seconds of the whole, and of the writing."""
+        there, back = queues
+        if "weights" in self.tensors:
+            begin = time.perf_counter()
+            there.put(self.tensors["weights"])
+            written_s = back.get(timeout=TIMEOUT_S)
+            took = time.perf_counter() - begin
+            self._expected = back.get(timeout=TIMEOUT_S)
+            return {"s": took, "write, s": written_s}
+        weights, params = there.get(timeout=TIMEOUT_S), [each.view(torch.float32) for each in self.tensors["params"]]
+        synchronize(self.device)
+        begin = time.perf_counter()
+        for weight, param in zip(weights, params):
+            weight.view(torch.bfloat16).copy_(param)
+        synchronize(self.device)
+        took = time.perf_counter() - begin
+        del weights, weight  # the engine's next pause waits for this
+        back.put(took)
+        back.put([sums for param in params for sums in checksums([param.to(torch.bfloat16).view(torch.int64)])])
+        return {}
+
+    def _timed(self, call: Callable[..., Any], *given: Any, **options: Any) -> Any:
         begin = time.monotonic()
-        loop.start_ray(loop.parse(["--device", options.device, "--ranks", str(options.ranks)]))
         try:
-            measured = Measured(name, options)
-            with closing(measured.loop):
-                measured.run(options.cycles)
-                copy_rate = measured.copy_rate()
+            return call(*given, **options)
         finally:
-            ray.shutdown()
-    wait_until(lambda: options.device == "cpu" or free_bytes("cuda:0") >= free - GIB)
-    limit.measure()
-    turns: dict[str, dict[str, Any]] = {}
-    for before, after in zip(PHASES[-1:] + PHASES[:-1], PHASES):
-        found = measured.turns[after]
-        medians = {key: statistics.median(each[key] for each in found) for key in found[0]}
-        turns[f"{before} -> {after}"] = medians | {"all_seconds": [each["seconds"] for each in found]}
-    result: dict[str, Any] = {"turns": turns, "syncs": measured.syncs, "copy_bytes_per_s": copy_rate}
-    if name != "offload":
-        result["host_held_bytes"] = measured.host_bytes
-        for (before, after), turn in zip(zip(PHASES[-1:] + PHASES[:-1], PHASES), turns.values()):
-            turn["must_out_bytes"], turn["must_in_bytes"] = measured.must_move(before, after)
-            turn["moved_to_must"] = moved_to_must(turn)
-            turn["bus_seconds"] = bus_seconds(limit, turn["must_out_bytes"], turn["must_in_bytes"], since)
-    return result | {"bus": limit.all[since:], "run_seconds": time.monotonic() - begin}
-
-
-def moved_to_must(turn: dict[str, Any]) -> float | None:
-    """Bytes that moved to those that have to. None where none have to."""
-    must = turn["must_out_bytes"] + turn["must_in_bytes"]
-    return (turn["out_bytes"] + turn["in_bytes"]) / must if must else None
-
-
-def bus_seconds(limit: Limit, out: int, into: int, since: int) -> float:
-    """Of plain pinned copies: as much as goes both ways at once does, the rest one way."""
-    both = min(out, into)
-    parts = (("both", both), ("out", out - both), ("into", into - both))
-    return sum((limit.milliseconds(way, nbytes, since) or 0.0) for way, nbytes in parts if nbytes) / 1e3
-
-
-def show(name: str, result: dict[str, Any]) -> None:
-    print(f"\n{SUBJECTS[name]}")
-    print(f"  {'turn':20}{'out':>15}{'in':>15}{'moved':>7}{'seconds':>9}{'bus':>9}{'ratio':>7}")
-    rows = dict(result["turns"])
-    rows["all"] = {
-        key: sum(turn.get(key, 0) for turn in rows.values())
-        for key in ("seconds", "must_out_bytes", "must_in_bytes", "bus_seconds", "out_bytes", "in_bytes")
-    }
-    if name != "offload":
-        rows["all"]["moved_to_must"] = moved_to_must(rows["all"])
-    result["all"] = rows["all"]
-    for turn, row in rows.items():
-        must = "must_" if row.get("bus_seconds") else ""
-        line = f"  {turn:20}{size(row[must + 'out_bytes']):>15}{size(row[must + 'in_bytes']):>15}"
-        line += f"{row.get('moved_to_must') or float('nan'):>7.3f}{row['seconds']:>9.3f}"
-        if must:
-            line += f"{row['bus_seconds']:>9.3f}{row['seconds'] / row['bus_seconds']:>7.2f}"
-        print(line)
-    if name != "offload":
-        held = ", ".join(f"{size(nbytes)} by the {role}" for role, nbytes in result["host_held_bytes"].items())
-        print(f"  pinned host memory: {held}")
-    seconds = statistics.median(sync["seconds"] for sync in result["syncs"])
-    line = f"  weight sync: {seconds:.3f} s from call to return"
-    if "bytes" in result["syncs"][0]:
-        rate = statistics.median(sync["bytes"] / sync["write_seconds"] for sync in result["syncs"])
-        share = rate / result["copy_bytes_per_s"]
-        result["sync_share_of_copy"] = share
-        line += (
-            f"; {size(result['syncs'][0]['bytes'])} read and written at {rate / 1e9:.1f} GB/s, {100 * share:.0f} % of "
-            f"a plain copy's {result['copy_bytes_per_s'] / 1e9:.1f}"
-        )
-    print(line, flush=True)
-
-
-def main() -> None:
-    parser = parser_for(__doc__)
-    parser.add_argument("--cycles", type=count, default=5, help="steps that count")
-    parser.add_argument("--only", nargs="+", choices=tuple(SUBJECTS), default=tuple(SUBJECTS))
-    add_device(parser, numbered=False)
-    parser.add_argument(
-        "--ranks", type=count, default=1, help="pairs of an engine and a trainer's rank, all on one device"
-    )
-    add_small(parser)
-    options = parse(parser)
-    options.recipe = "tiny" if options.small else "1.5b"
-    options.copy_bytes = 16 * MIB if options.small else GIB
-    begin = time.monotonic()
-    limit = Limit(64 * MIB if options.small else 2 * GIB, "cpu" if options.device == "cpu" else "cuda:0")
-    result: dict[str, Any] = {"benchmark": "turns", **environment(options.device)}
-    result |= {"recipe": options.recipe, "ranks": options.ranks, "cycles": options.cycles, "subjects": {}}
-    for name in options.only:
-        result["subjects"][name] = measure(name, options, limit)
-        show(name, result["subjects"][name])
-    limit.close()
-    if limit.error is not None:
-        print(f"\nthe bus could not be measured: {limit.error}")
-    print(json.dumps({**result, "seconds": time.monotonic() - begin}))
-
-
-if __name__ == "__main__":
-    main()
+            self.seconds += time.monotonic() - begin

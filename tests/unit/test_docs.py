@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 
 import memsaver
+from benchmarks import __main__ as benchmarks
+from benchmarks.harness.command import Options
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -90,15 +93,25 @@ def test_tests_that_are_named_exist(page: Path) -> None:
 def test_source_files_that_are_named_exist(page: Path) -> None:
     if page.name in ("CHANGELOG.md", "log.md"):  # history names files that are gone
         return
-    for name in re.findall(r"`([\w/]+\.(?:py|h|cpp|sh))`", page.read_text()):
+    # "run as" names the program of a run at a commit, which may be gone.
+    text = re.sub(r"run as `[\w/]+\.py`(?: and `[\w/]+\.py`)?", "", page.read_text())
+    for name in re.findall(r"`([\w/]+\.(?:py|h|cpp|sh))`", text):
         assert any(f"/{path}".endswith(f"/{name}") for path in SOURCES), name
 
 
 @each_page
 def test_commands_that_are_named_exist(page: Path) -> None:
     text = page.read_text()
-    for script in re.findall(r"python (benchmarks/\w+\.py)", text):
-        assert (ROOT / script).is_file(), script
+    if page.name not in ("CHANGELOG.md", "log.md"):  # history names commands of its time
+        assert "python benchmarks/" not in text
+        for command in re.findall(r"python -m benchmarks\s+([^`|]+)`", text):
+            name, *options = shlex.split(command)
+            if name != "NAME":
+                assert name in benchmarks.names(), name
+                module = importlib.import_module(f"benchmarks.{name}")
+                parser = Options(name, module)
+                module.options(parser)
+                parser.parse_args([each for each in options if each not in ("--save", "DIR")])
     for module in re.findall(r"-m (examples(?:\.\w+)+)", text):
         path = ROOT / module.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").is_file(), module
@@ -108,10 +121,10 @@ def test_commands_that_are_named_exist(page: Path) -> None:
     assert set(asked) <= targets
 
 
-def test_each_file_in_benchmarks_is_named_in_a_page() -> None:
+def test_each_benchmark_is_named_in_a_page() -> None:
     pages = "\n".join(page.read_text() for page in PAGES)
-    for path in ROOT.glob("benchmarks/*.py"):
-        assert f"benchmarks/{path.name}" in pages, f"is {path.name} a program, or does it belong in benchmarks/support?"
+    for name in benchmarks.names():
+        assert f"`python -m benchmarks {name}" in pages, f"is {name} a benchmark, or a part of benchmarks/harness?"
 
 
 @each_page
@@ -155,7 +168,7 @@ def test_a_section_with_figures_names_command_hardware_date_and_commit(page: Pat
         if FIGURE.search(_without_code(text)) is None:
             continue
         found += 1
-        assert re.search(r"python (benchmarks/\w+\.py|-m examples)", text), title
+        assert re.search(r"python (-m benchmarks \w+|-m examples)", text), title
         assert re.search(r"\bH[12]00s?\b", text), title
         assert re.search(r"\b20\d\d-\d\d-\d\d\b", text), title
         assert re.search(r"commits? .*\b[0-9a-f]{7}\b|commit in the table|commits in the table", text), title

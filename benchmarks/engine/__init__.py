@@ -1,0 +1,267 @@
+"""The example's engine: CUDA graphs, the floor of a decode step, transformers, vLLM, regions, two GPUs.
+
+- graphs: decode with graphs and without, and the eager decode of transformers.
+- floor: a decode step of Qwen3-8B, and its bytes over the device's bandwidth.
+- transformers: the loads of these two parts by transformers' generate with the static cache, compiled.
+- vllm: these loads and ragged ones by vLLM in a process of its own, with asynchronous scheduling. Needs vLLM.
+- regions: with memsaver's regions and without, then the same after 50 pauses.
+- parallel: two GPUs, tensor parallel, that pause at the same time: tokens before and after, on both ranks.
+- kernels: paged decode, bytes over time.
+
+Weights are random. Decode figures are those of Engine.step as it serves, with the scheduler. The compared ways take
+turns after a round that does not count, and ratios are medians over the rounds. The checks are the promises of the
+engine (docs/promises.md). On the CPU there are no graphs: they are asked for, and each step is eager.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import memsaver
+from benchmarks.engine import others
+from benchmarks.engine.kernels import kernels
+from benchmarks.engine.loads import LARGE, QWEN, RAGGED, Load, make_engine, rate, served, step_ms, tokens
+from benchmarks.harness.command import Options, Run
+from benchmarks.harness.machine import GIB, MIB, visible_gpus
+from benchmarks.harness.processes import Process, Sample, ask_all, in_process, processes
+from benchmarks.harness.work import copy_rate, median, ratio, take_turns
+from examples.colocate.engine import Engine
+from examples.colocate.engine.parallel import ONE_RANK, Parallel
+from examples.colocate.engine.profile import profile_replays
+
+DEVICES = ("cuda", "cpu")
+GAINS = {1: 1.5, 8: 1.3, 32: 1.2, 128: 1.1}  # promised of graphs, by batch
+OF_THE_FLOOR = {1: 0.60, 64: 0.70}
+EQUAL = 0.01
+ROUNDS = 3
+CHUNK = 4096  # tokens of a prefill step
+FIRST = 8  # tokens that are decoded anew after each pause of two ranks
+READY_S = 600.0  # for a process of the part transformers, which compile at the same time
+
+
+def options(parser: Options) -> None:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process that compiles
+    standard = [name for name in PARTS if name != "vllm"]
+    parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=standard, help="default: all but vllm")
+
+
+def measure(run: Run) -> None:
+    run.parts(PARTS)
+
+
+def alone(run: Run, function: Callable[..., Any], **given: Any) -> Any:
+    """The result of a function in a process of its own."""
+    return in_process(function, device=run.device, small=run.small, timeout_s=READY_S, **given)
+
+
+def graphs(run: Run) -> None:
+    found = alone(run, gains)
+    run.table("tokens/s of decode", {name: _medians(each) for name, each in found.items()})
+    run.keep(graphs=found)
+    for load, (name, samples) in zip(QWEN, found.items()):
+        gain, least = ratio(samples, "graphs", "eager"), GAINS[load.batch]
+        run.check(f"{name}: graphs to eager, at least {least:g}", gain >= least, gain, at_full_size=True)
+        gain = ratio(samples, "eager", "transformers")
+        run.check(f"{name}: eager to transformers' eager, at least 1", gain >= 1, gain, at_full_size=True)
+
+
+def _medians(samples: dict[str, list[float]]) -> dict[str, float | None]:
+    return {way: median(each) for way, each in samples.items()}
+
+
+def gains(device: str, small: bool) -> dict[str, dict[str, list[float]]]:
+    loads, found = {str(load): load.scaled(small) for load in QWEN}, {}
+    engine, model = make_engine(loads.values(), device, small), others.build(QWEN[0], device, small)
+    for name, load in loads.items():
+        ways = {"graphs": partial(decode_rate, engine, load), "eager": partial(decode_rate, engine, load, False)}
+        ways["transformers"] = partial(others.eager_rate, model, load)
+        found[name] = take_turns(ways, ROUNDS)
+    return found
+
+
+def decode_rate(engine: Engine, load: Load, use_graphs: bool = True) -> float:
+    """Tokens per second of decode steps."""
+    return served(engine, load, use_graphs).figures()["tokens_per_s_decode"]
+
+
+def floor(run: Run) -> None:
+    found = alone(run, against_the_floor)
+    run.table("decode steps of Qwen3-8B", found)
+    for load, (name, row) in zip(LARGE, found.items()):
+        share, least = row["floor, ms"] / row["step, ms"], OF_THE_FLOOR[load.batch]
+        run.check(f"{name}: floor to step, at least {least:g}", share >= least, share, at_full_size=True)
+
+
+def against_the_floor(device: str, small: bool) -> dict[str, dict[str, Any]]:
+    engine, found = make_engine([load.scaled(small) for load in LARGE], device, small), dict[str, dict[str, Any]]()
+    bandwidth = copy_rate(device, 8 * MIB if small else 4 * GIB)
+    held = {name: weight.nbytes for name, weight in engine.model.weights.items()}
+    if "lm_head.weight" in held:  # of an embedding that is not the output's matrix too, a step reads a row a token
+        del held[engine.model.embedding]
+    shape = engine.model_config
+    kv_bytes_of_a_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    for full in LARGE:
+        load = full.scaled(small)
+        served_ms = median(take_turns({"": partial(step_ms, engine, load)}, ROUNDS)[""])
+        profile = profile_replays(engine, load.batch, 20, context=round(load.mean_context))
+        nbytes = sum(held.values()) + load.batch * load.mean_context * kv_bytes_of_a_token
+        found[str(full)] = {
+            "step, ms": served_ms, "replay, ms": 1e3 * profile.seconds, "floor, ms": 1e3 * nbytes / bandwidth,
+            "kernels, ms": 1e3 * sum(kernel.seconds for kernel in profile.kernels), "copy, TB/s": bandwidth / 1e12,
+        }  # fmt: skip
+    return found
+
+
+def transformers(run: Run) -> None:
+    """All processes get ready at the same time, and then measure one at a time."""
+    loads = [*QWEN, *LARGE] if not run.small else [QWEN[-1]]  # compiling is slow on the CPU
+    how: dict[str, Any] = {"timeout_s": READY_S, "device": run.device, "small": run.small}
+    models = [[load for load in loads if load.model == model] for model in dict.fromkeys(each.model for each in loads)]
+    ours = [Process(our_steps, loads=each, **how) for each in models]
+    theirs = [Process(others.compiled, load=load.scaled(run.small), **how) for load in loads]
+    rows: dict[str, dict[str, Any]] = {}
+    with processes(*ours, *theirs):
+        made = ask_all([*ours, *theirs])[len(ours) :]
+        engines = [process for process, each in zip(ours, models) for _ in each]
+        for load, engine, other, about in zip(loads, engines, theirs, made):
+            steps = [process.ask()["step_ms"] for process in (engine, other)]
+            mine, compiled = (1e3 * load.scaled(run.small).batch / ms for ms in steps)
+            rows[str(load)] = {"tokens/s": mine, "transformers": compiled, **about}
+            what = f"{load}: to transformers' static cache, compiled, more than 1"
+            run.check(what, mine > compiled, mine / compiled, at_full_size=True)
+    run.table("tokens/s of decode", rows)
+
+
+def our_steps(loads: list[Load], device: str, small: bool) -> Iterator[Sample]:
+    """First gets ready, then a sample for each load in turn."""
+    loads = [load.scaled(small) for load in loads]
+    engine = make_engine(loads, device, small)
+    for load in loads:
+        served(engine, load)
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    yield {}
+    for load in loads:
+        yield {"step_ms": median(take_turns({"": partial(step_ms, engine, load)}, ROUNDS)[""])}
+
+
+def vllm(run: Run) -> None:
+    for loads in ([*QWEN, RAGGED[0]], [*LARGE, RAGGED[1]]):
+        ours = Process(our_rates, READY_S, loads=loads, device=run.device, small=run.small)
+        theirs = Process(others.by_vllm, READY_S, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, loads=loads)
+        samples: dict[str, dict[str, list[float]]] = {str(load): {"engine": [], "vLLM": []} for load in loads}
+        with processes(ours, theirs):
+            for number in range(1 + ROUNDS):
+                for load in loads:
+                    for way, process in {"engine": ours, "vLLM": theirs}.items():
+                        rate = process.ask()["tokens_per_s"]
+                        samples[str(load)][way] += [rate] if number else []
+        run.table(f"{loads[0].model}, completion tokens/s", {name: _medians(each) for name, each in samples.items()})
+        for name, each in samples.items():
+            gain = ratio(each, "engine", "vLLM")
+            run.check(f"{name}: engine to vLLM, at least 1", gain >= 1, gain, at_full_size=True)
+
+
+def our_rates(loads: list[Load], device: str, small: bool) -> Iterator[Sample]:
+    """Completion tokens per second of each load in turn."""
+    engine = make_engine(
+        [load.scaled(small) for load in loads], device, small, graph_batch_sizes=None, max_prefill_tokens=CHUNK
+    )
+    for load in itertools.cycle(loads):
+        yield {"tokens_per_s": rate(engine, load.scaled(small))}
+
+
+def regions(run: Run) -> None:
+    for full, rounds in ((QWEN[2], 10), (Load("qwen3-8b", 64, 128, 128), 5)):
+        found = alone(run, with_regions, load=full.scaled(run.small), pauses=5 if run.small else 50, rounds=rounds)
+        run.table(f"{full}, tokens/s of decode", {when: _medians(found[when]) for when in ("before", "after")})
+        run.keep(**{f"regions, {full}": found})
+        kept = {when: ratio(found[when], "regions", "none") for when in ("before", "after")}
+        for when, each in kept.items():
+            what = f"{full}: with regions to without, {when} the pauses, within 1 %"
+            run.check(what, abs(each - 1) <= EQUAL, each, at_full_size=True)
+        run.check(f"{full}: tokens after the pauses are the same", found["same"])
+
+
+def with_regions(load: Load, pauses: int, rounds: int, device: str, small: bool) -> Sample:
+    ways = {"regions": True, "none": False}
+    engines = {way: make_engine([load], device, small, use_regions=use) for way, use in ways.items()}
+    engine, rates = engines["regions"], {way: partial(decode_rate, each, load) for way, each in engines.items()}
+    before, expected = take_turns(rates, rounds), tokens(served(engine, load))
+    begin = time.perf_counter()
+    for _ in range(pauses):
+        _pause_and_resume(engine)
+    paused_s, same = time.perf_counter() - begin, tokens(served(engine, load)) == expected
+    return {"before": before, "after": take_turns(rates, rounds), "same": same, "pauses_s": paused_s}
+
+
+def _pause_and_resume(engine: Engine) -> None:
+    engine.drain()
+    memsaver.pause()
+    memsaver.resume()
+    engine.drop_prefix_cache()
+
+
+def parallel(run: Run) -> None:
+    if run.device != "cpu" and visible_gpus() < 2:
+        run.say("\nparallel: not measured, since there is no second GPU")
+        return
+    load, pauses = Load("qwen3-8b", 64, 128, 128).scaled(run.small), 2 if run.small else 20
+    devices = ["cpu"] * 2 if run.device == "cpu" else ["cuda:0", "cuda:1"]
+    how: dict[str, Any] = {"load": load, "small": run.small, "timeout_s": READY_S}
+    one = in_process(rank, number=0, store="", device=devices[0], pauses=0, **how)
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder, "store"))
+        how |= {"store": store, "pauses": pauses}
+        both = [Process(rank, number=number, device=each, **how) for number, each in enumerate(devices)]
+        with processes(*both):
+            found = ask_all(both)
+    rows = {"one GPU": one, **{f"rank {number}": each for number, each in enumerate(found)}}
+    run.table(f"{load}, tokens/s of decode", {name: each["rates"] for name, each in rows.items()})
+    same = all(each["same"] for each in found) and found[0]["tokens"] == found[1]["tokens"]
+    run.check(f"tokens of both ranks, before and after {pauses} pauses, are the same", same)
+
+
+def rank(number: int, store: str, load: Load, pauses: int, device: str, small: bool) -> Sample:
+    """Without a ``store`` it is alone."""
+    group = ONE_RANK
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    if store:
+        # Buffers of captured graphs must not be registered with NCCL: after a pause their memory is another.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+        where: dict[str, Any] = {} if device == "cpu" else {"device_id": torch.device(device)}
+        where |= {"init_method": f"file://{store}", "timeout": timedelta(seconds=60), "rank": number, "world_size": 2}
+        dist.init_process_group("gloo" if device == "cpu" else "nccl", **where)
+        group = Parallel(dist.group.WORLD)
+    engine = make_engine([load], device, small, group)
+    expected, same, rates = tokens(served(engine, load)), True, dict[str, float | None]()
+    for when in ("before", "after"):
+        runs = [served(engine, load) for _ in range(ROUNDS)]
+        rates[when] = median([each.figures()["tokens_per_s_decode"] for each in runs])
+        same = same and all(tokens(each) == expected for each in runs)
+        first = replace(load, new_tokens=FIRST)
+        for _ in range(pauses if when == "before" else 0):
+            if store:
+                dist.barrier()
+            _pause_and_resume(engine)
+            same = same and tokens(served(engine, first)) == [each[: first.length] for each in expected]
+    return {"tokens": expected, "same": same, "rates": rates}
+
+
+PARTS = {
+    "graphs": graphs, "floor": floor, "transformers": transformers, "vllm": vllm, "regions": regions,
+    "parallel": parallel, "kernels": kernels,
+}  # fmt: skip

@@ -1,0 +1,95 @@
+"""Small operations: an allocation, a pause and a resume of 1 MiB, 1,000 regions, and the import of memsaver.
+
+One line for each figure, for a comparison of two commits on one machine: copy benchmarks/ to the other checkout.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+import memsaver
+from benchmarks.harness.command import Options, Run, count
+from benchmarks.harness.machine import MIB
+from benchmarks.harness.processes import Sample, in_process
+from benchmarks.harness.work import Contents, percentile, synchronize
+
+DEVICES = ("cuda", "cpu")
+WARM_UP = 20
+REGIONS = 1000
+IMPORT = """
+import json, sys, time
+before, begin = len(sys.modules), time.perf_counter()
+import memsaver
+print(json.dumps([time.perf_counter() - begin, len(sys.modules) - before, len(sys.modules)]))
+"""
+
+
+def options(parser: Options) -> None:
+    parser.add_argument("--cycles", type=count, default=300, help="after 20")
+    parser.add_argument(
+        "--rounds", type=count, default=3, help="processes that measure; and imports, after a first one"
+    )
+
+
+def measure(run: Run) -> None:
+    found = [in_process(figures, device=run.device, cycles=run.options.cycles) for _ in range(run.options.rounds)]
+    rows = {name: _row([took for each in found for took in each[name]]) for name in found[0]}
+    imports = [_imported() for _ in range(run.options.rounds + 1)][1:]  # the first one reads files from the disk
+    seconds, modules, in_all = zip(*imports)
+    rows["import memsaver"] = _row([1e6 * each for each in seconds])
+    run.table("us", rows)
+    run.table("modules", {"by the import": {"number": modules[0]}, "in all": {"number": in_all[0]}})
+
+
+def _row(took: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(took), "least": min(took), "p99": percentile(took, 99)}
+
+
+def _imported() -> list[float]:
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, timeout=60)
+    found: list[float] = json.loads(done.stdout)
+    return found
+
+
+def figures(device: str, cycles: int) -> Sample:
+    """Microseconds of each call."""
+    found: Sample = {}
+    region = memsaver.region("allocated", device=device)
+    found["allocation of 1 MiB and its free"] = _timed(lambda: region.empty((MIB,), torch.uint8), cycles)
+    region.close()
+    for backup in ("none", "host"):
+        region = memsaver.region(f"backup {backup}", device=device, backup=backup)
+        contents = Contents([region.empty((MIB // 8,), torch.int64)], kept=backup != "none")
+        synchronize(device)
+        pauses: list[float] = []
+        resumes: list[float] = []
+        for _ in range(WARM_UP + cycles):
+            pauses += _timed(region.pause, 1, warm_up=0)
+            resumes += _timed(region.resume, 1, warm_up=0)
+        contents.check()
+        found[f"pause of 1 MiB, backup {backup}"] = pauses[WARM_UP:]
+        found[f"resume of 1 MiB, backup {backup}"] = resumes[WARM_UP:]
+    begin = time.perf_counter()
+    made = [memsaver.region(f"region {number}", device=device) for number in range(REGIONS)]
+    middle = time.perf_counter()
+    for region in made:
+        region.close()
+    found["1,000 regions made"] = [1e6 * (middle - begin)]
+    found["1,000 regions closed"] = [1e6 * (time.perf_counter() - middle)]
+    return found
+
+
+def _timed(call: Callable[[], object], number: int, warm_up: int = WARM_UP) -> list[float]:
+    took = []
+    for _ in range(warm_up + number):
+        begin = time.perf_counter_ns()
+        call()
+        took.append((time.perf_counter_ns() - begin) / 1e3)
+    return took[warm_up:]

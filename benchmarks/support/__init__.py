@@ -1,1 +1,0 @@
-"""Modules that the programs in benchmarks/ import as `support`, or start in processes of their own."""

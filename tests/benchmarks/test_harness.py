@@ -1,0 +1,225 @@
+"""The harness of the benchmarks: arguments, processes, contents, checks and verdicts."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import memsaver
+from benchmarks import __main__ as program
+from benchmarks import default_pool, soak
+from benchmarks.harness import command, machine
+from benchmarks.harness.processes import CONTEXT, Failed, Process, ask_all, processes
+from benchmarks.harness.work import Contents, Work, percentile, ratio, take_turns
+from tests.fake_cuda import run_on_fake
+
+
+def status_of(*arguments: str) -> object:
+    """The exit status, or the text of an exit without a status."""
+    try:
+        return program.main(list(arguments))
+    except SystemExit as end:
+        return end.code
+
+
+def test_the_list_has_a_line_for_each_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--help") == 0 and status_of() == 2
+    out = capsys.readouterr().out
+    for name in program.names():
+        assert f"\n{name:16}{program.first_line(name)}\n" in out and program.first_line(name).endswith(".")
+    assert status_of("pause_resum") == 2
+    assert "'pause_resum'" in (said := capsys.readouterr().err) and "did you mean 'pause_resume'?" in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "disk --gib 0", "disk --gib inf", "disk --rounds 1.5", "disk --disk-dir /nowhere", "disk --device cuda:0",
+        "driver_calls --rest -1", "driver_calls --device cpu", "handover --only all", "handover --scale nan",
+        "turns --pairs x", "engine --only nothing", "vllm --part all", "sglang --settings none", "soak --turns 0",
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_named_before_anything_is_measured(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, option, value = line.split(" ")
+    assert status_of(name, option, value) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"{name}: error: argument {option}: " in last and value in last and ("expected" in last or "choose" in last)
+
+
+@pytest.mark.parametrize("name", program.names())
+def test_missing_gpus_are_reported_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(f"benchmarks.{name}")
+    seen = getattr(module, "GPUS", 1) - 1
+    monkeypatch.setattr(command, "visible_gpus", lambda: seen)
+    needed = f"{seen + 1} CUDA devices" if seen else "a CUDA device"
+    assert status_of(name) == f"this benchmark needs {needed}, and torch sees {seen or 'none'}"
+
+
+def test_small_sizes_are_for_trials_and_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "visible_gpus", lambda: 1)
+    module = importlib.import_module("benchmarks.disk")
+    parser = command.Options("disk", module)
+    module.options(parser)
+    for arguments, gib in (("", 16.0), ("--small", 0.125), ("--device cpu", 0.125), ("--gib 2", 2.0)):
+        assert parser.read(arguments.split()).gib == gib
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> command.Run:
+    monkeypatch.setenv("MEMSAVER_TEST_COMMIT", "abc1234")
+    options = command.Options("disk", importlib.import_module("benchmarks.disk"))
+    return command.Run("disk", options.read(["--device", "cpu", "--save", str(tmp_path)]))
+
+
+def test_a_run_keeps_its_tables_and_fails_by_its_checks(
+    run: command.Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run.table("times", {"a": {"ms": 1.5}, "b": {"ms": None, "of": "3 %"}})
+    run.check("fine", True)
+    run.check("fast", False, 2.0, at_full_size=True)  # not decided on the CPU
+    assert run.attempt("half", lambda: 7) == 7 and run.end(1.0) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1:5] == ["times", "      ms   of", "  a  1.5    -", "  b    -  3 %"]
+    assert json.loads(out.splitlines()[-1])["failures"] == []
+    run.check("equal", False, "tensor 3")
+    assert run.attempt("part", lambda: [][0]) is None and run.end(1.0) == 1
+    saved = tmp_path / f"{machine.environment('cpu')['date']}-host-disk.jsonl"
+    found = json.loads(saved.read_text().splitlines()[1])
+    assert found["failures"] == ["equal: tensor 3", "part: IndexError: list index out of range"]
+    assert [each["holds"] for each in found["checks"]] == [True, None, False]
+    assert found["commit"] == "abc1234" and found["tables"]["times"]["a"] == {"ms": 1.5}
+
+
+class Server:
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+
+    def add(self, number: int) -> int:
+        self.value += number
+        return self.value
+
+    variable = staticmethod(os.environ.get)
+    die = staticmethod(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    hang = staticmethod(lambda: time.sleep(600))
+
+
+def squares(to: int) -> Iterator[int]:
+    for number in range(to):
+        yield number * number
+    raise ValueError("there is no more")
+
+
+def meet(barrier: Barrier, rank: int) -> None:
+    if rank == 1:
+        raise KeyError("the cause")
+    barrier.wait(600)
+
+
+def test_a_process_answers_and_says_how_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMSAVER_TEST_A", "inherited")
+    fresh = Process(Server, variables={"MEMSAVER_TEST_A": "", "MEMSAVER_TEST_B": "set"}, start=5)
+    with processes(fresh, counted := Process(squares, to=2), short := Process(Server, timeout_s=1.0)):
+        assert fresh.ask("add", number=2) == 7 and fresh.ask("add", number=2) == 9
+        assert fresh.ask("variable", key="MEMSAVER_TEST_A") is None and os.environ["MEMSAVER_TEST_A"] == "inherited"
+        assert fresh.ask("variable", key="MEMSAVER_TEST_B") == "set" and "MEMSAVER_TEST_B" not in os.environ
+        assert [ask_all([counted]), ask_all([counted])] == [[0], [1]]
+        with pytest.raises(Failed, match="^ValueError: there is no more$") as failed:
+            counted.ask()
+        assert "Traceback" in failed.value.details
+        with pytest.raises(Failed, match="^the process ended with status -9$"):
+            fresh.ask("die")
+        with pytest.raises(Failed, match="^no answer within 1 s$"):
+            short.ask("hang")
+
+
+def test_the_cause_is_raised_and_not_the_broken_barrier() -> None:
+    barrier = CONTEXT.Barrier(2)
+    both = [Process(meet, timeout_s=60.0, barrier=barrier, rank=rank) for rank in range(2)]
+    with processes(*both), pytest.raises(Failed, match="KeyError: 'the cause'"):
+        ask_all(both)
+
+
+@pytest.mark.parametrize("spoil", ["bit", "places", "tensors", "address"])
+def test_contents_are_compared_by_bits_places_and_addresses(spoil: str) -> None:
+    tensors = Work(3, 1 << 16).allocate("cpu")
+    contents = Contents(tensors)
+    contents.change()
+    contents.check()
+    if spoil == "bit":
+        tensors[1].view(torch.uint8)[77] ^= 4
+    elif spoil == "places":
+        tensors[2][[5, 900]] = tensors[2][[900, 5]]
+    elif spoil == "tensors":
+        tensors[0].copy_(tensors[1])
+    else:
+        contents.tensors[0] = tensors[0].clone()
+    with pytest.raises(AssertionError, match="addresses" if spoil == "address" else "contents of tensor"):
+        contents.check()
+
+
+def test_ways_take_turns_and_ratios_are_of_rounds() -> None:
+    numbers = iter(map(float, range(1, 9)))
+    samples = take_turns({"a": lambda: next(numbers), "b": lambda: next(numbers)}, 3)
+    assert samples == {"a": [3.0, 5.0, 7.0], "b": [4.0, 6.0, 8.0]} and ratio(samples, "a", "b") == 5 / 6
+    assert percentile(range(1, 201), 99) == 198 and percentile([5.0], 99) == 5.0
+
+
+def footprints(number: int, seed: int, leak: float = 0) -> list[dict[str, dict[str, float]]]:
+    noise = random.Random(seed)
+    sizes = [180 * machine.MIB + noise.randrange(8 * machine.MIB) + leak * at for at in range(number)]
+    return [{"client a": {"resident": size, "threads": 12}} for size in sizes]
+
+
+def test_a_leak_is_found_and_noise_is_not() -> None:
+    for seed in range(20):
+        for leak, grows in ((0.0, False), (0.8 * machine.MIB, True)):
+            rows = soak.growths(footprints(50, seed, leak))
+            assert [row["grown"] > row["tolerance"] for row in rows.values()] == [grows, False]
+    assert soak.growths(footprints(2, 0)) == {}
+    assert set(soak.of_process(os.getpid())) <= set(soak.TOLERANCES)
+
+
+@pytest.mark.parametrize("near", [1, 2, 50, 99, 100, 101, 1000])
+def test_the_largest_batch_is_found_from_any_guess(near: int) -> None:
+    trainer = SimpleNamespace(ask=lambda do, batch, number: batch <= 100)
+    assert default_pool.largest(trainer, near, 50) == 100  # type: ignore[arg-type]
+
+
+def test_benchmarks_use_public_names_of_memsaver_alone() -> None:
+    for path in program.FOLDER.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "memsaver":
+                assert {each.name for each in node.names} <= {*memsaver.__all__, "cli"}, path
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("memsaver."):
+                assert node.module in ("memsaver.distributed", "memsaver.guests", "memsaver.ray"), path
+            if isinstance(node, ast.Attribute):
+                assert node.attr != "_core", path
+
+
+def test_the_calls_of_the_driver_are_those_of_cuda() -> None:
+    done = run_on_fake(
+        """
+        import ctypes
+        from benchmarks import driver_calls
+        driver, context, base = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64()
+        assert driver.cuInit(0) == 0 and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+        assert driver.cuCtxPushCurrent(context) == 0
+        total, zero = ctypes.c_size_t(8 << 20), ctypes.c_uint64(0)
+        assert driver.cuMemAddressReserve(ctypes.byref(base), total, ctypes.c_size_t(0), zero, zero) == 0
+        for _ in range(2):
+            print(sorted(driver_calls.cycle(driver, 0, base.value, 8 << 20, 2 << 20)))
+        """
+    )
+    assert done == "['create', 'map', 'release', 'set access', 'unmap']\n" * 2
