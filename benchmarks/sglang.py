@@ -44,13 +44,7 @@ from benchmarks.harness.work import share
 
 __doc__ = __doc__.format(faults=faults.DESCRIPTION.strip())
 DEVICES = ("cuda",)
-SETTINGS = {
-    "update": (False, False),
-    "backup": (True, False),
-    "update-graphs": (False, True),
-    "backup-graphs": (True, True),
-}
-"""Whether weights have a backup, and whether the memory of graphs is released."""
+SETTINGS = ("update", "backup", "update-graphs", "backup-graphs")
 RETAINED = "tms, retained"
 WAYS = {
     "tms": {"MEMSAVER_DROP_IN": ""},
@@ -93,7 +87,7 @@ def start_server(name: str, model: Model, directory: str, variables: Mapping[str
 
 
 def memory(run: Run, model: str, setting: str) -> None:
-    shape, (backup, graphs) = MODELS[model], SETTINGS[setting]
+    shape, backup, graphs = MODELS[model], setting.startswith("backup"), setting.endswith("graphs")
     ways = [way for way in run.options.ways if way in WAYS and (backup or way != RETAINED)]
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         shape.write(directory)
