@@ -249,9 +249,7 @@ class Client:
                 memsaver.switch(pause=held.region.tag, resume=into.region.tag, memory_timeout=choose.choice((0, 0.02)))
         finally:  # also of a switch whose second half failed
             if move in ("resume", "switch") and into.region.state == "active" and into.region.backup == "none":
-                for tensor in into.tensors:
-                    tensor.random_()
-                into.sums = checksums(into.tensors)
+                _write_anew(into)
         return True
 
     def _close(self, held: Held) -> None:
@@ -259,3 +257,10 @@ class Client:
         held.sums.clear()
         held.region.close()
         self.held.remove(held)
+
+
+def _write_anew(held: Held) -> None:
+    """A function of its own: a local variable would keep a tensor as long as the traceback of an error."""
+    for tensor in held.tensors:
+        tensor.random_()
+    held.sums = checksums(held.tensors)

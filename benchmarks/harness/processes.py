@@ -49,7 +49,7 @@ def _serve(connection: Connection, log: str, make: Callable[..., Any], arguments
         code = 1
         if "barrier" in arguments:
             arguments["barrier"].abort()  # the others need not wait
-        said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        said = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
         with suppress(OSError):
             connection.send((False, (said, traceback.format_exc())))
     os._exit(code)  # torch_memory_saver ends a process that ends in order with an error of its own
