@@ -1,10 +1,10 @@
-"""Memory that a trainer caches goes to an engine that waits for it, while the trainer's main thread holds the GIL.
+"""Memory that a trainer caches goes to an engine that waits for it.
 
 Two processes share a pool that has room for little more than one of them. The trainer has --gib in free blocks of
 torch in a region, and queues --work seconds of kernels that end with writes to all of these blocks. Then its main
-thread waits without the GIL, and the engine resumes a region of --gib. Times are from the end of the queued work, by the
-device's clock, to the return of the resume; a negative one would be a fault. After each round the engine pauses, and
-the values of the trainer's next step are compared. A resume of more than --limit ms fails.
+thread waits without the GIL, and the engine resumes a region of --gib. Times are from the end of the queued work, by
+the device's clock, to the return of the resume; a negative one would be a fault. After each round the engine pauses,
+and the values of the trainer's next step are compared. A resume of more than --limit ms fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import memsaver
-from benchmarks.harness.command import Options, Run, count, not_negative, number
+from benchmarks.harness.command import Options, Run, count, number
 from benchmarks.harness.machine import GIB
 from benchmarks.harness.pools import shared_pool
 from benchmarks.harness.processes import CONTEXT, Process, Sample, ask_all, processes
@@ -73,9 +73,7 @@ def side(
     return list(_serve(region, parts, rounds, barrier))
 
 
-def _train(
-    region: memsaver.Region, parts: int, work_s: float, rounds: int, barrier: Barrier
-) -> Iterator[Sample]:
+def _train(region: memsaver.Region, parts: int, work_s: float, rounds: int, barrier: Barrier) -> Iterator[Sample]:
     cycles = _cycles_of(work_s)
     barrier.wait(WAIT_S)  # the engine has paused: there is no room for both
 
