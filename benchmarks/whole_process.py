@@ -64,7 +64,7 @@ def measure(run: Run) -> None:
         groups = {f"group {name}": seconds for name, seconds in each["groups"].items()}
         times = {"the turn": (each["pause_s"], each["resume_s"]), **groups}
         rows = {name: {"pause, ms": 1e3 * gone, "resume, ms": 1e3 * back} for name, (gone, back) in times.items()}
-        run.table(f"times of rank {rank}; guest {each['guest']}", rows)
+        run.table(f"times of rank {rank}", rows)
     equal = all(one[key] == other[key] for one, other in zip(calm, turned) for key in ("losses", "reduced"))
     run.check("losses and sums are those of the undisturbed run", equal)
     [survivor] = ranks("killed", run.options)
