@@ -137,7 +137,7 @@ def fork_exiting(go: str) -> int:
 def driver_file() -> str:
     """The file that every process on this process's host device has open."""
     links = (os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
-    return next(link for link in links if os.path.basename(link).startswith("memsaver-"))
+    return next(link for link in links if os.path.basename(link).startswith("memsaver."))
 
 
 def repickled(error: memsaver.Error) -> memsaver.Error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,6 @@ from typing import Final, Literal
 
 from memsaver.config import DROP_INS, parse_drop_in
 from memsaver.drop_in.errors import DropInError
-
-log = logging.getLogger("memsaver")
 
 State = Literal["waiting", "active", "stepped aside"]
 VARIABLE: Final = "MEMSAVER_DROP_IN"
@@ -106,4 +105,5 @@ def _stepping_aside(name: str, version: str, mode: str) -> Iterator[None]:
             _states.pop(name, None)
             raise
         _states[name] = DropIn(name, version, "stepped aside", reason=str(error))
-        log.warning("%s", _states[name])
+        # Not logged: a program without handlers of logging would not see it.
+        warnings.warn(str(_states[name]), RuntimeWarning, stacklevel=2)
