@@ -32,8 +32,11 @@ SECRET = "secret-of-a-job-of-ray"
 
 # An actor and this process share a pool of one machine. Each holds more than a half of it.
 PRELUDE = """
-import os, sys, threading, time
+import functools, os, sys, threading, time
 from pathlib import Path
+
+print = functools.partial(print, file=os.fdopen(os.dup(1), "w"), flush=True)
+os.dup2(2, 1)  # Ray prints messages of its raylets
 
 import ray
 

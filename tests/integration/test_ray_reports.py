@@ -142,4 +142,4 @@ def test_objects_of_this_process_are_in_the_part_of_the_group(
         r"; it is in colocated_prepare\(\): colocated_drain\(\) at test_ray_reports\.py:\d+, in this process; report: "
     )
     assert re.search(place, str(error)), error
-    assert "thread 'memsaver engine 0_0':" in Path(error.report).read_text()
+    assert "thread 'memsaver engine 0':" in Path(error.report).read_text()
