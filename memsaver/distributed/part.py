@@ -56,7 +56,6 @@ class Part:
         """
         phase = entry["enter"]
         self._link.until = until
-        self._prepared.clear()
         self._watch.forget_silence()
         self._silence.begin()
         self._activity.begin(f"waits for the other ranks in enter({phase!r})")
@@ -74,8 +73,10 @@ class Part:
             self._abort_prepared()
             raise failed.error from failed.cause
         except BaseException as error:  # such as Ctrl-C in a member's method, or in a wait
-            self._abort_prepared()
-            self._leave(number, error)
+            try:
+                self._abort_prepared()
+            finally:  # after a second interrupt, too: the leader waits for it
+                self._leave(number, error)
             raise
         finally:
             self._activity.begin("is outside of enter()")
@@ -165,6 +166,9 @@ class Part:
                 settled(getattr(self._members[role][place], method)())
             except Exception as error:  # the error of the turn is the one to raise
                 log.warning("%s() of the role %r failed after a failed turn: %s", method, role, error)
+            except BaseException:  # such as Ctrl-C: the other members of this process would stay prepared
+                self._end_prepared(method)
+                raise
 
     def _report_silence(self, number: int, phase: str) -> None:
         try:

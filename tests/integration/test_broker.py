@@ -410,6 +410,21 @@ def test_a_rejoining_client_replaces_its_old_connection(broker: Running) -> None
     assert chunks
 
 
+def test_a_client_that_rejoins_is_asked_for_its_report_again(broker: Running) -> None:
+    """The answer to the earlier request has ended with the earlier connection."""
+    one = broker.client()
+    [chunk] = one.borrow(PAGE, PAGE)
+    broker.status()
+    one.hear("query")
+    one.hang_up()
+    again = broker.client(one.number, bring=False)
+    again.files, one.files = one.files, {}
+    again.bring((chunk, PAGE))
+    broker.status()
+    again.say("usage", 7)
+    again.hear("query")
+
+
 def test_a_new_broker_adopts_the_chunks_of_rejoining_clients(broker: Running, peer: Peer) -> None:
     one = broker.client()
     mine = one.borrow(3 * LARGE, LARGE)
@@ -499,6 +514,18 @@ def test_a_client_that_never_reads_does_not_block_the_others(broker: Running) ->
         assert deaf.hear("usage").words[0] == number
 
 
+def test_the_last_packet_of_a_grant_has_the_place_in_the_queue(broker: Running) -> None:
+    """Also if the packet is full: the client reads there how many of its messages the broker has served."""
+    one = broker.client()
+    for count in (protocol.MOST_CHUNKS, protocol.MOST_CHUNKS + 1):
+        one.give(one.borrow(count * PAGE, PAGE))
+        request = one.want(count * PAGE, PAGE)
+        heads = [list(one.hear("grant").words[:3]) for _ in range(-(-count // protocol.MOST_CHUNKS))]
+        assert heads == [[request, 0, 0]] * (len(heads) - 1) + [[request, 1, 0]]
+        one.say("close", request)
+        one.look()
+
+
 # Leases
 
 
@@ -508,7 +535,7 @@ def lend(owner: Client, attacher: Client, *rows: tuple[int, int, int], lease: in
     asked = owner.hear("attach_request")
     assert list(asked.words[1:]) == [os.getpid(), 3]
     assert asked.text == "tag\nnone\n0\n2097152"
-    parts = [rows[at : at + 250] for at in range(0, len(rows), 250)]
+    parts = [rows[at : at + 250] for at in range(0, len(rows), 250)] or [()]
     for at, part in enumerate(parts):
         more = int(at + 1 < len(parts))
         owner.say("attach_reply", asked.words[0], lease, more, *(word for row in part for word in row))
@@ -644,6 +671,20 @@ def test_a_lease_lasts_until_forked_children_of_the_attached_process_exit(broker
     assert list(again.hear("detached").words) == [99]
     assert broker.status()["idle_bytes"] == PAGE
     asked.close()
+
+
+def test_a_malformed_lease_does_not_keep_its_process_watched(broker: Running) -> None:
+    one, two, attacher = broker.client(), broker.client(), broker.client()
+    lend(one, attacher)
+    attacher.hear("attached")
+    lend(two, attacher)  # with the number of the other's
+    assert attacher.refusal() == ("not_attached", 5, f"the answer of process {os.getpid()} was malformed")
+    assert two.is_refused()[0] == "malformed"
+    attacher.say("detach", 99)
+    one.hear("detached")
+    for client in (one, attacher):
+        client.hang_up()
+    broker.idle_descriptors()  # which waits until it watches no process
 
 
 def test_an_attachment_without_a_way_to_watch_it_is_malformed(broker: Running) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ import memsaver
 from memsaver import config
 from memsaver.distributed import AsyncColocated, Colocated, Group, LostRankError, Ready, Turn, liveness
 from memsaver.distributed import reports as distributed_reports
+from memsaver.distributed.link import Link
+from memsaver.distributed.liveness import Watch
 from memsaver.distributed.messages import dumps, loads
 from memsaver.transitions import Transition
 from memsaver.turns import ranks as turn_ranks
@@ -248,6 +251,23 @@ def test_an_interrupted_rank_is_named_and_the_others_abort(store: distributed.St
         assert "engine 1 (rank 1) could not prepare to pause 'weights': Error: KeyboardInterrupt" in str(error)
     assert job.seen()[0][-2:] == ["abort", "failed engine 1: Error"]
     job.enter("train")
+
+
+def test_an_interrupt_while_preparations_are_taken_back_leaves_none_and_is_told_to_the_others(
+    store: distributed.Store, world: Worlds
+) -> None:
+    """As of a user who presses Ctrl-C twice."""
+    phases = {"on": {"engine": ["a"], "trainer": ["b"], "judge": ["c"]}, "off": {}}
+    job = world(store, [{"engine": 0, "trainer": 1, "judge": 2}, {}], phases)
+    job.enter("on")
+    job.seen()
+    job.members[2].errors["prepare"] = KeyboardInterrupt()
+    job.members[1].errors["abort"] = KeyboardInterrupt()  # the first to be taken back
+    errors = job.fails("off")
+    assert isinstance(errors[0], KeyboardInterrupt)
+    assert "judge 0 (rank 0) could not prepare to pause 'c': Error: KeyboardInterrupt" in str(errors[1])
+    assert [calls[-1] for calls in job.seen()] == ["abort", "abort", "prepared"]
+    job.enter("off")
 
 
 def test_a_rank_that_hangs_while_it_aborts_is_named_within_a_bound(
@@ -546,6 +566,29 @@ def test_a_rank_of_another_host_is_lost_when_its_heartbeats_end(
     # It was alive: its preparation is taken back when it reads the end of the turn.
     job.members[1].gate.set()
     assert isinstance(calls[1].exception(WAIT_S), memsaver.Error)
+
+
+def test_silence_between_turns_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A phase may hold the GIL for long, and then its rank sends nothing."""
+    now = 1000.0
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: now))
+    link = Link(distributed.HashStore(), "group", direct=True)
+    link.set("beat/1", "1")
+    watch, elsewhere = Watch(link, 8.0, 600.0), {**liveness.identity(), "host": "another"}
+    watch.check(1, elsewhere)
+    now += 9.0
+    watch.forget_silence()
+    watch.check(1, elsewhere)
+    now += 9.0
+    with pytest.raises(LostRankError, match="rank 1 has sent no heartbeat for 9.0 s"):
+        watch.check(1, elsewhere)
+
+
+def test_another_process_with_the_pid_of_a_rank_is_not_the_rank(store: distributed.Store) -> None:
+    watch, own = Watch(Link(store, "group"), 8.0, 600.0), liveness.identity()
+    watch.check(1, own)
+    with pytest.raises(LostRankError, match=f"rank 2 has ended .pid {os.getpid()}."):
+        watch.check(2, {**own, "start": own["start"] - 1})
 
 
 @pytest.mark.parametrize("answers", [False, True])

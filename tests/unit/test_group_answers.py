@@ -112,6 +112,25 @@ def test_contents_of_a_late_resume_count_as_not_written(members: list[Member], m
     group.enter("on", restore=False)
 
 
+def test_members_pause_again_with_the_time_of_the_whole_turn(members: list[Member]) -> None:
+    """A resume that has used all of it leaves nothing to the pauses that take the others back."""
+    given: list[float] = []
+
+    def resume(tags: list[str], timeout: float) -> None:
+        threading.Event().wait(timeout)
+        raise OSError("not now")
+
+    def pause(tags: list[str], timeout: float) -> None:
+        given.append(timeout)
+
+    group = Group(engine=members, phases=PHASES)
+    group.enter("off")
+    members[0].pause, members[1].resume = pause, resume  # type: ignore[method-assign, assignment]
+    with pytest.raises(memsaver.Error, match="engine 1 could not resume 'a': OSError: not now"):
+        group.enter("on", timeout=1.0)
+    assert len(given) == 1 and given[0] > 0
+
+
 def test_another_member_takes_the_place_of_one_that_hangs() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(turn_module, "_COMPLETE_S", 0.0)

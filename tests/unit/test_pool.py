@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Sequence
 from typing import cast
 
@@ -15,8 +16,9 @@ from memsaver.broker.clients import Client
 from memsaver.broker.connection import Connection
 from memsaver.broker.monitor import Process
 from memsaver.broker.pool import Pool, ServeResult
-from memsaver.broker.protocol import HAS_DESCRIPTOR, SCRUB, MalformedError
+from memsaver.broker.protocol import HAS_DESCRIPTOR, SCRUB, MalformedError, Message
 from memsaver.broker.queue import OverCapacityError
+from memsaver.broker.reclaim import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reclaim
 from memsaver.errors import DriverError
 
 GIB, LARGE, MEDIUM, SMALL = CLASSES
@@ -327,6 +329,40 @@ def test_the_smallest_sufficient_chunk_is_broken_up(pool: Pool, one: Client, two
     want(pool, two, (SMALL, SMALL, 10 * SMALL))
     assert granted(settle(pool)) == [SMALL] * 10
     assert pool.total_bytes == CAPACITY - MEDIUM + 10 * SMALL
+
+
+def test_a_new_head_of_the_queue_does_not_wait_out_the_pause_of_the_last_one(
+    pool: Pool, one: Client, two: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(Client, "send", lambda each, message: asked.append(message.kind) if each is one else None)
+    one.is_user = True
+    reclaim, now = Reclaim(pool, {1: one, 2: two}), time.monotonic() + 3600.0  # long after the answers
+    borrow(pool, one, *[GIB] * 4)
+
+    def is_asked() -> bool:
+        """Whether a round begins now. It ends at once."""
+        asked.clear()
+        reclaim.step(now)
+        reclaim.reclaimed(one, Message("reclaimed", (0, 0)))
+        reclaim.step(now)
+        return asked == ["reclaim"]
+
+    request = want(pool, two, (GIB, GIB, GIB))
+    settle(pool)
+    for _ in range(12):
+        assert is_asked()
+        [now] = reclaim.deadlines()
+    now -= LONGEST_PAUSE_S / 2
+    assert not is_asked()
+    pool.queue.close(two, request)
+    want(pool, two, (GIB, GIB, GIB))
+    settle(pool)
+    assert is_asked()
+    now += FIRST_PAUSE_S
+    assert not is_asked()  # from here on the pauses grow again
+    now += FIRST_PAUSE_S
+    assert is_asked()
 
 
 def test_the_exit_of_a_client_drops_all_its_chunks(pool: Pool, one: Client, two: Client) -> None:
