@@ -6,7 +6,8 @@
 #                2 GB each. VERSIONS="2.11.0 2.13.0" chooses them
 # make cpptest   the C++ tests of the library without Python; ARGS="-tc=layout*": for doctest
 # make sanitize  the same under the address, undefined-behaviour and thread sanitizers
-# make mutants   builds small wrong changes into the core, and checks that tests find each.  ARGS=name: one of them
+# make mutants   makes small wrong changes of the core and of Python, and checks that tests find each.  ARGS=name: one of
+#                them; ARGS=python or ARGS=core: all of them
 # make stubs     memsaver/_core.pyi, the types of the compiled core, from the core as it is built
 # make lint      style, types, layers and format of Python and C++; warnings of each C++ source, compiled alone
 # make wheel     builds the wheels of this architecture in dist/ with g++. Runs the quick start from each without a
@@ -92,7 +93,7 @@ build/cpp/plain build/cpp/address build/cpp/thread:
 	MAKEFLAGS=--no-print-directory $(CMAKE) --build $@ --parallel $(CPP_JOBS) --target memsaver_tests
 
 mutants: $(READY)
-	CMAKE=$(CMAKE) $(RUN) tests/mutants.py $(ARGS)
+	CMAKE=$(CMAKE) $(RUN) -m tests.mutants $(ARGS)
 
 lint: $(LINTERS)
 	$(RUN) -m ruff check .

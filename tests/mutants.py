@@ -1,8 +1,9 @@
 """Small wrong changes, and the tests that must find each of them within a minute. ``make mutants``, or
-``python tests/mutants.py [name ...]``.
+``python -m tests.mutants [name ...]``.
 
-The changes are in the core, where MEMSAVER_MUTANT(name) stands (csrc/base/mutants.h). One build has them all; the
-variable MEMSAVER_TEST_MUTANT selects one. Without it all tests named here must pass: a failure comes from the change.
+Changes of the core are where MEMSAVER_MUTANT(name) stands (csrc/base/mutants.h). One build has them all; the variable
+MEMSAVER_TEST_MUTANT selects one. Changes of Python rewrite a copy of the sources (tests/rewrites.py). Without a change
+all tests named here must pass: a failure comes from the change.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.rewrites import REWRITES, ROOT, UNCHANGED, Rewrite
+
 BUILD = ROOT / "build" / "mutants"
 LIMIT_S = 60.0
 NONE = "none"  # selects no mutant
@@ -47,6 +50,11 @@ class Mutant:
     name: str
     change: str
     tests: Sequence[str]  # at least one fails. Ids of pytest, below tests/, or "cpp: " and a test case
+
+    @contextmanager
+    def applied(self) -> Iterator[tuple[Path, dict[str, str]]]:
+        """The folder to run tests in, and the variables that select the change."""
+        yield ROOT, {"MEMSAVER_TEST_MUTANT": self.name, "PYTHONPATH": str(BUILD / "site")}
 
 
 MUTANTS = [
@@ -404,17 +412,19 @@ def command_of(test: str) -> list[str]:
     return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{test}"]
 
 
-def run(test: str, mutant: str) -> tuple[str, float]:
+def run(test: str, change: Mutant | Rewrite) -> tuple[str, float]:
     """Returns "passed", "failed" or another outcome, and the seconds that it took."""
-    path = os.pathsep.join(filter(None, [str(BUILD / "site"), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "MEMSAVER_TEST_MUTANT": mutant, "PYTHONPATH": path}
     began = time.monotonic()
-    try:
-        done = subprocess.run(
-            command_of(test), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"not over after {LIMIT_S:.0f} s", LIMIT_S
+    with change.applied() as (folder, variables):
+        path = os.pathsep.join(filter(None, [variables["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]))
+        environment = {**os.environ, **variables, "PYTHONPATH": path}
+        try:
+            done = subprocess.run(
+                command_of(test), cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S,
+                check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"not over after {LIMIT_S:.0f} s", LIMIT_S
     return outcome(test, done), time.monotonic() - began
 
 
@@ -434,41 +444,46 @@ def outcome(test: str, done: subprocess.CompletedProcess[str]) -> str:
     return "passed"
 
 
-def check(chosen: Iterable[Mutant]) -> int:
-    chosen = list(chosen)
+def check(chosen: Sequence[Mutant | Rewrite]) -> int:
     missed = 0
-    tests = sorted({test for mutant in chosen for test in mutant.tests})
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for test, (found, _) in zip(tests, pool.map(lambda test: run(test, NONE), tests)):
+    without: dict[type, Mutant | Rewrite] = {Mutant: Mutant(NONE, "", ()), Rewrite: UNCHANGED}
+    tests = sorted({(test, type(change)) for change in chosen for test in change.tests}, key=str)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for (test, _), (found, _) in zip(tests, pool.map(lambda each: run(each[0], without[each[1]]), tests)):
             if found != "passed":
                 missed += 1
-                print(f"without a mutant, {test}: {found}")
+                print(f"without a change, {test}: {found}", flush=True)
         if missed:
             return missed
-        print(f"{len(tests)} tests pass without a mutant", flush=True)
-        jobs = [(mutant, test) for mutant in chosen for test in mutant.tests]
-        results = pool.map(lambda job: run(job[1], job[0].name), jobs)
-        for mutant, ends in [(mutant, [next(results) for _ in mutant.tests]) for mutant in chosen]:
-            caught = [(test, took) for test, (how, took) in zip(mutant.tests, ends) if how == "failed"]
+        print(f"{len(tests)} tests pass without a change", flush=True)
+        jobs = [(change, test) for change in chosen for test in change.tests]
+        results = pool.map(lambda job: run(job[1], job[0]), jobs)
+        for change, ends in [(change, [next(results) for _ in change.tests]) for change in chosen]:
+            caught = [(test, took) for test, (how, took) in zip(change.tests, ends) if how == "failed"]
             for test, took in caught:
-                print(f"found    {mutant.name} ({took:.1f} s): {test}", flush=True)
+                print(f"found    {change.name} ({took:.1f} s): {test}", flush=True)
             if not caught:
                 missed += 1
-                how = "; ".join(f"{test}: {how}" for test, (how, _) in zip(mutant.tests, ends))
-                print(f"MISSED   {mutant.name} ({mutant.change}): {how}", flush=True)
-    print(f"{len(chosen) - missed} of {len(chosen)} mutants found")
+                how = "; ".join(f"{test}: {how}" for test, (how, _) in zip(change.tests, ends))
+                print(f"MISSED   {change.name} ({change.change}): {how}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} changes found")
     return missed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="of mutants; all where none is named")
-    names = parser.parse_args().names
-    unknown = set(names) - {mutant.name for mutant in MUTANTS}
+    parser.add_argument("names", nargs="*", help="of changes, or 'core', or 'python'; all where none is named")
+    names = set(parser.parse_args().names)
+    groups: dict[str, Sequence[Mutant | Rewrite]] = {"core": MUTANTS, "python": REWRITES}
+    everything = [change for group in groups.values() for change in group]
+    unknown = names - {change.name for change in everything} - set(groups)
     if unknown:
-        parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
-    build()
-    sys.exit(check(mutant for mutant in MUTANTS if not names or mutant.name in names) != 0)
+        parser.error(f"no such change: {', '.join(sorted(unknown))}")
+    of_groups = [change for name in names & set(groups) for change in groups[name]]
+    chosen = [change for change in everything if not names or change.name in names or change in of_groups]
+    if any(isinstance(change, Mutant) for change in chosen):
+        build()
+    sys.exit(check(chosen) != 0)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def policy_loss(
     advantages_B1 = advantages_B[:, None]
     plain_BT = ratio_BT * advantages_B1
     clipped_BT = ratio_BT.clamp(1 - clip, 1 + clip) * advantages_B1
-    held_BT = (clipped_BT < plain_BT) & mask_BT
+    held_BT = clipped_BT < plain_BT  # masked positions have ratio one, which is never clipped
     loss_BT = -plain_BT.minimum(clipped_BT)
     if weights_BT is not None:
         loss_BT = loss_BT * weights_BT

@@ -540,6 +540,15 @@ def test_a_client_can_start_the_next_broker_and_is_in_its_pool_at_once(broker: R
         assert settled(broker)["total_bytes"] == int(one.run("print(used_bytes())"))
 
 
+def test_a_client_whose_broker_has_just_shut_down_joins_the_next_one(broker: Running) -> None:
+    with Worker(
+        broker, "from pathlib import Path; from memsaver.broker import daemon; ensure = daemon.ensure"
+    ) as worker:
+        worker.run("found = [Path('no-broker.sock')]")
+        worker.run("daemon.ensure = lambda *options: found.pop() if found else ensure(*options)")
+        assert worker.run("memsaver.region('a'); print(_core.connected('cpu'), found)") == "True []"
+
+
 def test_configure_during_a_reconnect_joins_the_pool_once(broker: Running) -> None:
     with Worker(broker, "held = hold('a', PAGE, 'host', 1)") as worker:
         worker.stop()

@@ -1,0 +1,494 @@
+"""Small wrong changes of Python, and the tests that must find each of them: see tests/mutants.py, which runs them.
+
+A change rewrites one place of a copy of the sources. The old text must be there exactly once, and the tests run in the
+copy, with the core that is built.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from memsaver import _core
+
+ROOT = Path(__file__).resolve().parent.parent
+_COPIED = ("memsaver", "tests", "examples", "pyproject.toml")
+
+# The packages of the copy come before those of the environment, however memsaver was installed; in subprocesses too.
+_REDIRECT = """
+import sys
+from importlib.machinery import PathFinder
+
+
+class Redirect:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in ("memsaver", "tests", "examples"):
+            return PathFinder.find_spec(name, path or [{folder!r}])
+        return None
+
+
+sys.meta_path.insert(0, Redirect)
+"""
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    name: str
+    change: str
+    file: str
+    old: str
+    new: str
+    tests: Sequence[str]  # at least one fails. Ids of pytest, below tests/
+
+    def text(self) -> str:
+        """The file with the change. Raises ValueError unless the old text is there exactly once."""
+        text = (ROOT / self.file).read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: the old text is {text.count(self.old)} times in {self.file}, expected once")
+        return text.replace(self.old, self.new)
+
+    @contextmanager
+    def applied(self) -> Iterator[tuple[Path, dict[str, str]]]:
+        """The folder of a copy with the change, to run tests in, and the variables that make programs use it."""
+        with tempfile.TemporaryDirectory(prefix="ms") as name:  # short: paths of sockets are below it
+            folder = Path(name)
+            for each in _COPIED:
+                if (ROOT / each).is_dir():
+                    shutil.copytree(ROOT / each, folder / each, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+                else:
+                    shutil.copy(ROOT / each, folder / each)
+            built = Path(_core.__file__).parent
+            for library in built.rglob("*.so"):
+                (folder / "memsaver" / library.relative_to(built)).symlink_to(library)
+            (folder / "sitecustomize.py").write_text(_REDIRECT.format(folder=name))
+            if self.file:
+                (folder / self.file).write_text(self.text())
+            yield folder, {"PYTHONPATH": name}
+
+
+UNCHANGED = Rewrite("none", "", "", "", "", ())
+
+REWRITES = [
+    # The broker
+    Rewrite(
+        "chunks_forget_the_wish_for_zeros",
+        "shared pool: a chunk of a client with scrub is not zeroed after a holder without it",
+        "memsaver/broker/pool.py",
+        "chunk.is_sensitive = chunk.is_sensitive or client.scrub",
+        "chunk.is_sensitive = client.scrub",
+        ["unit/test_pool.py::test_an_unconfirmed_scrub_is_requested_again"],
+    ),
+    Rewrite(
+        "trim_releases_a_chunk_too_many",
+        "shared pool: a trim goes on when exactly the bytes to keep are idle",
+        "memsaver/broker/pool.py",
+        "if self.idle_bytes <= keep_bytes:",
+        "if self.idle_bytes < keep_bytes:",
+        ["unit/test_pool.py::test_trim_releases_small_chunks_first_and_keeps_the_given_bytes"],
+    ),
+    Rewrite(
+        "granted_bytes_leave_room",
+        "queue: a demand grows by an exchange beyond the capacity of the pool",
+        "memsaver/broker/queue.py",
+        "self._capacity - demand.granted - demand.remaining",
+        "self._capacity - demand.remaining",
+        ["unit/test_pool.py::test_the_end_of_a_demand_is_reported_to_its_client"],
+    ),
+    Rewrite(
+        "closed_demands_are_completed",
+        "queue: the end of a demand is reported after the demand was closed",
+        "memsaver/broker/queue.py",
+        "[each for each in self._completed if each is not demand]",
+        "list(self._completed)",
+        ["unit/test_pool_machine.py::test_the_pool_agrees_with_the_messages_to_clients"],
+    ),
+    Rewrite(
+        "a_request_for_a_report_outlives_its_connection",
+        "sessions: a client that joins again before it has reported is never asked for a report",
+        "memsaver/broker/sessions.py",
+        "        client.queried_at = client.ledger_queried_at = None\n",
+        "",
+        ["integration/test_broker.py::test_a_client_that_rejoins_is_asked_for_its_report_again"],
+    ),
+    Rewrite(
+        "refused_attachments_keep_their_process",
+        "attachments: a process is watched for ever if the answer of the owner is malformed",
+        "memsaver/broker/attachments.py",
+        "            self._monitor.release(request.process)\n            _refuse(",
+        "            _refuse(",
+        ["integration/test_broker.py::test_a_malformed_lease_does_not_keep_its_process_watched"],
+    ),
+    Rewrite(
+        "a_full_packet_of_grants_is_not_the_last",
+        "lending: without the numbers of the demand, if its chunks fill the last packet",
+        "memsaver/broker/lending.py",
+        "at + MOST_CHUNKS >= len(grants)",
+        "at + MOST_CHUNKS > len(grants)",
+        ["integration/test_broker.py::test_the_last_packet_of_a_grant_has_the_place_in_the_queue"],
+    ),
+    Rewrite(
+        "a_full_packet_ends_the_inventory",
+        "lending: chunks in the second packet of an inventory are refused",
+        "memsaver/broker/lending.py",
+        "len(words) // 2 < MOST_CHUNKS",
+        "len(words) // 2 <= MOST_CHUNKS",
+        ["integration/test_broker.py::test_a_client_with_many_chunks_rejoins_in_several_packets"],
+    ),
+    Rewrite(
+        "pauses_of_reclaim_grow_for_ever",
+        "reclaim: a new demand waits for the pause of the last one before the first round",
+        "memsaver/broker/reclaim.py",
+        "            self._pause_s = FIRST_PAUSE_S\n            self._has_round",
+        "            self._has_round",
+        ["unit/test_pool.py::test_a_new_head_of_the_queue_does_not_wait_out_the_pause_of_the_last_one"],
+    ),
+    Rewrite(
+        "holders_are_looked_for_once",
+        "monitor: processes that an earlier scan has examined are not examined for a new sentinel",
+        "memsaver/broker/monitor.py",
+        "        self._scanned.clear()\n",
+        "",
+        ["unit/test_monitor.py::test_scans_are_periodic_and_read_only_new_processes"],
+    ),
+    Rewrite(
+        "children_of_children_are_not_found",
+        "monitor: memory returns while a child of an exited child runs",
+        "memsaver/broker/monitor.py",
+        "process.unsearched.append(process.pid)",
+        "pass",
+        ["unit/test_monitor.py::test_a_child_of_a_named_child_is_found"],
+    ),
+    Rewrite(
+        "memory_returns_before_the_children_end",
+        "monitor: memory of an exited process returns while a child holds its descriptors",
+        "memsaver/broker/monitor.py",
+        "process.is_searched and not process.has_descriptors_open and",
+        "process.is_searched and",
+        ["unit/test_monitor.py::test_an_exiting_process_that_was_never_seen_with_the_sentinel_is_waited_for"],
+    ),
+    # Turns of a group
+    Rewrite(
+        "late_resumes_have_written",
+        "turns: contents of a resume with restore=False that has not answered count as written",
+        "memsaver/turns/turn.py",
+        "            self._unwritten[rank] = self._unwritten_before[rank].union(self._unrestored(rank))\n",
+        "",
+        ["unit/test_group_answers.py::test_contents_of_a_late_resume_count_as_not_written"],
+    ),
+    Rewrite(
+        "an_undo_has_the_rest_of_the_time",
+        "turns: pauses that take resumes back have no time left after a resume that has used all of it",
+        "memsaver/turns/turn.py",
+        "replace(self._options, since=time.monotonic(), backup={})",
+        "replace(self._options, backup={})",
+        ["unit/test_group_answers.py::test_members_pause_again_with_the_time_of_the_whole_turn"],
+    ),
+    Rewrite(
+        "unwritten_contents_stay_unwritten",
+        "turns: a tag that was overwritten since counts as not written",
+        "memsaver/turns/turns.py",
+        "            unwritten.get(rank, set()).difference_update(overwritten)\n",
+        "",
+        ["unit/test_group_policies.py::test_regions_resumed_for_writing_are_paused_without_contents_if_the_turn_fails"],
+    ),
+    Rewrite(
+        "calls_of_replaced_members_are_waited_for",
+        "turns: the call that hangs in a replaced member refuses all later turns",
+        "memsaver/turns/turns.py",
+        "                self._late.pop(old, None)\n",
+        "",
+        ["unit/test_group_answers.py::test_another_member_takes_the_place_of_one_that_hangs"],
+    ),
+    Rewrite(
+        "aborts_in_a_drain_are_lost",
+        "members: an actor prepares after its drain although the turn was taken back meanwhile",
+        "memsaver/turns/members.py",
+        """\
+        self._turn += 1
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+""",
+        """\
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            self._turn += 1
+""",
+        ["integration/test_ray_turns.py::test_an_actor_that_drains_while_its_turn_is_taken_back_stays_as_it_was"],
+    ),
+    # Groups over torch.distributed's store
+    Rewrite(
+        "pids_are_used_once",
+        "liveness: another process with the pid of a rank counts as the rank",
+        "memsaver/distributed/liveness.py",
+        'status.start != hello["start"] or ',
+        "",
+        ["integration/test_distributed.py::test_another_process_with_the_pid_of_a_rank_is_not_the_rank"],
+    ),
+    Rewrite(
+        "silence_between_turns_counts",
+        "liveness: a rank that held the GIL during a phase counts as dead in the next turn",
+        "memsaver/distributed/liveness.py",
+        "        self._beats.clear()\n",
+        "",
+        ["integration/test_distributed.py::test_silence_between_turns_does_not_count"],
+    ),
+    Rewrite(
+        "ranks_that_left_never_return",
+        "ranks: a rank that has left one turn fails all later ones",
+        "memsaver/distributed/ranks.py",
+        "        self._left.clear()\n",
+        "",
+        ["integration/test_distributed.py::test_an_interrupted_rank_is_named_and_the_others_abort"],
+    ),
+    Rewrite(
+        "an_interrupt_leaves_preparations",
+        "part: members stay prepared if an interrupt comes while another one takes its preparation back",
+        "memsaver/distributed/part.py",
+        "                self._end_prepared(method)\n                raise\n",
+        "                raise\n",
+        [
+            "integration/test_distributed.py::"
+            "test_an_interrupt_while_preparations_are_taken_back_leaves_none_and_is_told_to_the_others"
+        ],
+    ),
+    Rewrite(
+        "the_second_interrupt_is_not_told",
+        "part: the other ranks wait for one that was interrupted again while it took its preparations back",
+        "memsaver/distributed/part.py",
+        """\
+            try:
+                self._abort_prepared()
+            finally:  # after a second interrupt, too: the leader waits for it
+                self._leave(number, error)
+""",
+        """\
+            self._abort_prepared()
+            self._leave(number, error)
+""",
+        [
+            "integration/test_distributed.py::"
+            "test_an_interrupt_while_preparations_are_taken_back_leaves_none_and_is_told_to_the_others"
+        ],
+    ),
+    # The ledger
+    Rewrite(
+        "idle_chunks_of_the_dead_count_twice",
+        "ledger: chunks of a process that has exited count as idle, and for the process that keeps them",
+        "memsaver/ledger/accounts.py",
+        "        pooled += report.pooled\n        if report.exited is not None:",
+        "        if report.exited is None:\n            pooled += report.pooled\n        if report.exited is not None:",
+        ["unit/test_ledger.py::test_chunks_of_a_process_that_has_exited_count_for_the_process_that_keeps_them"],
+    ),
+    Rewrite(
+        "joined_rows_lose_one",
+        "ledger: the bytes of one row vanish when the rows of a long report are joined",
+        "memsaver/ledger/messages.py",
+        "rows[: len(rows) - most + 1]",
+        "rows[: len(rows) - most]",
+        ["unit/test_ledger.py::test_the_rows_of_a_long_report_are_joined"],
+    ),
+    # Drop-ins
+    Rewrite(
+        "wake_up_does_not_wait",
+        "vLLM: a wake-up in a shared pool fails while another process still releases its memory",
+        "memsaver/drop_in/vllm/allocator.py",
+        "memory_timeout=_SHARED_POOL_S if shares() else 0.0",
+        "memory_timeout=0.0",
+        ["drop_in/test_shared_pools.py::test_wake_up_waits_for_memory_that_a_trainer_holds[vllm]"],
+    ),
+    Rewrite(
+        "a_failed_check_of_ranks_counts",
+        "vLLM: the second sleep goes through although the check of the ranks has failed",
+        "memsaver/drop_in/vllm/ranks.py",
+        "    publish()\n    store, rank, ranks = found\n",
+        "    publish()\n    store, rank, ranks = found\n    _checked_in = store\n",
+        ["drop_in/test_vllm_ranks.py::test_failed_check_is_repeated"],
+    ),
+    Rewrite(
+        "retained_contents_outlast_the_pause",
+        "torch_memory_saver: the retained copy of the last pause is held beside the copy of this one",
+        "memsaver/drop_in/tms/saver.py",
+        "                self._retained.drop(chosen)\n                transitions.pause(chosen)\n",
+        "                transitions.pause(chosen)\n                self._retained.drop(chosen)\n",
+        ["drop_in/test_tms_preload.py::test_retained_backups_outlive_a_resume_at_one_place"],
+    ),
+    Rewrite(
+        "threads_stay_away_after_an_error",
+        "torch_memory_saver: threads do not return to the default pool if a resume fails",
+        "memsaver/drop_in/tms/saver.py",
+        "            finally:  # some errors come when the regions are active\n",
+        "            except ZeroDivisionError:\n                raise\n            else:\n",
+        ["drop_in/test_tms_preload.py::test_error_after_a_resume_leaves_no_region_aside"],
+    ),
+    # Tensors in other processes
+    Rewrite(
+        "late_answers_are_taken_for_the_next",
+        "sent tensors: an answer that came after its bound counts for the next question",
+        "memsaver/_torch/ipc/receiver.py",
+        'elif message.get("serial") == self._serial:',
+        'elif "serial" in message:',
+        ["integration/test_sent_tensors.py::test_an_owner_that_does_not_answer_is_named_and_can_be_asked_again"],
+    ),
+    # Guests
+    Rewrite(
+        "ranks_of_earlier_rounds_are_not_late",
+        "meeting: a rank that has opened its groups in an earlier round is not named as late",
+        "memsaver/guests/meeting.py",
+        'if store.add(f"rank {each}/opened", 0) < self.round]',
+        'if not store.add(f"rank {each}/opened", 0)]',
+        ["integration/test_meeting.py::test_groups_stay_open_on_no_rank_if_one_is_late"],
+    ),
+    Rewrite(
+        "failed_leaves_keep_their_tags",
+        "guests: the tags of a pause count as paused after a guest could not leave",
+        "memsaver/_guests.py",
+        "            for each, paused, _ in before:\n                each.paused = paused\n",
+        "",
+        ["unit/test_guests.py::test_failed_leave_forgets_its_tags"],
+    ),
+    # Transitions
+    Rewrite(
+        "threads_that_entered_meanwhile_stay",
+        "transitions: the default pool is checked before the wait in the queue alone",
+        "memsaver/_moves.py",
+        """\
+                torch.check_pausable(leaving, self._thread)
+                torch.move_threads_away(leaving)  # again: an earlier transition may have moved them back meanwhile
+""",
+        "                pass\n",
+        [
+            "unit/test_background.py::test_entering_a_region_before_its_queued_pause_fails_the_pause",
+        ],
+    ),
+    Rewrite(
+        "contents_that_are_half_gone_are_recorded",
+        "verify: a pause after a failed one compares with contents that were partly unmapped",
+        "memsaver/_moves.py",
+        "elif each not in partly_unmapped:",
+        "else:",
+        ["unit/test_verify.py::test_pause_after_a_failed_one_compares_the_first_contents"],
+    ),
+    Rewrite(
+        "pauses_are_expected_for_ever",
+        "transitions: threads stay away from a default pool after the pause that was expected has ended",
+        "memsaver/_moves.py",
+        "        finally:\n            _call_all(self._ends)\n",
+        "        finally:\n",
+        ["unit/test_default_pool_python.py::test_threads_move_before_the_pause_and_back_after_the_resume"],
+    ),
+    # The process in the pool
+    Rewrite(
+        "a_broker_that_shuts_down_is_an_error",
+        "shared pool: the first region fails if the broker shuts down at this moment",
+        "memsaver/_pool_client.py",
+        "                if discovery.accepts(path):\n                    raise\n",
+        "                raise\n",
+        ["integration/test_shared_pool.py::test_a_client_whose_broker_has_just_shut_down_joins_the_next_one"],
+    ),
+    Rewrite(
+        "earlier_memory_counts_for_the_pool",
+        "ledger: memory from before the shared pool counts as memory of the pool",
+        "memsaver/_pool_client.py",
+        "            _note_unpooled(device)\n",
+        "            pass\n",
+        ["integration/test_sharing.py::test_memory_of_the_driver_cannot_be_shared"],
+    ),
+    Rewrite(
+        "numbers_of_the_node_are_those_of_cuda",
+        "Ray: the number of a GPU on the node is taken for that of CUDA in the process",
+        "memsaver/ray/placement.py",
+        """\
+    if shown is not None and shown.count(assigned) == 1:
+        return shown.index(assigned)
+    if shown is None and assigned.isdecimal():
+""",
+        "    if assigned.isdecimal():\n",
+        ["unit/test_ray_device.py::test_the_device_is_the_assigned_gpu_as_cuda_counts"],
+    ),
+    # The example
+    Rewrite(
+        "the_oldest_is_preempted",
+        "engine: the oldest request gives its blocks up",
+        "examples/colocate/engine/scheduler.py",
+        "(self.prefilling or self.running).pop()",
+        "(self.prefilling or self.running).pop(0)",
+        ["examples/test_engine_blocks.py::test_the_youngest_request_is_preempted_and_resumed_first"],
+    ),
+    Rewrite(
+        "an_admission_leaves_no_blocks",
+        "engine: a request is admitted with the blocks that the running ones need next",
+        "examples/colocate/engine/scheduler.py",
+        "self.blocks.allocate(sequence, reserve=len(self.running) + len(self.prefilling))",
+        "self.blocks.allocate(sequence)",
+        ["examples/test_engine_blocks.py::test_prefill_steps_count_shared_blocks_and_free_blocks"],
+    ),
+    Rewrite(
+        "shared_idle_blocks_stay_free",
+        "engine: idle blocks of the prefix count as free for the rest of the sequence",
+        "examples/colocate/engine/block_manager.py",
+        "if lacking + idle + reserve > self.num_free:",
+        "if lacking + reserve > self.num_free:",
+        ["examples/test_engine_blocks.py::test_sharing_a_free_block_takes_it_from_the_free_ones"],
+    ),
+    Rewrite(
+        "the_start_of_a_prefix_goes_first",
+        "engine: the first block of a cached prefix is handed out before the others",
+        "examples/colocate/engine/block_manager.py",
+        "for block in reversed(sequence.blocks):",
+        "for block in sequence.blocks:",
+        ["examples/test_engine_blocks.py::test_freed_contents_are_found_until_their_block_is_taken"],
+    ),
+    Rewrite(
+        "rows_keep_the_table_of_the_last_sequence",
+        "engine: a row of the batch reads blocks of the sequence that had it before",
+        "examples/colocate/engine/decode_batch.py",
+        "            if held is not blocks:\n",
+        "            if held is None or count > len(blocks):\n",
+        ["examples/test_engine.py::test_preemption_gives_the_same_tokens"],
+    ),
+    Rewrite(
+        "the_prefix_cache_outlives_a_pause",
+        "engine: blocks are found by their digest after a pause has discarded them",
+        "examples/colocate/engine/engine.py",
+        "        self.scheduler.preempt_all()\n        self.drop_prefix_cache()\n",
+        "        self.scheduler.preempt_all()\n",
+        ["examples/test_engine.py::test_a_pause_without_a_drain_loses_no_request"],
+    ),
+    Rewrite(
+        "weights_are_those_of_the_token_before",
+        "trainer: importance weights are shifted by a token",
+        "examples/colocate/trainer/trainer.py",
+        "own.weights_BT[:, 1:]",
+        "own.weights_BT[:, :-1]",
+        ["examples/test_trainer.py::test_weights_scale_the_gradient_of_a_token"],
+    ),
+    Rewrite(
+        "gathered_weights_stay",
+        "trainer: weights that logprobs() has gathered are used after the next step",
+        "examples/colocate/trainer/trainer.py",
+        "                module.reshard()",
+        "                pass",
+        ["examples/test_trainer.py::test_addresses_outlive_steps_and_pauses"],
+    ),
+    Rewrite(
+        "gradients_of_the_last_step_stay",
+        "trainer: a step adds to the gradients of the last one",
+        "examples/colocate/trainer/trainer.py",
+        "        self.optimizer.zero_grad(set_to_none=False)",
+        "        if self.steps_taken == 0:\n            self.optimizer.zero_grad(set_to_none=False)",
+        ["examples/test_trainer.py::test_gradients_from_before_a_step_are_ignored"],
+    ),
+    Rewrite(
+        "the_cap_is_in_nats",
+        "GRPO: weights are cut at exp(cap)",
+        "examples/colocate/grpo.py",
+        ".clamp(max=math.log(cap)).exp()",
+        ".clamp(max=cap).exp()",
+        ["examples/test_grpo.py::test_weights_are_ratios_up_to_the_cap"],
+    ),
+]
