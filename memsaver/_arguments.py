@@ -29,7 +29,7 @@ class Bounds:
         timeout: Bound of the whole call up to its commit, from its beginning. It includes the waits for earlier
             transitions on the same regions, for guarded replays, the device, memory and attached processes.
             None: no bound.
-        memory_timeout: Bound of the wait for memory that others hold.
+        memory_timeout: Bound of the wait for memory that others hold. None: that of ``configure(memory_timeout=...)``.
         reader_timeout: Bound of the wait for other processes that are attached to regions that pause.
 
     Raises:
@@ -38,14 +38,13 @@ class Bounds:
     """
 
     timeout: float | None = None
-    memory_timeout: float = 0.0
+    memory_timeout: float | None = None
     reader_timeout: float = READERS_S
 
     def __post_init__(self) -> None:
-        if self.timeout is not None:
-            object.__setattr__(self, "timeout", seconds(self.timeout))
-        for name in ("memory_timeout", "reader_timeout"):
-            object.__setattr__(self, name, seconds(getattr(self, name), name))
+        for name in ("timeout", "memory_timeout", "reader_timeout"):
+            if name == "reader_timeout" or getattr(self, name) is not None:
+                object.__setattr__(self, name, seconds(getattr(self, name), name))
 
     def left(self, since: float) -> Bounds:
         """The bounds of a part that begins now, of a call that began at ``since`` by ``time.monotonic()``."""

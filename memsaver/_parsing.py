@@ -121,13 +121,24 @@ def report_dir(value: Any) -> str:
     return path
 
 
-def receive_timeout(value: Any) -> float:
+def _seconds(value: Any, option: str) -> float:
     try:
-        found = float(value) if isinstance(value, str) else seconds(value, "receive_timeout")
+        return float(value) if isinstance(value, str) else seconds(value, option)
     except (TypeError, ValueError):
-        found = math.nan
+        return math.nan
+
+
+def receive_timeout(value: Any) -> float:
+    found = _seconds(value, "receive_timeout")
     if not 0 < found <= _LONGEST_S:
         raise _wrong("receive_timeout", value, f"seconds above 0, at most {_LONGEST_S:g}")
+    return found
+
+
+def memory_timeout(value: Any) -> float:
+    found = _seconds(value, "memory_timeout")
+    if not 0 <= found <= _LONGEST_S:
+        raise _wrong("memory_timeout", value, f"seconds of 0 or more, at most {_LONGEST_S:g}")
     return found
 
 

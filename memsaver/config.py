@@ -74,7 +74,7 @@ class Setting:
         if isinstance(self.value, int):
             return f"{gib(self.value)} ({self.value} bytes)" if self.value else "0"
         if isinstance(self.value, float):
-            return f"{self.value:g} s"
+            return f"{self.value:g} s" if self.value else "0"
         if isinstance(self.value, list):
             return ",".join(self.value) or "none"
         return str(self.value)
@@ -159,6 +159,12 @@ OPTIONS: Final = (
         _parsing.disk_dir, lambda path: _core.set_disk_dir(path or ""),
     ),
     Option(
+        "memory_timeout", "seconds", "0",
+        "Bound of the wait for memory that others hold, of allocations in regions and of calls without a memory_timeout"
+        " of their own. An allocation by torch waits with the lock of torch's allocator.",
+        _parsing.memory_timeout, _core.set_memory_timeout,
+    ),
+    Option(
         "receive_timeout", "seconds", "10 s",
         "Bound of the wait for the sender of a tensor of a region that came through torch.multiprocessing.",
         _parsing.receive_timeout, _keep,
@@ -205,7 +211,7 @@ OPTIONS: Final = (
 _BY_NAME = {option.name: option for option in OPTIONS}
 _DEFAULTS = {
     "scrub": False, "close_on_fork": False, "pool": "process", "retain": 0, "backup_ahead": True, "peers": "auto",
-    "receive_timeout": 10.0, "verify": False,
+    "memory_timeout": 0.0, "receive_timeout": 10.0, "verify": False,
 }  # fmt: skip
 _values: dict[str, Any] = {}
 _sources: dict[str, str] = {}
@@ -218,6 +224,7 @@ def configure(
     disk_dir: str | os.PathLike[str] | Unchanged = UNCHANGED,
     host_device: int | str | Unchanged = UNCHANGED,
     host_limit: int | str | Literal["auto"] | None | Unchanged = UNCHANGED,
+    memory_timeout: float | Unchanged = UNCHANGED,
     peers: str | Sequence[str | torch.device] | Unchanged = UNCHANGED,
     pool: str | Unchanged = UNCHANGED,
     pool_capacity: int | str | None | Unchanged = UNCHANGED,
@@ -245,6 +252,8 @@ def configure(
         host_limit: Limit of the pinned host memory that the process holds for backups. 'auto' and None: the process
             pins memory until nine tenths of the machine, or of the limit of one of its cgroups, are in use. Default:
             auto.
+        memory_timeout: Bound of the wait for memory that others hold, of allocations in regions and of calls without a
+            memory_timeout of their own. An allocation by torch waits with the lock of torch's allocator. Default: 0.
         peers: GPUs that can reach the memory of regions on another GPU, as copies and kernels between GPUs do. 'auto':
             those on which the process has an active context, read again at each call. Waits for a device cover its
             peers. In the environment commas separate the devices. Default: auto.
@@ -274,9 +283,9 @@ def configure(
     """
     given = {
         "backup_ahead": backup_ahead, "close_on_fork": close_on_fork, "disk_dir": disk_dir, "host_device": host_device,
-        "host_limit": host_limit, "peers": peers, "pool": pool, "pool_capacity": pool_capacity,
-        "receive_timeout": receive_timeout, "report_dir": report_dir, "retain": retain, "scrub": scrub,
-        "verify": verify,
+        "host_limit": host_limit, "memory_timeout": memory_timeout, "peers": peers, "pool": pool,
+        "pool_capacity": pool_capacity, "receive_timeout": receive_timeout, "report_dir": report_dir,
+        "retain": retain, "scrub": scrub, "verify": verify,
     }  # fmt: skip
     _set({name: value for name, value in given.items() if value is not UNCHANGED}, lambda option: "configure()")
 

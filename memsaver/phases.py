@@ -67,7 +67,7 @@ def phase(
     backup: Backup = None,
     restore: Restore = True,
     timeout: float | None = None,
-    memory_timeout: float = 0.0,
+    memory_timeout: float | None = None,
     reader_timeout: float = READERS_S,
     progress: Progress | None = None,
 ) -> AbstractContextManager[Transition]:

@@ -221,7 +221,7 @@ class Region:
         *,
         restore: Restore = True,
         timeout: float | None = None,
-        memory_timeout: float = 0.0,
+        memory_timeout: float | None = None,
         wait: bool = True,
         progress: Progress | None = None,
     ) -> Transition | TransitionFuture:

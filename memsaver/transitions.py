@@ -38,7 +38,7 @@ class ResumeOptions(TypedDict, total=False):
 
     restore: Restore
     timeout: float | None
-    memory_timeout: float
+    memory_timeout: float | None
     progress: Progress | None
 
 
@@ -120,7 +120,7 @@ def resume(
     *,
     restore: Restore = True,
     timeout: float | None = None,
-    memory_timeout: float = 0.0,
+    memory_timeout: float | None = None,
     wait: bool = True,
     progress: Progress | None = None,
 ) -> Transition | TransitionFuture:
@@ -135,7 +135,8 @@ def resume(
             ``{tag: bool}``; True for tags that are left out.
         timeout: Seconds for the whole call up to its commit, as for ``pause()``. None: no bound.
         memory_timeout: Seconds to wait for memory that others hold, after earlier transitions on the same regions have
-            ended. 0: no wait. Of two bounds the earlier one ends the wait.
+            ended. 0: no wait. None: as ``configure(memory_timeout=...)`` says, which is 0 by default. Of two bounds
+            the earlier one ends the wait.
         wait: False returns at once, as for ``pause()``.
         progress: Called with the bytes copied and the bytes to copy, as for ``pause()``.
 
@@ -181,7 +182,7 @@ def switch(
     backup: Backup = None,
     restore: Restore = True,
     timeout: float | None = None,
-    memory_timeout: float = 0.0,
+    memory_timeout: float | None = None,
     reader_timeout: float = READERS_S,
     wait: bool = True,
     progress: Progress | None = None,

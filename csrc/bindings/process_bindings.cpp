@@ -10,6 +10,7 @@
 #include "backup/available_memory.h"
 #include "bindings/bindings.h"
 #include "regions/queries.h"
+#include "torch/torch_hooks.h"
 
 namespace memsaver {
 
@@ -171,6 +172,7 @@ nb::dict ledger_figures(const std::string& name) {
 
 void bind_process(nb::module_& module) {
   between_looks = [] {
+    if (TorchAllocation::is_under_way()) return;
     const HeldGil python;
     if (memsaver_check_signals() != 0) throw nb::python_error();
   };
@@ -247,6 +249,7 @@ void bind_process(nb::module_& module) {
   module.def(
       "set_host_limit", [](std::optional<std::size_t> bytes) { core().parts.host_budget.set_limit(bytes); },
       "bytes"_a.none());
+  module.def("set_memory_timeout", [](double seconds) { core().parts.memory_timeout_s = seconds; }, "seconds"_a);
   module.def("set_backup_ahead", [](bool on) { core().parts.backup_ahead = on; }, "on"_a);
   module.def(
       "set_disk_dir",

@@ -20,7 +20,7 @@ nb::ndarray<std::uint8_t, nb::ndim<1>> allocate_array(Region& region, std::size_
     core();  // throws in a forked child
     const UnderWay counted;
     Unlocked release;
-    begin = region.allocate(size, now() + kShortageWait);
+    begin = region.allocate(size, now() + kShortageWait, region.device.memory_deadline());
   }
   struct Owner {
     Region* region;

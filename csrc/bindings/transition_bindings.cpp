@@ -108,11 +108,13 @@ void bind_transitions(nb::module_& module) {
       .def(
           "__init__",
           [](ReportingTransition* self, std::vector<Region*> pause, std::vector<Region*> resume,
-             std::optional<double> timeout, double memory_timeout, double reader_timeout) {
-            const Transition::Bounds bounds{timeout ? deadline_in(*timeout) : kNever, memory_timeout, reader_timeout};
+             std::optional<double> timeout, std::optional<double> memory_timeout, double reader_timeout) {
+            const Transition::Bounds bounds{timeout ? deadline_in(*timeout) : kNever,
+                                            memory_timeout.value_or(core().parts.memory_timeout_s), reader_timeout};
             new (self) ReportingTransition(std::move(pause), std::move(resume), bounds);
           },
-          "pause"_a, "resume"_a, "timeout"_a.none() = nb::none(), "memory_timeout"_a = 0.0, "reader_timeout"_a = 0.0)
+          "pause"_a, "resume"_a, "timeout"_a.none() = nb::none(), "memory_timeout"_a.none() = nb::none(),
+          "reader_timeout"_a = 0.0)
       .def("begin",
            [](ReportingTransition& transition) {
              const UnderWay counted;

@@ -12,6 +12,40 @@ constexpr std::size_t kAlignment = 512;  // the alignment of torch's own allocat
 constexpr std::size_t kLeastRange = std::size_t{1} << 30;
 constexpr int kTries = 8;                                   // of an allocation, if other threads change its layout
 constexpr std::size_t kNoneAllowed = std::size_t{1} << 61;  // exceeds every allowance, so that no chunk has slack
+constexpr auto kNextWait = std::chrono::milliseconds(2);    // after one in which others took the memory
+
+// The chunks of a whole demand, taken before a lock is held.
+class Collected final : public ChunkRequest {
+ public:
+  // Waits up to the deadline of the demand. Throws ChunkUnavailable.
+  Collected(ChunkRequest& request, const Needs& needs) : request_(request) {
+    try {
+      for (const Need& need : needs)
+        for (std::size_t left = need.bytes; left > 0; left -= chunks_.back().size())
+          chunks_.push_back(request.next(chunk_class(std::min(need.limit, left)), need.fresh, true));
+    } catch (...) {
+      request_.end();  // before the chunks return to the source
+      throw;
+    }
+  }
+  ~Collected() override { request_.end(); }
+
+  Chunk next(std::size_t limit, std::size_t, bool) override {
+    auto best = chunks_.end();
+    for (auto chunk = chunks_.begin(); chunk != chunks_.end(); ++chunk)
+      if (chunk->size() <= limit && (best == chunks_.end() || chunk->size() > best->size())) best = chunk;
+    if (best == chunks_.end()) throw ChunkUnavailable("ask", "the layout has changed");
+    Chunk chunk = std::move(*best);
+    chunks_.erase(best);
+    return chunk;
+  }
+  bool gather() override { return true; }
+  void end() override { request_.end(); }
+
+ private:
+  ChunkRequest& request_;
+  std::vector<Chunk> chunks_;
+};
 
 }  // namespace
 
@@ -49,30 +83,52 @@ Address Region::take_addresses(std::size_t size) {
   }
 }
 
+namespace {
+
+struct Waiting {
+  explicit Waiting(std::atomic<std::size_t>& of) : count(of) { ++count; }
+  ~Waiting() { --count; }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+  std::atomic<std::size_t>& count;
+};
+
+}  // namespace
+
 bool Region::gather_from_others(ChunkRequest& request) {
-  struct Waiting {
-    explicit Waiting(std::atomic<std::size_t>& of) : count(of) { ++count; }
-    ~Waiting() { --count; }
-    std::atomic<std::size_t>& count;
-  };
   const Waiting counted(device.waiting_allocations);
   return request.gather_from_others();
 }
 
-void Region::find_more(std::size_t wanted, Deadline shortage, Deadline began, std::uint64_t seen, bool& asks_others) {
+void Region::wait_and_map(Range segment, ChunkRequest& request, const Needs& needs) {
+  std::optional<Waiting> counted(std::in_place, device.waiting_allocations);
+  Collected collected(request, needs);
+  counted.reset();
+  map_new(segment, collected, true);
+}
+
+void Region::find_more(std::size_t wanted, Deadline shortage, Deadline memory, Deadline began, std::uint64_t seen,
+                       Effort& effort) {
   if (device.resting.reclaim(shortage, seen)) {
     device.source().settle();
     return;
   }
-  if (!asks_others && device.pooled && now() < shortage && !MEMSAVER_MUTANT(allocations_ask_no_others)) {
-    asks_others = true;
+  if (now() < memory && !waiting_is_over) {
+    if (std::exchange(effort, Effort::waits) == Effort::waits) {  // others have taken the memory meanwhile
+      WaitsEndWith::look();
+      sleep_for(kNextWait);
+    }
     return;
   }
-  const std::chrono::duration<double> waited = asks_others ? now() - began : Clock::duration::zero();
+  if (effort == Effort::none && device.pooled && now() < shortage && !MEMSAVER_MUTANT(allocations_ask_no_others)) {
+    effort = Effort::asks_others;
+    return;
+  }
+  const std::chrono::duration<double> waited = effort != Effort::none ? now() - began : Clock::duration::zero();
   throw device.out_of_memory(wanted, 0, waited.count());
 }
 
-Address Region::allocate(std::size_t size, Deadline shortage) {
+Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
   if (placed) throw Error("region '" + tag + "' has segments of torch's allocator, and takes no others");
   std::optional<Wanted> wanted_by_this;  // while trim() moves contents
   const auto waited_for_trim = [&] {
@@ -89,14 +145,23 @@ Address Region::allocate(std::size_t size, Deadline shortage) {
   try {
     int tries = 0;
     const Deadline began = now();
-    for (bool snug = false, asks_others = false;;) {
+    Effort effort = Effort::none;
+    for (bool snug = false;;) {
       const std::uint64_t seen = device.resting.given_back();
       const Needs needs = needs_of(segment, snug);
-      auto request = device.source().ask(needs, asks_others ? shortage : now());
-      const bool all = asks_others ? gather_from_others(*request) : request->gather();
+      const bool waits = effort == Effort::waits;
+      auto request = device.source().ask(needs, waits ? memory : effort == Effort::asks_others ? shortage : now());
+      bool all = false;
+      if (effort == Effort::none) all = request->gather();
+      if (effort == Effort::asks_others) all = gather_from_others(*request);
       try {
-        map_new(segment, *request, snug);
+        if (waits)
+          wait_and_map(segment, *request, needs);
+        else
+          map_new(segment, *request, snug);
         break;
+      } catch (const ChunkNeverAvailable&) {
+        if (waits) memory = Deadline::min();  // more than a shared pool has in all
       } catch (const ChunkUnavailable&) {
         // The layout has changed meanwhile: another thread freed a chunk that it used.
         if (all && ++tries < kTries) continue;
@@ -105,12 +170,12 @@ Address Region::allocate(std::size_t size, Deadline shortage) {
         if (!waited_for_trim()) throw;
         continue;
       }
-      request.reset();               // its chunks count as free now
-      if (!snug && device.pooled) {  // a shared pool gives the whole demand or nothing
+      request.reset();                                   // its chunks count as free now
+      if (!snug && (device.pooled || now() < memory)) {  // these give the whole demand or nothing
         snug = true;
         continue;
       }
-      find_more(wanted, shortage, began, seen, asks_others);
+      find_more(wanted, shortage, memory, began, seen, effort);
     }
   } catch (...) {
     std::lock_guard lock(device.mutex);

@@ -30,6 +30,8 @@ struct ProcessParts {
   RetainBudget retain;
   HostBudget host_budget;
   std::atomic<bool> backup_ahead = true;  // pinned host memory grows before a pause needs it
+  // The longest wait of allocations, and of resumes without a bound of their own, for memory that others hold.
+  std::atomic<double> memory_timeout_s = 0;
 };
 
 struct Device {
@@ -48,6 +50,8 @@ struct Device {
   ChunkSource& source() { return pooled ? static_cast<ChunkSource&>(*shared) : retained; }  // idle.h has the errors.
   // The end of an allocation's wait for freed memory. A capture allows no wait.
   Deadline shortage_deadline() const { return parts.gate.capturing() ? now() : now() + kShortageWait; }
+  // The end of an allocation's wait for memory that others hold.
+  Deadline memory_deadline() const { return parts.gate.capturing() ? now() : deadline_in(parts.memory_timeout_s); }
   void wait_idle(Deadline deadline) { memsaver::wait_idle(*driver, parts.gate, deadline, true); }
   // For the caller to throw: `needed` bytes are not available. `more_free`: bytes that the call itself would free.
   OutOfMemoryError out_of_memory(std::size_t needed, std::size_t more_free, double waited_s = 0) {

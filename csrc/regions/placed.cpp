@@ -10,10 +10,11 @@ std::vector<Chunk> Region::borrow(std::size_t size, Deadline shortage) {
   check_allocatable(size);
   device.resting.reap();
   const Deadline began = now();
-  for (bool asks_others = false;;) {
+  for (Effort effort = Effort::none;;) {
     const std::uint64_t seen = device.resting.given_back();
     Needs needs;
     for (std::size_t left = size; left > 0; left -= needs.back().bytes) needs.push_back(need(chunk_class(left)));
+    const bool asks_others = effort == Effort::asks_others;
     auto request = device.source().ask(needs, asks_others ? shortage : now());
     static_cast<void>(asks_others ? gather_from_others(*request) : request->gather());
     try {
@@ -25,7 +26,7 @@ std::vector<Chunk> Region::borrow(std::size_t size, Deadline shortage) {
       // The chunks so far return to the source.
     }
     request.reset();
-    find_more(size, shortage, began, seen, asks_others);
+    find_more(size, shortage, Deadline::min(), began, seen, effort);
   }
 }
 

@@ -123,8 +123,9 @@ class Region final : public RestingOwner {
   void expect_policy(Policy next);  // the expected policy of the next pause; Core::mutex is held
 
   // Segments, by their first address. If it throws RegionPausedError, OutOfMemoryError or an error of the source,
-  // nothing has changed. `shortage`: the end of the wait for freed memory of this device.
-  Address allocate(std::size_t size, Deadline shortage);
+  // nothing has changed. `shortage`: the end of the wait for freed memory of this device. `memory`: the end of the wait
+  // for memory that others hold.
+  Address allocate(std::size_t size, Deadline shortage, Deadline memory = Deadline::min());
   void free(Address begin);  // in every state; addresses without a segment are ignored
 
   // In a placed region, another allocator reserves the addresses, and these take the place of allocate() and free().
@@ -205,9 +206,15 @@ class Region final : public RestingOwner {
   void check_allocatable(std::size_t size) const;
   Address take_addresses(std::size_t size);
   bool gather_from_others(ChunkRequest& request);
-  // Makes the next attempt to get memory more likely to succeed than one that saw `seen`. `asks_others`: whether it may
-  // ask other processes; set before it may. Throws OutOfMemoryError for `wanted` bytes where nothing is left to try.
-  void find_more(std::size_t wanted, Deadline shortage, Deadline began, std::uint64_t seen, bool& asks_others);
+  // Maps a segment with the chunks of a demand, after a wait for all of them up to the demand's deadline.
+  void wait_and_map(Range segment, ChunkRequest& request, const Needs& needs);
+  // An attempt to get memory takes the memory at hand, or asks other processes for memory that they cache, or waits for
+  // memory that others hold.
+  enum class Effort { none, asks_others, waits };
+  // Makes the next attempt more likely to succeed than one that saw `seen`. `effort`: of this attempt, and then of the
+  // next one. Throws OutOfMemoryError for `wanted` bytes where nothing is left to try.
+  void find_more(std::size_t wanted, Deadline shortage, Deadline memory, Deadline began, std::uint64_t seen,
+                 Effort& effort);
   void make_certain();  // gives access to mappings of which it is not known
   Layout layout_locked(Ranges wanted, Ranges segments, std::size_t live, std::size_t slack, bool snug) const;
   Layout layout_of_new_locked(Range segment, bool snug) const;

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "regions/tagged.h"
+#include "torch/torch_hooks.h"
 
 namespace memsaver {
 namespace {
@@ -23,11 +24,10 @@ std::string device_name(int ordinal) {
 
 Address allocate_tagged(const std::string& tag, Policy policy, int ordinal, std::size_t size) {
   const std::string name = device_name(ordinal);
-  Device& device = core().device(name);
   for (int attempt = 1;; ++attempt) {
     Region& region = tagged_regions("tms").active(tag, name, policy);
     try {
-      return region.allocate(size, device.shortage_deadline());
+      return TorchAllocation::allocate(region, size);
     } catch (const RegionPausedError&) {  // a pause began meanwhile
       if (attempt == kAttempts) throw;
     }

@@ -21,8 +21,26 @@ std::array<std::atomic<Region*>, kEntryPoints> bound_regions{};
 std::mutex binding;
 
 thread_local std::string allocation_error;
+thread_local Deadline wait_failed = Deadline::min();  // the end of this thread's last wait that found no memory
+
+constexpr auto kSecondTry = std::chrono::seconds(1);  // after the first one, at most
 
 }  // namespace
+
+thread_local bool TorchAllocation::is_under_way_ = false;
+
+Address TorchAllocation::allocate(Region& region, std::size_t size) {
+  const TorchAllocation under_way;
+  const Deadline shortage = region.device.shortage_deadline();
+  const Deadline memory = now() > wait_failed + kSecondTry ? region.device.memory_deadline() : Deadline::min();
+  try {
+    return region.allocate(size, shortage, memory);
+  } catch (const OutOfMemoryError&) {
+    if (memory != Deadline::min()) wait_failed = now();
+    throw;
+  }
+}
+
 }  // namespace memsaver
 
 extern "C" {
@@ -37,8 +55,7 @@ __attribute__((visibility("hidden"), used)) void* memsaver_alloc_numbered(ssize_
   // torch raises its own out-of-memory error.
   try {
     allocation_error.clear();
-    const Deadline shortage = region->device.shortage_deadline();
-    return reinterpret_cast<void*>(region->allocate(static_cast<std::size_t>(size), shortage));
+    return reinterpret_cast<void*>(TorchAllocation::allocate(*region, static_cast<std::size_t>(size)));
   } catch (const OutOfMemoryError&) {
     return nullptr;
   } catch (const RegionPausedError&) {

@@ -23,6 +23,23 @@ struct EntryPoints {
 // the reason: a broker that does not answer, a call of the driver. Each error is returned once. Empty: none.
 std::string take_allocation_error();
 
+// While it lives, the thread is in an allocation by torch, which holds torch's mutex: its waits must not take the GIL,
+// so they do not end on Ctrl-C.
+class TorchAllocation {
+ public:
+  TorchAllocation() { is_under_way_ = true; }
+  ~TorchAllocation() { is_under_way_ = false; }
+  TorchAllocation(const TorchAllocation&) = delete;
+  TorchAllocation& operator=(const TorchAllocation&) = delete;
+  static bool is_under_way() { return is_under_way_; }
+  // As Region::allocate(), with the waits of the device. torch frees its cached blocks after a failure and asks again:
+  // then the allocation does not wait for memory of others again.
+  static Address allocate(Region& region, std::size_t size);
+
+ private:
+  static thread_local bool is_under_way_;
+};
+
 // Binds an entry point to the region. Later calls return the same one. Throws ConfigError when all are bound.
 EntryPoints bind_entry_points(Region& region);
 void unbind_entry_points(const Region& region);  // for a region that was closed

@@ -108,7 +108,7 @@ class Colocated:
         *,
         restore: Restore = True,
         timeout: float | None = None,
-        memory_timeout: float = 0.0,
+        memory_timeout: float | None = None,
     ) -> Transition:
         """Resumes regions of this process as ``memsaver.resume()`` does.
 
@@ -116,7 +116,7 @@ class Colocated:
             tags: A tag, a Region, several of either, or None for all regions.
             restore: False leaves the contents undefined. For all tags, or ``{tag: bool}``.
             timeout: Seconds for the whole call up to its commit. None: no bound.
-            memory_timeout: Seconds to wait for memory that others hold.
+            memory_timeout: Seconds to wait for memory that others hold. None: as ``memsaver.resume()`` waits.
 
         Returns:
             The transition.
@@ -251,7 +251,7 @@ class AsyncColocated:
         *,
         restore: Restore = True,
         timeout: float | None = None,
-        memory_timeout: float = 0.0,
+        memory_timeout: float | None = None,
     ) -> Transition:
         """``Colocated.resume()`` as a coroutine."""
         return await memsaver.resume(tags, restore=restore, timeout=timeout, memory_timeout=memory_timeout, wait=False)

@@ -67,11 +67,10 @@ class Plan:
     ) -> TurnOptions:
         """The checked options of a turn that begins now."""
         pauses, resumes = self.moves(name)
-        bounds = Bounds(timeout, 0.0 if memory_timeout is None else memory_timeout, reader_timeout)
-        given_memory_timeout = None if memory_timeout is None else bounds.memory_timeout
+        bounds = Bounds(timeout, memory_timeout, reader_timeout)
         backups = joined(self._backup.get(name, {}), turn_backups(backup, pauses))
         restores = joined(self._restore.get(name, {}), turn_restores(restore, resumes))
-        return TurnOptions(bounds, given_memory_timeout, backups, restores, time.monotonic())
+        return TurnOptions(bounds, bounds.memory_timeout, backups, restores, time.monotonic())
 
     def _by_phase(self, option: str, given: Mapping[str, Any] | None) -> Iterable[tuple[str, Any]]:
         if given is None:

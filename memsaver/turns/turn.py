@@ -140,13 +140,13 @@ class TurnOptions:
     def of_resumes(self, role: str, tags: Sequence[str], handover: bool) -> dict[str, Any]:
         """``handover``: another rank may release the memory in the same turn."""
         memory_timeout = self.memory_timeout
-        if memory_timeout is None:
-            memory_timeout = _HANDOVER_S if handover else 0.0
+        if memory_timeout is None and handover:
+            memory_timeout = _HANDOVER_S
         unrestored = {tag: False for tag in tags if not self.restores(role, tag)}
         return {
             **as_option("restore", unrestored, tags),
             **self._timeout(),
-            **({"memory_timeout": memory_timeout} if memory_timeout else {}),
+            **({"memory_timeout": memory_timeout} if memory_timeout is not None else {}),
         }
 
     def _timeout(self) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""The quick start runs and exits with status 0."""
+"""The examples of one file run and exit with status 0."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,3 +26,23 @@ def test_the_quick_start_succeeds() -> None:
     assert "same addresses: True; same outputs, bit for bit: True" in done.stdout
     assert done.stdout.count("refused:") == 2
     assert done.stderr == ""
+
+
+def test_two_processes_take_turns() -> None:
+    size = (320 << 20) + os.getpid() % 100 * (2 << 20)
+    with tempfile.TemporaryDirectory() as directory:  # its path is short enough for a socket's
+        env = {**os.environ, "MEMSAVER_HOST_DEVICE": str(size), "MEMSAVER_POOL_DIR": directory}
+        done, _ = (
+            subprocess.run(
+                [sys.executable, "-m", *command.split()],
+                cwd=ROOT,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            for command in ("examples.two_processes", "memsaver broker --stop")
+        )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert "contents are the same: True" in done.stdout

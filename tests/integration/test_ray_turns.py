@@ -448,7 +448,7 @@ def test_a_turn_with_a_hand_over_waits_for_memory_by_default() -> None:
         return TurnOptions(Bounds(), memory_timeout, {}, {}, time.monotonic()).of_resumes("engine", ["a"], handover)
 
     assert (told(None, True), told(None, False)) == ({"memory_timeout": 60.0}, {})
-    assert (told(0.0, True), told(5.0, True)) == ({}, {"memory_timeout": 5.0})
+    assert (told(0.0, True), told(5.0, True)) == ({"memory_timeout": 0.0}, {"memory_timeout": 5.0})
 
 
 def test_a_member_that_does_not_answer_ends_the_turn_at_its_bound() -> None:

@@ -51,6 +51,23 @@ def settled(broker: Running) -> dict[str, Any]:
 # Hand-overs
 
 
+def test_an_allocation_waits_for_a_pause_in_another_process_up_to_the_option(broker: Running) -> None:
+    with Worker(broker) as one, Worker(broker) as two:
+        one.run(f"held = hold('a', {LARGE}, 'host', 1)")
+        two.run("memsaver.configure(memory_timeout=0.05)")
+        two.run(f"raised(lambda: hold('b', {LARGE}), MemoryError)")
+        two.run("memsaver.configure(memory_timeout=60); time.sleep(1.01)")  # torch asks again within 1 s
+        two.send(f"held = hold('b', {LARGE}, 'none', 2)")
+        until(lambda: is_waiting(broker, two))
+        one.run("memsaver.pause()")
+        two.answer()
+        two.run("held.check()")
+        # More than the pool has in all, and a second try of torch, do not wait: this would exceed the test's bound.
+        two.run("memsaver.configure(memory_timeout=1e6)")
+        two.run(f"raised(lambda: hold('c', {2 * CAPACITY}), MemoryError)")
+        two.run(f"raised(lambda: hold('c', {LARGE}), MemoryError)")
+
+
 def test_a_pause_hands_its_chunks_to_a_resume_that_waits_in_another_process(broker: Running) -> None:
     with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)", "memsaver.pause()") as one, Worker(broker) as two:
         two.run(f"held = hold('b', {LARGE}, 'host', 2)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -485,6 +486,64 @@ def test_a_resume_gives_up_after_its_timeout(make: Make) -> None:
         assert (region.state, region.mapped_bytes, free_bytes()) == ("paused", 0, 0)
     region.resume(memory_timeout=0.05)
     held[0].check()
+
+
+def test_the_option_bounds_waits_of_allocations_and_of_resumes_without_a_bound(
+    make: Make, threads: ThreadPoolExecutor
+) -> None:
+    region, other = make("host"), make("none")
+    held = blocks(region, [40 * MIB])
+    region.pause()
+    size = 48 * MIB
+    with Fill(leave=PAGE):
+        memsaver.configure(memory_timeout=0.05)
+        for take in (region.resume, partial(other._core.allocate_array, size)):
+            with pytest.raises(memsaver.OutOfMemoryError) as caught:
+                take()
+            assert caught.value.waited_s >= 0.05
+        with pytest.raises(memsaver.OutOfMemoryError) as caught:
+            region.resume(memory_timeout=0)
+        assert caught.value.waited_s == 0
+    memsaver.configure(memory_timeout=60)
+    fill = Fill(leave=PAGE)
+    taken = threads.submit(other._core.allocate_array, size)
+    until(lambda: other._core.reserved_bytes > 0)
+    assert not taken.done()
+    fill.close()
+    held_by_other = taken.result()
+    assert other.allocated_bytes == size
+    fill = Fill(leave=PAGE)
+    resumed = threads.submit(region.resume)
+    until(lambda: region.state == "resuming")
+    fill.close()
+    resumed.result()
+    held[0].check()
+    del held_by_other
+
+
+@pytest.mark.parametrize("end", ["pause", "interrupt"])
+def test_an_allocation_that_waits_for_memory_ends_with_a_pause_and_on_an_interrupt(
+    make: Make, threads: ThreadPoolExecutor, end: str
+) -> None:
+    region = make("none")
+    memsaver.configure(memory_timeout=60)
+    with Fill(leave=PAGE) as fill:
+        if end == "interrupt":
+            threads.submit(until, lambda: region._core.reserved_bytes > 0).add_done_callback(
+                lambda _: os.kill(os.getpid(), signal.SIGINT)
+            )
+            with pytest.raises(KeyboardInterrupt):
+                region._core.allocate_array(48 * MIB)
+        else:
+            taken = threads.submit(region._core.allocate_array, 48 * MIB)
+            until(lambda: region._core.reserved_bytes > 0)
+            with pytest.raises(memsaver.Error, match="another thread allocates in it"):
+                region.close()
+            region.pause()
+            fill.close()
+            with pytest.raises(memsaver.RegionPausedError):
+                taken.result()
+    assert free_bytes() > 48 * MIB
 
 
 def test_the_earliest_bound_ends_the_wait_for_memory(make: Make) -> None:
