@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 
 from memsaver import _core
@@ -69,9 +70,12 @@ def log_wait(device: str) -> None:
 
 
 def describe(holders: list[tuple[int, int, int | None, str]]) -> str:
-    """The holders of memory, as text: the bytes of each, and the part that it keeps without use."""
+    """The other holders of memory, as text: the bytes of each, and the part that it keeps without use."""
+    if not holders:
+        return "the holders are not known yet"
     texts = [
         f"{process_name(pid)} (pid {pid}) holds {gib(nbytes)}" + (f", unused: {why}" if unused and why else "")
         for pid, nbytes, unused, why in holders
+        if pid != os.getpid()
     ]
-    return "; ".join(texts) or "the holders are not known yet"
+    return "; ".join(texts) or "no other process holds memory of the pool"

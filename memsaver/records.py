@@ -28,7 +28,8 @@ class TransitionStage:
             ``"launches"``, ``"device"``, ``"memory"``, ``"backup"``, ``"guests"``. ``"guests prepare"``,
             ``"guests leave"``, ``"guests come back"``: the method of a guest. ``"prepared"``: the transition waits for
             its commit by a group. ``"move"``: chunks and contents move.
-        seconds: When it began, in seconds since the transition began.
+        began_s: Seconds from the begin of the transition to that of the stage.
+        seconds: Its duration: until the next stage began, until the end of the transition, or until now.
         guest: The name of the guest, if a method of a guest runs.
 
     Examples:
@@ -39,6 +40,7 @@ class TransitionStage:
     """
 
     name: str
+    began_s: float
     seconds: float
     guest: str | None = None
 
@@ -107,12 +109,12 @@ class Recorder:
         self._pause, self._resume = tuple(pause), tuple(resume)
         self.core_stages: Callable[[], list[tuple[str, float]] | None] = lambda: None
         """Returns the stages of the core so far, with their seconds. None: the transition was dropped."""
-        self._own: list[TransitionStage] = []
+        self._own: list[tuple[str, float, str | None]] = []  # name, begin, guest
         self._ended: TransitionRecord | None = None
         _recorders.append(self)
 
     def enter(self, stage: str, guest: str | None = None) -> None:
-        self._own.append(TransitionStage(stage, time.monotonic() - self._since, guest))
+        self._own.append((stage, time.monotonic() - self._since, guest))
 
     def end(self, outcome: str, error: BaseException | None = None, **nbytes: int) -> None:
         """Notes the end. Later calls have no effect."""
@@ -128,11 +130,13 @@ class Recorder:
         return self._ended or running  # it may have ended meanwhile
 
     def _record(self, outcome: str, error: str | None, **nbytes: int) -> TransitionRecord:
-        stages = [*(TransitionStage(name, seconds) for name, seconds in self.core_stages() or ()), *self._own]
-        stages.sort(key=lambda each: each.seconds)
+        begins = [*((name, began, None) for name, began in self.core_stages() or ()), *self._own]
+        begins.sort(key=lambda each: each[1])
         seconds = time.monotonic() - self._since
+        ends = [*(began for _, began, _ in begins[1:]), seconds]
+        stages = tuple(TransitionStage(name, at, end - at, guest) for (name, at, guest), end in zip(begins, ends))
         return TransitionRecord(
-            self._number, self._began, self._thread, self._pause, self._resume, outcome, error, tuple(stages), seconds,
+            self._number, self._began, self._thread, self._pause, self._resume, outcome, error, stages, seconds,
             **nbytes,
         )  # fmt: skip
 

@@ -173,8 +173,7 @@ def _stage(record: TransitionRecord) -> str:
         return f"{' with '.join(what)} has not begun"
     last = record.stages[-1]
     guest = f" of {last.guest!r}" if last.guest is not None else ""
-    passed = record.seconds - last.seconds
-    return f"{' with '.join(what)} is in the stage {last.name!r}{guest} since {passed:.1f} s"
+    return f"{' with '.join(what)} is in the stage {last.name!r}{guest} since {last.seconds:.1f} s"
 
 
 def _line(record: TransitionRecord) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +20,18 @@ class ProcessStats:
     Attributes:
         pid: Its process id.
         name: Its name, or ``"?"`` if the system does not return it.
-        bytes: Device memory that it holds.
+        nbytes: Device memory that it holds.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
         >>> others = memsaver.stats().devices["cpu"].processes
-        >>> sum(each.bytes for each in others) >= 0
+        >>> sum(each.nbytes for each in others) >= 0
         True
     """
 
     pid: int
     name: str
-    bytes: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,14 @@ class RegionStats:
 
 @dataclass(frozen=True)
 class HolderStats:
-    """A process that holds memory of a shared pool for which this process waits.
+    """Another process that holds memory of a shared pool for which this process waits.
 
     Attributes:
         pid: The process.
         name: Its name, or ``"?"`` if the system does not return it.
         nbytes: Bytes that it holds.
         unused_bytes: The part that no tensor uses and that it could not return. None if it has not told.
-        why: The parts of ``unused_bytes``, and the reasons. Empty if there are none.
+        why: The parts of ``unused_bytes``, and the reasons. Empty if ``unused_bytes`` is None or 0.
 
     Examples:
         >>> memsaver.configure(pool="shared")
@@ -97,7 +98,7 @@ class PoolStats:
         available_bytes: Bytes that this process could still get. None while the broker cannot be reached.
         holders: The other processes that hold memory of the pool. None while the broker cannot be reached.
         waiting_bytes: Bytes for which calls of this process wait at the broker now.
-        holds_up: From whom they wait, as far as the broker has told. Empty if nothing waits.
+        holds_up: The other processes that hold the memory, as far as the broker has told. Empty if nothing waits.
 
     Examples:
         >>> memsaver.configure(pool="shared")
@@ -245,14 +246,19 @@ def stats() -> Stats:
 def _pool(device: str) -> PoolStats | None:
     if not _core.in_pool(device):
         return None
-    waits, others = _core.pool_waits(device)
+    waits, holders = _core.pool_waits(device)
     waiting = sum(nbytes for nbytes, _ in waits)
-    holds_up = [HolderStats(pid, process_name(pid), nbytes, unused, why) for pid, nbytes, unused, why in others]
+    holds_up = [
+        HolderStats(pid, process_name(pid), nbytes, unused, why if unused else "")
+        for pid, nbytes, unused, why in holders
+        if pid != os.getpid()
+    ]
     try:
-        available, holders = _core.pool_figures(device)
+        available, users = _core.pool_figures(device)
     except BrokerError:
         return PoolStats(None, None, waiting, holds_up)
-    return PoolStats(available, _processes(holders), waiting, holds_up)
+    others = [(pid, nbytes) for pid, nbytes in users if pid != os.getpid()]
+    return PoolStats(available, _processes(others), waiting, holds_up)
 
 
 def _processes(rows: list[tuple[int, int]]) -> list[ProcessStats]:
