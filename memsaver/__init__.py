@@ -84,7 +84,19 @@ def _torchs_memory(device: str, function: str, without: Any) -> Any:
 ledger.torch_memory.parts = lambda device: _torchs_memory(device, "parts", [])
 ledger.torch_memory.nbytes = lambda device: _torchs_memory(device, "outside_bytes", 0)
 errors.read_ledger = ledger.for_error
-_adapter.load = lambda: import_module("memsaver._torch.routing").Router()
+
+
+def _with_torch(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        text = "this part of memsaver needs torch; expected it from pip install 'memsaver[torch]'"
+        raise ModuleNotFoundError(text, name="torch") from None
+
+
+_adapter.load = lambda: _with_torch("memsaver._torch.routing").Router()
 config.from_environment_of_import()
 atexit.register(_core.stop_background)
 logging.getLogger("memsaver").addHandler(logging.NullHandler())  # without it logging prints warnings
@@ -96,7 +108,7 @@ except (AttributeError, RuntimeError):  # another Python, which lacks it; or the
 
 def __getattr__(name: str) -> Any:
     if name in _WITH_TORCH:  # loaded on the first access
-        return getattr(import_module(_WITH_TORCH[name]), name)
+        return getattr(_with_torch(_WITH_TORCH[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -142,7 +142,7 @@ def register(guest: Guest) -> None:
         guest: The guest.
 
     Raises:
-        TypeError: ``guest`` is not a ``memsaver.Guest``.
+        TypeError: ``guest`` is not a ``memsaver.Guest``, or its class does not override ``leave()``.
         ValueError: A guest of this name is registered.
 
     Examples:
@@ -160,6 +160,8 @@ def register(guest: Guest) -> None:
     """
     if not isinstance(guest, Guest):
         raise TypeError(f"guest is {guest!r}, expected a memsaver.Guest")
+    if type(guest).leave is Guest.leave:
+        raise TypeError(f"guest {guest.name!r} is a {type(guest).__name__} without leave(), expected an override")
     made = _Entry(guest, (guest.order, next(_numbers)))
     if _entries.setdefault(guest.name, made) is not made:
         raise ValueError(f"there is a guest {guest.name!r}, expected another name, or unregister() of that guest")

@@ -107,7 +107,8 @@ def disk_dir(value: Any) -> str:
     except TypeError:
         path = ""
     if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
-        raise _wrong("disk_dir", value, "a directory that can be written to")
+        missing = "" if not path or os.path.exists(path) else "; it does not exist"
+        raise _wrong("disk_dir", value, f"a directory that can be written to{missing}")
     return path
 
 

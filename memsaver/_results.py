@@ -54,12 +54,28 @@ class TransitionFuture(Future[Transition]):
     ``pause()``, ``resume()`` and ``switch()`` return it with ``wait=False``. ``result()`` and ``await`` return the
     ``Transition`` or raise its error. A transition cannot be cancelled: ``cancel()`` returns False.
 
+    Attributes:
+        pause: Tags of the regions and guests to pause.
+        resume: Tags of the regions and guests to resume.
+
     Examples:
         >>> region = memsaver.region("optimizer", device="cpu", backup="host")
         >>> moving = region.pause(wait=False)
         >>> moving.result(timeout=60).paused
         ('optimizer',)
+        >>> moving
+        <memsaver.TransitionFuture pause=('optimizer',), done>
     """
+
+    pause: tuple[str, ...] = ()
+    resume: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        tags = [f"{name}={tags!r}" for name, tags in (("pause", self.pause), ("resume", self.resume)) if tags]
+        state = "running"
+        if self.done():
+            state = "done" if self.exception() is None else f"failed: {self.exception()!r}"
+        return f"<memsaver.TransitionFuture {', '.join([*tags, state])}>"
 
     def result(self, timeout: float | None = None) -> Transition:
         """Waits for the end of the transition.

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     broker.set_defaults(run=_broker)
 
-    top = commands.add_parser("top", help="show processes, regions and free memory of the shared pools")
-    top.add_argument("--device", help="that of one pool alone (default: all pools of this user)")
+    top = commands.add_parser(
+        "top",
+        help="show processes, regions and free memory of the shared pools",
+        description="Each process, region, state and bytes of the shared pools, live in a terminal, else once. For a"
+        " device without a pool: its processes, by the driver's list.",
+    )
+    top.add_argument("--device", help="only this one (default: all pools of this user, and all GPUs)")
+    top.add_argument("--once", action="store_true", help="print it once, also in a terminal")
     top.add_argument("--json", action="store_true", help="print it once, as JSON")
     top.set_defaults(run=_top)
 
@@ -254,21 +260,58 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _top(options: argparse.Namespace) -> int:
+    opened: dict[str, Any] = {}  # memory by device, of devices without a pool
     while True:
-        pools = []
-        for path in _paths(options.device):
-            with AdminClient(path) as client:
-                pools.append(_status(client))
+        pools, note = [], ""
+        try:
+            for path in _paths(options.device):
+                with AdminClient(path) as client:
+                    pools.append(_status(client))
+        except BrokerError as error:  # one that comes later is shown then
+            note = str(error)
+        devices = [_figures(name, opened) for name in _without_pool(options.device, {pool["uuid"] for pool in pools})]
         if options.json:
-            print(json.dumps({"pools": pools}))
+            if note:
+                print(f"memsaver: {note}", file=sys.stderr)
+            print(json.dumps({"pools": pools, "devices": devices}))
             return 0
-        table = "\n\n".join("\n".join(_lines(pool)) for pool in pools) + "\n"
-        if not sys.stdout.isatty():  # not a terminal: printed once
+        parts = [*([[note]] if note else []), *map(_lines, pools), *map(_lines_of_device, devices)]
+        table = "\n\n".join("\n".join(part) for part in parts) + "\n"
+        if options.once or not sys.stdout.isatty():
             sys.stdout.write(table)
             return 0
         sys.stdout.write(_CLEAR + table)
         sys.stdout.flush()
         time.sleep(_REDRAW_S)
+
+
+def _without_pool(device: str | None, uuids: Set[str]) -> list[str]:
+    """The devices to show beside pools of these UUIDs: the chosen one; else all GPUs, or else the host device."""
+    if device is not None:
+        return [] if uuids else [_device(device)]
+    count = _core.cuda_device_count()
+    if not count:
+        return [] if uuids else ["cpu"]
+    return [f"cuda:{index}" for index in range(count) if _core.cuda_uuid(index) not in uuids]
+
+
+def _figures(name: str, opened: dict[str, Any]) -> dict[str, Any]:
+    """A device without a pool, by the driver's figures."""
+    if name not in opened:
+        opened[name] = _core.open_host_memory() if name == "cpu" else _core.open_cuda_memory(_ordinal(name))
+    memory = opened[name]
+    account = ledger.of_device(memory.used_bytes(), memory.holdings(), memory.lists_all())
+    return {
+        "device": name,
+        "uuid": memory.uuid(),
+        "total_bytes": memory.total_bytes(),
+        "ledger": dataclasses.asdict(account),
+    }
+
+
+def _lines_of_device(device: dict[str, Any]) -> list[str]:
+    head = f"{device['device']} ({device['uuid']}), {gib(device['total_bytes'])}, without a shared pool"
+    return [head, *_memory_lines(device["ledger"], _WIDEST_NAME)]
 
 
 def _status(client: AdminClient) -> dict[str, Any]:

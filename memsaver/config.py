@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
 
 from memsaver import _core, _moves, _parsing, _pool_client
 from memsaver._parsing import DROP_INS as DROP_INS
@@ -215,8 +216,29 @@ _DEFAULTS = {
 }  # fmt: skip
 _values: dict[str, Any] = {}
 _sources: dict[str, str] = {}
+_F = TypeVar("_F", bound=Callable[..., None])
 
 
+def _naming_unknown(function: _F) -> _F:
+    """Lets a wrong keyword raise ConfigError with the nearest option."""
+
+    @functools.wraps(function)
+    def checked(*none: object, **given: Any) -> None:
+        for name, value in given.items():
+            option = _BY_NAME.get(name)
+            if option is None:
+                names = [each.name for each in OPTIONS if each.apply is not None]
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(names))}"
+                raise ConfigError(f"there is no option {name!r}; {hint}", option=name, value=value)
+            if option.apply is None:
+                raise ConfigError(f"{name} is set by {option.variable} alone", option=name, value=value)
+        function(*none, **given)
+
+    return cast("_F", checked)
+
+
+@_naming_unknown
 def configure(
     *,
     backup_ahead: bool | Unchanged = UNCHANGED,
@@ -273,7 +295,8 @@ def configure(
             reads all contents twice and is for tests. A difference raises VerifyError. Default: False.
 
     Raises:
-        ConfigError: A value is wrong. It names the option, the value and the expectation. Nothing has changed.
+        ConfigError: There is no such option, or a value is wrong. It names the option, the value and the expectation.
+            Nothing has changed.
         BrokerError: A shared pool cannot be reached.
 
     Examples:

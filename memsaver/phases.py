@@ -36,7 +36,10 @@ def define_phase(
     on_enter: Hook | None = None,
     on_exit: Hook | None = None,
 ) -> None:
-    """Defines the regions that are resident in a phase. A second definition replaces the first.
+    """Defines the regions that are resident in a phase.
+
+    A second definition replaces the first. So ``define_phase(name, [])`` removes all regions of a phase. A region that
+    was closed leaves the phases that name it as a Region. A tag that a phase names needs a region when it is entered.
 
     Args:
         name: The name of the phase.
@@ -114,7 +117,7 @@ def phase(
 
 @contextmanager
 def _entered_phase(entered: Phase, options: dict[str, Any]) -> Iterator[Transition]:
-    coming = regions.find(list(entered.resident))
+    coming = regions.find([part for part in entered.resident if not _is_closed(part)])
     named = {part for each in _phases.values() for part in each.resident}
     every = regions.all_regions()
     staying = set(coming)
@@ -135,6 +138,10 @@ def _entered_phase(entered: Phase, options: dict[str, Any]) -> Iterator[Transiti
             _entered.remove(entered)
         if entered.on_exit is not None:
             entered.on_exit()
+
+
+def _is_closed(part: str | Region) -> bool:
+    return isinstance(part, Region) and part._handle.closed
 
 
 def _warn_of_outer(entered: Phase, leaving: list[Region]) -> None:

@@ -17,7 +17,7 @@ from memsaver import _core, _guests, _pool_client, ledger
 from memsaver._adapter import adapter, loaded
 from memsaver._arguments import READERS_S, Bounds, check_tag, device_name
 from memsaver.errors import Error, RegionPausedError
-from memsaver.policies import Backup, Restore, check_backup
+from memsaver.policies import BACKUPS, Backup, Restore, check_backup
 
 if TYPE_CHECKING:
     import torch
@@ -521,6 +521,8 @@ def region(
         raise TypeError(f"frozen is {frozen!r}, expected True or False")
     if fill is not None and fill not in FILLS:
         raise ValueError(f"fill is {fill!r}, expected one of {', '.join(map(repr, FILLS))}")
+    if device in BACKUPS:
+        raise ValueError(f"device is {device!r}, expected 'cpu', 'cuda' or 'cuda:N'; did you mean backup={device!r}?")
     name = default_device() if device is None else device_name(device)
     found = _regions.get((tag, name))
     if found is None or found._handle.closed:  # the core raises in a forked child

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memsaver import _core, _guests, config, ledger
-from memsaver.errors import BrokerError
+from memsaver.errors import BrokerError, gib
 from memsaver.ledger import Ledger
 from memsaver.process_names import process_name
 
@@ -205,6 +205,28 @@ class Stats:
     unreleased_bytes: int
     options: dict[str, Any]
     guests: list[GuestStats]
+
+    def __str__(self) -> str:
+        """A table of the devices and their regions, for print()."""
+        lines = []
+        for name, each in self.devices.items():
+            free, total = (gib(nbytes) if nbytes is not None else "?" for nbytes in (each.free_bytes, each.total_bytes))
+            lines.append(f"{name}: {free} free of {total}")
+            if each.pool is not None and each.pool.waiting_bytes:
+                lines.append(f"  waits for {gib(each.pool.waiting_bytes)}")
+            lines.append(
+                f"  {'region':<24} {'state':<9} {'backup':<7}{'allocated':>12} {'mapped':>12} {'backed up':>12}"
+            )
+            for row in each.regions:
+                sizes = [f"{gib(nbytes):>12}" for nbytes in (row.allocated_bytes, row.mapped_bytes, row.backup_bytes)]
+                lines.append(f"  {row.tag[:24]:<24} {row.state:<9} {row.backup:<7}{' '.join(sizes)}")
+            lines += [f"  {gib(other.nbytes):>12} in {other.name} (pid {other.pid})" for other in each.processes]
+        lines += [f"guest {each.name!r} is {each.state}" for each in self.guests]
+        return "\n".join(lines) or "no device is in use"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """For IPython and Jupyter."""
+        printer.text(str(self))
 
     def asdict(self) -> dict[str, Any]:
         """Converts the figures into nested dictionaries and lists, such as ``json.dumps()`` takes.

@@ -269,6 +269,7 @@ def transition(
         if wait:
             return move.run(kept, restored, progress)
         future = TransitionFuture()
+        future.pause, future.resume = tags_of(pause, pause_guests), tags_of(resume, resume_guests)
         in_thread(lambda: queued.pop().run(kept, restored, progress), "memsaver transition", future)
         return future
     except BaseException as error:

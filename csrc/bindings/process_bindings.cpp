@@ -273,7 +273,10 @@ void bind_process(nb::module_& module) {
       [](std::size_t bytes) {
         std::lock_guard lock(core().mutex);
         if (core().devices.contains("cpu") && bytes != core().host_device_bytes)
-          throw ConfigError("host_device cannot change after the host device came into use", "host_device");
+          throw ConfigError("host_device cannot change to " + std::to_string(bytes) +
+                                " bytes after the host device came into use with " +
+                                std::to_string(core().host_device_bytes) + " bytes",
+                            "host_device");
         core().host_device_bytes = bytes;
       },
       "bytes"_a);

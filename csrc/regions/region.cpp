@@ -222,7 +222,8 @@ Ranges Region::close() {
   if (closed_) throw Error("region '" + tag + "' was closed before");
   if (placed) throw Error(cannot + "another allocator uses it until the process ends");
   if (segments_.live_bytes() > 0)
-    throw Error(cannot + std::to_string(segments_.live_bytes()) + " bytes of it are allocated");
+    throw Error(cannot + std::to_string(segments_.live_bytes()) +
+                " bytes of it are allocated; free its tensors and graphs first");
   if (segments_.resting_bytes() > 0)
     throw Error(cannot + "the device still works on " + std::to_string(segments_.resting_bytes()) + " freed bytes");
   if (addresses_.free_bytes() != addresses_.reserved_bytes()) throw Error(cannot + "another thread allocates in it");

@@ -439,7 +439,10 @@ class Router:
             idle = pools.unused_blocks() if pools is not None else []
         used = sum(size for _, size in _subtract(region._core.live(), idle))
         if used:
-            raise Error(f"region {region.tag!r} cannot be closed: {used} bytes of it are allocated")
+            raise Error(
+                f"region {region.tag!r} cannot be closed: {used} bytes of it are allocated; "
+                "free its tensors and graphs first"
+            )
 
     def forget(self, region: Region) -> bool:
         """Drops the pools of a region that is about to be closed. torch releases their free segments.

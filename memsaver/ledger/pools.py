@@ -1,11 +1,11 @@
-"""The ledger of a shared pool's device."""
+"""The ledgers of devices that a command shows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memsaver.ledger.accounts import Device, PoolTotal, Report, account
+from memsaver.ledger.accounts import Device, Holding, PoolTotal, Report, account
 from memsaver.ledger.own import Own
 from memsaver.ledger.rows import Ledger
 
@@ -27,6 +27,11 @@ def of_pool(status: Mapping[str, Any], mine: Own | None = None) -> Ledger:
         device = Device(listed["used_bytes"], [tuple(each) for each in listed["holdings"]], listed["lists_all"])
     pool = PoolTotal(status["pid"], "memsaver broker", status["total_bytes"])
     return account(device, reports, pool)
+
+
+def of_device(used_bytes: int | None, holdings: Sequence[Holding], lists_all: bool) -> Ledger:
+    """The ledger of a device without a shared pool, by the driver's figures alone."""
+    return account(Device(used_bytes, holdings, lists_all), [], None)
 
 
 def _report(client: Mapping[str, Any]) -> Report:

@@ -25,7 +25,7 @@ from memsaver import __version__, errors, process_names
 from memsaver.broker import clients, daemon, discovery, protocol
 from memsaver.broker.protocol import Message
 from tests.broker_support import PATIENCE_S, TOLD, Client, Running, granted, sentinel
-from tests.pool_support import is_whole
+from tests.pool_support import Worker, is_whole
 from tests.support import GIB, MIB, PAGE, ROOT, Peer, run_clean, run_python, until
 
 LARGE = 256 * MIB
@@ -1333,10 +1333,24 @@ def test_trim_gives_idle_memory_back(broker: Running) -> None:
 
 
 def test_commands_report_a_missing_broker(empty: Running) -> None:
-    for command in (["top"], ["top", "--json"], ["trim"], ["trim", "--device", "cpu"]):
+    for command in (["trim"], ["trim", "--device", "cpu"]):
         done = empty.run(*command)
         assert (done.returncode, done.stdout) == (1, "")
         assert "no broker" in done.stderr
+
+
+def test_top_shows_the_processes_of_a_device_without_a_broker(empty: Running) -> None:
+    with Worker(empty, f"held = hold('a', {64 * MIB})", MEMSAVER_POOL="process") as worker:
+        pid = worker.pid
+        for device in ([], ["--device", "cpu"]):
+            text = empty.run("top", "--once", *device).stdout
+            assert "no broker of a shared pool runs" in text and "without a shared pool" in text
+            rows = [line.split() for line in text.splitlines()]
+            assert [row for row in rows if row[:1] == [str(pid)] and row[-2:] == ["64.0", "MiB"]], text
+        found = json.loads(empty.run("top", "--json").stdout)
+    assert found["pools"] == []
+    [device] = found["devices"]
+    assert [(row["pid"], row["bytes"]) for row in device["ledger"]["rows"] if row["pid"]] == [(pid, 64 * MIB)]
 
 
 def test_the_command_prints_its_version(empty: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -152,7 +153,9 @@ def test_commands_need_the_secret(broker: Running) -> None:
             **{name: broker.environment[name] for name in ("MEMSAVER_HOST_DEVICE", "MEMSAVER_POOL_DIR")},
             MEMSAVER_JOB=secret,
         )
-        for command in (("top", "--json"), ("trim",), ("broker", "--stop")):
+        assert json.loads(broker.run("top", "--json").stdout)["pools"] == []
+        assert "have brokers (1): MEMSAVER_JOB" in broker.run("top", "--once").stdout
+        for command in (("trim",), ("broker", "--stop")):
             done = broker.run(*command)
             assert (done.returncode, done.stdout) == (1, "")
             assert done.stderr.count("\n") == 1 and "have brokers (1): MEMSAVER_JOB" in done.stderr

@@ -60,11 +60,12 @@ def test_a_transition_in_the_background_is_there_at_once_and_done_later(make: Ma
     hold = guard(region)
     pause = region.pause(wait=False)
     assert not pause.done()
-    assert "state=running" in repr(pause)
+    assert repr(pause) == f"<memsaver.TransitionFuture pause=({region.tag!r},), running>"
     held[0].check()
     hold.release()
     done = pause.result()
     assert pause.done() and region.state == "paused"
+    assert repr(pause) == f"<memsaver.TransitionFuture pause=({region.tag!r},), done>"
     assert (done.paused, done.resumed) == ((region.tag,), ())
     assert (done.released_bytes, done.restored_bytes, done.copied_bytes) == (mapped, 0, size)
     assert done.seconds > 0
@@ -81,7 +82,7 @@ def test_a_switch_in_the_background_runs_to_completion(make: Make, guard: Hold) 
     back.pause()
     hold = guard(out)
     switch = memsaver.switch(pause=out.tag, resume=back.tag, wait=False)
-    assert not switch.done()
+    assert repr(switch) == f"<memsaver.TransitionFuture pause=({out.tag!r},), resume=({back.tag!r},), running>"
     hold.release()
     done = switch.result()
     assert (done.paused, done.resumed, done.copied_bytes) == ((out.tag,), (back.tag,), 80 * MIB)

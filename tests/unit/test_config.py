@@ -169,8 +169,18 @@ def test_configure_keeps_options_that_are_left_out() -> None:
 
 
 def test_pool_dir_is_no_keyword() -> None:
-    with pytest.raises(TypeError, match="pool_dir"):
+    with pytest.raises(memsaver.ConfigError, match="^pool_dir is set by MEMSAVER_POOL_DIR alone$"):
         memsaver.configure(pool_dir="/tmp")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("host_devise", "did you mean 'host_device'"), ("x", "there are backup_ahead, .*verify$")]
+)
+def test_an_unknown_keyword_raises_with_the_nearest_option_and_changes_nothing(name: str, hint: str) -> None:
+    before = memsaver.stats().options
+    with pytest.raises(memsaver.ConfigError, match=f"^there is no option '{name}'; {hint}") as caught:
+        memsaver.configure(retain=5 * MIB, **{name: 1})  # type: ignore[arg-type]
+    assert (caught.value.option, caught.value.value, memsaver.stats().options) == (name, 1, before)
 
 
 @pytest.mark.parametrize(

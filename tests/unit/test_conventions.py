@@ -166,6 +166,14 @@ def test_a_phase_takes_tags_and_regions(pair: tuple[memsaver.Region, memsaver.Re
     with memsaver.phase("other"):
         assert [each.state for each in (first, second, other)] == ["paused", "paused", "active"]
     memsaver.resume()
+    second.close()
+    with memsaver.phase("rest"):  # without the region that was closed
+        assert [each.state for each in (first, other)] == ["paused", "active"]
+    memsaver.define_phase("one", [])
+    with memsaver.phase("rest"):
+        first.resume()
+    with memsaver.phase("rest"):  # no phase names it any more
+        assert first.state == "active"
 
 
 @pytest.mark.parametrize(

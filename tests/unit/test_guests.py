@@ -535,6 +535,9 @@ def test_stats_list_guests_in_their_order(visit: Visit, fresh_tag: Callable[[], 
 
 def test_stats_survive_a_guest_that_does_not_know_its_bytes(tag: str) -> None:
     class Broken(memsaver.Guest):
+        def leave(self) -> None:
+            pass
+
         @property
         def nbytes(self) -> int:
             raise OSError("closed")
@@ -584,3 +587,6 @@ def test_wrong_arguments_of_a_guest_raise(arguments: tuple[str, str], order: int
 def test_only_guests_register() -> None:
     with pytest.raises(TypeError, match="expected a memsaver.Guest"):
         memsaver.register("guest")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^guest 'plain' is a Guest without leave\(\), expected an override$"):
+        memsaver.register(memsaver.Guest("plain", tags="weights"))
+    assert memsaver.stats().guests == []

@@ -54,6 +54,13 @@ def test_library_and_broker_run_without_torch() -> None:
         region = memsaver.region("a", device="cpu", backup="host")
         memsaver.pause()
         memsaver.resume()
+        for use in (lambda: region.empty(4), lambda: memsaver.graph, region.__enter__):
+            try:
+                use()
+            except ModuleNotFoundError as error:
+                assert "needs torch; expected it from pip install 'memsaver[torch]'" in str(error), error
+            else:
+                raise AssertionError(use)
         print(region.state, cli.main(["config"]))
     """
     assert run_clean(source).splitlines()[-1] == "active 0"
