@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/torchrun.py
 
-Each process has a trainer's parameters and an engine's KV cache. Their memory is there in turns.
+Each process has a trainer's parameters and an engine's KV cache. Only one of the two has memory at a time.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ OPTIONS: Final = (
     ),
     Option(
         "host_limit", "size, 'auto', None", "auto",
-        "Limit of the pinned host memory that the process holds for backups. 'auto' and None: the process pins memory"
-        " until nine tenths of the machine, or of the limit of one of its cgroups, are in use.",
+        "Limit of the pinned host memory that the process holds for backups. 'auto' and None: the process stops pinning"
+        " when the machine, or the limit of one of its cgroups, is 90 % full.",
         _parsing.host_limit, _core.set_host_limit,
     ),
     Option(
@@ -272,8 +272,7 @@ def configure(
         host_device: Size of the host driver's device, at least 2 MiB. It can be set until the device is first used.
             Processes with the same size share one device. Default: half of the machine's memory.
         host_limit: Limit of the pinned host memory that the process holds for backups. 'auto' and None: the process
-            pins memory until nine tenths of the machine, or of the limit of one of its cgroups, are in use. Default:
-            auto.
+            stops pinning when the machine, or the limit of one of its cgroups, is 90 % full. Default: auto.
         memory_timeout: Bound of the wait for memory that others hold, of allocations in regions and of calls without a
             memory_timeout of their own. An allocation by torch waits with the lock of torch's allocator. Default: 0.
         peers: GPUs that can reach the memory of regions on another GPU, as copies and kernels between GPUs do. 'auto':

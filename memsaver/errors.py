@@ -82,8 +82,8 @@ class OutOfMemoryError(Error):
         outside_bytes: This process's memory on the device beyond its regions and the idle chunks that it retains:
             torch's default pool, contexts, NCCL. None if the system does not list it, or if the device's memory comes
             from a shared pool.
-        unused: Memory of a shared pool that no tensor uses and that its holder could not return, as far as the call
-            waited for it: tuples of pid, name, bytes, and a text with the parts and the reasons.
+        unused: Memory of a shared pool that processes cache and could not return in time: tuples of pid, name, bytes,
+            and a text with the parts and the reasons.
         ledger: The memory in use on the device by process and kind, one dictionary each, with the fields of
             ``LedgerRow`` (see ``memsaver.stats()``). Empty if it cannot be read.
 

@@ -91,7 +91,7 @@ class Region:
 
     @property
     def residence(self) -> int:
-        """A number that changes on every resume. Contents without a backup are valid only while it stays the same."""
+        """A number that increases with each resume. If it has changed, contents without a backup are gone."""
         return int(self._core.residence)
 
     @property

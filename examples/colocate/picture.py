@@ -40,6 +40,7 @@ TINTS = {"rollout": "#dcebf7", "train": "#fdeed2", "sync": "#dff0de", "away": "#
 OTHER_COLOURS = ("#7a5195", "#bc5090", "#58508d", "#ffa600")
 BAND_NAMES = {"away": "away (check)"}
 _CHARACTER = 0.0105  # of the width of the axes: narrower bands have an upright label
+_LINE = 0.018  # of the same, of an upright label
 
 Layer = tuple[str, list[float], str]  # label, GiB at each time, colour
 
@@ -107,8 +108,9 @@ def _draw_device(axes: Any, timeline: Timeline, processes: Sequence[ProcessSampl
         linewidth=0.3,
         zorder=2,
     )
+    edge = 0.0
     for span in timeline.phases:
-        _draw_band(axes, span, begin, end - begin)
+        edge = _draw_band(axes, span, begin, end - begin, edge)
         _name_roles(axes, span, begin, end - begin, processes)
     for step in timeline.steps[1:]:
         axes.axvline(step.begin - begin, color="black", linewidth=0.8, linestyle=":", zorder=3)
@@ -172,16 +174,20 @@ def _at(times: Sequence[float], known: Sequence[float], values: Sequence[float])
     return [float(value) for value in numpy.interp(times, known, values, left=0.0, right=0.0)]
 
 
-def _draw_band(axes: Any, span: Span, begin: float, whole: float) -> None:
+def _draw_band(axes: Any, span: Span, begin: float, whole: float, edge: float) -> float:
+    """The band of a phase. Its label begins behind ``edge``, the end of the label before it. Returns its own end."""
     left, width = span.begin - begin, span.end - span.begin
     axes.axvspan(left, left + width, color=TINTS.get(span.name, "#f4f4f4"), linewidth=0, zorder=0)
     label = BAND_NAMES.get(span.name, span.name)
     upright = width / whole < _CHARACTER * len(label)
+    half = whole / 2 * (_LINE if upright else _CHARACTER * len(label))
+    middle = max(left + width / 2, edge + half)
     axes.annotate(
-        label, (left + width / 2, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 2), textcoords="offset points",
+        label, (middle, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 2), textcoords="offset points",
         ha="center", va="bottom", rotation=90 if upright else 0, fontsize=9 if not upright else 7.5,
         fontweight="bold", color="#333333",
     )  # fmt: skip
+    return middle + half
 
 
 def _name_roles(axes: Any, span: Span, begin: float, whole: float, processes: Sequence[ProcessSamples]) -> None:

@@ -59,7 +59,7 @@ def capacity(nbytes: int, device_bytes: int, recipe: Recipe, device: str) -> str
         more = nbytes - recipe.host_device_bytes
         source = f"{size(recipe.host_device_bytes)} of the recipe"
         if more:
-            source += f" and {size(more)} by the process id, since processes that name the same size share a device"
+            source += f" and {size(more)} more: the odd size gives this run a device of its own"
         return f"the device is {size(nbytes)} of host memory: {source}; regions may take all of it"
     if nbytes < device_bytes:
         rest = f"the other {size(device_bytes - nbytes)} are for contexts and for torch's memory outside of regions"

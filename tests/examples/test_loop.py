@@ -337,7 +337,7 @@ def test_the_capacity_of_a_recipe_is_one_that_a_pool_can_have() -> None:
     ("device", "nbytes", "whole", "text"),
     [
         ("cpu", 192 * MIB, 192 * MIB, "192.0 MiB of host memory: 192.0 MiB of the recipe; regions may take all of it"),
-        ("cpu", 214 * MIB, 214 * MIB, "192.0 MiB of the recipe and 22.0 MiB by the process id"),
+        ("cpu", 214 * MIB, 214 * MIB, "192.0 MiB of the recipe and 22.0 MiB more: the odd size"),
         (
             "cuda",
             74 * GIB,

@@ -127,6 +127,20 @@ def test_each_device_has_its_own_axes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert Timeline.load(tmp_path / "two.samples.json") == two_devices()
 
 
+def test_labels_of_phases_do_not_overlap() -> None:
+    pyplot = pytest.importorskip("matplotlib").figure
+    figure = pyplot.Figure(figsize=(10.5, 4.6), layout="constrained")
+    axes = figure.subplots()
+    timeline = two_devices()
+    picture._draw_device(axes, timeline, timeline.processes[:2], "")
+    figure.canvas.draw()
+    names = {span.name for span in timeline.phases}
+    labels = [each for each in axes.texts if each.get_text() in names and each.get_position() == (0, 2)]
+    boxes = [each.get_window_extent() for each in labels]
+    assert len(boxes) == len(timeline.phases)
+    assert all(left.x1 <= right.x0 + 1 for left, right in zip(boxes, boxes[1:])), boxes
+
+
 def test_memory_is_zero_before_the_first_sample_and_after_the_last() -> None:
     pytest.importorskip("numpy")
     assert picture._at([0.0, 1.0, 1.5, 2.0, 3.0], [1.0, 2.0], [4.0, 8.0]) == [0.0, 4.0, 6.0, 8.0, 0.0]
