@@ -386,7 +386,7 @@ def test_memory_of_a_dead_client_waits_for_its_child(broker: Running) -> None:
             assert text.startswith("OutOfMemoryError") and f"{name} (pid {child}) {kept / MIB:.1f} MiB" in text
             assert two.run("print(repickled(error).processes)") == f"[({child}, {name!r}, {kept})]"
             holders = two.run("print(memsaver.stats().asdict()['devices']['cpu']['pool']['holders'])")
-            assert holders == f"[{{'pid': {child}, 'name': {name!r}, 'bytes': {kept}}}]"
+            assert holders == f"[{{'pid': {child}, 'name': {name!r}, 'nbytes': {kept}}}]"
             row = broker.row(one.pid)
             assert (row["held_bytes"], row["exited"]) == (kept, True)
             assert row["kept_by"] == [{"pid": child, "name": name}]
