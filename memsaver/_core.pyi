@@ -140,7 +140,7 @@ class Region:
 
     def allocate_array(self, size: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]: ...
 
-def region(tag: str, device: str, backup: str, frozen: bool = False, fill: str = 'nothing') -> Region: ...
+def region(tag: str, device: str, backup: str, frozen: bool = False, fill: str = 'clean') -> Region: ...
 
 def bind_default_pools(library: str) -> str: ...
 
@@ -318,8 +318,6 @@ def connect(device: str, path: str, own_proof: Sequence[int] = [], broker_proof:
 
 def connected(device: str) -> bool: ...
 
-def set_scrub(device: str, wanted: bool) -> None: ...
-
 def use_pool(device: str, wanted: bool) -> None: ...
 
 def in_pool(device: str) -> bool: ...
@@ -406,9 +404,7 @@ REFUSALS: dict[str, int] = ...
 
 FIELDS: dict[str, int] = ...
 
-PROTOCOL_VERSION: int = 5
-
-VERSIONS_APART: int = 1
+PROTOCOL_VERSION: int = 6
 
 LONGEST_PACKET: int = 65536
 
@@ -416,13 +412,11 @@ MOST_DESCRIPTORS: int = 250
 
 MOST_CHUNKS: int = 250
 
-RECLAIM_SINCE: int = 5
-
 UNKNOWN_BYTES: int = 18446744073709551615
 
 HAS_DESCRIPTOR: int = 1
 
-SCRUB: int = 2
+FOREIGN: int = 2
 
 CHUNK_CLASSES: tuple[int, ...] = ...
 

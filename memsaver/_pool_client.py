@@ -23,7 +23,6 @@ _lock = threading.Lock()
 _shared = False
 _unpooled: dict[tuple[str, str, str], int] = {}  # (tag, device, backup) -> residence in memory of the driver
 _capacity: int | None = None
-_scrub = False
 _has_sentinel = False
 _has_thread = False
 
@@ -48,13 +47,6 @@ def set_pool(pool: str) -> None:
 def set_capacity(nbytes: int | None) -> None:
     global _capacity
     _capacity = nbytes
-
-
-def set_scrub(wanted: bool) -> None:
-    global _scrub
-    _scrub = wanted
-    for device in _core.device_names():
-        _core.set_scrub(device, wanted)
 
 
 def join(device: str) -> None:
@@ -109,7 +101,6 @@ def connect(device: str) -> None:
         if _core.under_mps(device):
             raise procfs.mps_error(device)
         _open_sentinel()
-        _core.set_scrub(device, _scrub)
         _caches.start()
         _serve_ledger()
         if not _core.connected(device):

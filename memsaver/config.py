@@ -114,11 +114,6 @@ OPTIONS: Final = (
         _parsing.pool_capacity, _pool_client.set_capacity,
     ),
     Option(
-        "scrub", "bool", "False",
-        "Zero a chunk of a shared pool whenever it moves between this process and another.",
-        _parsing.switch("scrub"), _pool_client.set_scrub,
-    ),
-    Option(
         "close_on_fork", "bool", "False",
         "Close the descriptors of CUDA in children that are forked from now on. Without it, a shared pool lends the"
         " memory of this process again only after these children have exited.",
@@ -211,7 +206,7 @@ OPTIONS: Final = (
 )  # fmt: skip
 _BY_NAME = {option.name: option for option in OPTIONS}
 _DEFAULTS = {
-    "scrub": False, "close_on_fork": False, "pool": "process", "retain": 0, "backup_ahead": True, "peers": "auto",
+    "close_on_fork": False, "pool": "process", "retain": 0, "backup_ahead": True, "peers": "auto",
     "memory_timeout": 0.0, "receive_timeout": 10.0, "verify": False,
 }  # fmt: skip
 _values: dict[str, Any] = {}
@@ -253,7 +248,6 @@ def configure(
     receive_timeout: float | Unchanged = UNCHANGED,
     report_dir: str | os.PathLike[str] | Unchanged = UNCHANGED,
     retain: int | str | Unchanged = UNCHANGED,
-    scrub: bool | Unchanged = UNCHANGED,
     verify: bool | Unchanged = UNCHANGED,
 ) -> None:
     """Sets options of this process. They take effect at once.
@@ -289,7 +283,6 @@ def configure(
             timeout. The 50 newest reports are kept. Default: memsaver-reports-<uid> in the temporary directory.
         retain: Idle chunks that the process keeps for its own regions instead of releasing them to the driver.
             Default: 0.
-        scrub: Zero a chunk of a shared pool whenever it moves between this process and another. Default: False.
         verify: Compute checksums of kept contents on the device before a pause, and compare them after the resume. It
             reads all contents twice and is for tests. A difference raises VerifyError. Default: False.
 
@@ -307,7 +300,7 @@ def configure(
         "backup_ahead": backup_ahead, "close_on_fork": close_on_fork, "disk_dir": disk_dir, "host_device": host_device,
         "host_limit": host_limit, "memory_timeout": memory_timeout, "peers": peers, "pool": pool,
         "pool_capacity": pool_capacity, "receive_timeout": receive_timeout, "report_dir": report_dir,
-        "retain": retain, "scrub": scrub, "verify": verify,
+        "retain": retain, "verify": verify,
     }  # fmt: skip
     _set({name: value for name, value in given.items() if value is not UNCHANGED}, lambda option: "configure()")
 

@@ -47,7 +47,8 @@ class Region:
         device: ``"cpu"`` or ``"cuda:N"``.
         backup: The policy: ``"none"``, ``"host"`` or ``"disk"``.
         frozen: Whether the contents do not change after the first pause.
-        fill: The value of memory that resumes without contents: ``"zero"``, ``"poison"``, or None for undefined.
+        fill: The value of memory without contents: ``"zero"``, ``"poison"`` or ``"keep"``, or None for the rule of
+            ``region()``.
 
     Examples:
         >>> weights = memsaver.region("weights", device="cpu", backup="host")
@@ -494,9 +495,11 @@ def region(
         frozen: True: the contents do not change after the first pause, as those of a reference model. The first pause
             copies them out, and later pauses copy nothing. From the first pause on, allocations in the region raise
             until ``Region.thaw()`` drops the copy. None: as the region was made; False if it is new.
-        fill: The value of memory that resumes without contents: ``"zero"``, or ``"poison"``: bytes of 0xFF, which are
-            NaN in float16, bfloat16, float32, float64, float8_e4m3fn and float8_e5m2. None: as the region was made;
-            undefined if it is new.
+        fill: The value of memory without contents. By default it has zeros or old bytes of this process: bytes of other
+            processes, in chunks of a shared pool, are zeroed before a resume or an allocation ends. ``"zero"``: all
+            memory that resumes without contents is zero. ``"poison"``: it has bytes of 0xFF, which are NaN in float16,
+            bfloat16, float32, float64, float8_e4m3fn and float8_e5m2. ``"keep"``: nothing is written, and bytes of
+            other processes can be seen. None: as the region was made; the default if it is new.
 
     Returns:
         The region. The same arguments give the same object.

@@ -160,8 +160,10 @@ class Fuzzer:
             if name in ("demand", "exchange"):
                 limit = self.draw.choice(CLASSES[2:])
                 words += (limit, self.draw.choice([limit, PAGE]), PAGE * self.draw.randint(1, 3))
-            elif name in ("give_back", "dropped", "restore"):
+            elif name in ("dropped", "restore"):
                 words.append(self._chunk())
+            elif name == "give_back":
+                words += (self._chunk(), self.draw.choice([0, 1]))
             elif name == "inventory":
                 words += (self._chunk(), PAGE)
             elif name == "report":

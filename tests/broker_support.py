@@ -39,11 +39,9 @@ class Client:
         self,
         path: Path | str,
         number: int | None = None,
-        scrub: int = 0,
         bring: bool = True,
         proves: bool = True,
         version: int = protocol.VERSION,
-        oldest: int | None = None,
         fields: Mapping[str, int] | None = None,
     ) -> None:
         self.path = Path(path)
@@ -54,7 +52,7 @@ class Client:
         hello = Message("hello", (version, self.number, os.getpid()), self.path.stem)
         own = job.current()
         proof = own.client_proof(self.number, os.getpid(), self.path.stem) if own and fields is None else fields or {}
-        hello.fields = dict(proof) if oldest is None else {"oldest": oldest, **proof}
+        hello.fields = proof
         self.say_raw(hello.encode())
         self.welcome = self.hear("welcome")
         self.capacity = self.welcome.words[1]
@@ -62,8 +60,6 @@ class Client:
             self.say("sentinel", files=(sentinel(),))
         if bring:
             self.say("inventory")
-        if scrub:
-            self.say("scrub", scrub)
 
     def say(self, kind: str, *words: int, text: str = "", files: tuple[int, ...] = ()) -> None:
         self.say_raw(Message(kind, words, text).encode(), files)
@@ -109,8 +105,8 @@ class Client:
         self.want(nbytes, limit, fresh)
         return [chunk for chunk, *_ in self.take(nbytes)]
 
-    def give(self, chunks: list[int]) -> None:
-        self.say("give_back", *chunks)
+    def give(self, chunks: list[int], foreign: int = 0) -> None:
+        self.say("give_back", *(word for chunk in chunks for word in (chunk, foreign)))
 
     def drop(self, *chunks: int) -> None:
         for chunk in chunks:
@@ -225,8 +221,8 @@ class Running:
     def sockets(self) -> list[Path]:
         return [path for path in self.directory.rglob("*.sock") if discovery.accepts(path)]
 
-    def client(self, number: int | None = None, scrub: int = 0, bring: bool = True, proves: bool = True) -> Client:
-        self.clients.append(Client(self.path, number, scrub, bring, proves))
+    def client(self, number: int | None = None, bring: bool = True, proves: bool = True) -> Client:
+        self.clients.append(Client(self.path, number, bring, proves))
         return self.clients[-1]
 
     def status(self) -> dict[str, Any]:

@@ -318,11 +318,6 @@ MUTANTS = [
         ["unit/test_host_memory.py::test_a_backup_beyond_the_limit_is_refused_before_anything_moves"],
     ),
     Mutant(
-        "chunks_change_hands_unscrubbed",
-        "shared pool: the next owner of a chunk sees its contents",
-        ["integration/test_shared_pool.py::test_with_scrub_the_next_owner_sees_zeros"],
-    ),
-    Mutant(
         "brokers_prove_no_job",
         "shared pool: a process gives its memory to any process that listens at the path of its job",
         ["integration/test_broker_jobs.py::test_process_of_a_job_leaves_a_broker_that_does_not_prove_the_job"],

@@ -50,14 +50,12 @@ void bind_broker(nb::module_& module) {
   module.attr("REFUSALS") = refusals;
   module.attr("FIELDS") = fields;
   module.attr("PROTOCOL_VERSION") = wire::kVersion;
-  module.attr("VERSIONS_APART") = wire::kVersionsApart;
   module.attr("LONGEST_PACKET") = wire::kLongestPacket;
   module.attr("MOST_DESCRIPTORS") = wire::kMostDescriptors;
   module.attr("MOST_CHUNKS") = wire::kMostChunks;
-  module.attr("RECLAIM_SINCE") = wire::kReclaimSince;
   module.attr("UNKNOWN_BYTES") = wire::kUnknown;
   module.attr("HAS_DESCRIPTOR") = wire::kHasDescriptor;
-  module.attr("SCRUB") = wire::kScrub;
+  module.attr("FOREIGN") = wire::kForeign;
   module.attr("CHUNK_CLASSES") = all_of(kChunkClasses);  // bytes, largest first
   module.attr("STATES") = all_of(kStateNames);           // by number, as in reports; so are the next
   module.attr("BACKUPS") = all_of(kPolicyNames);

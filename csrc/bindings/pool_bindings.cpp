@@ -58,9 +58,6 @@ void bind_pool(nb::module_& module) {
   module.def(
       "connected", [](const std::string& device) { return any_pool_of(device).joined(); }, nb::call_guard<Unlocked>(),
       "device"_a);
-  module.def(
-      "set_scrub", [](const std::string& device, bool wanted) { any_pool_of(device).set_scrub(wanted); },
-      nb::call_guard<Unlocked>(), "device"_a, "wanted"_a);
   module.def("use_pool", &use_pool, nb::call_guard<Unlocked>(), "device"_a, "wanted"_a);
   module.def(
       "in_pool", [](const std::string& device) { return opened(device).pooled.load(); }, nb::call_guard<Unlocked>(),

@@ -262,14 +262,14 @@ void bind_regions(nb::module_& module) {
         Unlocked release;
         return &core().region(tag, device, options);
       },
-      nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a, "frozen"_a = false, "fill"_a = "nothing");
+      nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a, "frozen"_a = false, "fill"_a = "clean");
   module.def(
       "bind_default_pools", [](const std::string& library) { return default_pools().bind(library); }, "library"_a,
       nb::call_guard<Unlocked>());
   module.def(
       "default_pool",  // the region of torch's default pool on a CUDA device, which is made at the first call
       [](const std::string& tag, const std::string& device, const std::string& backup) {
-        const Region::Options options{policy_of(backup), false, Fill::nothing, 0, true};
+        const Region::Options options{policy_of(backup), false, Fill::clean, 0, true};
         Unlocked release;
         Region* region = default_pools().of(core().device(device));
         if (region == nullptr) {

@@ -34,7 +34,8 @@ Chunk::Chunk(Chunk&& other) noexcept
     : driver_(std::exchange(other.driver_, nullptr)),
       source_(other.source_),
       handle_(other.handle_),
-      size_(other.size_) {}
+      size_(other.size_),
+      foreign_(other.foreign_) {}
 
 Chunk& Chunk::operator=(Chunk&& other) noexcept {
   if (this != &other) {
@@ -43,6 +44,7 @@ Chunk& Chunk::operator=(Chunk&& other) noexcept {
     source_ = other.source_;
     handle_ = other.handle_;
     size_ = other.size_;
+    foreign_ = other.foreign_;
   }
   return *this;
 }
@@ -64,7 +66,7 @@ void Chunk::reset() noexcept {
   Driver* driver = std::exchange(driver_, nullptr);
   if (driver == nullptr) return;
   if (source_ != nullptr) {
-    source_->take_back(Chunk(*driver, handle_, size_, nullptr));
+    source_->take_back(Chunk(*driver, handle_, size_, nullptr, foreign_));
     return;
   }
   try {

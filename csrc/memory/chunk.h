@@ -51,17 +51,20 @@ class WaitsEndWith {
 class ChunkSource;
 
 // One driver handle, on loan. The destructor returns it to its source, or without a source to the driver.
+// `foreign`: it may hold bytes that another process wrote. See Region::clean().
 class Chunk {
  public:
   Chunk() = default;
-  Chunk(Driver& driver, Handle handle, std::size_t size, ChunkSource* source)
-      : driver_(&driver), source_(source), handle_(handle), size_(size) {}
+  Chunk(Driver& driver, Handle handle, std::size_t size, ChunkSource* source, bool foreign = false)
+      : driver_(&driver), source_(source), handle_(handle), size_(size), foreign_(foreign) {}
   Chunk(Chunk&& other) noexcept;
   Chunk& operator=(Chunk&& other) noexcept;
   ~Chunk();
 
   Handle handle() const { return handle_; }
   std::size_t size() const { return size_; }
+  bool foreign() const { return foreign_; }
+  void set_foreign(bool foreign) { foreign_ = foreign; }
   explicit operator bool() const { return driver_ != nullptr; }
   Chunk on_loan_from(ChunkSource* source) &&;  // the same handle, to be returned to another source
   Handle keep() &&;                            // the caller owns the handle from now on
@@ -73,6 +76,7 @@ class Chunk {
   ChunkSource* source_ = nullptr;
   Handle handle_ = 0;
   std::size_t size_ = 0;
+  bool foreign_ = false;
 };
 
 // The bytes of chunks whose release reported an error, over all devices. They may be lost until the process ends: an

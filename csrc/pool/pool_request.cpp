@@ -101,7 +101,7 @@ bool PoolRequest::gather_until(Deadline others) {
   std::unique_lock lock(pool_.mutex_);
   bool all = true;
   while (!complete_locked() && !refused_ && !disconnected_) {
-    const bool waits = pool_.reclaims_locked() && !is_hopeless_ && now() < others;
+    const bool waits = !is_hopeless_ && now() < others;
     if ((stalled_locked() && !waits) || waiting_is_over) {
       all = false;
       break;

@@ -18,7 +18,7 @@ namespace memsaver {
 struct Grant {
   std::uint64_t id;
   std::size_t size;
-  bool scrub;
+  bool foreign;              // another client had it last
   int file;                  // -1: this process has a handle of the chunk
   std::uint64_t connection;  // the number of the connection on which the grant came
 };
@@ -38,9 +38,8 @@ class RequestHost {
   virtual void close_locked(std::uint64_t number) = 0;
   virtual void send_locked(wire::Message message) = 0;
   virtual void give_back_locked(Grant grant) = 0;
-  virtual Chunk import(Grant grant) = 0;     // without the lock
-  virtual bool reclaims_locked() const = 0;  // whether the broker asks other processes for unused memory
-  virtual void waits_long_locked() = 0;      // a request has waited for kLongWait
+  virtual Chunk import(Grant grant) = 0;  // without the lock
+  virtual void waits_long_locked() = 0;   // a request has waited for kLongWait
   [[noreturn]] virtual void throw_disconnected() const = 0;
   [[noreturn]] virtual void throw_unanswered_locked() = 0;  // an answer is late, or was late and has not come since
   virtual bool is_silent_locked() const = 0;                // whether throw_unanswered_locked() is to be called at once

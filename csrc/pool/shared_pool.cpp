@@ -56,16 +56,16 @@ void SharedPool::give_back_locked(Grant grant) {
   if (grant.file >= 0) ::close(grant.file);
   if (link_ == nullptr) return;
   if (grant.file >= 0) send_locked(message_of(Kind::dropped, {grant.id}));  // it was not imported
-  returned_.push_back(grant.id);
+  returned_.insert(returned_.end(), {grant.id, grant.foreign});
   wake();
 }
 
 void SharedPool::send_returned_locked() {
-  const std::vector<std::uint64_t> chunks = std::exchange(returned_, {});
-  for (std::size_t at = 0; at < chunks.size(); at += wire::kMostChunks) {
-    const std::size_t end = std::min(chunks.size(), at + wire::kMostChunks);
-    link_->send(message_of(Kind::give_back, {chunks.begin() + static_cast<std::ptrdiff_t>(at),
-                                             chunks.begin() + static_cast<std::ptrdiff_t>(end)}));
+  const std::vector<std::uint64_t> words = std::exchange(returned_, {});
+  for (std::size_t at = 0; at < words.size(); at += 2 * wire::kMostChunks) {
+    const std::size_t end = std::min(words.size(), at + 2 * wire::kMostChunks);
+    link_->send(message_of(Kind::give_back, {words.begin() + static_cast<std::ptrdiff_t>(at),
+                                             words.begin() + static_cast<std::ptrdiff_t>(end)}));
   }
 }
 
@@ -96,10 +96,10 @@ void SharedPool::take_back(Chunk chunk) noexcept {
       numbers_.erase(number);
       return;
     }
-    returned_.push_back(number->second);
+    if (returned_.empty()) wake();
+    returned_.insert(returned_.end(), {number->second, chunk.foreign()});
     chunks_.at(number->second).in_use = false;
     static_cast<void>(std::move(chunk).keep());
-    if (returned_.size() == 1) wake();
   } catch (const std::exception&) {
     // No host memory for the number: the broker gets the chunk back at the end of this process.
   }
@@ -143,22 +143,7 @@ Chunk SharedPool::import(Grant grant) {
     chunks_[grant.id] = {handle, grant.size, true};
     numbers_[handle] = grant.id;
   }
-  Chunk chunk(driver_, handle, grant.size, this);
-  if (grant.scrub && !MEMSAVER_MUTANT(chunks_change_hands_unscrubbed)) scrub(handle, grant.size);
-  return chunk;
-}
-
-void SharedPool::scrub(Handle handle, std::size_t size) {
-  std::lock_guard lock(scrubbing_);
-  // If a call fails, the chunk may stay mapped at these addresses. The next scrub reserves others.
-  const Address scratch = std::exchange(scratch_, 0);
-  const Address at = scratch != 0 ? scratch : driver_.reserve(kChunkClasses.front());
-  driver_.map(at, size, handle);
-  driver_.allow(at, size);
-  driver_.fill(at, size, 0);
-  driver_.wait(driver_.mark(Direction::in));
-  driver_.unmap(at, size);
-  scratch_ = at;
+  return Chunk(driver_, handle, grant.size, this, grant.foreign);
 }
 
 std::vector<Message> SharedPool::call_broker(Message message, Deadline deadline, const std::string& peer,
@@ -190,8 +175,6 @@ std::vector<Message> SharedPool::call_broker(Message message, Deadline deadline,
   for (const Message& part : answer.answer)
     if (part.kind == Kind::attached) detach_locked(part.words.at(1));  // the caller does not get it
   if (interrupt) std::rethrow_exception(interrupt);
-  if (answer.refusal == static_cast<std::uint64_t>(wire::Refusal::unsupported))
-    throw BrokerError("the broker at " + path_ + " cannot answer: " + answer.answer.back().text, path_);
   if (answer.refusal != 0) throw Error(answer.answer.back().text);
   if (disconnected) throw_disconnected();
   throw BrokerError("no answer from " + peer + " at " + path_, path_);
@@ -228,20 +211,10 @@ std::string SharedPool::status(Clock::duration timeout) {
   return call_broker(message_of(Kind::status, {}), Clock::now() + timeout, "the broker", true).back().text;
 }
 
-void SharedPool::send_ledger(const std::string& text) {
-  std::lock_guard lock(mutex_);
-  if (broker_version_ >= wire::kLedgerSince) send_locked(message_of(Kind::ledger, {}, text));
-}
+void SharedPool::send_ledger(const std::string& text) { send(message_of(Kind::ledger, {}, text)); }
 
 void SharedPool::send_reclaimed(bool more, std::size_t unused, const std::string& why) {
-  std::lock_guard lock(mutex_);
-  if (reclaims_locked()) send_locked(message_of(Kind::reclaimed, {more ? 1U : 0U, unused}, why));
-}
-
-void SharedPool::set_scrub(bool wanted) {
-  std::lock_guard lock(mutex_);
-  scrub_ = wanted;
-  send_locked(message_of(Kind::scrub, {wanted ? 1U : 0U}));
+  send(message_of(Kind::reclaimed, {more ? 1U : 0U, unused}, why));
 }
 
 AttachedMemory SharedPool::attach(std::uint64_t owner, int pid, std::uint64_t residence, const std::string& key,

@@ -96,7 +96,6 @@ class SharedPool final : public ChunkSource, private RequestHost {
   bool joined();
   void stop(Deadline deadline);                     // waits for the thread's end. waiting_is_over has to be set
   std::uint64_t client() const { return client_; }  // the number of this process in the protocol
-  void set_scrub(bool wanted);
 
   std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline) override;
   void take_back(Chunk chunk) noexcept override;
@@ -105,8 +104,8 @@ class SharedPool final : public ChunkSource, private RequestHost {
   Supply look() override;
   void settle() override;
 
-  std::string status(Clock::duration timeout = kAnswerTimeout);                // of the broker: JSON
-  void send_ledger(const std::string& text);                                   // to a broker that defines the message
+  std::string status(Clock::duration timeout = kAnswerTimeout);  // of the broker: JSON
+  void send_ledger(const std::string& text);
   void send_reclaimed(bool more, std::size_t unused, const std::string& why);  // answers the broker's `reclaim`
   // The calls of this process that wait for memory, and from whom, as far as the broker has told.
   struct Wait {
@@ -155,22 +154,17 @@ class SharedPool final : public ChunkSource, private RequestHost {
   void send_locked(wire::Message message) override;
   void give_back_locked(Grant grant) override;
   Chunk import(Grant grant) override;
-  bool reclaims_locked() const override { return broker_version_ >= wire::kReclaimSince; }
   void waits_long_locked() override { residents_.waits_long(); }
   [[noreturn]] void throw_disconnected() const override;
   [[noreturn]] void throw_unanswered_locked() override;
   bool is_silent_locked() const override { return silent_; }
 
   // In shared_pool_thread.cpp: the thread, connections and their ends.
-  struct Connected {
-    std::unique_ptr<Link> link;
-    std::uint64_t broker_version;
-  };
   void serve();
   bool serve_once();
   void reconnect();
-  Connected connect(const std::string& path, bool* accepted = nullptr) const;
-  void restore_state(Connected connected);
+  std::unique_ptr<Link> connect(const std::string& path, bool* accepted = nullptr) const;
+  void restore_state(std::unique_ptr<Link> connected);
   void send_inventory(Link& link, const std::vector<std::pair<std::uint64_t, Entry>>& entries) const;
   void send_attachments_locked(Link& link, const std::vector<Residents::Attached>& attachments) const;
   void forget_returned_locked();
@@ -181,7 +175,6 @@ class SharedPool final : public ChunkSource, private RequestHost {
   void handle_grant(wire::Message message);
   void handle_refusal_locked(wire::Message message);
   void handle_answer_locked(wire::Message message);
-  void handle_unknown(wire::Message message);
   void handle_attach_request(wire::Message message);
   void handle_holders_locked(const wire::Message& message);
   void handle_drop(const std::vector<std::uint64_t>& ids);
@@ -195,7 +188,6 @@ class SharedPool final : public ChunkSource, private RequestHost {
   std::vector<wire::Message> call_broker(wire::Message message, Deadline deadline, const std::string& peer,
                                          bool interruptible);
   void detach_locked(std::uint64_t attachment);
-  void scrub(Handle handle, std::size_t size);
 
   Driver& driver_;
   Residents& residents_;
@@ -204,17 +196,15 @@ class SharedPool final : public ChunkSource, private RequestHost {
   std::mutex connecting_;  // held by the one thread that connects; taken before `mutex_`
   JobProof proof_;         // guarded by `connecting_`
   std::string path_;
-  std::unique_ptr<Link> link_;        // null: no connection
-  std::uint64_t broker_version_ = 0;  // of the connected broker's protocol
-  std::uint64_t connections_ = 0;     // so far, the present one included
-  bool restoring_ = false;            // chunks in use are exported without the lock: their handles must stay
+  std::unique_ptr<Link> link_;     // null: no connection
+  std::uint64_t connections_ = 0;  // so far, the present one included
+  bool restoring_ = false;         // chunks in use are exported without the lock: their handles must stay
   std::string reason_ = "no connection was made";  // of the missing connection
   bool silent_ = false;  // a demand was not answered in time, and the broker has sent nothing since: calls fail at once
-  bool scrub_ = false;
   Entries chunks_;
   std::unordered_map<Handle, std::uint64_t> numbers_;
   std::vector<Chunk> released_;          // handles that the thread is to release
-  std::vector<std::uint64_t> returned_;  // chunks that are to be given back
+  std::vector<std::uint64_t> returned_;  // words of the next `give_back`
   std::map<std::uint64_t, PoolRequest*> requests_;
   std::map<std::uint64_t, Call> calls_;
   std::vector<Holder> holders_;                                   // of the last `holders`; empty while no request waits
@@ -222,9 +212,7 @@ class SharedPool final : public ChunkSource, private RequestHost {
   std::map<std::uint64_t, std::shared_ptr<Attacher>> attachers_;  // by attachment
   std::vector<std::uint64_t> detached_;                           // attachments that ended without a connection
   std::uint64_t last_number_ = 0;                                 // of requests and calls
-  std::mutex scrubbing_;
-  Address scratch_ = 0;                         // addresses for one chunk
-  std::chrono::milliseconds search_ = kSearch;  // until the next search for a broker
+  std::chrono::milliseconds search_ = kSearch;                    // until the next search for a broker
   Worker worker_;
 };
 

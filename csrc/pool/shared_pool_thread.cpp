@@ -53,10 +53,6 @@ void check_proof(const Message& welcome, const std::vector<std::uint64_t>& proof
                       path);
 }
 
-bool is_near(std::uint64_t version) {
-  return version + wire::kVersionsApart >= wire::kVersion && version <= wire::kVersion + wire::kVersionsApart;
-}
-
 }  // namespace
 
 // Checks the socket as well: the thread may not have read the end of the connection yet, and a caller that joins the
@@ -80,34 +76,31 @@ void SharedPool::join(const std::string& path, JobProof proof) {
 }
 
 // `accepted`: set when the broker has accepted the connection, also if it refuses the client then.
-SharedPool::Connected SharedPool::connect(const std::string& path, bool* accepted) const {
+std::unique_ptr<Link> SharedPool::connect(const std::string& path, bool* accepted) const {
   auto link = std::make_unique<Link>(path);
   if (accepted != nullptr) *accepted = true;
   Message hello =
       message_of(Kind::hello, {wire::kVersion, client_, static_cast<std::uint64_t>(::getpid())}, driver_.uuid());
-  hello.fields = {{Field::oldest, wire::kVersion - wire::kVersionsApart}};
   add_proof(hello, proof_.own);
   link->send(std::move(hello));
   const Message welcome = link->expect(Kind::welcome, kAnswerTimeout);
   if (welcome.words.empty()) throw BrokerError("the broker at " + path + " sent a welcome without a version", path);
   const std::uint64_t version = welcome.words[0];
-  const std::uint64_t newest = welcome.field(Field::newest, version);
-  if (!is_near(newest) || !is_near(version) || version > wire::kVersion)
-    throw BrokerError("the broker at " + path + " speaks version " + std::to_string(newest) +
+  if (version != wire::kVersion)
+    throw BrokerError("the broker at " + path + " speaks version " + std::to_string(version) +
                           " of the protocol and this process version " + std::to_string(wire::kVersion) +
-                          ", and they may differ by " + std::to_string(wire::kVersionsApart) +
-                          ": upgrade memsaver in " + (newest > wire::kVersion ? "this process" : "the broker"),
+                          ": upgrade memsaver in " + (version > wire::kVersion ? "this process" : "the broker"),
                       path);
   check_proof(welcome, proof_.broker, path);
-  return {std::move(link), newest};
+  return link;
 }
 
 // Sends the chunks and attachments of this process to a broker that may be a new one. The chunks are exported without
 // the lock, since this takes the driver 0.1 to 0.4 ms for each of them. While `restoring_` is set, take_back() keeps
 // the handle of a chunk, and the chunk is given back to this broker after the inventory.
-void SharedPool::restore_state(Connected connected) {
+void SharedPool::restore_state(std::unique_ptr<Link> connected) {
   const std::vector<Residents::Attached> attachments = residents_.attachments();
-  Link& link = *connected.link;
+  Link& link = *connected;
   std::vector<std::pair<std::uint64_t, Entry>> entries;
   {
     std::lock_guard lock(mutex_);
@@ -120,12 +113,10 @@ void SharedPool::restore_state(Connected connected) {
     send_inventory(link, entries);
     std::lock_guard lock(mutex_);
     send_attachments_locked(link, attachments);
-    link.send(message_of(Kind::scrub, {scrub_ ? 1U : 0U}));
     for (const std::uint64_t each : std::exchange(detached_, {})) link.send(message_of(Kind::detach, {each}));
     restoring_ = false;
     path_ = link.path;
-    link_ = std::move(connected.link);
-    broker_version_ = connected.broker_version;
+    link_ = std::move(connected);
     ++connections_;
     changed_.notify_all();
   } catch (...) {
@@ -281,8 +272,10 @@ void SharedPool::handle(Message message) {
       return;
     default: break;
   }
-  if (!wire::is_defined(message.kind)) return handle_unknown(std::move(message));
   std::lock_guard lock(mutex_);
+  if (!wire::is_defined(message.kind))
+    throw BrokerError(
+        "it sent a message of the unknown kind " + std::to_string(static_cast<std::uint32_t>(message.kind)), path_);
   if (message.kind == Kind::stalled) {
     const auto found = requests_.find(message.words.at(0));
     if (found != requests_.end())
@@ -319,7 +312,7 @@ void SharedPool::handle_refusal_locked(Message message) {
   if (code == Refusal::over_capacity) {
     const auto found = requests_.find(number);
     if (found != requests_.end()) found->second->refused_locked();
-  } else if (code == Refusal::not_attached || code == Refusal::unsupported) {
+  } else if (code == Refusal::not_attached) {
     const auto call = calls_.find(number);
     if (call == calls_.end()) return;
     call->second.refusal = message.words[0];
@@ -342,17 +335,6 @@ void SharedPool::handle_answer_locked(Message message) {
   call->second.answer.push_back(std::move(message));
 }
 
-// A newer broker may send messages that this version does not define, and gets a refusal. From any other it is an
-// error.
-void SharedPool::handle_unknown(Message message) {
-  const std::string text = "version " + std::to_string(wire::kVersion) + " of the protocol has no message of kind " +
-                           std::to_string(static_cast<std::uint32_t>(message.kind));
-  std::lock_guard lock(mutex_);
-  if (broker_version_ <= wire::kVersion) throw BrokerError("it sent a malformed message: " + text, path_);
-  const std::uint64_t request = message.words.empty() ? 0 : message.words[0];
-  send_locked(message_of(Kind::refused, {static_cast<std::uint64_t>(Refusal::unsupported), request}, text));
-}
-
 void SharedPool::handle_grant(Message message) {
   std::lock_guard lock(mutex_);
   const auto found = requests_.find(message.words.at(0));
@@ -360,7 +342,7 @@ void SharedPool::handle_grant(Message message) {
   const std::size_t chunks_at = std::min(message.words.size(), 3 + 2 * message.words.at(2));
   for (std::size_t at = chunks_at; at + 2 < message.words.size(); at += 3) {
     const std::uint64_t flags = message.words[at + 2];
-    Grant grant{message.words[at], message.words[at + 1], (flags & wire::kScrub) != 0, -1, connections_};
+    Grant grant{message.words[at], message.words[at + 1], (flags & wire::kForeign) != 0, -1, connections_};
     if ((flags & wire::kHasDescriptor) != 0) grant.file = message.descriptors.at(file++).keep();
     if (found != requests_.end())
       found->second->granted_locked(grant);

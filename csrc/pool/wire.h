@@ -4,20 +4,14 @@
 // each optional field, then text to its end; all little-endian. Descriptors travel beside it (SCM_RIGHTS), in the order
 // in which the words mention them. Python reads the numbers below from the core, so this is their one place.
 //
-// Versions. A broker and a client work together if their versions differ by at most 1. They use the lower one.
-//  - The head, the first word of `hello` and of `welcome`, and `refused` are the same in all versions.
-//  - From one version to the next, a message may only gain optional fields. Its words stay as they are. A receiver
-//    ignores the fields that it does not define, and uses a field's default if the message lacks it.
-//  - A new kind of message, or a new value of a code, a flag, a state or a policy, is sent only if both sides
-//    define it. A receiver answers an unknown kind from a newer sender with `refused`, code `unsupported`, and
-//    stays connected.
-//  - The version grows by 1 with each release that changes the protocol. A change that these rules exclude needs two
-//    releases: the first one adds the replacement, the second one removes the old form.
+// Versions. A broker and a client work together if their versions are equal. The head, the first word of `hello` and of
+// `welcome`, and `refused` are the same in all versions, so that a refusal names both. A receiver ignores the optional
+// fields that it does not define, and uses a field's default if the message lacks it. The version grows by 1 with each
+// change of a message.
 //
 //   client -> broker
 //   hello     version, client, pid                 text: the device's uuid. `client`: a random number, the same for the
-//             [oldest, proof_1..proof_4]           life of the process; `pid`: in the client's own pid namespace.
-//                                                  `oldest`: the lowest version that it supports; default: version - 1.
+//             [proof_1..proof_4]                   life of the process; `pid`: in the client's own pid namespace.
 //                                                  `proof_1` to `proof_4`: the proof that the client has the job's
 //                                                  secret (memsaver/broker/job.py); default: there is none. The broker
 //                                                  of a job refuses a client without it, with the code `user`
@@ -37,19 +31,18 @@
 //                                                  of its other parts, those with the largest limit first. Bytes beyond
 //                                                  these enlarge the demand
 //   close     request                              closes a demand, complete or not
-//   give_back chunk...                             returns chunks to the pool. Their contents are not needed any more
+//   give_back {chunk, foreign}...                  returns chunks to the pool. Their contents are not needed any more.
+//                                                  `foreign` 1: the chunk may still hold bytes of another process
 //   dropped   chunk...                             answers drop: this client has released its handles of these chunks
-//   scrub     0 or 1                               1: zero each chunk that passes between this client and another one.
-//                                                  Before the first message: 0
 //   usage     serial                               -> usage
 //   status    serial                               -> status
 //   report    {allocated, mapped, backup, state, policy}...   answers query. text: the regions' tags, joined by '\n'.
 //             [ledger]                             `ledger` 1: a message `ledger` follows. Default: none follows
-//   ledger                                         follows report. text: JSON, see memsaver/ledger. Since version 5
+//   ledger                                         follows report. text: JSON, see memsaver/ledger
 //   reclaimed more, unused                         answers reclaim, and follows another `reclaimed` with `more` 1. What
 //                                                  could be returned without a wait has been given back. `more`: 1 if
 //                                                  more comes by itself. `unused`: bytes that no tensor uses and that
-//                                                  stay; text: their parts and the reasons. Since version 5
+//                                                  stay; text: their parts and the reasons
 //   attach    serial, client, pid, residence       requests an attachment to another client's memory. text: `tag '\n'
 //                                                  policy '\n' offset '\n' size ['\n' offset '\n' size]...`
 //   attach_reply  request, attachment, more, {offset, chunk, size}...   answers attach_request; attachment 0: refused,
@@ -57,17 +50,14 @@
 //   detach    attachment                           ends an attachment
 //   trim      serial, bytes                        releases idle chunks to the driver until at most `bytes` are idle
 //                                                  -> trimmed
-//   refused   code, request                        code `unsupported` alone: see below
 //
 //   broker -> client
-//   welcome   version, capacity                    `version`: the one that both use. `newest`: that of the
-//             [newest, proof_1..proof_4]           broker; default: `version`. The proofs: that the broker has the
-//                                                  job's secret. A client of a job leaves a broker without them
+//   welcome   version, capacity                    The proofs: that the broker has the
+//             [proof_1..proof_4]                   job's secret. A client of a job leaves a broker without them
 //   refused   code, request                        text: the reason. `request`: the first word of the refused message.
 //                                                  `over_capacity`: the demand exceeds the pool's capacity.
-//                                                  `not_attached`: the attachment was refused. `unsupported`: the
-//                                                  receiver does not define this kind of message. All other codes are
-//                                                  followed by the end of the connection
+//                                                  `not_attached`: the attachment was refused. All other codes
+//                                                  are followed by the end of the connection
 //   grant     request, messages, parts, {limit, remaining}..., {chunk, size, flags}...  + descriptors   of the chunks
 //                                                  with flag `has_descriptor`, of which this client has no handle.
 //                                                  `messages`: the number of messages about this demand (demand and
@@ -80,12 +70,12 @@
 //                                                  client does not hold -> dropped
 //   query                                          -> report
 //   reclaim   bytes                                a demand waits for so many bytes: requests the memory that the
-//                                                  client caches and does not use -> reclaimed. Since version 5
+//                                                  client caches and does not use -> reclaimed
 //   holders   request, more, {pid, held, unused}...   who holds the memory that a demand waits for, as far as it is
 //                                                  known; `unused` as in reclaimed, or kUnknown. Text: a line for each,
 //                                                  with the reasons. `more`: 1 if some of them will return memory by
 //                                                  themselves. Sent for a stalled demand, when the clients have
-//                                                  answered reclaim. Since version 5
+//                                                  answered reclaim
 //   usage     serial, available, capacity, {pid, held}...   `available`: idle bytes, and bytes that can be created
 //   status    serial                               text: JSON, see memsaver/broker/status.py
 //   attach_request  request, pid, residence  + descriptors   text: as in attach -> attach_reply. With a pidfd of the
@@ -107,34 +97,29 @@
 
 namespace memsaver::wire {
 
-// See "Versions" above before you change a message.
-constexpr std::uint64_t kVersion = 5;
-constexpr std::uint64_t kLedgerSince = 5;                     // the version of the message `ledger`
-constexpr std::uint64_t kReclaimSince = 5;                    // of `reclaim`, `reclaimed` and `holders`
+constexpr std::uint64_t kVersion = 6;
 constexpr std::uint64_t kUnknown = ~std::uint64_t{0};         // bytes that are not known
-constexpr std::uint64_t kVersionsApart = 1;                   // between a broker and a client, at most
 constexpr std::size_t kLongestPacket = std::size_t{1} << 16;  // bytes
 constexpr std::size_t kMostDescriptors = 250;                 // in one packet; the kernel allows 253
 constexpr std::size_t kMostChunks = 250;                      // in one packet
 
 // name, number
-#define MEMSAVER_MESSAGES(define)                                                                                    \
-  define(hello, 1) define(sentinel, 2) define(inventory, 3) define(restore, 4) define(attachments, 5)                \
-      define(demand, 6) define(exchange, 7) define(close, 8) define(give_back, 9) define(dropped, 10)                \
-          define(scrub, 11) define(usage, 12) define(status, 13) define(report, 14) define(attach, 15)               \
-              define(attach_reply, 16) define(detach, 17) define(trim, 18) define(welcome, 101) define(refused, 102) \
-                  define(grant, 103) define(stalled, 104) define(drop, 105) define(query, 106)                       \
-                      define(attach_request, 107) define(attached, 108) define(detached, 109) define(trimmed, 110)   \
-                          define(ledger, 20) define(reclaimed, 21) define(reclaim, 111) define(holders, 112)
+#define MEMSAVER_MESSAGES(define)                                                                              \
+  define(hello, 1) define(sentinel, 2) define(inventory, 3) define(restore, 4) define(attachments, 5)          \
+      define(demand, 6) define(exchange, 7) define(close, 8) define(give_back, 9) define(dropped, 10)          \
+          define(usage, 12) define(status, 13) define(report, 14) define(attach, 15) define(attach_reply, 16)  \
+              define(detach, 17) define(trim, 18) define(welcome, 101) define(refused, 102) define(grant, 103) \
+                  define(stalled, 104) define(drop, 105) define(query, 106) define(attach_request, 107)        \
+                      define(attached, 108) define(detached, 109) define(trimmed, 110) define(ledger, 20)      \
+                          define(reclaimed, 21) define(reclaim, 111) define(holders, 112)
 
 #define MEMSAVER_REFUSALS(define)                                                                    \
   define(version, 1) define(malformed, 2) define(user, 3) define(device, 4) define(over_capacity, 5) \
-      define(not_attached, 6) define(exhausted, 7) define(pid_namespace, 8) define(unsupported, 9)
+      define(not_attached, 6) define(exhausted, 7) define(pid_namespace, 8)
 
 // Optional fields.
-#define MEMSAVER_FIELDS(define)                                                                                   \
-  define(oldest, 1) define(newest, 2) define(proof_1, 3) define(proof_2, 4) define(proof_3, 5) define(proof_4, 6) \
-      define(ledger, 7)
+#define MEMSAVER_FIELDS(define) \
+  define(proof_1, 3) define(proof_2, 4) define(proof_3, 5) define(proof_4, 6) define(ledger, 7)
 
 #define MEMSAVER_ENUMERATOR(name, number) name = (number),
 enum class Kind : std::uint32_t { MEMSAVER_MESSAGES(MEMSAVER_ENUMERATOR) };
@@ -156,7 +141,7 @@ constexpr bool is_defined(Kind kind) {
 
 // Of a chunk in `grant`.
 constexpr std::uint64_t kHasDescriptor = 1;
-constexpr std::uint64_t kScrub = 2;  // another client held it last, and one of the two asked for zeroing
+constexpr std::uint64_t kForeign = 2;  // it may hold bytes of another process than the client's
 
 struct Message {
   Kind kind;

@@ -100,11 +100,11 @@ bool Region::gather_from_others(ChunkRequest& request) {
   return request.gather_from_others();
 }
 
-void Region::wait_and_map(Range segment, ChunkRequest& request, const Needs& needs) {
+Driver::Ticket Region::wait_and_map(Range segment, ChunkRequest& request, const Needs& needs) {
   std::optional<Waiting> counted(std::in_place, device.waiting_allocations);
   Collected collected(request, needs);
   counted.reset();
-  map_new(segment, collected, true);
+  return map_new(segment, collected, true);
 }
 
 void Region::find_more(std::size_t wanted, Deadline shortage, Deadline memory, Deadline began, std::uint64_t seen,
@@ -142,6 +142,7 @@ Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
   size = round_up(std::max<std::size_t>(size, 1), kAlignment);
   if (size > device.total_bytes) throw device.out_of_memory(wanted, 0);
   const Range segment{take_addresses(size), size};  // not a segment yet
+  Driver::Ticket cleaned;
   try {
     int tries = 0;
     const Deadline began = now();
@@ -155,10 +156,7 @@ Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
       if (effort == Effort::none) all = request->gather();
       if (effort == Effort::asks_others) all = gather_from_others(*request);
       try {
-        if (waits)
-          wait_and_map(segment, *request, needs);
-        else
-          map_new(segment, *request, snug);
+        cleaned = waits ? wait_and_map(segment, *request, needs) : map_new(segment, *request, snug);
         break;
       } catch (const ChunkNeverAvailable&) {
         if (waits) memory = Deadline::min();  // more than a shared pool has in all
@@ -182,6 +180,12 @@ Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
     addresses_.give(segment);
     throw;
   }
+  try {
+    if (cleaned) device.driver->wait(cleaned);
+  } catch (...) {
+    free(segment.offset);
+    throw;
+  }
   if (device.parts.backup_ahead) device.arena.grow_ahead(device.to_back_up);
   return segment.offset;
 }
@@ -196,7 +200,7 @@ Chunk Region::next_or_end(ChunkRequest& request, std::size_t limit) const {
   }
 }
 
-void Region::map_new(Range segment, ChunkRequest& request, bool snug) {
+Driver::Ticket Region::map_new(Range segment, ChunkRequest& request, bool snug) {
   const Remapping remapping(*this);
   check_allocatable(segment.size);  // a transition marks a region under the same lock
   make_certain();
@@ -207,6 +211,7 @@ void Region::map_new(Range segment, ChunkRequest& request, bool snug) {
       layout = layout_of_new_locked(segment, snug);
   }
   Mapping mapping(*this);
+  Driver::Ticket cleaned;
   if (layout) {
     while (const auto gap = layout->next()) {
       Chunk chunk = next_or_end(request, gap->limit);
@@ -215,11 +220,13 @@ void Region::map_new(Range segment, ChunkRequest& request, bool snug) {
       mapping.add(slot, std::move(chunk));
     }
     allow(mapping.slots());
+    cleaned = clean_new(mapping.slots());
   }
   std::lock_guard lock(device.mutex);
   segments_.add(segment);
   count_locked();
   mapping.commit();
+  return cleaned;
 }
 
 // Layouts

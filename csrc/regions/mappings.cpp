@@ -6,6 +6,11 @@
 #include "regions/region.h"
 
 namespace memsaver {
+namespace {
+
+constexpr std::size_t kMostFills = 64;  // of a run of chunks. More parts are filled by one call, and then copied over
+
+}  // namespace
 
 Region::Remapping::~Remapping() {
   lock_.unlock();
@@ -97,6 +102,47 @@ void Region::allow(const std::vector<Slot>& slots) {
   }
 }
 
+bool Region::clean(const std::vector<Slot>& slots, const Ranges& contents) {
+  Ranges runs;
+  for (const Slot& slot : slots) {
+    if (fill == Fill::keep || !chunks_.at(slot.offset).foreign()) continue;
+    if (!runs.empty() && joins(runs.back().end(), slot.offset))
+      runs.back().size += slot.size;
+    else
+      runs.push_back(slot);
+  }
+  bool filled = false;
+  for (const Range& run : runs) {
+    RangeSet covered;
+    for (const Range& part : intersect(contents, {run})) covered.add(part);
+    Ranges parts = covered.missing_from({run});
+    if (parts.size() > kMostFills) parts = {run};
+    for (const Range& part : parts) device.driver->fill(part.offset, part.size, 0);
+    filled |= !parts.empty();
+  }
+  return filled;
+}
+
+void Region::declare_clean(const std::vector<Slot>& slots) {
+  if (fill == Fill::keep) return;
+  std::lock_guard lock(device.mutex);
+  for (const Slot& slot : slots) chunks_.at(slot.offset).set_foreign(false);
+}
+
+// For chunks that are mapped outside of a transition. The caller holds mapping_, and waits for the mark without it:
+// each unmapping waits for the work of the device first.
+Driver::Ticket Region::clean_new(const std::vector<Slot>& slots) {
+  try {
+    Driver::Ticket cleaned;
+    if (clean(slots, {})) cleaned = device.driver->mark(Direction::in);
+    declare_clean(slots);
+    return cleaned;
+  } catch (...) {
+    drain_copies(*device.driver);  // the caller unmaps them
+    throw;
+  }
+}
+
 void Region::mark_stale() {
   std::lock_guard lock(device.mutex);
   stale_ = true;
@@ -157,6 +203,7 @@ Chunk Region::exchange(Address begin, std::vector<Piece> pieces) {
     std::lock_guard lock(device.mutex);
     size = chunks_.at(begin).size();
     handle = chunks_.at(begin).handle();
+    for (Piece& piece : pieces) piece.chunk.set_foreign(chunks_.at(begin).foreign());  // they are copies of it
   }
   unmap_or_not(driver, begin, size);
   std::size_t mapped = 0;

@@ -31,30 +31,40 @@ std::vector<Chunk> Region::borrow(std::size_t size, Deadline shortage) {
 }
 
 void Region::place(Range segment, std::vector<Chunk> chunks, bool may_begin_reservation) {
-  const Remapping remapping(*this);
-  check_allocatable(segment.size);  // a transition marks a region under the same lock
-  make_certain();
-  sweep_with_lock();  // for a dropped segment at this address
+  Driver::Ticket cleaned;
   {
+    const Remapping remapping(*this);
+    check_allocatable(segment.size);  // a transition marks a region under the same lock
+    make_certain();
+    sweep_with_lock();  // for a dropped segment at this address
+    {
+      std::lock_guard lock(device.mutex);
+      if (may_begin_reservation)
+        seams_.insert(segment.offset);
+      else
+        seams_.erase(segment.offset);
+    }
+    Mapping mapping(*this);
+    Address at = segment.offset;
+    for (Chunk& chunk : chunks) {
+      const Slot slot{at, chunk.size()};
+      at += slot.size;
+      mapping.add(slot, std::move(chunk));
+    }
+    allow(mapping.slots());
+    cleaned = clean_new(mapping.slots());
+    device.parts.addresses.add(segment, *this);
     std::lock_guard lock(device.mutex);
-    if (may_begin_reservation)
-      seams_.insert(segment.offset);
-    else
-      seams_.erase(segment.offset);
+    segments_.add(segment);
+    count_locked();
+    mapping.commit();
   }
-  Mapping mapping(*this);
-  Address at = segment.offset;
-  for (Chunk& chunk : chunks) {
-    const Slot slot{at, chunk.size()};
-    at += slot.size;
-    mapping.add(slot, std::move(chunk));
+  try {
+    if (cleaned) device.driver->wait(cleaned);
+  } catch (...) {
+    drop(segment);
+    throw;
   }
-  allow(mapping.slots());
-  device.parts.addresses.add(segment, *this);
-  std::lock_guard lock(device.mutex);
-  segments_.add(segment);
-  count_locked();
-  mapping.commit();
 }
 
 bool Region::drop(Range segment) {

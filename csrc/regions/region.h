@@ -45,7 +45,7 @@ class Region final : public RestingOwner {
   struct Options {
     Policy policy = Policy::none;
     bool frozen = false;  // the contents do not change after the first copy
-    Fill fill = Fill::nothing;
+    Fill fill = Fill::clean;
     std::size_t most_slack =
         kAnySlack;        // the limit of mapped bytes without a segment, beside that of the region's size
     bool placed = false;  // another allocator chooses the addresses of the segments: see place()
@@ -175,6 +175,10 @@ class Region final : public RestingOwner {
   // Maps a chunk, accessible only after allow().
   void map(Slot slot, Chunk chunk);
   void allow(const std::vector<Slot>& slots);
+  // Writes zeros over the bytes of other processes in these chunks, outside of `contents`, which are copied in later.
+  // Queued with the copies in. Returns whether anything was queued. After all of this, declare_clean().
+  bool clean(const std::vector<Slot>& slots, const Ranges& contents);
+  void declare_clean(const std::vector<Slot>& slots);
   // Unmaps these chunks and appends them to `freed`. Chunks that the driver refuses to unmap stay mapped. Returns the
   // first refusal.
   std::optional<DriverError> unmap(const std::vector<Address>& chunks, std::vector<Chunk>& freed);
@@ -207,7 +211,7 @@ class Region final : public RestingOwner {
   Address take_addresses(std::size_t size);
   bool gather_from_others(ChunkRequest& request);
   // Maps a segment with the chunks of a demand, after a wait for all of them up to the demand's deadline.
-  void wait_and_map(Range segment, ChunkRequest& request, const Needs& needs);
+  Driver::Ticket wait_and_map(Range segment, ChunkRequest& request, const Needs& needs);
   // An attempt to get memory takes the memory at hand, or asks other processes for memory that they cache, or waits for
   // memory that others hold.
   enum class Effort { none, asks_others, waits };
@@ -220,7 +224,9 @@ class Region final : public RestingOwner {
   Layout layout_of_new_locked(Range segment, bool snug) const;
   Needs needs_of(Range segment, bool snug) const;
   Chunk next_or_end(ChunkRequest& request, std::size_t limit) const;
-  void map_new(Range segment, ChunkRequest& request, bool snug);
+  // Returns the mark of the zeros under the segment; null: there are none.
+  Driver::Ticket map_new(Range segment, ChunkRequest& request, bool snug);
+  Driver::Ticket clean_new(const std::vector<Slot>& slots);
   std::size_t unmapped_within(Address begin, Address end) const;  // bytes without a chunk
   void count_locked();                                            // updates the device's to_back_up
   void sweep_with_lock();

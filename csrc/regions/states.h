@@ -15,8 +15,10 @@ inline constexpr std::array kStateNames = {"active", "pausing", "paused", "resum
 enum class Policy { none, host, disk };
 inline constexpr std::array kPolicyNames = {"none", "host", "disk"};
 
-enum class Fill { nothing, zero, poison };  // written by a resume without contents
-inline constexpr std::array kFillNames = {"nothing", "zero", "poison"};
+// The value of memory without contents. `clean`: zero in place of bytes of other processes. `zero`, `poison`: also a
+// resume without contents writes it, to all memory. `keep`: nothing is written.
+enum class Fill { clean, zero, poison, keep };
+inline constexpr std::array kFillNames = {"clean", "zero", "poison", "keep"};
 
 inline const char* name_of(State state) { return kStateNames.at(static_cast<std::size_t>(state)); }
 inline const char* name_of(Policy policy) { return kPolicyNames.at(static_cast<std::size_t>(policy)); }

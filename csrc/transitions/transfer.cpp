@@ -52,7 +52,7 @@ void Transfer::add_coming(Region& region, bool restore) {
   const std::shared_ptr<Backup> backup = region.backup();
   if (restore && backup != nullptr) wanted = intersect(backup->saved.within(kEverywhere), region.live());
   // Chunks that a refused pause left mapped and not saved have their contents: they are neither copied in nor filled.
-  const bool fills = region.fill != Fill::nothing && (!restore || backup == nullptr);
+  const bool fills = (region.fill == Fill::zero || region.fill == Fill::poison) && (!restore || backup == nullptr);
   progress_.expect(bytes_of(wanted));
   coming_.push_back({.region = &region, .wanted = std::move(wanted), .fills = fills, .mapping = Mapping(region)});
 }
@@ -377,7 +377,7 @@ void Transfer::use_left_mapped(Coming& coming) {
   const std::vector<Slot> left_mapped = coming.region->slots();
   coming.had_chunks = !left_mapped.empty();
   coming.region->allow(left_mapped);
-  for (const Slot& slot : left_mapped) write_into(coming, slot);
+  for (const Slot& slot : left_mapped) write_into(coming, {slot});
 }
 
 void Transfer::put(Coming& coming, Slot slot, Chunk chunk) {
@@ -392,21 +392,21 @@ void Transfer::put(Coming& coming, Slot slot, Chunk chunk) {
 void Transfer::give_access(Coming& coming) {
   if (coming.run.empty()) return;
   coming.region->allow(coming.run);
-  write_into(coming, range_of(std::exchange(coming.run, {})));
+  write_into(coming, std::exchange(coming.run, {}));
 }
 
-void Transfer::write_into(Coming& coming, Range range) {
-  const Region& region = *coming.region;
+void Transfer::write_into(Coming& coming, const std::vector<Slot>& neighbours) {
+  Region& region = *coming.region;
+  const Range range = range_of(neighbours);
   if (coming.fills) device_.driver->fill(range.offset, range.size, region.fill == Fill::zero ? 0 : kPoison);
+  fills_ |= coming.fills || region.clean(neighbours, coming.wanted);
   if (coming.loader != nullptr) coming.loader->add(range);
 }
 
 void Transfer::finish_coming() {
-  bool fills = false;
   for (Coming& coming : coming_) {
     if (coming.to_come > 0)
       throw DriverError("unmap", 0, "a chunk promised to region '" + coming.region->tag + "' could not be unmapped");
-    fills |= coming.fills;
   }
   for (Coming& coming : coming_) {
     if (coming.loader == nullptr) continue;
@@ -414,7 +414,8 @@ void Transfer::finish_coming() {
     coming.loader.reset();
     copied_ += bytes_of(coming.wanted);
   }
-  if (fills) device_.driver->wait(device_.driver->mark(Direction::in));
+  if (fills_) device_.driver->wait(device_.driver->mark(Direction::in));
+  for (Coming& coming : coming_) coming.region->declare_clean(coming.region->slots());
 }
 
 void Transfer::keep() {

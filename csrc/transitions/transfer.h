@@ -73,7 +73,7 @@ class Transfer {
   struct Coming {
     Region* region;
     Ranges wanted;    // contents to copy in
-    bool fills;       // the fill of the region is written where no contents are copied in
+    bool fills;       // zeros or poison are written to all memory, since no contents are copied in
     Mapping mapping;  // unmaps unless committed
     std::unique_ptr<Loader> loader = nullptr;
     std::vector<Slot> run = {};  // mapped slots without access yet
@@ -107,7 +107,7 @@ class Transfer {
   void use_left_mapped(Coming& coming);
   void put(Coming& coming, Slot slot, Chunk chunk);
   void give_access(Coming& coming);
-  void write_into(Coming& coming, Range range);
+  void write_into(Coming& coming, const std::vector<Slot>& neighbours);
   void hand_on(Chunk chunk);
   void finish_coming();
 
@@ -121,6 +121,7 @@ class Transfer {
   std::map<std::size_t, std::deque<Place*>> waiting_;  // places without a chunk yet, by size of chunk
   std::exception_ptr refused_, failed_;
   std::vector<std::shared_ptr<Backup>> dropped_;  // destroyed without the lock
+  bool fills_ = false;                            // fills are queued
   bool under_way_ = false;                        // copies may be queued, and keep() was not called
   std::size_t released_ = 0, restored_ = 0, copied_ = 0;
 };

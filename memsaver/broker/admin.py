@@ -23,11 +23,8 @@ class AdminClient:
         self._channel = discovery.connect(path)
         self._channel.settimeout(_TIMEOUT_S)
         self._serial = 0
-        self._is_newer = False  # the broker has a newer version of the protocol
         own, number, pid = job.current(), secrets.randbits(63), os.getpid()
-        fields = {"oldest": protocol.VERSION - protocol.VERSIONS_APART}
-        if own is not None:
-            fields |= own.client_proof(number, pid, path.stem)
+        fields = own.client_proof(number, pid, path.stem) if own is not None else {}
         welcome = self._exchange(Message("hello", (protocol.VERSION, number, pid), path.stem, fields=fields), "welcome")
         if own is not None and not job.contains(welcome.fields, own.broker_proof(number, pid, path.stem)):
             raise self._error(f"does not prove that it has the secret in {job.VARIABLE} of this process")
@@ -35,7 +32,6 @@ class AdminClient:
             protocol.check_welcome(welcome)
         except ValueError as error:
             raise self._error(str(error)) from None
-        self._is_newer = welcome.fields.get("newest", protocol.VERSION) > protocol.VERSION
 
     def status(self) -> dict[str, Any]:
         """The status of the pool: see ``StatusReporter``."""
@@ -68,9 +64,6 @@ class AdminClient:
         except OSError as error:
             raise self._error(f"does not receive: {error}") from None
         answer = self._receive()
-        while not answer.is_defined and self._is_newer:
-            protocol.send(self._channel, protocol.unsupported(answer).encode())
-            answer = self._receive()
         if answer.kind != expected:
             refused = answer.kind == "refused"
             raise self._error(f"refuses: {answer.text}" if refused else f"sent {answer.kind!r}, expected {expected!r}")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 CLASSES: tuple[int, ...] = _core.CHUNK_CLASSES  # bytes, largest first
 CLASS_NAMES = ", ".join(map(str, CLASSES))
 PAGE = CLASSES[-1]
+SEVERAL = -1  # no client has this id
 
 
 @dataclass(slots=True, eq=False)
@@ -26,9 +27,7 @@ class Chunk:
     holder: Client | None = None
     demand: Demand | None = None  # the demand that this chunk was granted to, while it is held
     importers: set[Client] = field(default_factory=set)  # clients with a handle
-    last_holder: int | None = None  # a client's id; None: the chunk is as the driver created it, all zeros
-    is_sensitive: bool = False  # a holder requested scrubbing. Stays set, since no message reports a scrub
-    is_scrub_requested: bool = False  # the present or last holder got the flag SCRUB with it
+    writer: int | None = None  # the id of the client whose bytes it holds, or SEVERAL; None: zeros of the driver
     attachments: int = 0
     is_leaving: bool = False  # to the driver, once no client has a handle
 

@@ -9,7 +9,7 @@ from typing import Any
 from memsaver.broker.chunks import Chunk
 from memsaver.broker.connection import Connection
 from memsaver.broker.monitor import Process
-from memsaver.broker.protocol import VERSION, Message
+from memsaver.broker.protocol import Message
 from memsaver.process_names import UNKNOWN, given_name, process_name
 
 
@@ -25,8 +25,6 @@ class Client:
     connection: Connection | None = None  # None: disconnected
     held: dict[int, Chunk] = field(default_factory=dict)
     imported: dict[int, Chunk] = field(default_factory=dict)  # chunks of which it has a handle, held or not
-    scrub: bool = False  # its chunks are zeroed for the next holder, and chunks of others are zeroed for it
-    version: int = VERSION  # of its protocol. Messages have the lower one of this and the broker's version
     name: str = ""  # of its process, when it was last read
     inventory: set[int] | None = None  # ids of chunks in its `inventory` messages so far; None: it is complete
     attachments: set[int] | None = None  # ids that it has from an earlier broker; None: not reported

@@ -87,16 +87,12 @@ class Lending:
 
     def give_back(self, client: Client, message: Message) -> None:
         self._pool.finish_inventory(client)
-        self._pool.give_back(client, message.words)
+        words = message.words
+        self._pool.give_back(client, words[::2], {chunk for chunk, foreign in zip(words[::2], words[1::2]) if foreign})
 
     def dropped(self, client: Client, message: Message) -> None:
         self._pool.finish_inventory(client)
         self._pool.drop(client, message.words)
-
-    def scrub(self, client: Client, message: Message) -> None:
-        if message.words[0] not in (0, 1):
-            raise MalformedError(f"scrub is {message.words[0]}, expected 0 or 1")
-        client.scrub = bool(message.words[0])
 
     def trim(self, client: Client, message: Message) -> None:
         serial, keep = message.words

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from memsaver.broker.chunks import CLASS_NAMES, CLASSES, Attachment, Chunk
+from memsaver.broker.chunks import CLASS_NAMES, CLASSES, SEVERAL, Attachment, Chunk
 from memsaver.broker.clients import Client
-from memsaver.broker.protocol import HAS_DESCRIPTOR, SCRUB, MalformedError
+from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError
 from memsaver.broker.queue import Demand, DemandQueue, Part
 from memsaver.errors import DriverError
 
@@ -76,7 +76,7 @@ class Pool:
         """Takes all chunks of a client back. Nothing of its process may be able to run any more."""
         held, client.held = client.held, {}
         for chunk in held.values():
-            self._return(chunk, client)
+            self._return(chunk, SEVERAL)
         self._forget_handles(client, list(client.imported.values()))
         self.queue.close_all(client)
 
@@ -113,17 +113,18 @@ class Pool:
         """Takes all other chunks of a client back, and records that it has no handles of other chunks."""
         for chunk in [chunk for chunk in client.held.values() if chunk.id not in ids]:
             del client.held[chunk.id]
-            self._return(chunk, client)
+            self._return(chunk, SEVERAL)
         self._forget_handles(client, [chunk for chunk in client.imported.values() if chunk.id not in ids])
 
     # Chunks
 
-    def give_back(self, client: Client, ids: Sequence[int]) -> None:
+    def give_back(self, client: Client, ids: Sequence[int], foreign: Container[int] = ()) -> None:
+        """Takes chunks back. Those in `foreign` may still hold bytes of other clients."""
         for chunk_id in ids:
             chunk = client.held.pop(chunk_id, None)
             if chunk is None:
                 raise MalformedError(f"chunk {chunk_id} is not held by this client")
-            self._return(chunk, client)
+            self._return(chunk, SEVERAL if chunk_id in foreign else client.id)
 
     def drop(self, client: Client, ids: Sequence[int]) -> None:
         """Records that a client has released its handles of these chunks, with or without a request.
@@ -157,13 +158,12 @@ class Pool:
             self.memory.close(chunk.file)
         self.chunks.clear()
 
-    def _return(self, chunk: Chunk, client: Client) -> None:
+    def _return(self, chunk: Chunk, writer: int) -> None:
         chunk.holder = None
         if chunk.demand is not None:
             chunk.demand.granted -= chunk.size
             chunk.demand = None
-        chunk.last_holder = client.id
-        chunk.is_sensitive = chunk.is_sensitive or client.scrub
+        chunk.writer = writer
         if not chunk.attachments:
             self._add_idle(chunk)
 
@@ -288,11 +288,9 @@ class Pool:
 
     def _grant(self, chunk: Chunk, demand: Demand, part: Part, result: ServeResult) -> None:
         client = demand.client
-        if chunk.last_holder is None:
-            chunk.is_scrub_requested = False
-        elif chunk.last_holder != client.id:
-            chunk.is_scrub_requested = chunk.is_sensitive or client.scrub
-        flags = (0 if client in chunk.importers else HAS_DESCRIPTOR) | (SCRUB if chunk.is_scrub_requested else 0)
+        flags = (0 if client in chunk.importers else HAS_DESCRIPTOR) | (
+            0 if chunk.writer in (None, client.id) else FOREIGN
+        )
         self._hand(chunk, client)
         result.grants.append((demand, chunk, flags))
         chunk.demand = demand

@@ -16,12 +16,11 @@ KINDS: dict[str, int] = _core.MESSAGES
 REFUSALS: dict[str, int] = _core.REFUSALS
 FIELDS: dict[str, int] = _core.FIELDS
 VERSION: int = _core.PROTOCOL_VERSION
-VERSIONS_APART: int = _core.VERSIONS_APART  # between a broker and a client, at most
 LONGEST_PACKET: int = _core.LONGEST_PACKET
 MOST_DESCRIPTORS: int = _core.MOST_DESCRIPTORS
 MOST_CHUNKS: int = _core.MOST_CHUNKS
 HAS_DESCRIPTOR: int = _core.HAS_DESCRIPTOR
-SCRUB: int = _core.SCRUB
+FOREIGN: int = _core.FOREIGN
 STATES: tuple[str, ...] = _core.STATES  # a report has their indices
 BACKUPS: tuple[str, ...] = _core.BACKUPS
 
@@ -33,16 +32,15 @@ _WORD_BYTES = 8
 _KERNEL_MOST_DESCRIPTORS = 253
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_KERNEL_MOST_DESCRIPTORS * array.array("i").itemsize)
 
-# Words of each message of a client: fixed words, words of a group, and the least number of groups. They are the same in
-# all versions: see csrc/pool/wire.h.
+# Words of each message of a client: fixed words, words of a group, and the least number of groups.
 _SHAPES = {
     "hello": (3, 0, 0), "sentinel": (0, 0, 0), "inventory": (0, 2, 0), "restore": (2, 1, 0), "attachments": (0, 1, 0),
-    "demand": (1, 3, 1), "exchange": (1, 3, 1), "close": (1, 0, 0), "give_back": (0, 1, 0), "dropped": (0, 1, 0),
-    "scrub": (1, 0, 0), "usage": (1, 0, 0), "status": (1, 0, 0), "report": (0, 5, 0), "attach": (4, 0, 0),
-    "attach_reply": (3, 3, 0), "detach": (1, 0, 0), "trim": (2, 0, 0), "refused": (2, 0, 0),
+    "demand": (1, 3, 1), "exchange": (1, 3, 1), "close": (1, 0, 0), "give_back": (0, 2, 0), "dropped": (0, 1, 0),
+    "usage": (1, 0, 0), "status": (1, 0, 0), "report": (0, 5, 0), "attach": (4, 0, 0),
+    "attach_reply": (3, 3, 0), "detach": (1, 0, 0), "trim": (2, 0, 0),
     "ledger": (0, 0, 0), "reclaimed": (2, 0, 0),
 }  # fmt: skip
-_WITH_TEXT = {"hello", "report", "attach", "attach_reply", "refused", "ledger", "reclaimed"}
+_WITH_TEXT = {"hello", "report", "attach", "attach_reply", "ledger", "reclaimed"}
 _WITH_FILES = {"inventory", "restore", "sentinel"}
 
 
@@ -81,10 +79,6 @@ class Message:
     files: list[int] = field(default_factory=list)
     fields: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def is_defined(self) -> bool:
-        return self.kind in KINDS
-
     def encode(self) -> bytes:
         fields = itertools.chain.from_iterable((FIELDS[name], value) for name, value in self.fields.items())
         words = (*self.words, *fields)
@@ -110,37 +104,25 @@ def check_shape(message: Message) -> None:
         raise MalformedError(f"{kind!r} has {len(message.files)} descriptors, expected none")
 
 
-def check_version(newest: int, oldest: int) -> None:
-    """Raises RefusedError if this broker and a client have no common version of the protocol.
-
-    ``newest``, ``oldest``: the versions that the client supports.
-    """
-    if abs(newest - VERSION) > VERSIONS_APART or oldest > VERSION:
-        older = "the broker" if newest > VERSION else "the client"
-        limit = f" (none below {oldest})" if abs(newest - VERSION) <= VERSIONS_APART else ""
+def check_version(version: int) -> None:
+    """Raises RefusedError if a client has another version of the protocol than this broker."""
+    if version != VERSION:
+        older = "the broker" if version > VERSION else "the client"
         raise RefusedError(
-            f"this broker speaks version {VERSION} of the protocol and the client version {newest}{limit}, and they "
-            f"may differ by {VERSIONS_APART}: upgrade memsaver in {older}",
+            f"this broker speaks version {VERSION} of the protocol and the client version {version}: upgrade memsaver "
+            f"in {older}",
             "version",
         )
 
 
 def check_welcome(message: Message) -> None:
-    """Raises ValueError if a broker answered ``hello`` with a version that this client does not support."""
+    """Raises ValueError if a broker answered ``hello`` with another version than that of this client."""
     version = message.words[0] if message.words else 0
-    newest = message.fields.get("newest", version)
-    if abs(newest - VERSION) > VERSIONS_APART or not VERSION - VERSIONS_APART <= version <= VERSION:
-        older = "this process" if newest > VERSION else "the broker"
+    if version != VERSION:
+        older = "this process" if version > VERSION else "the broker"
         raise ValueError(
-            f"speaks version {newest} of the protocol and this process version {VERSION}, and they may differ by "
-            f"{VERSIONS_APART}: upgrade memsaver in {older}"
+            f"speaks version {version} of the protocol and this process version {VERSION}: upgrade memsaver in {older}"
         )
-
-
-def unsupported(message: Message) -> Message:
-    """The answer to a message of a newer client that this version does not define."""
-    request = message.words[0] if message.words else 0
-    return refusal("unsupported", request, f"version {VERSION} of the protocol has no message of {message.kind}")
 
 
 def refusal(code: str, request: int, text: str) -> Message:

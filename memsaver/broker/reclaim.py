@@ -18,7 +18,6 @@ from memsaver.broker.pool import RETRY_S, Pool
 from memsaver.broker.protocol import MalformedError, Message
 from memsaver.broker.queue import Demand
 
-SINCE: int = _core.RECLAIM_SINCE  # version of the protocol
 UNKNOWN: int = _core.UNKNOWN_BYTES
 FIRST_PAUSE_S = 0.02  # between the end of a round and the next one
 LONGEST_ROUND_S = 2.0  # for clients that do not answer, or whose device works for long; the next round asks them again
@@ -111,7 +110,7 @@ class Reclaim:
         self._begun_at = now
         self._has_round, self._is_told, self._is_told_more = True, False, False
         for client in self._clients.values():
-            if client.is_user and client.is_connected and client.version >= SINCE:
+            if client.is_user and client.is_connected:
                 self._asked[client.id] = client
                 client.send(Message("reclaim", (head.remaining,)))
 
@@ -127,8 +126,6 @@ class Reclaim:
 
     def _tell(self, demand: Demand, more: bool) -> None:
         client = demand.client
-        if client.version < SINCE:
-            return
         words, lines = [demand.request, int(more)], []
         for each in sorted(self._clients.values(), key=lambda each: -each.held_bytes)[:_MOST_HOLDERS]:
             answer = self._answers.get(each.id)

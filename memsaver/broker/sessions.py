@@ -57,12 +57,11 @@ class Sessions:
             "sentinel": self._sentinel,
             "inventory": lending.inventory, "demand": lending.demand, "exchange": lending.exchange,
             "close": lending.close, "give_back": lending.give_back, "dropped": lending.dropped,
-            "scrub": lending.scrub, "trim": lending.trim,
+            "trim": lending.trim,
             "attach": attachments.attach, "attach_reply": attachments.attach_reply, "detach": attachments.detach,
             "restore": attachments.restore, "attachments": attachments.attachments,
             "usage": status.usage, "report": status.report, "ledger": status.ledger, "status": status.status,
             "reclaimed": reclaim.reclaimed,
-            "refused": self._refused,
         }  # fmt: skip
 
     @property
@@ -79,10 +78,6 @@ class Sessions:
         client = connection.client
         if client is None:
             self._begin(connection, message)
-            return
-        if not message.is_defined and client.version > protocol.VERSION:
-            log.debug("process %d sent %s of version %d", client.pid, message.kind, client.version)
-            client.send(protocol.unsupported(message))
             return
         handler = self._handlers.get(message.kind)
         if handler is None:
@@ -123,9 +118,8 @@ class Sessions:
             raise RefusedError(f"this broker serves user {os.getuid()}, not {connection.uid}", "user")
         if message.kind != "hello" or not message.words:
             raise MalformedError(f"the first message is {message.kind!r}, expected 'hello' with its words")
-        version = message.words[0]
         # Before the other words, which may be those of a protocol that this broker does not define.
-        protocol.check_version(version, message.fields.get("oldest", max(version - protocol.VERSIONS_APART, 0)))
+        protocol.check_version(message.words[0])
         protocol.check_shape(message)
         _, client_id, pid = message.words
         proof = self._check_job(message)
@@ -149,11 +143,9 @@ class Sessions:
             self._monitor.retain(client.process)
             client.read_name()
         client.connection = connection
-        client.version = version
         client.inventory = set()
         connection.client = client
-        words = (min(version, protocol.VERSION), self._pool.capacity)
-        client.send(Message("welcome", words, fields={"newest": protocol.VERSION, **proof}))
+        client.send(Message("welcome", (protocol.VERSION, self._pool.capacity), fields=proof))
 
     def _check_job(self, message: Message) -> dict[str, int]:
         """Checks that the client of a ``hello`` belongs to the broker's job. Returns the broker's own proof.
@@ -200,9 +192,3 @@ class Sessions:
         self._monitor.add_descriptors(client.process, message.files)
         if not client.process.has_sentinel:
             raise MalformedError("'sentinel' has no read end of a pipe")
-
-    def _refused(self, client: Client, message: Message) -> None:
-        """A client of an older version does not define a message of this broker."""
-        if message.words[0] != protocol.REFUSALS["unsupported"]:
-            raise MalformedError(f"a client refuses with code {message.words[0]}, expected 'unsupported'")
-        log.warning("process %d does not support a message: %s", client.pid, message.text)

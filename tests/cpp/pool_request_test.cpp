@@ -42,7 +42,6 @@ class NotingPool final : public RequestHost, public ChunkSource {
     Driver& driver = test::driver();
     return {driver, driver.create(grant.size), grant.size, this};
   }
-  bool reclaims_locked() const override { return false; }
   void waits_long_locked() override {}
   void throw_disconnected() const override { throw Error("disconnected"); }
   void throw_unanswered_locked() override { throw Error("unanswered"); }

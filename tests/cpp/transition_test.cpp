@@ -126,5 +126,29 @@ TEST_CASE("transition: allocations and frees beside another region's transitions
   free_all(held);
 }
 
+TEST_CASE("region: bytes of another process are zeroed under a segment of another allocator") {
+  Driver& driver = test::driver();
+  Region& region = core().region("placed", "cpu", {.placed = true});
+  constexpr std::size_t kChunks = 3;
+  const Address base = driver.reserve(kChunks * kPage);
+  std::vector<Chunk> chunks;
+  for (std::size_t number = 0; number < kChunks; ++number) {
+    const bool foreign = number != 1;
+    chunks.emplace_back(driver, driver.create(kPage), kPage, nullptr, foreign);
+    driver.map(base, kPage, chunks.back().handle());
+    driver.allow(base, kPage);
+    std::memset(test::at(base), 0xaa, kPage);
+    driver.unmap(base, kPage);
+  }
+  region.place({base, kChunks * kPage}, std::move(chunks), true);
+  for (std::size_t number = 0; number < kChunks; ++number) {
+    const std::byte expected{number == 1 ? std::uint8_t{0xaa} : std::uint8_t{0}};
+    const std::byte* page = test::at(base + number * kPage);
+    CHECK(std::all_of(page, page + kPage, [&](std::byte each) { return each == expected; }));
+  }
+  CHECK(region.drop({base, kChunks * kPage}));
+  driver.unreserve(base, kChunks * kPage);
+}
+
 }  // namespace
 }  // namespace memsaver

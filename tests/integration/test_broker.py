@@ -66,7 +66,7 @@ def test_a_chunk_keeps_its_contents_between_clients(broker: Running) -> None:
         assert memory[:5] == b"hello"
     two.give([chunk])
     one.want(PAGE, PAGE)
-    assert one.take(PAGE) == [(chunk, PAGE, 0)]  # of which it has the descriptor
+    assert one.take(PAGE) == [(chunk, PAGE, protocol.FOREIGN)]  # of which it has the descriptor
     assert len(one.files) == len(two.files) == 1
 
 
@@ -76,7 +76,7 @@ def test_a_hand_over_of_many_chunks_comes_in_one_packet(broker: Running) -> None
     assert len(chunks) == 512
     two.want(500 * PAGE, GIB, PAGE)
     assert two.hear("stalled").words[1] == 1
-    one.say_raw(Message("give_back", chunks[:300]).encode())
+    one.say_raw(Message("give_back", [word for chunk in chunks[:300] for word in (chunk, 0)]).encode())
     until(lambda: broker.row(os.getpid()) and sum(row["held_bytes"] for row in broker.status()["clients"]) == GIB)
     message = two.hear("grant")
     assert len(message.files) == len(granted(message)) == 250
@@ -173,18 +173,16 @@ def test_a_client_that_never_drops_is_not_waited_for(broker: Running) -> None:
     assert two.hear("stalled").words[1] == 1
 
 
-def test_a_chunk_that_changes_hands_is_granted_with_a_scrub_flag(broker: Running) -> None:
-    one, two = broker.client(), broker.client(scrub=1)
+def test_a_chunk_with_bytes_of_another_client_is_granted_with_a_flag(broker: Running) -> None:
+    one, two = broker.client(), broker.client()
     chunks = one.borrow(PAGE, PAGE)
     one.give(chunks)
     two.want(PAGE, PAGE)
-    [(_, _, flags)] = two.take(PAGE)
-    assert flags == protocol.HAS_DESCRIPTOR | protocol.SCRUB
-    two.say("scrub", 0)
-    [fresh] = two.borrow(PAGE, PAGE)
-    two.give([fresh])
-    one.want(PAGE, PAGE)
-    assert one.take(PAGE) == [(fresh, PAGE, protocol.HAS_DESCRIPTOR)]
+    assert [flags for *_, flags in two.take(PAGE)] == [protocol.HAS_DESCRIPTOR | protocol.FOREIGN]
+    for foreign, expected in ((1, protocol.FOREIGN), (0, 0)):
+        two.give(chunks, foreign)
+        two.want(PAGE, PAGE)
+        assert [flags for *_, flags in two.take(PAGE)] == [expected]
 
 
 # Figures
@@ -396,7 +394,7 @@ def test_a_rejoining_client_keeps_only_the_chunks_it_names(broker: Running) -> N
         os.close(again.files.pop(chunk))
     again.want(LARGE)
     [(_, _, flags)] = again.take(LARGE)
-    assert flags == protocol.HAS_DESCRIPTOR  # it had let go of all others
+    assert flags == protocol.HAS_DESCRIPTOR | protocol.FOREIGN  # it had let go of all others
     again.give(chunks[:2])
 
 
@@ -724,11 +722,10 @@ MALFORMED = {
     "no pages": Message("demand", (1, PAGE, PAGE, 5)).encode(),
     "nothing": Message("demand", (1, PAGE, PAGE, 0)).encode(),
     "more of nothing": Message("exchange", (1, PAGE, PAGE, PAGE)).encode(),
-    "another's chunk": Message("give_back", (_UNKNOWN,)).encode(),
+    "another's chunk": Message("give_back", (_UNKNOWN, 0)).encode(),
     "inventory without descriptors": Message("inventory", (_UNKNOWN, PAGE)).encode(),
     "inventory late": Message("inventory").encode(),
     "restore of another": Message("restore", (1, 2, _UNKNOWN)).encode(),
-    "scrub": Message("scrub", (2,)).encode(),
     "report without tags": Message("report", (1, 2, 3, 0, 0, 1, 2, 3, 0, 0), "one").encode(),
     "report of no state": Message("report", (1, 2, 3, 9, 0), "one").encode(),
     "attach_reply unasked": Message("attach_reply", (1, 2, 0)).encode(),

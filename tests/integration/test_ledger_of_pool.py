@@ -324,8 +324,7 @@ with tempfile.TemporaryDirectory(prefix="ms") as folder:
 
 
 def test_a_client_without_a_ledger_has_a_row_of_its_chunks(broker: Running) -> None:
-    """As a client of an older version."""
-    client = Client(broker.path, version=protocol.VERSION - 1)
+    client = Client(broker.path)
     broker.clients.append(client)
     client.want(2 * MEDIUM, MEDIUM)
     client.take(2 * MEDIUM)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import memsaver
-from memsaver.broker import protocol
 from memsaver.broker.protocol import Message
 from memsaver.broker.reclaim import UNKNOWN
 from tests.broker_support import Client, Running
@@ -20,7 +19,6 @@ from tests.support import GIB, MIB, PAGE, until
 
 CAPACITY = 256 * MIB
 MOST = 192 * MIB
-V = protocol.VERSION
 POOLS = "from tests import torch_pools; from tests.torch_pools import cached"
 # A trainer with free blocks in a pool of torch over a region, and an engine that is paused and needs that memory.
 CACHED = f"region = memsaver.region('trainer', 'cpu'); cached(region, {MOST})"
@@ -293,32 +291,6 @@ def test_what_comes_back_is_for_the_first_demand() -> None:
         heard(one, "reclaim")
         request = three.want(PAGE, PAGE)
         assert list(heard(three, "holders").words) == [request, 0, os.getpid(), GIB, UNKNOWN]
-
-
-@pytest.mark.parametrize("version", [V - 1, V + 1])
-def test_clients_of_other_versions(version: int) -> None:
-    """An older one hears nothing of it, and is not waited for."""
-    with Running() as broker:
-        other = Client(broker.path, version=version, oldest=min(version, V))
-        broker.clients.append(other)
-        other.borrow(GIB)
-        two = broker.client()
-        request = two.want(PAGE, PAGE)
-        answer(two)
-        if version > V:
-            assert list(heard(other, "reclaim").words) == [PAGE]
-            other.say_raw(Message("reclaimed", (0, 7), "kept").encode())
-        message = heard(two, "holders")
-        while message.words[1]:
-            message = heard(two, "holders")
-        assert list(message.words) == [request, 0, os.getpid(), GIB, 7 if version > V else UNKNOWN]
-        other.say("demand", 99, PAGE, PAGE, PAGE)
-        if version < V:
-            other.say("usage", 5)
-            kinds = []
-            while "usage" not in kinds:
-                kinds.append(protocol.receive(other.channel).kind)  # type: ignore[union-attr]
-            assert set(kinds) <= {"usage", "stalled", "grant"}
 
 
 def test_a_malformed_answer_ends_its_connection_alone() -> None:

@@ -112,7 +112,7 @@ def test_config_prints_value_and_source_of_each_option() -> None:
     assert re.fullmatch(r"1\.50 GiB \(1610612736 bytes\) +MEMSAVER_RETAIN", rows["retain"])
     assert re.fullmatch(r"64\.0 MiB \(67108864 bytes\) +MEMSAVER_HOST_DEVICE", rows["host_device"])
     assert re.fullmatch(r"/tmp/elsewhere +MEMSAVER_POOL_DIR", rows["pool_dir"])
-    assert re.fullmatch(r"False +default", rows["scrub"])
+    assert re.fullmatch(r"False +default", rows["verify"])
     assert re.fullmatch(r"not set +default", rows["disk_dir"])
 
 
@@ -156,14 +156,14 @@ def test_setting_comes_from_configure_after_a_variable() -> None:
         import memsaver
         memsaver.configure(retain=4096)
         found = {each.option.name: each for each in memsaver.config.settings()}
-        print(found["retain"].source, found["retain"].value, found["scrub"].source, found["scrub"].value)
+        print(found["retain"].source, found["retain"].value, found["verify"].source, found["verify"].value)
     """
-    assert run_clean(source, MEMSAVER_RETAIN="1G", MEMSAVER_SCRUB="on") == "configure() 4096 MEMSAVER_SCRUB True\n"
+    assert run_clean(source, MEMSAVER_RETAIN="1G", MEMSAVER_VERIFY="on") == "configure() 4096 MEMSAVER_VERIFY True\n"
 
 
 def test_configure_keeps_options_that_are_left_out() -> None:
     memsaver.configure(retain=3 * MIB)
-    memsaver.configure(scrub=False)
+    memsaver.configure(verify=False)
     memsaver.configure()
     assert memsaver.stats().options["retain"] == 3 * MIB
 
@@ -242,11 +242,11 @@ def test_a_value_that_cannot_be_applied_changes_no_option(
         raise memsaver.BrokerError("no broker", path="")
 
     make()
-    memsaver.configure(disk_dir=tmp_path, scrub=False)
+    memsaver.configure(disk_dir=tmp_path, verify=False)
     before, kept = memsaver.stats().options, _pool_client._capacity
     with monkeypatch.context() as patch:
         patch.setattr(_pool_client, "connect", refuse)
         with pytest.raises(memsaver.BrokerError, match="no broker"):
-            memsaver.configure(pool_capacity="1024TiB", scrub=True, pool="shared", retain="3GiB", disk_dir="/")
+            memsaver.configure(pool_capacity="1024TiB", verify=True, pool="shared", retain="3GiB", disk_dir="/")
     assert memsaver.stats().options == before
-    assert (_pool_client._capacity, _pool_client._scrub, _pool_client._shared) == (kept, False, False)
+    assert (_pool_client._capacity, _pool_client._shared) == (kept, False)

@@ -536,7 +536,7 @@ def test_options_come_from_the_environment() -> None:
         ("MEMSAVER_RETAIN", "plenty", "retain is 'plenty', expected bytes as an integer of 0 or more, or a size such"),
         ("MEMSAVER_HOST_DEVICE", "1MiB", "host_device is '1MiB', expected at least 2 MiB"),
         ("MEMSAVER_POOL", "ours", "pool is 'ours', expected one of 'process', 'shared'"),
-        ("MEMSAVER_SCRUB", "perhaps", "scrub is 'perhaps', expected True or False"),
+        ("MEMSAVER_VERIFY", "perhaps", "verify is 'perhaps', expected True or False"),
         ("MEMSAVER_PEERS", "1", "peers is '1', expected 'auto' or a list of CUDA devices such as ['cuda:1']"),
         (
             "MEMSAVER_DISK_DIR",

@@ -16,7 +16,7 @@ from memsaver.broker.clients import Client
 from memsaver.broker.connection import Connection
 from memsaver.broker.monitor import Process
 from memsaver.broker.pool import Pool, ServeResult
-from memsaver.broker.protocol import HAS_DESCRIPTOR, SCRUB, MalformedError, Message
+from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError, Message
 from memsaver.broker.queue import OverCapacityError
 from memsaver.broker.reclaim import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reclaim
 from memsaver.errors import DriverError
@@ -112,9 +112,9 @@ def give(pool: Pool, chunks: Sequence[Chunk]) -> None:
         pool.give_back(chunk.holder, [chunk.id])
 
 
-def client(number: int, scrub: bool = False) -> Client:
+def client(number: int) -> Client:
     """A connected client. The pool does not use its connection."""
-    return Client(number, Process(number, -1), cast(Connection, object()), scrub=scrub)
+    return Client(number, Process(number, -1), cast(Connection, object()))
 
 
 def disconnect(pool: Pool, one: Client) -> None:
@@ -184,7 +184,7 @@ def test_of_equal_chunks_those_come_first_that_the_client_knows(pool: Pool, one:
     assert {chunk for _, chunk, _ in served.grants} == set(mine)
     assert [flags for *_, flags in served.grants] == [0, 0]
     want(pool, one, (MEDIUM, MEDIUM, 2 * MEDIUM))
-    assert [flags for *_, flags in settle(pool).grants] == [HAS_DESCRIPTOR] * 2
+    assert [flags for *_, flags in settle(pool).grants] == [HAS_DESCRIPTOR | FOREIGN] * 2
 
 
 def test_only_the_head_of_the_queue_collects(pool: Pool, one: Client, two: Client) -> None:
@@ -434,44 +434,34 @@ def test_a_chunk_that_is_being_released_is_not_granted(pool: Pool, one: Client) 
     pool.release_idle(0)
     want(pool, one, (MEDIUM, MEDIUM, MEDIUM))
     [(_, chunk, _)] = settle(pool).grants
-    assert chunk.last_holder is None
+    assert chunk.writer is None
 
 
-# Clients with scrub: (the last holder, the next holder) -> whether the grant asks for a scrub
-@pytest.mark.parametrize(("first", "second", "due"), [(0, 0, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1)])
-def test_a_chunk_is_scrubbed_when_it_changes_hands_and_one_of_both_asks(
-    pool: Pool, first: int, second: int, due: int
+def test_bytes_of_another_client_are_flagged_until_a_client_has_zeroed_them(
+    pool: Pool, one: Client, two: Client
 ) -> None:
-    one, two = client(1, bool(first)), client(2, bool(second))
-    want(pool, one, (MEDIUM, MEDIUM, MEDIUM))
-    [(_, chunk, flags)] = settle(pool).grants
-    assert flags == HAS_DESCRIPTOR  # the driver zeroed it
-    for member, expected in ((one, 0), (two, due)):
-        give(pool, [chunk])
+    [chunk] = borrow(pool, one, MEDIUM)
+
+    def flag_for(member: Client) -> bool:
         want(pool, member, (MEDIUM, MEDIUM, MEDIUM))
         [(_, again, flags)] = settle(pool).grants
         assert again is chunk
-        assert bool(flags & SCRUB) == bool(expected)
+        return bool(flags & FOREIGN)
 
-
-def test_an_unconfirmed_scrub_is_requested_again(pool: Pool) -> None:
-    """A client that gives a chunk back untouched has not scrubbed it."""
-    one, two, three = client(1, scrub=True), client(2), client(3)
-    [chunk] = borrow(pool, one, MEDIUM)
-    for member in (two, two, three, two):
-        give(pool, [chunk])
-        want(pool, member, (MEDIUM, MEDIUM, MEDIUM))
-        [(_, _, flags)] = settle(pool).grants
-        assert flags & SCRUB
-
-
-def test_chunks_of_a_dead_owner_with_scrub_are_scrubbed(pool: Pool, two: Client) -> None:
-    one = client(1, scrub=True)
-    borrow(pool, one, MEDIUM)
+    give(pool, [chunk])
+    assert not flag_for(one)
+    give(pool, [chunk])
+    assert flag_for(two)
+    pool.give_back(two, [chunk.id], foreign={chunk.id})  # it has zeroed nothing
+    assert flag_for(two)
+    pool.give_back(two, [chunk.id], foreign={chunk.id})
+    assert flag_for(one)  # since the other one may have written to a part of it
+    give(pool, [chunk])
+    assert not flag_for(one)
+    pool.keep_only(one, set())  # it reconnects, and its message about the return was lost
+    assert flag_for(one)
     pool.reclaim(one)
-    want(pool, two, (MEDIUM, MEDIUM, MEDIUM))
-    [(_, _, flags)] = settle(pool).grants
-    assert flags == HAS_DESCRIPTOR | SCRUB
+    assert flag_for(client(one.id))
 
 
 def test_a_leased_chunk_stays_out_until_its_leases_end(pool: Pool, one: Client, two: Client) -> None:
@@ -531,7 +521,7 @@ def test_chunks_of_an_earlier_broker_are_adopted_even_beyond_the_capacity(
     assert settle(pool).grants == []
     pool.give_back(one, [900])
     [(_, chunk, flags)] = settle(pool).grants
-    assert (chunk.id, flags) == (900, HAS_DESCRIPTOR)
+    assert (chunk.id, flags) == (900, HAS_DESCRIPTOR | FOREIGN)
     assert pool.available_bytes() == 0
     with pytest.raises(MalformedError, match="adopted"):
         pool.adopt(two, 1000, GIB, -1)
@@ -615,7 +605,7 @@ def test_the_pool_is_consistent_after_random_calls(
     draw = random.Random(seed)
     pool = Pool(memory, GIB)
     memory.room = draw.choice([GIB, GIB * 3 // 4, 1 << 60])
-    members = [client(number, draw.random() < 0.3) for number in range(5)]
+    members = [client(number) for number in range(5)]
     asked: dict[tuple[int, int], int] = {}
     owed: list[tuple[Client, Chunk]] = []
     leases: list[int] = []
@@ -660,11 +650,10 @@ def test_the_pool_is_consistent_after_random_calls(
             owed = [(who, chunk) for who, chunk in owed if who is not member]
             if act == "die":
                 pool.reclaim(member)
-                members[at] = client(member.id, draw.random() < 0.3)
+                members[at] = client(member.id)
             else:
                 disconnect(pool, member)
                 member.connection = cast(Connection, object())
-                member.scrub = draw.random() < 0.3
             pool.keep_only(members[at], set(draw.sample(list(members[at].held), len(members[at].held) // 2)))
         if leases and draw.random() < 0.2:
             pool.detach(leases.pop())

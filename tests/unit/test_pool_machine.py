@@ -26,7 +26,7 @@ from memsaver.broker.clients import Client
 from memsaver.broker.connection import Connection
 from memsaver.broker.monitor import Process
 from memsaver.broker.pool import Pool, ServeResult
-from memsaver.broker.protocol import HAS_DESCRIPTOR, SCRUB, MalformedError
+from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError
 from memsaver.broker.queue import OverCapacityError
 from memsaver.errors import DriverError
 
@@ -103,13 +103,14 @@ class Model:
     connected: bool = True
     held: set[Chunk] = field(default_factory=set)
     known: set[Chunk] = field(default_factory=set)
+    foreign: set[Chunk] = field(default_factory=set)  # granted with bytes of others
     to_drop: list[Chunk] = field(default_factory=list)
     orders: dict[int, Order] = field(default_factory=dict)
 
 
-def made(number: int, scrub: bool = False) -> Client:
+def made(number: int) -> Client:
     """A connected client. The pool does not use its connection."""
-    return Client(number, Process(number, -1), cast(Connection, object()), scrub=scrub)
+    return Client(number, Process(number, -1), cast(Connection, object()))
 
 
 @st.composite
@@ -142,13 +143,13 @@ class Books(RuleBasedStateMachine):
         self.numbers = itertools.count(1)
         self.strangers = itertools.count(1 << 40)  # ids of chunks of an earlier broker
         self.leases: dict[int, tuple[Model, list[Chunk]]] = {}
-        self.last: dict[Chunk, int] = {}  # the last holder
-        self.secret: set[Chunk] = set()
+        self.uncertain: set[Chunk] = set()  # returned by the end of a connection
+        self.bytes_of: dict[Chunk, set[Model]] = {}  # the clients whose bytes a chunk holds
 
-    @initialize(scrub=st.lists(st.booleans(), min_size=CLIENTS, max_size=CLIENTS))
-    def begin(self, scrub: list[bool]) -> None:
-        for number, wanted in enumerate(scrub):
-            self.join(number, scrub=wanted)
+    @initialize()
+    def begin(self) -> None:
+        for number in range(CLIENTS):
+            self.join(number)
 
     # The model
 
@@ -163,9 +164,6 @@ class Books(RuleBasedStateMachine):
         client.held.remove(chunk)
         for order in client.orders.values():
             order.chunks.discard(chunk)
-        self.last[chunk] = client.client.id
-        if client.client.scrub:
-            self.secret.add(chunk)
 
     def pick(self, chunks: set[Chunk], which: set[int]) -> list[Chunk]:
         ordered = sorted(chunks, key=lambda chunk: (-chunk.size, chunk.file))
@@ -181,11 +179,13 @@ class Books(RuleBasedStateMachine):
             assert not self.lent(chunk), "a chunk that is lent was granted"
             assert chunk.size <= min(order.most, order.left)
             assert bool(flags & HAS_DESCRIPTOR) == (chunk not in client.known)
-            last = self.last.get(chunk)
-            if last is None:
-                assert not flags & SCRUB
-            elif last != client.client.id:
-                assert bool(flags & SCRUB) == (chunk in self.secret or client.client.scrub)
+            writers = self.bytes_of.setdefault(chunk, set())
+            if writers <= {client} and chunk not in self.uncertain:
+                assert not flags & FOREIGN, "a chunk is to be zeroed without a reason"
+            elif not writers <= {client}:
+                assert flags & FOREIGN, "a client is not told of the bytes of another one"
+            writers.add(client)
+            (client.foreign.add if flags & FOREIGN else client.foreign.discard)(chunk)
             client.held.add(chunk)
             client.known.add(chunk)
             order.chunks.add(chunk)
@@ -209,11 +209,10 @@ class Books(RuleBasedStateMachine):
     # Members
 
     @precondition(lambda self: len(self.clients) < CLIENTS)
-    @rule(number=clients, scrub=st.booleans())
-    def join(self, number: int, scrub: bool) -> None:
+    @rule(number=clients)
+    def join(self, number: int) -> None:
         if number not in self.clients:
-            member = made(number, scrub)
-            self.clients[number] = Model(member)
+            self.clients[number] = Model(made(number))
 
     @rule(number=clients)
     def disconnect(self, number: int) -> None:
@@ -245,8 +244,10 @@ class Books(RuleBasedStateMachine):
             assert self.pool.adopt(client.client, identity, size, file)
             kept.add(self.pool.chunks[identity])
             client.held.add(self.pool.chunks[identity])
+            self.bytes_of[self.pool.chunks[identity]] = {client}
         self.pool.keep_only(client.client, {chunk.id for chunk in kept})
         for chunk in client.held - kept:
+            self.uncertain.add(chunk)  # it may not have got as far as the grant
             self.returned(client, chunk)
         client.known = set(kept)
 
@@ -322,12 +323,18 @@ class Books(RuleBasedStateMachine):
 
     # Chunks
 
-    @rule(number=clients, which=some_of)
-    def give(self, number: int, which: set[int]) -> None:
+    @rule(number=clients, which=some_of, zeroes=st.booleans())
+    def give(self, number: int, which: set[int], zeroes: bool) -> None:
         client = self.clients.get(number)
         if client is not None and client.connected:
             chunks = self.pick(client.held, which)
-            self.pool.give_back(client.client, [chunk.id for chunk in chunks])
+            if zeroes:
+                client.foreign -= set(chunks)
+                self.bytes_of |= {chunk: {client} for chunk in chunks}
+            self.pool.give_back(
+                client.client, [chunk.id for chunk in chunks], {chunk.id for chunk in client.foreign & set(chunks)}
+            )
+            self.uncertain -= set(chunks) - client.foreign
             for chunk in chunks:
                 self.returned(client, chunk)
 
