@@ -76,12 +76,12 @@ UNCHANGED = Rewrite("none", "", "", "", "", ())
 REWRITES = [
     # The broker
     Rewrite(
-        "chunks_forget_the_wish_for_zeros",
-        "shared pool: a chunk of a client with scrub is not zeroed after a holder without it",
+        "bytes_of_several_clients_are_the_last_ones",
+        "shared pool: a chunk that was returned with bytes of others counts as written by the client that returned it",
         "memsaver/broker/pool.py",
-        "chunk.is_sensitive = chunk.is_sensitive or client.scrub",
-        "chunk.is_sensitive = client.scrub",
-        ["unit/test_pool.py::test_an_unconfirmed_scrub_is_requested_again"],
+        "SEVERAL if chunk_id in foreign else client.id",
+        "client.id",
+        ["unit/test_pool.py::test_bytes_of_another_client_are_flagged_until_a_client_has_zeroed_them"],
     ),
     Rewrite(
         "trim_releases_a_chunk_too_many",
