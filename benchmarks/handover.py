@@ -2,9 +2,10 @@
 
 Two processes have a region each, as large as the memory that they share. A third one holds all else of the device. In
 each turn one side pauses and the other one resumes. With the shared pool both calls are made at the same time, and
-the resume takes chunks as the pause returns them. Otherwise the resume is called when the pause has returned. Times
-are from the first call to the last return: medians over turns in both directions, after three turns. Contents with a
-backup change before each turn and are compared after it.
+the resume takes chunks as the pause returns them, and zeroes the bytes of the other side where no contents cover them,
+but not with fill="keep". Otherwise the resume is called when the pause has returned. Times are from the first call to
+the last return: medians over turns in both directions, after three turns. Contents with a backup change before each
+turn and are compared after it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.harness.processes import CONTEXT, Process, ask_all, processes
 from benchmarks.harness.work import Contents, Work, median, share, synchronize
 
 DEVICES = ("cuda", "cpu")
-POOL, DRIVER = "shared pool", "driver"
+POOL, KEPT, DRIVER = "shared pool", 'shared pool, fill="keep"', "driver"
 WORKS = {"empty": Work(2, 32 * GIB, backup="none"), "contents": Work(256, 64 * MIB)}
 WARM_UP = 3
 WAIT_S = 120.0
@@ -44,7 +45,7 @@ def options(parser: Options) -> None:
 def measure(run: Run) -> None:
     for name in run.options.only:
         work = WORKS[name].scaled(run.options.scale)
-        ways = [POOL, DRIVER, *subjects.peers(run.device)[1:]]
+        ways = [POOL, *([KEPT] if work.backup == "none" else []), DRIVER, *subjects.peers(run.device)[1:]]
         samples: dict[str, list[float]] = {way: [] for way in ways}
         with Limit(min(work.total, 4 * GIB), run.device) as limit:
             for _ in range(run.options.rounds):
@@ -68,7 +69,7 @@ def measure(run: Run) -> None:
 def turns(way: str, work: Work, cycles: int, device: str) -> list[float]:
     """Milliseconds of each turn that counts."""
     room = work.total + SPARE
-    with full_device(device, room), shared_pool(room, device) if way == POOL else nullcontext() as pool:
+    with full_device(device, room), shared_pool(room, device) if way in (POOL, KEPT) else nullcontext() as pool:
         how: dict[str, Any] = {"way": way, "work": work, "number": WARM_UP + cycles, "device": device}
         how |= {"directory": pool.directory if pool else "", "barrier": CONTEXT.Barrier(2)}
         sides = [Process(side, rank=rank, **how) for rank in range(2)]
@@ -89,8 +90,11 @@ def side(
     if way == subjects.TMS_RETAINED:
         subject = subjects.TorchMemorySaver(device, work.backup, retained=work.backup != "none")
     else:
-        pool = "process" if way == DRIVER else "shared"
-        subject = subjects.Memsaver(device, work.backup, memory_timeout=WAIT_S, pool=pool)
+        how: dict[str, Any] = {
+            "pool": "process" if way == DRIVER else "shared",
+            "fill": "keep" if way == KEPT else None,
+        }
+        subject = subjects.Memsaver(device, work.backup, memory_timeout=WAIT_S, **how)
     for owner in range(2):  # one after the other: there is no room for both
         if rank == owner:
             contents = Contents(subject.allocate(work), kept=work.backup != "none")
@@ -106,13 +110,13 @@ def side(
             contents.change()
         synchronize(device)
         barrier.wait(WAIT_S)
-        if not gives and way != POOL:
+        if not gives and way not in (POOL, KEPT):
             barrier.wait(WAIT_S)  # the other side has paused
         begin = time.perf_counter()
         subject.pause() if gives else subject.resume()
         synchronize(device)
         spans.append((begin, time.perf_counter()))
-        if gives and way != POOL:
+        if gives and way not in (POOL, KEPT):
             barrier.wait(WAIT_S)
         if not gives:
             contents.check()

@@ -30,10 +30,12 @@ class Subject(Protocol):
 class Memsaver:
     """One region. ``options``: of ``memsaver.configure()``."""
 
-    def __init__(self, device: str, backup: str, memory_timeout: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self, device: str, backup: str, memory_timeout: float = 0.0, fill: str | None = None, **options: Any
+    ) -> None:
         memsaver.configure(**options)
         self.device, self._memory_timeout = device, memory_timeout
-        self.region = memsaver.region("work", device=device, backup=backup)
+        self.region = memsaver.region("work", device=device, backup=backup, fill=fill)
 
     def allocate(self, work: Work) -> list[torch.Tensor]:
         with self.region:
