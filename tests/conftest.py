@@ -125,4 +125,4 @@ def nothing_left_behind() -> Iterator[None]:
         late_device.end()
     while _core.capturing():
         _core.capture_ends()
-    memsaver.configure(retain=0, host_limit=None, backup_ahead=False)
+    memsaver.configure(retain=0, host_limit=None, backup_ahead=False, memory_timeout=0)
