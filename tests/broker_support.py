@@ -235,7 +235,7 @@ class Running:
     def descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
-    def idle_descriptors(self) -> int:
+    def idle_descriptors(self, within_s: float = PATIENCE_S) -> int:
         """The number of its descriptors while it runs and watches no process."""
         self.status()  # its socket accepts before its loop runs
 
@@ -247,7 +247,7 @@ class Running:
                         return True
             return False
 
-        until(lambda: not is_watching())
+        until(lambda: not is_watching(), within_s)
         return self.descriptors()
 
     def kill(self, number: int = signal.SIGKILL) -> None:

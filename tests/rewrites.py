@@ -105,7 +105,7 @@ REWRITES = [
         "memsaver/broker/queue.py",
         "[each for each in self._completed if each is not demand]",
         "list(self._completed)",
-        ["unit/test_pool_machine.py::test_the_pool_agrees_with_the_messages_to_clients"],
+        ["unit/test_pool.py::test_the_end_of_a_demand_is_reported_to_its_client"],
     ),
     Rewrite(
         "a_request_for_a_report_outlives_its_connection",

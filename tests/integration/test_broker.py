@@ -682,7 +682,7 @@ def test_a_malformed_lease_does_not_keep_its_process_watched(broker: Running) ->
     one.hear("detached")
     for client in (one, attacher):
         client.hang_up()
-    broker.idle_descriptors()  # which waits until it watches no process
+    broker.idle_descriptors(within_s=30.0)  # which waits until it watches no process
 
 
 def test_an_attachment_without_a_way_to_watch_it_is_malformed(broker: Running) -> None:

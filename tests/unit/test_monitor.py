@@ -31,7 +31,7 @@ class World:
 
     def turn(self, until: Callable[[], object] = lambda: True) -> None:
         """One turn of the loop, and more until something is so."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 30
         while True:
             for key, mask in self.selector.select(0.01):
                 key.data(mask)

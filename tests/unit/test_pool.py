@@ -245,6 +245,9 @@ def test_the_end_of_a_demand_is_reported_to_its_client(pool: Pool, one: Client) 
         [(2, [])],
     )
     assert settle(pool).completed == []
+    pool.queue.exchange(one, request, [SMALL, SMALL, SMALL])
+    pool.queue.close(one, request)
+    assert settle(pool).completed == []
 
 
 def test_a_served_demand_that_asks_for_more_keeps_its_place_in_the_queue(pool: Pool, one: Client, two: Client) -> None:
