@@ -46,6 +46,7 @@ GIB, LARGE, MEDIUM, SMALL = CLASSES
 CAPACITY = GIB + LARGE + 4 * MEDIUM
 PLENTY = 1 << 40
 CLIENTS = 3
+DEAD = -5  # a client that exited with the chunk
 STEPS = 5000  # of the pool, which a demand takes at most
 
 
@@ -144,7 +145,7 @@ class Books(RuleBasedStateMachine):
         self.strangers = itertools.count(1 << 40)  # ids of chunks of an earlier broker
         self.leases: dict[int, tuple[Model, list[Chunk]]] = {}
         self.uncertain: set[Chunk] = set()  # returned by the end of a connection
-        self.bytes_of: dict[Chunk, set[Model]] = {}  # the clients whose bytes a chunk holds
+        self.bytes_of: dict[Chunk, set[int]] = {}  # the clients whose bytes a chunk holds, and DEAD
 
     @initialize()
     def begin(self) -> None:
@@ -180,11 +181,11 @@ class Books(RuleBasedStateMachine):
             assert chunk.size <= min(order.most, order.left)
             assert bool(flags & HAS_DESCRIPTOR) == (chunk not in client.known)
             writers = self.bytes_of.setdefault(chunk, set())
-            if writers <= {client} and chunk not in self.uncertain:
+            if writers <= {client.client.id} and chunk not in self.uncertain:
                 assert not flags & FOREIGN, "a chunk is to be zeroed without a reason"
-            elif not writers <= {client}:
+            elif not writers <= {client.client.id}:
                 assert flags & FOREIGN, "a client is not told of the bytes of another one"
-            writers.add(client)
+            writers.add(client.client.id)
             (client.foreign.add if flags & FOREIGN else client.foreign.discard)(chunk)
             client.held.add(chunk)
             client.known.add(chunk)
@@ -244,7 +245,7 @@ class Books(RuleBasedStateMachine):
             assert self.pool.adopt(client.client, identity, size, file)
             kept.add(self.pool.chunks[identity])
             client.held.add(self.pool.chunks[identity])
-            self.bytes_of[self.pool.chunks[identity]] = {client}
+            self.bytes_of[self.pool.chunks[identity]] = {client.client.id}
         self.pool.keep_only(client.client, {chunk.id for chunk in kept})
         for chunk in client.held - kept:
             self.uncertain.add(chunk)  # it may not have got as far as the grant
@@ -263,6 +264,7 @@ class Books(RuleBasedStateMachine):
         if client is not None:
             self.pool.reclaim(client.client)
             for chunk in list(client.held):
+                self.bytes_of[chunk].add(DEAD)
                 self.returned(client, chunk)
 
     @rule(number=clients, taken=st.integers(0, 1))
@@ -330,13 +332,24 @@ class Books(RuleBasedStateMachine):
             chunks = self.pick(client.held, which)
             if zeroes:
                 client.foreign -= set(chunks)
-                self.bytes_of |= {chunk: {client} for chunk in chunks}
+                self.bytes_of |= {chunk: {client.client.id} for chunk in chunks}
             self.pool.give_back(
                 client.client, [chunk.id for chunk in chunks], {chunk.id for chunk in client.foreign & set(chunks)}
             )
             self.uncertain -= set(chunks) - client.foreign
             for chunk in chunks:
                 self.returned(client, chunk)
+
+    @rule(number=clients, size=st.sampled_from(CLASSES), ends=st.sampled_from(["zeroes", "keeps", "leaves"]))
+    def use(self, number: int, size: int, ends: str) -> None:
+        """A chunk is borrowed and returned."""
+        self.join(number)
+        self.want(number, [(size, size, size)])
+        self.settle()
+        if ends == "leaves":
+            self.leave(number)
+        else:
+            self.give(number, set(range(12)), ends == "zeroes")
 
     @rule(number=clients, which=some_of)
     def drop_unasked(self, number: int, which: set[int]) -> None:
