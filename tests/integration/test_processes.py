@@ -47,7 +47,7 @@ def test_memory_of_one_process_is_used_in_the_other(peer: Peer) -> None:
     assert free_bytes() == before - 64 * MIB
     row = row_of(peer.pid)
     assert row is not None
-    assert (row["bytes"], row["pid"]) == (64 * MIB, peer.pid)
+    assert (row["nbytes"], row["pid"]) == (64 * MIB, peer.pid)
     assert isinstance(row["name"], str) and row["name"]
     assert row_of(os.getpid()) is None  # only the others
     peer.run("region.pause()")
