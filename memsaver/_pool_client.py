@@ -13,7 +13,7 @@ import threading
 
 from memsaver import _caches, _core, ledger
 from memsaver.broker import daemon, discovery, job, procfs
-from memsaver.errors import BrokerError
+from memsaver.errors import BrokerError, ConfigError
 
 log = logging.getLogger("memsaver")
 
@@ -33,6 +33,10 @@ def set_pool(pool: str) -> None:
     Raises BrokerError and ConfigError, and then nothing has changed.
     """
     global _shared
+    whole = [repr(each.tag) for each in _core.regions() if each.one_handle and not each.closed]
+    if pool == "shared" and whole:
+        text = f"regions with one_handle have memory of the driver, and pool is 'shared': close {', '.join(whole)}"
+        raise ConfigError(text, option="pool", value=pool)
     devices = _core.device_names()
     if pool == "shared":
         for device in devices:

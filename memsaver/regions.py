@@ -49,6 +49,7 @@ class Region:
         frozen: Whether the contents do not change after the first pause.
         fill: The value of memory without contents: ``"zero"``, ``"poison"`` or ``"keep"``, or None for the rule of
             ``region()``.
+        one_handle: Whether each segment has one handle of the driver.
 
     Examples:
         >>> weights = memsaver.region("weights", device="cpu", backup="host")
@@ -67,6 +68,7 @@ class Region:
     backup: str
     frozen: bool
     fill: str | None
+    one_handle: bool
     _handle: Any  # the region of the core, which stays when it was closed
 
     def __init__(self, core: Any) -> None:
@@ -76,6 +78,7 @@ class Region:
         self.backup = core.backup
         self.frozen = core.frozen
         self.fill = core.fill if core.fill in FILLS else None
+        self.one_handle = core.one_handle
         self._is_warned = False
 
     @property
@@ -482,6 +485,7 @@ def region(
     *,
     frozen: bool | None = None,
     fill: str | None = None,
+    one_handle: bool | None = None,
 ) -> Region:
     """Returns the region with this tag and device, and makes it if there is none.
 
@@ -500,6 +504,11 @@ def region(
             memory that resumes without contents is zero. ``"poison"``: it has bytes of 0xFF, which are NaN in float16,
             bfloat16, float32, float64, float8_e4m3fn and float8_e5m2. ``"keep"``: nothing is written, and bytes of
             other processes can be seen. None: as the region was made; the default if it is new.
+        one_handle: True: each segment (one allocation of torch's allocator, or of ``empty()``) has one handle of the
+            driver, of its size in whole pages of 2 MiB, as libraries expect that export the memory at a pointer. It can
+            be exported as a POSIX descriptor, and as a fabric handle where the driver makes such memory. It is created
+            by each resume, and released by each pause: no pool, no ``retain``, and a switch needs its memory to be free
+            before. None: as the region was made; False if it is new.
 
     Returns:
         The region. The same arguments give the same object.
@@ -507,8 +516,8 @@ def region(
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: An argument has a wrong value, or the region was made with another ``backup``, ``frozen`` or
-            ``fill``.
-        ConfigError: The policy is ``"disk"``, and ``disk_dir`` is not set.
+            ``fill`` or ``one_handle``.
+        ConfigError: The policy is ``"disk"``, and ``disk_dir`` is not set; or ``one_handle`` with a shared pool.
         DriverError: The device cannot be used.
         BrokerError: ``configure(pool="shared")`` is set, and the shared pool of the device cannot be reached.
 
@@ -522,6 +531,8 @@ def region(
         check_backup(backup)
     if frozen is not None and not isinstance(frozen, bool):
         raise TypeError(f"frozen is {frozen!r}, expected True or False")
+    if one_handle is not None and not isinstance(one_handle, bool):
+        raise TypeError(f"one_handle is {one_handle!r}, expected True or False")
     if fill is not None and fill not in FILLS:
         raise ValueError(f"fill is {fill!r}, expected one of {', '.join(map(repr, FILLS))}")
     if device in BACKUPS:
@@ -532,13 +543,14 @@ def region(
         if frozen and (backup or "none") == "none":
             raise ValueError("frozen is True and backup is 'none', expected a backup that keeps frozen contents")
         _pool_client.join(name)
-        found = wrapper(_core.region(tag, name, backup or "none", bool(frozen), fill or _NO_FILL))
+        found = wrapper(_core.region(tag, name, backup or "none", bool(frozen), fill or _NO_FILL, bool(one_handle)))
         _observe_captures(name)
         ledger.measure_context(name)
     for option, given, has in (
         ("backup", backup, found.backup),
         ("frozen", frozen, found.frozen),
         ("fill", fill, found.fill),
+        ("one_handle", one_handle, found.one_handle),
     ):
         if given is not None and given != has:
             raise ValueError(f"{option} is {given!r}, but region {tag!r} was made with {has!r}")
@@ -563,14 +575,14 @@ def owning(address: int) -> Region | None:
     return None if core is None else wrapper(core)
 
 
-def tagged(regions: Any, tag: str, device: str, backup: str) -> Region:
+def tagged(regions: Any, tag: str, device: str, backup: str, one_handle: bool) -> Region:
     """The active region of a tag in a ``_core.TaggedRegions``, on a device. Makes one if there is none.
 
     Raises as region().
     """
     check_tag(tag)
     _pool_client.join(device)
-    found = wrapper(regions.active(tag, device, backup))
+    found = wrapper(regions.active(tag, device, backup, one_handle))
     _observe_captures(device)
     ledger.measure_context(device)
     return found

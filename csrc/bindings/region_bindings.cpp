@@ -200,6 +200,7 @@ void bind_regions(nb::module_& module) {
                      return sizes;
                    })
       .def_prop_ro("frozen", [](const Region& region) { return region.frozen; })
+      .def_ro("one_handle", &Region::one_handle)
       .def_prop_ro("fill", [](const Region& region) { return name_of(region.fill); })
       .def_prop_ro("placed", [](const Region& region) { return region.placed; })
       .def_prop_ro("residence", &looked<&Region::residence>)
@@ -257,12 +258,14 @@ void bind_regions(nb::module_& module) {
   module.def(
       "region",
       [](const std::string& tag, const std::string& device, const std::string& backup, bool frozen,
-         const std::string& fill) {
-        const Region::Options options{policy_of(backup), frozen, fill_of(fill)};
+         const std::string& fill, bool one_handle) {
+        Region::Options options{policy_of(backup), frozen, fill_of(fill)};
+        options.one_handle = one_handle;
         Unlocked release;
         return &core().region(tag, device, options);
       },
-      nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a, "frozen"_a = false, "fill"_a = "clean");
+      nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a, "frozen"_a = false, "fill"_a = "clean",
+      "one_handle"_a = false);
   module.def(
       "bind_default_pools", [](const std::string& library) { return default_pools().bind(library); }, "library"_a,
       nb::call_guard<Unlocked>());

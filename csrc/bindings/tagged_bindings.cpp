@@ -11,12 +11,13 @@ void bind_tagged(nb::module_& module) {
   nb::class_<TaggedRegions>(module, "TaggedRegions")
       .def(
           "active",
-          [](TaggedRegions& tagged, const std::string& tag, const std::string& device, const std::string& backup) {
+          [](TaggedRegions& tagged, const std::string& tag, const std::string& device, const std::string& backup,
+             bool one_handle) {
             const Policy policy = policy_of(backup);
             const Unlocked release;
-            return &tagged.active(tag, device, policy);
+            return &tagged.active(tag, device, policy, one_handle);
           },
-          nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a)
+          nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a, "one_handle"_a = false)
       .def(
           "of",
           [](const TaggedRegions& tagged, const std::string& tag) {

@@ -54,7 +54,7 @@ static_assert(sizeof(AllocationProp) == 32 && sizeof(AccessDesc) == 12 && sizeof
 
 constexpr int kLocationDevice = 1;
 constexpr int kAllocationPinned = 1;
-constexpr int kHandlePosixFd = 1;
+constexpr int kHandlePosixFd = 1, kHandleFabric = 8;
 constexpr int kAccessReadWrite = 3;
 constexpr int kAttributeMultiprocessors = 16;
 constexpr int kAttributeMostThreads = 39;  // of a multiprocessor

@@ -105,6 +105,11 @@ class Marks {
   std::vector<Mark> marks_;
 };
 
+AllocationProp with_fabric(AllocationProp properties) {
+  properties.handle_types |= kHandleFabric;
+  return properties;
+}
+
 class CudaDriver final : public Driver {
  public:
   explicit CudaDriver(int ordinal)
@@ -112,6 +117,7 @@ class CudaDriver final : public Driver {
         device_(device_at(ordinal)),
         exportable_(chunk_properties(device_, true)),
         plain_(chunk_properties(device_, false)),
+        fabric_(with_fabric(exportable_)),
         exports_(has_posix_handles(device_) ? Exports::unknown : Exports::no),
         primary_(device_),
         context_(primary_.context),
@@ -202,6 +208,15 @@ class CudaDriver final : public Driver {
   Handle create(std::size_t size) override {
     faults().check("create");
     return make_chunk(size);
+  }
+
+  Handle create_whole(std::size_t size) override {
+    faults().check("create");
+    if (!has_fabric()) return make_chunk(size);
+    const Scope scope(context_);
+    AllocationHandle handle = 0;
+    check("cuMemCreate", api().cuMemCreate(&handle, size, &fabric_, 0));
+    return handle;
   }
 
   void release(Handle handle) override {
@@ -387,8 +402,28 @@ class CudaDriver final : public Driver {
     return handle;
   }
 
+  // Whether the driver creates memory with a fabric handle, which needs more than the attribute of the device says: a
+  // channel of IMEX. So a page is created once.
+  bool has_fabric() {
+    const std::lock_guard one_at_a_time(probing_);
+    if (!has_fabric_) {
+      if (!exports()) return false;
+      const Scope scope(context_);
+      AllocationHandle probe = 0;
+      const Result code = api().cuMemCreate(&probe, kPage, &fabric_, 0);
+      if (code == kSuccess)
+        check("cuMemRelease", api().cuMemRelease(probe));
+      else if (!refuses_handle_type(code))
+        check("cuMemCreate", code);
+      has_fabric_ = code == kSuccess;
+    }
+    return *has_fabric_;
+  }
+
   const Device device_;
-  const AllocationProp exportable_, plain_;
+  const AllocationProp exportable_, plain_, fabric_;
+  std::mutex probing_;
+  std::optional<bool> has_fabric_;  // not known before the first use
   enum class Exports { unknown, yes, no };
   mutable std::atomic<Exports> exports_;
   const PrimaryContext primary_;

@@ -77,6 +77,7 @@ class Driver {
 
   // Physical memory. It is freed when its handle is released and its last mapping is gone, in either order.
   virtual Handle create(std::size_t size) = 0;
+  virtual Handle create_whole(std::size_t size) { return create(size); }  // with all handle types for export
   virtual void release(Handle handle) = 0;
   virtual int export_fd(Handle handle) = 0;      // the caller closes it
   virtual bool exports() const { return true; }  // false: chunks cannot be exported, so there is no shared pool

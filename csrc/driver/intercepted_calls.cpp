@@ -24,7 +24,6 @@ using namespace cuda;
 using Flags = unsigned long long;
 using Word = std::uintptr_t;
 
-constexpr int kFabricHandle = 8;
 constexpr std::size_t kMostBytes = 128 * sizeof(Word);  // of a table
 
 bool contains(const Range& range, Address address) { return address >= range.offset && address < range.end(); }
@@ -48,7 +47,7 @@ Result create(AllocationHandle* handle, std::size_t size, const AllocationProp* 
       properties->location.type == kLocationDevice && size > 0 && size % kPage == 0) {
     // Torch tries fabric handles once, and asks for them from then on if the driver has them. Chunks have POSIX
     // descriptors alone. So the driver decides, by a page, until it has had them once.
-    if ((properties->handle_types & kFabricHandle) != 0 && !has_fabric) {
+    if ((properties->handle_types & kHandleFabric) != 0 && !has_fabric) {
       AllocationHandle probe = 0;
       if (const Result code = api().cuMemCreate(&probe, kPage, properties, flags); code != kSuccess) return code;
       api().cuMemRelease(probe);

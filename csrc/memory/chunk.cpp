@@ -116,6 +116,7 @@ class RetainedPool::Request final : public ChunkRequest {
 
   Chunk next(std::size_t limit, std::size_t fresh, bool wait) override {
     if (wait) wait_for_all();
+    if (fresh == 0) return pool_.make_whole(limit);
     // Idle chunks first, also small ones: creating memory beside idle memory would hold more than is needed.
     if (Chunk chunk = pool_.take_idle(limit)) return std::move(chunk).on_loan_from(&pool_);
     std::size_t size = chunk_class(std::min(limit, fresh));
@@ -177,6 +178,16 @@ Chunk RetainedPool::take_idle(std::size_t limit) {
     return chunk;
   }
   return Chunk();
+}
+
+Chunk RetainedPool::make_whole(std::size_t size) {
+  for (;;) {
+    try {
+      return Chunk(driver_, driver_.create_whole(size), size, nullptr);
+    } catch (const ChunkUnavailable&) {
+      if (give_up(size) == 0) throw;
+    }
+  }
 }
 
 std::size_t RetainedPool::give_up(std::size_t bytes) {

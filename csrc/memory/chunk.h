@@ -96,8 +96,9 @@ std::size_t bytes_of(const Needs& needs);
 class ChunkRequest {
  public:
   virtual ~ChunkRequest() = default;
-  // A chunk of at most `limit` bytes; a new one has at most `fresh` bytes. If `wait`, waits up to the deadline of
-  // ask(). Throws ChunkUnavailable if there is none.
+  // A chunk of at most `limit` bytes; a new one has at most `fresh` bytes. `fresh` 0: one new handle of `limit` bytes,
+  // for export to libraries, which returns to the driver; the driver's source alone has such. If `wait`, waits up to
+  // the deadline of ask(). Throws ChunkUnavailable if there is none.
   virtual Chunk next(std::size_t limit, std::size_t fresh, bool wait) = 0;
   // Waits until the source has given all chunks that it can give now, without regard to the deadline. Callers then call
   // next() without waiting, under a lock. False: the chunks are fewer than the demand, or only next() can find out.
@@ -173,6 +174,7 @@ class RetainedPool final : public ChunkSource {
  private:
   class Request;
   Chunk take_idle(std::size_t limit);
+  Chunk make_whole(std::size_t size);
 
   Driver& driver_;
   RetainBudget& budget_;

@@ -41,6 +41,7 @@ std::optional<Layout::Gap> Layout::next() {
       if (has_next) border = std::min<Address>(border, in_.chunks[chunk_].offset);
       const std::size_t room = border - at_;
       const std::size_t needed = std::min<std::size_t>(room, round_up(wanted.end() - at_, kPage));
+      if (in_.largest == 0) return Gap{at_, needed, needed};
       // A chunk of the largest class serves one segment alone. If segments shared it, it could be returned only with
       // the last of them.
       const auto fits = [&](std::size_t size) {

@@ -20,7 +20,7 @@ class Layout {
     Ranges segments;            // all segments near them, not joined
     Ranges chunks;              // chunks that are mapped
     Ranges reserved;            // ranges of addresses; no chunk may cross their borders
-    std::size_t largest;        // class of chunk
+    std::size_t largest;        // class of chunk; 0: one chunk for each range of `wanted`, of any size
     std::size_t slack = 0;      // mapped bytes that no segment uses
     std::size_t allowance = 0;  // the limit of slack for chunks that reach beyond `wanted`
   };

@@ -139,7 +139,7 @@ Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
   check_allocatable(size);
   device.resting.reap();
   const std::size_t wanted = size;
-  size = round_up(std::max<std::size_t>(size, 1), kAlignment);
+  size = round_up(std::max<std::size_t>(size, 1), one_handle ? kPage : kAlignment);
   if (size > device.total_bytes) throw device.out_of_memory(wanted, 0);
   const Range segment{take_addresses(size), size};  // not a segment yet
   Driver::Ticket cleaned;
@@ -204,6 +204,7 @@ Driver::Ticket Region::map_new(Range segment, ChunkRequest& request, bool snug) 
   const Remapping remapping(*this);
   check_allocatable(segment.size);  // a transition marks a region under the same lock
   make_certain();
+  if (one_handle) sweep_with_lock();  // the chunk of a freed segment at these addresses has another size
   std::optional<Layout> layout;
   {
     std::lock_guard lock(device.mutex);
@@ -275,6 +276,7 @@ Needs Region::needs_of(Range segment, bool snug) const {
 }
 
 std::size_t Region::largest_chunk() const {
+  if (one_handle) return 0;
   // Contents move chunk by chunk, and copies of smaller chunks overlap better.
   return policy == Policy::none ? kChunkClasses[0] : kChunkClasses[1];
 }
@@ -299,8 +301,9 @@ Layout Region::layout(bool snug) const {
       unused -= std::min<Address>(segment.end(), begin + chunk.size()) - std::max<Address>(segment.offset, begin);
     slack += unused;
   }
-  return layout_locked(placed && !MEMSAVER_MUTANT(pieces_share_chunks) ? segments_.all() : segments_.live(),
-                       segments_.all(), segments_.live_bytes(), slack, snug || placed);
+  const bool apart = one_handle || (placed && !MEMSAVER_MUTANT(pieces_share_chunks));
+  return layout_locked(apart ? segments_.parts({{0, kAnySlack}}) : segments_.live(), segments_.all(),
+                       segments_.live_bytes(), slack, snug || placed);
 }
 
 std::size_t Region::missing_bytes() const {

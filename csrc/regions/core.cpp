@@ -83,6 +83,11 @@ Region& Core::region(const std::string& tag, const std::string& device_name, Reg
   Device& on = device(device_name);
   if (Region* known = find(tag, on)) return *known;
   if (options.policy == Policy::disk) disk_directory();
+  if (options.one_handle && on.pooled)
+    throw ConfigError("region '" + tag +
+                          "' is to have one handle for each segment, which needs memory of the driver: " +
+                          "pool is 'shared', expected 'process'",
+                      "pool");
   Region* made = nullptr;
   {
     std::lock_guard lock(mutex);

@@ -20,6 +20,7 @@ Region::Region(std::string region_tag, Device& on_device, Options options)
       frozen(options.frozen),
       fill(options.fill),
       placed(options.placed),
+      one_handle(options.one_handle),
       most_slack_(options.most_slack),
       expected_(options.policy) {}
 

@@ -47,8 +47,9 @@ class Region final : public RestingOwner {
     bool frozen = false;  // the contents do not change after the first copy
     Fill fill = Fill::clean;
     std::size_t most_slack =
-        kAnySlack;        // the limit of mapped bytes without a segment, beside that of the region's size
-    bool placed = false;  // another allocator chooses the addresses of the segments: see place()
+        kAnySlack;            // the limit of mapped bytes without a segment, beside that of the region's size
+    bool placed = false;      // another allocator chooses the addresses of the segments: see place()
+    bool one_handle = false;  // each segment has one chunk of its own, of the driver, of its size in whole pages
   };
 
   Region(std::string tag, Device& device, Options options);
@@ -59,6 +60,7 @@ class Region final : public RestingOwner {
   const bool frozen;
   const Fill fill;
   const bool placed;
+  const bool one_handle;
 
   // The state machine. The caller holds Core::mutex, and no lock after it in the order.
   //
@@ -145,7 +147,7 @@ class Region final : public RestingOwner {
   std::size_t resting_bytes() const;
   std::size_t mapped_bytes() const { return mapped_; }
   std::size_t reserved_bytes() const;
-  std::size_t largest_chunk() const;         // the largest class to be created for this region
+  std::size_t largest_chunk() const;         // the largest class to be created for this region; 0: see one_handle
   Ranges live() const;                       // segments in use, joined where they touch
   Ranges parts(const Ranges& ranges) const;  // the parts of `ranges` within segments in use, not joined
   void forget_locked(Address begin) override;

@@ -24,22 +24,23 @@ TaggedRegions& tagged_regions(const std::string& prefix) {
   return *found;
 }
 
-Region* TaggedRegions::active_locked(const std::string& tag, const std::string& device, Policy policy) const {
+Region* TaggedRegions::active_locked(const std::string& tag, const std::string& device, Policy policy,
+                                     bool one_handle) const {
   const auto several = by_tag_.find(tag);
   if (several == by_tag_.end()) return nullptr;
   // The first one, so that a tag has as few regions as it needs.
   for (Region* region : several->second)
     if (!region->closed() && region->device.driver->name == device && region->policy == policy &&
-        region->state() == State::active &&
+        region->one_handle == one_handle && region->state() == State::active &&
         (aside_.find(region) == aside_.end() || MEMSAVER_MUTANT(regions_that_were_set_aside_are_used)))
       return region;
   return nullptr;
 }
 
-Region& TaggedRegions::active(const std::string& tag, const std::string& device, Policy policy) {
+Region& TaggedRegions::active(const std::string& tag, const std::string& device, Policy policy, bool one_handle) {
   const auto find = [&] {
     std::lock_guard lock(mutex_);
-    return active_locked(tag, device, policy);
+    return active_locked(tag, device, policy, one_handle);
   };
   if (Region* found = find()) return *found;
   Device& on = core().device(device);
@@ -49,7 +50,8 @@ Region& TaggedRegions::active(const std::string& tag, const std::string& device,
   std::string name = whole;
   for (int number = 2; core().find(name, on) != nullptr; ++number) name = whole + "." + std::to_string(number);
   // Callers rely on the zeros that memory has from the driver. Chunks of a shared pool have another process's contents.
-  Region& made = core().region(name, device, {.policy = policy, .fill = Fill::zero, .most_slack = most_slack_});
+  Region& made = core().region(
+      name, device, {.policy = policy, .fill = Fill::zero, .most_slack = most_slack_, .one_handle = one_handle});
   std::lock_guard lock(mutex_);
   by_tag_[tag].push_back(&made);
   return made;

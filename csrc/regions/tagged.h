@@ -22,13 +22,13 @@ class TaggedRegions {
   TaggedRegions& operator=(const TaggedRegions&) = delete;
 
   // The active region of a tag with this policy on a device. Makes one if there is none. Throws as Core::region().
-  Region& active(const std::string& tag, const std::string& device, Policy policy);
+  Region& active(const std::string& tag, const std::string& device, Policy policy, bool one_handle = false);
   std::vector<Region*> of(const std::string& tag) const;               // those that are not closed
   std::vector<std::pair<std::string, Region*>> all() const;            // tag and region of each that is not closed
   void set_aside(const std::vector<Region*>& regions, bool is_aside);  // whether active() passes over them
 
  private:
-  Region* active_locked(const std::string& tag, const std::string& device, Policy policy) const;
+  Region* active_locked(const std::string& tag, const std::string& device, Policy policy, bool one_handle) const;
 
   const std::string prefix_;
   const std::size_t most_slack_;

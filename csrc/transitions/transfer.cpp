@@ -34,6 +34,7 @@ class Transfer::Inventory {
     if (--found->second == 0) sizes_.erase(found);
     return size;
   }
+  std::size_t take_for(const Region& region, std::size_t limit) { return region.one_handle ? 0 : take(limit); }
   // Takes the smallest size, if it is at most `limit`; else 0.
   std::size_t take_smallest(std::size_t limit) {
     return sizes_.empty() || sizes_.begin()->first > limit ? 0 : take(sizes_.begin()->first);
@@ -221,8 +222,10 @@ void Transfer::with_chunks(const Until& memory, Attempt attempt, GiveBack give_b
 
 Transfer::Inventory Transfer::inventory() const {
   Inventory found;
-  for (const Leaving& leaving : leaving_)
+  for (const Leaving& leaving : leaving_) {
+    if (leaving.region->one_handle) continue;  // its chunks return to the driver
     for (const Slot& slot : leaving.region->slots()) found.add(slot.size);
+  }
   return found;
 }
 
@@ -234,7 +237,7 @@ Needs Transfer::needs(bool snug) const {
     const Region& region = *coming.region;
     Layout layout = region.layout(snug);
     while (const auto gap = layout.next()) {
-      const std::size_t size = promised.take(gap->limit);
+      const std::size_t size = promised.take_for(region, gap->limit);
       if (size == 0) needs.push_back(region.need(gap->limit));
       layout.place(size != 0 ? size : gap->limit);
     }
@@ -254,7 +257,7 @@ void Transfer::lay_out_promised(ChunkRequest& request, bool snug) {
     const Region& region = *coming.region;
     Layout layout = region.layout(snug);
     while (const auto gap = layout.next()) {
-      std::size_t size = promised.take(gap->limit);
+      std::size_t size = promised.take_for(region, gap->limit);
       Chunk chunk;
       if (size == 0) {
         try {
@@ -262,7 +265,7 @@ void Transfer::lay_out_promised(ChunkRequest& request, bool snug) {
           chunk = request.next(gap->limit, region.largest_chunk(), false);
         } catch (const ChunkUnavailable&) {
           // On a full device use an outgoing chunk that is larger than needed, before waiting.
-          size = promised.take_smallest(gap->room);
+          size = region.one_handle ? 0 : promised.take_smallest(gap->room);
           if (size == 0) chunk = request.next(gap->limit, region.largest_chunk(), true);
         }
         if (chunk) size = chunk.size();

@@ -21,7 +21,7 @@ class TaggedRegions:
         self._prefix = prefix
         self._core = _core.tagged_regions(prefix)
 
-    def active(self, tag: str, backup: str = "none") -> Region:
+    def active(self, tag: str, backup: str = "none", one_handle: bool = False) -> Region:
         """The active region of a tag with this policy, on the current device. Makes one if there is none.
 
         Raises:
@@ -29,7 +29,7 @@ class TaggedRegions:
         """
         if isinstance(tag, str):
             check_tag(f"{self._prefix}.{tag}")
-        return tagged(self._core, tag, default_device(), backup)
+        return tagged(self._core, tag, default_device(), backup, one_handle)
 
     def of(self, tag: str) -> list[Region]:
         """All regions of a tag."""

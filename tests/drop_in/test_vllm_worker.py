@@ -8,14 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import memsaver
 from memsaver import drop_in
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.vllm import ranks
+from memsaver.drop_in.vllm import worker as worker_calls
 from memsaver.errors import OutOfMemoryError
 from tests.drop_in import fake_vllm
 from tests.drop_in.test_vllm_allocator import Load, load
+from tests.support import MIB
 
 __all__ = ["load"]  # a fixture
 
@@ -141,18 +145,41 @@ class Transfer:
         self.kv_connector, self.is_kv_transfer_instance = "NixlConnector", is_kv_transfer_instance
 
 
+@pytest.fixture(autouse=True)
+def no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_calls, "transfers_kv", False)
+
+
 @pytest.mark.parametrize("mode", ["vllm", "vllm:warn"])
-def test_kv_transfer_from_regions_is_refused_when_the_worker_is_made(
+def test_kv_transfer_from_a_shared_pool_is_refused_when_the_worker_is_made(
     load: Load, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.setenv("MEMSAVER_DROP_IN", mode)
+    monkeypatch.setattr(worker_calls, "shares", lambda: True)
     drop_in.install("vllm")
     assert drop_in.status()["vllm"].state == "waiting"  # as in a worker's process: its allocator comes later
     for _ in range(2):
-        with pytest.raises(DropInError, match="KV connector 'NixlConnector'.*without MEMSAVER_DROP_IN=vllm, without"):
+        with pytest.raises(DropInError, match="KV connector 'NixlConnector'.*without MEMSAVER_POOL=shared, without"):
             fake_vllm.worker(transfer=Transfer())
         load()
         assert drop_in.status()["vllm"].state == "active"
+
+
+def test_kv_cache_that_is_transferred_has_one_handle_for_each_segment(load: Load) -> None:
+    allocator = load().CuMemAllocator.get_instance()
+    fake_vllm.worker(transfer=Transfer())
+    with allocator.use_memory_pool("weights"):
+        weights = torch.ones(40 * MIB)
+    with allocator.use_memory_pool("kv_cache"):
+        cache = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (37 * MIB, 5 * MIB + 3)]
+    for _ in range(2):
+        kv, other = (memsaver.region(f"vllm.{tag}", device="cpu") for tag in ("kv_cache", "weights"))
+        assert (kv.one_handle, sorted(kv._core.chunks)) == (True, [6 * MIB, 38 * MIB])
+        assert not other.one_handle
+        allocator.sleep(("weights",))
+        assert kv.mapped_bytes == 0
+        allocator.wake_up()
+    assert bool((weights == 1).all()) and not any(each.any() for each in cache)
 
 
 def test_kv_transfer_from_other_memory_is_accepted(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -444,7 +444,7 @@ Result cuMemCreate(AllocationHandle* handle, std::size_t size, const AllocationP
   FAKE_ENTER_ANY("cuMemCreate");
   if (size == 0 || size % kGranularity != 0 || properties->type != kAllocationPinned) return codes::kInvalidValue;
   if (properties->location.type == kLocationHostNode) {  // counts on no device
-    all.handles[*handle = ++all.last_handle] = std::make_shared<Memory>(Memory{0, 0, -1, 0, false, 0, 1});
+    all.handles[*handle = ++all.last_handle] = std::make_shared<Memory>(Memory{0, 0, -1, 0, 0, 0, 1});
     return call.end();
   }
   if (properties->location.type != kLocationDevice || !all.exists(properties->location.id))
@@ -452,13 +452,13 @@ Result cuMemCreate(AllocationHandle* handle, std::size_t size, const AllocationP
   constexpr int kFabric = 8;
   if ((properties->handle_types & ~(kHandlePosixFd | kFabric)) != 0) return kNotSupported;
   if ((properties->handle_types & kFabric) != 0 && !all.fabric) return all.fabric_refusal;
-  const bool exportable = properties->handle_types == kHandlePosixFd;
-  if (exportable && all.export_refusal != kSuccess) return all.export_refusal;
+  const int types = properties->handle_types;
+  if (types == kHandlePosixFd && all.export_refusal != kSuccess) return all.export_refusal;
   const int device = properties->location.id;
   all.look_at_free_memory();
   if (size > all.total - std::min(all.total, all.all_used(device))) return codes::kOutOfMemory;
   all.used[device] += size;
-  auto memory = std::make_shared<Memory>(Memory{device, size, -1, all.next_offset[device], exportable});
+  auto memory = std::make_shared<Memory>(Memory{device, size, -1, all.next_offset[device], types});
   all.next_offset[device] += static_cast<off_t>(size);
   memory->handles = 1;
   *handle = memory->maker = ++all.last_handle;
@@ -488,7 +488,7 @@ Result cuMemExportToShareableHandle(void* file, AllocationHandle handle, int typ
   const auto found = all.handles.find(handle);
   if (found == all.handles.end() || type != kHandlePosixFd) return codes::kInvalidValue;
   Memory& memory = *found->second;
-  if (!memory.exportable) return codes::kInvalidValue;
+  if ((memory.handle_types & kHandlePosixFd) == 0) return codes::kInvalidValue;
   if (memory.file < 0) {
     const int own = ::memfd_create(("fake-cuda-" + std::to_string(memory.device)).c_str(), MFD_CLOEXEC);
     if (own < 0 || ::ftruncate(own, static_cast<off_t>(memory.size)) != 0) return codes::kOutOfMemory;
@@ -537,7 +537,7 @@ Result cuMemImportFromShareableHandle(AllocationHandle* handle, void* file, int 
     const int own = ::fcntl(given, F_DUPFD_CLOEXEC, 0);
     if (own < 0) return 304;
     const int device = std::atoi(link + prefix.size());
-    memory = std::make_shared<Memory>(Memory{device, static_cast<std::size_t>(status.st_size), own, 0, true});
+    memory = std::make_shared<Memory>(Memory{device, static_cast<std::size_t>(status.st_size), own, 0, kHandlePosixFd});
     memory->inode = status.st_ino;
     memory->counted = false;
   }
@@ -713,7 +713,7 @@ Result cuMemGetAllocationPropertiesFromHandle(AllocationProp* properties, Alloca
   const auto found = all.handles.find(handle);
   if (found == all.handles.end()) return codes::kInvalidValue;
   *properties = {kAllocationPinned,
-                 found->second->exportable ? kHandlePosixFd : 0,
+                 found->second->handle_types,
                  {kLocationDevice, found->second->device},
                  nullptr,
                  {}};

@@ -129,7 +129,7 @@ struct Memory {  // one allocation handle, or several of one file
   std::size_t size;
   int file;  // its own file, if it was exported or imported. -1: a range of the device's file
   off_t offset;
-  bool exportable;
+  int handle_types;
   ino_t inode = 0;
   std::size_t handles = 0;
   std::size_t mappings = 0;

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import memsaver
-from memsaver import _pool_client, config
+from memsaver import _core, _pool_client, config
 from tests.support import MIB, environment, run_clean, run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,6 +159,24 @@ def test_setting_comes_from_configure_after_a_variable() -> None:
         print(found["retain"].source, found["retain"].value, found["verify"].source, found["verify"].value)
     """
     assert run_clean(source, MEMSAVER_RETAIN="1G", MEMSAVER_VERIFY="on") == "configure() 4096 MEMSAVER_VERIFY True\n"
+
+
+def test_one_handle_for_each_segment_and_a_shared_pool_exclude_each_other(
+    tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = memsaver.region(tag, device="cpu", one_handle=True)
+    with pytest.raises(memsaver.ConfigError, match=f"one_handle have memory of the driver.*close '{tag}'"):
+        memsaver.configure(pool="shared")
+    region.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(_pool_client, "join", lambda device: _core.use_pool(device, True))
+        try:
+            with pytest.raises(memsaver.ConfigError, match="one handle.*pool is 'shared', expected 'process'"):
+                memsaver.region(tag, device="cpu", one_handle=True)
+        finally:
+            _core.use_pool("cpu", False)
+    with pytest.raises(ValueError, match="one_handle is True, but region .* was made with False"):
+        memsaver.region(memsaver.region(tag, device="cpu").tag, device="cpu", one_handle=True)
 
 
 def test_configure_keeps_options_that_are_left_out() -> None:

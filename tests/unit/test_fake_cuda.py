@@ -73,6 +73,71 @@ def test_contents_survive_pauses_on_every_device() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "types"),
+    [
+        ({"fabric": 1}, 1 | 8),
+        ({"fabric_refusal": 800}, 1),  # without a channel of IMEX
+        ({"fabric_refusal": 801}, 1),
+        ({"export_refusal": 801}, 0),
+    ],
+)
+def test_each_segment_has_one_handle_with_all_types_that_the_driver_makes(options: dict[str, int], types: int) -> None:
+    run(
+        f"""
+        import os
+        cuda = control._fake
+        region = memsaver.region("kv", device="cuda:0", backup="host", one_handle=True)
+        other = memsaver.region("other", device="cuda:0", backup="host")
+
+        def handle_at(address):
+            handle = ctypes.c_uint64()
+            assert cuda.cuMemRetainAllocationHandle(ctypes.byref(handle), ctypes.c_void_p(address)) == 0
+            assert cuda.cuMemRelease(handle) == 0
+            return handle
+
+        def types_of(handle):
+            properties = (ctypes.c_int * 16)()
+            assert cuda.cuMemGetAllocationPropertiesFromHandle(properties, handle) == 0
+            return properties[1]
+
+        held = [Segment(region, nbytes, seed=nbytes) for nbytes in (300 * MIB + 5, 700, 34 * MIB)]
+        held[1:2] = []  # its chunk goes, and another one comes to its addresses
+        held += [Segment(region, nbytes, seed=nbytes) for nbytes in (100, 3 * MIB)]
+        for _ in range(2):
+            handles = set()
+            for segment in held:
+                pages = -(-segment.nbytes // PAGE)
+                (handle,) = {{handle_at(segment.address + page * PAGE).value for page in range(pages)}}
+                assert types_of(ctypes.c_uint64(handle)) == {types}
+                handles.add(handle)
+                file = ctypes.c_int()
+                code = cuda.cuMemExportToShareableHandle(ctypes.byref(file), ctypes.c_uint64(handle), 1, 0)
+                assert (code == 0) == {bool(types)}
+                if code == 0:
+                    assert os.fstat(file.value).st_size == pages * PAGE
+                    os.close(file.value)
+            assert len(handles) == len(held) and region.mapped_bytes == (302 + 34 + 2 + 4) * MIB
+            memsaver.trim()
+            region.pause()
+            assert control.used_bytes() == 0
+            block = Segment(other, 20 * MIB, seed=9)
+            memsaver.switch(pause="other", resume="kv")
+            memsaver.switch(pause="kv", resume="other")
+            block.check()
+            other.pause()
+            region.resume()
+            for segment in held:
+                segment.check()
+            other.resume()
+            del block
+            memsaver.trim()
+        """,
+        memory="1GiB",
+        **options,
+    )
+
+
 def test_a_large_device_takes_no_host_memory_before_writes() -> None:
     run(
         """

@@ -12,7 +12,7 @@ from memsaver import _adapter, transitions
 from memsaver.compaction import tighten
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.tagged import TaggedRegions, index_of
-from memsaver.drop_in.vllm import check_patches, ranks
+from memsaver.drop_in.vllm import check_patches, ranks, worker
 from memsaver.drop_in.vllm.segments import Handle, Segments, is_offloaded
 from memsaver.drop_in.vllm.sources import MODULE, REPLACED
 from memsaver.drop_in.vllm.worker import shares
@@ -54,7 +54,7 @@ class RegionAllocator:
         ranks.publish()
         outer, self.current_tag = self.current_tag, tag
         try:
-            entered = self._regions.active(tag)
+            entered = self._regions.active(tag, one_handle=tag == "kv_cache" and worker.transfers_kv)
             with entered:
                 self._count_pool(tag, entered)
                 yield

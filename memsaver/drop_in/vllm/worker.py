@@ -13,6 +13,8 @@ from memsaver import config, drop_in
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.vllm import engine, ranks
 
+transfers_kv = False  # vLLM has a KV connector, which may export the memory of the KV cache
+
 
 def install(module: ModuleType) -> None:
     """Replaces the constructor of ``Worker``, and ``sleep``, ``wake_up`` and, from vLLM 0.31 on, ``discard``."""
@@ -30,24 +32,28 @@ def shares() -> bool:
 
 
 def check_transfer(vllm_config: Any) -> None:
-    """Raises DropInError if vLLM transfers a KV cache that lies in a region.
+    """Gives each segment of the KV cache one handle of the driver if vLLM transfers a KV cache that lies in a region.
 
-    A segment of a region has several handles of the driver. Libraries that transfer KV caches, such as NIXL, LMCache
-    and UCX, export the handle at its first byte, and read the first chunk alone, without an error.
+    Libraries that transfer KV caches, such as NIXL, LMCache and UCX, export the handle at the first byte of a tensor.
+    With several handles in a segment they read the first chunk alone, without an error. Raises DropInError with a
+    shared pool, whose chunks have fixed sizes.
 
     Args:
         vllm_config: vLLM's VllmConfig.
     """
+    global transfers_kv
     transfer = vllm_config.kv_transfer_config
     if transfer is None or not transfer.is_kv_transfer_instance:
         return
     if not vllm_config.model_config.enable_cumem_allocator:  # sleep mode sets it; without it there are no regions
         return
-    raise DropInError(
-        f"vLLM's KV connector {transfer.kv_connector!r} may export the memory of the KV cache. In memsaver it has many "
-        "handles of the driver, and the other side would read the first one alone. Start this engine without "
-        "MEMSAVER_DROP_IN=vllm, without the KV connector, or without sleep mode"
-    )
+    if shares():
+        raise DropInError(
+            f"vLLM's KV connector {transfer.kv_connector!r} may export the memory of the KV cache. In a shared pool it "
+            "has many handles of the driver, and the other side would read the first one alone. Start this engine "
+            "without MEMSAVER_POOL=shared, without the KV connector, or without sleep mode"
+        )
+    transfers_kv = True
 
 
 def _is_in(*states: str) -> bool:
