@@ -148,6 +148,9 @@ def test_each_byte_has_one_row_after_any_calls(steps: list[tuple[str, int]]) -> 
 class Cache(memsaver.Guest):
     held = 0
 
+    def leave(self) -> None:
+        raise AssertionError("it stays")
+
     @property
     def nbytes(self) -> int:
         return self.held
