@@ -262,13 +262,14 @@ def _run(options: argparse.Namespace) -> int:
 def _top(options: argparse.Namespace) -> int:
     opened: dict[str, Any] = {}  # memory by device, of devices without a pool
     while True:
-        pools, note = [], ""
+        paths, pools, note = [], [], ""
         try:
-            for path in _paths(options.device):
-                with AdminClient(path) as client:
-                    pools.append(_status(client))
+            paths = _paths(options.device)
         except BrokerError as error:  # one that comes later is shown then
             note = str(error)
+        for path in paths:
+            with AdminClient(path) as client:
+                pools.append(_status(client))
         devices = [_figures(name, opened) for name in _without_pool(options.device, {pool["uuid"] for pool in pools})]
         if options.json:
             if note:
