@@ -2,11 +2,12 @@
 
 In a turn both clients make some random moves at once: new regions with every policy, allocations, frees, writes,
 pauses, resumes, switches, trims, closed regions. Then they compare the checksum of each tensor in memory. The pool is
-too small for both. In the first half of the turns each of the three processes is killed now and then. In the second
-half client b alone is killed, and the other two processes are sampled: every --every turns the clients release all
-that they have, and the rest is device memory, pool, pinned memory, files, resident memory, addresses, descriptors,
-threads. A figure fails if the median of its last quarter exceeds that of its first quarter by more than its
-tolerance.
+too small for both. Each word that a client writes has its pid, and new allocations and resumes without contents are
+checked for words of other processes. In the first half of the turns each of the three processes is killed now and
+then. In the second half client b alone is killed, and the other two processes are sampled: every --every turns the
+clients release all that they have, and the rest is device memory, pool, pinned memory, files, resident memory,
+addresses, descriptors, threads. A figure fails if the median of its last quarter exceeds that of its first quarter by
+more than its tolerance.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ TOLERANCES = {
     "threads": 1,
     "unreleased": 0,
 }
+OWN = (1 << 22) - 1  # the bits of a word that have the pid of its writer
 FEWEST = 10  # samples, for quarters that mean something; the first two do not count
 
 
@@ -228,13 +230,13 @@ class Client:
         at = choose.randrange(len(held.tensors)) if held.tensors else 0
         try:
             if move == "allocate":
-                tensor = held.region.empty((choose.choice(self.sizes) // 8,), torch.int64)
-                held.tensors.append(tensor.random_())
-                held.sums += checksums([tensor])
+                held.tensors.append(held.region.empty((choose.choice(self.sizes) // 8,), torch.int64))
+                held.sums.append(0)
+                _write_anew(held, len(held.tensors) - 1)
             elif move == "free":
                 del held.tensors[at], held.sums[at]
             elif move == "write":
-                held.tensors[at].add_(choose.randrange(1, 1000))
+                held.tensors[at].add_(choose.randrange(1, 1000) << 22)
                 held.sums[at : at + 1] = checksums([held.tensors[at]])
             elif move == "pause":
                 held.region.pause()
@@ -259,8 +261,14 @@ class Client:
         self.held.remove(held)
 
 
-def _write_anew(held: Held) -> None:
-    """A function of its own: a local variable would keep a tensor as long as the traceback of an error."""
-    for tensor in held.tensors:
-        tensor.random_()
-    held.sums = checksums(held.tensors)
+def _write_anew(held: Held, begin: int = 0) -> None:
+    """Checks that memory without contents has words of this process alone, and zeros. Then writes it.
+
+    A function of its own: a local variable would keep a tensor as long as the traceback of an error.
+    """
+    for tensor in held.tensors[begin:]:
+        strange = int(((tensor != 0) & ((tensor & OWN) != os.getpid())).sum())
+        if strange:
+            raise AssertionError(f"{strange} of {len(tensor)} words in memory of {held.region} are of other processes")
+        tensor.random_(1 << 40).mul_(1 << 22).add_(os.getpid())
+    held.sums[begin:] = checksums(held.tensors[begin:])
