@@ -73,6 +73,11 @@ class Neighbour:
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
 
+    def hold(self, keep: int) -> None:
+        """Takes all free memory but ``keep`` bytes. What torch caches in this process is free then, too."""
+        torch.cuda.empty_cache()
+        self.tell(f"hold {keep}")
+
     def overwrite(self) -> int:
         """Overwrites all free memory with random bytes and frees it again. Returns the bytes."""
         return int(self.tell("overwrite"))

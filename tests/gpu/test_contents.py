@@ -70,7 +70,7 @@ def test_a_switch_in_place_needs_no_more_than_the_larger_side(
     leaving = random_tensors(out, 48, 64 * MIB)
     here = sums(leaving)
     torch.cuda.empty_cache()
-    neighbour.tell(f"hold {1536 * MIB}")
+    neighbour.hold(1536 * MIB)
     lowest = [driver_free()]
     assert lowest[0] <= 2 * GIB
     stop = threading.Event()

@@ -197,7 +197,7 @@ def test_out_of_memory_in_torch_releases_retained_chunks_first(fresh: Make, neig
     memsaver.configure(retain="8GiB")
     big.pause()
     assert memsaver.stats().devices["cuda:0"].retained_bytes >= 4 << 30
-    neighbour.tell(f"hold {1 << 30}")
+    neighbour.hold(1 << 30)
     with late:  # more than is free, less than free and retained: and in another size of chunks
         late_tensors = [torch.ones(6 * MIB, device="cuda") for _ in range(80)]
     with pytest.raises(torch.OutOfMemoryError), late:

@@ -71,7 +71,7 @@ def test_out_of_memory_at_resume_names_the_holder_and_can_be_retried(
     tensor = region.empty((2 * GIB,), torch.uint8).random_()
     expected = tensor.clone().cpu()
     region.pause()
-    neighbour.tell(f"hold {GIB}")
+    neighbour.hold(GIB)
     before = driver_free()
     with pytest.raises(memsaver.OutOfMemoryError) as raised:
         region.resume()
@@ -93,7 +93,7 @@ def test_a_resume_waits_for_memory_that_another_process_lets_go(fresh: Make, nei
     region.empty((2 * GIB,), torch.uint8)
     tensor = region.empty((2 * GIB,), torch.uint8)
     region.pause()
-    neighbour.tell(f"hold {GIB}")
+    neighbour.hold(GIB)
     done = threading.Event()
 
     def let_go() -> None:
@@ -116,7 +116,7 @@ def test_two_regions_alternate_on_a_full_device(fresh: Make, neighbour: Neighbou
     a.pause()
     tensor_b = b.empty((2 * GIB,), torch.uint8).random_()
     kept_b = tensor_b.cpu()
-    neighbour.tell(f"hold {512 * MIB}")
+    neighbour.hold(512 * MIB)
     with pytest.raises(memsaver.OutOfMemoryError):
         a.resume()
     for _ in range(3):
