@@ -417,6 +417,7 @@ class Router:
         with self._lock:
             regions = [each for each in self._pools if each.device == device and each.state == "active"]
         if not _core.capturing():
+            side_pools.return_free_blocks(torch.device(device).index)
             self.trim(regions)
             if default_pools.active_on(device):
                 empty_cache()

@@ -56,6 +56,15 @@ class SidePools:
                 self._begun.remove(index)
                 routes.end_for_all(index)
 
+    def return_free_blocks(self, index: int) -> None:
+        """Returns the memory that the pool of a device caches: all threads move to a new one. Not during a capture.
+
+        torch frees no cached blocks of a pool that all threads allocate from.
+        """
+        with self._lock:
+            if index in self._begun and _has_free_blocks(self.ids[index][0]):
+                self._route(index)
+
     def make_last(self, index: int) -> None:
         """Lets pools that a thread was routed to since begin() come first for that thread."""
         with self._lock:
@@ -79,6 +88,10 @@ class SidePools:
             pool = torch.cuda.MemPool(self._allocators[index])
         self.ids[index] = [pool.id, *(each for each in self.ids.get(index, ()) if snapshot(each))]
         routes.begin_for_all(index, pool)
+
+
+def _has_free_blocks(pool_id: tuple[int, int]) -> bool:
+    return any(block["state"] == "inactive" for segment in snapshot(pool_id) for block in segment["blocks"])
 
 
 def _probe(index: int, allocator: Any) -> bool:

@@ -119,6 +119,27 @@ def test_the_default_pool_leaves_and_returns(with_default_pool: str) -> None:
     )
 
 
+def test_a_resume_takes_what_the_pool_beside_the_paused_one_caches(with_default_pool: str) -> None:
+    run(
+        with_default_pool,
+        """
+        region = memsaver.default_pool()
+        kept = full(300, 1)
+        memsaver.pause("torch")
+        held = []
+        try:
+            while True:
+                held.append(torch.empty(20 * MIB, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            pass
+        live = held[0].copy_(torch.full((20 * MIB,), 9, dtype=torch.uint8))
+        held.clear()
+        memsaver.resume("torch", memory_timeout=20)
+        assert holds(kept, 1) and holds(live, 9) and not region.owns(live.data_ptr())
+        """,
+    )
+
+
 def test_tensors_made_beside_the_paused_pool_are_freed_one_by_one(with_default_pool: str) -> None:
     """torch frees a pool over expandable segments that is dropped while a tensor has a part of one."""
     run(
