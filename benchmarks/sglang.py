@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import statistics
 import tempfile
 import time
@@ -41,6 +42,7 @@ from benchmarks.harness.models import MODELS, Model
 from benchmarks.harness.processes import Process, Sample, processes
 from benchmarks.harness.servers import Server, SglangServer
 from benchmarks.harness.work import share
+from memsaver.drop_in.startup import python_path
 
 __doc__ = __doc__.format(faults=faults.DESCRIPTION.strip())
 DEVICES = ("cuda",)
@@ -49,7 +51,7 @@ RETAINED = "tms, retained"
 WAYS = {
     "tms": {"MEMSAVER_DROP_IN": ""},
     RETAINED: {"MEMSAVER_DROP_IN": "", "TMS_RETAIN_CPU_BACKUP": "1"},
-    "memsaver": {"MEMSAVER_DROP_IN": "tms"},
+    "memsaver": {"MEMSAVER_DROP_IN": "tms", "PYTHONPATH": python_path(os.environ.get("PYTHONPATH", ""))},
 }
 SAVER, BACKUP = "--enable-memory-saver", "--enable-weights-cpu-backup"
 WARM_UP = 2

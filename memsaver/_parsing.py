@@ -129,13 +129,6 @@ def _seconds(value: Any, option: str) -> float:
         return math.nan
 
 
-def receive_timeout(value: Any) -> float:
-    found = _seconds(value, "receive_timeout")
-    if not 0 < found <= _LONGEST_S:
-        raise _wrong("receive_timeout", value, f"seconds above 0, at most {_LONGEST_S:g}")
-    return found
-
-
 def memory_timeout(value: Any) -> float:
     found = _seconds(value, "memory_timeout")
     if not 0 <= found <= _LONGEST_S:

@@ -20,6 +20,7 @@ from memsaver.broker.admin import AdminClient
 from memsaver.broker.chunks import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
 from memsaver.config import Setting, parse_size, settings
+from memsaver.drop_in import startup
 from memsaver.drop_in.tms import launch
 from memsaver.errors import BrokerError, ConfigError, Error, gib
 from memsaver.policies import BACKUPS
@@ -96,6 +97,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Brokers that are started with this secret in MEMSAVER_JOB serve only processes that have it too.",
     )
     secret.set_defaults(run=_job)
+
+    drop_in = commands.add_parser("drop-in", help="let Python prepare drop-ins when it starts")
+    actions = drop_in.add_subparsers(required=True, metavar="ACTION")
+    install = actions.add_parser("install", help="write a file into this environment that turns drop-ins on")
+    install.add_argument("names", nargs="+", metavar="NAME", help="vllm, tms, vllm:warn or tms:warn")
+    install.set_defaults(run=_drop_in_install)
+    remove = actions.add_parser("remove", help="remove this file")
+    remove.set_defaults(run=_drop_in_remove)
+    path = actions.add_parser("path", help="print a folder for PYTHONPATH, with MEMSAVER_DROP_IN, in place of the file")
+    path.set_defaults(run=_drop_in_path)
 
     config = commands.add_parser("config", help="show each option, its value, and the source of the value")
     config.add_argument("--json", action="store_true", help="print them as JSON")
@@ -210,6 +221,29 @@ def _paths(device: str | None) -> list[Path]:
 
 def _job(_: argparse.Namespace) -> int:
     print(job.new_secret())
+    return 0
+
+
+def _drop_in_install(options: argparse.Namespace) -> int:
+    try:
+        print(f"wrote {startup.install(options.names)}: each Python process of this environment uses these drop-ins")
+    except OSError as error:
+        print(f"memsaver: {startup.file()} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _drop_in_remove(_: argparse.Namespace) -> int:
+    try:
+        print(f"removed {startup.file()}" if startup.remove() else f"there is no {startup.file()}")
+    except OSError as error:
+        print(f"memsaver: {startup.file()} cannot be removed: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _drop_in_path(_: argparse.Namespace) -> int:
+    print(startup.FOLDER)
     return 0
 
 

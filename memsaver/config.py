@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import enum
-import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
+from typing import Any, Final
 
 from memsaver import _core, _moves, _parsing, _pool_client
 from memsaver._parsing import DROP_INS as DROP_INS
@@ -19,23 +18,8 @@ from memsaver._parsing import parse_drop_in as parse_drop_in
 from memsaver._parsing import parse_size as parse_size
 from memsaver.errors import ConfigError, Error, gib
 
-if TYPE_CHECKING:
-    import torch
-
 _PREFIX = "MEMSAVER_"
 _TEST_PREFIX = "MEMSAVER_TEST_"  # variables of tests and benchmarks, which the library does not read
-
-
-class Unchanged(enum.Enum):
-    """The default of each keyword of ``configure()``: the option keeps its value."""
-
-    UNCHANGED = "unchanged"
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-UNCHANGED: Final = Unchanged.UNCHANGED
 
 
 @dataclass(frozen=True)
@@ -91,11 +75,6 @@ def _keep(value: Any) -> None:
     """For an option that its users read by a function of this module."""
 
 
-def receive_timeout() -> float:
-    """Seconds in which the sender of a tensor must answer its receiver."""
-    return float(_values.get("receive_timeout", _DEFAULTS["receive_timeout"]))
-
-
 def _set_peers(peers: str | list[str]) -> None:
     _core.set_peers(None if peers == "auto" else [_parsing.ordinal(each) for each in peers])
 
@@ -137,9 +116,9 @@ OPTIONS: Final = (
         _parsing.host_limit, _core.set_host_limit,
     ),
     Option(
-        "backup_ahead", "bool", "True",
+        "backup_ahead", "bool", "False",
         "Pin host memory in the background while regions with backup=\"host\" grow, so that the first pause does not"
-        " wait for it.",
+        " wait for it. At most half of the free host memory.",
         _parsing.switch("backup_ahead"), _core.set_backup_ahead,
     ),
     Option(
@@ -159,11 +138,6 @@ OPTIONS: Final = (
         "Bound of the wait for memory that others hold, of allocations in regions and of calls without a memory_timeout"
         " of their own. An allocation by torch waits with the lock of torch's allocator.",
         _parsing.memory_timeout, _core.set_memory_timeout,
-    ),
-    Option(
-        "receive_timeout", "seconds", "10 s",
-        "Bound of the wait for the sender of a tensor of a region that came through torch.multiprocessing.",
-        _parsing.receive_timeout, _keep,
     ),
     Option(
         "report_dir", "path", "memsaver-reports-<uid> in the temporary directory",
@@ -206,85 +180,23 @@ OPTIONS: Final = (
 )  # fmt: skip
 _BY_NAME = {option.name: option for option in OPTIONS}
 _DEFAULTS = {
-    "close_on_fork": False, "pool": "process", "retain": 0, "backup_ahead": True, "peers": "auto",
-    "memory_timeout": 0.0, "receive_timeout": 10.0, "verify": False,
+    "close_on_fork": False, "pool": "process", "retain": 0, "backup_ahead": False, "peers": "auto",
+    "memory_timeout": 0.0, "verify": False,
 }  # fmt: skip
 _values: dict[str, Any] = {}
 _sources: dict[str, str] = {}
-_F = TypeVar("_F", bound=Callable[..., None])
 
 
-def _naming_unknown(function: _F) -> _F:
-    """Lets a wrong keyword raise ConfigError with the nearest option."""
-
-    @functools.wraps(function)
-    def checked(*none: object, **given: Any) -> None:
-        for name, value in given.items():
-            option = _BY_NAME.get(name)
-            if option is None:
-                names = [each.name for each in OPTIONS if each.apply is not None]
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(names))}"
-                raise ConfigError(f"there is no option {name!r}; {hint}", option=name, value=value)
-            if option.apply is None:
-                raise ConfigError(f"{name} is set by {option.variable} alone", option=name, value=value)
-        function(*none, **given)
-
-    return cast("_F", checked)
-
-
-@_naming_unknown
-def configure(
-    *,
-    backup_ahead: bool | Unchanged = UNCHANGED,
-    close_on_fork: bool | Unchanged = UNCHANGED,
-    disk_dir: str | os.PathLike[str] | Unchanged = UNCHANGED,
-    host_device: int | str | Unchanged = UNCHANGED,
-    host_limit: int | str | Literal["auto"] | None | Unchanged = UNCHANGED,
-    memory_timeout: float | Unchanged = UNCHANGED,
-    peers: str | Sequence[str | torch.device] | Unchanged = UNCHANGED,
-    pool: str | Unchanged = UNCHANGED,
-    pool_capacity: int | str | None | Unchanged = UNCHANGED,
-    receive_timeout: float | Unchanged = UNCHANGED,
-    report_dir: str | os.PathLike[str] | Unchanged = UNCHANGED,
-    retain: int | str | Unchanged = UNCHANGED,
-    verify: bool | Unchanged = UNCHANGED,
-) -> None:
+def configure(**options: Any) -> None:
     """Sets options of this process. They take effect at once.
 
-    Sizes are integers in bytes or strings such as ``"64GiB"``. Units are powers of 1024: ``64G``, ``64GB``, ``64Gi``
-    and ``64GiB`` mean the same. An option that is left out keeps its value, from ``MEMSAVER_<OPTION>`` in the
-    environment or the default.
+    [Options](configuration.md) has the table of options, and ``memsaver config`` prints it with their values. Sizes are
+    integers in bytes or strings such as ``"64GiB"``. Units are powers of 1024: ``64G``, ``64GB``, ``64Gi`` and
+    ``64GiB`` mean the same.
 
     Args:
-        backup_ahead: Pin host memory in the background while regions with backup="host" grow, so that the first pause
-            does not wait for it. Default: True.
-        close_on_fork: Close the descriptors of CUDA in children that are forked from now on. Without it, a shared pool
-            lends the memory of this process again only after these children have exited. Default: False.
-        disk_dir: Directory for regions with backup="disk". It has no default, since the system's temporary directory
-            is often in memory. Default: not set.
-        host_device: Size of the host driver's device, at least 2 MiB. It can be set until the device is first used.
-            Processes with the same size share one device. Default: half of the machine's memory.
-        host_limit: Limit of the pinned host memory that the process holds for backups. 'auto' and None: the process
-            stops pinning when the machine, or the limit of one of its cgroups, is 90 % full. Default: auto.
-        memory_timeout: Bound of the wait for memory that others hold, of allocations in regions and of calls without a
-            memory_timeout of their own. An allocation by torch waits with the lock of torch's allocator. Default: 0.
-        peers: GPUs that can reach the memory of regions on another GPU, as copies and kernels between GPUs do. 'auto':
-            those on which the process has an active context, read again at each call. Waits for a device cover its
-            peers. In the environment commas separate the devices. Default: auto.
-        pool: Source of device memory: the driver, or a pool that all processes on the device share. A broker is
-            started where there is none. Set it before regions are made: memory that they have stays where it came
-            from. Default: process.
-        pool_capacity: Capacity of a shared pool whose broker this process starts, at least 2 MiB. Default: 90 % of a
-            GPU, or all of the host device.
-        receive_timeout: Bound of the wait for the sender of a tensor of a region that came through
-            torch.multiprocessing. Default: 10 s.
-        report_dir: Directory of the reports of turns that exceed their deadline. It is made by the first turn with a
-            timeout. The 50 newest reports are kept. Default: memsaver-reports-<uid> in the temporary directory.
-        retain: Idle chunks that the process keeps for its own regions instead of releasing them to the driver.
-            Default: 0.
-        verify: Compute checksums of kept contents on the device before a pause, and compare them after the resume. It
-            reads all contents twice and is for tests. A difference raises VerifyError. Default: False.
+        options: Values by the names of options. An option that is left out keeps its value, from
+            ``MEMSAVER_<OPTION>`` in the environment or the default.
 
     Raises:
         ConfigError: There is no such option, or a value is wrong. It names the option, the value and the expectation.
@@ -292,17 +204,20 @@ def configure(
         BrokerError: A shared pool cannot be reached.
 
     Examples:
-        >>> memsaver.configure(retain="2GiB", backup_ahead=False)
+        >>> memsaver.configure(retain="2GiB", backup_ahead=True)
         >>> memsaver.stats().options["retain"]
         2147483648
     """
-    given = {
-        "backup_ahead": backup_ahead, "close_on_fork": close_on_fork, "disk_dir": disk_dir, "host_device": host_device,
-        "host_limit": host_limit, "memory_timeout": memory_timeout, "peers": peers, "pool": pool,
-        "pool_capacity": pool_capacity, "receive_timeout": receive_timeout, "report_dir": report_dir,
-        "retain": retain, "verify": verify,
-    }  # fmt: skip
-    _set({name: value for name, value in given.items() if value is not UNCHANGED}, lambda option: "configure()")
+    for name, value in options.items():
+        option = _BY_NAME.get(name)
+        if option is None:
+            names = [each.name for each in OPTIONS if each.apply is not None]
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(names))}"
+            raise ConfigError(f"there is no option {name!r}; {hint}", option=name, value=value)
+        if option.apply is None:
+            raise ConfigError(f"{name} is set by {option.variable} alone", option=name, value=value)
+    _set(options, lambda option: "configure()")
 
 
 def _set(given: dict[str, Any], source: Callable[[Option], str]) -> None:
@@ -328,8 +243,11 @@ def from_environment() -> None:
 
     Variables that begin with ``MEMSAVER_TEST_`` belong to tests and benchmarks and are ignored.
 
+    Warns:
+        RuntimeWarning: A variable names no option. It is ignored.
+
     Raises:
-        ConfigError: A value is wrong, or a variable names no option. Nothing has changed.
+        ConfigError: A value is wrong. Nothing has changed.
     """
     unknown = sorted(
         name
@@ -338,7 +256,7 @@ def from_environment() -> None:
     )
     if unknown:
         text = "; ".join(f"there is no variable {name}; {_suggestion(name)}" for name in unknown)
-        raise ConfigError(text, option=unknown[0], value=os.environ[unknown[0]])
+        warnings.warn(text, RuntimeWarning, stacklevel=4)  # the import of memsaver
     given = {option.name: os.environ[option.variable] for option in OPTIONS if option.variable in os.environ}
     try:
         _set(given, lambda option: option.variable)

@@ -298,7 +298,7 @@ class ReceiveError(Error):
 
     Attributes:
         reason: ``"exited"``: the sender has exited, or cannot be reached. ``"timeout"``: it did not answer within
-            ``configure(receive_timeout=...)``. ``"stale"``: its region was paused and resumed after the send.
+            10 s. ``"stale"``: its region was paused and resumed after the send.
             ``"unknown"``: its memory was freed, or the token is wrong. ``"device"``: this process does not see the
             device. ``"user"``, ``"namespace"``, ``"version"``: sender and receiver belong to several users, pid
             namespaces or versions of the protocol. ``"malformed"``: the sender could not read a message.

@@ -33,7 +33,10 @@ fi
 [ -z "${FETCH_ONLY:-}" ] || exit 0
 
 case $way in
-  memsaver) export MEMSAVER_DROP_IN=tms ;;
+  memsaver)
+    export MEMSAVER_DROP_IN=tms
+    PYTHONPATH=$("$python" -m memsaver drop-in path)${PYTHONPATH:+:$PYTHONPATH}
+    ;;
   tms)
     original=$(realpath "${ORIGINAL:?expected a folder with torch_memory_saver 0.0.10}")
     [ -e "$original/torch_memory_saver-0.0.10.dist-info" ] || {

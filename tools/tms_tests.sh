@@ -21,7 +21,7 @@ fi
 files=(test/test_utils.py test/test_configure_subprocess.py)
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then files+=(test/test_examples.py); fi
 cd "$directory"
-MEMSAVER_DROP_IN=tms "$python" -c '
+PYTHONPATH=$("$python" -m memsaver drop-in path) MEMSAVER_DROP_IN=tms "$python" -c '
 import sys
 import pytest
 import torch_memory_saver

@@ -30,6 +30,13 @@ void HostBudget::check(std::size_t bytes) const {
   check_locked(bytes);
 }
 
+void HostBudget::check_ahead(std::size_t bytes, std::size_t idle) const {
+  std::lock_guard lock(mutex_);
+  check_locked(bytes);
+  const std::size_t left = host_memory(nodes_).left;
+  if (2 * bytes + idle > left) throw BackupError("half of the free host memory is in use", bytes, held_, left, true);
+}
+
 // The bytes that can be taken beyond held_.
 std::size_t HostBudget::left_locked() const {
   if (limit_) return *limit_ - std::min(*limit_, held_);

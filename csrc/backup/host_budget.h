@@ -19,6 +19,8 @@ class HostBudget {
   void use_nodes_with_cpus();  // counts these nodes alone from here on: others may be memory of a GPU
   // Both throw BackupError, with the figures, if `bytes` exceed the budget. check() takes nothing.
   void check(std::size_t bytes) const;
+  // As check(), and more than half of the free host memory, `idle` bytes of this process included, is refused too.
+  void check_ahead(std::size_t bytes, std::size_t idle) const;
   void take(std::size_t bytes);
   void put(std::size_t bytes);
   std::size_t slab(std::size_t bytes) const;  // the size of the next slab, of `bytes` to be taken

@@ -300,7 +300,7 @@ void HostArena::run_background() {
       const std::size_t bytes = round_up(missing(), kPage);  // a pause may have made a part of it meanwhile
       lock.unlock();
       try {
-        budget_.check(bytes);  // a part of the memory of a backup is of no use
+        budget_.check_ahead(bytes, idle_bytes());  // a part of the memory of a backup is of no use
         if (bytes > 0) {
           const std::size_t slab = budget_.slab(bytes);
           put(make(slab, slab));

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sysconfig
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
+from memsaver import cli
 from tests.drop_in import fake_vllm
 from tests.support import run_clean, run_python
 
@@ -62,3 +65,33 @@ print(drop_in.status()["vllm"].state)
 """
     done = run_python(program, MEMSAVER_DROP_IN="vllm", PYTHONPATH=fake_vllm.before(tmp_path))
     assert done.stdout.split("\n")[:2] == ["[]", "waiting"], done.stderr
+
+
+def test_commands_write_and_remove_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``site`` runs the file as it does in site-packages."""
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    program = f"""
+import os, site, sys
+site.addsitedir({str(tmp_path)!r})
+print(os.environ.get("MEMSAVER_DROP_IN"), type(sys.meta_path[0]).__module__, "torch" in sys.modules)
+"""
+    assert cli.main(["drop-in", "install", "tms", "vllm:warn"]) == 0
+    assert run_python(program).stdout.split() == ["tms,vllm:warn", "memsaver_drop_in", "False"]
+    assert run_python(program, MEMSAVER_DROP_IN="vllm").stdout.split()[0] == "vllm"
+    assert cli.main(["drop-in", "install", "sglang"]) == 1
+    assert cli.main(["drop-in", "remove"]) == cli.main(["drop-in", "remove"]) == 0
+    assert not list(tmp_path.iterdir())
+    output = capsys.readouterr()
+    assert "drop_in is 'sglang', expected names of" in output.err
+    assert f"there is no {tmp_path / 'memsaver_drop_in.pth'}" in output.out
+
+
+def test_folder_keeps_the_sitecustomize_of_the_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path.joinpath("sitecustomize.py").write_text("import builtins; builtins.theirs = 1")
+    assert cli.main(["drop-in", "path"]) == 0
+    path = os.pathsep.join([capsys.readouterr().out.strip(), fake_vllm.before(tmp_path)])
+    program = "import sys; print(theirs, 'memsaver_drop_in' in sys.modules)"
+    assert run_python(program, PYTHONPATH=path, MEMSAVER_DROP_IN="tms").stdout.split() == ["1", "True"]
+    assert run_python(program, PYTHONPATH=path).stdout.split() == ["1", "False"]

@@ -12,6 +12,7 @@ import torch
 import memsaver
 from memsaver import regions
 from memsaver.drop_in.errors import DropInError
+from memsaver.drop_in.startup import python_path
 from memsaver.drop_in.tms.saver import TorchMemorySaver
 from tests.drop_in.fake_vllm import before
 from tests.support import MIB, run_python
@@ -219,7 +220,7 @@ def test_margin_needs_the_hook_mode_preload(saver: TorchMemorySaver) -> None:
 
 
 class TestImport:
-    """In new processes: the line in memsaver_drop_in.pth runs when Python starts."""
+    """In new processes: the folder of ``memsaver drop-in path`` is in PYTHONPATH."""
 
     @pytest.fixture
     def original(self, tmp_path: Path) -> str:
@@ -227,7 +228,7 @@ class TestImport:
         package = tmp_path / "torch_memory_saver"
         package.mkdir()
         package.joinpath("__init__.py").write_text("kind = 'original'\n")
-        return before(tmp_path)
+        return python_path(before(tmp_path))
 
     def test_variable_puts_the_package_in_place_of_the_original(self, original: str) -> None:
         program = """
@@ -260,7 +261,8 @@ print(hasattr(torch_memory_saver, "kind"), drop_in.status()["tms"].state)
 
     def test_nothing_is_imported_before_the_package(self) -> None:
         program = "import sys; print([name for name in sys.modules if name in ('memsaver', 'torch')])"
-        assert run_python(program, MEMSAVER_DROP_IN="tms").stdout.strip() == "[]"
+        done = run_python(program, MEMSAVER_DROP_IN="tms", PYTHONPATH=python_path())
+        assert done.stdout.strip() == "[]", done.stderr
 
     @pytest.mark.parametrize("value", ["tms,vlm", "TMS", "vllm,tsm"])
     def test_wrong_variable_fails_the_import(self, original: str, value: str) -> None:

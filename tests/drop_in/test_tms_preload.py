@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from memsaver.drop_in.startup import python_path
 from memsaver.drop_in.tms.library import FOLDER
-from tests.support import run_python
+from tests.support import ROOT, run_python
 
 LIBRARY = FOLDER / "torch_memory_saver_hook_mode_preload.abi3.so"
 SOURCE = Path(__file__).with_name("cuda_runtime.c")
@@ -62,7 +63,12 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run(libraries: dict[str, str]) -> Run:
     def run(program: str, saver: bool = True, preload: bool = True, **variables: str) -> str:
         text = "".join(f"{name} = {path!r}\n" for name, path in libraries.items()) + COMMON
-        variables = {"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": str(LIBRARY) if preload else "", **variables}
+        variables = {
+            "MEMSAVER_DROP_IN": "tms",
+            "PYTHONPATH": python_path(str(ROOT)),
+            "LD_PRELOAD": str(LIBRARY) if preload else "",
+            **variables,
+        }
         done = run_python(text + (SAVER if saver else "") + program, **variables)
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memsaver.drop_in.startup import python_path
 from memsaver.drop_in.tms.launch import LIBRARY, environment
 from tests.support import run_python
 
@@ -46,7 +47,11 @@ def run(sleeps):
 
 
 def run(program: str, whole: bool) -> str:
-    variables = environment("host", {}) if whole else {"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": str(LIBRARY)}
+    variables = (
+        environment("host", {})
+        if whole
+        else {"LD_PRELOAD": str(LIBRARY), "MEMSAVER_DROP_IN": "tms", "PYTHONPATH": python_path()}
+    )
     done = run_python(COMMON + TRAINER + program, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -565,13 +565,13 @@ def test_the_name_of_a_dead_owner_serves_no_other_user(broker: Running, owner: W
 
 def test_an_owner_that_does_not_answer_is_named_and_can_be_asked_again(owner: Worker, other: Worker) -> None:
     send(owner, other, "weights")
-    other.run("pickle.loads(sent); gc.collect(); memsaver.configure(receive_timeout=0.2)")
+    other.run("pickle.loads(sent); gc.collect(); patches.receiver.ANSWER_S = 0.2")
     owner.stop()
     text = other.fails("pickle.loads(sent)")
     assert text.startswith("ReceiveError") and f"process {owner.pid}, did not answer within 0.2 s" in text
     assert other.run("print(error.reason)") == "timeout"
     owner.go_on()
-    other.run("memsaver.configure(receive_timeout=60); got = pickle.loads(sent); assert got.sum() == 1770; del got")
+    other.run("patches.receiver.ANSWER_S = 60; got = pickle.loads(sent); assert got.sum() == 1770; del got")
     owner.run("memsaver.pause(reader_timeout=30)")  # the claim that got no answer has ended too
 
 
@@ -593,7 +593,7 @@ def test_an_owner_that_does_not_answer_delays_no_receipts_from_others(
     owner: Worker, second: Worker, other: Worker
 ) -> None:
     send(owner, other, "weights")
-    other.run("first = sent; memsaver.configure(receive_timeout=20)")
+    other.run("first = sent; patches.receiver.ANSWER_S = 20")
     send(second, other, "block")
     owner.stop()
     other.run(f"{WAITING.replace('sent', 'first')}; late = []; waiting.start()")
@@ -610,7 +610,7 @@ def test_an_owner_that_does_not_answer_delays_no_releases_for_others(
     hand_over(owner, other, "weights", "rest")
     owner.run("more = region.empty((4,), torch.float32).fill_(3)")
     send(owner, other, "more")
-    other.run("memsaver.configure(receive_timeout=60)")
+    other.run("patches.receiver.ANSWER_S = 60")
     owner.stop()
     other.run(f"{WAITING}; late = []; waiting.start()")
     until(lambda: other.run("print(any(each._lock.locked() for each in patches._receiver._owners.values()))") == "True")

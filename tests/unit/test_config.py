@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -42,16 +41,6 @@ def test_documented_table_equals_code() -> None:
     assert markdown() in (ROOT / "docs/configuration.md").read_text(), f"expected in the page:\n{markdown()}"
 
 
-def test_docstring_of_configure_equals_table() -> None:
-    """Documentation tools read the docstring as it stands in the source, so it repeats the table."""
-    text = inspect.getdoc(memsaver.configure)
-    assert text is not None
-    args = " ".join(text.partition("Args:")[2].partition("Raises:")[0].split())
-    settable = [each for each in BY_NAME if each.apply is not None]
-    assert args == " ".join(f"{each.name}: {each.meaning} Default: {each.default}." for each in settable)
-    assert list(inspect.signature(memsaver.configure).parameters) == [each.name for each in settable]
-
-
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
@@ -60,25 +49,26 @@ def test_docstring_of_configure_equals_table() -> None:
         ("MEMSAVER_RETAINED", "MEMSAVER_RETAIN"),
     ],
 )
-def test_unknown_variable_raises_with_nearest_name(name: str, nearest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_variable_is_a_warning_with_the_nearest_name(
+    name: str, nearest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, "64MiB")
-    with pytest.raises(
-        memsaver.ConfigError, match=rf"^there is no variable {name}; did you mean {nearest}\?$"
-    ) as caught:
+    with pytest.warns(RuntimeWarning, match=rf"^there is no variable {name}; did you mean {nearest}\?$"):
         config.from_environment()
-    assert (caught.value.option, caught.value.value) == (name, "64MiB")
 
 
-def test_unknown_variable_like_no_option_raises_with_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_variable_like_no_option_is_a_warning_with_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMSAVER_XYZ", "1")
-    with pytest.raises(memsaver.ConfigError, match="no variable MEMSAVER_XYZ; there are .*MEMSAVER_RETAIN.*POOL_DIR"):
+    with pytest.warns(RuntimeWarning, match="no variable MEMSAVER_XYZ; there are .*MEMSAVER_RETAIN.*POOL_DIR"):
         config.from_environment()
 
 
-def test_unknown_variable_fails_import_and_changes_nothing() -> None:
-    done = run_python("import memsaver", MEMSAVER_HOST_DEVCE="64MiB")
-    assert done.returncode == 1
-    assert "ConfigError: there is no variable MEMSAVER_HOST_DEVCE" in done.stderr.splitlines()[-1]
+def test_the_other_variables_apply_beside_an_unknown_one() -> None:
+    done = run_python(
+        "import memsaver; print(memsaver.stats().options['retain'])", MEMSAVER_HOST_DEVCE="1", MEMSAVER_RETAIN="4096"
+    )
+    assert done.stdout == "4096\n"
+    assert "RuntimeWarning: there is no variable MEMSAVER_HOST_DEVCE; did you mean" in done.stderr
 
 
 def test_variables_of_tests_are_ignored() -> None:
@@ -188,7 +178,7 @@ def test_configure_keeps_options_that_are_left_out() -> None:
 
 def test_pool_dir_is_no_keyword() -> None:
     with pytest.raises(memsaver.ConfigError, match="^pool_dir is set by MEMSAVER_POOL_DIR alone$"):
-        memsaver.configure(pool_dir="/tmp")  # type: ignore[call-arg]
+        memsaver.configure(pool_dir="/tmp")
 
 
 @pytest.mark.parametrize(
@@ -197,24 +187,17 @@ def test_pool_dir_is_no_keyword() -> None:
 def test_an_unknown_keyword_raises_with_the_nearest_option_and_changes_nothing(name: str, hint: str) -> None:
     before = memsaver.stats().options
     with pytest.raises(memsaver.ConfigError, match=f"^there is no option '{name}'; {hint}") as caught:
-        memsaver.configure(retain=5 * MIB, **{name: 1})  # type: ignore[arg-type]
+        memsaver.configure(retain=5 * MIB, **{name: 1})
     assert (caught.value.option, caught.value.value, memsaver.stats().options) == (name, 1, before)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("MEMSAVER_RETAIN", "plenty", "memsaver: retain is 'plenty', expected bytes"),
-        ("MEMSAVER_HOST_DEVCE", "1", "memsaver: there is no variable MEMSAVER_HOST_DEVCE; did you mean"),
-    ],
-)
-def test_command_prints_a_wrong_variable_in_one_line(name: str, value: str, text: str, tmp_path: Path) -> None:
+def test_command_prints_a_wrong_variable_in_one_line(tmp_path: Path) -> None:
     script = tmp_path / "memsaver"  # as an installer makes it
     script.write_text("import sys\nfrom memsaver.cli import main\nsys.exit(main())\n")
     for command in (["-m", "memsaver", "config"], ["-X", "dev", "-m", "memsaver", "top"], [str(script), "config"]):
         done = subprocess.run(
             [sys.executable, *command],
-            env=environment(**{name: value}),
+            env=environment(MEMSAVER_RETAIN="plenty"),
             capture_output=True,
             text=True,
             timeout=120,
@@ -224,7 +207,7 @@ def test_command_prints_a_wrong_variable_in_one_line(name: str, value: str, text
         assert done.stdout == ""
         lines = done.stderr.splitlines()
         assert len(lines) == 1, done.stderr
-        assert lines[0].startswith(text)
+        assert lines[0].startswith("memsaver: retain is 'plenty', expected bytes")
 
 
 @pytest.mark.parametrize("argument", ["job", "--help", "--version"])

@@ -620,6 +620,7 @@ def test_growth_during_an_attempt_that_fails_is_not_forgotten(make: Make, arena:
 def test_a_pause_beside_the_growth_ahead_takes_nothing_twice() -> None:
     said = run_clean("""
         import memsaver
+        memsaver.configure(backup_ahead=True)
         region = memsaver.region("a", device="cpu", backup="host")
         held = region._core.allocate_array(200 << 20)
         region.pause()
@@ -627,6 +628,27 @@ def test_a_pause_beside_the_growth_ahead_takes_nothing_twice() -> None:
         print(memsaver.stats().devices["cpu"].host_held_bytes)
     """)
     assert int(said) == 200 * MIB
+
+
+@pytest.mark.parametrize(("ahead", "nbytes"), [(False, 0), (True, 4 * MIB)])
+def test_nothing_is_pinned_unasked_and_at_most_half_of_the_free_memory(ahead: bool, nbytes: int) -> None:
+    size = 6 * _core.host_memory()[2] // 10
+    said = run_clean(
+        f"""
+        import memsaver, time
+        memsaver.configure(backup_ahead={ahead})
+        region = memsaver.region("a", device="cpu", backup="host")
+        held = lambda: memsaver.stats().devices["cpu"].host_held_bytes
+        first = region._core.allocate_array({4 * MIB})
+        while held() != {nbytes}:
+            time.sleep(0.01)
+        second = region._core.allocate_array({size})
+        time.sleep(0.2)  # for a thread that should not pin
+        print(held())
+        """,
+        MEMSAVER_HOST_DEVICE=str(size // PAGE * PAGE + 100 * PAGE),
+    )
+    assert int(said) == nbytes
 
 
 def test_growth_ahead_ends_at_the_limit(make: Make, arena: None, capfd: pytest.CaptureFixture[str]) -> None:
@@ -667,6 +689,7 @@ def test_the_process_ends_cleanly_while_the_arena_grows() -> None:
         run_clean(
             f"""
             import memsaver
+            memsaver.configure(backup_ahead=True)
             held = memsaver.region("a", device="cpu", backup="host")._core.allocate_array({size})
             """,
             MEMSAVER_HOST_DEVICE=str(GIB + os.getpid() % 1000 * PAGE + 5000 * PAGE),

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from memsaver import _core, _pool_client, config
+from memsaver import _core, _pool_client
 from memsaver._torch.ipc import packets
 from memsaver._torch.ipc.handle import Place
 from memsaver._torch.ipc.packets import Message
@@ -27,6 +27,7 @@ from memsaver.errors import Error, ReceiveError
 
 log = logging.getLogger("memsaver")
 
+ANSWER_S = 10.0  # for an answer of the sender
 _EXIT_S = 1.0  # for the thread's end at the interpreter's exit
 _BRIEFLY_S = 0.05  # for a thread that asks the same owner, before the releases for other owners
 _AGAIN_S = 0.05  # between two tries of a release
@@ -106,10 +107,10 @@ class Owner:
         The deadline leaves out the wait for other threads, since the owner is not late because of them. ``wait_s``:
         the bound of this wait, by default that of the answer.
         """
-        if not self._lock.acquire(timeout=config.receive_timeout() if wait_s is None else wait_s):
+        if not self._lock.acquire(timeout=ANSWER_S if wait_s is None else wait_s):
             raise self._late()
         try:
-            deadline = time.monotonic() + config.receive_timeout()
+            deadline = time.monotonic() + ANSWER_S
             if self._channel is None:
                 self._connect(deadline)
             yield deadline
@@ -120,7 +121,7 @@ class Owner:
         self._has_ended = False
         try:
             self._channel = packets.new_socket()
-            self._channel.settimeout(config.receive_timeout())
+            self._channel.settimeout(ANSWER_S)
             self._channel.connect(packets.bound_name(self._address))
             _, user = packets.peer(self._channel)
             # The name of an owner that has exited is free for other users.
@@ -160,7 +161,7 @@ class Owner:
         channel = self._connected()
         self._serial += 1
         try:
-            channel.settimeout(config.receive_timeout() if timeout_s is None else timeout_s)
+            channel.settimeout(ANSWER_S if timeout_s is None else timeout_s)
             packets.send(channel, {**message, "serial": self._serial}, files or [])
         except (TimeoutError, BlockingIOError):  # it has stopped, with many unread messages
             raise self._late() from None
@@ -212,8 +213,7 @@ class Owner:
 
     def _late(self) -> ReceiveError:
         return ReceiveError(
-            f"the sender, process {self._pid}, did not answer within {config.receive_timeout():g} s, expected an "
-            "answer of its thread: configure(receive_timeout=...) sets the bound",
+            f"the sender, process {self._pid}, did not answer within {ANSWER_S:g} s, expected an answer of its thread",
             reason="timeout",
             pid=self._pid,
         )
@@ -291,7 +291,7 @@ class Receiver:
         layout = owner.call(_receive(place, use.claim, is_ready))
         if "key" in layout:
             _pool_client.connect(device)
-            bound = config.receive_timeout()
+            bound = ANSWER_S
             use.memory = _core.attach(device, layout["owner"], place.pid, place.residence, layout["key"], bound)
         else:
             use.memory = owner.borrow(use.claim, layout, device)

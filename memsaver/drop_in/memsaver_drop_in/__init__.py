@@ -17,13 +17,14 @@ def vllm() -> None:
 
 
 def start() -> None:
-    """Prepares the import of torch_memory_saver. ``memsaver_drop_in.pth`` calls it if the variable is set.
+    """Prepares the import of torch_memory_saver. The files of ``memsaver/drop_in/startup.py`` call it.
 
     It runs when Python starts, where an error would be printed and ignored. So errors come with the import.
     """
     names = [part.partition(":")[0].strip() for part in os.environ.get("MEMSAVER_DROP_IN", "").split(",")]
     # A name that does not exist may be a misspelt "tms": the import then raises ConfigError.
-    if any(name not in ("", "vllm") for name in names) and "torch_memory_saver" not in sys.modules:
+    is_prepared = any(isinstance(each, _Finder) for each in sys.meta_path)
+    if any(name not in ("", "vllm") for name in names) and "torch_memory_saver" not in sys.modules and not is_prepared:
         first = ["torch_memory_saver"]
         if os.environ.get("TMS_INIT_ENABLE"):  # the process is managed whether it imports that package or not
             first.append("torch")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from memsaver.config import parse_drop_in
+from memsaver.drop_in import startup
 from memsaver.drop_in.tms.library import FOLDER, preload_variable
 
 LIBRARY = FOLDER / "torch_memory_saver_hook_mode_preload.abi3.so"
@@ -27,6 +28,7 @@ def environment(backup: str, base: Mapping[str, str]) -> dict[str, str]:
     return {
         **base,
         "MEMSAVER_DROP_IN": drop_in,
+        "PYTHONPATH": startup.python_path(base.get("PYTHONPATH", "")),
         "LD_PRELOAD": preload_variable(str(LIBRARY), base.get("LD_PRELOAD", "")),
         "TMS_INIT_ENABLE": "1",
         "TMS_INIT_ENABLE_CPU_BACKUP": str(int(backup == "host")),
