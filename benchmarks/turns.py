@@ -161,7 +161,7 @@ def rank_of_job(rank: int, plan: Plan, directory: str, port: int, queues: Any, b
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(device)
-    memsaver.configure(pool="shared" if plan.way == POOL else "process")
+    memsaver.configure(pool="shared" if plan.way == POOL else "process", patches="multiprocessing")
     tags = (("weights", "kv_cache"), ("params", "moments", "workspace"))[role]
     for builder in range(2):  # one role after the other: there is no room for both
         if builder == role:

@@ -9,7 +9,6 @@ import logging
 import pkgutil
 import sys
 import threading
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # In a source tree, the compiled core is in the installed package.
@@ -25,7 +24,7 @@ except ImportError as error:
         "run `pip install .` with it"
     ) from error
 
-from memsaver import _adapter, config, errors, ledger  # noqa: E402
+from memsaver import _adapter, config, errors  # noqa: E402
 from memsaver import drop_in as drop_in  # noqa: E402
 from memsaver import guests as guests  # noqa: E402
 from memsaver._guests import Guest, register, unregister  # noqa: E402
@@ -56,47 +55,23 @@ from memsaver.transitions import Transition, TransitionFuture, pause, resume, sw
 if TYPE_CHECKING:
     from memsaver._torch.default_pool import default_pool
     from memsaver._torch.graphs import CUDAGraph, graph
-    from memsaver._torch.sharing import Token, attach, share
 
 _WITH_TORCH = {
     "default_pool": "memsaver._torch.default_pool",
     "CUDAGraph": "memsaver._torch.graphs", "graph": "memsaver._torch.graphs",
-    "Token": "memsaver._torch.sharing", "attach": "memsaver._torch.sharing", "share": "memsaver._torch.sharing",
 }  # fmt: skip
 __version__ = "0.1.0"
 __all__ = [
     "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error", "Guest",
-    "GuestError", "OutOfMemoryError", "ReceiveError", "Region", "RegionPausedError", "Token", "Transition",
-    "TransitionFuture", "TransitionRecord", "TransitionStage", "VerifyError", "WaitTimeoutError", "attach", "capturing",
+    "GuestError", "OutOfMemoryError", "ReceiveError", "Region", "RegionPausedError", "Transition",
+    "TransitionFuture", "TransitionRecord", "TransitionStage", "VerifyError", "WaitTimeoutError", "capturing",
     "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "outside", "pause", "phase",
-    "region", "register", "release_host_memory", "resume", "share", "stats", "switch", "trim", "unregister",
+    "region", "register", "release_host_memory", "resume", "stats", "switch", "trim", "unregister",
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)
 
 
-def _torchs_memory(device: str, function: str, without: Any) -> Any:
-    if "torch" not in sys.modules:
-        return without
-    return getattr(import_module("memsaver._torch.ledger"), function)(device)
-
-
-ledger.torch_memory.parts = lambda device: _torchs_memory(device, "parts", [])
-ledger.torch_memory.nbytes = lambda device: _torchs_memory(device, "outside_bytes", 0)
-errors.read_ledger = ledger.for_error
-
-
-def _with_torch(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        text = "this part of memsaver needs torch; expected it from pip install 'memsaver[torch]'"
-        raise ModuleNotFoundError(text, name="torch") from None
-
-
-_adapter.load = lambda: _with_torch("memsaver._torch.routing").Router()
 config.from_environment_of_import()
 atexit.register(_core.stop_background)
 logging.getLogger("memsaver").addHandler(logging.NullHandler())  # without it logging prints warnings
@@ -108,7 +83,7 @@ except (AttributeError, RuntimeError):  # another Python, which lacks it; or the
 
 def __getattr__(name: str) -> Any:
     if name in _WITH_TORCH:  # loaded on the first access
-        return getattr(_with_torch(_WITH_TORCH[name]), name)
+        return getattr(_adapter.with_torch(_WITH_TORCH[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any, Final
 
 from memsaver import _pool_client
+from memsaver._adapter import PATCHES
 from memsaver._arguments import seconds
 from memsaver.broker import job
 from memsaver.errors import ConfigError
@@ -181,6 +182,14 @@ def peers(value: Any) -> str | list[str]:
     if not all(re.fullmatch(r"cuda:[0-9]{1,4}", each) for each in found):
         raise _wrong("peers", value, _PEERS)
     return list(dict.fromkeys(f"cuda:{ordinal(each)}" for each in found))
+
+
+def patches(value: Any) -> list[str]:
+    """Names of changes of torch, each once; the environment separates them by commas."""
+    names = value.split(",") if isinstance(value, str) and value else value
+    if not isinstance(names, (str, list, tuple)) or not set(names) <= set(PATCHES):
+        raise _wrong("patches", value, f"one or several of {', '.join(map(repr, PATCHES))}")
+    return sorted(set(names))
 
 
 def ordinal(device: str) -> int:

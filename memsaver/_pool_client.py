@@ -21,7 +21,6 @@ POOLS = ("process", "shared")
 
 _lock = threading.Lock()
 _shared = False
-_unpooled: dict[tuple[str, str, str], int] = {}  # (tag, device, backup) -> residence in memory of the driver
 _capacity: int | None = None
 _has_sentinel = False
 _has_thread = False
@@ -43,7 +42,7 @@ def set_pool(pool: str) -> None:
             connect(device)
     for device in devices:
         if pool == "shared":
-            _note_unpooled(device)
+            _warn_of_unpooled(device)
         _core.use_pool(device, pool == "shared")
     _shared = pool == "shared"
 
@@ -60,40 +59,21 @@ def join(device: str) -> None:
     """
     if _shared and not _core.in_pool(device):
         connect(device)
+        _warn_of_unpooled(device)
         _core.use_pool(device, True)
 
 
-def join_late(device: str) -> None:
-    """As join(), for a device whose regions were made without Python."""
-    if _shared and not _core.in_pool(device):
-        connect(device)
-        _note_unpooled(device)
-        _core.use_pool(device, True)
-
-
-def _note_unpooled(device: str) -> None:
-    """Notes the regions that have memory of the driver, before a device joins its pool."""
+def _warn_of_unpooled(device: str) -> None:
+    """Names the regions that have memory of the driver, before a device joins its pool."""
     if _core.in_pool(device):
         return
-    outside = []
-    for each in _core.regions():
-        if each.device == device and each.mapped_bytes:
-            _unpooled[each.tag, each.device, each.backup] = each.residence
-            outside.append(each.tag)
+    outside = [each.tag for each in _core.regions() if each.device == device and each.mapped_bytes]
     if outside:
         log.warning(
             "pool='shared' was set after the regions %s: their memory stays outside the pool until they are paused and "
             "resumed",
             ", ".join(map(repr, outside)),
         )
-
-
-def is_pooled(tag: str, device: str, backup: str, residence: int) -> bool:
-    """Whether all memory of a region is from the pool. ``residence``: of the region now.
-
-    A region that had memory of the driver when the device joined has memory of the pool after its next resume.
-    """
-    return _core.in_pool(device) and _unpooled.get((tag, device, backup)) != residence
 
 
 def connect(device: str) -> None:

@@ -14,12 +14,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from memsaver import _core, ledger
+from memsaver import _adapter, _core, ledger
 from memsaver.broker import daemon, discovery, job, procfs
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.chunks import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
-from memsaver.config import Setting, parse_size, settings
+from memsaver.config import Setting, parse_drop_in, parse_size, settings
 from memsaver.drop_in import startup
 from memsaver.drop_in.tms import launch
 from memsaver.errors import BrokerError, ConfigError, Error, gib
@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
     config = commands.add_parser("config", help="show each option, its value, and the source of the value")
     config.add_argument("--json", action="store_true", help="print them as JSON")
+    config.add_argument("--touched", action="store_true", help="show the changes of other libraries' state instead")
     config.set_defaults(run=_config)
     return parser
 
@@ -248,6 +249,8 @@ def _drop_in_path(_: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> int:
+    if options.touched:
+        return _touched(options.json)
     found = settings()
     if options.json:
         print(json.dumps({each.option.name: {"value": each.value, "source": each.source} for each in found}))
@@ -257,6 +260,19 @@ def _config(options: argparse.Namespace) -> int:
     longest = max(len(each.option.name) for each in found)
     for each, value in zip(found, values):
         print(f"{each.option.name:<{longest}} {value:<{width}}  {each.source}")
+    return 0
+
+
+def _touched(as_json: bool) -> int:
+    """Each change that memsaver can make, and whether this process, with its environment, makes it."""
+    asked = {"vllm", "tms"} & parse_drop_in(os.environ.get("MEMSAVER_DROP_IN", "")).keys() | _adapter.wanted()
+    asked |= {each.name for each in _adapter.touched()}
+    if as_json:
+        print(json.dumps([{**dataclasses.asdict(each), "asked": each.name in asked} for each in _adapter.TOUCHES]))
+        return 0
+    for each in _adapter.TOUCHES:
+        print(f"{each.name}: {'asked for' if each.name in asked else 'not asked for'}, by {each.switch}")
+        print(f"  {each.what}")
     return 0
 
 

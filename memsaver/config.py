@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from memsaver import _core, _moves, _parsing, _pool_client
+from memsaver import _adapter, _core, _moves, _parsing, _pool_client
 from memsaver._parsing import DROP_INS as DROP_INS
 from memsaver._parsing import parse_drop_in as parse_drop_in
 from memsaver._parsing import parse_size as parse_size
@@ -153,6 +153,12 @@ OPTIONS: Final = (
         _parsing.peers, _set_peers,
     ),
     Option(
+        "patches", "'captures', 'multiprocessing', both", "none",
+        "Functions of torch that memsaver replaces from then on: docs/what-it-touches.md has their list. In the"
+        " environment commas separate the names.",
+        _parsing.patches, _adapter.patch,
+    ),
+    Option(
         "pool_dir", "absolute path", "/tmp/memsaver-<uid>",
         "Directory of the sockets of shared pools. Only the variable sets it, and it is read whenever a broker is"
         " looked for.",
@@ -181,7 +187,7 @@ OPTIONS: Final = (
 _BY_NAME = {option.name: option for option in OPTIONS}
 _DEFAULTS = {
     "close_on_fork": False, "pool": "process", "retain": 0, "backup_ahead": False, "peers": "auto",
-    "memory_timeout": 0.0, "verify": False,
+    "memory_timeout": 0.0, "patches": [], "verify": False,
 }  # fmt: skip
 _values: dict[str, Any] = {}
 _sources: dict[str, str] = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from memsaver.process_names import process_name
@@ -12,14 +13,6 @@ GIB = 1 << 30
 _UNCHANGED = "; nothing has changed"
 
 log = logging.getLogger("memsaver")
-
-
-def _no_ledger(device: str) -> tuple[list[dict[str, Any]], list[str]]:
-    return [], []
-
-
-# Returns the ledger of a device, as dictionaries and as lines of text. memsaver/__init__.py sets it.
-read_ledger: Callable[[str], tuple[list[dict[str, Any]], list[str]]] = _no_ledger
 
 
 class Error(RuntimeError):
@@ -389,7 +382,8 @@ def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
 
 def _ledger(device: str) -> tuple[list[dict[str, Any]], list[str]]:
     try:
-        return read_ledger(device)
+        found: tuple[list[dict[str, Any]], list[str]] = import_module("memsaver.ledger").for_error(device)
+        return found
     except Exception as error:  # it must not hide the error that it belongs to
         log.debug("no ledger of %s: %r", device, error)
         return [], []

@@ -14,7 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from memsaver import _core, _guests, _pool_client, ledger
-from memsaver._adapter import adapter, loaded
+from memsaver._adapter import adapter, loaded, wanted
 from memsaver._arguments import READERS_S, Bounds, check_tag, device_name
 from memsaver.errors import Error, RegionPausedError
 from memsaver.policies import BACKUPS, Backup, Restore, check_backup
@@ -558,8 +558,8 @@ def region(
 
 
 def _observe_captures(device: str) -> None:
-    """Loads the adapter, which observes all captures from then on, if torch can capture on the device."""
-    if device != "cpu" and "torch" in sys.modules:
+    """Loads the adapter, which observes captures, if the program asks for it and torch can capture on the device."""
+    if "captures" in wanted() and device != "cpu" and "torch" in sys.modules:
         adapter()
 
 

@@ -333,11 +333,6 @@ MUTANTS = [
         ["drop_in/test_tagged.py::test_memory_of_torch_memory_saver_has_little_slack"],
     ),
     Mutant(
-        "old_tokens_are_served",
-        "lending: memory is lent for a token that was made before a pause",
-        ["integration/test_sharing.py::test_a_token_of_an_earlier_residence_is_refused"],
-    ),
-    Mutant(
         "dropped_pieces_stay_mapped",
         "default pool: the memory of a piece that torch unmaps stays with the region",
         ["unit/test_default_pool.py::test_a_chunk_serves_one_piece_alone"],

@@ -267,7 +267,7 @@ def nurse(file: int) -> None:
     """The process that workers are forked from."""
     import torch  # noqa: F401
 
-    import memsaver._torch.sharing  # noqa: F401
+    import memsaver._torch.ipc.patches  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no test reads their exit status
     channel = socket.socket(fileno=file)
@@ -307,11 +307,6 @@ def raised(act: Callable[[], object], kind: type[Exception] = memsaver.Error) ->
     except kind as error:
         return error
     raise AssertionError("it raised nothing")
-
-
-def attach_and_leave(token: Any) -> None:
-    with memsaver.attach(token):
-        pass
 
 
 def claim(nbytes: int) -> None:

@@ -36,7 +36,7 @@ _DISTRIBUTED = [
 ]
 
 # Classes that the library alone constructs.
-NOT_CONSTRUCTIBLE = {memsaver.Region, memsaver.Token, memsaver.TransitionFuture, memsaver.transitions.Prepared}
+NOT_CONSTRUCTIBLE = {memsaver.Region, memsaver.TransitionFuture, memsaver.transitions.Prepared}
 
 
 @dataclass(frozen=True)

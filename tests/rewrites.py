@@ -391,14 +391,6 @@ REWRITES = [
         ["integration/test_shared_pool.py::test_a_client_whose_broker_has_just_shut_down_joins_the_next_one"],
     ),
     Rewrite(
-        "earlier_memory_counts_for_the_pool",
-        "ledger: memory from before the shared pool counts as memory of the pool",
-        "memsaver/_pool_client.py",
-        "            _note_unpooled(device)\n",
-        "            pass\n",
-        ["integration/test_sharing.py::test_memory_of_the_driver_cannot_be_shared"],
-    ),
-    Rewrite(
         "numbers_of_the_node_are_those_of_cuda",
         "Ray: the number of a GPU on the node is taken for that of CUDA in the process",
         "memsaver/ray/placement.py",

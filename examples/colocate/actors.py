@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ class Worker(Colocated):
 
     def _join(self) -> None:
         """Make the device's first region. This joins the device's pool, and stats() has the device from now on."""
-        memsaver.configure(pool_capacity=self.capacity, pool=self.pool)
+        memsaver.configure(pool_capacity=self.capacity, pool=self.pool, patches="multiprocessing")
         memsaver.region(self.largest, device=str(self.device))
 
     def device_bytes(self) -> int:
@@ -194,8 +194,9 @@ class EngineWorker(Worker):
     def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
         return self.engine.generate(prompts, sampling)
 
-    def share_weights(self) -> memsaver.Token:
-        return self.engine.share_weights()
+    def share_weights(self) -> tuple[str, bytes]:
+        """The UUID of the device, and the pickled weights."""
+        return self._figures()["uuid"], self.engine.share_weights()
 
     def compare_bucket(self, bucket: dict[str, Tensor]) -> tuple[int, list[str]]:
         """The number of these weights, and the names of those that differ from the engine's."""
@@ -331,21 +332,21 @@ class TrainerWorker(Worker):
     def addresses(self) -> dict[str, int]:
         return self.trainer.addresses()
 
-    def write_weights(self, tokens: Sequence[memsaver.Token]) -> WeightsWritten:
-        """Write the weights into the engines' tensors, without a copy in between. `tokens`: of all engines.
+    def write_weights(self, shared: Sequence[tuple[str, bytes]]) -> WeightsWritten:
+        """Write the weights into the engines' tensors, without a copy in between. `shared`: of all engines.
 
         If all are on one device, every rank writes its shards into every engine. A rank on a device of its own does
         not reach the other engines: there all ranks gather, and each writes full weights into the engine on its device.
         """
-        gather = len(self._devices | {token.device_uuid for token in tokens}) > 1
+        gather = len(self._devices | {uuid for uuid, _ in shared}) > 1
         self._synchronize()
         begin = time.perf_counter()
-        with ExitStack() as leases:
-            targets = [leases.enter_context(memsaver.attach(each)) for each in tokens if each.device_uuid == self._uuid]
-            attached = time.perf_counter()
-            written = self.trainer.write_weights(targets, gather)
-            self._synchronize()
-            ended = time.perf_counter()
+        targets = [pickle.loads(weights) for uuid, weights in shared if uuid == self._uuid]
+        attached = time.perf_counter()
+        written = self.trainer.write_weights(targets, gather)
+        self._synchronize()
+        ended = time.perf_counter()
+        targets.clear()  # the engines' next pause waits for the end of these
         read = written * 4 // self.recipe.model.dtype.itemsize  # from fp32
         way = "gathered" if gather else "shards"
         return WeightsWritten(way, read + written, attached, ended, time.perf_counter() - begin)

@@ -36,8 +36,8 @@ class WeightSync:
             yield pairs[0][1]
 
     def _write(self) -> list[WeightsWritten]:
-        tokens = ray.get([engine.share_weights.remote() for engine in self._engines])
-        written: list[WeightsWritten] = ray.get([trainer.write_weights.remote(tokens) for trainer in self._trainers])
+        shared = ray.get([engine.share_weights.remote() for engine in self._engines])
+        written: list[WeightsWritten] = ray.get([trainer.write_weights.remote(shared) for trainer in self._trainers])
         return written
 
     def _send(self) -> list[WeightsWritten]:

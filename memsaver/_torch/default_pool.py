@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from memsaver import _core, _pool_client
-from memsaver._adapter import adapter
+from memsaver._adapter import adapter, note, patch
 from memsaver._arguments import check_tag, device_name
 from memsaver._torch.pools import DEFAULT_POOL, LIBRARY, plain_allocator, snapshot
 from memsaver._torch.side_pools import side_pools
@@ -84,7 +84,9 @@ def default_pool(tag: str = "torch", device: str | torch.device | None = None, b
             raise Error(f"torch's allocator is {backend!r}, expected 'native'")
         if reason := _core.bind_default_pools(LIBRARY):
             raise Error(f"torch's default pool cannot be a region: {reason}")
+        note("default pool")
         _pool_client.join(name)
+        patch(["captures"])
         router = adapter()
         if settings is not None:
             _apply(*settings)

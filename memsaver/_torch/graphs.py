@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,10 +71,14 @@ class CUDAGraph(torch.cuda.CUDAGraph):
             pool: The id of a memory pool. If it is that of a region's pool, the graph needs the region.
             kwargs: As for ``torch.cuda.CUDAGraph.capture_begin``.
         """
-        super().capture_begin(pool=pool, **kwargs)
+        adapter().capture_begin(self, pool, partial(super().capture_begin, pool=pool, **kwargs))
         region = adapter().graph_region(tuple(pool)) if pool is not None else None
         if region is not None:
             self._add_needs([region])
+
+    def capture_end(self) -> None:
+        """Ends a capture, as ``torch.cuda.CUDAGraph`` does. ``memsaver.graph()`` calls it."""
+        adapter().capture_end(self, super().capture_end)
 
     def replay(self) -> None:
         """Launches the graph on the current stream. No pause of its regions begins before the launch is queued.

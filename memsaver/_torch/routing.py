@@ -12,15 +12,16 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from memsaver import _caches, _core
+from memsaver import _adapter, _caches, _core
 from memsaver._adapter import Ranges
 from memsaver._torch.checksums import Checksums
 from memsaver._torch.default_pool import default_pools
@@ -112,7 +113,7 @@ class HostMode(TorchFunctionMode):
 
 
 class Router:
-    """Implements memsaver._adapter.Adapter.
+    """The calls that regions and transitions make into torch.
 
     It records the regions that each thread has entered, and sets the pools from which torch allocates.
     """
@@ -128,9 +129,9 @@ class Router:
         self.check_contents = self._checksums.check
         self.forget_contents = self._checksums.forget
         self.withdraw = patches.withdraw
-        patches.install()
+        self._captures: dict[int, tuple[Callable[[], object], Any]] = {}  # by the id of the graph
+        self._observes_captures = False
         _caches.start()
-        self._observe_captures()
         atexit.register(self._keep_pools)
 
     # Entering and leaving
@@ -475,37 +476,58 @@ class Router:
         for pools in self._pools.values():
             pools.keep_forever()
 
-    # Captures by all users of torch
+    # Changes of torch, and captures
+
+    def patch(self, names: Collection[str]) -> None:
+        """Replaces functions of torch: see docs/what-it-touches.md. Again: no-op."""
+        if "captures" in names and not self._observes_captures:
+            self._observes_captures = True
+            self._observe_captures()
+        if "multiprocessing" in names:
+            patches.install()
 
     def _observe_captures(self) -> None:
-        """Reports every capture by torch to the core: a device-wide wait would break a capture under way."""
-        running: dict[int, tuple[Callable[[], object], Any]] = {}
         original_begin, original_end = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
 
         def capture_begin(graph: torch.cuda.CUDAGraph, pool: Any = None, *args: Any, **kwargs: Any) -> None:
-            _core.capture_begins()
-            ends = weakref.finalize(graph, _core.capture_ends)  # also when a graph goes away in mid-capture
-            ends.atexit = False
-            try:
-                original_begin(graph, pool, *args, **kwargs)
-            except BaseException:
-                ends()
-                raise
-            running[id(graph)] = ends, pool
+            self.capture_begin(graph, pool, partial(original_begin, graph, pool, *args, **kwargs))
 
         def capture_end(graph: torch.cuda.CUDAGraph) -> None:
-            ends, pool = running.pop(id(graph), (lambda: None, None))
-            try:
-                original_end(graph)
-            except BaseException:
-                if pool is not None:
-                    self._capture_failed(graph, tuple(pool))
-                raise
-            finally:
-                ends()
+            self.capture_end(graph, partial(original_end, graph))
 
         torch.cuda.CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign,assignment]
         torch.cuda.CUDAGraph.capture_end = capture_end  # type: ignore[method-assign,assignment]
+        _adapter.note("captures")
+
+    def capture_begin(self, graph: torch.cuda.CUDAGraph, pool: Any, begin: Callable[[], None]) -> None:
+        """Begins a capture and tells the core of it: a device-wide wait would break a capture under way."""
+        if id(graph) in self._captures:  # a memsaver.CUDAGraph, whose method calls that of torch
+            begin()
+            return
+        _core.capture_begins()
+        ends = weakref.finalize(graph, self._capture_ended, id(graph))  # also when a graph goes away in mid-capture
+        ends.atexit = False
+        self._captures[id(graph)] = ends, pool
+        try:
+            begin()
+        except BaseException:
+            ends()
+            raise
+
+    def capture_end(self, graph: torch.cuda.CUDAGraph, end: Callable[[], None]) -> None:
+        ends, pool = self._captures.pop(id(graph), (lambda: None, None))
+        try:
+            end()
+        except BaseException:
+            if pool is not None:
+                self._capture_failed(graph, tuple(pool))
+            raise
+        finally:
+            ends()
+
+    def _capture_ended(self, key: int) -> None:
+        self._captures.pop(key, None)
+        _core.capture_ends()
 
     def _capture_failed(self, graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int]) -> None:
         """Stops torch's routing to the pool of a capture that could not end.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Final, Literal
 
+from memsaver._adapter import PATCHES, note, patch
 from memsaver.config import DROP_INS, parse_drop_in
 from memsaver.drop_in.errors import DropInError
 
@@ -87,11 +88,13 @@ def install(name: str) -> None:
     def activate(replace: Callable[[], tuple[str, ...]], logger: logging.Logger) -> None:
         with _stepping_aside(name, version, mode):
             _states[name] = DropIn(name, version, "active", replace())
+            patch(PATCHES)
             logger.info("%s", _states[name])
 
     with _stepping_aside(name, version, mode):
         library.check(version)
         _states[name] = DropIn(name, version, "waiting")
+        note(name)
         library.replace(activate)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroup, Store
 
+from memsaver._adapter import note
 from memsaver._arguments import seconds, several
 from memsaver._guests import Guest
 from memsaver.errors import Error
@@ -290,6 +291,7 @@ def _replace(old: ProcessGroup, new: ProcessGroup) -> None:
         groups[:] = [new if each is old else each for each in groups]
     c10d._unregister_process_group(name)
     c10d._register_process_group(name, new)
+    note("process groups")
 
 
 def _forget(made: ProcessGroup) -> None:

@@ -125,6 +125,6 @@ def _unattributed_bytes(device: str) -> int | None:
     if nbytes is None or elsewhere is None:
         return None
     known = figures["retained_bytes"] + sum(row["mapped_bytes"] for row in figures["regions"])
-    known += torch_memory.read(torch_memory.nbytes, device, 0)
+    known += torch_memory.nbytes(device)
     known += sum(nbytes for *_, nbytes in parts(device) + stacks(device, figures["stack_bytes"]))
     return int(nbytes - elsewhere + figures["pooled_bytes"] - known)

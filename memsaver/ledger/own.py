@@ -56,7 +56,7 @@ def _own(device: str) -> Own:
 def _other_parts(device: str, figures: dict[str, Any]) -> list[Part]:
     """The parts of this process beside its regions."""
     parts: list[Part] = [("retained", "", "", figures["retained_bytes"])]
-    parts += torch_memory.read(torch_memory.parts, device, [])
+    parts += torch_memory.parts(device)
     if _core.device_names() == [device]:  # a guest does not tell the device of its bytes
         parts += [("guest", row["name"], row["state"], row["nbytes"] or 0) for row in _guests.rows()]
     parts += measurements.parts(device) + measurements.stacks(device, figures["stack_bytes"])

@@ -1,9 +1,10 @@
-"""torch's memory outside of regions, by functions that memsaver/__init__.py sets."""
+"""torch's memory outside of regions."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import sys
+from importlib import import_module
 from typing import Any
 
 from memsaver.ledger.rows import Part
@@ -11,23 +12,22 @@ from memsaver.ledger.rows import Part
 log = logging.getLogger("memsaver")
 
 
-def _no_torch(device: str) -> list[Part]:
-    return []
+def parts(device: str) -> list[Part]:
+    found: list[Part] = _figure("parts", device, [])
+    return found
 
 
-def _no_torch_bytes(device: str) -> int:
-    return 0
+def nbytes(device: str) -> int:
+    """The sum of parts(), without making a list of blocks."""
+    return int(_figure("outside_bytes", device, 0))
 
 
-# memsaver/__init__.py sets these, because only that file imports both sides. They must not load torch.
-parts: Callable[[str], list[Part]] = _no_torch
-nbytes: Callable[[str], int] = _no_torch_bytes  # the sum of parts(), without making a list of blocks
-
-
-def read(figure: Callable[[str], Any], device: str, missing: Any) -> Any:
-    """Figures of torch. Some versions and allocators of torch lack them: ``missing`` if the call raises."""
+def _figure(function: str, device: str, missing: Any) -> Any:
+    """A figure of torch, if torch is loaded. ``missing``: the answer where torch, or this version of it, has none."""
+    if "torch" not in sys.modules:
+        return missing
     try:
-        return figure(device)
+        return getattr(import_module("memsaver._torch.ledger"), function)(device)
     except Exception as error:
         log.debug("torch does not tell its memory on %s: %r", device, error)
         return missing

@@ -36,6 +36,7 @@ def common(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 def test_the_unpickler_takes_handles_after_the_drop_in(common: types.ModuleType) -> None:
+    memsaver.configure(patches="multiprocessing")
     tensor = memsaver.region("sglang", device="cpu", backup="host").empty((4,)).fill_(2)
     sent = bytes(ForkingPickler.dumps({"weight": tensor}))
     with pytest.raises(RuntimeError, match="Blocked unsafe class loading .memsaver"):

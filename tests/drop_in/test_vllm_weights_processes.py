@@ -64,7 +64,9 @@ def engine_of(broker: Running, tmp_path: Path) -> Callable[..., Worker]:
     """Makes a process with vLLM that has the engine of a rank."""
     fake_vllm.write(tmp_path)
     path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
-    return lambda *arguments: Worker(broker, path, HERE, f"engine = EngineRank(*{arguments!r})")
+    return lambda *arguments: Worker(
+        broker, path, HERE, f"engine = EngineRank(*{arguments!r})", MEMSAVER_PATCHES="multiprocessing"
+    )
 
 
 def test_trainer_writes_weights_of_each_rank_in_place(broker: Running, engine_of: Callable[..., Worker]) -> None:

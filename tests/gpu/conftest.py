@@ -13,6 +13,7 @@ import memsaver
 from tests.gpu.fixtures import Inside, Make, Neighbour
 
 _numbers = itertools.count()
+memsaver.configure(patches="captures")  # tests capture plain graphs of torch
 
 
 @pytest.fixture

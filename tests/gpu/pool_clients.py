@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc  # noqa: F401  # for statements of tests
 import os
+import pickle  # noqa: F401
 import random
 import signal
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler  # noqa: F401
 
 import torch
+import torch.multiprocessing  # registers the reducers of tensors
 
 import memsaver
 from memsaver import _core

@@ -251,6 +251,7 @@ def test_a_tensor_travels_and_the_pause_waits_for_its_receiver() -> None:
         import pickle, subprocess
         import torch.multiprocessing
         from multiprocessing.reduction import ForkingPickler
+        memsaver.configure(patches="multiprocessing")
         tensor = full(100, 9)
         sent = bytes(ForkingPickler.dumps(tensor)).hex()
         receive = "import pickle, sys, torch, memsaver; got = pickle.loads(bytes.fromhex(sys.stdin.readline()));"

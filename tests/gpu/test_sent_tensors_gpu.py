@@ -30,6 +30,9 @@ TENSORS = (
 SLEEP = "torch.cuda._sleep(3_000_000_000)"
 
 
+PATCHES = {"MEMSAVER_PATCHES": "captures,multiprocessing"}
+
+
 @pytest.fixture(params=["process", "shared"])
 def pool(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -43,7 +46,7 @@ def broker() -> Iterator[Running]:
 
 @pytest.fixture
 def owner(broker: Running, pool: str) -> Iterator[Worker]:
-    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool) as worker:
+    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool, **PATCHES) as worker:
         worker.run("region = memsaver.region('weights', 'cuda:0', 'host')")
         worker.run("with region: weights = torch.arange(64 * 4096.0, device='cuda:0').view(64, 4096)")
         yield worker
@@ -51,7 +54,7 @@ def owner(broker: Running, pool: str) -> Iterator[Worker]:
 
 @pytest.fixture
 def other(broker: Running, pool: str) -> Iterator[Worker]:
-    with Worker(broker, *IMPORTS, "torch.zeros(1, device='cuda:0')", MEMSAVER_POOL=pool) as worker:
+    with Worker(broker, *IMPORTS, "torch.zeros(1, device='cuda:0')", MEMSAVER_POOL=pool, **PATCHES) as worker:
         yield worker
 
 

@@ -43,9 +43,9 @@ def held(broker: Running, worker: Worker) -> int:
 
 
 def hand_over(owner: Worker, other: Worker, what: str) -> None:
-    text = owner.run(f"print(pickle.dumps(memsaver.share({what})).hex())")
-    other.run(f"token = pickle.loads(bytes.fromhex({text!r}))")
-    other.run("attached = contextlib.ExitStack(); tensors = attached.enter_context(memsaver.attach(token))")
+    owner.run("memsaver.configure(patches='multiprocessing')")
+    text = owner.run(f"print(bytes(ForkingPickler.dumps({what})).hex())")
+    other.run(f"tensors = pickle.loads(bytes.fromhex({text!r}))")
 
 
 @pytest.mark.parametrize("backup", ["host", "none"])
@@ -118,7 +118,7 @@ def test_views_of_fused_weights_are_shared_without_a_copy(broker: Running) -> No
         assert "AttachedError" in owner.fails("memsaver.pause(reader_timeout=0.2)")
         owner.run("assert all((t == n + 1).all() for n, t in enumerate(named.values()))")
         owner.run("assert torch.equal(qkv[1024:2048], k) and (gate_up[1] == 5).all()")
-        other.run("attached.close()")
+        other.run("del tensors; gc.collect()")
         owner.run("memsaver.pause(reader_timeout=30); memsaver.resume(memory_timeout=30)")
         owner.run("assert all((t == n + 1).all() for n, t in enumerate(named.values()))")
 
@@ -127,7 +127,7 @@ def test_detaching_waits_for_kernels_of_the_attached_process(broker: Running) ->
     with Worker(broker, IMPORTS) as owner, Worker(broker, IMPORTS) as other:
         owner.run(f"numbers = Numbers('weights', {512 * MIB}, 'host')")
         hand_over(owner, other, "numbers.tensor")
-        other.run("torch.cuda._sleep(1_000_000_000); tensors.fill_(5); attached.close()")
+        other.run("torch.cuda._sleep(1_000_000_000); tensors.fill_(5); del tensors; gc.collect()")
         owner.run("assert (numbers.tensor == 5).all(); memsaver.pause(reader_timeout=30)")
 
 

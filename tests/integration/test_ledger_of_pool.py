@@ -124,14 +124,14 @@ def test_memory_that_another_process_is_attached_to_counts_for_its_owner(
         (two.pid, "region", "c"): mapped(two, "c"),
         (broker.process.pid, "pool idle", ""): broker.status()["idle_bytes"],
     }
-    one.run("tensor = memsaver.region('a').empty(1000)")
-    token = one.run("import pickle; print(pickle.dumps(memsaver.share(tensor)).hex())")
-    two.run(f"import pickle, contextlib; token = pickle.loads(bytes.fromhex('{token}'))")
-    two.run("stack = contextlib.ExitStack(); view = stack.enter_context(memsaver.attach(token))")
+    one.run("memsaver.configure(patches='multiprocessing'); tensor = memsaver.region('a').empty(1000)")
+    one.run("import torch.multiprocessing; from multiprocessing.reduction import ForkingPickler")
+    sent = one.run("print(ForkingPickler.dumps(tensor).hex())")
+    two.run(f"import pickle; view = pickle.loads(bytes.fromhex('{sent}'))")
     assert broker.row(two.pid)["attached_bytes"] > 0
     expected[one.pid, "region", "a"] = mapped(one, "a")
     check_everywhere(broker, expected, one, two)
-    two.run("stack.close()")
+    two.run("del view")
 
 
 def test_a_process_outside_of_the_pool_sees_each_byte_once(broker: Running, one: Worker) -> None:

@@ -22,6 +22,7 @@ from tests.support import MIB, until
 CAPACITY = 128 * MIB
 IMPORTS = (
     "import gc, torch; from torch.multiprocessing import reductions; from memsaver._torch.ipc import handle, patches",
+    "from memsaver._torch.ipc import receiver",
     "from multiprocessing.reduction import ForkingPickler",
     "dumps = lambda value: print(bytes(ForkingPickler.dumps(value)).hex())",
     # torch.multiprocessing's functions for CUDA, with storages of the host.
@@ -45,7 +46,7 @@ def broker() -> Iterator[Running]:
 
 @pytest.fixture
 def owner(broker: Running, pool: str) -> Iterator[Worker]:
-    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool) as worker:
+    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool, MEMSAVER_PATCHES="multiprocessing") as worker:
         worker.run("region = memsaver.region('weights', 'cpu', 'host')")
         worker.run("weights = region.empty((3, 4, 5), torch.float32).copy_(torch.arange(60.0).view(3, 4, 5))")
         yield worker
@@ -53,7 +54,7 @@ def owner(broker: Running, pool: str) -> Iterator[Worker]:
 
 @pytest.fixture
 def other(broker: Running, pool: str) -> Iterator[Worker]:
-    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool) as worker:
+    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool, MEMSAVER_PATCHES="multiprocessing") as worker:
         yield worker
 
 
@@ -209,6 +210,7 @@ def _receive(queue: Any, answers: Any) -> None:
 
 @pytest.mark.isolated
 def test_a_queue_of_torch_passes_tensors_of_regions() -> None:
+    memsaver.configure(patches="multiprocessing")
     region = memsaver.region("weights", device="cpu", backup="host")
     tensor = region.empty((1000,), torch.float32).fill_(1)
     context = mp.get_context("spawn")
@@ -362,7 +364,7 @@ def test_a_pause_waits_for_the_receiver_and_goes_on(owner: Worker, other: Worker
 
 def test_nobody_receives_during_a_pause(broker: Running, owner: Worker, other: Worker, pool: str) -> None:
     hand_over(owner, other, "weights")
-    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool) as third:
+    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool, MEMSAVER_PATCHES="multiprocessing") as third:
         send(owner, third, "weights")
         owner.run("import threading; paused = threading.Thread(target=memsaver.pause); paused.start()")
         until(lambda: owner.run("print(region.state)") == "pausing")
@@ -565,20 +567,20 @@ def test_the_name_of_a_dead_owner_serves_no_other_user(broker: Running, owner: W
 
 def test_an_owner_that_does_not_answer_is_named_and_can_be_asked_again(owner: Worker, other: Worker) -> None:
     send(owner, other, "weights")
-    other.run("pickle.loads(sent); gc.collect(); patches.receiver.ANSWER_S = 0.2")
+    other.run("pickle.loads(sent); gc.collect(); receiver.ANSWER_S = 0.2")
     owner.stop()
     text = other.fails("pickle.loads(sent)")
     assert text.startswith("ReceiveError") and f"process {owner.pid}, did not answer within 0.2 s" in text
     assert other.run("print(error.reason)") == "timeout"
     owner.go_on()
-    other.run("patches.receiver.ANSWER_S = 60; got = pickle.loads(sent); assert got.sum() == 1770; del got")
+    other.run("receiver.ANSWER_S = 60; got = pickle.loads(sent); assert got.sum() == 1770; del got")
     owner.run("memsaver.pause(reader_timeout=30)")  # the claim that got no answer has ended too
 
 
 @pytest.fixture
 def second(broker: Running, pool: str) -> Iterator[Worker]:
     """Another owner."""
-    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool) as worker:
+    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool, MEMSAVER_PATCHES="multiprocessing") as worker:
         worker.run(
             "region = memsaver.region('second', 'cpu', 'host'); block = region.empty((8,), torch.float32).fill_(2)"
         )
@@ -593,7 +595,7 @@ def test_an_owner_that_does_not_answer_delays_no_receipts_from_others(
     owner: Worker, second: Worker, other: Worker
 ) -> None:
     send(owner, other, "weights")
-    other.run("first = sent; patches.receiver.ANSWER_S = 20")
+    other.run("first = sent; receiver.ANSWER_S = 20")
     send(second, other, "block")
     owner.stop()
     other.run(f"{WAITING.replace('sent', 'first')}; late = []; waiting.start()")
@@ -610,7 +612,7 @@ def test_an_owner_that_does_not_answer_delays_no_releases_for_others(
     hand_over(owner, other, "weights", "rest")
     owner.run("more = region.empty((4,), torch.float32).fill_(3)")
     send(owner, other, "more")
-    other.run("patches.receiver.ANSWER_S = 60")
+    other.run("receiver.ANSWER_S = 60")
     owner.stop()
     other.run(f"{WAITING}; late = []; waiting.start()")
     until(lambda: other.run("print(any(each._lock.locked() for each in patches._receiver._owners.values()))") == "True")

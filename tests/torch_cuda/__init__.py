@@ -121,6 +121,7 @@ def environment(version: str, **options: Any) -> dict[str, str]:
     libraries = os.pathsep.join([str(runtime(version)), found["LD_LIBRARY_PATH"]])
     paths = os.pathsep.join(filter(None, [str(folder(version)), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     found |= {"LD_LIBRARY_PATH": libraries, "CUDA_MODULE_LOADING": "LAZY"}
+    found["MEMSAVER_PATCHES"] = "captures"  # programs capture plain graphs
     found["PYTHONDONTWRITEBYTECODE"] = ""  # unset: torch has 2,000 files
     return {**with_paths(**found), "PYTHONPATH": paths}
 

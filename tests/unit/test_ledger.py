@@ -417,7 +417,7 @@ def test_a_failing_account_does_not_hide_the_error(make: Make, monkeypatch: pyte
     def fails(device: str) -> Any:
         raise OSError("no account")
 
-    monkeypatch.setattr(errors, "read_ledger", fails)
+    monkeypatch.setattr(ledger, "for_error", fails)
     with pytest.raises(memsaver.OutOfMemoryError) as caught:
         make().empty(1 << 50)
     assert caught.value.ledger == [] and "\n" not in str(caught.value)

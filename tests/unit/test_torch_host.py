@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -391,7 +391,7 @@ def test_a_thread_that_ended_inside_a_region_counts_as_having_left(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception | None
 ) -> None:
     """Also for torch: its route ends, and its pool is idle."""
-    region, closed, adapter = make(), make(), cast(Router, memsaver._adapter.adapter())
+    region, closed, adapter = make(), make(), memsaver._adapter.adapter()
     ended: list[tuple[object, ...]] = []
     pool: Any = object()
     pools: Any = SimpleNamespace(take_back=lambda pool: ended.append(("idle", pool)), have_little_free=True)
@@ -435,7 +435,7 @@ def test_a_new_thread_with_the_number_of_an_ended_one_is_not_inside_its_region(m
         thread = threading.Thread(target=entered.__enter__)
         thread.start()
         thread.join()
-    assert not cast(Router, memsaver._adapter.adapter()).is_entered(region)
+    assert not memsaver._adapter.adapter().is_entered(region)
     region.close()
     other.close()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+import torch.multiprocessing  # registers the reducers of tensors
 from torch import Tensor
-
-import memsaver
 
 from .attention import Caches, DecodeAttention
 from .block_manager import BlockManager
@@ -206,17 +206,17 @@ class Engine:
         self.drop_prefix_cache()
         self.model.load_weights(named_tensors, partial)
 
-    def share_weights(self) -> memsaver.Token:
+    def share_weights(self) -> bytes:
         """Offer the weights, by Hugging Face name, to a process that writes new ones; drop the prefix cache.
 
-        The token is valid until the weights are paused. The other process must detach before the next step. Needs the
-        weights' region alone, in a shared pool, and no running requests.
+        The result is a pickled dictionary of tensors. It is valid until the weights are paused. The other process must
+        drop the tensors before the next step. Needs the weights' region alone, and no running requests.
         """
         self._check_whole()
         self.memory.weights.check_active("be shared")
         self.settle()
         self.drop_prefix_cache()
-        return memsaver.share(self.model.parameters)
+        return bytes(ForkingPickler.dumps(self.model.parameters))
 
     def differing_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Names of those that are not, bit for bit, the weights that the engine has."""

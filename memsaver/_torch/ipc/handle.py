@@ -6,7 +6,7 @@ import json
 from dataclasses import astuple, dataclass
 from typing import Any, Final
 
-from memsaver._adapter import adapter
+from memsaver._adapter import PATCHES, adapter, patch
 
 # torch's own handles begin with a byte for their version.
 _MAGIC: Final = b"memsaver-storage\0"
@@ -24,6 +24,7 @@ def received(data: bytes) -> Handle:
 
     It prepares torch there: its storages, and the observation of captures, in which no memory can be unmapped.
     """
+    patch(PATCHES)
     adapter()
     return Handle(data)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from memsaver import _core, regions
+from memsaver import _adapter, _core, regions
 from memsaver._torch.ipc.handle import Handle, Place, parsed
 from memsaver._torch.ipc.receiver import Receiver
 from memsaver._torch.ipc.server import Servers
@@ -35,6 +35,7 @@ def install() -> None:
             _extend_cuda_storages()
             _extend_host_storages()
             os.register_at_fork(after_in_child=_after_fork)
+            _adapter.note("multiprocessing")
             _is_installed = True
 
 

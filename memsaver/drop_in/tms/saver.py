@@ -155,7 +155,7 @@ class TorchMemorySaver:
             # Empty regions stay active, for allocations while the others are paused.
             chosen = [each for each in self._chosen(tag) if each.state == "active" and each.allocated_bytes]
             for device in {each.device for each in chosen}:
-                _pool_client.join_late(device)
+                _pool_client.join(device)
             with impl.default_pool.leaving(chosen):
                 self._retained.drop(chosen)
                 transitions.pause(chosen)

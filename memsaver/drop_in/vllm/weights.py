@@ -10,12 +10,13 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import torch
+import torch.multiprocessing  # registers the reducers of tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memsaver._torch.sharing import Token, attach, share
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.vllm.sources import PROCESSED
 
@@ -40,7 +41,7 @@ class Piece:
         offset: First element of the part within the weight.
         shape: Shape of the part, in elements.
         stride: Strides of the part within the contiguous weight, in elements.
-        target: Name of the target in the token.
+        target: Name of the target.
         fill: The value that the target gets instead of a part of the weight, as rows of padding do. None: no fill.
     """
 
@@ -54,17 +55,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """The pieces of one rank of vLLM, and the token of their targets. It can be pickled.
+    """The pieces of one rank of vLLM, and their targets. It can be pickled.
 
     Attributes:
         specs: Shape and dtype by name of each weight of the checkpoint.
         pieces: All copies that a load of the checkpoint makes on this rank.
-        token: For :func:`memsaver.attach`. Valid until the next pause of the weights.
+        targets: The tensors of the parameters by name, as ``ForkingPickler`` pickles them. Valid until the next pause
+            of the weights.
     """
 
     specs: dict[str, Spec]
     pieces: tuple[Piece, ...]
-    token: Token
+    targets: bytes
 
 
 def find_pieces(model: LoadableModel, specs: Mapping[str, Spec]) -> tuple[list[Piece], dict[str, torch.Tensor]]:
@@ -126,16 +128,14 @@ def _piece(write: _Write, target: str, by_storage: Mapping[int, str]) -> Piece:
 
 
 def make_plan(model: LoadableModel, specs: Mapping[str, Spec]) -> WeightPlan:
-    """:func:`find_pieces`, with a token of the targets.
+    """:func:`find_pieces`, with the targets for another process.
 
     Raises:
         DropInError: As find_pieces().
-        memsaver.ConfigError: The weights are not in a shared pool.
     """
     pieces, targets = find_pieces(model, specs)
-    return WeightPlan(
-        {name: (tuple(shape), dtype) for name, (shape, dtype) in specs.items()}, tuple(pieces), share(targets)
-    )
+    plain = {name: (tuple(shape), dtype) for name, (shape, dtype) in specs.items()}
+    return WeightPlan(plain, tuple(pieces), bytes(ForkingPickler.dumps(targets)))
 
 
 class AttachedWeights:
@@ -190,22 +190,25 @@ def _part(weight: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 @contextmanager
-def attached(plan: WeightPlan | bytes, *, timeout: float = 10.0) -> Iterator[AttachedWeights]:
+def attached(plan: WeightPlan | bytes) -> Iterator[AttachedWeights]:
     """The weights of one rank of vLLM, to be written by this process, without a copy in between.
 
     Args:
         plan: Of a rank on the same device: as it is, or pickled, as ``memsaver_weight_plan`` returns it.
-        timeout: Seconds, as in :func:`memsaver.attach`.
 
     Raises:
-        memsaver.Error: As :func:`memsaver.attach`.
+        memsaver.ReceiveError: The weights were paused after the plan was made, or vLLM does not answer.
+        memsaver.RegionPausedError: They are paused.
     """
     if isinstance(plan, bytes):
         plan = pickle.loads(plan)
     if not isinstance(plan, WeightPlan):
         raise TypeError(f"plan is a {type(plan).__name__}, expected the result of memsaver_weight_plan")
-    with attach(plan.token, timeout=timeout) as targets:
+    targets: dict[str, torch.Tensor] = pickle.loads(plan.targets)
+    try:
         yield AttachedWeights(plan, targets)
+    finally:
+        targets.clear()  # a pause of vLLM waits for the end of these
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ class WeightReceiver:
         Raises:
             DropInError: The model is quantized, a weight cannot be written in place, or this version of vLLM has other
                 modules of layers than memsaver knows.
-            memsaver.ConfigError: The weights are not in a shared pool: set MEMSAVER_POOL=shared.
         """
         worker: Any = self
         sources.check(version(), sources.PROCESSED)
