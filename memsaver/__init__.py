@@ -9,6 +9,7 @@ import logging
 import pkgutil
 import sys
 import threading
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # In a source tree, the compiled core is in the installed package.
@@ -25,11 +26,9 @@ except ImportError as error:
     ) from error
 
 from memsaver import _adapter, config, errors  # noqa: E402
-from memsaver import drop_in as drop_in  # noqa: E402
-from memsaver import guests as guests  # noqa: E402
 from memsaver._guests import Guest, register, unregister  # noqa: E402
+from memsaver._results import TransitionRecord, TransitionStage, history  # noqa: E402
 from memsaver._torch.backups import cpu_backup, release_host_memory  # noqa: E402
-from memsaver.compaction import trim  # noqa: E402
 from memsaver.config import configure  # noqa: E402
 from memsaver.errors import (  # noqa: E402
     AttachedError,
@@ -45,14 +44,22 @@ from memsaver.errors import (  # noqa: E402
     VerifyError,
     WaitTimeoutError,
 )
-from memsaver.foreign_captures import capturing  # noqa: E402
-from memsaver.phases import define_phase, phase  # noqa: E402
-from memsaver.records import TransitionRecord, TransitionStage, history  # noqa: E402
-from memsaver.regions import Region, outside, region  # noqa: E402
+from memsaver.regions import Region, capturing, outside, region  # noqa: E402
 from memsaver.stats import stats  # noqa: E402
-from memsaver.transitions import Transition, TransitionFuture, pause, resume, switch  # noqa: E402
+from memsaver.transitions import (  # noqa: E402
+    Transition,
+    TransitionFuture,
+    define_phase,
+    pause,
+    phase,
+    resume,
+    switch,
+    trim,
+)
 
 if TYPE_CHECKING:
+    from memsaver import drop_in as drop_in
+    from memsaver import guests as guests
     from memsaver._torch.default_pool import default_pool
     from memsaver._torch.graphs import CUDAGraph, graph
 
@@ -84,6 +91,8 @@ except (AttributeError, RuntimeError):  # another Python, which lacks it; or the
 def __getattr__(name: str) -> Any:
     if name in _WITH_TORCH:  # loaded on the first access
         return getattr(_adapter.with_torch(_WITH_TORCH[name]), name)
+    if name in ("drop_in", "guests"):
+        return import_module(f"memsaver.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from memsaver._arguments import check_tag, several
 from memsaver.errors import Error, GuestError, WaitTimeoutError
+from memsaver.policies import check_tag, several
 
 log = logging.getLogger("memsaver")
 

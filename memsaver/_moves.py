@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
-from memsaver import _core, _guests, records
+from memsaver import _core, _guests, _results
 from memsaver._adapter import Ranges, adapter, loaded
-from memsaver._arguments import Bounds
 from memsaver._results import Transition
 from memsaver.errors import BackupError, Error
+from memsaver.policies import Bounds
 from memsaver.regions import Region, all_regions, wrapper
 
 log = logging.getLogger("memsaver")
@@ -54,7 +54,7 @@ class Move:
         self._pause, self._pause_guests = set(pause), pause_guests
         resumed = resume_guests | {each.tag for each in resume}
         until = None if bounds.timeout is None else time.monotonic() + bounds.timeout
-        self.recorder = records.Recorder(tags_of(pause, pause_guests), tags_of(resume, resume_guests))
+        self.recorder = _results.Recorder(tags_of(pause, pause_guests), tags_of(resume, resume_guests))
         self.recorder.core_stages = partial(_stages_of, weakref.ref(self))
         self._ends: list[Callable[[], None]] = []  # of the expectation of this pause
         self._guests = _guests.Moves(resumed, self.recorder.enter, until)

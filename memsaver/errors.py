@@ -303,6 +303,7 @@ class ReceiveError(Error):
     Examples:
         >>> import pickle
         >>> from multiprocessing.reduction import ForkingPickler
+        >>> memsaver.configure(patches="multiprocessing")
         >>> weights = memsaver.region("weights", device="cpu", backup="host")
         >>> sent = bytes(ForkingPickler.dumps(weights.empty((4,))))
         >>> _ = weights.pause(), weights.resume()

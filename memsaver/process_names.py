@@ -7,11 +7,8 @@ import os
 import re
 from collections.abc import Sequence
 
-import psutil
-
 UNKNOWN = "?"
 _LONGEST = 100  # bytes
-_UNREADABLE = (psutil.Error, OSError, ValueError)  # ValueError: the number of no process
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]*")
 
 
@@ -26,9 +23,12 @@ def given_name(pid: int) -> str | None:
     The value of ``MEMSAVER_NAME`` with which it started, else Ray's title of an actor, else the script or module that
     Python runs, else the program. No other argument, since arguments may hold secrets.
     """
-    with contextlib.suppress(*_UNREADABLE):
+    import psutil  # which takes long to import
+
+    unreadable = (psutil.Error, OSError, ValueError)  # ValueError: the number of no process
+    with contextlib.suppress(*unreadable):
         process = psutil.Process(pid)
-        with contextlib.suppress(*_UNREADABLE):  # its environment may be hidden, or gone before it exits
+        with contextlib.suppress(*unreadable):  # its environment may be hidden, or gone before it exits
             if name := process.environ().get("MEMSAVER_NAME"):
                 return _printable(name)
         if arguments := process.cmdline():
@@ -39,7 +39,9 @@ def given_name(pid: int) -> str | None:
 
 
 def _program(pid: int) -> str:
-    with contextlib.suppress(*_UNREADABLE):
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError, ValueError):
         return _printable(str(psutil.Process(pid).name()))
     return UNKNOWN
 

@@ -8,16 +8,16 @@ import operator
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
-from memsaver import _core, _guests, _pool_client, ledger
+from memsaver import _core, _guests, ledger
 from memsaver._adapter import adapter, loaded, wanted
-from memsaver._arguments import READERS_S, Bounds, check_tag, device_name
+from memsaver.broker import pool_client
 from memsaver.errors import Error, RegionPausedError
-from memsaver.policies import BACKUPS, Backup, Restore, check_backup
+from memsaver.policies import BACKUPS, READERS_S, Backup, Bounds, Restore, check_backup, check_tag, device_name
 
 if TYPE_CHECKING:
     import torch
@@ -542,7 +542,7 @@ def region(
     if found is None or found._handle.closed:  # the core raises in a forked child
         if frozen and (backup or "none") == "none":
             raise ValueError("frozen is True and backup is 'none', expected a backup that keeps frozen contents")
-        _pool_client.join(name)
+        pool_client.join(name)
         found = wrapper(_core.region(tag, name, backup or "none", bool(frozen), fill or _NO_FILL, bool(one_handle)))
         _observe_captures(name)
         ledger.measure_context(name)
@@ -581,7 +581,7 @@ def tagged(regions: Any, tag: str, device: str, backup: str, one_handle: bool) -
     Raises as region().
     """
     check_tag(tag)
-    _pool_client.join(device)
+    pool_client.join(device)
     found = wrapper(regions.active(tag, device, backup, one_handle))
     _observe_captures(device)
     ledger.measure_context(device)
@@ -665,3 +665,32 @@ def outside() -> AbstractContextManager[None]:
         (True, False)
     """
     return adapter().outside()
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Announces a capture that torch did not begin, such as one by CuPy, by cuda.core, or by C++ code.
+
+    A wait for the device, or a mark on all of its streams, breaks every capture under way in the process, and streams
+    cannot be enumerated. Within the block the library does neither, on all threads: a pause, a switch that pauses,
+    ``memsaver.trim()`` and the end of an attachment raise memsaver.Error before they wait, and memory that is freed in
+    a region is not reused until the end of the block. Entering the block waits for device-wide waits under way. Blocks
+    can be nested, also over threads; the end of the last one counts.
+
+    Captures by torch, those by ``memsaver.graph()`` included, need no such block.
+
+    Examples:
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> with memsaver.capturing():
+        ...     # stream.begin_capture(); scale(x, out=y); graph = stream.end_capture()
+        ...     try:
+        ...         kv.pause()
+        ...     except memsaver.Error as error:
+        ...         print(type(error).__name__, kv.state)
+        Error active
+    """
+    _core.capture_begins()
+    try:
+        yield
+    finally:
+        _core.capture_ends()

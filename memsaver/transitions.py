@@ -1,22 +1,25 @@
-"""Pause, resume and switch, and a pause in two halves."""
+"""Pause, resume and switch; phases; trim."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence, Set
-from contextlib import suppress
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from memsaver import policies
+from memsaver import _core, _guests, policies, regions
 from memsaver._adapter import loaded
-from memsaver._arguments import READERS_S, Bounds
 from memsaver._moves import Move, active, tags_of
 from memsaver._moves import Progress as Progress
 from memsaver._results import Transition as Transition
 from memsaver._results import TransitionFuture as TransitionFuture
 from memsaver._results import in_thread as in_thread
-from memsaver.policies import Backup, Restore
-from memsaver.regions import Region, Selection, choose
+from memsaver.policies import READERS_S, Backup, Bounds, Restore, check_backup
+from memsaver.regions import Region, Selection, choose, find
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -362,3 +365,196 @@ def prepare_pause(
     except BaseException as error:
         move.fail(error)
         raise
+
+
+Hook = Callable[[], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    name: str
+    resident: Mapping[str | Region, None]  # in the order of the definition; a tag may be without a region yet
+    on_enter: Hook | None
+    on_exit: Hook | None
+
+
+_phases: dict[str, Phase] = {}
+_entered: list[Phase] = []  # phases whose block has not been left
+
+
+def define_phase(
+    name: str,
+    resident: str | Region | Iterable[str | Region],
+    *,
+    on_enter: Hook | None = None,
+    on_exit: Hook | None = None,
+) -> None:
+    """Defines the regions that are resident in a phase.
+
+    A second definition replaces the first. So ``define_phase(name, [])`` removes all regions of a phase. A region that
+    was closed leaves the phases that name it as a Region. A tag that a phase names needs a region when it is entered.
+
+    Args:
+        name: The name of the phase.
+        resident: A tag, a Region, or several of either. The regions of a tag need not exist yet. Guests of a tag come
+            back with the phase, and leave if no phase that names their tags is entered: see ``memsaver.Guest``.
+        on_enter: Called after the phase's regions have resumed.
+        on_exit: Called at the end of the phase's with statement.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+
+    Examples:
+        >>> memsaver.define_phase("rollout", ["weights", "kv_cache"])
+        >>> memsaver.define_phase("train", "optimizer", on_exit=lambda: print("trained"))
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name!r}, expected a string")
+    parts = dict.fromkeys(regions.selected(resident, "resident"))
+    for hook in (on_enter, on_exit):
+        if hook is not None and not callable(hook):
+            raise TypeError(f"on_enter or on_exit is {hook!r}, expected something to call, or None")
+    _phases[name] = Phase(name, parts, on_enter, on_exit)
+
+
+def phase(
+    name: str,
+    *,
+    backup: Backup = None,
+    restore: Restore = True,
+    timeout: float | None = None,
+    memory_timeout: float | None = None,
+    reader_timeout: float = READERS_S,
+    progress: Progress | None = None,
+) -> AbstractContextManager[Transition]:
+    """Enters a phase in a with statement: of all regions in any phase, exactly those of this phase are resident.
+
+    Phases do not nest. An inner phase pauses the regions of the outer phase, and they stay paused at its end; a
+    RuntimeWarning names them. The end of the with statement calls ``on_exit`` and moves no regions.
+
+    Args:
+        name: The name of a phase that ``define_phase()`` has defined.
+        backup: Another policy for the regions that pause, as for ``memsaver.switch()``.
+        restore: False leaves the contents of the regions that resume undefined, as for ``memsaver.switch()``.
+        timeout: Seconds for the transition up to its commit, as for ``memsaver.switch()``. It does not bound
+            ``on_enter``. None: no bound.
+        memory_timeout: Seconds to wait for memory that others hold, as for ``memsaver.switch()``.
+        reader_timeout: Seconds to wait for attached processes, as for ``memsaver.switch()``.
+        progress: Called with the bytes copied and the bytes to copy, as for ``memsaver.switch()``.
+
+    Returns:
+        A context manager. Its value is the transition into the phase.
+
+    Raises:
+        ValueError: The phase is not defined, or one of its tags has no region.
+        memsaver.Error: As from ``memsaver.switch()``.
+
+    Examples:
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> optimizer = memsaver.region("optimizer", device="cpu", backup="host")
+        >>> memsaver.define_phase("rollout", kv)
+        >>> memsaver.define_phase("train", optimizer)
+        >>> with memsaver.phase("rollout") as moved:
+        ...     print(moved.paused, kv.state, optimizer.state)
+        ('optimizer',) active paused
+    """
+    if name not in _phases:
+        known = ", ".join(map(repr, sorted(_phases))) or "none"
+        raise ValueError(f"there is no phase {name!r}; there are {known}")
+    bounds = Bounds(timeout, memory_timeout, reader_timeout)
+    if isinstance(backup, str):
+        check_backup(backup)
+    options: dict[str, Any] = {"backup": backup, "restore": restore, "bounds": bounds, "progress": progress}
+    return _entered_phase(_phases[name], options)
+
+
+@contextmanager
+def _entered_phase(entered: Phase, options: dict[str, Any]) -> Iterator[Transition]:
+    coming = regions.find([part for part in entered.resident if not _is_closed(part)])
+    named = {part for each in _phases.values() for part in each.resident}
+    every = regions.all_regions()
+    staying = set(coming)
+    leaving = [each for each in every if (each in named or each.tag in named) and each not in staying]
+    _warn_of_outer(entered, leaving)
+    # Tags of guests alone. A tag with regions moves by them: a phase can name some of its regions.
+    alone = (_guests.tags() & named) - {each.tag for each in every}
+    resident = alone.intersection(entered.resident)
+    moved = transition(leaving, coming, pause_guests=alone - resident, resume_guests=resident, **options)
+    assert isinstance(moved, Transition)  # the call has waited for it
+    if entered.on_enter is not None:
+        entered.on_enter()
+    try:
+        _entered.append(entered)
+        yield moved
+    finally:
+        if entered in _entered:  # no interrupt comes between this and the next call
+            _entered.remove(entered)
+        if entered.on_exit is not None:
+            entered.on_exit()
+
+
+def _is_closed(part: str | Region) -> bool:
+    return isinstance(part, Region) and part._handle.closed
+
+
+def _warn_of_outer(entered: Phase, leaving: list[Region]) -> None:
+    for outer in _entered:
+        lost = [each.tag for each in leaving if each in outer.resident or each.tag in outer.resident]
+        if lost:
+            tags = ", ".join(map(repr, dict.fromkeys(lost)))
+            warnings.warn(
+                f"phase {entered.name!r} is entered inside phase {outer.name!r} and pauses its regions: {tags}. They "
+                f"stay paused when {entered.name!r} is left; leave {outer.name!r} first, or enter it again",
+                RuntimeWarning,
+                stacklevel=4,  # the with statement, through phase() and its context manager
+            )
+
+
+def tighten(each: Region, slack: int) -> None:
+    """As ``trim()`` of one region, to its allocated bytes plus ``slack`` bytes. torch's pools are not changed."""
+    _core.trim(each._core, partial(_is_free, each), slack=slack)
+
+
+def _is_free(each: Region) -> bool:
+    """Whether no thread is inside a region, so that its contents can move."""
+    return (torch := loaded()) is None or not torch.is_entered(each)
+
+
+def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
+    """Releases memory that active regions hold and do not need, after waiting for the device. Contents are kept.
+
+    Afterwards a region maps at most its allocated bytes plus 5 % plus 48 MiB, as far as free memory allows. If large
+    chunks have holes, contents move to smaller chunks under the same addresses. Nothing else may use the region
+    meanwhile, as in a pause. A region keeps its chunks while a thread is inside it or another process is attached. A
+    thread that enters it, and a guarded replay, wait for the chunk that moves.
+
+    A pool of torch cannot shrink, so a new pool takes its place. Segments with live tensors are freed after the tensors
+    by ``torch.cuda.empty_cache()``. Pools with graphs are not changed.
+
+    Args:
+        tags: A tag, a Region, several of either, or None for all regions.
+        timeout: Seconds to wait for the device's work, transitions and guarded replays. None: no bound.
+
+    Raises:
+        TypeError: ``tags`` is not a selection.
+        ValueError: A tag has no region, or ``timeout`` is negative.
+        WaitTimeoutError: ``timeout`` ended a wait.
+        memsaver.Error: A graph is being captured.
+
+    Examples:
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> kept = kv.empty((16 << 20,), torch.uint8)
+        >>> freed = kv.empty((128 << 20,), torch.uint8)
+        >>> del freed
+        >>> memsaver.trim("kv_cache")
+        >>> kv.mapped_bytes <= kv.allocated_bytes * 1.05 + (48 << 20)
+        True
+    """
+    bound = Bounds(timeout).timeout
+    deadline = None if bound is None else time.monotonic() + bound
+    chosen = active(find(tags))
+    if (torch := loaded()) is not None:
+        torch.trim(chosen)
+    for each in chosen:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        _core.trim(each._handle, partial(_is_free, each), left)

@@ -385,7 +385,7 @@ REWRITES = [
     Rewrite(
         "a_broker_that_shuts_down_is_an_error",
         "shared pool: the first region fails if the broker shuts down at this moment",
-        "memsaver/_pool_client.py",
+        "memsaver/broker/pool_client.py",
         "                if discovery.accepts(path):\n                    raise\n",
         "                raise\n",
         ["integration/test_shared_pool.py::test_a_client_whose_broker_has_just_shut_down_joins_the_next_one"],

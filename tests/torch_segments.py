@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import memsaver
-from memsaver import _caches, _core, _pool_client
+from memsaver import _core
+from memsaver.broker import caches, pool_client
 from memsaver.regions import wrapper
 from tests.support import MIB, ROOT
 
@@ -51,7 +52,7 @@ def calls() -> Any:
 def default_pool(tag: str = "torch", device: str = "cuda:0", backup: str = "host") -> memsaver.Region:
     """As ``memsaver.default_pool()``, over the allocator that is made up."""
     calls()
-    _pool_client.join(device)
+    pool_client.join(device)
     reason = _core.bind_default_pools(library())
     assert reason == "", reason
     return wrapper(_core.default_pool(tag, device, backup))
@@ -64,8 +65,8 @@ def empty_cache_on_demand() -> None:
         assert calls().fake_empty_cache() == 0
         return 0, ""
 
-    _caches._return = return_caches
-    _caches.start()
+    caches._return = return_caches
+    caches.start()
 
 
 class Segment:

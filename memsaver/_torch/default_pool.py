@@ -10,14 +10,14 @@ from typing import Final
 
 import torch
 
-from memsaver import _core, _pool_client
+from memsaver import _core
 from memsaver._adapter import adapter, note, patch
-from memsaver._arguments import check_tag, device_name
 from memsaver._torch.pools import DEFAULT_POOL, LIBRARY, plain_allocator, snapshot
 from memsaver._torch.side_pools import side_pools
 from memsaver._torch.versions import RELEASE
+from memsaver.broker import pool_client
 from memsaver.errors import Error, gib
-from memsaver.policies import check_backup
+from memsaver.policies import check_backup, check_tag, device_name
 from memsaver.regions import Region, all_regions, default_device, wrapper
 
 log = logging.getLogger("memsaver")
@@ -85,7 +85,7 @@ def default_pool(tag: str = "torch", device: str | torch.device | None = None, b
         if reason := _core.bind_default_pools(LIBRARY):
             raise Error(f"torch's default pool cannot be a region: {reason}")
         note("default pool")
-        _pool_client.join(name)
+        pool_client.join(name)
         patch(["captures"])
         router = adapter()
         if settings is not None:

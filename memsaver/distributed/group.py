@@ -12,7 +12,6 @@ from typing import Any
 import torch.distributed as distributed
 from torch.distributed import Store
 
-from memsaver._arguments import READERS_S, seconds
 from memsaver._results import daemon
 from memsaver.distributed.leader import Leader
 from memsaver.distributed.link import Link
@@ -23,7 +22,7 @@ from memsaver.distributed.part import Part
 from memsaver.distributed.reports import Activity, Collector, Reporter
 from memsaver.distributed.silence import Silence
 from memsaver.errors import Error
-from memsaver.policies import TurnBackup, TurnRestore
+from memsaver.policies import READERS_S, TurnBackup, TurnRestore, seconds
 from memsaver.turns.plan import Phases, Plan, check_mapping
 from memsaver.turns.ranks import METHODS, check_member
 from memsaver.turns.turn import Turn

@@ -16,8 +16,8 @@ from memsaver.distributed.reports import Activity, name_of_method
 from memsaver.distributed.silence import Silence
 from memsaver.errors import Error, WaitTimeoutError
 from memsaver.guests.store import Pace
-from memsaver.reports import stacks_if_stuck
 from memsaver.turns.ranks import settled
+from memsaver.turns.reports import stacks_if_stuck
 
 log = logging.getLogger("memsaver")
 

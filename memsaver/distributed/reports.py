@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from memsaver import reports
 from memsaver._results import daemon
 from memsaver.distributed.link import Link
 from memsaver.distributed.messages import dumps, loads
 from memsaver.errors import Error
 from memsaver.guests.store import Pace
+from memsaver.turns import reports
 
 log = logging.getLogger("memsaver")
 

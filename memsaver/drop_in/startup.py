@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from memsaver._parsing import parse_drop_in
+from memsaver.config import parse_drop_in
 
 FOLDER: Final = Path(__file__).parent / "start"  # for PYTHONPATH
 

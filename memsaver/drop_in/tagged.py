@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memsaver import _core
-from memsaver._arguments import check_tag
+from memsaver.policies import check_tag
 from memsaver.regions import Region, default_device, tagged, wrapper
 
 

@@ -13,12 +13,12 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroup, Store
 
 from memsaver._adapter import note
-from memsaver._arguments import seconds, several
 from memsaver._guests import Guest
 from memsaver.errors import Error
 from memsaver.guests.meeting import Meeting
 from memsaver.guests.reopening import ReopeningGroup
 from memsaver.guests.waits import current_device, within
+from memsaver.policies import seconds, several
 
 log = logging.getLogger("memsaver")
 

@@ -6,8 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memsaver._arguments import READERS_S
-from memsaver.policies import TurnBackup, TurnRestore
+from memsaver.policies import READERS_S, TurnBackup, TurnRestore
 from memsaver.ray.ranks import ActorRank
 from memsaver.ray.reports import Collector
 from memsaver.turns.plan import Phases, Plan

@@ -17,7 +17,7 @@ from typing import Any
 
 from ray.experimental import internal_kv
 
-from memsaver import reports
+from memsaver.turns import reports
 from memsaver.turns.ranks import METHODS, LocalRank, Rank
 from memsaver.turns.turn import TurnReport
 

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 import memsaver
 from memsaver import _core, _guests, regions
-from memsaver._arguments import READERS_S, Bounds
 from memsaver.errors import Error
-from memsaver.policies import Backup, Restore
+from memsaver.policies import READERS_S, Backup, Bounds, Restore
 from memsaver.regions import Selection as Tags
 from memsaver.transitions import Prepared, Transition, in_thread, prepare_pause
 

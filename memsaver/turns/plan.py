@@ -6,8 +6,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from memsaver._arguments import READERS_S, Bounds, several
-from memsaver.policies import TurnBackup, TurnRestore, joined, turn_backups, turn_restores
+from memsaver.policies import READERS_S, Bounds, TurnBackup, TurnRestore, joined, several, turn_backups, turn_restores
 from memsaver.turns.turn import Backups, Restores, TurnOptions
 
 Phases = Mapping[str, Mapping[str, Iterable[str]]]

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from memsaver._arguments import READERS_S, Bounds
 from memsaver.errors import BackupError, Error
-from memsaver.policies import as_option
+from memsaver.policies import READERS_S, Bounds, as_option
 from memsaver.transitions import Transition
 from memsaver.turns.members import Ready
 from memsaver.turns.ranks import Call, Calls, Errors, Rank, Results, barrier, collect, submit, unanswered

@@ -19,7 +19,7 @@ ray = pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
 from memsaver import config  # noqa: E402
-from memsaver._arguments import Bounds  # noqa: E402
+from memsaver.policies import Bounds  # noqa: E402
 from memsaver.ray import AsyncColocated, Colocated, Group, Ready  # noqa: E402
 from memsaver.turns.turn import TurnOptions  # noqa: E402
 from tests import ray_support  # noqa: E402

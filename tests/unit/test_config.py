@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import memsaver
-from memsaver import _core, _pool_client, config
+from memsaver import _core, config
+from memsaver.broker import pool_client
 from tests.support import MIB, environment, run_clean, run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,7 +160,7 @@ def test_one_handle_for_each_segment_and_a_shared_pool_exclude_each_other(
         memsaver.configure(pool="shared")
     region.close()
     with monkeypatch.context() as patch:
-        patch.setattr(_pool_client, "join", lambda device: _core.use_pool(device, True))
+        patch.setattr(pool_client, "join", lambda device: _core.use_pool(device, True))
         try:
             with pytest.raises(memsaver.ConfigError, match="one handle.*pool is 'shared', expected 'process'"):
                 memsaver.region(tag, device="cpu", one_handle=True)
@@ -244,10 +245,10 @@ def test_a_value_that_cannot_be_applied_changes_no_option(
 
     make()
     memsaver.configure(disk_dir=tmp_path, verify=False)
-    before, kept = memsaver.stats().options, _pool_client._capacity
+    before, kept = memsaver.stats().options, pool_client._capacity
     with monkeypatch.context() as patch:
-        patch.setattr(_pool_client, "connect", refuse)
+        patch.setattr(pool_client, "connect", refuse)
         with pytest.raises(memsaver.BrokerError, match="no broker"):
             memsaver.configure(pool_capacity="1024TiB", verify=True, pool="shared", retain="3GiB", disk_dir="/")
     assert memsaver.stats().options == before
-    assert (_pool_client._capacity, _pool_client._shared) == (kept, False)
+    assert (pool_client._capacity, pool_client._shared) == (kept, False)

@@ -587,7 +587,7 @@ def test_stats_show_only_devices_in_use() -> None:
 
 @pytest.fixture(autouse=True)
 def no_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memsaver.phases, "_phases", {})
+    monkeypatch.setattr(memsaver.transitions, "_phases", {})
 
 
 def test_a_phase_makes_exactly_its_regions_resident(make: Make) -> None:

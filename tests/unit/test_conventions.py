@@ -39,7 +39,7 @@ def pair(make: Make) -> tuple[memsaver.Region, memsaver.Region]:
 
 @pytest.fixture(autouse=True)
 def no_phases(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(memsaver.phases, "_phases", {})
+    monkeypatch.setattr(memsaver.transitions, "_phases", {})
     yield
 
 

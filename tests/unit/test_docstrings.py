@@ -229,7 +229,7 @@ def run_example(name: Name) -> None:
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Regions and phases of one example are not there in the next one, nor are brokers."""
     before = memsaver.regions.all_regions()
-    monkeypatch.setattr(memsaver.phases, "_phases", {})
+    monkeypatch.setattr(memsaver.transitions, "_phases", {})
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ms-"))  # a short path, for the socket
         monkeypatch.setenv("MEMSAVER_POOL_DIR", directory)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 import memsaver
-from memsaver import _core, records
+from memsaver import _core, _results
 from memsaver.errors import gib
 from tests.support import (
     MIB,
@@ -370,7 +370,7 @@ def test_a_release_that_fails_is_counted_and_not_tried_again(
     make: Make, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The call may have been made, and its number may be that of another handle by now."""
-    monkeypatch.setattr(records, "_is_logged", False)
+    monkeypatch.setattr(_results, "_is_logged", False)
     region = make()
     block = Block(region, PAGE)
     _core.faults_arm(3)  # record, unmap, release

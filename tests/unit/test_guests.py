@@ -429,7 +429,7 @@ def test_failed_commit_of_a_prepared_pause_leaves_regions_active(make: Make, vis
 def test_phases_move_guests_with_their_tags(
     make: Make, visit: Visit, calls: list[str], fresh_tag: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memsaver.phases, "_phases", {})
+    monkeypatch.setattr(memsaver.transitions, "_phases", {})
     weights, params, groups = make(), make(), fresh_tag()
     visit("of region", params.tag)
     visit("of name", groups)

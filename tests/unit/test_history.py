@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import memsaver
-from memsaver import _core, records
+from memsaver import _core, _results
 from memsaver._moves import Move
 from memsaver.transitions import prepare_pause
 from tests.support import MIB, Block, until
@@ -141,7 +141,7 @@ def test_the_history_keeps_the_last_thousand(make: Make) -> None:
         region.pause()
     found = memsaver.history()
     assert [each.number for each in found] == list(range(first + 1, first + 1001))
-    assert len(records._recorders) == 1000
+    assert len(_results._recorders) == 1000
 
 
 def test_a_selection_of_nothing_is_not_in_the_history() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import memsaver
-from memsaver import _guests, _moves, phases
+from memsaver import _guests, _moves, transitions
 from memsaver.turns.members import Colocated
 from memsaver.turns.plan import Plan
 from memsaver.turns.ranks import LocalRank
@@ -80,7 +80,7 @@ class Visitor(memsaver.Guest):
 @pytest.fixture
 def regions(fresh_tag: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[memsaver.Region]]:
     """Two regions of which one has a backup, with guests and phases."""
-    monkeypatch.setattr(phases, "_phases", {})
+    monkeypatch.setattr(transitions, "_phases", {})
     found = [memsaver.region(fresh_tag(), device="cpu", backup=backup) for backup in ("host", "none")]
     guests = [Visitor("first", found[0].tag), Visitor("both", [each.tag for each in found])]
     for guest in guests:
@@ -147,7 +147,7 @@ def test_an_interrupt_at_any_place_blocks_no_later_call(
         except memsaver.Error as error:
             pytest.fail(f"{where}: {error}")
         assert [each["state"] for each in _guests.rows()] == ["here", "here"], where
-        assert not _guests._movers and not phases._entered, where
+        assert not _guests._movers and not transitions._entered, where
         if n % 50 == 0:
             assert [each for each in memsaver.history() if each.outcome == "running"] == [], where
         held.check()

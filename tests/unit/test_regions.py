@@ -495,7 +495,7 @@ def test_calls_without_tags_leave_out_a_region_that_another_thread_closes(
     """It is closed after the call has selected it."""
     kept, closed = make("host"), make()
     block = Block(kept, MIB)
-    monkeypatch.setattr(memsaver.phases, "_phases", {})
+    monkeypatch.setattr(memsaver.transitions, "_phases", {})
     memsaver.define_phase("without", [])
     memsaver.define_phase("with", [kept, closed.tag])
 
@@ -508,7 +508,7 @@ def test_calls_without_tags_leave_out_a_region_that_another_thread_closes(
         return then_close
 
     for module, name in (
-        (memsaver.transitions, "choose"), (memsaver.compaction, "find"), (memsaver.phases, "_warn_of_outer"),
+        (memsaver.transitions, "choose"), (memsaver.transitions, "find"), (memsaver.transitions, "_warn_of_outer"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, closing(getattr(module, name)))
     if callable(call):

@@ -85,7 +85,7 @@ def test_the_error_for_cuda_without_a_driver_names_a_remedy(tag: str) -> None:
 
 
 def test_an_inner_phase_that_pauses_the_outer_one_warns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memsaver.phases, "_phases", {})
+    monkeypatch.setattr(memsaver.transitions, "_phases", {})
     one, two = make(), make()
     memsaver.define_phase("a", one)
     memsaver.define_phase("b", two)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import memsaver
-from memsaver import _core, config, reports
+from memsaver import _core, config
+from memsaver.turns import reports
 from tests.support import Fill, until
 
 Make = Callable[..., memsaver.Region]

@@ -268,7 +268,7 @@ def test_calls_compare_each_region_tag_and_guest_a_few_times(
         compared += 1
         return one is other
 
-    monkeypatch.setattr(memsaver.phases, "_phases", {})
+    monkeypatch.setattr(memsaver.transitions, "_phases", {})
     monkeypatch.setattr(memsaver.Region, "__eq__", equal)
     monkeypatch.setattr(memsaver.Region, "__hash__", object.__hash__)
     regions = [make() for _ in range(count)]

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from memsaver import _core, _pool_client
+from memsaver import _core
 from memsaver._torch.ipc import packets
 from memsaver._torch.ipc.handle import Place
 from memsaver._torch.ipc.packets import Message
 from memsaver._torch.pools import keep_forever
+from memsaver.broker import pool_client
 from memsaver.errors import Error, ReceiveError
 
 log = logging.getLogger("memsaver")
@@ -131,7 +132,7 @@ class Owner:
                     f"{os.geteuid()}",
                     reason="user",
                 )
-            _pool_client.open_sentinel()
+            pool_client.open_sentinel()
             files = _core.exit_descriptors()
             try:
                 self._ask({"op": "hello", "version": packets.VERSION}, files)
@@ -290,7 +291,7 @@ class Receiver:
         place, device = use.place, use.device
         layout = owner.call(_receive(place, use.claim, is_ready))
         if "key" in layout:
-            _pool_client.connect(device)
+            pool_client.connect(device)
             bound = ANSWER_S
             use.memory = _core.attach(device, layout["owner"], place.pid, place.residence, layout["key"], bound)
         else:

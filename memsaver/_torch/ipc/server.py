@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from memsaver import _core, _pool_client
+from memsaver import _core
 from memsaver._torch.ipc import packets
 from memsaver._torch.ipc.packets import Message
 from memsaver._torch.ipc.sent import Sent, SentStorages
 from memsaver._torch.pools import keep_forever
+from memsaver.broker import pool_client
 from memsaver.broker.monitor import Process, ProcessMonitor
 from memsaver.broker.protocol import RefusedError
 from memsaver.errors import ConfigError, Error, ReceiveError
@@ -322,7 +323,7 @@ class Servers:
     def address(self) -> str:
         with self._lock:
             if self._server is None:
-                _pool_client.open_sentinel()
+                pool_client.open_sentinel()
                 self._server = Server(self.sent)
             return self._server.address
 

@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import torch
 
-from memsaver import _pool_client, transitions
+from memsaver import transitions
 from memsaver._torch.backups import cpu_backup
 from memsaver._torch.graphs import check_registration
+from memsaver.broker import pool_client
 from memsaver.drop_in.tms.calls import Calls
 from memsaver.drop_in.tms.library import Library, Settings
 from memsaver.drop_in.tms.process import DefaultPool, initial_settings, set_disk_dir
@@ -155,7 +156,7 @@ class TorchMemorySaver:
             # Empty regions stay active, for allocations while the others are paused.
             chosen = [each for each in self._chosen(tag) if each.state == "active" and each.allocated_bytes]
             for device in {each.device for each in chosen}:
-                _pool_client.join(device)
+                pool_client.join(device)
             with impl.default_pool.leaving(chosen):
                 self._retained.drop(chosen)
                 transitions.pause(chosen)

@@ -9,7 +9,6 @@ from types import FunctionType, ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from memsaver import _adapter, transitions
-from memsaver.compaction import tighten
 from memsaver.drop_in.errors import DropInError
 from memsaver.drop_in.tagged import TaggedRegions, index_of
 from memsaver.drop_in.vllm import check_patches, ranks, worker
@@ -17,6 +16,7 @@ from memsaver.drop_in.vllm.segments import Handle, Segments, is_offloaded
 from memsaver.drop_in.vllm.sources import MODULE, REPLACED
 from memsaver.drop_in.vllm.worker import shares
 from memsaver.regions import Region, owning
+from memsaver.transitions import tighten
 
 _SHARED_POOL_S = 60.0  # seconds that wake_up waits for memory that another process holds
 _SLACK = 32 << 20  # bytes of chunks beyond the segments of the weights: vLLM makes the KV cache as large as the rest

@@ -11,8 +11,8 @@ import logging
 import os
 import threading
 
-from memsaver import _caches, _core, ledger
-from memsaver.broker import daemon, discovery, job, procfs
+from memsaver import _core, ledger
+from memsaver.broker import caches
 from memsaver.errors import BrokerError, ConfigError
 
 log = logging.getLogger("memsaver")
@@ -81,11 +81,13 @@ def connect(device: str) -> None:
 
     Raises BrokerError, and ConfigError if the device is under MPS.
     """
+    from memsaver.broker import daemon, discovery, procfs  # which take long to import
+
     with _lock:
         if _core.under_mps(device):
             raise procfs.mps_error(device)
         _open_sentinel()
-        _caches.start()
+        caches.start()
         _serve_ledger()
         if not _core.connected(device):
             uuid = _core.device_uuid(device)
@@ -106,12 +108,14 @@ def _serve_ledger() -> None:
     if not _has_thread:
         thread = threading.Thread(target=ledger.serve, name="memsaver-ledger", daemon=True)
         thread.start()
-        atexit.register(_caches.stop, thread)
+        atexit.register(caches.stop, thread)
         _has_thread = True
 
 
 def _proofs(device: str, uuid: str) -> tuple[list[int], ...]:
     """The proofs of their job that this process and its broker have to send to each other."""
+    from memsaver.broker import job
+
     own, client, pid = job.current(), _core.pool_client(device), os.getpid()
     if own is None:
         return ()
@@ -134,6 +138,8 @@ def _open_sentinel() -> None:
     global _has_sentinel
     if _has_sentinel:
         return
+    from memsaver.broker import procfs
+
     _core.open_sentinel()
     files: list[int] = []
     try:

@@ -17,9 +17,9 @@ import traceback
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from memsaver import _core, config, ledger, records
+from memsaver import _core, _results, config, ledger
+from memsaver._results import TransitionRecord
 from memsaver.errors import Error
-from memsaver.records import TransitionRecord
 
 log = logging.getLogger("memsaver")
 
@@ -126,7 +126,7 @@ def part() -> str:
 
 
 def _part() -> str:
-    found = records.history()
+    found = _results.history()
     running = [each for each in found if each.outcome == "running"]
     ended = [each for each in found if each.outcome != "running"][-_LAST:]
     lines = ["transitions under way:", *([f"  {_line(each)}" for each in running] or ["  none"])]
@@ -139,7 +139,7 @@ def _part() -> str:
 
 def stage() -> str | None:
     """The stages of the transitions under way, in words. None: there is none."""
-    running = [each for each in records.history() if each.outcome == "running"]
+    running = [each for each in _results.history() if each.outcome == "running"]
     return "; ".join(map(_stage, running)) or None
 
 
