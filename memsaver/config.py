@@ -25,7 +25,6 @@ _UNITS = {"": 1, "b": 1} | {
 }  # fmt: skip
 _SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _SIZE = "bytes as an integer of 0 or more, or a size such as '64GiB', '1.5G' or '512MB' (units are powers of 1024)"
-_PEERS = "'auto' or a list of CUDA devices such as ['cuda:1']"
 _PAGE = 2 << 20
 _LARGEST = 1 << 60
 _LONGEST_S = 1e6
@@ -178,29 +177,12 @@ def _parse_drop_in(value: str) -> str | None:
     return value or None
 
 
-def _parse_peers(value: Any) -> str | list[str]:
-    """``"auto"``, or names of CUDA devices, each once; the environment separates them by commas."""
-    if value == "auto":
-        return "auto"
-    if not isinstance(value, (str, list, tuple)):
-        raise _wrong("peers", value, _PEERS)
-    names = value.split(",") if isinstance(value, str) and value else value
-    found = [str(each).strip() for each in names]
-    if not all(re.fullmatch(r"cuda:[0-9]{1,4}", each) for each in found):
-        raise _wrong("peers", value, _PEERS)
-    return list(dict.fromkeys(f"cuda:{_parse_ordinal(each)}" for each in found))
-
-
 def _parse_patches(value: Any) -> list[str]:
     """Names of changes of torch, each once; the environment separates them by commas."""
     names = value.split(",") if isinstance(value, str) and value else value
     if not isinstance(names, (str, list, tuple)) or not set(names) <= set(PATCHES):
         raise _wrong("patches", value, f"one or several of {', '.join(map(repr, PATCHES))}")
     return sorted(set(names))
-
-
-def _parse_ordinal(device: str) -> int:
-    return int(device.removeprefix("cuda:"))
 
 
 _PREFIX = "MEMSAVER_"
@@ -258,10 +240,6 @@ def report_dir() -> str | None:
 
 def _keep(value: Any) -> None:
     """For an option that its users read by a function of this module."""
-
-
-def _set_peers(peers: str | list[str]) -> None:
-    _core.set_peers(None if peers == "auto" else [_parse_ordinal(each) for each in peers])
 
 
 # In the order in which values are put into effect. docs/configuration.md shows the same table.
@@ -331,13 +309,6 @@ OPTIONS: Final = (
         _parse_report_dir, _keep,
     ),
     Option(
-        "peers", "'auto', list of devices", "auto",
-        "GPUs that can reach the memory of regions on another GPU, as copies and kernels between GPUs do. 'auto': those"
-        " on which the process has an active context, read again at each call. Waits for a device cover its peers. In"
-        " the environment commas separate the devices.",
-        _parse_peers, _set_peers,
-    ),
-    Option(
         "patches", "'captures', 'multiprocessing', both", "none",
         "Functions of torch that memsaver replaces from then on: docs/what-it-touches.md has their list. In the"
         " environment commas separate the names.",
@@ -371,7 +342,7 @@ OPTIONS: Final = (
 )  # fmt: skip
 _BY_NAME = {option.name: option for option in OPTIONS}
 _DEFAULTS = {
-    "close_on_fork": False, "pool": "process", "retain": 0, "backup_ahead": False, "peers": "auto",
+    "close_on_fork": False, "pool": "process", "retain": 0, "backup_ahead": False,
     "memory_timeout": 0.0, "patches": [], "verify": False,
 }  # fmt: skip
 _values: dict[str, Any] = {}

@@ -206,9 +206,6 @@ void bind_process(nb::module_& module) {
       },
       "act"_a);
   module.def("capturing", [] { return core().parts.gate.capturing(); });
-  module.def(
-      "set_peers", [](std::optional<std::vector<int>> ordinals) { core().set_peers(std::move(ordinals)); },
-      nb::call_guard<Unlocked>(), "ordinals"_a.none());
   module.def("refresh_peers", [] { core().refresh_peers(); }, nb::call_guard<Unlocked>());
   module.def("virtual_clock", &use_virtual_clock, "on"_a);  // for tests
   module.def("clock", [] { return std::chrono::duration<double>(now().time_since_epoch()).count(); });

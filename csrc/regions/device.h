@@ -83,7 +83,6 @@ struct Device {
   // Ordinals of the devices with access to this device's memory, and of those that torch was asked to give it to.
   // Guarded by Core::mutex.
   std::vector<int> peers;
-  std::vector<int> required_peers;
 };
 
 }  // namespace memsaver

@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-
 namespace memsaver {
 
 std::vector<Placed> lend_chunks(Region& region, const Ranges& ranges, std::uint64_t residence, std::uint64_t lease,

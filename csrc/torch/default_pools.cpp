@@ -44,7 +44,7 @@ int code_of_error() {
 // Gives another device access to the memory of a region, now or from the next resume on. Returns whether it has it.
 bool give_access(int ordinal, const Region& region) {
   Core& all = core();
-  all.require_peer(region.device, ordinal);
+  all.refresh_peers();
   const std::lock_guard lock(all.mutex);
   const std::vector<int>& peers = region.device.peers;
   return std::find(peers.begin(), peers.end(), ordinal) != peers.end() && !region.lacks_access();

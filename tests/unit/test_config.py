@@ -121,9 +121,9 @@ def test_config_prints_the_bytes_of_half_the_machines_memory() -> None:
 
 
 def test_config_prints_json() -> None:
-    done = run_command("config", "--json", MEMSAVER_PEERS="cuda:1,cuda:0")
+    done = run_command("config", "--json", MEMSAVER_PATCHES="multiprocessing,captures")
     found = json.loads(done.stdout)
-    assert found["peers"] == {"value": ["cuda:1", "cuda:0"], "source": "MEMSAVER_PEERS"}
+    assert found["patches"] == {"value": ["captures", "multiprocessing"], "source": "MEMSAVER_PATCHES"}
     assert found["pool_capacity"] == {"value": None, "source": "default"}
 
 
@@ -168,13 +168,6 @@ def test_one_handle_for_each_segment_and_a_shared_pool_exclude_each_other(
             _core.use_pool("cpu", False)
     with pytest.raises(ValueError, match="one_handle is True, but region .* was made with False"):
         memsaver.region(memsaver.region(tag, device="cpu").tag, device="cpu", one_handle=True)
-
-
-def test_configure_keeps_options_that_are_left_out() -> None:
-    memsaver.configure(retain=3 * MIB)
-    memsaver.configure(verify=False)
-    memsaver.configure()
-    assert memsaver.stats().options["retain"] == 3 * MIB
 
 
 def test_pool_dir_is_no_keyword() -> None:

@@ -8,7 +8,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 import memsaver
 from memsaver import _core, errors
 from memsaver.config import parse_size
-from tests.support import GIB, MIB, PAGE, Fill, blocks, fresh_device, run_clean, run_python
+from tests.support import GIB, MIB, PAGE, Fill, blocks, run_clean, run_python
 
 HAS_RAY = find_spec("ray") is not None
 if HAS_RAY:
@@ -35,10 +35,6 @@ def test_the_names_of_the_contract_are_there() -> None:
         assert issubclass(getattr(memsaver, kind), memsaver.Error)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         memsaver.nothing  # noqa: B018
-
-
-def test_dir_shows_the_names_of_the_contract() -> None:
-    assert dir(memsaver) == sorted([*memsaver.__all__, "__version__"])
 
 
 def test_importing_loads_neither_torch_nor_ray() -> None:
@@ -444,65 +440,6 @@ def test_invalid_sizes_raise(value: Any) -> None:
     assert memsaver.stats().options == before
 
 
-@pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int] | None]]:
-    """The peers that configure() passes to the core."""
-    told: list[list[int] | None] = []
-    monkeypatch.setattr(_core, "set_peers", told.append, raising=False)
-    yield told
-    memsaver.configure(peers="auto")
-
-
-@pytest.mark.parametrize(
-    ("value", "names", "ordinals"),
-    [
-        ("auto", "auto", None), ([], [], []), ((), [], []), ("", [], []), (["cuda:1"], ["cuda:1"], [1]),
-        ("cuda:1", ["cuda:1"], [1]), ("cuda:3, cuda:0", ["cuda:3", "cuda:0"], [3, 0]),
-        (["cuda:2", "cuda:02", "cuda:0"], ["cuda:2", "cuda:0"], [2, 0]),
-    ],
-)  # fmt: skip
-def test_peers_are_all_devices_in_use_or_a_list(
-    peers: list[list[int] | None], value: Any, names: Any, ordinals: list[int] | None
-) -> None:
-    memsaver.configure(peers=value)
-    assert peers == [ordinals]
-    assert memsaver.stats().options["peers"] == names
-
-
-def test_a_peer_can_be_a_torch_device(peers: list[list[int] | None]) -> None:
-    import torch
-
-    memsaver.configure(peers=[torch.device("cuda", 1), torch.device("cuda:0")])
-    assert peers == [[1, 0]]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [None, 1, True, {"cuda:1"}, "all", "cpu", "cuda", "cuda:", "cuda:one", "cuda:-1", "cuda:1,", ["cuda:1", 0]]
-    + [["cuda"], ["auto"], ["cuda:99999"], [""], [None]],
-)
-def test_invalid_peers_raise(peers: list[list[int] | None], value: Any) -> None:
-    with pytest.raises(memsaver.ConfigError, match="^peers is .*, expected 'auto' or a list of CUDA devices") as caught:
-        memsaver.configure(peers=value)
-    assert (caught.value.option, caught.value.value) == ("peers", value)
-    assert peers == []
-
-
-def test_an_option_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(memsaver.ConfigError, match="^there is no option 'colour'; there are"):
-        memsaver.configure(colour=1)  # type: ignore[call-arg]
-
-
-def test_of_several_options_all_take_effect_or_none(make: Make) -> None:
-    make()  # the host device is in use from here on
-    memsaver.configure(retain=PAGE)
-    wrong: dict[str, Any]
-    for wrong in ({"pool": "ours"}, {"host_device": "3MiB"}, {"host_device": 1}):
-        with pytest.raises(memsaver.ConfigError):
-            memsaver.configure(retain=2 * PAGE, **wrong)
-        assert memsaver.stats().options["retain"] == PAGE
-
-
 def test_the_host_device_has_the_size_that_was_set_before_its_first_use() -> None:
     out = run_clean("""
         import memsaver
@@ -521,17 +458,6 @@ def test_the_host_device_has_the_size_that_was_set_before_its_first_use() -> Non
     assert int(total) == 150 * MIB
 
 
-def test_options_come_from_the_environment() -> None:
-    size = fresh_device()
-    source = """
-        import memsaver
-        memsaver.region("a", device="cpu")
-        found = memsaver.stats().asdict()
-        print(found["options"]["retain"], found["devices"]["cpu"]["total_bytes"])
-    """
-    assert run_clean(source, MEMSAVER_RETAIN="3MiB", MEMSAVER_HOST_DEVICE=size) == f"{3 * MIB} {size}\n"
-
-
 @pytest.mark.parametrize(
     ("variable", "value", "text"),
     [
@@ -539,7 +465,6 @@ def test_options_come_from_the_environment() -> None:
         ("MEMSAVER_HOST_DEVICE", "1MiB", "host_device is '1MiB', expected at least 2 MiB"),
         ("MEMSAVER_POOL", "ours", "pool is 'ours', expected one of 'process', 'shared'"),
         ("MEMSAVER_VERIFY", "perhaps", "verify is 'perhaps', expected True or False"),
-        ("MEMSAVER_PEERS", "1", "peers is '1', expected 'auto' or a list of CUDA devices such as ['cuda:1']"),
         (
             "MEMSAVER_DISK_DIR",
             "/no/such",
@@ -723,19 +648,6 @@ def test_a_forked_child_gets_a_clear_error_and_exits_normally() -> None:
         region.resume()
     """)
     assert out == "0\nTrue\n"
-
-
-def test_a_forked_child_exits_normally() -> None:
-    run_clean("""
-        import os, sys, memsaver
-        region = memsaver.region("a", device="cpu", backup="host")
-        tensor = region.empty(1000)
-        child = os.fork()
-        if child == 0:
-            sys.exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        region.pause()
-    """)
 
 
 def test_a_child_forked_before_first_use_has_the_library_to_itself() -> None:

@@ -676,11 +676,10 @@ def test_a_device_that_cannot_reach_is_no_peer(ordinal: int) -> None:
 def test_a_peer_that_cannot_be_retained_changes_nothing() -> None:
     run(
         """
+        region = memsaver.region("a", device="cuda:0")
         driver = _core.open_driver("cuda:0")
-        memsaver.configure(peers=[])
         control.fail("cuDevicePrimaryCtxRetain", 2, after=1)
         assert refused(lambda: driver.use_peers([1, 2])).call == "cuDevicePrimaryCtxRetain"
-        region = memsaver.region("a", device="cuda:0")
         segment = Segment(region, PAGE)
         assert control.access(segment.address, PAGE) == [0]
         driver.use_peers([1, 2])
