@@ -16,7 +16,7 @@ class Stacks(Guest):
     """Returns the memory by which CUDA has enlarged the stacks of all threads.
 
     CUDA has stacks for all threads that a device can run at once. A kernel that needs a larger stack enlarges all of
-    them, and they stay so large. NCCL's kernels are an example: see "Stacks of threads" in docs/guests.md. A pause of
+    them, and they stay so large. NCCL's kernels are an example: see docs/how-to.md. A pause of
     the tags sets the limit of a stack to its first value. The next kernel that needs more enlarges the stacks again, in
     a replay of a graph too, and waits for the device meanwhile. Without a GPU the guest does nothing.
 
