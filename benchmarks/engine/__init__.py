@@ -10,7 +10,7 @@
 
 Weights are random. Decode figures are those of Engine.step as it serves, with the scheduler. The compared ways take
 turns after a round that does not count, and ratios are medians over the rounds. The checks are the promises of the
-engine (docs/promises.md). On the CPU there are no graphs: they are asked for, and each step is eager.
+engine (examples/colocate/promises.md). On the CPU there are no graphs: they are asked for, and each step is eager.
 """
 
 from __future__ import annotations
