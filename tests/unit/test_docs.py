@@ -127,6 +127,12 @@ def test_each_benchmark_is_named_in_a_page() -> None:
         assert f"`python -m benchmarks {name}" in pages, f"is {name} a benchmark, or a part of benchmarks/harness?"
 
 
+def test_each_result_is_linked_in_a_page() -> None:
+    pages = "\n".join(page.read_text() for page in PAGES)
+    files = (ROOT / "benchmarks/results").iterdir()
+    assert [each.name for each in files if f"benchmarks/results/{each.name})" not in pages] == []
+
+
 @each_page
 def test_snippets_parse_and_their_calls_match_signatures(page: Path) -> None:
     for snippet in _snippets(page):
