@@ -58,12 +58,17 @@ def test_a_transition_in_the_background_is_there_at_once_and_done_later(make: Ma
     size, mapped = region.allocated_bytes, region.mapped_bytes
     hold = guard(region)
     pause = region.pause(wait=False)
-    assert not pause.done()
+    assert not pause.done() and not pause.cancel()
     assert repr(pause) == f"<memsaver.TransitionFuture pause=({region.tag!r},), running>"
+    for timeout in (0, 0.01):
+        with pytest.raises(TimeoutError, match="still under way"):
+            pause.result(timeout)
+    with pytest.raises(TypeError, match=r"cannot be pickled: pickle its result\(\)"):
+        pickle.dumps(pause)
     held[0].check()
     hold.release()
-    done = pause.result()
-    assert pause.done() and region.state == "paused"
+    done = pause.result(60)
+    assert pause.result(0) is done and pause.done() and region.state == "paused"
     assert repr(pause) == f"<memsaver.TransitionFuture pause=({region.tag!r},), done>"
     assert (done.paused, done.resumed) == ((region.tag,), ())
     assert (done.released_bytes, done.restored_bytes, done.copied_bytes) == (mapped, 0, size)
@@ -75,68 +80,21 @@ def test_a_transition_in_the_background_is_there_at_once_and_done_later(make: Ma
         block.check()
 
 
-def test_a_future_cannot_be_cancelled(make: Make, guard: Hold) -> None:
-    region = make()
-    hold = guard(region)
-    pause = region.pause(wait=False)
-    assert not pause.cancel()
-    hold.release()
-    assert pause.result().paused == (region.tag,)
-
-
-def test_result_with_a_timeout_raises_before_the_transition_ends(make: Make, guard: Hold) -> None:
-    region = make("host")
-    held = blocks(region, [5 * MIB])
-    hold = guard(region)
-    pause = region.pause(wait=False)
-    for timeout in (0, 0.01):
-        with pytest.raises(TimeoutError, match="still under way"):
-            pause.result(timeout)
-    assert not pause.done()
-    hold.release()
-    assert pause.result(60).paused == (region.tag,)
-    assert pause.result(0) is pause.result()
-    region.resume()
-    held[0].check()
-
-
-def test_a_call_that_waits_returns_a_value(make: Make) -> None:
+def test_a_transition_is_a_value(make: Make) -> None:
     region = make("host")
     for done in (region.pause(), region.resume(), memsaver.switch(), memsaver.pause([])):
         assert type(done) is memsaver.Transition
     empty = memsaver.pause([], wait=False)
     assert empty.done() and empty.result() == memsaver.Transition()
-
-
-def test_the_fields_of_a_transition_are_read_only(make: Make) -> None:
-    done = make().pause(wait=False).result()
-    for name in FIELDS:
-        with pytest.raises(AttributeError):
-            setattr(done, name, 0)
-
-
-def test_transitions_compare_by_their_fields(make: Make) -> None:
-    region = make()
     done = region.pause()
     assert done == memsaver.Transition((region.tag,), (), 0, 0, 0, done.seconds) != memsaver.Transition()
     assert done != 3  # type: ignore[comparison-overlap]
     assert len({done, memsaver.Transition(), memsaver.Transition()}) == 2
-
-
-def test_a_transition_pickles_when_it_is_done(make: Make, guard: Hold) -> None:
-    region = make("host")
-    held = blocks(region, [MIB])
-    hold = guard(region)
-    pause = region.pause(wait=False)
-    with pytest.raises(TypeError, match=r"cannot be pickled: pickle its result\(\)"):
-        pickle.dumps(pause)
-    hold.release()
-    done = pause.result()
     copy = pickle.loads(pickle.dumps(done))
     assert copy == done and copy is not done
-    assert copy.copied_bytes == MIB
-    region.resume()
-    held[0].check()
+    for name in FIELDS:
+        with pytest.raises(AttributeError):
+            setattr(done, name, 0)
 
 
 # Awaiting
