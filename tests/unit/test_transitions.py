@@ -14,7 +14,6 @@ import pytest
 
 import memsaver
 from memsaver import _core
-from memsaver.turns.plan import Plan
 from tests.support import (
     MIB,
     PAGE,
@@ -162,60 +161,6 @@ def test_pause_and_resume_take_a_tag_several_tags_or_nothing(make: Make) -> None
     assert memsaver.resume((two.tag,)).resumed == (two.tag,)
     assert {one.tag, three.tag} <= set(memsaver.resume().resumed)
     assert all(region.state == "active" for region in (one, two, three))
-
-
-@pytest.mark.parametrize("count", [40, 160])
-def test_calls_compare_each_region_tag_and_guest_a_few_times(
-    make: Make, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    """Not each with each other one: a process has thousands of them."""
-    compared = 0
-
-    class Tag(str):
-        __hash__ = str.__hash__
-
-        def __eq__(self, other: object) -> bool:
-            nonlocal compared
-            compared += 1
-            return str.__eq__(self, other)
-
-    class Visitor(memsaver.Guest):
-        def leave(self) -> None:
-            pass
-
-        def come_back(self) -> None:
-            pass
-
-    def equal(one: object, other: object) -> bool:
-        nonlocal compared
-        compared += 1
-        return one is other
-
-    monkeypatch.setattr(memsaver.phases, "_phases", {})
-    monkeypatch.setattr(memsaver.Region, "__eq__", equal)
-    monkeypatch.setattr(memsaver.Region, "__hash__", object.__hash__)
-    regions = [make() for _ in range(count)]
-    tags = [Tag(each.tag) for each in regions]
-    for each, tag in zip(regions, tags):
-        each.tag = tag
-    half = count // 2
-    memsaver.define_phase("one", regions[:half])
-    memsaver.define_phase("other", regions[half:])
-    guests = [Visitor(Tag(f"guest {tag}"), tag) for tag in tags[:half]]
-    for guest in guests:
-        memsaver.register(guest)
-    plan = Plan({"one": {"role": tags[:half]}, "other": {"role": tags[half:]}}, ["role"])
-    compared = 0
-    memsaver.pause(regions, backup=dict.fromkeys(tags, "none"))
-    memsaver.resume(tags, restore=dict.fromkeys(tags, False))
-    memsaver.switch(pause=regions[:half], resume=regions[half:])
-    for name in ("one", "other"):
-        with memsaver.phase(name):
-            plan.moves(name)
-    memsaver.resume(regions)
-    for guest in guests:
-        memsaver.unregister(guest)
-    assert compared < 60 * count
 
 
 def test_entering_or_allocating_in_a_paused_region_raises(make: Make) -> None:
