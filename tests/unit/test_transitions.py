@@ -355,7 +355,7 @@ def test_the_earliest_bound_ends_the_wait_for_memory(make: Make) -> None:
     with Fill():
         for bounds in ({"timeout": 0.05, "memory_timeout": 60.0}, {"timeout": 60.0, "memory_timeout": 0.05}):
             acts: list[Callable[..., object]] = [
-                region.resume,
+                partial(memsaver.resume, region.tag),
                 partial(memsaver.switch, pause=out.tag, resume=region.tag),
             ]
             for act in acts:
