@@ -127,58 +127,6 @@ def test_async_actor_has_the_methods_of_colocated(name: Name) -> None:
     assert signature(name.function) == signature(other)
 
 
-def test_incomplete_docstring_is_found() -> None:
-    def complete(first: int, *, second: int) -> int:
-        """Adds.
-
-        Args:
-            first: A number.
-            second: A number.
-
-        Returns:
-            The sum.
-
-        Raises:
-            ValueError: Never.
-        """
-        return first + second
-
-    def changed(old: str, new: str) -> list[str]:
-        text = inspect.cleandoc(complete.__doc__ or "")  # as Python 3.13 keeps it
-        assert old in text
-
-        def copy(first: int, *, second: int) -> int:
-            return complete(first, second=second)
-
-        copy.__doc__ = text.replace(old, new)
-        return list(complaints(Name("copy", copy)))
-
-    assert list(complaints(Name("complete", complete))) == []
-    assert "expected ['first', 'second']" in changed("    second: A number.\n", "")[0]
-    assert "expected ['first', 'second']" in changed("second: A number.", "third: A number.")[0]
-    assert "expected ['first', 'second']" in changed("second: A number.", "second:")[0]
-    assert changed("Returns:\n    The sum.\n", "") == ["Returns is missing"]
-    assert changed("Returns:", "Yields:") == ["Returns is missing", "Yields is there"]
-    assert changed("ValueError: Never.", "It never raises.") == ["Raises names no error"]
-    assert "expected one line" in changed("Adds.", "Adds\ntwo numbers.")[0]
-    with pytest.raises(ValueError, match="Example"):
-        changed("Raises:", "Example:")
-
-
-def test_undocumented_attribute_is_found() -> None:
-    class Error(memsaver.Error):
-        """Fails.
-
-        Attributes:
-            tag: The tag.
-        """
-
-        tag: str
-        state: str
-
-    assert list(complaints(Name("Error", Error))) == ["Attributes has ['tag'], expected ['tag', 'state']"]
-
-
 # Examples
 
 
