@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <string>
 
-#include "base/mutants.h"
 #include "driver/driver.h"
 
 namespace memsaver {
@@ -38,7 +37,7 @@ std::size_t HostBudget::left_locked() const {
 
 void HostBudget::check_locked(std::size_t bytes) const {
   const std::size_t left = left_locked();
-  if (bytes <= left || MEMSAVER_MUTANT(the_host_limit_is_ignored)) return;
+  if (bytes <= left) return;
   const std::string why = limit_ ? "host_limit is " + text(*limit_)
                                  : text(left) +
                                        " can be taken until nine tenths of the machine, or of the limit of "

@@ -10,7 +10,6 @@
 #include <thread>
 
 #include "backup/host_nodes.h"
-#include "base/mutants.h"
 
 namespace memsaver {
 namespace {
@@ -198,7 +197,6 @@ void HostArena::unpin_if_pinned(std::byte* data) {
 std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t wanted, bool pinned) {
   budget_.take(bytes);
   try {
-    MEMSAVER_MUTANT_HOLDS(the_arena_is_locked_while_memory_is_made, mutex_);
     map_memory(data, bytes);
     if (pinned) {
       if (!nodes_) prefer_node(data, bytes, driver_.host_node());

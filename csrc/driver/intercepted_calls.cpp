@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "base/mutants.h"
 #include "base/ranges.h"
 #include "driver/cuda_api.h"
 
@@ -36,7 +35,7 @@ Range callers{0, 0};                   // written before `interceptor`
 InterceptedCalls* answers(const void* return_address) {
   const auto from = reinterpret_cast<Address>(return_address);
   InterceptedCalls* calls = interceptor;
-  return calls != nullptr && (contains(callers, from) || MEMSAVER_MUTANT(all_callers_are_answered)) ? calls : nullptr;
+  return calls != nullptr && contains(callers, from) ? calls : nullptr;
 }
 
 #define MEMSAVER_ANSWERS() answers(__builtin_return_address(0))
@@ -132,7 +131,7 @@ int find_library(dl_phdr_info* info, std::size_t, void* wanted) {
     if ((part.p_flags & PF_W) != 0 && contains(range, library.table)) found.bytes_left = range.end() - library.table;
   }
   if (found.code.size == 0) return 0;
-  if (is_fixed && !MEMSAVER_MUTANT(read_only_pointers_count)) found.bytes_left = 0;
+  if (is_fixed) found.bytes_left = 0;
   library = found;
   return 1;
 }
@@ -156,8 +155,7 @@ std::string find(std::vector<Pointer>& pointers, Word* table, std::size_t words)
     const Word value = std::atomic_ref<Word>(*word).load(std::memory_order_relaxed);
     for (Pointer& each : pointers) {
       if (value != each.original) continue;
-      if (each.place != nullptr && !MEMSAVER_MUTANT(of_two_equal_pointers_the_last_counts))
-        return std::string("the table has ") + each.name + " twice";
+      if (each.place != nullptr) return std::string("the table has ") + each.name + " twice";
       each.place = word;
     }
   }

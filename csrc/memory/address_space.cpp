@@ -1,7 +1,5 @@
 #include "memory/address_space.h"
 
-#include "base/mutants.h"
-
 namespace memsaver {
 
 void AddressSpace::insert(Range range) {
@@ -26,8 +24,7 @@ std::optional<Address> AddressSpace::take(std::size_t size) {
   if (best == by_size_.end()) return std::nullopt;
   const auto [free_size, address] = *best;
   erase(free_.find(address));
-  if (free_size > size)
-    insert({address + size, MEMSAVER_MUTANT(addresses_are_given_twice) ? free_size : free_size - size});
+  if (free_size > size) insert({address + size, free_size - size});
   free_bytes_ -= size;
   return address;
 }
@@ -36,7 +33,7 @@ void AddressSpace::give(Range range) {
   free_bytes_ += range.size;
   // Reserved ranges do not touch, so touching free ranges belong to the same one.
   const auto next = free_.find(range.end());
-  if (next != free_.end() && !MEMSAVER_MUTANT(free_addresses_do_not_join)) {
+  if (next != free_.end()) {
     range.size += next->second;
     erase(next);
   }

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/mutants.h"
 #include "regions/region.h"
 
 namespace memsaver {
@@ -120,7 +119,7 @@ void Region::find_more(std::size_t wanted, Deadline shortage, Deadline memory, D
     }
     return;
   }
-  if (effort == Effort::none && device.pooled && now() < shortage && !MEMSAVER_MUTANT(allocations_ask_no_others)) {
+  if (effort == Effort::none && device.pooled && now() < shortage) {
     effort = Effort::asks_others;
     return;
   }
@@ -195,7 +194,7 @@ Chunk Region::next_or_end(ChunkRequest& request, std::size_t limit) const {
   try {
     return request.next(limit, largest_chunk(), false);
   } catch (const ChunkUnavailable&) {
-    if (!MEMSAVER_MUTANT(chunks_return_to_a_demand_that_failed)) request.end();
+    request.end();
     throw;
   }
 }
@@ -301,7 +300,7 @@ Layout Region::layout(bool snug) const {
       unused -= std::min<Address>(segment.end(), begin + chunk.size()) - std::max<Address>(segment.offset, begin);
     slack += unused;
   }
-  const bool apart = one_handle || (placed && !MEMSAVER_MUTANT(pieces_share_chunks));
+  const bool apart = one_handle || placed;
   return layout_locked(apart ? segments_.parts({{0, kAnySlack}}) : segments_.live(), segments_.all(),
                        segments_.live_bytes(), slack, snug || placed);
 }

@@ -2,13 +2,11 @@
 
 #include <utility>
 
-#include "base/mutants.h"
-
 namespace memsaver {
 
 void CaptureGate::capture_begins() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return operations_ == 0 || MEMSAVER_MUTANT(a_capture_ignores_waits_under_way); });
+  changed_.wait(lock, [this] { return operations_ == 0; });
   ++captures_;
 }
 

@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <atomic>
 
-#include "base/mutants.h"
-
 namespace memsaver {
 namespace {
 
@@ -222,8 +220,7 @@ void Core::give_access(Device& device) {
       std::lock_guard lock(mutex);
       device.peers = std::move(wanted);
     }
-    if (!MEMSAVER_MUTANT(new_peers_see_new_mappings_alone))
-      for (Region* region : regions) region->mark_stale();
+    for (Region* region : regions) region->mark_stale();
   }
   device.has_stale = false;
   for (Region* region : regions) region->allow_again();

@@ -1,7 +1,6 @@
 // The mappings of a region: chunks under its addresses, their access, and their return.
 #include <utility>
 
-#include "base/mutants.h"
 #include "driver/checked_calls.h"
 #include "regions/region.h"
 
@@ -25,7 +24,7 @@ void Region::sweep() {
     }
     {
       const std::unique_lock only(mapping_, std::try_to_lock);
-      if (!only && !MEMSAVER_MUTANT(memory_goes_under_an_allocation)) return;  // the holder sweeps afterwards
+      if (!only) return;  // the holder sweeps afterwards
       sweep_with_lock();
     }
     std::lock_guard lock(device.mutex);  // checked after the release of mapping_: a free in between could not take it
@@ -274,7 +273,6 @@ void Region::make_certain() {
 void Mapping::undo() {
   std::vector<Address> chunks;
   for (const Slot& slot : std::exchange(slots_, {})) chunks.push_back(slot.offset);
-  if (MEMSAVER_MUTANT(what_cannot_come_stays_mapped)) return;
   std::vector<Chunk> freed;  // returned to their source at the end of the scope
   if (region_->unmap(chunks, freed)) region_->strand();
 }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/mutants.h"
 #include "regions/core.h"
 
 namespace memsaver {
@@ -65,9 +64,9 @@ void Region::settle() {
   std::vector<Address> freed;
   {
     std::lock_guard lock(device.mutex);
-    const bool away = state_ == State::resuming ? !arrived_ : left_ || MEMSAVER_MUTANT(a_pause_given_up_counts);
+    const bool away = state_ == State::resuming ? !arrived_ : left_;
     if (state_ != State::lost) state_ = away ? State::paused : State::active;
-    if ((device.lost || contents_lost_) && !MEMSAVER_MUTANT(the_lost_come_back)) state_ = State::lost;
+    if (device.lost || contents_lost_) state_ = State::lost;
     left_ = arrived_ = false;
     if (chunks_.empty() && !std::exchange(dirty_, {}).empty()) device.resting.sweep_ended();
     freed.swap(freed_meanwhile_);
@@ -171,7 +170,7 @@ Ranges Region::parts(const Ranges& ranges) const {
 void Region::forget_locked(Address begin) {
   const Range freed = segments_.erase(begin);
   if (!placed) addresses_.give(freed);
-  if (!chunks_.empty() && !(placed && MEMSAVER_MUTANT(dropped_pieces_stay_mapped))) add_dirty_locked(freed);
+  if (!chunks_.empty()) add_dirty_locked(freed);
   count_locked();
 }
 
@@ -186,9 +185,7 @@ void Region::free(Address begin) {
     switch (state_) {
       case State::draining:
       case State::pausing:
-      case State::resuming:
-        if (!MEMSAVER_MUTANT(a_free_in_a_transition_is_lost)) freed_meanwhile_.push_back(begin);
-        return;
+      case State::resuming: freed_meanwhile_.push_back(begin); return;
       case State::paused:
       case State::lost:
         if (segments_.contains(begin)) forget_locked(begin);

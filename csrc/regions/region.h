@@ -27,7 +27,6 @@
 #include <vector>
 
 #include "backup/backup.h"
-#include "base/mutants.h"
 #include "memory/address_space.h"
 #include "memory/layout.h"
 #include "memory/segments.h"
@@ -85,9 +84,7 @@ class Region final : public RestingOwner {
   std::uint64_t residence() const { return residence_; }
 
   // The queue of the transitions on the region; the first one may proceed. Core::mutex is held.
-  void enqueue(const void* transition) {
-    queue_.insert(MEMSAVER_MUTANT(the_last_transition_is_the_first) ? queue_.begin() : queue_.end(), transition);
-  }
+  void enqueue(const void* transition) { queue_.push_back(transition); }
   void dequeue(const void* transition) { std::erase(queue_, transition); }
   bool is_first(const void* transition) const { return !queue_.empty() && queue_.front() == transition; }
   // A use of the region that trim() must not refuse: a wait until the region is active again. While it lives, trim()

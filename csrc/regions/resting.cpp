@@ -5,7 +5,6 @@
 #include <thread>
 #include <vector>
 
-#include "base/mutants.h"
 #include "regions/idle.h"
 
 namespace memsaver {
@@ -20,7 +19,7 @@ constexpr auto kThreadLooksAtMost = std::chrono::milliseconds(40);
 
 void Resting::add_locked(RestingOwner& owner, Address begin) {
   rests_.push_back({&owner, begin, ++frees_, nullptr});
-  if (!MEMSAVER_MUTANT(memory_waits_for_another_call)) added_.notify_one();
+  added_.notify_one();
 }
 
 std::uint64_t Resting::frees() const {
@@ -37,7 +36,7 @@ void Resting::mark() {
     last = rests_.back().number;
   }
   const CaptureGate::Pass pass(gate_);
-  if (!pass && !MEMSAVER_MUTANT(a_free_marks_during_a_capture)) return;  // a mark would break the capture
+  if (!pass) return;  // a mark would break the capture
   Driver::Ticket ticket;
   try {
     ticket = driver_.record();
@@ -72,7 +71,7 @@ bool Resting::collect(std::uint64_t waited) {
     }
     if (ticket != nullptr) {
       try {
-        if (!driver_.done(ticket) && !MEMSAVER_MUTANT(freed_memory_serves_at_once)) break;
+        if (!driver_.done(ticket)) break;
       } catch (const DriverError&) {
         break;
       }
@@ -102,9 +101,7 @@ bool Resting::reclaim(Deadline deadline, std::uint64_t seen) {
       sweeps = rests_.empty();
       if (sweeps && sweeps_ == 0) return given_back_ != seen;  // the last sweep may have ended just now
     }
-    if ((sweeps ? Clock::now() >= swept : at >= deadline) || waiting_is_over || gate_.capturing() ||
-        MEMSAVER_MUTANT(a_shortage_waits_for_nothing))
-      return false;
+    if ((sweeps ? Clock::now() >= swept : at >= deadline) || waiting_is_over || gate_.capturing()) return false;
     if (sweeps) {
       std::this_thread::sleep_for(std::min<Clock::duration>(pause, swept - Clock::now()));
     } else if (has_no_marks_) {  // without marks only a wait for the whole device is possible

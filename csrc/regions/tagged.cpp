@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <memory>
 
-#include "base/mutants.h"
-
 namespace memsaver {
 namespace {
 
@@ -18,9 +16,7 @@ TaggedRegions& tagged_regions(const std::string& prefix) {
   static auto& all = *new std::map<std::string, std::unique_ptr<TaggedRegions>>;
   std::lock_guard lock(mutex);
   std::unique_ptr<TaggedRegions>& found = all[prefix];
-  if (found == nullptr)
-    found = std::make_unique<TaggedRegions>(
-        prefix, prefix == "tms" && !MEMSAVER_MUTANT(savers_have_slack) ? kSlackOfSaver : kAnySlack);
+  if (found == nullptr) found = std::make_unique<TaggedRegions>(prefix, prefix == "tms" ? kSlackOfSaver : kAnySlack);
   return *found;
 }
 
@@ -31,8 +27,7 @@ Region* TaggedRegions::active_locked(const std::string& tag, const std::string& 
   // The first one, so that a tag has as few regions as it needs.
   for (Region* region : several->second)
     if (!region->closed() && region->device.driver->name == device && region->policy == policy &&
-        region->one_handle == one_handle && region->state() == State::active &&
-        (aside_.find(region) == aside_.end() || MEMSAVER_MUTANT(regions_that_were_set_aside_are_used)))
+        region->one_handle == one_handle && region->state() == State::active && aside_.find(region) == aside_.end())
       return region;
   return nullptr;
 }

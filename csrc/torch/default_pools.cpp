@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/mutants.h"
 #include "regions/core.h"
 
 namespace memsaver {
@@ -105,7 +104,6 @@ std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordi
   try {
     unreserve_late();
     Piece piece{region, size, region->borrow(size, deadline_on(region->device))};
-    if (MEMSAVER_MUTANT(a_retry_ends_with_its_first_piece)) refusal = {};
     const std::lock_guard lock(mutex_);
     made = kMark | ++last_;
     pieces_.emplace(made, std::move(piece));
@@ -188,7 +186,7 @@ std::optional<int> DefaultPools::unreserve(Address address, std::size_t size) {
     }
     unreserve_late();
     for (const Region* region : all()) {
-      if (!region->touches({address, size}) || MEMSAVER_MUTANT(addresses_are_free_under_a_transition)) continue;
+      if (!region->touches({address, size})) continue;
       const std::lock_guard lock(mutex_);
       late_.push_back({address, size});
       return kDone;

@@ -4,7 +4,6 @@
 #include <optional>
 #include <vector>
 
-#include "base/mutants.h"
 #include "driver/checked_calls.h"
 #include "transitions/transition.h"
 
@@ -149,7 +148,7 @@ void trim(Region& region, const std::function<bool()>& may_move, Deadline deadli
   settle_device();
   // No chunk of a placed region has an unused part. Its bytes exceed the bound for moments, while a piece is mapped,
   // and the other allocator cannot use a segment any more if the next piece of it is refused.
-  bool more = !region.placed || MEMSAVER_MUTANT(a_placed_region_is_compacted);
+  bool more = !region.placed;
   std::optional<Scratch> scratch;
   while (more && region.state() == State::active && region.mapped_bytes() > bound()) {
     more = false;
@@ -157,7 +156,7 @@ void trim(Region& region, const std::function<bool()>& may_move, Deadline deadli
     try {
       hold.begin();
       if (!hold.pausing().empty() && may_move()) {
-        if (!MEMSAVER_MUTANT(trim_moves_under_work)) settle_device();
+        settle_device();
         do more = compact(region, bound(), scratch);
         while (more && !region.is_wanted());
       }
