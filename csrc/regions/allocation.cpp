@@ -65,15 +65,17 @@ Address Region::take_addresses(std::size_t size) {
     {
       std::lock_guard lock(device.mutex);
       if (closed_) throw Error("region '" + tag + "' was closed");
-      if (const auto found = addresses_.take(size)) return *found;
-      range = std::max({round_up(size, kPage), kLeastRange, addresses_.reserved_bytes()});
+      if (const auto found = addresses_.take(size)) return found->offset;
+      range = std::max({round_up(size, kPage), kLeastRange, bytes_of(reserved_)});
     }
     range = std::max(round_up(size, kPage), std::min(range, std::max(kLeastRange, device.total_bytes)));
     const Address begin = device.driver->reserve(range + kGuard);
     {
       std::lock_guard lock(device.mutex);
       if (!closed_) {
-        addresses_.add({begin, range});
+        reserved_.push_back({begin, range});
+        reserved_ = sorted(std::move(reserved_));
+        addresses_.put({begin, range});
         device.parts.addresses.add({begin, range}, *this);
         continue;
       }
@@ -176,7 +178,7 @@ Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
     }
   } catch (...) {
     std::lock_guard lock(device.mutex);
-    addresses_.give(segment);
+    addresses_.put(segment);
     throw;
   }
   try {
@@ -254,14 +256,11 @@ Layout Region::layout_locked(Ranges wanted, Ranges segments, std::size_t live, s
                       .allowance = allowance(live)};
   if (input.wanted.empty()) return Layout(std::move(input));
   const Address begin = round_down(input.wanted.front().offset, kPage), end = input.wanted.back().end();
-  auto chunk = chunks_.upper_bound(begin);
-  if (chunk != chunks_.begin()) --chunk;
-  for (; chunk != chunks_.end(); ++chunk) {
-    input.chunks.push_back({chunk->first, chunk->second.size()});
-    if (chunk->first >= end) break;  // the border of the last gap
-  }
-  if (placed) input.reserved = input.wanted;
-  for (const auto& [at, size] : addresses_.reserved()) input.reserved.push_back({at, size});
+  const auto within = overlapping(chunks_, {begin, end - begin});
+  for (const auto& [at, chunk] : within) input.chunks.push_back({at, chunk.size()});
+  if (const auto border = within.end(); border != chunks_.end())  // of the last gap
+    input.chunks.push_back({border->first, border->second.size()});
+  input.reserved = placed ? input.wanted : reserved_;
   return Layout(std::move(input));
 }
 
@@ -282,12 +281,8 @@ std::size_t Region::largest_chunk() const {
 
 std::size_t Region::unmapped_within(Address begin, Address end) const {
   std::size_t bytes = end - begin;
-  auto chunk = chunks_.upper_bound(begin);
-  if (chunk != chunks_.begin()) --chunk;
-  for (; chunk != chunks_.end() && chunk->first < end; ++chunk) {
-    const Address from = std::max(begin, chunk->first), to = std::min(end, chunk->first + chunk->second.size());
-    if (to > from) bytes -= to - from;
-  }
+  for (const auto& [at, chunk] : overlapping(chunks_, {begin, end - begin}))
+    bytes -= std::min(end, at + chunk.size()) - std::max(begin, at);
   return bytes;
 }
 

@@ -58,13 +58,9 @@ void Region::sweep_with_lock() {
       for (const auto& [begin, chunk] : chunks_) dirty.push_back({begin, chunk.size()});
     }
     for (const Range& range : sorted(std::move(dirty))) {
-      auto chunk = chunks_.upper_bound(range.offset);
-      if (chunk != chunks_.begin()) --chunk;
-      for (; chunk != chunks_.end() && chunk->first < range.end(); ++chunk) {
-        const Address end = chunk->first + chunk->second.size();
-        if (end <= range.offset || (!empty.empty() && empty.back() >= chunk->first)) continue;
-        if (!segments_.any_within(chunk->first, end)) empty.push_back(chunk->first);
-      }
+      for (const auto& [begin, chunk] : overlapping(chunks_, range))
+        if ((empty.empty() || empty.back() < begin) && !segments_.any_within(begin, begin + chunk.size()))
+          empty.push_back(begin);
     }
   }
   std::vector<Chunk> freed;
@@ -250,13 +246,8 @@ std::vector<Slot> Region::slots() const {
 std::vector<Placed> Region::chunks_under(const Ranges& ranges) const {
   std::map<Address, Placed> found;
   std::lock_guard lock(device.mutex);
-  for (const Range& range : ranges) {
-    auto chunk = chunks_.upper_bound(range.offset);
-    if (chunk != chunks_.begin()) --chunk;
-    for (; chunk != chunks_.end() && chunk->first < range.end(); ++chunk)
-      if (chunk->first + chunk->second.size() > range.offset)
-        found[chunk->first] = {chunk->first, chunk->second.handle(), chunk->second.size()};
-  }
+  for (const Range& range : ranges)
+    for (const auto& [begin, chunk] : overlapping(chunks_, range)) found[begin] = {begin, chunk.handle(), chunk.size()};
   std::vector<Placed> chunks;
   for (const auto& [begin, chunk] : found) chunks.push_back(chunk);
   return chunks;

@@ -139,7 +139,7 @@ void Region::count_locked() {
 
 bool Region::owns(Address address) const {
   std::lock_guard lock(device.mutex);
-  return placed ? !segments_.between(address, address + 1).empty() : addresses_.owns(address);
+  return placed ? segments_.any_within(address, address + 1) : !intersect(reserved_, {{address, 1}}).empty();
 }
 
 std::size_t Region::allocated_bytes() const {
@@ -154,7 +154,7 @@ std::size_t Region::resting_bytes() const {
 
 std::size_t Region::reserved_bytes() const {
   std::lock_guard lock(device.mutex);
-  return placed ? segments_.live_bytes() : addresses_.reserved_bytes();
+  return placed ? segments_.live_bytes() : bytes_of(reserved_);
 }
 
 Ranges Region::live() const {
@@ -169,7 +169,7 @@ Ranges Region::parts(const Ranges& ranges) const {
 
 void Region::forget_locked(Address begin) {
   const Range freed = segments_.erase(begin);
-  if (!placed) addresses_.give(freed);
+  if (!placed) addresses_.put(freed);
   if (!chunks_.empty()) add_dirty_locked(freed);
   count_locked();
 }
@@ -224,14 +224,12 @@ Ranges Region::close() {
                 " bytes of it are allocated; free its tensors and graphs first");
   if (segments_.resting_bytes() > 0)
     throw Error(cannot + "the device still works on " + std::to_string(segments_.resting_bytes()) + " freed bytes");
-  if (addresses_.free_bytes() != addresses_.reserved_bytes()) throw Error(cannot + "another thread allocates in it");
+  if (addresses_.bytes() != bytes_of(reserved_)) throw Error(cannot + "another thread allocates in it");
   check_unused();
   if (!chunks_.empty()) throw Error(cannot + "the driver refused to unmap " + std::to_string(mapped_) + " bytes");
   closed_ = true;
-  Ranges reserved;
-  for (const auto& [begin, size] : addresses_.reserved()) reserved.push_back({begin, size});
-  addresses_ = AddressSpace();
-  return reserved;
+  addresses_ = {};
+  return std::exchange(reserved_, {});
 }
 
 }  // namespace memsaver

@@ -27,7 +27,6 @@
 #include <vector>
 
 #include "backup/backup.h"
-#include "memory/address_space.h"
 #include "memory/layout.h"
 #include "memory/segments.h"
 #include "regions/device.h"
@@ -39,7 +38,7 @@ constexpr std::size_t kGuard = kPage;  // behind each reserved range, so that tw
 constexpr std::size_t kAnySlack = std::size_t{1} << 60;
 using Slot = Range;  // the addresses of a chunk in a region
 
-class Region final : public RestingOwner {
+class Region {
  public:
   struct Options {
     Policy policy = Policy::none;
@@ -147,9 +146,10 @@ class Region final : public RestingOwner {
   std::size_t largest_chunk() const;         // the largest class to be created for this region; 0: see one_handle
   Ranges live() const;                       // segments in use, joined where they touch
   Ranges parts(const Ranges& ranges) const;  // the parts of `ranges` within segments in use, not joined
-  void forget_locked(Address begin) override;
+  // The work on a freed segment has ended. Device::mutex is held; a call of sweep() without it follows.
+  void forget_locked(Address begin);
   // Returns chunks that no segment needs. If another thread holds mapping_, that thread does it.
-  void sweep() override;
+  void sweep();
   void sweep_all();  // checks all chunks
   // mark_stale(): existing mappings lack the access of a new peer. allow_again() gives it if the region is active.
   void mark_stale();
@@ -246,7 +246,8 @@ class Region final : public RestingOwner {
 
   mutable std::mutex mapping_;
   std::shared_ptr<Backup> backup_;
-  AddressSpace addresses_;
+  Ranges reserved_;  // addresses, from the driver. Ranges do not touch, so no segment and no run of chunks spans two
+  FreeRanges addresses_;  // those of them without a segment
   Segments segments_;
   std::map<Address, Chunk> chunks_;       // mapped
   std::vector<Address> freed_meanwhile_;  // while a transition owned the region

@@ -6,7 +6,7 @@
 
 #include "backup/disk_backup.h"
 #include "backup/host_backup.h"
-#include "regions/idle.h"
+#include "regions/device_wait.h"
 
 namespace memsaver {
 namespace {
