@@ -21,7 +21,6 @@ _UNITS = {"": 1, "b": 1} | {
 }  # fmt: skip
 _SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _SIZE = "bytes as an integer of 0 or more, or a size such as '64GiB', '1.5G' or '512MB' (units are powers of 1024)"
-_PEERS = "'auto' or a list of CUDA devices such as ['cuda:1']"
 _PAGE = 2 << 20
 _LARGEST = 1 << 60
 _LONGEST_S = 1e6
@@ -175,20 +174,3 @@ def job_name(_: str) -> str | None:
 def drop_in(value: str) -> str | None:
     parse_drop_in(value)
     return value or None
-
-
-def peers(value: Any) -> str | list[str]:
-    """``"auto"``, or names of CUDA devices, each once; the environment separates them by commas."""
-    if value == "auto":
-        return "auto"
-    if not isinstance(value, (str, list, tuple)):
-        raise _wrong("peers", value, _PEERS)
-    names = value.split(",") if isinstance(value, str) and value else value
-    found = [str(each).strip() for each in names]
-    if not all(re.fullmatch(r"cuda:[0-9]{1,4}", each) for each in found):
-        raise _wrong("peers", value, _PEERS)
-    return list(dict.fromkeys(f"cuda:{ordinal(each)}" for each in found))
-
-
-def ordinal(device: str) -> int:
-    return int(device.removeprefix("cuda:"))

@@ -7,20 +7,17 @@ import enum
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 from memsaver import _core, _moves, _parsing, _pool_client
 from memsaver._parsing import DROP_INS as DROP_INS
 from memsaver._parsing import parse_drop_in as parse_drop_in
 from memsaver._parsing import parse_size as parse_size
 from memsaver.errors import ConfigError, Error, gib
-
-if TYPE_CHECKING:
-    import torch
 
 _PREFIX = "MEMSAVER_"
 _TEST_PREFIX = "MEMSAVER_TEST_"  # variables of tests and benchmarks, which the library does not read
@@ -96,10 +93,6 @@ def receive_timeout() -> float:
     return float(_values.get("receive_timeout", _DEFAULTS["receive_timeout"]))
 
 
-def _set_peers(peers: str | list[str]) -> None:
-    _core.set_peers(None if peers == "auto" else [_parsing.ordinal(each) for each in peers])
-
-
 # In the order in which values are put into effect. docs/configuration.md shows the same table.
 OPTIONS: Final = (
     Option(
@@ -172,13 +165,6 @@ OPTIONS: Final = (
         _parsing.report_dir, _keep,
     ),
     Option(
-        "peers", "'auto', list of devices", "auto",
-        "GPUs that can reach the memory of regions on another GPU, as copies and kernels between GPUs do. 'auto': those"
-        " on which the process has an active context, read again at each call. Waits for a device cover its peers. In"
-        " the environment commas separate the devices.",
-        _parsing.peers, _set_peers,
-    ),
-    Option(
         "pool_dir", "absolute path", "/tmp/memsaver-<uid>",
         "Directory of the sockets of shared pools. Only the variable sets it, and it is read whenever a broker is"
         " looked for.",
@@ -206,7 +192,7 @@ OPTIONS: Final = (
 )  # fmt: skip
 _BY_NAME = {option.name: option for option in OPTIONS}
 _DEFAULTS = {
-    "close_on_fork": False, "pool": "process", "retain": 0, "backup_ahead": True, "peers": "auto",
+    "close_on_fork": False, "pool": "process", "retain": 0, "backup_ahead": True,
     "memory_timeout": 0.0, "receive_timeout": 10.0, "verify": False,
 }  # fmt: skip
 _values: dict[str, Any] = {}
@@ -242,7 +228,6 @@ def configure(
     host_device: int | str | Unchanged = UNCHANGED,
     host_limit: int | str | Literal["auto"] | None | Unchanged = UNCHANGED,
     memory_timeout: float | Unchanged = UNCHANGED,
-    peers: str | Sequence[str | torch.device] | Unchanged = UNCHANGED,
     pool: str | Unchanged = UNCHANGED,
     pool_capacity: int | str | None | Unchanged = UNCHANGED,
     receive_timeout: float | Unchanged = UNCHANGED,
@@ -269,9 +254,6 @@ def configure(
             stops pinning when the machine, or the limit of one of its cgroups, is 90 % full. Default: auto.
         memory_timeout: Bound of the wait for memory that others hold, of allocations in regions and of calls without a
             memory_timeout of their own. An allocation by torch waits with the lock of torch's allocator. Default: 0.
-        peers: GPUs that can reach the memory of regions on another GPU, as copies and kernels between GPUs do. 'auto':
-            those on which the process has an active context, read again at each call. Waits for a device cover its
-            peers. In the environment commas separate the devices. Default: auto.
         pool: Source of device memory: the driver, or a pool that all processes on the device share. A broker is
             started where there is none. Set it before regions are made: memory that they have stays where it came
             from. Default: process.
@@ -298,7 +280,7 @@ def configure(
     """
     given = {
         "backup_ahead": backup_ahead, "close_on_fork": close_on_fork, "disk_dir": disk_dir, "host_device": host_device,
-        "host_limit": host_limit, "memory_timeout": memory_timeout, "peers": peers, "pool": pool,
+        "host_limit": host_limit, "memory_timeout": memory_timeout, "pool": pool,
         "pool_capacity": pool_capacity, "receive_timeout": receive_timeout, "report_dir": report_dir,
         "retain": retain, "verify": verify,
     }  # fmt: skip

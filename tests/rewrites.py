@@ -46,8 +46,11 @@ class Rewrite:
     tests: Sequence[str]  # at least one fails. Ids of pytest, below tests/
 
     def text(self) -> str:
-        """The file with the change. Raises ValueError unless the old text is there exactly once."""
-        text = (ROOT / self.file).read_text()
+        """The file with the change."""
+        return self.rewrite((ROOT / self.file).read_text())
+
+    def rewrite(self, text: str) -> str:
+        """The text with the change. Raises ValueError unless the old text is there exactly once."""
         if text.count(self.old) != 1:
             raise ValueError(f"{self.name}: the old text is {text.count(self.old)} times in {self.file}, expected once")
         return text.replace(self.old, self.new)

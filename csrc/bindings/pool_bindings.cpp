@@ -1,6 +1,5 @@
 // This process as a client of shared pools, and its attachments to memory of other processes.
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 

@@ -1,13 +1,12 @@
 // The process-wide functions of the core: devices and their figures, options, captures, the exit.
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <chrono>
 #include <thread>
 #include <utility>
 
-#include "backup/available_memory.h"
+#include "backup/host_memory.h"
 #include "bindings/bindings.h"
 #include "regions/queries.h"
 #include "torch/torch_hooks.h"
@@ -89,7 +88,6 @@ void stop_background() {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   for (Device* device : core().all_devices()) {
     device->reclaimer.stop(deadline);
-    device->resting.stop(deadline);
     device->arena.stop_background(deadline);
     if (device->shared != nullptr) device->shared->stop(deadline);
   }
@@ -182,7 +180,7 @@ void bind_process(nb::module_& module) {
       [] {
         std::size_t bytes = 0;
         const CaptureGate::Pass pass(core().parts.gate);  // a capture begins after the change, which may wait
-        if (!pass && !MEMSAVER_MUTANT(stacks_shrink_during_a_capture)) return bytes;
+        if (!pass) return bytes;
         for (Device* device : core().all_devices())
           if (!device->lost) bytes += device->driver->reset_stacks();
         return bytes;
@@ -206,9 +204,6 @@ void bind_process(nb::module_& module) {
       },
       "act"_a);
   module.def("capturing", [] { return core().parts.gate.capturing(); });
-  module.def(
-      "set_peers", [](std::optional<std::vector<int>> ordinals) { core().set_peers(std::move(ordinals)); },
-      nb::call_guard<Unlocked>(), "ordinals"_a.none());
   module.def("refresh_peers", [] { core().refresh_peers(); }, nb::call_guard<Unlocked>());
   module.def("virtual_clock", &use_virtual_clock, "on"_a);  // for tests
   module.def("clock", [] { return std::chrono::duration<double>(now().time_since_epoch()).count(); });

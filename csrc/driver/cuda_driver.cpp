@@ -9,7 +9,6 @@
 #include <optional>
 #include <vector>
 
-#include "base/mutants.h"
 #include "driver/cuda_api.h"
 #include "driver/cuda_peers.h"
 #include "driver/driver.h"
@@ -169,8 +168,7 @@ class CudaDriver final : public Driver {
     Scope scope(context_);
     std::size_t of_thread = 0;
     check("cuCtxGetLimit", api().cuCtxGetLimit(&of_thread, kLimitStackSize));
-    const std::size_t threads = MEMSAVER_MUTANT(stacks_are_of_half_of_the_threads) ? most_threads_ / 2 : most_threads_;
-    return round_up(of_thread * threads, kPage);
+    return round_up(of_thread * most_threads_, kPage);
   }
 
   std::size_t reset_stacks() override {

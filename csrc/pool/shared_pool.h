@@ -25,7 +25,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "base/worker.h"
+#include "base/threads.h"
 #include "memory/chunk.h"
 #include "pool/link.h"
 #include "pool/pool_request.h"

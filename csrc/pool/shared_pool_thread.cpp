@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/mutants.h"
 #include "pool/sentinel.h"
 #include "pool/shared_pool.h"
 
@@ -47,7 +46,7 @@ void check_proof(const Message& welcome, const std::vector<std::uint64_t>& proof
   std::uint64_t differences = 0;  // all words are compared, so that the time tells nothing about them
   for (std::size_t word = 0; word < proof.size(); ++word)
     differences |= welcome.field(wire::kProof.at(word), ~proof[word]) ^ proof[word];
-  if (differences != 0 && !MEMSAVER_MUTANT(brokers_prove_no_job))
+  if (differences != 0)
     throw BrokerError("the broker at " + path + " does not prove that it has the secret in MEMSAVER_JOB of this " +
                           "process: stop it, and start one with the same MEMSAVER_JOB",
                       path);

@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <atomic>
 
-#include "base/mutants.h"
-
 namespace memsaver {
 namespace {
 
@@ -97,7 +95,7 @@ Region& Core::region(const std::string& tag, const std::string& device_name, Reg
     made = entry->second = regions_.back().get();
   }
   // Threads start here, because an allocation must not start a thread.
-  on.resting.start();
+  on.reclaimer.start();
   if (options.policy == Policy::host) on.arena.start_background();
   refresh_peers();
   return *made;
@@ -159,23 +157,6 @@ void Core::mark_lost(Device& dead) {
   changed.notify_all();
 }
 
-void Core::set_peers(std::optional<std::vector<int>> ordinals) {
-  {
-    std::lock_guard lock(mutex);
-    peers_ = std::move(ordinals);
-  }
-  refresh_peers();
-}
-
-void Core::require_peer(Device& device, int ordinal) {
-  {
-    std::lock_guard lock(mutex);
-    auto& required = device.required_peers;
-    if (std::find(required.begin(), required.end(), ordinal) == required.end()) required.push_back(ordinal);
-  }
-  refresh_peers();
-}
-
 void Core::refresh_peers() {
   std::vector<Device*> gpus = all_devices();
   std::erase_if(gpus, [](const Device* device) { return device->driver->ordinal() < 0 || device->lost; });
@@ -196,19 +177,10 @@ void Core::give_access(Device& device) {
   std::vector<int> wanted = device.driver->peer_candidates();
   {
     std::lock_guard lock(mutex);
-    if (!peers_ && wanted == device.peers && !device.has_stale) return;
+    if (wanted == device.peers && !device.has_stale) return;
   }
   const std::lock_guard one_at_a_time(refreshing_);
   wanted = device.driver->peer_candidates();  // another thread may have changed the peers meanwhile
-  std::optional<std::vector<int>> allowed;
-  {
-    std::lock_guard lock(mutex);
-    allowed = peers_;
-    if (allowed) allowed->insert(allowed->end(), device.required_peers.begin(), device.required_peers.end());
-  }
-  if (allowed)
-    std::erase_if(wanted,
-                  [&](int ordinal) { return std::find(allowed->begin(), allowed->end(), ordinal) == allowed->end(); });
   bool is_new = false;
   {
     std::lock_guard lock(mutex);
@@ -222,8 +194,7 @@ void Core::give_access(Device& device) {
       std::lock_guard lock(mutex);
       device.peers = std::move(wanted);
     }
-    if (!MEMSAVER_MUTANT(new_peers_see_new_mappings_alone))
-      for (Region* region : regions) region->mark_stale();
+    for (Region* region : regions) region->mark_stale();
   }
   device.has_stale = false;
   for (Region* region : regions) region->allow_again();

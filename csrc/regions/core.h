@@ -6,7 +6,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,12 +39,8 @@ class Core {
   void close(Region& region);    // see Region::close()
   void mark_lost(Device& dead);  // its context is dead: its regions become lost
 
-  // Sets the devices that get access to each other's memory. nullopt: the devices with an active context.
-  void set_peers(std::optional<std::vector<int>> ordinals);
-  void refresh_peers();  // gives access to peers that are new. Cheap if the process sees one GPU
-  // Gives another device access to a device's memory, also if set_peers() excludes it. A program has asked torch for
-  // this access.
-  void require_peer(Device& device, int ordinal);
+  // Gives the devices with an active context access to each other's memory. Cheap if the process sees one GPU.
+  void refresh_peers();
 
  private:
   void give_access(Device& device);  // gives access to the new peers. Throws DriverError
@@ -53,8 +48,7 @@ class Core {
   std::map<std::pair<std::string, const Device*>, Region*> by_key_;
   std::vector<std::unique_ptr<Region>> regions_;  // in the order in which they were made
   std::vector<std::unique_ptr<Region>> closed_;   // kept: Python objects may refer to them
-  std::optional<std::vector<int>> peers_;
-  std::mutex opening_;  // one device at a time
+  std::mutex opening_;                            // one device at a time
   std::mutex refreshing_;
 };
 

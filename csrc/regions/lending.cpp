@@ -2,8 +2,6 @@
 
 #include <unistd.h>
 
-#include "base/mutants.h"
-
 namespace memsaver {
 
 std::vector<Placed> lend_chunks(Region& region, const Ranges& ranges, std::uint64_t residence, std::uint64_t lease,
@@ -13,7 +11,7 @@ std::vector<Placed> lend_chunks(Region& region, const Ranges& ranges, std::uint6
   if (region.closed()) throw Error(name + " was closed");
   if (region.state() != State::active)
     throw RegionPausedError(name + " is " + name_of(region.state()), region.tag, name_of(region.state()));
-  if (region.residence() != residence && !MEMSAVER_MUTANT(old_tokens_are_served))
+  if (region.residence() != residence)
     throw Error(name + " was paused and resumed since the token was made (residence " + std::to_string(residence) +
                 ", now " + std::to_string(region.residence()) + "): share again");
   if (region.sealed()) throw Error(name + " is frozen, and a copy of its contents is kept: thaw() it first");

@@ -28,8 +28,8 @@ PRIVATE = {
     "host_ledger": {"host_driver", "host_addresses", "host_chunk"},
     "host_chunk": {"host_driver", "host_addresses", "host_physical"}, "host_addresses": {"host_driver"},
     "host_stream": {"host_driver"}, "host_driver": {"driver_bindings"},
-    "host_backup": {"transfer"}, "disk_backup": {"transfer"}, "host_budget": {"pinned_memory"},
-    "host_nodes": {"pinned_memory", "available_memory"}, "extents": {"pinned_memory"},
+    "host_backup": {"transfer"}, "disk_backup": {"transfer", "device"},
+    "host_memory": {"pinned_memory", "process_bindings"},
     "link": {"pool_request", "shared_pool", "shared_pool_thread"}, "pool_request": {"shared_pool"},
     "sentinel": {"shared_pool_thread", "pool_bindings"},
 }  # fmt: skip
@@ -43,24 +43,23 @@ SYSTEM = {
         "intercepted_calls",
     },
     r"\bnvml[A-Z]\w*": {"cuda_api"},
-    r"\bdlopen\b": {"cuda_api", "cuda_runtime", "core", "intercepted_calls"},
+    r"\bdlopen\b": {"cuda_api", "libraries", "intercepted_calls"},
     r"\bmemfd_create\b": {"host_chunk"},
     r"\bMAP_FIXED\b": {"pinned_memory", "host_addresses"},
     r"\bmmap\(": {"pinned_memory", "host_addresses", "host_ledger"},
     r"\bp(?:read|write)\b": {"files"},
     r"\bstd::thread\b": {
         "pinned_memory",
-        "worker",
+        "threads",
         "host_stream",
         "disk_backup",
-        "spare_threads",
         "resting",
     }
     | {"transition"},
     r"#include <nanobind|#include <Python\.h>": {path.stem for path in (ROOT / "csrc" / "bindings").iterdir()},
     r"\b(?:gil_scoped_\w+|PyGILState_Ensure|PyEval_RestoreThread|PyErr_CheckSignals|PyObject_Call\w*)": {"gil"},
     # These have no caller that takes an error.
-    r"\bfprintf\(": {"preload", "settings", "core", "cuda_runtime", "tagged_hooks"},
+    r"\bfprintf\(": {"preload", "settings", "libraries", "tagged_hooks"},
     r"\bstd::c(?:out|err)\b|\bprintf\(|\b_?exit\(|\bstd::abort\b|\bassert\(": set(),
 }
 

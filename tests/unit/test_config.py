@@ -130,9 +130,9 @@ def test_config_prints_the_bytes_of_half_the_machines_memory() -> None:
 
 
 def test_config_prints_json() -> None:
-    done = run_command("config", "--json", MEMSAVER_PEERS="cuda:1,cuda:0")
+    done = run_command("config", "--json", MEMSAVER_RETAIN="1GiB")
     found = json.loads(done.stdout)
-    assert found["peers"] == {"value": ["cuda:1", "cuda:0"], "source": "MEMSAVER_PEERS"}
+    assert found["retain"] == {"value": 1 << 30, "source": "MEMSAVER_RETAIN"}
     assert found["pool_capacity"] == {"value": None, "source": "default"}
 
 

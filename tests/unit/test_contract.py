@@ -8,7 +8,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -418,50 +418,6 @@ def test_invalid_sizes_raise(value: Any) -> None:
     assert memsaver.stats().options == before
 
 
-@pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int] | None]]:
-    """The peers that configure() passes to the core."""
-    told: list[list[int] | None] = []
-    monkeypatch.setattr(_core, "set_peers", told.append, raising=False)
-    yield told
-    memsaver.configure(peers="auto")
-
-
-@pytest.mark.parametrize(
-    ("value", "names", "ordinals"),
-    [
-        ("auto", "auto", None), ([], [], []), ((), [], []), ("", [], []), (["cuda:1"], ["cuda:1"], [1]),
-        ("cuda:1", ["cuda:1"], [1]), ("cuda:3, cuda:0", ["cuda:3", "cuda:0"], [3, 0]),
-        (["cuda:2", "cuda:02", "cuda:0"], ["cuda:2", "cuda:0"], [2, 0]),
-    ],
-)  # fmt: skip
-def test_peers_are_all_devices_in_use_or_a_list(
-    peers: list[list[int] | None], value: Any, names: Any, ordinals: list[int] | None
-) -> None:
-    memsaver.configure(peers=value)
-    assert peers == [ordinals]
-    assert memsaver.stats().options["peers"] == names
-
-
-def test_a_peer_can_be_a_torch_device(peers: list[list[int] | None]) -> None:
-    import torch
-
-    memsaver.configure(peers=[torch.device("cuda", 1), torch.device("cuda:0")])
-    assert peers == [[1, 0]]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [None, 1, True, {"cuda:1"}, "all", "cpu", "cuda", "cuda:", "cuda:one", "cuda:-1", "cuda:1,", ["cuda:1", 0]]
-    + [["cuda"], ["auto"], ["cuda:99999"], [""], [None]],
-)
-def test_invalid_peers_raise(peers: list[list[int] | None], value: Any) -> None:
-    with pytest.raises(memsaver.ConfigError, match="^peers is .*, expected 'auto' or a list of CUDA devices") as caught:
-        memsaver.configure(peers=value)
-    assert (caught.value.option, caught.value.value) == ("peers", value)
-    assert peers == []
-
-
 def test_the_host_device_has_the_size_that_was_set_before_its_first_use() -> None:
     out = run_clean("""
         import memsaver
@@ -487,7 +443,6 @@ def test_the_host_device_has_the_size_that_was_set_before_its_first_use() -> Non
         ("MEMSAVER_HOST_DEVICE", "1MiB", "host_device is '1MiB', expected at least 2 MiB"),
         ("MEMSAVER_POOL", "ours", "pool is 'ours', expected one of 'process', 'shared'"),
         ("MEMSAVER_VERIFY", "perhaps", "verify is 'perhaps', expected True or False"),
-        ("MEMSAVER_PEERS", "1", "peers is '1', expected 'auto' or a list of CUDA devices such as ['cuda:1']"),
         (
             "MEMSAVER_DISK_DIR",
             "/no/such",

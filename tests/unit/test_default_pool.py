@@ -201,26 +201,6 @@ def test_peers_have_access_also_after_a_resume() -> None:
     )
 
 
-def test_torchs_peers_have_access_whatever_the_option_says() -> None:
-    run(
-        """
-    memsaver.configure(peers=[])
-    region = default_pool()
-    control.activate(1, 1)
-    other = memsaver.region("other", device="cuda:0")
-    held = control.Segment(other, 2 * MIB)
-    segment = Segment(32)
-    assert segment.map(0, 1) == 0 and control.access(segment.at(0), segment.piece) == [0]
-    assert segment.peer(1, 0, 1) == 0
-    assert control.access(segment.at(0), segment.piece) == [0, 1]
-    region.pause(), region.resume()
-    assert control.access(segment.at(0), segment.piece) == [0, 1]
-    """,
-        devices=2,
-        peers="all",
-    )
-
-
 def test_a_failed_change_of_access_is_not_reported_as_done() -> None:
     run(
         """

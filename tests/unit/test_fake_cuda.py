@@ -677,12 +677,8 @@ def test_a_peer_that_cannot_be_retained_changes_nothing() -> None:
     run(
         """
         driver = _core.open_driver("cuda:0")
-        memsaver.configure(peers=[])
         control.fail("cuDevicePrimaryCtxRetain", 2, after=1)
         assert refused(lambda: driver.use_peers([1, 2])).call == "cuDevicePrimaryCtxRetain"
-        region = memsaver.region("a", device="cuda:0")
-        segment = Segment(region, PAGE)
-        assert control.access(segment.address, PAGE) == [0]
         driver.use_peers([1, 2])
         assert (control.retained(1), control.retained(2)) == (1, 1)
         """,
