@@ -318,11 +318,6 @@ MUTANTS = [
         ["unit/test_host_memory.py::test_a_backup_beyond_the_limit_is_refused_before_anything_moves"],
     ),
     Mutant(
-        "brokers_prove_no_job",
-        "shared pool: a process gives its memory to any process that listens at the path of its job",
-        ["integration/test_broker_jobs.py::test_process_of_a_job_leaves_a_broker_that_does_not_prove_the_job"],
-    ),
-    Mutant(
         "regions_that_were_set_aside_are_used",
         "tagged regions: new allocations go to regions that are about to be paused",
         ["drop_in/test_tagged.py::test_region_that_is_set_aside_is_passed_over"],

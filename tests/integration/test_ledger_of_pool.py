@@ -328,7 +328,7 @@ def test_a_client_without_a_ledger_has_a_row_of_its_chunks(broker: Running) -> N
     broker.clients.append(client)
     client.want(2 * MEDIUM, MEDIUM)
     client.take(2 * MEDIUM)
-    client.say("report", 2 * MEDIUM, 2 * MEDIUM, 0, 0, 0, text="kv")
+    client.say("report", 0, 2 * MEDIUM, 2 * MEDIUM, 0, 0, 0, text="kv")
     expected: Sums = {(os.getpid(), "pool held", ""): 2 * MEDIUM}
     assert when(partial(seen_by_broker, broker), expected).is_consistent
 
@@ -352,7 +352,7 @@ def test_a_status_waits_for_an_announced_ledger(broker: Running) -> None:
         admin._channel.settimeout(PATIENCE_S)
         protocol.send(admin._channel, Message("status", (7,)).encode())
         client.hear("query")
-        client.say_raw(Message("report", fields={"ledger": 1}).encode())
+        client.say("report", 1)
         client.look()  # the broker has handled the report
         client.say("ledger", text=text)
         status = json.loads(admin._receive().text)
