@@ -398,18 +398,6 @@ REWRITES = [
         "            pass\n",
         ["integration/test_sharing.py::test_memory_of_the_driver_cannot_be_shared"],
     ),
-    Rewrite(
-        "numbers_of_the_node_are_those_of_cuda",
-        "Ray: the number of a GPU on the node is taken for that of CUDA in the process",
-        "memsaver/ray/placement.py",
-        """\
-    if shown is not None and shown.count(assigned) == 1:
-        return shown.index(assigned)
-    if shown is None and assigned.isdecimal():
-""",
-        "    if assigned.isdecimal():\n",
-        ["unit/test_ray_device.py::test_the_device_is_the_assigned_gpu_as_cuda_counts"],
-    ),
     # The example
     Rewrite(
         "the_oldest_is_preempted",

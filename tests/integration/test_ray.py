@@ -17,7 +17,7 @@ ray = pytest.importorskip("ray", reason="needs ray")
 import torch  # noqa: E402
 
 import memsaver  # noqa: E402
-from memsaver.ray import Colocated, Group, placement  # noqa: E402
+from memsaver.ray import Colocated, Group  # noqa: E402
 from tests.ray_support import cluster_of_one_machine  # noqa: E402
 
 MIB = 1 << 20
@@ -259,20 +259,6 @@ def test_members_need_only_pause_and_resume(spawn: Spawn) -> None:
     with group.enter("on"), group.enter("off"):
         pass
     assert ray.get(bystander.seen.remote()) == [("resume", ["a"]), ("pause", ["a"])]
-
-
-def test_actors_share_a_bundle_of_their_placement(spawn: Spawn) -> None:
-    room, options = placement(ranks=2, roles=2, num_cpus=1)
-    assert [each["num_gpus"] for each in options] == [0.0, 0.0]
-    actors = [ray.remote(Bystander).options(**options[rank]).remote() for rank in (0, 1) for _ in range(2)]
-    assert ray.get([each.seen.remote() for each in actors]) == [[]] * 4
-    with pytest.raises(memsaver.Error, match="no room"):
-        placement(ranks=1, roles=1, num_cpus=1, timeout=0.5)
-    for actor in actors:
-        ray.kill(actor)
-    ray.util.remove_placement_group(room)
-    with pytest.raises(ValueError, match="ranks is 0"):
-        placement(ranks=0)
 
 
 def test_wrong_arguments_raise_and_name_the_expectation(spawn: Spawn) -> None:
