@@ -79,16 +79,6 @@ MUTANTS = [
         ["unit/test_default_pool.py::test_another_table_is_refused_and_left_as_it_is"],
     ),
     Mutant(
-        "stacks_shrink_during_a_capture",
-        "stacks: their limit is set although a capture has begun since the first half of the pause",
-        ["unit/test_builtin_guests.py::test_stacks_stay_if_a_capture_begins_between_the_halves_of_a_pause"],
-    ),
-    Mutant(
-        "stacks_are_of_half_of_the_threads",
-        "CUDA driver: the stacks are those of half of the threads",
-        ["unit/test_ledger.py::test_the_growth_of_the_stacks_has_a_row"],
-    ),
-    Mutant(
         "unknown_processes_are_dead",
         "host ledger: a process of which the system cannot tell now is taken for dead",
         ["unit/test_faults.py::test_without_descriptors_the_living_are_not_taken_for_dead"],

@@ -87,63 +87,6 @@ def test_a_hand_over_of_many_chunks_comes_in_one_packet(broker: Running) -> None
     message.close()
 
 
-def test_waiting_is_first_come_first_served_and_only_the_head_collects(broker: Running) -> None:
-    one, two, three = broker.client(), broker.client(), broker.client()
-    chunks = one.borrow(GIB, LARGE)
-    two.want(3 * LARGE)
-    assert two.hear("stalled").words[1] == 1
-    three.want(LARGE)
-    assert three.hear("stalled").words[1] == 1
-    for chunk in chunks[:3]:
-        one.give([chunk])
-        two.take(LARGE)
-    assert three.hears_nothing()
-    one.give(chunks[3:])
-    three.take(LARGE)
-
-
-def test_each_answer_has_the_remaining_bytes_of_a_demand(broker: Running) -> None:
-    one, two = broker.client(), broker.client()
-    chunks = one.borrow(GIB, LARGE)
-    request = two.want(LARGE, GIB, PAGE)
-    assert list(two.hear("stalled").words) == [request, 1, GIB, LARGE]
-    two.say("exchange", request, MEDIUM, MEDIUM, MEDIUM)  # instead of as much of the rest
-    assert list(two.hear("stalled").words) == [request, 2, MEDIUM, MEDIUM, GIB, LARGE - MEDIUM]
-    one.give(chunks[:1])
-    one.drop(*one.hear("drop").words)
-    parts: list[int] = []
-    sizes: list[int] = []
-    while not sizes or parts:
-        message = two.hear("grant")
-        sizes += [size for _, size, _ in granted(message)]
-        count, length, *words = message.words[1:]
-        parts = words[: 2 * length]
-        assert count == 2
-        assert sum(parts[1::2]) == LARGE - sum(sizes) and parts[::2] == [GIB][: len(parts) // 2]
-        message.close()
-    assert sizes == [MEDIUM] + [PAGE] * 112
-    two.say("exchange", request, PAGE, PAGE, PAGE)
-    assert list(two.hear("stalled").words) == [request, 3, PAGE, PAGE]
-    one.give(chunks[1:2])
-    one.drop(*one.hear("drop").words)
-    message = two.hear("grant")
-    assert list(message.words[1:3]) == [3, 0]
-    message.close()
-
-
-def test_closing_a_demand_lets_the_next_one_collect(broker: Running) -> None:
-    one, two, three = broker.client(), broker.client(), broker.client()
-    one.borrow(3 * LARGE, LARGE)
-    request = two.want(2 * LARGE)
-    [(mine, *_)] = two.take(LARGE)
-    two.hear("stalled")
-    three.want(LARGE)
-    three.hear("stalled")
-    two.give([mine])
-    two.say("close", request)
-    three.take(LARGE)
-
-
 def test_a_demand_beyond_the_capacity_is_refused_and_its_client_goes_on(broker: Running) -> None:
     client = broker.client()
     request = client.want(GIB + PAGE)
@@ -153,49 +96,7 @@ def test_a_demand_beyond_the_capacity_is_refused_and_its_client_goes_on(broker: 
     client.borrow(GIB)
 
 
-def test_large_chunks_are_broken_up_for_small_demands(broker: Running) -> None:
-    one, two = broker.client(), broker.client()
-    [chunk] = one.borrow(GIB)
-    one.give([chunk])
-    two.want(3 * PAGE, PAGE)
-    assert list(one.hear("drop").words) == [chunk]
-    assert broker.status()["leaving_bytes"] == GIB
-    one.drop(chunk)
-    two.take(3 * PAGE)
-    assert broker.status()["total_bytes"] == 3 * PAGE
-
-
-def test_a_client_that_never_drops_is_not_waited_for(broker: Running) -> None:
-    one, two = broker.client(), broker.client()
-    one.give(one.borrow(GIB))
-    two.want(PAGE, PAGE)
-    one.hear("drop")
-    assert two.hear("stalled").words[1] == 1
-
-
-def test_a_chunk_with_bytes_of_another_client_is_granted_with_a_flag(broker: Running) -> None:
-    one, two = broker.client(), broker.client()
-    chunks = one.borrow(PAGE, PAGE)
-    one.give(chunks)
-    two.want(PAGE, PAGE)
-    assert [flags for *_, flags in two.take(PAGE)] == [protocol.HAS_DESCRIPTOR | protocol.FOREIGN]
-    for foreign, expected in ((1, protocol.FOREIGN), (0, 0)):
-        two.give(chunks, foreign)
-        two.want(PAGE, PAGE)
-        assert [flags for *_, flags in two.take(PAGE)] == [expected]
-
-
 # Figures
-
-
-def test_stats_and_trim_of_a_broker_agree_with_its_clients(broker: Running) -> None:
-    one, two = broker.client(), broker.client()
-    chunks = one.borrow(3 * MEDIUM, MEDIUM)
-    one.give(chunks[:1])
-    assert two.look() == (GIB - 2 * MEDIUM, GIB, {os.getpid(): 2 * MEDIUM})
-    two.say("trim", 5, 0)
-    assert list(two.hear("trimmed").words) == [5, MEDIUM]
-    assert list(one.hear("drop").words) == chunks[:1]
 
 
 def test_status_shows_the_reports_of_clients(broker: Running, peer: Peer) -> None:
@@ -235,18 +136,6 @@ def test_a_status_longer_than_a_packet_leaves_regions_out(broker: Running) -> No
 # Clients that go
 
 
-def test_a_client_that_leaves_between_drop_and_return_keeps_its_chunk(broker: Running) -> None:
-    """A client drops its handle of a chunk that it has not imported, and gives the chunk back afterwards."""
-    one = broker.client()
-    chunks = one.borrow(PAGE, PAGE)
-    one.drop(*chunks)
-    one.hang_up()
-    until(lambda: not broker.row(os.getpid())["connected"])
-    assert broker.row(os.getpid())["held_bytes"] == PAGE
-    broker.client(number=one.number)  # its inventory is empty
-    until(lambda: is_whole(broker.status()) and broker.status()["idle_bytes"] == PAGE)
-
-
 def test_memory_of_a_killed_client_returns(broker: Running, peer: Peer) -> None:
     peer.run("chunks = client.borrow(1 << 30)")
     other = broker.client()
@@ -261,28 +150,6 @@ def test_memory_of_a_killed_client_returns(broker: Running, peer: Peer) -> None:
 def fork_in(peer: Peer) -> int:
     """A child of a client, which holds every descriptor of it."""
     return int(peer.run("child = os.fork() or __import__('time').sleep(600); print(child)"))
-
-
-def test_memory_of_a_killed_client_waits_for_its_forked_child(broker: Running, peer: Peer) -> None:
-    """Work of the client may continue: on a GPU its kernels do, as long as the child holds the driver's descriptors."""
-    peer.run("chunks = client.borrow(1 << 30)")
-    child = fork_in(peer)
-    name = process_names.process_name(peer.pid)
-    try:
-        other = broker.client()
-        other.want(GIB)
-        assert list(other.hear("stalled").words[2:]) == [GIB, GIB]
-        peer.kill()
-        until(lambda: broker.row(peer.pid)["exited"])
-        row = broker.row(peer.pid)
-        assert row["name"] == name  # which the system has forgotten
-        assert (row["held_bytes"], row["connected"]) == (GIB, False)
-        assert row["kept_by"] == [{"pid": child, "name": process_names.process_name(child)}]
-        assert other.look() == (0, GIB, {child: GIB})
-    finally:
-        os.kill(child, signal.SIGKILL)
-    other.take(GIB)
-    assert [row["pid"] for row in broker.status()["clients"]] == [os.getpid()]
 
 
 def test_memory_of_a_killed_client_waits_while_the_driver_lists_it(
@@ -315,17 +182,6 @@ def test_a_broker_does_not_start_under_mps(empty: Running) -> None:
     assert empty.sockets() == []
 
 
-def test_a_program_that_a_client_has_started_delays_nothing(broker: Running, peer: Peer) -> None:
-    peer.run("chunks = client.borrow(1 << 30); import subprocess")
-    child = int(peer.run("print(subprocess.Popen(['sleep', '600'], close_fds=False).pid)"))
-    try:
-        peer.kill()
-        broker.client().borrow(GIB)
-        os.kill(child, 0)
-    finally:
-        os.kill(child, signal.SIGKILL)
-
-
 def test_a_client_without_a_sentinel_gets_nothing(broker: Running) -> None:
     client = broker.client(bring=False, proves=False)
     assert client.look()[1] == GIB  # as tools do
@@ -343,34 +199,6 @@ def test_a_sentinel_is_the_read_end_of_a_pipe(broker: Running, wrong: str) -> No
     assert client.is_refused()[0] == "malformed"
     os.close(read)
     os.close(write)
-
-
-def test_children_that_a_client_has_named_are_waited_for(broker: Running, peer: Peer) -> None:
-    """Those that were forked before it had its sentinel."""
-    child = subprocess.Popen(["sleep", "600"])
-    try:
-        peer.run(f"client.say('sentinel', files=(os.pidfd_open({child.pid}),)); chunks = client.borrow(1 << 30)")
-        other = broker.client()
-        other.want(GIB)
-        other.hear("stalled")
-        peer.kill()
-        until(lambda: broker.row(peer.pid)["exited"])
-        assert other.look() == (0, GIB, {child.pid: GIB})
-    finally:
-        child.kill()
-    other.take(GIB)
-    child.wait()
-
-
-def test_demands_of_a_killed_client_do_not_hold_up_the_others(broker: Running, peer: Peer) -> None:
-    one, other = broker.client(), broker.client()
-    chunks = one.borrow(GIB)
-    peer.run("client.want(1 << 30); client.hear('stalled')")
-    other.want(GIB)
-    other.hear("stalled")
-    peer.kill()
-    one.give(chunks)
-    other.take(GIB)
 
 
 def test_a_disconnect_of_a_living_client_returns_no_memory(broker: Running, peer: Peer) -> None:
@@ -425,30 +253,6 @@ def test_a_client_that_rejoins_is_asked_for_its_report_again(broker: Running) ->
     again.hear("query")
 
 
-def test_a_new_broker_adopts_the_chunks_of_rejoining_clients(broker: Running, peer: Peer) -> None:
-    one = broker.client()
-    mine = one.borrow(3 * LARGE, LARGE)
-    with contents(one, mine[0]) as memory:
-        memory[:5] = b"whole"
-    idle = one.borrow(LARGE, LARGE)
-    one.give(idle)
-    peer.kill()
-    broker.kill()
-    broker.start()
-    assert broker.status()["total_bytes"] == 0
-    again = broker.client(one.number, bring=False)
-    again.files, one.files = one.files, {}
-    again.bring(*((chunk, LARGE) for chunk in mine))
-    assert again.look()[2] == {os.getpid(): 3 * LARGE}
-    assert broker.status()["total_bytes"] == 3 * LARGE
-    again.give(mine[:1])
-    two = broker.client()
-    assert two.borrow(LARGE) == mine[:1]
-    with contents(two, mine[0]) as memory:
-        assert memory[:5] == b"whole"
-    two.borrow(LARGE)
-
-
 def test_a_client_with_many_chunks_rejoins_in_several_packets(broker: Running) -> None:
     one = broker.client()
     chunks = one.borrow(501 * PAGE, PAGE)
@@ -461,27 +265,6 @@ def test_a_client_with_many_chunks_rejoins_in_several_packets(broker: Running) -
     assert again.look()[2] == {os.getpid(): 501 * PAGE}
     again.bring()
     assert again.is_refused()[0] == "malformed"
-
-
-def test_more_than_the_capacity_may_be_brought(broker: Running) -> None:
-    one = broker.client()
-    chunks = one.borrow(GIB, LARGE)
-    broker.kill()
-    broker.arguments = ("--device", "cpu", "--capacity", "512MiB")
-    broker.start()
-    again = broker.client(one.number, bring=False)
-    again.files, one.files = one.files, {}
-    again.bring(*((chunk, LARGE) for chunk in chunks))
-    assert again.look() == (0, 2 * LARGE, {os.getpid(): GIB})
-    two = broker.client()
-    two.want(PAGE, PAGE)
-    two.hear("stalled")
-    again.give(chunks[:3])
-    for _ in range(3):  # only below the capacity something is made
-        again.drop(*again.hear("drop").words)
-        if broker.status()["leaving_bytes"] == 0:
-            break
-    two.take(PAGE)
 
 
 def test_a_stopped_client_does_not_block_the_others(broker: Running, peer: Peer) -> None:
@@ -1084,13 +867,6 @@ def test_top_prints_all_pools_once(broker: Running, peer: Peer) -> None:
     assert json.loads(broker.run("top", "--json", "--device", "cpu").stdout)["pools"][0]["uuid"] == broker.uuid
 
 
-def test_top_shows_processes_and_regions(broker: Running) -> None:
-    shown = show_a_client(broker)
-    done = broker.run("top")  # into a pipe, hence once
-    assert done.returncode == 0
-    assert all(part in done.stdout for part in shown), done.stdout
-
-
 def test_top_goes_on_in_a_terminal_until_interrupted(broker: Running) -> None:
     shown = show_a_client(broker)
     terminal, end = pty.openpty()
@@ -1246,11 +1022,6 @@ def test_top_shows_the_script_of_a_process_without_its_arguments(broker: Running
     assert f"{process.pid}  {script.name} holds" in shown and "secret" not in shown
 
 
-def test_top_shows_the_pid_of_the_broker(broker: Running) -> None:
-    assert broker.status()["pid"] == broker.process.pid
-    assert f"cpu ({broker.uuid}), broker pid {broker.process.pid}\n" in broker.run("top").stdout
-
-
 def test_a_detached_broker_closes_the_files_of_its_caller(empty: Running) -> None:
     """The pipes of `run` end while the broker runs, and so does one that the command inherits."""
     inherited, writer = os.pipe()
@@ -1294,13 +1065,6 @@ def test_an_unknown_device_is_refused_with_those_that_exist(empty: Running) -> N
     assert done.stderr.startswith("memsaver: there is no device 'cuda:99'; the devices are: cpu")
 
 
-def test_help_of_broker_names_the_defaults_of_starting_and_of_stopping(empty: Running) -> None:
-    shown = " ".join(empty.run("broker", "--help").stdout.split())
-    assert "(default: GPU 0, or cpu on a machine without GPUs; with --stop: all)" in shown
-    assert "(default: 90 % of a GPU, all of the host device)" in shown
-    assert "without --device all of this user" in shown
-
-
 def test_trim_gives_idle_memory_back(broker: Running) -> None:
     client = broker.client()
     chunks = client.borrow(2 * MEDIUM, MEDIUM)
@@ -1311,13 +1075,6 @@ def test_trim_gives_idle_memory_back(broker: Running) -> None:
     assert broker.run("trim").returncode == 0
     client.drop(*client.hear("drop").words)
     until(lambda: broker.status()["total_bytes"] == 0)
-
-
-def test_commands_report_a_missing_broker(empty: Running) -> None:
-    for command in (["trim"], ["trim", "--device", "cpu"]):
-        done = empty.run(*command)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert "no broker" in done.stderr
 
 
 def test_top_shows_the_processes_of_a_device_without_a_broker(empty: Running) -> None:
@@ -1332,11 +1089,6 @@ def test_top_shows_the_processes_of_a_device_without_a_broker(empty: Running) ->
     assert found["pools"] == []
     [device] = found["devices"]
     assert [(row["pid"], row["bytes"]) for row in device["ledger"]["rows"] if row["pid"]] == [(pid, 64 * MIB)]
-
-
-def test_the_command_prints_its_version(empty: Running) -> None:
-    done = empty.run("--version")
-    assert done.returncode == 0 and done.stdout.split() == ["memsaver", __version__]
 
 
 def test_importing_memsaver_loads_no_broker() -> None:

@@ -174,9 +174,8 @@ def test_chunks_of_a_broker_that_died_count_for_their_holders(broker: Running, o
 
 
 def test_other_figures_of_a_client_arrive_with_the_status(broker: Running, one: Worker) -> None:
-    one.run("from memsaver import ledger")
-    one.run(f"handle = _core.open_driver('cpu').create({6 * MIB})")
-    one.run(f"ledger.torch_memory.parts = lambda device: [('torch cached', '', '', {4 * MIB})]")
+    one.run(f"from memsaver.ledger import own; handle = _core.open_driver('cpu').create({6 * MIB})")
+    one.run(f"own.torchs = lambda figure, device, missing: [('torch cached', '', '', {4 * MIB})]")
     expected: Sums = {
         (one.pid, "region", "a"): mapped(one, "a"),
         (one.pid, "torch cached", ""): 4 * MIB,
@@ -212,17 +211,18 @@ def test_a_client_ends_while_its_ledger_is_made(broker: Running) -> None:
     program = """
 import threading, time
 import memsaver
-from memsaver import _core, ledger
+from memsaver import _core
+from memsaver.ledger import own
 memsaver.configure(pool="shared")
 region = memsaver.region("a", device="cpu")
 
-def slow(device):
+def slow(figure, device, missing):
     end = time.monotonic() + 0.5
     while threading.current_thread().name == "memsaver-ledger" and time.monotonic() < end:
         _core.ledger_figures(device)
-    return []
+    return missing
 
-ledger.torch_memory.parts = slow
+own.torchs = slow
 memsaver.stats()  # which does not wait so long
 """
     names = ("MEMSAVER_HOST_DEVICE", "MEMSAVER_POOL_DIR")

@@ -20,7 +20,8 @@ import memsaver
 from memsaver import _core, errors, ledger, process_names
 from memsaver._torch import graphs
 from memsaver._torch import ledger as torch_ledger
-from memsaver.ledger import LedgerRow, measurements, messages, pools
+from memsaver.ledger import LedgerRow, accounts, messages
+from memsaver.ledger import own as figures_here
 from memsaver.ledger.accounts import Device, PoolTotal, Report, account
 from tests.fake_cuda import run_on_fake
 from tests.support import GIB, MIB, PAGE, Fill, Peer, blocks
@@ -44,8 +45,8 @@ def no_other_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 paused.append(region)
     _left.clear()
     _left.update(region.tag for region in memsaver.regions.all_regions() if region.mapped_bytes)
-    monkeypatch.setattr(measurements, "_measured", {})
-    monkeypatch.setattr(measurements, "_measured", {("cpu", LEFT, ""): measurements._unattributed_bytes("cpu") or 0})
+    monkeypatch.setattr(figures_here, "_measured", {})
+    monkeypatch.setattr(figures_here, "_measured", {("cpu", LEFT, ""): figures_here._unattributed_bytes("cpu") or 0})
     yield
     _core.faults_disarm()
     _core.host_reset()  # without a context a resume would lose the region
@@ -167,7 +168,7 @@ def test_a_guest_has_a_row(tag: str) -> None:
         check_sum(found)
         name = process_names.process_name(os.getpid())
         assert own_rows(found) == [LedgerRow(os.getpid(), name, "guest", "connections", "here", 2 * PAGE)]
-        left = measurements._measured["cpu", LEFT, ""]  # of two rows that contradict, the larger one is reduced
+        left = figures_here._measured["cpu", LEFT, ""]  # of two rows that contradict, the larger one is reduced
         guest.held = left + 3 * PAGE  # more than there is
         found = of_device()
         assert [(row.kind, row.bytes) for row in own_rows(found)] == [("guest", 2 * PAGE)]
@@ -250,13 +251,13 @@ def test_chunks_of_a_process_that_has_exited_count_for_the_process_that_keeps_th
         "pid": 1, "name": "dead", "held_bytes": 60, "exited": True, "kept_by": [{"pid": 2, "name": "child"}],
         "regions": [], "ledger": {"imported_bytes": 0, "rows": [["context", "", "", 9]]},
     }  # fmt: skip
-    report = pools._report(client)
+    report = accounts._report(client)
     for holdings in ([(1, 80, None), (2, 10, None)], [(2, 10, 0)]):
         found = account(Device(130, holdings, False), [report], PoolTotal(9, "broker", 100))
         rows = {(2, "pool held"): 60, (2, "process"): 10, (9, "pool idle"): 40, (None, "unlisted"): 20}
         assert by_kind(found) == rows
         assert [row.label for row in found.rows if row.kind == "pool held"] == ["of pid 1, which has exited"]
-    assert pools._report({**client, "kept_by": []}).pid == 1
+    assert accounts._report({**client, "kept_by": []}).pid == 1
 
 
 def test_figures_that_contradict_each_other_leave_no_negative_row() -> None:
@@ -336,7 +337,7 @@ def test_the_account_of_a_device_without_figures_has_the_known_rows(make: Make) 
 def test_a_report_survives_its_message(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     held = blocks(make(), [2 * MIB])
     parts = [("torch cached", "", "", 5 * PAGE), ("graphs", "cuda_graph", "", PAGE)]
-    monkeypatch.setattr(ledger.torch_memory, "parts", lambda device: parts)
+    monkeypatch.setattr(figures_here, "torchs", lambda figure, device, missing: parts)
     found = ledger.decoded(ledger.encoded("cpu"))
     assert found["imported_bytes"] == 0
     assert [row for row in found["rows"] if row[0] != LEFT] == [list(part) for part in parts]
@@ -344,9 +345,9 @@ def test_a_report_survives_its_message(monkeypatch: pytest.MonkeyPatch, make: Ma
 
 
 def test_the_rows_of_a_long_report_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurements, "_measured", {})
+    monkeypatch.setattr(figures_here, "_measured", {})
     parts = [("graphs", f"graph {each} {'x' * 200}", "", each) for each in range(1, 1001)]
-    monkeypatch.setattr(ledger.torch_memory, "parts", lambda device: parts)
+    monkeypatch.setattr(figures_here, "torchs", lambda figure, device, missing: parts)
     rows = ledger.decoded(ledger.encoded("cpu"))["rows"]
     assert len(rows) == messages.MOST_ROWS and sum(row[3] for row in rows) == sum(range(1001))
     assert rows[0][3] == 1000 and rows[-1][0] == "other"
@@ -573,7 +574,7 @@ def test_a_block_that_fails_is_not_measured() -> None:
 
 def test_the_context_is_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other memory that the process had when its first region was made is freed later, or is a guest's."""
-    monkeypatch.setattr(measurements, "_seen", set())
+    monkeypatch.setattr(figures_here, "_seen", set())
     driver = _core.open_driver("cpu")
     handles = [driver.create(PAGE) for _ in range(4)]
     ledger.measure_context("cpu")
@@ -694,49 +695,6 @@ assert rows() == {(me, "context"): 300 * MIB, (None, "unlisted"): 64 * MIB}, row
 """,
         context="300MiB",
         occupied="64MiB",
-    )
-
-
-def test_the_growth_of_the_stacks_has_a_row() -> None:
-    """Of 2048 threads on 132 multiprocessors."""
-    run_on_fake(
-        FAKE
-        + """
-def labels():
-    rows()
-    return {row.label: row.bytes for row in memsaver.stats().devices["cuda:0"].ledger.rows if row.kind == "context"}
-
-memsaver.region("kv", device="cuda:0")
-assert labels() == {"": 300 * MIB}
-control.take(0, 186 * MIB)
-control.set_stack_limit(0, 1744)
-assert labels() == {"": 300 * MIB, "stacks": 186 * MIB} and (me, "unknown") not in rows()
-control.take(0, -186 * MIB)
-control.set_stack_limit(0, 1024)
-with ledger.measured("other", "", "cuda:0") as taken:
-    control.take(0, 7 * MIB)
-assert labels() == {"": 300 * MIB} and taken.bytes == 7 * MIB
-control.take(0, 444 * MIB)
-control.set_stack_limit(0, 2744)
-with ledger.measured("graphs", "", "cuda:0") as taken:
-    control.take(0, 264 * MIB)
-    control.set_stack_limit(0, 3768)
-assert taken.bytes == 0
-assert labels() == {"": 300 * MIB, "stacks": 708 * MIB} and (me, "unknown") not in rows()
-""",
-        context="300MiB",
-    )
-
-
-def test_the_account_is_made_if_the_limit_of_the_stacks_is_not_known() -> None:
-    run_on_fake(
-        FAKE
-        + """
-memsaver.region("kv", device="cuda:0")
-control.fail("cuCtxGetLimit", 1, times=100)
-assert rows() == {(me, "context"): 300 * MIB}
-""",
-        context="300MiB",
     )
 
 
