@@ -152,7 +152,10 @@ def call_of(member: object, methods: Collection[str]) -> str | None:
         if ident == threading.get_ident():
             continue
         for frame in [each for each, _ in traceback.walk_stack(innermost)][::-1]:
-            if frame.f_code.co_name in methods and frame.f_locals.get("self") is member:
+            if frame.f_code.co_name not in methods:
+                continue
+            caller = frame.f_locals.get("self")
+            if caller is member or getattr(caller, "actor", None) is member:  # that of an async member has a thread
                 code = innermost.f_code
                 place = f"{code.co_name}() at {os.path.basename(code.co_filename)}:{innermost.f_lineno}"
                 return f"is in {frame.f_code.co_name}(): {place}"

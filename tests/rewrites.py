@@ -191,7 +191,7 @@ REWRITES = [
     Rewrite(
         "unwritten_contents_stay_unwritten",
         "turns: a tag that was overwritten since counts as not written",
-        "memsaver/turns/turns.py",
+        "memsaver/turns/turn.py",
         "            unwritten.get(rank, set()).difference_update(overwritten)\n",
         "",
         ["unit/test_group_policies.py::test_regions_resumed_for_writing_are_paused_without_contents_if_the_turn_fails"],
@@ -199,8 +199,8 @@ REWRITES = [
     Rewrite(
         "calls_of_replaced_members_are_waited_for",
         "turns: the call that hangs in a replaced member refuses all later turns",
-        "memsaver/turns/turns.py",
-        "                self._late.pop(old, None)\n",
+        "memsaver/turns/turn.py",
+        "                self.late.pop(old, None)\n",
         "",
         ["unit/test_group_answers.py::test_another_member_takes_the_place_of_one_that_hangs"],
     ),

@@ -20,12 +20,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from memsaver import BrokerError, __version__, errors, process_names
+from memsaver import BrokerError, errors, process_names
 from memsaver.broker import clients, daemon, discovery, protocol
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.protocol import Message
 from tests.broker_support import PATIENCE_S, TOLD, Client, Running, granted, sentinel
-from tests.pool_support import Worker, is_whole
+from tests.pool_support import Worker
 from tests.support import GIB, MIB, PAGE, ROOT, Peer, run_clean, run_python, until
 
 LARGE = 256 * MIB

@@ -28,6 +28,7 @@ from memsaver.distributed.link import Link
 from memsaver.distributed.liveness import Watch
 from memsaver.distributed.messages import dumps, loads
 from memsaver.transitions import Transition
+from memsaver.turns import plan as plan_module
 from memsaver.turns import ranks as turn_ranks
 from memsaver.turns import turn as turn_module
 from tests.support import run_clean, until
@@ -389,7 +390,7 @@ def test_a_rank_that_hangs_past_the_deadline_is_named_and_joins_again(store: dis
 def test_a_rank_that_hangs_in_the_second_half_is_named_until_it_has_answered(
     store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    monkeypatch.setattr(turn_module, "_COMPLETE_S", 0.0)
+    monkeypatch.setattr(plan_module, "_COMPLETE_S", 0.0)
     job = world(store)
     job.enter("train")
     victim, verb, tag = (2, "pause", "params") if step == "commit" else (1, "resume", "weights")
@@ -420,7 +421,7 @@ def test_the_other_members_of_a_process_that_hangs_are_not_waited_for(
     store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """Their calls run after the one that hangs, so a wait for them would last until its bound."""
-    monkeypatch.setattr(turn_module, "_COMPLETE_S", 0.0)
+    monkeypatch.setattr(plan_module, "_COMPLETE_S", 0.0)
     monkeypatch.setattr(turn_module, "_NOTIFY_S", 10.0 * WAIT_S)
     phases = {"both": {"engine": ["weights"], "trainer": ["params"]}, "none": {}}
     job = world(store, [{"engine": 0}, {"engine": 1, "trainer": 2}], phases)
@@ -429,10 +430,10 @@ def test_the_other_members_of_a_process_that_hangs_are_not_waited_for(
     job.seen()
     job.members[2].held[step] = held = threading.Event()
     if step == "resume":  # it bounds the pauses of the ranks that had resumed
-        monkeypatch.setattr(turn_module, "_ANSWER_S", 10.0 * WAIT_S)
+        monkeypatch.setattr(plan_module, "_ANSWER_S", 10.0 * WAIT_S)
     calls = [job.call(rank, phase, timeout=0.5) for rank in range(2)]
     error = str(calls[0].exception(WAIT_S))
-    monkeypatch.setattr(turn_module, "_ANSWER_S", 0.0)
+    monkeypatch.setattr(plan_module, "_ANSWER_S", 0.0)
     assert "trainer 0 (rank 1) could not " in error
     text = "; engine 1 (rank 1) has not answered that it took its preparation back"
     assert (text in error) == (step == "prepare")

@@ -18,7 +18,7 @@ import memsaver  # noqa: E402
 from memsaver import config  # noqa: E402
 from memsaver.ray import Colocated, Group  # noqa: E402
 from memsaver.ray import reports as ray_reports  # noqa: E402
-from memsaver.turns import turn as turn_module  # noqa: E402
+from memsaver.turns import plan as plan_module  # noqa: E402
 from tests import ray_support  # noqa: E402
 from tests.ray_support import Buffer  # noqa: E402
 from tests.support import MIB, until  # noqa: E402
@@ -78,7 +78,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_actors_that_hang_in_each_half_lead_to_a_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path
 ) -> None:
-    monkeypatch.setattr(turn_module, "_COMPLETE_S", 0.0)
+    monkeypatch.setattr(plan_module, "_COMPLETE_S", 0.0)
     monkeypatch.setattr(ray_reports, "_PARTS_S", 60.0)
     busy = tmp_path / "busy"
     actor = ray.remote(num_cpus=0)

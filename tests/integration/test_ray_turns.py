@@ -21,7 +21,7 @@ import memsaver  # noqa: E402
 from memsaver import config  # noqa: E402
 from memsaver._arguments import Bounds  # noqa: E402
 from memsaver.ray import AsyncColocated, Colocated, Group, Ready  # noqa: E402
-from memsaver.turns.turn import TurnOptions  # noqa: E402
+from memsaver.turns.plan import TurnOptions  # noqa: E402
 from tests import ray_support  # noqa: E402
 from tests.ray_support import Buffer  # noqa: E402
 from tests.support import MIB, until  # noqa: E402

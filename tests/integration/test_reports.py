@@ -17,6 +17,7 @@ import torch.distributed as distributed
 import memsaver
 from memsaver.distributed import Colocated, Group, silence
 from memsaver.distributed import reports as distributed_reports
+from memsaver.turns import plan as plan_module
 from memsaver.turns import turn as turn_module
 from tests.ranks_support import ranks
 from tests.ray_support import Buffer
@@ -101,7 +102,7 @@ def stop(tmp_path: Path) -> Iterator[str]:
 
 def _turn(rank: int, port: int, path: str, hangs: str, done: str) -> None:
     """Rank 1 hangs on the way from "train" to "rollout", until rank 0 has its error."""
-    turn_module._COMPLETE_S = turn_module._NOTIFY_S = 0.1
+    plan_module._COMPLETE_S = turn_module._NOTIFY_S = 0.1
     distributed_reports._PARTS_S = 8.0 if hangs == "gil" else 60.0  # with the GIL held no part comes
     store = distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
     stop = Stop(path)
