@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as distributed
 
 import memsaver
-from memsaver.distributed import Colocated, Group, silence
+from memsaver.distributed import Colocated, Group
 from memsaver.distributed import reports as distributed_reports
 from memsaver.turns import plan as plan_module
 from memsaver.turns import turn as turn_module
@@ -142,8 +142,6 @@ def _check(error: Any, hangs: str) -> None:
     assert "it waits for the other ranks" in zero
     if hangs == "gil":
         assert "it has sent no part within" in one
-        assert "stacks that faulthandler wrote:" in one
-        assert "in wait_with_the_gil" in one
     else:
         assert "thread 'MainThread':" in one
         assert "os.read(self._file, 1)" in one, one
@@ -163,7 +161,7 @@ def test_a_rank_that_hangs_leads_to_a_report_that_names_it_and_its_stage(hangs: 
 
 def _turn_with_silent_leader(rank: int, port: int, path: str) -> None:
     """Rank 0 hangs with the GIL, until another rank has logged a report."""
-    silence._SILENT_S, distributed_reports._PARTS_S = 1.5, 3.0
+    distributed_reports._SILENT_S, distributed_reports._PARTS_S = 1.5, 3.0
     store = distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
     stop = Stop(path)
     roles: dict[str, Any] = {"engine": Member("weights", stop), "trainer": Member("params", stop)}
@@ -189,7 +187,7 @@ def _turn_with_silent_leader(rank: int, port: int, path: str) -> None:
         report = Path(text.rpartition("; report: ")[2]).read_text()
         zero = re.split(r"\n== rank \d, pid \d+ on .* ==\n", report)[1]
         assert f"by rank {rank}\n" in report
-        assert "it has sent no part within" in zero and "in wait_with_the_gil" in zero
+        assert "it has sent no part within" in zero
         assert report.count("it waits for the other ranks") == 2
 
 
