@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from memsaver.ledger.accounts import of_device, of_pool
 from memsaver.ledger.messages import decoded, encoded, for_error, read, serve
-from memsaver.ledger.own import Measurement, measure_context, measured
+from memsaver.ledger.own import measure_context, measured
 from memsaver.ledger.rows import Ledger, LedgerRow, described, lines
 
 __all__ = [
-    "Ledger", "LedgerRow", "Measurement", "decoded", "described", "encoded", "for_error", "lines", "measure_context",
+    "Ledger", "LedgerRow", "decoded", "described", "encoded", "for_error", "lines", "measure_context",
     "measured", "of_device", "of_pool", "read", "serve",
 ]  # fmt: skip

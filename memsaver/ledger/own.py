@@ -25,20 +25,7 @@ _seen: set[str] = set()  # devices of which the context was measured
 
 
 class Measurement:
-    """The result of ``measured()``: a part of a row, until ``release()``.
-
-    Attributes:
-        bytes: The growth in the block. 0 before its end, and after ``release()``.
-
-    Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> with memsaver.ledger.measured("library", "kernels", "cpu") as taken:
-        ...     cache = kv.empty((1 << 20,), torch.uint8)
-        >>> taken.bytes
-        0
-    """
-
-    bytes: int
+    """The growth in a block of ``measured()``: a part of a row, until ``release()``. ``bytes``: 0 before and after."""
 
     def __init__(self, device: str, kind: str, label: str) -> None:
         self._key = device, kind, label
@@ -52,7 +39,7 @@ class Measurement:
                 del _measured[self._key]
 
     def release(self) -> None:
-        """Ends the attribution, as the memory has been freed. A repeated call does nothing."""
+        """The memory has been freed."""
         self._add(-self.bytes)
 
 
@@ -62,23 +49,7 @@ def measured(kind: str, label: str, device: str) -> Iterator[Measurement]:
 
     The driver's bytes of this process are read before and after the block, without regions, retained chunks, torch's
     memory and other measurements. Other threads must not take other memory meanwhile. An error of the block is raised,
-    and nothing is attributed.
-
-    Args:
-        kind: The kind of the row.
-        label: The label of the row. Measurements of one kind and label share a row.
-        device: The device, as ``"cuda:0"``.
-
-    Yields:
-        The measurement. Its ``bytes`` are 0 if the driver does not list this process.
-
-    Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> with memsaver.ledger.measured("library", "kernels", "cpu") as taken:
-        ...     cache = kv.empty((1 << 20,), torch.uint8)  # memory of a region has its own row
-        >>> taken.bytes
-        0
-        >>> taken.release()
+    and nothing is attributed. 0 bytes if the driver does not list this process.
     """
     made = Measurement(device, kind, label)
     before = _unattributed_bytes(device)
