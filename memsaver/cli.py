@@ -17,7 +17,7 @@ from typing import Any
 from memsaver import _core, ledger
 from memsaver.broker import daemon, discovery, procfs
 from memsaver.broker.admin import AdminClient
-from memsaver.broker.chunks import PAGE
+from memsaver.broker.clients import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
 from memsaver.config import Setting, parse_size, settings
 from memsaver.drop_in.tms import launch

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from memsaver.broker import discovery, protocol
-from memsaver.broker.chunks import CLASSES, PAGE
+from memsaver.broker.clients import CLASSES, PAGE
 from memsaver.broker.protocol import Message
 
 _HEAD = struct.Struct("<II")

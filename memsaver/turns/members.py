@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import inspect
 import logging
@@ -236,9 +237,10 @@ def _coroutine(method: Callable[..., _T]) -> Callable[..., Coroutine[Any, Any, _
 
     @functools.wraps(method)
     async def run(self: AsyncColocated, *args: Any, **options: Any) -> _T:
-        member = _InThread(self, asyncio.get_running_loop())
+        member, context = _InThread(self, asyncio.get_running_loop()), contextvars.copy_context()
+        call = functools.partial(context.run, method, member, *args, **options)
         # Not the event loop's executor, whose threads may all be busy.
-        return await asyncio.wrap_future(in_thread(lambda: method(member, *args, **options), "memsaver colocated"))
+        return await asyncio.wrap_future(in_thread(call, "memsaver colocated"))
 
     run.__doc__ = f"``Colocated.{method.__name__}()`` as a coroutine."
     return run
@@ -247,7 +249,7 @@ def _coroutine(method: Callable[..., _T]) -> Callable[..., Coroutine[Any, Any, _
 class AsyncColocated:
     """Base of an async actor with regions. Transitions run in threads, so the event loop is not blocked.
 
-    The methods are those of ``Colocated``, as coroutines.
+    The methods are those of ``Colocated``, as coroutines. A cancellation stops neither a drain nor a transition.
 
     Examples:
         >>> class Engine(memsaver.ray.AsyncColocated):
