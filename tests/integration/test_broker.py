@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import pty
 import signal
 import struct
 import subprocess
@@ -13,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -867,40 +865,6 @@ def test_top_prints_all_pools_once(broker: Running, peer: Peer) -> None:
     assert json.loads(broker.run("top", "--json", "--device", "cpu").stdout)["pools"][0]["uuid"] == broker.uuid
 
 
-def test_top_goes_on_in_a_terminal_until_interrupted(broker: Running) -> None:
-    shown = show_a_client(broker)
-    terminal, end = pty.openpty()
-    top = subprocess.Popen(
-        [sys.executable, "-m", "memsaver", "top"],
-        env=broker.environment,
-        stdout=end,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
-    )
-    os.close(end)
-    text = ""
-    while text.count(shown[0]) < 3:
-        text += os.read(terminal, 1 << 16).decode()
-    top.send_signal(signal.SIGINT)
-    with suppress(OSError):  # how a terminal says that its other end is closed
-        while os.read(terminal, 1 << 16):
-            pass
-    assert top.wait(PATIENCE_S) == 0
-    os.close(terminal)
-    assert all(part in text for part in shown), text
-
-
-def show_a_client(broker: Running) -> list[str]:
-    """A client that holds chunks and reports a region. Returns its expected texts in the output of `top`."""
-    client = broker.client()
-    client.say("report", 0, 5 * GIB, 4 * MIB, 3 * GIB, 2, 1, text="kv cache")
-    client.want(2 * MEDIUM, MEDIUM)
-    client.take(2 * MEDIUM)
-    return [
-        "capacity 1.00 GiB, free 960.0 MiB", str(os.getpid()), "holds 64.0 MiB", "kv cache", "paused", "host",
-        "5.00 GiB",
-    ]  # fmt: skip
-
-
 def test_trim_without_its_broker_lists_the_running_ones(broker: Running) -> None:
     """The device `cpu` depends on MEMSAVER_HOST_DEVICE of the shell."""
     here, broker.environment["MEMSAVER_HOST_DEVICE"] = broker.environment["MEMSAVER_HOST_DEVICE"], "1GiB"
@@ -913,17 +877,6 @@ def test_trim_without_its_broker_lists_the_running_ones(broker: Running) -> None
         assert (done.returncode, done.stdout) == (0, f"cpu ({broker.uuid}): 0.0 MiB given back\n"), done.stderr
     finally:
         broker.environment["MEMSAVER_HOST_DEVICE"] = here
-
-
-def test_top_shows_the_name_that_the_user_gave_a_process(broker: Running) -> None:
-    names = {"MEMSAVER_HOST_DEVICE": broker.environment["MEMSAVER_HOST_DEVICE"], "MEMSAVER_NAME": "rollout engine"}
-    names["MEMSAVER_POOL_DIR"] = str(broker.directory)
-    with Peer(**names) as peer:
-        peer.run("memsaver.configure(pool='shared'); region = memsaver.region('kv', device='cpu')")
-        peer.run("memsaver.stats()")
-        until(lambda: [row for row in broker.status()["clients"] if row["pid"] == peer.pid])
-        assert broker.row(peer.pid)["name"] == "rollout engine"
-        assert "rollout engine" in broker.run("top").stdout
 
 
 def test_an_error_and_its_ledger_have_one_name_for_a_process(broker: Running) -> None:
@@ -939,19 +892,6 @@ def test_an_error_and_its_ledger_have_one_name_for_a_process(broker: Running) ->
         )
         text = other.run(f"exec({source!r})")
         assert text.count(f"rollout engine (pid {holder.pid})") == text.count(f"(pid {holder.pid})") == 2, text
-
-
-def test_name_of_ray_actor_is_its_title() -> None:
-    with subprocess.Popen(["ray::Trainer.step of job 1", "60"], executable="sleep") as process:
-        try:
-            until(psutil.Process(process.pid).cmdline)  # some sandboxes show it some time after the exec
-            name = process_names.process_name(process.pid)
-        finally:
-            process.kill()
-        assert name == "ray::Trainer.step"
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert process_names.process_name(process.pid) == "sleep"  # a zombie has no title
-    assert process_names.process_name(process.pid) == "?"
 
 
 def test_a_process_whose_main_thread_has_ended_has_no_given_name() -> None:
@@ -971,11 +911,6 @@ def test_a_process_whose_main_thread_has_ended_has_no_given_name() -> None:
             assert client.name == "trainer"
         finally:
             process.kill()
-
-
-@pytest.mark.parametrize("pid", [-1, 1 << 30])
-def test_a_number_of_no_process_has_no_name(pid: int) -> None:
-    assert process_names.process_name(pid) == process_names.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -1047,11 +982,6 @@ def test_a_detached_broker_closes_the_files_of_its_caller(empty: Running) -> Non
     assert (stopped.returncode, stopped.stdout) == (0, f"cpu ({empty.uuid}): stopped the broker with pid {pid}\n")
     assert not discovery.accepts(empty.path) and not discovery.is_locked(empty.path)
     assert "SIGTERM" in log.read_text()
-
-
-def test_a_detached_broker_that_cannot_start_reports_it_to_the_caller(broker: Running) -> None:
-    done = broker.run("broker", "--detach", "--device", "cpu")
-    assert done.returncode == 1 and "has a broker already" in done.stderr
 
 
 def test_stopping_without_a_broker_is_an_error(empty: Running) -> None:

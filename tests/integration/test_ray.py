@@ -170,23 +170,6 @@ def test_roles_take_turns_and_keep_addresses_and_contents(colocated: Colocation)
     assert ray.get(engines[0].states.remote()) == {"weights": "paused", "kv_cache": "paused"}
 
 
-def test_a_region_that_no_phase_names_stays_active(colocated: Colocation) -> None:
-    group, engines, _ = colocated
-    with group.enter("rollout"):
-        assert ray.get(engines[0].states.remote()) == {"weights": "active", "kv_cache": "paused"}
-
-
-def test_a_role_can_be_resumed_without_contents(colocated: Colocation) -> None:
-    group, engines, trainers = colocated
-    with pytest.raises(ValueError, match="restore names the role 'engine', expected one with a tag that resumes"):
-        group.enter("train", restore={"engine": False})
-    with group.enter("train") as outcome:
-        assert [each.copied_bytes for each in outcome.resumed["trainer"]] == [SHARE_BYTES // 2] * 2
-    with group.enter("rollout", restore={"engine": False}) as outcome:
-        assert [each.copied_bytes for each in outcome.resumed["engine"]] == [0, 0]
-    ray.get([each.fill.remote(10 + rank) for rank, each in enumerate(engines)])
-
-
 def test_the_error_of_one_rank_undoes_the_turn_and_can_be_retried(colocated: Colocation) -> None:
     group, engines, trainers = colocated
     ray.get(trainers[1].break_next_resume.remote())

@@ -1,12 +1,7 @@
-"""Ray and a job, Ray's memory monitor, and other versions of Ray.
-
-``MEMSAVER_TEST_RAYS=2.40.0,2.60.0`` runs the tests of Ray with these versions. Each is installed into an environment of
-its own, about 70 MB.
-"""
+"""Ray and a job, and Ray's memory monitor."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +16,6 @@ pytest.importorskip("ray", reason="needs ray")
 
 from tests.support import GIB, ROOT, environment, fresh_device  # noqa: E402
 
-VERSIONS = list(filter(None, os.environ.get("MEMSAVER_TEST_RAYS", "").split(",")))
 MOUNTS = ["unshare", "--mount"]
 needs_mounts = pytest.mark.skipif(
     subprocess.run(["sh", "-c", f"{' '.join(MOUNTS)} true"], check=False, capture_output=True).returncode != 0,
@@ -190,30 +184,3 @@ def test_an_actor_that_rays_memory_monitor_kills_is_a_dead_rank(pools: Path, tmp
         "True",
         "True True",
     ]
-
-
-@pytest.mark.skipif(not VERSIONS, reason="installs versions of Ray: MEMSAVER_TEST_RAYS=2.40.0 names them")
-@pytest.mark.parametrize("version", VERSIONS)
-def test_ray_of_another_version(version: str, tmp_path: Path) -> None:
-    """The other tests of Ray, with this version before that of the environment in which this test runs."""
-    subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True)
-    python = tmp_path / "bin/python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", f"ray=={version}"], check=True)
-    [packages] = tmp_path.glob("lib/python*/site-packages")
-    found = [path for path in sys.path if path.endswith("site-packages")]
-    (packages / "others.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in found))
-    said = subprocess.run(
-        [python, "-c", "import ray; print(ray.__version__)"], capture_output=True, text=True, check=True
-    )
-    assert said.stdout.strip() == version
-    tests = [f"tests/integration/test_ray{name}.py" for name in ("", "_turns", "_nodes", "_jobs")]
-    done = subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *tests],
-        env={**os.environ, "MEMSAVER_TEST_RAYS": ""},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

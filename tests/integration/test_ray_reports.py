@@ -118,28 +118,3 @@ def test_actors_that_hang_in_each_half_lead_to_a_report(
     assert group.enter("none", timeout=60.0).phase == "none"
     for engine in engines:
         ray.kill(engine)
-
-
-def test_objects_of_this_process_are_in_the_part_of_the_group(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Any
-) -> None:
-    busy = tmp_path / "busy"
-    region = make()
-
-    class Local(Colocated):
-        def colocated_drain(self, tags: Any) -> None:
-            while os.path.exists(busy):
-                time.sleep(0.01)
-
-    group = Group(engine=Local(), phases={"on": {"engine": [region.tag]}, "off": {}})
-    group.enter("on")
-    busy.touch()
-    with pytest.raises(memsaver.Error, match="has not answered") as raised:
-        group.enter("off", timeout=0.1)
-    busy.unlink()
-    error: Any = raised.value
-    place = (
-        r"; it is in colocated_prepare\(\): colocated_drain\(\) at test_ray_reports\.py:\d+, in this process; report: "
-    )
-    assert re.search(place, str(error)), error
-    assert "thread 'memsaver engine 0':" in Path(error.report).read_text()

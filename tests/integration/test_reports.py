@@ -6,7 +6,7 @@ import ctypes
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -198,32 +198,3 @@ def test_another_rank_writes_the_report_if_rank_0_is_silent(stop: str, tmp_path:
     authors = [re.search(r"by (rank \d)", each.read_text()) for each in (tmp_path / "reports").glob("turn-*.txt")]
     named = [found[1] for found in authors if found is not None and found[1] != "rank 0"]
     assert len(named) == 1, named
-
-
-class Passing(distributed_reports.Link):
-    """A connection with a list of changes, of which one is made before each pass over the keys."""
-
-    changes: list[Callable[[], None]]
-
-    def get_all(self, keys: Iterable[str]) -> list[bytes | None]:
-        if self.changes:
-            self.changes.pop(0)()
-        return super().get_all(keys)
-
-
-def test_a_report_keeps_the_parts_that_came_before_another_process_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 is silent and runs again: all processes send their parts to it, over those for the first request."""
-    monkeypatch.setattr(distributed_reports, "_PARTS_S", 60.0)  # the collection ends since rank 0 asks, not by this
-    link = Passing(distributed.HashStore(), "group")
-
-    def part(process: int, request: str) -> Callable[[], None]:
-        sent = {"request": request, "doing": f"works for {request}", "text": "its stacks"}
-        return lambda: link.set(f"part/{process}", distributed_reports.dumps(sent))
-
-    link.changes = [part(1, "1/1"), part(2, "1/1"), part(1, "0/1"), lambda: link.set("report", "0/1")]
-    monkeypatch.setitem(memsaver.config._values, "report_dir", str(tmp_path))
-    report = distributed_reports.Collector(link, lambda _: None, 3, 1).collect("late")
-    assert report.doing == {1: "works for 1/1", 2: "works for 1/1"}
-    assert report.path is not None and Path(report.path).read_text().count("it has sent no part within") == 1

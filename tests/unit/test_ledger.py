@@ -24,7 +24,7 @@ from memsaver.ledger import LedgerRow, accounts, messages
 from memsaver.ledger import own as figures_here
 from memsaver.ledger.accounts import Device, PoolTotal, Report, account
 from tests.fake_cuda import run_on_fake
-from tests.support import GIB, MIB, PAGE, Fill, Peer, blocks
+from tests.support import GIB, MIB, PAGE, Peer, blocks
 
 Make = Callable[..., memsaver.Region]
 
@@ -81,31 +81,6 @@ def check_sum(found: ledger.Ledger) -> None:
 
 
 # One process
-
-
-def test_regions_and_retained_chunks_are_rows(make: Make) -> None:
-    memsaver.configure(retain="1GiB")
-    active, paused = make(), make("host")
-    held = blocks(active, [40 * MIB]) + blocks(paused, [32 * MIB])
-    paused.pause()
-    found = of_device()
-    check_sum(found)
-    me = os.getpid(), process_names.process_name(os.getpid())
-    assert own_rows(found) == [
-        LedgerRow(*me, "region", active.tag, "active", active.mapped_bytes),
-        LedgerRow(*me, "retained", "", "", memsaver.stats().devices["cpu"].retained_bytes),
-    ]
-    del held
-
-
-def test_memory_beside_all_rows_is_unknown(make: Make) -> None:
-    held = blocks(make(), [2 * MIB])
-    free = _core.open_driver("cpu").memory()[0]
-    with Fill(leave=free - 6 * PAGE):
-        found = of_device()
-        check_sum(found)
-        mapped = held[0].region.mapped_bytes
-        assert by_kind(found) == {(os.getpid(), "region"): mapped, (os.getpid(), "unknown"): 6 * PAGE}
 
 
 STEPS = ("grow", "free", "pause", "resume", "retain", "outside")
@@ -203,19 +178,6 @@ def test_memory_of_a_process_without_a_broker_is_one_row(make: Make) -> None:
 DRIVER_S = 300  # bytes that the driver itself has
 
 
-def test_imported_memory_that_the_driver_lists_counts_for_its_owner() -> None:
-    """Two processes map a chunk of 100 bytes. The driver lists it for the owner, or for both."""
-    for listed, imported in ((50, 0), (150, 100)):
-        owner = Report(1, "owner", [("region", "kv", "active", 100)], 0)
-        other = Report(2, "other", [("context", "", "", 40)], imported)
-        device = Device(100 + 50 + DRIVER_S, [(1, 100, None), (2, listed, None)], False)
-        found = account(device, [owner, other], None)
-        assert by_kind(found) == {
-            (1, "region"): 100, (2, "context"): 40, (2, "unknown"): 10, (None, "unlisted"): DRIVER_S,
-        }  # fmt: skip
-        assert found.is_consistent
-
-
 def test_chunks_of_a_pool_count_for_their_holder_or_as_idle() -> None:
     """The driver lists a pool of 100 bytes for its clients' handles, for its broker, or for no process."""
     for holdings, imported in (
@@ -230,20 +192,6 @@ def test_chunks_of_a_pool_count_for_their_holder_or_as_idle() -> None:
             (1, "region"): 60, (1, "unknown"): 10, (2, "region"): 20, (2, "unknown"): 10, (9, "pool idle"): 20,
             (None, "unlisted"): DRIVER_S,
         }  # fmt: skip
-
-
-def test_memory_of_a_process_that_the_driver_does_not_list_is_unlisted() -> None:
-    one = Report(1, "one", [("region", "a", "active", 60)])
-    found = account(Device(100, [], False), [one], None)
-    assert by_kind(found) == {(1, "region"): 60, (None, "unlisted"): 40}
-    found = account(Device(100, [(1, 90, None)], False), [one], None)  # unknown whether imported memory is in it
-    assert by_kind(found) == {(1, "region"): 60, (None, "unlisted"): 40}
-
-
-def test_a_client_that_reports_nothing_has_a_row_of_its_chunks() -> None:
-    old = Report(1, "old", None, None, pooled=60)
-    found = account(Device(100, [], False), [old], PoolTotal(9, "broker", 100))
-    assert by_kind(found) == {(1, "pool held"): 60, (9, "pool idle"): 40}
 
 
 def test_chunks_of_a_process_that_has_exited_count_for_the_process_that_keeps_them() -> None:
@@ -414,22 +362,6 @@ def test_out_of_memory_has_the_rows_of_stats(make: Make) -> None:
     del held
 
 
-def test_a_failing_account_does_not_hide_the_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(device: str) -> Any:
-        raise OSError("no account")
-
-    monkeypatch.setattr(errors, "read_ledger", fails)
-    with pytest.raises(memsaver.OutOfMemoryError) as caught:
-        make().empty(1 << 50)
-    assert caught.value.ledger == [] and "\n" not in str(caught.value)
-
-
-def test_paused_regions_are_named_before_the_rows() -> None:
-    error = memsaver.OutOfMemoryError("full; nothing has changed\n  python (pid 1) 1.0 MiB")
-    error._name_paused(["kv"], [])
-    assert str(error) == "full; paused before that: 'kv'\n  python (pid 1) 1.0 MiB"
-
-
 def test_torchs_error_has_the_rows_as_notes(make: Make) -> None:
     outer, inner = make(), make()
     held = blocks(outer, [2 * MIB])
@@ -475,12 +407,6 @@ def segment(address: int, total: int, allocated: int, device: int = 0) -> dict[s
     return {"address": address, "total_size": total, "blocks": blocks, "device": device}
 
 
-def test_torch_without_segments_in_regions_needs_no_list(figures: dict[str, Any]) -> None:
-    figures |= {"reserved": 100, "allocated": 70}
-    assert torch_ledger.parts("cuda:0") == [("torch allocated", "", "", 70), ("torch cached", "", "", 30)]
-    assert torch_ledger.outside_bytes("cuda:0") == 100 and figures["lists"] == 0
-
-
 def test_segments_in_regions_are_not_torchs(figures: dict[str, Any]) -> None:
     """Neighbouring segments of a region are one range. Segments of another device are not listed."""
     figures |= {"reserved": 100, "allocated": 60, "inside": [(1000, 50), (3000, 10)]}
@@ -500,17 +426,6 @@ def test_blocks_of_one_segment_inside_and_outside_count_once(figures: dict[str, 
     figures["segments"] = [joined]
     assert torch_ledger.parts("cuda:0") == [("torch allocated", "", "", 30), ("torch cached", "", "", 10)]
     assert torch_ledger.outside_bytes("cuda:0") == 40
-
-
-def test_many_blocks_are_not_listed(figures: dict[str, Any]) -> None:
-    figures |= {"reserved": 100, "allocated": 60, "inside": [(1000, 50)], "blocks": 20_001}
-    assert torch_ledger.parts("cuda:0") == [("torch", "", "", 50)]
-    figures |= {"reserved": 50, "blocks": 10}
-    assert torch_ledger.parts("cuda:0") == [] and figures["lists"] == 0
-
-
-def test_torchs_memory_does_not_matter_on_the_host(figures: dict[str, Any]) -> None:
-    assert torch_ledger.parts("cpu") == [] and torch_ledger.outside_bytes("cpu") == 0
 
 
 def test_the_account_does_not_load_torch() -> None:
@@ -562,14 +477,6 @@ def test_a_measurement_is_the_growth_that_no_other_row_has(make: Make) -> None:
         inner.release()
     check_sum(of_device())
     del held
-
-
-def test_a_block_that_fails_is_not_measured() -> None:
-    with pytest.raises(OSError), ledger.measured("graphs", "", "cpu") as made:
-        handle = _core.open_driver("cpu").create(PAGE)
-        raise OSError
-    assert made.bytes == 0
-    _core.open_driver("cpu").release(handle)
 
 
 def test_the_context_is_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -695,22 +602,6 @@ assert rows() == {(me, "context"): 300 * MIB, (None, "unlisted"): 64 * MIB}, row
 """,
         context="300MiB",
         occupied="64MiB",
-    )
-
-
-def test_the_rows_of_a_gpu_that_lists_no_process() -> None:
-    run_on_fake(
-        FAKE
-        + """
-region = memsaver.region("kv", device="cuda:0")
-segment = Segment(region, 5 * MIB)
-with ledger.measured("graphs", "decode", "cuda:0") as graphs:
-    control.take(0, 9 * MIB)
-assert graphs.bytes == 0
-assert rows() == {(me, "region"): region.mapped_bytes, (None, "unlisted"): 309 * MIB}
-""",
-        context="300MiB",
-        no_nvml=1,
     )
 
 
