@@ -75,14 +75,6 @@ __all__ = [
 _core.set_error_factory(errors.make)
 
 
-def _torchs_memory(device: str, function: str, without: Any) -> Any:
-    if "torch" not in sys.modules:
-        return without
-    return getattr(import_module("memsaver._torch.ledger"), function)(device)
-
-
-ledger.torch_memory.parts = lambda device: _torchs_memory(device, "parts", [])
-ledger.torch_memory.nbytes = lambda device: _torchs_memory(device, "outside_bytes", 0)
 errors.read_ledger = ledger.for_error
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from memsaver import _pool_client
 from memsaver._arguments import seconds
-from memsaver.broker import job
+from memsaver.broker import discovery
 from memsaver.errors import ConfigError
 
 _UNITS = {"": 1, "b": 1} | {
@@ -166,9 +166,7 @@ def parse_drop_in(value: str) -> dict[str, str]:
 
 
 def job_name(_: str) -> str | None:
-    """The public name of this process's job. The secret itself is neither shown nor part of an error."""
-    found = job.current()
-    return None if found is None else found.name
+    return discovery.job()
 
 
 def drop_in(value: str) -> str | None:

@@ -12,7 +12,7 @@ import os
 import threading
 
 from memsaver import _caches, _core, ledger
-from memsaver.broker import daemon, discovery, job, procfs
+from memsaver.broker import daemon, discovery, procfs
 from memsaver.errors import BrokerError, ConfigError
 
 log = logging.getLogger("memsaver")
@@ -110,14 +110,13 @@ def connect(device: str) -> None:
         if not _core.connected(device):
             uuid = _core.device_uuid(device)
             path = daemon.ensure(uuid, device, _capacity)
-            proofs = _proofs(device, uuid)
             try:
-                _core.connect(device, str(path), *proofs)
+                _core.connect(device, str(path))
             except BrokerError:
                 if discovery.accepts(path):
                     raise
                 # The broker was shutting down.
-                _core.connect(device, str(daemon.ensure(uuid, device, _capacity)), *proofs)
+                _core.connect(device, str(daemon.ensure(uuid, device, _capacity)))
 
 
 def _serve_ledger() -> None:
@@ -128,15 +127,6 @@ def _serve_ledger() -> None:
         thread.start()
         atexit.register(_caches.stop, thread)
         _has_thread = True
-
-
-def _proofs(device: str, uuid: str) -> tuple[list[int], ...]:
-    """The proofs of their job that this process and its broker have to send to each other."""
-    own, client, pid = job.current(), _core.pool_client(device), os.getpid()
-    if own is None:
-        return ()
-    proofs = own.client_proof(client, pid, uuid), own.broker_proof(client, pid, uuid)
-    return tuple(list(proof.values()) for proof in proofs)
 
 
 def open_sentinel() -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from memsaver import _core, ledger
-from memsaver.broker import daemon, discovery, job, procfs
+from memsaver.broker import daemon, discovery, procfs
 from memsaver.broker.admin import AdminClient
-from memsaver.broker.chunks import PAGE
+from memsaver.broker.clients import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
 from memsaver.config import Setting, parse_size, settings
 from memsaver.drop_in.tms import launch
@@ -90,13 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="as in: -- python train.py")
     run.set_defaults(run=_run)
 
-    secret = commands.add_parser(
-        "job",
-        help="print a new secret for MEMSAVER_JOB",
-        description="Brokers that are started with this secret in MEMSAVER_JOB serve only processes that have it too.",
-    )
-    secret.set_defaults(run=_job)
-
     config = commands.add_parser("config", help="show each option, its value, and the source of the value")
     config.add_argument("--json", action="store_true", help="print them as JSON")
     config.set_defaults(run=_config)
@@ -155,7 +148,7 @@ def _serve(options: argparse.Namespace, on_ready: Callable[[Path], None] | None)
         raise ConfigError(text, option="capacity", value=capacity)
     raise_descriptor_limit()
     listener = discovery.Listener(memory.uuid())
-    broker = BrokerLoop(memory, name, capacity // PAGE * PAGE, listener, options.linger, job.current())
+    broker = BrokerLoop(memory, name, capacity // PAGE * PAGE, listener, options.linger)
     if on_ready is not None:
         log = listener.path.with_suffix(".log")
         print(f"the broker of {name} ({memory.uuid()}) runs with pid {os.getpid()}, its log is {log}")
@@ -190,7 +183,7 @@ def _paths(device: str | None) -> list[Path]:
     if not found:
         where = discovery.directory()
         others = len(discovery.elsewhere())
-        hint = f"; other jobs of this user have brokers ({others}): {job.VARIABLE} selects the job" if others else ""
+        hint = f"; other jobs of this user have brokers ({others}): MEMSAVER_JOB selects the job" if others else ""
         raise BrokerError(f"no broker of a shared pool runs (looked in {where}){hint}", path=str(where))
     if device is None:
         return found
@@ -206,11 +199,6 @@ def _paths(device: str | None) -> list[Path]:
         text = f"no broker of {name} ({uuid}) runs{hint}; running: {running}. --device takes these UUIDs"
         raise BrokerError(text, path=str(path))
     return [path]
-
-
-def _job(_: argparse.Namespace) -> int:
-    print(job.new_secret())
-    return 0
 
 
 def _config(options: argparse.Namespace) -> int:

@@ -101,22 +101,6 @@ MUTANTS = [
         ["unit/test_default_pool.py::test_another_table_is_refused_and_left_as_it_is"],
     ),
     Mutant(
-        "stacks_shrink_during_a_capture",
-        "stacks: their limit is set although a capture has begun since the first half of the pause",
-        "csrc/bindings/process_bindings.cpp",
-        "if (!pass) return bytes;",
-        "if (!pass && !MUTANT) return bytes;",
-        ["unit/test_builtin_guests.py::test_stacks_stay_if_a_capture_begins_between_the_halves_of_a_pause"],
-    ),
-    Mutant(
-        "stacks_are_of_half_of_the_threads",
-        "CUDA driver: the stacks are those of half of the threads",
-        "csrc/driver/cuda_driver.cpp",
-        "of_thread * most_threads_,",
-        "of_thread * (MUTANT ? most_threads_ / 2 : most_threads_),",
-        ["unit/test_ledger.py::test_the_growth_of_the_stacks_has_a_row"],
-    ),
-    Mutant(
         "the_core_is_locked_over_a_copy",
         "transfer: the core's mutex is held while a copy is waited for",
         "csrc/transitions/transfer.cpp",
@@ -355,14 +339,6 @@ MUTANTS = [
         "if (bytes <= left)",
         "if (bytes <= left || MUTANT)",
         ["unit/test_host_memory.py::test_a_backup_beyond_the_limit_is_refused_before_anything_moves"],
-    ),
-    Mutant(
-        "brokers_prove_no_job",
-        "shared pool: a process gives its memory to any process that listens at the path of its job",
-        "csrc/pool/shared_pool_thread.cpp",
-        "if (differences != 0)",
-        "if (differences != 0 && !MUTANT)",
-        ["integration/test_broker_jobs.py::test_process_of_a_job_leaves_a_broker_that_does_not_prove_the_job"],
     ),
     Mutant(
         "regions_that_were_set_aside_are_used",

@@ -194,7 +194,7 @@ REWRITES = [
     Rewrite(
         "unwritten_contents_stay_unwritten",
         "turns: a tag that was overwritten since counts as not written",
-        "memsaver/turns/turns.py",
+        "memsaver/turns/turn.py",
         "            unwritten.get(rank, set()).difference_update(overwritten)\n",
         "",
         ["unit/test_group_policies.py::test_regions_resumed_for_writing_are_paused_without_contents_if_the_turn_fails"],
@@ -202,8 +202,8 @@ REWRITES = [
     Rewrite(
         "calls_of_replaced_members_are_waited_for",
         "turns: the call that hangs in a replaced member refuses all later turns",
-        "memsaver/turns/turns.py",
-        "                self._late.pop(old, None)\n",
+        "memsaver/turns/turn.py",
+        "                self.late.pop(old, None)\n",
         "",
         ["unit/test_group_answers.py::test_another_member_takes_the_place_of_one_that_hangs"],
     ),
@@ -400,18 +400,6 @@ REWRITES = [
         "            _note_unpooled(device)\n",
         "            pass\n",
         ["integration/test_sharing.py::test_memory_of_the_driver_cannot_be_shared"],
-    ),
-    Rewrite(
-        "numbers_of_the_node_are_those_of_cuda",
-        "Ray: the number of a GPU on the node is taken for that of CUDA in the process",
-        "memsaver/ray/placement.py",
-        """\
-    if shown is not None and shown.count(assigned) == 1:
-        return shown.index(assigned)
-    if shown is None and assigned.isdecimal():
-""",
-        "    if assigned.isdecimal():\n",
-        ["unit/test_ray_device.py::test_the_device_is_the_assigned_gpu_as_cuda_counts"],
     ),
     # The example
     Rewrite(

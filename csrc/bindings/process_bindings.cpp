@@ -135,10 +135,9 @@ nb::dict ledger_figures(const std::string& name) {
   Device& device = opened(name);
   std::optional<std::size_t> used;
   std::vector<Driver::Holding> holdings;
-  std::size_t retained = 0, pooled = 0, stacks = 0;
+  std::size_t retained = 0, pooled = 0;
   {
     const Unlocked release;
-    stacks = figure([&] { return device.driver->stack_bytes(); }).value_or(0);
     if (const auto memory = figure([&] { return device.driver->memory(); })) used = memory->total - memory->free;
     holdings = figure([&] { return device.driver->holdings(); }).value_or(std::vector<Driver::Holding>());
     retained = device.retained.idle_bytes();
@@ -162,7 +161,6 @@ nb::dict ledger_figures(const std::string& name) {
   row["regions"] = regions;
   row["retained_bytes"] = retained;
   row["pooled_bytes"] = pooled;
-  row["stack_bytes"] = stacks;
   return row;
 }
 
@@ -175,17 +173,6 @@ void bind_process(nb::module_& module) {
     if (memsaver_check_signals() != 0) throw nb::python_error();
   };
   module.def("cuda_device_count", &cuda_device_count);
-  module.def(
-      "reset_stacks",  // of all devices in use; returns the bytes that were released: none in a capture
-      [] {
-        std::size_t bytes = 0;
-        const CaptureGate::Pass pass(core().parts.gate);  // a capture begins after the change, which may wait
-        if (!pass) return bytes;
-        for (Device* device : core().all_devices())
-          if (!device->lost) bytes += device->driver->reset_stacks();
-        return bytes;
-      },
-      nb::call_guard<Unlocked>());
   module.def("capture_begins", [] { core().parts.gate.capture_begins(); }, nb::call_guard<Unlocked>());
   module.def(
       "capture_ends",

@@ -12,14 +12,13 @@ import memsaver
 from tests.public_api import NOT_CONSTRUCTIBLE, Name, public_names, signature
 
 try:
-    from memsaver.ray import AsyncColocated, Colocated, Group, placement, start_brokers
+    from memsaver.ray import AsyncColocated, Colocated, Group
 except ImportError:
     RAY_VERBS: list[Callable[..., Any]] = []
 else:
     RAY_VERBS = [
         Colocated.pause, Colocated.resume, AsyncColocated.pause, AsyncColocated.resume, Colocated.colocated_prepare,
         AsyncColocated.colocated_prepare, Colocated.colocated_pause, AsyncColocated.colocated_pause, Group.enter,
-        placement, start_brokers,
     ]  # fmt: skip
 
 Make = Callable[..., memsaver.Region]
@@ -28,7 +27,7 @@ VERBS: list[Callable[..., Any]] = [
     memsaver.pause, memsaver.resume, memsaver.switch, memsaver.phase, memsaver.define_phase, memsaver.trim,
     memsaver.Region.pause, memsaver.Region.resume, memsaver.transitions.prepare_pause, *RAY_VERBS,
 ]  # fmt: skip
-BY_POSITION = {"self", "tags", "coming", "name", "resident", "ranks", "roles", "group"}
+BY_POSITION = {"self", "tags", "coming", "name", "resident"}
 ORDER = ["backup", "restore", "timeout", "memory_timeout", "reader_timeout", "wait", "progress"]
 
 

@@ -24,7 +24,6 @@ import torch
 import memsaver
 from memsaver.broker import daemon, discovery
 from tests.public_api import NOT_CONSTRUCTIBLE, Name, public_names, signature
-from tests.ray_support import cluster_of_one_machine
 
 PUBLIC = public_names()
 SECTIONS = {"Args", "Attributes", "Returns", "Yields", "Raises", "Examples"}
@@ -190,19 +189,6 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             daemon.stop(path)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    pytest.importorskip("ray")
-    with cluster_of_one_machine(configure_logging=False):
-        yield
-
-
-IN_CLUSTER = {
-    "memsaver.ray.BrokerAddress",
-    "memsaver.ray.device",
-    "memsaver.ray.placement",
-    "memsaver.ray.start_brokers",
-}
 EXAMPLES = [each for each in PUBLIC if example(each).examples]
 
 
@@ -212,12 +198,6 @@ def test_functions_and_classes_have_examples() -> None:
 
 
 @pytest.mark.usefixtures("clean")
-@pytest.mark.parametrize("name", [_marked(each) for each in EXAMPLES if each.name not in IN_CLUSTER])
+@pytest.mark.parametrize("name", [_marked(each) for each in EXAMPLES])
 def test_example_gives_the_results_that_it_shows(name: Name) -> None:
-    run_example(name)
-
-
-@pytest.mark.usefixtures("clean", "cluster")
-@pytest.mark.parametrize("name", [each for each in EXAMPLES if each.name in IN_CLUSTER], ids=str)
-def test_example_in_a_cluster_gives_the_results_that_it_shows(name: Name) -> None:
     run_example(name)
