@@ -1,7 +1,9 @@
 # make demo      the quick start, then the colocated RL loop, which draws device memory in build/memory.svg.
 #                ARGS="--no-pause": for the loop; without matplotlib there is no picture
-# make test      all tests; those for a GPU are skipped, with the reason, where there is none.  ARGS="-k name": for pytest
+# make test      all tests, in several processes; those for a GPU are skipped, with the reason, where there is none.
+#                ARGS="-k name": for pytest.  JOBS=0: in one process, as on a machine with a GPU
 #                ASYNC=1: on a host device that is busy, as a GPU is, and whose marks and copies come late
+# make test-fast an answer within 3 minutes on two cores: most files of tests/unit
 # make test-torch  the tests of tests/torch_cuda, which run torch's CUDA wheels without a GPU; it downloads them once, 1 to
 #                2 GB each. VERSIONS="2.11.0 2.13.0" chooses them
 # make cpptest   the C++ tests of the library without Python; ARGS="-tc=layout*": for doctest
@@ -31,6 +33,14 @@ WHEEL_TORCH ?= torch==2.13.0
 # torch's CUDA wheels for tests/torch_cuda.
 VERSIONS ?= 2.11.0 2.13.0
 WHEEL_VERSIONS ?= 2.13.0
+
+# Tests wait for other processes half of the time, hence more workers than cores. A GPU serves one process.
+JOBS ?= $(if $(GPU),0,$(shell cores=$$(nproc); echo $$((cores < 8 ? cores + (cores + 1) / 2 : 12))))
+# A file's tests share a device of the file's own size, hence loadfile. With SYSTEM=1 the interpreter may lack xdist.
+WORKERS = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf -- '-n %s --dist loadfile' $(JOBS))
+# Not in test-fast: they start many processes, compile, or run thousands of random steps.
+LONG := builtin_guests daemon_threads default_pool docstrings driver fake_cuda faults guests_in_groups interrupts monitor \
+  packaging pool_machine sequences stubs
 
 CORE := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 
@@ -63,7 +73,7 @@ endif
 PICTURE = $(shell $(RUN) -c "import matplotlib" 2>/dev/null && echo --picture build/memory.svg)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-torch cpptest sanitize mutants stubs lint wheel docs clean
+.PHONY: demo test test-fast test-torch cpptest sanitize mutants stubs lint wheel docs clean
 
 demo: $(READY)
 	$(RUN) -m examples.quickstart
@@ -72,7 +82,10 @@ demo: $(READY)
 	$(RUN) -m examples.colocate.loop $(PICTURE) $(ARGS)
 
 test: $(READY)
-	$(if $(ASYNC),MEMSAVER_TEST_ASYNC=1) $(RUN) -m pytest $(ARGS)
+	$(if $(ASYNC),MEMSAVER_TEST_ASYNC=1) $(RUN) -m pytest $(WORKERS) $(ARGS)
+
+test-fast: $(READY)
+	$(RUN) -m pytest -q $(WORKERS) tests/unit $(LONG:%=--ignore=tests/unit/test_%.py) $(ARGS)
 
 test-torch: $(READY)
 	$(RUN) tools/torch_wheels.py $(VERSIONS)

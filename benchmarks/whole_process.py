@@ -36,7 +36,7 @@ from benchmarks.harness.machine import MIB, used_bytes
 from benchmarks.harness.pools import ledger_of, ledger_rows
 from benchmarks.harness.processes import Process, Sample, ask_all, in_process, processes
 from memsaver.distributed import Colocated, Group
-from memsaver.guests import HostCache, ProcessGroups, Stacks, Workspaces
+from memsaver.guests import ProcessGroups, Workspaces
 
 DEVICES, GPUS = ("cuda", "cpu"), 2
 RANKS = 2
@@ -109,7 +109,7 @@ def rank_of_job(way: str, rank: int, port: int, folder: str, options: argparse.N
     device = _place(rank, options.device)
     on_gpu = device.type == "cuda"
     guests = ProcessGroups(TAG, backends=["nccl" if on_gpu else "gloo"])
-    for guest in (guests, Workspaces(TAG), HostCache(TAG), Stacks(TAG)):
+    for guest in (guests, Workspaces(TAG)):
         memsaver.register(guest)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=BOUND)
     backend = "nccl" if on_gpu else "gloo"

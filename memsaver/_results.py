@@ -122,11 +122,12 @@ def in_thread(function: Callable[[], _T], name: str, future: Future[_T] | None =
     """Runs a function in a thread of its own. The interpreter waits for the thread. It cannot be cancelled."""
     future = Future() if future is None else future
     future.set_running_or_notify_cancel()
-    threading.Thread(target=_run, args=(future, function), name=name).start()
+    threading.Thread(target=run_into, args=(future, function), name=name).start()
     return future
 
 
-def _run(future: Future[_T], function: Callable[[], _T]) -> None:
+def run_into(future: Future[_T], function: Callable[[], _T]) -> None:
+    """Calls a function, and sets its result or error."""
     try:
         future.set_result(function())
     except BaseException as error:
@@ -181,7 +182,7 @@ class Lane:
 
     def submit(self, function: Callable[[], _T]) -> Future[_T]:
         future: Future[_T] = Future()
-        self._calls.put(partial(_run, future, function))
+        self._calls.put(partial(run_into, future, function))
         return future
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from memsaver import _adapter, _core, ledger
-from memsaver.broker import daemon, discovery, job, procfs
+from memsaver.broker import daemon, discovery, procfs
 from memsaver.broker.admin import AdminClient
-from memsaver.broker.chunks import PAGE
+from memsaver.broker.clients import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
 from memsaver.config import Setting, parse_drop_in, parse_size, settings
 from memsaver.drop_in import startup
@@ -91,13 +91,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="as in: -- python train.py")
     run.set_defaults(run=_run)
 
-    secret = commands.add_parser(
-        "job",
-        help="print a new secret for MEMSAVER_JOB",
-        description="Brokers that are started with this secret in MEMSAVER_JOB serve only processes that have it too.",
-    )
-    secret.set_defaults(run=_job)
-
     drop_in = commands.add_parser("drop-in", help="let Python prepare drop-ins when it starts")
     actions = drop_in.add_subparsers(required=True, metavar="ACTION")
     install = actions.add_parser("install", help="write a file into this environment that turns drop-ins on")
@@ -167,7 +160,7 @@ def _serve(options: argparse.Namespace, on_ready: Callable[[Path], None] | None)
         raise ConfigError(text, option="capacity", value=capacity)
     raise_descriptor_limit()
     listener = discovery.Listener(memory.uuid())
-    broker = BrokerLoop(memory, name, capacity // PAGE * PAGE, listener, options.linger, job.current())
+    broker = BrokerLoop(memory, name, capacity // PAGE * PAGE, listener, options.linger)
     if on_ready is not None:
         log = listener.path.with_suffix(".log")
         print(f"the broker of {name} ({memory.uuid()}) runs with pid {os.getpid()}, its log is {log}")
@@ -202,7 +195,7 @@ def _paths(device: str | None) -> list[Path]:
     if not found:
         where = discovery.directory()
         others = len(discovery.elsewhere())
-        hint = f"; other jobs of this user have brokers ({others}): {job.VARIABLE} selects the job" if others else ""
+        hint = f"; other jobs of this user have brokers ({others}): MEMSAVER_JOB selects the job" if others else ""
         raise BrokerError(f"no broker of a shared pool runs (looked in {where}){hint}", path=str(where))
     if device is None:
         return found
@@ -218,11 +211,6 @@ def _paths(device: str | None) -> list[Path]:
         text = f"no broker of {name} ({uuid}) runs{hint}; running: {running}. --device takes these UUIDs"
         raise BrokerError(text, path=str(path))
     return [path]
-
-
-def _job(_: argparse.Namespace) -> int:
-    print(job.new_secret())
-    return 0
 
 
 def _drop_in_install(options: argparse.Namespace) -> int:

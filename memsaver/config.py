@@ -165,11 +165,9 @@ def parse_drop_in(value: str) -> dict[str, str]:
 
 
 def _parse_job_name(_: str) -> str | None:
-    """The public name of this process's job. The secret itself is neither shown nor part of an error."""
-    from memsaver.broker import job
+    from memsaver.broker import discovery
 
-    found = job.current()
-    return None if found is None else found.name
+    return discovery.job()
 
 
 def _parse_drop_in(value: str) -> str | None:
@@ -322,9 +320,8 @@ OPTIONS: Final = (
     ),
     Option(
         "job", "text", "not set",
-        "Secret of a job, 16 characters or more; `memsaver job` prints one. Its brokers serve only processes that have"
-        " it. Only the variable sets it, and it is read whenever a broker is looked for. `memsaver config` shows the"
-        " name that follows from it.",
+        "Name of a job, 1 to 32 letters, digits and `_.-`. The processes of a job have brokers of their own. Only the"
+        " variable sets it, and it is read whenever a broker is looked for.",
         _parse_job_name, None,
     ),
     Option(
@@ -462,8 +459,7 @@ def from_environment_of_import() -> None:
         raise
 
 
-# Arguments of the command that use no option. `job` prints the value that replaces a wrong one.
-_WITHOUT_OPTIONS = (["job"], ["-h"], ["--help"], ["--version"])
+_WITHOUT_OPTIONS = (["-h"], ["--help"], ["--version"])  # arguments of the command that use no option
 
 
 def _is_command() -> bool:

@@ -510,9 +510,9 @@ def _warn_of_outer(entered: Phase, leaving: list[Region]) -> None:
             )
 
 
-def tighten(each: Region, slack: int) -> None:
-    """As ``trim()`` of one region, to its allocated bytes plus ``slack`` bytes. torch's pools are not changed."""
-    _core.trim(each._core, partial(_is_free, each), slack=slack)
+def tighten(each: Region) -> None:
+    """As ``trim()`` of one region. torch's pools are not changed."""
+    _core.trim(each._core, partial(_is_free, each))
 
 
 def _is_free(each: Region) -> bool:

@@ -1,8 +1,8 @@
 """A client that sends random messages to a broker: valid ones, changed ones, and random bytes.
 
-It is a process of its own (``python -m tests.broker_fuzz SOCKET SEED PACKETS [stranger]``). It never names some of its
+It is a process of its own (``python -m tests.broker_fuzz SOCKET SEED PACKETS``). It never names some of its
 chunks, so they stay its own. It writes to them and reads them again: bytes that differ mean that a chunk was lent
-twice. A stranger belongs to another job. It must hear refusals alone, without descriptors and without figures.
+twice.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import struct
 import sys
 from pathlib import Path
 
-from memsaver.broker import discovery, job, protocol
-from memsaver.broker.chunks import CLASSES, PAGE
+from memsaver.broker import discovery, protocol
+from memsaver.broker.clients import CLASSES, PAGE
 from memsaver.broker.protocol import Message
 
-_HEAD = struct.Struct("<III")
+_HEAD = struct.Struct("<II")
 _ANY_WORDS = (0, 1, 2, 7, 250, PAGE - 1, PAGE, PAGE + 1, *CLASSES, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1)
 _CLIENTS = sorted(number for number in protocol.KINDS.values() if number < 100)
 _WITH_TEXT = {protocol.KINDS[kind] for kind in protocol._WITH_TEXT}
@@ -30,9 +30,8 @@ _BYTES = b"fuzz"
 class Fuzzer:
     """One client after the other on the same socket's path."""
 
-    def __init__(self, path: Path, seed: int, is_stranger: bool = False) -> None:
+    def __init__(self, path: Path, seed: int) -> None:
         self.path = path
-        self.is_stranger = is_stranger
         self.draw = random.Random(seed)
         self.sentinel, self.sentinel_end = os.pipe()
         self.spoken: list[int] = []  # chunks that its messages may name: granted, given back, or made up
@@ -48,9 +47,8 @@ class Fuzzer:
         self.channel.settimeout(5.0)
         self.number = self.draw.getrandbits(62)
         self.asked = []
-        if self.draw.random() < (0.5 if self.is_stranger else 0.9):
+        if self.draw.random() < 0.9:
             hello = Message("hello", (protocol.VERSION, self.number, os.getpid()), self.path.stem)
-            hello.fields = self._proof() if self.is_stranger else {}
             self._send(hello.encode())
             if self.draw.random() < 0.9:
                 self._send(Message("sentinel").encode(), [self.sentinel])
@@ -99,17 +97,7 @@ class Fuzzer:
             self.channel.close()
             self.connect()
 
-    def _proof(self) -> dict[str, int]:
-        """A proof of another job, a part of it, or random words."""
-        proof = job.Job("the secret of another job").client_proof(self.number, os.getpid(), self.path.stem)
-        names = self.draw.sample(list(proof), self.draw.randint(0, len(proof)))
-        return proof if self.draw.random() < 0.3 else {name: self.draw.getrandbits(64) for name in names}
-
     def _hear(self, message: Message) -> None:
-        if self.is_stranger:
-            assert message.kind == "refused" and not message.files, message
-            assert protocol.refusal_name(message.words[0]) in ("user", "malformed", "version"), message
-            return
         if message.kind != "grant":
             if message.kind == "attach_request":
                 self.asked.append(message.words[0])
@@ -137,9 +125,7 @@ class Fuzzer:
             words = words[: draw.randint(0, len(words))] + [self._word() for _ in range(draw.randint(0, 3))]
         count = len(words) if draw.random() < 0.95 else draw.choice([0, len(words) + 1, 1 << 13, (1 << 32) - 1])
         has_text = kind in _WITH_TEXT or draw.random() < 0.05
-        fields = [self._word() for _ in range(2 * draw.choice([0, 0, 0, 1, 2]))]
-        field_count = len(fields) // 2 if draw.random() < 0.95 else draw.choice([1, 1 << 13, (1 << 32) - 1])
-        packet = _HEAD.pack(kind, count, field_count) + struct.pack(f"<{len(words + fields)}Q", *words, *fields)
+        packet = _HEAD.pack(kind, count) + struct.pack(f"<{len(words)}Q", *words)
         packet += self._text() if has_text else b""
         if draw.random() < 0.05:
             packet = packet[: draw.randint(1, len(packet))]
@@ -232,8 +218,8 @@ def _dead() -> int:
     return file
 
 
-def main(path: str, seed: str, packets: str, role: str = "") -> None:
-    fuzzer = Fuzzer(Path(path), int(seed), role == "stranger")
+def main(path: str, seed: str, packets: str) -> None:
+    fuzzer = Fuzzer(Path(path), int(seed))
     for _ in range(int(packets)):
         fuzzer.step()
     print("said", packets, "refused", fuzzer.refused)

@@ -12,11 +12,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from memsaver.broker import discovery, job, protocol
+from memsaver.broker import discovery, protocol
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.protocol import Message
 from tests.support import GIB, environment, fresh_device, until
@@ -33,7 +32,7 @@ def sentinel() -> int:
 
 
 class Client:
-    """One client. ``number``: the same again joins as the same client. ``fields``: other proofs than its job's."""
+    """One client. ``number``: the same again joins as the same client."""
 
     def __init__(
         self,
@@ -42,18 +41,13 @@ class Client:
         bring: bool = True,
         proves: bool = True,
         version: int = protocol.VERSION,
-        fields: Mapping[str, int] | None = None,
     ) -> None:
         self.path = Path(path)
         self.number = number or random.getrandbits(62) + 1
         self.channel = discovery.connect(self.path)
         self.channel.settimeout(PATIENCE_S)
         self.files: dict[int, int] = {}  # of chunks that it was lent
-        hello = Message("hello", (version, self.number, os.getpid()), self.path.stem)
-        own = job.current()
-        proof = own.client_proof(self.number, os.getpid(), self.path.stem) if own and fields is None else fields or {}
-        hello.fields = proof
-        self.say_raw(hello.encode())
+        self.say_raw(Message("hello", (version, self.number, os.getpid()), self.path.stem).encode())
         self.welcome = self.hear("welcome")
         self.capacity = self.welcome.words[1]
         if proves:

@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
-# Before the import of memsaver. Processes with the same size share a device, so each run has a size of its own.
+# Before the import of memsaver. Processes with the same size share a device, so each run has a size of its own. It is
+# more than a test needs: chunks whose release a test made fail stay in use until the process ends.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("MEMSAVER_HOST_DEVICE", None)  # the controller's
-os.environ.setdefault("MEMSAVER_HOST_DEVICE", str((1 << 30) + os.getpid() % 1000 * (2 << 20)))
+os.environ.setdefault("MEMSAVER_HOST_DEVICE", str((2 << 30) + os.getpid() % 1000 * (2 << 20)))
 
 import pytest  # noqa: E402
 
@@ -106,6 +108,17 @@ def no_process_group_left_behind() -> Iterator[None]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def regions_of_earlier_files() -> None:
+    """Closes them: this file may use their tags and memory. At the end of a file pytest still has its fixtures."""
+    gc.collect()
+    for region in memsaver.regions.all_regions():
+        with suppress(memsaver.Error):  # a tensor lives, or its device is gone
+            region.resume()
+            region.thaw()
+            region.close()
 
 
 @pytest.fixture(autouse=True)

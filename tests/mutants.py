@@ -1,9 +1,10 @@
 """Small wrong changes, and the tests that must find each of them within a minute. ``make mutants``, or
 ``python -m tests.mutants [name ...]``.
 
-Changes of the core are where MEMSAVER_MUTANT(name) stands (csrc/base/mutants.h). One build has them all; the variable
-MEMSAVER_TEST_MUTANT selects one. Changes of Python rewrite a copy of the sources (tests/rewrites.py). Without a change
-all tests named here must pass: a failure comes from the change.
+A change rewrites one place of a copy of the sources: an old text, which is there exactly once, becomes a new
+one. Changes of Python are in tests/rewrites.py, one copy for each. Changes of the core, below, are in one copy and one
+build: MUTANT in the new text is true where the variable MEMSAVER_TEST_MUTANT has the name of the change. Without a
+change all tests named here must pass: a failure comes from the change.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.rewrites import REWRITES, ROOT, UNCHANGED, Rewrite
@@ -45,11 +45,29 @@ sys.meta_path.insert(0, Redirect)
 """
 
 
-@dataclass(frozen=True)
-class Mutant:
-    name: str
-    change: str
-    tests: Sequence[str]  # at least one fails. Ids of pytest, below tests/, or "cpp: " and a test case
+# A header that each changed file of the copy includes.
+SELECTION = """\
+#pragma once
+
+#include <cstdlib>
+#include <mutex>
+#include <string_view>
+namespace memsaver::tests {
+inline bool is_selected(std::string_view name) {
+  const char* selected = std::getenv("MEMSAVER_TEST_MUTANT");
+  return selected != nullptr && name == selected;
+}
+}  // namespace memsaver::tests
+"""
+
+
+class Mutant(Rewrite):
+    """A change of the core. Its tests are ids of pytest, below tests/, or "cpp: " and a test case."""
+
+    def rewrite(self, text: str) -> str:
+        # The variable is read once at each place.
+        selected = f'([] {{ static const bool on = ::memsaver::tests::is_selected("{self.name}"); return on; }}())'
+        return super().rewrite(text).replace("MUTANT", selected)
 
     @contextmanager
     def applied(self) -> Iterator[tuple[Path, dict[str, str]]]:
@@ -61,124 +79,51 @@ MUTANTS = [
     Mutant(
         "chunks_return_to_a_demand_that_failed",
         "shared pool: an allocation that fails returns chunks while its demand is open, and gets them again",
+        "csrc/regions/allocation.cpp",
+        "    request.end();\n    throw;",
+        "    if (!MUTANT) request.end();\n    throw;",
         ["integration/test_shared_pool.py::test_an_allocation_that_fails_has_the_free_memory_of_the_pool"],
-    ),
-    Mutant(
-        "shared_memory_counts_for_its_maker_alone",
-        "host ledger: imported memory is not counted once its maker has let go",
-        ["unit/test_driver.py::test_shared_memory_is_counted_once"],
     ),
     Mutant(
         "of_two_equal_pointers_the_last_counts",
         "torch's table of the driver's functions: one that is there twice is replaced at one place",
+        "csrc/torch/intercepted_calls.cpp",
+        "if (each.place != nullptr)",
+        "if (each.place != nullptr && !MUTANT)",
         ["unit/test_default_pool.py::test_another_table_is_refused_and_left_as_it_is"],
     ),
     Mutant(
         "read_only_pointers_count",
         "torch's table of the driver's functions: one in memory that the loader has made read-only is replaced",
+        "csrc/torch/intercepted_calls.cpp",
+        "if (is_fixed)",
+        "if (is_fixed && !MUTANT)",
         ["unit/test_default_pool.py::test_another_table_is_refused_and_left_as_it_is"],
-    ),
-    Mutant(
-        "stacks_shrink_during_a_capture",
-        "stacks: their limit is set although a capture has begun since the first half of the pause",
-        ["unit/test_builtin_guests.py::test_stacks_stay_if_a_capture_begins_between_the_halves_of_a_pause"],
-    ),
-    Mutant(
-        "stacks_are_of_half_of_the_threads",
-        "CUDA driver: the stacks are those of half of the threads",
-        ["unit/test_ledger.py::test_the_growth_of_the_stacks_has_a_row"],
-    ),
-    Mutant(
-        "unknown_processes_are_dead",
-        "host ledger: a process of which the system cannot tell now is taken for dead",
-        ["unit/test_faults.py::test_without_descriptors_the_living_are_not_taken_for_dead"],
-    ),
-    Mutant(
-        "the_dead_keep_their_memory",
-        "host ledger: the entries of a dead process are never removed",
-        ["integration/test_processes.py::test_a_killed_process_leaves_its_memory_to_the_others"],
-    ),
-    Mutant(
-        "a_full_device_gives_more",
-        "host ledger: a chunk is entered although the device is full",
-        ["unit/test_driver.py::test_a_full_device_refuses_memory_until_some_is_released"],
-    ),
-    Mutant(
-        "memory_is_listed_for_its_last_importer",
-        "host ledger: a chunk of a pool is not listed for its broker",
-        ["integration/test_ledger_of_pool.py::test_a_process_outside_of_the_pool_sees_each_byte_once"],
-    ),
-    Mutant(
-        "work_overtakes",
-        "host stream: new work is queued before the old",
-        [
-            "cpp: host stream: work runs in order, and a wait returns when it has",
-            "unit/test_driver.py::test_a_kernel_runs_when_its_stream_is_released",
-        ],
-    ),
-    Mutant(
-        "begun_is_done",
-        "host stream: work counts as done when it begins",
-        ["cpp: host stream: work under way is waited for when the rest is abandoned"],
-    ),
-    Mutant(
-        "abandoned_work_runs",
-        "host stream: abandoned work stays in the queue",
-        ["cpp: host stream: abandoned work never runs, and no wait includes it"],
-    ),
-    Mutant(
-        "mappings_overlap",
-        "host addresses: a chunk is mapped over another",
-        ["unit/test_driver.py::test_mapping_over_a_mapping_is_refused"],
-    ),
-    Mutant(
-        "mapped_is_accessible",
-        "host addresses: work of the device reaches mappings without access",
-        ["unit/test_driver.py::test_a_kernel_outside_accessible_memory_ends_the_context"],
-    ),
-    Mutant(
-        "released_memory_goes_under_mappings",
-        "host addresses: memory goes with its handle, although it is mapped",
-        ["cpp: host driver: a handle outlives its mappings, and mappings the handle"],
-    ),
-    Mutant(
-        "synchronize_does_not_wait",
-        "host driver: synchronize() returns before the work is done",
-        ["unit/test_driver.py::test_synchronize_waits_for_all_streams"],
-    ),
-    Mutant(
-        "record_covers_copies_alone",
-        "host driver: a record does not stand for the work of streams",
-        ["unit/test_driver.py::test_a_record_covers_the_kernels_launched_before_it"],
-    ),
-    Mutant(
-        "a_capture_survives_a_wait",
-        "host driver: a wait for the device leaves a capture whole",
-        ["unit/test_driver.py::test_a_wait_for_the_device_breaks_a_capture"],
-    ),
-    Mutant(
-        "an_illegal_access_is_forgotten",
-        "host driver: the context lives on after an illegal access",
-        ["unit/test_driver.py::test_every_call_fails_after_an_illegal_access"],
-    ),
-    Mutant(
-        "the_error_comes_before_the_call",
-        "faults: of a call that is made and then reports an error, nothing is made",
-        ["unit/test_driver.py::test_an_armed_call_can_take_effect_and_still_report_an_error"],
     ),
     Mutant(
         "the_core_is_locked_over_a_copy",
         "transfer: the core's mutex is held while a copy is waited for",
+        "csrc/transitions/transfer.cpp",
+        "      if (leaving.saver != nullptr) leaving.saver->wait(batch);",
+        "      const auto held = MUTANT ? std::unique_lock(core().mutex) : std::unique_lock<std::mutex>();\n"
+        "      if (leaving.saver != nullptr) leaving.saver->wait(batch);",
         ["unit/test_fake_cuda.py::test_no_lock_is_held_while_contents_are_copied[pause-cuEventSynchronize]"],
     ),
     Mutant(
         "the_arena_is_locked_while_memory_is_made",
         "arena: its mutex is held while memory is touched and pinned",
+        "csrc/backup/pinned_memory.cpp",
+        "    map_memory(data, bytes);\n    if (pinned)",
+        "    const auto held = MUTANT ? std::unique_lock(mutex_) : std::unique_lock<std::mutex>();\n"
+        "    map_memory(data, bytes);\n    if (pinned)",
         ["unit/test_fake_cuda.py::test_no_lock_is_held_while_a_pause_makes_memory[cuMemHostRegister]"],
     ),
     Mutant(
         "a_capture_ignores_waits_under_way",
         "capture gate: a capture begins while calls are under way that break it",
+        "csrc/regions/device_wait.cpp",
+        "return operations_ == 0;",
+        "return operations_ == 0 || MUTANT;",
         [
             "cpp: capture gate: a capture begins after all operations under way have ended",
             "unit/test_fake_cuda.py::test_a_capture_begins_after_calls_under_way_that_would_break_it",
@@ -187,31 +132,49 @@ MUTANTS = [
     Mutant(
         "a_free_marks_during_a_capture",
         "resting: a free marks the device during a capture, which breaks that",
+        "csrc/regions/resting.cpp",
+        "if (!pass) return;",
+        "if (!pass && !MUTANT) return;",
         ["unit/test_transitions.py::test_a_capture_that_torch_did_not_begin_can_be_announced"],
     ),
     Mutant(
         "freed_memory_serves_at_once",
         "resting: a mark counts as passed once it is set",
+        "csrc/regions/resting.cpp",
+        "if (!driver_.done(ticket)) break;",
+        "if (!driver_.done(ticket) && !MUTANT) break;",
         ["unit/test_resting.py::test_a_freed_segment_is_not_used_again_before_its_kernel_has_ended"],
     ),
     Mutant(
         "memory_waits_for_another_call",
         "resting: the thread that gives freed memory back is not woken",
+        "csrc/regions/resting.cpp",
+        "owner.device.reclaimer.freed();",
+        "if (!MUTANT) owner.device.reclaimer.freed();",
         ["unit/test_resting.py::test_freed_memory_goes_back_when_its_kernel_has_ended_without_another_call"],
     ),
     Mutant(
         "allocations_ask_no_others",
         "region: an allocation does not wait for what others cache",
+        "csrc/regions/allocation.cpp",
+        "device.pooled && now() < shortage",
+        "device.pooled && now() < shortage && !MUTANT",
         ["integration/test_reclaim.py::test_an_allocation_waits_for_queued_work_of_others"],
     ),
     Mutant(
         "own_caches_are_kept",
         "transfer: a resume fails beside the caches of its own process",
+        "csrc/transitions/transfer.cpp",
+        "std::exchange(reclaims, false)",
+        "std::exchange(reclaims, false) && !MUTANT",
         ["integration/test_reclaim.py::test_a_resume_without_a_pool_takes_the_free_blocks_of_its_own_process"],
     ),
     Mutant(
         "a_shortage_waits_for_nothing",
         "resting: a shortage does not wait for freed memory",
+        "csrc/regions/resting.cpp",
+        "|| gate_.capturing()) return false;",
+        "|| gate_.capturing() || MUTANT) return false;",
         [
             "unit/test_resting.py::test_an_allocation_waits_for_memory_that_another_region_freed",
             "unit/test_resting.py::test_a_resume_waits_for_memory_that_another_region_freed",
@@ -220,158 +183,254 @@ MUTANTS = [
     Mutant(
         "launches_are_not_waited_for",
         "transition: a pause does not wait for guarded launches",
+        "csrc/transitions/transition.cpp",
+        "return !region->in_use();",
+        "return !region->in_use() || MUTANT;",
         ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_guarded_launches"],
     ),
     Mutant(
         "the_attached_are_not_waited_for",
         "transition: a pause does not wait for attached processes",
+        "csrc/transitions/transition.cpp",
+        "  wait_for_attached(lock);",
+        "  if (!MUTANT) wait_for_attached(lock);",
         ["integration/test_sharing.py::test_a_pause_that_times_out_names_the_attached_processes"],
     ),
     Mutant(
         "bounds_end_no_wait",
         "transition: no bound ends a wait in the queue, or for readers and launches",
+        "csrc/transitions/transition.cpp",
+        "if (at >= deadline) return false;",
+        "if (at >= deadline && !MUTANT) return false;",
         ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_an_earlier_transition"],
     ),
     Mutant(
         "the_last_transition_is_the_first",
         "region: the queue of transitions is a stack",
+        "csrc/regions/region.h",
+        "queue_.push_back(transition);",
+        "queue_.insert(MUTANT ? queue_.begin() : queue_.end(), transition);",
         ["unit/test_background.py::test_transitions_of_a_region_happen_in_the_order_in_which_they_were_made"],
     ),
     Mutant(
         "an_abort_keeps_the_chunks",
         "transition: a failure leaves the chunks that were reserved with the transition",
+        "csrc/transitions/transition.cpp",
+        "  transfers_.clear();\n  finish();",
+        "  if (!MUTANT) transfers_.clear();\n  finish();",
         ["unit/test_transitions.py::test_a_switch_that_fails_has_given_its_chunks_back_when_it_raises"],
     ),
     Mutant(
         "a_pause_given_up_counts",
         "region: a pause that was taken back leaves the region paused",
+        "csrc/regions/region.cpp",
+        "!arrived_ : left_;",
+        "!arrived_ : left_ || MUTANT;",
         ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_guarded_launches"],
     ),
     Mutant(
         "a_pause_does_not_wait_for_the_device",
         "transfer: memory is unmapped under queued work",
+        "csrc/transitions/transfer.cpp",
+        "    device_.wait_idle(whole_);\n    device_.resting.reap(freed);",
+        "    if (!MUTANT) device_.wait_idle(whole_);\n    device_.resting.reap(freed);",
         ["unit/test_fake_cuda.py::test_a_pause_waits_for_a_kernel_that_writes"],
     ),
     Mutant(
         "memory_goes_before_it_is_saved",
         "host backup: contents count as saved before their copy has ended",
+        "csrc/backup/host_backup.cpp",
+        "driver_.wait(tickets_[batch]);",
+        "if (!MUTANT) driver_.wait(tickets_[batch]);",
         ["unit/test_transitions.py::test_a_transition_returns_after_its_copies_end"],
     ),
     Mutant(
         "a_resume_ends_before_its_copies",
         "host backup: a resume does not wait for its copies",
+        "csrc/backup/host_backup.cpp",
+        "while (!under_way_.empty()) {",
+        "while (!under_way_.empty() && !MUTANT) {",
         ["unit/test_transitions.py::test_a_transition_returns_after_its_copies_end"],
     ),
     Mutant(
         "a_second_pause_forgets_the_first",
         "transfer: a pause that goes on from a refused one begins a new backup",
+        "csrc/transitions/transfer.cpp",
+        "if (leaving.half_out) {\n    leaving.backup",
+        "if (leaving.half_out && !MUTANT) {\n    leaving.backup",
         ["unit/test_faults.py::test_a_pause_survives_a_failure_of_any_driver_call[released-host-error]"],
     ),
     Mutant(
         "what_did_not_suffice_is_kept",
         "transfer: chunks of an attempt that failed stay in the next",
+        "csrc/transitions/transfer.cpp",
+        "    give_back();\n    if (never && !snug)",
+        "    if (!MUTANT) give_back();\n    if (never && !snug)",
         ["unit/test_machines.py::test_a_resume_succeeds_if_its_exact_layout_fits"],
     ),
     Mutant(
         "what_cannot_come_stays_mapped",
         "region: mappings of an operation that failed stay",
+        "csrc/regions/mappings.cpp",
+        "  std::vector<Chunk> freed;  // returned to their source at the end of the scope\n",
+        "  if (MUTANT) return;\n  std::vector<Chunk> freed;\n",
         ["unit/test_faults.py::test_an_allocation_survives_a_failure_of_any_driver_call[error]"],
     ),
     Mutant(
         "a_free_in_a_transition_is_lost",
         "region: memory freed during a transition is never returned",
+        "csrc/regions/region.cpp",
+        "freed_meanwhile_.push_back(begin);",
+        "if (!MUTANT) freed_meanwhile_.push_back(begin);",
         ["unit/test_transitions.py::test_memory_freed_during_a_pause_is_released_by_it"],
     ),
     Mutant(
         "memory_goes_under_an_allocation",
         "region: a sweep does not mind another thread that holds the mapping lock",
+        "csrc/regions/mappings.cpp",
+        "if (!only) return;",
+        "if (!only && !MUTANT) return;",
         ["unit/test_fake_cuda.py::test_a_free_beside_an_allocation_leaves_the_page_that_they_share"],
     ),
     Mutant(
         "the_lost_come_back",
         "region: a transition brings a region back to use after its context died",
+        "csrc/regions/region.cpp",
+        "if (device.lost || contents_lost_)",
+        "if ((device.lost || contents_lost_) && !MUTANT)",
         ["unit/test_faults.py::test_a_context_that_dies_in_a_transition_leaves_the_region_lost[copy_out-host]"],
     ),
     Mutant(
         "new_peers_see_new_mappings_alone",
         "core: a new peer gets no access to existing mappings",
+        "csrc/regions/core.cpp",
+        "region->mark_stale();",
+        "if (!MUTANT) region->mark_stale();",
         ["unit/test_fake_cuda.py::test_a_device_that_comes_later_gets_access_to_existing_mappings"],
     ),
     Mutant(
         "trim_moves_under_work",
         "compaction: chunks are moved under work that was queued before the region was marked",
+        "csrc/transitions/compaction.cpp",
+        "        settle_device();\n",
+        "        if (!MUTANT) settle_device();\n",
         ["unit/test_compaction.py::test_work_that_was_queued_while_a_trim_waited_for_a_launch_is_waited_for"],
     ),
     Mutant(
         "addresses_are_given_twice",
-        "address space: addresses taken from a free range stay in it",
-        ["cpp: address space: random takes and gives never overlap"],
+        "free ranges: bytes that are taken from a range stay in it",
+        "csrc/base/ranges.cpp",
+        "add({range.end(), found.end() - range.end()});",
+        "add(MUTANT ? Range{range.offset, found.size} : Range{range.end(), found.end() - range.end()});",
+        ["cpp: free ranges: agree with one bit for each byte"],
     ),
     Mutant(
         "free_addresses_do_not_join",
-        "address space: a free range does not join the one behind it",
-        ["cpp: address space: the smallest range that fits, neighbours join, and ranges stay apart"],
+        "free ranges: a range does not join the one behind it",
+        "csrc/base/ranges.cpp",
+        "if (next != sizes_.end() && next->first == range.end())",
+        "if (next != sizes_.end() && next->first == range.end() && !MUTANT)",
+        ["cpp: free ranges: the smallest range that fits, and neighbours join"],
     ),
     Mutant(
         "the_host_limit_is_ignored",
         "host budget: more is taken than host_limit allows",
+        "csrc/backup/host_memory.cpp",
+        "if (bytes <= left)",
+        "if (bytes <= left || MUTANT)",
         ["unit/test_host_memory.py::test_a_backup_beyond_the_limit_is_refused_before_anything_moves"],
-    ),
-    Mutant(
-        "brokers_prove_no_job",
-        "shared pool: a process gives its memory to any process that listens at the path of its job",
-        ["integration/test_broker_jobs.py::test_process_of_a_job_leaves_a_broker_that_does_not_prove_the_job"],
     ),
     Mutant(
         "regions_that_were_set_aside_are_used",
         "tagged regions: new allocations go to regions that are about to be paused",
+        "csrc/regions/tagged.cpp",
+        "aside_.find(region) == aside_.end())",
+        "(aside_.find(region) == aside_.end() || MUTANT))",
         ["drop_in/test_tagged.py::test_region_that_is_set_aside_is_passed_over"],
     ),
     Mutant(
         "savers_have_slack",
-        "tagged regions: those of torch_memory_saver map as much beyond their segments as all others",
+        "tagged regions: they map as much beyond their segments as all others",
+        "csrc/regions/tagged.cpp",
+        ".most_slack = kSlack",
+        ".most_slack = MUTANT ? kAnySlack : kSlack",
         ["drop_in/test_tagged.py::test_memory_of_torch_memory_saver_has_little_slack"],
     ),
     Mutant(
         "dropped_pieces_stay_mapped",
         "default pool: the memory of a piece that torch unmaps stays with the region",
+        "csrc/regions/region.cpp",
+        "if (!chunks_.empty()) add_dirty_locked(freed);",
+        "if (!chunks_.empty() && !(placed && MUTANT)) add_dirty_locked(freed);",
         ["unit/test_default_pool.py::test_a_chunk_serves_one_piece_alone"],
     ),
     Mutant(
         "pieces_share_chunks",
         "default pool: a resume lays chunks over several pieces",
+        "csrc/regions/allocation.cpp",
+        "one_handle || placed;",
+        "one_handle || (placed && !MUTANT);",
         ["unit/test_default_pool.py::test_a_chunk_serves_one_piece_alone"],
     ),
     Mutant(
         "all_callers_are_answered",
         "default pool: calls of the driver from other libraries are answered as torch's",
+        "csrc/torch/intercepted_calls.cpp",
+        "contains(callers, from)",
+        "(contains(callers, from) || MUTANT)",
         ["unit/test_default_pool.py::test_calls_from_elsewhere_reach_the_driver"],
     ),
     Mutant(
         "a_placed_region_is_compacted",
         "default pool: trim() marks the region while a piece is mapped",
+        "csrc/transitions/compaction.cpp",
+        "bool more = !region.placed;",
+        "bool more = !region.placed || MUTANT;",
         ["unit/test_default_pool.py::test_a_trim_beside_an_allocation_refuses_no_piece"],
     ),
     Mutant(
         "a_retry_ends_with_its_first_piece",
         "default pool: only the first piece of an allocation waits for memory of other processes",
+        "csrc/torch/default_pools.cpp",
+        "    made = kMark | ++last_;",
+        "    if (MUTANT) refusal = {};\n    made = kMark | ++last_;",
         ["unit/test_default_pool.py::test_the_pieces_of_an_allocation_share_one_wait"],
     ),
     Mutant(
         "addresses_are_free_under_a_transition",
         "default pool: torch frees addresses whose chunks a transition has",
+        "csrc/torch/default_pools.cpp",
+        "if (!region->touches({address, size})) continue;",
+        "if (!region->touches({address, size}) || MUTANT) continue;",
         ["unit/test_default_pool.py::test_a_segment_ends_in_a_transition"],
     ),
 ]
 
 
-def in_sources() -> list[str]:
-    """The names that stand in the core, as often as they do."""
-    names = []
-    for path in sorted((ROOT / "csrc").glob("*/*")):
-        if path.name != "mutants.h":
-            names += re.findall(r"MEMSAVER_MUTANT(?:_HOLDS)?\((\w+)", path.read_text())
-    return names
+def write_sources() -> Path:
+    """A copy of the sources of the core with all changes. A file that stays the same keeps its time, for the build."""
+    folder = BUILD / "sources"
+    texts = {path.relative_to(ROOT): path.read_text() for path in sources()}
+    for each in MUTANTS:
+        texts[Path(each.file)] = each.rewrite(texts[Path(each.file)])
+    for path in {Path(each.file) for each in MUTANTS}:
+        texts[path] = '#include "mutants.h"\n' + texts[path]
+    texts[Path("csrc/mutants.h")] = SELECTION
+    for old in folder.glob("*/**/*"):
+        if old.is_file() and old.relative_to(folder) not in texts:
+            old.unlink()
+    for path, text in texts.items():
+        copy = folder / path
+        if not copy.exists() or copy.read_text() != text:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(text)
+    return folder
+
+
+def sources() -> Iterator[Path]:
+    yield ROOT / "CMakeLists.txt"
+    for folder in (ROOT / "csrc", ROOT / "tests" / "cpp"):
+        yield from (path for path in folder.rglob("*") if path.suffix in (".h", ".c", ".cpp"))
 
 
 def build() -> None:
@@ -382,13 +441,12 @@ def build() -> None:
     options = {
         "CMAKE_BUILD_TYPE": "Debug",
         "CMAKE_CXX_FLAGS_DEBUG": "-O1",
-        "MEMSAVER_MUTANTS": "ON",
         "MEMSAVER_TESTS": "ON",
         "Python_EXECUTABLE": sys.executable,
         "nanobind_DIR": nanobind.stdout.strip(),
     }
     defined = [f"-D{option}={value}" for option, value in options.items()]
-    subprocess.run([cmake, "-S", ROOT, "-B", BUILD, "--log-level=NOTICE", *defined], check=True)
+    subprocess.run([cmake, "-S", write_sources(), "-B", BUILD, "--log-level=NOTICE", *defined], check=True)
     subprocess.run([cmake, "--build", BUILD, "--parallel", str(os.cpu_count())], check=True)
     (core,) = BUILD.glob("_core*.so")
     (BUILD / "site").mkdir(exist_ok=True)
@@ -402,7 +460,7 @@ def command_of(test: str) -> list[str]:
     return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{test}"]
 
 
-def run(test: str, change: Mutant | Rewrite) -> tuple[str, float]:
+def run(test: str, change: Rewrite) -> tuple[str, float]:
     """Returns "passed", "failed" or another outcome, and the seconds that it took."""
     began = time.monotonic()
     with change.applied() as (folder, variables):
@@ -434,9 +492,9 @@ def outcome(test: str, done: subprocess.CompletedProcess[str]) -> str:
     return "passed"
 
 
-def check(chosen: Sequence[Mutant | Rewrite]) -> int:
+def check(chosen: Sequence[Rewrite]) -> int:
     missed = 0
-    without: dict[type, Mutant | Rewrite] = {Mutant: Mutant(NONE, "", ()), Rewrite: UNCHANGED}
+    without: dict[type, Rewrite] = {Mutant: Mutant(NONE, "", "", "", "", ()), Rewrite: UNCHANGED}
     tests = sorted({(test, type(change)) for change in chosen for test in change.tests}, key=str)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for (test, _), (found, _) in zip(tests, pool.map(lambda each: run(each[0], without[each[1]]), tests)):
@@ -464,7 +522,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of changes, or 'core', or 'python'; all where none is named")
     names = set(parser.parse_args().names)
-    groups: dict[str, Sequence[Mutant | Rewrite]] = {"core": MUTANTS, "python": REWRITES}
+    groups: dict[str, Sequence[Rewrite]] = {"core": MUTANTS, "python": REWRITES}
     everything = [change for group in groups.values() for change in group]
     unknown = names - {change.name for change in everything} - set(groups)
     if unknown:

@@ -19,14 +19,11 @@ import memsaver.distributed
 _FOR_TYPE_CHECKERS: dict[str, Any] = {"Unpack": typing_extensions.Unpack}
 
 try:
-    from ray.util.placement_group import PlacementGroup
-
     import memsaver.ray
 except ImportError:
     _RAY: list[str] = []
 else:
     _RAY = memsaver.ray.__all__
-    _FOR_TYPE_CHECKERS["PlacementGroup"] = PlacementGroup
 
 # The other names are those of memsaver.ray as well.
 _DISTRIBUTED = [

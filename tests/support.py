@@ -66,19 +66,6 @@ def blocks(region: memsaver.Region, sizes: Iterable[int], seed: int = 0) -> list
     return [Block(region, nbytes, seed + number) for number, nbytes in enumerate(sizes)]
 
 
-def change_between_pauses(region: memsaver.Region, held: list[Block]) -> None:
-    """Writes and growth after a resume are kept by the next pause."""
-    for seed in range(3):
-        region.pause()
-        region.resume()
-        held[0].fill(seed)
-        held.append(Block(region, 1 * MIB + seed, seed=50 + seed))
-    region.pause()
-    region.resume()
-    for block in held:
-        block.check()
-
-
 def segments(region: memsaver.Region) -> list[tuple[int, int]]:
     """(address, bytes) of the segments in use. Adjacent segments are joined."""
     return list(region._core.live())

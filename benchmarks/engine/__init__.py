@@ -1,25 +1,22 @@
-"""The example's engine: CUDA graphs, the floor of a decode step, transformers, vLLM, regions, two GPUs.
+"""The example's engine: CUDA graphs, the floor of a decode step, regions, two GPUs, attention.
 
-- graphs: decode with graphs and without, and the eager decode of transformers.
+- graphs: decode with graphs and without.
 - floor: a decode step of Qwen3-8B, and its bytes over the device's bandwidth.
-- transformers: the loads of these two parts by transformers' generate with the static cache, compiled.
-- vllm: these loads and ragged ones by vLLM in a process of its own, with asynchronous scheduling. Needs vLLM.
 - regions: with memsaver's regions and without, then the same after 50 pauses.
 - parallel: two GPUs, tensor parallel, that pause at the same time: tokens before and after, on both ranks.
 - kernels: paged decode, bytes over time.
 
 Weights are random. Decode figures are those of Engine.step as it serves, with the scheduler. The compared ways take
 turns after a round that does not count, and ratios are medians over the rounds. The checks are the promises of the
-engine (docs/promises.md). On the CPU there are no graphs: they are asked for, and each step is eager.
+engine (examples/colocate/promises.md). On the CPU there are no graphs: they are asked for, and each step is eager.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -30,9 +27,8 @@ import torch
 import torch.distributed as dist
 
 import memsaver
-from benchmarks.engine import others
 from benchmarks.engine.kernels import kernels
-from benchmarks.engine.loads import LARGE, QWEN, RAGGED, Load, make_engine, rate, served, step_ms, tokens
+from benchmarks.engine.loads import LARGE, QWEN, Load, make_engine, served, step_ms, tokens
 from benchmarks.harness.command import Options, Run
 from benchmarks.harness.machine import GIB, MIB, visible_gpus
 from benchmarks.harness.processes import Process, Sample, ask_all, in_process, processes
@@ -46,15 +42,12 @@ GAINS = {1: 1.5, 8: 1.3, 32: 1.2, 128: 1.1}  # promised of graphs, by batch
 OF_THE_FLOOR = {1: 0.60, 64: 0.70}
 EQUAL = 0.01
 ROUNDS = 3
-CHUNK = 4096  # tokens of a prefill step
 FIRST = 8  # tokens that are decoded anew after each pause of two ranks
-READY_S = 600.0  # for a process of the part transformers, which compile at the same time
+READY_S = 600.0  # for a process that captures graphs
 
 
 def options(parser: Options) -> None:
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process that compiles
-    standard = [name for name in PARTS if name != "vllm"]
-    parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=standard, help="default: all but vllm")
+    parser.choice("--only", tuple(PARTS), "the parts")
 
 
 def measure(run: Run) -> None:
@@ -73,8 +66,6 @@ def graphs(run: Run) -> None:
     for load, (name, samples) in zip(QWEN, found.items()):
         gain, least = ratio(samples, "graphs", "eager"), GAINS[load.batch]
         run.check(f"{name}: graphs to eager, at least {least:g}", gain >= least, gain, at_full_size=True)
-        gain = ratio(samples, "eager", "transformers")
-        run.check(f"{name}: eager to transformers' eager, at least 1", gain >= 1, gain, at_full_size=True)
 
 
 def _medians(samples: dict[str, list[float]]) -> dict[str, float | None]:
@@ -83,10 +74,9 @@ def _medians(samples: dict[str, list[float]]) -> dict[str, float | None]:
 
 def gains(device: str, small: bool) -> dict[str, dict[str, list[float]]]:
     loads, found = {str(load): load.scaled(small) for load in QWEN}, {}
-    engine, model = make_engine(loads.values(), device, small), others.build(QWEN[0], device, small)
+    engine = make_engine(loads.values(), device, small)
     for name, load in loads.items():
         ways = {"graphs": partial(decode_rate, engine, load), "eager": partial(decode_rate, engine, load, False)}
-        ways["transformers"] = partial(others.eager_rate, model, load)
         found[name] = take_turns(ways, ROUNDS)
     return found
 
@@ -122,65 +112,6 @@ def against_the_floor(device: str, small: bool) -> dict[str, dict[str, Any]]:
             "kernels, ms": 1e3 * sum(kernel.seconds for kernel in profile.kernels), "copy, TB/s": bandwidth / 1e12,
         }  # fmt: skip
     return found
-
-
-def transformers(run: Run) -> None:
-    """All processes get ready at the same time, and then measure one at a time."""
-    loads = [*QWEN, *LARGE] if not run.small else [QWEN[-1]]  # compiling is slow on the CPU
-    how: dict[str, Any] = {"timeout_s": READY_S, "device": run.device, "small": run.small}
-    models = [[load for load in loads if load.model == model] for model in dict.fromkeys(each.model for each in loads)]
-    ours = [Process(our_steps, loads=each, **how) for each in models]
-    theirs = [Process(others.compiled, load=load.scaled(run.small), **how) for load in loads]
-    rows: dict[str, dict[str, Any]] = {}
-    with processes(*ours, *theirs):
-        made = ask_all([*ours, *theirs])[len(ours) :]
-        engines = [process for process, each in zip(ours, models) for _ in each]
-        for load, engine, other, about in zip(loads, engines, theirs, made):
-            steps = [process.ask()["step_ms"] for process in (engine, other)]
-            mine, compiled = (1e3 * load.scaled(run.small).batch / ms for ms in steps)
-            rows[str(load)] = {"tokens/s": mine, "transformers": compiled, **about}
-            what = f"{load}: to transformers' static cache, compiled, more than 1"
-            run.check(what, mine > compiled, mine / compiled, at_full_size=True)
-    run.table("tokens/s of decode", rows)
-
-
-def our_steps(loads: list[Load], device: str, small: bool) -> Iterator[Sample]:
-    """First gets ready, then a sample for each load in turn."""
-    loads = [load.scaled(small) for load in loads]
-    engine = make_engine(loads, device, small)
-    for load in loads:
-        served(engine, load)
-    if device != "cpu":
-        torch.cuda.empty_cache()
-    yield {}
-    for load in loads:
-        yield {"step_ms": median(take_turns({"": partial(step_ms, engine, load)}, ROUNDS)[""])}
-
-
-def vllm(run: Run) -> None:
-    for loads in ([*QWEN, RAGGED[0]], [*LARGE, RAGGED[1]]):
-        ours = Process(our_rates, READY_S, loads=loads, device=run.device, small=run.small)
-        theirs = Process(others.by_vllm, READY_S, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, loads=loads)
-        samples: dict[str, dict[str, list[float]]] = {str(load): {"engine": [], "vLLM": []} for load in loads}
-        with processes(ours, theirs):
-            for number in range(1 + ROUNDS):
-                for load in loads:
-                    for way, process in {"engine": ours, "vLLM": theirs}.items():
-                        rate = process.ask()["tokens_per_s"]
-                        samples[str(load)][way] += [rate] if number else []
-        run.table(f"{loads[0].model}, completion tokens/s", {name: _medians(each) for name, each in samples.items()})
-        for name, each in samples.items():
-            gain = ratio(each, "engine", "vLLM")
-            run.check(f"{name}: engine to vLLM, at least 1", gain >= 1, gain, at_full_size=True)
-
-
-def our_rates(loads: list[Load], device: str, small: bool) -> Iterator[Sample]:
-    """Completion tokens per second of each load in turn."""
-    engine = make_engine(
-        [load.scaled(small) for load in loads], device, small, graph_batch_sizes=None, max_prefill_tokens=CHUNK
-    )
-    for load in itertools.cycle(loads):
-        yield {"tokens_per_s": rate(engine, load.scaled(small))}
 
 
 def regions(run: Run) -> None:
@@ -261,7 +192,4 @@ def rank(number: int, store: str, load: Load, pauses: int, device: str, small: b
     return {"tokens": expected, "same": same, "rates": rates}
 
 
-PARTS = {
-    "graphs": graphs, "floor": floor, "transformers": transformers, "vllm": vllm, "regions": regions,
-    "parallel": parallel, "kernels": kernels,
-}  # fmt: skip
+PARTS = {"graphs": graphs, "floor": floor, "regions": regions, "parallel": parallel, "kernels": kernels}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,20 +25,15 @@ _SMALL = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_heads": 4,
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that prefill in one step and then decode together to the end.
-
-    ``ragged``: prompts and completions of 16 tokens to these, drawn evenly.
-    """
+    """Requests that prefill in one step and then decode together to the end."""
 
     model: str  # of PRESETS, with random weights
     batch: int
     prompt: int  # tokens of each
     new_tokens: int  # of each; the prefill makes the first one
-    ragged: bool = False
 
     def __str__(self) -> str:
-        to = "up to " if self.ragged else ""
-        return f"{self.model}, {self.batch} x ({to}{self.prompt} + {to}{self.new_tokens})"
+        return f"{self.model}, {self.batch} x ({self.prompt} + {self.new_tokens})"
 
     @property
     def length(self) -> int:
@@ -57,19 +51,11 @@ class Load:
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         draw = random.Random(0)
-        sizes = [draw.randint(min(SHORTEST, self.prompt), self.prompt) for _ in range(self.batch)]
-        return [[draw.randrange(vocab_size) for _ in range(size if self.ragged else self.prompt)] for size in sizes]
-
-    def completions(self) -> list[int]:
-        """New tokens of each request."""
-        draw, least = random.Random(1), min(SHORTEST, self.new_tokens)
-        return [draw.randint(least, self.new_tokens) if self.ragged else self.new_tokens for _ in range(self.batch)]
+        return [[draw.randrange(vocab_size) for _ in range(self.prompt)] for _ in range(self.batch)]
 
 
-SHORTEST = 16  # tokens
 QWEN = [Load("qwen3-0.6b", batch, 128, 128) for batch in (1, 8, 32, 128)]
 LARGE = [Load("qwen3-8b", batch, 992, 64) for batch in (1, 64)]  # a context of 1,024 in the middle of the decode
-RAGGED = [Load("qwen3-0.6b", 256, 1024, 512, ragged=True), Load("qwen3-8b", 128, 1024, 512, ragged=True)]
 
 
 def shape_of(model: str, small: bool) -> Config:
@@ -109,19 +95,6 @@ def served(engine: Engine, load: Load, use_graphs: bool = True) -> Run:
     engine.drop_prefix_cache()
     requests = [Request(0.0, prompt) for prompt in load.prompts(engine.model_config.vocab_size)]
     return serve(engine, requests, SamplingParams(0.0, load.new_tokens), encode=list, use_graphs=use_graphs)  # type: ignore[arg-type]
-
-
-def rate(engine: Engine, load: Load) -> float:
-    """Completion tokens per second, from the first request to the last token."""
-    engine.drop_prefix_cache()
-    completions = load.completions()
-    begin = time.perf_counter()
-    for tokens, new_tokens in zip(load.prompts(engine.model_config.vocab_size), completions):
-        engine.submit(tokens, SamplingParams(0.0, new_tokens))
-    while engine.scheduler.busy:
-        engine.step()
-    engine.settle()
-    return sum(completions) / (time.perf_counter() - begin)
 
 
 def step_ms(engine: Engine, load: Load) -> float:

@@ -4,8 +4,6 @@
 #include <cstring>
 #include <deque>
 
-#include "base/mutants.h"
-
 namespace memsaver {
 namespace {
 
@@ -40,7 +38,7 @@ class HostSaver final : public Saver {
     }
     if (tickets_[batch] == nullptr) return;
     try {
-      if (!MEMSAVER_MUTANT(memory_goes_before_it_is_saved)) driver_.wait(tickets_[batch]);
+      driver_.wait(tickets_[batch]);
     } catch (const DriverError& error) {
       if (error.context_lost) throw;
       driver_.wait(queue(batch));  // the contents are still in the region: copy again
@@ -85,7 +83,7 @@ class HostLoader final : public Loader {
   }
 
   void finish() override {
-    while (!under_way_.empty() && !MEMSAVER_MUTANT(a_resume_ends_before_its_copies)) {
+    while (!under_way_.empty()) {
       driver_.wait(under_way_.front().ticket);
       settle();
     }

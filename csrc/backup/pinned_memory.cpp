@@ -9,8 +9,7 @@
 #include <system_error>
 #include <thread>
 
-#include "backup/host_nodes.h"
-#include "base/mutants.h"
+#include "backup/host_memory.h"
 
 namespace memsaver {
 namespace {
@@ -49,20 +48,24 @@ void touch(std::byte* data, std::size_t size) {
   for (auto& thread : threads) thread.join();
 }
 
+Address address_of(const std::byte* data) { return reinterpret_cast<Address>(data); }
+Range range_of(HostArena::Extent extent) { return {address_of(extent.data), extent.size}; }
+HostArena::Extent extent_of(Range range) { return {reinterpret_cast<std::byte*>(range.offset), range.size}; }
+
 // A range of addresses of `wish` bytes, or of `least` bytes if that fails. At least one page behind it stays unused, so
 // that no two ranges touch.
-Extent reserve_addresses(std::size_t wish, std::size_t least) {
+Range reserve_addresses(std::size_t wish, std::size_t least) {
   for (const std::size_t span : {wish, least}) {
     void* reserved = ::mmap(nullptr, span + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (reserved == MAP_FAILED) continue;
     const auto start = round_up(reinterpret_cast<std::uintptr_t>(reserved), kPage);
-    return {reinterpret_cast<std::byte*>(start), span};
+    return {start, span};
   }
   throw Error("the system has no addresses for " + std::to_string(least) + " bytes");
 }
 
 // Releases the memory. The addresses stay reserved.
-void drop_memory(Extent extent) {
+void drop_memory(HostArena::Extent extent) {
   ::mmap(extent.data, extent.size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 
@@ -84,8 +87,9 @@ void HostArena::check(std::size_t bytes) const {
 std::optional<HostArena::Extent> HostArena::take_idle(std::size_t bytes, bool whole) {
   std::lock_guard lock(mutex_);
   const auto taken = idle_.take(bytes, whole);
-  if (taken) used_ += taken->size;
-  return taken;
+  if (!taken) return std::nullopt;
+  used_ += taken->size;
+  return extent_of(*taken);
 }
 
 HostArena::Extent HostArena::take_some(std::size_t bytes) {
@@ -119,7 +123,7 @@ HostArena::Extent HostArena::take_plain(std::size_t bytes) {
     make_slab(data, bytes, bytes, false);
   } catch (...) {
     std::lock_guard lock(mutex_);
-    addresses_.put({data, bytes});
+    addresses_.put({address_of(data), bytes});
     throw;
   }
   return {data, bytes};
@@ -129,9 +133,9 @@ void HostArena::put(Extent extent) {
   {
     std::lock_guard lock(mutex_);
     used_ -= extent.size;
-    const auto slab = std::prev(slabs_.upper_bound(extent.data));
+    const auto slab = entry_at(slabs_, address_of(extent.data));
     if (slab->second.pinned) {
-      idle_.put(extent);
+      idle_.put(range_of(extent));
       return;
     }
     slabs_.erase(slab);
@@ -140,23 +144,26 @@ void HostArena::put(Extent extent) {
   drop_memory(extent);
   budget_.put(extent.size);
   std::lock_guard lock(mutex_);
-  addresses_.put(extent);
+  addresses_.put(range_of(extent));
 }
 
 std::byte* HostArena::slab_end(const std::byte* data) const {
   std::lock_guard lock(mutex_);
-  const auto slab = std::prev(slabs_.upper_bound(const_cast<std::byte*>(data)));
-  return slab->first + slab->second.size;
+  const auto slab = entry_at(slabs_, address_of(data));
+  return reinterpret_cast<std::byte*>(slab->first + slab->second.size);
 }
 
 // Each range doubles the reserved addresses: few ranges, since no extent spans two, and addresses are left for other
 // devices.
 std::byte* HostArena::take_addresses_locked(std::size_t size) {
-  if (const auto found = addresses_.take(size, true)) return found->data;
-  const Extent range = reserve_addresses(std::max(size, reserved_ == 0 ? kFirstRange : reserved_), size);
-  reserved_ += range.size;
-  addresses_.put(range);
-  return addresses_.take(size, true)->data;
+  auto found = addresses_.take(size);
+  if (!found) {
+    const Range range = reserve_addresses(std::max(size, reserved_ == 0 ? kFirstRange : reserved_), size);
+    reserved_ += range.size;
+    addresses_.put(range);
+    found = addresses_.take(size);
+  }
+  return extent_of(*found).data;
 }
 
 HostArena::Extent HostArena::make(std::size_t bytes, std::size_t wanted) {
@@ -171,7 +178,7 @@ HostArena::Extent HostArena::make(std::size_t bytes, std::size_t wanted) {
   } catch (const Error&) {
     if (made > 0) put({data, made});
     std::lock_guard lock(mutex_);
-    addresses_.put({data + made, bytes - made});
+    addresses_.put({address_of(data) + made, bytes - made});
     throw;
   }
   return {data, bytes};
@@ -198,7 +205,6 @@ void HostArena::unpin_if_pinned(std::byte* data) {
 std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t wanted, bool pinned) {
   budget_.take(bytes);
   try {
-    MEMSAVER_MUTANT_HOLDS(the_arena_is_locked_while_memory_is_made, mutex_);
     map_memory(data, bytes);
     if (pinned) {
       if (!nodes_) prefer_node(data, bytes, driver_.host_node());
@@ -221,7 +227,7 @@ std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t
     throw BackupError(what, wanted, held, 0, true);
   }
   std::lock_guard lock(mutex_);
-  slabs_[data] = {bytes, pinned};
+  slabs_[address_of(data)] = {bytes, pinned};
   held_ += bytes;
   used_ += bytes;
   return bytes;
@@ -233,10 +239,10 @@ std::size_t HostArena::release_idle() {
   {
     std::lock_guard lock(mutex_);
     target_ = 0;  // no growth in advance until a region grows again
-    for (const auto& [data, slab] : slabs_) {
-      if (!idle_.take_at({data, slab.size})) continue;
+    for (const auto& [begin, slab] : slabs_) {
+      if (!idle_.take_at({begin, slab.size})) continue;
       used_ += slab.size;  // counted as used, so that no thread takes it meanwhile
-      slabs.push_back({data, slab.size});
+      slabs.push_back(extent_of({begin, slab.size}));
     }
   }
   std::size_t released = 0;
@@ -251,12 +257,12 @@ std::size_t HostArena::release_idle() {
     std::lock_guard lock(mutex_);
     used_ -= slab.size;
     if (!gone) {
-      idle_.put(slab);
+      idle_.put(range_of(slab));
       continue;
     }
-    slabs_.erase(slab.data);
+    slabs_.erase(address_of(slab.data));
     held_ -= slab.size;
-    addresses_.put(slab);
+    addresses_.put(range_of(slab));
     budget_.put(slab.size);
     released += slab.size;
   }

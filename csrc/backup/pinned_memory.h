@@ -12,9 +12,9 @@
 #include <optional>
 #include <vector>
 
-#include "backup/extents.h"
-#include "backup/host_budget.h"
-#include "base/worker.h"
+#include "backup/host_memory.h"
+#include "base/ranges.h"
+#include "base/threads.h"
 #include "driver/driver.h"
 
 namespace memsaver {
@@ -26,7 +26,11 @@ struct PinError : BackupError {
 
 class HostArena {
  public:
-  using Extent = memsaver::Extent;
+  struct Extent {
+    std::byte* data;
+    std::size_t size;
+    std::byte* end() const { return data + size; }
+  };
 
   HostArena(Driver& driver, HostBudget& budget);
   HostArena(const HostArena&) = delete;
@@ -75,10 +79,10 @@ class HostArena {
     std::size_t size;
     bool pinned;
   };
-  std::map<std::byte*, Slab> slabs_;  // slabs with memory
-  FreeExtents idle_;                  // unused parts of them
-  FreeExtents addresses_;             // addresses without memory
-  std::size_t reserved_ = 0;          // bytes of addresses, with or without memory
+  std::map<Address, Slab> slabs_;  // slabs with memory
+  FreeRanges idle_;                // unused parts of them
+  FreeRanges addresses_;           // addresses without memory
+  std::size_t reserved_ = 0;       // bytes of addresses, with or without memory
 
   std::condition_variable wanted_;
   Worker background_;

@@ -3,7 +3,6 @@
 #include <array>
 
 #include "base/errors.h"
-#include "base/mutants.h"
 
 namespace memsaver {
 namespace {
@@ -44,7 +43,7 @@ bool Faults::begin(const char* call) {
   if (!only_.empty() && only_ != call) return false;
   if (++calls_ != fail_at_) return false;
   fail_at_ = 0;
-  if (kind_ == Kind::after && !MEMSAVER_MUTANT(the_error_comes_before_the_call)) return true;
+  if (kind_ == Kind::after) return true;
   if (kind_ == Kind::lost) throw DriverError(call, kLostCode, "injected: the context is lost", true);
   if (kind_ == Kind::memory && std::string(call) == "create") throw ChunkUnavailable(call, "injected: out of memory");
   throw DriverError(call, kUnknownCode, "injected");

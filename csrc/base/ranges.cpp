@@ -41,21 +41,19 @@ Ranges intersect(const Ranges& one, const Ranges& other) {
 void RangeSet::add(Range range) {
   if (range.size == 0) return;
   std::size_t begin = range.offset, end = range.end();
-  auto next = ends_.upper_bound(begin);
-  if (next != ends_.begin() && std::prev(next)->second >= begin) {
-    --next;
-    begin = next->first;
+  const std::size_t before = begin - std::min<std::size_t>(begin, 1);
+  const auto touching = overlapping(sizes_, {before, end + 1 - before});
+  for (const auto& [offset, size] : touching) {
+    begin = std::min(begin, offset);
+    end = std::max(end, offset + size);
   }
-  while (next != ends_.end() && next->first <= end) {
-    end = std::max(end, next->second);
-    next = ends_.erase(next);
-  }
-  ends_[begin] = end;
+  sizes_.erase(touching.begin(), touching.end());
+  sizes_[begin] = end - begin;
 }
 
 bool RangeSet::covers(Range range) const {
-  const auto next = ends_.upper_bound(range.offset);
-  return range.size == 0 || (next != ends_.begin() && std::prev(next)->second >= range.end());
+  const auto entry = entry_at(sizes_, range.offset);
+  return range.size == 0 || (entry != sizes_.end() && entry->first + entry->second >= range.end());
 }
 
 bool RangeSet::covers(const Ranges& ranges) const {
@@ -64,18 +62,15 @@ bool RangeSet::covers(const Ranges& ranges) const {
 
 std::size_t RangeSet::bytes() const {
   std::size_t bytes = 0;
-  for (const auto& [begin, end] : ends_) bytes += end - begin;
+  for (const auto& [offset, size] : sizes_) bytes += size;
   return bytes;
 }
 
 Ranges RangeSet::within(Range range) const {
   Ranges found;
-  auto next = ends_.upper_bound(range.offset);
-  if (next != ends_.begin()) --next;
-  for (; next != ends_.end() && next->first < range.end(); ++next) {
-    const std::size_t begin = std::max(next->first, range.offset);
-    const std::size_t end = std::min(next->second, range.end());
-    if (begin < end) found.push_back({begin, end - begin});
+  for (const auto& [offset, size] : overlapping(sizes_, range)) {
+    const std::size_t begin = std::max(offset, range.offset);
+    found.push_back({begin, std::min(offset + size, range.end()) - begin});
   }
   return found;
 }
@@ -91,6 +86,57 @@ Ranges RangeSet::missing_from(const Ranges& ranges) const {
     if (at < range.end()) found.push_back({at, range.end() - at});
   }
   return found;
+}
+
+void FreeRanges::add(Range range) {
+  if (range.size == 0) return;
+  sizes_[range.offset] = range.size;
+  by_size_.emplace(range.size, range.offset);
+  bytes_ += range.size;
+}
+
+FreeRanges::Sizes::iterator FreeRanges::erase(Sizes::iterator range) {
+  by_size_.erase({range->second, range->first});
+  bytes_ -= range->second;
+  return sizes_.erase(range);
+}
+
+void FreeRanges::put(Range range) {
+  auto next = sizes_.lower_bound(range.offset);
+  if (next != sizes_.end() && next->first == range.end()) {
+    range.size += next->second;
+    next = erase(next);
+  }
+  if (next != sizes_.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second == range.offset) {
+      range = {before->first, before->second + range.size};
+      erase(before);
+    }
+  }
+  add(range);
+}
+
+std::optional<Range> FreeRanges::take(std::size_t size, bool whole) {
+  auto best = by_size_.lower_bound({size, 0});
+  if (best == by_size_.end()) {
+    if (whole || by_size_.empty()) return std::nullopt;
+    --best;
+  }
+  const Range taken{best->second, std::min(size, best->first)};
+  take_at(taken);
+  return taken;
+}
+
+bool FreeRanges::take_at(Range range) {
+  const auto entry = entry_at(sizes_, range.offset);
+  if (entry == sizes_.end()) return false;
+  const Range found{entry->first, entry->second};
+  if (found.end() < range.end()) return false;
+  erase(entry);
+  add({found.offset, range.offset - found.offset});
+  add({range.end(), found.end() - range.end()});
+  return true;
 }
 
 }  // namespace memsaver

@@ -1,8 +1,14 @@
 // Ranges of bytes within a region, and sets of them.
 #pragma once
 
+#include <concepts>
 #include <cstddef>
+#include <iterator>
 #include <map>
+#include <optional>
+#include <ranges>
+#include <set>
+#include <utility>
 #include <vector>
 
 namespace memsaver {
@@ -19,6 +25,31 @@ Ranges sorted(Ranges ranges);
 // The intersection. Borders of both are kept: ranges that touch are not joined.
 Ranges intersect(const Ranges& one, const Ranges& other);
 
+template <typename Value>
+std::size_t size_of(const Value& value) {
+  if constexpr (std::integral<Value>)
+    return value;
+  else if constexpr (requires { value.size(); })
+    return value.size();
+  else
+    return value.size;
+}
+
+// The entries that overlap a range, of a map by first addresses whose values have sizes and which do not overlap.
+template <typename Map>
+auto overlapping(Map& map, Range range) {
+  auto first = map.upper_bound(range.offset);
+  if (first != map.begin() && std::prev(first)->first + size_of(std::prev(first)->second) > range.offset) --first;
+  return std::ranges::subrange(first, range.size == 0 ? first : map.lower_bound(range.end()));
+}
+
+// The entry of such a map that holds an address; end() if there is none.
+template <typename Map>
+auto entry_at(Map& map, std::size_t address) {
+  const auto found = overlapping(map, {address, 1});
+  return found.empty() ? map.end() : found.begin();
+}
+
 // A set of bytes. Touching ranges are joined.
 class RangeSet {
  public:
@@ -30,7 +61,27 @@ class RangeSet {
   Ranges missing_from(const Ranges& ranges) const;  // the parts of `ranges` that are not in the set
 
  private:
-  std::map<std::size_t, std::size_t> ends_;  // offset -> end
+  std::map<std::size_t, std::size_t> sizes_;
+};
+
+// A set of free bytes, to take from by best fit. Touching ranges are joined. Every call takes logarithmic time.
+class FreeRanges {
+ public:
+  void put(Range range);  // no byte of it is in the set
+  // The begin of the smallest range that holds `size`, of the lowest of equal ones. If there is none: the whole largest
+  // range, or nullopt if `whole`.
+  std::optional<Range> take(std::size_t size, bool whole = true);
+  bool take_at(Range range);  // takes exactly this range; false if a part of it is not free
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  using Sizes = std::map<std::size_t, std::size_t>;
+  void add(Range range);
+  Sizes::iterator erase(Sizes::iterator range);
+
+  Sizes sizes_;
+  std::set<std::pair<std::size_t, std::size_t>> by_size_;  // size and offset of the same ranges
+  std::size_t bytes_ = 0;
 };
 
 }  // namespace memsaver

@@ -4,6 +4,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/detail/nb_list.h>
+#include <nanobind/stl/pair.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -144,5 +145,23 @@ struct nanobind::detail::type_caster<std::vector<Item, Allocator>>
   static handle from_cpp(Vector&& items, rv_policy policy, cleanup_list* cleanup) noexcept {
     const memsaver::NoCollector no_collector;
     return list_caster<std::vector<Item, Allocator>, Item>::from_cpp(std::forward<Vector>(items), policy, cleanup);
+  }
+};
+
+// A range as a pair: the address or offset, and the bytes.
+template <>
+struct nanobind::detail::type_caster<memsaver::Range> {
+  using Pair = std::pair<std::size_t, std::size_t>;
+  NB_TYPE_CASTER(memsaver::Range, const_name("tuple[int, int]"))
+
+  bool from_python(handle source, auto flags, cleanup_list* cleanup) noexcept {
+    make_caster<Pair> pair;
+    if (!pair.from_python(source, flags, cleanup)) return false;
+    const auto [offset, size] = static_cast<Pair>(pair);
+    value = {offset, size};
+    return true;
+  }
+  static handle from_cpp(const memsaver::Range& range, rv_policy policy, cleanup_list* cleanup) noexcept {
+    return make_caster<Pair>::from_cpp(Pair(range.offset, range.size), policy, cleanup);
   }
 };

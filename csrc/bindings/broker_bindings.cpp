@@ -36,19 +36,15 @@ void bind_broker(nb::module_& module) {
   module.def("open_cuda_memory", &open_cuda_memory, "ordinal"_a);
   module.def("open_host_memory", [] { return open_host_memory(core().host_bytes()); });
   module.def("cuda_uuid", &cuda_uuid, "ordinal"_a);
-  nb::dict kinds, refusals, fields;
+  nb::dict kinds, refusals;
 #define MEMSAVER_KIND(name, number) kinds[#name] = number;
   MEMSAVER_MESSAGES(MEMSAVER_KIND)
 #undef MEMSAVER_KIND
 #define MEMSAVER_REFUSAL(name, number) refusals[#name] = number;
   MEMSAVER_REFUSALS(MEMSAVER_REFUSAL)
 #undef MEMSAVER_REFUSAL
-#define MEMSAVER_FIELD(name, number) fields[#name] = number;
-  MEMSAVER_FIELDS(MEMSAVER_FIELD)
-#undef MEMSAVER_FIELD
   module.attr("MESSAGES") = kinds;
   module.attr("REFUSALS") = refusals;
-  module.attr("FIELDS") = fields;
   module.attr("PROTOCOL_VERSION") = wire::kVersion;
   module.attr("LONGEST_PACKET") = wire::kLongestPacket;
   module.attr("MOST_DESCRIPTORS") = wire::kMostDescriptors;

@@ -1,7 +1,6 @@
 // A driver alone, for the conformance tests of both drivers. Controls for tests: faults, and the behaviour of a GPU on
 // the host device.
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <memory>

@@ -1,6 +1,5 @@
 // Translates errors of the core into Python exceptions.
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <exception>

@@ -1,5 +1,4 @@
 // Leases between processes without a broker: the owner's chunks, and their mapping in the receiver.
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -12,26 +11,18 @@
 namespace memsaver {
 namespace {
 
-using Pairs = std::vector<std::pair<std::size_t, std::size_t>>;
-
-Ranges ranges_of(const Pairs& pairs) {
-  Ranges ranges;
-  for (const auto& [offset, size] : pairs) ranges.push_back({offset, size});
-  return ranges;
-}
-
-std::vector<std::tuple<std::size_t, std::size_t, Handle>> lend(Region& region, const Pairs& ranges,
+std::vector<std::tuple<std::size_t, std::size_t, Handle>> lend(Region& region, const Ranges& ranges,
                                                                std::uint64_t residence, std::uint64_t lease, int pid) {
   std::vector<std::tuple<std::size_t, std::size_t, Handle>> rows;
-  for (const Placed& chunk : lend_chunks(region, ranges_of(ranges), residence, lease, pid))
+  for (const Placed& chunk : lend_chunks(region, ranges, residence, lease, pid))
     rows.emplace_back(chunk.offset, chunk.size, chunk.handle);
   return rows;
 }
 
 // The chunks under the ranges: those of the shared pool, and all.
-std::pair<std::size_t, std::size_t> pooled_chunks(Region& region, const Pairs& ranges) {
+std::pair<std::size_t, std::size_t> pooled_chunks(Region& region, const Ranges& ranges) {
   core();  // throws in a forked child
-  const std::vector<Placed> placed = region.chunks_under(sorted(ranges_of(ranges)));
+  const std::vector<Placed> placed = region.chunks_under(sorted(ranges));
   std::size_t pooled = 0;
   if (SharedPool* pool = region.device.shared.get())
     for (const Placed& chunk : placed) pooled += pool->lends(chunk.handle) ? 1 : 0;
@@ -39,11 +30,11 @@ std::pair<std::size_t, std::size_t> pooled_chunks(Region& region, const Pairs& r
 }
 
 // Maps chunks at their offsets, and closes no descriptor.
-void map_chunks(BorrowedMemory& memory, const Pairs& slots, const std::vector<int>& files) {
+void map_chunks(BorrowedMemory& memory, const std::vector<Slot>& slots, const std::vector<int>& files) {
   if (slots.size() != files.size())
     throw BadArgument(std::to_string(slots.size()) + " chunks came with " + std::to_string(files.size()) +
                       " descriptors, expected as many");
-  for (std::size_t at = 0; at < slots.size(); ++at) memory.map({slots[at].first, slots[at].second}, files[at]);
+  for (std::size_t at = 0; at < slots.size(); ++at) memory.map(slots[at], files[at]);
 }
 
 }  // namespace

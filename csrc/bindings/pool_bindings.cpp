@@ -1,6 +1,5 @@
 // This process as a client of shared pools, and its attachments to memory of other processes.
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 
@@ -50,11 +49,8 @@ void bind_pool(nb::module_& module) {
           "offset"_a, "size"_a, "owner"_a.none() = nb::none())
       .def("leave", &Attachment::leave, "idle"_a = false, nb::call_guard<Unlocked>());
   module.def(
-      "connect",
-      [](const std::string& device, const std::string& path, std::vector<std::uint64_t> own,
-         std::vector<std::uint64_t> broker) { any_pool_of(device).join(path, {std::move(own), std::move(broker)}); },
-      nb::call_guard<Unlocked>(), "device"_a, "path"_a, "own_proof"_a = std::vector<std::uint64_t>(),
-      "broker_proof"_a = std::vector<std::uint64_t>());
+      "connect", [](const std::string& device, const std::string& path) { any_pool_of(device).join(path); },
+      nb::call_guard<Unlocked>(), "device"_a, "path"_a);
   module.def(
       "connected", [](const std::string& device) { return any_pool_of(device).joined(); }, nb::call_guard<Unlocked>(),
       "device"_a);

@@ -1,13 +1,12 @@
 // The process-wide functions of the core: devices and their figures, options, captures, the exit.
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <chrono>
 #include <thread>
 #include <utility>
 
-#include "backup/available_memory.h"
+#include "backup/host_memory.h"
 #include "bindings/bindings.h"
 #include "regions/queries.h"
 #include "torch/torch_hooks.h"
@@ -89,7 +88,6 @@ void stop_background() {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   for (Device* device : core().all_devices()) {
     device->reclaimer.stop(deadline);
-    device->resting.stop(deadline);
     device->arena.stop_background(deadline);
     if (device->shared != nullptr) device->shared->stop(deadline);
   }
@@ -137,10 +135,9 @@ nb::dict ledger_figures(const std::string& name) {
   Device& device = opened(name);
   std::optional<std::size_t> used;
   std::vector<Driver::Holding> holdings;
-  std::size_t retained = 0, pooled = 0, stacks = 0;
+  std::size_t retained = 0, pooled = 0;
   {
     const Unlocked release;
-    stacks = figure([&] { return device.driver->stack_bytes(); }).value_or(0);
     if (const auto memory = figure([&] { return device.driver->memory(); })) used = memory->total - memory->free;
     holdings = figure([&] { return device.driver->holdings(); }).value_or(std::vector<Driver::Holding>());
     retained = device.retained.idle_bytes();
@@ -164,7 +161,6 @@ nb::dict ledger_figures(const std::string& name) {
   row["regions"] = regions;
   row["retained_bytes"] = retained;
   row["pooled_bytes"] = pooled;
-  row["stack_bytes"] = stacks;
   return row;
 }
 
@@ -177,17 +173,6 @@ void bind_process(nb::module_& module) {
     if (memsaver_check_signals() != 0) throw nb::python_error();
   };
   module.def("cuda_device_count", &cuda_device_count);
-  module.def(
-      "reset_stacks",  // of all devices in use; returns the bytes that were released: none in a capture
-      [] {
-        std::size_t bytes = 0;
-        const CaptureGate::Pass pass(core().parts.gate);  // a capture begins after the change, which may wait
-        if (!pass && !MEMSAVER_MUTANT(stacks_shrink_during_a_capture)) return bytes;
-        for (Device* device : core().all_devices())
-          if (!device->lost) bytes += device->driver->reset_stacks();
-        return bytes;
-      },
-      nb::call_guard<Unlocked>());
   module.def("capture_begins", [] { core().parts.gate.capture_begins(); }, nb::call_guard<Unlocked>());
   module.def(
       "capture_ends",

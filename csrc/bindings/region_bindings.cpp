@@ -1,7 +1,6 @@
 // Regions: their memory, their figures, their backups.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
@@ -155,13 +154,6 @@ void close_region(Region& region, bool keep_entry_points) {
   if (!keep_entry_points) unbind_entry_points(region);
 }
 
-nb::tuple as_tuple(const std::vector<std::pair<std::size_t, std::size_t>>& pairs) {
-  const NoCollector no_collector;
-  nb::list rows;
-  for (const auto& [first, second] : pairs) rows.append(nb::make_tuple(first, second));
-  return nb::tuple(rows);
-}
-
 }  // namespace
 
 // Calls a member function of a region. Throws in a forked child.
@@ -223,30 +215,17 @@ void bind_regions(nb::module_& module) {
       .def("backup_parts",  // (address, bytes) of the parts that backup_view() takes whole
            [](const Region& region) {
              core();
-             std::vector<std::pair<std::size_t, std::size_t>> ranges;
-             if (const std::shared_ptr<Backup> backup = region.backup())
-               for (const Range& range : backup->parts()) ranges.emplace_back(range.offset, range.size);
-             return as_tuple(ranges);
+             const std::shared_ptr<Backup> backup = region.backup();
+             return backup ? backup->parts() : Ranges();
            })
       .def("backup_view", &backup_view, "address"_a, "size"_a)
       .def("backup_read", &backup_read, "address"_a, "size"_a, "to"_a, nb::call_guard<Unlocked>())
-      .def("live",  // (address, bytes) of segments in use, touching ones joined
-           [](const Region& region) {
-             core();
-             std::vector<std::pair<std::size_t, std::size_t>> ranges;
-             for (const Range& range : region.live()) ranges.emplace_back(range.offset, range.size);
-             return as_tuple(ranges);
-           })
+      .def("live", &looked<&Region::live>)  // (address, bytes) of segments in use, touching ones joined
       .def(
           "segments",  // (address, bytes) of each segment in use, or of its parts within ranges
-          [](const Region& region, const std::optional<std::vector<std::pair<std::size_t, std::size_t>>>& within) {
+          [](const Region& region, const std::optional<Ranges>& within) {
             core();
-            Ranges wanted = within ? Ranges() : region.live();
-            if (within)
-              for (const auto& [offset, size] : *within) wanted.push_back({offset, size});
-            std::vector<std::pair<std::size_t, std::size_t>> ranges;
-            for (const Range& range : region.parts(wanted)) ranges.emplace_back(range.offset, range.size);
-            return as_tuple(ranges);
+            return region.parts(within ? *within : region.live());
           },
           "within"_a.none() = nb::none())
       .def("entry_points",
@@ -301,16 +280,15 @@ void bind_regions(nb::module_& module) {
   module.def("release", &release, "regions"_a);
   module.def(
       "trim",
-      [](Region& region, const nb::callable& may_move, std::optional<double> timeout,
-         std::optional<std::size_t> slack) {
+      [](Region& region, const nb::callable& may_move, std::optional<double> timeout) {
         const auto ask = [&may_move] {
           const HeldGil python;
           return nb::cast<bool>(call(may_move));
         };
         const Unlocked release;
-        trim(region, ask, timeout ? deadline_in(*timeout) : kNever, slack);
+        trim(region, ask, timeout ? deadline_in(*timeout) : kNever);
       },
-      "region"_a, "may_move"_a, "timeout"_a.none() = nb::none(), "slack"_a.none() = nb::none());
+      "region"_a, "may_move"_a, "timeout"_a.none() = nb::none());
 }
 
 }  // namespace memsaver

@@ -1,5 +1,4 @@
 // Regions by the tags of another library.
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include "bindings/bindings.h"

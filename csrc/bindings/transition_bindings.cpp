@@ -1,6 +1,5 @@
 // Transitions, and their reports of progress to Python.
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <exception>
@@ -44,8 +43,7 @@ struct ReportingTransition : Transition {
   std::exception_ptr interrupt;  // Ctrl-C, which Python delivers when the report's code begins
 };
 
-void prepare(ReportingTransition& transition, const std::vector<std::string>& policies,
-             const std::vector<std::vector<std::pair<std::size_t, std::size_t>>>& live,
+void prepare(ReportingTransition& transition, const std::vector<std::string>& policies, std::vector<Ranges> live,
              const std::vector<bool>& restore, nb::object progress) {
   std::vector<Transition::Pause> pauses;
   const auto& pausing = transition.pausing();
@@ -56,11 +54,8 @@ void prepare(ReportingTransition& transition, const std::vector<std::string>& po
   if (restore.size() != transition.resuming().size())
     throw BadArgument("restore has " + std::to_string(restore.size()) + " values, expected one for each of the " +
                       std::to_string(transition.resuming().size()) + " regions to resume");
-  for (std::size_t i = 0; i < pausing.size(); ++i) {
-    Ranges ranges;
-    for (const auto& [offset, size] : live[i]) ranges.push_back({offset, size});
-    pauses.push_back({pausing[i], policy_of(policies[i]), std::move(ranges)});
-  }
+  for (std::size_t i = 0; i < pausing.size(); ++i)
+    pauses.push_back({pausing[i], policy_of(policies[i]), std::move(live[i])});
   transition.progress = std::move(progress);
   const UnderWay counted;
   const Unlocked release;

@@ -56,8 +56,6 @@ constexpr int kLocationDevice = 1;
 constexpr int kAllocationPinned = 1;
 constexpr int kHandlePosixFd = 1, kHandleFabric = 8;
 constexpr int kAccessReadWrite = 3;
-constexpr int kAttributeMultiprocessors = 16;
-constexpr int kAttributeMostThreads = 39;  // of a multiprocessor
 constexpr int kAttributePosixFd = 103;
 constexpr int kAttributeVirtualMemory = 102;
 constexpr int kAttributeRdma = 110;
@@ -69,7 +67,6 @@ constexpr int kEventBlockingSync = 1;
 constexpr int kEventDisableTiming = 2;
 constexpr int kHostRegisterPortable = 1;
 constexpr int kCaptureRelaxed = 2;
-constexpr int kLimitStackSize = 0;
 constexpr int kGranularityMinimum = 0;
 
 // name, API version of the signature, arguments. Optional ones are null on drivers older than their version.
@@ -89,8 +86,6 @@ constexpr int kGranularityMinimum = 0;
   required(cuCtxPushCurrent, 4000, Context)                                                                        \
   required(cuCtxPopCurrent, 4000, Context*)                                                                        \
   required(cuCtxSynchronize, 2000)                                                                                 \
-  required(cuCtxGetLimit, 3010, std::size_t*, int)                                                                 \
-  required(cuCtxSetLimit, 3010, int, std::size_t)                                                                  \
   optional(cuCtxRecordEvent, 12050, Context, Event)                                                                \
   required(cuThreadExchangeStreamCaptureMode, 10010, int*)                                                         \
   required(cuMemGetInfo, 3020, std::size_t*, std::size_t*)                                                         \

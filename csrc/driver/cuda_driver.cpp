@@ -9,7 +9,6 @@
 #include <optional>
 #include <vector>
 
-#include "base/mutants.h"
 #include "driver/cuda_api.h"
 #include "driver/cuda_peers.h"
 #include "driver/driver.h"
@@ -123,12 +122,7 @@ class CudaDriver final : public Driver {
         context_(primary_.context),
         peers_(device_, context_),
         out_(context_),
-        in_(context_) {
-    Scope scope(context_);
-    check("cuCtxGetLimit", api().cuCtxGetLimit(&first_stack_limit_, kLimitStackSize));
-    most_threads_ = static_cast<std::size_t>(attribute_of(device_, kAttributeMostThreads)) *
-                    static_cast<std::size_t>(attribute_of(device_, kAttributeMultiprocessors));
-  }
+        in_(context_) {}
 
   int ordinal() const override { return device_; }
 
@@ -163,25 +157,6 @@ class CudaDriver final : public Driver {
       found.push_back({use.pid, use.bytes, own ? std::optional<std::size_t>(0) : std::nullopt});
     }
     return found;
-  }
-
-  std::size_t stack_bytes() override {
-    Scope scope(context_);
-    std::size_t of_thread = 0;
-    check("cuCtxGetLimit", api().cuCtxGetLimit(&of_thread, kLimitStackSize));
-    const std::size_t threads = MEMSAVER_MUTANT(stacks_are_of_half_of_the_threads) ? most_threads_ / 2 : most_threads_;
-    return round_up(of_thread * threads, kPage);
-  }
-
-  std::size_t reset_stacks() override {
-    const std::size_t before = stack_bytes();
-    {
-      Scope scope(context_);
-      faults().check("cuCtxSetLimit");
-      check("cuCtxSetLimit", api().cuCtxSetLimit(kLimitStackSize, first_stack_limit_));
-    }
-    const std::size_t after = stack_bytes();
-    return before > after ? before - after : 0;
   }
 
   int host_node() override {
@@ -431,8 +406,6 @@ class CudaDriver final : public Driver {
   Peers peers_;
   const OwnedStream out_, in_;
   const std::shared_ptr<Events> events_ = std::make_shared<Events>();
-  std::size_t first_stack_limit_ = 0;  // bytes of a thread
-  std::size_t most_threads_ = 0;       // that the device can run at once
 };
 
 }  // namespace

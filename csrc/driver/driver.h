@@ -61,13 +61,7 @@ class Driver {
   virtual std::vector<Process> processes() = 0;     // with memory on this device, if the system lists them
   virtual std::vector<Holding> holdings() = 0;      // for the ledger of the device: memsaver/ledger
   virtual bool lists_all() const { return false; }  // true: a process without a row in holdings() holds nothing
-  // The memory of the stacks of all threads that the device can run at once, at the limit of a thread's stack that the
-  // context has now. The driver has this memory as long as the limit is so high. 0: there are no stacks.
-  virtual std::size_t stack_bytes() { return 0; }
-  // Sets the limit to its value when the device was opened, after waiting for the device's work. The driver raises it
-  // again for a kernel that needs more. Returns the bytes by which stack_bytes() has fallen.
-  virtual std::size_t reset_stacks() { return 0; }
-  virtual int host_node() = 0;  // the nearest NUMA node; -1 if unknown
+  virtual int host_node() = 0;                      // the nearest NUMA node; -1 if unknown
   // Whether a NUMA node of the system is memory of a GPU. Backups must not be placed there.
   virtual bool gpu_memory_is_host_memory() { return false; }
 

@@ -8,8 +8,6 @@
 #include <iterator>
 #include <string>
 
-#include "base/mutants.h"
-
 namespace memsaver {
 namespace {
 
@@ -64,7 +62,7 @@ void HostAddresses::map(Address address, std::size_t size, Handle handle) {
   Physical& memory = find("map", handle);
   if (size != memory.size) refuse("map", "a chunk is mapped whole");
   if (!within_reservation(address, size)) refuse("map", "the address was not reserved");
-  if (overlaps(address, size) && !MEMSAVER_MUTANT(mappings_overlap)) refuse("map", "the range holds a mapping");
+  if (overlaps(address, size)) refuse("map", "the range holds a mapping");
   if (::mmap(bytes_at(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, memory.file, 0) == MAP_FAILED)
     throw_errno("map");
   mapped_[address] = {size, handle, false};
@@ -121,7 +119,7 @@ HostAddresses::Physical& HostAddresses::find(const char* call, Handle handle) {
 
 void HostAddresses::drop_if_unused(Handle handle) {
   const Physical& memory = memories_.at(handle);
-  if (!memory.released || (memory.mappings > 0 && !MEMSAVER_MUTANT(released_memory_goes_under_mappings))) return;
+  if (!memory.released || memory.mappings > 0) return;
   ::close(memory.file);
   ledger_.discharge(memory.inode);
   memories_.erase(handle);
@@ -146,7 +144,7 @@ bool HostAddresses::accessible(Address address, std::size_t size) const {
   if (next != mapped_.begin()) --next;
   for (; address < end; ++next) {
     if (next == mapped_.end() || next->first > address) return false;
-    if (!next->second.allowed && !MEMSAVER_MUTANT(mapped_is_accessible)) return false;
+    if (!next->second.allowed) return false;
     address = next->first + next->second.size;
   }
   return true;

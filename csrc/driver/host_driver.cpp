@@ -6,7 +6,6 @@
 #include <cstring>
 #include <utility>
 
-#include "base/mutants.h"
 #include "driver/host_chunk.h"
 
 namespace memsaver {
@@ -69,7 +68,7 @@ void HostDriver::check_alive(const char* call) {
 void HostDriver::check_no_capture(const char* call) {
   std::lock_guard lock(mutex_);
   if (captures_ == 0) return;
-  if (!MEMSAVER_MUTANT(a_capture_survives_a_wait)) capture_whole_ = false;
+  capture_whole_ = false;
   throw DriverError(call, kCaptureUnsupported, "operation not permitted when stream is capturing");
 }
 
@@ -139,8 +138,7 @@ void HostDriver::synchronize() {
       std::lock_guard lock(mutex_);
       until = std::max(until, last_mark_);
     }
-    if (!MEMSAVER_MUTANT(synchronize_does_not_wait))
-      for (HostStream* each : streams()) each->wait(each->submitted());
+    for (HostStream* each : streams()) each->wait(each->submitted());
     wait_until(until);
     check_alive("synchronize");
   });
@@ -150,7 +148,6 @@ Driver::Ticket HostDriver::record() {
   if (!supports_record_) return nullptr;
   return guarded("record", [&] {
     check_no_capture("record");
-    if (MEMSAVER_MUTANT(record_covers_copies_alone)) return mark_of({&out_, &in_}, later(marks_delay_));
     return mark_of(streams(), std::max(later(marks_delay_), later(busy_)));
   });
 }
@@ -326,7 +323,7 @@ bool HostDriver::end_capture() {
 }
 
 void HostDriver::kill_context() {
-  lost_ = !MEMSAVER_MUTANT(an_illegal_access_is_forgotten);
+  lost_ = true;
   for (HostStream* each : streams()) each->abandon();
 }
 

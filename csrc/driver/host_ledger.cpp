@@ -17,7 +17,6 @@
 #include <unordered_set>
 
 #include "base/files.h"
-#include "base/mutants.h"
 
 namespace memsaver {
 namespace {
@@ -198,7 +197,7 @@ bool HostLedger::charge(std::uint64_t inode, std::size_t size) {
   Lock lock(*this);
   if (used_locked() + size > capacity_) {
     strike_dead_locked();
-    if (used_locked() + size > capacity_ && !MEMSAVER_MUTANT(a_full_device_gives_more)) return false;
+    if (used_locked() + size > capacity_) return false;
   }
   enter_locked(inode, size, Origin::made);
   return true;
@@ -254,7 +253,7 @@ std::size_t HostLedger::used_locked() const {
     if (table[i].origin == Origin::made) bytes += table[i].size;
     any_imported = any_imported || table[i].origin != Origin::made;
   }
-  if (!any_imported || MEMSAVER_MUTANT(shared_memory_counts_for_its_maker_alone)) return bytes;
+  if (!any_imported) return bytes;
   // A chunk that several processes hold counts once, as long as one of them holds it.
   std::unordered_set<std::uint64_t> seen;
   bytes = 0;
@@ -271,9 +270,8 @@ void HostLedger::strike_dead_locked() {
     if (pid == 0) continue;
     auto [found, inserted] = alive.try_emplace(pid, 0);
     if (inserted) found->second = start_time_of(static_cast<int>(pid));
-    if (MEMSAVER_MUTANT(unknown_processes_are_dead) && !found->second) found->second = 0;
     const bool dead = found->second && *found->second != table[i].start_time;
-    if (dead && !MEMSAVER_MUTANT(the_dead_keep_their_memory)) table[i].pid = 0;
+    if (dead) table[i].pid = 0;
   }
 }
 
@@ -301,7 +299,7 @@ std::vector<Driver::Holding> HostLedger::holdings() {
     if (table[i].pid == 0) continue;
     const Entry*& owner = owners[table[i].inode];
     const bool is_owner = owner == nullptr || rank(table[i]) < rank(*owner);
-    if (is_owner || MEMSAVER_MUTANT(memory_is_listed_for_its_last_importer)) owner = &table[i];
+    if (is_owner) owner = &table[i];
   }
   std::map<int, Driver::Holding> found;
   for (const auto& [inode, entry] : owners) {

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "base/mutants.h"
 
 namespace memsaver {
 namespace {
@@ -27,7 +26,7 @@ void HostStream::submit(Work work, Deadline due) {
     }
     running_ = true;
   }
-  queue_.insert(MEMSAVER_MUTANT(work_overtakes) ? queue_.begin() : queue_.end(), {std::move(work), due});
+  queue_.push_back({std::move(work), due});
   ++submitted_;
   changed_.notify_all();
 }
@@ -47,7 +46,7 @@ void HostStream::run() {
     }
     const Work work = std::move(queue_.front().work);
     queue_.pop_front();
-    working_on_ = MEMSAVER_MUTANT(begun_is_done) ? 0 : submitted_ - queue_.size();
+    working_on_ = submitted_ - queue_.size();
     lock.unlock();
     work();
     lock.lock();
@@ -94,7 +93,7 @@ void HostStream::release() {
 
 void HostStream::abandon() {
   std::lock_guard lock(mutex_);
-  if (!MEMSAVER_MUTANT(abandoned_work_runs)) queue_.clear();
+  queue_.clear();
   changed_.notify_all();
 }
 

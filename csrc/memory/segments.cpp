@@ -47,17 +47,12 @@ Ranges Segments::parts(const Ranges& ranges) const {
 
 Ranges Segments::between(Address begin, Address end) const {
   Ranges found;
-  auto segment = segments_.upper_bound(begin);
-  if (segment != segments_.begin() && std::prev(segment)->first + std::prev(segment)->second.size > begin) --segment;
-  for (; segment != segments_.end() && segment->first < end; ++segment)
-    found.push_back({segment->first, segment->second.size});
+  for (const auto& [at, segment] : overlapping(segments_, {begin, end - begin})) found.push_back({at, segment.size});
   return found;
 }
 
 bool Segments::any_within(Address begin, Address end) const {
-  const auto next = segments_.lower_bound(begin);
-  if (next != segments_.end() && next->first < end) return true;
-  return next != segments_.begin() && std::prev(next)->first + std::prev(next)->second.size > begin;
+  return !overlapping(segments_, {begin, end - begin}).empty();
 }
 
 }  // namespace memsaver

@@ -18,43 +18,26 @@ using wire::Message;
 struct Head {
   std::uint32_t kind;
   std::uint32_t words;
-  std::uint32_t fields;
-};
-
-struct PackedField {
-  std::uint64_t number;
-  std::uint64_t value;
 };
 
 std::string packed(const Message& message) {
-  const Head head{static_cast<std::uint32_t>(message.kind), static_cast<std::uint32_t>(message.words.size()),
-                  static_cast<std::uint32_t>(message.fields.size())};
+  const Head head{static_cast<std::uint32_t>(message.kind), static_cast<std::uint32_t>(message.words.size())};
   std::string packet(reinterpret_cast<const char*>(&head), sizeof head);
   packet.append(reinterpret_cast<const char*>(message.words.data()), message.words.size() * sizeof(std::uint64_t));
-  for (const auto& [number, value] : message.fields) {
-    const PackedField field{static_cast<std::uint64_t>(number), value};
-    packet.append(reinterpret_cast<const char*>(&field), sizeof field);
-  }
   return packet + message.text;
 }
 
-// Keeps unknown kinds and fields: the connection decides about the kind, and no reader asks for an unknown field.
+// Keeps unknown kinds: the connection decides about them.
 Message unpacked(const std::string& path, const std::string& packet, std::vector<File> descriptors) {
   Head head{};
   if (packet.size() < sizeof head) throw BrokerError("the broker's packet is shorter than a head", path);
   std::memcpy(&head, packet.data(), sizeof head);
   const std::size_t words = std::size_t{head.words} * sizeof(std::uint64_t);
-  const std::size_t fields = std::size_t{head.fields} * sizeof(PackedField);
-  if (packet.size() < sizeof head + words + fields)
+  if (packet.size() < sizeof head + words)
     throw BrokerError("the broker's packet is shorter than its head announces", path);
   Message message = wire::message_of(static_cast<wire::Kind>(head.kind), std::vector<std::uint64_t>(head.words),
-                                     packet.substr(sizeof head + words + fields));
+                                     packet.substr(sizeof head + words));
   std::memcpy(message.words.data(), packet.data() + sizeof head, words);
-  for (std::size_t at = sizeof head + words; at < sizeof head + words + fields; at += sizeof(PackedField)) {
-    PackedField field{};
-    std::memcpy(&field, packet.data() + at, sizeof field);
-    message.fields.emplace_back(static_cast<wire::Field>(field.number), field.value);
-  }
   message.descriptors = std::move(descriptors);
   return message;
 }

@@ -7,8 +7,6 @@
 #include <random>
 #include <utility>
 
-#include "base/mutants.h"
-
 namespace memsaver {
 namespace {
 

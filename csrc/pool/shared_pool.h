@@ -25,7 +25,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "base/worker.h"
+#include "base/threads.h"
 #include "memory/chunk.h"
 #include "pool/link.h"
 #include "pool/pool_request.h"
@@ -76,23 +76,14 @@ struct AttachedMemory {
   std::vector<Part> parts;
 };
 
-// The words of `proof_1` to `proof_4` by which a process and its broker prove that they have the secret of one job.
-// They depend on the process alone, so Python computes them once (memsaver/broker/job.py). Empty: the process has no
-// job.
-struct JobProof {
-  std::vector<std::uint64_t> own;     // sent in `hello`
-  std::vector<std::uint64_t> broker;  // expected in `welcome`
-};
-
 std::uint64_t drawn_number();  // random, never 0
 
 class SharedPool final : public ChunkSource, private RequestHost {
  public:
   SharedPool(Driver& driver, Residents& residents);
 
-  // Connects to the broker at this path, unless there is a connection. Later searches for a broker use the same proof.
-  // Throws BrokerError.
-  void join(const std::string& path, JobProof proof);
+  // Connects to the broker at this path, unless there is a connection. Throws BrokerError.
+  void join(const std::string& path);
   bool joined();
   void stop(Deadline deadline);                     // waits for the thread's end. waiting_is_over has to be set
   std::uint64_t client() const { return client_; }  // the number of this process in the protocol
@@ -194,7 +185,6 @@ class SharedPool final : public ChunkSource, private RequestHost {
   const std::uint64_t client_;
   const File bell_;        // an eventfd that wakes the thread
   std::mutex connecting_;  // held by the one thread that connects; taken before `mutex_`
-  JobProof proof_;         // guarded by `connecting_`
   std::string path_;
   std::unique_ptr<Link> link_;     // null: no connection
   std::uint64_t connections_ = 0;  // so far, the present one included

@@ -5,14 +5,12 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/mutants.h"
 #include "pool/sentinel.h"
 #include "pool/shared_pool.h"
 
 namespace memsaver {
 namespace {
 
-using wire::Field;
 using wire::Kind;
 using wire::Message;
 using wire::message_of;
@@ -37,22 +35,6 @@ void send_sentinel(Link& link) {
   }
 }
 
-void add_proof(Message& hello, const std::vector<std::uint64_t>& proof) {
-  for (std::size_t word = 0; word < proof.size(); ++word) hello.fields.emplace_back(wire::kProof.at(word), proof[word]);
-}
-
-// Throws BrokerError if the broker has not proven that it belongs to the job of this process. Any process of the same
-// user can listen at the path, and would get the memory of this one with the next messages.
-void check_proof(const Message& welcome, const std::vector<std::uint64_t>& proof, const std::string& path) {
-  std::uint64_t differences = 0;  // all words are compared, so that the time tells nothing about them
-  for (std::size_t word = 0; word < proof.size(); ++word)
-    differences |= welcome.field(wire::kProof.at(word), ~proof[word]) ^ proof[word];
-  if (differences != 0 && !MEMSAVER_MUTANT(brokers_prove_no_job))
-    throw BrokerError("the broker at " + path + " does not prove that it has the secret in MEMSAVER_JOB of this " +
-                          "process: stop it, and start one with the same MEMSAVER_JOB",
-                      path);
-}
-
 }  // namespace
 
 // Checks the socket as well: the thread may not have read the end of the connection yet, and a caller that joins the
@@ -67,10 +49,9 @@ bool SharedPool::joined() {
   return false;
 }
 
-void SharedPool::join(const std::string& path, JobProof proof) {
+void SharedPool::join(const std::string& path) {
   std::lock_guard only(connecting_);
   if (joined()) return;
-  proof_ = std::move(proof);
   if (!worker_.started()) worker_.start([this] { serve(); });
   restore_state(connect(path));
 }
@@ -79,10 +60,8 @@ void SharedPool::join(const std::string& path, JobProof proof) {
 std::unique_ptr<Link> SharedPool::connect(const std::string& path, bool* accepted) const {
   auto link = std::make_unique<Link>(path);
   if (accepted != nullptr) *accepted = true;
-  Message hello =
-      message_of(Kind::hello, {wire::kVersion, client_, static_cast<std::uint64_t>(::getpid())}, driver_.uuid());
-  add_proof(hello, proof_.own);
-  link->send(std::move(hello));
+  const auto pid = static_cast<std::uint64_t>(::getpid());
+  link->send(message_of(Kind::hello, {wire::kVersion, client_, pid}, driver_.uuid()));
   const Message welcome = link->expect(Kind::welcome, kAnswerTimeout);
   if (welcome.words.empty()) throw BrokerError("the broker at " + path + " sent a welcome without a version", path);
   const std::uint64_t version = welcome.words[0];
@@ -91,7 +70,6 @@ std::unique_ptr<Link> SharedPool::connect(const std::string& path, bool* accepte
                           " of the protocol and this process version " + std::to_string(wire::kVersion) +
                           ": upgrade memsaver in " + (version > wire::kVersion ? "this process" : "the broker"),
                       path);
-  check_proof(welcome, proof_.broker, path);
   return link;
 }
 
@@ -367,13 +345,13 @@ void SharedPool::handle_drop(const std::vector<std::uint64_t>& ids) {
 }
 
 void SharedPool::send_report() {
-  Message message = message_of(Kind::report, {});
+  Message message = message_of(Kind::report, {0});
   for (const Residents::Row& row : residents_.rows()) {
     if (8 * message.words.size() + message.text.size() > wire::kLongestPacket - 1024) break;
     message.words.insert(message.words.end(), {row.allocated, row.mapped, row.backed_up, row.state, row.policy});
-    message.text += (message.words.size() > 5 ? "\n" : "") + row.tag;
+    message.text += (message.words.size() > 6 ? "\n" : "") + row.tag;
   }
-  if (residents_.queried()) message.fields = {{Field::ledger, 1}};
+  message.words[0] = residents_.queried() ? 1 : 0;
   send(std::move(message));
 }
 

@@ -1,20 +1,16 @@
 // The protocol between a broker and its clients, over a Unix socket of type SOCK_SEQPACKET: one message is one packet.
 //
-// A packet is a head `u32 kind, u32 words, u32 fields`, then `u64 words[words]`, then `{u64 number, u64 value}` for
-// each optional field, then text to its end; all little-endian. Descriptors travel beside it (SCM_RIGHTS), in the order
-// in which the words mention them. Python reads the numbers below from the core, so this is their one place.
+// A packet is a head `u32 kind, u32 words`, then `u64 words[words]`, then text to its end; all little-endian.
+// Descriptors travel beside it (SCM_RIGHTS), in the order in which the words mention them. Python reads the numbers
+// below from the core, so this is their one place.
 //
 // Versions. A broker and a client work together if their versions are equal. The head, the first word of `hello` and of
-// `welcome`, and `refused` are the same in all versions, so that a refusal names both. A receiver ignores the optional
-// fields that it does not define, and uses a field's default if the message lacks it. The version grows by 1 with each
-// change of a message.
+// `welcome`, and `refused` stay the same, so that a refusal names both. The version grows by 1 with each change of a
+// message.
 //
 //   client -> broker
 //   hello     version, client, pid                 text: the device's uuid. `client`: a random number, the same for the
-//             [proof_1..proof_4]                   life of the process; `pid`: in the client's own pid namespace.
-//                                                  `proof_1` to `proof_4`: the proof that the client has the job's
-//                                                  secret (memsaver/broker/job.py); default: there is none. The broker
-//                                                  of a job refuses a client without it, with the code `user`
+//                                                  life of the process; `pid`: in the client's own pid namespace
 //   sentinel  + descriptors                        after welcome, before each message about memory: the read end of the
 //                                                  process's sentinel (csrc/pool/sentinel.h), and a pidfd of each child
 //                                                  that may have the driver's descriptors without the sentinel. Sent
@@ -36,8 +32,8 @@
 //   dropped   chunk...                             answers drop: this client has released its handles of these chunks
 //   usage     serial                               -> usage
 //   status    serial                               -> status
-//   report    {allocated, mapped, backup, state, policy}...   answers query. text: the regions' tags, joined by '\n'.
-//             [ledger]                             `ledger` 1: a message `ledger` follows. Default: none follows
+//   report    ledger, {allocated, mapped, backup, state, policy}...   answers query. text: the regions' tags, joined
+//                                                  by '\n'. `ledger` 1: a message `ledger` follows
 //   ledger                                         follows report. text: JSON, see memsaver/ledger
 //   reclaimed more, unused                         answers reclaim, and follows another `reclaimed` with `more` 1. What
 //                                                  could be returned without a wait has been given back. `more`: 1 if
@@ -52,8 +48,7 @@
 //                                                  -> trimmed
 //
 //   broker -> client
-//   welcome   version, capacity                    The proofs: that the broker has the
-//             [proof_1..proof_4]                   job's secret. A client of a job leaves a broker without them
+//   welcome   version, capacity
 //   refused   code, request                        text: the reason. `request`: the first word of the refused message.
 //                                                  `over_capacity`: the demand exceeds the pool's capacity.
 //                                                  `not_attached`: the attachment was refused. All other codes
@@ -87,7 +82,6 @@
 //   trimmed   serial, bytes                        the released bytes
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -97,7 +91,7 @@
 
 namespace memsaver::wire {
 
-constexpr std::uint64_t kVersion = 6;
+constexpr std::uint64_t kVersion = 7;
 constexpr std::uint64_t kUnknown = ~std::uint64_t{0};         // bytes that are not known
 constexpr std::size_t kLongestPacket = std::size_t{1} << 16;  // bytes
 constexpr std::size_t kMostDescriptors = 250;                 // in one packet; the kernel allows 253
@@ -117,17 +111,10 @@ constexpr std::size_t kMostChunks = 250;                      // in one packet
   define(version, 1) define(malformed, 2) define(user, 3) define(device, 4) define(over_capacity, 5) \
       define(not_attached, 6) define(exhausted, 7) define(pid_namespace, 8)
 
-// Optional fields.
-#define MEMSAVER_FIELDS(define) \
-  define(proof_1, 3) define(proof_2, 4) define(proof_3, 5) define(proof_4, 6) define(ledger, 7)
-
 #define MEMSAVER_ENUMERATOR(name, number) name = (number),
 enum class Kind : std::uint32_t { MEMSAVER_MESSAGES(MEMSAVER_ENUMERATOR) };
 enum class Refusal : std::uint64_t { MEMSAVER_REFUSALS(MEMSAVER_ENUMERATOR) };
-enum class Field : std::uint64_t { MEMSAVER_FIELDS(MEMSAVER_ENUMERATOR) };
 #undef MEMSAVER_ENUMERATOR
-
-inline constexpr std::array kProof = {Field::proof_1, Field::proof_2, Field::proof_3, Field::proof_4};
 
 constexpr bool is_defined(Kind kind) {
   switch (kind) {
@@ -148,17 +135,10 @@ struct Message {
   std::vector<std::uint64_t> words;
   std::string text;
   std::vector<File> descriptors;
-  std::vector<std::pair<Field, std::uint64_t>> fields;
-
-  std::uint64_t field(Field wanted, std::uint64_t missing) const {
-    for (const auto& [number, value] : fields)
-      if (number == wanted) return value;
-    return missing;
-  }
 };
 
 inline Message message_of(Kind kind, std::vector<std::uint64_t> words, std::string text = {}) {
-  return {kind, std::move(words), std::move(text), {}, {}};
+  return {kind, std::move(words), std::move(text), {}};
 }
 
 }  // namespace memsaver::wire

@@ -8,14 +8,57 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
-#include "preload/addresses.h"
-#include "preload/core.h"
-#include "preload/cuda_runtime.h"
+#include "preload/libraries.h"
 #include "preload/settings.h"
 
 #define EXPORT __attribute__((visibility("default")))
+
+// The set of routed addresses: open addressing, a power of two of places, at most half of them taken. The caller locks.
+static uintptr_t* places;
+static size_t count, capacity;
+
+static size_t place_of(uintptr_t address) {
+  size_t at = (address >> 9) * 0x9E3779B97F4A7C15u & (capacity - 1);
+  while (places[at] != 0 && places[at] != address) at = (at + 1) & (capacity - 1);
+  return at;
+}
+
+// False: there is no memory for the set.
+static bool addresses_add(uintptr_t address) {
+  if (2 * (count + 1) > capacity) {
+    uintptr_t* former = places;
+    const size_t length = capacity, wanted = capacity == 0 ? 64 : 2 * capacity;
+    uintptr_t* grown = calloc(wanted, sizeof *grown);
+    if (grown == NULL) return false;
+    places = grown;
+    capacity = wanted;
+    for (size_t i = 0; i < length; ++i)
+      if (former[i] != 0) places[place_of(former[i])] = former[i];
+    free(former);
+  }
+  places[place_of(address)] = address;
+  ++count;
+  return true;
+}
+
+// False: it was not in the set.
+static bool addresses_remove(uintptr_t address) {
+  if (count == 0) return false;
+  size_t at = place_of(address);
+  if (places[at] == 0) return false;
+  places[at] = 0;
+  --count;
+  // Later addresses of the same run move up, so that look-ups find them.
+  for (size_t next = (at + 1) & (capacity - 1); places[next] != 0; next = (next + 1) & (capacity - 1)) {
+    const uintptr_t moved = places[next];
+    places[next] = 0;
+    places[place_of(moved)] = moved;
+  }
+  return true;
+}
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;  // guards the following and the set of routed addresses
 static size_t margin_bytes;

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/mutants.h"
 #include "regions/region.h"
 
 namespace memsaver {
@@ -66,15 +65,17 @@ Address Region::take_addresses(std::size_t size) {
     {
       std::lock_guard lock(device.mutex);
       if (closed_) throw Error("region '" + tag + "' was closed");
-      if (const auto found = addresses_.take(size)) return *found;
-      range = std::max({round_up(size, kPage), kLeastRange, addresses_.reserved_bytes()});
+      if (const auto found = addresses_.take(size)) return found->offset;
+      range = std::max({round_up(size, kPage), kLeastRange, bytes_of(reserved_)});
     }
     range = std::max(round_up(size, kPage), std::min(range, std::max(kLeastRange, device.total_bytes)));
     const Address begin = device.driver->reserve(range + kGuard);
     {
       std::lock_guard lock(device.mutex);
       if (!closed_) {
-        addresses_.add({begin, range});
+        reserved_.push_back({begin, range});
+        reserved_ = sorted(std::move(reserved_));
+        addresses_.put({begin, range});
         device.parts.addresses.add({begin, range}, *this);
         continue;
       }
@@ -120,7 +121,7 @@ void Region::find_more(std::size_t wanted, Deadline shortage, Deadline memory, D
     }
     return;
   }
-  if (effort == Effort::none && device.pooled && now() < shortage && !MEMSAVER_MUTANT(allocations_ask_no_others)) {
+  if (effort == Effort::none && device.pooled && now() < shortage) {
     effort = Effort::asks_others;
     return;
   }
@@ -177,7 +178,7 @@ Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
     }
   } catch (...) {
     std::lock_guard lock(device.mutex);
-    addresses_.give(segment);
+    addresses_.put(segment);
     throw;
   }
   try {
@@ -195,7 +196,7 @@ Chunk Region::next_or_end(ChunkRequest& request, std::size_t limit) const {
   try {
     return request.next(limit, largest_chunk(), false);
   } catch (const ChunkUnavailable&) {
-    if (!MEMSAVER_MUTANT(chunks_return_to_a_demand_that_failed)) request.end();
+    request.end();
     throw;
   }
 }
@@ -255,14 +256,11 @@ Layout Region::layout_locked(Ranges wanted, Ranges segments, std::size_t live, s
                       .allowance = allowance(live)};
   if (input.wanted.empty()) return Layout(std::move(input));
   const Address begin = round_down(input.wanted.front().offset, kPage), end = input.wanted.back().end();
-  auto chunk = chunks_.upper_bound(begin);
-  if (chunk != chunks_.begin()) --chunk;
-  for (; chunk != chunks_.end(); ++chunk) {
-    input.chunks.push_back({chunk->first, chunk->second.size()});
-    if (chunk->first >= end) break;  // the border of the last gap
-  }
-  if (placed) input.reserved = input.wanted;
-  for (const auto& [at, size] : addresses_.reserved()) input.reserved.push_back({at, size});
+  const auto within = overlapping(chunks_, {begin, end - begin});
+  for (const auto& [at, chunk] : within) input.chunks.push_back({at, chunk.size()});
+  if (const auto border = within.end(); border != chunks_.end())  // of the last gap
+    input.chunks.push_back({border->first, border->second.size()});
+  input.reserved = placed ? input.wanted : reserved_;
   return Layout(std::move(input));
 }
 
@@ -283,12 +281,8 @@ std::size_t Region::largest_chunk() const {
 
 std::size_t Region::unmapped_within(Address begin, Address end) const {
   std::size_t bytes = end - begin;
-  auto chunk = chunks_.upper_bound(begin);
-  if (chunk != chunks_.begin()) --chunk;
-  for (; chunk != chunks_.end() && chunk->first < end; ++chunk) {
-    const Address from = std::max(begin, chunk->first), to = std::min(end, chunk->first + chunk->second.size());
-    if (to > from) bytes -= to - from;
-  }
+  for (const auto& [at, chunk] : overlapping(chunks_, {begin, end - begin}))
+    bytes -= std::min(end, at + chunk.size()) - std::max(begin, at);
   return bytes;
 }
 
@@ -301,7 +295,7 @@ Layout Region::layout(bool snug) const {
       unused -= std::min<Address>(segment.end(), begin + chunk.size()) - std::max<Address>(segment.offset, begin);
     slack += unused;
   }
-  const bool apart = one_handle || (placed && !MEMSAVER_MUTANT(pieces_share_chunks));
+  const bool apart = one_handle || placed;
   return layout_locked(apart ? segments_.parts({{0, kAnySlack}}) : segments_.live(), segments_.all(),
                        segments_.live_bytes(), slack, snug || placed);
 }

@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <atomic>
 
-#include "base/mutants.h"
-
 namespace memsaver {
 namespace {
 
@@ -97,7 +95,7 @@ Region& Core::region(const std::string& tag, const std::string& device_name, Reg
     made = entry->second = regions_.back().get();
   }
   // Threads start here, because an allocation must not start a thread.
-  on.resting.start();
+  on.reclaimer.start();
   if (options.policy == Policy::host) on.arena.start_background();
   refresh_peers();
   return *made;
@@ -196,8 +194,7 @@ void Core::give_access(Device& device) {
       std::lock_guard lock(mutex);
       device.peers = std::move(wanted);
     }
-    if (!MEMSAVER_MUTANT(new_peers_see_new_mappings_alone))
-      for (Region* region : regions) region->mark_stale();
+    for (Region* region : regions) region->mark_stale();
   }
   device.has_stale = false;
   for (Region* region : regions) region->allow_again();

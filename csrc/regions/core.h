@@ -39,8 +39,7 @@ class Core {
   void close(Region& region);    // see Region::close()
   void mark_lost(Device& dead);  // its context is dead: its regions become lost
 
-  // Gives devices with an active context that are new access to the memory of others. Cheap if the process sees one
-  // GPU.
+  // Gives the devices with an active context access to each other's memory. Cheap if the process sees one GPU.
   void refresh_peers();
 
  private:

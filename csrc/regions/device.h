@@ -7,14 +7,13 @@
 #include <mutex>
 #include <vector>
 
-#include "backup/disk_store.h"
+#include "backup/disk_backup.h"
 #include "backup/pinned_memory.h"
 #include "driver/driver.h"
 #include "memory/address_index.h"
 #include "memory/chunk.h"
 #include "pool/shared_pool.h"
-#include "regions/capture_gate.h"
-#include "regions/idle.h"
+#include "regions/device_wait.h"
 #include "regions/reclaimer.h"
 #include "regions/resting.h"
 
@@ -29,7 +28,7 @@ struct ProcessParts {
   AddressIndex addresses;
   RetainBudget retain;
   HostBudget host_budget;
-  std::atomic<bool> backup_ahead = false;  // pinned host memory grows before a pause needs it
+  std::atomic<bool> backup_ahead = true;  // pinned host memory grows before a pause needs it
   // The longest wait of allocations, and of resumes without a bound of their own, for memory that others hold.
   std::atomic<double> memory_timeout_s = 0;
 };
@@ -47,11 +46,12 @@ struct Device {
   Device& operator=(const Device&) = delete;
 
   // The source of new chunks. Chunks of the other source return to it.
-  ChunkSource& source() { return pooled ? static_cast<ChunkSource&>(*shared) : retained; }  // idle.h has the errors.
+  ChunkSource& source() { return pooled ? static_cast<ChunkSource&>(*shared) : retained; }
   // The end of an allocation's wait for freed memory. A capture allows no wait.
   Deadline shortage_deadline() const { return parts.gate.capturing() ? now() : now() + kShortageWait; }
   // The end of an allocation's wait for memory that others hold.
   Deadline memory_deadline() const { return parts.gate.capturing() ? now() : deadline_in(parts.memory_timeout_s); }
+  // See memsaver::wait_idle() for the errors.
   void wait_idle(Deadline deadline) { memsaver::wait_idle(*driver, parts.gate, deadline, true); }
   // For the caller to throw: `needed` bytes are not available. `more_free`: bytes that the call itself would free.
   OutOfMemoryError out_of_memory(std::size_t needed, std::size_t more_free, double waited_s = 0) {
@@ -80,9 +80,7 @@ struct Device {
   std::atomic<std::size_t> waiting_allocations = 0;
 
   std::atomic<bool> has_stale = false;  // some mappings lack the access of a peer
-  // Ordinals of the devices with access to this device's memory, and of those that torch was asked to give it to.
-  // Guarded by Core::mutex.
-  std::vector<int> peers;
+  std::vector<int> peers;  // ordinals of the devices with access to this device's memory. Guarded by Core::mutex
 };
 
 }  // namespace memsaver

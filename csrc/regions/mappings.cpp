@@ -1,7 +1,6 @@
 // The mappings of a region: chunks under its addresses, their access, and their return.
 #include <utility>
 
-#include "base/mutants.h"
 #include "driver/checked_calls.h"
 #include "regions/region.h"
 
@@ -25,7 +24,7 @@ void Region::sweep() {
     }
     {
       const std::unique_lock only(mapping_, std::try_to_lock);
-      if (!only && !MEMSAVER_MUTANT(memory_goes_under_an_allocation)) return;  // the holder sweeps afterwards
+      if (!only) return;  // the holder sweeps afterwards
       sweep_with_lock();
     }
     std::lock_guard lock(device.mutex);  // checked after the release of mapping_: a free in between could not take it
@@ -59,13 +58,9 @@ void Region::sweep_with_lock() {
       for (const auto& [begin, chunk] : chunks_) dirty.push_back({begin, chunk.size()});
     }
     for (const Range& range : sorted(std::move(dirty))) {
-      auto chunk = chunks_.upper_bound(range.offset);
-      if (chunk != chunks_.begin()) --chunk;
-      for (; chunk != chunks_.end() && chunk->first < range.end(); ++chunk) {
-        const Address end = chunk->first + chunk->second.size();
-        if (end <= range.offset || (!empty.empty() && empty.back() >= chunk->first)) continue;
-        if (!segments_.any_within(chunk->first, end)) empty.push_back(chunk->first);
-      }
+      for (const auto& [begin, chunk] : overlapping(chunks_, range))
+        if ((empty.empty() || empty.back() < begin) && !segments_.any_within(begin, begin + chunk.size()))
+          empty.push_back(begin);
     }
   }
   std::vector<Chunk> freed;
@@ -251,13 +246,8 @@ std::vector<Slot> Region::slots() const {
 std::vector<Placed> Region::chunks_under(const Ranges& ranges) const {
   std::map<Address, Placed> found;
   std::lock_guard lock(device.mutex);
-  for (const Range& range : ranges) {
-    auto chunk = chunks_.upper_bound(range.offset);
-    if (chunk != chunks_.begin()) --chunk;
-    for (; chunk != chunks_.end() && chunk->first < range.end(); ++chunk)
-      if (chunk->first + chunk->second.size() > range.offset)
-        found[chunk->first] = {chunk->first, chunk->second.handle(), chunk->second.size()};
-  }
+  for (const Range& range : ranges)
+    for (const auto& [begin, chunk] : overlapping(chunks_, range)) found[begin] = {begin, chunk.handle(), chunk.size()};
   std::vector<Placed> chunks;
   for (const auto& [begin, chunk] : found) chunks.push_back(chunk);
   return chunks;
@@ -274,7 +264,6 @@ void Region::make_certain() {
 void Mapping::undo() {
   std::vector<Address> chunks;
   for (const Slot& slot : std::exchange(slots_, {})) chunks.push_back(slot.offset);
-  if (MEMSAVER_MUTANT(what_cannot_come_stays_mapped)) return;
   std::vector<Chunk> freed;  // returned to their source at the end of the scope
   if (region_->unmap(chunks, freed)) region_->strand();
 }

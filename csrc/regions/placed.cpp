@@ -90,12 +90,7 @@ bool Region::drop(Range segment) {
 
 bool Region::touches(Range range) const {
   std::lock_guard lock(device.mutex);
-  if (segments_.any_within(range.offset, range.end())) return true;
-  auto chunk = chunks_.upper_bound(range.offset);
-  if (chunk != chunks_.begin()) --chunk;
-  for (; chunk != chunks_.end() && chunk->first < range.end(); ++chunk)
-    if (chunk->first + chunk->second.size() > range.offset) return true;
-  return false;
+  return segments_.any_within(range.offset, range.end()) || !overlapping(chunks_, range).empty();
 }
 
 }  // namespace memsaver

@@ -13,6 +13,8 @@ namespace memsaver {
 namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(2);
+constexpr auto kFreedLooks = std::chrono::milliseconds(5);  // at freed memory, without a request
+constexpr auto kFreedLooksAtMost = std::chrono::milliseconds(40);
 constexpr auto kWaitWithoutMarks = std::chrono::milliseconds(100);
 
 std::string text_of(std::size_t bytes) {
@@ -31,8 +33,26 @@ std::string text_of(std::size_t bytes) {
 void Reclaimer::begin_locked() {
   ++requested_;
   changed_.notify_all();
-  if (worker_.started() || stop_) return;
-  worker_.start([this] { run(); });
+  start_locked();
+}
+
+void Reclaimer::start_locked() {
+  if (!worker_.started() && !stop_) worker_.start([this] { run(); });
+}
+
+void Reclaimer::start() {
+  std::lock_guard lock(mutex_);
+  try {
+    start_locked();
+  } catch (const std::system_error&) {
+    // Without a thread the next call on this device checks the freed memory.
+  }
+}
+
+void Reclaimer::freed() {
+  std::lock_guard lock(mutex_);
+  freed_ = true;
+  changed_.notify_all();
 }
 
 void Reclaimer::request(std::function<void(const Rest&)> tell) {
@@ -128,9 +148,24 @@ Reclaimer::Rest Reclaimer::rest(bool asks_python, bool is_resting) {
 }
 
 void Reclaimer::run() {
+  const auto is_asked = [this] { return stop_ || requested_ != ended_; };
+  Clock::duration pause = kFreedLooks;
   std::unique_lock lock(mutex_);
   while (!stop_) {
-    changed_.wait(lock, [this] { return stop_ || requested_ != ended_; });
+    if (!freed_) {
+      changed_.wait(lock, [&] { return freed_ || is_asked(); });
+      pause = kFreedLooks;
+    }
+    if (!changed_.wait_for(lock, pause, is_asked)) {
+      freed_ = false;
+      lock.unlock();
+      const bool some = device_.resting.collect();
+      const bool rests_more = device_.resting.any();
+      lock.lock();
+      freed_ = freed_ || rests_more;
+      pause = some ? kFreedLooks : std::min<Clock::duration>(2 * pause, kFreedLooksAtMost);
+      continue;
+    }
     if (stop_) return;
     const std::uint64_t number = requested_;
     std::function<void(const Rest&)> tell = std::exchange(tell_, nullptr);

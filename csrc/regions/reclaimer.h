@@ -2,8 +2,9 @@
 // chunks, chunks without a segment, free segments of torch's pools, and freed segments once the device has passed their
 // mark. Nothing during a capture, nothing of a region that is not active, no chunk under a segment in use.
 //
-// A thread does this, because a sweep may wait for a driver call of another thread. torch's pools are freed by a thread
-// of Python (memsaver/_caches.py), when it gets the GIL.
+// A thread does this, because a sweep may wait for a driver call of another thread. Between the requests it returns
+// freed segments whose mark the device has passed. torch's pools are freed by a thread of Python (memsaver/_caches.py),
+// when it gets the GIL.
 #pragma once
 
 #include <atomic>
@@ -16,7 +17,7 @@
 #include <string>
 
 #include "base/clock.h"
-#include "base/worker.h"
+#include "base/threads.h"
 
 namespace memsaver {
 
@@ -42,23 +43,27 @@ class Reclaimer {
   bool finish(Deadline deadline);
   // Called by the thread of Python, once for each query. `cached`: bytes of free blocks that torch keeps, and `why`.
   void python_is_done(std::size_t cached, const std::string& why);
+  void start();  // starts the thread, if it does not run
+  void freed();  // a segment was freed on which the device may still work
   void stop(Deadline deadline);
 
  private:
   void begin_locked();
+  void start_locked();  // throws std::system_error
   void run();
   void pass();
   bool rests();  // frees what can be freed now. Returns whether the device still works on some
   Rest rest(bool asks_python, bool is_resting);
 
   Device& device_;
-  std::mutex mutex_;  // no other lock is taken under it but that of the queries
+  std::mutex mutex_;  // taken under Device::mutex too. No other lock is taken under it but that of the queries
   std::condition_variable changed_;
   std::function<void(const Rest&)> tell_;
   std::uint64_t requested_ = 0, ended_ = 0;  // passes
   bool asks_python_ = false;                 // and it has not answered yet
   std::optional<std::size_t> cached_;        // its last answer; nullopt: none
   std::string why_cached_;
+  bool freed_ = false;  // segments may rest
   bool stop_ = false;
   Worker worker_;
 };

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/mutants.h"
 #include "regions/core.h"
 
 namespace memsaver {
@@ -65,9 +64,9 @@ void Region::settle() {
   std::vector<Address> freed;
   {
     std::lock_guard lock(device.mutex);
-    const bool away = state_ == State::resuming ? !arrived_ : left_ || MEMSAVER_MUTANT(a_pause_given_up_counts);
+    const bool away = state_ == State::resuming ? !arrived_ : left_;
     if (state_ != State::lost) state_ = away ? State::paused : State::active;
-    if ((device.lost || contents_lost_) && !MEMSAVER_MUTANT(the_lost_come_back)) state_ = State::lost;
+    if (device.lost || contents_lost_) state_ = State::lost;
     left_ = arrived_ = false;
     if (chunks_.empty() && !std::exchange(dirty_, {}).empty()) device.resting.sweep_ended();
     freed.swap(freed_meanwhile_);
@@ -140,7 +139,7 @@ void Region::count_locked() {
 
 bool Region::owns(Address address) const {
   std::lock_guard lock(device.mutex);
-  return placed ? !segments_.between(address, address + 1).empty() : addresses_.owns(address);
+  return placed ? segments_.any_within(address, address + 1) : !intersect(reserved_, {{address, 1}}).empty();
 }
 
 std::size_t Region::allocated_bytes() const {
@@ -155,7 +154,7 @@ std::size_t Region::resting_bytes() const {
 
 std::size_t Region::reserved_bytes() const {
   std::lock_guard lock(device.mutex);
-  return placed ? segments_.live_bytes() : addresses_.reserved_bytes();
+  return placed ? segments_.live_bytes() : bytes_of(reserved_);
 }
 
 Ranges Region::live() const {
@@ -170,8 +169,8 @@ Ranges Region::parts(const Ranges& ranges) const {
 
 void Region::forget_locked(Address begin) {
   const Range freed = segments_.erase(begin);
-  if (!placed) addresses_.give(freed);
-  if (!chunks_.empty() && !(placed && MEMSAVER_MUTANT(dropped_pieces_stay_mapped))) add_dirty_locked(freed);
+  if (!placed) addresses_.put(freed);
+  if (!chunks_.empty()) add_dirty_locked(freed);
   count_locked();
 }
 
@@ -186,9 +185,7 @@ void Region::free(Address begin) {
     switch (state_) {
       case State::draining:
       case State::pausing:
-      case State::resuming:
-        if (!MEMSAVER_MUTANT(a_free_in_a_transition_is_lost)) freed_meanwhile_.push_back(begin);
-        return;
+      case State::resuming: freed_meanwhile_.push_back(begin); return;
       case State::paused:
       case State::lost:
         if (segments_.contains(begin)) forget_locked(begin);
@@ -227,14 +224,12 @@ Ranges Region::close() {
                 " bytes of it are allocated; free its tensors and graphs first");
   if (segments_.resting_bytes() > 0)
     throw Error(cannot + "the device still works on " + std::to_string(segments_.resting_bytes()) + " freed bytes");
-  if (addresses_.free_bytes() != addresses_.reserved_bytes()) throw Error(cannot + "another thread allocates in it");
+  if (addresses_.bytes() != bytes_of(reserved_)) throw Error(cannot + "another thread allocates in it");
   check_unused();
   if (!chunks_.empty()) throw Error(cannot + "the driver refused to unmap " + std::to_string(mapped_) + " bytes");
   closed_ = true;
-  Ranges reserved;
-  for (const auto& [begin, size] : addresses_.reserved()) reserved.push_back({begin, size});
-  addresses_ = AddressSpace();
-  return reserved;
+  addresses_ = {};
+  return std::exchange(reserved_, {});
 }
 
 }  // namespace memsaver

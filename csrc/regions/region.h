@@ -27,8 +27,6 @@
 #include <vector>
 
 #include "backup/backup.h"
-#include "base/mutants.h"
-#include "memory/address_space.h"
 #include "memory/layout.h"
 #include "memory/segments.h"
 #include "regions/device.h"
@@ -40,7 +38,7 @@ constexpr std::size_t kGuard = kPage;  // behind each reserved range, so that tw
 constexpr std::size_t kAnySlack = std::size_t{1} << 60;
 using Slot = Range;  // the addresses of a chunk in a region
 
-class Region final : public RestingOwner {
+class Region {
  public:
   struct Options {
     Policy policy = Policy::none;
@@ -85,9 +83,7 @@ class Region final : public RestingOwner {
   std::uint64_t residence() const { return residence_; }
 
   // The queue of the transitions on the region; the first one may proceed. Core::mutex is held.
-  void enqueue(const void* transition) {
-    queue_.insert(MEMSAVER_MUTANT(the_last_transition_is_the_first) ? queue_.begin() : queue_.end(), transition);
-  }
+  void enqueue(const void* transition) { queue_.push_back(transition); }
   void dequeue(const void* transition) { std::erase(queue_, transition); }
   bool is_first(const void* transition) const { return !queue_.empty() && queue_.front() == transition; }
   // A use of the region that trim() must not refuse: a wait until the region is active again. While it lives, trim()
@@ -150,9 +146,10 @@ class Region final : public RestingOwner {
   std::size_t largest_chunk() const;         // the largest class to be created for this region; 0: see one_handle
   Ranges live() const;                       // segments in use, joined where they touch
   Ranges parts(const Ranges& ranges) const;  // the parts of `ranges` within segments in use, not joined
-  void forget_locked(Address begin) override;
+  // The work on a freed segment has ended. Device::mutex is held; a call of sweep() without it follows.
+  void forget_locked(Address begin);
   // Returns chunks that no segment needs. If another thread holds mapping_, that thread does it.
-  void sweep() override;
+  void sweep();
   void sweep_all();  // checks all chunks
   // mark_stale(): existing mappings lack the access of a new peer. allow_again() gives it if the region is active.
   void mark_stale();
@@ -249,7 +246,8 @@ class Region final : public RestingOwner {
 
   mutable std::mutex mapping_;
   std::shared_ptr<Backup> backup_;
-  AddressSpace addresses_;
+  Ranges reserved_;  // addresses, from the driver. Ranges do not touch, so no segment and no run of chunks spans two
+  FreeRanges addresses_;  // those of them without a segment
   Segments segments_;
   std::map<Address, Chunk> chunks_;       // mapped
   std::vector<Address> freed_meanwhile_;  // while a transition owned the region

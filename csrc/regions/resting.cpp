@@ -1,26 +1,27 @@
 #include "regions/resting.h"
 
 #include <algorithm>
-#include <system_error>
 #include <thread>
 #include <vector>
 
-#include "base/mutants.h"
-#include "regions/idle.h"
+#include "regions/region.h"
 
 namespace memsaver {
 namespace {
 
 constexpr auto kFirstLook = std::chrono::microseconds(50);
 constexpr auto kLastLook = std::chrono::milliseconds(5);
-constexpr auto kThreadLooks = std::chrono::milliseconds(5);
-constexpr auto kThreadLooksAtMost = std::chrono::milliseconds(40);
 
 }  // namespace
 
-void Resting::add_locked(RestingOwner& owner, Address begin) {
+void Resting::add_locked(Region& owner, Address begin) {
   rests_.push_back({&owner, begin, ++frees_, nullptr});
-  if (!MEMSAVER_MUTANT(memory_waits_for_another_call)) added_.notify_one();
+  owner.device.reclaimer.freed();
+}
+
+bool Resting::any() const {
+  std::lock_guard lock(mutex_);
+  return !rests_.empty();
 }
 
 std::uint64_t Resting::frees() const {
@@ -37,7 +38,7 @@ void Resting::mark() {
     last = rests_.back().number;
   }
   const CaptureGate::Pass pass(gate_);
-  if (!pass && !MEMSAVER_MUTANT(a_free_marks_during_a_capture)) return;  // a mark would break the capture
+  if (!pass) return;  // a mark would break the capture
   Driver::Ticket ticket;
   try {
     ticket = driver_.record();
@@ -54,7 +55,7 @@ void Resting::mark() {
 }
 
 bool Resting::collect(std::uint64_t waited) {
-  std::vector<RestingOwner*> touched;
+  std::vector<Region*> touched;
   for (;;) {
     Driver::Ticket ticket;
     std::uint64_t passed = waited;
@@ -72,7 +73,7 @@ bool Resting::collect(std::uint64_t waited) {
     }
     if (ticket != nullptr) {
       try {
-        if (!driver_.done(ticket) && !MEMSAVER_MUTANT(freed_memory_serves_at_once)) break;
+        if (!driver_.done(ticket)) break;
       } catch (const DriverError&) {
         break;
       }
@@ -85,7 +86,7 @@ bool Resting::collect(std::uint64_t waited) {
       if (std::find(touched.begin(), touched.end(), rest.owner) == touched.end()) touched.push_back(rest.owner);
     }
   }
-  for (RestingOwner* owner : touched) owner->sweep();
+  for (Region* owner : touched) owner->sweep();
   return !touched.empty();
 }
 
@@ -102,9 +103,7 @@ bool Resting::reclaim(Deadline deadline, std::uint64_t seen) {
       sweeps = rests_.empty();
       if (sweeps && sweeps_ == 0) return given_back_ != seen;  // the last sweep may have ended just now
     }
-    if ((sweeps ? Clock::now() >= swept : at >= deadline) || waiting_is_over || gate_.capturing() ||
-        MEMSAVER_MUTANT(a_shortage_waits_for_nothing))
-      return false;
+    if ((sweeps ? Clock::now() >= swept : at >= deadline) || waiting_is_over || gate_.capturing()) return false;
     if (sweeps) {
       std::this_thread::sleep_for(std::min<Clock::duration>(pause, swept - Clock::now()));
     } else if (has_no_marks_) {  // without marks only a wait for the whole device is possible
@@ -120,42 +119,6 @@ bool Resting::reclaim(Deadline deadline, std::uint64_t seen) {
     }
     pause = std::min<Clock::duration>(pause * 2, kLastLook);
   }
-}
-
-void Resting::start() {
-  std::lock_guard lock(mutex_);
-  if (worker_.started() || stop_) return;
-  try {
-    worker_.start([this] { run(); });
-  } catch (const std::system_error&) {
-    // Without a thread the next call on this device checks the list.
-  }
-}
-
-void Resting::run() {
-  Clock::duration pause = kThreadLooks;
-  std::unique_lock lock(mutex_);
-  while (!stop_) {
-    if (rests_.empty()) {
-      added_.wait(lock, [this] { return stop_ || !rests_.empty(); });
-      pause = kThreadLooks;
-    }
-    added_.wait_for(lock, pause, [this] { return stop_; });
-    if (stop_) return;
-    lock.unlock();
-    const bool some = collect();
-    lock.lock();
-    pause = some ? kThreadLooks : std::min<Clock::duration>(pause * 2, kThreadLooksAtMost);
-  }
-}
-
-void Resting::stop(Deadline deadline) {
-  {
-    std::lock_guard lock(mutex_);
-    stop_ = true;
-    added_.notify_all();
-  }
-  worker_.join(deadline);
 }
 
 }  // namespace memsaver

@@ -1,7 +1,7 @@
 // The freed segments of all regions on a device, until the device has passed a mark that was set after the free.
 //
-// A thread checks them while there are any, so that memory becomes free without another call of the library. A shortage
-// does not wait for the thread: reclaim() checks itself, and waits for the oldest mark.
+// The thread of the reclaimer checks them while there are any, so that memory becomes free without another call of the
+// library. A shortage does not wait for the thread: reclaim() checks itself, and waits for the oldest mark.
 //
 // A mark breaks a capture that is under way in another thread. The library knows captures by torch, and those that are
 // announced. So marks are set in calls of the library and of torch alone, never by a thread of the library at a time
@@ -9,30 +9,18 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <list>
 #include <mutex>
 
 #include "base/clock.h"
-#include "base/worker.h"
 #include "driver/driver.h"
-#include "regions/capture_gate.h"
+#include "regions/device_wait.h"
 
 namespace memsaver {
 
-// The owner of resting segments: a region.
-class RestingOwner {
- public:
-  // The work on a freed segment has ended. The mutex is held; a call of sweep() without the mutex follows.
-  virtual void forget_locked(Address begin) = 0;
-  // Returns memory that no segment needs.
-  virtual void sweep() = 0;
-
- protected:
-  ~RestingOwner() = default;
-};
+class Region;
 
 class Resting {
  public:
@@ -41,8 +29,8 @@ class Resting {
   Resting(const Resting&) = delete;
   Resting& operator=(const Resting&) = delete;
 
-  void add_locked(RestingOwner& owner, Address begin);  // the mutex is held
-  std::uint64_t frees_locked() const { return frees_; }
+  void add_locked(Region& owner, Address begin);  // the mutex is held
+  bool any() const;
   std::uint64_t frees() const;
 
   // Frees the segments whose mark the device has passed, and those up to the number `waited`: the value of frees()
@@ -67,18 +55,13 @@ class Resting {
     --sweeps_;
   }
 
-  void start();                  // starts the thread, if it does not run
-  void stop(Deadline deadline);  // waits for the thread's end up to the deadline
-
  private:
   struct Rest {
-    RestingOwner* owner;
+    Region* owner;
     Address begin;
     std::uint64_t number;   // the number of the free, from 1
     Driver::Ticket ticket;  // null: no mark yet
   };
-
-  void run();
 
   Driver& driver_;
   CaptureGate& gate_;
@@ -89,9 +72,6 @@ class Resting {
   // All guarded by `mutex_`.
   std::list<Rest> rests_;
   std::uint64_t frees_ = 0;
-  std::condition_variable added_;
-  bool stop_ = false;
-  Worker worker_;
 };
 
 }  // namespace memsaver

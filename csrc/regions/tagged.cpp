@@ -3,13 +3,12 @@
 #include <algorithm>
 #include <memory>
 
-#include "base/mutants.h"
-
 namespace memsaver {
 namespace {
 
-// Callers of torch_memory_saver compare the driver's free memory with the bytes that they allocate.
-constexpr std::size_t kSlackOfSaver = 32 * kMiB;
+// Callers of torch_memory_saver compare the driver's free memory with the bytes that they allocate. vLLM makes its KV
+// cache as large as the rest of the device.
+constexpr std::size_t kSlack = 32 * kMiB;
 
 }  // namespace
 
@@ -18,9 +17,7 @@ TaggedRegions& tagged_regions(const std::string& prefix) {
   static auto& all = *new std::map<std::string, std::unique_ptr<TaggedRegions>>;
   std::lock_guard lock(mutex);
   std::unique_ptr<TaggedRegions>& found = all[prefix];
-  if (found == nullptr)
-    found = std::make_unique<TaggedRegions>(
-        prefix, prefix == "tms" && !MEMSAVER_MUTANT(savers_have_slack) ? kSlackOfSaver : kAnySlack);
+  if (found == nullptr) found = std::make_unique<TaggedRegions>(prefix);
   return *found;
 }
 
@@ -31,8 +28,7 @@ Region* TaggedRegions::active_locked(const std::string& tag, const std::string& 
   // The first one, so that a tag has as few regions as it needs.
   for (Region* region : several->second)
     if (!region->closed() && region->device.driver->name == device && region->policy == policy &&
-        region->one_handle == one_handle && region->state() == State::active &&
-        (aside_.find(region) == aside_.end() || MEMSAVER_MUTANT(regions_that_were_set_aside_are_used)))
+        region->one_handle == one_handle && region->state() == State::active && aside_.find(region) == aside_.end())
       return region;
   return nullptr;
 }
@@ -50,8 +46,8 @@ Region& TaggedRegions::active(const std::string& tag, const std::string& device,
   std::string name = whole;
   for (int number = 2; core().find(name, on) != nullptr; ++number) name = whole + "." + std::to_string(number);
   // Callers rely on the zeros that memory has from the driver. Chunks of a shared pool have another process's contents.
-  Region& made = core().region(
-      name, device, {.policy = policy, .fill = Fill::zero, .most_slack = most_slack_, .one_handle = one_handle});
+  Region& made = core().region(name, device,
+                               {.policy = policy, .fill = Fill::zero, .most_slack = kSlack, .one_handle = one_handle});
   std::lock_guard lock(mutex_);
   by_tag_[tag].push_back(&made);
   return made;

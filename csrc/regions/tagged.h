@@ -16,8 +16,7 @@ namespace memsaver {
 
 class TaggedRegions {
  public:
-  // `most_slack`: see Region::Options.
-  TaggedRegions(std::string prefix, std::size_t most_slack) : prefix_(std::move(prefix)), most_slack_(most_slack) {}
+  explicit TaggedRegions(std::string prefix) : prefix_(std::move(prefix)) {}
   TaggedRegions(const TaggedRegions&) = delete;
   TaggedRegions& operator=(const TaggedRegions&) = delete;
 
@@ -31,7 +30,6 @@ class TaggedRegions {
   Region* active_locked(const std::string& tag, const std::string& device, Policy policy, bool one_handle) const;
 
   const std::string prefix_;
-  const std::size_t most_slack_;
   std::mutex making_;         // one region is made at a time. Taken before `mutex_`, by no thread with the GIL
   mutable std::mutex mutex_;  // taken before all locks of regions, and held for bookkeeping alone
   std::map<std::string, std::vector<Region*>> by_tag_;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/mutants.h"
 #include "regions/core.h"
 
 namespace memsaver {
@@ -31,13 +30,13 @@ int code_of_error() {
   try {
     throw;
   } catch (const OutOfMemoryError&) {
-    return InterceptedCalls::kNoMemory;
+    return DefaultPools::kNoMemory;
   } catch (const DriverError& error) {
-    return error.code != InterceptedCalls::kDone ? error.code : InterceptedCalls::kUnknownError;
+    return error.code != DefaultPools::kDone ? error.code : DefaultPools::kUnknownError;
   } catch (const RegionPausedError&) {
-    return InterceptedCalls::kNotPermitted;
+    return DefaultPools::kNotPermitted;
   } catch (...) {
-    return InterceptedCalls::kUnknownError;
+    return DefaultPools::kUnknownError;
   }
 }
 
@@ -105,7 +104,6 @@ std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordi
   try {
     unreserve_late();
     Piece piece{region, size, region->borrow(size, deadline_on(region->device))};
-    if (MEMSAVER_MUTANT(a_retry_ends_with_its_first_piece)) refusal = {};
     const std::lock_guard lock(mutex_);
     made = kMark | ++last_;
     pieces_.emplace(made, std::move(piece));
@@ -173,10 +171,8 @@ void DefaultPools::reserved(Address address, std::size_t size) {
 
 bool DefaultPools::may_begin_reservation(Address address) {
   const std::lock_guard lock(mutex_);
-  auto after = reservations_.lower_bound(address);
-  if (after == reservations_.begin()) return true;
-  const auto& [begin, size] = *--after;
-  return begin + size <= address;
+  const auto reservation = entry_at(reservations_, address);
+  return reservation == reservations_.end() || reservation->first == address;
 }
 
 std::optional<int> DefaultPools::unreserve(Address address, std::size_t size) {
@@ -188,7 +184,7 @@ std::optional<int> DefaultPools::unreserve(Address address, std::size_t size) {
     }
     unreserve_late();
     for (const Region* region : all()) {
-      if (!region->touches({address, size}) || MEMSAVER_MUTANT(addresses_are_free_under_a_transition)) continue;
+      if (!region->touches({address, size})) continue;
       const std::lock_guard lock(mutex_);
       late_.push_back({address, size});
       return kDone;

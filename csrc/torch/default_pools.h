@@ -12,19 +12,30 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "driver/intercepted_calls.h"
 #include "regions/region.h"
 
 namespace memsaver {
 
-class DefaultPools final : public InterceptedCalls {
+// Releases reserved addresses by the driver, after unreserve() has answered for it. Returns the driver's code.
+int unreserve_by_driver(Address address, std::size_t size);
+
+class DefaultPools;
+// Intercepts the calls of a library that the process has loaded. `getter`: the symbol of its function that returns the
+// address of its table. Returns the reason why the calls cannot be intercepted; empty: they are, for the rest of the
+// process. `calls` is never destroyed. Throws DriverError if there is no CUDA driver.
+std::string intercept_calls(const std::string& library, const char* getter, DefaultPools& calls);
+
+class DefaultPools {
  public:
+  enum Code { kDone = 0, kNoMemory = 2, kNotPermitted = 800, kNoSupport = 801, kUnknownError = 999 };
+
   // Takes the calls of torch's library at this path. Later calls return the same result: the reason why they cannot be
   // taken; empty: they are.
   std::string bind(const std::string& library);
@@ -32,15 +43,18 @@ class DefaultPools final : public InterceptedCalls {
   void add(Region& region);
   Region* of(const Device& device);  // null: none
 
-  std::optional<int> create(Handle& made, std::size_t size, int ordinal) override;
-  std::optional<int> release(Handle handle) override;
-  std::optional<int> export_handle(Handle handle) override;
-  std::optional<int> map(Address address, std::size_t size, Handle handle) override;
-  std::optional<int> unmap(Address address, std::size_t size) override;
-  void reserved(Address address, std::size_t size) override;
-  std::optional<int> unreserve(Address address, std::size_t size) override;
+  // Calls of torch. Each returns the driver's code for the call, or nullopt: the driver makes the call. They throw
+  // nothing, since the caller is C code.
+  std::optional<int> create(Handle& made, std::size_t size, int ordinal);
+  std::optional<int> release(Handle handle);
+  std::optional<int> export_handle(Handle handle);
+  std::optional<int> map(Address address, std::size_t size, Handle handle);
+  std::optional<int> unmap(Address address, std::size_t size);
+  void reserved(Address address, std::size_t size);  // by the driver
+  std::optional<int> unreserve(Address address, std::size_t size);
+  // Access of the device `ordinal` to a mapped range. `driver`: gives it to a part of the range by the driver.
   std::optional<int> allow(Address address, std::size_t size, int ordinal,
-                           const std::function<int(Address, std::size_t)>& driver) override;
+                           const std::function<int(Address, std::size_t)>& driver);
 
  private:
   struct Piece {

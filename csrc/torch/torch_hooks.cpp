@@ -41,15 +41,9 @@ Address TorchAllocation::allocate(Region& region, std::size_t size) {
   }
 }
 
-}  // namespace memsaver
+namespace {
 
-extern "C" {
-
-// Each entry point is a stub that loads its number as a fourth argument and jumps here: thousands of C functions that
-// differ in one constant.
-__attribute__((visibility("hidden"), used)) void* memsaver_alloc_numbered(ssize_t size, int, void*,
-                                                                          std::uint32_t number) {
-  using namespace memsaver;
+void* allocate_numbered(std::size_t number, ssize_t size) {
   Region* region = bound_regions[number].load();
   if (region == nullptr || size <= 0 || !usable()) return nullptr;
   // torch raises its own out-of-memory error.
@@ -71,8 +65,7 @@ __attribute__((visibility("hidden"), used)) void* memsaver_alloc_numbered(ssize_
   }
 }
 
-__attribute__((visibility("hidden"), used)) void memsaver_free_any(void* data, ssize_t, int, void*) {
-  using namespace memsaver;
+void free_any(void* data, ssize_t, int, void*) {
   if (data == nullptr || !usable()) return;
   try {
     const auto address = reinterpret_cast<Address>(data);
@@ -82,79 +75,46 @@ __attribute__((visibility("hidden"), used)) void memsaver_free_any(void* data, s
   }
 }
 
-static void* refuse(ssize_t, int, void*) { return nullptr; }
-static void pass_over(void*, ssize_t, int, void*) {}
+void* refuse(ssize_t, int, void*) { return nullptr; }
+void pass_over(void*, ssize_t, int, void*) {}
 
-static void* allocate_plain(ssize_t size, int ordinal, void*) {
+void* allocate_plain(ssize_t size, int ordinal, void*) {
   try {
-    return reinterpret_cast<void*>(memsaver::allocate_whole(ordinal, static_cast<std::size_t>(size)));
+    return reinterpret_cast<void*>(allocate_whole(ordinal, static_cast<std::size_t>(size)));
   } catch (const std::exception&) {
     return nullptr;
   }
 }
 
-static void free_plain(void* data, ssize_t, int ordinal, void*) {
-  if (data == nullptr || !memsaver::usable()) return;
+void free_plain(void* data, ssize_t, int ordinal, void*) {
+  if (data == nullptr || !usable()) return;
   try {
-    memsaver::free_whole(ordinal, reinterpret_cast<memsaver::Address>(data));
+    free_whole(ordinal, reinterpret_cast<Address>(data));
   } catch (const std::exception&) {
     // The context is dead, and its memory with it.
   }
 }
 
-extern const char memsaver_alloc_stubs[] __attribute__((visibility("hidden")));
+template <std::size_t number>
+void* allocate_in(ssize_t size, int, void*) {
+  return allocate_numbered(number, size);
 }
 
-#if defined(__x86_64__)
-asm(R"(
-  .pushsection .text
-  .balign 16
-  .hidden memsaver_alloc_stubs
-  .globl memsaver_alloc_stubs
-memsaver_alloc_stubs:
-  .set memsaver_number, 0
-  .rept 16384
-  .balign 16
-  endbr64
-  movl $memsaver_number, %ecx
-  jmp memsaver_alloc_numbered
-  .set memsaver_number, memsaver_number + 1
-  .endr
-  .popsection
-)");
-#elif defined(__aarch64__)
-asm(R"(
-  .pushsection .text
-  .balign 16
-  .hidden memsaver_alloc_stubs
-  .globl memsaver_alloc_stubs
-memsaver_alloc_stubs:
-  .set memsaver_number, 0
-  .rept 16384
-  .balign 16
-  hint #34
-  movz w3, #memsaver_number
-  b memsaver_alloc_numbered
-  .set memsaver_number, memsaver_number + 1
-  .endr
-  .popsection
-)");
-#else
-#error "entry points for torch are written for x86-64 and 64-bit Arm"
-#endif
+template <std::size_t... numbers>
+std::array<void* (*)(ssize_t, int, void*), sizeof...(numbers)> functions(std::index_sequence<numbers...>) {
+  return {&allocate_in<numbers>...};
+}
 
-namespace memsaver {
-
-constexpr std::size_t kStubBytes = 16;
+}  // namespace
 
 EntryPoints bind_entry_points(Region& region) {
-  const auto free = reinterpret_cast<std::uintptr_t>(&memsaver_free_any);
-  const auto stubs = reinterpret_cast<std::uintptr_t>(&memsaver_alloc_stubs);
+  static const auto entry_points = functions(std::make_index_sequence<kEntryPoints>());
   std::lock_guard lock(binding);
   for (std::size_t number = 0; number < kEntryPoints; ++number) {
     Region* owner = bound_regions[number].load();
     if (owner == nullptr) bound_regions[number] = &region;
-    if (owner == nullptr || owner == &region) return {stubs + kStubBytes * number, free};
+    if (owner == nullptr || owner == &region)
+      return {reinterpret_cast<std::uintptr_t>(entry_points[number]), reinterpret_cast<std::uintptr_t>(&free_any)};
   }
   throw ConfigError("region '" + region.tag + "' is one too many: torch can allocate in at most " +
                     std::to_string(kEntryPoints) + " regions of a process");

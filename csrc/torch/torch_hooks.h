@@ -9,7 +9,7 @@
 
 namespace memsaver {
 
-constexpr std::size_t kEntryPoints = 16384;
+constexpr std::size_t kEntryPoints = 4096;
 
 // Addresses of C functions, for torch's pluggable allocator:
 //   void* alloc(ssize_t size, int device, void* stream)

@@ -4,7 +4,6 @@
 #include <optional>
 #include <vector>
 
-#include "base/mutants.h"
 #include "driver/checked_calls.h"
 #include "transitions/transition.h"
 
@@ -108,7 +107,8 @@ std::vector<Region::Piece> pieces_for(Region& region, const Sparse& chunk) {
 
 // One pass over the sparse chunks, up to a use of the region by others. True: memory was returned, so another pass may
 // move more.
-bool compact(Region& region, std::size_t bound, std::optional<Scratch>& scratch) {
+bool compact(Region& region, std::optional<Scratch>& scratch) {
+  const std::size_t bound = region.bound();
   bool moved = false;
   for (const Sparse& chunk : sparse_chunks(region)) {
     if (region.mapped_bytes() <= bound) return false;
@@ -138,27 +138,26 @@ void wait_for_users(const Region& region, Deadline deadline) {
 
 }  // namespace
 
-void trim(Region& region, const std::function<bool()>& may_move, Deadline deadline, std::optional<std::size_t> slack) {
+void trim(Region& region, const std::function<bool()>& may_move, Deadline deadline) {
   Device& device = region.device;
   const auto settle_device = [&] {
     const std::uint64_t freed = device.resting.frees();
     device.wait_idle(deadline);
     device.resting.reap(freed);
   };
-  const auto bound = [&] { return slack ? region.allocated_bytes() + *slack : region.bound(); };
   settle_device();
   // No chunk of a placed region has an unused part. Its bytes exceed the bound for moments, while a piece is mapped,
   // and the other allocator cannot use a segment any more if the next piece of it is refused.
-  bool more = !region.placed || MEMSAVER_MUTANT(a_placed_region_is_compacted);
+  bool more = !region.placed;
   std::optional<Scratch> scratch;
-  while (more && region.state() == State::active && region.mapped_bytes() > bound()) {
+  while (more && region.state() == State::active && region.mapped_bytes() > region.bound()) {
     more = false;
     Transition hold({&region}, {}, {.whole = deadline}, true);
     try {
       hold.begin();
       if (!hold.pausing().empty() && may_move()) {
-        if (!MEMSAVER_MUTANT(trim_moves_under_work)) settle_device();
-        do more = compact(region, bound(), scratch);
+        settle_device();
+        do more = compact(region, scratch);
         while (more && !region.is_wanted());
       }
     } catch (const AttachedError&) {

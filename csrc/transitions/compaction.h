@@ -6,20 +6,17 @@
 // Allocations, entries and guarded launches that come meanwhile wait: see Region::Wanted.
 #pragma once
 
-#include <cstddef>
 #include <functional>
-#include <optional>
 
 #include "regions/core.h"
 
 namespace memsaver {
 
-// Waits for the device and returns chunks without segments. If the region maps more than its segments and `slack`
-// bytes, by default Region::bound(), it then moves contents, as far as free memory allows. `may_move` is called after
+// Waits for the device and returns chunks without segments. If the region maps more than Region::bound(), it
+// then moves contents, as far as free memory allows. `may_move` is called after
 // the region is marked; it returns false if a thread is inside the region. A region that is not active, or to which
 // others are attached, keeps its chunks. Throws WaitTimeoutError at the deadline, Error during a capture, DriverError.
 // Contents and addresses are kept.
-void trim(Region& region, const std::function<bool()>& may_move, Deadline deadline,
-          std::optional<std::size_t> slack = {});
+void trim(Region& region, const std::function<bool()>& may_move, Deadline deadline);
 
 }  // namespace memsaver

@@ -6,8 +6,7 @@
 
 #include "backup/disk_backup.h"
 #include "backup/host_backup.h"
-#include "base/mutants.h"
-#include "regions/idle.h"
+#include "regions/device_wait.h"
 
 namespace memsaver {
 namespace {
@@ -74,7 +73,7 @@ std::size_t Transfer::leaving_bytes() const {
 // contents.
 void Transfer::save_where(Leaving& leaving) {
   Region& region = *leaving.region;
-  if (leaving.half_out && !MEMSAVER_MUTANT(a_second_pause_forgets_the_first)) {
+  if (leaving.half_out) {
     leaving.backup = region.backup();
     return;
   }
@@ -113,7 +112,7 @@ void Transfer::wait_idle(Deadline whole) {
   losing_context([&] {
     check_backups();
     const std::uint64_t freed = device_.resting.frees();
-    if (!MEMSAVER_MUTANT(a_pause_does_not_wait_for_the_device)) device_.wait_idle(whole_);
+    device_.wait_idle(whole_);
     device_.resting.reap(freed);
   });
 }
@@ -193,7 +192,7 @@ void Transfer::with_chunks(const Until& memory, Attempt attempt, GiveBack give_b
     } catch (const ChunkUnavailable&) {
       never = now() >= deadline || waiting_is_over;
     }
-    if (!MEMSAVER_MUTANT(what_did_not_suffice_is_kept)) give_back();
+    give_back();
     if (never && !snug) {  // the exact layout needs less memory; wait only if that is short too
       snug = true;
       continue;
@@ -206,7 +205,7 @@ void Transfer::with_chunks(const Until& memory, Attempt attempt, GiveBack give_b
       device_.source().settle();
       continue;
     }
-    if (never && std::exchange(reclaims, false) && !MEMSAVER_MUTANT(own_caches_are_kept)) {
+    if (never && std::exchange(reclaims, false)) {
       device_.reclaimer.finish(std::min(whole_, now() + kShortageWait));
       device_.source().settle();
       continue;
@@ -314,7 +313,6 @@ void Transfer::let_go(Leaving& leaving) {
   for (std::size_t batch = 0; batch < leaving.batches.size(); ++batch) {
     std::vector<Chunk> freed;
     try {
-      MEMSAVER_MUTANT_HOLDS(the_core_is_locked_over_a_copy, core().mutex);
       if (leaving.saver != nullptr) leaving.saver->wait(batch);
       std::vector<Address> offsets;
       for (const Slot& slot : leaving.batches[batch]) offsets.push_back(slot.offset);

@@ -12,8 +12,6 @@
 #include <thread>
 #include <utility>
 
-#include "base/mutants.h"
-
 namespace memsaver {
 namespace {
 
@@ -92,7 +90,7 @@ void Transition::abort() {
     for (auto& transfer : transfers_) static_cast<void>(transfer.release());
     return;
   }
-  if (!MEMSAVER_MUTANT(an_abort_keeps_the_chunks)) transfers_.clear();
+  transfers_.clear();
   finish();
 }
 
@@ -101,7 +99,7 @@ bool Transition::wait_until(std::unique_lock<std::mutex>& lock, Deadline deadlin
   for (Deadline looked = now(); !ready();) {
     if (waiting_is_over) throw Error("the interpreter exits: no transition can begin");
     const Deadline at = now();
-    if (at >= deadline && !MEMSAVER_MUTANT(bounds_end_no_wait)) return false;
+    if (at >= deadline) return false;
     if (!clock_is_virtual()) {
       const auto next_look = std::min<Clock::duration>(kBetweenLooks, deadline - at);
       core().changed.wait_for(lock, next_look);
@@ -186,11 +184,9 @@ void Transition::begin() {
   mark(wanted_in_, false);
   stages_.enter("readers");
   std::unique_lock lock(all.mutex);
-  if (!MEMSAVER_MUTANT(the_attached_are_not_waited_for)) wait_for_attached(lock);
+  wait_for_attached(lock);
   stages_.enter("launches");
-  const auto unused = [](const Region* region) {
-    return !region->in_use() || MEMSAVER_MUTANT(launches_are_not_waited_for);
-  };
+  const auto unused = [](const Region* region) { return !region->in_use(); };
   if (!wait_until(lock, bounds_.whole, [&] {
         return std::all_of(pausing_.begin(), pausing_.end(), unused) &&
                std::all_of(resuming_.begin(), resuming_.end(), unused);

@@ -71,7 +71,8 @@ class Transition {
   void abort();  // leaves the queues, and undoes all steps that run() has not committed
 
  private:
-  using Transfers = std::vector<std::unique_ptr<Transfer>>;  // False: the deadline has passed.
+  using Transfers = std::vector<std::unique_ptr<Transfer>>;
+  // False: the deadline has passed.
   template <typename Ready>
   bool wait_until(std::unique_lock<std::mutex>& lock, Deadline deadline, Ready ready) const;
   void wait_for_attached(std::unique_lock<std::mutex>& lock) const;

@@ -11,14 +11,14 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-
-from memsaver.ray import placement
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .recipes import MIB, Recipe
 
 _runs = itertools.count()
 _ANSWER_S = 60.0  # an actor that answers later counts as lost if another has died
 _POLL_S = 0.05
+_ROOM_S = 60.0  # the wait for free resources
 _RETURN_S = 60.0  # the wait for the memory of dead actors
 
 
@@ -29,8 +29,22 @@ class Workers:
         """`kinds`: the class of each role's actors."""
         self._kinds, self._options, self._recipe = kinds, options, recipe
         each = options.ranks_per_gpu
-        self._placement, gpus = placement(ranks=options.ranks // each, roles=len(kinds) * each)
-        self._placed = [gpus[rank // each] for rank in range(options.ranks)]
+        roles, on_gpu = len(kinds) * each, ray.cluster_resources().get("GPU", 0) > 0
+        bundle = {"CPU": float(roles), **({"GPU": 1.0} if on_gpu else {})}
+        self._placement = ray.util.placement_group([bundle] * (options.ranks // each))
+        if not self._placement.wait(_ROOM_S):
+            ray.util.remove_placement_group(self._placement)
+            raise RuntimeError(
+                f"no room for {options.ranks // each} times {bundle}: {ray.available_resources()} are free"
+            )
+        self._placed = [
+            {
+                "num_cpus": 1,
+                "num_gpus": 10_000 // roles / 10_000 if on_gpu else 0,  # Ray's shares have four digits
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._placement, rank // each),
+            }
+            for rank in range(options.ranks)
+        ]
         self.sharers = options.ranks if options.device == "cpu" else each
         # The size identifies a device of the host driver: each run gets a device of its own.
         self._host_device = recipe.host_device_bytes + (os.getpid() + next(_runs)) % 32 * 2 * MIB

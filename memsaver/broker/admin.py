@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from memsaver.broker import discovery, job, protocol
+from memsaver.broker import discovery, protocol
 from memsaver.broker.protocol import Message, RefusedError
 from memsaver.errors import BrokerError, Error
 
@@ -23,11 +23,8 @@ class AdminClient:
         self._channel = discovery.connect(path)
         self._channel.settimeout(_TIMEOUT_S)
         self._serial = 0
-        own, number, pid = job.current(), secrets.randbits(63), os.getpid()
-        fields = own.client_proof(number, pid, path.stem) if own is not None else {}
-        welcome = self._exchange(Message("hello", (protocol.VERSION, number, pid), path.stem, fields=fields), "welcome")
-        if own is not None and not job.contains(welcome.fields, own.broker_proof(number, pid, path.stem)):
-            raise self._error(f"does not prove that it has the secret in {job.VARIABLE} of this process")
+        hello = Message("hello", (protocol.VERSION, secrets.randbits(63), os.getpid()), path.stem)
+        welcome = self._exchange(hello, "welcome")
         try:
             protocol.check_welcome(welcome)
         except ValueError as error:

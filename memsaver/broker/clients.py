@@ -1,16 +1,24 @@
-"""A client of the broker: its connection, its process, its chunks, and its last report."""
+"""Clients of the broker, chunks of physical memory as the pool records them, and attachments to them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memsaver.broker.chunks import Chunk
+from memsaver import _core
 from memsaver.broker.connection import Connection
 from memsaver.broker.monitor import Process
 from memsaver.broker.protocol import Message
 from memsaver.process_names import UNKNOWN, given_name, process_name
+
+if TYPE_CHECKING:
+    from memsaver.broker.queue import Demand
+
+CLASSES: tuple[int, ...] = _core.CHUNK_CLASSES  # bytes, largest first
+CLASS_NAMES = ", ".join(map(str, CLASSES))
+PAGE = CLASSES[-1]
+SEVERAL = -1  # no client has this id
 
 
 @dataclass(eq=False)
@@ -59,6 +67,32 @@ class Client:
         """Sends a message with copies of ``files``. A disconnected client gets nothing."""
         if self.connection is not None:
             self.connection.send(message, files)
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Physical memory. The descriptor ``file`` keeps it allocated."""
+
+    id: int  # random, and the same under the next broker
+    size: int
+    file: int
+    holder: Client | None = None
+    demand: Demand | None = None  # the demand that this chunk was granted to, while it is held
+    importers: set[Client] = field(default_factory=set)  # clients with a handle
+    writer: int | None = None  # the id of the client whose bytes it holds, or SEVERAL; None: zeros of the driver
+    attachments: int = 0
+    is_leaving: bool = False  # to the driver, once no client has a handle
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """The use of an owner's chunks by another process."""
+
+    id: int
+    owner: Client
+    pid: int  # of the attached process
+    chunks: list[Chunk]
+    is_restored: bool = False  # made under an earlier broker
 
 
 Clients = dict[int, Client]  # by id

@@ -29,7 +29,7 @@ class Connection:
         channel.setblocking(False)
         self.channel = channel
         credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        self.pid, self.uid, _ = _CREDENTIALS.unpack(credentials)
+        self.pid, _, _ = _CREDENTIALS.unpack(credentials)
         self.client: Client | None = None  # None: no `hello` yet, or its session has ended
         self.process: Process  # of the peer, set when the server accepts it
         self.is_ended = False  # the server closes it in this turn of the loop, and reads no more messages

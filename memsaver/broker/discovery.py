@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import stat
 import struct
 import time
 from pathlib import Path
 
-from memsaver.broker import job
 from memsaver.errors import BrokerError, ConfigError
 
 _LONGEST_PATH = 107  # bytes in the address of a Unix socket
@@ -20,6 +20,19 @@ _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 _LOCK_TRIES = 10
 _OF_JOB = "job-"
 _VARIABLE = "MEMSAVER_POOL_DIR"
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")  # short, since it is part of a socket's path
+
+
+def job() -> str | None:
+    """The name of this process's job, ``MEMSAVER_JOB``. None: it has none. Raises ConfigError for another text."""
+    name = os.environ.get("MEMSAVER_JOB")
+    if name is not None and not _JOB.fullmatch(name):
+        raise ConfigError(
+            f"MEMSAVER_JOB is {name!r}, expected a name of 1 to 32 letters, digits and '_.-', no sign first",
+            option="job",
+            value=name,
+        )
+    return name
 
 
 def root() -> Path:
@@ -36,8 +49,8 @@ def root() -> Path:
 
 def directory() -> Path:
     """The directory of the sockets for this process: of its job, if it has one. As ``root()``."""
-    own = job.current()
-    return root() if own is None else _own(root() / f"{_OF_JOB}{own.name}")
+    own = job()
+    return root() if own is None else _own(root() / f"{_OF_JOB}{own}")
 
 
 def elsewhere() -> list[Path]:

@@ -7,8 +7,7 @@ import logging
 import os
 
 from memsaver.broker import protocol
-from memsaver.broker.chunks import Chunk
-from memsaver.broker.clients import Client
+from memsaver.broker.clients import Chunk, Client
 from memsaver.broker.pool import Pool
 from memsaver.broker.protocol import MOST_CHUNKS, MalformedError, Message
 from memsaver.broker.queue import Demand, OverCapacityError

@@ -18,7 +18,6 @@ from typing import Protocol
 from memsaver.broker.attachments import Attachments
 from memsaver.broker.clients import Clients
 from memsaver.broker.discovery import Listener
-from memsaver.broker.job import Job
 from memsaver.broker.lending import Lending
 from memsaver.broker.monitor import ProcessMonitor
 from memsaver.broker.pool import RETRY_S, Memory, Pool
@@ -47,12 +46,9 @@ class BrokerLoop:
 
     - ``name``: ``"cuda:0"`` or ``"cpu"``.
     - ``linger_s``: time without clients after which it ends. None: it runs until a signal.
-    - ``job``: it serves clients of this job alone. None: all clients of the user.
     """
 
-    def __init__(
-        self, device: Device, name: str, capacity: int, listener: Listener, linger_s: float | None, job: Job | None
-    ) -> None:
+    def __init__(self, device: Device, name: str, capacity: int, listener: Listener, linger_s: float | None) -> None:
         clients: Clients = {}
         self._name = name
         self._uuid = device.uuid()
@@ -68,7 +64,7 @@ class BrokerLoop:
         self._status = StatusReporter(self._pool, clients, self._monitor, device, name, self._uuid, self._reclaim)
         attachments = Attachments(self._pool, clients, self._monitor, name)
         self._sessions = Sessions(
-            self._uuid, job, clients, self._pool, self._monitor, self._lending, attachments, self._status, self._reclaim
+            self._uuid, clients, self._pool, self._monitor, self._lending, attachments, self._status, self._reclaim
         )
         self._server = Server(listener, self._selector, self._sessions)
 
@@ -104,16 +100,13 @@ class BrokerLoop:
         is_due, is_due_soon = self._lending.serve()
         now = time.monotonic()
         self._reclaim.step(now)
-        self._server.close_late(now)
         self._status.answer(now)
         self._server.flush()
         waits = [0.0] if is_due else []
         if is_due_soon or self._server.has_unsent:
             waits.append(RETRY_S)
         waits += [
-            deadline - now
-            for part in (self._status, self._monitor, self._server, self._reclaim)
-            for deadline in part.deadlines()
+            deadline - now for part in (self._status, self._monitor, self._reclaim) for deadline in part.deadlines()
         ]
         if self._linger_s is not None and not self._has_users():
             waits.append(self._sessions.user_seen_at + self._linger_s - now)

@@ -19,8 +19,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from memsaver.broker.chunks import CLASS_NAMES, CLASSES, SEVERAL, Attachment, Chunk
-from memsaver.broker.clients import Client
+from memsaver.broker.clients import CLASS_NAMES, CLASSES, SEVERAL, Attachment, Chunk, Client
 from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError
 from memsaver.broker.queue import Demand, DemandQueue, Part
 from memsaver.errors import DriverError

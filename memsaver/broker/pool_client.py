@@ -92,14 +92,13 @@ def connect(device: str) -> None:
         if not _core.connected(device):
             uuid = _core.device_uuid(device)
             path = daemon.ensure(uuid, device, _capacity)
-            proofs = _proofs(device, uuid)
             try:
-                _core.connect(device, str(path), *proofs)
+                _core.connect(device, str(path))
             except BrokerError:
                 if discovery.accepts(path):
                     raise
                 # The broker was shutting down.
-                _core.connect(device, str(daemon.ensure(uuid, device, _capacity)), *proofs)
+                _core.connect(device, str(daemon.ensure(uuid, device, _capacity)))
 
 
 def _serve_ledger() -> None:
@@ -110,17 +109,6 @@ def _serve_ledger() -> None:
         thread.start()
         atexit.register(caches.stop, thread)
         _has_thread = True
-
-
-def _proofs(device: str, uuid: str) -> tuple[list[int], ...]:
-    """The proofs of their job that this process and its broker have to send to each other."""
-    from memsaver.broker import job
-
-    own, client, pid = job.current(), _core.pool_client(device), os.getpid()
-    if own is None:
-        return ()
-    proofs = own.client_proof(client, pid, uuid), own.broker_proof(client, pid, uuid)
-    return tuple(list(proof.values()) for proof in proofs)
 
 
 def open_sentinel() -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import array
-import itertools
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memsaver import _core
 
 KINDS: dict[str, int] = _core.MESSAGES
 REFUSALS: dict[str, int] = _core.REFUSALS
-FIELDS: dict[str, int] = _core.FIELDS
 VERSION: int = _core.PROTOCOL_VERSION
 LONGEST_PACKET: int = _core.LONGEST_PACKET
 MOST_DESCRIPTORS: int = _core.MOST_DESCRIPTORS
@@ -26,8 +24,7 @@ BACKUPS: tuple[str, ...] = _core.BACKUPS
 
 _NAMES = {number: name for name, number in KINDS.items()}
 _REFUSAL_NAMES = {number: name for name, number in REFUSALS.items()}
-_FIELD_NAMES = {number: name for name, number in FIELDS.items()}
-_HEAD = struct.Struct("<III")
+_HEAD = struct.Struct("<II")
 _WORD_BYTES = 8
 _KERNEL_MOST_DESCRIPTORS = 253
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_KERNEL_MOST_DESCRIPTORS * array.array("i").itemsize)
@@ -36,7 +33,7 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(_KERNEL_MOST_DESCRIPTORS * array.array("i")
 _SHAPES = {
     "hello": (3, 0, 0), "sentinel": (0, 0, 0), "inventory": (0, 2, 0), "restore": (2, 1, 0), "attachments": (0, 1, 0),
     "demand": (1, 3, 1), "exchange": (1, 3, 1), "close": (1, 0, 0), "give_back": (0, 2, 0), "dropped": (0, 1, 0),
-    "usage": (1, 0, 0), "status": (1, 0, 0), "report": (0, 5, 0), "attach": (4, 0, 0),
+    "usage": (1, 0, 0), "status": (1, 0, 0), "report": (1, 5, 0), "attach": (4, 0, 0),
     "attach_reply": (3, 3, 0), "detach": (1, 0, 0), "trim": (2, 0, 0),
     "ledger": (0, 0, 0), "reclaimed": (2, 0, 0),
 }  # fmt: skip
@@ -68,22 +65,16 @@ class ExhaustedError(RefusedError):
 
 @dataclass(slots=True)
 class Message:
-    """One message. Its receiver closes the files, or takes them out of the list.
-
-    ``fields``: optional fields by name. Unknown ones of a received message are left out.
-    """
+    """One message. Its receiver closes the files, or takes them out of the list."""
 
     kind: str  # a key of KINDS; of a received message also "kind NUMBER"
     words: Sequence[int] = ()
     text: str = ""
     files: list[int] = field(default_factory=list)
-    fields: Mapping[str, int] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        fields = itertools.chain.from_iterable((FIELDS[name], value) for name, value in self.fields.items())
-        words = (*self.words, *fields)
-        head = _HEAD.pack(KINDS[self.kind], len(self.words), len(self.fields))
-        return head + struct.pack(f"<{len(words)}Q", *words) + self.text.encode()
+        head = _HEAD.pack(KINDS[self.kind], len(self.words))
+        return head + struct.pack(f"<{len(self.words)}Q", *self.words) + self.text.encode()
 
     def close(self) -> None:
         while self.files:
@@ -177,19 +168,13 @@ def _close(files: array.array[int]) -> None:
 def _decode(packet: bytes) -> Message:
     if len(packet) < _HEAD.size:
         raise MalformedError(f"a packet has {len(packet)} bytes, expected at least {_HEAD.size}")
-    number, count, field_count = _HEAD.unpack_from(packet)
+    number, count = _HEAD.unpack_from(packet)
     kind = _NAMES.get(number, f"kind {number}")
-    word_count = count + 2 * field_count
-    text_at = _HEAD.size + word_count * _WORD_BYTES
+    text_at = _HEAD.size + count * _WORD_BYTES
     if text_at > len(packet):
-        raise MalformedError(
-            f"{kind!r} announces {count} words and {field_count} fields in a packet of {len(packet)} bytes"
-        )
+        raise MalformedError(f"{kind!r} announces {count} words in a packet of {len(packet)} bytes")
     try:
         text = packet[text_at:].decode()
     except UnicodeDecodeError as error:
         raise MalformedError(f"the text of {kind!r} is not UTF-8: {error}") from None
-    words = struct.unpack_from(f"<{word_count}Q", packet, _HEAD.size)
-    pairs = zip(words[count::2], words[count + 1 :: 2])
-    fields = {_FIELD_NAMES[number]: value for number, value in pairs if number in _FIELD_NAMES}
-    return Message(kind, words[:count], text, fields=fields)
+    return Message(kind, struct.unpack_from(f"<{count}Q", packet, _HEAD.size), text)

@@ -8,8 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memsaver.broker.chunks import CLASS_NAMES, CLASSES, PAGE
-from memsaver.broker.clients import Client
+from memsaver.broker.clients import CLASS_NAMES, CLASSES, PAGE, Client
 from memsaver.broker.protocol import MalformedError
 from memsaver.errors import gib
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import os
 import selectors
-import time
 
 from memsaver.broker.connection import Connection
 from memsaver.broker.discovery import Listener
@@ -21,12 +19,7 @@ _PID_NAMESPACE = (
     "job of its own (MEMSAVER_JOB)"
 )
 MOST_MESSAGES = 256  # read from one client in a turn of the loop, so that no client holds up the others
-MOST_STRANGERS = 256  # connections before their `hello`. They may be of another job, and must not exhaust the broker
-# In a turn of the loop. A `hello` that has arrived is read in the turn after its connection was accepted, so half of
-# the most strangers at once do not displace a connection whose `hello` is there.
-MOST_ACCEPTED = MOST_STRANGERS // 2
-STRANGER_S = 10.0  # time for the `hello`
-_LOG_S = 1.0  # between two lines about strangers, which could fill the disk
+_MOST_ACCEPTED = 128  # in a turn of the loop
 
 
 class Server:
@@ -37,9 +30,6 @@ class Server:
         self._listener = listener
         self._selector = selector
         self._sessions = sessions
-        self._strangers: dict[Connection, float] = {}  # until their `hello`, with the time of their end; oldest first
-        self._unlogged = 0  # refused strangers since the last line about one
-        self._logged_at = -_LOG_S
         self._writing: set[Connection] = set()  # with unsent packets: watched for EVENT_WRITE as well
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # closed to accept one when descriptors run out
         selector.register(listener.channel, selectors.EVENT_READ, lambda _: self.accept())
@@ -50,8 +40,8 @@ class Server:
         return bool(self._writing)
 
     def accept(self) -> None:
-        """Accepts waiting connections, ``MOST_ACCEPTED`` at most. Refuses the oldest strangers if they are too many."""
-        for _ in range(MOST_ACCEPTED):
+        """Accepts waiting connections, ``_MOST_ACCEPTED`` at most."""
+        for _ in range(_MOST_ACCEPTED):
             try:
                 channel, _address = self._listener.channel.accept()
             except BlockingIOError:
@@ -80,11 +70,7 @@ class Server:
                 connection.close()
                 continue
             self.connections[connection] = None
-            self._strangers[connection] = time.monotonic() + STRANGER_S
             self._selector.register(channel, selectors.EVENT_READ, lambda mask, c=connection: self._ready(c, mask))
-            if len(self._strangers) > MOST_STRANGERS:
-                text = f"{MOST_STRANGERS} later connections wait for their first message"
-                self._refuse(next(iter(self._strangers)), "exhausted", text)
 
     def flush(self) -> None:
         """Watches the sockets with unsent packets for EVENT_WRITE, and the others no longer."""
@@ -94,14 +80,6 @@ class Server:
                 key = self._selector.get_key(connection.channel)
                 self._selector.modify(connection.channel, events, key.data)
                 (self._writing.add if connection.has_unsent else self._writing.discard)(connection)
-
-    def deadlines(self) -> list[float]:
-        return list(itertools.islice(self._strangers.values(), 1))
-
-    def close_late(self, now: float) -> None:
-        """Refuses the strangers that have sent no ``hello`` in time."""
-        for connection in [each for each, deadline in self._strangers.items() if deadline <= now]:
-            self._refuse(connection, "exhausted", f"no 'hello' has come within {STRANGER_S:g} s")
 
     def close_ended(self) -> None:
         """Closes the connections of exited processes, and those whose sessions have been replaced."""
@@ -116,27 +94,15 @@ class Server:
 
     def _close(self, connection: Connection) -> None:
         del self.connections[connection]
-        self._strangers.pop(connection, None)
         self._writing.discard(connection)
         self._selector.unregister(connection.channel)
         connection.close()
         self._sessions.disconnect(connection)
 
     def _refuse(self, connection: Connection, code: str, text: str) -> None:
-        self._log_refusal(connection, code, text)
+        log.warning("process %d is refused (%s): %s", connection.pid, code, text)
         connection.refuse(code, text)
         self._close(connection)
-
-    def _log_refusal(self, connection: Connection, code: str, text: str) -> None:
-        now = time.monotonic()
-        if connection in self._strangers:
-            if now < self._logged_at + _LOG_S:
-                self._unlogged += 1
-                return
-            if self._unlogged:
-                log.warning("%d more were refused before their first message", self._unlogged)
-            self._logged_at, self._unlogged = now, 0
-        log.warning("process %d is refused (%s): %s", connection.pid, code, text)
 
     def _refuse_one(self) -> None:
         """Refuses one waiting connection because there are no free descriptors. The others are still served."""
@@ -172,7 +138,6 @@ class Server:
             kind = message.kind
             try:
                 self._sessions.handle(connection, message)
-                self._strangers.pop(connection, None)
             finally:
                 message.close()
         except (BlockingIOError, InterruptedError):

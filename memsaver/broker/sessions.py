@@ -6,7 +6,6 @@ A client's chunks survive its session: see ``Client``. They are reclaimed when n
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 
@@ -14,7 +13,6 @@ from memsaver.broker import protocol
 from memsaver.broker.attachments import Attachments
 from memsaver.broker.clients import Client, Clients
 from memsaver.broker.connection import Connection
-from memsaver.broker.job import VARIABLE, Job, contains
 from memsaver.broker.lending import Lending
 from memsaver.broker.monitor import Process, ProcessMonitor
 from memsaver.broker.pool import Pool
@@ -30,12 +28,11 @@ _WITHOUT_SENTINEL = {"sentinel", "usage", "status", "report", "ledger", "trim", 
 
 
 class Sessions:
-    """The sessions of a broker's clients. ``uuid``: of the device. ``job``: of the broker, or None."""
+    """The sessions of a broker's clients. ``uuid``: of the device."""
 
     def __init__(
         self,
         uuid: str,
-        job: Job | None,
         clients: Clients,
         pool: Pool,
         monitor: ProcessMonitor,
@@ -46,7 +43,6 @@ class Sessions:
     ) -> None:
         self.user_seen_at = time.monotonic()  # when a client that may use memory was disconnected last
         self._uuid = uuid
-        self._job = job
         self._clients = clients
         self._pool = pool
         self._monitor = monitor
@@ -114,15 +110,12 @@ class Sessions:
 
     def _begin(self, connection: Connection, message: Message) -> None:
         """Begins a session with its first message."""
-        if connection.uid != os.getuid():
-            raise RefusedError(f"this broker serves user {os.getuid()}, not {connection.uid}", "user")
         if message.kind != "hello" or not message.words:
             raise MalformedError(f"the first message is {message.kind!r}, expected 'hello' with its words")
         # Before the other words, which may be those of a protocol that this broker does not define.
         protocol.check_version(message.words[0])
         protocol.check_shape(message)
         _, client_id, pid = message.words
-        proof = self._check_job(message)
         if message.text != self._uuid:
             raise RefusedError(f"this broker serves device {self._uuid}, not {message.text}", "device")
         if pid != connection.pid:
@@ -145,23 +138,7 @@ class Sessions:
         client.connection = connection
         client.inventory = set()
         connection.client = client
-        client.send(Message("welcome", (protocol.VERSION, self._pool.capacity), fields=proof))
-
-    def _check_job(self, message: Message) -> dict[str, int]:
-        """Checks that the client of a ``hello`` belongs to the broker's job. Returns the broker's own proof.
-
-        It comes before all checks whose refusals tell something about the pool or its clients.
-        """
-        if self._job is None:
-            return {}
-        identity = message.words[1], message.words[2], message.text
-        if not contains(message.fields, self._job.client_proof(*identity)):
-            raise RefusedError(
-                "this broker serves one job, and the client has not proven that it belongs to it: start both with the "
-                f"same {VARIABLE}, and with a memsaver that has this option",
-                "user",
-            )
-        return self._job.broker_proof(*identity)
+        client.send(Message("welcome", (protocol.VERSION, self._pool.capacity)))
 
     def _end(self, connection: Connection) -> None:
         """Ends a session: its demands, requests and reports. The client keeps its chunks."""

@@ -166,7 +166,7 @@ class StatusReporter:
         client.send(Message("usage", (message.words[0], self._pool.available_bytes(), self._pool.capacity, *holders)))
 
     def report(self, client: Client, message: Message) -> None:
-        words = message.words
+        has_ledger, *words = message.words
         tags = message.text.split("\n") if words else []
         if len(words) != 5 * len(tags):
             raise MalformedError(f"a report has {len(words) // 5} rows and {len(tags)} tags")
@@ -182,7 +182,7 @@ class StatusReporter:
         client.report = rows
         client.reported_at = time.monotonic()
         client.queried_at = None
-        if message.fields.get("ledger") and client.ledger_queried_at is None:
+        if has_ledger and client.ledger_queried_at is None:
             client.ledger_queried_at = client.reported_at
         # A client whose ledger missed the last deadline is not waited for: a thread of it may hold the GIL for long.
         announced_at = client.ledger_queried_at

@@ -9,8 +9,8 @@ except ModuleNotFoundError as error:
 if not _distributed.is_available():
     raise ModuleNotFoundError("memsaver.distributed needs torch.distributed, which this build of torch does not have")
 
-from memsaver.distributed.errors import LostRankError
 from memsaver.distributed.group import Group
+from memsaver.distributed.messages import LostRankError
 from memsaver.turns.members import AsyncColocated, Colocated, Ready
 from memsaver.turns.turn import Turn
 

@@ -19,8 +19,7 @@ from memsaver.distributed.liveness import Heart, Watch, identity
 from memsaver.distributed.liveness import hello as hello_of
 from memsaver.distributed.messages import dumps
 from memsaver.distributed.part import Part
-from memsaver.distributed.reports import Activity, Collector, Reporter
-from memsaver.distributed.silence import Silence
+from memsaver.distributed.reports import Activity, Collector, Reporter, Silence
 from memsaver.errors import Error
 from memsaver.policies import READERS_S, TurnBackup, TurnRestore, seconds
 from memsaver.turns.plan import Phases, Plan, check_mapping

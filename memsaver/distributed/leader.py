@@ -14,10 +14,9 @@ from memsaver.distributed.ranks import Processes, StoreRank, ranks_of
 from memsaver.distributed.reports import Collector
 from memsaver.errors import Error, WaitTimeoutError
 from memsaver.guests.store import Pace
-from memsaver.turns.plan import Plan
+from memsaver.turns.plan import Plan, TurnOptions
 from memsaver.turns.ranks import Rank
-from memsaver.turns.turn import Turn, TurnOptions, TurnReport
-from memsaver.turns.turns import Turns
+from memsaver.turns.turn import Turn, TurnReport, Turns
 
 
 class Leader:

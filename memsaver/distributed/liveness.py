@@ -13,9 +13,8 @@ from typing import Any
 
 from memsaver._results import daemon
 from memsaver.broker import procfs
-from memsaver.distributed.errors import LostRankError
 from memsaver.distributed.link import Link
-from memsaver.distributed.messages import loads
+from memsaver.distributed.messages import LostRankError, loads
 from memsaver.errors import Error
 
 _BEAT_S = 1.0

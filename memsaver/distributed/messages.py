@@ -8,9 +8,26 @@ from dataclasses import asdict
 from typing import Any
 
 from memsaver import errors
-from memsaver.distributed.errors import LostRankError
 from memsaver.transitions import Transition
 from memsaver.turns.members import Ready
+
+
+class LostRankError(errors.Error):
+    """The process of a rank has ended, or its host cannot be reached.
+
+    Attributes:
+        process: The rank of the process in torch.distributed.
+
+    Examples:
+        >>> try:
+        ...     raise memsaver.distributed.LostRankError("rank 3 has ended", process=3)
+        ... except memsaver.Error as error:
+        ...     print(error.process, error)
+        3 rank 3 has ended
+    """
+
+    process: int
+
 
 _RESULTS: dict[str, Callable[..., Any]] = {"Transition": Transition, "Ready": Ready}
 _ERRORS: dict[str, type[Exception]] = {

@@ -6,21 +6,20 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from memsaver.distributed.link import Inbox, Link, Outbox
 from memsaver.distributed.liveness import Watch, hello
 from memsaver.distributed.messages import loads
-from memsaver.distributed.reports import Activity, name_of_method
-from memsaver.distributed.silence import Silence
+from memsaver.distributed.reports import Activity, Silence, name_of_method
 from memsaver.errors import Error, WaitTimeoutError
 from memsaver.guests.store import Pace
 from memsaver.turns.ranks import settled
-from memsaver.turns.reports import stacks_if_stuck
 
 log = logging.getLogger("memsaver")
 
+_T = TypeVar("_T")
 _Member = tuple[str, int]  # its role, and its index among the members of the role in this process
 
 
@@ -61,8 +60,7 @@ class Part:
         self._activity.begin(f"waits for the other ranks in enter({phase!r})")
         try:
             self._send({"turn": number, **entry})
-            with stacks_if_stuck(None if until is None else until - time.monotonic()):
-                return self._serve(number, phase, until)
+            return self._serve(number, phase, until)
         except _LostLeaderError as lost:
             self.broken = str(lost)
             text, report = f"phase {phase!r} could not be entered: {lost}{self._settle(number)}", self._silence.report
@@ -100,19 +98,19 @@ class Part:
                     message = f"phase {phase!r} could not be entered: {text}"
                     raise Error(message, phase=phase, role=None, rank=0) from cause
                 if late:
-                    self._report_silence(number, phase)
+                    self._reached(self._silence.look, number, phase)
                 pace.sleep()
             begun = True
             if command.get("end") == "failed":
                 raise _FailedTurnError(command["error"], command["cause"])
             if command.get("end") == "done":
-                result = loads(self._reached("result") or b"")
+                result = loads(self._reached(self._link.get, "result") or b"")
                 return dict(result["fields"])
             self._answer(command)
 
     def _next(self, number: int, phase: str) -> dict[str, Any] | None:
         """The next message of the leader in this turn. None: there is none yet."""
-        self._messages += self._inbox.take(self._reached(self._inbox.key))
+        self._messages += self._inbox.take(self._reached(self._link.get, self._inbox.key))
         while self._messages:
             message = self._messages.popleft()
             if message["turn"] == number:
@@ -170,33 +168,22 @@ class Part:
                 self._end_prepared(method)
                 raise
 
-    def _report_silence(self, number: int, phase: str) -> None:
-        try:
-            self._silence.look(number, phase)
-        except Error as error:
-            raise _LostLeaderError(str(error)) from error
-
     def _leader_has_begun(self, number: int) -> bool:
-        found = self._reached("decision")
+        found = self._reached(self._link.get, "decision")
         return found is not None and found.decode().startswith(f"{number} ")
 
     def _leader_identity(self) -> dict[str, Any] | None:
         if self._leader is None:
-            try:
-                self._leader = hello(self._link, 0)
-            except Error as error:
-                raise _LostLeaderError(str(error)) from error
+            self._leader = self._reached(hello, self._link, 0)
         return self._leader
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        try:
-            self._outbox.send(dict(message), self._inbox.read)
-        except Error as error:
-            raise _LostLeaderError(str(error)) from error
+        self._reached(self._outbox.send, dict(message), self._inbox.read)
 
-    def _reached(self, key: str) -> bytes | None:
+    def _reached(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Calls a function that needs the store."""
         try:
-            return self._link.get(key)
+            return function(*args)
         except Error as error:
             raise _LostLeaderError(str(error)) from error
 

@@ -22,6 +22,7 @@ from memsaver.turns import reports
 
 log = logging.getLogger("memsaver")
 
+_SILENT_S = 3.0  # without a heartbeat of rank 0, which sends one a second
 _PARTS_S = 4.0  # bound of the wait for the parts: a process looks for requests once a second
 
 
@@ -108,26 +109,51 @@ class Collector:
     def _lines(self, parts: Mapping[int, Mapping[str, str]], waited: float) -> Sequence[str]:
         lines: list[str] = []
         for process in range(self._count):
-            hello = self._hello(process)
-            lines += ["", f"== rank {process}, {_where(hello)} =="]
+            lines += ["", f"== rank {process}, {_where(self._hello(process))} =="]
             if process in parts:
                 lines += [f"it {parts[process]['doing']}", parts[process]["text"]]
             else:
-                lines += [f"it has sent no part within {waited:.1f} s", *self._native_stacks(hello)]
+                why = "it is stopped, or a native call holds the GIL"
+                lines.append(f"it has sent no part within {waited:.1f} s: {why}")
         return lines
 
-    def _native_stacks(self, hello: Mapping[str, Any] | None) -> Sequence[str]:
-        """The stacks that a process on this host has written without the GIL."""
-        mine = self._hello(self._process)
-        if hello is None or mine is None:
-            return []
-        try:
-            path = reports.native_path(hello["pid"])
-            if hello["host"] != mine["host"]:
-                return [f"if a thread holds the GIL, the stacks are on its host in {path.name} of its report_dir"]
-            return ["stacks that faulthandler wrote:", *path.read_text(errors="replace").splitlines()]
-        except (Error, OSError):
-            return ["there are no stacks of faulthandler: the turn has no timeout there, or the process does not run"]
+
+class Silence:
+    """Watches the heartbeats of rank 0 from the deadline of a turn on.
+
+    Rank 0 writes the report of a turn. If a native call holds the GIL there, or if the process is stopped, no thread
+    of it runs. Then the first of the other ranks to notice writes the report.
+    """
+
+    def __init__(self, link: Link, process: int, collector: Collector) -> None:
+        self._link, self._process, self._collector = link, process, collector
+        self._beat: bytes | None = None
+        self._since: float | None = None  # when the last heartbeat was seen first; None: not read yet
+        self._reported = False
+        self.report: str | None = None
+        """The path of the report that this rank has written in this turn."""
+
+    def begin(self) -> None:
+        """A turn begins."""
+        self._since, self._reported, self.report = None, False, None
+
+    def look(self, number: int, phase: str) -> None:
+        """Writes the report of a turn, once, if rank 0 is silent. Raises memsaver.Error without the store."""
+        if self._process == 0 or self._reported:
+            return
+        beat, now = self._link.get("beat/0"), time.monotonic()
+        if self._since is None or beat != self._beat:
+            self._beat, self._since = beat, now
+            return
+        if now - self._since < _SILENT_S:
+            return
+        self._reported = True
+        if self._link.exchange(f"reporter/{number}", "", str(self._process)) != str(self._process):
+            return  # another rank writes it
+        text = f"the turn to phase {phase!r} is late: rank 0, which leads it, has sent no heartbeat for"
+        text = f"{text} {now - self._since:.1f} s"
+        self.report = self._collector.collect(text).path
+        log.error("%s; report: %s", text, self.report if self.report is not None else "none could be written")
 
 
 def _where(hello: Mapping[str, Any] | None) -> str:

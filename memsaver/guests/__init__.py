@@ -4,18 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memsaver.guests.host_cache import HostCache
     from memsaver.guests.process_groups import ProcessGroups
-    from memsaver.guests.stacks import Stacks
     from memsaver.guests.workspaces import Workspaces
 
 _MODULES = {
-    "HostCache": "memsaver.guests.host_cache",
     "ProcessGroups": "memsaver.guests.process_groups",
-    "Stacks": "memsaver.guests.stacks",
     "Workspaces": "memsaver.guests.workspaces",
 }
-__all__ = ["HostCache", "ProcessGroups", "Stacks", "Workspaces"]
+__all__ = ["ProcessGroups", "Workspaces"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,15 +7,12 @@ no row explains is ``"unknown"`` in a process whose bytes the driver lists, else
 
 from __future__ import annotations
 
-from memsaver.ledger import torch_memory
-from memsaver.ledger.measurements import Measurement, measure_context, measured
-from memsaver.ledger.messages import decoded, encoded
-from memsaver.ledger.pools import of_device, of_pool
-from memsaver.ledger.readings import for_error, read, serve
-from memsaver.ledger.rows import Ledger, LedgerRow
-from memsaver.ledger.text import described, lines
+from memsaver.ledger.accounts import of_device, of_pool
+from memsaver.ledger.messages import decoded, encoded, for_error, read, serve
+from memsaver.ledger.own import measure_context, measured
+from memsaver.ledger.rows import Ledger, LedgerRow, described, lines
 
 __all__ = [
-    "Ledger", "LedgerRow", "Measurement", "decoded", "described", "encoded", "for_error", "lines", "measure_context",
-    "measured", "of_device", "of_pool", "read", "serve", "torch_memory",
+    "Ledger", "LedgerRow", "decoded", "described", "encoded", "for_error", "lines", "measure_context",
+    "measured", "of_device", "of_pool", "read", "serve",
 ]  # fmt: skip

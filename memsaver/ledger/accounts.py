@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from memsaver.ledger.rows import Ledger, LedgerRow, Part
 from memsaver.process_names import process_name
@@ -45,6 +46,7 @@ class PoolTotal:
     total_bytes: int
 
 
+Own = tuple[Device, Report]  # the driver's figures, and the report of this process
 _COUNTED = {"region", "retained", "pool held", "pool idle"}  # kinds of rows that memsaver counts itself
 
 
@@ -115,3 +117,40 @@ def _reduced(rows: list[LedgerRow], excess: int) -> list[LedgerRow]:
         left[at] = replace(rows[at], bytes=rows[at].bytes - taken)
         excess -= taken
     return [row for row in left if row.bytes]
+
+
+def of_pool(status: Mapping[str, Any], mine: Own | None = None) -> Ledger:
+    """The ledger of a shared pool's device by the broker's status: see memsaver/broker/status.py.
+
+    ``mine``: the figures of this process, which take the place of its report and of the broker's own reading of the
+    device.
+    """
+    reports = [_report(client) for client in status["clients"] if mine is None or client["pid"] != mine[1].pid]
+    if mine is not None:
+        known = [client["name"] for client in status["clients"] if client["pid"] == mine[1].pid]
+        mine[1].name = next(iter(known), mine[1].name)
+        reports.append(mine[1])
+        device = mine[0]
+    else:
+        listed = status.get("device_memory") or {"used_bytes": None, "holdings": [], "lists_all": False}
+        device = Device(listed["used_bytes"], [tuple(each) for each in listed["holdings"]], listed["lists_all"])
+    pool = PoolTotal(status["pid"], "memsaver broker", status["total_bytes"])
+    return account(device, reports, pool)
+
+
+def of_device(used_bytes: int | None, holdings: Sequence[Holding], lists_all: bool) -> Ledger:
+    """The ledger of a device without a shared pool, by the driver's figures alone."""
+    return account(Device(used_bytes, holdings, lists_all), [], None)
+
+
+def _report(client: Mapping[str, Any]) -> Report:
+    if client["exited"]:
+        keeper = next(iter(client["kept_by"]), client)
+        return Report(keeper["pid"], keeper["name"], None, None, client["held_bytes"], exited=client["pid"])
+    known = client.get("ledger")
+    report = Report(client["pid"], client["name"], None, None, client["held_bytes"])
+    if known is not None:
+        regions = [("region", row["tag"], row["state"], row["mapped_bytes"]) for row in client["regions"]]
+        report.parts = [*regions, *(tuple(row) for row in known["rows"])]
+        report.imported = known["imported_bytes"]
+    return report

@@ -1,14 +1,22 @@
-"""The report of a process as a message."""
+"""The ledger of a device, read now, and the report of a process as a message."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from memsaver import _core
+from memsaver.errors import BrokerError
+from memsaver.ledger.accounts import account, of_pool
 from memsaver.ledger.own import own
+from memsaver.ledger.rows import Ledger, lines
 
+log = logging.getLogger("memsaver")
+
+STATUS_S = 1.0  # the longest wait for the broker's part
 MOST_ROWS = 100  # of one process in a message
 _LONGEST_TEXT = 100  # characters of a kind, a label or a state in a message
 _LARGEST = 1 << 62
@@ -20,7 +28,7 @@ def encoded(device: str) -> str:
 
     The smallest rows are joined if there are too many, or if their text is too long for a packet.
     """
-    found = own(device).report
+    found = own(device)[1]
     rows = sorted(([*_cut(part[:3]), part[3]] for part in found.parts or () if part[0] != "region"), key=_bytes_of)
     most = MOST_ROWS
     while True:
@@ -64,3 +72,37 @@ def decoded(text: str) -> dict[str, Any]:
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def read(device: str) -> Ledger:
+    """The ledger of a device, by the figures of this process and its pool's broker. Read again once if inconsistent."""
+    found = _read(device)
+    if not found.is_consistent:
+        found = _read(device)
+    return found
+
+
+def _read(device: str) -> Ledger:
+    status = None
+    if _core.in_pool(device):
+        try:
+            status = json.loads(_core.pool_status(device, STATUS_S))
+        except BrokerError as error:
+            log.debug("the ledger of %s is without its pool: %s", device, error)
+    mine = own(device)  # after the status, which may wait for the reports of other processes
+    return account(mine[0], [mine[1]], None) if status is None else of_pool(status, mine)
+
+
+def serve() -> None:
+    """Sends the report of this process to brokers that query it. Returns at the exit of the interpreter."""
+    while (device := _core.next_ledger_query()) is not None:
+        try:
+            _core.send_ledger(device, encoded(device))
+        except Exception as error:  # the broker is answered without a report
+            log.debug("no ledger of %s was sent: %r", device, error)
+
+
+def for_error(device: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of the ledger for an error, and its lines."""
+    found = read(device)
+    return [asdict(row) for row in found.rows], lines(found)

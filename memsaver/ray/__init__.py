@@ -1,4 +1,4 @@
-"""Ray actors that take turns on GPUs: base classes of actors, the group of all ranks, and their placement."""
+"""Ray actors that take turns on GPUs: base classes of actors, and the group of all ranks."""
 
 try:
     import ray as _ray  # noqa: F401
@@ -8,10 +8,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from memsaver.ray.group import Group
-from memsaver.ray.placement import BrokerAddress, device, placement, start_brokers
 from memsaver.turns.members import AsyncColocated, Colocated, Ready
 from memsaver.turns.turn import Turn
 
-__all__ = [
-    "AsyncColocated", "BrokerAddress", "Colocated", "Group", "Ready", "Turn", "device", "placement", "start_brokers",
-]  # fmt: skip
+__all__ = ["AsyncColocated", "Colocated", "Group", "Ready", "Turn"]

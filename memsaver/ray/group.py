@@ -11,8 +11,7 @@ from memsaver.ray.ranks import ActorRank
 from memsaver.ray.reports import Collector
 from memsaver.turns.plan import Phases, Plan
 from memsaver.turns.ranks import Rank
-from memsaver.turns.turn import Turn, TurnReport
-from memsaver.turns.turns import Turns
+from memsaver.turns.turn import Turn, TurnReport, Turns
 
 _LOOK_LONGER_S = 30.0
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -165,7 +167,7 @@ class Colocated:
         since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
         halves = _halves(self)
         turn = halves.begin()
-        ready = _ready(self, Colocated, tags, coming, backup)
+        ready = _ready(self, tags, coming, backup)
         if ready.halves:
             names = _existing(tags)
             if names:
@@ -216,10 +218,37 @@ class Colocated:
         log.warning("%s %d failed in a transition: %s", role, rank, error)
 
 
+class _InThread(Colocated):
+    """An async actor, as the methods of ``Colocated`` see it in a thread: its coroutines run in its event loop."""
+
+    def __init__(self, actor: AsyncColocated, loop: asyncio.AbstractEventLoop) -> None:
+        self.actor, self._loop = actor, loop
+
+    def colocated_drain(self, tags: Sequence[str]) -> None:
+        asyncio.run_coroutine_threadsafe(self.actor.colocated_drain(tags), self._loop).result()
+
+    def pause(self, *args: Any, **options: Any) -> Transition:
+        return asyncio.run_coroutine_threadsafe(self.actor.pause(*args, **options), self._loop).result()
+
+
+def _coroutine(method: Callable[..., _T]) -> Callable[..., Coroutine[Any, Any, _T]]:
+    """A method of ``Colocated`` as a coroutine. It runs in a thread of its own, which a cancellation does not stop."""
+
+    @functools.wraps(method)
+    async def run(self: AsyncColocated, *args: Any, **options: Any) -> _T:
+        member, context = _InThread(self, asyncio.get_running_loop()), contextvars.copy_context()
+        call = functools.partial(context.run, method, member, *args, **options)
+        # Not the event loop's executor, whose threads may all be busy.
+        return await asyncio.wrap_future(in_thread(call, "memsaver colocated"))
+
+    run.__doc__ = f"``Colocated.{method.__name__}()`` as a coroutine."
+    return run
+
+
 class AsyncColocated:
     """Base of an async actor with regions. Transitions run in threads, so the event loop is not blocked.
 
-    The methods are those of ``Colocated``, as coroutines.
+    The methods are those of ``Colocated``, as coroutines. A cancellation stops neither a drain nor a transition.
 
     Examples:
         >>> class Engine(memsaver.ray.AsyncColocated):
@@ -229,73 +258,16 @@ class AsyncColocated:
         ('weights',)
     """
 
-    async def pause(
-        self,
-        tags: Tags = None,
-        *,
-        backup: Backup = None,
-        timeout: float | None = None,
-        reader_timeout: float = READERS_S,
-    ) -> Transition:
-        """``Colocated.pause()`` as a coroutine."""
-        since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
-        names = _names(tags)
-        if names:
-            await self.colocated_drain(names)
-        return await memsaver.pause(names, backup=backup, wait=False, **_pause_options(bounds.left(since)))
-
-    async def resume(
-        self,
-        tags: Tags = None,
-        *,
-        restore: Restore = True,
-        timeout: float | None = None,
-        memory_timeout: float | None = None,
-    ) -> Transition:
-        """``Colocated.resume()`` as a coroutine."""
-        return await memsaver.resume(tags, restore=restore, timeout=timeout, memory_timeout=memory_timeout, wait=False)
+    pause = _coroutine(Colocated.pause)
+    resume = _coroutine(Colocated.resume)
+    colocated_prepare = _coroutine(Colocated.colocated_prepare)
+    colocated_commit = _coroutine(Colocated.colocated_commit)
+    colocated_abort = _coroutine(Colocated.colocated_abort)
+    colocated_pause = _coroutine(Colocated.colocated_pause)
+    colocated_failed = _coroutine(Colocated.colocated_failed)
 
     async def colocated_drain(self, tags: Sequence[str]) -> None:
         """``Colocated.colocated_drain()`` as a coroutine."""
-
-    async def colocated_prepare(
-        self,
-        tags: Sequence[str],
-        coming: Sequence[str] = (),
-        *,
-        backup: Backup = None,
-        timeout: float | None = None,
-        reader_timeout: float = READERS_S,
-    ) -> Ready:
-        """``Colocated.colocated_prepare()`` as a coroutine."""
-        since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
-        halves = _halves(self)
-        turn = await _in_thread(halves.begin)
-        ready = _ready(self, AsyncColocated, tags, coming, backup)
-        if ready.halves:
-            names = _existing(tags)
-            if names:
-                await self.colocated_drain(names)
-            kept = _of_names(backup, tags, names)
-            await _in_thread(lambda: halves.prepare(turn, names, kept, bounds.left(since)))
-        return ready
-
-    async def colocated_commit(self) -> Transition:
-        """``Colocated.colocated_commit()`` as a coroutine."""
-        return await _in_thread(_halves(self).commit)
-
-    async def colocated_abort(self) -> None:
-        """``Colocated.colocated_abort()`` as a coroutine."""
-        await _in_thread(_halves(self).abort)
-
-    async def colocated_pause(self, tags: Sequence[str], *, backup: Backup = None, **bounds: Any) -> Transition:
-        """``Colocated.colocated_pause()`` as a coroutine."""
-        names = _existing(tags)
-        return await self.pause(names, **_backup_option(_of_names(backup, tags, names)), **bounds)
-
-    async def colocated_failed(self, role: str, rank: int, error: Exception) -> None:
-        """``Colocated.colocated_failed()`` as a coroutine."""
-        log.warning("%s %d failed in a transition: %s", role, rank, error)
 
 
 class _Halves:
@@ -341,13 +313,18 @@ class _Halves:
 
 def _halves(actor: object) -> _Halves:
     """The actor's _Halves. Not made by an __init__, since derived classes need not call it."""
-    return actor.__dict__.setdefault("_colocated_halves", _Halves())
+    return _actor(actor).__dict__.setdefault("_colocated_halves", _Halves())
 
 
-def _ready(actor: object, base: type, tags: Sequence[str], coming: Sequence[str], backup: Backup) -> Ready:
-    # Ray's tracing wraps the methods of an actor's class.
+def _actor(member: object) -> object:
+    return member.actor if isinstance(member, _InThread) else member
+
+
+def _ready(member: object, tags: Sequence[str], coming: Sequence[str], backup: Backup) -> Ready:
+    actor = _actor(member)
+    # Ray's tracing wraps the methods of an actor's class, and AsyncColocated those of Colocated.
     methods = {name: inspect.unwrap(getattr(type(actor), name)) for name in ("colocated_pause", "pause")}
-    own = [name for name, method in methods.items() if method is not getattr(base, name)]
+    own = [name for name, method in methods.items() if method is not getattr(Colocated, name)]
     if own and tags and backup is not None and not _takes_backup(methods[own[0]]):
         raise TypeError(
             f"{type(actor).__name__}.{own[0]}() has no parameter 'backup', expected one: this turn pauses "
@@ -396,11 +373,3 @@ def _names(tags: Tags) -> list[str]:
 def _existing(tags: Sequence[str]) -> list[str]:
     known = {each.tag for each in regions.all_regions()} | _guests.tags()
     return [tag for tag in tags if tag in known]
-
-
-async def _in_thread(function: Callable[[], _T]) -> _T:
-    """Runs a function in a thread of its own, since all threads of the event loop's executor may be busy.
-
-    The cancellation of the caller does not stop the function.
-    """
-    return await asyncio.wrap_future(in_thread(function, "memsaver colocated"))

@@ -3,13 +3,76 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from memsaver.policies import READERS_S, Bounds, TurnBackup, TurnRestore, joined, several, turn_backups, turn_restores
-from memsaver.turns.turn import Backups, Restores, TurnOptions
+from memsaver.policies import (
+    READERS_S,
+    Bounds,
+    TurnBackup,
+    TurnRestore,
+    as_option,
+    joined,
+    several,
+    turn_backups,
+    turn_restores,
+)
 
 Phases = Mapping[str, Mapping[str, Iterable[str]]]
+Backups = dict[str, dict[str, str]]  # by role and tag
+Restores = dict[str, dict[str, bool]]  # by role and tag
+_HANDOVER_S = 60.0  # default bound of a resume's wait for memory that another rank releases in the same turn
+_COMPLETE_S = 30.0  # after a turn's timeout, ranks that have committed may take this long to complete their calls
+_ANSWER_S = 1.0  # after a turn's timeout, the ranks' own errors may take this long to arrive
+
+
+@dataclass(frozen=True)
+class TurnOptions:
+    """The options of one turn. Ranks are passed those that are not the defaults."""
+
+    bounds: Bounds
+    memory_timeout: float | None  # None: the default, which is longer for a hand-over
+    backup: Backups
+    restore: Restores
+    since: float
+
+    @property
+    def until(self) -> float | None:
+        """The time by ``time.monotonic()`` after which a rank without an answer fails the turn."""
+        return None if self.bounds.timeout is None else self.since + self.bounds.timeout + _ANSWER_S
+
+    @property
+    def completes_until(self) -> float | None:
+        """The time by ``time.monotonic()`` after which a turn stops to wait for ranks that have committed."""
+        return None if self.bounds.timeout is None else self.since + self.bounds.timeout + _COMPLETE_S
+
+    def restores(self, role: str, tag: str) -> bool:
+        return self.restore.get(role, {}).get(tag, True)
+
+    def of_pauses(self, role: str, tags: Sequence[str]) -> dict[str, Any]:
+        readers = self.bounds.reader_timeout
+        return {
+            **as_option("backup", self.backup.get(role, {}), tags),
+            **self._timeout(),
+            **({"reader_timeout": readers} if readers != READERS_S else {}),
+        }
+
+    def of_resumes(self, role: str, tags: Sequence[str], handover: bool) -> dict[str, Any]:
+        """``handover``: another rank may release the memory in the same turn."""
+        memory_timeout = self.memory_timeout
+        if memory_timeout is None and handover:
+            memory_timeout = _HANDOVER_S
+        unrestored = {tag: False for tag in tags if not self.restores(role, tag)}
+        return {
+            **as_option("restore", unrestored, tags),
+            **self._timeout(),
+            **({"memory_timeout": memory_timeout} if memory_timeout is not None else {}),
+        }
+
+    def _timeout(self) -> dict[str, Any]:
+        rest = self.bounds.left(self.since).timeout
+        return {} if rest is None else {"timeout": rest}
 
 
 class Plan:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import fcntl
 import logging
 import os
 import socket
@@ -14,7 +12,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from memsaver import _core, _results, config, ledger
@@ -23,15 +21,11 @@ from memsaver.errors import Error
 
 log = logging.getLogger("memsaver")
 
-_KEPT = 50  # reports in the directory, and as many files of stacks
-_OLD_S = 60.0  # age of a file of stacks that may be removed: its process has locked it by then
+_KEPT = 50  # reports in the directory
 _LAST = 20  # transitions in a part that have ended
 _LONGEST = 200_000  # characters of a part
-_STUCK_S = 2.0  # a thread that waits for the GIL has it within this time, unless a native call keeps it
-_OWN_THREADS = ("memsaver heart", "memsaver stacks")  # they wait
+_OWN_THREAD = "memsaver heart"  # it waits
 _files = threading.Lock()
-_cleared: set[Path] = set()  # directories without files of stacks that killed processes have left
-_native = threading.Lock()  # held by the turn that has faulthandler's timer
 
 
 def directory() -> Path:
@@ -83,35 +77,12 @@ def save(title: str, author: str, lines: Sequence[str]) -> str | None:
 
 
 def _remove_oldest(folder: Path) -> None:
-    for each in _by_age(folder, "turn-*.txt")[:-_KEPT]:
-        each.unlink(missing_ok=True)
-    _remove_stacks(folder)
-
-
-def _remove_stacks(folder: Path) -> None:
-    """Removes the files of stacks of processes that have ended: the empty ones, as of killed ranks, and the oldest."""
-    found = _by_age(folder, "stacks-*.txt")
-    for position, each in enumerate(found):
-        with contextlib.suppress(OSError):  # another process removes files too
-            status = each.stat()
-            is_one_of_the_oldest = position < len(found) - _KEPT
-            if time.time() - status.st_mtime > _OLD_S and (status.st_size == 0 or is_one_of_the_oldest):
-                file = os.open(each, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks no file that is read alone
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process is in a turn
-                    if os.path.samestat(os.fstat(file), each.lstat()):  # else a new process has its number
-                        each.unlink()
-                finally:
-                    os.close(file)
-
-
-def _by_age(folder: Path, pattern: str) -> list[Path]:
-    """The files, the oldest first."""
     ages: list[tuple[float, Path]] = []
-    for each in folder.glob(pattern):
-        with contextlib.suppress(FileNotFoundError):
+    for each in folder.glob("turn-*.txt"):
+        with contextlib.suppress(FileNotFoundError):  # another process removes files too
             ages.append((each.stat().st_mtime, each))
-    return [each for _, each in sorted(ages)]
+    for _, each in sorted(ages)[:-_KEPT]:
+        each.unlink(missing_ok=True)
 
 
 def part() -> str:
@@ -152,7 +123,10 @@ def call_of(member: object, methods: Collection[str]) -> str | None:
         if ident == threading.get_ident():
             continue
         for frame in [each for each, _ in traceback.walk_stack(innermost)][::-1]:
-            if frame.f_code.co_name in methods and frame.f_locals.get("self") is member:
+            if frame.f_code.co_name not in methods:
+                continue
+            caller = frame.f_locals.get("self")
+            if caller is member or getattr(caller, "actor", None) is member:  # that of an async member has a thread
                 code = innermost.f_code
                 place = f"{code.co_name}() at {os.path.basename(code.co_filename)}:{innermost.f_lineno}"
                 return f"is in {frame.f_code.co_name}(): {place}"
@@ -213,61 +187,8 @@ def _stacks() -> list[str]:
     main = threading.main_thread().ident
     lines: list[str] = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda each: each[0] != main):
-        if ident == threading.get_ident() or names.get(ident) in _OWN_THREADS:
+        if ident == threading.get_ident() or names.get(ident) == _OWN_THREAD:
             continue
         lines.append(f"  thread {names.get(ident, '?')!r}:")
         lines += [f"    {line}" for each in traceback.format_stack(frame) for line in each.rstrip().splitlines()]
     return lines
-
-
-def native_path(pid: int) -> Path:
-    """The file with the stacks that a process wrote while a thread held the GIL. Raises memsaver.Error."""
-    return directory() / f"stacks-{pid}.txt"
-
-
-@contextlib.contextmanager
-def stacks_if_stuck(seconds: float | None) -> Iterator[None]:
-    """Writes the stacks of all threads to ``native_path()`` if a thread holds the GIL after so many seconds.
-
-    faulthandler's thread does this without the GIL. Frames of threads that run would change while it reads them, so a
-    thread of Python stops it in time if it gets the GIL. faulthandler has one such timer in a process: one that the
-    program has set ends here. None: never.
-    """
-    if seconds is None or not _native.acquire(blocking=False):  # another turn of this process has it
-        yield
-        return
-    try:
-        file = _stacks_file()
-        if file is None:
-            yield
-            return
-        stop = threading.Timer(max(0.0, seconds), faulthandler.cancel_dump_traceback_later)
-        stop.name, stop.daemon = "memsaver stacks", True
-        try:
-            faulthandler.dump_traceback_later(max(0.0, seconds) + _STUCK_S, file=file)
-            stop.start()
-            yield
-        finally:
-            stop.cancel()
-            faulthandler.cancel_dump_traceback_later()
-            if os.fstat(file).st_size == 0:
-                native_path(os.getpid()).unlink(missing_ok=True)
-            os.close(file)
-    finally:
-        _native.release()
-
-
-def _stacks_file() -> int | None:
-    """A descriptor of an empty file at ``native_path()``. None if it cannot be made: the report says so."""
-    try:
-        path = native_path(os.getpid())
-        if path.parent not in _cleared:  # once: jobs whose ranks are killed may never write a report
-            _remove_stacks(path.parent)
-            _cleared.add(path.parent)
-        path.unlink(missing_ok=True)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except (Error, OSError):
-        return None
-    with contextlib.suppress(OSError):  # a file system without locks: the file may be removed after a minute
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return file

@@ -1,4 +1,4 @@
-"""One turn of a group in its two halves: all ranks prepare, then all ranks commit."""
+"""Turns of a group, one after the other, each in two halves: all ranks prepare, then all ranks commit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from memsaver.errors import BackupError, Error
-from memsaver.policies import READERS_S, Bounds, as_option
+from memsaver.policies import as_option
 from memsaver.transitions import Transition
 from memsaver.turns.members import Ready
+from memsaver.turns.plan import Plan, TurnOptions, listed
 from memsaver.turns.ranks import Call, Calls, Errors, Rank, Results, barrier, collect, submit, unanswered
 
 log = logging.getLogger("memsaver")
@@ -19,15 +20,10 @@ log = logging.getLogger("memsaver")
 _NOTIFY_S = 10.0  # bound of the calls that take preparations back, and of those that report a failure
 _RESTART_S = 60.0  # the calls of a rank may be refused for this long while it restarts
 _POLL_S = 0.05
-_HANDOVER_S = 60.0  # default bound of a resume's wait for memory that another rank releases in the same turn
-_COMPLETE_S = 30.0  # after a turn's timeout, ranks that have committed may take this long to complete their calls
-_ANSWER_S = 1.0  # after a turn's timeout, the ranks' own errors may take this long to arrive
 
 Reporting = Callable[[str, Sequence[Rank]], "TurnReport"]
 """Writes the report of a turn that has exceeded its deadline: its error, and the ranks that have not answered."""
 TagsByRole = Mapping[str, list[str]]
-Backups = dict[str, dict[str, str]]  # by role and tag
-Restores = dict[str, dict[str, bool]]  # by role and tag
 
 
 @dataclass(frozen=True)
@@ -105,80 +101,16 @@ class TurnReport:
     doing: Mapping[Rank, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class TurnOptions:
-    """The options of one turn. Ranks are passed those that are not the defaults."""
-
-    bounds: Bounds
-    memory_timeout: float | None  # None: the default, which is longer for a hand-over
-    backup: Backups
-    restore: Restores
-    since: float
-
-    @property
-    def until(self) -> float | None:
-        """The time by ``time.monotonic()`` after which a rank without an answer fails the turn."""
-        return None if self.bounds.timeout is None else self.since + self.bounds.timeout + _ANSWER_S
-
-    @property
-    def completes_until(self) -> float | None:
-        """The time by ``time.monotonic()`` after which a turn stops to wait for ranks that have committed."""
-        return None if self.bounds.timeout is None else self.since + self.bounds.timeout + _COMPLETE_S
-
-    def restores(self, role: str, tag: str) -> bool:
-        return self.restore.get(role, {}).get(tag, True)
-
-    def of_pauses(self, role: str, tags: Sequence[str]) -> dict[str, Any]:
-        readers = self.bounds.reader_timeout
-        return {
-            **as_option("backup", self.backup.get(role, {}), tags),
-            **self._timeout(),
-            **({"reader_timeout": readers} if readers != READERS_S else {}),
-        }
-
-    def of_resumes(self, role: str, tags: Sequence[str], handover: bool) -> dict[str, Any]:
-        """``handover``: another rank may release the memory in the same turn."""
-        memory_timeout = self.memory_timeout
-        if memory_timeout is None and handover:
-            memory_timeout = _HANDOVER_S
-        unrestored = {tag: False for tag in tags if not self.restores(role, tag)}
-        return {
-            **as_option("restore", unrestored, tags),
-            **self._timeout(),
-            **({"memory_timeout": memory_timeout} if memory_timeout is not None else {}),
-        }
-
-    def _timeout(self) -> dict[str, Any]:
-        rest = self.bounds.left(self.since).timeout
-        return {} if rest is None else {"timeout": rest}
-
-
 class RunningTurn:
-    """A turn under way: ``prepare()``, then ``commit()``.
+    """A turn under way: ``prepare()``, then ``commit()``."""
 
-    ``unwritten`` (tags whose contents are undefined, by rank), ``starting`` (ranks that may still start) and ``late``
-    (calls of the second half that a turn has stopped to wait for) belong to the group and outlast the turn.
-    """
-
-    def __init__(
-        self,
-        phase: str,
-        ranks: Sequence[Rank],
-        pauses: TagsByRole,
-        resumes: TagsByRole,
-        options: TurnOptions,
-        unwritten: dict[Rank, set[str]],
-        starting: set[Rank],
-        late: Calls,
-        on_error: Callable[[Turn], None],
-        report: Reporting | None,
-    ) -> None:
-        self._report = report
-        self._phase, self._ranks, self._options = phase, ranks, options
-        self._pauses, self._resumes = pauses, resumes
-        self._unwritten, self._starting, self._late, self._on_error = unwritten, starting, late, on_error
-        self._pausing = [rank for rank in ranks if pauses.get(rank.role)]
-        self._resuming = [rank for rank in ranks if resumes.get(rank.role)]
+    def __init__(self, turns: Turns, phase: str, options: TurnOptions) -> None:
+        self._pauses, self._resumes = turns.plan.moves(phase)
+        self._report, self._ranks, self._on_error = turns.report, turns.ranks, turns.mark_unwritten
+        self._unwritten, self._starting, self._late = turns.unwritten, turns.starting, turns.late
+        self._phase, self._options = phase, options
+        self._pausing = [rank for rank in self._ranks if self._pauses.get(rank.role)]
+        self._resuming = [rank for rank in self._ranks if self._resumes.get(rank.role)]
         self._ready: dict[Rank, Ready] = {}  # the ranks that pause by prepare and commit
         self._paused: Results = {}  # the ranks that paused in one call
         self._unwritten_before: dict[Rank, set[str]] = {}
@@ -437,6 +369,70 @@ class RunningTurn:
             rank=failed.index,
             report=report.path,
         ) from cause
+
+
+class Turns:
+    """Runs the turns of all ranks. One caller at a time."""
+
+    def __init__(self, plan: Plan, ranks: Sequence[Rank], report: Reporting | None = None) -> None:
+        self.plan, self.ranks, self.report = plan, list(ranks), report  # without ranks that were replaced
+        self._writers: dict[tuple[Rank, str], Turn] = {}  # by tag, the last turn that was to overwrite its contents
+        self.unwritten: dict[Rank, set[str]] = {}  # tags that resumed to be overwritten in a phase that failed
+        self.late: Calls = {}  # of ranks that had not answered when their turn ended
+        self.starting = set(self.ranks)  # ranks that may still start: new ones, and dead ones
+        self.entered: str | None = None
+        """The phase of all ranks. None before the first phase, and after a turn that failed."""
+
+    def enter(self, name: str, options: TurnOptions, between: Callable[[], None] | None = None) -> Turn:
+        """Runs a turn. ``between`` is called between its halves; if it raises, the prepared ranks abort."""
+        running = RunningTurn(self, name, options)
+        self.entered = None
+        running.prepare()
+        if between is not None:
+            try:
+                between()
+            except BaseException:
+                running.abort()
+                raise
+        turn = running.commit()
+        writers = dict(self._writers)
+        unwritten = {rank: set(tags) for rank, tags in self.unwritten.items()}
+        for rank in self.ranks:
+            overwritten = set(turn.unrestored.get(rank.role, ()))
+            unwritten.get(rank, set()).difference_update(overwritten)
+            for tag in self.plan.moves(name)[1].get(rank.role, ()):
+                if tag in overwritten:
+                    writers[rank, tag] = turn
+                else:  # a phase that uses the contents: the turn that was to write them has done so
+                    writers.pop((rank, tag), None)
+        # At once: after an interrupt before it, the contents that the phase was to write count as not written.
+        self._writers, self.unwritten, self.entered = writers, unwritten, name
+        return turn
+
+    def replace(self, new: Rank) -> None:
+        """Puts a rank in the place of the one with its role and index. Raises ValueError if there is none."""
+        for at, old in enumerate(self.ranks):
+            if (old.role, old.index) == (new.role, new.index):
+                self.ranks[at] = new
+                self.unwritten.pop(old, None)
+                self.late.pop(old, None)
+                self._writers = {key: turn for key, turn in self._writers.items() if key[0] != old}
+                self.starting.discard(old)
+                self.starting.add(new)
+                self.entered = None
+                return
+        there = listed(map(str, self.ranks))
+        raise ValueError(f"there is no {new.role!r} {new.index!r}; there are {there}")
+
+    def mark_unwritten(self, turn: Turn) -> None:
+        """The body of a turn has failed before a later phase used the contents that it was to write."""
+        for (rank, tag), writer in self._writers.items():
+            if writer is turn:
+                self.unwritten.setdefault(rank, set()).add(tag)
+
+    def awaits(self, turn: Turn) -> bool:
+        """Whether contents that a turn was to overwrite have not been used since."""
+        return any(writer is turn for writer in self._writers.values())
 
 
 def _without_contents(tags: Sequence[str], why: str) -> BackupError:

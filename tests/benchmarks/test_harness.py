@@ -11,18 +11,16 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Barrier
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import memsaver
 from benchmarks import __main__ as program
-from benchmarks import default_pool, soak
+from benchmarks import soak
 from benchmarks.harness import command, machine
-from benchmarks.harness.processes import CONTEXT, Failed, Process, ask_all, processes
-from benchmarks.harness.work import Contents, Work, percentile, ratio, take_turns
+from benchmarks.harness.processes import Failed, Process, ask_all, processes
+from benchmarks.harness.work import Contents, Work
 from tests.fake_cuda import run_on_fake
 
 
@@ -34,30 +32,6 @@ def status_of(*arguments: str) -> object:
         return end.code
 
 
-def test_the_list_has_a_line_for_each_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of("--help") == 0 and status_of() == 2
-    out = capsys.readouterr().out
-    for name in program.names():
-        assert f"\n{name:16}{program.first_line(name)}\n" in out and program.first_line(name).endswith(".")
-    assert status_of("pause_resum") == 2
-    assert "'pause_resum'" in (said := capsys.readouterr().err) and "did you mean 'pause_resume'?" in said
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "disk --gib 0", "disk --gib inf", "disk --rounds 1.5", "disk --disk-dir /nowhere", "disk --device cuda:0",
-        "driver_calls --rest -1", "driver_calls --device cpu", "handover --only all", "handover --scale nan",
-        "turns --pairs x", "engine --only nothing", "vllm --part all", "sglang --settings none", "soak --turns 0",
-    ],
-)  # fmt: skip
-def test_a_wrong_argument_is_named_before_anything_is_measured(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name, option, value = line.split(" ")
-    assert status_of(name, option, value) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert f"{name}: error: argument {option}: " in last and value in last and ("expected" in last or "choose" in last)
-
-
 @pytest.mark.parametrize("name", program.names())
 def test_missing_gpus_are_reported_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
@@ -65,15 +39,6 @@ def test_missing_gpus_are_reported_in_one_line(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(command, "visible_gpus", lambda: seen)
     needed = f"{seen + 1} CUDA devices" if seen else "a CUDA device"
     assert status_of(name) == f"this benchmark needs {needed}, and torch sees {seen or 'none'}"
-
-
-def test_small_sizes_are_for_trials_and_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "visible_gpus", lambda: 1)
-    module = importlib.import_module("benchmarks.disk")
-    parser = command.Options("disk", module)
-    module.options(parser)
-    for arguments, gib in (("", 16.0), ("--small", 0.125), ("--device cpu", 0.125), ("--gib 2", 2.0)):
-        assert parser.read(arguments.split()).gib == gib
 
 
 @pytest.fixture
@@ -121,12 +86,6 @@ def squares(to: int) -> Iterator[int]:
     raise ValueError("there is no more")
 
 
-def meet(barrier: Barrier, rank: int) -> None:
-    if rank == 1:
-        raise KeyError("the cause")
-    barrier.wait(600)
-
-
 def test_a_process_answers_and_says_how_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMSAVER_TEST_A", "inherited")
     fresh = Process(Server, variables={"MEMSAVER_TEST_A": "", "MEMSAVER_TEST_B": "set"}, start=5)
@@ -142,13 +101,6 @@ def test_a_process_answers_and_says_how_it_failed(monkeypatch: pytest.MonkeyPatc
             fresh.ask("die")
         with pytest.raises(Failed, match="^no answer within 1 s$"):
             short.ask("hang")
-
-
-def test_the_cause_is_raised_and_not_the_broken_barrier() -> None:
-    barrier = CONTEXT.Barrier(2)
-    both = [Process(meet, timeout_s=60.0, barrier=barrier, rank=rank) for rank in range(2)]
-    with processes(*both), pytest.raises(Failed, match="KeyError: 'the cause'"):
-        ask_all(both)
 
 
 @pytest.mark.parametrize("spoil", ["bit", "places", "tensors", "address"])
@@ -169,13 +121,6 @@ def test_contents_are_compared_by_bits_places_and_addresses(spoil: str) -> None:
         contents.check()
 
 
-def test_ways_take_turns_and_ratios_are_of_rounds() -> None:
-    numbers = iter(map(float, range(1, 9)))
-    samples = take_turns({"a": lambda: next(numbers), "b": lambda: next(numbers)}, 3)
-    assert samples == {"a": [3.0, 5.0, 7.0], "b": [4.0, 6.0, 8.0]} and ratio(samples, "a", "b") == 5 / 6
-    assert percentile(range(1, 201), 99) == 198 and percentile([5.0], 99) == 5.0
-
-
 def footprints(number: int, seed: int, leak: float = 0) -> list[dict[str, dict[str, float]]]:
     noise = random.Random(seed)
     sizes = [180 * machine.MIB + noise.randrange(8 * machine.MIB) + leak * at for at in range(number)]
@@ -189,12 +134,6 @@ def test_a_leak_is_found_and_noise_is_not() -> None:
             assert [row["grown"] > row["tolerance"] for row in rows.values()] == [grows, False]
     assert soak.growths(footprints(2, 0)) == {}
     assert set(soak.of_process(os.getpid())) <= set(soak.TOLERANCES)
-
-
-@pytest.mark.parametrize("near", [1, 2, 50, 99, 100, 101, 1000])
-def test_the_largest_batch_is_found_from_any_guess(near: int) -> None:
-    trainer = SimpleNamespace(ask=lambda do, batch, number: batch <= 100)
-    assert default_pool.largest(trainer, near, 50) == 100  # type: ignore[arg-type]
 
 
 def test_benchmarks_use_public_names_of_memsaver_alone() -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from benchmarks import sglang, vllm
-from benchmarks.harness import faults
-from benchmarks.harness.models import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 # The smallest run of each benchmark that has a host device, and titles of its tables.
@@ -82,94 +76,3 @@ def test_a_run_fails_if_a_resume_changes_a_bit(line: str, tmp_path: Path) -> Non
     (tmp_path / "sitecustomize.py").write_text(SPOILED)
     code, found, text = ran(line, tmp_path, PYTHONPATH=str(tmp_path))
     assert code == 1 and any("contents of" in each for each in found["failures"]), text
-
-
-class Engine:
-    """A server of SGLang: its tokens name the version of its weights, which a release loses without a backup."""
-
-    def __init__(self, keeps: bool) -> None:
-        self.keeps, self.version, self.calls = keeps, "none", list[str]()
-
-    def post(self, path: str, body: dict[str, Any]) -> float:
-        if "update_weights" in path:
-            self.version = body["serialized_named_tensors"][0]
-            self.calls.append("update")
-        else:
-            [tag] = body["tags"]
-            self.calls.append(f"{path[1:].partition('_')[0]} {tag}")
-            if self.calls[-1] == "release weights" and not self.keeps:
-                self.version = "lost"
-        return 1.0
-
-    def tokens(self) -> list[list[str]]:
-        return [[self.version]]
-
-    def flush(self) -> None: ...
-
-
-def trainer(engines: int) -> Any:
-    """Sends each version to each of the engines in two buckets."""
-    buckets = ({"payload": f"version {at // 2 // engines}", "last": at % 2 == 1} for at in itertools.count())
-    return SimpleNamespace(ask=itertools.chain([{}], buckets).__next__)
-
-
-TAGS = ["release kv_cache", "release weights", "release cuda_graph", "resume cuda_graph", "resume weights"]
-
-
-@pytest.mark.parametrize("backup", [False, True])
-def test_rounds_of_sglang_compare_tokens_in_the_order_of_calls(backup: bool) -> None:
-    servers: dict[str, Any] = {"reference": Engine(True), "tms": Engine(backup), "memsaver": Engine(backup)}
-    rounds = sglang.Rounds(backup, servers, trainer(3), trainer(1), 0.0)
-    rounds.run(1)
-    update = ["update", "update"]  # a version has two buckets
-    one = [*TAGS, "resume kv_cache", *update] if backup else [*TAGS, *update, "resume kv_cache"]
-    assert servers["memsaver"].calls == [*update, *one * 3]
-    assert rounds.different == [] and len(rounds.sequences) == 4 and rounds.found["tms"][0]["release, all"] == 3.0
-    servers["memsaver"].keeps = False
-    rounds.run(1)
-    assert rounds.different == ([f"memsaver, round {number}" for number in (4, 5, 6)] if backup else [])
-
-
-# A front end, and a worker that holds up a wake-up. The front end ends when the worker does, and at SIGTERM.
-FRONT_END = """
-import json, signal, subprocess, sys, threading, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "Worker_TP1"])
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
-        time.sleep(0.5 * (self.path == "/wake_up"))
-        print("rank 1 died unexpectedly" if worker.poll() is not None else "served", flush=True)
-        self.send_response(200 if worker.poll() is None else 500)
-        self.end_headers()
-        self.wfile.write(json.dumps({"choices": [{"token_ids": (asked or {}).get("prompt")}]}).encode())
-    do_POST = do_GET
-server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler)
-def end(*_):
-    worker.kill()
-    threading.Thread(target=server.shutdown).start()
-signal.signal(signal.SIGTERM, end)
-threading.Thread(target=lambda: (worker.wait(), time.sleep(1), server.shutdown()), daemon=True).start()
-server.serve_forever()
-"""
-
-
-@pytest.mark.parametrize("fault", ["killed-asleep", "killed-waking", "terminated"])
-def test_a_drill_of_a_server_reports_its_answer_and_its_end(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "vllm/entrypoints/openai"
-    package.mkdir(parents=True)
-    (tmp_path / "vllm/__init__.py").touch()
-    (package / "api_server.py").write_text(FRONT_END)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    MODELS["tiny"].write(str(tmp_path))
-    server = vllm.start_server(f"{fault}-vllm", MODELS["tiny"], str(tmp_path), {})
-    try:
-        found = faults.Drill(fault, server, None).run()
-    finally:
-        server.close()
-    assert found["left"] is None and 0 <= found["ended, s"] < 60
-    assert ("answer" in found) == (fault != "killed-asleep")
-    if fault == "killed-waking":
-        assert found["answer"] == 500 and found["said"] == ["rank 1 died unexpectedly"]

@@ -1,10 +1,10 @@
-#include "regions/capture_gate.h"
-
 #include <doctest/doctest.h>
 
 #include <atomic>
 #include <chrono>
 #include <thread>
+
+#include "regions/device_wait.h"
 
 namespace memsaver {
 namespace {

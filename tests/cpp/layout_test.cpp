@@ -4,7 +4,6 @@
 
 #include <random>
 
-#include "memory/address_space.h"
 #include "memory/segments.h"
 
 namespace memsaver {
@@ -105,53 +104,6 @@ TEST_CASE("layout: random segments are covered") {
     // Each run of segments may waste less than a page at each end, beside the allowance.
     CHECK(bytes_of(places) <= segments.live_bytes() + in.allowance + 2 * kPage * segments.live().size());
   }
-}
-
-TEST_CASE("address space: the smallest range that fits, neighbours join, and ranges stay apart") {
-  AddressSpace space;
-  CHECK_FALSE(space.take(512).has_value());
-  space.add({10 * kMiB, kMiB});
-  space.add({20 * kMiB, 4 * kMiB});
-  CHECK(space.take(kMiB) == 10 * kMiB);
-  CHECK(space.take(2 * kMiB) == 20 * kMiB);
-  space.give({20 * kMiB, kMiB});
-  CHECK(space.take(2 * kMiB) == 22 * kMiB);  // not the hole of one
-  space.give({22 * kMiB, 2 * kMiB});
-  space.give({21 * kMiB, kMiB});             // between two
-  CHECK(space.take(4 * kMiB) == 20 * kMiB);  // all joined
-  CHECK(space.free_bytes() == 0);
-  CHECK(space.owns(10 * kMiB));
-  CHECK(space.owns(24 * kMiB - 1));
-  CHECK_FALSE(space.owns(24 * kMiB));
-  CHECK_FALSE(space.owns(11 * kMiB));
-}
-
-TEST_CASE("address space: random takes and gives never overlap") {
-  std::mt19937 random(2);
-  AddressSpace space;
-  space.add({kGiB, kGiB});
-  space.add({3 * kGiB, kGiB});
-  RangeSet taken;
-  Ranges held;
-  for (int step = 0; step < 5000; ++step) {
-    if (held.empty() || random() % 2 == 0) {
-      const std::size_t size = 512 * (1 + random() % 40'000);
-      if (const auto at = space.take(size)) {
-        CHECK(taken.within({*at, size}).empty());
-        held.push_back({*at, size});
-      }
-    } else {
-      std::swap(held[random() % held.size()], held.back());
-      space.give(held.back());
-      held.pop_back();
-    }
-    taken = {};
-    for (const Range& range : held) taken.add(range);
-  }
-  for (const Range& range : held) space.give(range);
-  CHECK(space.free_bytes() == 2 * kGiB);
-  CHECK(space.take(kGiB).has_value());
-  CHECK(space.take(kGiB).has_value());
 }
 
 }  // namespace memsaver

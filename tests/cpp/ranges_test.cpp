@@ -106,5 +106,73 @@ TEST_CASE("range set: agrees with one bit for each byte") {
   }
 }
 
+TEST_CASE("free ranges: the smallest range that fits, and neighbours join") {
+  FreeRanges free;
+  CHECK_FALSE(free.take(1).has_value());
+  free.put({10, 1});
+  free.put({20, 4});
+  CHECK(free.take(1)->offset == 10);
+  CHECK(free.take(2)->offset == 20);
+  free.put({20, 1});
+  CHECK(free.take(2)->offset == 22);  // not the hole of one
+  free.put({22, 2});
+  free.put({21, 1});                  // between two
+  CHECK(free.take(4)->offset == 20);  // all joined
+  CHECK(free.bytes() == 0);
+}
+
+TEST_CASE("free ranges: agree with one bit for each byte") {
+  constexpr std::size_t kBytes = 256;
+  std::mt19937 random(3);
+  const auto below = [&](std::size_t bound) { return std::size_t{random() % bound}; };
+  for (int round = 0; round < 100; ++round) {
+    FreeRanges ranges;
+    Bits free(kBytes);
+    const auto set = [&](std::size_t from, std::size_t count, bool value) {
+      for (std::size_t at = from; at < from + count; ++at) free[at] = value;
+    };
+    for (int step = 0; step < 300; ++step) {
+      const std::size_t begin = below(kBytes), size = 1 + below(std::min<std::size_t>(40, kBytes - begin));
+      const auto of_size = [&](bool value) {
+        return std::all_of(free.begin() + static_cast<std::ptrdiff_t>(begin),
+                           free.begin() + static_cast<std::ptrdiff_t>(begin + size),
+                           [&](bool bit) { return bit == value; });
+      };
+      const std::size_t call = below(3);
+      if (call == 0 && of_size(false)) {
+        ranges.put({begin, size});
+        set(begin, size, true);
+      } else if (call == 1) {
+        const bool all = of_size(true);
+        REQUIRE(ranges.take_at({begin, size}) == all);
+        if (all) set(begin, size, false);
+      } else if (call == 2) {
+        const bool whole = below(2) == 0;
+        Ranges runs;  // of free bytes
+        for (std::size_t at = 0; at < kBytes; ++at) {
+          if (!free[at]) continue;
+          if (at > 0 && free[at - 1])
+            ++runs.back().size;
+          else
+            runs.push_back({at, 1});
+        }
+        const Range* best = nullptr;
+        for (const Range& run : runs)
+          if (run.size >= size && (best == nullptr || run.size < best->size)) best = &run;
+        for (const Range& run : runs)
+          if (!whole && (best == nullptr || best->size < std::min(size, run.size))) best = &run;
+        const auto taken = ranges.take(size, whole);
+        REQUIRE(taken.has_value() == (best != nullptr));
+        if (!taken) continue;
+        REQUIRE(taken->size == std::min(size, best->size));
+        REQUIRE(std::any_of(runs.begin(), runs.end(),
+                            [&](const Range& run) { return run.offset == taken->offset && run.size == best->size; }));
+        set(taken->offset, taken->size, false);
+      }
+      REQUIRE(ranges.bytes() == static_cast<std::size_t>(std::count(free.begin(), free.end(), true)));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace memsaver

@@ -174,5 +174,5 @@ def test_drop_in_replaces_the_allocator_of_each_version(version: str, tmp_path: 
 
 
 def test_page_names_each_version_that_was_run() -> None:
-    rows = re.findall(r"^\| ([\d., ]+) \|", (ROOT / "docs/vllm.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(r"^\| ([\d., ]+) \|", (ROOT / "docs/frameworks.md").read_text(), flags=re.MULTILINE)
     assert sorted(each.strip() for row in rows for each in row.split(",")) == sorted(VERSIONS)

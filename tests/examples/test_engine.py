@@ -17,7 +17,6 @@ from examples.colocate.engine import Engine, EngineConfig, SamplingParams
 from examples.colocate.engine.decode_batch import Readback
 from examples.colocate.engine.gpt2 import GPT2Config
 from examples.colocate.engine.graph_pool import GraphPool
-from examples.colocate.engine.profile import profile_replays
 from examples.colocate.engine.sequence import Sequence
 from examples.colocate.engine.verify import VerificationError, verify
 from examples.colocate.model import ModelConfig
@@ -216,14 +215,6 @@ def test_a_failed_step_leaves_the_engine_serving(make_engine: MakeEngine, monkey
         assert tokens_of(engine, PROMPTS) == expected
 
 
-def test_capture_on_the_cpu_makes_no_graphs(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    engine.capture()
-    assert engine.captured_batch_sizes == ()
-    engine.generate(PROMPTS, GREEDY, use_graphs=True)
-    assert engine.replays == 0
-
-
 @pytest.mark.parametrize("tag", ["weights", "kv_cache", "buffers"])
 def test_a_paused_engine_refuses_requests(make_engine: MakeEngine, tag: str) -> None:
     engine = make_engine()
@@ -239,16 +230,6 @@ def test_a_paused_engine_refuses_requests(make_engine: MakeEngine, tag: str) -> 
     memsaver.resume(tag)
     engine.drop_prefix_cache()
     assert engine.addresses() == addresses
-    assert tokens_of(engine, PROMPTS) == expected
-
-
-def test_weights_can_be_loaded_after_a_pause_discarded_them(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    expected = tokens_of(engine, PROMPTS)
-    memsaver.pause(["weights", "kv_cache", "buffers"])
-    memsaver.resume("weights", restore=False)
-    engine.load_weights(random_weights(QWEN).items())  # with everything else away
-    memsaver.resume()
     assert tokens_of(engine, PROMPTS) == expected
 
 
@@ -270,81 +251,6 @@ def test_loading_checks_every_tensor(make_engine: MakeEngine) -> None:
         engine.load_weights([(name, good[name]), (name, good[name])])
     with pytest.raises(ValueError, match=f"missing: {name}"):
         engine.load_weights((known, tensor) for known, tensor in good.items() if known != name)
-
-
-def test_weights_can_be_loaded_in_parts(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    good = list(random_weights(QWEN, seed=1).items())
-    engine.load_weights(good[:5], partial=True)
-    engine.load_weights(good[5:], partial=True)
-    engine.load_weights([])
-    assert tokens_of(engine, PROMPTS) == tokens_of(make_engine(weights_seed=1), PROMPTS)
-    engine.load_weights(good[:5], partial=True)
-    with pytest.raises(ValueError, match="missing"):
-        engine.load_weights(good[6:])
-    engine.load_weights(good)  # a failed load starts over
-
-
-def test_fused_weights_hold_all_parameters_and_nothing_else(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    fused = sum(weight.numel() for weight in engine.model.weights.values())
-    padding = -QWEN.vocab_size % 64 * QWEN.hidden_size  # of the output's matrix
-    assert padding and fused - padding == sum(tensor.numel() for tensor in random_weights(QWEN).values())
-    for name, tensor in random_weights(QWEN).items():
-        assert torch.equal(engine.model.parameters[name], tensor)
-
-
-def test_arguments_of_another_type_are_named(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    expected = tokens_of(engine, PROMPTS)
-    wrong: Any
-    for wrong in (None, {"temperature": 0.0}):
-        with pytest.raises(TypeError, match=f"sampling is {wrong}; expected SamplingParams"):
-            engine.submit([1, 2, 3], wrong)
-        with pytest.raises(TypeError, match="sampling is .*; expected SamplingParams"):
-            engine.generate(PROMPTS, wrong)
-    for wrong, message in (
-        ([1, 2, 3], "prompt is 1; expected a list of token ids"),
-        ([[1], None], "prompt is None; expected a list of token ids"),
-        (None, "prompts is None; expected a list of prompts"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            engine.generate(wrong, GREEDY)
-    assert not engine.scheduler.busy
-    assert tokens_of(engine, PROMPTS) == expected
-    with pytest.raises(ValueError, match="config is a str; expected ModelConfig or GPT2Config"):
-        Engine("gpt2", engine.config)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="config is 8; expected EngineConfig"):
-        Engine(QWEN, 8)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
-        ("seed", "x", "'x'; expected an integer from -9223372036854775808 to 9223372036854775807"),
-        ("seed", 1 << 63, "9223372036854775808; expected an integer"),
-        ("num_blocks", 1, "1; expected an integer of 2 or more"),
-        ("use_graphs", "no", "'no'; expected bool"),
-        ("use_kernel", 0, "0; expected bool"),
-        ("freeze_gc", None, "None; expected bool"),
-        ("use_regions", 1, "1; expected bool"),
-        ("prefix_cache", "", "''; expected bool"),
-        ("compile_backend", 5, "5; expected str"),
-        ("graph_batch_sizes", 0, "0; expected a tuple of integers"),
-        ("prefill_graph_sizes", 512, "512; expected a tuple of integers"),
-        ("compile_batch_sizes", None, "None; expected a tuple of integers"),
-    ],
-)
-def test_a_field_of_another_type_is_named(field: str, value: object, expected: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=f"{field} is {expected}"):
-        EngineConfig(**{field: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("field", ["graph_batch_sizes", "prefill_graph_sizes", "compile_batch_sizes"])
-@pytest.mark.parametrize("size", [0, 9000, 2.0, "8", None])
-def test_an_invalid_size_in_a_config_raises(field: str, size: object) -> None:
-    with pytest.raises(ValueError, match=f"a size in {field} is {size!r}; expected an integer from 1 to"):
-        EngineConfig(**{field: (1, size)})  # type: ignore[arg-type]
 
 
 def test_invalid_requests_raise(make_engine: MakeEngine) -> None:
@@ -453,34 +359,6 @@ def test_a_pause_without_a_drain_loses_no_request(make_engine: MakeEngine, keeps
     assert engine.scheduler.preemptions > 2
 
 
-def test_preempted_requests_continue_after_a_pause(make_engine: MakeEngine) -> None:
-    expected = tokens_of(make_engine(), PROMPTS)
-    engine = make_engine(max_prefill_tokens=8)
-    sequences = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
-    for steps in (2, 3, 5):
-        for _ in range(steps):
-            engine.step()
-        engine.drain(finish=False)
-        assert not any(each.blocks or each.in_flight for each in sequences)
-        memsaver.pause()
-        memsaver.resume()
-        engine.kv_cache.fill_(float("nan"))
-        engine.drop_prefix_cache()
-    while any(each.finish_reason is None for each in sequences):
-        engine.step()
-    assert [each.completion().tokens for each in sequences] == expected
-
-
-def test_every_token_is_counted_and_read_back_once(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    stop = tokens_of(engine, [[3, 1, 4]])[0][3]
-    engine.tokens_generated = 0
-    done = engine.generate(PROMPTS, SamplingParams(0.0, 12, stop_tokens=(stop,)))
-    kept = sum(len(each.tokens) for each in done)
-    assert any(each.finish_reason == "stop" for each in done)
-    assert engine.tokens_generated == kept
-
-
 class HostGraphs(GraphPool):
     """Captures on the CPU: a replay calls the captured function and writes to the tensors of the capture."""
 
@@ -560,17 +438,6 @@ def test_padded_prefills_give_the_same_tokens_in_every_way(make_engine: MakeEngi
     assert engine.prefill_runner.replays > 0
 
 
-def test_a_capture_that_fails_leaves_the_engine_serving_eagerly(make_engine: MakeEngine) -> None:
-    expected = tokens_of(make_engine(), PROMPTS)
-    engine = with_host_graphs(make_engine(prefill_graph_sizes=(8,), graph_batch_sizes=(2, 4)))
-    engine.graphs.fails_at = 2  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="a synchronisation inside"):
-        engine.capture()
-    assert not engine.captured_batch_sizes and not engine.prefill_runner.pieces and not engine.graphs.captures
-    assert tokens_of(engine, PROMPTS) == expected
-    assert engine.replays == engine.prefill_runner.replays == 0
-
-
 def test_verification_compares_every_size(make_engine: MakeEngine) -> None:
     engine = with_host_graphs(make_engine(prefill_graph_sizes=(8, 48), graph_batch_sizes=(1, 3), max_model_len=32))
     assert verify(engine) == []  # nothing is captured yet
@@ -621,33 +488,6 @@ def test_verification_sees_a_graph_that_is_wrong(make_engine: MakeEngine, wrong:
         verify(engine)
 
 
-def test_a_profile_lists_the_kernels_of_a_step_by_time(make_engine: MakeEngine) -> None:
-    engine = with_host_graphs(make_engine(graph_batch_sizes=(1, 3)))
-    for by_graph in (False, True):
-        profiled = profile_replays(engine, 3, replays=2, context=20)
-        assert profiled.by_graph == by_graph and profiled.seconds > 0
-        named = {kernel.name: kernel.calls for kernel in profiled.kernels}
-        # Four products in a layer, and the logits.
-        assert named["aten::mm"] == 4 * QWEN.num_layers + 1
-        longest, *others = (kernel.seconds for kernel in profiled.kernels)
-        assert longest >= max(others)
-        assert profiled.kernels[0].name in profiled.table(most=1)
-        engine.capture()
-
-
-def test_verification_without_enough_blocks_raises(make_engine: MakeEngine) -> None:
-    engine = with_host_graphs(make_engine(num_blocks=4, graph_batch_sizes=(4,)))
-    engine.capture()
-    with pytest.raises(ValueError, match="the KV cache has 3 blocks; expected 4 or more"):
-        verify(engine)
-
-
-def test_prefills_larger_than_the_cache_are_verified_as_well(make_engine: MakeEngine) -> None:
-    engine = with_host_graphs(make_engine(num_blocks=4, graph_batch_sizes=(1,), prefill_graph_sizes=(16,)))
-    engine.capture()
-    assert [row.name for row in verify(engine)] == ["decode 1", "prefill 16 of 16", "prefill 9 of 16"]
-
-
 def test_compiled_sizes_give_the_same_tokens(make_engine: MakeEngine) -> None:
     expected = tokens_of(make_engine(), PROMPTS)
     # Traced in one piece, as for any other backend; compiling in C++ would take a minute.
@@ -669,48 +509,6 @@ def test_all_memory_that_graphs_use_is_in_regions(make_engine: MakeEngine) -> No
         assert any(address in part for part in ranges), name
 
 
-def test_without_regions_nothing_can_be_paused(make_engine: MakeEngine) -> None:
-    expected = tokens_of(make_engine(), PROMPTS)
-    engine = make_engine(use_regions=False)
-    memsaver.pause()
-    assert tokens_of(engine, PROMPTS) == expected
-
-
-def test_a_closed_engine_refuses_requests(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    waiting = engine.submit([1], GREEDY)
-    engine.close()
-    engine.close()
-    assert waiting.finish_reason == "failed"
-    calls: list[Callable[[], Any]] = [
-        lambda: engine.generate(PROMPTS, GREEDY),
-        lambda: engine.submit([1], GREEDY),
-        engine.step,
-        engine.drain,
-        engine.capture,
-        engine.drop_prefix_cache,
-        engine.addresses,
-        lambda: engine.load_weights([]),
-        engine.share_weights,
-        lambda: engine.differing_weights([]),
-        lambda: verify(engine),
-        lambda: profile_replays(engine, 1, replays=1),
-        lambda: engine.replays,
-        lambda: engine.captured_batch_sizes,
-    ]
-    for call in calls:
-        with pytest.raises(RuntimeError, match="closed"):
-            call()
-
-
-def test_weights_of_other_names_or_bits_differ(make_engine: MakeEngine) -> None:
-    engine, weights = make_engine(), random_weights(QWEN)
-    name = "model.norm.weight"
-    assert engine.differing_weights(weights.items()) == []
-    wrong = {name: weights[name] + 1, "lm_tail.weight": weights[name], "lm_head.weight": weights["lm_head.weight"][1:]}
-    assert engine.differing_weights(wrong.items()) == list(wrong)
-
-
 def test_a_wait_that_is_interrupted_loses_no_token(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tokens_of(make_engine(), PROMPTS)
     engine = make_engine()
@@ -727,17 +525,6 @@ def test_a_wait_that_is_interrupted_loses_no_token(make_engine: MakeEngine, monk
             engine.drain()
     engine.drain()
     assert [each.completion().tokens for each in sequences] == expected
-
-
-def test_requests_of_a_failed_step_raise_its_error(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(max_batch_size=1)
-    sequences = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
-    engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_decode", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.step()
-    assert [each.finish_reason for each in sequences] == ["failed"] * len(PROMPTS)
 
 
 def test_default_graph_batch_sizes_follow_max_batch_size() -> None:

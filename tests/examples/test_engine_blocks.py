@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from contextlib import suppress
-
 import pytest
 
-from examples.colocate.engine import block_manager
 from examples.colocate.engine.block_manager import SCRATCH_BLOCK, BlockManager
 from examples.colocate.engine.scheduler import Scheduler, Step
 from examples.colocate.engine.sequence import SamplingParams, Sequence
@@ -113,12 +109,6 @@ def test_dropping_forgets_all_and_needs_all_free() -> None:
     assert blocks.num_free == 7
 
 
-def test_without_prefix_cache_nothing_is_shared() -> None:
-    blocks = BlockManager(num_blocks=8, block_size=2, prefix_cache=False)
-    allocated(blocks, [1, 2, 3])
-    assert allocated(blocks, [1, 2, 3]).num_computed == 0
-
-
 def run(scheduler: Scheduler, step: Step) -> None:
     count = len(step.sampling)
     scheduler.update(step, [0] * count, [0.0] * count)
@@ -177,19 +167,6 @@ def test_prefill_steps_leave_little_to_pad(waiting: list[int], prefilled: list[i
     assert all(one.finish_reason == "length" for one in each)
 
 
-def test_requests_without_a_place_do_not_enlarge_a_prefill_step() -> None:
-    scheduler = Scheduler(BlockManager(64, 2), max_batch_size=2, max_prefill_tokens=64, prefill_sizes=(8, 16, 32))
-    each = [sequence([number] * 9) for number in range(4)]
-    for one in each:
-        scheduler.add(one)
-    step = scheduler.schedule()
-    assert chunks(step) == [(each[0], 0, 9), (each[1], 0, 7)]  # of 18 tokens that can come, those that fill a size
-    run(scheduler, step)
-    run(scheduler, scheduler.schedule(admit=False))  # a decode step
-    step = scheduler.schedule(admit=False)
-    assert step.prefill and chunks(step) == [(each[1], 7, 9)]  # a started prompt continues without admission
-
-
 def test_prefill_steps_count_shared_blocks_and_free_blocks() -> None:
     def scheduler(num_blocks: int) -> Scheduler:
         return Scheduler(
@@ -213,27 +190,6 @@ def test_prefill_steps_count_shared_blocks_and_free_blocks() -> None:
         crowded.add(one)
     assert crowded.blocks.tokens_to_compute(crowded.waiting, reserve=0, most=32) == 7
     assert crowded.schedule().num_tokens == 7
-
-
-def test_tokens_to_compute_are_those_that_a_step_then_has() -> None:
-    """But for cached blocks that one takes before another finds them, which is rare."""
-    draw, steps, more = random.Random(3), 0, 0
-    for _ in range(400):
-        scheduler = Scheduler(BlockManager(draw.randrange(6, 60), 4), 5, 64, prefill_sizes=(64,))
-        for _ in range(3):
-            for _ in range(draw.randrange(1, 6)):
-                prompt = [draw.randrange(2)] * draw.randrange(1, 14) + [draw.randrange(3)] * draw.randrange(1, 6)
-                with suppress(ValueError):  # more than the whole cache
-                    scheduler.add(sequence(prompt, new=1))
-            room = scheduler.max_batch_size - len(scheduler.running)
-            coming = list(scheduler.waiting)[:room]
-            expected = scheduler.blocks.tokens_to_compute(coming, reserve=len(scheduler.running), most=64)
-            step = scheduler.schedule()
-            if step.prefill:
-                assert step.num_tokens >= expected
-                steps, more = steps + 1, more + (step.num_tokens > expected)
-            run(scheduler, step)
-    assert steps > 500 and more < steps / 50
 
 
 def test_a_long_prompt_comes_in_chunks_between_decode_steps() -> None:
@@ -324,24 +280,6 @@ def test_an_admitted_request_leaves_a_block_for_each_running_one() -> None:
     assert second.finish_reason == "length" and scheduler.preemptions == 0
 
 
-def test_a_waiting_prompt_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    digest = block_manager._digest
-    monkeypatch.setattr(block_manager, "_digest", lambda *given: made.append(1) or digest(*given))  # type: ignore[func-returns-value]
-    blocks = BlockManager(64, 2)
-    blocks.free(allocated(blocks, [1] * 40))
-    held = allocated(blocks, list(range(100)))
-    made.clear()
-    waiting = sequence([1] * 40)
-    for _ in range(50):
-        assert not blocks.allocate(waiting)
-    assert len(made) == 19
-    blocks.free(held)
-    assert blocks.allocate(waiting)
-    blocks.publish(waiting, 40)
-    assert len(made) == 20
-
-
 def test_rows_are_owned_while_blocks_are() -> None:
     scheduler = Scheduler(BlockManager(33, 2), max_batch_size=3, max_prefill_tokens=64)
     for count in range(40):
@@ -386,8 +324,3 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
     scheduler.add(sequence([1, 1, 1], new=4))
     with pytest.raises(ValueError, match="up to 8 tokens needs 4 KV blocks; expected at most the cache's 3"):
         scheduler.add(sequence([1, 1, 1, 1], new=4))
-
-
-def test_an_unfinished_request_has_no_completion() -> None:
-    with pytest.raises(ValueError, match="unfinished"):
-        sequence([1, 2]).completion()

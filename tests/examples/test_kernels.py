@@ -1,7 +1,6 @@
-"""The engine's Triton kernels without a GPU: against torch in Triton's interpreter, and compiled for a Hopper GPU.
+"""The engine's Triton kernels without a GPU: against torch in Triton's interpreter.
 
 The interpreter is chosen when Triton is imported, so its cases run in a process of their own: this file as a program.
-`python -m tests.examples.test_kernels resources` prints the registers and the shared memory of the compiled kernels.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.examples.kernel_cases import (
     DTYPES,
@@ -115,19 +112,6 @@ def test_all_bits_of_seed_and_count_make_random_numbers(interpreted: dict[str, A
     drawn = interpreted["by_state"]
     assert len({tuple(tokens) for tokens in drawn}) == len(STATES)
     assert drawn == interpreted["by_state_again"]
-
-
-def test_rows_with_gaps_are_refused() -> None:
-    from examples.colocate.engine import fused_kernels, sampling_kernel
-
-    with pytest.raises(ValueError, match="logits .* have strides"):
-        sampling_kernel.sample(torch.zeros(8, 4).T, torch.zeros(4), torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="strides .* expected rows without gaps"):
-        fused_kernels.swiglu(torch.zeros(8, 4).T)
-    with pytest.raises(ValueError, match="gaps; expected contiguous"):
-        k_cache, v_cache = torch.zeros(2, 2, 4, 2, 16)[..., :8]
-        k, v = torch.zeros(2, 3, 2, 8)
-        fused_kernels.write_kv(k_cache, v_cache, k, v, torch.arange(3))
 
 
 def _interpret() -> dict[str, Any]:
@@ -320,160 +304,5 @@ def _recorded(module: Any, function: str, *args: Any, **keywords: Any) -> list[L
     return launches
 
 
-# Compiled for a GPU that is not here ---------------------------------------------------------------------------------
-
-MODELS = {
-    # name: query heads, kv heads, head dimension, hidden size, inner size, vocabulary
-    "qwen3-8b": (32, 8, 128, 4096, 12288, 151936),
-    "qwen3-0.6b": (16, 8, 128, 1024, 3072, 151936),
-    "gpt2": (12, 12, 64, 0, 0, 50257),  # of its layers attention alone is ours
-}
-_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
-_MULTIPROCESSOR_BYTES = 228 << 10  # of shared memory on a Hopper GPU; each program takes 1 KB more than it asks for
-_MULTIPROCESSOR_REGISTERS = 1 << 16
-
-
-class Compiled:
-    """A kernel as a Hopper GPU would run it."""
-
-    def __init__(self, launch: Launch) -> None:
-        from triton import compile
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
-        signature: dict[str, str] = {}
-        constants: dict[str, Any] = {}
-        attributes: dict[tuple[int], Any] = {}
-        # As the launch would specialise: on None, on one, and on multiples of 16.
-        for index, parameter in enumerate(launch.kernel.params):
-            name, value = parameter.name, launch.args[parameter.name]
-            aligned = False
-            if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
-                signature[name], constants[name] = "constexpr", value
-            elif isinstance(value, Tensor):
-                signature[name], aligned = _TYPES[value.dtype], value.data_ptr() % 16 == 0
-            else:
-                signature[name], aligned = "i32", value % 16 == 0
-            if aligned:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(launch.kernel, signature, constants, attributes)
-        built = compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
-        self.name, self.ptx = launch.name, built.asm["ptx"]
-        self.warps, self.shared = built.metadata.num_warps, built.metadata.shared
-        usage = _resource_usage(built.asm["cubin"])
-        self.registers, self.stack, self.local = usage["REG"], usage["STACK"], usage["LOCAL"]
-
-    @property
-    def resident(self) -> int:
-        """Programs that fit on a multiprocessor at once; registers are given out by 8 to a thread."""
-        by_registers = _MULTIPROCESSOR_REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.warps)
-        return min(32, 64 // self.warps, by_registers, _MULTIPROCESSOR_BYTES // (self.shared + 1024))
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name:16} {self.warps:2} warps, {self.registers:3} registers, {self.stack + self.local} bytes "
-            f"spilled, {self.shared:5} bytes shared, {self.resident:2} programs at once"
-        )
-
-
-def _tool(name: str) -> Path:
-    found = importlib.util.find_spec("triton")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent / "backends" / "nvidia" / "bin" / name
-
-
-def _resource_usage(cubin: bytes) -> dict[str, int]:
-    import tempfile
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(_tool("cuobjdump")), "--dump-resource-usage", file.name]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", shown)}
-
-
-def launches_of(model: str, batch: int) -> list[Launch]:
-    """A decode step's launches of one layer, in order, those that sample, and a prefill's attention to a context."""
-    from examples.colocate.engine import fused_kernels, paged_kernel, prefill_kernel, sampling_kernel
-
-    heads, kv_heads, head_dim, hidden, inner, vocab = MODELS[model]
-    bf16 = torch.bfloat16
-    qkv = torch.empty(batch, heads + 2 * kv_heads, head_dim, dtype=bf16)
-    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    caches = torch.empty(2, 2, 16, kv_heads, head_dim, dtype=bf16)
-    rows = torch.zeros(batch, 5 + 64, dtype=torch.int32)  # as in a step's inputs: columns, then the block table
-    launches: list[Launch] = []
-    if hidden:
-        x, weight, norm = (torch.empty(shape, dtype=bf16) for shape in ((batch, hidden), hidden, head_dim))
-        table = torch.empty(64, head_dim // 2)
-        launches += _recorded(fused_kernels, "add_rms_norm", x, x, weight, 1e-6)
-        launches += _recorded(fused_kernels, "rotate", q, k, norm, norm, 1e-6, table, table, rows[:, 1])
-        q, k = q.contiguous(), k.contiguous()
-    launches += _recorded(fused_kernels, "write_kv", *caches, k, v, rows[:, 2])
-    launches += _recorded(paged_kernel, "paged_decode_triton", q, *caches, rows[:, 5:], rows[:, 3])
-    if hidden:
-        launches += _recorded(fused_kernels, "swiglu", torch.empty(batch, 2 * inner, dtype=bf16))
-    state = torch.zeros(2, dtype=torch.int64)
-    logits = torch.empty(batch, -(-vocab // 64) * 64, dtype=bf16)[:, :vocab]
-    launches += _recorded(sampling_kernel, "sample", logits, torch.empty(batch), state)
-    tokens = torch.empty(4096, heads, head_dim, dtype=bf16)
-    numbers = torch.zeros(4, 64, dtype=torch.int32)  # blocks, and three bounds
-    bounds = [each[:2] for each in numbers[1:]]
-    launches += _recorded(prefill_kernel, "paged_prefill_triton", tokens, *caches, numbers[0], *bounds, 4096)
-    return launches
-
-
-HOPPER_CASES = [("qwen3-8b", 1, 9), ("qwen3-8b", 64, 8), ("gpt2", 64, 5)]
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The output of this file as the program `compile`, in its own process because the compiler prints at exit."""
-    if not _tool("ptxas").exists() or not _tool("cuobjdump").exists():
-        pytest.skip("triton was installed without ptxas and cuobjdump")
-    return _program("compile", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
-
-
-@pytest.mark.parametrize(("model", "batch", "kernels"), HOPPER_CASES)
-def test_kernels_compile_for_hopper_without_spills(
-    model: str, batch: int, kernels: int, compiled: dict[str, Any]
-) -> None:
-    found = compiled[f"{model} {batch}"]
-    assert len(found) == kernels
-    for name, kernel in found.items():
-        assert kernel["spilled"] == 0, name
-        if (model, name) != ("gpt2", "_sample_part"):  # 50,257 logits are no whole vectors
-            assert not kernel["loads of 2 bytes"], name  # data comes in vectors
-    # K and V go to shared memory ahead of their use, 16 bytes a thread.
-    assert found["_attend_part"]["copied ahead"] == ["0x10"]
-    assert found["_attend_part"]["resident"] >= 4
-    assert found["_attend_chunk"]["copied ahead"] == ["0x10"]
-    assert found["_attend_chunk"]["warp group products"]  # tensor cores at Hopper's full rate
-
-
-def _compile() -> dict[str, Any]:
-    return {
-        f"{model} {batch}": {
-            kernel.name: {
-                "spilled": kernel.stack + kernel.local,
-                "loads of 2 bytes": bool(re.search(r"ld\.global(\.\w+)*\.b16", kernel.ptx)),
-                "copied ahead": sorted(set(re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x\w+)", kernel.ptx))),
-                "resident": kernel.resident,
-                "warp group products": "wgmma.mma_async" in kernel.ptx,
-            }
-            for kernel in map(Compiled, launches_of(model, batch))
-        }
-        for model, batch, _ in HOPPER_CASES
-    }
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["resources"]:
-        for model in MODELS:
-            for batch in (1, 64):
-                print(f"{model}, batch {batch}")
-                for launch in launches_of(model, batch):
-                    print(f"  {Compiled(launch)}, grid {launch.grid}")
-    else:
-        sys.stdout.write(json.dumps(_compile() if sys.argv[1:] == ["compile"] else _interpret()))
+    sys.stdout.write(json.dumps(_interpret()))

@@ -6,10 +6,11 @@ import json
 import math
 import os
 import shutil
-import sys
 from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import replace
+from contextlib import closing, redirect_stdout
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +23,11 @@ import memsaver
 
 ray = pytest.importorskip("ray", reason="needs ray")
 
-from examples.colocate import loop, picture, summary  # noqa: E402
+from examples.colocate import loop, picture  # noqa: E402
 from examples.colocate.actors import TrainerWorker  # noqa: E402
 from examples.colocate.proofs import ProofError, Proofs  # noqa: E402
 from examples.colocate.recipes import GIB, MIB, RECIPES, in_chunks  # noqa: E402
-from examples.colocate.report import Report, StepRow  # noqa: E402
+from examples.colocate.report import Report  # noqa: E402
 from examples.colocate.summary import size  # noqa: E402
 from examples.colocate.timeline import Timeline  # noqa: E402
 from examples.colocate.traffic import Contents  # noqa: E402
@@ -45,7 +46,6 @@ def cluster() -> Iterator[None]:
 
 
 HOLDERS = (("rollout", "engine"), ("train", "trainer"))
-ROW = StepRow(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, transition_seconds=0.5, seconds=2.0)
 
 
 def assert_is_held(held: int, demand: int, ranks: int = 1) -> None:
@@ -60,9 +60,28 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(path.read_text())
 
 
-def test_a_run_passes_its_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, figures = run(tmp_path, "--steps", "3")
+@dataclass
+class Whole:
+    """A run of three steps, which several tests read."""
+
+    folder: Path
+    figures: dict[str, Any]
+    printed: list[str]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("whole")
+    drawn = ["--picture", str(folder / "memory.svg")] if find_spec("matplotlib") else []
+    with redirect_stdout(StringIO()) as printed:
+        status, figures = run(folder, "--steps", "3", *drawn)
     assert status == 0
+    lines = printed.getvalue().splitlines()
+    return Whole(folder, figures, [line for line in lines if not line.startswith("picture: ")])
+
+
+def test_a_run_passes_its_checks(whole: Whole) -> None:
+    figures, printed = whole.figures, whole.printed
     assert figures["proofs_passed"] == {
         "weights are the checkpoint's": 4,  # after the warm-up, and after each step
         "tokens are the same": 3,
@@ -79,7 +98,6 @@ def test_a_run_passes_its_checks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert used.keys() == {"rollout", "away", "train", "sync"}
     assert total / 2 < used["rollout"] <= total and total / 2 < used["train"] <= total
     assert used["sync"] < total / 4
-    printed = capsys.readouterr().out.splitlines()
     assert not any(line.startswith("{") for line in printed)  # the JSON is in the file alone
     assert "share the host driver" in printed[0] and "4 steps of supervised warm-up, then 3 steps" in printed[0]
     assert "3 steps of reinforcement learning, too few to learn" in printed[0]
@@ -114,15 +132,6 @@ def test_a_run_passes_its_checks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
 
 
-@SLOW
-def test_without_a_shared_pool_weights_are_sent_in_buckets(tmp_path: Path) -> None:
-    status, figures = run(tmp_path, "--pool", "process", "--steps", "1")
-    assert status == 0
-    assert figures["settings"]["sync"] == "buckets"
-    assert figures["proofs_passed"]["weights are the checkpoint's"] == 2
-    assert figures["proofs_passed"]["memory was free"] == 1
-
-
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=SLOW)])
 def test_the_turns_move_no_more_than_they_must(ranks: int) -> None:
     options = loop.parse(["--recipe", "tiny", "--device", "cpu", "--steps", "3", "--ranks", str(ranks)])
@@ -143,24 +152,6 @@ def test_the_turns_move_no_more_than_they_must(ranks: int) -> None:
             assert had_to <= did <= 1.02 * had_to, turn
     assert 0 < must <= moved <= 1.02 * must
     print(f"{moved} bytes moved, {must} by hand")
-
-
-def test_an_unknown_turn_raises() -> None:
-    contents = Contents.of(loop.chosen_recipe(loop.parse(["--recipe", "tiny", "--device", "cpu"])).model, 1, 0)
-    with pytest.raises(ValueError, match="there is no turn 'train' -> 'rollout', expected one of"):
-        contents.must_move("train", "rollout")
-
-
-@SLOW
-def test_two_ranks_write_into_engines_of_another_dtype(tmp_path: Path) -> None:
-    arguments = ("--ranks", "2", "--pool", "shared", "--sync", "attach", "--engine-dtype", "bfloat16")
-    status, figures = run(tmp_path, *arguments)
-    assert status == 0
-    assert figures["proofs_passed"]["weights are the checkpoint's"] == 3
-    assert figures["proofs_passed"]["log-probabilities agree"] == 2
-    for row in figures["steps"]:  # the engine rounds
-        assert 1e-3 < row["logprob_gap"] < 1.0 and 1e-4 < row["logprob_gap_mean"] < 0.05 and row["truncated"] == 0.0
-    assert len(figures["sync_seconds"]) == 3
 
 
 def test_weights_that_are_not_the_trainers_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,29 +196,14 @@ def test_log_probabilities_have_a_bound_in_each_dtype(dtype: str, largest: float
     [
         ("--pool process --sync attach", "needs --pool shared"),
         ("--steps -1", "--steps: '-1', expected an integer of 0 or more"),
-        ("--warm-up-steps x", "--warm-up-steps: 'x', expected an integer of 0 or more"),
-        ("--eval-every -1", "--eval-every: '-1', expected an integer of 0 or more"),
-        ("--ranks 0", "--ranks: '0', expected an integer of 1 or more"),
-        ("--ranks-per-gpu 0", "--ranks-per-gpu: '0', expected an integer of 1 or more"),
         ("--ranks 3 --ranks-per-gpu 2", "--ranks-per-gpu is 2, expected a divisor of --ranks, 3"),
         ("--kv-share 0", "--kv-share: '0', expected a share above 0 and up to 1"),
-        ("--kv-share nan", "--kv-share: 'nan', expected a share above 0 and up to 1"),
-        ("--workspace-share 1.5", "--workspace-share: '1.5', expected a share above 0 and up to 1"),
         ("--json .", "--json: '.', expected a file that can be written"),
-        ("--json no/such/folder.json", "--json: 'no/such/folder.json', expected a file that can be written"),
-        ("--json old/file", "--json: 'old/file', expected a file that can be written"),
         ("--checkpoint-dir old", "--checkpoint-dir: 'old', expected a directory that can be written to"),
-        ("--checkpoint-dir no/such", "--checkpoint-dir: 'no/such', expected a directory that can be written to"),
-        ("--checkpoint-every 0", "--checkpoint-every: '0', expected an integer of 1 or more"),
         ("--resume", "--resume needs --checkpoint-dir"),
-        ("--stop-after 1", "--stop-after needs --checkpoint-dir"),
-        ("--kill trainer:1", "--kill needs --checkpoint-dir"),
         ("--kill actor:1", "--kill: 'actor:1', expected engine:STEP or trainer:STEP"),
-        ("--kill engine:0", "--kill: 'engine:0', expected engine:STEP or trainer:STEP"),
         ("--steps 3 --checkpoint-dir . --kill engine:4", "--kill: engine:4, expected a step of the run, 1 to 3"),
         ("--picture memory.pdf", "--picture: 'memory.pdf', expected a name that ends in .svg or .png"),
-        ("--picture no/such.svg", "--picture: 'no/such.svg', expected a file that can be written"),
-        ("--picture a.svg --picture-steps 0", "--picture-steps: '0', expected an integer of 1 or more"),
         ("--device cuda", "--device is 'cuda' and this machine has no CUDA device"),
     ],
 )
@@ -245,38 +221,6 @@ def test_wrong_arguments_are_refused_before_anything_starts(
     assert [each.name for each in tmp_path.iterdir()] == ["old"]
 
 
-def test_a_picture_without_matplotlib_names_the_extra(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        loop.parse(["--device", "cpu", "--picture", "memory.svg"])
-    assert "needs matplotlib, expected the extra: pip install '.[picture]'" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"expected the extra: pip install '.\[picture\]'"):
-        picture.draw(Timeline("", "", "", [], [], [], []), tmp_path / "memory.svg")
-
-
-def test_the_smallest_valid_options_are_accepted(tmp_path: Path) -> None:
-    (tmp_path / "old").write_text("overwritten when there are figures")
-    options = loop.parse(["--steps", "0", "--kv-share", "1", "--json", str(tmp_path / "old"), "--device", "cpu"])
-    assert (options.steps, options.kv_share, options.json) == (0, 1.0, str(tmp_path / "old"))
-    assert (tmp_path / "old").read_text() == "overwritten when there are figures"
-    assert loop.parse(["--device", "cuda", "--address", "10.0.0.1:6379"]).device == "cuda"  # its GPUs are elsewhere
-
-
-def test_figures_come_without_git_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("MEMSAVER_TEST_COMMIT", raising=False)
-    assert Report(settings={"device": "cpu"}).as_dict()["commit"] == ""
-
-
-def test_json_without_a_file_is_the_last_line_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--recipe", "tiny", "--device", "cpu", "--steps", "0", "--warm-up-steps", "1", "--no-prove-overwrite"]
-    assert loop.main([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["proofs_passed"] == {"weights are the checkpoint's": 1}
-
-
 def test_a_run_without_pausing_runs_out_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, figures = run(tmp_path, "--no-pause", "--picture", str(tmp_path / "none.svg"))
     assert status == loop.OUT_OF_MEMORY_STATUS
@@ -286,20 +230,6 @@ def test_a_run_without_pausing_runs_out_of_memory(tmp_path: Path, capsys: pytest
     assert "--no-pause releases nothing: expect out of memory" in printed and "the same without --no-pause" in printed
     assert "Result:       out of memory; both need 1" in printed and "and --no-pause keeps both resident." in printed
     assert "none.svg: the run did not reach the steps to draw" in printed and not (tmp_path / "none.svg").exists()
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=SLOW)])
-def test_the_demands_of_both_roles_are_the_chunks_that_their_regions_hold(ranks: int) -> None:
-    arguments = ["--recipe", "cpu", "--device", "cpu", "--steps", "0", "--warm-up-steps", "1", "--no-prove-overwrite"]
-    options = loop.parse([*arguments, "--ranks", str(ranks)])
-    with closing(loop.Loop(options, loop.chosen_recipe(options), Report(settings={}))) as running:
-        running.introduce()
-        running.run()
-        demands = [ray.get(actors[0].demand.remote()).nbytes for actors in (running.engines, running.trainers)]
-    held = running.report.phase_held
-    for (phase, role), demand in zip(HOLDERS, demands):
-        assert_is_held(getattr(held[phase], role), demand, ranks)
-    assert running.report.wanted_bytes == ranks * sum(demands)
 
 
 @pytest.mark.parametrize(
@@ -333,81 +263,12 @@ def test_the_capacity_of_a_recipe_is_one_that_a_pool_can_have() -> None:
         memsaver.configure(pool_capacity=None)
 
 
-@pytest.mark.parametrize(
-    ("device", "nbytes", "whole", "text"),
-    [
-        ("cpu", 192 * MIB, 192 * MIB, "192.0 MiB of host memory: 192.0 MiB of the recipe; regions may take all of it"),
-        ("cpu", 214 * MIB, 214 * MIB, "192.0 MiB of the recipe and 22.0 MiB more: the odd size"),
-        (
-            "cuda",
-            74 * GIB,
-            80 * GIB,
-            "a GPU of 80.0 GiB; regions may take 74.0 GiB, the other 6.0 GiB are for contexts",
-        ),
-        ("cuda", 80 * GIB, 80 * GIB, "a GPU of 80.0 GiB; without a shared pool regions may take all"),
-    ],
-)
-def test_the_origin_of_the_capacity_is_named(device: str, nbytes: int, whole: int, text: str) -> None:
-    assert text in summary.capacity(nbytes, whole, RECIPES["tiny"], device)
-
-
-@pytest.mark.parametrize(
-    ("steps", "warm_up_steps", "text"),
-    [
-        (1, 350, "1 step is too few to learn"),
-        (2, 350, "2 steps are too few to learn"),
-        (30, 4, "4 steps of warm-up are too few to learn"),
-        (30, 350, None),
-    ],
-)
-def test_a_run_that_is_too_short_to_learn_says_so(steps: int, warm_up_steps: int, text: str | None) -> None:
-    recipe = replace(RECIPES["cpu"], steps=steps, warm_up_steps=warm_up_steps)
-    assert summary.too_short(recipe) == text
-    report = Report(settings={}, rows=[ROW])
-    reward = next(line for line in summary.verdict(report, recipe) if line.startswith("reward"))
-    assert ("too few to learn" in reward) == (text is not None)
-    assert ("too few to learn" in summary.opening(recipe, "cpu", 1)) == (text is not None)
-
-
-def test_the_result_claims_only_what_was_checked() -> None:
-    recipe = replace(RECIPES["cpu"], steps=1)
-    report = Report(settings={}, wanted_bytes=3 * MIB, device_bytes=2 * MIB)
-    assert summary.result(report, recipe) == "both need 150 % of the device; no check was reached."
-    report.proofs["weights are the checkpoint's"] += 1
-    assert "no contents were lost" not in summary.result(report, recipe)
-    report.held("train", 0, MIB)
-    report.held("rollout", 2 * MIB, 0)
-    report.proofs["tokens are the same"] += 1
-    report.rows.append(ROW)
-    assert summary.result(report, recipe) == (
-        "both need 150 % of the device; at most 2.0 MiB was in use in any phase; no contents were lost, and no address "
-        "changed; transitions took 25 % of the time of the steps."
-    )
-    report.settings["pause"] = False
-    assert "nothing was paused" in summary.result(report, recipe)
-    assert "stopped after step 1 of 5" in summary.result(report, replace(recipe, steps=5))
-
-
 @pytest.fixture(scope="module")
-def timeline(tmp_path_factory: pytest.TempPathFactory) -> Timeline:
+def timeline(whole: Whole) -> Timeline:
     """The timeline of the last two of three steps, as the run kept it beside its picture."""
     pytest.importorskip("matplotlib")
-    folder = tmp_path_factory.mktemp("picture")
-    status, _ = run(folder, "--steps", "3", "--picture", str(folder / "memory.svg"))
-    assert status == 0
-    assert (folder / "memory.svg").stat().st_size > 0
-    return Timeline.load(folder / "memory.samples.json")
-
-
-def test_the_samples_of_a_run_are_ordered_and_cover_its_last_steps(timeline: Timeline) -> None:
-    assert [step.name for step in timeline.steps] == ["2", "3"]
-    assert sorted(each.role for each in timeline.processes) == ["engine", "trainer"]
-    assert len({each.pid for each in timeline.processes}) == 2 and timeline.left_out == []
-    for each in timeline.processes:
-        times = [sample.time for sample in each.samples]
-        assert times == sorted(times)
-        assert times[0] <= timeline.begin < timeline.end <= times[-1]
-        assert each.device_bytes > 128 << 20
+    assert (whole.folder / "memory.svg").stat().st_size > 0
+    return Timeline.load(whole.folder / "memory.samples.json")
 
 
 def test_every_phase_has_a_band_and_the_memory_of_its_own_regions(timeline: Timeline) -> None:
@@ -438,17 +299,6 @@ def test_a_picture_names_phases_regions_and_the_capacity(timeline: Timeline, tmp
     assert f"capacity {capacity:.3g} GiB" in texts
     assert any("does not fit" in text for text in texts if text)
     assert any("host driver" in text and "steps 2 to 3" in text for text in texts if text)
-
-
-def test_samples_are_drawn_again_for_fewer_steps(timeline: Timeline, tmp_path: Path) -> None:
-    samples, path = tmp_path / "kept.json", tmp_path / "one.svg"
-    timeline.save(samples)
-    assert Timeline.load(samples) == timeline
-    assert picture.main([str(samples), "--steps", "1", "--out", str(path)]) == 0
-    assert ", step 3:" in path.read_text()
-    samples.write_text('{"phases": []}')
-    with pytest.raises(ValueError, match="kept.json' cannot be read: .*expected a file of --picture"):
-        Timeline.load(samples)
 
 
 @SLOW
@@ -523,14 +373,16 @@ def drill(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 def test_two_ranks_that_die_are_replaced_and_give_the_identical_curve_also_when_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    kept = ("--checkpoint-dir", str(folder))
-    undisturbed = drill(tmp_path, *LEARNING, *kept)
-    assert names(folder) == ["step-00000004", "step-00000005"]
-    shutil.rmtree(folder / "step-00000005")
-    resumed = drill(tmp_path, *LEARNING, *kept, "--kill", "trainer:5,engine:5", "--resume")
-    assert resumed["resumed_at"] == 4
+    short = ("--steps", "3", "--warm-up-steps", "100", "--eval-every", "2", "--deterministic")
+    kept = ("--checkpoint-dir", str(folder), "--checkpoint-every", "2")
+    undisturbed = drill(tmp_path, *short, *kept)
+    assert names(folder) == ["step-00000002", "step-00000003"]
+    assert len({row["loss"] for row in undisturbed["steps"]}) > 1
+    shutil.rmtree(folder / "step-00000003")
+    resumed = drill(tmp_path, *short, *kept, "--kill", "trainer:3,engine:3", "--resume")
+    assert resumed["resumed_at"] == 2
     # The engine dies in the rollout, the trainer when the step is done again: neither update is applied twice.
-    assert [(each["step"], each["lost"]) for each in resumed["recoveries"]] == [(5, ["engine 1"]), (5, ["trainer 1"])]
+    assert [(each["step"], each["lost"]) for each in resumed["recoveries"]] == [(3, ["engine 1"]), (3, ["trainer 1"])]
     assert resumed["proofs_passed"]["each step is applied once"] == 1
     assert curve(resumed) == curve(undisturbed)
 
@@ -577,11 +429,3 @@ def test_actors_that_die_again_and_again_end_the_run(tmp_path: Path) -> None:
     for change in ({"checkpoints": None}, {"workers": SimpleNamespace(lost=dict)}):
         with pytest.raises(RuntimeError, match="died"):
             loop.Loop._replace_lost(SimpleNamespace(**{**vars(dying), "_losses": 0, **change}), error)  # type: ignore[arg-type]
-
-
-def test_the_cause_of_an_error_is_found() -> None:
-    reason = memsaver.OutOfMemoryError("full")
-    wrapped = RuntimeError("phase")
-    wrapped.__cause__ = reason
-    assert loop.out_of_memory(wrapped) is reason
-    assert loop.out_of_memory(RuntimeError("other")) is None

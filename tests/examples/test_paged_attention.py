@@ -39,22 +39,6 @@ def test_gathered_prefill_equals_dense(name: str) -> None:
     )
 
 
-def test_prefills_that_do_not_fit_are_refused() -> None:
-    q, k_cache, v_cache, queries, contexts = prefill_inputs("ragged")
-    with pytest.raises(ValueError, match="k_cache is .* expected"):
-        attention.paged_prefill(q, k_cache[..., :8], v_cache, queries, contexts)
-    with pytest.raises(ValueError, match="there are 1 ranges of queries, 5 contexts and 5 tables; expected as many"):
-        attention.paged_prefill(q, k_cache, v_cache, attention.Ranges([73]), contexts)
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    inputs: Any = paged_inputs("grouped")
-    with pytest.raises(ValueError, match="k_cache is .* expected"):
-        attention.paged_decode(**{**inputs, "k_cache": inputs["k_cache"][..., :16]})
-    with pytest.raises(ValueError, match="block_table is .* expected"):
-        attention.paged_decode(**{**inputs, "block_table": inputs["block_table"][:2]})
-
-
 def test_padding_writes_only_to_the_scratch_block() -> None:
     k_cache, v_cache = torch.zeros(2, 3, 4, 1, 8)
     new = torch.ones(3, 1, 8)

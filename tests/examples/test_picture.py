@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("ray", reason="needs ray")
 
-import memsaver  # noqa: E402
 from examples.colocate import picture, sampler  # noqa: E402
 from examples.colocate.report import Span  # noqa: E402
 from examples.colocate.sampler import Sample, Sampler  # noqa: E402
@@ -76,17 +75,6 @@ def test_a_sample_that_fails_ends_the_sampling_alone(monkeypatch: pytest.MonkeyP
     assert len(found.stop()) >= 2  # it works again
 
 
-def test_a_sample_is_the_figure_of_stats(device: str) -> None:
-    region = memsaver.region("sampled", device=device, backup="host")
-    kept = [region.empty(3 << 20), region.empty(5 << 20)]
-    rows = memsaver.stats().devices[device].regions
-    expected = sum(row.mapped_bytes for row in rows if row.tag == "sampled")
-    assert sampler.mapped_bytes()["sampled"] == expected >= 8 << 20
-    memsaver.pause("sampled")
-    assert sampler.mapped_bytes()["sampled"] == 0
-    del kept
-
-
 def two_devices() -> Timeline:
     """A step of two pairs on two devices of 79 GiB, from 100.0 to 104.0. A transition takes 0.3 s."""
     phases = [("rollout", 100.0, 101.5), ("train", 101.8, 103.2), ("sync", 103.3, 103.5), ("rollout", 103.8, 104.0)]
@@ -125,25 +113,6 @@ def test_each_device_has_its_own_axes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Device memory of the regions, step 7: NVIDIA H100, 2026-11-22" in found
     assert "without engine 2 on other machines" in capsys.readouterr().out
     assert Timeline.load(tmp_path / "two.samples.json") == two_devices()
-
-
-def test_labels_of_phases_do_not_overlap() -> None:
-    pyplot = pytest.importorskip("matplotlib").figure
-    figure = pyplot.Figure(figsize=(10.5, 4.6), layout="constrained")
-    axes = figure.subplots()
-    timeline = two_devices()
-    picture._draw_device(axes, timeline, timeline.processes[:2], "")
-    figure.canvas.draw()
-    names = {span.name for span in timeline.phases}
-    labels = [each for each in axes.texts if each.get_text() in names and each.get_position() == (0, 2)]
-    boxes = [each.get_window_extent() for each in labels]
-    assert len(boxes) == len(timeline.phases)
-    assert all(left.x1 <= right.x0 + 1 for left, right in zip(boxes, boxes[1:])), boxes
-
-
-def test_memory_is_zero_before_the_first_sample_and_after_the_last() -> None:
-    pytest.importorskip("numpy")
-    assert picture._at([0.0, 1.0, 1.5, 2.0, 3.0], [1.0, 2.0], [4.0, 8.0]) == [0.0, 4.0, 6.0, 8.0, 0.0]
 
 
 def test_the_last_steps_of_a_timeline_keep_their_phases() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -79,25 +78,3 @@ def check_ranks(rank: int, meeting: str) -> None:
 def test_two_ranks_compute_the_same_as_one(tmp_path: Path) -> None:
     with ranks(check_ranks, 2, f"file://{tmp_path}/meeting"):
         pass
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (QWEN, "num_heads is 4; expected a multiple of the tensor parallel size, 3"),
-        (dataclasses.replace(QWEN, num_heads=6), "num_kv_heads is 2; expected a multiple"),
-        (dataclasses.replace(QWEN, num_heads=6, num_kv_heads=3, intermediate_size=25), "intermediate_size is 25"),
-        (GPT2, "num_heads is 4"),
-    ],
-)
-def test_sizes_that_the_ranks_cannot_share(config: Config, message: str) -> None:
-    parallel = Parallel()
-    parallel.size = 3
-    with pytest.raises(ValueError, match=message):
-        build(config, CPU, CPU, parallel)
-
-
-def test_one_rank_sends_nothing() -> None:
-    x = torch.ones(2, 3)
-    assert Parallel().all_reduce(x) is x
-    assert Parallel().gather_last(x) is x

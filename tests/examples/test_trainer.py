@@ -99,23 +99,6 @@ def test_gradients_from_before_a_step_are_ignored(trainer: Trainer) -> None:
         assert all(torch.isfinite(tensor).all() for tensor in weights(trainer).values())
 
 
-def test_supervised_steps_reduce_the_loss(trainer: Trainer) -> None:
-    first = trainer.warm_up(batch(), 3e-3).loss
-    for _ in range(20):
-        last = trainer.warm_up(batch(), 3e-3).loss
-    assert last < first / 2
-
-
-def test_advantages_move_log_probabilities(trainer: Trainer) -> None:
-    chosen = batch(4)
-    before = trainer.logprobs(chosen)
-    chosen = TokenBatch(chosen.tokens_BT, chosen.mask_BT, before, torch.tensor([1.0, -1.0, 1.0, -1.0]))
-    trainer.reset_optimizer()
-    trainer.train_step(chosen, 1e-4)
-    change = (trainer.logprobs(chosen) - before).sum(1)
-    assert change[0] > change[1] and change[2] > change[3]
-
-
 def test_zero_advantages_change_nothing(trainer: Trainer) -> None:
     trainer.warm_up(batch(), 1e-3)
     trainer.reset_optimizer()
@@ -174,17 +157,6 @@ def test_a_gap_that_is_not_a_number_is_not_lost_beside_others() -> None:
     assert LogprobGap.of(policy, nan, torch.tensor([[False, True, False]]), 2.0) == LogprobGap(0.0, 0.0, 0, 1)
 
 
-def test_a_token_at_95_nats_with_advantage_zero_keeps_the_step_finite(trainer: Trainer) -> None:
-    given = batch()
-    behaviour = given.behaviour_BT.clone()
-    behaviour[0, given.mask_BT[0].int().argmax()] = -95.0
-    advantages = given.advantages_B.clone()
-    advantages[0] = 0.0
-    metrics = trainer.train_step(TokenBatch(given.tokens_BT, given.mask_BT, behaviour, advantages), 1e-4)
-    assert math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)
-    assert all(torch.isfinite(tensor).all() for tensor in weights(trainer).values())
-
-
 def poisoned(given: TokenBatch, row: int) -> TokenBatch:
     """A batch with one advantage that is not a number."""
     advantages = given.advantages_B.clone()
@@ -208,14 +180,6 @@ def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(trainer: Train
     assert all(torch.equal(tensor, moments[key]) for key, tensor in state(trainer).items())
     trainer.train_step(batch(), 1e-3)  # goes on
     assert trainer.steps_taken == 2
-
-
-def test_gradients_whose_norm_overflows_are_refused(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = weights(trainer)
-    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda *_, **__: torch.tensor(math.inf))
-    with pytest.raises(NonFiniteError, match="norm is inf, .* each gradient is finite, their norm overflowed"):
-        trainer.warm_up(batch(), 1e-3)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
 
 
 def test_log_probabilities_are_those_of_a_softmax(trainer: Trainer) -> None:
@@ -286,14 +250,6 @@ def test_buckets_are_bounded(trainer: Trainer, max_bytes: int) -> None:
     assert len(buckets) == (1 if max_bytes == 1 << 30 else len(found) if max_bytes == 1 else len(buckets))
 
 
-def test_buckets_take_another_dtype_and_need_the_parameters_alone(trainer: Trainer) -> None:
-    memsaver.pause(["optimizer", "grads"])
-    (bucket,) = trainer.weight_buckets(1 << 30, torch.bfloat16)
-    memsaver.resume(["optimizer", "grads"])
-    assert {tensor.dtype for tensor in bucket.values()} == {torch.bfloat16}
-    assert {tensor.device.type for tensor in bucket.values()} == {"cpu"}
-
-
 def test_two_ranks_train_the_same_as_one(trainer: Trainer, tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -346,44 +302,3 @@ def state(trainer: Trainer) -> dict[str, torch.Tensor]:
         for name, parameter in trainer.model.named_parameters()
         for key, tensor in trainer.optimizer.state[parameter].items()
     }
-
-
-def test_wrong_batches_raise() -> None:
-    tokens, mask = torch.ones(2, 3, dtype=torch.int64), torch.tensor([[False, True, True]] * 2)
-    behaviour, advantages = torch.zeros(2, 3), torch.zeros(2)
-    TokenBatch(tokens, mask, behaviour, advantages)
-    with pytest.raises(ValueError, match="tokens have shape"):
-        TokenBatch(tokens[:, :1], mask[:, :1], behaviour[:, :1], advantages)
-    with pytest.raises(ValueError, match="advantages_B has shape"):
-        TokenBatch(tokens, mask, behaviour, torch.zeros(3))
-    with pytest.raises(ValueError, match="weights_BT has shape"):
-        TokenBatch(tokens, mask, behaviour, advantages, torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="nothing predicts"):
-        TokenBatch(tokens, ~mask, behaviour, advantages)
-    with pytest.raises(ValueError, match="false everywhere"):
-        TokenBatch(tokens, mask & False, behaviour, advantages)
-    with pytest.raises(ValueError, match="expected as many of each"):
-        TokenBatch.build([[1]], [[2], [3]], PAD)
-    with pytest.raises(ValueError, match="the batch has 2 rows"):
-        TokenBatch(tokens, mask, behaviour, advantages).shard(0, 3)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"betas": (0.9, 1.0)}, {"max_grad_norm": 0.0}, {"clip": 1.0}, {"weight_cap": 0.5}, {"weight_cap": math.inf}],
-)
-def test_wrong_settings_raise(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        TrainerConfig(**wrong)  # type: ignore[arg-type]
-
-
-def test_wrong_arguments_of_join_raise() -> None:
-    for arguments, match in ((("tpu",), "device is"), (("cpu", 2, 2), "rank is 2"), (("cpu", 0, 2), "init_method is")):
-        with pytest.raises(ValueError, match=match):
-            join(*arguments)  # type: ignore[arg-type]
-
-
-def test_sequences_longer_than_the_tables_are_refused(trainer: Trainer) -> None:
-    row = [1] * (MODEL.max_position + 2)
-    with pytest.raises(ValueError, match="expected at most max_position"):
-        trainer.logprobs(TokenBatch.build([row[:1]], [row[1:]], PAD))

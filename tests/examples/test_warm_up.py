@@ -12,10 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams, ops
-from examples.colocate.engine import engine as engine_module
 from tests.examples.engine_support import QWEN, engines, one_thread  # noqa: F401
 from tests.examples.test_engine import GPT2, with_host_graphs
 
@@ -119,25 +117,6 @@ def splits(engine: Engine) -> bool:
     return num_splits(1, engine.model.num_kv_heads) > 1
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-def test_without_the_warm_up_serving_reaches_new_kernels(
-    engines: list[Engine],  # noqa: F811
-    keys: Keys,
-    monkeypatch: pytest.MonkeyPatch,
-    graphs: bool,
-) -> None:
-    """Without the warm-up there are keys that come with the first requests: the test above can fail."""
-    monkeypatch.setattr(engine_module, "warm_up", lambda *_: None)
-    engine = with_host_graphs(Engine(QWEN, EngineConfig(**CONFIG, use_graphs=graphs), "cpu"))
-    engines.append(engine)
-    engine.capture()
-    warm = set(keys)
-    serve(engine, LENGTHS, None)
-    missed = {name for name, _ in keys - warm}
-    assert {"_write_kv", "_sample_part", "_attend_chunk"} <= missed
-    assert graphs or missed >= {"_add_rms_norm", "_rotate", "_attend_part"}
-
-
 def test_a_capture_leaves_requests_and_random_numbers_as_they_are(engines: list[Engine]) -> None:  # noqa: F811
     def completions(capture: bool) -> list[list[int]]:
         engine = with_host_graphs(Engine(QWEN, EngineConfig(**CONFIG), "cpu"))
@@ -154,23 +133,3 @@ def test_a_capture_leaves_requests_and_random_numbers_as_they_are(engines: list[
         return [sequence.tokens for sequence in running]
 
     assert completions(capture=True) == completions(capture=False)
-
-
-def test_a_warm_up_that_fails_leaves_the_engine_serving_eagerly(
-    engines: list[Engine],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("no room for the largest prefill")
-
-    engine = with_host_graphs(Engine(QWEN, EngineConfig(**CONFIG), "cpu"))
-    engines.append(engine)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "warm_up", fail)
-        with pytest.raises(torch.OutOfMemoryError, match="no room"):
-            engine.capture()
-    assert not engine.captured_batch_sizes
-    engine.generate([[1, 2, 3]], SamplingParams(0.0, 3))
-    assert engine.replays == 0
-    engine.capture()
-    assert engine.captured_batch_sizes == (1, 2, 4)

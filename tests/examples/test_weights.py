@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from examples.colocate.engine import Engine, EngineConfig
 from examples.colocate.model import ModelConfig, parameter_shapes
 from examples.colocate.trainer import TokenBatch, Trainer, TrainerConfig
-from examples.colocate.trainer.process_group import join, of_all_ranks
+from examples.colocate.trainer.process_group import join
 
 MODEL = ModelConfig(
     vocab_size=17,
@@ -151,7 +151,3 @@ def test_differing_weights_are_named(trainer: Trainer, engine: Engine) -> None:
     bucket["model.layers.1.mlp.up_proj.weight"] = bucket["model.layers.1.mlp.up_proj.weight"].double()
     wrong = {"model.norm.weight", "model.layers.1.mlp.up_proj.weight"}
     assert set(engine.differing_weights(bucket.items())) == wrong
-
-
-def test_of_all_ranks_without_a_group_returns_one_value(trainer: Trainer) -> None:
-    assert of_all_ranks("here") == ["here"]

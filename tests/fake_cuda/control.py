@@ -32,7 +32,6 @@ for _name, _result, _arguments in (
     ("fake_access", _u64, [_u64, ctypes.c_size_t]),
     ("fake_used_bytes", _u64, [_int]),
     ("fake_take", None, [_int, ctypes.c_int64]),
-    ("fake_set_stack_limit", None, [_int, ctypes.c_size_t]),
     ("fake_end_makers", None, []),
     ("fake_stop_unmap", None, [_u64]),
     ("fake_reserved_bytes", _u64, []),
@@ -179,11 +178,6 @@ def used_bytes(device: int = 0) -> int:
 def take(device: int, nbytes: int) -> None:
     """Takes memory of a device without a handle, as cudaMalloc does. Negative: gives it back."""
     _fake.fake_take(device, nbytes)
-
-
-def set_stack_limit(device: int, nbytes: int) -> None:
-    """Sets the limit of a thread's stack. :func:`take` takes the memory of the stacks."""
-    _fake.fake_set_stack_limit(device, nbytes)
 
 
 def end_makers() -> None:

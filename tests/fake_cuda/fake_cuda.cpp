@@ -58,7 +58,6 @@ Fake::Fake() {
     contexts[i].legacy = std::make_shared<FakeStream>();
     contexts[i].legacy->context = &contexts[i];
     files[i] = -1;
-    stack_limit[i] = 1024;
   }
   for (const std::string& device : split(text_of("FAKE_CUDA_ACTIVE", ""), ","))
     contexts[std::strtol(device.c_str(), nullptr, 10) % kMostDevices].held_by_others = true;
@@ -348,20 +347,6 @@ Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   *least = 0;
   *greatest = -5;
   return kSuccess;
-}
-
-Result cuCtxGetLimit(std::size_t* bytes, int which) {
-  FAKE_ENTER_CONTEXT("cuCtxGetLimit");
-  if (which != kLimitStackSize) return codes::kInvalidValue;
-  *bytes = all.stack_limit[stack.back()->device];
-  return call.end();
-}
-
-Result cuCtxSetLimit(int which, std::size_t bytes) {
-  FAKE_ENTER_UNSAFE("cuCtxSetLimit");
-  if (which != kLimitStackSize) return codes::kInvalidValue;
-  all.stack_limit[stack.back()->device] = bytes;
-  return call.end();
 }
 
 Result cuCtxSynchronize() {
@@ -712,11 +697,7 @@ Result cuMemGetAllocationPropertiesFromHandle(AllocationProp* properties, Alloca
   FAKE_ENTER_ANY("cuMemGetAllocationPropertiesFromHandle");
   const auto found = all.handles.find(handle);
   if (found == all.handles.end()) return codes::kInvalidValue;
-  *properties = {kAllocationPinned,
-                 found->second->handle_types,
-                 {kLocationDevice, found->second->device},
-                 nullptr,
-                 {}};
+  *properties = {kAllocationPinned, found->second->handle_types, {kLocationDevice, found->second->device}, nullptr, {}};
   return call.end();
 }
 
@@ -1089,13 +1070,6 @@ void fake_take(int device, std::int64_t bytes) {
   Fake& all = fake();
   const Lock lock(all.mutex);
   all.taken[device] += static_cast<std::size_t>(bytes);
-}
-
-// The limit of a thread's stack, in bytes. The memory of the stacks is taken by fake_take().
-void fake_set_stack_limit(int device, std::size_t bytes) {
-  Fake& all = fake();
-  const Lock lock(all.mutex);
-  all.stack_limit[device] = bytes;
 }
 
 // The makers of all imported memory end, and close their descriptors.

@@ -182,9 +182,8 @@ struct Fake {
   std::map<std::string, long> delays;  // microseconds
 
   Primary contexts[kMostDevices];
-  std::size_t used[kMostDevices] = {};    // of handles
-  std::size_t stack_limit[kMostDevices];  // bytes of a thread
-  std::size_t taken[kMostDevices] = {};   // of this process without handles, as of cudaMalloc and of modules
+  std::size_t used[kMostDevices] = {};   // of handles
+  std::size_t taken[kMostDevices] = {};  // of this process without handles, as of cudaMalloc and of modules
   std::map<std::pair<int, DevicePointer>, std::size_t> page_tables;  // mappings in each GiB of addresses
   struct Scrubbed {
     int device;
@@ -195,7 +194,7 @@ struct Fake {
   int files[kMostDevices];
   off_t next_offset[kMostDevices] = {};
   std::size_t most_unmapped = 0;  // chunks by the next cuMemUnmap() of more; 0: all
-  bool makers_ended = false;  // of all memory of other processes
+  bool makers_ended = false;      // of all memory of other processes
 
   std::size_t reserved_bytes = 0;
   std::map<DevicePointer, std::size_t> reserved;

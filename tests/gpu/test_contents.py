@@ -154,26 +154,6 @@ def test_graphs_are_captured_while_host_memory_grows(fresh: Make) -> None:
     assert bool((value == 50 * captured).all())
 
 
-def test_frozen_contents_are_copied_out_once(fresh: Make) -> None:
-    region = fresh("frozen", "host", frozen=True)
-    tensors = random_tensors(region, 8, 64 * MIB)
-    expected = sums(tensors)
-    assert region.pause().copied_bytes == 512 * MIB
-    assert region.resume().copied_bytes == 512 * MIB
-    for _ in range(3):
-        assert region.pause().copied_bytes == 0
-        assert region.resume().copied_bytes == 512 * MIB
-        assert sums(tensors) == expected
-    with pytest.raises(memsaver.Error, match="frozen"), region:
-        pass
-    region.thaw()
-    tensors[0].random_()
-    expected = sums(tensors)
-    region.pause()
-    region.resume()
-    assert sums(tensors) == expected
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 )
@@ -183,34 +163,6 @@ def test_poison_is_nan_in_every_float_dtype(fresh: Make, dtype: torch.dtype) -> 
     region.pause()
     region.resume()
     assert bool(tensor.float().isnan().all())
-
-
-def test_a_zero_fill_is_zero_after_a_resume(fresh: Make) -> None:
-    region = fresh("zero", fill="zero")
-    tensor = region.empty((3 * MIB,), torch.int32).fill_(7)
-    region.pause()
-    region.resume()
-    assert not bool(tensor.any())
-
-
-def test_a_backup_can_be_read_and_written_while_its_region_is_paused(fresh: Make) -> None:
-    region = fresh("read", "host")
-    with region:
-        matrix = torch.randn(512, 300, device="cuda", dtype=torch.bfloat16)
-        other = torch.randn(5000, device="cuda")
-    expected, kept = matrix.cpu(), other.cpu()
-    region.pause()
-    view = memsaver.cpu_backup(matrix.t())
-    assert view.device.type == "cpu" and torch.equal(view, expected.t())
-    copy = memsaver.cpu_backup(other, clone=True)
-    assert torch.equal(copy, kept)
-    view[7] = 3.0
-    expected[:, 7] = 3.0
-    copy.zero_()
-    region.resume()
-    assert torch.equal(matrix.cpu(), expected) and torch.equal(other.cpu(), kept)
-    with pytest.raises(memsaver.Error, match="active"):
-        memsaver.cpu_backup(matrix)
 
 
 def test_contents_on_disk_come_back(fresh: Make, tmp_path: Path) -> None:
@@ -245,18 +197,6 @@ def test_streams_go_on_beside_a_background_pause(fresh: Make) -> None:
     region.resume()
     assert back.done() and again.done()
     assert sums(tensors) == expected
-
-
-def test_progress_of_a_long_transition_is_called_several_times(fresh: Make) -> None:
-    region = fresh("progress", "host")
-    tensors = random_tensors(region, 128, 64 * MIB)
-    seen = []
-    region.pause(progress=lambda done, total: seen.append((done, total)))
-    assert seen == sorted(seen) and seen[-1] == (8 * GIB, 8 * GIB) and len(seen) >= 2
-    seen.clear()
-    region.resume(progress=lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (8 * GIB, 8 * GIB) and len(seen) >= 2
-    del tensors
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU only")

@@ -42,34 +42,6 @@ def check_for_half_a_second(heir: Worker) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("moment", ["before memsaver joins", "after"])
-def test_a_dead_clients_kernels_never_meet_the_next_owner(broker: Running, heir: Worker, moment: str) -> None:
-    """The kernels write while the child lives. The next owner gets the memory after the child's exit."""
-    for _ in range(KILLS):
-        with Worker(broker, IMPORTS, "torch.zeros(1, device='cuda:0')") as victim:
-            if moment != "after":
-                victim.run("child = fork_sleeper()")
-            victim.run(f"numbers = Numbers('victim', {CAPACITY})")
-            if moment == "after":
-                victim.run("child = fork_sleeper()")
-            child = int(victim.run("print(child)"))
-            try:
-                heir.send("memsaver.resume(memory_timeout=60); numbers.fill(123)")
-                until(lambda: waits(broker, heir))
-                victim.run("write_for_long(numbers)")
-                assert victim.run("print(is_busy())") == "True"
-                victim.kill()
-                until(lambda: broker.row(victim.pid)["exited"])  # noqa: B023
-                time.sleep(0.5)
-                assert waits(broker, heir)
-                assert [each["pid"] for each in broker.row(victim.pid)["kept_by"]] == [child]
-            finally:
-                os.kill(child, signal.SIGKILL)
-        heir.answer()
-        check_for_half_a_second(heir)
-        heir.run("memsaver.pause()")
-
-
 def test_a_child_that_closes_the_drivers_descriptors_delays_nothing(broker: Running, heir: Worker) -> None:
     for _ in range(KILLS):
         with Worker(broker, IMPORTS, MEMSAVER_CLOSE_ON_FORK="1") as victim:

@@ -118,31 +118,6 @@ def overwrite_free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def test_graphs_equal_eager_across_pauses(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    eager = {size: greedy(engine, size, use_graphs=False) for size in (1, 2, 4, 8)}
-    assert engine.replays == 0
-    engine.capture()
-    assert engine.captured_batch_sizes == (1, 2, 4, 8)
-    addresses = engine.addresses()
-    for cycle in range(3):
-        for size in engine.captured_batch_sizes:
-            before = engine.replays
-            assert greedy(engine, size, use_graphs=True) == eager[size]
-            assert engine.replays == before + GREEDY.max_new_tokens - 1
-            assert greedy(engine, size, use_graphs=False) == eager[size]
-        assert greedy(engine, 3, use_graphs=True) == greedy(engine, 3, use_graphs=False)  # padded to 4
-        if cycle < 2:
-            engine.drain()
-            memsaver.pause(TAGS)
-            with pytest.raises(memsaver.RegionPausedError):
-                greedy(engine, 1, use_graphs=True)
-            overwrite_free_memory()
-            memsaver.resume(TAGS)
-            engine.drop_prefix_cache()
-            assert engine.addresses() == addresses
-
-
 def test_prefix_hits_after_a_pause_come_from_new_contents(make_engine: MakeEngine) -> None:
     engine = make_engine(prefix_cache=True, block_size=16)
     engine.capture()
@@ -247,23 +222,6 @@ def test_fused_kernels_equal_torch(case: str, dtype_name: str) -> None:
     found = compare(fused_kernels, case, dtype_name, "cuda")
     assert found["error"] <= 1
     assert dtype_name == "fp32" or found["different"] <= OPS_DIFFERENT
-
-
-def test_one_kernel_attends_for_a_large_batch() -> None:
-    from examples.colocate.engine.paged_kernel import num_splits
-
-    batch, heads, kv_heads, head_dim, block_size, width = 65, 32, 8, 128, 16, 20
-    assert num_splits(batch, kv_heads) == 1
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = (2, batch * width + 1, block_size, kv_heads, head_dim)
-    k_cache, v_cache = torch.randn(shape, generator=generator, device="cuda").bfloat16()
-    table = (torch.randperm(batch * width, generator=generator, device="cuda") + 1).int().view(batch, width)
-    lengths_B = torch.arange(batch, device="cuda", dtype=torch.int32) * 5  # the first is padding
-    q = torch.randn(batch, heads, head_dim, generator=generator, device="cuda").bfloat16()
-    out = attention.paged_decode(q, k_cache, v_cache, table, lengths_B)
-    expected = attention.paged_decode_torch(q.float(), k_cache.float(), v_cache.float(), table, lengths_B)
-    torch.testing.assert_close(out.float(), expected, rtol=0, atol=1.6e-2)
-    assert not out[0].any()
 
 
 def test_caches_beyond_32_bit_indices_are_addressed_correctly() -> None:

@@ -15,7 +15,6 @@ import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
 from examples.colocate.engine.gpt2 import GPT2Config
 from examples.colocate.engine.model import Config
-from examples.colocate.engine.profile import profile_replays
 from examples.colocate.engine.verify import fill_with_random_context, verify
 from examples.colocate.model import ModelConfig
 from tests.examples.engine_support import MakeEngine, engines  # noqa: F401
@@ -172,54 +171,6 @@ def test_nothing_compiles_after_a_capture(
             engine.generate(prompts(lengths), SamplingParams(temperature, 24), use_graphs)
         engine.drop_prefix_cache()
     assert compiled == []
-
-
-def test_a_capture_does_not_change_sampled_tokens(make_engine: MakeEngine) -> None:
-    sampled = []
-    for capture in (False, True):
-        engine = make_engine(seed=7, prefill_graph_sizes=(96,))
-        if capture:
-            engine.capture()
-        sampled.append(engine.generate(prompts([5, 60]), SamplingParams(1.0, 1)))
-    assert [each.tokens for each in sampled[0]] == [each.tokens for each in sampled[1]]
-
-
-def test_compile_batch_sizes_selects_the_compiled_graphs(make_engine: MakeEngine) -> None:
-    engine = make_engine(graph_batch_sizes=(2, 4), compile_batch_sizes=(4,))
-    engine.capture()
-    rows = verify(engine)
-    assert [row.name for row in rows] == ["decode 2", "decode 4", "compiled 4"]
-    assert rows[0].difference == 0.0
-
-
-def test_without_regions_graphs_serve_as_well(make_engine: MakeEngine) -> None:
-    engine = make_engine(use_regions=False)
-    expected = tokens_of(engine, [5, 60], use_graphs=False)
-    engine.capture()
-    assert tokens_of(engine, [5, 60]) == expected
-    assert engine.replays > 0
-    assert tokens_of(make_engine(), [5, 60], use_graphs=False) == expected
-
-
-def test_captures_list_their_graphs_and_bytes(make_engine: MakeEngine) -> None:
-    engine = make_engine(prefill_graph_sizes=(256,))
-    held = memsaver.region("cuda_graph", device="cuda", backup="host").allocated_bytes  # of engines before this one
-    engine.capture()
-    captures = engine.graphs.captures
-    assert [each.name for each in captures] == ["prefill 256", *(f"decode {size}" for size in range(6, 0, -1))]
-    assert captures[0].graphs == MODEL.num_layers + 1
-    assert sum(each.nbytes for each in captures) == engine.memory.cuda_graph.allocated_bytes - held
-    assert all(each.seconds > 0 for each in captures)
-
-
-def test_a_step_is_no_more_kernels_than_it_needs(make_engine: MakeEngine) -> None:
-    engine = make_engine(graph_batch_sizes=(6,))
-    engine.capture()
-    profiled = profile_replays(engine, 6, replays=5, context=100)
-    assert profiled.by_graph
-    # Two norms, rotation, K and V, attention in one or two, swiglu, and four products, some of which are split in two.
-    assert sum(each.calls for each in profiled.kernels) <= 15 * MODEL.num_layers + 30
-    assert profiled.kernels[0].name in profiled.table()
 
 
 def test_a_request_that_stops_early_leaves_no_trace(make_engine: MakeEngine) -> None:

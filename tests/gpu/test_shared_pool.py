@@ -78,13 +78,13 @@ def test_free_blocks_of_torch_come_after_the_queued_work(broker: Running) -> Non
 def test_memory_of_one_job_is_zero_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver zeroes it, also if the first job was killed with its broker. The jobs take most of the device."""
     nbytes = torch.cuda.mem_get_info()[0] * 8 // 10 // (256 * MIB) * (256 * MIB)
-    for secret in ("secret-of-the-first-job", "secret-of-the-second-job"):
-        monkeypatch.setenv("MEMSAVER_JOB", secret)
+    for job in ("first", "second"):
+        monkeypatch.setenv("MEMSAVER_JOB", job)
         until(lambda: torch.cuda.mem_get_info()[0] >= nbytes + GIB)
         with Running(str(nbytes + GIB), "--device", "cuda:0") as broker, Worker(broker, IMPORTS) as worker:
             worker.run(f"held = memsaver.region('held', DEVICE).empty(({nbytes},), torch.uint8)")
             count = "print(sum(int(part.count_nonzero()) for part in held.split(1 << 28)))"
-            if secret.startswith("secret-of-the-first"):
+            if job == "first":
                 worker.run("held.fill_(0xA5)")
                 assert worker.run(count) == str(nbytes)
             else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -54,16 +53,6 @@ def test_a_freed_segment_rests_until_its_work_is_done(fresh: Make) -> None:
     assert region.mapped_bytes == 0
 
 
-def test_pause_of_a_paused_region_is_a_no_op(fresh: Make) -> None:
-    region = fresh("twice", "host")
-    tensor = region.empty((MIB,)).fill_(3)
-    assert region.pause().paused == (region.tag,)
-    assert region.pause().paused == ()
-    assert region.resume().resumed == (region.tag,)
-    assert region.resume().resumed == ()
-    assert bool((tensor == 3).all())
-
-
 def test_out_of_memory_at_resume_names_the_holder_and_can_be_retried(
     fresh: Make, neighbour: Neighbour, driver_free: Callable[[], int]
 ) -> None:
@@ -86,64 +75,6 @@ def test_out_of_memory_at_resume_names_the_holder_and_can_be_retried(
     neighbour.tell("release")
     region.resume()
     assert torch.equal(tensor.cpu(), expected)
-
-
-def test_a_resume_waits_for_memory_that_another_process_lets_go(fresh: Make, neighbour: Neighbour) -> None:
-    region = fresh("waits")
-    region.empty((2 * GIB,), torch.uint8)
-    tensor = region.empty((2 * GIB,), torch.uint8)
-    region.pause()
-    neighbour.hold(GIB)
-    done = threading.Event()
-
-    def let_go() -> None:
-        time.sleep(0.5)
-        neighbour.tell("release")
-        done.set()
-
-    thread = threading.Thread(target=let_go)
-    thread.start()
-    region.resume(memory_timeout=60)
-    thread.join()
-    tensor.fill_(1)
-    assert done.is_set()
-
-
-def test_two_regions_alternate_on_a_full_device(fresh: Make, neighbour: Neighbour) -> None:
-    a, b = fresh("a", "host"), fresh("b", "host")
-    tensor_a = a.empty((2 * GIB,), torch.uint8).random_()
-    kept_a = tensor_a.cpu()
-    a.pause()
-    tensor_b = b.empty((2 * GIB,), torch.uint8).random_()
-    kept_b = tensor_b.cpu()
-    neighbour.hold(512 * MIB)
-    with pytest.raises(memsaver.OutOfMemoryError):
-        a.resume()
-    for _ in range(3):
-        memsaver.switch(pause=b.tag, resume=a.tag)
-        assert torch.equal(tensor_a.cpu(), kept_a)
-        memsaver.switch(pause=a.tag, resume=b.tag)
-        assert torch.equal(tensor_b.cpu(), kept_b)
-
-
-def test_retained_chunks_go_from_region_to_region(fresh: Make) -> None:
-    a, b = fresh("a"), fresh("b")
-    a.empty((2 * GIB,), torch.uint8)
-    tensor = a.empty((GIB,), torch.uint8)
-    a.pause()
-    other = b.empty((2 * GIB,), torch.uint8)
-    b.pause()
-    memsaver.configure(retain="16GiB")
-    a.resume()
-    for _ in range(3):
-        memsaver.switch(pause=a.tag, resume=b.tag)
-        other.fill_(1)
-        memsaver.switch(pause=b.tag, resume=a.tag)
-        tensor.fill_(2)
-    a.pause()
-    assert memsaver.stats().devices["cuda:0"].retained_bytes >= GIB
-    memsaver.configure(retain=0)
-    assert memsaver.stats().devices["cuda:0"].retained_bytes == 0
 
 
 def test_transitions_from_four_threads_keep_all_contents(fresh: Make) -> None:

@@ -28,8 +28,7 @@ from memsaver.distributed.link import Link
 from memsaver.distributed.liveness import Watch
 from memsaver.distributed.messages import dumps, loads
 from memsaver.transitions import Transition
-from memsaver.turns import ranks as turn_ranks
-from memsaver.turns import turn as turn_module
+from memsaver.turns import plan as plan_module
 from tests.support import run_clean, until
 
 PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}, "sync": {"engine": ["weights"]}}
@@ -193,24 +192,6 @@ def test_all_ranks_enter_a_phase_and_get_the_same_turn(any_store: distributed.St
     assert [member.threads for member in job.members] == [{f"caller {rank}"} for rank in range(3)]
 
 
-def test_the_leaders_process_learns_of_the_end_last(
-    store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = world(store)
-    processes: Any = job.groups[0]._leader._processes  # type: ignore[union-attr]
-    told: list[int] = []
-    send = processes.send
-
-    def recorded(process: int, message: Any) -> None:
-        if "end" in message:
-            told.append(process)
-        send(process, message)
-
-    monkeypatch.setattr(processes, "send", recorded)
-    job.enter("train")
-    assert told == [2, 1, 0]  # its program may end now, and the thread of the leader with it
-
-
 def test_a_rank_that_cannot_prepare_leaves_all_as_they_were(store: distributed.Store, world: Worlds) -> None:
     job = world(store)
     job.members[1].errors["prepare"] = memsaver.BackupError(
@@ -268,22 +249,6 @@ def test_an_interrupt_while_preparations_are_taken_back_leaves_none_and_is_told_
     assert "judge 0 (rank 0) could not prepare to pause 'c': Error: KeyboardInterrupt" in str(errors[1])
     assert [calls[-1] for calls in job.seen()] == ["abort", "abort", "prepared"]
     job.enter("off")
-
-
-def test_a_rank_that_hangs_while_it_aborts_is_named_within_a_bound(
-    store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(turn_module, "_NOTIFY_S", 0.05)
-    job = world(store)
-    job.members[1].errors["prepare"] = OSError("not now")
-    job.members[0].held["abort"] = held = threading.Event()
-    calls = [job.call(rank, "train") for rank in range(3)]
-    for rank in (1, 2):
-        text = "OSError: not now; engine 0 (rank 0) has not answered that it took its preparation back"
-        assert text in str(calls[rank].exception(WAIT_S))
-    held.set()
-    assert text in str(calls[0].exception(WAIT_S))
-    job.enter("train")
 
 
 def test_a_turn_that_rank_0_has_left_bounds_its_next_one(store: distributed.Store, world: Worlds) -> None:
@@ -389,7 +354,7 @@ def test_a_rank_that_hangs_past_the_deadline_is_named_and_joins_again(store: dis
 def test_a_rank_that_hangs_in_the_second_half_is_named_until_it_has_answered(
     store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    monkeypatch.setattr(turn_module, "_COMPLETE_S", 0.0)
+    monkeypatch.setattr(plan_module, "_COMPLETE_S", 0.0)
     job = world(store)
     job.enter("train")
     victim, verb, tag = (2, "pause", "params") if step == "commit" else (1, "resume", "weights")
@@ -413,38 +378,6 @@ def test_a_rank_that_hangs_in_the_second_half_is_named_until_it_has_answered(
         for error in job.fails("rollout"):
             assert "the phase that was to write them failed" in str(error)
     assert job.enter("rollout", restore=False)[0].phase == "rollout"
-
-
-@pytest.mark.parametrize("step", ["prepare", "resume"])
-def test_the_other_members_of_a_process_that_hangs_are_not_waited_for(
-    store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    """Their calls run after the one that hangs, so a wait for them would last until its bound."""
-    monkeypatch.setattr(turn_module, "_COMPLETE_S", 0.0)
-    monkeypatch.setattr(turn_module, "_NOTIFY_S", 10.0 * WAIT_S)
-    phases = {"both": {"engine": ["weights"], "trainer": ["params"]}, "none": {}}
-    job = world(store, [{"engine": 0}, {"engine": 1, "trainer": 2}], phases)
-    before, phase = ("both", "none") if step == "prepare" else ("none", "both")
-    job.enter(before)
-    job.seen()
-    job.members[2].held[step] = held = threading.Event()
-    if step == "resume":  # it bounds the pauses of the ranks that had resumed
-        monkeypatch.setattr(turn_module, "_ANSWER_S", 10.0 * WAIT_S)
-    calls = [job.call(rank, phase, timeout=0.5) for rank in range(2)]
-    error = str(calls[0].exception(WAIT_S))
-    monkeypatch.setattr(turn_module, "_ANSWER_S", 0.0)
-    assert "trainer 0 (rank 1) could not " in error
-    text = "; engine 1 (rank 1) has not answered that it took its preparation back"
-    assert (text in error) == (step == "prepare")
-    again = job.call(0, phase, timeout=0.5)
-    method = "colocated_prepare" if step == "prepare" else "resume"
-    assert f"rank 1 did not answer: it has not answered {method}() of an earlier turn" in str(again.exception(WAIT_S))
-    held.set()
-    assert isinstance(calls[1].exception(WAIT_S), memsaver.Error)
-    undone = "abort" if step == "prepare" else "pause weights"
-    assert job.members[1].calls[-2:] == [undone, "failed trainer 0: WaitTimeoutError"]
-    assert isinstance(job.call(1, phase).exception(WAIT_S), memsaver.Error)  # the turn that rank 0 has left
-    assert [turn.phase for turn in job.enter(phase)] == [phase, phase]
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -487,21 +420,6 @@ def test_200_turns_do_not_grow_the_store(store: distributed.Store, world: Worlds
     now = content()
     assert now[0] == count
     assert now[1] < 2 * nbytes  # numbers have more digits, and times too
-
-
-def test_late_messages_to_a_rank_that_hangs_do_not_stay(store: distributed.Store, world: Worlds) -> None:
-    job = world(store)
-    job.members[1].gate.clear()
-    calls = [job.call(rank, "train", timeout=0.0) for rank in range(3)]
-    for rank in (0, 2):
-        calls[rank].exception(WAIT_S)
-    job.members[1].gate.set()
-    calls[1].exception(WAIT_S)
-    for _ in range(2):
-        job.enter("train")
-    (key,) = [key for key in store.list_keys() if key.endswith("to/1")]  # type: ignore[attr-defined]
-    first, _, messages = loads(store.get(key))
-    assert first > 0 and len(messages) <= 2
 
 
 def test_contents_that_a_failed_body_has_not_written_are_refused_on_all_ranks(
@@ -591,39 +509,6 @@ def test_another_process_with_the_pid_of_a_rank_is_not_the_rank(store: distribut
         watch.check(2, {**own, "start": own["start"] - 1})
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_a_lost_rank_is_the_cause_while_a_rank_before_it_waits_for_it(
-    store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch, answers: bool
-) -> None:
-    monkeypatch.setattr(turn_ranks, "_LOST_S", WAIT_S if answers else 0.05)
-    job = world(store)
-    job.enter("train")
-    waits, dead = threading.Event(), threading.Event()
-    job.members[0].held["resume"] = waits  # as a guest that comes back together with the other ranks
-    job.members[0].errors["resume"] = memsaver.GuestError("no rank 1", guest="collective", stage="come back")
-    job.members[1].held["resume"] = dead
-
-    def check(process: int, hello: Any) -> None:
-        if process == 1 and "resume weights" in job.members[1].calls:
-            if answers:
-                waits.set()
-            raise LostRankError("rank 1 has ended (pid 0)", process=1)
-
-    leader: Any = job.groups[0]._leader
-    monkeypatch.setattr(leader._processes._watch, "check", check)
-    calls = [job.call(rank, "rollout") for rank in range(3)]
-    error: Any = calls[2].exception(WAIT_S)
-    assert (error.role, error.rank) == ("engine", 1)
-    assert isinstance(error.__cause__, LostRankError)
-    assert "engine 1 (rank 1) could not resume 'weights': LostRankError: rank 1 has ended (pid 0)" in str(error)
-    other = "GuestError: no rank 1" if answers else "WaitTimeoutError: it has not answered"
-    assert f"; engine 0 (rank 0): {other}" in str(error)
-    assert error.report is None  # the reason is known
-    for event in (waits, dead):
-        event.set()
-    assert isinstance(calls[0].exception(WAIT_S), memsaver.Error)
-
-
 @pytest.mark.parametrize("decided", [False, True])
 def test_a_rank_whose_leader_is_lost_follows_the_decision(
     store: distributed.Store, world: Worlds, monkeypatch: pytest.MonkeyPatch, decided: bool
@@ -711,14 +596,6 @@ def test_several_members_of_one_process_and_coroutines(store: distributed.Store,
     assert group.enter("rollout").resumed["engine"][0].resumed == (weights.tag,)
     assert (weights.state, params.state) == ("active", "paused")
     group.close()
-
-
-def test_two_groups_of_one_store_do_not_mix(store: distributed.Store, world: Worlds) -> None:
-    first, second = world(store), world(store)
-    assert first.enter("train")[2].phase == "train"
-    assert second.enter("rollout")[2].phase == "rollout"
-    assert first.enter("sync")[1].phase == "sync"
-    assert [calls[-1] for calls in second.seen()] == ["resume weights", "resume weights", "commit"]
 
 
 @pytest.mark.parametrize(

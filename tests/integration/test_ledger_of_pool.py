@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-import memsaver
 from memsaver import ledger
 from memsaver.broker import protocol
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.protocol import Message
-from memsaver.ledger import Ledger, messages
-from tests.broker_support import PATIENCE_S, Client, Running
+from memsaver.ledger import Ledger
+from tests.broker_support import PATIENCE_S, Running
 from tests.fake_cuda import run_on_fake
 from tests.pool_support import Worker
 from tests.support import MIB, PAGE, Peer, run_python, until
@@ -102,20 +101,6 @@ def test_regions_idle_chunks_and_other_memory_of_clients(broker: Running, one: W
     check_everywhere(broker, expected, one, two)
 
 
-def test_memory_from_before_the_pool_is_in_the_same_rows(broker: Running) -> None:
-    with Worker(broker, f"a = hold('a', {40 * MIB})", MEMSAVER_POOL="process") as worker:
-        worker.run("memsaver.configure(retain='1GiB'); b = hold('b', 8 << 20); b.region.pause()")
-        worker.run(f"memsaver.configure(pool='shared'); c = hold('c', {6 * MIB})")
-        retained = int(worker.run("print(_core.ledger_figures('cpu')['retained_bytes'])"))
-        assert retained > 0
-        expected: Sums = {
-            (worker.pid, "region", "a"): mapped(worker, "a"),
-            (worker.pid, "region", "c"): mapped(worker, "c"),
-            (worker.pid, "retained", ""): retained,
-        }
-        check_everywhere(broker, expected, worker)
-
-
 def test_memory_that_another_process_is_attached_to_counts_for_its_owner(
     broker: Running, one: Worker, two: Worker
 ) -> None:
@@ -173,22 +158,6 @@ def test_chunks_of_a_broker_that_died_count_for_their_holders(broker: Running, o
     check_everywhere(broker, regions, one, two)
 
 
-def test_other_figures_of_a_client_arrive_with_the_status(broker: Running, one: Worker) -> None:
-    one.run("from memsaver import ledger")
-    one.run(f"handle = _core.open_driver('cpu').create({6 * MIB})")
-    one.run(f"ledger.torch_memory.parts = lambda device: [('torch cached', '', '', {4 * MIB})]")
-    expected: Sums = {
-        (one.pid, "region", "a"): mapped(one, "a"),
-        (one.pid, "torch cached", ""): 4 * MIB,
-        (one.pid, "unknown", ""): 2 * MIB,
-        (broker.process.pid, "pool idle", ""): broker.status()["idle_bytes"],
-    }
-    check_everywhere(broker, expected, one)
-    client = broker.row(one.pid)
-    assert client["ledger"] == {"imported_bytes": 0, "rows": [["torch cached", "", "", 4 * MIB]]}
-    assert client["ledger_age_s"] >= 0
-
-
 def test_a_client_that_holds_the_gil_has_its_last_report(broker: Running, one: Worker, tmp_path: Path) -> None:
     """Its regions are as they are now, since no thread needs the GIL for them."""
     check = {(one.pid, "region", "a"): mapped(one, "a")}
@@ -212,46 +181,23 @@ def test_a_client_ends_while_its_ledger_is_made(broker: Running) -> None:
     program = """
 import threading, time
 import memsaver
-from memsaver import _core, ledger
+from memsaver import _core
+from memsaver.ledger import own
 memsaver.configure(pool="shared")
 region = memsaver.region("a", device="cpu")
 
-def slow(device):
+def slow(figure, device, missing):
     end = time.monotonic() + 0.5
     while threading.current_thread().name == "memsaver-ledger" and time.monotonic() < end:
         _core.ledger_figures(device)
-    return []
+    return missing
 
-ledger.torch_memory.parts = slow
+own.torchs = slow
 memsaver.stats()  # which does not wait so long
 """
     names = ("MEMSAVER_HOST_DEVICE", "MEMSAVER_POOL_DIR")
     done = run_python(program, **{name: broker.environment[name] for name in names})
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_top_shows_the_rows(broker: Running, one: Worker) -> None:
-    until(lambda: broker.row(one.pid)["ledger"] is not None)  # from here on it has a report, which may be older
-    done = broker.run("top")
-    assert done.returncode == 0, done.stderr
-    used = memsaver.errors.gib(used_bytes(one))
-    size = memsaver.errors.gib(mapped(one, "a"))
-    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert f"in use on the device: {used}" in lines
-    assert any(line.startswith(f"{one.pid} ") and line.endswith(f"region a (active) {size}") for line in lines), lines
-    [pool] = json.loads(broker.run("top", "--json").stdout)["pools"]
-    assert sum(row["bytes"] for row in pool["ledger"]["rows"]) == pool["ledger"]["used_bytes"] == used_bytes(one)
-    assert {"capacity_bytes", "idle_bytes", "clients"} <= set(pool)
-
-
-def test_an_error_of_a_client_has_the_rows_of_all(broker: Running, one: Worker, two: Worker) -> None:
-    until(lambda: broker.row(two.pid)["ledger"] is not None)
-    text = one.fails("memsaver.region('a').empty(1 << 40)")
-    size = memsaver.errors.gib(mapped(two, "c"))
-    assert f"(pid {two.pid}) {size}: region c (active) {size}" in text
-    one.run("import json")
-    rows = json.loads(one.run("print(json.dumps(repickled(error).ledger))"))
-    assert sum(row["bytes"] for row in rows) == used_bytes(one)
 
 
 # On the fake CUDA driver
@@ -323,16 +269,6 @@ with tempfile.TemporaryDirectory(prefix="ms") as folder:
 # Messages of clients
 
 
-def test_a_client_without_a_ledger_has_a_row_of_its_chunks(broker: Running) -> None:
-    client = Client(broker.path)
-    broker.clients.append(client)
-    client.want(2 * MEDIUM, MEDIUM)
-    client.take(2 * MEDIUM)
-    client.say("report", 2 * MEDIUM, 2 * MEDIUM, 0, 0, 0, text="kv")
-    expected: Sums = {(os.getpid(), "pool held", ""): 2 * MEDIUM}
-    assert when(partial(seen_by_broker, broker), expected).is_consistent
-
-
 PATIENT = """
 import sys
 from memsaver import cli
@@ -352,7 +288,7 @@ def test_a_status_waits_for_an_announced_ledger(broker: Running) -> None:
         admin._channel.settimeout(PATIENCE_S)
         protocol.send(admin._channel, Message("status", (7,)).encode())
         client.hear("query")
-        client.say_raw(Message("report", fields={"ledger": 1}).encode())
+        client.say("report", 1)
         client.look()  # the broker has handled the report
         client.say("ledger", text=text)
         status = json.loads(admin._receive().text)
@@ -367,12 +303,3 @@ def test_a_malformed_ledger_ends_its_connection_alone(broker: Running, one: Work
     other.say("ledger", text='{"imported_bytes": 0, "rows": [["a"]]}')
     assert other.is_refused()[0] == "malformed"
     assert broker.row(one.pid)["connected"]
-
-
-def test_a_status_that_is_too_long_leaves_ledgers_out(broker: Running) -> None:
-    rows = [["x" * 100, "y" * 100, "z" * 100, each] for each in range(messages.MOST_ROWS)]
-    clients = [broker.client() for _ in range(4)]
-    for client in clients:
-        client.say("ledger", text=json.dumps({"imported_bytes": 0, "rows": rows}))
-    found = [row["ledger"] for row in broker.status()["clients"]]
-    assert len(found) == 4 and None in found and any(found)

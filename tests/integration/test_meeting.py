@@ -90,16 +90,7 @@ def test_all_ranks_open_in_the_same_round_again_and_again(store: Store) -> None:
     assert numbers == sorted(set(numbers))
 
 
-def test_rounds_leave_no_keys_behind(store: Store) -> None:
-    ranks = meetings(store, 2)
-    counts = []
-    for _ in range(4):
-        close(ranks)
-        gather(ranks)
-        ranks[0].store_of_round(within(LONG_S)).set("of torch", "")
-        settle(ranks)
-        counts.append(store.num_keys())
-    assert counts[1:] == [counts[1]] * 3
+# Ranks that give up
 
 
 class Without:
@@ -117,20 +108,6 @@ class Without:
         if "delete_key" in self.missing:
             raise NotImplementedError("no deletion")
         return bool(self.store.delete_key(key))
-
-
-@pytest.mark.parametrize(("missing", "kept"), [("list_keys", False), ("delete_key", True)])
-def test_keys_of_rounds_are_deleted_as_far_as_the_store_can(missing: str, kept: bool) -> None:
-    (rank,) = meetings(HashStore(), 1)
-    rank._link._connected[:] = [there := Without(keys(rank), missing)]
-    for _ in range(3):
-        rank.close(within(LONG_S))
-        opened([rank])
-    assert there.check(["1/opened"]) is there.check(["2/closed"]) is kept
-    assert there.check(["3/opened"])
-
-
-# Ranks that give up
 
 
 def test_rank_that_gave_up_is_not_counted(store: Store) -> None:
@@ -154,30 +131,12 @@ def test_ranks_with_time_left_meet_one_that_gave_up_and_came_again(store: Store)
     settle(ranks)
 
 
-def test_ranks_that_came_one_after_the_other_are_told_so(store: Store) -> None:
-    first, second = meetings(store, 2)
-    for each in (first, second):
-        with pytest.raises(TimeoutError):
-            each.gather(within(SHORT_S))
-    text = second._missing(first.round, second.round, keys(second))
-    assert text == "all ranks came back, but not within the same 0.2 s; the ranks 0 gave up"
-
-
 def test_rank_whose_withdrawal_was_lost_is_not_counted_twice(store: Store) -> None:
     """It has joined a round, and ended its attempt without a word."""
     ranks = meetings(store, 2)
     join(ranks[0])
     with pytest.raises(TimeoutError, match="the ranks 1 did not come back"):
         ranks[0].gather(within(SHORT_S))
-    opened(ranks)
-
-
-def test_round_with_a_rank_whose_withdrawal_was_lost_is_not_opened(store: Store) -> None:
-    ranks = meetings(store, 2)
-    join(ranks[0])
-    ranks[1].gather(within(LONG_S))
-    with pytest.raises(memsaver.Error, match="closed again: the ranks 0 have not opened their groups in time"):
-        ranks[1].settle(within(SHORT_S))
     opened(ranks)
 
 
@@ -205,14 +164,6 @@ def test_groups_stay_open_on_no_rank_if_one_is_late(store: Store) -> None:
         opened(ranks)
 
 
-def test_rank_that_gives_up_after_all_have_opened_is_told_so(store: Store) -> None:
-    ranks = meetings(store, 2)
-    assert not ranks[0].give_up(KeyboardInterrupt())
-    opened(ranks)
-    assert ranks[0].give_up(KeyboardInterrupt())
-    assert ranks[1].is_intact(within(LONG_S))
-
-
 def test_open_groups_are_not_intact_once_another_rank_has_closed_its_own(store: Store) -> None:
     ranks = meetings(store, 2)
     for _ in range(2):  # groups that torch made, and groups of a round
@@ -229,14 +180,6 @@ def test_open_groups_are_not_intact_once_another_rank_opens_its_own(store: Store
     with pytest.raises(TimeoutError):
         ranks[1].gather(within(SHORT_S))
     assert not ranks[0].is_intact(within(LONG_S))
-
-
-def test_groups_of_an_attempt_that_was_not_settled_are_not_intact(store: Store) -> None:
-    ranks = meetings(store, 2)
-    gather(ranks)
-    assert not ranks[0].is_intact(within(LONG_S))
-    with pytest.raises(memsaver.Error, match="rank 0 opens its groups again"):
-        ranks[1].settle(within(LONG_S))
 
 
 def test_interrupted_rank_gives_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

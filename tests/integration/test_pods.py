@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from memsaver.broker import discovery, job
+from memsaver.broker import discovery
 from tests.broker_support import PATIENCE_S, Running
 from tests.pool_support import Worker, is_whole
 from tests.support import GIB, MIB, PAGE, environment, until
@@ -57,13 +57,13 @@ TURN = f"""
 @needs_namespaces
 def test_pods_with_jobs_of_their_own_share_a_directory(broker: Running) -> None:
     """Each has a broker in its own namespace, which ends with it. The broker of this namespace has no part in it."""
-    secrets = ["secret-of-the-first-pod", "secret-of-the-second-pod"]
+    jobs = ["first", "second"]
     variables = {**broker.environment, "MEMSAVER_POOL": "shared", "MEMSAVER_POOL_CAPACITY": "64MiB"}
-    pods = [start(TURN, {**variables, "MEMSAVER_JOB": secret}, *APART) for secret in secrets]
+    pods = [start(TURN, {**variables, "MEMSAVER_JOB": job}, *APART) for job in jobs]
     for pod in pods:
         assert pod.communicate(timeout=PATIENCE_S) == ("True True True\n", "")
-    for secret in secrets:
-        logs = broker.directory / f"job-{job.Job(secret).name}"
+    for job in jobs:
+        logs = broker.directory / f"job-{job}"
         assert (logs / broker.path.with_suffix(".log").name).exists()
     assert broker.status()["clients"] == []
     assert [path for path in broker.directory.rglob("*.sock") if discovery.accepts(path)] == [broker.path]

@@ -235,12 +235,6 @@ def test_a_rank_that_ends_while_groups_are_closed_is_named_by_the_others(tmp_pat
         pass
 
 
-def test_a_rank_that_ends_with_the_store_is_an_error_of_the_others() -> None:
-    """The store of torchrun and of env:// belongs to a process."""
-    with ranks(lose_a_rank, 3, free_address(), 0, "guest 'process groups' could not come back"):
-        pass
-
-
 def pause_with_work_pending(rank: int, file: str) -> None:
     guest = begin(rank, 2, file, timeout=SHORT_S)
     signals = dist.PrefixStore("signals", dist.distributed_c10d._get_default_store())
@@ -451,25 +445,6 @@ def test_interrupted_calls_can_be_repeated(tmp_path: Path) -> None:
         pass
 
 
-def interrupt_one_pause(rank: int, file: str) -> None:
-    """Rank 0 is interrupted between two groups that are closed, and again while the library opens them again."""
-    guest = begin(rank, 2, file, timeout=LONG_S)
-    group = dist.new_group([0, 1])
-    if rank == 0:
-        interrupt_pause(guest, group)
-    else:
-        memsaver.pause(TAG)
-        assert len(guest.closed) == 2
-    memsaver.resume(TAG)
-    check_open(guest)
-    check_open(guest, group)
-
-
-def test_a_resume_opens_the_groups_of_an_interrupted_pause_if_the_other_ranks_have_paused(tmp_path: Path) -> None:
-    with ranks(interrupt_one_pause, 2, str(tmp_path / "store")):
-        pass
-
-
 # Groups that are made and destroyed while others are closed
 
 
@@ -532,55 +507,6 @@ def reopen_groups_of_some_ranks(rank: int, file: str) -> None:
 
 def test_ranks_without_groups_take_part(tmp_path: Path) -> None:
     with ranks(reopen_groups_of_some_ranks, 3, str(tmp_path / "store")):
-        pass
-
-
-def count_keys(rank: int, file: str) -> None:
-    guest = begin(rank, 2, file, timeout=LONG_S)
-    group = dist.new_group([0, 1])
-    counts = []
-    for _ in range(4):
-        reopen(guest)
-        check_open(guest, group)
-        counts.append(dist.distributed_c10d._get_default_store().num_keys())
-        dist.barrier()
-    assert counts[1:] == [counts[1]] * 3
-
-
-def test_turns_leave_no_keys_in_the_store(tmp_path: Path) -> None:
-    with ranks(count_keys, 2, str(tmp_path / "store")):
-        pass
-
-
-def fail_to_open(rank: int, file: str) -> None:
-    guest = begin(rank, 2, file)
-    group = dist.new_group([0, 1])
-    registered = set(dist.distributed_c10d._world.pg_map)
-    memsaver.pause(TAG)
-    connect = guest._connect
-
-    def failing(record: Any, *others: Any) -> Any:
-        if record.group is group:
-            raise OSError("no route")
-        return connect(record, *others)
-
-    guest._connect = failing  # type: ignore[assignment,method-assign]
-    # The other rank may have closed the world again while this one still connects to it.
-    with pytest.raises(memsaver.GuestError, match="OSError: no route|connectFullMesh failed"):
-        memsaver.resume(TAG)
-    assert guest.closed == ["0", str(group.group_name)]  # the world, which was open, is closed again
-    del guest._connect  # the class has its own
-    memsaver.resume(TAG)
-    assert guest.closed == []
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor, group=group)
-    dist.all_reduce(tensor)
-    assert float(tensor) == 4
-    assert set(dist.distributed_c10d._world.pg_map) == registered == {dist.group.WORLD, group}
-
-
-def test_a_failed_opening_can_be_repeated(tmp_path: Path) -> None:
-    with ranks(fail_to_open, 2, str(tmp_path / "store")):
         pass
 
 

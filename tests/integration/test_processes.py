@@ -32,14 +32,6 @@ def row_of(pid: int) -> dict[str, object] | None:
     return next((row for row in rows if row["pid"] == pid), None)
 
 
-def test_two_processes_share_one_host_device(peer: Peer) -> None:
-    driver = _core.open_driver("cpu")
-    uuid, total, free = peer.run(
-        "driver = _core.open_driver('cpu'); print(driver.uuid(), driver.memory()[1], driver.memory()[0])"
-    ).split()
-    assert (uuid, int(total), int(free)) == (driver.uuid(), driver.memory()[1], free_bytes())
-
-
 def test_memory_of_one_process_is_used_in_the_other(peer: Peer) -> None:
     before = free_bytes()
     assert row_of(peer.pid) is None
@@ -53,12 +45,6 @@ def test_memory_of_one_process_is_used_in_the_other(peer: Peer) -> None:
     peer.run("region.pause()")
     assert free_bytes() == before
     assert row_of(peer.pid) is None
-
-
-def test_host_devices_of_different_sizes_have_different_uuids(peer: Peer) -> None:
-    with Peer(MEMSAVER_HOST_DEVICE="64MiB") as other:
-        uuid = other.run("print(_core.open_driver('cpu').uuid())")
-        assert uuid != peer.run("print(_core.open_driver('cpu').uuid())")
 
 
 def test_memory_released_by_a_pause_goes_to_the_other_process(make: Make, peer: Peer) -> None:
@@ -122,25 +108,6 @@ def test_a_killed_process_leaves_its_memory_to_the_others(make: Make, peer: Peer
     peer.kill()
     assert free_bytes() == before
     assert row_of(peer.pid) is None
-
-
-def test_an_allocation_gets_the_memory_of_a_killed_process(make: Make, peer: Peer) -> None:
-    region = make()
-    hold(peer, free_bytes() - 4 * MIB, backup="none")
-    with pytest.raises(memsaver.OutOfMemoryError):
-        blocks(region, [40 * MIB])
-    peer.kill()
-    blocks(region, [40 * MIB])[0].check()
-
-
-def test_a_waiting_resume_gets_the_memory_of_a_killed_process(make: Make, peer: Peer) -> None:
-    region = make("host")
-    held = blocks(region, [40 * MIB])
-    region.pause()
-    hold(peer, free_bytes() // PAGE * PAGE, backup="none")
-    peer.send("import os, time; time.sleep(0.1); os.kill(os.getpid(), 9)")
-    region.resume(memory_timeout=60.0)
-    held[0].check()
 
 
 def test_a_process_killed_in_the_middle_of_transitions_leaves_nothing(make: Make) -> None:

@@ -17,7 +17,7 @@ ray = pytest.importorskip("ray", reason="needs ray")
 import torch  # noqa: E402
 
 import memsaver  # noqa: E402
-from memsaver.ray import Colocated, Group, placement  # noqa: E402
+from memsaver.ray import Colocated, Group  # noqa: E402
 from tests.ray_support import cluster_of_one_machine  # noqa: E402
 
 MIB = 1 << 20
@@ -170,23 +170,6 @@ def test_roles_take_turns_and_keep_addresses_and_contents(colocated: Colocation)
     assert ray.get(engines[0].states.remote()) == {"weights": "paused", "kv_cache": "paused"}
 
 
-def test_a_region_that_no_phase_names_stays_active(colocated: Colocation) -> None:
-    group, engines, _ = colocated
-    with group.enter("rollout"):
-        assert ray.get(engines[0].states.remote()) == {"weights": "active", "kv_cache": "paused"}
-
-
-def test_a_role_can_be_resumed_without_contents(colocated: Colocation) -> None:
-    group, engines, trainers = colocated
-    with pytest.raises(ValueError, match="restore names the role 'engine', expected one with a tag that resumes"):
-        group.enter("train", restore={"engine": False})
-    with group.enter("train") as outcome:
-        assert [each.copied_bytes for each in outcome.resumed["trainer"]] == [SHARE_BYTES // 2] * 2
-    with group.enter("rollout", restore={"engine": False}) as outcome:
-        assert [each.copied_bytes for each in outcome.resumed["engine"]] == [0, 0]
-    ray.get([each.fill.remote(10 + rank) for rank, each in enumerate(engines)])
-
-
 def test_the_error_of_one_rank_undoes_the_turn_and_can_be_retried(colocated: Colocation) -> None:
     group, engines, trainers = colocated
     ray.get(trainers[1].break_next_resume.remote())
@@ -259,20 +242,6 @@ def test_members_need_only_pause_and_resume(spawn: Spawn) -> None:
     with group.enter("on"), group.enter("off"):
         pass
     assert ray.get(bystander.seen.remote()) == [("resume", ["a"]), ("pause", ["a"])]
-
-
-def test_actors_share_a_bundle_of_their_placement(spawn: Spawn) -> None:
-    room, options = placement(ranks=2, roles=2, num_cpus=1)
-    assert [each["num_gpus"] for each in options] == [0.0, 0.0]
-    actors = [ray.remote(Bystander).options(**options[rank]).remote() for rank in (0, 1) for _ in range(2)]
-    assert ray.get([each.seen.remote() for each in actors]) == [[]] * 4
-    with pytest.raises(memsaver.Error, match="no room"):
-        placement(ranks=1, roles=1, num_cpus=1, timeout=0.5)
-    for actor in actors:
-        ray.kill(actor)
-    ray.util.remove_placement_group(room)
-    with pytest.raises(ValueError, match="ranks is 0"):
-        placement(ranks=0)
 
 
 def test_wrong_arguments_raise_and_name_the_expectation(spawn: Spawn) -> None:

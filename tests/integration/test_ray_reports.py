@@ -18,7 +18,7 @@ import memsaver  # noqa: E402
 from memsaver import config  # noqa: E402
 from memsaver.ray import Colocated, Group  # noqa: E402
 from memsaver.ray import reports as ray_reports  # noqa: E402
-from memsaver.turns import turn as turn_module  # noqa: E402
+from memsaver.turns import plan as plan_module  # noqa: E402
 from tests import ray_support  # noqa: E402
 from tests.ray_support import Buffer  # noqa: E402
 from tests.support import MIB, until  # noqa: E402
@@ -78,7 +78,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_actors_that_hang_in_each_half_lead_to_a_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path
 ) -> None:
-    monkeypatch.setattr(turn_module, "_COMPLETE_S", 0.0)
+    monkeypatch.setattr(plan_module, "_COMPLETE_S", 0.0)
     monkeypatch.setattr(ray_reports, "_PARTS_S", 60.0)
     busy = tmp_path / "busy"
     actor = ray.remote(num_cpus=0)
@@ -118,28 +118,3 @@ def test_actors_that_hang_in_each_half_lead_to_a_report(
     assert group.enter("none", timeout=60.0).phase == "none"
     for engine in engines:
         ray.kill(engine)
-
-
-def test_objects_of_this_process_are_in_the_part_of_the_group(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Any
-) -> None:
-    busy = tmp_path / "busy"
-    region = make()
-
-    class Local(Colocated):
-        def colocated_drain(self, tags: Any) -> None:
-            while os.path.exists(busy):
-                time.sleep(0.01)
-
-    group = Group(engine=Local(), phases={"on": {"engine": [region.tag]}, "off": {}})
-    group.enter("on")
-    busy.touch()
-    with pytest.raises(memsaver.Error, match="has not answered") as raised:
-        group.enter("off", timeout=0.1)
-    busy.unlink()
-    error: Any = raised.value
-    place = (
-        r"; it is in colocated_prepare\(\): colocated_drain\(\) at test_ray_reports\.py:\d+, in this process; report: "
-    )
-    assert re.search(place, str(error)), error
-    assert "thread 'memsaver engine 0':" in Path(error.report).read_text()

@@ -19,9 +19,7 @@ ray = pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
 from memsaver import config  # noqa: E402
-from memsaver.policies import Bounds  # noqa: E402
 from memsaver.ray import AsyncColocated, Colocated, Group, Ready  # noqa: E402
-from memsaver.turns.turn import TurnOptions  # noqa: E402
 from tests import ray_support  # noqa: E402
 from tests.ray_support import Buffer  # noqa: E402
 from tests.support import MIB, until  # noqa: E402
@@ -320,36 +318,6 @@ def test_an_actor_that_dies_in_a_turn_restarts_and_joins_again(spawn: Spawn, ste
     assert ask(engines, "intact") == [True, True]
 
 
-def test_another_actor_takes_the_place_of_a_dead_one(spawn: Spawn) -> None:
-    engines, trainer = [spawn(Rank, "weights") for _ in range(2)], spawn(Rank, "params")
-    group = Group(engine=engines, trainer=trainer, phases=PHASES)
-    with group.enter("rollout"):
-        os.kill(ray.get(engines[1].pid.remote()), signal.SIGKILL)
-    error = fails(group, "train", "engine 1 could not prepare to pause 'weights': .*died")
-    assert str(error).endswith("; unless Ray restarts it: group.replace('engine', 1, actor)")
-    assert ask([engines[0], trainer], "state") == ["active", "paused"]
-
-    new = spawn(Rank, "weights", False)  # without regions
-    group.replace("engine", 1, new)
-    with group.enter("train"):
-        assert ask([engines[0], trainer], "state") == ["paused", "active"]
-    with group.enter("none"):
-        ask([new], "make")
-    for name, states in (("rollout", ["active", "active", "paused"]), ("train", ["paused", "paused", "active"])):
-        with group.enter(name):
-            assert ask([engines[0], new, trainer], "state") == states
-
-    rank: Any
-    for rank in (2, -1, "1"):
-        with pytest.raises(ValueError, match=f"no 'engine' {rank!r}; there are 'engine 0', 'engine 1', 'trainer 0'"):
-            group.replace("engine", rank, new)
-    with pytest.raises(TypeError, match="no pause"):
-        group.replace("engine", 1, object())
-    assert group.entered == "train"
-    group.replace("engine", 1, new)
-    assert group.entered is None
-
-
 def test_members_without_prepare_pause_after_all_others_are_prepared(spawn: Spawn) -> None:
     engines, trainer = [spawn(Rank, "weights"), spawn(OldStyle, "weights")], spawn(Rank, "params")
     group = Group(engine=engines, trainer=trainer, phases=PHASES)
@@ -408,19 +376,6 @@ def test_a_turn_does_not_count_the_time_in_which_an_actor_starts(spawn: Spawn) -
         group.replace("engine", 0, spawn(SlowToStart, "weights"))
 
 
-def test_members_of_this_process_move_side_by_side() -> None:
-    together = threading.Barrier(2)
-    engines = [Local(together), Local(together)]
-    group = Group(engine=engines, phases={"on": {"engine": ["a"]}, "off": {}})
-    with group.enter("on", memory_timeout=1.0, restore=False) as turn:
-        assert turn.resumed == {"engine": [memsaver.Transition()] * 2}
-    with group.enter("off") as turn:
-        assert turn.paused == {"engine": ["paused"] * 2}
-    engines[1].error = OSError("broken")
-    error = fails(group, "off", "engine 1 could not pause 'a': OSError: broken")
-    assert isinstance(error.__cause__, OSError)
-
-
 def test_members_get_the_bounds_of_the_caller() -> None:
     halved, whole = Halved(), Told()
     group = Group(engine=[halved, whole], phases={"on": {"engine": ["a"]}, "off": {}})
@@ -441,14 +396,6 @@ def test_members_get_the_bounds_of_the_caller() -> None:
             assert 0 < options.pop("timeout") <= 50.0
             resumed = {"memory_timeout": 5.0, "restore": False}
             assert options == (resumed if call == "resume" else {"reader_timeout": 2.0})
-
-
-def test_a_turn_with_a_hand_over_waits_for_memory_by_default() -> None:
-    def told(memory_timeout: float | None, handover: bool) -> dict[str, Any]:
-        return TurnOptions(Bounds(), memory_timeout, {}, {}, time.monotonic()).of_resumes("engine", ["a"], handover)
-
-    assert (told(None, True), told(None, False)) == ({"memory_timeout": 60.0}, {})
-    assert (told(0.0, True), told(5.0, True)) == ({"memory_timeout": 0.0}, {"memory_timeout": 5.0})
 
 
 def test_a_member_that_does_not_answer_ends_the_turn_at_its_bound() -> None:
@@ -504,27 +451,6 @@ def test_an_actor_that_drains_while_its_turn_is_taken_back_stays_as_it_was(make:
 
     asyncio.run(turn())
     assert region.state == "active"
-
-
-def test_a_drain_counts_against_the_bound_of_its_call(make: Callable[..., Any]) -> None:
-    region = make()
-    passed: list[float | None] = []
-
-    class Slow(Colocated):
-        def colocated_drain(self, tags: Any) -> None:
-            time.sleep(0.05)
-
-    def pause(*_: Any, timeout: float | None, **__: Any) -> None:
-        passed.append(timeout)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((memsaver, "pause"), (memsaver.turns.members, "prepare_pause")):
-            patch.setattr(module, name, pause)
-        for timeout in (None, 0.01, 50.0):
-            Slow().pause(region.tag, timeout=timeout)
-            Slow().colocated_prepare([region.tag], timeout=timeout)
-    assert passed[:4] == [None] * 2 + [0.0] * 2
-    assert all(each is not None and 0 < each <= 49.95 for each in passed[4:])
 
 
 def test_an_async_actor_goes_on_serving(spawn: Spawn) -> None:

@@ -21,7 +21,7 @@ from memsaver.broker import protocol
 from memsaver.broker.protocol import Message
 from memsaver.process_names import process_name
 from tests.broker_support import Running
-from tests.pool_support import SECOND_S, Worker, descriptors_of, is_whole, running, until_whole
+from tests.pool_support import SECOND_S, Worker, descriptors_of, is_whole, running
 from tests.support import MIB, PAGE, Peer, fresh_device, until
 
 CAPACITY = 64 * MIB
@@ -68,22 +68,6 @@ def test_an_allocation_waits_for_a_pause_in_another_process_up_to_the_option(bro
         two.run(f"raised(lambda: hold('c', {LARGE}), MemoryError)")
 
 
-def test_a_pause_hands_its_chunks_to_a_resume_that_waits_in_another_process(broker: Running) -> None:
-    with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)", "memsaver.pause()") as one, Worker(broker) as two:
-        two.run(f"held = hold('b', {LARGE}, 'host', 2)")
-        one.send("print(memsaver.resume(memory_timeout=60).resumed)")
-        until(lambda: is_waiting(broker, one))
-        assert broker.row(one.pid)["waiting"][0]["needed_bytes"] >= LARGE
-        two.run("memsaver.pause()")
-        assert one.answer() == "('a',)"
-        one.run("held.check()")
-        two.send("memsaver.resume(memory_timeout=60); held.check()")
-        one.run("memsaver.pause()")
-        two.answer()
-        status = settled(broker)
-        assert status["total_bytes"] == int(one.run("print(used_bytes())")) <= CAPACITY
-
-
 def test_a_resume_takes_chunks_before_the_pause_that_gives_them_has_ended(tmp_path: Path) -> None:
     """100 MiB out against 100 MiB in, on a device of 128 MiB."""
     with (
@@ -125,44 +109,6 @@ def test_chunks_that_come_again_bring_no_descriptors(broker: Running) -> None:
             seen.append([descriptors_of(pid) for pid in (one.pid, two.pid, broker.process.pid)])
         assert seen[1:] == seen[1:2] * 9
         assert one.run("print(_core.unreleased_bytes())") == "0"
-
-
-def test_contents_survive_many_turns_under_every_policy(broker: Running, tmp_path: Path) -> None:
-    def worker(name: str, seed: int) -> Worker:
-        return Worker(
-            broker,
-            f"host = hold('host-{name}', 13 * MIB + 5, 'host', {seed})",
-            f"more = Held(host.region, 3 * MIB, {seed + 1})",
-            f"disk = hold('disk-{name}', 5 * MIB, 'disk', {seed + 2})",
-            f"frozen = hold('frozen-{name}', 6 * MIB, 'host', {seed + 3}, frozen=True)",
-            "none = hold('none', 3 * MIB)",
-            "zero = hold('zero', 3 * MIB, fill='zero')",
-            "poison = hold('poison', 3 * MIB, fill='poison')",
-            "memsaver.pause()",
-            "kept = (host, more, disk, frozen)",
-            MEMSAVER_DISK_DIR=str(tmp_path),
-        )
-
-    with worker("one", 10) as one:
-        with worker("two", 20) as two:
-            for turn in range(12):
-                source, target = (one, two) if turn % 2 else (two, one)
-                target.send("memsaver.resume(memory_timeout=60)")
-                source.run("memsaver.pause()")
-                target.answer()
-                target.run("[each.check() for each in kept]")
-                target.run("assert not zero.data.any() and (poison.data == 255).all()")
-                target.run(f"host.fill({turn}); disk.fill({turn + 1}); [each.fill(7) for each in (none, zero, poison)]")
-            assert is_whole(settled(broker))
-
-
-def test_a_switch_in_one_process_goes_through_its_own_chunks(broker: Running) -> None:
-    with Worker(broker, f"one = hold('one', {LARGE}, 'host', 1)", "memsaver.pause()") as worker:
-        worker.run(f"two = hold('two', {LARGE}, 'host', 2)")
-        for _ in range(3):
-            worker.run("memsaver.switch(pause='two', resume='one'); one.check()")
-            worker.run("memsaver.switch(pause='one', resume='two'); two.check()")
-        assert held(broker, worker) == settled(broker)["total_bytes"] <= CAPACITY
 
 
 def test_a_process_in_a_shared_pool_retains_no_chunks(broker: Running) -> None:
@@ -285,14 +231,6 @@ def test_an_allocation_that_fails_has_the_free_memory_of_the_pool(broker: Runnin
             assert int(two.run("print(error.free_bytes)")) == CAPACITY - held(broker, one)
 
 
-def test_a_region_that_fits_is_not_refused_because_of_rounding() -> None:
-    """Large regions take large chunks, and waste a part of the last; on a full device they take small ones instead."""
-    with Running(str(48 * MIB)) as broker, Worker(broker, "region = memsaver.region('a', backup='host')") as worker:
-        assert worker.run("hooks = Hooks(region); print(hooks.alloc(48 * MIB) is None)") == "False"
-        worker.run("memsaver.pause(); memsaver.resume(memory_timeout=5)")
-        assert held(broker, worker) == 48 * MIB
-
-
 def test_a_client_that_hangs_is_named_and_the_others_go_on(broker: Running) -> None:
     with (
         Worker(broker, "held = hold('a', 32 * MIB, 'host', 1)") as hung,
@@ -366,12 +304,6 @@ def ended(pid: int) -> Iterator[int]:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_memory_of_a_dead_client_returns_within_a_second(broker: Running) -> None:
-    with Worker(broker, f"held = hold('a', {LARGE})") as one:
-        one.kill()
-        until(lambda: is_back(broker), SECOND_S)
-
-
 def test_memory_of_a_dead_client_waits_for_its_child(broker: Running) -> None:
     """The child outlives it by seconds. The next owner gets nothing of it meanwhile, and the error names the child."""
     with (
@@ -395,18 +327,6 @@ def test_memory_of_a_dead_client_waits_for_its_child(broker: Running) -> None:
             until(lambda: is_waiting(broker, two))
         two.answer()
         assert one.pid not in {row["pid"] for row in broker.status()["clients"]}
-
-
-def test_a_client_that_exits_normally_waits_for_its_child(broker: Running) -> None:
-    with (
-        Worker(broker, f"held = hold('a', {LARGE})") as one,
-        ended(int(one.run("print(fork_sleeper())"))) as child,
-    ):
-        one.send("os._exit(0)")
-        until(lambda: broker.row(one.pid)["exited"])
-        assert not is_back(broker)
-        os.kill(child, signal.SIGKILL)
-        until(lambda: is_back(broker), SECOND_S)
 
 
 def test_a_child_that_has_closed_its_sentinel_and_still_exits_is_waited_for(broker: Running, tmp_path: Path) -> None:
@@ -454,31 +374,6 @@ def test_a_child_forked_before_the_import_of_memsaver_is_waited_for(broker: Runn
         two.run(f"held = Held(region, {LARGE}); held.check()")
 
 
-def test_a_child_forked_before_the_use_of_the_driver_is_not_waited_for(broker: Running) -> None:
-    with Worker(broker, "child = fork_sleeper()", f"held = hold('a', {LARGE})") as one:
-        with ended(int(one.run("print(child)"))) as child:
-            one.kill()
-            until(lambda: is_back(broker), SECOND_S)
-            os.kill(child, 0)
-
-
-def test_a_program_that_a_dead_client_had_started_is_not_waited_for(broker: Running) -> None:
-    with Worker(broker, f"held = hold('a', {LARGE})") as one:
-        start = "import subprocess; print(subprocess.Popen(['sleep', '600'], close_fds=False).pid)"
-        with ended(int(one.run(start))) as child:
-            one.kill()
-            until(lambda: is_back(broker), SECOND_S)
-            os.kill(child, 0)
-
-
-def test_a_child_that_closes_its_inherited_descriptors_is_not_waited_for(broker: Running) -> None:
-    with Worker(broker, f"held = hold('a', {LARGE})", MEMSAVER_CLOSE_ON_FORK="1") as one:
-        with ended(int(one.run("print(fork_sleeper())"))) as child:
-            one.kill()
-            until(lambda: is_back(broker), SECOND_S)
-            os.kill(child, 0)
-
-
 def test_memory_of_a_stopped_client_is_not_granted(broker: Running) -> None:
     with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)") as one, Worker(broker) as two:
         one.stop()
@@ -491,12 +386,6 @@ def test_memory_of_a_stopped_client_is_not_granted(broker: Running) -> None:
         one.kill()
         until(lambda: is_back(broker), SECOND_S)
         two.run(f"held = Held(region, {LARGE}); held.check()")
-
-
-def test_a_client_that_is_killed_during_a_capture_leaves_nothing_behind(broker: Running) -> None:
-    with Worker(broker, f"held = hold('a', {LARGE})", "_core.capture_begins()") as one:
-        one.kill()
-        until(lambda: is_back(broker), SECOND_S)
 
 
 def test_no_process_sees_the_bytes_of_another(broker: Running) -> None:
@@ -528,30 +417,6 @@ def test_no_process_sees_the_bytes_of_another(broker: Running) -> None:
 
 
 # Ends of brokers
-
-
-def test_memory_in_use_outlives_the_broker_and_all_clients_join_the_next(broker: Running) -> None:
-    with (
-        Worker(broker, "held = hold('a', 15 * MIB, 'host', 1)") as one,
-        Worker(broker, "held = hold('b', 15 * MIB, 'host', 2)") as two,
-        Worker(broker, "held = hold('c', 15 * MIB, 'host', 3)", "memsaver.pause()") as three,
-    ):
-        in_use = [held(broker, worker) for worker in (one, two, three)]
-        broker.kill()
-        one.run("held.check(); held.fill(11)")
-        assert one.run("print(Hooks(held.region).alloc(15 * MIB))") == "None"
-        text = three.fails("memsaver.resume()")
-        assert text.startswith("BrokerError") and "memsaver broker" in text
-        assert str(broker.path) in three.run("print(repickled(error).path)")
-        assert three.run("print(held.region.state, held.region.mapped_bytes)") == "paused 0"
-        broker.start()
-        until_whole(broker, clients=3)
-        assert [held(broker, worker) for worker in (one, two, three)] == in_use
-        three.run("memsaver.resume(memory_timeout=10); held.check()")
-        one.run("held.check(); memsaver.pause(); memsaver.resume(); held.check()")
-        two.run("held.check()")
-        status = settled(broker)
-        assert status["total_bytes"] == int(one.run("print(used_bytes())")) <= CAPACITY
 
 
 def test_a_client_can_start_the_next_broker_and_is_in_its_pool_at_once(broker: Running) -> None:

@@ -12,14 +12,13 @@ import memsaver
 from tests.public_api import NOT_CONSTRUCTIBLE, Name, public_names, signature
 
 try:
-    from memsaver.ray import AsyncColocated, Colocated, Group, placement, start_brokers
+    from memsaver.ray import AsyncColocated, Colocated, Group
 except ImportError:
     RAY_VERBS: list[Callable[..., Any]] = []
 else:
     RAY_VERBS = [
         Colocated.pause, Colocated.resume, AsyncColocated.pause, AsyncColocated.resume, Colocated.colocated_prepare,
         AsyncColocated.colocated_prepare, Colocated.colocated_pause, AsyncColocated.colocated_pause, Group.enter,
-        placement, start_brokers,
     ]  # fmt: skip
 
 Make = Callable[..., memsaver.Region]
@@ -28,7 +27,7 @@ VERBS: list[Callable[..., Any]] = [
     memsaver.pause, memsaver.resume, memsaver.switch, memsaver.phase, memsaver.define_phase, memsaver.trim,
     memsaver.Region.pause, memsaver.Region.resume, memsaver.transitions.prepare_pause, *RAY_VERBS,
 ]  # fmt: skip
-BY_POSITION = {"self", "tags", "coming", "name", "resident", "ranks", "roles", "group"}
+BY_POSITION = {"self", "tags", "coming", "name", "resident"}
 ORDER = ["backup", "restore", "timeout", "memory_timeout", "reader_timeout", "wait", "progress"]
 
 
@@ -99,23 +98,6 @@ def test_results_have_types(name: Name) -> None:
     assert not any(map(has_any, hints)), hints
 
 
-def test_results_of_any_type_are_found() -> None:
-    def untyped() -> Any:
-        return None
-
-    def iterates() -> Iterator[Any]:
-        yield None
-
-    def optional() -> tuple[int, list[Any] | None]:
-        return 0, None
-
-    def figures() -> dict[str, Any]:
-        return {}
-
-    assert all(has_any(Name("", each).returns()) for each in (untyped, iterates, optional))
-    assert not has_any(Name("", figures).returns())
-
-
 def test_public_constructors_and_methods_have_no_internal_parameters() -> None:
     for name in public_names():
         if name.is_class and name.value not in NOT_CONSTRUCTIBLE:
@@ -139,15 +121,6 @@ def test_tags_and_regions_select_regions(pair: tuple[memsaver.Region, memsaver.R
     assert (first.state, second.state) == ("active", "paused")
     memsaver.resume([first.tag, second, second, second.tag])
     assert (first.state, second.state) == ("active", "active")
-
-
-def test_trim_takes_regions(pair: tuple[memsaver.Region, memsaver.Region], monkeypatch: pytest.MonkeyPatch) -> None:
-    trimmed: list[Any] = []
-    monkeypatch.setattr(memsaver.regions._core, "trim", lambda core, *_: trimmed.append(core.backup))
-    memsaver.trim(pair[1])
-    assert trimmed == ["none"]
-    memsaver.trim([pair[0], pair[1].tag])
-    assert trimmed == ["none", "host", "none"]
 
 
 def test_a_phase_takes_tags_and_regions(pair: tuple[memsaver.Region, memsaver.Region], make: Make) -> None:
@@ -192,13 +165,6 @@ def test_a_wrong_selection_raises_and_is_named(make: Make, call: Callable[[Any],
         assert str(caught.value).startswith(f"{name} is {wrong!r}")
     with pytest.raises(TypeError, match=f"{name} has 3, expected a tag or a Region"):
         call([tag, 3])
-
-
-def test_a_closed_region_cannot_be_selected(make: Make) -> None:
-    region = make()
-    region.close()
-    with pytest.raises(memsaver.Error, match="was closed"):
-        memsaver.pause(region)
 
 
 def test_region_without_a_policy_returns_a_frozen_region(tag: str) -> None:

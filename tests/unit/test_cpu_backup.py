@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,19 +132,6 @@ def test_cpu_backup_resolves_conjugate_and_negative_views(make: Make, bit: str, 
     region.resume()
 
 
-def test_cpu_backup_takes_parameters(make: Make) -> None:
-    region = make("host")
-    with region:
-        module = torch.nn.Linear(30, 20)
-    expected = {name: value.clone() for name, value in module.state_dict().items()}
-    region.pause()
-    for name, parameter in module.named_parameters():
-        found = cpu_backup(parameter)
-        assert same(found, expected[name])
-        assert not found.requires_grad
-    region.resume()
-
-
 def test_every_tensor_has_its_own_backup(make: Make) -> None:
     region = make("host")
     held = blocks(region, [100, 3 * MIB, 513, 700 * KIB] * 5)
@@ -182,28 +168,7 @@ def test_a_clone_is_not_allocated_in_a_region(make: Make) -> None:
     region.resume()
 
 
-def test_cpu_backup_reads_contents_kept_despite_a_none_policy(make: Make) -> None:
-    region = make("none")
-    tensor = counted(region, 100)
-    region.pause(backup="host")
-    view = cpu_backup(tensor)
-    assert same(view, torch.arange(100.0))
-    region.resume()
-
-
 # Writing
-
-
-def test_writes_to_a_backup_reach_the_tensor(make: Make) -> None:
-    region = make("host")
-    held = blocks(region, [100, 40 * MIB, 513])
-    region.pause()
-    for seed, block in enumerate(held[1:]):
-        rewrite(block, 100 + seed)
-        assert reads(block, clone=True)
-    region.resume()
-    for block in held:
-        block.check()
 
 
 def test_writes_through_strided_views_of_a_backup_reach_the_tensor(make: Make) -> None:
@@ -217,33 +182,6 @@ def test_writes_through_strided_views_of_a_backup_reach_the_tensor(make: Make) -
     expected[:, 2] = -1
     expected[4:6, ::2] = 0
     assert torch.equal(tensor, expected)
-
-
-def test_writes_to_a_clone_do_not_change_the_backup(make: Make) -> None:
-    region = make("host")
-    tensor = counted(region, 100)
-    region.pause()
-    cpu_backup(tensor, clone=True).zero_()
-    region.resume()
-    assert same(tensor, torch.arange(100.0))
-
-
-def test_writes_to_a_backup_survive_a_failed_resume(make: Make) -> None:
-    region = make("host")
-    tensor = counted(region, 10 * MIB)
-    region.pause()
-    cpu_backup(tensor).fill_(1)
-    value = 1.0
-    for error in Sweep("error", region.resume):
-        if error is not None:
-            view = cpu_backup(tensor)
-            assert bool((view == value).all())
-            value += 1
-            view.fill_(value)
-            region.resume()
-        assert bool((tensor == value).all())
-        region.pause()
-    region.resume()
 
 
 def test_a_tensor_freed_while_paused_leaves_its_view(make: Make) -> None:
@@ -313,16 +251,6 @@ def test_the_process_ends_cleanly_with_views() -> None:
         region.resume()
         view.zero_()
     """)
-
-
-def test_threads_read_at_once(make: Make) -> None:
-    region = make("host")
-    held = blocks(region, [MIB + 512] * 16)
-    region.pause()
-
-    with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(reads, held * 5, [True, False] * 40))
-    region.resume()
 
 
 # In pieces

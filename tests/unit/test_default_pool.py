@@ -63,21 +63,6 @@ def test_a_chunk_serves_one_piece_alone() -> None:
     """)
 
 
-def test_a_piece_can_be_mapped_again_at_once() -> None:
-    run("""
-    region = default_pool()
-    segment = Segment(32)
-    for number in range(20):
-        assert segment.map(0, 3) == 0
-        segment.write(1, number)
-        if number % 5 == 0:
-            region.pause(), region.resume()
-        assert segment.read(1) == number
-        assert segment.unmap(1, 3) == 0 and segment.map(1, 2) == 0 and segment.unmap(0, 2) == 0
-    assert control.used_bytes() == 0
-    """)
-
-
 def test_torch_frees_its_cached_pieces_and_tries_again() -> None:
     run("""
     region = default_pool()
@@ -229,20 +214,6 @@ def test_a_failed_change_of_access_is_not_reported_as_done() -> None:
     """,
         devices=2,
         peers="all",
-    )
-
-
-def test_two_devices_have_a_region_each() -> None:
-    run(
-        """
-    first, second = default_pool("first", "cuda:0"), default_pool("second", "cuda:1")
-    one, other = Segment(32, device=0), Segment(32, device=1)
-    assert one.map(0, 1) == 0 and other.map(0, 2) == 0
-    assert (first.allocated_bytes, second.allocated_bytes) == (one.piece, 2 * other.piece)
-    second.pause()
-    assert (control.used_bytes(0), control.used_bytes(1)) == (one.piece, 0)
-    """,
-        devices=2,
     )
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
 import memsaver
 from memsaver import _core
@@ -149,38 +148,6 @@ def test_a_dropped_pause_may_end_in_any_line(side: MadeUpSidePools, pools: Any) 
         left.pop()()
     made.move_threads_back()
     assert side.ended == [0, 1]
-
-
-def test_an_expected_pause_that_fails_at_once_is_not_expected(
-    side: MadeUpSidePools, pools: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, first, _ = pools
-    router = adapter()
-    monkeypatch.setattr("memsaver._torch.routing.default_pools", made)
-
-    def fail(moved: set[int]) -> None:
-        raise RuntimeError("no route")
-
-    monkeypatch.setattr(router, "_prefer_regions", fail)
-    with pytest.raises(RuntimeError, match="no route"):
-        router.expect_pause([first])
-    made.move_threads_back()
-    assert side.ended == [0]
-
-
-def test_a_pool_that_cannot_begin_changes_nothing(
-    side: MadeUpSidePools, pools: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, first, _ = pools
-
-    def fail(index: int, allocator: object) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(side, "begin", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        made.expect_pause([first])
-    assert side.calls == []
-    monkeypatch.undo()
 
 
 def test_a_second_call_needs_the_same_arguments_and_a_new_tag(

@@ -17,12 +17,10 @@ from tests.support import (
     KIB,
     MIB,
     Block,
-    Fill,
     Ledger,
     Peer,
     Sweep,
     blocks,
-    change_between_pauses,
     drop_backups,
     fresh_device,
     host_held_bytes,
@@ -186,11 +184,6 @@ def test_copied_bytes_include_blocks_written_before_the_wait(make: Make) -> None
         block.check()
 
 
-def test_writes_after_a_resume_are_kept_by_the_next_pause(make: Make) -> None:
-    region = make("disk")
-    change_between_pauses(region, blocks(region, [3 * MIB, 100]))
-
-
 def test_host_memory_is_needed_for_a_few_blocks_only(make: Make) -> None:
     drop_backups()
     region = make("disk")
@@ -201,106 +194,7 @@ def test_host_memory_is_needed_for_a_few_blocks_only(make: Make) -> None:
     held[0].check()
 
 
-def test_half_can_be_freed_while_it_is_paused(make: Make) -> None:
-    region = make("disk")
-    held = blocks(region, [5 * MIB + 3, 700, 9 * MIB, 513] * 6)
-    region.pause()
-    del held[::2]
-    done = region.resume()
-    assert done.copied_bytes == region.allocated_bytes == 6 * 1024 * 2
-    for block in held:
-        block.check()
-
-
-def test_everything_can_be_freed_while_it_is_paused(make: Make, disk: Path) -> None:
-    region = make("disk")
-    held = blocks(region, [20 * MIB])
-    region.pause()
-    held.clear()
-    assert region.resume().copied_bytes == 0
-    assert (region.mapped_bytes, used_on_disk(), unnamed_files(disk)) == (0, 0, [])
-
-
-def test_an_empty_region_makes_no_file(make: Make, disk: Path) -> None:
-    region = make("disk")
-    region.pause()
-    assert unnamed_files(disk) == []
-    region.resume()
-    Block(region, 100).check()
-
-
-def test_one_pause_can_go_to_disk(make: Make, disk: Path) -> None:
-    for policy in ("none", "host"):
-        region = make(policy)
-        held = blocks(region, [20 * MIB, 100])
-        region.pause(backup="disk")
-        assert len(unnamed_files(disk)) == 1
-        region.resume()
-        for block in held:
-            block.check()
-        region.pause()
-        assert unnamed_files(disk) == []
-        region.resume()
-
-
-def test_a_resume_without_restore_does_not_read_the_file(make: Make, disk: Path) -> None:
-    region = make("disk")
-    held = blocks(region, [20 * MIB])
-    region.pause()
-    assert region.resume(restore=False).copied_bytes == 0
-    assert (used_on_disk(), unnamed_files(disk)) == (0, [])
-    held[0].fill(9)
-    region.pause()
-    region.resume()
-    held[0].check()
-
-
-def test_a_switch_between_disk_host_and_nothing_on_a_full_device(make: Make) -> None:
-    one, two, lost = make("disk"), make("host"), make("none")
-    held = blocks(one, [40 * MIB, 3 * MIB])
-    one.pause()
-    held += blocks(two, [20 * MIB], seed=9) + blocks(lost, [23 * MIB], seed=10)
-    with Fill():
-        for _ in range(2):
-            memsaver.switch(pause=[two.tag, lost.tag], resume=one.tag)
-            for block in held[:2]:
-                block.check()
-            memsaver.switch(pause=one.tag, resume=[lost.tag, two.tag])
-            held[2].check()
-
-
-def test_files_of_several_regions_are_apart(make: Make, disk: Path) -> None:
-    regions = [make("disk") for _ in range(3)]
-    held = [block for seed, region in enumerate(regions) for block in blocks(region, [17 * MIB, 513], 10 * seed)]
-    memsaver.pause([region.tag for region in regions])
-    assert len(unnamed_files(disk)) == 3
-    memsaver.resume([region.tag for region in regions[::-1]])
-    for block in held:
-        block.check()
-
-
-def test_a_file_system_in_memory_holds_backups(make: Make, fast_disk: Path) -> None:
-    region = make("disk")
-    held = blocks(region, [20 * MIB, 513])
-    region.pause()
-    assert len(unnamed_files(fast_disk)) == 1
-    region.resume()
-    for block in held:
-        block.check()
-
-
 # The file
-
-
-def test_the_backup_file_has_no_name(make: Make, disk: Path) -> None:
-    region = make("disk")
-    held = blocks(region, [20 * MIB])
-    region.pause()
-    assert list(disk.iterdir()) == []
-    assert len(unnamed_files(disk)) == 1
-    region.resume()
-    assert list(disk.iterdir()) == []
-    del held
 
 
 def test_disk_space_is_reserved_by_pause_and_released_later(make: Make, small_disk: Path) -> None:
@@ -374,21 +268,6 @@ def test_a_full_disk_is_an_error_before_anything_moves(make: Make, small_disk: P
     region.pause()
     region.resume()
     held[0].check()
-
-
-def test_the_same_pause_goes_through_once_there_is_room(make: Make, small_disk: Path) -> None:
-    ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(30 * MIB))
-    region, other = make("disk"), make("host")
-    held = blocks(region, [30 * MIB]) + blocks(other, [10 * MIB], seed=5)
-    with pytest.raises(memsaver.BackupError):
-        memsaver.pause([region.tag, other.tag])
-    assert (region.state, other.state) == ("active", "active")
-    ballast.unlink()
-    memsaver.pause([region.tag, other.tag])
-    memsaver.resume([region.tag, other.tag])
-    for block in held:
-        block.check()
 
 
 def test_a_switch_whose_files_do_not_fit_together_leaves_no_file(make: Make, small_disk: Path) -> None:
@@ -468,19 +347,6 @@ def test_a_pause_without_host_memory_for_the_blocks_changes_nothing(make: Make, 
     held[0].check()
 
 
-def test_a_resume_without_host_memory_for_the_blocks_keeps_the_file(make: Make, disk: Path) -> None:
-    region = make("disk")
-    held = blocks(region, [40 * MIB])
-    region.pause()
-    memsaver.configure(host_limit=drop_all_but(region))
-    with pytest.raises(memsaver.BackupError, match="host_limit"):
-        region.resume()
-    assert (region.state, region.mapped_bytes, len(unnamed_files(disk))) == ("paused", 0, 1)
-    memsaver.configure(host_limit=None)
-    region.resume()
-    held[0].check()
-
-
 def drop_all_but(region: memsaver.Region) -> int:
     """Releases the unused host memory. Returns the bytes that are still held."""
     for each in memsaver.regions.all_regions():
@@ -535,11 +401,6 @@ def test_an_invalid_directory_raises(disk: Path, value: Any) -> None:
     assert (caught.value.option, caught.value.value) == ("disk_dir", value)
     options = memsaver.stats().options
     assert (options["disk_dir"], options.get("retain", 0)) == (str(disk), 0)
-
-
-def test_the_directory_comes_from_the_environment(disk: Path) -> None:
-    source = "import memsaver; print(memsaver.stats().options['disk_dir'])"
-    assert run_clean(source, MEMSAVER_DISK_DIR=str(disk)) == f"{disk}\n"
 
 
 @pytest.mark.parametrize("kind", [os.fspath, Path, os.fsencode])
@@ -669,22 +530,6 @@ def test_a_pause_whose_kth_call_fails_loses_nothing(
         for block in held:
             block.check()
     assert whole >= 3  # a copy, a wait and a write at least
-    del held, block
-    region.resume()
-    memsaver.configure(retain=0)
-    ledger.check()
-
-
-def test_a_pause_that_failed_halfway_goes_on(make: Make, ledger: Ledger, fast_disk: Path) -> None:
-    memsaver.configure(retain="1GiB")
-    region = make("disk")
-    held = blocks(region, SIZES)
-    for _ in Sweep("error", region.pause):
-        region.pause()
-        assert (region.state, region.mapped_bytes, region.backup_bytes) == ("paused", 0, region.allocated_bytes)
-        region.resume()
-        for block in held:
-            block.check()
     del held, block
     region.resume()
     memsaver.configure(retain=0)

@@ -24,7 +24,6 @@ import torch
 import memsaver
 from memsaver.broker import daemon, discovery
 from tests.public_api import NOT_CONSTRUCTIBLE, Name, public_names, signature
-from tests.ray_support import cluster_of_one_machine
 
 PUBLIC = public_names()
 SECTIONS = {"Args", "Attributes", "Returns", "Yields", "Raises", "Examples"}
@@ -127,58 +126,6 @@ def test_async_actor_has_the_methods_of_colocated(name: Name) -> None:
     assert signature(name.function) == signature(other)
 
 
-def test_incomplete_docstring_is_found() -> None:
-    def complete(first: int, *, second: int) -> int:
-        """Adds.
-
-        Args:
-            first: A number.
-            second: A number.
-
-        Returns:
-            The sum.
-
-        Raises:
-            ValueError: Never.
-        """
-        return first + second
-
-    def changed(old: str, new: str) -> list[str]:
-        text = inspect.cleandoc(complete.__doc__ or "")  # as Python 3.13 keeps it
-        assert old in text
-
-        def copy(first: int, *, second: int) -> int:
-            return complete(first, second=second)
-
-        copy.__doc__ = text.replace(old, new)
-        return list(complaints(Name("copy", copy)))
-
-    assert list(complaints(Name("complete", complete))) == []
-    assert "expected ['first', 'second']" in changed("    second: A number.\n", "")[0]
-    assert "expected ['first', 'second']" in changed("second: A number.", "third: A number.")[0]
-    assert "expected ['first', 'second']" in changed("second: A number.", "second:")[0]
-    assert changed("Returns:\n    The sum.\n", "") == ["Returns is missing"]
-    assert changed("Returns:", "Yields:") == ["Returns is missing", "Yields is there"]
-    assert changed("ValueError: Never.", "It never raises.") == ["Raises names no error"]
-    assert "expected one line" in changed("Adds.", "Adds\ntwo numbers.")[0]
-    with pytest.raises(ValueError, match="Example"):
-        changed("Raises:", "Example:")
-
-
-def test_undocumented_attribute_is_found() -> None:
-    class Error(memsaver.Error):
-        """Fails.
-
-        Attributes:
-            tag: The tag.
-        """
-
-        tag: str
-        state: str
-
-    assert list(complaints(Name("Error", Error))) == ["Attributes has ['tag'], expected ['tag', 'state']"]
-
-
 # Examples
 
 
@@ -242,19 +189,6 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             daemon.stop(path)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    pytest.importorskip("ray")
-    with cluster_of_one_machine(configure_logging=False):
-        yield
-
-
-IN_CLUSTER = {
-    "memsaver.ray.BrokerAddress",
-    "memsaver.ray.device",
-    "memsaver.ray.placement",
-    "memsaver.ray.start_brokers",
-}
 EXAMPLES = [each for each in PUBLIC if example(each).examples]
 
 
@@ -264,12 +198,6 @@ def test_functions_and_classes_have_examples() -> None:
 
 
 @pytest.mark.usefixtures("clean")
-@pytest.mark.parametrize("name", [_marked(each) for each in EXAMPLES if each.name not in IN_CLUSTER])
+@pytest.mark.parametrize("name", [_marked(each) for each in EXAMPLES])
 def test_example_gives_the_results_that_it_shows(name: Name) -> None:
-    run_example(name)
-
-
-@pytest.mark.usefixtures("clean", "cluster")
-@pytest.mark.parametrize("name", [each for each in EXAMPLES if each.name in IN_CLUSTER], ids=str)
-def test_example_in_a_cluster_gives_the_results_that_it_shows(name: Name) -> None:
     run_example(name)

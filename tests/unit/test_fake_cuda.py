@@ -676,12 +676,9 @@ def test_a_device_that_cannot_reach_is_no_peer(ordinal: int) -> None:
 def test_a_peer_that_cannot_be_retained_changes_nothing() -> None:
     run(
         """
-        region = memsaver.region("a", device="cuda:0")
         driver = _core.open_driver("cuda:0")
         control.fail("cuDevicePrimaryCtxRetain", 2, after=1)
         assert refused(lambda: driver.use_peers([1, 2])).call == "cuDevicePrimaryCtxRetain"
-        segment = Segment(region, PAGE)
-        assert control.access(segment.address, PAGE) == [0]
         driver.use_peers([1, 2])
         assert (control.retained(1), control.retained(2)) == (1, 1)
         """,
@@ -762,9 +759,7 @@ def test_marks_use_events_again() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("call", "after", "streams"), [("cuStreamCreate", 0, 0), ("cuStreamCreate", 1, 1), ("cuCtxGetLimit", 0, 2)]
-)
+@pytest.mark.parametrize(("call", "after", "streams"), [("cuStreamCreate", 0, 0), ("cuStreamCreate", 1, 1)])
 def test_a_device_that_cannot_be_opened_leaves_nothing_behind(call: str, after: int, streams: int) -> None:
     run(f"""
     control.fail({call!r}, 999, after={after})

@@ -67,35 +67,6 @@ def test_poison_is_nan_in_every_host_dtype(filled: Filled, dtype: torch.dtype) -
 
 
 @every
-def test_contents_that_are_not_restored_are_filled(filled: Filled, fill: str) -> None:
-    region = filled(fill, "host")
-    held = blocks(region, SIZES)
-    region.pause()
-    region.resume(restore=False)
-    assert all(holds(block, fill) for block in held)
-
-
-@every
-def test_contents_discarded_by_a_pause_are_filled(filled: Filled, fill: str) -> None:
-    region = filled(fill, "host")
-    held = blocks(region, SIZES)
-    region.pause(backup="none")
-    region.resume()
-    assert all(holds(block, fill) for block in held)
-
-
-@every
-def test_contents_that_come_back_are_not_filled(filled: Filled, fill: str) -> None:
-    kept, saved = filled(fill, "host"), filled(fill)
-    held = blocks(kept, SIZES) + blocks(saved, [3 * MIB], seed=9)
-    kept.pause()
-    saved.pause(backup="host")
-    memsaver.resume([kept.tag, saved.tag])
-    for block in held:
-        block.check()
-
-
-@every
 def test_frozen_contents_are_not_filled(filled: Filled, fill: str) -> None:
     region = filled(fill, "host", frozen=True)
     held = blocks(region, SIZES)
@@ -107,19 +78,6 @@ def test_frozen_contents_are_not_filled(filled: Filled, fill: str) -> None:
     region.pause()
     region.resume(restore=False)
     assert all(holds(block, fill) for block in held)
-
-
-@every
-def test_a_switch_fills_resumed_regions(filled: Filled, make: Callable[..., memsaver.Region], fill: str) -> None:
-    region, other = filled(fill), make("host")
-    held, kept = blocks(region, SIZES), blocks(other, [96 * MIB], seed=9)
-    other.pause()
-    memsaver.switch(pause=region.tag, resume=other.tag)
-    kept[0].check()
-    memsaver.switch(pause=other.tag, resume=region.tag)
-    assert all(holds(block, fill) for block in held)
-    memsaver.switch(pause=region.tag, resume=other.tag)
-    kept[0].check()
 
 
 @every

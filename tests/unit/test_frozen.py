@@ -121,18 +121,6 @@ def test_a_switch_takes_a_frozen_region_out_without_a_copy(freeze: Freeze, make:
 # Sealed
 
 
-def test_a_region_fills_until_its_first_pause(freeze: Freeze) -> None:
-    region = freeze()
-    with region:
-        first = torch.arange(1000.0)
-    with region:
-        second = torch.full((3, 5), 7.0)
-    assert region.allocated_bytes == 4096 + 512
-    region.pause()
-    region.resume()
-    assert torch.equal(first, torch.arange(1000.0)) and bool((second == 7).all())
-
-
 @both
 def test_a_copied_region_takes_no_allocations(freeze: Freeze, backup: str) -> None:
     region = freeze(backup)
@@ -185,19 +173,6 @@ def test_tensors_of_a_frozen_region_can_be_freed(freeze: Freeze, backup: str) ->
     assert copies(region) == (0, 0)
 
 
-@both
-def test_the_copy_of_a_frozen_region_is_freed_with_its_last_tensor(freeze: Freeze, tmp_path: Path, backup: str) -> None:
-    region = freeze(backup)
-    used = host_used_bytes()
-    held = blocks(region, [3 * MIB])
-    region.pause()
-    held.clear()
-    region.resume()
-    assert (region.backup_bytes, region.mapped_bytes) == (0, 0)
-    assert (host_used_bytes(), unnamed_files(tmp_path)) == (used, [])
-    Block(region, 100).check()
-
-
 # Thaw, and other ways to lose the copy
 
 
@@ -219,25 +194,6 @@ def test_after_a_thaw_contents_may_change(freeze: Freeze, tmp_path: Path, backup
         block.check()
 
 
-def test_a_paused_region_cannot_thaw(freeze: Freeze) -> None:
-    region = freeze()
-    held = blocks(region, [3 * MIB])
-    region.pause()
-    with pytest.raises(memsaver.RegionPausedError, match="thaw") as caught:
-        region.thaw()
-    assert (caught.value.tag, caught.value.state) == (region.tag, "paused")
-    region.resume()
-    held[0].check()
-
-
-def test_a_thaw_of_a_region_that_is_not_frozen_is_a_no_op(freeze: Freeze, make: Make) -> None:
-    for region in (freeze(), make("host"), make("none")):
-        block = Block(region, 100)
-        region.thaw()
-        region.thaw()
-        block.check()
-
-
 @both
 def test_contents_that_are_not_restored_are_frozen_no_more(freeze: Freeze, tmp_path: Path, backup: str) -> None:
     region = freeze(backup)
@@ -253,20 +209,6 @@ def test_contents_that_are_not_restored_are_frozen_no_more(freeze: Freeze, tmp_p
     assert copies(region) == (size, size)
     for block in held:
         block.check()
-
-
-@both
-def test_a_pause_without_a_backup_drops_the_copy(freeze: Freeze, tmp_path: Path, backup: str) -> None:
-    region = freeze(backup)
-    held = blocks(region, [3 * MIB])
-    used = host_used_bytes()
-    copies(region)
-    assert region.pause(backup="none").copied_bytes == 0
-    assert (region.backup_bytes, host_used_bytes(), unnamed_files(tmp_path)) == (0, used, [])
-    assert region.resume().copied_bytes == 0
-    held[0].fill(9)
-    assert copies(region) == (3 * MIB, 3 * MIB)
-    held[0].check()
 
 
 def test_a_pause_of_a_frozen_region_reuses_its_copy_on_another_medium(freeze: Freeze, tmp_path: Path) -> None:
@@ -313,21 +255,6 @@ def test_a_view_of_the_copy_that_outlives_the_resume_changes_nothing(freeze: Fre
 
 
 # Failures
-
-
-def test_a_first_pause_that_is_refused_leaves_the_region_open(freeze: Freeze) -> None:
-    region = freeze()
-    held = blocks(region, [host_held_bytes() - host_used_bytes() + 5 * MIB])  # more than the idle bytes
-    memsaver.configure(host_limit=0)
-    with pytest.raises(memsaver.BackupError):
-        region.pause()
-    assert region.backup_bytes == 0
-    held.append(Block(region, 100))
-    memsaver.configure(host_limit=None)
-    assert region.pause().copied_bytes == region.allocated_bytes
-    region.resume()
-    for block in held:
-        block.check()
 
 
 @both

@@ -14,7 +14,7 @@ pytest.importorskip("ray", reason="needs ray")
 import memsaver  # noqa: E402
 from memsaver import config  # noqa: E402
 from memsaver.ray import Group, Ready  # noqa: E402
-from memsaver.turns import turn as turn_module  # noqa: E402
+from memsaver.turns import plan as plan_module  # noqa: E402
 from tests.support import run_clean, until  # noqa: E402
 
 PHASES = {"on": {"engine": ["a"]}, "off": {}}
@@ -64,7 +64,7 @@ def members() -> Iterator[list[Member]]:
 
 @pytest.fixture
 def group(members: list[Member], monkeypatch: pytest.MonkeyPatch) -> Group:
-    monkeypatch.setattr(turn_module, "_COMPLETE_S", 0.0)
+    monkeypatch.setattr(plan_module, "_COMPLETE_S", 0.0)
     return Group(engine=members, phases=PHASES)
 
 
@@ -99,7 +99,7 @@ def _enters(group: Group, name: str) -> bool:
 
 
 def test_contents_of_a_late_resume_count_as_not_written(members: list[Member], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn_module, "_COMPLETE_S", 0.0)
+    monkeypatch.setattr(plan_module, "_COMPLETE_S", 0.0)
     group = Group(engine=members[0], phases=PHASES)
     group.enter("off")
     members[0].held["resume"] = threading.Event()
@@ -133,7 +133,7 @@ def test_members_pause_again_with_the_time_of_the_whole_turn(members: list[Membe
 
 def test_another_member_takes_the_place_of_one_that_hangs() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turn_module, "_COMPLETE_S", 0.0)
+        patch.setattr(plan_module, "_COMPLETE_S", 0.0)
         hanging = Member()
         group = Group(engine=hanging, phases=PHASES)
         hanging.held["resume"] = threading.Event()
@@ -149,7 +149,7 @@ def test_the_process_ends_while_a_member_hangs() -> None:
         import time, memsaver
         from memsaver.turns.plan import Plan
         from memsaver.turns.ranks import LocalRank
-        from memsaver.turns.turns import Turns
+        from memsaver.turns.turn import Turns
 
         class Hanging:
             def pause(self, tags, **options):

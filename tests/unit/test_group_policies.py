@@ -175,18 +175,6 @@ def test_a_group_copies_only_the_contents_that_its_policies_keep(make: Make, kin
         pair.check()
 
 
-def test_a_turns_policies_come_before_the_groups(pair: Pair) -> None:
-    assert pair.enter("train", backup={"engine": {"weights": "host", "graphs": "none"}})[0] == MIB
-    assert (pair.weights.discarded, pair.graphs.discarded) == (False, True)
-    assert pair.enter("sync", restore={"engine": True})[1] == MIB
-    pair.check()
-    pair.enter("rollout", restore={"engine": {"graphs": False}})
-    pair.engine.blocks["graphs"].fill(5)
-    assert pair.enter("train", backup={"engine": "none"})[0] == 0
-    pair.enter("rollout", restore=False)
-    assert pair.enter("train", backup="host")[0] == 3 * MIB
-
-
 def test_discarded_contents_are_not_restored_by_other_phases_or_groups(pair: Pair) -> None:
     pair.enter("train")
     error = pair.refuses(
@@ -237,24 +225,6 @@ def test_regions_resumed_for_writing_are_paused_without_contents_if_the_turn_fai
     pair.check()
 
 
-def test_a_member_resumed_for_writing_has_no_contents_after_a_failed_turn(make: Make) -> None:
-    engine, trainer = Recorder(), Side(make, "params")
-    params = trainer.names["params"].tag
-    phases = {"rollout": {"engine": ["weights"]}, "sync": {"engine": ["weights"], "trainer": [params]}, "none": {}}
-    group = Group(engine=engine, trainer=trainer, phases=phases, restore=RESTORE)
-    with group.enter("none"):
-        pass
-    trainer.fails = "resume"
-    with pytest.raises(memsaver.Error, match="trainer 0 could not resume"), group.enter("sync"):
-        pytest.fail("entered")
-    assert engine.calls[-1] == ("pause", ["weights"], {})  # it may know no backup
-    with pytest.raises(memsaver.Error, match="engine 0 .*: the phase that was to write them failed"):
-        with group.enter("rollout"):
-            pytest.fail("entered")
-    with group.enter("rollout", restore=False):
-        pass
-
-
 def test_contents_count_as_not_written_if_the_phase_fails(pair: Pair) -> None:
     pair.enter("train")
     with pytest.raises(OSError, match="broken"), pair.group.enter("sync"):
@@ -275,18 +245,6 @@ def test_contents_count_as_not_written_if_the_phase_fails(pair: Pair) -> None:
             pair.engine.blocks["weights"].fill(9)
             with pair.group.enter("rollout"):
                 raise OSError("later")
-    pair.enter("rollout")
-    pair.check()
-
-
-def test_contents_count_as_not_written_if_the_phase_fails_in_a_nested_phase(pair: Pair) -> None:
-    pair.enter("train")
-    with pytest.raises(OSError, match="broken"), pair.group.enter("sync"):
-        pair.engine.blocks["weights"].fill(9)
-        pair.group.enter("train", backup={"engine": {pair.weights.tag: "host"}})  # keeps the half of a write
-        raise OSError("broken")
-    pair.refuses("rollout", "the phase that was to write them failed")
-    pair.sync()
     pair.enter("rollout")
     pair.check()
 
@@ -364,18 +322,6 @@ def test_a_member_whose_pause_takes_no_backup_is_named() -> None:
     with pytest.raises(memsaver.Error, match="engine 0 could not pause 'a': TypeError: .*unexpected .*'backup'"):
         with group.enter("off"):
             pytest.fail("entered")
-
-
-@pytest.mark.parametrize("kind", [Side, Whole])
-def test_policies_of_tags_without_regions_are_ignored(make: Make, kind: type[Side]) -> None:
-    member = kind(make, "weights")
-    weights = member.names["weights"]
-    phases = {"rollout": {"engine": [weights.tag, "to be made"]}, "train": {}}
-    for policies, discarded in (({weights.tag: "none", "to be made": "none"}, True), ({"to be made": "none"}, False)):
-        group = Group(engine=member, phases=phases, backup={"train": {"engine": policies}})
-        with group.enter("train"):
-            assert (weights.state, weights.discarded) == ("paused", discarded)
-        weights.resume(restore=False)
 
 
 def test_an_async_actor_takes_policies(make: Make) -> None:

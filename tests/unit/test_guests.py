@@ -122,15 +122,6 @@ def test_guest_of_several_tags_is_away_while_all_of_them_are_paused(make: Make, 
     assert moves(calls) == ["guest leave", "guest come back"]
 
 
-def test_switch_between_two_tags_of_a_guest_keeps_it(make: Make, visit: Visit, calls: list[str]) -> None:
-    first, second = make(), make()
-    visit("guest", [first.tag, second.tag])
-    first.pause()
-    memsaver.switch(pause=second, resume=first)
-    memsaver.switch(pause=first, resume=second)
-    assert calls == []
-
-
 def test_switch_moves_guests_of_both_sides(make: Make, visit: Visit, calls: list[str]) -> None:
     leaving, coming = make(), make()
     visit("leaving", leaving.tag)
@@ -153,14 +144,6 @@ def test_tag_of_a_guest_alone_is_paused_and_resumed_by_its_name(visit: Visit, ta
     assert moves(calls) == ["guest leave", "guest come back"]
 
 
-def test_pause_of_everything_takes_guests_along(make: Make, visit: Visit, tag: str, calls: list[str]) -> None:
-    make()
-    visit("guest", tag)
-    memsaver.pause()
-    memsaver.resume()
-    assert moves(calls) == ["guest leave", "guest come back"]
-
-
 def test_tag_of_a_guest_on_both_sides_of_a_switch_raises(visit: Visit, tag: str, calls: list[str]) -> None:
     visit("guest", tag)
     with pytest.raises(ValueError, match="paused and resumed at once"):
@@ -172,14 +155,6 @@ def test_unknown_tag_still_raises_and_names_tags_of_guests(visit: Visit, tag: st
     visit("guest", tag)
     with pytest.raises(ValueError, match=f"there is no region 'nobody'.*{tag}"):
         memsaver.pause("nobody")
-
-
-def test_policies_can_name_tags_of_guests(make: Make, visit: Visit, tag: str) -> None:
-    region = make("host")
-    visit("guest", tag)
-    memsaver.pause([region, tag], backup={tag: "none"})
-    memsaver.resume([region.tag, tag], restore={tag: False})
-    assert states() == {"guest": "here"}
 
 
 # Failures
@@ -201,17 +176,6 @@ def test_guest_that_cannot_leave_aborts_the_pause(make: Make, visit: Visit, call
     assert region.state == "active"
     assert set(states().values()) == {"here"}
     block.check()
-
-
-def test_pause_can_be_repeated_after_a_guest_could_not_leave(make: Make, visit: Visit, calls: list[str]) -> None:
-    region = make("host")
-    guest = visit("guest", region.tag)
-    guest.failing = {"leave"}
-    with pytest.raises(memsaver.GuestError):
-        region.pause()
-    guest.failing = set()
-    assert region.pause().paused == (region.tag,)
-    assert states() == {"guest": "away"}
 
 
 def test_failed_leave_forgets_its_tags(make: Make, visit: Visit, calls: list[str]) -> None:
@@ -244,19 +208,6 @@ def test_guest_that_cannot_come_back_is_named_and_a_repeated_resume_continues(
     region.resume()
     assert calls == ["third come back", "second come back", "second come back", "first come back"]
     assert set(states().values()) == {"here"}
-
-
-def test_guest_lost_in_the_undoing_is_named_and_comes_back_with_a_resume(make: Make, visit: Visit) -> None:
-    region = make("host")
-    first = visit("first", region.tag)
-    first.failing = {"come back"}
-    visit("second", region.tag).failing = {"leave"}
-    with pytest.raises(memsaver.GuestError, match="'second' could not leave.*'first' could not come back"):
-        region.pause()
-    assert states() == {"first": "away", "second": "here"}
-    first.failing = set()
-    region.resume()
-    assert states() == {"first": "here", "second": "here"}
 
 
 def test_guests_stay_if_memory_cannot_be_reserved(make: Make, visit: Visit, calls: list[str]) -> None:
@@ -299,28 +250,6 @@ def test_interrupt_in_leave_undoes_what_has_left(make: Make, visit: Visit, calls
     assert region.state == "active"
 
 
-def test_guest_whose_leave_was_interrupted_comes_back_too(make: Make, visit: Visit, calls: list[str]) -> None:
-    """Only an Exception promises that the guest is as it was."""
-
-    def interrupted(call: str) -> None:
-        if call == "leave":
-            raise KeyboardInterrupt
-
-    region = make("host")
-    guest = visit("guest", region.tag)
-    guest.on_call = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        region.pause()
-    assert moves(calls) == ["guest leave", "guest come back"]
-    guest.failing = {"come back"}
-    with pytest.raises(KeyboardInterrupt):
-        region.pause()
-    assert states() == {"guest": "away"}
-    guest.failing = set()
-    region.resume()  # it is active: the guest comes back
-    assert states() == {"guest": "here"}
-
-
 def test_failed_resume_leaves_its_tag_paused(make: Make, visit: Visit, calls: list[str]) -> None:
     """Otherwise the guest would stay, though all of its tags are paused."""
     first, second = make(), make()
@@ -334,23 +263,6 @@ def test_failed_resume_leaves_its_tag_paused(make: Make, visit: Visit, calls: li
     assert first.state == "paused"
     second.pause()
     assert moves(calls) == ["guest leave"]
-    assert held.tensor.data_ptr() == held.address
-
-
-def test_failed_switch_leaves_its_tags_as_its_regions(make: Make, visit: Visit, calls: list[str]) -> None:
-    leaving, coming, third = make(), make(), make()
-    held = Block(coming, 8 * MIB)
-    visit("guest", [leaving.tag, coming.tag, third.tag])
-    coming.pause()
-    _core.faults_arm(1, "error", "map")
-    with pytest.raises(memsaver.Error):
-        memsaver.switch(pause=leaving, resume=coming)
-    _core.faults_disarm()
-    assert (leaving.state, coming.state) == ("paused", "paused")
-    third.pause()
-    assert moves(calls) == ["guest leave"]
-    coming.resume()
-    assert moves(calls) == ["guest leave", "guest come back"]
     assert held.tensor.data_ptr() == held.address
 
 
@@ -409,21 +321,6 @@ def test_guests_leave_in_the_second_half_of_a_prepared_pause(make: Make, visit: 
     prepared.commit()
     assert moves(calls) == ["guest leave"]
     region.resume()
-
-
-def test_prepared_pause_of_guests_alone(visit: Visit, tag: str, calls: list[str]) -> None:
-    visit("guest", tag)
-    assert prepare_pause(tag).commit().paused == (tag,)
-    assert moves(calls) == ["guest leave"]
-
-
-def test_failed_commit_of_a_prepared_pause_leaves_regions_active(make: Make, visit: Visit) -> None:
-    region = make("host")
-    visit("guest", region.tag).failing = {"leave"}
-    prepared = prepare_pause(region.tag)
-    with pytest.raises(memsaver.GuestError):
-        prepared.commit()
-    assert region.state == "active"
 
 
 def test_phases_move_guests_with_their_tags(
@@ -531,23 +428,6 @@ def test_stats_list_guests_in_their_order(visit: Visit, fresh_tag: Callable[[], 
         ("last", tuple(tags), 5, "here", 0),
     ]
     assert memsaver.stats().asdict()["guests"][0]["name"] == "first"
-
-
-def test_stats_survive_a_guest_that_does_not_know_its_bytes(tag: str) -> None:
-    class Broken(memsaver.Guest):
-        def leave(self) -> None:
-            pass
-
-        @property
-        def nbytes(self) -> int:
-            raise OSError("closed")
-
-    guest = Broken("broken", tag)
-    memsaver.register(guest)
-    try:
-        assert [each.nbytes for each in memsaver.stats().guests] == [None]
-    finally:
-        memsaver.unregister(guest)
 
 
 def test_guest_that_is_away_can_be_removed(make: Make, calls: list[str]) -> None:

@@ -124,31 +124,3 @@ def test_contents_that_a_failed_resume_left_undefined_are_refused_later(pair: Pa
     with pytest.raises(memsaver.Error, match="the phase that was to write them failed"):
         pair.group.enter("train")
     pair.group.enter("train", restore=False)
-
-
-def test_rank_that_cannot_pause_again_is_logged(
-    pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise memsaver.Error("not now")
-
-    pair.group.enter("rollout")
-    pair.by_name.refusing = {"come back"}
-    with monkeypatch.context() as patch:
-        patch.setattr(memsaver, "pause", refuse)  # of a rank that pauses again; a turn pauses in two halves
-        with pytest.raises(memsaver.Error, match="could not come back"):
-            pair.group.enter("train")
-    assert "trainer 0 stays resident: it could not pause again: not now" in caplog.text
-    assert pair.params.state == "active"
-    pair.by_name.refusing = set()
-    pair.group.enter("train")
-    assert pair.states() == ["here", "here"]
-
-
-def test_actor_takes_tags_of_guests(pair: Pair, tag: str) -> None:
-    actor = Colocated()
-    assert actor.pause([tag]).paused == (tag,)
-    assert actor.resume([tag]).resumed == (tag,)
-    assert actor.pause(tag).paused == (tag,)
-    assert actor.colocated_prepare([], [tag]).pooled is False
-    actor.resume(tag)

@@ -142,22 +142,3 @@ def test_the_history_keeps_the_last_thousand(make: Make) -> None:
     found = memsaver.history()
     assert [each.number for each in found] == list(range(first + 1, first + 1001))
     assert len(_results._recorders) == 1000
-
-
-def test_a_selection_of_nothing_is_not_in_the_history() -> None:
-    before = memsaver.history()
-    memsaver.pause([])
-    assert memsaver.history() == before
-
-
-def test_a_record_as_a_dictionary(make: Make) -> None:
-    region = make()
-    region.pause()
-    found = memsaver.history()[-1].asdict()
-    assert found["stages"][0] == {
-        "name": "queue",
-        "began_s": found["stages"][0]["began_s"],
-        "seconds": found["stages"][0]["seconds"],
-        "guest": None,
-    }
-    assert found["pause"] == (region.tag,)

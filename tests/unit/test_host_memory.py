@@ -81,155 +81,76 @@ def left(available: int, total: int) -> int:
 OF_MACHINE = left(4 * GIB, 8 * GIB)
 
 
-@pytest.mark.parametrize(
-    ("files", "available", "total", "can_be_taken"),
-    [
-        pytest.param(MACHINE, 4 * GIB, 8 * GIB, OF_MACHINE, id="the machine alone"),
-        pytest.param({}, NO_LIMIT, NO_LIMIT, NO_LIMIT, id="nothing known"),
-        pytest.param({**MACHINE, **GROUP}, 4 * GIB, 8 * GIB, OF_MACHINE, id="a group without files"),
-        pytest.param({**GROUP, **second("/pod/box", GIB, 0)}, GIB, GIB, left(GIB, GIB), id="a group alone"),
-        pytest.param(
-            {**MACHINE, **GROUP, **second("/pod/box", 2 * GIB, GIB)},
-            GIB,
-            2 * GIB,
-            left(GIB, 2 * GIB),
-            id="2: limit less usage",
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP, **second("/pod/box", 2 * GIB, GIB, 300 * MIB)},
-            GIB + 300 * MIB,
-            2 * GIB,
-            left(GIB + 300 * MIB, 2 * GIB),
-            id="2: pages of files that the kernel can drop are free",
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP, **second("/pod/box", 2 * GIB, GIB, 3 * GIB)},
-            2 * GIB,
-            2 * GIB,
-            left(2 * GIB, 2 * GIB),
-            id="2: never more free than the limit",
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP, **second("/pod/box", GIB, GIB + MIB)},
-            0,
-            GIB,
-            0,
-            id="2: a group over its limit has none",
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP, **second("/pod/box", GIB, 950 * MIB)},
-            74 * MIB,
-            GIB,
-            0,
-            id="2: beyond nine tenths nothing can be taken",
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP, **second("/pod/box", 64 * GIB, GIB)},
-            4 * GIB,
-            8 * GIB,
-            OF_MACHINE,
-            id="2: the machine has less",
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP, **second("/pod/box", 64 * GIB, 59 * GIB)},
-            4 * GIB,
-            8 * GIB,
-            0,
-            id="2: a large group with more free, but less than a tenth of it",
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP, **second("/pod/box", "max", GIB)}, 4 * GIB, 8 * GIB, OF_MACHINE, id="2: no limit"
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP, **second("/pod/box", "max", GIB), **second("/pod", 3 * GIB, GIB)},
-            2 * GIB,
-            3 * GIB,
-            left(2 * GIB, 3 * GIB),
-            id="2: a limit one above",
-        ),
-        pytest.param(
-            {
-                **MACHINE,
-                **GROUP,
-                **second("/pod/box", 3 * GIB, GIB),
-                **second("/pod", 6 * GIB, 5 * GIB + 512 * MIB, 100 * MIB),
-                **second("/", 7 * GIB, GIB),
-            },
-            612 * MIB,
-            3 * GIB,
-            0,
-            id="2: the tightest counts, wherever it is",
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP, **second("/pod/box", 3 * GIB, GIB), **second("/pod", 6 * GIB, 4 * GIB)},
-            2 * GIB,
-            3 * GIB,
-            left(2 * GIB, 6 * GIB),
-            id="2: a tenth of each stays free",
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP, **second("/", GIB, 256 * MIB)},
-            768 * MIB,
-            GIB,
-            left(768 * MIB, GIB),
-            id="2: in a container the path is one of the outside",
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP_1, **first("/pod/box", 2 * GIB, GIB, 200 * MIB)},
-            GIB + 200 * MIB,
-            2 * GIB,
-            left(GIB + 200 * MIB, 2 * GIB),
-            id="1: limit less usage that stays",
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP_1, **first("/pod/box", (1 << 63) - 4096, GIB, 0)},
-            4 * GIB,
-            8 * GIB,
-            OF_MACHINE,
-            id="1: no limit is a large number",
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP_1, **first("/pod/box", 3 * GIB, GIB, 0), **first("/pod", 4 * GIB, 3 * GIB, MIB)},
-            GIB + MIB,
-            3 * GIB,
-            left(GIB + MIB, 4 * GIB),
-            id="1: the tightest counts, wherever it is",
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP_1, **first("/elsewhere", MIB, 0, 0)},
-            4 * GIB,
-            8 * GIB,
-            OF_MACHINE,
-            id="1: of memory, not of others",
-        ),
-        pytest.param(
-            {
-                **MACHINE,
-                "proc/self/cgroup": "2:memory:/old\n0::/new\n",
-                **first("/old", 3 * GIB, GIB, 0),
-                **second("/new", 3 * GIB, 2 * GIB),
-            },
-            GIB,
-            3 * GIB,
-            left(GIB, 3 * GIB),
-            id="1 and 2 at once",
-        ),
-        pytest.param(
-            {**MACHINE, "proc/self/cgroup": "nonsense\n0::\n", **second("/", 2 * GIB, GIB)},
-            GIB,
-            2 * GIB,
-            left(GIB, 2 * GIB),
-            id="lines that say little",
-        ),
-        pytest.param(
-            {**MACHINE, **GROUP, "sys/fs/cgroup/pod/box/memory.max": "1048576\n"},
-            4 * GIB,
-            8 * GIB,
-            OF_MACHINE,
-            id="a limit whose usage is not known",
-        ),
-    ],
-)
+MEMORY: dict[str, tuple[dict[str, str], int, int, int]] = {
+    "the machine alone": (MACHINE, 4 * GIB, 8 * GIB, OF_MACHINE),
+    "nothing known": ({}, NO_LIMIT, NO_LIMIT, NO_LIMIT),
+    "a group without files": ({**MACHINE, **GROUP}, 4 * GIB, 8 * GIB, OF_MACHINE),
+    "a group alone": ({**GROUP, **second("/pod/box", GIB, 0)}, GIB, GIB, left(GIB, GIB)),
+    "2: limit less usage": ({**MACHINE, **GROUP, **second("/pod/box", 2 * GIB, GIB)}, GIB, 2 * GIB, left(GIB, 2 * GIB)),
+    "2: pages of files that the kernel can drop are free": (
+        {**MACHINE, **GROUP, **second("/pod/box", 2 * GIB, GIB, 300 * MIB)},
+        GIB + 300 * MIB, 2 * GIB, left(GIB + 300 * MIB, 2 * GIB),
+    ),
+    "2: never more free than the limit": (
+        {**MACHINE, **GROUP, **second("/pod/box", 2 * GIB, GIB, 3 * GIB)}, 2 * GIB, 2 * GIB, left(2 * GIB, 2 * GIB),
+    ),
+    "2: a group over its limit has none": ({**MACHINE, **GROUP, **second("/pod/box", GIB, GIB + MIB)}, 0, GIB, 0),
+    "2: beyond nine tenths nothing can be taken": (
+        {**MACHINE, **GROUP, **second("/pod/box", GIB, 950 * MIB)}, 74 * MIB, GIB, 0,
+    ),
+    "2: the machine has less": (
+        {**MACHINE, **GROUP, **second("/pod/box", 64 * GIB, GIB)}, 4 * GIB, 8 * GIB, OF_MACHINE,
+    ),
+    "2: a large group with more free, but less than a tenth of it": (
+        {**MACHINE, **GROUP, **second("/pod/box", 64 * GIB, 59 * GIB)}, 4 * GIB, 8 * GIB, 0,
+    ),
+    "2: no limit": ({**MACHINE, **GROUP, **second("/pod/box", "max", GIB)}, 4 * GIB, 8 * GIB, OF_MACHINE),
+    "2: a limit one above": (
+        {**MACHINE, **GROUP, **second("/pod/box", "max", GIB), **second("/pod", 3 * GIB, GIB)},
+        2 * GIB, 3 * GIB, left(2 * GIB, 3 * GIB),
+    ),
+    "2: the tightest counts, wherever it is": (
+        {**MACHINE, **GROUP, **second("/pod/box", 3 * GIB, GIB),
+         **second("/pod", 6 * GIB, 5 * GIB + 512 * MIB, 100 * MIB), **second("/", 7 * GIB, GIB)},
+        612 * MIB, 3 * GIB, 0,
+    ),
+    "2: a tenth of each stays free": (
+        {**MACHINE, **GROUP, **second("/pod/box", 3 * GIB, GIB), **second("/pod", 6 * GIB, 4 * GIB)},
+        2 * GIB, 3 * GIB, left(2 * GIB, 6 * GIB),
+    ),
+    "2: in a container the path is one of the outside": (
+        {**MACHINE, **GROUP, **second("/", GIB, 256 * MIB)}, 768 * MIB, GIB, left(768 * MIB, GIB),
+    ),
+    "1: limit less usage that stays": (
+        {**MACHINE, **GROUP_1, **first("/pod/box", 2 * GIB, GIB, 200 * MIB)},
+        GIB + 200 * MIB, 2 * GIB, left(GIB + 200 * MIB, 2 * GIB),
+    ),
+    "1: no limit is a large number": (
+        {**MACHINE, **GROUP_1, **first("/pod/box", (1 << 63) - 4096, GIB, 0)}, 4 * GIB, 8 * GIB, OF_MACHINE,
+    ),
+    "1: the tightest counts, wherever it is": (
+        {**MACHINE, **GROUP_1, **first("/pod/box", 3 * GIB, GIB, 0), **first("/pod", 4 * GIB, 3 * GIB, MIB)},
+        GIB + MIB, 3 * GIB, left(GIB + MIB, 4 * GIB),
+    ),
+    "1: of memory, not of others": (
+        {**MACHINE, **GROUP_1, **first("/elsewhere", MIB, 0, 0)}, 4 * GIB, 8 * GIB, OF_MACHINE,
+    ),
+    "1 and 2 at once": (
+        {**MACHINE, "proc/self/cgroup": "2:memory:/old\n0::/new\n", **first("/old", 3 * GIB, GIB, 0),
+         **second("/new", 3 * GIB, 2 * GIB)},
+        GIB, 3 * GIB, left(GIB, 3 * GIB),
+    ),
+    "lines that say little": (
+        {**MACHINE, "proc/self/cgroup": "nonsense\n0::\n", **second("/", 2 * GIB, GIB)},
+        GIB, 2 * GIB, left(GIB, 2 * GIB),
+    ),
+    "a limit whose usage is not known": (
+        {**MACHINE, **GROUP, "sys/fs/cgroup/pod/box/memory.max": "1048576\n"}, 4 * GIB, 8 * GIB, OF_MACHINE,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "available", "total", "can_be_taken"), MEMORY.values(), ids=MEMORY)
 def test_available_memory_is_bounded_by_machine_and_cgroups(
     tmp_path: Path, files: dict[str, str], available: int, total: int, can_be_taken: int
 ) -> None:
@@ -305,19 +226,6 @@ def test_a_backup_beyond_the_limit_is_refused_before_anything_moves(make: Make, 
         block.check()
 
 
-def test_the_same_pause_goes_through_with_a_higher_limit(make: Make, arena: None) -> None:
-    region = make("host")
-    held = blocks(region, [40 * MIB])
-    for limit in (0, "10MiB", 40 * MIB - 1):
-        memsaver.configure(host_limit=limit)
-        with pytest.raises(memsaver.BackupError):
-            region.pause()
-    memsaver.configure(host_limit=40 * MIB)
-    assert region.pause().copied_bytes == 40 * MIB
-    region.resume()
-    held[0].check()
-
-
 def test_held_host_memory_is_used_beyond_a_lowered_limit(make: Make, arena: None) -> None:
     one, two = make("host"), make("host")
     held = blocks(one, [20 * MIB]) + blocks(two, [20 * MIB + 512], seed=5)
@@ -357,22 +265,6 @@ def test_the_regions_of_one_transition_are_counted_together(make: Make, arena: N
         block.check()
 
 
-def test_a_switch_beyond_the_limit_changes_nothing(make: Make, arena: None) -> None:
-    out, back = make("host"), make("host")
-    held = blocks(out, [30 * MIB]) + blocks(back, [5 * MIB], seed=5)
-    back.pause()
-    memsaver.configure(host_limit=30 * MIB)
-    with pytest.raises(memsaver.BackupError):
-        memsaver.switch(pause=out.tag, resume=back.tag)
-    assert (out.state, back.state, back.backup_bytes) == ("active", "paused", 5 * MIB)
-    held[0].check()
-    memsaver.configure(host_limit="auto")
-    memsaver.switch(pause=out.tag, resume=back.tag)
-    held[1].check()
-    out.resume()
-    held[0].check()
-
-
 def test_without_a_limit_the_machine_is_the_limit() -> None:
     nbytes = psutil.virtual_memory().total // PAGE * PAGE + GIB  # mapped and not touched
     said = run_clean(
@@ -408,15 +300,6 @@ def test_an_invalid_limit_raises(value: Any) -> None:
 def test_backup_ahead_takes_only_booleans(value: Any) -> None:
     with pytest.raises(memsaver.ConfigError, match="backup_ahead"):
         memsaver.configure(backup_ahead=value)
-
-
-def test_limits_are_read_from_the_environment() -> None:
-    said = run_clean(
-        "import memsaver; options = memsaver.stats().options; print(options['host_limit'], options['backup_ahead'])",
-        MEMSAVER_HOST_LIMIT="3MiB",
-        MEMSAVER_BACKUP_AHEAD="off",
-    )
-    assert said == f"{3 * MIB} False\n"
 
 
 # Held memory
@@ -478,16 +361,6 @@ def test_contents_survive_when_idle_host_memory_goes(make: Make, arena: None) ->
         region.resume()
     for block in held:
         block.check()
-
-
-def test_releasing_host_memory_twice_is_a_no_op(make: Make, arena: None) -> None:
-    region = make("host")
-    held = blocks(region, [3 * MIB])
-    region.pause()
-    region.resume()
-    assert memsaver.release_host_memory() == 4 * MIB
-    assert memsaver.release_host_memory() == 0
-    held[0].check()
 
 
 # Pieces

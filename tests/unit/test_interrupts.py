@@ -19,7 +19,7 @@ from memsaver import _guests, _moves, transitions
 from memsaver.turns.members import Colocated
 from memsaver.turns.plan import Plan
 from memsaver.turns.ranks import LocalRank
-from memsaver.turns.turns import Turns
+from memsaver.turns.turn import Turns
 from tests.support import MIB, Block, until
 
 FOLDER = os.path.dirname(memsaver.__file__)
@@ -170,7 +170,7 @@ def test_an_interrupt_at_any_place_of_a_turn_leaves_no_unwritten_contents_in_use
     turns = Turns(plan, [LocalRank("engine", 0, Colocated()), LocalRank("trainer", 0, Colocated())])
 
     def enter(name: str) -> None:
-        until(lambda: not turns._late or all(call.ended([call], 0.0) for call in turns._late.values()))
+        until(lambda: not turns.late or all(call.ended([call], 0.0) for call in turns.late.values()))
         turns.enter(name, plan.options(name, timeout=BOUND_S))
 
     n, kept = 0, []

@@ -20,10 +20,11 @@ import memsaver
 from memsaver import _core, errors, ledger, process_names
 from memsaver._torch import graphs
 from memsaver._torch import ledger as torch_ledger
-from memsaver.ledger import LedgerRow, measurements, messages, pools
+from memsaver.ledger import LedgerRow, accounts, messages
+from memsaver.ledger import own as figures_here
 from memsaver.ledger.accounts import Device, PoolTotal, Report, account
 from tests.fake_cuda import run_on_fake
-from tests.support import GIB, MIB, PAGE, Fill, Peer, blocks
+from tests.support import GIB, MIB, PAGE, Peer, blocks
 
 Make = Callable[..., memsaver.Region]
 
@@ -44,8 +45,8 @@ def no_other_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 paused.append(region)
     _left.clear()
     _left.update(region.tag for region in memsaver.regions.all_regions() if region.mapped_bytes)
-    monkeypatch.setattr(measurements, "_measured", {})
-    monkeypatch.setattr(measurements, "_measured", {("cpu", LEFT, ""): measurements._unattributed_bytes("cpu") or 0})
+    monkeypatch.setattr(figures_here, "_measured", {})
+    monkeypatch.setattr(figures_here, "_measured", {("cpu", LEFT, ""): figures_here._unattributed_bytes("cpu") or 0})
     yield
     _core.faults_disarm()
     _core.host_reset()  # without a context a resume would lose the region
@@ -80,31 +81,6 @@ def check_sum(found: ledger.Ledger) -> None:
 
 
 # One process
-
-
-def test_regions_and_retained_chunks_are_rows(make: Make) -> None:
-    memsaver.configure(retain="1GiB")
-    active, paused = make(), make("host")
-    held = blocks(active, [40 * MIB]) + blocks(paused, [32 * MIB])
-    paused.pause()
-    found = of_device()
-    check_sum(found)
-    me = os.getpid(), process_names.process_name(os.getpid())
-    assert own_rows(found) == [
-        LedgerRow(*me, "region", active.tag, "active", active.mapped_bytes),
-        LedgerRow(*me, "retained", "", "", memsaver.stats().devices["cpu"].retained_bytes),
-    ]
-    del held
-
-
-def test_memory_beside_all_rows_is_unknown(make: Make) -> None:
-    held = blocks(make(), [2 * MIB])
-    free = _core.open_driver("cpu").memory()[0]
-    with Fill(leave=free - 6 * PAGE):
-        found = of_device()
-        check_sum(found)
-        mapped = held[0].region.mapped_bytes
-        assert by_kind(found) == {(os.getpid(), "region"): mapped, (os.getpid(), "unknown"): 6 * PAGE}
 
 
 STEPS = ("grow", "free", "pause", "resume", "retain", "outside")
@@ -167,7 +143,7 @@ def test_a_guest_has_a_row(tag: str) -> None:
         check_sum(found)
         name = process_names.process_name(os.getpid())
         assert own_rows(found) == [LedgerRow(os.getpid(), name, "guest", "connections", "here", 2 * PAGE)]
-        left = measurements._measured["cpu", LEFT, ""]  # of two rows that contradict, the larger one is reduced
+        left = figures_here._measured["cpu", LEFT, ""]  # of two rows that contradict, the larger one is reduced
         guest.held = left + 3 * PAGE  # more than there is
         found = of_device()
         assert [(row.kind, row.bytes) for row in own_rows(found)] == [("guest", 2 * PAGE)]
@@ -202,19 +178,6 @@ def test_memory_of_a_process_without_a_broker_is_one_row(make: Make) -> None:
 DRIVER_S = 300  # bytes that the driver itself has
 
 
-def test_imported_memory_that_the_driver_lists_counts_for_its_owner() -> None:
-    """Two processes map a chunk of 100 bytes. The driver lists it for the owner, or for both."""
-    for listed, imported in ((50, 0), (150, 100)):
-        owner = Report(1, "owner", [("region", "kv", "active", 100)], 0)
-        other = Report(2, "other", [("context", "", "", 40)], imported)
-        device = Device(100 + 50 + DRIVER_S, [(1, 100, None), (2, listed, None)], False)
-        found = account(device, [owner, other], None)
-        assert by_kind(found) == {
-            (1, "region"): 100, (2, "context"): 40, (2, "unknown"): 10, (None, "unlisted"): DRIVER_S,
-        }  # fmt: skip
-        assert found.is_consistent
-
-
 def test_chunks_of_a_pool_count_for_their_holder_or_as_idle() -> None:
     """The driver lists a pool of 100 bytes for its clients' handles, for its broker, or for no process."""
     for holdings, imported in (
@@ -231,32 +194,18 @@ def test_chunks_of_a_pool_count_for_their_holder_or_as_idle() -> None:
         }  # fmt: skip
 
 
-def test_memory_of_a_process_that_the_driver_does_not_list_is_unlisted() -> None:
-    one = Report(1, "one", [("region", "a", "active", 60)])
-    found = account(Device(100, [], False), [one], None)
-    assert by_kind(found) == {(1, "region"): 60, (None, "unlisted"): 40}
-    found = account(Device(100, [(1, 90, None)], False), [one], None)  # unknown whether imported memory is in it
-    assert by_kind(found) == {(1, "region"): 60, (None, "unlisted"): 40}
-
-
-def test_a_client_that_reports_nothing_has_a_row_of_its_chunks() -> None:
-    old = Report(1, "old", None, None, pooled=60)
-    found = account(Device(100, [], False), [old], PoolTotal(9, "broker", 100))
-    assert by_kind(found) == {(1, "pool held"): 60, (9, "pool idle"): 40}
-
-
 def test_chunks_of_a_process_that_has_exited_count_for_the_process_that_keeps_them() -> None:
     client = {
         "pid": 1, "name": "dead", "held_bytes": 60, "exited": True, "kept_by": [{"pid": 2, "name": "child"}],
         "regions": [], "ledger": {"imported_bytes": 0, "rows": [["context", "", "", 9]]},
     }  # fmt: skip
-    report = pools._report(client)
+    report = accounts._report(client)
     for holdings in ([(1, 80, None), (2, 10, None)], [(2, 10, 0)]):
         found = account(Device(130, holdings, False), [report], PoolTotal(9, "broker", 100))
         rows = {(2, "pool held"): 60, (2, "process"): 10, (9, "pool idle"): 40, (None, "unlisted"): 20}
         assert by_kind(found) == rows
         assert [row.label for row in found.rows if row.kind == "pool held"] == ["of pid 1, which has exited"]
-    assert pools._report({**client, "kept_by": []}).pid == 1
+    assert accounts._report({**client, "kept_by": []}).pid == 1
 
 
 def test_figures_that_contradict_each_other_leave_no_negative_row() -> None:
@@ -336,7 +285,7 @@ def test_the_account_of_a_device_without_figures_has_the_known_rows(make: Make) 
 def test_a_report_survives_its_message(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     held = blocks(make(), [2 * MIB])
     parts = [("torch cached", "", "", 5 * PAGE), ("graphs", "cuda_graph", "", PAGE)]
-    monkeypatch.setattr(ledger.torch_memory, "parts", lambda device: parts)
+    monkeypatch.setattr(figures_here, "torchs", lambda figure, device, missing: parts)
     found = ledger.decoded(ledger.encoded("cpu"))
     assert found["imported_bytes"] == 0
     assert [row for row in found["rows"] if row[0] != LEFT] == [list(part) for part in parts]
@@ -344,9 +293,9 @@ def test_a_report_survives_its_message(monkeypatch: pytest.MonkeyPatch, make: Ma
 
 
 def test_the_rows_of_a_long_report_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurements, "_measured", {})
+    monkeypatch.setattr(figures_here, "_measured", {})
     parts = [("graphs", f"graph {each} {'x' * 200}", "", each) for each in range(1, 1001)]
-    monkeypatch.setattr(ledger.torch_memory, "parts", lambda device: parts)
+    monkeypatch.setattr(figures_here, "torchs", lambda figure, device, missing: parts)
     rows = ledger.decoded(ledger.encoded("cpu"))["rows"]
     assert len(rows) == messages.MOST_ROWS and sum(row[3] for row in rows) == sum(range(1001))
     assert rows[0][3] == 1000 and rows[-1][0] == "other"
@@ -413,22 +362,6 @@ def test_out_of_memory_has_the_rows_of_stats(make: Make) -> None:
     del held
 
 
-def test_a_failing_account_does_not_hide_the_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(device: str) -> Any:
-        raise OSError("no account")
-
-    monkeypatch.setattr(ledger, "for_error", fails)
-    with pytest.raises(memsaver.OutOfMemoryError) as caught:
-        make().empty(1 << 50)
-    assert caught.value.ledger == [] and "\n" not in str(caught.value)
-
-
-def test_paused_regions_are_named_before_the_rows() -> None:
-    error = memsaver.OutOfMemoryError("full; nothing has changed\n  python (pid 1) 1.0 MiB")
-    error._name_paused(["kv"], [])
-    assert str(error) == "full; paused before that: 'kv'\n  python (pid 1) 1.0 MiB"
-
-
 def test_torchs_error_has_the_rows_as_notes(make: Make) -> None:
     outer, inner = make(), make()
     held = blocks(outer, [2 * MIB])
@@ -474,12 +407,6 @@ def segment(address: int, total: int, allocated: int, device: int = 0) -> dict[s
     return {"address": address, "total_size": total, "blocks": blocks, "device": device}
 
 
-def test_torch_without_segments_in_regions_needs_no_list(figures: dict[str, Any]) -> None:
-    figures |= {"reserved": 100, "allocated": 70}
-    assert torch_ledger.parts("cuda:0") == [("torch allocated", "", "", 70), ("torch cached", "", "", 30)]
-    assert torch_ledger.outside_bytes("cuda:0") == 100 and figures["lists"] == 0
-
-
 def test_segments_in_regions_are_not_torchs(figures: dict[str, Any]) -> None:
     """Neighbouring segments of a region are one range. Segments of another device are not listed."""
     figures |= {"reserved": 100, "allocated": 60, "inside": [(1000, 50), (3000, 10)]}
@@ -499,17 +426,6 @@ def test_blocks_of_one_segment_inside_and_outside_count_once(figures: dict[str, 
     figures["segments"] = [joined]
     assert torch_ledger.parts("cuda:0") == [("torch allocated", "", "", 30), ("torch cached", "", "", 10)]
     assert torch_ledger.outside_bytes("cuda:0") == 40
-
-
-def test_many_blocks_are_not_listed(figures: dict[str, Any]) -> None:
-    figures |= {"reserved": 100, "allocated": 60, "inside": [(1000, 50)], "blocks": 20_001}
-    assert torch_ledger.parts("cuda:0") == [("torch", "", "", 50)]
-    figures |= {"reserved": 50, "blocks": 10}
-    assert torch_ledger.parts("cuda:0") == [] and figures["lists"] == 0
-
-
-def test_torchs_memory_does_not_matter_on_the_host(figures: dict[str, Any]) -> None:
-    assert torch_ledger.parts("cpu") == [] and torch_ledger.outside_bytes("cpu") == 0
 
 
 def test_the_account_does_not_load_torch() -> None:
@@ -563,17 +479,9 @@ def test_a_measurement_is_the_growth_that_no_other_row_has(make: Make) -> None:
     del held
 
 
-def test_a_block_that_fails_is_not_measured() -> None:
-    with pytest.raises(OSError), ledger.measured("graphs", "", "cpu") as made:
-        handle = _core.open_driver("cpu").create(PAGE)
-        raise OSError
-    assert made.bytes == 0
-    _core.open_driver("cpu").release(handle)
-
-
 def test_the_context_is_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other memory that the process had when its first region was made is freed later, or is a guest's."""
-    monkeypatch.setattr(measurements, "_seen", set())
+    monkeypatch.setattr(figures_here, "_seen", set())
     driver = _core.open_driver("cpu")
     handles = [driver.create(PAGE) for _ in range(4)]
     ledger.measure_context("cpu")
@@ -694,65 +602,6 @@ assert rows() == {(me, "context"): 300 * MIB, (None, "unlisted"): 64 * MIB}, row
 """,
         context="300MiB",
         occupied="64MiB",
-    )
-
-
-def test_the_growth_of_the_stacks_has_a_row() -> None:
-    """Of 2048 threads on 132 multiprocessors."""
-    run_on_fake(
-        FAKE
-        + """
-def labels():
-    rows()
-    return {row.label: row.bytes for row in memsaver.stats().devices["cuda:0"].ledger.rows if row.kind == "context"}
-
-memsaver.region("kv", device="cuda:0")
-assert labels() == {"": 300 * MIB}
-control.take(0, 186 * MIB)
-control.set_stack_limit(0, 1744)
-assert labels() == {"": 300 * MIB, "stacks": 186 * MIB} and (me, "unknown") not in rows()
-control.take(0, -186 * MIB)
-control.set_stack_limit(0, 1024)
-with ledger.measured("other", "", "cuda:0") as taken:
-    control.take(0, 7 * MIB)
-assert labels() == {"": 300 * MIB} and taken.bytes == 7 * MIB
-control.take(0, 444 * MIB)
-control.set_stack_limit(0, 2744)
-with ledger.measured("graphs", "", "cuda:0") as taken:
-    control.take(0, 264 * MIB)
-    control.set_stack_limit(0, 3768)
-assert taken.bytes == 0
-assert labels() == {"": 300 * MIB, "stacks": 708 * MIB} and (me, "unknown") not in rows()
-""",
-        context="300MiB",
-    )
-
-
-def test_the_account_is_made_if_the_limit_of_the_stacks_is_not_known() -> None:
-    run_on_fake(
-        FAKE
-        + """
-memsaver.region("kv", device="cuda:0")
-control.fail("cuCtxGetLimit", 1, times=100)
-assert rows() == {(me, "context"): 300 * MIB}
-""",
-        context="300MiB",
-    )
-
-
-def test_the_rows_of_a_gpu_that_lists_no_process() -> None:
-    run_on_fake(
-        FAKE
-        + """
-region = memsaver.region("kv", device="cuda:0")
-segment = Segment(region, 5 * MIB)
-with ledger.measured("graphs", "decode", "cuda:0") as graphs:
-    control.take(0, 9 * MIB)
-assert graphs.bytes == 0
-assert rows() == {(me, "region"): region.mapped_bytes, (None, "unlisted"): 309 * MIB}
-""",
-        context="300MiB",
-        no_nvml=1,
     )
 
 

@@ -3,8 +3,8 @@
 A failure shrinks to the shortest sequence that shows it. ``MEMSAVER_TEST_EXPLORE=2000`` runs that many new sequences
 instead of the fixed ones.
 
-The thread that frees resting memory (csrc/regions/resting.cpp) runs beside the sequence. It changes no virtual time, so
-no check depends on its progress, except that memory in use is compared until it agrees.
+The thread that frees resting memory (csrc/regions/reclaimer.cpp) runs beside the sequence. It changes no virtual time,
+so no check depends on its progress, except that memory in use is compared until it agrees.
 """
 
 from __future__ import annotations

@@ -118,15 +118,6 @@ def test_a_closed_sentinel_does_not_mean_an_exit(world: World) -> None:
     world.turn(lambda: len(world.said) == 2)
 
 
-def test_bytes_written_to_a_sentinel_are_ignored(world: World) -> None:
-    process, write = world.client()
-    os.write(write, b"x" * 1000)
-    world.turn()
-    assert world.selector.select(0) == []  # the loop would not rest
-    assert process.sentinels
-    os.close(write)
-
-
 def closes_on_signal(file: int) -> Callable[[], object]:
     return lambda: signal.signal(signal.SIGUSR1, lambda *_: os.close(file))
 
@@ -263,28 +254,6 @@ def test_scans_are_periodic_and_read_only_new_processes(world: World, monkeypatc
         os.close(file)
 
 
-@pytest.mark.parametrize(("cost_s", "pause_s"), [(0.0, 0.02), (0.1, 5.0)])
-def test_scans_take_a_small_share_of_the_time(
-    world: World, monkeypatch: pytest.MonkeyPatch, cost_s: float, pause_s: float
-) -> None:
-    now = 1000.0
-
-    def scan(*_: object) -> list[tuple[int, procfs.Status]]:
-        nonlocal now
-        now += cost_s
-        return []
-
-    process, write = world.client()
-    world.kill(process.pid)
-    with monkeypatch.context() as made_up:
-        made_up.setattr(procfs, "writers", scan)
-        made_up.setattr(time, "monotonic", lambda: now)
-        world.monitor._record_exit(process)
-        world.look()
-        assert world.monitor.deadlines() == [pytest.approx(now + pause_s)]
-    os.close(write)
-
-
 @pytest.mark.parametrize("name", ["writers", "exiting", "open_pidfd"])
 def test_a_failed_scan_is_repeated(world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     process, write = world.client()
@@ -362,25 +331,6 @@ def test_a_pid_that_the_driver_lists_later_is_another_process(world: World, monk
     world.turn(lambda: len(world.said) == 4)
 
 
-def test_the_driver_is_queried_periodically(world: World) -> None:
-    process, write = world.client()
-    os.close(write)
-    world.listed = {process.pid}
-    asked: list[float] = []
-    world.monitor._compute_pids = lambda: asked.append(0.0) or world.listed  # type: ignore[func-returns-value]
-    world.kill(process.pid)
-    world.turn(lambda: world.said)
-    process.next_query_at = time.monotonic() + 3600
-    count = len(asked)
-    for _ in range(100):
-        world.look()
-    assert len(asked) == count
-    process.next_query_at = 0
-    world.look()
-    world.look()
-    assert len(asked) == count + 1
-
-
 def test_a_child_of_a_named_child_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was forked after the client had named its children, and has no sentinel."""
     child, grandchild = world.fork(), world.fork()
@@ -401,51 +351,6 @@ def test_a_child_of_a_named_child_is_found(world: World, monkeypatch: pytest.Mon
         world.kill(pid)
         world.turn(lambda: pid not in process.children.values())  # noqa: B023
     assert len(world.said) == 2
-
-
-def test_a_failed_search_for_children_is_repeated(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    child = world.fork()
-    process, write = world.client(os.pidfd_open(child))
-    os.close(write)
-
-    def exhausted(pid: int) -> list[int]:
-        raise OSError(errno.EMFILE, "too many open files")
-
-    with monkeypatch.context() as now:
-        now.setattr(procfs, "inheritors", exhausted)
-        world.kill(process.pid)
-        world.turn(lambda: world.said)
-        world.kill(child)
-        world.turn(lambda: not process.children)
-        world.turn()
-        assert world.monitor.deadlines() and len(world.said) == 1
-    world.turn(lambda: len(world.said) == 2)
-
-
-def test_a_process_that_loses_its_users_at_its_exit_is_forgotten(world: World) -> None:
-    process, write = world.client()
-    world.kill(process.pid)
-    world.monitor._record_exit(process)
-    assert world.monitor.take_exited() == [process]
-    world.monitor.release(process)
-    world.turn()
-    assert world.said == [] and not world.monitor._tearing_down
-    os.close(write)
-
-
-def test_a_process_is_watched_until_its_last_user_releases_it(world: World) -> None:
-    process, write = world.client()
-    assert world.monitor.watch(process.pid) is process
-    world.monitor.retain(process)
-    for _ in range(2):
-        world.monitor.release(process)
-        assert world.monitor._running == {process.pid: process}
-    world.monitor.release(process)
-    assert not world.monitor._running
-    world.kill(process.pid)
-    world.turn()
-    assert world.said == []
-    os.close(write)
 
 
 def test_a_reused_pid_is_watched_as_a_new_process(world: World) -> None:
@@ -495,15 +400,3 @@ def test_invalid_descriptors_of_a_process_are_malformed(world: World) -> None:
         world.monitor.adopt(1, list(process.descriptors()))
     os.close(file)
     os.close(write)
-
-
-def test_a_process_has_few_sentinels(world: World) -> None:
-    process, write = world.client()
-    files: list[int] = []
-    with pytest.raises(MalformedError, match="sentinels"):
-        for _ in range(100):
-            files += os.pipe()
-            world.monitor.add_descriptors(process, files[-2:-1])
-            files.pop(-2)
-    for file in (write, *files):
-        os.close(file)

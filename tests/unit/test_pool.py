@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import time
 from collections.abc import Sequence
 from typing import cast
@@ -11,8 +10,7 @@ from typing import cast
 import pytest
 
 from memsaver.broker import pool as pools
-from memsaver.broker.chunks import CLASSES, PAGE, Chunk
-from memsaver.broker.clients import Client
+from memsaver.broker.clients import CLASSES, PAGE, Chunk, Client
 from memsaver.broker.connection import Connection
 from memsaver.broker.monitor import Process
 from memsaver.broker.pool import Pool, ServeResult
@@ -149,14 +147,6 @@ def test_chunks_are_made_of_the_largest_class_that_is_allowed(
     assert pool.total_bytes == one.held_bytes == sum(sizes)
 
 
-def test_one_chunk_is_made_in_each_step(pool: Pool, memory: FakeMemory, one: Client) -> None:
-    want(pool, one, (GIB, GIB, 3 * GIB))
-    for made in (1, 2, 3):
-        served = pool.serve()
-        assert (memory.calls, granted(served), served.has_more) == (made, [GIB], True)
-    assert not pool.serve().has_more
-
-
 def test_of_idle_chunks_the_fitting_class_comes_first_then_larger_then_smaller(
     pool: Pool, one: Client, two: Client
 ) -> None:
@@ -289,27 +279,6 @@ def test_a_demand_beyond_the_capacity_of_the_pool_is_refused(pool: Pool, one: Cl
     assert one.held_bytes == 4 * GIB
 
 
-def test_a_demand_behind_a_progressing_one_is_not_stalled(pool: Pool, one: Client, two: Client) -> None:
-    want(pool, one, (SMALL, SMALL, 4 * SMALL))
-    want(pool, two, (SMALL, SMALL, SMALL))
-    served = pool.serve()
-    assert served.has_more and served.stalled == []
-    assert sorted(settle(pool).grants, key=id) and two.held_bytes == SMALL
-
-
-def test_a_demand_can_request_returned_bytes_again(pool: Pool, one: Client) -> None:
-    """As with a large chunk that is returned and granted again as small ones."""
-    request = want(pool, one, (GIB, GIB, 4 * GIB))
-    settle(pool)
-    for _ in range(3):
-        pool.give_back(one, list(one.held)[:1])
-        pool.queue.exchange(one, request, [LARGE, LARGE, GIB])
-        drops = settle(pool).drops
-        pool.drop(one, [chunk.id for _, chunk in drops])
-        settle(pool)
-        assert one.held_bytes == 4 * GIB
-
-
 def test_chunks_too_large_for_the_head_are_broken_up(pool: Pool, memory: FakeMemory, one: Client, two: Client) -> None:
     give(pool, borrow(pool, one, GIB, GIB, GIB, GIB))
     want(pool, two, (SMALL, SMALL, 2 * SMALL))
@@ -368,14 +337,6 @@ def test_a_new_head_of_the_queue_does_not_wait_out_the_pause_of_the_last_one(
     assert is_asked()
 
 
-def test_the_exit_of_a_client_drops_all_its_chunks(pool: Pool, one: Client, two: Client) -> None:
-    give(pool, borrow(pool, one, GIB, GIB, GIB, GIB))
-    want(pool, two, (SMALL, SMALL, SMALL))
-    assert settle(pool).grants == []
-    pool.reclaim(one)
-    assert granted(settle(pool)) == [SMALL]
-
-
 def test_a_client_that_does_not_drop_a_chunk_is_reported_as_stalled(
     pool: Pool, one: Client, two: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,14 +393,6 @@ def test_trim_releases_small_chunks_first_and_keeps_the_given_bytes(
     assert pool.total_bytes == sum(memory.sizes.values()) == GIB
 
 
-def test_a_chunk_that_is_being_released_is_not_granted(pool: Pool, one: Client) -> None:
-    give(pool, borrow(pool, one, MEDIUM))
-    pool.release_idle(0)
-    want(pool, one, (MEDIUM, MEDIUM, MEDIUM))
-    [(_, chunk, _)] = settle(pool).grants
-    assert chunk.writer is None
-
-
 def test_bytes_of_another_client_are_flagged_until_a_client_has_zeroed_them(
     pool: Pool, one: Client, two: Client
 ) -> None:
@@ -492,15 +445,6 @@ def test_leases_are_of_chunks_of_their_owner(pool: Pool, one: Client, two: Clien
     assert chunk.attachments == 1
     with pytest.raises(MalformedError, match="another"):
         pool.attach(7, two, 100, [])
-
-
-def test_a_disconnect_ends_demands_and_keeps_held_chunks(pool: Pool, one: Client, two: Client) -> None:
-    borrow(pool, one, GIB, GIB)
-    want(pool, one, (GIB, GIB, GIB))
-    disconnect(pool, one)
-    assert settle(pool).grants == []
-    assert one.held_bytes == 2 * GIB
-    assert pool.idle_bytes == 0
 
 
 def test_a_rejoining_client_holds_the_chunks_it_names(pool: Pool, one: Client) -> None:
@@ -574,17 +518,6 @@ def test_invalid_demands_are_malformed(pool: Pool, one: Client, entry: tuple[int
     assert settle(pool).stalled == []
 
 
-def test_requests_have_numbers_of_their_own(pool: Pool, one: Client, two: Client) -> None:
-    borrow(pool, one, GIB, GIB, GIB, GIB)
-    pool.queue.open(two, 1, [GIB, GIB, GIB])
-    with pytest.raises(MalformedError, match="open already"):
-        pool.queue.open(two, 1, [GIB, GIB, GIB])
-    with pytest.raises(MalformedError, match="no open request"):
-        pool.queue.exchange(two, 2, [GIB, GIB, GIB])
-    pool.queue.close(one, 1)
-    assert pool.waiting(two)[0]["needed_bytes"] == GIB
-
-
 def check_books(pool: Pool, memory: FakeMemory, members: Sequence[Client]) -> None:
     chunks = list(pool.chunks.values())
     assert sorted(chunk.file for chunk in chunks) == sorted(memory.sizes)
@@ -597,84 +530,6 @@ def check_books(pool: Pool, memory: FakeMemory, members: Sequence[Client]) -> No
         assert all(member in chunk.importers for chunk in member.imported.values())
     assert sum(len(member.held) for member in members) == sum(chunk.holder is not None for chunk in chunks)
     assert sum(len(member.imported) for member in members) == sum(len(chunk.importers) for chunk in chunks)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_pool_is_consistent_after_random_calls(
-    memory: FakeMemory, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """Random clients want, give, drop, disconnect, rejoin and die. No chunk is lost, doubled or granted unasked."""
-    monkeypatch.setattr(pools, "RETRY_S", 0.0)
-    draw = random.Random(seed)
-    pool = Pool(memory, GIB)
-    memory.room = draw.choice([GIB, GIB * 3 // 4, 1 << 60])
-    members = [client(number) for number in range(5)]
-    asked: dict[tuple[int, int], int] = {}
-    owed: list[tuple[Client, Chunk]] = []
-    leases: list[int] = []
-    for _ in range(400):
-        at = draw.randrange(len(members))
-        member = members[at]
-        act = draw.choice(
-            ["want", "want", "more", "give", "give", "drop", "drop", "close", "trim", "lose", "die", "lend"]
-        )
-        mine = [request for number, request in asked if number == member.id]
-        if act in ("want", "more"):
-            limit = draw.choice(CLASSES)
-            entry = (limit, draw.choice([size for size in CLASSES if size <= limit]), draw.randint(1, 200) * PAGE)
-            try:
-                if act == "want":
-                    asked[member.id, want(pool, member, entry)] = entry[2]
-                elif mine:
-                    request = draw.choice(mine)
-                    asked[member.id, request] = max(asked[member.id, request], entry[2])
-                    pool.queue.exchange(member, request, entry)
-            except OverCapacityError:
-                pass
-        elif act == "give" and member.held:
-            pool.give_back(member, draw.sample(list(member.held), draw.randint(1, len(member.held))))
-        elif act == "drop":
-            draw.shuffle(owed)
-            for _ in range(len(owed) // 2):
-                who, chunk = owed.pop()
-                pool.drop(who, [chunk.id])
-        elif act == "close" and mine:
-            request = draw.choice(mine)
-            del asked[member.id, request]
-            pool.queue.close(member, request)
-        elif act == "trim":
-            owed += pool.release_idle(draw.randint(0, GIB))[1]
-        elif act == "lend" and member.held:
-            leases.append(draw.getrandbits(60))
-            pool.attach(leases[-1], member, 1, draw.sample(list(member.held), 1))
-        elif act in ("lose", "die"):
-            for request in mine:
-                del asked[member.id, request]
-            owed = [(who, chunk) for who, chunk in owed if who is not member]
-            if act == "die":
-                pool.reclaim(member)
-                members[at] = client(member.id)
-            else:
-                disconnect(pool, member)
-                member.connection = cast(Connection, object())
-            pool.keep_only(members[at], set(draw.sample(list(members[at].held), len(members[at].held) // 2)))
-        if leases and draw.random() < 0.2:
-            pool.detach(leases.pop())
-        served = settle(pool)
-        owed += served.drops
-        for demand, chunk, _ in served.grants:
-            assert chunk.holder is demand.client
-            asked[demand.client.id, demand.request] -= chunk.size
-        assert all(left >= 0 for left in asked.values())
-        check_books(pool, memory, members)
-    for lease in list(pool.attachments):
-        pool.detach(lease)
-    for member in members:
-        pool.reclaim(member)
-    settle(pool)
-    assert pool.idle_bytes == pool.total_bytes
-    pool.release_idle(0)
-    assert (pool.total_bytes, memory.sizes, pool.chunks) == (0, {}, {})
 
 
 def test_turns_on_a_full_pool_do_not_break_it_up(

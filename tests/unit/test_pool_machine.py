@@ -21,8 +21,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from memsaver.broker import pool as pools
 from memsaver.broker import queue as demand_books
-from memsaver.broker.chunks import CLASSES, PAGE, Chunk
-from memsaver.broker.clients import Client
+from memsaver.broker.clients import CLASSES, PAGE, Chunk, Client
 from memsaver.broker.connection import Connection
 from memsaver.broker.monitor import Process
 from memsaver.broker.pool import Pool, ServeResult

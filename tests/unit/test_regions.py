@@ -53,23 +53,6 @@ def test_contents_are_kept_in_active_regions(make: Make) -> None:
         assert block.address % 512 == 0
 
 
-def test_segments_do_not_overlap(make: Make) -> None:
-    rng = random.Random(0)
-    held = sorted(blocks(make(), [rng.randint(1, 5 * MIB) for _ in range(60)]), key=lambda block: block.address)
-    for block, following in zip(held, held[1:]):
-        assert block.address + block.nbytes <= following.address
-
-
-def test_allocated_bytes_follow_allocations_and_frees(make: Make) -> None:
-    region = make()
-    first, second = blocks(region, [3 * MIB, 1000])
-    assert region.allocated_bytes == 3 * MIB + 1024
-    del first
-    assert region.allocated_bytes == 1024
-    del second
-    assert region.allocated_bytes == 0
-
-
 def test_a_segment_lives_as_long_as_any_view_of_it(make: Make) -> None:
     region = make()
     tensor = region.empty(PAGE)
@@ -78,17 +61,6 @@ def test_a_segment_lives_as_long_as_any_view_of_it(make: Make) -> None:
     assert region.allocated_bytes == 4 * PAGE
     del view
     assert region.allocated_bytes == 0
-
-
-def test_mapped_memory_is_the_devices(make: Make) -> None:
-    region = make()
-    before = free_bytes()
-    held = blocks(region, [40 * MIB, 3 * MIB])
-    assert region.mapped_bytes >= 43 * MIB
-    assert free_bytes() == before - region.mapped_bytes
-    del held
-    assert region.mapped_bytes == 0
-    assert free_bytes() == before
 
 
 def test_chunks_come_in_fixed_classes(make: Make) -> None:
@@ -119,15 +91,6 @@ def test_a_chunk_that_holds_no_segment_goes_back(make: Make) -> None:
     assert free_bytes() == before + PAGE
     for block in held:
         block.check()
-
-
-def test_a_chunk_stays_while_it_holds_a_segment(make: Make) -> None:
-    region = make()
-    held = blocks(region, [512] * 8)
-    keep = held[3]
-    held.clear()
-    assert region.mapped_bytes == PAGE
-    keep.check()
 
 
 def test_thousands_of_small_tensors_share_few_chunks(make: Make) -> None:
@@ -238,18 +201,6 @@ def test_an_allocation_takes_the_last_of_the_device(make: Make) -> None:
             block.check()
 
 
-def test_a_resume_takes_the_last_of_the_device(make: Make) -> None:
-    region = make(backup="host")
-    held = blocks(region, [5 * MIB] * 9 + [PAGE, 700])
-    region.pause()
-    needed = -(-region.allocated_bytes // PAGE) * PAGE
-    with Fill(leave=needed):
-        region.resume()
-        assert free_bytes() == 0
-        for block in held:
-            block.check()
-
-
 def test_out_of_memory_in_an_allocation_changes_nothing(make: Make) -> None:
     region = make()
     held = blocks(region, [3 * MIB])
@@ -274,41 +225,7 @@ def test_more_than_the_device_has_is_out_of_memory(make: Make, nbytes: int) -> N
     assert (region.allocated_bytes, region.mapped_bytes) == (0, 0)
 
 
-def test_threads_allocate_and_free_at_once(make: Make) -> None:
-    region = make()
-    failures: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        rng = random.Random(seed)
-        held: list[Block] = []
-        try:
-            for step in range(60):
-                if held and rng.random() < 0.4:
-                    held.pop(rng.randrange(len(held))).check()
-                held.append(Block(region, rng.randint(1, 300 * KIB), seed * 1000 + step))
-            for block in held:
-                block.check()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert (region.allocated_bytes, region.mapped_bytes) == (0, 0)
-
-
 # The pool that the process retains
-
-
-def test_nothing_is_retained_by_default(make: Make) -> None:
-    region = make()
-    held = blocks(region, [40 * MIB])
-    region.pause()
-    assert retained() == 0
-    del held
 
 
 def test_retained_chunks_serve_the_next_region_without_the_driver_making_any(make: Make) -> None:
@@ -401,17 +318,6 @@ def test_retained_chunks_count_as_memory_that_a_resume_can_have(make: Make) -> N
 
 
 # Trim, and exit
-
-
-def test_trim_keeps_used_and_paused_memory(make: Make) -> None:
-    region = make()
-    held = blocks(region, [3 * MIB])
-    memsaver.trim(region.tag)
-    held[0].check()
-    region.pause()
-    memsaver.trim(region.tag)
-    assert region.state == "paused"
-    region.resume()
 
 
 def test_exit_with_live_tensors_and_paused_regions_is_clean() -> None:

@@ -8,8 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -180,45 +178,6 @@ def test_a_failed_import_closes_its_descriptor() -> None:
         MEMSAVER_HOST_DEVICE="16MiB",
     )
     assert int(said) == 0
-
-
-def test_freeing_many_small_segments_of_one_large_chunk_takes_time_in_proportion(make: Make) -> None:
-    region = make()
-    large = Block(region, 230 * MIB)
-    region.pause()
-    region.resume()  # as one chunk of 256 MiB, and room in it
-    assert region._core.chunks[0] == 256 * MIB
-    held = [region._core.allocate_array(1) for _ in range(20_000)]
-    begun = time.perf_counter()
-    held.clear()
-    assert time.perf_counter() - begun < 1.0
-    del large
-
-
-@pytest.mark.parametrize("shape", [(1 << 40, 1 << 40), (1 << 62,)])
-def test_a_tensor_larger_than_any_memory_is_out_of_memory(make: Make, shape: tuple[int, ...]) -> None:
-    with pytest.raises(memsaver.OutOfMemoryError):
-        make().empty(shape)
-
-
-def test_destroyed_torch_pools_are_not_queried(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memsaver._torch import pools as torch_pools
-
-    live: set[Any] = {(0, 1)}
-
-    def snapshot(pool_id: Any) -> list[dict[str, Any]]:
-        return [{"blocks": [{"state": "inactive", "address": 0, "size": 1}]}] if pool_id in live else []
-
-    monkeypatch.setattr(torch_pools, "snapshot", snapshot)
-    pools = torch_pools.RegionPools(make(), {})
-    for number in range(1, 5):
-        live.add((0, number))
-        pools._idle = [SimpleNamespace(id=(0, number))]  # type: ignore[list-item]
-        pools.retire_idle()
-        if number > 1:
-            live.discard((0, number))
-    pools.retire_idle()
-    assert pools._retired_ids == [(0, 1)]
 
 
 @pytest.mark.parametrize("kind", ["error", "memory"])

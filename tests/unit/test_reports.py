@@ -131,34 +131,6 @@ def test_reports_are_files_of_the_user_alone_and_the_oldest_are_removed(folder: 
     assert not paths[0].exists() and paths[1].exists()
 
 
-def test_files_of_stacks_are_not_counted_as_reports_and_those_of_ended_processes_are_removed(folder: Path) -> None:
-    first = reports.write("the first")
-    with reports.stacks_if_stuck(60.0):
-        own = reports.native_path(os.getpid())
-        left = [folder / f"stacks-{pid}.txt" for pid in range(1, 61)]  # as killed processes leave them
-        for path in left:
-            path.touch()
-        filled = folder / "stacks-61.txt"
-        filled.write_text("stacks")
-        reports.write("the second")
-        assert first.exists() and all(path.exists() for path in left)  # their processes may have just begun
-        for path in (own, filled, *left[1:]):
-            os.utime(path, (1000, 1000))
-        reports.write("the third")
-        assert {*folder.glob("stacks-*.txt")} == {own, left[0], filled}
-        assert own.exists() and first.exists()
-    assert not own.exists()
-
-
-def test_a_process_removes_the_files_of_stacks_of_killed_ones_in_its_first_turn(folder: Path) -> None:
-    folder.mkdir(parents=True, mode=0o700)
-    left = folder / "stacks-1.txt"
-    left.touch()
-    os.utime(left, (1000, 1000))
-    with reports.stacks_if_stuck(60.0):
-        assert not left.exists()
-
-
 def test_directory_that_others_can_write_to_is_refused(folder: Path, tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     folder.chmod(0o777)
@@ -168,34 +140,3 @@ def test_directory_that_others_can_write_to_is_refused(folder: Path, tmp_path: P
     folder.symlink_to(tmp_path)
     with pytest.raises(memsaver.Error, match="is not a directory that this user alone can write to"):
         reports.write("secret")
-
-
-def test_the_default_directory_is_in_the_temporary_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delitem(config._values, "report_dir")
-    monkeypatch.setattr(reports.tempfile, "gettempdir", lambda: str(tmp_path))
-    assert reports.write("text").parent == tmp_path / f"memsaver-reports-{os.getuid()}"
-
-
-def test_a_turn_that_ends_in_time_leaves_no_file_of_stacks(folder: Path) -> None:
-    for _ in range(2):
-        with reports.stacks_if_stuck(60.0):
-            assert list(folder.iterdir()) == [reports.native_path(os.getpid())]
-            with reports.stacks_if_stuck(0.0):  # of another turn of this process
-                pass
-        assert list(folder.iterdir()) == []
-    with reports.stacks_if_stuck(None):
-        assert list(folder.iterdir()) == []
-
-
-def test_errors_leave_the_block_whose_stacks_are_watched(folder: Path) -> None:
-    with pytest.raises(memsaver.Error, match="of the block"), reports.stacks_if_stuck(60.0):
-        raise memsaver.Error("of the block")
-    folder.chmod(0o777)
-    with pytest.raises(memsaver.Error, match="of the block"), reports.stacks_if_stuck(60.0):
-        raise memsaver.Error("of the block")
-
-
-@pytest.mark.parametrize("wrong", ["", 3, __file__])
-def test_wrong_directories_are_refused(wrong: object) -> None:
-    with pytest.raises(memsaver.ConfigError, match="report_dir is .*, expected the path of a directory"):
-        memsaver.configure(report_dir=wrong)  # type: ignore[arg-type]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 
 import memsaver
 from memsaver import _core
-from memsaver.turns.plan import Plan
 from tests.support import (
     MIB,
     PAGE,
@@ -23,7 +21,6 @@ from tests.support import (
     Fill,
     Hooks,
     blocks,
-    change_between_pauses,
     descriptors,
     free_bytes,
     host_held_bytes,
@@ -112,55 +109,6 @@ def test_a_transition_returns_after_its_copies_end(make: Make) -> None:
     assert not _core.host_context_lost()
 
 
-def test_no_backup_copies_nothing_and_holds_nothing(make: Make) -> None:
-    region = make("none")
-    held = blocks(region, [5 * MIB])
-    used = host_used_bytes()
-    assert region.pause().copied_bytes == 0
-    assert (region.backup_bytes, host_used_bytes()) == (0, used)
-    assert region.resume().copied_bytes == 0
-    held[0].tensor.fill_(3)  # undefined, and there to be written
-    assert bool((held[0].tensor == 3).all())
-
-
-def test_a_pause_can_keep_contents_despite_a_none_policy(make: Make) -> None:
-    region = make("none")
-    held = blocks(region, [5 * MIB])
-    region.pause(backup="host")
-    assert region.backup_bytes == 5 * MIB
-    region.resume()
-    held[0].check()
-    assert memsaver.pause(region.tag, backup="host").copied_bytes == 5 * MIB
-    memsaver.resume(region.tag)
-    held[0].check()
-    assert region.backup == "none"
-
-
-def test_a_pause_can_discard_contents_despite_a_host_policy(make: Make) -> None:
-    region = make("host")
-    held = blocks(region, [5 * MIB])
-    assert region.pause(backup="none").copied_bytes == 0
-    assert region.backup_bytes == 0
-    region.resume()
-    held[0].fill(9)
-    region.pause()
-    region.resume()
-    held[0].check()
-
-
-def test_a_resume_without_restore_copies_nothing(make: Make) -> None:
-    region = make("host")
-    held = blocks(region, [5 * MIB])
-    used = host_used_bytes()
-    region.pause()
-    assert memsaver.resume(region.tag, restore=False).copied_bytes == 0
-    assert (region.state, region.backup_bytes, host_used_bytes()) == ("active", 0, used)
-    held[0].fill(4)
-    region.pause()
-    region.resume()
-    held[0].check()
-
-
 def test_only_live_bytes_are_copied(make: Make) -> None:
     region = make("host")
     held = blocks(region, [1 * MIB] * 32)
@@ -169,25 +117,6 @@ def test_only_live_bytes_are_copied(make: Make) -> None:
     assert region.resume().copied_bytes == 16 * MIB
     for block in held:
         block.check()
-
-
-def test_growth_and_writes_after_a_resume_are_kept_by_the_next_pause(make: Make) -> None:
-    region = make("host")
-    change_between_pauses(region, blocks(region, [3 * MIB]))
-
-
-def test_backups_share_an_arena_that_is_kept_and_reused(make: Make) -> None:
-    one, two = make("host"), make("host")
-    held = [blocks(each, [20 * MIB] + [100] * 50) for each in (one, two)]
-    one.pause()
-    one.resume()
-    before = memsaver.stats().devices["cpu"].host_held_bytes
-    for _ in range(3):
-        for each in (one, two):
-            each.pause()
-            each.resume()
-    assert memsaver.stats().devices["cpu"].host_held_bytes == before
-    del held
 
 
 def test_a_backup_is_not_rounded_up_per_tensor(make: Make) -> None:
@@ -199,13 +128,6 @@ def test_a_backup_is_not_rounded_up_per_tensor(make: Make) -> None:
     region.resume()
     for block in held:
         block.check()
-
-
-def test_an_empty_region_can_be_paused_and_resumed(make: Make) -> None:
-    region = make("host")
-    assert region.pause().paused == (region.tag,)
-    assert region.resume().resumed == (region.tag,)
-    Block(region, 100).check()
 
 
 # Which regions
@@ -241,60 +163,6 @@ def test_pause_and_resume_take_a_tag_several_tags_or_nothing(make: Make) -> None
     assert all(region.state == "active" for region in (one, two, three))
 
 
-@pytest.mark.parametrize("count", [40, 160])
-def test_calls_compare_each_region_tag_and_guest_a_few_times(
-    make: Make, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    """Not each with each other one: a process has thousands of them."""
-    compared = 0
-
-    class Tag(str):
-        __hash__ = str.__hash__
-
-        def __eq__(self, other: object) -> bool:
-            nonlocal compared
-            compared += 1
-            return str.__eq__(self, other)
-
-    class Visitor(memsaver.Guest):
-        def leave(self) -> None:
-            pass
-
-        def come_back(self) -> None:
-            pass
-
-    def equal(one: object, other: object) -> bool:
-        nonlocal compared
-        compared += 1
-        return one is other
-
-    monkeypatch.setattr(memsaver.transitions, "_phases", {})
-    monkeypatch.setattr(memsaver.Region, "__eq__", equal)
-    monkeypatch.setattr(memsaver.Region, "__hash__", object.__hash__)
-    regions = [make() for _ in range(count)]
-    tags = [Tag(each.tag) for each in regions]
-    for each, tag in zip(regions, tags):
-        each.tag = tag
-    half = count // 2
-    memsaver.define_phase("one", regions[:half])
-    memsaver.define_phase("other", regions[half:])
-    guests = [Visitor(Tag(f"guest {tag}"), tag) for tag in tags[:half]]
-    for guest in guests:
-        memsaver.register(guest)
-    plan = Plan({"one": {"role": tags[:half]}, "other": {"role": tags[half:]}}, ["role"])
-    compared = 0
-    memsaver.pause(regions, backup=dict.fromkeys(tags, "none"))
-    memsaver.resume(tags, restore=dict.fromkeys(tags, False))
-    memsaver.switch(pause=regions[:half], resume=regions[half:])
-    for name in ("one", "other"):
-        with memsaver.phase(name):
-            plan.moves(name)
-    memsaver.resume(regions)
-    for guest in guests:
-        memsaver.unregister(guest)
-    assert compared < 60 * count
-
-
 def test_entering_or_allocating_in_a_paused_region_raises(make: Make) -> None:
     region = make()
     region.pause()
@@ -304,35 +172,6 @@ def test_entering_or_allocating_in_a_paused_region_raises(make: Make) -> None:
         assert (caught.value.tag, caught.value.state) == (region.tag, "paused")
         assert repr(region.tag) in str(caught.value)
     assert region.allocated_bytes == 0
-
-
-def test_tensors_can_be_freed_while_paused(make: Make) -> None:
-    region = make("host")
-    held = blocks(region, [3 * MIB, 100, 40 * MIB, 5 * MIB])
-    before = region.allocated_bytes
-    region.pause()
-    del held[2], held[0]
-    assert region.allocated_bytes == before - 43 * MIB
-    done = region.resume()
-    assert done.copied_bytes == region.allocated_bytes
-    assert region.mapped_bytes < 12 * MIB
-    for block in held:
-        block.check()
-    again = Block(region, 43 * MIB, seed=77)
-    region.pause()
-    region.resume()
-    for block in [*held, again]:
-        block.check()
-
-
-def test_everything_can_be_freed_while_paused(make: Make) -> None:
-    region = make("host")
-    before, used = free_bytes(), host_used_bytes()
-    held = blocks(region, [3 * MIB, 100])
-    region.pause()
-    held.clear()
-    region.resume()
-    assert (region.mapped_bytes, free_bytes(), host_used_bytes()) == (0, before, used)
 
 
 def test_freeing_twice_frees_once(make: Make) -> None:
@@ -388,19 +227,6 @@ def test_a_switch_works_on_a_full_device_where_a_resume_cannot(make: Make) -> No
             memsaver.switch(pause=[back.tag], resume=[out.tag])
             for block in held[3:]:
                 block.check()
-
-
-def test_a_switch_takes_missing_memory_from_the_device(make: Make) -> None:
-    out, back = make("host"), make("host")
-    held = blocks(out, [3 * MIB]) + blocks(back, [50 * MIB])
-    back.pause()
-    memsaver.switch(pause=out.tag, resume=back.tag)
-    held[1].check()
-    before = free_bytes()
-    mapped = back.mapped_bytes
-    memsaver.switch(pause=back.tag, resume=out.tag)
-    assert free_bytes() == before + mapped - out.mapped_bytes
-    held[0].check()
 
 
 def test_a_switch_that_cannot_have_the_memory_changes_nothing(make: Make) -> None:
@@ -462,30 +288,6 @@ def test_a_resume_without_memory_names_everything_and_can_be_retried(make: Make)
     region.resume()
     for block in held:
         block.check()
-
-
-def test_a_resume_waits_for_memory_that_comes_within_its_timeout(make: Make, threads: ThreadPoolExecutor) -> None:
-    region = make("host")
-    held = blocks(region, [40 * MIB])
-    region.pause()
-    fill = Fill(leave=PAGE)
-    resumed = threads.submit(region.resume, memory_timeout=60.0)
-    until(lambda: region.state == "resuming")
-    fill.close()
-    assert resumed.result().resumed == (region.tag,)
-    held[0].check()
-
-
-def test_a_resume_gives_up_after_its_timeout(make: Make) -> None:
-    region = make("host")
-    held = blocks(region, [40 * MIB])
-    region.pause()
-    with Fill():
-        with pytest.raises(memsaver.OutOfMemoryError):
-            region.resume(memory_timeout=0.05)
-        assert (region.state, region.mapped_bytes, free_bytes()) == ("paused", 0, 0)
-    region.resume(memory_timeout=0.05)
-    held[0].check()
 
 
 def test_the_option_bounds_waits_of_allocations_and_of_resumes_without_a_bound(
@@ -553,7 +355,7 @@ def test_the_earliest_bound_ends_the_wait_for_memory(make: Make) -> None:
     with Fill():
         for bounds in ({"timeout": 0.05, "memory_timeout": 60.0}, {"timeout": 60.0, "memory_timeout": 0.05}):
             acts: list[Callable[..., object]] = [
-                region.resume,
+                partial(memsaver.resume, region.tag),
                 partial(memsaver.switch, pause=out.tag, resume=region.tag),
             ]
             for act in acts:
@@ -654,20 +456,6 @@ def test_a_bound_ends_the_wait_for_guarded_launches(make: Make, threads: ThreadP
     held[0].check()
 
 
-def test_a_switch_waits_for_memory(make: Make, threads: ThreadPoolExecutor) -> None:
-    out, back = make("host"), make("host")
-    held = blocks(out, [3 * MIB]) + blocks(back, [40 * MIB])
-    back.pause()
-    fill = Fill()
-    switched: Future[memsaver.Transition] = threads.submit(
-        memsaver.switch, pause=out.tag, resume=back.tag, memory_timeout=60.0
-    )
-    until(lambda: back.state == "resuming")
-    fill.close()
-    assert switched.result().paused == (out.tag,)
-    held[1].check()
-
-
 # Several threads
 
 
@@ -714,27 +502,6 @@ def test_transitions_from_four_threads_keep_all_contents(make: Make, threads: Th
         block.check()
 
 
-def test_figures_can_be_read_during_transitions(make: Make, threads: ThreadPoolExecutor) -> None:
-    region = make("host")
-    held = blocks(region, [MIB])
-    stop = threading.Event()
-
-    def read() -> int:
-        count = 0
-        while not stop.is_set():
-            memsaver.stats()
-            count += 1
-        return count
-
-    readers = [threads.submit(read) for _ in range(2)]
-    for _ in range(30):
-        region.pause()
-        region.resume()
-    stop.set()
-    assert all(reader.result() > 0 for reader in readers)
-    held[0].check()
-
-
 # Guarded launches and captures
 
 
@@ -771,14 +538,6 @@ def test_memory_freed_during_a_pause_is_released_by_it(make: Make, threads: Thre
     assert region.allocated_bytes == MIB
     assert segments(region) == [(held[0].address, MIB)]
     held[0].check()
-
-
-def test_acquiring_guards_is_all_or_none(make: Make) -> None:
-    one, two = make(), make()
-    two.pause()
-    assert _core.acquire([one._core, two._core]) is two._core
-    one.pause()  # not held
-    assert one.state == "paused"
 
 
 def test_a_pause_during_a_capture_raises_before_anything(make: Make) -> None:

@@ -8,7 +8,7 @@ from queue import Queue
 
 import pytest
 
-from memsaver.guests.waits import Call, within
+from memsaver.guests.waits import within
 
 
 @pytest.fixture
@@ -32,14 +32,6 @@ def test_call_that_takes_too_long_is_an_error_and_its_result_is_discarded(blocke
     assert discarded.empty()
     blocked.set()
     assert discarded.get(timeout=30)
-
-
-def test_result_that_nobody_took_is_discarded() -> None:
-    discarded: list[int] = []
-    call = Call(lambda: 3, discard=discarded.append)
-    assert call.wait(30)
-    call.abandon()
-    assert discarded == [3]
 
 
 def test_error_of_the_watcher_ends_the_wait(blocked: threading.Event) -> None:

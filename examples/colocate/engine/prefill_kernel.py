@@ -30,8 +30,7 @@ class Tiling:
     warps: int
 
 
-# At 16 bits: chosen by registers and shared memory, and not yet measured. `python -m tests.examples.test_kernels
-# resources` prints both.
+# At 16 bits: chosen by registers and shared memory, and not yet measured.
 # 128 queries make 128 operations of each byte of K and V, as a GPU's L2 cache needs them. By head dimension, at most.
 TILINGS = {64: Tiling(128, 64, 3, 8), 128: Tiling(128, 64, 3, 8), 256: Tiling(64, 32, 2, 4)}
 # At 32 bits products are no matter of tensor cores, which round otherwise. Larger tiles spill registers.

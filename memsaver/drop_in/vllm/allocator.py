@@ -19,7 +19,6 @@ from memsaver.regions import Region, owning
 from memsaver.transitions import tighten
 
 _SHARED_POOL_S = 60.0  # seconds that wake_up waits for memory that another process holds
-_SLACK = 32 << 20  # bytes of chunks beyond the segments of the weights: vLLM makes the KV cache as large as the rest
 
 
 class RegionAllocator:
@@ -63,7 +62,7 @@ class RegionAllocator:
             # libraries may register the weights after the load.
             if tag == "weights" and entered not in self._tightened:
                 self._tightened.add(entered)
-                tighten(entered, _SLACK)
+                tighten(entered)
         finally:
             self.current_tag = outer
 

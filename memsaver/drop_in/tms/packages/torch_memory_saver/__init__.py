@@ -1,4 +1,4 @@
-"""torch_memory_saver's API on memsaver. See docs/torch_memory_saver.md of memsaver."""
+"""torch_memory_saver's API on memsaver. See docs/frameworks.md of memsaver."""
 
 from .entrypoint import TorchMemorySaver, configure_subprocess
 

@@ -1,4 +1,4 @@
-#include "base/spare_threads.h"
+#include "base/threads.h"
 
 #include <condition_variable>
 #include <cstddef>
@@ -9,6 +9,23 @@
 #include <vector>
 
 namespace memsaver {
+void Worker::start(std::function<void()> run) {
+  auto state = std::make_shared<State>();
+  std::thread([state, run = std::move(run)] {
+    run();
+    std::lock_guard lock(state->mutex);
+    state->done = true;
+    state->ended.notify_all();
+  }).detach();
+  state_ = std::move(state);
+}
+
+bool Worker::join(Deadline deadline) {
+  if (state_ == nullptr) return true;
+  std::unique_lock lock(state_->mutex);
+  return state_->ended.wait_until(lock, deadline, [this] { return state_->done; });
+}
+
 namespace {
 
 constexpr std::size_t kMostSpare = 8;

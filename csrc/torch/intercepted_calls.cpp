@@ -1,5 +1,8 @@
-#include "driver/intercepted_calls.h"
-
+// The calls of the CUDA driver by torch's library, which default pools answer in place of the driver.
+//
+// torch keeps pointers to the driver's functions in a table. The table's words that point to functions for physical
+// memory are found by their values, so its layout need not be known. Only calls from the code of that library are
+// answered here: other libraries may call through the same table.
 #include <dlfcn.h>
 #include <link.h>
 
@@ -8,9 +11,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "base/mutants.h"
-#include "base/ranges.h"
 #include "driver/cuda_api.h"
+#include "torch/default_pools.h"
 
 // torch's getter of the table may throw. An exception passes between libraries with one C++ runtime alone.
 #ifndef __GLIBCXX__
@@ -28,21 +30,21 @@ constexpr std::size_t kMostBytes = 128 * sizeof(Word);  // of a table
 
 bool contains(const Range& range, Address address) { return address >= range.offset && address < range.end(); }
 
-std::atomic<InterceptedCalls*> interceptor = nullptr;
+std::atomic<DefaultPools*> interceptor = nullptr;
 std::atomic<bool> has_fabric = false;  // the driver has given memory with a fabric handle
 Range callers{0, 0};                   // written before `interceptor`
 
 // The calls that this library answers: those from the library's own code.
-InterceptedCalls* answers(const void* return_address) {
+DefaultPools* answers(const void* return_address) {
   const auto from = reinterpret_cast<Address>(return_address);
-  InterceptedCalls* calls = interceptor;
-  return calls != nullptr && (contains(callers, from) || MEMSAVER_MUTANT(all_callers_are_answered)) ? calls : nullptr;
+  DefaultPools* calls = interceptor;
+  return calls != nullptr && contains(callers, from) ? calls : nullptr;
 }
 
 #define MEMSAVER_ANSWERS() answers(__builtin_return_address(0))
 
 Result create(AllocationHandle* handle, std::size_t size, const AllocationProp* properties, Flags flags) {
-  InterceptedCalls* calls = MEMSAVER_ANSWERS();
+  DefaultPools* calls = MEMSAVER_ANSWERS();
   if (calls != nullptr && handle != nullptr && properties != nullptr && flags == 0 &&
       properties->location.type == kLocationDevice && size > 0 && size % kPage == 0) {
     // Torch tries fabric handles once, and asks for them from then on if the driver has them. Chunks have POSIX
@@ -63,45 +65,45 @@ Result create(AllocationHandle* handle, std::size_t size, const AllocationProp* 
 }
 
 Result release(AllocationHandle handle) {
-  InterceptedCalls* calls = MEMSAVER_ANSWERS();
+  DefaultPools* calls = MEMSAVER_ANSWERS();
   const auto code = calls != nullptr ? calls->release(handle) : std::nullopt;
   return code ? *code : api().cuMemRelease(handle);
 }
 
 Result export_handle(void* shareable, AllocationHandle handle, int type, Flags flags) {
-  InterceptedCalls* calls = MEMSAVER_ANSWERS();
+  DefaultPools* calls = MEMSAVER_ANSWERS();
   const auto code = calls != nullptr ? calls->export_handle(handle) : std::nullopt;
   return code ? *code : api().cuMemExportToShareableHandle(shareable, handle, type, flags);
 }
 
 Result map(DevicePointer address, std::size_t size, std::size_t offset, AllocationHandle handle, Flags flags) {
-  InterceptedCalls* calls = MEMSAVER_ANSWERS();
+  DefaultPools* calls = MEMSAVER_ANSWERS();
   const auto code = calls != nullptr && offset == 0 ? calls->map(address, size, handle) : std::nullopt;
   return code ? *code : api().cuMemMap(address, size, offset, handle, flags);
 }
 
 Result unmap(DevicePointer address, std::size_t size) {
-  InterceptedCalls* calls = MEMSAVER_ANSWERS();
+  DefaultPools* calls = MEMSAVER_ANSWERS();
   const auto code = calls != nullptr ? calls->unmap(address, size) : std::nullopt;
   return code ? *code : api().cuMemUnmap(address, size);
 }
 
 Result address_reserve(DevicePointer* address, std::size_t size, std::size_t alignment, DevicePointer wanted,
                        Flags flags) {
-  InterceptedCalls* calls = MEMSAVER_ANSWERS();
+  DefaultPools* calls = MEMSAVER_ANSWERS();
   const Result code = api().cuMemAddressReserve(address, size, alignment, wanted, flags);
   if (code == kSuccess && calls != nullptr) calls->reserved(*address, size);
   return code;
 }
 
 Result address_free(DevicePointer address, std::size_t size) {
-  InterceptedCalls* calls = MEMSAVER_ANSWERS();
+  DefaultPools* calls = MEMSAVER_ANSWERS();
   const auto code = calls != nullptr ? calls->unreserve(address, size) : std::nullopt;
   return code ? *code : api().cuMemAddressFree(address, size);
 }
 
 Result set_access(DevicePointer address, std::size_t size, const AccessDesc* access, std::size_t count) {
-  InterceptedCalls* calls = MEMSAVER_ANSWERS();
+  DefaultPools* calls = MEMSAVER_ANSWERS();
   if (calls != nullptr && access != nullptr && count == 1 && access->location.type == kLocationDevice) {
     const auto by_driver = [&](Address from, std::size_t bytes) {
       return api().cuMemSetAccess(from, bytes, access, count);
@@ -132,7 +134,7 @@ int find_library(dl_phdr_info* info, std::size_t, void* wanted) {
     if ((part.p_flags & PF_W) != 0 && contains(range, library.table)) found.bytes_left = range.end() - library.table;
   }
   if (found.code.size == 0) return 0;
-  if (is_fixed && !MEMSAVER_MUTANT(read_only_pointers_count)) found.bytes_left = 0;
+  if (is_fixed) found.bytes_left = 0;
   library = found;
   return 1;
 }
@@ -156,8 +158,7 @@ std::string find(std::vector<Pointer>& pointers, Word* table, std::size_t words)
     const Word value = std::atomic_ref<Word>(*word).load(std::memory_order_relaxed);
     for (Pointer& each : pointers) {
       if (value != each.original) continue;
-      if (each.place != nullptr && !MEMSAVER_MUTANT(of_two_equal_pointers_the_last_counts))
-        return std::string("the table has ") + each.name + " twice";
+      if (each.place != nullptr) return std::string("the table has ") + each.name + " twice";
       each.place = word;
     }
   }
@@ -170,7 +171,7 @@ std::string find(std::vector<Pointer>& pointers, Word* table, std::size_t words)
 
 int unreserve_by_driver(Address address, std::size_t size) { return api().cuMemAddressFree(address, size); }
 
-std::string intercept_calls(const std::string& library, const char* getter, InterceptedCalls& calls) {
+std::string intercept_calls(const std::string& library, const char* getter, DefaultPools& calls) {
   const Api& driver = api();
   void* opened = ::dlopen(library.c_str(), RTLD_NOW | RTLD_NOLOAD);
   if (opened == nullptr) return library + " is not loaded";

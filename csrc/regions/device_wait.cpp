@@ -1,4 +1,4 @@
-#include "regions/idle.h"
+#include "regions/device_wait.h"
 
 #include <algorithm>
 #include <atomic>
@@ -7,8 +7,9 @@
 #include <memory>
 #include <optional>
 #include <system_error>
+#include <utility>
 
-#include "base/spare_threads.h"
+#include "base/threads.h"
 
 namespace memsaver {
 namespace {
@@ -66,6 +67,40 @@ void run(Driver& driver, CaptureGate::Pass& pass, Wait& wait, Deadline deadline)
 }
 
 }  // namespace
+
+void CaptureGate::capture_begins() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return operations_ == 0; });
+  ++captures_;
+}
+
+void CaptureGate::capture_ends() {
+  std::lock_guard lock(mutex_);
+  if (captures_ > 0) --captures_;
+}
+
+bool CaptureGate::capturing() const {
+  std::lock_guard lock(mutex_);
+  return captures_ > 0;
+}
+
+CaptureGate::Pass::Pass(CaptureGate& gate) : gate_(&gate) {
+  std::lock_guard lock(gate.mutex_);
+  if (gate.captures_ > 0)
+    gate_ = nullptr;
+  else
+    ++gate.operations_;
+}
+
+CaptureGate::Pass::Pass(Pass&& other) noexcept : gate_(std::exchange(other.gate_, nullptr)) {}
+
+void CaptureGate::Pass::end() {
+  CaptureGate* gate = std::exchange(gate_, nullptr);
+  if (gate == nullptr) return;
+  std::lock_guard lock(gate->mutex_);
+  --gate->operations_;
+  gate->changed_.notify_all();
+}
 
 std::atomic<bool> exit_has_begun = false;
 

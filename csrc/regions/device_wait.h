@@ -1,0 +1,56 @@
+// The bounded wait for the work of a device, and the gate that keeps such waits apart from captures.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <mutex>
+
+#include "driver/driver.h"
+#include "memory/chunk.h"
+
+namespace memsaver {
+
+// Excludes device-wide operations during graph captures: a device-wide wait or mark breaks a capture on any thread.
+class CaptureGate {
+ public:
+  void capture_begins();  // waits for device-wide operations under way
+  void capture_ends();
+  bool capturing() const;
+
+  // Permission for a device-wide operation, as long as it lives. False: a capture is under way.
+  class Pass {
+   public:
+    explicit Pass(CaptureGate& gate);
+    Pass(Pass&& other) noexcept;
+    Pass& operator=(Pass&&) = delete;
+    ~Pass() { end(); }
+    explicit operator bool() const { return gate_ != nullptr; }
+    void end();
+
+   private:
+    CaptureGate* gate_;
+  };
+
+ private:
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::size_t captures_ = 0;
+  std::size_t operations_ = 0;  // device-wide operations under way
+};
+
+// Set when the exit of the interpreter begins. Waits for a device then last at most kEnd more.
+extern std::atomic<bool> exit_has_begun;
+constexpr auto kEnd = std::chrono::seconds(4);
+
+// The shortest bound of a wait, up to the first query of the device. So a wait with the bound 0 still succeeds on an
+// idle device. Only a driver call that blocks takes longer.
+constexpr auto kOneLook = std::chrono::milliseconds(250);
+
+// Waits for all work that was submitted so far to the device and to peers with access to its memory. Throws
+// WaitTimeoutError at the deadline, Error during a capture or when the interpreter exits, DriverError. `looks`: calls
+// between_looks(), which may take the GIL.
+void wait_idle(Driver& driver, CaptureGate& gate, Deadline deadline, bool looks);
+
+}  // namespace memsaver
