@@ -113,9 +113,9 @@ MUTANTS = [
         "the_arena_is_locked_while_memory_is_made",
         "arena: its mutex is held while memory is touched and pinned",
         "csrc/backup/pinned_memory.cpp",
-        "    map_memory(data, bytes);\n    if (pinned)",
+        "    map_memory(data, bytes);\n",
         "    const auto held = MUTANT ? std::unique_lock(mutex_) : std::unique_lock<std::mutex>();\n"
-        "    map_memory(data, bytes);\n    if (pinned)",
+        "    map_memory(data, bytes);\n",
         ["unit/test_fake_cuda.py::test_no_lock_is_held_while_a_pause_makes_memory[cuMemHostRegister]"],
     ),
     Mutant(
