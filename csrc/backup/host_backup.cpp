@@ -108,16 +108,6 @@ class HostLoader final : public Loader {
   std::deque<Copy> under_way_;
 };
 
-// One contiguous extent for contents in several pieces. It falls back to memory that is not pinned, since the driver
-// pins nothing after the death of its context.
-HostArena::Extent take_piece(HostArena& arena, std::size_t bytes) {
-  try {
-    return arena.take_whole(bytes);
-  } catch (const PinError&) {
-    return arena.take_plain(bytes);
-  }
-}
-
 }  // namespace
 
 HostBackup::HostBackup(HostArena& arena, Ranges parts) : Backup(std::move(parts)), arena_(arena), left_(bytes()) {}
@@ -209,7 +199,13 @@ std::byte* HostBackup::view(Range range) {
 // Moves a part that lies in several pieces to one extent. Existing views stay valid: a view is of a part that already
 // lies in one piece.
 void HostBackup::move_to_one(Range part, Placed begin, Placed end) {
-  const HostArena::Extent whole = extents_.emplace_back(take_piece(arena_, part.size));
+  try {
+    extents_.push_back(arena_.take_whole(part.size));
+  } catch (const BackupError& error) {
+    throw BackupError(std::string("the contents lie in several pieces: use clone=True; ") + error.what(), part.size,
+                      bytes(), error.available_bytes, true);
+  }
+  const HostArena::Extent whole = extents_.back();
   std::vector<Piece> pieces;
   if (begin->offset < part.offset) pieces.push_back({begin->offset, part.offset - begin->offset, begin->host});
   pieces.push_back({part.offset, part.size, whole.data});

@@ -112,45 +112,16 @@ HostArena::Extent HostArena::take_whole(std::size_t bytes) {
   return {made.data, bytes};
 }
 
-HostArena::Extent HostArena::take_plain(std::size_t bytes) {
-  bytes = round_up(bytes, kPage);
-  std::byte* data = nullptr;
-  {
-    std::lock_guard lock(mutex_);
-    data = take_addresses_locked(bytes);
-  }
-  try {
-    make_slab(data, bytes, bytes, false);
-  } catch (...) {
-    std::lock_guard lock(mutex_);
-    addresses_.put({address_of(data), bytes});
-    throw;
-  }
-  return {data, bytes};
-}
-
 void HostArena::put(Extent extent) {
-  {
-    std::lock_guard lock(mutex_);
-    used_ -= extent.size;
-    const auto slab = entry_at(slabs_, address_of(extent.data));
-    if (slab->second.pinned) {
-      idle_.put(range_of(extent));
-      return;
-    }
-    slabs_.erase(slab);
-    held_ -= extent.size;
-  }
-  drop_memory(extent);
-  budget_.put(extent.size);
   std::lock_guard lock(mutex_);
-  addresses_.put(range_of(extent));
+  used_ -= extent.size;
+  idle_.put(range_of(extent));
 }
 
 std::byte* HostArena::slab_end(const std::byte* data) const {
   std::lock_guard lock(mutex_);
   const auto slab = entry_at(slabs_, address_of(data));
-  return reinterpret_cast<std::byte*>(slab->first + slab->second.size);
+  return reinterpret_cast<std::byte*>(slab->first + slab->second);
 }
 
 // Each range doubles the reserved addresses: few ranges, since no extent spans two, and addresses are left for other
@@ -174,7 +145,7 @@ HostArena::Extent HostArena::make(std::size_t bytes, std::size_t wanted) {
   }
   std::size_t made = 0;
   try {
-    while (made < bytes) made += make_slab(data + made, budget_.slab(bytes - made), wanted, true);
+    while (made < bytes) made += make_slab(data + made, budget_.slab(bytes - made), wanted);
   } catch (const Error&) {
     if (made > 0) put({data, made});
     std::lock_guard lock(mutex_);
@@ -202,32 +173,30 @@ void HostArena::unpin_if_pinned(std::byte* data) {
   }
 }
 
-std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t wanted, bool pinned) {
+std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t wanted) {
   budget_.take(bytes);
   try {
     map_memory(data, bytes);
-    if (pinned) {
-      if (!nodes_) prefer_node(data, bytes, driver_.host_node());
-      touch(data, bytes);
-      if (nodes_) check_nodes(data, *nodes_);
-      try {
-        driver_.pin(data, bytes);
-      } catch (const DriverError&) {
-        unpin_if_pinned(data);
-        throw;
-      }
+    if (!nodes_) prefer_node(data, bytes, driver_.host_node());
+    touch(data, bytes);
+    if (nodes_) check_nodes(data, *nodes_);
+    try {
+      driver_.pin(data, bytes);
+    } catch (const DriverError&) {
+      unpin_if_pinned(data);
+      throw;
     }
   } catch (const std::exception& error) {
     drop_memory({data, bytes});
     budget_.put(bytes);
     const std::size_t held = held_bytes();
-    const std::string what = "cannot get " + std::to_string(wanted) + " bytes more of pinned host memory (" +
-                             std::to_string(held) + " bytes held): " + error.what();
-    if (dynamic_cast<const DriverError*>(&error) != nullptr) throw PinError(what + lock_limit(), wanted, held, 0, true);
-    throw BackupError(what, wanted, held, 0, true);
+    const bool is_refused = dynamic_cast<const DriverError*>(&error) != nullptr;  // to pin what the system has given
+    throw BackupError("cannot get " + std::to_string(wanted) + " bytes more of pinned host memory (" +
+                          std::to_string(held) + " bytes held): " + error.what() + (is_refused ? lock_limit() : ""),
+                      wanted, held, 0, true);
   }
   std::lock_guard lock(mutex_);
-  slabs_[address_of(data)] = {bytes, pinned};
+  slabs_[address_of(data)] = bytes;
   held_ += bytes;
   used_ += bytes;
   return bytes;
@@ -239,10 +208,10 @@ std::size_t HostArena::release_idle() {
   {
     std::lock_guard lock(mutex_);
     target_ = 0;  // no growth in advance until a region grows again
-    for (const auto& [begin, slab] : slabs_) {
-      if (!idle_.take_at({begin, slab.size})) continue;
-      used_ += slab.size;  // counted as used, so that no thread takes it meanwhile
-      slabs.push_back(extent_of({begin, slab.size}));
+    for (const auto& [begin, size] : slabs_) {
+      if (!idle_.take_at({begin, size})) continue;
+      used_ += size;  // counted as used, so that no thread takes it meanwhile
+      slabs.push_back(extent_of({begin, size}));
     }
   }
   std::size_t released = 0;

@@ -19,11 +19,6 @@
 
 namespace memsaver {
 
-// The driver refuses to pin memory that the system has given.
-struct PinError : BackupError {
-  using BackupError::BackupError;
-};
-
 class HostArena {
  public:
   struct Extent {
@@ -33,8 +28,6 @@ class HostArena {
   };
 
   HostArena(Driver& driver, HostBudget& budget);
-  HostArena(const HostArena&) = delete;
-  HostArena& operator=(const HostArena&) = delete;
 
   // Throws BackupError if `bytes` could not be taken now. Takes nothing.
   void check(std::size_t bytes) const;
@@ -42,9 +35,7 @@ class HostArena {
   Extent take_some(std::size_t bytes);
   // One extent of `bytes`, rounded up to pages. Throws BackupError.
   Extent take_whole(std::size_t bytes);
-  // The same without a driver call: it is not pinned, and put() returns it to the system.
-  Extent take_plain(std::size_t bytes);
-  void put(Extent extent);  // an extent of one of these functions, or a part of a pinned one
+  void put(Extent extent);  // an extent of one of these functions, or a part of it
   // The end of the slab: a copy from `data` must end there.
   std::byte* slab_end(const std::byte* data) const;
 
@@ -63,7 +54,7 @@ class HostArena {
   void unpin_if_pinned(std::byte* data);
   // growing_ is held. The caller owns the memory, until put(). `wanted`: bytes for the error text.
   Extent make(std::size_t bytes, std::size_t wanted);
-  std::size_t make_slab(std::byte* data, std::size_t bytes, std::size_t wanted, bool pinned);
+  std::size_t make_slab(std::byte* data, std::size_t bytes, std::size_t wanted);
   void map_memory(std::byte* data, std::size_t bytes);
   std::optional<Extent> take_idle(std::size_t bytes, bool whole);
   std::byte* take_addresses_locked(std::size_t size);
@@ -75,14 +66,10 @@ class HostArena {
   mutable std::mutex mutex_;
   std::size_t held_ = 0;
   std::size_t used_ = 0;
-  struct Slab {
-    std::size_t size;
-    bool pinned;
-  };
-  std::map<Address, Slab> slabs_;  // slabs with memory
-  FreeRanges idle_;                // unused parts of them
-  FreeRanges addresses_;           // addresses without memory
-  std::size_t reserved_ = 0;       // bytes of addresses, with or without memory
+  std::map<Address, std::size_t> slabs_;  // sizes of slabs with memory
+  FreeRanges idle_;                       // unused parts of them
+  FreeRanges addresses_;                  // addresses without memory
+  std::size_t reserved_ = 0;              // bytes of addresses, with or without memory
 
   std::condition_variable wanted_;
   Worker background_;

@@ -64,8 +64,6 @@ class Reading {
     region_.end_use();
     core().changed.notify_all();
   }
-  Reading(const Reading&) = delete;
-  Reading& operator=(const Reading&) = delete;
 
   std::shared_ptr<Backup> backup;
 

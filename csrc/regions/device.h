@@ -42,8 +42,6 @@ struct Device {
         arena(*driver, parts.host_budget),
         resting(*driver, parts.gate, mutex),
         reclaimer(*this) {}
-  Device(const Device&) = delete;
-  Device& operator=(const Device&) = delete;
 
   // The source of new chunks. Chunks of the other source return to it.
   ChunkSource& source() { return pooled ? static_cast<ChunkSource&>(*shared) : retained; }

@@ -33,8 +33,6 @@ class Reclaimer {
   };
 
   explicit Reclaimer(Device& device) : device_(device) {}
-  Reclaimer(const Reclaimer&) = delete;
-  Reclaimer& operator=(const Reclaimer&) = delete;
 
   // Both begin a pass. request(): returns at once; `tell` is called with the rest when the first part of the pass is
   // over, and, if more was to come, when Python has answered and at its end. finish(): waits for the end, up to the

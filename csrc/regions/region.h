@@ -196,8 +196,6 @@ class Region {
    public:
     explicit Remapping(Region& region) : region_(region), lock_(region.mapping_) {}
     ~Remapping();
-    Remapping(const Remapping&) = delete;
-    Remapping& operator=(const Remapping&) = delete;
 
    private:
     Region& region_;

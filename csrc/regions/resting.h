@@ -26,8 +26,6 @@ class Resting {
  public:
   // `mutex`: guards this list and the bookkeeping of the device's regions.
   Resting(Driver& driver, CaptureGate& gate, std::mutex& mutex) : driver_(driver), gate_(gate), mutex_(mutex) {}
-  Resting(const Resting&) = delete;
-  Resting& operator=(const Resting&) = delete;
 
   void add_locked(Region& owner, Address begin);  // the mutex is held
   bool any() const;

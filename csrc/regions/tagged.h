@@ -17,8 +17,6 @@ namespace memsaver {
 class TaggedRegions {
  public:
   explicit TaggedRegions(std::string prefix) : prefix_(std::move(prefix)) {}
-  TaggedRegions(const TaggedRegions&) = delete;
-  TaggedRegions& operator=(const TaggedRegions&) = delete;
 
   // The active region of a tag with this policy on a device. Makes one if there is none. Throws as Core::region().
   Region& active(const std::string& tag, const std::string& device, Policy policy, bool one_handle = false);

@@ -48,8 +48,6 @@ class Transition {
   // `to_trim`: trim() will move the contents of the regions to pause, and abort() follows.
   Transition(std::vector<Region*> pause, std::vector<Region*> resume, Bounds bounds, bool to_trim = false);
   ~Transition() { abort(); }
-  Transition(const Transition&) = delete;
-  Transition& operator=(const Transition&) = delete;
 
   // Waits for earlier transitions on these regions, for processes that are attached to outgoing regions, and for
   // guarded launches. Regions that already have the wanted state are left out.

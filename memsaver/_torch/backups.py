@@ -30,7 +30,8 @@ def cpu_backup(tensor: torch.Tensor, *, clone: bool = False) -> torch.Tensor:
         TypeError: ``tensor`` is not a plain torch.Tensor.
         ValueError: The tensor is in no region.
         memsaver.Error: The region is neither paused nor lost.
-        BackupError: There is no backup, or it is on disk and ``clone`` is False.
+        BackupError: There is no backup. Or ``clone`` is False, and the backup is on disk, or lies in several pieces and
+            the driver pins no memory to join them.
 
     Examples:
         >>> weights = memsaver.region("weights", device="cpu", backup="host")

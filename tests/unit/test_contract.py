@@ -387,24 +387,8 @@ def test_sizes_are_integers_or_strings(text: int | str, nbytes: int) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        -1,
-        1.5,
-        True,
-        None,
-        "",
-        "-1",
-        "many",
-        "5 parsecs",
-        "1..5GiB",
-        "1KK",
-        "1GBi",
-        "1e9",
-        "٣G",
-        "1048577T",
-        1 << 70,
-        "9" * 400,
-    ],
+    [-1, 1.5, True, None, "", "-1", "many", "5 parsecs", "1..5GiB", "1KK", "1GBi", "1e9", "٣G", "1048577T", 1 << 70]
+    + ["9" * 400],
 )
 def test_invalid_sizes_raise(value: Any) -> None:
     before = memsaver.stats().options

@@ -239,20 +239,9 @@ def test_regions_nest_and_the_innermost_takes(make: Make) -> None:
                 third = torch.ones(3)
             fourth = torch.ones(3)
         fifth = torch.ones(3)
-    assert [inside(outer, tensor) for tensor in (first, second, third, fourth, fifth)] == [
-        True,
-        False,
-        True,
-        False,
-        True,
-    ]
-    assert [inside(inner, tensor) for tensor in (first, second, third, fourth, fifth)] == [
-        False,
-        True,
-        False,
-        True,
-        False,
-    ]
+    tensors = (first, second, third, fourth, fifth)
+    assert [inside(outer, tensor) for tensor in tensors] == [True, False, True, False, True]
+    assert [inside(inner, tensor) for tensor in tensors] == [False, True, False, True, False]
 
 
 def test_a_region_can_be_entered_again_while_inside(make: Make) -> None:
