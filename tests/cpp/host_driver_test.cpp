@@ -1,6 +1,5 @@
 #include <cstring>
 #include <functional>
-#include <optional>
 
 #include "support.h"
 
@@ -103,33 +102,36 @@ TEST_CASE("host driver: threads map and unmap side by side") {
 
 // Resets the host device's delays and streams at the end of a test, also if it fails.
 struct Orders {
-  ~Orders() { test::driver().reset(); }
+  ~Orders() { controls::reset(); }
 };
 
 TEST_CASE("host driver: a wait for the device covers every stream, and a mark the work launched before it") {
-  HostDriver& driver = test::driver();
+  Driver& driver = test::driver();
   const Mapped memory(driver, kPage);
   const Orders orders;
-  const std::size_t first = driver.new_stream(), second = driver.new_stream();
-  driver.launch_write(first, memory.address, kPage, 1, std::nullopt);
+  const cuda::Stream first = controls::new_stream(), second = controls::new_stream();
+  controls::launch_write(first, memory.address, kPage, 1, kNever);
   const Driver::Ticket before = driver.record();
-  driver.launch_write(second, memory.address, kPage, 2, std::nullopt);
-  const auto found = driver.launch_read(second, memory.address, 16, std::nullopt);
+  controls::launch_write(second, memory.address, kPage, 2, kNever);
+  std::vector<std::byte> found(16);
+  int is_there = 0;
+  controls::launch_read(second, memory.address, 16, kNever, found.data(), &is_there);
   const Driver::Ticket after = driver.record();
   CHECK_FALSE(driver.done(before));
   std::thread releaser([&] {
-    driver.release_stream(first);
-    driver.release_stream(second);
+    controls::release_stream(first);
+    controls::release_stream(second);
   });
   driver.synchronize();
   CHECK(driver.done(after));
-  CHECK(found->bytes == std::vector<std::byte>(16, std::byte{2}));
+  CHECK(is_there == 1);
+  CHECK(found == std::vector<std::byte>(16, std::byte{2}));
   CHECK(at(memory.address)[kPage - 1] == std::byte{2});
   releaser.join();
 }
 
 TEST_CASE("host driver: an unmap of memory under work ends the context") {
-  HostDriver& driver = test::driver();
+  Driver& driver = test::driver();
   const std::size_t size = 8 * kMiB;
   const Address address = driver.reserve(size);
   const Handle handle = driver.create(size);
@@ -137,9 +139,9 @@ TEST_CASE("host driver: an unmap of memory under work ends the context") {
   driver.allow(address, size);
   {
     const Orders orders;
-    const std::size_t stream = driver.new_stream();
+    const cuda::Stream stream = controls::new_stream();
     // Enough of it that some is queued, or under way, when the memory goes.
-    for (int round = 0; round < 20; ++round) driver.launch_write(stream, address, size, 3, 0);
+    for (int round = 0; round < 20; ++round) controls::launch_write(stream, address, size, 3, {});
     driver.unmap(address, size);
     CHECK(code_of([&] { driver.synchronize(); }) == 700);
     CHECK(code_of([&] { driver.release(handle); }) == 700);
@@ -149,14 +151,14 @@ TEST_CASE("host driver: an unmap of memory under work ends the context") {
 }
 
 TEST_CASE("host driver: a context dies under threads that launch, copy, map and wait") {
-  HostDriver& driver = test::driver();
+  Driver& driver = test::driver();
   const Mapped memory(driver, kPage), written(driver, kPage);
   const Address place = driver.reserve(kPage);
   const Handle handle = driver.create(kPage);
   std::atomic<int> wrong = 0;
   {
     const Orders orders;
-    const std::size_t stream = driver.new_stream();
+    const cuda::Stream stream = controls::new_stream();
     std::vector<std::byte> data(kPage);
     const auto until_it_dies = [&](auto act) {
       return std::thread([&wrong, act] {
@@ -169,7 +171,7 @@ TEST_CASE("host driver: a context dies under threads that launch, copy, map and 
     };
     std::thread threads[] = {
         until_it_dies([&] {
-          driver.launch_write(stream, written.address, kPage, 1, 0.0001);
+          controls::launch_write(stream, written.address, kPage, 1, now() + std::chrono::microseconds(100));
           driver.synchronize();
         }),
         until_it_dies([&] {
@@ -183,7 +185,7 @@ TEST_CASE("host driver: a context dies under threads that launch, copy, map and 
         }),
     };
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    driver.kill_context();
+    controls::kill_context();
     for (std::thread& thread : threads) thread.join();
   }
   CHECK(wrong == 0);
@@ -200,13 +202,13 @@ TEST_CASE("host driver: a call that reports an error afterwards has taken effect
   const Address address = driver.reserve(kPage);
   const Handle handle = driver.create(kPage);
   {
-    const test::Armed armed(1, "after");
+    const test::Armed armed(1, controls::Kind::after);
     CHECK(code_of([&] { driver.map(address, kPage, handle); }) == 999);
   }
   CHECK(code_of([&] { driver.map(address, kPage, handle); }) == 1);  // it holds a mapping
   const std::size_t free = driver.memory().free;
   {
-    const test::Armed armed(1, "after");
+    const test::Armed armed(1, controls::Kind::after);
     CHECK(code_of([&] { driver.create(kPage); }) == 999);
   }
   CHECK(driver.memory().free == free);  // no process has the handle
