@@ -258,7 +258,7 @@ AllocationHandle import_posix(const Api& api, int file) {
   return handle;
 }
 
-AllocationProp chunk_properties(const Api& api, Device device, bool exportable) {
+AllocationProp chunk_properties(const Api& api, Device device, const std::string& name, bool exportable) {
   AllocationProp properties{};
   properties.type = kAllocationPinned;
   properties.handle_types = exportable ? kHandlePosixFd : 0;
@@ -268,9 +268,9 @@ AllocationProp chunk_properties(const Api& api, Device device, bool exportable) 
   check(api, "cuMemGetAllocationGranularity",
         api.cuMemGetAllocationGranularity(&unit, &properties, kGranularityMinimum));
   if (unit != kPage)
-    throw DriverError("cuMemGetAllocationGranularity", kNotSupported,
-                      "device " + std::to_string(device) + " maps memory in units of " + std::to_string(unit) +
-                          " bytes, expected " + std::to_string(kPage));
+    throw DriverError(
+        "cuMemGetAllocationGranularity", kNotSupported,
+        name + " maps memory in units of " + std::to_string(unit) + " bytes, expected " + std::to_string(kPage));
   return properties;
 }
 

@@ -166,6 +166,6 @@ bool refuses_handle_type(Result code);  // whether cuMemCreate refused the type 
 AllocationHandle import_posix(const Api& api, int file);  // memory of another process; the caller closes the file
 // The properties of new chunks. A chunk is made exportable at once, because this cannot be added later. Throws
 // DriverError if the device maps memory in other units than kPage.
-AllocationProp chunk_properties(const Api& api, Device device, bool exportable);
+AllocationProp chunk_properties(const Api& api, Device device, const std::string& name, bool exportable);
 
 }  // namespace memsaver::cuda

@@ -25,7 +25,7 @@ bool mps_serves(const Api& api, Device device) {
 }  // namespace
 
 PhysicalMemory::PhysicalMemory(const Platform& platform, Device device, const std::string& name)
-    : platform_(platform), device_(device), properties_(chunk_properties(platform.api, device, true)) {
+    : platform_(platform), device_(device), properties_(chunk_properties(platform.api, device, name, true)) {
   if (attribute_of(platform.api, device, kAttributePosixFd) == 0)
     throw DriverError("cuDeviceGetAttribute", kNotSupported,
                       name + " has no POSIX descriptors for its memory, which a shared pool needs");

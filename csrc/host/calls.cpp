@@ -161,12 +161,16 @@ Result cuDeviceGet(Number* device, int ordinal) {
   });
 }
 
+// Ten bytes of a hash of the name, and the capacity, by which a new broker opens the device
+// (memsaver/broker/daemon.py).
 Result cuDeviceGetUuid(Uuid* uuid, Number device) {
   return answer([&] {
+    const Ledger& ledger = host().device(device).ledger;
     std::uint64_t hash[2] = {0xcbf29ce484222325, 0x84222325cbf29ce4};  // FNV-1a, from two beginnings
-    for (const char byte : host().device(device).ledger.name())
+    for (const char byte : ledger.name())
       for (std::uint64_t& each : hash) each = (each ^ static_cast<unsigned char>(byte)) * 0x100000001b3;
     std::memcpy(uuid->bytes, hash, sizeof hash);
+    for (int i = 0; i < 6; ++i) uuid->bytes[15 - i] = static_cast<unsigned char>(ledger.capacity() >> (8 * i));
   });
 }
 
