@@ -18,68 +18,6 @@ int code_of(const std::function<void()>& call) {
   return 0;
 }
 
-TEST_CASE("host driver: mapped memory is accessible, and the same wherever its handle is mapped") {
-  Driver& driver = test::driver();
-  const Mapped memory(driver, 2 * kPage);
-  const Address other = driver.reserve(2 * kPage);
-  driver.map(other, 2 * kPage, memory.handle);
-  driver.allow(other, 2 * kPage);
-  std::memset(at(memory.address), 5, 2 * kPage);
-  CHECK(at(other)[2 * kPage - 1] == std::byte{5});
-  driver.unmap(other, 2 * kPage);
-  driver.unreserve(other, 2 * kPage);
-}
-
-TEST_CASE("host driver: a handle outlives its mappings, and mappings the handle") {
-  Driver& driver = test::driver();
-  const std::size_t free = driver.memory().free;
-  const Address address = driver.reserve(kPage);
-  const Handle handle = driver.create(kPage);
-  driver.map(address, kPage, handle);
-  driver.allow(address, kPage);
-  driver.release(handle);
-  CHECK(driver.memory().free == free - kPage);
-  std::memset(at(address), 1, kPage);
-  driver.unmap(address, kPage);
-  CHECK(driver.memory().free == free);
-  driver.unreserve(address, kPage);
-}
-
-TEST_CASE("host driver: calls with wrong ranges, sizes or handles are refused") {
-  Driver& driver = test::driver();
-  const Mapped memory(driver, 2 * kPage);
-  const Handle other = driver.create(kPage);
-  CHECK(code_of([&] { driver.map(memory.address, kPage, other); }) == 1);               // over a mapping
-  CHECK(code_of([&] { driver.unmap(memory.address, kPage); }) == 1);                    // a part of a chunk
-  CHECK(code_of([&] { driver.allow(memory.address + kPage, kPage); }) == 1);            // a part of a chunk
-  CHECK(code_of([&] { driver.unreserve(memory.address, 2 * kPage); }) == 1);            // in use
-  CHECK(code_of([&] { driver.create(kPage + 1); }) == 1);                               // no whole page
-  CHECK(code_of([&] { driver.map(memory.address + 64 * kPage, kPage, 12345); }) == 1);  // no handle
-  CHECK(code_of([&] { driver.create(round_up(driver.memory().free + 1, kPage)); }) == 2);
-  driver.release(other);
-  CHECK(code_of([&] { driver.release(other); }) == 1);
-}
-
-TEST_CASE("host driver: copies of one direction run in order, and a mark covers those before it") {
-  Driver& driver = test::driver();
-  const Mapped memory(driver, 4 * kMiB);
-  const std::vector<std::byte> first = test::random_bytes(4 * kMiB, 1), second = test::random_bytes(4 * kMiB, 2);
-  driver.copy_in(memory.address, first.data(), first.size());
-  driver.copy_in(memory.address, second.data(), second.size());
-  driver.fill(memory.address + 100, 50, 7);
-  driver.copy_within(memory.address + kMiB, memory.address + 100, 50);
-  const Driver::Ticket into = driver.mark(Direction::in);
-  driver.wait(into);
-  CHECK(driver.done(into));
-  std::vector<std::byte> found(4 * kMiB);
-  driver.copy_out(found.data(), memory.address, found.size());
-  driver.wait(driver.mark(Direction::out));
-  std::vector<std::byte> expected = second;
-  std::memset(expected.data() + 100, 7, 50);
-  std::memset(expected.data() + kMiB, 7, 50);
-  CHECK(found == expected);
-}
-
 TEST_CASE("host driver: threads map and unmap side by side") {
   Driver& driver = test::driver();
   const std::size_t free = driver.memory().free;
@@ -195,26 +133,6 @@ TEST_CASE("host driver: a context dies under threads that launch, copy, map and 
   }
   driver.release(handle);
   driver.unreserve(place, kPage);
-}
-
-TEST_CASE("host driver: a call that reports an error afterwards has taken effect") {
-  Driver& driver = test::driver();
-  const Address address = driver.reserve(kPage);
-  const Handle handle = driver.create(kPage);
-  {
-    const test::Armed armed(1, controls::Kind::after);
-    CHECK(code_of([&] { driver.map(address, kPage, handle); }) == 999);
-  }
-  CHECK(code_of([&] { driver.map(address, kPage, handle); }) == 1);  // it holds a mapping
-  const std::size_t free = driver.memory().free;
-  {
-    const test::Armed armed(1, controls::Kind::after);
-    CHECK(code_of([&] { driver.create(kPage); }) == 999);
-  }
-  CHECK(driver.memory().free == free);  // no process has the handle
-  driver.unmap(address, kPage);
-  driver.release(handle);
-  driver.unreserve(address, kPage);
 }
 
 }  // namespace

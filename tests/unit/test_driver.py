@@ -539,23 +539,6 @@ def test_a_kernel_runs_when_its_stream_is_released(memory: Memory) -> None:
     assert (memory.first(), read.bytes()) == (2, b"\1" * 50)
 
 
-def test_a_timed_kernel_runs_when_the_clock_reaches_its_time(memory: Memory, virtual_time: None) -> None:
-    stream = controls.stream_create()
-    memory.write(stream, 1, hold=5)
-    memory.write(stream, 2, hold=1)  # behind the first
-    ticket = record(memory.bench.driver)
-    controls.clock_pass(4.5)
-    assert not ticket.done() and memory.first() == 0
-    controls.clock_pass(0.5)
-    assert ticket.done() and memory.first() == 2
-
-
-def test_a_timed_kernel_runs_on_the_real_clock(memory: Memory) -> None:
-    stream = controls.stream_create()
-    memory.write(stream, 1, hold=0.001)
-    until(lambda: memory.first() == 1)
-
-
 def test_a_record_covers_the_kernels_launched_before_it(memory: Memory) -> None:
     driver = memory.bench.driver
     first, second = controls.stream_create(), controls.stream_create()
@@ -697,95 +680,11 @@ def test_a_killed_context_ends_a_wait_with_an_error(memory: Memory) -> None:
     assert_lost(memory)
 
 
-def test_delayed_marks_are_done_when_the_clock_reaches_their_time(memory: Memory, virtual_time: None) -> None:
-    driver = memory.bench.driver
-    controls.marks_delay(2)
-    recorded, into = record(driver), driver.mark("in")
-    controls.clock_pass(1.5)
-    assert not recorded.done() and not into.done()
-    controls.clock_pass(0.5)
-    assert recorded.done() and into.done()
-    out, began = driver.mark("out"), controls.clock_now()
-    out.wait()
-    assert controls.clock_now() - began == pytest.approx(2)
-    recorded = record(driver)
-    driver.synchronize()
-    assert recorded.done()
-
-
-def test_delayed_copies_end_when_the_clock_reaches_their_time(memory: Memory, virtual_time: None) -> None:
-    driver, data = memory.bench.driver, random_bytes(100)
-    controls.copies_delay(2)
-    driver.copy_in(memory.address, data.ctypes.data, 100)
-    mark, began = driver.mark("in"), controls.clock_now()
-    controls.clock_pass(1)
-    assert not mark.done()
-    mark.wait()
-    assert controls.clock_now() - began == pytest.approx(2)
-    assert memory.first() == data[0]
-
-
-def test_a_busy_device_has_work_in_flight_at_any_time(memory: Memory, virtual_time: None) -> None:
-    driver = memory.bench.driver
-    controls.busy(3)
-    for _ in range(2):
-        ticket, began = record(driver), controls.clock_now()
-        assert not ticket.done()
-        driver.synchronize()
-        assert controls.clock_now() - began == pytest.approx(3)
-        assert ticket.done()
-    assert driver.mark("in").done()  # copies wait for no other work
-
-
 def test_a_driver_without_records_returns_none(memory: Memory) -> None:
     controls.record_supported(False)
     assert memory.bench.driver.record() is None
     controls.record_supported(True)
     assert record(memory.bench.driver).done()
-
-
-@pytest.mark.parametrize("call", ["record", "synchronize"])
-def test_a_wait_for_the_device_breaks_a_capture(memory: Memory, call: str) -> None:
-    driver = memory.bench.driver
-    controls.capture_begin()
-    data = random_bytes(16)
-    memory.bench.write(memory.address, data)  # copies do not
-    driver.mark("in").wait()
-    assert controls.capture_end()
-    controls.capture_begin()
-    assert refused(getattr(driver, call)).code == 900
-    assert not controls.capture_end()
-    getattr(driver, call)()
-    controls.capture_begin()
-    assert controls.capture_end()
-
-
-def test_an_armed_call_fails_once(bench: Bench) -> None:
-    address = bench.reserve(PAGE)
-    handle = bench.create(PAGE)
-    controls.arm(2)
-    bench.driver.map(address, PAGE, handle)
-    assert refused(lambda: bench.driver.unmap(address, PAGE)).code == 999
-    bench.driver.unmap(address, PAGE)
-    assert controls.calls() == 3
-
-
-def test_an_armed_create_can_say_out_of_memory(bench: Bench) -> None:
-    controls.arm(1, "memory")
-    assert refused(lambda: bench.driver.create(PAGE)).code == 2
-
-
-@host_only
-def test_an_armed_call_can_take_effect_and_still_report_an_error(bench: Bench) -> None:
-    address, handle = bench.reserve(PAGE), bench.create(PAGE)
-    reports_after(lambda: bench.driver.map(address, PAGE, handle))
-    reports_after(lambda: bench.driver.allow(address, PAGE))
-    bench.write(address, random_bytes(PAGE))
-    reports_after(lambda: bench.driver.fill(address, PAGE, 7))
-    bench.driver.finish_copies()
-    assert (bench.read(address, PAGE) == 7).all()
-    reports_after(lambda: bench.driver.unmap(address, PAGE))
-    assert refused(lambda: bench.driver.unmap(address, PAGE)).code == 1
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="the tables are in another folder")
@@ -818,37 +717,3 @@ def test_the_table_of_a_host_device_goes_with_its_last_process() -> None:
     killed.communicate()
     started(int(fresh_device())).communicate("\n")
     assert not table.exists()
-
-
-@host_only
-def test_a_call_that_reports_an_error_leaves_no_resource(bench: Bench) -> None:
-    handle = bench.create(PAGE)
-    file = bench.driver.export_fd(handle)
-    free, files = bench.free(), descriptors()
-    for call in (
-        lambda: bench.driver.create(PAGE),
-        lambda: bench.driver.export_fd(handle),
-        lambda: bench.driver.import_fd(file),
-        lambda: bench.driver.reserve(PAGE),
-    ):
-        reports_after(call)
-        assert (bench.free(), descriptors()) == (free, files)
-    os.close(file)
-
-
-def reports_after(call: Callable[[], object]) -> None:
-    controls.arm(1, "after")
-    error = refused(call)
-    assert error.code == 999 and "after the call" in error.message
-    assert controls.calls() == 1
-
-
-@host_only
-def test_an_armed_call_can_lose_the_context(bench: Bench) -> None:
-    handle = bench.create(PAGE)
-    controls.arm(1, "lost")
-    assert refused(lambda: bench.driver.create(PAGE)).code == 700
-    assert controls.context_lost()
-    assert refused(lambda: bench.driver.release(handle)).code == 700
-    controls.reset()
-    assert not controls.context_lost()
