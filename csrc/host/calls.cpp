@@ -1,5 +1,7 @@
 #include "host/calls.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -39,6 +41,7 @@ struct Device {
   explicit Device(std::size_t capacity) : ledger(capacity) {}
 
   Ledger ledger;
+  const int pid = ::getpid();  // a forked child opens the device anew: entries of the ledger name their process
   std::atomic<bool> lost = false;
   std::mutex mutex;
   std::vector<std::unique_ptr<Stream>> streams;  // never removed: a stream has a thread
@@ -310,7 +313,7 @@ Result cuMemImportFromShareableHandle(AllocationHandle* handle, void* as_pointer
     {
       const std::lock_guard lock(host().mutex);
       for (const auto& device : host().devices)
-        if (device->ledger.capacity() == capacity) ledger = &device->ledger;
+        if (device->ledger.capacity() == capacity) ledger = &device->ledger;  // the newest one
     }
     if (ledger == nullptr) throw Refused(kInvalidDevice, "the memory is of a host device of another size");
     *handle = host().addresses.import(*ledger, file);
@@ -486,7 +489,7 @@ Number open(std::size_t capacity) {
     const std::lock_guard lock(host().mutex);
     auto& devices = host().devices;
     for (std::size_t i = 0; i < devices.size(); ++i)
-      if (devices[i]->ledger.capacity() == capacity) return static_cast<Number>(i);
+      if (devices[i]->ledger.capacity() == capacity && devices[i]->pid == ::getpid()) return static_cast<Number>(i);
     devices.push_back(std::make_unique<Device>(capacity));
     return static_cast<Number>(devices.size() - 1);
   } catch (const Refused& refused) {
