@@ -20,6 +20,7 @@ import pytest  # noqa: E402
 
 import memsaver  # noqa: E402
 from memsaver import _core  # noqa: E402
+from tests import controls  # noqa: E402
 
 # Off, because the background thread grows host memory at any time: tests that fail a certain driver call, or count
 # bytes, would be random. Tests of the growth turn it on.
@@ -131,9 +132,9 @@ def nothing_left_behind() -> Iterator[None]:
     if LATE:
         late_device.begin()
     yield
-    _core.faults_disarm()
-    _core.virtual_clock(False)
-    _core.host_reset()
+    controls.disarm()
+    controls.virtual_clock(False)
+    controls.reset()
     if LATE:
         late_device.end()
     while _core.capturing():

@@ -13,7 +13,7 @@ from typing import Any
 
 import memsaver
 from memsaver import _core
-from tests import support
+from tests import controls, support
 
 LATE_S = 0.004
 KERNEL_S = 0.006  # longer than LATE_S, for which an idle device looks busy
@@ -37,10 +37,10 @@ def begin() -> int:
     global _stream
     if _stream is None:
         _core.open_driver("cpu")
-        _core.host_marks_delay(LATE_S)
-        _core.host_copies_delay(LATE_S)
-        _core.host_busy(LATE_S)
-        _stream = _core.host_stream_create()
+        controls.marks_delay(LATE_S)
+        controls.copies_delay(LATE_S)
+        controls.busy(LATE_S)
+        _stream = controls.stream_create()
     return _stream
 
 
@@ -52,14 +52,14 @@ def end() -> None:
 
 def touch(address: int, nbytes: int) -> None:
     if nbytes > 0:
-        _core.host_stream_touch(begin(), address, nbytes, KERNEL_S)
+        controls.stream_touch(begin(), address, nbytes, KERNEL_S)
 
 
 def settle() -> None:
     """Releases freed memory now instead of some milliseconds later, before a test counts bytes."""
     if not _core.capturing():
-        _core.host_stream_release(begin())
-        _core.host_settle()
+        controls.stream_release(begin())
+        _core.settle()
 
 
 def install() -> None:

@@ -298,7 +298,9 @@ MUTANTS = [
         "csrc/regions/region.cpp",
         "if (device.lost || contents_lost_)",
         "if ((device.lost || contents_lost_) && !MUTANT)",
-        ["unit/test_faults.py::test_a_context_that_dies_in_a_transition_leaves_the_region_lost[copy_out-host]"],
+        [
+            "unit/test_faults.py::test_a_context_that_dies_in_a_transition_leaves_the_region_lost[cuMemcpyDtoHAsync-host]"
+        ],
     ),
     Mutant(
         "new_peers_see_new_mappings_alone",

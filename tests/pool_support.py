@@ -31,6 +31,7 @@ import numpy as np
 
 import memsaver
 from memsaver import _core
+from tests import controls
 from tests.broker_support import Running
 from tests.support import (  # noqa: F401 - statements of workers name them
     MIB,
@@ -482,15 +483,15 @@ def sweep(move: str, backup: str, kind: str) -> int:
     failures = refused = 0
     for nth in range(1, 1000):
         before = out.state
-        _core.faults_arm(nth, kind)
+        controls.arm(nth, kind)
         error = None
         try:
             act()
         except memsaver.Error as found:
             error = found
         until(lambda: _in_books(out, into), 10)  # the pool's thread makes calls as well
-        reached = _core.faults_calls() >= nth
-        _core.faults_disarm()
+        reached = controls.calls() >= nth
+        controls.disarm()
         refused += reached
         failures += error is not None
         if error is not None and move == "resume":

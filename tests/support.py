@@ -18,6 +18,7 @@ import numpy as np
 
 import memsaver
 from memsaver import _core
+from tests import controls
 
 KIB = 1 << 10
 if TYPE_CHECKING:
@@ -170,14 +171,14 @@ class Sweep:
     def __iter__(self) -> Iterator[memsaver.Error | None]:
         """Yields the error of each attempt. The caller checks the state, and restores the initial one."""
         for nth in range(1, 1000):
-            _core.faults_arm(nth, self.kind, self.call)
+            controls.arm(nth, self.kind, self.call)
             error = None
             try:
                 self.act()
             except memsaver.Error as raised:
                 error = raised
-            reached = _core.faults_calls() >= nth
-            _core.faults_disarm()
+            reached = controls.calls() >= nth
+            controls.disarm()
             if not reached:
                 assert error is None
                 assert self.failures > 0 or self.kind == "after"  # a call that was made can count as made

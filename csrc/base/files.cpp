@@ -10,7 +10,6 @@
 #include <limits>
 
 #include "base/errors.h"
-#include "base/faults.h"
 
 namespace memsaver {
 namespace {
@@ -19,9 +18,8 @@ namespace {
 
 // The name is removed at once. Parallel reads of files that never had a name (O_TMPFILE) are a sixth slower on ext4.
 int open_scratch(const std::string& directory) {
-  faults().check("open");
   std::string path = directory + "/memsaver-XXXXXX";
-  const int file = ::mkostemp(path.data(), O_CLOEXEC);
+  const int file = file_calls().mkostemp(path.data(), O_CLOEXEC);
   if (file < 0) fail("open " + directory, errno);
   ::unlink(path.c_str());
   return file;
@@ -63,6 +61,11 @@ std::optional<std::string> read_up_to(const std::string& path, std::size_t most)
 
 }  // namespace
 
+FileCalls& file_calls() {
+  static FileCalls only = {&::mkostemp, &::posix_fallocate, &::pwrite, &::pread};
+  return only;
+}
+
 File::~File() {
   if (descriptor_ >= 0) ::close(descriptor_);
 }
@@ -77,9 +80,8 @@ ScratchFile::ScratchFile(const std::string& directory) : file_(open_scratch(dire
 
 void ScratchFile::reserve(std::size_t size) {
   if (size <= size_) return;
-  faults().check("posix_fallocate");
   int error = 0;
-  do error = ::posix_fallocate(file_.get(), 0, static_cast<off_t>(size));
+  do error = file_calls().posix_fallocate(file_.get(), 0, static_cast<off_t>(size));
   while (error == EINTR);
   if (error != 0) fail("posix_fallocate", error);
   size_ = size;
@@ -89,13 +91,11 @@ void ScratchFile::reserve(std::size_t size) {
 }
 
 void ScratchFile::write(const void* data, std::size_t size, std::size_t offset) {
-  faults().check("pwrite");
-  all_of_it("pwrite", ::pwrite, file_.get(), static_cast<const char*>(data), size, offset);
+  all_of_it("pwrite", file_calls().pwrite, file_.get(), static_cast<const char*>(data), size, offset);
 }
 
 void ScratchFile::read(void* data, std::size_t size, std::size_t offset) {
-  faults().check("pread");
-  all_of_it("pread", ::pread, file_.get(), static_cast<char*>(data), size, offset);
+  all_of_it("pread", file_calls().pread, file_.get(), static_cast<char*>(data), size, offset);
 }
 
 }  // namespace memsaver

@@ -1,6 +1,8 @@
 // Files: owned descriptors, small files of the system, and unnamed files that vanish with the process.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <optional>
 #include <string>
@@ -28,6 +30,15 @@ std::optional<std::string> read_text(const std::string& path);
 std::optional<std::string> read_whole(const std::string& path);  // of any size
 
 constexpr std::size_t kFileAlignment = 4096;  // of memory, offsets and sizes: O_DIRECT requires it
+
+// The system calls of files for contents. Tests replace them.
+struct FileCalls {
+  int (*mkostemp)(char*, int);
+  int (*posix_fallocate)(int, off_t, off_t);
+  ssize_t (*pwrite)(int, const void*, std::size_t, off_t);
+  ssize_t (*pread)(int, void*, std::size_t, off_t);
+};
+FileCalls& file_calls();
 
 // A file without a name in a directory. The kernel removes it when the process ends in any way. Every call throws
 // FileError.

@@ -5,6 +5,7 @@
 
 #include "bindings/bindings.h"
 #include "driver/physical.h"
+#include "host/calls.h"
 #include "pool/wire.h"
 
 namespace memsaver {
@@ -34,7 +35,8 @@ void bind_broker(nb::module_& module) {
       .def("used_bytes", &PhysicalMemory::used_bytes)
       .def("under_mps", &PhysicalMemory::under_mps);
   module.def("open_cuda_memory", &open_cuda_memory, "ordinal"_a);
-  module.def("open_host_memory", [] { return open_host_memory(core().host_bytes()); });
+  module.def("open_host_memory",
+             [] { return std::make_unique<PhysicalMemory>(host::platform(), host::open(core().host_bytes()), "cpu"); });
   module.def("cuda_uuid", &cuda_uuid, "ordinal"_a);
   nb::dict kinds, refusals;
 #define MEMSAVER_KIND(name, number) kinds[#name] = number;

@@ -192,7 +192,6 @@ void bind_process(nb::module_& module) {
       "act"_a);
   module.def("capturing", [] { return core().parts.gate.capturing(); });
   module.def("refresh_peers", [] { core().refresh_peers(); }, nb::call_guard<Unlocked>());
-  module.def("virtual_clock", &use_virtual_clock, "on"_a);  // for tests
   module.def("clock", [] { return std::chrono::duration<double>(now().time_since_epoch()).count(); });
   module.def("device_stats", &device_stats, "device"_a);
   module.def("ledger_figures", &ledger_figures, "device"_a);

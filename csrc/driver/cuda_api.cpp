@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <cstdio>
+#include <cstring>
 #include <string_view>
 
 #include "driver/driver.h"
@@ -10,7 +11,7 @@
 namespace memsaver::cuda {
 namespace {
 
-constexpr std::string_view kUuidPrefix = "GPU-";
+constexpr const char* kUuidPrefix = "GPU-";
 
 using GetProcAddress = Result (*)(const char*, void**, int, unsigned long long, int*);
 
@@ -88,7 +89,7 @@ void* nvml_device(const std::string& uuid) {
   if (!nvml().usable) return nullptr;
   void* device = nullptr;
   for (const char* prefix : {"GPU-", "MIG-"})
-    if (nvml().device_by_uuid((prefix + uuid.substr(kUuidPrefix.size())).c_str(), &device) == 0) return device;
+    if (nvml().device_by_uuid((prefix + uuid.substr(std::strlen(kUuidPrefix))).c_str(), &device) == 0) return device;
   return nullptr;
 }
 
@@ -104,123 +105,7 @@ const char* cause(std::string_view call, Result code) {
   return "";
 }
 
-}  // namespace
-
-const Api& api() {
-  static const Api loaded = load();
-  return loaded;
-}
-
-void check(const char* call, Result code) {
-  if (code == kSuccess) return;
-  const char* found = nullptr;
-  if (api().cuGetErrorString(code, &found) != kSuccess || found == nullptr) found = "unknown error";
-  const std::string text = found;
-  if (code == ChunkUnavailable::kCode && std::string_view(call) == "cuMemCreate") throw ChunkUnavailable(call, text);
-  throw DriverError(call, code, text + cause(call, code), loses_context(code));
-}
-
-Device device_at(int ordinal) {
-  int count = 0;
-  check("cuDeviceGetCount", api().cuDeviceGetCount(&count));
-  const std::string name = "cuda:" + std::to_string(ordinal);
-  if (ordinal < 0 || ordinal >= count)
-    throw BadArgument("device is '" + name + "', expected one of the " + std::to_string(count) +
-                      " visible CUDA devices");
-  Device device = 0;
-  check("cuDeviceGet", api().cuDeviceGet(&device, ordinal));
-  if (attribute_of(device, kAttributeVirtualMemory) == 0)
-    throw DriverError("cuDeviceGetAttribute", kNotSupported, name + " does not support virtual memory management");
-  return device;
-}
-
-std::string uuid_of(Device device) {
-  Uuid id{};
-  check("cuDeviceGetUuid", api().cuDeviceGetUuid(&id, device));
-  std::string text(kUuidPrefix);
-  for (int i = 0; i < 16; ++i) {
-    char byte[3];
-    std::snprintf(byte, sizeof byte, "%02x", id.bytes[i]);
-    text += byte;
-    if (i == 3 || i == 5 || i == 7 || i == 9) text += '-';
-  }
-  return text;
-}
-
-std::size_t total_memory(Device device) {
-  std::size_t bytes = 0;
-  check("cuDeviceTotalMem", api().cuDeviceTotalMem(&bytes, device));
-  return bytes;
-}
-
-int attribute_of(Device device, int which) {
-  int value = 0;
-  check("cuDeviceGetAttribute", api().cuDeviceGetAttribute(&value, which, device));
-  return value;
-}
-
-std::vector<Device> devices_that_reach(Device device) {
-  int count = 0;
-  check("cuDeviceGetCount", api().cuDeviceGetCount(&count));
-  std::vector<Device> found;
-  for (int ordinal = 0; ordinal < count; ++ordinal) {
-    Device other = 0;
-    check("cuDeviceGet", api().cuDeviceGet(&other, ordinal));
-    int can = 0;
-    if (other != device) check("cuDeviceCanAccessPeer", api().cuDeviceCanAccessPeer(&can, other, device));
-    if (can != 0 && attribute_of(other, kAttributeVirtualMemory) != 0) found.push_back(other);
-  }
-  return found;
-}
-
-bool any_is_numa_node() {
-  int count = 0;
-  check("cuDeviceGetCount", api().cuDeviceGetCount(&count));
-  for (int ordinal = 0; ordinal < count; ++ordinal) {
-    Device device = 0;
-    check("cuDeviceGet", api().cuDeviceGet(&device, ordinal));
-    int is_node = 0;  // drivers before 12.2 lack the attribute and do not support such machines
-    if (api().cuDeviceGetAttribute(&is_node, kAttributeNumaConfig, device) == kSuccess && is_node == 1) return true;
-  }
-  return false;
-}
-
-bool is_active(Device device) {
-  unsigned flags = 0;
-  int active = 0;
-  check("cuDevicePrimaryCtxGetState", api().cuDevicePrimaryCtxGetState(device, &flags, &active));
-  return active != 0;
-}
-
-bool has_posix_handles(Device device) { return attribute_of(device, kAttributePosixFd) != 0; }
-
-bool refuses_handle_type(Result code) {
-  constexpr Result kUnknownType = 1, kNotPermitted = 800;
-  return code == kUnknownType || code == kNotPermitted || code == kNotSupported;
-}
-
-AllocationHandle import_posix(int file) {
-  AllocationHandle handle = 0;
-  void* as_pointer = reinterpret_cast<void*>(static_cast<std::intptr_t>(file));
-  check("cuMemImportFromShareableHandle", api().cuMemImportFromShareableHandle(&handle, as_pointer, kHandlePosixFd));
-  return handle;
-}
-
-AllocationProp chunk_properties(Device device, bool exportable) {
-  AllocationProp properties{};
-  properties.type = kAllocationPinned;
-  properties.handle_types = exportable ? kHandlePosixFd : 0;
-  properties.location = {kLocationDevice, device};  // a CUdevice is the ordinal among the visible devices
-  properties.flags.gpu_direct_rdma = attribute_of(device, kAttributeRdma) != 0 ? 1 : 0;
-  std::size_t unit = 0;
-  check("cuMemGetAllocationGranularity", api().cuMemGetAllocationGranularity(&unit, &properties, kGranularityMinimum));
-  if (unit != kPage)
-    throw DriverError("cuMemGetAllocationGranularity", kNotSupported,
-                      "cuda:" + std::to_string(device) + " maps memory in units of " + std::to_string(unit) +
-                          " bytes, expected " + std::to_string(kPage));
-  return properties;
-}
-
+// True for the codes after which every call on the context fails.
 bool loses_context(Result code) {
   switch (code) {
     case kDeinitialized:
@@ -245,24 +130,148 @@ bool loses_context(Result code) {
   }
 }
 
-std::vector<ProcessUse> compute_processes(const std::string& uuid) {
-  void* device = nvml_device(uuid);
+// NVML's list of the processes that compute on the device, with their device memory in bytes.
+std::vector<Process> processes(Device gpu) {
+  void* device = nvml_device(uuid_of(platform(), gpu));
   if (device == nullptr) return {};
   std::vector<NvmlProcess> rows(256);
   auto count = static_cast<unsigned>(rows.size());
   if (nvml().running(device, &count, rows.data()) != 0) return {};
-  std::vector<ProcessUse> found;
+  std::vector<Process> found;
   constexpr auto kUnknown = static_cast<unsigned long long>(-1);
   for (unsigned i = 0; i < count; ++i)
     found.push_back({static_cast<int>(rows[i].pid), rows[i].used_bytes == kUnknown ? 0 : rows[i].used_bytes});
   return found;
 }
 
-std::optional<std::size_t> free_memory(const std::string& uuid) {
+std::vector<int> computing(Device gpu) {
+  std::vector<int> pids;
+  for (const Process& each : processes(gpu)) pids.push_back(each.pid);
+  return pids;
+}
+
+std::vector<Holding> holdings(Device gpu) {
+  std::vector<Holding> found;
+  for (const Process& each : processes(gpu))
+    if (each.bytes > 0) found.push_back({each.pid, each.bytes, std::nullopt});  // 0: NVML does not tell
+  return found;
+}
+
+std::optional<std::size_t> free_memory(Device gpu) {
   NvmlMemory figures{};
-  void* device = nvml_device(uuid);
+  void* device = nvml_device(uuid_of(platform(), gpu));
   if (device == nullptr || nvml().memory(device, &figures) != 0) return std::nullopt;
   return figures.free;
+}
+
+}  // namespace
+
+Api& api() {
+  static Api loaded = load();
+  return loaded;
+}
+
+const Platform& platform() {
+  static const Platform only = {.api = api(),
+                                .uuid_prefix = kUuidPrefix,
+                                .is_gpu = true,
+                                .lists_all = false,
+                                .free_memory = &free_memory,
+                                .processes = &processes,
+                                .computing = &computing,
+                                .holdings = &holdings,
+                                .adopt = nullptr};
+  return only;
+}
+
+void check(const Api& api, const char* call, Result code) {
+  if (code == kSuccess) return;
+  const char* found = nullptr;
+  if (api.cuGetErrorString(code, &found) != kSuccess || found == nullptr) found = "unknown error";
+  const std::string text = found;
+  if (code == ChunkUnavailable::kCode && std::string_view(call) == "cuMemCreate") throw ChunkUnavailable(call, text);
+  throw DriverError(call, code, text + cause(call, code), loses_context(code));
+}
+
+Device device_at(int ordinal) {
+  const Api& api = cuda::api();
+  int count = 0;
+  check(api, "cuDeviceGetCount", api.cuDeviceGetCount(&count));
+  const std::string name = "cuda:" + std::to_string(ordinal);
+  if (ordinal < 0 || ordinal >= count)
+    throw BadArgument("device is '" + name + "', expected one of the " + std::to_string(count) +
+                      " visible CUDA devices");
+  Device device = 0;
+  check(api, "cuDeviceGet", api.cuDeviceGet(&device, ordinal));
+  if (attribute_of(api, device, kAttributeVirtualMemory) == 0)
+    throw DriverError("cuDeviceGetAttribute", kNotSupported, name + " does not support virtual memory management");
+  return device;
+}
+
+std::string uuid_of(const Platform& platform, Device device) {
+  const Api& api = platform.api;
+  Uuid id{};
+  check(api, "cuDeviceGetUuid", api.cuDeviceGetUuid(&id, device));
+  std::string text(platform.uuid_prefix);
+  for (int i = 0; i < 16; ++i) {
+    char byte[3];
+    std::snprintf(byte, sizeof byte, "%02x", id.bytes[i]);
+    text += byte;
+    if (i == 3 || i == 5 || i == 7 || i == 9) text += '-';
+  }
+  return text;
+}
+
+std::size_t total_memory(const Api& api, Device device) {
+  std::size_t bytes = 0;
+  check(api, "cuDeviceTotalMem", api.cuDeviceTotalMem(&bytes, device));
+  return bytes;
+}
+
+int attribute_of(const Api& api, Device device, int which) {
+  int value = 0;
+  check(api, "cuDeviceGetAttribute", api.cuDeviceGetAttribute(&value, which, device));
+  return value;
+}
+
+bool any_is_numa_node(const Api& api) {
+  int count = 0;
+  check(api, "cuDeviceGetCount", api.cuDeviceGetCount(&count));
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    Device device = 0;
+    check(api, "cuDeviceGet", api.cuDeviceGet(&device, ordinal));
+    int is_node = 0;  // drivers before 12.2 lack the attribute and do not support such machines
+    if (api.cuDeviceGetAttribute(&is_node, kAttributeNumaConfig, device) == kSuccess && is_node == 1) return true;
+  }
+  return false;
+}
+
+bool refuses_handle_type(Result code) {
+  constexpr Result kUnknownType = 1, kNotPermitted = 800;
+  return code == kUnknownType || code == kNotPermitted || code == kNotSupported;
+}
+
+AllocationHandle import_posix(const Api& api, int file) {
+  AllocationHandle handle = 0;
+  void* as_pointer = reinterpret_cast<void*>(static_cast<std::intptr_t>(file));
+  check(api, "cuMemImportFromShareableHandle", api.cuMemImportFromShareableHandle(&handle, as_pointer, kHandlePosixFd));
+  return handle;
+}
+
+AllocationProp chunk_properties(const Api& api, Device device, const std::string& name, bool exportable) {
+  AllocationProp properties{};
+  properties.type = kAllocationPinned;
+  properties.handle_types = exportable ? kHandlePosixFd : 0;
+  properties.location = {kLocationDevice, device};  // a CUdevice is the ordinal among the visible devices
+  properties.flags.gpu_direct_rdma = attribute_of(api, device, kAttributeRdma) != 0 ? 1 : 0;
+  std::size_t unit = 0;
+  check(api, "cuMemGetAllocationGranularity",
+        api.cuMemGetAllocationGranularity(&unit, &properties, kGranularityMinimum));
+  if (unit != kPage)
+    throw DriverError(
+        "cuMemGetAllocationGranularity", kNotSupported,
+        name + " maps memory in units of " + std::to_string(unit) + " bytes, expected " + std::to_string(kPage));
+  return properties;
 }
 
 }  // namespace memsaver::cuda

@@ -124,39 +124,48 @@ struct Api {
 };
 
 // Loads libcuda and initialises it, once. Throws DriverError if this fails.
-const Api& api();
+Api& api();
 
 // Throws DriverError for any code but success, and ChunkUnavailable where cuMemCreate finds the device full.
-void check(const char* call, Result code);
+void check(const Api& api, const char* call, Result code);
 
-// The device of this ordinal among the visible ones. Throws BadArgument if there is none, and DriverError if it has no
-// virtual memory management.
-Device device_at(int ordinal);
-std::string uuid_of(Device device);
-int attribute_of(Device device, int which);
-std::size_t total_memory(Device device);  // in bytes; needs no context
-// Other devices that can reach memory of this one. One driver call for each device; the result never changes.
-std::vector<Device> devices_that_reach(Device device);
-bool any_is_numa_node();                  // whether the memory of a visible device is a NUMA node of the system
-bool is_active(Device device);            // whether any library in the process has made its primary context
-bool has_posix_handles(Device device);    // whether its attribute reports POSIX descriptors for chunks
-bool refuses_handle_type(Result code);    // whether cuMemCreate refused the type of the handle by this code
-AllocationHandle import_posix(int file);  // memory of another process; the caller closes the file
-// The properties of new chunks. A chunk is made exportable at once, because this cannot be added later. Throws
-// DriverError if the device maps memory in other units than kPage.
-AllocationProp chunk_properties(Device device, bool exportable);
-
-// True for the codes after which every call on the context fails.
-bool loses_context(Result code);
-
-// NVML's list of the processes that compute on the device, with their device memory in bytes. Empty if NVML is missing
-// or lists no processes, as in some containers.
-struct ProcessUse {
+// The memory of a process on a device. `imported`: the part of it that belongs to another process; nullopt: unknown.
+struct Process {
   int pid;
   std::size_t bytes;
 };
-std::vector<ProcessUse> compute_processes(const std::string& uuid);
-// NVML's figure for the free memory of the device; nullopt if NVML does not provide it.
-std::optional<std::size_t> free_memory(const std::string& uuid);
+struct Holding {
+  int pid;
+  std::size_t bytes;
+  std::optional<std::size_t> imported;
+};
+
+// A kind of device: the driver's calls, and what these do not tell. The lists are empty if the system provides none.
+struct Platform {
+  const Api& api;
+  const char* uuid_prefix;
+  bool is_gpu;
+  bool lists_all;                                     // a process without a row in the list of holdings holds nothing
+  std::optional<std::size_t> (*free_memory)(Device);  // in bytes, by the system's figure
+  std::vector<Process> (*processes)(Device);          // with memory on the device
+  // The processes that compute on the device: also a dead process, as long as its kernels may run.
+  std::vector<int> (*computing)(Device);
+  std::vector<Holding> (*holdings)(Device);  // for the ledger of the device: memsaver/ledger
+  void (*adopt)(AllocationHandle);           // this process is the owner of imported memory from now on. May be null
+};
+const Platform& platform();  // of GPUs: NVML has the figures
+
+// The GPU of this ordinal among the visible ones. Throws BadArgument if there is none, and DriverError if it has no
+// virtual memory management.
+Device device_at(int ordinal);
+std::string uuid_of(const Platform& platform, Device device);  // the same in every process
+int attribute_of(const Api& api, Device device, int which);
+std::size_t total_memory(const Api& api, Device device);  // in bytes; needs no context
+bool any_is_numa_node(const Api& api);  // whether the memory of a visible device is a NUMA node of the system
+bool refuses_handle_type(Result code);  // whether cuMemCreate refused the type of the handle by this code
+AllocationHandle import_posix(const Api& api, int file);  // memory of another process; the caller closes the file
+// The properties of new chunks. A chunk is made exportable at once, because this cannot be added later. Throws
+// DriverError if the device maps memory in other units than kPage.
+AllocationProp chunk_properties(const Api& api, Device device, const std::string& name, bool exportable);
 
 }  // namespace memsaver::cuda

@@ -1,19 +1,22 @@
-// The interface to a device: CUDA or host. All code above it is the same for both.
+// A device: a GPU, or a host device. The same code drives both, by the calls of a table (cuda_api.h).
 //
 // One Driver is one device. Calls throw DriverError; `create` throws ChunkUnavailable when the device is full. No call
-// takes a lock of the core. All calls are thread-safe and need no current CUDA context.
+// takes a lock of the core. All calls are thread-safe and need no current CUDA context. The driver uses the device's
+// primary context, as torch does.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "base/errors.h"
-#include "base/faults.h"
+#include "driver/contexts.h"
+#include "driver/cuda_api.h"
 
 namespace memsaver {
 
@@ -34,80 +37,91 @@ class Driver {
     std::size_t free;
     std::size_t total;
   };
-  struct Process {
-    int pid;
-    std::size_t bytes;
-  };
-  // The bytes that the system lists for a process. `imported`: the part of them that belongs to another process.
-  // nullopt: unknown.
-  struct Holding {
-    int pid;
-    std::size_t bytes;
-    std::optional<std::size_t> imported;
-  };
+  using Process = cuda::Process;
+  using Holding = cuda::Holding;
   // A mark: covers all work that was submitted before it. Its end makes no call of the device.
-  using Ticket = std::shared_ptr<void>;
+  using Ticket = std::shared_ptr<const cuda::Marks>;
 
-  explicit Driver(std::string device_name) : name(std::move(device_name)) {}
-  virtual ~Driver() = default;
+  Driver(const cuda::Platform& platform, cuda::Device device, std::string device_name);
   Driver(const Driver&) = delete;
   Driver& operator=(const Driver&) = delete;
 
   const std::string name;  // as torch spells it: "cuda:0", "cpu"
 
-  virtual int ordinal() const { return -1; }  // of a CUDA device, among the visible ones
-  virtual std::string uuid() = 0;             // the same in every process
-  virtual Memory memory() = 0;
-  virtual std::vector<Process> processes() = 0;     // with memory on this device, if the system lists them
-  virtual std::vector<Holding> holdings() = 0;      // for the ledger of the device: memsaver/ledger
-  virtual bool lists_all() const { return false; }  // true: a process without a row in holdings() holds nothing
-  virtual int host_node() = 0;                      // the nearest NUMA node; -1 if unknown
+  int ordinal() const { return platform_.is_gpu ? device_ : -1; }   // of a CUDA device, among the visible ones
+  std::string uuid() const { return uuid_of(platform_, device_); }  // the same in every process
+  Memory memory();
+  std::vector<Process> processes() const { return platform_.processes(device_); }
+  std::vector<Holding> holdings() const;
+  bool lists_all() const { return platform_.lists_all; }  // as in cuda::Platform
+  int host_node() const;                                  // the nearest NUMA node; -1 if unknown
   // Whether a NUMA node of the system is memory of a GPU. Backups must not be placed there.
-  virtual bool gpu_memory_is_host_memory() { return false; }
+  bool gpu_memory_is_host_memory() const { return any_is_numa_node(api_); }
 
   // Addresses. Sizes and addresses are multiples of kPage.
-  virtual Address reserve(std::size_t size) = 0;
-  virtual void unreserve(Address address, std::size_t size) = 0;
+  Address reserve(std::size_t size);
+  void unreserve(Address address, std::size_t size);
 
   // Physical memory. It is freed when its handle is released and its last mapping is gone, in either order.
-  virtual Handle create(std::size_t size) = 0;
-  virtual Handle create_whole(std::size_t size) { return create(size); }  // with all handle types for export
-  virtual void release(Handle handle) = 0;
-  virtual int export_fd(Handle handle) = 0;      // the caller closes it
-  virtual bool exports() const { return true; }  // false: chunks cannot be exported, so there is no shared pool
-  virtual Handle import_fd(int fd, std::size_t size) = 0;  // memory of another process; the caller closes the file
+  Handle create(std::size_t size);
+  Handle create_whole(std::size_t size);  // with all handle types for export
+  void release(Handle handle);
+  int export_fd(Handle handle);  // the caller closes it
+  bool exports() const;          // false: chunks cannot be exported, so there is no shared pool
+  Handle import_fd(int fd);      // memory of another process; the caller closes the file
 
   // Mappings. Access to a mapped range faults until allow(). One call may allow or unmap several whole chunks.
-  virtual void map(Address address, std::size_t size, Handle handle) = 0;
-  virtual void allow(Address address, std::size_t size) = 0;
-  virtual void unmap(Address address, std::size_t size) = 0;
+  void map(Address address, std::size_t size, Handle handle);
+  void allow(Address address, std::size_t size);
+  void unmap(Address address, std::size_t size);
   // Whether a chunk is mapped at this address. Independent of the results of the calls above, which may report errors
   // of other work.
-  virtual bool is_mapped(Address address) = 0;
+  bool is_mapped(Address address);
 
   // Peers: other devices with access to this device's mappings. peer_candidates(): devices on which the process has an
   // active context now. use_peers(): from here on allow() gives them access too, and record() and synchronize() cover
   // their work. Earlier mappings need another allow().
-  virtual std::vector<int> peer_candidates() { return {}; }
-  virtual void use_peers(const std::vector<int>& ordinals) { static_cast<void>(ordinals); }
+  std::vector<int> peer_candidates() { return peers_.candidates(); }
+  void use_peers(const std::vector<int>& ordinals) { peers_.use(ordinals); }
 
   // Work. record() marks all work on the device; null if the driver cannot set such marks. record() and synchronize()
   // break a capture that is under way.
-  virtual void synchronize() = 0;
-  virtual Ticket record() = 0;
-  virtual bool done(const Ticket& ticket) = 0;
+  void synchronize();
+  Ticket record();
+  bool done(const Ticket& ticket);
 
   // Copies. Asynchronous. Copies of one direction run in the order of their calls; the two directions run concurrently.
   // A copy does not wait for other work: synchronise first. mark() covers the copies of one direction so far.
-  virtual void copy_out(void* host, Address address, std::size_t size) = 0;
-  virtual void copy_in(Address address, const void* host, std::size_t size) = 0;
-  virtual void fill(Address address, std::size_t size, unsigned char byte) = 0;  // queued with the copies in
-  virtual void copy_within(Address to, Address from, std::size_t size) = 0;      // queued with the copies in
-  virtual Ticket mark(Direction direction) = 0;
-  virtual void wait(const Ticket& ticket) = 0;
-  virtual void finish_copies() = 0;  // waits for all queued copies, in both directions
-  virtual void pin(void* host, std::size_t size) = 0;
-  virtual void unpin(void* host) = 0;
+  void copy_out(void* host, Address address, std::size_t size);
+  void copy_in(Address address, const void* host, std::size_t size);
+  void fill(Address address, std::size_t size, unsigned char byte);  // queued with the copies in
+  void copy_within(Address to, Address from, std::size_t size);      // queued with the copies in
+  Ticket mark(Direction direction);
+  void wait(const Ticket& ticket);
+  void finish_copies();  // waits for all queued copies, in both directions
+  void pin(void* host, std::size_t size);
+  void unpin(void* host);
+
+ private:
+  void check(const char* call, cuda::Result code) const { cuda::check(api_, call, code); }
+  template <typename Act>
+  void within(cuda::Context context, Act act) const;
+  Handle make_chunk(std::size_t size) const;
+  bool has_fabric();
+
+  const cuda::Platform& platform_;
+  const cuda::Api& api_;
+  const cuda::Device device_;
+  const cuda::AllocationProp exportable_, plain_, fabric_;
+  std::mutex probing_;
+  std::optional<bool> has_fabric_;  // not known before the first use
+  enum class Exports { unknown, yes, no };
+  mutable std::atomic<Exports> exports_;
+  const cuda::PrimaryContext primary_;
+  const cuda::Context context_;
+  cuda::Peers peers_;
+  const cuda::OwnedStream out_, in_;
+  const std::shared_ptr<cuda::Events> events_;
 };
 
 int cuda_device_count();  // 0 without libcuda or without a visible device; never throws
@@ -115,6 +129,5 @@ std::unique_ptr<Driver> open_cuda_driver(int ordinal);
 // Memory that the CUDA driver allocates with its address, as cudaMalloc does. Throws DriverError.
 Address allocate_whole(int ordinal, std::size_t size);
 void free_whole(int ordinal, Address address);  // waits for the device's work
-std::unique_ptr<Driver> open_host_driver(std::size_t capacity);
 
 }  // namespace memsaver

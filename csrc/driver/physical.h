@@ -1,42 +1,53 @@
 // The physical memory of a device, for the broker: no context, no addresses, no mappings.
 //
-// A chunk is a descriptor here. The descriptor and each import of it hold the memory, which is free when the last of
-// them is closed (seen on an H200, driver 580: a process that called cuInit alone creates, exports and releases the
-// handle, and the descriptor holds the memory).
+// A chunk is a descriptor here, with its handle. Each of them holds the memory, and so does each import of it.
 #pragma once
 
 #include <cstddef>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "driver/driver.h"
+#include "driver/cuda_api.h"
 
 namespace memsaver {
 
 class PhysicalMemory {
  public:
-  virtual ~PhysicalMemory() = default;
-  virtual std::string uuid() = 0;
-  virtual std::size_t total_bytes() = 0;
-  virtual std::size_t free_bytes() = 0;      // by the system's figure; total_bytes() if there is none
-  virtual int create(std::size_t size) = 0;  // returns a descriptor. Throws ChunkUnavailable if the device is full
-  // Checks a descriptor of another process, and takes it over.
-  virtual void adopt(int file, std::size_t size) = 0;
-  virtual void close(int file) = 0;  // closes a descriptor of create() or adopt()
+  // Throws DriverError if its chunks cannot be exported. `name`: as of Driver.
+  PhysicalMemory(const cuda::Platform& platform, cuda::Device device, const std::string& name);
+  PhysicalMemory(const PhysicalMemory&) = delete;
+  PhysicalMemory& operator=(const PhysicalMemory&) = delete;
+
+  std::string uuid() const { return uuid_of(platform_, device_); }
+  std::size_t total_bytes() const { return total_memory(platform_.api, device_); }
+  std::size_t free_bytes() const;                 // by the system's figure; total_bytes() if there is none
+  std::optional<std::size_t> used_bytes() const;  // of the device, by the system's figure
+  int create(std::size_t size);                   // returns a descriptor. Throws ChunkUnavailable if the device is full
+  void adopt(int file, std::size_t size);         // takes over a descriptor of another process
+  void close(int file);                           // closes a descriptor of create() or adopt()
   // The processes that the system lists as computing on the device. It lists a dead process as long as its kernels may
   // run. Empty if the system provides no list.
-  virtual std::vector<int> compute_pids() = 0;
-  virtual std::vector<Driver::Holding> holdings() = 0;  // see Driver; empty if the system provides no list
-  virtual bool lists_all() const { return false; }      // as in Driver
-  virtual std::optional<std::size_t> used_bytes() = 0;  // of the device, by the system's figure
+  std::vector<int> compute_pids() const { return platform_.computing(device_); }
+  std::vector<cuda::Holding> holdings() const { return platform_.holdings(device_); }
+  bool lists_all() const { return platform_.lists_all; }  // as in Driver
   // Whether an MPS server runs the kernels of all clients. The exit of a client then does not end its kernels.
-  virtual bool under_mps() = 0;
+  bool under_mps() const;
+
+ private:
+  void keep(int file, cuda::AllocationHandle handle);
+
+  const cuda::Platform& platform_;
+  const cuda::Device device_;
+  const cuda::AllocationProp properties_;
+  std::mutex mutex_;
+  std::map<int, cuda::AllocationHandle> handles_;  // by descriptor
 };
 
 std::unique_ptr<PhysicalMemory> open_cuda_memory(int ordinal);
-std::unique_ptr<PhysicalMemory> open_host_memory(std::size_t capacity);
 std::string cuda_uuid(int ordinal);  // throws BadArgument if there is no such device; so does the next
 bool cuda_under_mps(int ordinal);
 

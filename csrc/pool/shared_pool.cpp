@@ -125,7 +125,7 @@ Chunk SharedPool::import(Grant grant) {
   }
   if (grant.file >= 0) {
     try {
-      handle = driver_.import_fd(grant.file, grant.size);
+      handle = driver_.import_fd(grant.file);
     } catch (...) {
       std::lock_guard lock(mutex_);
       give_back_locked(grant);

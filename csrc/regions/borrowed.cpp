@@ -28,7 +28,7 @@ void BorrowedMemory::map(Slot slot, int file) {
     throw BadArgument("a chunk of " + std::to_string(slot.size) + " bytes at " + std::to_string(slot.offset) +
                       " lies outside of the " + std::to_string(span_) + " bytes at " + std::to_string(first_));
   Driver& driver = *device_.driver;
-  Chunk chunk(driver, driver.import_fd(file, slot.size), slot.size, nullptr);
+  Chunk chunk(driver, driver.import_fd(file), slot.size, nullptr);
   map_or_not(driver, address_of(slot.offset), slot.size, chunk.handle());
   mapped_.push_back({slot, std::move(chunk)});
 }

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "host/calls.h"
+
 namespace memsaver {
 namespace {
 
@@ -19,7 +21,7 @@ std::size_t half_of_memory() {
 }
 
 std::unique_ptr<Driver> open_driver(const std::string& name, std::size_t host_bytes) {
-  if (name == "cpu") return open_host_driver(host_bytes);
+  if (name == "cpu") return std::make_unique<Driver>(host::platform(), host::open(host_bytes), name);
   constexpr std::string_view kCuda = "cuda:";
   if (name.starts_with(kCuda)) return open_cuda_driver(std::stoi(name.substr(kCuda.size())));
   throw BadArgument("device is '" + name + "', expected 'cpu' or 'cuda:N'");

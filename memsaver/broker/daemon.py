@@ -187,7 +187,8 @@ def _spawn(uuid: str, device: str, capacity: int | None, log: Path) -> subproces
     # The same modules as here, independent of the working directory.
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(map(os.path.abspath, sys.path)))
     if device == "cpu":
-        environment["MEMSAVER_HOST_DEVICE"] = uuid.rpartition("-")[2]  # the size identifies a device of the host driver
+        # The size identifies a device of the host driver. It is the last group of the UUID.
+        environment["MEMSAVER_HOST_DEVICE"] = str(int(uuid.rpartition("-")[2], 16))
     named = "cpu" if device == "cpu" else uuid
     arguments = [sys.executable, "-m", "memsaver", "broker", "--detach", "--device", named, "--linger", str(LINGER_S)]
     if capacity is not None:

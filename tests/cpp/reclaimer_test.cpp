@@ -57,9 +57,10 @@ TEST_CASE("reclaimer: freed memory comes back, and memory in use stays") {
 
 TEST_CASE("reclaimer: the rest is told while the device works, and at the end") {
   Region& region = fresh_region(Policy::none);
-  const std::size_t stream = test::driver().new_stream();
+  test::device();
+  const cuda::Stream stream = controls::new_stream();
   const Segment held(region, 8 * kMiB, 3);
-  test::driver().launch_touch(stream, reinterpret_cast<Address>(held.data()), held.size(), std::nullopt);
+  controls::launch_touch(stream, reinterpret_cast<Address>(held.data()), held.size(), kNever);
   held.free();
   Told told;
   test::device().reclaimer.request(told.tell());
@@ -68,7 +69,7 @@ TEST_CASE("reclaimer: the rest is told while the device works, and at the end") 
   CHECK(first.unused == 8 * kMiB);
   CHECK(first.why == "8.0 MiB on which the device still works");
   CHECK(region.mapped_bytes() >= 8 * kMiB);
-  test::driver().release_stream(stream);
+  controls::release_stream(stream);
   const Reclaimer::Rest last = told.last();
   CHECK(last.unused == 0);
   CHECK(last.why.empty());

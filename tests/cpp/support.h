@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "driver/host_driver.h"
+#include "controls.h"
 #include "transitions/transition.h"
 
 namespace memsaver::test {
@@ -49,7 +49,7 @@ inline Device& device() {
   return all.device("cpu");
 }
 
-inline HostDriver& driver() { return dynamic_cast<HostDriver&>(*device().driver); }
+inline Driver& driver() { return *device().driver; }
 
 // One chunk, mapped and accessible, for the length of a test.
 class Mapped {
@@ -79,8 +79,8 @@ class Mapped {
 // A fault armed for the length of a scope.
 class Armed {
  public:
-  explicit Armed(std::uint64_t nth, const std::string& kind = "error") { faults().arm(nth, kind); }
-  ~Armed() { faults().disarm(); }
+  explicit Armed(std::uint64_t nth, controls::Kind kind = controls::Kind::error) { controls::arm(nth, kind, ""); }
+  ~Armed() { controls::disarm(); }
   Armed(const Armed&) = delete;
   Armed& operator=(const Armed&) = delete;
 };

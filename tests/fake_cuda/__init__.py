@@ -9,11 +9,9 @@ The library is compiled on first use and kept under build/, by the text of its s
 
 =================== ================================================================================================
 devices             how many (1)
-memory              of each ("80GiB"); cost nothing until contents are written
+memory              of each ("80GiB"); costs nothing until contents are written
 adjacent            1: a reservation of addresses begins where the one before ends
-address_space       for all devices together ("128TiB"); beyond it cuMemAddressReserve fails with out of memory
 late                1: copies run when a thread waits for them, or when it has asked for their end once
-contents            0: no memory behind the addresses. Copies and kernels are checked, and move nothing
 active              "1,3": devices whose primary context another library of the process holds from the start
 peers               "all", "none", or pairs such as "0-1,2>3": which devices can access each other's memory, or one
                     the other's
@@ -27,15 +25,12 @@ pointers_by_version 1: cuGetProcAddress gives another pointer for another versio
 dies_whole          1: with one context all of the process die, and calls that need none fail as well
 granularity         of mappings, as the driver reports it ("2MiB")
 mig                 1: NVML lists the devices only as MIG-...
-mps                 1: attribute 133 is set
 numa                a number: the memory of device 0 is this NUMA node of the system, that of device 1 the next, ...
 numa_first          the first device of which this is so (0)
-host_node           the node that the driver reports as nearest (-1)
 no_nvml             1: NVML cannot be initialised
 occupied            bytes of each device that other processes and the driver have ("0")
 context             bytes of a context that this process has ("0"); without them it cannot be retained
 page_table          bytes that mappings take in each GiB of addresses ("0")
-pinnable            bytes of host memory that can be registered (no limit)
 freed_late          how many looks at free memory it takes until released memory is free (0)
 own_pid             the number under which NVML lists this process, as in a container (its own)
 processes           "0:4711:1024,...": device, pid and bytes that NVML lists beside this process

@@ -17,7 +17,6 @@ _u64, _int = ctypes.c_uint64, ctypes.c_int
 for _name, _result, _arguments in (
     ("fake_kill", None, [_int, _int]),
     ("fake_launch", _u64, [_int, _u64, ctypes.c_size_t, _int]),
-    ("fake_launch_elsewhere", _u64, [_int, _u64, ctypes.c_size_t, _int]),
     ("fake_finish", _int, [_u64]),
     ("fake_broken", ctypes.c_char_p, []),
     ("fake_run", _int, [_int, _u64, ctypes.c_size_t, _int]),
@@ -95,11 +94,6 @@ def kill(device: int, code: int = 700) -> None:
 def launch(device: int, address: int = 0, nbytes: int = 0, byte: int = 0) -> int:
     """Queues a kernel that runs until :func:`finish`, and then writes to a range, where one is given."""
     return int(_fake.fake_launch(device, address, nbytes, byte))
-
-
-def launch_elsewhere(device: int, address: int = 0, nbytes: int = 0, byte: int = 0) -> int:
-    """As :func:`launch`, in another context of the device than the primary one."""
-    return int(_fake.fake_launch_elsewhere(device, address, nbytes, byte))
 
 
 def broken() -> list[str]:

@@ -116,7 +116,7 @@ void Fake::drop_if_unused(const std::shared_ptr<Memory>& memory) {
   }
   if (memory->file >= 0)
     ::close(memory->file);
-  else if (contents)
+  else
     ::fallocate(file_of(memory->device), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory->offset,
                 static_cast<off_t>(memory->size));
 }
@@ -260,8 +260,8 @@ Result cuDeviceGetAttribute(int* value, int which, Device device) {
     case 110: *value = 1; break;
     case 130: *value = all.numa >= 0 && device >= all.numa_first; break;
     case 131: *value = all.numa >= 0 && device >= all.numa_first ? static_cast<int>(all.numa) + device : -1; break;
-    case 133: *value = all.mps; break;
-    case 134: *value = static_cast<int>(all.host_node); break;
+    case 133: *value = 0; break;
+    case 134: *value = -1; break;
     default: return codes::kInvalidValue;
   }
   return call.end();
@@ -387,7 +387,6 @@ Result cuMemAddressReserve(DevicePointer* address, std::size_t size, std::size_t
   FAKE_ENTER_ANY("cuMemAddressReserve");
   if (size == 0 || size % kGranularity != 0) return codes::kInvalidValue;
   alignment = std::max(alignment, kGranularity);
-  if (all.reserved_bytes + size > all.address_space) return codes::kOutOfMemory;
   if (all.adjacent) {  // one reservation begins where the one before ends
     if (all.next_adjacent == 0) {
       constexpr std::size_t kMost = std::size_t{8} << 40;
@@ -477,22 +476,20 @@ Result cuMemExportToShareableHandle(void* file, AllocationHandle handle, int typ
   if (memory.file < 0) {
     const int own = ::memfd_create(("fake-cuda-" + std::to_string(memory.device)).c_str(), MFD_CLOEXEC);
     if (own < 0 || ::ftruncate(own, static_cast<off_t>(memory.size)) != 0) return codes::kOutOfMemory;
-    if (all.contents) {
-      const int shared = all.file_of(memory.device);
-      void* from = ::mmap(nullptr, memory.size, PROT_READ, MAP_SHARED, shared, memory.offset);
-      void* to = ::mmap(nullptr, memory.size, PROT_READ | PROT_WRITE, MAP_SHARED, own, 0);
-      std::memcpy(to, from, memory.size);
-      ::munmap(from, memory.size);
-      ::munmap(to, memory.size);
-      ::fallocate(shared, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory.offset, static_cast<off_t>(memory.size));
-    }
+    const int shared = all.file_of(memory.device);
+    void* from = ::mmap(nullptr, memory.size, PROT_READ, MAP_SHARED, shared, memory.offset);
+    void* to = ::mmap(nullptr, memory.size, PROT_READ | PROT_WRITE, MAP_SHARED, own, 0);
+    std::memcpy(to, from, memory.size);
+    ::munmap(from, memory.size);
+    ::munmap(to, memory.size);
+    ::fallocate(shared, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory.offset, static_cast<off_t>(memory.size));
     struct stat status{};
     ::fstat(own, &status);
     memory.file = own;
     memory.offset = 0;
     memory.inode = status.st_ino;
     for (const auto& [address, mapping] : all.mapped)
-      if (mapping.memory.get() == &memory && all.contents)
+      if (mapping.memory.get() == &memory)
         ::mmap(at(address), mapping.size, mapping.access != 0 ? PROT_READ | PROT_WRITE : PROT_NONE,
                MAP_SHARED | MAP_FIXED, own, 0);
   }
@@ -554,11 +551,9 @@ Result cuMemMap(DevicePointer address, std::size_t size, std::size_t offset, All
       return codes::kOutOfMemory;
     ++all.page_tables[table];
   }
-  if (all.contents) {
-    const int file = memory->file >= 0 ? memory->file : all.file_of(memory->device);
-    if (::mmap(at(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, file, memory->offset) == MAP_FAILED)
-      return codes::kOutOfMemory;
-  }
+  const int file = memory->file >= 0 ? memory->file : all.file_of(memory->device);
+  if (::mmap(at(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, file, memory->offset) == MAP_FAILED)
+    return codes::kOutOfMemory;
   ++memory->mappings;
   all.mapped[address] = {size, memory};
   all.mapped_bytes += size;
@@ -582,7 +577,6 @@ Result cuMemSetAccess(DevicePointer address, std::size_t size, const AccessDesc*
       bits = access[i].flags == kAccessReadWrite ? bits | bit : bits & ~bit;
     }
   }
-  if (!all.contents) return call.end();
   const auto allowed = [](const auto& chunk) { return chunk->second.access != 0; };
   const bool alike = std::all_of(chunks.begin(), chunks.end(),
                                  [&](const auto& chunk) { return allowed(chunk) == allowed(chunks.front()); });
@@ -624,8 +618,7 @@ Result cuMemUnmap(DevicePointer address, std::size_t size) {
     size = chunks.back()->first + chunks.back()->second.size - address;
     code = 999;
   }
-  if (all.contents)
-    ::mmap(at(address), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  ::mmap(at(address), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   for (const auto& chunk : chunks) {
     const auto memory = chunk->second.memory;
     const auto table = all.page_tables.find({memory->device, chunk->first >> 30});
@@ -645,7 +638,6 @@ Result cuMemHostRegister(void* host, std::size_t size, unsigned) {
   if (next != all.registered.end() && next->first < begin + size) return codes::kAlreadyRegistered;
   if (next != all.registered.begin() && std::prev(next)->first + std::prev(next)->second > begin)
     return codes::kAlreadyRegistered;
-  if (size > all.pinnable - std::min(all.pinnable, all.registered_bytes)) return codes::kOutOfMemory;
   all.registered[begin] = size;
   all.registered_bytes += size;
   return call.end();
@@ -748,7 +740,6 @@ Result cuMemFree(DevicePointer address) {
 
 Result cuMemHostAlloc(void** host, std::size_t size, unsigned) {
   FAKE_ENTER_UNSAFE("cuMemHostAlloc");
-  if (size > all.pinnable - std::min(all.pinnable, all.registered_bytes)) return codes::kOutOfMemory;
   if (::posix_memalign(host, 4096, std::max(size, std::size_t{1})) != 0) return codes::kOutOfMemory;
   all.registered[static_cast<const std::byte*>(*host)] = size;
   all.registered_bytes += size;
@@ -961,20 +952,12 @@ Result fake_finish(std::uint64_t number) {
   if (kernel.size > 0 && kernel.context->dead == kSuccess) {
     if (!all.accessible(kernel.context->device, kernel.address, kernel.size))
       all.kill(*kernel.context, codes::kIllegalAddress);
-    else if (all.contents)
+    else
       std::memset(at(kernel.address), kernel.byte, kernel.size);
   }
   kernel.context->running.erase(number);
   all.changed.notify_all();
   return kernel.context->dead;
-}
-
-// Queues work that another context of the device has: no wait or mark of the primary context covers it.
-std::uint64_t fake_launch_elsewhere(int device, DevicePointer address, std::size_t size, int byte) {
-  const std::uint64_t number = fake_launch(device, address, size, byte);
-  const Lock lock(fake().mutex);
-  fake().contexts[device].running.erase(number);
-  return number;
 }
 
 // The names of the calls that broke captures, in order.

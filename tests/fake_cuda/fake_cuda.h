@@ -151,8 +151,6 @@ struct Fake {
   // How it behaves.
   const int devices = static_cast<int>(std::clamp(number_of("FAKE_CUDA_DEVICES", 1), 0L, long{kMostDevices}));
   const std::size_t total = bytes_of("FAKE_CUDA_MEMORY", "80GiB") / kGranularity * kGranularity;
-  const std::size_t address_space = bytes_of("FAKE_CUDA_ADDRESS_SPACE", "128TiB");
-  const bool contents = number_of("FAKE_CUDA_CONTENTS", 1) != 0;
   const bool late = number_of("FAKE_CUDA_LATE", 0) != 0;
   const bool adjacent = number_of("FAKE_CUDA_ADJACENT", 0) != 0;
   const bool record_event = number_of("FAKE_CUDA_NO_RECORD_EVENT", 0) == 0;
@@ -165,18 +163,15 @@ struct Fake {
   const bool pointers_by_version = number_of("FAKE_CUDA_POINTERS_BY_VERSION", 0) != 0;
   const bool dies_whole = number_of("FAKE_CUDA_DIES_WHOLE", 0) != 0;
   const bool mig = number_of("FAKE_CUDA_MIG", 0) != 0;
-  const bool mps = number_of("FAKE_CUDA_MPS", 0) != 0;
   const std::size_t granularity = bytes_of("FAKE_CUDA_GRANULARITY", "2MiB");  // that it reports
   const bool nvml = number_of("FAKE_CUDA_NO_NVML", 0) == 0;
   const long own_pid = number_of("FAKE_CUDA_OWN_PID", 0);
   const std::size_t occupied = bytes_of("FAKE_CUDA_OCCUPIED", "0");  // on each device, by others
   const std::size_t context_bytes = bytes_of("FAKE_CUDA_CONTEXT", "0");
   const std::size_t page_table = bytes_of("FAKE_CUDA_PAGE_TABLE", "0");
-  const std::size_t pinnable = bytes_of("FAKE_CUDA_PINNABLE", "1048576TiB");
   const long freed_late = number_of("FAKE_CUDA_FREED_LATE", 0);
   const long numa = number_of("FAKE_CUDA_NUMA", -1);  // the node of device 0's memory; the next ones follow
   const long numa_first = number_of("FAKE_CUDA_NUMA_FIRST", 0);
-  const long host_node = number_of("FAKE_CUDA_HOST_NODE", -1);
   const std::string peers = text_of("FAKE_CUDA_PEERS", "all");
   const std::string processes = text_of("FAKE_CUDA_PROCESSES", "");
   std::map<std::string, long> delays;  // microseconds

@@ -106,7 +106,6 @@ Act copy(Primary& context, void* to, const void* from, std::size_t size, bool to
     if ((to_device && !all.accessible(context.device, reinterpret_cast<DevicePointer>(to), size)) ||
         (from_device && !all.accessible(context.device, reinterpret_cast<DevicePointer>(from), size)))
       return codes::kIllegalAddress;
-    if (!all.contents) return kSuccess;
     lock.unlock();
     std::memmove(to, from, size);
     lock.lock();
@@ -241,7 +240,6 @@ Result cuMemsetD8Async(DevicePointer device, unsigned char byte, std::size_t siz
   Primary& context = *stream->context;
   const Act set = [=, &all, &context](Lock& lock) -> Result {
     if (!all.accessible(context.device, device, size)) return codes::kIllegalAddress;
-    if (!all.contents) return kSuccess;
     lock.unlock();
     std::memset(at(device), byte, size);
     lock.lock();

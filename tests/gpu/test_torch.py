@@ -14,6 +14,7 @@ import torch
 
 import memsaver
 from memsaver._torch import pools as torch_pools
+from tests import controls
 from tests.gpu.fixtures import Inside, Make, Neighbour
 from tests.support import MIB
 
@@ -105,11 +106,12 @@ def test_thousands_of_small_tensors_share_few_chunks(fresh: Make) -> None:
     with region:
         tensors = [torch.full((MIB // 2,), float(i), device="cuda") for i in range(count)]  # 2 MiB each
     assert region.mapped_bytes <= region.allocated_bytes * 1.05 + 64 * MIB
-    memsaver._core.faults_disarm()
+    controls.with_cuda()
+    controls.disarm()
     region.pause()
     region.resume()
     assert len(region._core.chunks) <= region.allocated_bytes // (256 * MIB) + 8 + 15
-    calls = memsaver._core.faults_calls()
+    calls = controls.calls()
     assert calls < count / 4, f"{calls} driver calls for a pause and a resume"
     assert all(bool((tensor == float(i)).all()) for i, tensor in enumerate(tensors))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import memsaver
+from tests import controls
 from tests.gpu.fixtures import Make, Neighbour
 from tests.support import GIB, MIB
 
@@ -111,7 +112,7 @@ def test_a_fault_at_every_driver_call_loses_nothing(fresh: Make, driver_free: Ca
     out, into = fresh("out", "host"), fresh("in", "host")
     first, second = out.empty((40 * MIB,)).fill_(1), into.empty((70 * MIB,)).fill_(2)
     into.pause()
-    core = memsaver._core
+    controls.with_cuda()
     moves = {
         "pause": (lambda: out.pause(), lambda: out.resume()),
         "switch": (
@@ -120,26 +121,26 @@ def test_a_fault_at_every_driver_call_loses_nothing(fresh: Make, driver_free: Ca
         ),
     }
     for move, back in moves.values():
-        core.faults_disarm()
+        controls.disarm()
         move()
-        calls = core.faults_calls()
+        calls = controls.calls()
         back()
         for kind in ("error", "memory"):
             for nth in range(1, calls + 1):
-                core.faults_arm(nth, kind)
+                controls.arm(nth, kind)
                 try:
                     move()
                 except memsaver.Error:
-                    core.faults_disarm()
+                    controls.disarm()
                     move()
                 finally:
-                    core.faults_disarm()
+                    controls.disarm()
                 back()
                 assert bool((first == 1).all()), (kind, nth)
     into.resume()
     assert bool((second == 2).all())
-    free, lost = driver_free(), core.unreleased_bytes()  # by faults of releases, which are not repeated
+    free, lost = driver_free(), memsaver._core.unreleased_bytes()  # by faults of releases, which are not repeated
     memsaver.pause([out.tag, into.tag])
     assert out.mapped_bytes == into.mapped_bytes == 0
     assert driver_free() >= free + 440 * MIB
-    assert core.unreleased_bytes() == lost
+    assert memsaver._core.unreleased_bytes() == lost

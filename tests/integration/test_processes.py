@@ -160,7 +160,7 @@ def test_a_chunk_crosses_to_another_process_by_descriptor(peer: Peer) -> None:
     file = driver.export_fd(handle)
     peer.run("import os, ctypes; driver = _core.open_driver('cpu')")
     peer.run(f"file = os.open('/proc/{os.getpid()}/fd/{file}', os.O_RDWR)")
-    peer.run("handle = driver.import_fd(file, 2 << 20); os.close(file); address = driver.reserve(2 << 20)")
+    peer.run("handle = driver.import_fd(file); os.close(file); address = driver.reserve(2 << 20)")
     peer.run("driver.map(address, 2 << 20, handle); driver.allow(address, 2 << 20)")
     peer.run("ctypes.memset(address, 77, 2 << 20)")
     os.close(file)

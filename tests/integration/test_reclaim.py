@@ -99,16 +99,17 @@ def test_free_blocks_of_torch_come_back_when_the_gil_is_free(
 
 def test_blocks_come_only_after_the_queued_work(broker: Running, engine: Worker, trainer: Worker) -> None:
     trainer.run(CACHED)
-    trainer.run("stream = _core.host_stream_create(); [address] = [begin for begin, _ in region._core.live()]")
-    trainer.run(f"_core.host_stream_touch(stream, address, {MOST}, None)")
+    trainer.run("from tests import controls; stream = controls.stream_create()")
+    trainer.run("[address] = [begin for begin, _ in region._core.live()]")
+    trainer.run(f"controls.stream_touch(stream, address, {MOST}, None)")
     engine.send(RESUME)
     until(lambda: "still works" in broker.row(trainer.pid)["unused_why"])
     assert mapped(trainer) >= MOST
     [wait] = broker.row(engine.pid)["waiting"]
     assert wait["needed_bytes"] >= MOST
-    trainer.run("_core.host_stream_release(stream)")
+    trainer.run("controls.stream_release(stream)")
     engine.answer()
-    assert trainer.run("print(_core.host_context_lost())") == "False"
+    assert trainer.run("print(controls.context_lost())") == "False"
 
 
 def test_blocks_of_tensors_stay(engine: Worker, trainer: Worker) -> None:
@@ -149,8 +150,8 @@ def test_an_allocation_gets_what_others_cache(engine: Worker, trainer: Worker) -
 def test_an_allocation_waits_for_queued_work_of_others(engine: Worker, trainer: Worker) -> None:
     """It waits at most a second, which the messages alone may take on a loaded machine. Then torch would ask again."""
     trainer.run(CACHED)
-    trainer.run("stream = _core.host_stream_create(); [address] = [begin for begin, _ in region._core.live()]")
-    trainer.run(f"_core.host_stream_touch(stream, address, {MOST}, 0.2)")
+    trainer.run("stream = controls.stream_create(); [address] = [begin for begin, _ in region._core.live()]")
+    trainer.run(f"controls.stream_touch(stream, address, {MOST}, 0.2)")
     engine.run("more = Hooks(memsaver.region('more', 'cpu'))")
     until(lambda: engine.run(f"print(more.alloc({128 * MIB}))") != "None", within_s=20)
 
@@ -218,8 +219,9 @@ def test_a_pool_in_use_stays(broker: Running, engine: Worker, trainer: Worker) -
 
 def test_a_waiting_call_says_from_whom_it_waits_for_what(broker: Running, engine: Worker, trainer: Worker) -> None:
     trainer.run(CACHED)
-    trainer.run("stream = _core.host_stream_create(); [address] = [begin for begin, _ in region._core.live()]")
-    trainer.run(f"_core.host_stream_touch(stream, address, {MOST}, None)")
+    trainer.run("from tests import controls; stream = controls.stream_create()")
+    trainer.run("[address] = [begin for begin, _ in region._core.live()]")
+    trainer.run(f"controls.stream_touch(stream, address, {MOST}, None)")
     engine.run("import logging, threading; records = []; handler = logging.Handler()")
     engine.run("handler.emit = lambda record: records.append(record.getMessage())")
     engine.run("logging.getLogger('memsaver').addHandler(handler); logging.getLogger('memsaver').setLevel('INFO')")
@@ -244,7 +246,7 @@ def test_a_waiting_call_says_from_whom_it_waits_for_what(broker: Running, engine
     [row] = json.loads(engine.run("print(json.dumps(repickled(result[0]).unused))"))
     assert (row[0], row[2]) == (trainer.pid, MOST)
     assert engine.run(f"print({pools}.waiting_bytes, {pools}.holds_up)") == "0 []"
-    trainer.run("_core.host_stream_release(stream)")
+    trainer.run("controls.stream_release(stream)")
 
 
 # Messages

@@ -19,15 +19,12 @@ from tests.support import run_clean
 ROOT = Path(__file__).resolve().parents[2]
 
 # C++: a file includes headers of its own folder and of the folders before it. Within a folder there are no circles.
-FOLDERS = ["base", "driver", "memory", "backup", "pool", "regions", "transitions", "torch", "bindings"]
+FOLDERS = ["base", "driver", "host", "memory", "backup", "pool", "regions", "transitions", "torch", "bindings"]
 APART = "preload"  # a library of its own: it includes its own headers alone, and no other file includes them
 # Headers that only these files include.
 PRIVATE = {
-    "cuda_api": {"cuda_driver", "cuda_imports", "cuda_peers", "cuda_physical", "intercepted_calls", "counted_calls"},
-    "cuda_imports": {"cuda_driver"}, "cuda_peers": {"cuda_driver"},
-    "host_ledger": {"host_driver", "host_addresses", "host_chunk"},
-    "host_chunk": {"host_driver", "host_addresses", "host_physical"}, "host_addresses": {"host_driver"},
-    "host_stream": {"host_driver"}, "host_driver": {"driver_bindings"},
+    "contexts": {"driver"}, "physical": {"broker_bindings", "pool_bindings"},
+    "calls": {"core", "broker_bindings"}, "addresses": {"calls"}, "ledger": {"addresses", "calls"}, "stream": {"calls"},
     "host_backup": {"transfer"}, "disk_backup": {"transfer", "device"},
     "host_memory": {"pinned_memory", "process_bindings"},
     "link": {"pool_request", "shared_pool", "shared_pool_thread"}, "pool_request": {"shared_pool"},
@@ -36,22 +33,23 @@ PRIVATE = {
 # The files that may make a system call: device memory only in the drivers, host memory in backups and the ledger.
 SYSTEM = {
     r"\bcu(?:Mem|Ctx|Device|Stream|Event|Init)\w*": {
+        "calls",
+        "contexts",
         "cuda_api",
-        "cuda_driver",
-        "cuda_peers",
-        "cuda_physical",
+        "driver",
         "intercepted_calls",
+        "physical",
     },
     r"\bnvml[A-Z]\w*": {"cuda_api"},
     r"\bdlopen\b": {"cuda_api", "libraries", "intercepted_calls"},
-    r"\bmemfd_create\b": {"host_chunk"},
-    r"\bMAP_FIXED\b": {"pinned_memory", "host_addresses"},
-    r"\bmmap\(": {"pinned_memory", "host_addresses", "host_ledger"},
+    r"\bmemfd_create\b": {"addresses"},
+    r"\bMAP_FIXED\b": {"pinned_memory", "addresses"},
+    r"\bmmap\(": {"pinned_memory", "addresses", "ledger"},
     r"\bp(?:read|write)\b": {"files"},
     r"\bstd::thread\b": {
         "pinned_memory",
         "threads",
-        "host_stream",
+        "stream",
         "disk_backup",
         "resting",
     }

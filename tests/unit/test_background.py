@@ -14,6 +14,7 @@ import torch
 
 import memsaver
 from memsaver import _core
+from tests import controls
 from tests.support import MIB, Block, Fill, blocks, free_bytes, host_held_bytes, host_used_bytes, run_clean, until
 
 Make = Callable[..., memsaver.Region]
@@ -205,9 +206,9 @@ def test_contents_discarded_by_a_failed_pause_are_named_by_the_next_error(make: 
     for _ in range(25):
         hold = guard(region)
         pause, resume = region.pause(wait=False), region.resume(wait=False)
-        _core.faults_arm(2)  # synchronize, unmap
+        controls.arm(2)  # synchronize, unmap
         hold.release()
-        with pytest.raises(memsaver.DriverError, match="unmap") as caught:
+        with pytest.raises(memsaver.DriverError, match="cuMemUnmap") as caught:
             pause.result()
         assert resume.result().resumed == (region.tag,)
         assert caught.value.discarded == (region.tag,)
@@ -558,12 +559,12 @@ def test_an_interrupt_does_not_replace_an_error(make: Make) -> None:
 
     outcomes = set()
     for nth in range(1, 15):
-        _core.faults_arm(nth)
+        controls.arm(nth)
         try:
             region.resume(progress=interrupt)
         except (memsaver.Error, KeyboardInterrupt) as raised:
             outcomes.add((type(raised).__name__, region.state))
-        _core.faults_disarm()
+        controls.disarm()
         region.resume()
         block.check()
         region.pause()

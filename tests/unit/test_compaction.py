@@ -13,6 +13,7 @@ import pytest
 
 import memsaver
 from memsaver import _core
+from tests import controls
 from tests.support import (
     GIB,
     KIB,
@@ -109,9 +110,9 @@ def test_trim_does_not_move_a_dense_region(make: Make) -> None:
     region = make()
     held = blocks(region, [20 * MIB] * 5)
     chunks = region._core.chunks
-    _core.faults_disarm()
+    controls.disarm()
     memsaver.trim(region.tag)
-    assert _core.faults_calls() == 1  # the mark that is waited for
+    assert controls.calls() == 1  # the mark that is waited for
     assert region._core.chunks == chunks
     held[0].check()
 
@@ -183,15 +184,15 @@ def test_a_trim_waits_for_guarded_launches(make: Make) -> None:
 def test_work_that_was_queued_while_a_trim_waited_for_a_launch_is_waited_for(make: Make) -> None:
     region = make()
     held = with_holes(region)
-    stream = _core.host_stream_create()
+    stream = controls.stream_create()
     assert _core.acquire([region._core]) is None
     with ThreadPoolExecutor(1) as threads:
         trimmed = threads.submit(memsaver.trim, region.tag)
         until(lambda: region.state == "pausing")  # it has waited for the device once
-        _core.host_stream_write(stream, held[0].address, 100, 7)
+        controls.stream_write(stream, held[0].address, 100, 7)
         _core.release([region._core])
         assert not wait([trimmed], timeout=0.3).done
-        _core.host_stream_release(stream)
+        controls.stream_release(stream)
         trimmed.result()
     assert region.mapped_bytes <= bound(region)
     held[0].expected[:100] = 7

@@ -18,6 +18,7 @@ import pytest
 import memsaver
 from memsaver import _core, errors
 from memsaver.config import parse_size
+from tests import controls
 from tests.support import GIB, MIB, PAGE, Fill, blocks, run_clean, run_python
 
 HAS_RAY = find_spec("ray") is not None
@@ -57,7 +58,7 @@ def test_the_process_never_prints(capfd: pytest.CaptureFixture[str], make: Make)
     with pytest.raises(memsaver.RegionPausedError):
         region.empty(1)
     region.resume()
-    _core.faults_arm(1)
+    controls.arm(1)
     with pytest.raises(memsaver.DriverError):
         region.pause()
     memsaver.stats()
@@ -157,10 +158,10 @@ def test_wrong_arguments_are_refused_before_anything_changes(
 ) -> None:
     region = make("host")
     held = blocks(region, [MIB])
-    _core.faults_disarm()
+    controls.disarm()
     with pytest.raises(kind):
         call(region.tag)
-    assert _core.faults_calls() == 0
+    assert controls.calls() == 0
     assert region.state == "active"
     held[0].check()
 
@@ -213,7 +214,7 @@ def test_wrong_bounds_are_refused_by_name_before_anything_changes(
             (partial(actor.colocated_prepare, [region.tag]), READERS),
             (partial(actor.resume, other.tag), MEMORY),
         ]
-    _core.faults_disarm()
+    controls.disarm()
     for call, names in calls:
         for name in names:
             with pytest.raises(kind, match=f"^{name} is {re.escape(repr(value))}, expected seconds"):
@@ -221,7 +222,7 @@ def test_wrong_bounds_are_refused_by_name_before_anything_changes(
             if name == "reader_timeout":
                 with pytest.raises(TypeError, match=f"^{name} is None, expected seconds"):
                     call(**{name: None})
-    assert _core.faults_calls() == 0
+    assert controls.calls() == 0
     assert (region.state, other.state) == ("active", "paused")
     held[0].check()
 
@@ -298,7 +299,7 @@ def test_errors_of_the_core_pickle_whole(make: Make) -> None:
         raised.append(caught.value)
 
     note(lambda: region._core.allocate_array(4 * GIB))
-    _core.faults_arm(1)
+    controls.arm(1)
     note(lambda: region._core.allocate_array(1))
     region.pause()
     note(lambda: region._core.allocate_array(1))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fake_cuda import environment, run_on_fake
-from tests.support import GIB, ROOT
-from tests.support import environment as with_paths
+from tests.fake_cuda import run_on_fake
+from tests.support import GIB
 
 # Every program begins so.
 PRELUDE = """
@@ -38,39 +35,6 @@ def refused(call, kind=memsaver.DriverError):
 
 def run(source: str, /, **options: Any) -> str:
     return run_on_fake(PRELUDE + textwrap.dedent(source), **options)
-
-
-# The fake itself
-
-
-def test_the_fake_passes_the_conformance_suite() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cuda:0", "tests/unit/test_driver.py"],
-        env=with_paths(**environment(memory="1GiB")),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout and "skipped" not in done.stdout
-
-
-def test_contents_survive_pauses_on_every_device() -> None:
-    run(
-        """
-        regions = [memsaver.region("a", device=f"cuda:{device}", backup="host") for device in range(8)]
-        held = [Segment(region, nbytes, seed=nbytes) for region in regions for nbytes in (5 * MIB, 700, 40 * MIB)]
-        for _ in range(2):
-            memsaver.pause()
-            assert all(control.used_bytes(device) == 0 for device in range(8))
-            memsaver.resume()
-            for segment in held:
-                segment.check()
-        """,
-        devices=8,
-        memory="288GiB",
-    )
 
 
 @pytest.mark.parametrize(
@@ -138,23 +102,6 @@ def test_each_segment_has_one_handle_with_all_types_that_the_driver_makes(option
     )
 
 
-def test_a_large_device_takes_no_host_memory_before_writes() -> None:
-    run(
-        """
-        import psutil
-        before = psutil.Process().memory_info().rss
-        region = memsaver.region("a", device="cuda:0")
-        held = [region._core.allocate_array(32 * GIB) for _ in range(8)]
-        assert control.used_bytes() >= 256 * GIB
-        region.pause()
-        assert control.used_bytes() == 0
-        region.resume()
-        assert psutil.Process().memory_info().rss - before < 100 * MIB
-        """,
-        memory="288GiB",
-    )
-
-
 def test_a_pause_waits_for_a_kernel_that_writes() -> None:
     """A kernel whose memory is gone when it ends would end the context."""
     run("""
@@ -171,32 +118,6 @@ def test_a_pause_waits_for_a_kernel_that_writes() -> None:
         segment.expected[:100] = 7
         segment.check()
     """)
-
-
-def test_a_kernel_without_access_ends_its_context() -> None:
-    run("""
-        region = memsaver.region("a", device="cuda:0")
-        segment = Segment(region, PAGE, seed=1)
-        assert control.kernel(0, segment.address, 100) == 0
-        assert control.kernel(0, segment.address, PAGE + 1) == 700
-        error = refused(lambda: _core.open_driver("cuda:0").synchronize())
-        assert (error.call, error.code) == ("cuCtxSynchronize", 700)
-    """)
-
-
-def test_addresses_are_those_of_one_process() -> None:
-    run(
-        """
-        drivers = [_core.open_driver(f"cuda:{device}") for device in range(2)]
-        drivers[0].reserve(3 << 40)
-        assert refused(lambda: drivers[1].reserve(2 << 40)).code == 2
-        address = drivers[1].reserve(1 << 40)
-        drivers[1].unreserve(address, 1 << 40)
-        drivers[0].reserve(1 << 40)
-        """,
-        devices=2,
-        address_space="4TiB",
-    )
 
 
 # Contexts that died
@@ -1262,21 +1183,6 @@ segments[0].check()
     )
 
 
-def test_no_lock_is_held_while_marks_end() -> None:
-    """A pause frees segments that rest, and ends the last reference of their mark."""
-    run(
-        MEANWHILE
-        + """
-small.resume()
-with control.held("cuEventDestroy"):
-    segments.clear()
-    pause = pool.submit(small.pause)
-    returns(lambda: small.allocated_bytes)
-    pause.result(timeout=20)
-"""
-    )
-
-
 def test_no_lock_is_held_while_peers_get_access() -> None:
     """Of tagged regions, in which programs with a preloaded library allocate."""
     run(
@@ -1388,55 +1294,6 @@ def test_neighbours_are_copied_as_one(tmp_path: Path, backup: str) -> None:
     """)
 
 
-# The rules of CUDA that the fake keeps
-
-
-def test_marks_and_unsafe_calls_break_captures_by_their_modes() -> None:
-    """A thread in relaxed mode may make unsafe calls. A mark or a wait of the context breaks every capture of it."""
-    run("""
-        import threading
-        cu = ctypes.CDLL("libcuda.so.1")
-        driver = _core.open_driver("cuda:0")
-        context, graph = ctypes.c_void_p(), ctypes.c_void_p()
-        assert cu.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
-        assert cu.cuCtxPushCurrent(context) == 0
-        stream, event, other = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        assert cu.cuStreamCreate(ctypes.byref(stream), 1) == 0
-        assert cu.cuEventCreate(ctypes.byref(event), 2) == 0 == cu.cuEventCreate(ctypes.byref(other), 2)
-        assert cu.cuEventRecord(event, stream) == 0
-        GLOBAL, THREAD, RELAXED = 0, 1, 2
-
-        def in_thread(mode, act):
-            found = []
-            def work():
-                assert cu.cuCtxPushCurrent(context) == 0
-                assert cu.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(mode))) == 0
-                found.append(act())
-            thread = threading.Thread(target=work)
-            thread.start(), thread.join()
-            return found[0]
-
-        def capture(mode, act):
-            assert cu.cuStreamBeginCapture(stream, mode) == 0
-            return act(), cu.cuStreamEndCapture(stream, ctypes.byref(graph))
-
-        query = lambda: cu.cuEventQuery(event)
-        assert capture(GLOBAL, query) == (900, 901) == capture(THREAD, query)
-        assert capture(RELAXED, query) == (0, 0)
-        assert capture(GLOBAL, lambda: in_thread(GLOBAL, query)) == (900, 901)
-        assert capture(GLOBAL, lambda: in_thread(THREAD, query)) == (0, 0)
-        assert capture(THREAD, lambda: in_thread(GLOBAL, query)) == (0, 0)
-        assert capture(GLOBAL, lambda: in_thread(RELAXED, query)) == (0, 0)
-        assert control.broken() == ["cuEventQuery"] * 3
-        for act in (lambda: cu.cuCtxSynchronize(), lambda: cu.cuCtxRecordEvent(context, other)):
-            assert capture(RELAXED, act) == (900, 901)
-        assert capture(RELAXED, lambda: cu.cuStreamSynchronize(stream)) == (900, 901)
-        assert capture(RELAXED, lambda: cu.cuEventRecord(other, stream) or cu.cuEventQuery(other)) == (907, 901)
-        assert capture(GLOBAL, lambda: driver.memory() and 0) == (0, 0)
-        assert cu.cuStreamEndCapture(stream, ctypes.byref(graph)) == 401
-    """)
-
-
 def test_a_pause_beside_a_capture_that_nobody_announced_breaks_it() -> None:
     run("""
         cu = ctypes.CDLL("libcuda.so.1")
@@ -1455,28 +1312,6 @@ def test_a_pause_beside_a_capture_that_nobody_announced_breaks_it() -> None:
     """)
 
 
-@pytest.mark.parametrize("backup", ["host", "disk"])
-def test_contents_return_where_copies_end_late(tmp_path: Path, backup: str) -> None:
-    """A copy that meets unmapped memory ends the context."""
-    run(
-        f"""
-        memsaver.configure(disk_dir={str(tmp_path)!r})
-        regions = [memsaver.region(name, device="cuda:0", backup={backup!r}) for name in "ab"]
-        segments = [Segment(region, size, seed=size) for region in regions for size in (700, 5 * MIB, 100 * MIB)]
-        held = [Segment(regions[0], 3 * MIB) for _ in range(20)]
-        del held[::2]
-        memsaver.trim()
-        for _ in range(2):
-            memsaver.pause("a")
-            memsaver.switch(pause="b", resume="a")
-            memsaver.resume()
-            for segment in segments:
-                segment.check()
-        """,
-        late=1,
-    )
-
-
 def test_released_memory_that_is_free_only_later_serves_an_allocation() -> None:
     run(
         """
@@ -1489,37 +1324,6 @@ def test_released_memory_that_is_free_only_later_serves_an_allocation() -> None:
         """,
         memory="1GiB",
         freed_late=3,
-    )
-
-
-def test_a_device_without_memory_for_page_tables_is_full() -> None:
-    run(
-        """
-        region = memsaver.region("a", device="cuda:0", backup="host")
-        segment = Segment(region, 100 * MIB, seed=1)
-        driver, handles = _core.open_driver("cuda:0"), []
-        refused(lambda: [handles.append(driver.create(PAGE)) for _ in range(600)], memsaver.DriverError)
-        refused(lambda: Segment(region, 2 << 30), memsaver.OutOfMemoryError)
-        for handle in handles:
-            driver.release(handle)
-        region.pause(), region.resume()
-        segment.check()
-        """,
-        memory="1GiB",
-        page_table="2MiB",
-    )
-
-
-def test_pinned_memory_is_limited() -> None:
-    run(
-        """
-        region = memsaver.region("a", device="cuda:0", backup="host")
-        segment = Segment(region, 100 * MIB, seed=1)
-        refused(region.pause, memsaver.BackupError)
-        assert region.state == "active"
-        segment.check()
-        """,
-        pinnable="64MiB",
     )
 
 
@@ -1550,28 +1354,6 @@ def test_a_table_with_other_pointers_than_those_of_the_core_is_refused() -> None
         assert reason.startswith("the table has no cu"), reason
         """,
         pointers_by_version=1,
-    )
-
-
-def test_work_of_another_context_is_not_waited_for() -> None:
-    """Marks and waits cover the primary context, as the documentation says."""
-    run("""
-        region = memsaver.region("a", device="cuda:0")
-        segment = Segment(region, PAGE)
-        kernel = control.launch_elsewhere(0, segment.address, 100)
-        region.pause()
-        assert control.finish(kernel) == 700
-    """)
-
-
-def test_a_context_that_does_not_fit_is_an_error() -> None:
-    run(
-        """
-        assert refused(lambda: _core.open_driver("cuda:0"), Exception) is not None
-        assert control.retained(0) == 0
-        """,
-        memory="256MiB",
-        context="300MiB",
     )
 
 

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 import pytest
 
 import memsaver
-from memsaver import _core, _results
+from memsaver import _results
 from memsaver.errors import gib
+from tests import controls
 from tests.support import (
     MIB,
     PAGE,
@@ -243,7 +244,7 @@ def test_an_error_in_an_allocation_says_which_call(make: Make, kind: str) -> Non
     Block(region, 100)  # from here on the region has addresses
     raised = []
     for nth in range(1, 4):
-        _core.faults_arm(nth, kind)
+        controls.arm(nth, kind)
         try:
             region.empty(100)
         except memsaver.Error as error:
@@ -251,10 +252,25 @@ def test_an_error_in_an_allocation_says_which_call(make: Make, kind: str) -> Non
         assert region.allocated_bytes == 0 and region.mapped_bytes == 0
     expected = memsaver.DriverError if kind == "error" else memsaver.OutOfMemoryError
     assert isinstance(raised[0], expected)
-    assert [error.call for error in raised[1:] if isinstance(error, memsaver.DriverError)] == ["map", "allow"]
+    assert [error.call for error in raised[1:] if isinstance(error, memsaver.DriverError)] == [
+        "cuMemMap",
+        "cuMemSetAccess",
+    ]
 
 
-MADE = ["create", "allow", "record", "copy_out", "copy_in", "mark", "wait", "map", "unmap", "release", "pin"]
+MADE = [
+    "cuCtxRecordEvent",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuMemCreate",
+    "cuMemHostRegister",
+    "cuMemMap",
+    "cuMemRelease",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemcpyDtoHAsync",
+    "cuMemcpyHtoDAsync",
+]
 
 
 @pytest.mark.parametrize("call", MADE)
@@ -278,7 +294,7 @@ def test_a_call_that_takes_effect_and_reports_an_error_loses_nothing(make: Make,
         region.pause()
         assert region.mapped_bytes == 0
         region.resume()
-    assert failures > 0 or call in ("unmap", "release")  # which count as made
+    assert failures > 0 or call in ("cuMemUnmap", "cuMemRelease")  # which count as made
     held.clear()
     del block
     ledger.check()
@@ -287,14 +303,20 @@ def test_a_call_that_takes_effect_and_reports_an_error_loses_nothing(make: Make,
 @pytest.mark.isolated
 @pytest.mark.parametrize(
     ("call", "backup"),
-    [("record", "none"), ("copy_out", "host"), ("unmap", "none"), ("map", "host"), ("copy_in", "host")],
+    [
+        ("cuCtxRecordEvent", "none"),
+        ("cuMemcpyDtoHAsync", "host"),
+        ("cuMemUnmap", "none"),
+        ("cuMemMap", "host"),
+        ("cuMemcpyHtoDAsync", "host"),
+    ],
 )
 def test_a_context_that_dies_in_a_transition_leaves_the_region_lost(make: Make, call: str, backup: str) -> None:
     region, other = make(backup), make(backup)
     held = with_a_gap(region)
-    if call in ("map", "copy_in"):
+    if call in ("cuMemMap", "cuMemcpyHtoDAsync"):
         region.pause()
-    _core.faults_arm(1, "lost", call)
+    controls.arm(1, "lost", call)
     with pytest.raises(memsaver.DriverError) as caught:
         region.pause() if region.state == "active" else region.resume()
     assert (caught.value.call, caught.value.code) == (call, 700)
@@ -309,9 +331,9 @@ def test_a_free_whose_kth_call_fails_leaves_nothing_behind(make: Make, ledger: L
     region = make()
     for nth in range(1, 4):
         block = Block(region, 3 * MIB)
-        _core.faults_arm(nth)
+        controls.arm(nth)
         del block
-        _core.faults_disarm()
+        controls.disarm()
         assert region.allocated_bytes == 0
         region.pause()
         assert region.mapped_bytes == 0
@@ -322,12 +344,12 @@ def test_a_free_whose_kth_call_fails_leaves_nothing_behind(make: Make, ledger: L
 def test_a_chunk_that_a_free_could_not_unmap_is_used_again(make: Make, ledger: Ledger) -> None:
     region = make()
     block = Block(region, PAGE)
-    _core.faults_arm(2)  # record, unmap
+    controls.arm(2)  # record, unmap
     del block
     assert (region.allocated_bytes, region.mapped_bytes) == (0, PAGE)
-    _core.faults_disarm()
+    controls.disarm()
     again = Block(region, PAGE)
-    assert (_core.faults_calls(), region.mapped_bytes) == (0, PAGE)
+    assert (controls.calls(), region.mapped_bytes) == (0, PAGE)
     del again
     ledger.check()
 
@@ -354,11 +376,11 @@ def test_a_half_paused_region_whose_contents_are_kept_is_not_named_as_discarded(
     held = with_a_gap(region)
     for error in Sweep("error", region.pause):
         if region.state == "paused" and region.mapped_bytes > 0:
-            _core.faults_arm(2)  # synchronize, unmap
-            with pytest.raises(memsaver.DriverError, match="unmap") as caught:
+            controls.arm(2)  # synchronize, unmap
+            with pytest.raises(memsaver.DriverError, match="cuMemUnmap") as caught:
                 region.pause(backup="none")  # its backup was made before: nothing is given up
             assert caught.value.discarded == ()
-            _core.faults_disarm()
+            controls.disarm()
         elif error is not None:
             assert error.discarded == ()
         region.resume()
@@ -373,7 +395,7 @@ def test_a_release_that_fails_is_counted_and_not_tried_again(
     monkeypatch.setattr(_results, "_is_logged", False)
     region = make()
     block = Block(region, PAGE)
-    _core.faults_arm(3)  # record, unmap, release
+    controls.arm(3)  # record, unmap, release
     del block
     assert region.mapped_bytes == 0
     for _ in range(2):
@@ -392,7 +414,7 @@ def test_host_memory_that_cannot_be_pinned_is_an_error_before_anything(make: Mak
     memsaver.release_host_memory()
     held_bytes = memsaver.stats().devices["cpu"].host_held_bytes
     held = blocks(region, [5 * MIB])
-    _core.faults_arm(2)  # synchronize, pin
+    controls.arm(2)  # synchronize, pin
     with pytest.raises(memsaver.BackupError, match="injected") as caught:
         region.pause()
     assert (caught.value.needed_bytes, caught.value.held_bytes) == (5 * MIB, held_bytes)
@@ -407,9 +429,9 @@ def test_host_memory_that_cannot_be_pinned_is_an_error_before_anything(make: Mak
 
 
 def test_a_region_whose_addresses_are_refused_can_be_asked_for_again(tag: str) -> None:
-    _core.faults_arm(1)
+    controls.arm(1)
     region = memsaver.region(tag, device="cpu")  # takes no addresses before it needs them
-    with pytest.raises(memsaver.DriverError, match="reserve"):
+    with pytest.raises(memsaver.DriverError, match="cuMemAddressReserve"):
         Block(region, 100)
     assert region.allocated_bytes == 0
     Block(region, 100).check()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import _core
+from tests import controls
 from tests.support import (
     KIB,
     MIB,
@@ -91,9 +91,9 @@ def test_later_pauses_of_a_frozen_region_only_wait_and_unmap(freeze: Freeze) -> 
     region.resume()
     chunks, used, holds, files = len(region._core.chunks), host_used_bytes(), host_held_bytes(), descriptors()
     memsaver.configure(host_limit=0)
-    _core.faults_disarm()
+    controls.disarm()
     region.pause()
-    assert _core.faults_calls() <= 2 + chunks  # wait, unmap, and a release each
+    assert controls.calls() <= 2 + chunks  # wait, unmap, and a release each
     assert (host_used_bytes(), host_held_bytes()) == (used, holds)
     region.resume()
     assert descriptors() == files

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import memsaver
-from memsaver import _core, _guests
+from memsaver import _guests
 from memsaver.transitions import prepare_pause
+from tests import controls
 from tests.support import MIB, Block, host_held_bytes, host_used_bytes
 
 Make = Callable[..., memsaver.Region]
@@ -226,10 +227,10 @@ def test_guests_stay_away_if_memory_is_short_in_a_resume(make: Make, visit: Visi
     block = Block(region, 8 * MIB)
     visit("guest", region.tag)
     region.pause()
-    _core.faults_arm(1)
+    controls.arm(1)
     with pytest.raises(memsaver.Error):
         region.resume()
-    _core.faults_disarm()
+    controls.disarm()
     assert moves(calls) == ["guest leave"]
     region.resume()
     assert moves(calls) == ["guest leave", "guest come back"]
@@ -256,10 +257,10 @@ def test_failed_resume_leaves_its_tag_paused(make: Make, visit: Visit, calls: li
     held = Block(first, 8 * MIB)
     visit("guest", [first.tag, second.tag])
     first.pause()
-    _core.faults_arm(1)
+    controls.arm(1)
     with pytest.raises(memsaver.Error):
         first.resume()
-    _core.faults_disarm()
+    controls.disarm()
     assert first.state == "paused"
     second.pause()
     assert moves(calls) == ["guest leave"]
@@ -297,10 +298,10 @@ def test_guest_stays_away_after_a_pause_that_failed_in_its_second_half(
     region = make("host")
     held = Block(region, 8 * MIB)
     visit("guest", region.tag)
-    _core.faults_arm(1, "error", "unmap")
+    controls.arm(1, "error", "cuMemUnmap")
     with pytest.raises(memsaver.Error):
         region.pause()
-    _core.faults_disarm()
+    controls.disarm()
     assert region.state == "paused"
     assert moves(calls) == ["guest leave"]
     region.resume()

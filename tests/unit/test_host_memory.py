@@ -13,6 +13,7 @@ import pytest
 
 import memsaver
 from memsaver import _core
+from tests import controls
 from tests.support import (
     GIB,
     KIB,
@@ -212,11 +213,11 @@ def test_a_backup_beyond_the_limit_is_refused_before_anything_moves(make: Make, 
     held = blocks(region, [25 * MIB, 15 * MIB])
     mapped = region.mapped_bytes
     memsaver.configure(host_limit=10 * MIB)
-    _core.faults_disarm()
+    controls.disarm()
     with pytest.raises(memsaver.BackupError) as caught:
         region.pause()
     error = caught.value
-    assert _core.faults_calls() == 0
+    assert controls.calls() == 0
     assert (error.needed_bytes, error.held_bytes, error.available_bytes) == (40 * MIB, 0, 10 * MIB)
     for part in (f"needs {40 * MIB} bytes", "holds 0 bytes", f"host_limit is {10 * MIB} bytes"):
         assert part in str(error)
@@ -456,9 +457,9 @@ def test_a_failure_to_pin_ahead_is_reported_by_the_pause(
     region = make("host")
     held = blocks(region, [20 * MIB])
     memsaver.configure(backup_ahead=True)
-    _core.faults_arm(1)
+    controls.arm(1)
     held += blocks(region, [100])  # in memory that is mapped: the next driver call is the background's
-    until(lambda: _core.faults_calls() >= 1)
+    until(lambda: controls.calls() >= 1)
     memsaver.release_host_memory()  # behind the attempt
     assert host_held_bytes() == 0
     memsaver.configure(backup_ahead=False, host_limit=10 * MIB)
@@ -481,9 +482,9 @@ def test_growth_during_an_attempt_that_fails_is_not_forgotten(make: Make, arena:
         region = make("host")
         held = blocks(region, [20 * MIB])
         memsaver.configure(backup_ahead=True)
-        _core.faults_arm(1)
+        controls.arm(1)
         held += blocks(region, [100])  # in memory that is mapped: the next driver call is the background's
-        until(lambda: _core.faults_calls() >= 1)
+        until(lambda: controls.calls() >= 1)
         held += blocks(region, [100])
         until(lambda: host_held_bytes() >= region.allocated_bytes)  # noqa: B023
         held.clear()

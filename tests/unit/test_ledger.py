@@ -23,6 +23,7 @@ from memsaver._torch import ledger as torch_ledger
 from memsaver.ledger import LedgerRow, accounts, messages
 from memsaver.ledger import own as figures_here
 from memsaver.ledger.accounts import Device, PoolTotal, Report, account
+from tests import controls
 from tests.fake_cuda import run_on_fake
 from tests.support import GIB, MIB, PAGE, Peer, blocks
 
@@ -48,8 +49,8 @@ def no_other_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(figures_here, "_measured", {})
     monkeypatch.setattr(figures_here, "_measured", {("cpu", LEFT, ""): figures_here._unattributed_bytes("cpu") or 0})
     yield
-    _core.faults_disarm()
-    _core.host_reset()  # without a context a resume would lose the region
+    controls.disarm()
+    controls.reset()  # without a context a resume would lose the region
     for region in paused:  # the next file expects them as they were
         region.resume()
 
@@ -271,9 +272,12 @@ def test_an_inconsistent_account_is_read_again_once(make: Make, monkeypatch: pyt
     del held
 
 
-def test_the_account_of_a_device_without_figures_has_the_known_rows(make: Make) -> None:
+def test_the_account_of_a_device_without_figures_has_the_known_rows(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = blocks(make(), [2 * MIB])
-    _core.host_kill_context()
+    read = _core.ledger_figures
+    monkeypatch.setattr(_core, "ledger_figures", lambda device: {**read(device), "used_bytes": None, "holdings": []})
     found = of_device()
     assert found.used_bytes is None
     assert by_kind(found) == {(os.getpid(), "region"): held[0].region.mapped_bytes}
@@ -613,7 +617,7 @@ def test_imported_memory_of_a_gpu_is_not_listed_for_the_importer() -> None:
         from tests.fake_cuda import control
         memsaver.region("kv", device="cuda:0")
         driver = _core.open_driver("cuda:0")
-        handle = driver.import_fd(int(sys.argv[1]), 8 << 20)
+        handle = driver.import_fd(int(sys.argv[1]))
         [(pid, *figures)] = _core.ledger_figures("cuda:0")["holdings"]
         assert figures == [300 << 20, 0], figures
         assert control.calls("cuMemImportFromShareableHandle") == 1 and control.calls("cuMemMap") == 0
@@ -628,7 +632,7 @@ from memsaver import _core
 memsaver.region("kv", device="cuda:0")
 driver = _core.open_driver("cuda:0")
 file = driver.export_fd(driver.create(8 << 20))
-driver.import_fd(file, 8 << 20)
+driver.import_fd(file)
 assert _core.ledger_figures("cuda:0")["holdings"][0][1:] == (308 << 20, 0)
 subprocess.run([sys.executable, "-c", CHILD, str(file)], check=True, pass_fds=[file])
 """,

@@ -36,6 +36,7 @@ from hypothesis.stateful import (
 
 import memsaver
 from memsaver import _core
+from tests import controls
 from tests.support import KIB, MIB, PAGE, Fill, Ledger, drop_backups, free_bytes, segments, use_device
 
 EXPLORE = int(os.environ.get("MEMSAVER_TEST_EXPLORE", "0"))
@@ -237,9 +238,9 @@ class Device(RuleBasedStateMachine):
         Device.foreign = self.unknown_bytes()  # earlier sequences may have left memory behind
         self.ledger = Ledger()
         self.others.append(Other(max(0, free_bytes() - ROOM)))
-        _core.virtual_clock(True)
+        controls.virtual_clock(True)
         self.models: list[Model] = []
-        self.streams = [_core.host_stream_create() for _ in range(STREAMS)]
+        self.streams = [controls.stream_create() for _ in range(STREAMS)]
         self.queues: list[list[Kernel]] = [[] for _ in range(STREAMS)]
         self.launched: list[list[Model]] = []
         self.captures = 0
@@ -257,7 +258,7 @@ class Device(RuleBasedStateMachine):
     )
     def begin(self, kinds: list[dict[str, Any]], records: bool, retain: int, sizes: list[list[int]]) -> None:
         self.records = records
-        _core.host_record_supported(records)
+        controls.record_supported(records)
         memsaver.configure(retain=retain)
         self.models = [self.make(kind) for kind in kinds]
         for number, some in enumerate(sizes):
@@ -281,30 +282,30 @@ class Device(RuleBasedStateMachine):
         """The armed call fails within this block. ``was_hit``: whether the call was reached."""
         armed, self.armed, self.was_hit = self.armed, None, False
         if armed is not None:
-            _core.faults_arm(*armed)
+            controls.arm(*armed)
         try:
             yield
         finally:
-            self.was_hit = armed is not None and _core.faults_calls() >= armed[0]
+            self.was_hit = armed is not None and controls.calls() >= armed[0]
             self.ever_hit |= self.was_hit
-            _core.faults_disarm()
+            controls.disarm()
 
     def catch_up(self) -> None:
         """Applies the kernels whose time has come, and looks that no other one has run."""
-        while any(abs(each.due - _core.clock_now()) < 1e-6 for queue in self.queues for each in queue):
-            _core.clock_pass(1e-5)  # away from rounding
-        now = _core.clock_now()
+        while any(abs(each.due - controls.clock_now()) < 1e-6 for queue in self.queues for each in queue):
+            controls.clock_pass(1e-5)  # away from rounding
+        now = controls.clock_now()
         for queue in self.queues:
             while queue and queue[0].due < now:
-                ended = wait_for(lambda first=queue[0]: first.ran() or _core.host_context_lost())
-                assert not _core.host_context_lost(), "an illegal access"
+                ended = wait_for(lambda first=queue[0]: first.ran() or controls.context_lost())
+                assert not controls.context_lost(), "an illegal access"
                 assert ended, "a kernel whose time has come did not run"
                 queue.pop(0).apply()
             assert not any(each.ran() for each in queue), "a kernel ran before its time"
 
     def work_left(self) -> float:
         """Seconds until the streams are idle."""
-        now = _core.clock_now()
+        now = controls.clock_now()
         return max((each.due - now for queue in self.queues for each in queue), default=0.0)
 
     def wait_s(self) -> tuple[float, float]:
@@ -442,29 +443,29 @@ class Device(RuleBasedStateMachine):
         window = segment.windows[byte % len(segment.windows)]
         begin = segment.window_bytes // 4
         end = segment.window_bytes - begin
-        due = math.inf if hold is None else _core.clock_now() + hold
+        due = math.inf if hold is None else controls.clock_now() + hold
         queue = self.queues[stream]
-        _core.host_stream_write(self.streams[stream], segment.address + window.offset + begin, end - begin, byte, hold)
-        marker = _core.host_stream_read(self.streams[stream], segment.address, 0, hold)
+        controls.stream_write(self.streams[stream], segment.address + window.offset + begin, end - begin, byte, hold)
+        marker = controls.stream_read(self.streams[stream], segment.address, 0, hold)
         due = max([due, *(each.due for each in queue)])
         queue.append(Kernel(segment, window, begin, end, byte, due, marker))
 
     @precondition(lambda self: any(self.queues))
     @rule(stream=st.integers(0, STREAMS - 1))
     def release(self, stream: int) -> None:
-        _core.host_stream_release(self.streams[stream])
+        controls.stream_release(self.streams[stream])
         for kernel in self.queues[stream]:
             kernel.due = -math.inf
 
     @rule(seconds=st.sampled_from([0.002, 0.1, 3.0]))
     def pass_time(self, seconds: float) -> None:
-        _core.clock_pass(seconds)
+        controls.clock_pass(seconds)
 
     @rule(marks=st.sampled_from(DELAYS), copies=st.sampled_from(DELAYS), busy=st.sampled_from(DELAYS))
     def slow_down(self, marks: float, copies: float, busy: float) -> None:
-        _core.host_marks_delay(marks)
-        _core.host_copies_delay(copies)
-        _core.host_busy(busy)
+        controls.marks_delay(marks)
+        controls.copies_delay(copies)
+        controls.busy(busy)
         self.marks_delay, self.busy = marks, busy
 
     @rule(chosen=chosen_regions)
@@ -489,7 +490,7 @@ class Device(RuleBasedStateMachine):
     @rule()
     def begin_capture(self) -> None:
         _core.capture_begins()
-        _core.host_capture_begin()
+        controls.capture_begin()
         self.captures += 1
 
     @precondition(lambda self: self.captures)
@@ -498,7 +499,7 @@ class Device(RuleBasedStateMachine):
         """``again`` is 0: another one begins before."""
         if again == 0:
             self.begin_capture()
-        assert _core.host_capture_end(), "a wait or a mark broke the capture"
+        assert controls.capture_end(), "a wait or a mark broke the capture"
         _core.capture_ends()
         self.captures -= 1
 
@@ -663,7 +664,7 @@ class Device(RuleBasedStateMachine):
     @invariant()
     def check(self) -> None:
         self.catch_up()
-        assert not _core.host_context_lost(), "an illegal access"
+        assert not controls.context_lost(), "an illegal access"
         for model in self.models:
             region = model.region
             assert region.state == ("paused" if model.paused else "active")
@@ -716,7 +717,7 @@ class Device(RuleBasedStateMachine):
 
     def end_all(self) -> None:
         """Only mapped and paused memory stays."""
-        _core.faults_disarm()
+        controls.disarm()
         while self.captures:
             self.end_capture(1)
         while self.launched:
@@ -730,7 +731,7 @@ class Device(RuleBasedStateMachine):
 
     def give_everything_back(self) -> None:
         """Also after a failure: shorter sequences follow in this process."""
-        _core.host_reset()  # a context that lives
+        controls.reset()  # a context that lives
         for model in self.models:
             while model.segments:
                 del model.segments.pop().tensor
@@ -741,8 +742,8 @@ class Device(RuleBasedStateMachine):
                     memsaver.trim(model.region.tag)  # also chunks that a refused unmap left
                 model.region.close()
         self.others.pop().close()
-        _core.virtual_clock(False)
-        _core.host_reset()  # marks of the virtual clock lie in the future
+        controls.virtual_clock(False)
+        controls.reset()  # marks of the virtual clock lie in the future
 
 
 def test_a_random_sequence_on_a_device_under_work_is_as_the_model_says() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import _core
 from memsaver.transitions import prepare_pause
+from tests import controls
 from tests.support import MIB, Block, blocks, drop_backups, free_bytes, host_held_bytes, until
 
 HAS_RAY = find_spec("ray") is not None
@@ -126,11 +126,11 @@ def test_wrong_policies_are_refused_before_anything_changes(
         calls += [lambda **each: memsaver.pause(out.tag, **each), lambda **each: prepare_pause(out.tag, **each)]
     else:
         calls += [lambda **each: memsaver.resume(into.tag, **each)]
-    _core.faults_disarm()
+    controls.disarm()
     for call in calls:
         with pytest.raises(kind, match="^" + text.format(**names)):
             call(**given)
-    assert _core.faults_calls() == 0
+    assert controls.calls() == 0
     assert (out.state, into.state) == ("active", "paused")
     held[0].check()
 

@@ -13,6 +13,7 @@ import pytest
 
 import memsaver
 from memsaver import _core
+from tests import controls
 from tests.support import (
     GIB,
     KIB,
@@ -99,9 +100,9 @@ def test_thousands_of_small_tensors_share_few_chunks(make: Make) -> None:
     assert region.allocated_bytes == 4000 * 16 * KIB
     assert len(region._core.chunks) <= 20
     assert region.mapped_bytes <= slack_bound(region)
-    _core.faults_disarm()
+    controls.disarm()
     region.pause()
-    assert _core.faults_calls() <= 40  # calls to the driver, however many tensors there are
+    assert controls.calls() <= 40  # calls to the driver, however many tensors there are
     region.resume()
     assert len(region._core.chunks) <= 4
     del held
@@ -239,10 +240,10 @@ def test_retained_chunks_serve_the_next_region_without_the_driver_making_any(mak
     one.pause()
     assert retained() == 64 * MIB
     assert free_bytes() == before  # kept from others
-    _core.faults_disarm()
+    controls.disarm()
     two.resume()
     chunks = len(two._core.chunks)
-    assert _core.faults_calls() == chunks + 1  # map each, allow: none created
+    assert controls.calls() == chunks + 1  # map each, allow: none created
     assert (retained(), free_bytes()) == (0, before)
     one.resume()
     assert free_bytes() == before - 64 * MIB
@@ -486,8 +487,8 @@ def test_a_region_in_use_is_not_closed(make: Make) -> None:
 def test_a_bound_ends_the_wait_of_a_close_and_other_regions_are_made_meanwhile(make: Make) -> None:
     region = make("host")
     block = Block(region, MIB)
-    stream = _core.host_stream_create()
-    reading = _core.host_stream_read(stream, block.address, 4)  # until its stream is released
+    stream = controls.stream_create()
+    reading = controls.stream_read(stream, block.address, 4)  # until its stream is released
     del block.tensor
     try:
         with pytest.raises(memsaver.WaitTimeoutError, match="stage 'device'"):
@@ -499,10 +500,10 @@ def test_a_bound_ends_the_wait_of_a_close_and_other_regions_are_made_meanwhile(m
                 closed.result(0.1)
             make("host")  # does not wait
             assert not closed.done() and reading.bytes() is None
-            _core.host_stream_release(stream)
+            controls.stream_release(stream)
             closed.result(60)
     finally:
-        _core.host_stream_release(stream)
+        controls.stream_release(stream)
     assert memsaver.region(region.tag, device="cpu", backup="host") is not region
     with pytest.raises(TypeError, match="timeout is 'soon'"):
         make().close(timeout="soon")  # type: ignore[arg-type]

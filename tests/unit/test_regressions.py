@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 import memsaver
-from memsaver import _core
+from tests import controls
 from tests.support import MIB, Block, Fill, environment, fresh_device, run_clean
 
 Make = Callable[..., memsaver.Region]
@@ -22,8 +22,8 @@ def test_memory_kept_by_a_refused_unmap_is_not_counted_for_a_resume(make: Make) 
     region = make()
     first, gap, last = Block(region, 40 * MIB), Block(region, 40 * MIB), Block(region, 4 * MIB)
     del gap
-    _core.faults_arm(2)  # synchronize, unmap of the first run
-    with pytest.raises(memsaver.DriverError, match="unmap"):
+    controls.arm(2)  # synchronize, unmap of the first run
+    with pytest.raises(memsaver.DriverError, match="cuMemUnmap"):
         region.pause()
     assert region.state == "paused" and region.mapped_bytes > 4 * MIB
     del first
@@ -65,7 +65,7 @@ def test_a_backup_without_a_thread_to_spare_touches_its_memory_itself() -> None:
                 print(region.pause(backup="host").copied_bytes)
                 break
             except memsaver.Error as error:
-                if getattr(error, "call", "") != "thread" and "no addresses" not in str(error):
+                if "temporarily unavailable" not in str(error) and "no addresses" not in str(error):
                     raise
                 time.sleep(0.01)
         """,
@@ -169,10 +169,10 @@ def test_a_failed_import_closes_its_descriptor() -> None:
         before, imported = len(os.listdir("/proc/self/fd")), 0
         try:
             while True:
-                driver.import_fd(file, 2 << 20)
+                driver.import_fd(file)
                 imported += 1
         except memsaver.DriverError as error:
-            assert error.call == "charge", error
+            assert "no free entry" in error.message, error
         print(len(os.listdir("/proc/self/fd")) - before - imported)
         """,
         MEMSAVER_HOST_DEVICE="16MiB",
@@ -189,7 +189,7 @@ def test_a_switch_that_fails_after_its_commit_names_discarded_contents(make: Mak
     into.pause()
     named = False
     for nth in range(1, 40):
-        _core.faults_arm(nth, kind)
+        controls.arm(nth, kind)
         try:
             memsaver.switch(pause=out.tag, resume=into.tag)
         except memsaver.Error as error:
@@ -199,7 +199,7 @@ def test_a_switch_that_fails_after_its_commit_names_discarded_contents(make: Mak
             assert not gone or str(error).endswith(f"; paused before that: {out.tag!r} (without a backup)")
             assert pickle.loads(pickle.dumps(error)).discarded == gone
             named = named or bool(gone)
-        _core.faults_disarm()
+        controls.disarm()
         memsaver.resume([out.tag, into.tag])
         held[1].check()
         into.pause()

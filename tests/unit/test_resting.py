@@ -8,6 +8,7 @@ import pytest
 
 import memsaver
 from memsaver import _core
+from tests import controls
 from tests.support import MIB, Block, Fill, until
 
 Make = Callable[..., memsaver.Region]
@@ -18,17 +19,17 @@ WAIT_S = 1.0  # of a shortage, at most
 @pytest.fixture
 def stream() -> Iterator[int]:
     _core.open_driver("cpu")
-    _core.virtual_clock(True)
-    stream = _core.host_stream_create()
+    controls.virtual_clock(True)
+    stream = controls.stream_create()
     yield stream
-    assert not _core.host_context_lost()  # no kernel lost its memory
-    _core.host_stream_release_all()
+    assert not controls.context_lost()  # no kernel lost its memory
+    controls.stream_release_all()
 
 
 def free_under_a_kernel(stream: int, block: Block, hold: float | None) -> float:
     """Frees a block on which a kernel works for ``hold`` seconds more. Returns the time."""
-    _core.host_stream_touch(stream, block.address, block.nbytes, hold)
-    return float(_core.clock_now())
+    controls.stream_touch(stream, block.address, block.nbytes, hold)
+    return float(controls.clock_now())
 
 
 def test_a_freed_segment_is_not_used_again_before_its_kernel_has_ended(make: Make, stream: int) -> None:
@@ -39,8 +40,8 @@ def test_a_freed_segment_is_not_used_again_before_its_kernel_has_ended(make: Mak
     del block
     second = Block(region, SIZE)
     assert second.address != address
-    _core.host_stream_release(stream)
-    _core.clock_pass(WAIT_S)
+    controls.stream_release(stream)
+    controls.clock_pass(WAIT_S)
     assert Block(region, SIZE).address == address
     second.check()
 
@@ -51,8 +52,8 @@ def test_freed_memory_goes_back_when_its_kernel_has_ended_without_another_call(m
     free_under_a_kernel(stream, block, None)
     del block
     assert region._core.mapped_bytes >= SIZE
-    _core.host_stream_release(stream)
-    _core.clock_pass(WAIT_S)  # where marks come late
+    controls.stream_release(stream)
+    controls.clock_pass(WAIT_S)  # where marks come late
     until(lambda: region._core.mapped_bytes == 0, within_s=20)
 
 
@@ -65,12 +66,12 @@ def test_the_thread_sets_no_marks(make: Make, stream: int) -> None:
     _core.capture_begins()
     del during
     _core.capture_ends()
-    _core.host_capture_begin()  # of another library, which is not announced
+    controls.capture_begin()  # of another library, which is not announced
     assert busy._core.mapped_bytes >= SIZE
-    _core.host_stream_release(stream)
-    _core.clock_pass(WAIT_S)  # where marks come late
+    controls.stream_release(stream)
+    controls.clock_pass(WAIT_S)  # where marks come late
     until(lambda: busy._core.mapped_bytes + other._core.mapped_bytes == 0, within_s=20)
-    assert _core.host_capture_end(), "a mark broke the capture"
+    assert controls.capture_end(), "a mark broke the capture"
 
 
 def test_an_allocation_waits_for_memory_that_another_region_freed(make: Make, stream: int) -> None:
@@ -80,7 +81,7 @@ def test_an_allocation_waits_for_memory_that_another_region_freed(make: Make, st
         freed = free_under_a_kernel(stream, block, 0.5)
         del block
         late = Block(other, SIZE)
-        assert _core.clock_now() >= freed + 0.5
+        assert controls.clock_now() >= freed + 0.5
         late.check()
 
 
@@ -93,7 +94,7 @@ def test_a_resume_waits_for_memory_that_another_region_freed(make: Make, stream:
         freed = free_under_a_kernel(stream, block, 0.5)
         del block
         other.resume()
-        assert _core.clock_now() >= freed + 0.5
+        assert controls.clock_now() >= freed + 0.5
         held.check()
 
 
@@ -105,6 +106,6 @@ def test_the_wait_for_freed_memory_is_bounded(make: Make, stream: int) -> None:
         del block
         with pytest.raises(memsaver.OutOfMemoryError):
             Block(other, SIZE)
-        assert _core.clock_now() >= freed + WAIT_S
-        _core.host_stream_release(stream)
+        assert controls.clock_now() >= freed + WAIT_S
+        controls.stream_release(stream)
         Block(other, SIZE).check()

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import _core
+from tests import controls
 from tests.support import KIB, MIB, PAGE, Ledger, drop_backups, host_held_bytes, unnamed_files, use_device
 
 SEQUENCES = 600 if "MEMSAVER_TEST_SLOW" in os.environ else 200
@@ -121,12 +121,12 @@ class Sequence:
         acts = [self.grow, self.grow, self.write, self.drop, self.edit, self.thaw, self.release]
         act = self.rng.choice(acts + [self.move] * 6 + [self.move_in_the_background] * 2)
         if self.rng.random() < 0.5:
-            _core.faults_arm(self.rng.randint(1, self.rng.choice([6, 12, 40])), self.rng.choice(["error", "memory"]))
+            controls.arm(self.rng.randint(1, self.rng.choice([6, 12, 40])), self.rng.choice(["error", "memory"]))
         try:
             act()
         except memsaver.Error:
             self.errors += 1
-        _core.faults_disarm()
+        controls.disarm()
         self.check(self.touched)
         self.touched = []
 
@@ -190,12 +190,12 @@ class Sequence:
         piece = self.rng.choice(member.pieces)
         whole = member.region.mapped_bytes == 0
         clone = self.rng.random() < 0.5
-        calls = _core.faults_calls()
+        calls = controls.calls()
         try:
             found = memsaver.cpu_backup(piece.tensor, clone=clone)
         except memsaver.BackupError as error:
             in_file = "the contents are in a file" in str(error)
-            assert (in_file and not clone) or not whole or _core.faults_calls() > calls or "host_limit" in str(error)
+            assert (in_file and not clone) or not whole or controls.calls() > calls or "host_limit" in str(error)
             raise
         assert piece.is_at(found.data_ptr())
         if not clone:

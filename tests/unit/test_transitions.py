@@ -14,6 +14,7 @@ import pytest
 
 import memsaver
 from memsaver import _core
+from tests import controls
 from tests.support import (
     MIB,
     PAGE,
@@ -98,15 +99,15 @@ def maps(fill: Fill, address: int, size: int, handle: int) -> bool:
 def test_a_transition_returns_after_its_copies_end(make: Make) -> None:
     region = make("host")
     held = blocks(region, [40 * MIB, 100, 70 * MIB])
-    _core.virtual_clock(True)
-    _core.host_copies_delay(1.0)
+    controls.virtual_clock(True)
+    controls.copies_delay(1.0)
     for seed in range(2):
         region.pause()
         region.resume()
         for block in held:
             block.check()
             block.fill(seed)
-    assert not _core.host_context_lost()
+    assert not controls.context_lost()
 
 
 def test_only_live_bytes_are_copied(make: Make) -> None:
@@ -199,10 +200,10 @@ def test_a_switch_hands_chunks_from_region_to_region(make: Make) -> None:
     back.pause()
     sizes = out._core.chunks
     before, files = free_bytes(), descriptors()
-    _core.faults_disarm()
+    controls.disarm()
     done = memsaver.switch(pause=out.tag, resume=[back.tag])
     # Wait, unmap, map each, and allow: none is created or released.
-    assert _core.faults_calls() == len(sizes) + 3
+    assert controls.calls() == len(sizes) + 3
     assert (done.paused, done.resumed) == ((out.tag,), (back.tag,))
     assert (done.released_bytes, done.restored_bytes) == (64 * MIB, 64 * MIB)
     assert sorted(back._core.chunks) == sorted(sizes)
@@ -255,7 +256,7 @@ def test_a_switch_that_fails_has_given_its_chunks_back_when_it_raises(make: Make
     back.pause()
     held += blocks(out, [host_held_bytes() - host_used_bytes() + 5 * MIB])  # more than the idle bytes
     free = free_bytes()
-    _core.faults_arm(1, "error", "pin")
+    controls.arm(1, "error", "cuMemHostRegister")
     with pytest.raises(memsaver.BackupError) as caught:
         memsaver.switch(pause=out.tag, resume=back.tag)
     assert caught.tb is not None  # whose frames know the transition
@@ -395,21 +396,21 @@ def test_a_bound_ends_the_wait_for_an_earlier_transition(make: Make, threads: Th
 
 @pytest.mark.parametrize("records", [True, False])
 def test_a_bound_of_zero_raises_if_the_call_would_wait(make: Make, records: bool) -> None:
-    _core.host_record_supported(records)
+    controls.record_supported(records)
     region = make("host")
     held = blocks(region, [MIB])
-    _core.host_settle()  # nothing is in flight
+    _core.settle()  # nothing is in flight
     for _ in range(20):
         assert region.pause(timeout=0).paused == (region.tag,)
         region.resume(timeout=0)
-    stream = _core.host_stream_create()
-    reading = _core.host_stream_read(stream, held[0].address, 4)  # until its stream is released
+    stream = controls.stream_create()
+    reading = controls.stream_read(stream, held[0].address, 4)  # until its stream is released
     try:
         with pytest.raises(memsaver.WaitTimeoutError, match="stage 'device'.*; nothing has changed$"):
             region.pause(timeout=0)
         assert region.state == "active" and reading.bytes() is None
     finally:
-        _core.host_stream_release(stream)
+        controls.stream_release(stream)
     assert region.pause(timeout=60.0).paused == (region.tag,)
     region.resume()
     held[0].check()
@@ -420,8 +421,8 @@ def test_waits_for_the_device_share_threads(make: Make, threads: ThreadPoolExecu
     held = blocks(region, [MIB])
     threads.submit(region.pause).result(5)
     region.resume()
-    stream = _core.host_stream_create()
-    reading = _core.host_stream_read(stream, held[0].address, 4)  # the stream has a thread of its own
+    stream = controls.stream_create()
+    reading = controls.stream_read(stream, held[0].address, 4)  # the stream has a thread of its own
     before = os.listdir("/proc/self/task")
     paused = threads.submit(region.pause)
     try:
@@ -431,7 +432,7 @@ def test_waits_for_the_device_share_threads(make: Make, threads: ThreadPoolExecu
             region.pause(timeout=0.05)  # the other waits for the device by now
         assert os.listdir("/proc/self/task") == before
     finally:
-        _core.host_stream_release(stream)
+        controls.stream_release(stream)
     assert paused.result(5).paused == (region.tag,) and reading.bytes() is not None
     region.resume()
 
@@ -545,7 +546,7 @@ def test_a_pause_during_a_capture_raises_before_anything(make: Make) -> None:
     held = blocks(region, [MIB])
     other.pause()
     _core.capture_begins()
-    _core.faults_disarm()
+    controls.disarm()
     for act in (
         region.pause,
         lambda: memsaver.switch(pause=region.tag, resume=other.tag),
@@ -553,7 +554,7 @@ def test_a_pause_during_a_capture_raises_before_anything(make: Make) -> None:
     ):
         with pytest.raises(memsaver.Error, match="captured"):
             act()
-    assert _core.faults_calls() == 0  # nothing was asked of the driver: a wait would have broken the capture
+    assert controls.calls() == 0  # nothing was asked of the driver: a wait would have broken the capture
     assert (region.state, other.state) == ("active", "paused")
     held[0].check()
     other.resume()  # a resume waits for nothing on the device
@@ -574,12 +575,12 @@ def test_a_capture_that_torch_did_not_begin_can_be_announced(make: Make, threads
     ]
     with pytest.raises(ZeroDivisionError), memsaver.capturing():
         with memsaver.capturing():
-            _core.faults_disarm()
+            controls.disarm()
         for act in calls:
             for call in (act, lambda act=act: threads.submit(act).result()):
                 with pytest.raises(memsaver.Error, match="captured"):
                     call()
-        assert _core.faults_calls() == 0  # a wait would have broken the capture
+        assert controls.calls() == 0  # a wait would have broken the capture
         address = held[1].address
         del held[1]
         during = Block(region, PAGE)

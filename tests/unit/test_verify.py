@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import _core
 from memsaver._torch import checksums
+from tests import controls
 from tests.support import MIB
 
 ROW = 8192
@@ -159,10 +159,10 @@ def test_next_transition_waits_for_the_comparison(tag: str, monkeypatch: pytest.
 def test_pause_after_a_failed_one_compares_the_first_contents(tag: str, nth: int) -> None:
     region = memsaver.region(tag, "cpu", "host")
     held = [region.empty(size * MIB, torch.uint8).fill_(number) for number, size in enumerate((3, 40, 5, 60))]
-    _core.faults_arm(nth)
+    controls.arm(nth)
     with suppress(memsaver.Error):
         region.pause()
-    _core.faults_disarm()
+    controls.disarm()
     region.pause()
     flip_backup(held[2], 3)
     with pytest.raises(memsaver.VerifyError):

@@ -1,4 +1,4 @@
-#include "driver/cuda_peers.h"
+#include "driver/contexts.h"
 
 #include <algorithm>
 
@@ -13,20 +13,43 @@ bool contains(const std::vector<Device>& devices, Device device) {
 
 AccessDesc access_for(Device device) { return {{kLocationDevice, device}, kAccessReadWrite}; }
 
+// Other devices that can reach memory of this one. One driver call for each device; the result never changes.
+std::vector<Device> devices_that_reach(const Api& api, Device device) {
+  int count = 0;
+  check(api, "cuDeviceGetCount", api.cuDeviceGetCount(&count));
+  std::vector<Device> found;
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    Device other = 0;
+    check(api, "cuDeviceGet", api.cuDeviceGet(&other, ordinal));
+    int can = 0;
+    if (other != device) check(api, "cuDeviceCanAccessPeer", api.cuDeviceCanAccessPeer(&can, other, device));
+    if (can != 0 && attribute_of(api, other, kAttributeVirtualMemory) != 0) found.push_back(other);
+  }
+  return found;
+}
+
+// Whether any library in the process has made the device's primary context.
+bool is_active(const Api& api, Device device) {
+  unsigned flags = 0;
+  int active = 0;
+  check(api, "cuDevicePrimaryCtxGetState", api.cuDevicePrimaryCtxGetState(device, &flags, &active));
+  return active != 0;
+}
+
 }  // namespace
 
-Peers::Peers(Device device, Context context)
-    : device_(device), access_({access_for(device)}), devices_({device}), contexts_({context}) {}
+Peers::Peers(const Api& api, Device device, Context context)
+    : api_(api), device_(device), access_({access_for(device)}), devices_({device}), contexts_({context}) {}
 
 const std::vector<Device>& Peers::reaching() {
-  std::call_once(asked_, [this] { reaching_ = devices_that_reach(device_); });
+  std::call_once(asked_, [this] { reaching_ = devices_that_reach(api_, device_); });
   return reaching_;
 }
 
 std::vector<Device> Peers::candidates() {
   std::vector<Device> found;
   for (const Device device : reaching())
-    if (is_active(device)) found.push_back(device);
+    if (is_active(api_, device)) found.push_back(device);
   return found;
 }
 
@@ -45,7 +68,7 @@ void Peers::use(const std::vector<int>& ordinals) {
   for (const Device device : wanted) {
     if (contains(devices_, device)) continue;
     Context context = nullptr;
-    check("cuDevicePrimaryCtxRetain", api().cuDevicePrimaryCtxRetain(&context, device));
+    check(api_, "cuDevicePrimaryCtxRetain", api_.cuDevicePrimaryCtxRetain(&context, device));
     const std::lock_guard lock(mutex_);
     devices_.push_back(device);
     contexts_.push_back(context);

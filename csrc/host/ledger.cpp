@@ -1,4 +1,4 @@
-#include "driver/host_ledger.h"
+#include "host/ledger.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -18,7 +18,7 @@
 
 #include "base/files.h"
 
-namespace memsaver {
+namespace memsaver::host {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x6d656d7361766531;  // also the version of the layout
@@ -62,12 +62,12 @@ int lock(int file, int how) {
 int open_in_use(const std::string& path) {
   for (;;) {
     File file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
-    if (file.get() < 0) throw_errno("open");
-    if (lock(file.get(), LOCK_SH) != 0) throw_errno("flock");
+    if (file.get() < 0) refuse_by_errno("open");
+    if (lock(file.get(), LOCK_SH) != 0) refuse_by_errno("flock");
     struct stat status{};
-    if (::fstat(file.get(), &status) != 0) throw_errno("fstat");
+    if (::fstat(file.get(), &status) != 0) refuse_by_errno("fstat");
     if (status.st_uid != ::getuid())
-      throw DriverError("open", EPERM, path + " belongs to user " + std::to_string(status.st_uid));
+      throw Refused(kOperatingSystem, path + " belongs to user " + std::to_string(status.st_uid));
     if (status.st_nlink > 0) return file.keep();
   }
 }
@@ -113,14 +113,17 @@ InUse& in_use() {
 
 }  // namespace
 
-void throw_errno(const char* call) { throw DriverError(call, errno, std::strerror(errno)); }
+void refuse_by_errno(const char* call) {
+  const int error = errno;
+  throw Refused(error == ENOMEM ? kOutOfMemory : kOperatingSystem, std::string(call) + ": " + std::strerror(error));
+}
 
-struct HostLedger::Header {
+struct Ledger::Header {
   std::uint64_t magic;
   std::uint64_t high_water;  // entries beyond it were never used
 };
 
-struct HostLedger::Entry {
+struct Ledger::Entry {
   std::uint64_t inode;
   std::uint64_t size;
   std::uint64_t start_time;
@@ -128,11 +131,11 @@ struct HostLedger::Entry {
   std::uint32_t pid;  // 0: free. Written last, cleared first: an entry that a crash interrupts is free.
 };
 
-class HostLedger::Lock {
+class Ledger::Lock {
  public:
-  explicit Lock(HostLedger& ledger) : ledger_(ledger), guard_(ledger.mutex_) {
+  explicit Lock(Ledger& ledger) : ledger_(ledger), guard_(ledger.mutex_) {
     while (set(F_WRLCK) != 0)
-      if (errno != EINTR) throw_errno("fcntl");
+      if (errno != EINTR) refuse_by_errno("fcntl");
   }
   ~Lock() { set(F_UNLCK); }
 
@@ -145,20 +148,19 @@ class HostLedger::Lock {
     return ::fcntl(ledger_.file_, F_SETLKW, &whole_file);
   }
 
-  HostLedger& ledger_;
+  Ledger& ledger_;
   std::lock_guard<std::mutex> guard_;
 };
 
-HostLedger::HostLedger(std::size_t capacity)
+Ledger::Ledger(std::size_t capacity)
     : capacity_(capacity),
-      entry_count_(2 * (capacity / kPage) + kSpareEntries),
+      entry_count_(2 * (capacity / kGranularity) + kSpareEntries),
       file_size_(sizeof(Header) + entry_count_ * sizeof(Entry)),
       start_time_(start_time_of(::getpid()).value_or(0)) {
-  if (start_time_ == 0) throw DriverError("open", EIO, "/proc has no start time of this process");
+  if (start_time_ == 0) throw Refused(kOperatingSystem, "/proc has no start time of this process");
   const auto boot = read_text("/proc/sys/kernel/random/boot_id");
-  if (!boot) throw_errno("open");
-  uuid_ =
-      "HOST-" + boot->substr(0, boot->find('\n')) + "-" + std::to_string(::getuid()) + "-" + std::to_string(capacity_);
+  if (!boot) refuse_by_errno("open");
+  name_ = boot->substr(0, boot->find('\n')) + "-" + std::to_string(::getuid()) + "-" + std::to_string(capacity_);
   static const bool once = (remove_left(), true);
   static_cast<void>(once);
   path_ = ledger_folder() + "/" + ledger_names() + std::to_string(capacity);
@@ -169,11 +171,11 @@ HostLedger::HostLedger(std::size_t capacity)
     all.paths[file_] = path_;
   }
   struct stat status{};
-  if (::fstat(file_, &status) != 0) throw_errno("fstat");
+  if (::fstat(file_, &status) != 0) refuse_by_errno("fstat");
   if (static_cast<std::size_t>(status.st_size) < file_size_ && ::ftruncate(file_, static_cast<off_t>(file_size_)) != 0)
-    throw_errno("ftruncate");
+    refuse_by_errno("ftruncate");
   void* memory = ::mmap(nullptr, file_size_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
-  if (memory == MAP_FAILED) throw_errno("mmap");
+  if (memory == MAP_FAILED) refuse_by_errno("mmap");
   header_ = static_cast<Header*>(memory);
   Lock lock(*this);
   if (header_->magic != kMagic) {
@@ -182,7 +184,7 @@ HostLedger::HostLedger(std::size_t capacity)
   }
 }
 
-HostLedger::~HostLedger() {
+Ledger::~Ledger() {
   if (header_ != nullptr) ::munmap(header_, file_size_);
   InUse& all = in_use();
   const std::lock_guard lock(all.mutex);
@@ -191,9 +193,9 @@ HostLedger::~HostLedger() {
   ::close(file_);
 }
 
-HostLedger::Entry* HostLedger::entries() const { return reinterpret_cast<Entry*>(header_ + 1); }
+Ledger::Entry* Ledger::entries() const { return reinterpret_cast<Entry*>(header_ + 1); }
 
-bool HostLedger::charge(std::uint64_t inode, std::size_t size) {
+bool Ledger::charge(std::uint64_t inode, std::size_t size) {
   Lock lock(*this);
   if (used_locked() + size > capacity_) {
     strike_dead_locked();
@@ -203,12 +205,20 @@ bool HostLedger::charge(std::uint64_t inode, std::size_t size) {
   return true;
 }
 
-void HostLedger::charge_imported(std::uint64_t inode, std::size_t size, bool adopted) {
+void Ledger::charge_imported(std::uint64_t inode, std::size_t size) {
   Lock lock(*this);
-  enter_locked(inode, size, adopted ? Origin::adopted : Origin::imported);
+  enter_locked(inode, size, Origin::imported);
 }
 
-void HostLedger::enter_locked(std::uint64_t inode, std::size_t size, Origin origin) {
+void Ledger::adopt(std::uint64_t inode) {
+  Lock lock(*this);
+  Entry* table = entries();
+  for (std::size_t i = 0; i < header_->high_water; ++i)
+    if (table[i].pid == static_cast<std::uint32_t>(::getpid()) && table[i].inode == inode)
+      table[i].origin = Origin::adopted;
+}
+
+void Ledger::enter_locked(std::uint64_t inode, std::size_t size, Origin origin) {
   Entry* table = entries();
   for (int attempt = 0; attempt < 2; ++attempt) {
     for (std::size_t i = 0; i < entry_count_; ++i) {
@@ -223,10 +233,10 @@ void HostLedger::enter_locked(std::uint64_t inode, std::size_t size, Origin orig
     }
     strike_dead_locked();
   }
-  throw DriverError("charge", ENOSPC, "the host device's ledger has no free entry");
+  throw Refused(kOperatingSystem, "the host device's ledger has no free entry");
 }
 
-void HostLedger::discharge(std::uint64_t inode) {
+void Ledger::discharge(std::uint64_t inode) {
   Lock lock(*this);
   Entry* table = entries();
   const auto pid = static_cast<std::uint32_t>(::getpid());
@@ -238,13 +248,13 @@ void HostLedger::discharge(std::uint64_t inode) {
   while (header_->high_water > 0 && table[header_->high_water - 1].pid == 0) --header_->high_water;
 }
 
-std::size_t HostLedger::used() {
+std::size_t Ledger::used() {
   Lock lock(*this);
   strike_dead_locked();
   return used_locked();
 }
 
-std::size_t HostLedger::used_locked() const {
+std::size_t Ledger::used_locked() const {
   const Entry* table = entries();
   std::size_t bytes = 0;
   bool any_imported = false;
@@ -262,7 +272,7 @@ std::size_t HostLedger::used_locked() const {
   return bytes;
 }
 
-void HostLedger::strike_dead_locked() {
+void Ledger::strike_dead_locked() {
   Entry* table = entries();
   std::map<std::uint32_t, std::optional<std::uint64_t>> alive;  // pid -> start time
   for (std::size_t i = 0; i < header_->high_water; ++i) {
@@ -275,19 +285,19 @@ void HostLedger::strike_dead_locked() {
   }
 }
 
-std::vector<Driver::Process> HostLedger::processes() {
+std::vector<cuda::Process> Ledger::processes() {
   Lock lock(*this);
   strike_dead_locked();
   std::map<int, std::size_t> bytes;
   const Entry* table = entries();
   for (std::size_t i = 0; i < header_->high_water; ++i)
     if (table[i].pid != 0) bytes[static_cast<int>(table[i].pid)] += table[i].size;
-  std::vector<Driver::Process> found;
+  std::vector<cuda::Process> found;
   for (const auto& [pid, held] : bytes) found.push_back({pid, held});
   return found;
 }
 
-std::vector<Driver::Holding> HostLedger::holdings() {
+std::vector<cuda::Holding> Ledger::holdings() {
   Lock lock(*this);
   strike_dead_locked();
   const auto rank = [](const Entry& entry) {
@@ -301,16 +311,16 @@ std::vector<Driver::Holding> HostLedger::holdings() {
     const bool is_owner = owner == nullptr || rank(table[i]) < rank(*owner);
     if (is_owner) owner = &table[i];
   }
-  std::map<int, Driver::Holding> found;
+  std::map<int, cuda::Holding> found;
   for (const auto& [inode, entry] : owners) {
     const int pid = static_cast<int>(entry->pid);
-    Driver::Holding& holding = found.try_emplace(pid, Driver::Holding{pid, 0, 0}).first->second;
+    cuda::Holding& holding = found.try_emplace(pid, cuda::Holding{pid, 0, 0}).first->second;
     holding.bytes += entry->size;
     if (entry->origin == Origin::imported) *holding.imported += entry->size;  // its owner has ended
   }
-  std::vector<Driver::Holding> rows;
+  std::vector<cuda::Holding> rows;
   for (const auto& [pid, holding] : found) rows.push_back(holding);
   return rows;
 }
 
-}  // namespace memsaver
+}  // namespace memsaver::host

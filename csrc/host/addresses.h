@@ -1,0 +1,95 @@
+// The addresses of the host devices: reservations, chunks and their mappings, and accesses under way.
+//
+// The semantics are those of CUDA's virtual memory calls. A chunk is an unnamed file of memory with an entry in the
+// ledger of its device. Wrong arguments throw Refused.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+#include "base/files.h"
+#include "host/ledger.h"
+
+namespace memsaver::host {
+
+using Address = cuda::DevicePointer;
+using Handle = cuda::AllocationHandle;
+
+inline std::byte* bytes_at(Address address) { return reinterpret_cast<std::byte*>(address); }
+
+class Addresses {
+ public:
+  Addresses() = default;
+  Addresses(const Addresses&) = delete;
+  Addresses& operator=(const Addresses&) = delete;
+
+  Address reserve(std::size_t size, std::size_t alignment);
+  void unreserve(Address address, std::size_t size);
+
+  // Chunks by handle. A handle counts its references. The memory is freed when it has none and no mapping.
+  Handle create(Ledger& ledger, std::size_t size);
+  Handle import(Ledger& ledger, int file);  // duplicates the descriptor
+  void adopt(Handle handle);                // this process is the owner of imported memory from now on
+  Handle retain(Address address);           // the handle of the chunk that is mapped there, with one more reference
+  void release(Handle handle);
+  int export_fd(Handle handle);
+
+  void map(Address address, std::size_t size, Handle handle);
+  void allow(Address address, std::size_t size);
+  // False if work of the device was accessing the range. The call waits for this work, since a fault would end the
+  // process. On a GPU such work is an illegal access.
+  bool unmap(Address address, std::size_t size);
+
+  // An access to a range, under way while the object lives. Null: a part of the range is not mapped, or has no access.
+  using Access = std::shared_ptr<void>;
+  Access access(Address address, std::size_t size);
+  void wait_for_accesses();  // until none is under way
+
+ private:
+  struct Chunk {
+    int file;
+    std::uint64_t inode;  // its key in the ledger
+    std::size_t size;
+    Ledger* ledger;
+    std::size_t references = 1;
+    std::size_t mappings = 0;
+  };
+  struct Mapping {
+    std::size_t size;
+    Handle handle;
+    bool allowed;
+  };
+  struct Range {
+    Address begin;
+    Address end;
+  };
+
+  Handle enter(Ledger& ledger, File file, std::uint64_t inode, std::size_t size);
+  Chunk& find(Handle handle);
+  void drop_if_unused(Handle handle);
+  bool within_reservation(Address address, std::size_t size) const;
+  bool overlaps(Address address, std::size_t size) const;
+  bool accessible(Address address, std::size_t size) const;
+  bool accessed(Address address, std::size_t size) const;
+  void check_whole_chunks(Address address, std::size_t size) const;
+
+  std::mutex mutex_;
+  std::condition_variable left_;  // an access ended
+  std::map<Address, std::size_t> reserved_;
+  std::map<Address, Mapping> mapped_;
+  std::unordered_map<Handle, Chunk> chunks_;
+  std::list<Range> accessed_;
+  Handle last_handle_ = 0;
+};
+
+// The capacity of the device of a chunk's descriptor. Throws Refused for other descriptors.
+std::size_t capacity_of(int file);
+
+}  // namespace memsaver::host

@@ -1,0 +1,39 @@
+// A queue of work on a host device, for a direction of the bus or for a stream.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+
+namespace memsaver::host {
+
+// Has a thread, which the first work starts. Lives as long as the process.
+class Stream {
+ public:
+  using Work = std::function<void()>;
+
+  Stream() = default;
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  void submit(Work work);  // to run after all earlier work
+  std::uint64_t submitted() const;
+  bool done(std::uint64_t number) const;  // whether the work up to this number, counted from 1, is done
+  void wait(std::uint64_t number) const;
+  void abandon();  // work that has not begun never runs, and counts as done
+
+ private:
+  void run();
+  std::uint64_t done_locked() const { return working_on_ != 0 ? working_on_ - 1 : submitted_ - queue_.size(); }
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  std::deque<Work> queue_;
+  std::uint64_t submitted_ = 0;
+  std::uint64_t working_on_ = 0;  // the number of the running work, from 1; it has left the queue. 0: none
+  bool running_ = false;          // the thread
+};
+
+}  // namespace memsaver::host
