@@ -23,6 +23,8 @@ import base64
 import io
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -42,16 +44,21 @@ from benchmarks.harness.models import MODELS, Model
 from benchmarks.harness.processes import Process, Sample, processes
 from benchmarks.harness.servers import Server, SglangServer
 from benchmarks.harness.work import share
-from memsaver.drop_in.startup import python_path
 
 __doc__ = __doc__.format(faults=faults.DESCRIPTION.strip())
 DEVICES = ("cuda",)
 SETTINGS = ("update", "backup", "update-graphs", "backup-graphs")
 RETAINED = "tms, retained"
+START = subprocess.run(
+    [sys.executable, "-m", "memsaver", "drop-in", "path"], capture_output=True, text=True, check=True
+)
 WAYS = {
     "tms": {"MEMSAVER_DROP_IN": ""},
     RETAINED: {"MEMSAVER_DROP_IN": "", "TMS_RETAIN_CPU_BACKUP": "1"},
-    "memsaver": {"MEMSAVER_DROP_IN": "tms", "PYTHONPATH": python_path(os.environ.get("PYTHONPATH", ""))},
+    "memsaver": {
+        "MEMSAVER_DROP_IN": "tms",
+        "PYTHONPATH": os.pathsep.join([START.stdout.strip(), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    },
 }
 SAVER, BACKUP = "--enable-memory-saver", "--enable-weights-cpu-backup"
 WARM_UP = 2

@@ -1025,12 +1025,7 @@ def test_importing_memsaver_loads_no_broker() -> None:
     program = "import sys, memsaver; print(*sorted(name for name in sys.modules if name.startswith('memsaver.')))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = {name for name in done.stdout.split() if name.startswith(("memsaver.broker", "memsaver.cli"))}
-    assert loaded == {
-        "memsaver.broker",
-        "memsaver.broker.daemon",
-        "memsaver.broker.discovery",
-        "memsaver.broker.procfs",
-    }
+    assert loaded == {"memsaver.broker", "memsaver.broker.caches", "memsaver.broker.pool_client"}
 
 
 def test_a_broker_in_the_background_that_hangs_is_killed_at_a_bound() -> None:

@@ -992,24 +992,6 @@ def test_a_driver_that_pins_no_memory_is_an_error_with_the_limit_of_locked_memor
     """)
 
 
-def test_a_view_beyond_the_limit_is_refused_also_without_pinning() -> None:
-    run(
-        IN_PIECES
-        + """
-control.kill(0)
-memsaver.configure(host_limit=held)
-error = refused(segments[0].view, memsaver.BackupError)
-assert "host_limit" in str(error)
-assert (segments[0].read() == segments[0].expected).all()
-memsaver.configure(host_limit=held + 6 * MIB)
-assert (segments[0].view() == segments[0].expected).all()
-refused(segments[2].view, memsaver.BackupError)
-memsaver.configure(host_limit=held + 10 * MIB)
-assert (segments[2].view() == segments[2].expected).all()
-"""
-    )
-
-
 def test_contents_on_disk_are_read_after_the_context_died(tmp_path: Path) -> None:
     run(f"""
         memsaver.configure(disk_dir={str(tmp_path)!r})
