@@ -39,7 +39,7 @@ JOBS ?= $(if $(GPU),0,$(shell cores=$$(nproc); echo $$((cores < 8 ? cores + (cor
 # A file's tests share a device of the file's own size, hence loadfile. With SYSTEM=1 the interpreter may lack xdist.
 WORKERS = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf -- '-n %s --dist loadfile' $(JOBS))
 # Not in test-fast: they start many processes, compile, or run thousands of random steps.
-LONG := builtin_guests daemon_threads default_pool docstrings driver fake_cuda faults guests_in_groups interrupts monitor \
+LONG := builtin_guests daemon_threads default_pool docstrings driver faults gpus guests_in_groups interrupts monitor \
   packaging pool_machine sequences stubs
 
 CORE := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)

@@ -107,7 +107,7 @@ MUTANTS = [
         "      if (leaving.saver != nullptr) leaving.saver->wait(batch);",
         "      const auto held = MUTANT ? std::unique_lock(core().mutex) : std::unique_lock<std::mutex>();\n"
         "      if (leaving.saver != nullptr) leaving.saver->wait(batch);",
-        ["unit/test_fake_cuda.py::test_no_lock_is_held_while_contents_are_copied[pause-cuEventSynchronize]"],
+        ["unit/test_gpus.py::test_no_lock_is_held_while_contents_are_copied[pause-cuEventSynchronize]"],
     ),
     Mutant(
         "the_arena_is_locked_while_memory_is_made",
@@ -116,7 +116,7 @@ MUTANTS = [
         "    map_memory(data, bytes);\n",
         "    const auto held = MUTANT ? std::unique_lock(mutex_) : std::unique_lock<std::mutex>();\n"
         "    map_memory(data, bytes);\n",
-        ["unit/test_fake_cuda.py::test_no_lock_is_held_while_a_pause_makes_memory[cuMemHostRegister]"],
+        ["unit/test_gpus.py::test_no_lock_is_held_while_a_pause_makes_memory[cuMemHostRegister]"],
     ),
     Mutant(
         "a_capture_ignores_waits_under_way",
@@ -124,10 +124,7 @@ MUTANTS = [
         "csrc/regions/device_wait.cpp",
         "return operations_ == 0;",
         "return operations_ == 0 || MUTANT;",
-        [
-            "cpp: capture gate: a capture begins after all operations under way have ended",
-            "unit/test_fake_cuda.py::test_a_capture_begins_after_calls_under_way_that_would_break_it",
-        ],
+        ["unit/test_gpus.py::test_a_capture_begins_after_calls_under_way_that_would_break_it"],
     ),
     Mutant(
         "a_free_marks_during_a_capture",
@@ -234,7 +231,7 @@ MUTANTS = [
         "csrc/transitions/transfer.cpp",
         "    device_.wait_idle(whole_);\n    device_.resting.reap(freed);",
         "    if (!MUTANT) device_.wait_idle(whole_);\n    device_.resting.reap(freed);",
-        ["unit/test_fake_cuda.py::test_a_pause_waits_for_a_kernel_that_writes"],
+        ["unit/test_gpus.py::test_a_pause_waits_for_a_kernel_of_a_peer"],
     ),
     Mutant(
         "memory_goes_before_it_is_saved",
@@ -290,7 +287,7 @@ MUTANTS = [
         "csrc/regions/mappings.cpp",
         "if (!only) return;",
         "if (!only && !MUTANT) return;",
-        ["unit/test_fake_cuda.py::test_a_free_beside_an_allocation_leaves_the_page_that_they_share"],
+        ["unit/test_gpus.py::test_a_free_beside_an_allocation_leaves_the_page_that_they_share"],
     ),
     Mutant(
         "the_lost_come_back",
@@ -308,7 +305,7 @@ MUTANTS = [
         "csrc/regions/core.cpp",
         "region->mark_stale();",
         "if (!MUTANT) region->mark_stale();",
-        ["unit/test_fake_cuda.py::test_a_device_that_comes_later_gets_access_to_existing_mappings"],
+        ["unit/test_gpus.py::test_a_device_that_comes_later_gets_access_to_existing_mappings"],
     ),
     Mutant(
         "trim_moves_under_work",
@@ -372,7 +369,7 @@ MUTANTS = [
         "csrc/backup/host_backup.cpp",
         "border = arena_.slab_end(host);",
         "border = MUTANT ? host + (end - begin) : arena_.slab_end(host);",
-        ["unit/test_fake_cuda.py::test_contents_in_several_ranges_of_addresses_come_back_whole"],
+        ["unit/test_gpus.py::test_contents_in_several_ranges_of_addresses_come_back_whole"],
     ),
     Mutant(
         "demands_end_without_a_word",
@@ -471,7 +468,7 @@ def write_sources() -> Path:
 
 def sources() -> Iterator[Path]:
     yield ROOT / "CMakeLists.txt"
-    for folder in (ROOT / "csrc", ROOT / "tests" / "cpp"):
+    for folder in (ROOT / "csrc", ROOT / "tests" / "cpp", ROOT / "tests" / "device"):
         yield from (path for path in folder.rglob("*") if path.suffix in (".h", ".c", ".cpp"))
 
 

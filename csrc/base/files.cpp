@@ -42,7 +42,7 @@ void all_of_it(const char* name, Call call, int file, Pointer data, std::size_t 
 // `most`: the largest number of bytes to read.
 std::optional<std::string> read_up_to(const std::string& path, std::size_t most) {
   constexpr std::size_t kLargestPart = 64 << 10;
-  const File file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const File file(file_calls().open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (file.get() < 0) return std::nullopt;
   std::string text;
   while (text.size() < most) {
@@ -62,7 +62,8 @@ std::optional<std::string> read_up_to(const std::string& path, std::size_t most)
 }  // namespace
 
 FileCalls& file_calls() {
-  static FileCalls only = {&::mkostemp, &::posix_fallocate, &::pwrite, &::pread};
+  static FileCalls only = {[](const char* path, int flags) { return ::open(path, flags); }, &::mkostemp,
+                           &::posix_fallocate, &::pwrite, &::pread};
   return only;
 }
 

@@ -31,8 +31,9 @@ std::optional<std::string> read_whole(const std::string& path);  // of any size
 
 constexpr std::size_t kFileAlignment = 4096;  // of memory, offsets and sizes: O_DIRECT requires it
 
-// The system calls of files for contents. Tests replace them.
+// The system calls of files. Tests replace them.
 struct FileCalls {
+  int (*open)(const char*, int);  // small files of the system; the others: files for contents
   int (*mkostemp)(char*, int);
   int (*posix_fallocate)(int, off_t, off_t);
   ssize_t (*pwrite)(int, const void*, std::size_t, off_t);

@@ -58,9 +58,9 @@ TEST_CASE("reclaimer: freed memory comes back, and memory in use stays") {
 TEST_CASE("reclaimer: the rest is told while the device works, and at the end") {
   Region& region = fresh_region(Policy::none);
   test::device();
-  const cuda::Stream stream = controls::new_stream();
+  void* stream = controls_stream(0);
   const Segment held(region, 8 * kMiB, 3);
-  controls::launch_touch(stream, reinterpret_cast<Address>(held.data()), held.size(), kNever);
+  controls_touch(stream, reinterpret_cast<Address>(held.data()), held.size(), -1);
   held.free();
   Told told;
   test::device().reclaimer.request(told.tell());
@@ -69,7 +69,7 @@ TEST_CASE("reclaimer: the rest is told while the device works, and at the end") 
   CHECK(first.unused == 8 * kMiB);
   CHECK(first.why == "8.0 MiB on which the device still works");
   CHECK(region.mapped_bytes() >= 8 * kMiB);
-  controls::release_stream(stream);
+  controls_release(stream);
   const Reclaimer::Rest last = told.last();
   CHECK(last.unused == 0);
   CHECK(last.why.empty());

@@ -79,8 +79,8 @@ class Mapped {
 // A fault armed for the length of a scope.
 class Armed {
  public:
-  explicit Armed(std::uint64_t nth, controls::Kind kind = controls::Kind::error) { controls::arm(nth, kind, ""); }
-  ~Armed() { controls::disarm(); }
+  explicit Armed(std::uint64_t nth) { controls_arm(nth, 0, ""); }
+  ~Armed() { controls_disarm(); }
   Armed(const Armed&) = delete;
   Armed& operator=(const Armed&) = delete;
 };

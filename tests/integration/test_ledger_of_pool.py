@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from memsaver import ledger
+import memsaver
+from memsaver import _core, ledger
 from memsaver.broker import protocol
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.protocol import Message
 from memsaver.ledger import Ledger
+from tests import gpus
 from tests.broker_support import PATIENCE_S, Running
-from tests.fake_cuda import run_on_fake
+from tests.gpus import GpuBroker
 from tests.pool_support import Worker
 from tests.support import MIB, PAGE, Peer, run_python, until
 
@@ -200,70 +202,45 @@ memsaver.stats()  # which does not wait so long
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# On the fake CUDA driver
+# On a GPU that is made up
 
 
-def test_the_rows_of_a_client_on_a_gpu() -> None:
+@pytest.fixture
+def gpu_broker(tmp_path: Path) -> Iterator[GpuBroker]:
+    with GpuBroker(tmp_path, gpus.gpu(context=300 * MIB, occupied=1024 * MIB)) as running:
+        yield running
+
+
+@pytest.mark.gpus
+@pytest.mark.isolated
+def test_the_rows_of_a_client_on_a_gpu(gpu_broker: GpuBroker) -> None:
     """NVML lists the chunks for no client while the broker lives, and later for the client that has one. No process
     knows the time from which it is so. So memory beside the rows is unlisted from the end of the broker on.
     """
-    run_on_fake(
-        """
-import os, subprocess, sys, tempfile
-import memsaver
-from memsaver import _core
-from memsaver.broker import daemon, discovery
-from tests.fake_cuda import control
-from tests.fake_cuda.control import Segment
-from tests.support import MIB, until
+    device, me = gpu_broker.device, os.getpid()
 
-USED = 1331 * MIB  # the fake counts no chunks of other processes
-me = os.getpid()
+    def rows() -> dict[str, int]:
+        found = memsaver.stats().devices[device].ledger
+        assert sum(row.bytes for row in found.rows) == found.used_bytes and found.is_consistent, found
+        kinds = [(row.kind if row.pid in (me, None) else f"{row.kind} of another") for row in found.rows]
+        assert len(set(kinds)) == len(kinds)
+        return dict(zip(kinds, (row.bytes // MIB for row in found.rows)))
 
-
-def start():
-    command = [sys.executable, "-m", "memsaver", "broker", "--detach", "--device", "0", "--capacity", "1GiB"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    [found] = discovery.found()
-    return found
-
-
-def rows():
-    found = memsaver.stats().devices["cuda:0"].ledger
-    assert sum(row.bytes for row in found.rows) == found.used_bytes == USED and found.is_consistent, found
-    kinds = [(row.kind if row.pid in (me, None) else f"{row.kind} of another") for row in found.rows]
-    assert len(set(kinds)) == len(kinds)
-    return dict(zip(kinds, (row.bytes // MIB for row in found.rows)))
-
-
-with tempfile.TemporaryDirectory(prefix="ms") as folder:
-    os.environ["MEMSAVER_POOL_DIR"] = folder
-    path = start()
-    try:
-        memsaver.configure(pool="shared")
-        region = memsaver.region("kv", device="cuda:0")
-        segment = Segment(region, 64 * MIB)
-        control.take(0, 7 * MIB)
-        both = {"context": 300, "unknown": 7, "unlisted": 1024 - 64}
-        assert region.mapped_bytes == 64 * MIB and rows() == {"region": 64, **both}, rows()
-        region.pause()
-        until(lambda: rows() == {"pool idle of another": 64, **both})
-        region.resume()
-        assert rows() == {"region": 64, **both}, rows()
-        daemon.stop(path)
-        until(lambda: not _core.connected("cuda:0"))
-        control.end_makers()
-        both = {"context": 300, "unlisted": 1024 - 64 + 7}
-        assert rows() == {"region": 64, **both}, rows()
-        start()
-        until(lambda: _core.connected("cuda:0"))
-        assert rows() == {"region": 64, **both}, rows()
-    finally:
-        daemon.stop(path)
-""",
-        context="300MiB",
-        occupied="1GiB",
-    )
+    region = memsaver.region("kv", device=device)
+    segment = gpus.Segment(region, 64 * MIB)
+    gpus.take(device, 8 * MIB)
+    both = {"context": 300, "unknown": 8, "unlisted": 1024}
+    assert region.mapped_bytes == segment.nbytes and rows() == {"region": 64, **both}
+    region.pause()
+    until(lambda: rows() == {"pool idle of another": 64, **both})
+    region.resume()
+    assert rows() == {"region": 64, **both}
+    gpu_broker.stop()
+    both = {"context": 300, "unlisted": 1024 + 8}
+    assert rows() == {"region": 64, **both}
+    gpu_broker.start()
+    until(lambda: _core.connected(device))
+    assert rows() == {"region": 64, **both}
 
 
 # Messages of clients

@@ -50,8 +50,8 @@ def hold_the_gil(worker: Worker, pipe: Path) -> None:
     held = pipe.with_name("held")
     os.mkfifo(held)
     worker.run(f"tell, until_byte = (os.open(path, os.O_RDWR) for path in ({str(held)!r}, {str(pipe)!r}))")
-    worker.run("from tests.torch_segments import library; python = ctypes.PyDLL(library())")
-    worker.send("python.fake_hold(tell, until_byte)")
+    worker.run("python, byte = ctypes.PyDLL(None), ctypes.create_string_buffer(1)")
+    worker.send("os.write(tell, byte); python.read(until_byte, byte, ctypes.c_size_t(1))")
     with held.open("rb") as file:
         file.read(1)
 

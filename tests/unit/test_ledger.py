@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from memsaver.ledger import LedgerRow, accounts, messages
 from memsaver.ledger import own as figures_here
 from memsaver.ledger.accounts import Device, PoolTotal, Report, account
 from tests import controls
-from tests.fake_cuda import run_on_fake
 from tests.support import GIB, MIB, PAGE, Peer, blocks
 
 Make = Callable[..., memsaver.Region]
@@ -544,97 +542,3 @@ def test_a_graph_has_a_row_as_long_as_it_lives(make: Make, monkeypatch: pytest.M
         del graph
     check_sum(of_device())
     assert own_rows(of_device()) == []
-
-
-# On the fake CUDA driver
-
-FAKE = """
-import os
-import memsaver
-from memsaver import _core, ledger
-from tests.fake_cuda import control
-from tests.fake_cuda.control import Segment
-
-MIB, PAGE = 1 << 20, 2 << 20
-
-def rows():
-    found = memsaver.stats().devices["cuda:0"]
-    assert found.ledger.used_bytes == found.total_bytes - found.free_bytes
-    assert sum(row.bytes for row in found.ledger.rows) == found.ledger.used_bytes
-    assert found.ledger.is_consistent
-    return {(row.pid, row.kind): row.bytes for row in found.ledger.rows}
-
-me = os.getpid()
-"""
-
-
-def test_the_rows_of_a_gpu_that_lists_its_processes() -> None:
-    run_on_fake(
-        FAKE
-        + """
-region = memsaver.region("kv", device="cuda:0")
-segment = Segment(region, 5 * MIB)
-expected = {(me, "region"): region.mapped_bytes, (me, "context"): 300 * MIB, (4711, "process"): 100 * MIB,
-            (None, "unlisted"): 28 * MIB}
-assert rows() == expected, rows()
-control.take(0, 7 * MIB)
-assert rows() == {**expected, (me, "unknown"): 7 * MIB}
-with ledger.measured("graphs", "decode", "cuda:0") as graphs:
-    control.take(0, 9 * MIB)
-assert rows() == {**expected, (me, "unknown"): 7 * MIB, (me, "graphs"): 9 * MIB}
-control.take(0, -9 * MIB)
-graphs.release()
-assert rows() == {**expected, (me, "unknown"): 7 * MIB}
-region.pause()
-del expected[me, "region"]
-assert rows() == {**expected, (me, "unknown"): 7 * MIB}
-""",
-        context="300MiB",
-        occupied="128MiB",
-        processes=f"0:4711:{100 * MIB}",
-    )
-
-
-def test_a_process_with_regions_of_a_drop_in_alone_has_a_context() -> None:
-    run_on_fake(
-        FAKE
-        + """
-from memsaver.drop_in.tagged import TaggedRegions
-kv = TaggedRegions("library").active("kv", "none")
-assert kv.device == "cuda:0"
-assert rows() == {(me, "context"): 300 * MIB, (None, "unlisted"): 64 * MIB}, rows()
-""",
-        context="300MiB",
-        occupied="64MiB",
-    )
-
-
-def test_imported_memory_of_a_gpu_is_not_listed_for_the_importer() -> None:
-    """It needs one call of the driver, and a process that made the memory keeps it in its list."""
-    importer = """
-        import sys, memsaver
-        from memsaver import _core
-        from tests.fake_cuda import control
-        memsaver.region("kv", device="cuda:0")
-        driver = _core.open_driver("cuda:0")
-        handle = driver.import_fd(int(sys.argv[1]))
-        [(pid, *figures)] = _core.ledger_figures("cuda:0")["holdings"]
-        assert figures == [300 << 20, 0], figures
-        assert control.calls("cuMemImportFromShareableHandle") == 1 and control.calls("cuMemMap") == 0
-        driver.release(handle)
-    """
-    run_on_fake(
-        f"CHILD = {textwrap.dedent(importer)!r}"
-        + """
-import subprocess, sys
-import memsaver
-from memsaver import _core
-memsaver.region("kv", device="cuda:0")
-driver = _core.open_driver("cuda:0")
-file = driver.export_fd(driver.create(8 << 20))
-driver.import_fd(file)
-assert _core.ledger_figures("cuda:0")["holdings"][0][1:] == (308 << 20, 0)
-subprocess.run([sys.executable, "-c", CHILD, str(file)], check=True, pass_fds=[file])
-""",
-        context="300MiB",
-    )
