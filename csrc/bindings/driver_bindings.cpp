@@ -29,12 +29,7 @@ void bind_driver(nb::module_& module) {
              const Driver::Memory memory = driver.memory();
              return std::make_pair(memory.free, memory.total);
            })
-      .def("processes",
-           [](Driver& driver) {
-             std::vector<std::pair<int, std::size_t>> rows;
-             for (const Driver::Process& process : driver.processes()) rows.emplace_back(process.pid, process.bytes);
-             return rows;
-           })
+      .def("processes", &Driver::processes)
       .def("reserve", &Driver::reserve, "size"_a)
       .def("unreserve", &Driver::unreserve, "address"_a, "size"_a)
       .def("create", &Driver::create, "size"_a)

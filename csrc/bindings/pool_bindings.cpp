@@ -76,9 +76,7 @@ void bind_pool(nb::module_& module) {
       "pool_figures",
       [](const std::string& device) {
         const Supply supply = pool_of(device).look();
-        std::vector<std::pair<int, std::size_t>> holders;
-        for (const Driver::Process& process : supply.holders) holders.emplace_back(process.pid, process.bytes);
-        return std::make_pair(supply.free, holders);
+        return std::make_pair(supply.free, supply.holders);
       },
       nb::call_guard<Unlocked>(), "device"_a);
   module.def(

@@ -18,8 +18,8 @@ Device& opened(const std::string& name) { return core().device(name); }
 std::optional<std::size_t> own_bytes(const Driver& driver,
                                      const std::optional<std::vector<Driver::Process>>& processes) {
   if (!processes) return std::nullopt;
-  for (const Driver::Process& process : *processes)
-    if (process.pid == ::getpid() && process.bytes > 0) return process.bytes;
+  for (const auto& [pid, bytes] : *processes)
+    if (pid == ::getpid() && bytes > 0) return bytes;
   if (driver.ordinal() < 0) return 0;  // the ledger lists every process with memory
   return std::nullopt;
 }

@@ -2,8 +2,6 @@
 
 #include <unistd.h>
 
-#include <utility>
-
 namespace memsaver {
 
 using namespace cuda;
@@ -45,6 +43,12 @@ Driver::Memory Driver::memory() {
     // The device still has figures. Without NVML: free is 0, since this process can no longer allocate there.
     return {platform_.free_memory(device_).value_or(0), total_memory(api_, device_)};
   }
+}
+
+std::vector<Driver::Process> Driver::processes() const {
+  std::vector<Process> found;
+  for (const Holding& each : platform_.holdings(device_)) found.emplace_back(each.pid, each.bytes);
+  return found;
 }
 
 std::vector<Driver::Holding> Driver::holdings() const {

@@ -92,9 +92,7 @@ OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::s
   } catch (const Error&) {
     // The shortage is reported also without figures.
   }
-  OutOfMemoryError::Holders holders;
-  for (const Driver::Process& process : supply.holders) holders.emplace_back(process.pid, process.bytes);
-  return {driver.name, needed, supply.free + more_free, std::move(holders), waited_s, std::move(supply.unused)};
+  return {driver.name, needed, supply.free + more_free, std::move(supply.holders), waited_s, std::move(supply.unused)};
 }
 
 bool RetainBudget::take(std::size_t bytes) {

@@ -416,7 +416,7 @@ def test_the_harness_breaks_a_capture_by_a_wait(version: str) -> None:
     run(
         version,
         """
-                stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             graph.capture_begin()
             try:
@@ -490,7 +490,7 @@ def test_copies_between_default_pools_of_two_devices(with_default_pool: str) -> 
     run(
         with_default_pool,
         """
-                early = full(5, 9, "cuda:0")
+        early = full(5, 9, "cuda:0")
         regions = [memsaver.default_pool(device=f"cuda:{index}") for index in (0, 1)]
         first, second = full(50, 1, "cuda:0"), full(50, 2, "cuda:1")
         second.copy_(first)  # makes torch give each device access to the other's memory
