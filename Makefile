@@ -116,7 +116,7 @@ lint: $(LINTERS)
 	@echo "each C++ source alone, warnings are errors"
 	@printf '%s\n' $(ALONE) | \
 	  xargs -P $(CPP_JOBS) -I{} $(CXX) -std=c++20 -fsyntax-only -Wall -Wextra -Wshadow -Werror -Icsrc {}
-	$(CLANG_FORMAT) --dry-run -Werror csrc/*/*.h csrc/*/*.cpp csrc/*/*.c tests/cpp/*.h tests/cpp/*.cpp
+	$(CLANG_FORMAT) --dry-run -Werror csrc/*/*.[ch] csrc/*/*.cpp tests/cpp/* tests/device/*
 
 wheel:
 	tools/wheel.sh '$(WHEEL_TORCH)' '$(WHEEL_VERSIONS)' $(WHEEL_PYTHONS)

@@ -95,6 +95,7 @@ def driver_call(name: str) -> Any:
     version, flags = 13000, ctypes.c_ulonglong(0)
     look_up = controls.library().cuGetProcAddress_v2
     assert look_up(name.encode(), ctypes.byref(found), version, flags, ctypes.byref(status)) == 0
+    assert found.value is not None
     return ctypes.CFUNCTYPE(ctypes.c_int)(found.value)
 
 

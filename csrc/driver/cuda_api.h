@@ -139,8 +139,7 @@ struct Holding {
 struct Platform {
   const Api& api;
   const char* uuid_prefix;
-  bool
-      is_gpu;  // false: a process that holds nothing has no row in the list of holdings, and no work outlives a process
+  bool is_gpu;  // false: the list of holdings has all processes that hold memory, and no work outlives its process
   std::optional<std::size_t> (*free_memory)(Device);  // in bytes, by the system's figure
   // The processes on the device, also a dead one as long as its kernels may run. Empty if the system provides no list.
   std::vector<Holding> (*holdings)(Device);

@@ -54,7 +54,7 @@ class Ledger {
     std::uint64_t inode;
     std::uint64_t size;
     std::uint32_t is_owner;  // it has made the chunk, or adopted it
-    std::uint32_t pid;  // 0: free. Written last, cleared first: an entry that a crash interrupts is free.
+    std::uint32_t pid;       // 0: free. Written last, cleared first: an entry that a crash interrupts is free.
   };
   struct Header {
     std::uint64_t high_water;  // entries beyond it were never used

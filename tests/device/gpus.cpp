@@ -3,8 +3,7 @@
 // devices.
 //
 // MEMSAVER_TEST_CORE: the core's library. MEMSAVER_TEST_GPUS: the GPUs, each with its bytes and its options, separated
-// by
-// ";": "1073741824 fabric=1;1075838976". It may grow and change while the program runs.
+// by ";": "1073741824 fabric=1;1075838976". It may grow and change while the program runs.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -373,8 +372,9 @@ Result cuGetProcAddress_v2(const char* name, void** entry, int version, Flags, i
   if (std::strcmp(name, "cuLaunchHostFunc") == 0) *entry = reinterpret_cast<void*>(host_calls().cuLaunchHostFunc);
   if (std::strncmp(name, "cuGetProcAddress", 16) == 0) *entry = reinterpret_cast<void*>(&cuGetProcAddress_v2);
   // Torch looks for these, and the device does not support them.
-  for (const char* each : {"cuMemsetD32Async", "cuStreamWriteValue32", "cuMulticast", "cuCtxFromGreenCtx", "cuGreenCtx",
-                           "cuDevSmResource", "cuDeviceGetDevResource", "cuDevResource", "cuLogs"})
+  for (const char* each : {"cuCtxFromGreenCtx", "cuCtxGetCurrent", "cuCtxSetCurrent", "cuDevResource",
+                           "cuDevSmResource", "cuDeviceGetDevResource", "cuGreenCtx", "cuLogs", "cuMemGetAddressRange",
+                           "cuMemGetAllocationProperties", "cuMemsetD32", "cuMulticast", "cuStreamWriteValue32"})
     if (std::strncmp(name, each, std::strlen(each)) == 0) *entry = reinterpret_cast<void*>(&gpus_not_supported);
   *found = *entry == nullptr ? 1 : 0;  // 1: not there
   return *entry == nullptr ? kNotFound : kSuccess;

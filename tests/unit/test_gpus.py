@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -569,7 +569,7 @@ def test_a_tag_selects_its_regions_on_all_devices_and_its_guest_leaves_with_the_
         (second.resume, ("paused", "active", "here")),
         (lambda: memsaver.resume("both"), ("active", "active", "here")),
     ]:
-        act()
+        cast(Callable[[], None], act)()
         assert (first.state, second.state, memsaver.stats().guests[0].state) == states
     memsaver.unregister(visitor)
 
@@ -579,6 +579,7 @@ def test_a_tag_selects_its_regions_on_all_devices_and_its_guest_leaves_with_the_
 
 def rows_of(device: str) -> dict[tuple[int | None, str], int]:
     found = memsaver.stats().devices[device]
+    assert found.total_bytes is not None and found.free_bytes is not None
     assert found.ledger.used_bytes == found.total_bytes - found.free_bytes
     assert sum(row.bytes for row in found.ledger.rows) == found.ledger.used_bytes
     assert found.ledger.is_consistent
