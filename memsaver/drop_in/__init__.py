@@ -16,10 +16,20 @@ from typing import Final, Literal
 
 from memsaver._adapter import PATCHES, note, patch
 from memsaver.config import DROP_INS, parse_drop_in
-from memsaver.drop_in.errors import DropInError
+from memsaver.errors import Error
 
 State = Literal["waiting", "active", "stepped aside"]
 VARIABLE: Final = "MEMSAVER_DROP_IN"
+
+
+class DropInError(Error):
+    """A drop-in cannot take the place of a library, or its ranks do not agree.
+
+    Attributes:
+        rank: The rank that has no drop-in, or another one. None where the error concerns this process alone.
+    """
+
+    rank: int | None = None
 
 
 @dataclass(frozen=True)

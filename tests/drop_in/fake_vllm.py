@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import pytest
+
+from memsaver import drop_in, regions
+from memsaver.drop_in.vllm import sources
 
 CUMEM = "vllm/device_allocator/cumem.py"
 WORKER = "vllm/v1/worker/gpu_worker.py"
@@ -33,7 +41,6 @@ class AllocationData:
     CUMEM: """
 import atexit
 import logging
-from vllm.device_allocator import AllocationData
 
 logger = logging.getLogger("vllm")
 cumem_available = True
@@ -69,6 +76,9 @@ class CuMemAllocator:
 
     def get_current_usage(self):
         return len(self.pointer_to_data)
+
+    def close(self):
+        self.release_pools()
 
     def sleep(self, offload_tags=None):
         for data in self.pointer_to_data.values():
@@ -129,11 +139,14 @@ class Worker(WorkerBase):
 """,
     "vllm/config/__init__.py": "",
     "vllm/config/vllm.py": """
+import dataclasses
+from typing import Any
+
+@dataclasses.dataclass
 class VllmConfig:
-    def __init__(self, model_config, parallel_config, kv_transfer_config=None):
-        self.model_config = model_config
-        self.parallel_config = parallel_config
-        self.kv_transfer_config = kv_transfer_config
+    model_config: Any
+    parallel_config: Any
+    kv_transfer_config: Any = None
 """,
     "vllm/config/model.py": """
 class ModelConfig:
@@ -157,6 +170,7 @@ class ParallelConfig:
     "vllm/model_executor/layers/attention/mla_attention.py": "",
     "vllm/model_executor/layers/fused_moe/__init__.py": "",
 }
+Load = Callable[..., ModuleType]
 
 
 def write(folder: Path, version: str = "9.9.9") -> None:
@@ -170,17 +184,46 @@ def write(folder: Path, version: str = "9.9.9") -> None:
     info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
 
 
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Imports the module of the allocator with the drop-in installed."""
+    write(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MEMSAVER_DROP_IN", "vllm")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(drop_in, "_states", {})
+
+    def load(more: str = "") -> ModuleType:
+        """``more`` stands at the end of the module."""
+        path = tmp_path / CUMEM
+        path.write_text(path.read_text() + more)
+        drop_in.install("vllm")
+        return importlib.import_module(sources.MODULE)
+
+    yield load
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+    for region in regions.all_regions():
+        if region.tag.startswith("vllm."):
+            region.resume()
+            region.close()
+
+
 def worker(
     rank: int = 0, world_size: int = 1, data_parallel_rank: int = 0, transfer: Any = None, cumem: bool = True
 ) -> Any:
-    """A worker of the package, which is imported here."""
+    """A worker of the package, which is imported here. ``transfer``: the name of a KV connector; "": of none."""
     config = importlib.import_module("vllm.config.vllm")
     model = importlib.import_module("vllm.config.model").ModelConfig()
     parallel = importlib.import_module("vllm.config.parallel").ParallelConfig()
     model.enable_cumem_allocator = cumem
     parallel.world_size, parallel.data_parallel_rank = world_size, data_parallel_rank
+    kv = None
+    if transfer is not None:
+        kv = importlib.import_module("vllm.config.kv_transfer").KVTransferConfig()
+        kv.kv_connector = transfer or None
     made = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
-    return made(config.VllmConfig(model, parallel, transfer), local_rank=rank, rank=rank, distributed_init_method="")
+    return made(config.VllmConfig(model, parallel, kv), local_rank=rank, rank=rank, distributed_init_method="")
 
 
 def before(folder: Path) -> str:

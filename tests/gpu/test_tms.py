@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memsaver.drop_in.startup import python_path
-from memsaver.drop_in.tms.launch import LIBRARY, environment
+from memsaver.drop_in.startup import PRELOAD, managed, python_path
 from tests.support import run_python
 
 pytestmark = pytest.mark.gpu
@@ -48,9 +47,9 @@ def run(sleeps):
 
 def run(program: str, whole: bool) -> str:
     variables = (
-        environment("host", {})
+        managed("host", {})
         if whole
-        else {"LD_PRELOAD": str(LIBRARY), "MEMSAVER_DROP_IN": "tms", "PYTHONPATH": python_path()}
+        else {"LD_PRELOAD": str(PRELOAD), "MEMSAVER_DROP_IN": "tms", "PYTHONPATH": python_path()}
     )
     done = run_python(COMMON + TRAINER + program, **variables)
     assert done.returncode == 0, done.stderr

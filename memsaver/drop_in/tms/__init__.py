@@ -5,24 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
+from collections.abc import Callable
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Final
 
-from memsaver.drop_in.errors import DropInError
-from memsaver.drop_in.imports import when_imported
-from memsaver.drop_in.tms import sglang
+from memsaver.drop_in import DropInError
+from memsaver.drop_in.memsaver_drop_in import when_imported
+from memsaver.drop_in.startup import PACKAGES
 
 PACKAGE: Final = "torch_memory_saver"
-VERSION: Final = "0.0.10"  # of the API
-FOLDER: Final = Path(__file__).parent / "packages"  # holds the package, apart from site-packages
+# Processes of SGLang receive weights from others, through torch.multiprocessing. SGLang's unpickler refuses classes and
+# functions of modules that are not in its list.
+SGLANG: Final = "sglang.srt.utils.common"
+HANDLES: Final = "memsaver._torch.ipc."  # of the names in a pickled handle
 
 
 def version() -> str:
-    return VERSION
+    """Of the API."""
+    return "0.0.10"
 
 
 def check(version: str) -> None:
@@ -36,23 +37,24 @@ def check(version: str) -> None:
 
 def replace(activate: Callable[[Callable[[], tuple[str, ...]], logging.Logger], None]) -> None:
     """Lets the next import of the package find memsaver's."""
-    sys.meta_path.insert(0, _Finder())
-
-    def imported(module: ModuleType) -> None:
-        activate(lambda: (PACKAGE,), logging.getLogger("memsaver"))
-
-    when_imported(PACKAGE, imported)
-    sglang.allow_handles()
+    when_imported(
+        PACKAGE,
+        lambda module: activate(lambda: (PACKAGE,), logging.getLogger("memsaver")),
+        lambda name: PathFinder.find_spec(name, [str(PACKAGES)]),
+    )
+    when_imported(SGLANG, _allow_handles)
     if os.environ.get("TMS_INIT_ENABLE"):
-        when_imported("torch", _prepare)
+        when_imported("torch", _manage)
 
 
-def _prepare(torch: ModuleType) -> None:
-    from memsaver.drop_in.tms.process import prepare
+def _manage(torch: ModuleType) -> None:
+    from memsaver.drop_in.tms.routing import manage
 
-    prepare()
+    manage()
 
 
-class _Finder(MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return PathFinder.find_spec(name, [str(FOLDER)]) if name == PACKAGE else None
+def _allow_handles(module: ModuleType) -> None:
+    unpickler = getattr(module, "SafeUnpickler", None)
+    prefixes = getattr(unpickler, "ALLOWED_MODULE_PREFIXES", None)
+    if isinstance(prefixes, set):  # else this version of SGLang has no such list
+        prefixes.add(HANDLES)

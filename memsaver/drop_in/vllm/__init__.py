@@ -8,12 +8,12 @@ from collections.abc import Callable
 from importlib import metadata
 from types import ModuleType
 
-from memsaver.drop_in.errors import DropInError
-from memsaver.drop_in.imports import when_imported
+from memsaver.drop_in import DropInError
+from memsaver.drop_in.memsaver_drop_in import when_imported
 from memsaver.drop_in.vllm import sources, worker
 
-# Packages that replace methods of CuMemAllocator by functions over the handles of its C library.
-_OTHER_PATCHES = ("unsloth_zoo",)
+# A package that replaces methods of CuMemAllocator by functions over the handles of its C library.
+_OTHER_PATCH = "unsloth_zoo"
 
 
 def version() -> str:
@@ -33,10 +33,9 @@ def check(version: str) -> None:
 
 def check_patches() -> None:
     """Raises DropInError if another package that patches the allocator has been imported."""
-    present = [name for name in _OTHER_PATCHES if name in sys.modules]
-    if present:
+    if _OTHER_PATCH in sys.modules:
         raise DropInError(
-            f"{present[0]} patches {sources.MODULE} as well; import it in another process, or unset MEMSAVER_DROP_IN"
+            f"{_OTHER_PATCH} patches {sources.MODULE} as well; import it in another process, or unset MEMSAVER_DROP_IN"
         )
 
 
@@ -46,11 +45,7 @@ def replace(activate: Callable[[Callable[[], tuple[str, ...]], logging.Logger], 
     def install(module: ModuleType) -> None:
         from memsaver.drop_in.vllm import allocator
 
-        def replace_names() -> tuple[str, ...]:
-            check_patches()
-            return allocator.install(module)
-
-        activate(replace_names, module.logger)
+        activate(lambda: allocator.install(module), module.logger)
 
     when_imported(sources.MODULE, install)
     when_imported(sources.WORKER_MODULE, worker.install)

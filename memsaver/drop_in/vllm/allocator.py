@@ -5,19 +5,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from memsaver import _adapter, transitions
-from memsaver.drop_in.errors import DropInError
+from memsaver.drop_in import DropInError
 from memsaver.drop_in.tagged import TaggedRegions, index_of
 from memsaver.drop_in.vllm import check_patches, ranks, worker
-from memsaver.drop_in.vllm.segments import Handle, Segments, is_offloaded
 from memsaver.drop_in.vllm.sources import MODULE, REPLACED
 from memsaver.drop_in.vllm.worker import shares
+from memsaver.errors import BackupError
 from memsaver.regions import Region, owning
-from memsaver.transitions import tighten
 
+Handle = tuple[int, int, int, int]  # device, bytes, address, handle of the driver (0: chunks are the region's)
 _SHARED_POOL_S = 60.0  # seconds that wake_up waits for memory that another process holds
 
 
@@ -29,14 +30,13 @@ class RegionAllocator:
     """
 
     module: ClassVar[ModuleType]  # with the replaced names
+    data: ClassVar[type]  # of a segment
     default_tag: ClassVar[str]
 
     def __init__(self) -> None:
         self.current_tag = self.default_tag
         self.allocator_and_pools: dict[str, Any] = {}
-        self.pointer_to_data = Segments(self, self.module.AllocationData)
         self._regions = TaggedRegions("vllm")
-        self._tightened: set[Region] = set()
 
     # Allocation
 
@@ -58,11 +58,6 @@ class RegionAllocator:
                 self._count_pool(tag, entered)
                 yield
             _adapter.adapter().trim([entered])
-            # Moves contents to other chunks. KV connectors register the KV cache within its context, and other
-            # libraries may register the weights after the load.
-            if tag == "weights" and entered not in self._tightened:
-                self._tightened.add(entered)
-                tighten(entered)
         finally:
             self.current_tag = outer
 
@@ -85,6 +80,15 @@ class RegionAllocator:
         finally:
             self.current_tag = outer
 
+    @property
+    def pointer_to_data(self) -> dict[int, Any]:
+        """The segments that torch has allocated, by address, as ``AllocationData``. Writes to it change nothing."""
+        return {
+            address: self.data(tag, region, address, nbytes)
+            for tag, region in self._regions.all()
+            for address, nbytes in region._core.segments()
+        }
+
     def get_current_usage(self) -> int:
         """Bytes of all segments, asleep ones included."""
         return sum(data.handle[1] for data in self.pointer_to_data.values())
@@ -95,12 +99,8 @@ class RegionAllocator:
         gc.collect()
         torch = _adapter.loaded()
         if torch is not None:
-            torch.trim([each for _, each in self.regions()], all_pools=True)
+            torch.trim([each for _, each in self._regions.all()], all_pools=True)
         _empty_cache()
-
-    def close(self) -> None:
-        """As :meth:`release_pools`."""
-        self.release_pools()
 
     # Sleep
 
@@ -119,7 +119,7 @@ class RegionAllocator:
         with ranks.naming("sleep"):
             check_patches()
             ranks.check()
-            self._pause([tag for tag, _ in self.regions()], kept)
+            self._pause([tag for tag, _ in self._regions.all()], kept)
         gc.collect()
         _empty_cache()
 
@@ -143,7 +143,7 @@ class RegionAllocator:
         deferrable = getattr(self.module, "DEFERRABLE_TAGS", None)
         waking = [
             each
-            for tag, each in self.regions()
+            for tag, each in self._regions.all()
             if each.state != "active"
             and (tags is None or tag in tags or (deferrable is not None and tag not in deferrable))
         ]
@@ -155,12 +155,8 @@ class RegionAllocator:
                 # Already mapped. Code that replaces this function to see each mapping still does.
                 self.module.create_and_map((index_of(each), nbytes, address, 0))
 
-    def regions(self) -> list[tuple[str, Region]]:
-        """Tag and region of each region of the allocator."""
-        return self._regions.all()
-
     def _pause(self, tags: Sequence[str], kept: Sequence[str]) -> None:
-        chosen = [(tag, each) for tag, each in self.regions() if tag in tags]
+        chosen = [(tag, each) for tag, each in self._regions.all() if tag in tags]
         asleep = [(tag, each) for tag, each in chosen if each.state != "active"]
         awake = [(tag, each) for tag, each in chosen if each.state == "active" and each.allocated_bytes]
         policies = {each.tag: "host" if tag in kept else "none" for tag, each in awake}
@@ -178,28 +174,23 @@ class RegionAllocator:
         """Callers read the length alone. The pool itself would keep its free segments if it were held here."""
         self.allocator_and_pools.setdefault(tag, []).append((entered, None))
 
-    # The callbacks of the original's C library
 
-    def python_malloc_callback(self, handle: Handle) -> NoReturn:
-        raise DropInError("memsaver allocates for vLLM: its core takes no callbacks of vllm.cumem_allocator")
-
-    python_free_callback = _python_malloc_callback = _python_free_callback = python_malloc_callback
-
-
-# Methods of the original that work over the replacement. sources.SLEEP has what they may use.
-_INHERITED = ("get_instance", "_shutdown_singleton")
+# Methods of the original that work over the replacement. sources.KNOWN has what they may use.
+_INHERITED = ("get_instance", "_shutdown_singleton", "close")
 
 
 def install(module: ModuleType) -> tuple[str, ...]:
     """Replace the names of ``vllm.device_allocator.cumem``. Returns the replaced names in full.
 
     Raises:
-        DropInError: The original allocator is in use.
+        DropInError: The original allocator is in use, or another package patches it.
     """
+    check_patches()
     original = module.CuMemAllocator
     if original.instance is not None:
         raise DropInError(f"{MODULE}.CuMemAllocator is in use already: set MEMSAVER_DROP_IN before vLLM starts")
     names: dict[str, Any] = {"module": module, "__module__": module.__name__, "__doc__": original.__doc__}
+    names["data"] = _data(import_module("vllm.device_allocator").AllocationData)
     for name, member in vars(original).items():
         is_method = isinstance(member, (FunctionType, staticmethod, classmethod, property))
         if is_method and name not in _INHERITED and not hasattr(RegionAllocator, name):
@@ -222,6 +213,36 @@ def install(module: ModuleType) -> tuple[str, ...]:
     module.create_and_map = create_and_map  # type: ignore[attr-defined]
     module.unmap_and_release = unmap_and_release  # type: ignore[attr-defined]
     return tuple(f"{module.__name__}.{name}" for name in REPLACED)
+
+
+def is_offloaded(region: Region) -> bool:
+    """Whether a region sleeps and its contents are kept."""
+    return region.state != "active" and region.backup_bytes > 0
+
+
+def _data(original: type) -> type:
+    """A subclass of ``AllocationData`` that reads the backup of a sleeping segment when it is asked for."""
+
+    class SegmentData(original):  # type: ignore[misc]
+        def __init__(self, tag: str, region: Region, address: int, nbytes: int) -> None:
+            self.handle: Handle = (index_of(region), nbytes, address, 0)
+            self.tag = tag
+            self.is_asleep = region.state != "active"
+            self._region = region if is_offloaded(region) else None
+
+        @property
+        def cpu_backup_tensor(self) -> Any:
+            """The contents in host memory, uint8 [bytes]. None if awake, discarded, or in part free in torch's pool."""
+            if self._region is None:
+                return None
+            import torch
+
+            try:
+                return torch.from_dlpack(self._region._core.backup_view(self.handle[2], self.handle[1]))
+            except BackupError:
+                return None
+
+    return SegmentData
 
 
 def _unknown(name: str, member: object) -> Any:
