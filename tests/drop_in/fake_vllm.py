@@ -57,16 +57,8 @@ class CuMemAllocator:
 
     @staticmethod
     def get_instance():
-        assert cumem_available
-        if CuMemAllocator.instance is None:
-            CuMemAllocator.instance = CuMemAllocator()
-            atexit.register(CuMemAllocator._shutdown_singleton)
+        CuMemAllocator.instance = CuMemAllocator.instance or CuMemAllocator()
         return CuMemAllocator.instance
-
-    @staticmethod
-    def _shutdown_singleton():
-        if CuMemAllocator.instance is not None:
-            CuMemAllocator.instance.release_pools()
 
     def __init__(self):
         self.pointer_to_data = {}

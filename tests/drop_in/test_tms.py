@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import regions
+from memsaver import drop_in, regions
 from memsaver.drop_in import DropInError, tms
 from memsaver.drop_in.tms.saver import TorchMemorySaver
 from tests.support import MIB
@@ -222,9 +222,12 @@ def test_unpickler_of_sglang_takes_handles_alone(monkeypatch: pytest.MonkeyPatch
     sent = bytes(ForkingPickler.dumps({"weight": tensor}))
     with pytest.raises(RuntimeError, match="Blocked unsafe class loading .memsaver"):
         common.SafeUnpickler(io.BytesIO(sent)).load()
-    tms.replace(lambda *_: None)
+    monkeypatch.setenv("MEMSAVER_DROP_IN", "tms")
+    monkeypatch.setattr(drop_in, "_states", {})
+    drop_in.install("tms")
     assert common.SafeUnpickler(io.BytesIO(sent)).load()["weight"].data_ptr() == tensor.data_ptr()
     with pytest.raises(RuntimeError, match="Blocked unsafe class loading .memsaver.errors"):
         common.SafeUnpickler(io.BytesIO(pickle.dumps(memsaver.Error("text")))).load()
     del common.SafeUnpickler  # a version without the list
-    tms.replace(lambda *_: None)
+    drop_in._states.clear()
+    drop_in.install("tms")

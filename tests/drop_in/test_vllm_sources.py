@@ -107,8 +107,6 @@ print(drop_in.status()["vllm"].state)
          "the module has no line 'def unmap_and_release(allocation_handle):'"),
         (CUMEM, "class CuMemAllocator", "class Allocator", "there is no class CuMemAllocator"),
         (CUMEM, "default_tag = ", "first_tag = ", "CuMemAllocator has no line 'default_tag'"),
-        (CUMEM, "CuMemAllocator.instance = CuMemAllocator()", "CuMemAllocator.instance = make()",
-         "CuMemAllocator has no line 'CuMemAllocator.instance = CuMemAllocator()'"),
         (CUMEM, "            create_and_map(data.handle)", "            cumem_available or create_and_map(data.handle)",
          "CuMemAllocator.wake_up uses cumem_available, which memsaver does not know"),
         (CUMEM, "            create_and_map(data.handle)", "            self.restore(data)",

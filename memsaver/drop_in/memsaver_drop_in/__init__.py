@@ -14,9 +14,9 @@ import threading
 TYPE_CHECKING = False  # typing is not imported when Python starts
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from importlib.abc import Loader
     from importlib.machinery import ModuleSpec
     from types import ModuleType
+    from typing import Any
 
 
 def vllm() -> None:
@@ -59,12 +59,8 @@ def when_imported(
 ) -> None:
     """Calls ``callback(module)`` right after the module has been executed: now if it has been imported already.
 
-    An exception of the callback is raised by the import statement, and the module counts as not imported.
-
-    Args:
-        name: Of the module.
-        callback: Called once.
-        find: Looks up the module. None: Python does.
+    An exception of the callback is raised by the import statement, and the module counts as not imported. ``find``
+    looks the module up in place of Python.
     """
     module = sys.modules.get(name)
     if module is not None:
@@ -74,14 +70,12 @@ def when_imported(
 
 
 class _Finder:
-    """Stays until the module has been executed: a look-up of the module alone, as by find_spec(), changes nothing."""
+    """Finds a module, and loads it by its own loader. It stays until then: a look-up alone changes nothing."""
 
-    def __init__(
-        self, name: str, callback: Callable[[ModuleType], None], find: Callable[[str], ModuleSpec | None] | None
-    ) -> None:
-        self.callback = callback
-        self._name, self._find = name, find
+    def __init__(self, name: str, callback: Any, find: Any) -> None:
+        self._name, self._callback, self._find = name, callback, find
         self._thread = threading.local()
+        self._loader: Any = None
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name != self._name or getattr(self._thread, "searches", False):
@@ -90,22 +84,16 @@ class _Finder:
 
         self._thread.searches = True
         try:
-            spec = (self._find or find_spec)(name)
+            spec: ModuleSpec | None = (self._find or find_spec)(name)
         finally:
             self._thread.searches = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
+            self._loader, spec.loader = spec.loader, self  # type: ignore[assignment]
         return spec
 
-
-class _Loader:
-    """The module's own loader, and the callback after it."""
-
-    def __init__(self, loader: Loader, finder: _Finder) -> None:
-        self._loader, self._finder = loader, finder
-
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
+        found: ModuleType | None = self._loader.create_module(spec)
+        return found
 
     def exec_module(self, module: ModuleType) -> None:
         # Code that looks at its own loader, such as importlib.resources, finds the original one.
@@ -113,6 +101,6 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._finder.callback(module)
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)  # type: ignore[arg-type]
+        self._callback(module)
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)  # type: ignore[arg-type]

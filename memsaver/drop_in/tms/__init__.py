@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from collections.abc import Callable
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Final
 
-from memsaver.drop_in import DropInError
+from memsaver.drop_in import DropInError, Hook
 from memsaver.drop_in.memsaver_drop_in import when_imported
 from memsaver.drop_in.startup import PACKAGES
 
@@ -26,25 +24,25 @@ def version() -> str:
     return "0.0.10"
 
 
-def check(version: str) -> None:
+def check(version: str) -> tuple[()]:
     """Raises DropInError if the original package has been imported."""
     if PACKAGE in sys.modules:
         raise DropInError(
             f"{PACKAGE} ({getattr(sys.modules[PACKAGE], '__file__', None)}) is imported already: set MEMSAVER_DROP_IN "
             "before Python starts"
         )
+    return ()
 
 
-def replace(activate: Callable[[Callable[[], tuple[str, ...]], logging.Logger], None]) -> None:
-    """Lets the next import of the package find memsaver's."""
-    when_imported(
-        PACKAGE,
-        lambda module: activate(lambda: (PACKAGE,), logging.getLogger("memsaver")),
-        lambda name: PathFinder.find_spec(name, [str(PACKAGES)]),
-    )
-    when_imported(SGLANG, _allow_handles)
+def hooks() -> list[Hook]:
+    """The next import of the package finds memsaver's."""
     if os.environ.get("TMS_INIT_ENABLE"):
-        when_imported("torch", _manage)
+        when_imported("torch", _manage)  # with its errors, in the mode "warn" too
+    return [(PACKAGE, lambda module: (PACKAGE,), _find), (SGLANG, _allow_handles, None)]
+
+
+def _find(name: str) -> ModuleSpec | None:
+    return PathFinder.find_spec(name, [str(PACKAGES)])
 
 
 def _manage(torch: ModuleType) -> None:
@@ -53,8 +51,9 @@ def _manage(torch: ModuleType) -> None:
     manage()
 
 
-def _allow_handles(module: ModuleType) -> None:
+def _allow_handles(module: ModuleType) -> tuple[()]:
     unpickler = getattr(module, "SafeUnpickler", None)
     prefixes = getattr(unpickler, "ALLOWED_MODULE_PREFIXES", None)
     if isinstance(prefixes, set):  # else this version of SGLang has no such list
         prefixes.add(HANDLES)
+    return ()

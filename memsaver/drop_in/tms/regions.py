@@ -24,23 +24,19 @@ class SaverRegions(TaggedRegions):
 
     def __init__(self) -> None:
         super().__init__("tms")
-        self._unpinned: set[Region] = set()
+        self.unpinned: set[Region] = set()
 
     def by_settings(self, settings: Settings) -> Region:
         """The active region for allocations with these settings. Makes one if there is none."""
         region = self.active(settings.tag, settings.policy)
         if settings.backend == "mmap" and settings.cpu_backup:
-            self.return_backups_of([region])
+            self.unpinned.add(region)
             region.expect("none")  # no memory is pinned before the pause
         return region
 
-    def return_backups_of(self, regions: Iterable[Region]) -> None:
-        """Lets the host memory of these regions return to the system after each resume."""
-        self._unpinned.update(regions)
-
     def release_backups(self, resumed: Iterable[Region]) -> None:
         """Returns the host memory of regions with ``"mmap"`` to the system."""
-        unpinned = self._unpinned.intersection(resumed)
+        unpinned = self.unpinned.intersection(resumed)
         for region in unpinned:
             region.expect("none")
         if unpinned:
@@ -72,11 +68,11 @@ class Retained:
 
     def find(self, tensor: torch.Tensor, region: Region) -> torch.Tensor | None:
         """The retained contents of a contiguous tensor. None if there are none."""
-        address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        for begin, contents in self._parts.get(region, ()):
-            if begin <= address and address + nbytes <= begin + contents.numel():
-                part = contents[address - begin : address - begin + nbytes]
-                return part.view(tensor.dtype).view(tensor.shape)
+        nbytes = tensor.numel() * tensor.element_size()
+        for address, contents in self._parts.get(region, ()):
+            begin = tensor.data_ptr() - address
+            if 0 <= begin <= contents.numel() - nbytes:
+                return contents[begin : begin + nbytes].view(tensor.dtype).view(tensor.shape)
         return None
 
 
@@ -93,11 +89,12 @@ class DefaultPool:
     @contextmanager
     def leaving(self, regions: Iterable[Region]) -> Iterator[None]:
         """Moves all threads to other pools, before the with statement pauses these regions."""
-        mine = self._of(regions)
+        tagged = self._all()
+        mine = [each for each in regions if each in tagged]
         if mine:
             check_allocator()  # code may have made torch's default pool a region of its own
-        if mine and _core.capturing():
-            raise Error("a graph is being captured: its process cannot be paused")
+            if _core.capturing():
+                raise Error("a graph is being captured: its process cannot be paused")
         saver_regions.set_aside(mine, True)
         try:
             on_gpus = [region for region in mine if region.device != "cpu"]
@@ -107,26 +104,22 @@ class DefaultPool:
                 for pool_id in (DEFAULT_POOL, *side_pools.ids.get(index_of(region), ())):
                     adapter().adopt_pool(region, pool_id)
             if self._initial.backend == "mmap":
-                saver_regions.return_backups_of(mine)
+                saver_regions.unpinned.update(mine)
             yield
         finally:
             self.return_threads()
 
     def return_threads(self) -> None:
         """Moves the threads back where all regions of the tag are active."""
-        all_mine = self._of(saver_regions.of(self._initial.tag))
-        paused = {index_of(region) for region in all_mine if region.state != "active"}
-        back = [region for region in all_mine if index_of(region) not in paused]
+        paused = {index_of(region) for region in self._all() if region.state != "active"}
+        back = [region for region in self._all() if index_of(region) not in paused]
         saver_regions.set_aside(back, False)
         for region in back:
             if region.device != "cpu":
                 side_pools.end(index_of(region))
 
-    def _of(self, regions: Iterable[Region]) -> list[Region]:
-        if not self._initial.interesting:
-            return []
-        tagged = set(saver_regions.of(self._initial.tag))
-        return [each for each in regions if each in tagged]
+    def _all(self) -> list[Region]:
+        return saver_regions.of(self._initial.tag) if self._initial.interesting else []
 
 
 def check_allocator() -> None:

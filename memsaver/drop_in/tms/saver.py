@@ -31,12 +31,9 @@ class TorchMemorySaver:
     paused tag, a resume of an active one, and ``get_cpu_backup()`` of a tensor outside of regions.
     """
 
-    _impl: TorchMemorySaverImpl | None
-    _impl_ctor_kwargs: dict[str, Any]
-
     def __init__(self) -> None:
-        self._impl_ctor_kwargs = {}
-        self._impl = None
+        self._impl_ctor_kwargs: dict[str, Any] = {}
+        self._impl: TorchMemorySaverImpl | None = None
         self._moving = threading.RLock()  # held over a pause and over a resume
 
     # Settings
@@ -144,8 +141,7 @@ class TorchMemorySaver:
     def pause(self, tag: str | None = None) -> None:
         """Releases the memory of a tag, or of all tags if it is None or empty. An unknown tag is a no-op.
 
-        Raises:
-            memsaver.Error: As :func:`memsaver.pause`.
+        Raises as :func:`memsaver.pause`.
         """
         impl = self._ensure_initialized()
         with self._moving:
@@ -160,10 +156,8 @@ class TorchMemorySaver:
     def resume(self, tag: str | None = None) -> None:
         """Maps the memory of a tag again, or of all tags, with the contents that were kept.
 
-        Waits up to a minute for memory that other processes hold: callers of the original end if a resume fails.
-
-        Raises:
-            memsaver.Error: As :func:`memsaver.resume`.
+        Waits up to a minute for memory that other processes hold: callers of the original end if a resume fails. Raises
+        as :func:`memsaver.resume`.
         """
         impl = self._ensure_initialized()
         with self._moving:
@@ -207,10 +201,7 @@ class TorchMemorySaver:
         return cpu_backup(x, clone=not zero_copy)
 
     def _settings(self, tag: str, cpu: bool, disk: bool, backend: str | None) -> Settings:
-        """The settings of a region with these options.
-
-        Raises TypeError, ValueError, or AssertionError as the original.
-        """
+        """The settings of a region with these options. Raises as region()."""
         if not isinstance(tag, str):
             raise TypeError(f"tag is {tag!r}, expected a string")
         assert not (cpu and disk), "enable_cpu_backup and enable_disk_backup are both set, expected one at most"

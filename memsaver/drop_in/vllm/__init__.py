@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from types import ModuleType
 
-from memsaver.drop_in import DropInError
-from memsaver.drop_in.memsaver_drop_in import when_imported
+from memsaver.drop_in import DropInError, Hook
 from memsaver.drop_in.vllm import sources, worker
 
 # A package that replaces methods of CuMemAllocator by functions over the handles of its C library.
@@ -20,7 +17,7 @@ def version() -> str:
     return metadata.version("vllm")
 
 
-def check(version: str) -> None:
+def check(version: str) -> tuple[()]:
     """Raises DropInError unless the allocator of the installed vLLM can be replaced."""
     check_patches()
     try:
@@ -29,6 +26,7 @@ def check(version: str) -> None:
         raise DropInError(
             f"{error}. Use another version of vLLM, or MEMSAVER_DROP_IN=vllm:warn to go on without memsaver"
         ) from None
+    return ()
 
 
 def check_patches() -> None:
@@ -39,13 +37,12 @@ def check_patches() -> None:
         )
 
 
-def replace(activate: Callable[[Callable[[], tuple[str, ...]], logging.Logger], None]) -> None:
-    """Replaces the allocator as soon as its module is imported, which loads CUDA: not before."""
+def hooks() -> list[Hook]:
+    """The allocator is replaced as soon as its module is imported, which loads CUDA: not before."""
+    return [(sources.MODULE, _replace_allocator, None), (sources.WORKER_MODULE, worker.install, None)]
 
-    def install(module: ModuleType) -> None:
-        from memsaver.drop_in.vllm import allocator
 
-        activate(lambda: allocator.install(module), module.logger)
+def _replace_allocator(module: ModuleType) -> tuple[str, ...]:
+    from memsaver.drop_in.vllm import allocator
 
-    when_imported(sources.MODULE, install)
-    when_imported(sources.WORKER_MODULE, worker.install)
+    return allocator.install(module)

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from memsaver import _adapter, transitions
@@ -15,7 +15,6 @@ from memsaver.drop_in.tagged import TaggedRegions, index_of
 from memsaver.drop_in.vllm import check_patches, ranks, worker
 from memsaver.drop_in.vllm.sources import MODULE, REPLACED
 from memsaver.drop_in.vllm.worker import shares
-from memsaver.errors import BackupError
 from memsaver.regions import Region, owning
 
 Handle = tuple[int, int, int, int]  # device, bytes, address, handle of the driver (0: chunks are the region's)
@@ -23,20 +22,30 @@ _SHARED_POOL_S = 60.0  # seconds that wake_up waits for memory that another proc
 
 
 class RegionAllocator:
-    """The methods of ``CuMemAllocator`` over regions. The subclass that :func:`install` makes inherits from both.
+    """``CuMemAllocator`` over regions. :func:`install` makes a subclass for the installed vLLM.
 
     Each tag has a region ``vllm.<tag>``. A tag that is allocated in while its region sleeps gets another,
     ``vllm.<tag>.2``, which is awake. The regions have no backup policy of their own: each sleep brings it.
     """
 
+    instance: ClassVar[RegionAllocator | None] = None
     module: ClassVar[ModuleType]  # with the replaced names
-    data: ClassVar[type]  # of a segment
+    data: ClassVar[Any]  # vLLM's AllocationData
     default_tag: ClassVar[str]
 
     def __init__(self) -> None:
         self.current_tag = self.default_tag
         self.allocator_and_pools: dict[str, Any] = {}
         self._regions = TaggedRegions("vllm")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"memsaver has no {MODULE}.CuMemAllocator.{name}")
+
+    @classmethod
+    def get_instance(cls) -> RegionAllocator:
+        if cls.instance is None:
+            cls.instance = cls()
+        return cls.instance
 
     # Allocation
 
@@ -51,15 +60,13 @@ class RegionAllocator:
         if not isinstance(tag, str):
             raise TypeError(f"tag is {tag!r}, expected a string or None")
         ranks.publish()
-        outer, self.current_tag = self.current_tag, tag
-        try:
-            entered = self._regions.active(tag, one_handle=tag == "kv_cache" and worker.transfers_kv)
+        entered = self._regions.active(tag, one_handle=tag == "kv_cache" and worker.transfers_kv)
+        with self._tagged(tag):
             with entered:
-                self._count_pool(tag, entered)
+                # Callers read the length alone. The pool itself would keep its free segments if it were held here.
+                self.allocator_and_pools.setdefault(tag, []).append((entered, None))
                 yield
             _adapter.adapter().trim([entered])
-        finally:
-            self.current_tag = outer
 
     @contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
@@ -72,22 +79,28 @@ class RegionAllocator:
 
         check_registration()
         entered = self._regions.active("cudagraph")
-        if "cudagraph" not in self.allocator_and_pools:
-            self._count_pool("cudagraph", entered)
-        outer, self.current_tag = self.current_tag, "cudagraph"
-        try:
+        self.allocator_and_pools.setdefault("cudagraph", [(entered, None)])
+        with self._tagged("cudagraph"):
             yield entered.pool.id
+
+    @contextmanager
+    def _tagged(self, tag: str) -> Iterator[None]:
+        outer, self.current_tag = self.current_tag, tag
+        try:
+            yield
         finally:
             self.current_tag = outer
 
     @property
     def pointer_to_data(self) -> dict[int, Any]:
         """The segments that torch has allocated, by address, as ``AllocationData``. Writes to it change nothing."""
-        return {
-            address: self.data(tag, region, address, nbytes)
-            for tag, region in self._regions.all()
-            for address, nbytes in region._core.segments()
-        }
+        found = {}
+        for tag, region in self._regions.all():
+            for address, nbytes in region._core.segments():
+                data = self.data((index_of(region), nbytes, address, 0), tag)
+                data.is_asleep = region.state != "active"  # versions up to 0.24 lack it
+                found[address] = data
+        return found
 
     def get_current_usage(self) -> int:
         """Bytes of all segments, asleep ones included."""
@@ -101,6 +114,8 @@ class RegionAllocator:
         if torch is not None:
             torch.trim([each for _, each in self._regions.all()], all_pools=True)
         _empty_cache()
+
+    close = release_pools
 
     # Sleep
 
@@ -147,7 +162,7 @@ class RegionAllocator:
             if each.state != "active"
             and (tags is None or tag in tags or (deferrable is not None and tag not in deferrable))
         ]
-        discarded = [each for each in waking if not is_offloaded(each)]
+        discarded = [each for each in waking if not _is_offloaded(each)]
         with ranks.naming(f"wake-up of {', '.join(tags or ['all tags'])}"):
             transitions.resume(waking, memory_timeout=_SHARED_POOL_S if shares() else 0.0)
         for each in discarded:
@@ -167,16 +182,8 @@ class RegionAllocator:
             done.seconds,
             done.copied_bytes / 2**30,
         )
-        if any((tag in kept) != is_offloaded(each) for tag, each in asleep):
+        if any((tag in kept) != _is_offloaded(each) for tag, each in asleep):
             self.module.logger.warning("memsaver: a sleep cannot change the policy of tags that are asleep already.")
-
-    def _count_pool(self, tag: str, entered: Region) -> None:
-        """Callers read the length alone. The pool itself would keep its free segments if it were held here."""
-        self.allocator_and_pools.setdefault(tag, []).append((entered, None))
-
-
-# Methods of the original that work over the replacement. sources.KNOWN has what they may use.
-_INHERITED = ("get_instance", "_shutdown_singleton", "close")
 
 
 def install(module: ModuleType) -> tuple[str, ...]:
@@ -189,69 +196,35 @@ def install(module: ModuleType) -> tuple[str, ...]:
     original = module.CuMemAllocator
     if original.instance is not None:
         raise DropInError(f"{MODULE}.CuMemAllocator is in use already: set MEMSAVER_DROP_IN before vLLM starts")
-    names: dict[str, Any] = {"module": module, "__module__": module.__name__, "__doc__": original.__doc__}
-    names["data"] = _data(import_module("vllm.device_allocator").AllocationData)
-    for name, member in vars(original).items():
-        is_method = isinstance(member, (FunctionType, staticmethod, classmethod, property))
-        if is_method and name not in _INHERITED and not hasattr(RegionAllocator, name):
-            names[name] = _unknown(name, member)
-    replacement = type("CuMemAllocator", (RegionAllocator, original), names)
-
-    def create_and_map(handle: Handle) -> None:
-        """Map a segment. Its region is the unit: the whole region resumes."""
-        found = owning(handle[2])
-        if found is None:
-            raise DropInError(f"no region has the address {handle[2]:#x}")
-        found.resume()
-
-    def unmap_and_release(handle: Handle) -> NoReturn:
-        raise DropInError(
-            f"the segment at {handle[2]:#x} cannot be released alone: memsaver releases whole tags, by sleep()"
-        )
-
-    module.CuMemAllocator = replacement  # type: ignore[attr-defined]
-    module.create_and_map = create_and_map  # type: ignore[attr-defined]
-    module.unmap_and_release = unmap_and_release  # type: ignore[attr-defined]
-    return tuple(f"{module.__name__}.{name}" for name in REPLACED)
+    names = {"__module__": MODULE, "__doc__": original.__doc__, "default_tag": original.default_tag, "module": module}
+    names["data"] = import_module("vllm.device_allocator").AllocationData
+    by_name = {
+        "CuMemAllocator": type("CuMemAllocator", (RegionAllocator,), names),
+        "create_and_map": _create_and_map,
+        "unmap_and_release": _unmap_and_release,
+    }
+    for name in REPLACED:
+        setattr(module, name, by_name[name])
+    return tuple(f"{MODULE}.{name}" for name in REPLACED)
 
 
-def is_offloaded(region: Region) -> bool:
+def _create_and_map(handle: Handle) -> None:
+    """Map a segment. Its region is the unit: the whole region resumes."""
+    found = owning(handle[2])
+    if found is None:
+        raise DropInError(f"no region has the address {handle[2]:#x}")
+    found.resume()
+
+
+def _unmap_and_release(handle: Handle) -> NoReturn:
+    raise DropInError(
+        f"the segment at {handle[2]:#x} cannot be released alone: memsaver releases whole tags, by sleep()"
+    )
+
+
+def _is_offloaded(region: Region) -> bool:
     """Whether a region sleeps and its contents are kept."""
     return region.state != "active" and region.backup_bytes > 0
-
-
-def _data(original: type) -> type:
-    """A subclass of ``AllocationData`` that reads the backup of a sleeping segment when it is asked for."""
-
-    class SegmentData(original):  # type: ignore[misc]
-        def __init__(self, tag: str, region: Region, address: int, nbytes: int) -> None:
-            self.handle: Handle = (index_of(region), nbytes, address, 0)
-            self.tag = tag
-            self.is_asleep = region.state != "active"
-            self._region = region if is_offloaded(region) else None
-
-        @property
-        def cpu_backup_tensor(self) -> Any:
-            """The contents in host memory, uint8 [bytes]. None if awake, discarded, or in part free in torch's pool."""
-            if self._region is None:
-                return None
-            import torch
-
-            try:
-                return torch.from_dlpack(self._region._core.backup_view(self.handle[2], self.handle[1]))
-            except BackupError:
-                return None
-
-    return SegmentData
-
-
-def _unknown(name: str, member: object) -> Any:
-    """In the place of a method that memsaver does not have: the original would use state of its own, which is empty."""
-
-    def method(*args: object, **kwargs: object) -> NoReturn:
-        raise DropInError(f"memsaver has no {MODULE}.CuMemAllocator.{name}, which this version of vLLM has")
-
-    return property(method) if isinstance(member, property) else method
 
 
 def _tags(tags: tuple[str, ...] | str) -> tuple[str, ...]:

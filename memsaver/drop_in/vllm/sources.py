@@ -25,8 +25,7 @@ SLEEP: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.device_allocator:AllocationData": ("handle", "tag", "cpu_backup_tensor"),
     MODULE: ("logger =", "def create_and_map(allocation_handle):", "def unmap_and_release(allocation_handle):"),
     f"{MODULE}:CuMemAllocator": (
-        "instance", "default_tag", "def __init__(self):",
-        "def get_instance():", "CuMemAllocator.instance = CuMemAllocator()", "?def _shutdown_singleton():",
+        "instance", "default_tag", "def __init__(self):", "def get_instance():",
         "def use_memory_pool(self, tag=None):", "?def cudagraph_pool(self):", "def get_current_usage(self):",
         "?def release_pools(self):", "?def close(self):", "def sleep(self, offload_tags=None):",
         "?def discard(self, tags):", "def wake_up(self, tags=None):",
@@ -51,7 +50,6 @@ SLEEP: Final[Mapping[str, tuple[str, ...]]] = {
 # All names of vLLM in methods of CuMemAllocator. A method with another one has learned something that its replacement
 # has not.
 KNOWN: Final[Mapping[str, Collection[str]]] = {
-    "_shutdown_singleton": ("CuMemAllocator", "logger"),
     "get_current_usage": ("self.pointer_to_data",),
     "release_pools": ("self.allocator_and_pools",),
     "close": ("self.release_pools",),

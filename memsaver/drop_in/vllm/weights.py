@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.multiprocessing  # registers the reducers of tensors
@@ -52,15 +52,6 @@ class WeightReceiver:
         if quantization is not None:
             raise DropInError(f"the model is quantized ({quantization}): use vLLM's own load_weights")
         return bytes(ForkingPickler.dumps(make_plan(worker.get_model(), specs)))
-
-
-class LoadableModel(Protocol):
-    """A model of vLLM."""
-
-    def load_weights(self, weights: Any) -> Any: ...
-    def parameters(self) -> Iterator[torch.Tensor]: ...
-    def buffers(self) -> Iterator[torch.Tensor]: ...
-    def modules(self) -> Iterator[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -161,7 +152,7 @@ def attached(plan: bytes) -> Iterator[WeightPlan]:
         found.drop()  # a pause of vLLM waits for the end of the targets
 
 
-def make_plan(model: LoadableModel, specs: Mapping[str, Spec]) -> WeightPlan:
+def make_plan(model: torch.nn.Module, specs: Mapping[str, Spec]) -> WeightPlan:
     """The writes that ``model.load_weights`` makes for a checkpoint of these weights. No weight changes.
 
     Args:
@@ -179,7 +170,7 @@ def make_plan(model: LoadableModel, specs: Mapping[str, Spec]) -> WeightPlan:
     recorder = _Recorder(model, specs)
     try:
         with torch.no_grad(), recorder:
-            model.load_weights(recorder.weights())
+            model.load_weights(recorder.weights())  # type: ignore[operator]
     except (NotImplementedError, RuntimeError) as error:  # torch's, for the values of a tensor without memory
         if isinstance(error, DropInError):
             raise
@@ -195,7 +186,7 @@ class _Recorder(TorchDispatchMode):
 
     _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 
-    def __init__(self, model: Any, specs: Mapping[str, Spec]) -> None:
+    def __init__(self, model: torch.nn.Module, specs: Mapping[str, Spec]) -> None:
         super().__init__()
         self.pieces: list[Piece] = []
         self._sources = {

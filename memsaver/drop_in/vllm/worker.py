@@ -23,14 +23,14 @@ transfers_kv = False  # vLLM has a KV connector, which may export the memory of 
 _monitor: threading.Thread | None = None
 
 
-def install(module: ModuleType) -> None:
+def install(module: ModuleType) -> tuple[()]:
     """Replaces the constructor of ``Worker``, and ``sleep``, ``wake_up`` and, from vLLM 0.31 on, ``discard``."""
     worker, logger = module.Worker, module.logger
     worker.__init__ = _without_transfer(worker.__init__)
-    worker.sleep = _settled(_without_assertion(worker.sleep, logger), logger)
-    worker.wake_up = _settled(worker.wake_up, logger)
-    if hasattr(worker, "discard"):
-        worker.discard = _settled(worker.discard, logger)
+    for name in ("sleep", "wake_up", "discard"):
+        if hasattr(worker, name):
+            setattr(worker, name, _settled(getattr(worker, name), logger))
+    return ()
 
 
 def shares() -> bool:
@@ -72,7 +72,11 @@ def _without_transfer(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _settled(original: Callable[..., Any], logger: logging.Logger) -> Callable[..., Any]:
-    """The method, with errors that the last rank raises for all, see :func:`ranks.settle`."""
+    """The method, with errors that the last rank raises for all, see :func:`ranks.settle`.
+
+    vLLM's worker asserts, as the last step of a sleep, that the driver's free memory has not shrunk. With a shared pool
+    a sleep returns memory to the pool, and the broker or another process may take memory of the driver meanwhile.
+    """
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,30 +89,14 @@ def _settled(original: Callable[..., Any], logger: logging.Logger) -> Callable[.
             except EndedError:
                 raise
             except Exception as caught:
-                error = caught
+                if isinstance(caught, AssertionError) and shares() and "after sleeping" in str(caught):
+                    logger.info("memsaver: the memory of this sleep is in the shared pool, not in the driver.")
+                else:
+                    error = caught
             ranks.settle(self, original.__name__, error, logger)
         return result
 
     return method
-
-
-def _without_assertion(original: Callable[..., Any], logger: logging.Logger) -> Callable[..., Any]:
-    """``Worker.sleep`` that returns if the driver's free memory has shrunk meanwhile, with a shared pool.
-
-    vLLM's worker asserts, as its last step, that it has not. A sleep returns memory to the pool, not to the driver, and
-    the broker or another process may take memory of the driver at the same time.
-    """
-
-    @functools.wraps(original)
-    def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(self, *args, **kwargs)
-        except AssertionError as error:
-            if not _is_in("active") or not shares() or "after sleeping" not in str(error):
-                raise
-            logger.info("memsaver: the memory of this sleep is in the shared pool, not in the driver.")
-
-    return sleep
 
 
 class EndedError(Error):
