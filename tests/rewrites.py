@@ -16,7 +16,7 @@ from pathlib import Path
 from memsaver import _core
 
 ROOT = Path(__file__).resolve().parent.parent
-_COPIED = ("memsaver", "tests", "examples", "pyproject.toml")
+_COPIED = ("memsaver", "tests", "examples", "csrc", "pyproject.toml")
 
 # The packages of the copy come before those of the environment, however memsaver was installed; in subprocesses too.
 _REDIRECT = """

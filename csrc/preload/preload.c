@@ -124,8 +124,7 @@ EXPORT int cudaFree(void* data) {
   return core != NULL && core->release(data) ? kSuccess : runtime_free(data);
 }
 
-// The C functions of torch_memory_saver. Those without a result or an argument of the device concern the calling
-// thread, but for the retained backups.
+// The C functions of torch_memory_saver. The next ones concern the calling thread.
 
 EXPORT bool tms_get_interesting_region(void) { return settings()->interesting; }
 EXPORT void tms_set_interesting_region(bool interesting) { settings()->interesting = interesting; }
@@ -147,6 +146,7 @@ EXPORT void tms_set_enable_disk_backup(bool enabled) { settings()->disk_backup =
 EXPORT const char* tms_get_cpu_backup_backend(void) { return settings()->mmap ? "mmap" : "pinned"; }
 EXPORT void tms_set_cpu_backup_backend(const char* kind) { settings()->mmap = strcmp(kind, "mmap") == 0; }
 
+// Of the process.
 EXPORT bool tms_get_retain_cpu_backup(void) {
   pthread_once(&once, read_variables);
   return retain;

@@ -17,9 +17,7 @@ from memsaver.drop_in.vllm import sources
 
 CUMEM = "vllm/device_allocator/cumem.py"
 WORKER = "vllm/v1/worker/gpu_worker.py"
-MODULES = {
-    "vllm/__init__.py": "",
-    "vllm/distributed/__init__.py": "",
+MODULES = {  # and an empty __init__.py in each folder without one
     "vllm/distributed/parallel_state.py": """
 class GroupCoordinator:
     rank: int
@@ -80,8 +78,6 @@ class CuMemAllocator:
         for data in self.pointer_to_data.values():
             create_and_map(data.handle)
 """,
-    "vllm/v1/__init__.py": "",
-    "vllm/v1/executor/__init__.py": "",
     "vllm/v1/executor/multiproc_executor.py": """
 import threading
 
@@ -89,7 +85,6 @@ class MultiprocExecutor:
     def monitor(self, read):
         threading.Thread(target=read, name="DeathPipeMonitor").start()
 """,
-    "vllm/v1/worker/__init__.py": "",
     "vllm/v1/worker/worker_base.py": """
 class WorkerBase:
     def __init__(self, vllm_config, rank):
@@ -129,7 +124,6 @@ class Worker(WorkerBase):
         assert freed_bytes >= 0, "Memory usage increased after sleeping."
         logger.info("asleep")
 """,
-    "vllm/config/__init__.py": "",
     "vllm/config/vllm.py": """
 import dataclasses
 from typing import Any
@@ -160,20 +154,22 @@ class ParallelConfig:
 """,
     "vllm/model_executor/layers/mla.py": "",
     "vllm/model_executor/layers/attention/mla_attention.py": "",
-    "vllm/model_executor/layers/fused_moe/__init__.py": "",
+    "vllm/model_executor/layers/fused_moe/layer.py": "",
 }
 Load = Callable[..., ModuleType]
 
 
-def write(folder: Path, version: str = "9.9.9") -> None:
-    """Write the package and its metadata."""
+def write(folder: Path) -> None:
+    """Write the package and its metadata, with the version 9.9.9."""
     for name, text in MODULES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    info = folder / f"vllm-{version}.dist-info"
+        for parent in path.relative_to(folder).parents[:-1]:
+            (folder / parent / "__init__.py").touch()
+    info = folder / "vllm-9.9.9.dist-info"
     info.mkdir()
-    info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.9.9\n")
 
 
 @pytest.fixture
@@ -201,21 +197,20 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
             region.close()
 
 
-def worker(
-    rank: int = 0, world_size: int = 1, data_parallel_rank: int = 0, transfer: Any = None, cumem: bool = True
-) -> Any:
+def worker(rank: int = 0, world_size: int = 1, replica: int = 0, transfer: Any = None, cumem: bool = True) -> Any:
     """A worker of the package, which is imported here. ``transfer``: the name of a KV connector; "": of none."""
-    config = importlib.import_module("vllm.config.vllm")
-    model = importlib.import_module("vllm.config.model").ModelConfig()
-    parallel = importlib.import_module("vllm.config.parallel").ParallelConfig()
+    from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.config.model import ModelConfig
+    from vllm.config.parallel import ParallelConfig
+    from vllm.config.vllm import VllmConfig
+    from vllm.v1.worker.gpu_worker import Worker
+
+    model, parallel, kv = ModelConfig(), ParallelConfig(), None if transfer is None else KVTransferConfig()
     model.enable_cumem_allocator = cumem
-    parallel.world_size, parallel.data_parallel_rank = world_size, data_parallel_rank
-    kv = None
-    if transfer is not None:
-        kv = importlib.import_module("vllm.config.kv_transfer").KVTransferConfig()
+    parallel.world_size, parallel.data_parallel_rank = world_size, replica
+    if kv is not None:
         kv.kv_connector = transfer or None
-    made = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
-    return made(config.VllmConfig(model, parallel, kv), local_rank=rank, rank=rank, distributed_init_method="")
+    return Worker(VllmConfig(model, parallel, kv), local_rank=rank, rank=rank, distributed_init_method="")
 
 
 def before(folder: Path) -> str:

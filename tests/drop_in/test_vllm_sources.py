@@ -43,7 +43,7 @@ current_platform = types.SimpleNamespace(is_rocm=lambda: False, is_cuda_alike=la
 }
 # As a worker calls it: by the backend where vLLM has one, with the tags that vLLM's own backend keeps.
 PROGRAM = """
-import importlib, importlib.util, inspect
+import importlib, importlib.util
 from memsaver import drop_in
 drop_in.install("vllm")
 module = importlib.import_module("vllm.device_allocator.cumem")
@@ -70,27 +70,21 @@ if importlib.util.find_spec("vllm.device_allocator.sleep_mode_backend"):
     backend = CuMemBackend()
     suspend, resume = backend.suspend, backend.resume
 else:
-    resume = allocator.wake_up
-    def suspend(level):
-        allocator.sleep(offload_tags=("weights",) if level == 1 else ())
-
+    suspend, resume = lambda level: allocator.sleep(("weights",) if level == 1 else ()), allocator.wake_up
 deferrable = getattr(module, "DEFERRABLE_TAGS", tags)
 used = allocator.get_current_usage()
 for level in (1, 2):
     suspend(level)
     assert asleep() == set(tags)
     resume(["weights"])
-    assert asleep() == set(deferrable) - {"weights"}
-    assert holds("weights") == (level == 1)
+    assert asleep() == set(deferrable) - {"weights"} and holds("weights") == (level == 1)
     resume(["kv_cache", "runtime"])
-    assert asleep() == set() and allocator.get_current_usage() == used
-    assert not kept["kv_cache"].any()
+    assert asleep() == set() and allocator.get_current_usage() == used and not kept["kv_cache"].any()
     for number, tag in enumerate(tags):
         kept[tag].fill_(number + 1)
-if hasattr(type(allocator).__mro__[2], "discard"):
-    allocator.discard("kv_cache")
-    assert asleep() == {"kv_cache"} and holds("weights") and holds("runtime")
-    resume(None)
+allocator.discard("kv_cache")
+assert asleep() == {"kv_cache"} and holds("weights") and holds("runtime")
+resume(None)
 allocator.release_pools()
 assert asleep() == set()
 print(drop_in.status()["vllm"].state)

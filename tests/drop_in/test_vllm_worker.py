@@ -194,7 +194,7 @@ def test_one_caller_gets_one_error_and_each_rank_of_several_its_own(
 
 
 def test_engines_of_data_parallel_ranks_do_not_answer_each_other(workers: Workers) -> None:
-    others = [fake_vllm.worker(rank, 3, data_parallel_rank=1) for rank in range(3)]
+    others = [fake_vllm.worker(rank, 3, replica=1) for rank in range(3)]
     answers = call([*workers, *others], OutOfMemoryError("rank 0: full"))
     assert str(answers[2]) == "rank 0: full" and answers[3:] == ["awake"] * 3
 

@@ -7,14 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from memsaver import drop_in
 from memsaver.drop_in import DropInError
 from memsaver.errors import Error
 
-_T = TypeVar("_T")
 _PREFIX = "memsaver/drop_in/vllm"
 _ANSWER_S = 300.0  # seconds in which each rank has to end a sleep or wake-up after the last rank did
 _STORE_S = 60.0  # for the store to answer
@@ -30,8 +28,17 @@ class _Store:
         self.store, self._link = store, StoreLink(store, _PREFIX)
         self.has_published = self.was_checked = False
 
-    def call(self, function: Callable[[Any], _T]) -> _T:
-        """Calls a function with a connection to the store."""
+    def set(self, key: str, text: str) -> None:
+        self._call(lambda keys: keys.set(key, text))
+
+    def get(self, key: str) -> str | None:
+        found = self._call(lambda keys: keys.get(key) if keys.check([key]) else None)
+        return None if found is None else str(found.decode())
+
+    def delete(self, key: str) -> None:
+        self._call(lambda keys: keys.delete_key(key))
+
+    def _call(self, function: Callable[[Any], Any]) -> Any:
         return self._link.call(function, time.monotonic() + _STORE_S)
 
 
@@ -61,10 +68,9 @@ def _world() -> tuple[int, list[int]] | None:
 def publish() -> None:
     """Write this rank's drop-in into the store. A no-op where there is one rank."""
     world = _world()
-    if world is None or (store := _store()).has_published:
-        return
-    store.call(lambda keys: keys.set(str(world[0]), _own()))
-    store.has_published = True
+    if world is not None and not (store := _store()).has_published:
+        store.set(str(world[0]), _own())
+        store.has_published = True
 
 
 def check() -> None:
@@ -80,7 +86,7 @@ def check() -> None:
     rank, ranks = world
     for other in ranks:
         # Each rank publishes when it allocates its weights, long before the first sleep.
-        theirs, ours = store.call(partial(_read, str(other))), _own()
+        theirs, ours = store.get(str(other)), _own()
         if theirs is None:
             raise DropInError(f"rank {other} has no drop-in: set {drop_in.VARIABLE} in its environment too", rank=other)
         if theirs != ours:
@@ -110,12 +116,9 @@ def settle(worker: Any, call: str, error: Exception | None, logger: logging.Logg
     Args:
         worker: vLLM's worker.
         call: Its method: ``"sleep"`` or ``"wake_up"``.
-        error: The error of the method on this rank. None: it has returned.
+        error: The error of the method on this rank. None: it has returned. It is raised where this rank is the only
+            one, or each rank has a caller of its own.
         logger: vLLM's logger.
-
-    Raises:
-        Exception: ``error``, where this rank is the only one, or each rank has a caller of its own.
-        memsaver.Error: On the last rank: the errors of all ranks.
     """
     parallel = worker.parallel_config
     last = parallel.world_size - 1
@@ -133,7 +136,7 @@ def settle(worker: Any, call: str, error: Exception | None, logger: logging.Logg
     worker._memsaver_calls = number = getattr(worker, "_memsaver_calls", 0) + 1
     keys = [f"{parallel.data_parallel_rank}/{number}/{rank}" for rank in range(last)]
     if worker.rank != last:
-        store.call(lambda found: found.set(keys[worker.rank], text))
+        store.set(keys[worker.rank], text)
         if error is not None:
             logger.error("memsaver: %s failed; rank %d raises the error", call, first + last, exc_info=error)
         return
@@ -158,18 +161,14 @@ def _answer(store: _Store, key: str, rank: int, call: str, deadline: float) -> s
 
     pace = Pace()
     try:
-        while (text := store.call(partial(_read, key))) is None:
+        while (text := store.get(key)) is None:
             if time.monotonic() >= deadline:
                 return f"rank {rank} has not ended its {call} within {_ANSWER_S:.0f} s after the last rank"
             pace.sleep(deadline)
-        store.call(lambda keys: keys.delete_key(key))
+        store.delete(key)
         return text
     except Error as error:
         return f"the result of {call} on rank {rank} is unknown: {error}"
-
-
-def _read(key: str, keys: Any) -> str | None:
-    return str(keys.get(key).decode()) if keys.check([key]) else None
 
 
 def _own() -> str:
