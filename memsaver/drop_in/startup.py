@@ -63,14 +63,10 @@ def _first(path: str, others: list[str]) -> str:
 
 
 def managed(backup: str, base: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a program whose memory is managed whole.
+    """The variables of a program whose memory is managed whole, with this policy.
 
-    Args:
-        backup: The policy of all memory: ``"none"``, ``"host"`` or ``"disk"``.
-        base: The variables of the caller. Other libraries to preload and other drop-ins stay.
-
-    Raises:
-        ConfigError: ``MEMSAVER_DROP_IN`` has a wrong value.
+    ``base``: those of the caller. Other libraries to preload and other drop-ins stay. Raises ConfigError if
+    ``MEMSAVER_DROP_IN`` has a wrong value.
     """
     drop_in = base.get("MEMSAVER_DROP_IN", "")
     if "tms" not in parse_drop_in(drop_in):

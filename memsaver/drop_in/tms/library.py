@@ -65,10 +65,8 @@ _C_FUNCTIONS = _c_function("pause"), _c_function("resume")  # kept, since the li
 class Library:
     """torch_memory_saver's ``BinaryWrapper``: ``cdll`` has its C functions.
 
-    Attributes:
-        initial: The settings of a thread that has entered no region, by the variables.
-
-    Raises DropInError if a variable has a wrong value. The original ends the process.
+    ``initial``: the settings of a thread that has entered no region, by the variables. Raises DropInError if one has a
+    wrong value. The original ends the process.
     """
 
     def __init__(self, cdll: Any) -> None:
@@ -88,10 +86,7 @@ class Library:
 
     @classmethod
     def preloaded(cls) -> Library:
-        """The library in ``LD_PRELOAD``.
-
-        Raises DropInError if the process was started without it.
-        """
+        """The library in ``LD_PRELOAD``. Raises DropInError if the process was started without it."""
         cdll = ctypes.CDLL(None)
         if not hasattr(cdll, "memsaver_preload_calls"):
             raise DropInError(

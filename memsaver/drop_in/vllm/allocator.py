@@ -51,11 +51,7 @@ class RegionAllocator:
 
     @contextmanager
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
-        """Allocate in the region of a tag within the with statement. Its free segments are released at the end.
-
-        Raises:
-            TypeError: The tag is no string.
-        """
+        """Allocate in the region of a tag within the with statement. Its free segments are released at the end."""
         tag = self.default_tag if tag is None else tag
         if not isinstance(tag, str):
             raise TypeError(f"tag is {tag!r}, expected a string or None")
@@ -70,11 +66,7 @@ class RegionAllocator:
 
     @contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
-        """The id of a graph pool over the region ``vllm.cudagraph``.
-
-        Raises:
-            memsaver.ConfigError: As :func:`memsaver.graph`: NCCL would register the buffers of graphs.
-        """
+        """The id of a graph pool over the region ``vllm.cudagraph``. Raises as :func:`memsaver.graph`."""
         from memsaver._torch.graphs import check_registration
 
         check_registration()
@@ -120,15 +112,9 @@ class RegionAllocator:
     # Sleep
 
     def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
-        """Release the memory of all tags.
+        """Release the memory of all tags, and discard their contents, but for ``offload_tags``: None: the default tag.
 
-        Args:
-            offload_tags: Tags with contents to keep in pinned host memory. Those of other tags are discarded. None: the
-                default tag.
-
-        Raises:
-            DropInError: A rank has no drop-in, or another version of it. Nothing has changed.
-            memsaver.Error: As :func:`memsaver.pause`. Nothing has changed.
+        Raises as :func:`memsaver.pause`, or DropInError: a rank has no drop-in, or another version of it.
         """
         kept = _tags((self.default_tag,) if offload_tags is None else offload_tags)
         with ranks.naming("sleep"):
@@ -145,13 +131,9 @@ class RegionAllocator:
             self._pause(_tags(tags), ())
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Map memory at the addresses of these tags again, and restore contents that were kept.
+        """Map memory at the addresses of these tags again, or of all, and restore contents that were kept.
 
-        Args:
-            tags: None: all tags. vLLM from 0.32 on wakes tags outside of its DEFERRABLE_TAGS in any case.
-
-        Raises:
-            memsaver.OutOfMemoryError: A RuntimeError: the memory is not free. All stays asleep.
+        vLLM from 0.32 on wakes tags outside of its DEFERRABLE_TAGS in any case. Raises as :func:`memsaver.resume`.
         """
         gc.collect()
         _empty_cache()
