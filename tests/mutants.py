@@ -471,7 +471,7 @@ def write_sources() -> Path:
 
 def sources() -> Iterator[Path]:
     yield ROOT / "CMakeLists.txt"
-    for folder in (ROOT / "csrc", ROOT / "tests" / "cpp"):
+    for folder in (ROOT / "csrc", ROOT / "tests" / "cpp", ROOT / "tests" / "device"):
         yield from (path for path in folder.rglob("*") if path.suffix in (".h", ".c", ".cpp"))
 
 

@@ -445,7 +445,6 @@ def test_whole_process_joins_the_shared_pool_at_its_first_pause(run: Run) -> Non
         assert _core.in_pool("cpu")
         saver.resume()
         assert holds(address, 7)
-        assert dict(_core.pool_figures("cpu")[1])[os.getpid()] >= 3 * MIB
     finally:
         stop = [sys.executable, "-m", "memsaver", "broker", "--stop"]
         subprocess.run(stop, check=True, stdout=subprocess.DEVNULL)

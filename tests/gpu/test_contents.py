@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,37 +99,6 @@ def test_host_memory_grows_ahead_to_the_live_bytes(fresh: Make) -> None:
     assert host_bytes() == held  # the pause found it ready
     region.resume()
     assert sums(tensors) == expected
-
-
-def test_graphs_are_captured_while_host_memory_grows(fresh: Make) -> None:
-    region = fresh("beside", "host")
-    memsaver.configure(backup_ahead=True)
-    memsaver.release_host_memory()
-    value = torch.zeros(1024, device="cuda")
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        value.add_(0)
-    torch.cuda.synchronize()
-
-    def grow() -> None:
-        held = []
-        for _ in range(12):
-            held.append(region.empty((128 * MIB,), torch.uint8))
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=grow)
-    thread.start()
-    captured = 0
-    while thread.is_alive() or captured == 0:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            for _ in range(50):
-                value.add_(1)
-        graph.replay()
-        captured += 1
-    thread.join()
-    torch.cuda.synchronize()
-    assert bool((value == 50 * captured).all())
 
 
 def test_contents_on_disk_come_back(fresh: Make, tmp_path: Path) -> None:

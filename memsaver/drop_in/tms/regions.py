@@ -31,15 +31,11 @@ class SaverRegions(TaggedRegions):
         region = self.active(settings.tag, settings.policy)
         if settings.backend == "mmap" and settings.cpu_backup:
             self.unpinned.add(region)
-            region.expect("none")  # no memory is pinned before the pause
         return region
 
     def release_backups(self, resumed: Iterable[Region]) -> None:
         """Returns the host memory of regions with ``"mmap"`` to the system."""
-        unpinned = self.unpinned.intersection(resumed)
-        for region in unpinned:
-            region.expect("none")
-        if unpinned:
+        if self.unpinned.intersection(resumed):
             _core.release_host_memory()
 
 
