@@ -376,8 +376,6 @@ def _lines(pool: dict[str, Any]) -> list[str]:
     ]
     for client in pool["clients"]:
         notes = [f"holds {gib(client['held_bytes'])}"]
-        if client["attached_bytes"]:
-            notes.append(f"attached to {gib(client['attached_bytes'])}")
         for each in client["waiting"]:
             notes.append(
                 f"waits for {gib(each['needed_bytes'])} since {each['seconds']:.1f} s, has {gib(each['granted_bytes'])}"

@@ -23,7 +23,6 @@ _HEAD = struct.Struct("<II")
 _ANY_WORDS = (0, 1, 2, 7, 250, PAGE - 1, PAGE, PAGE + 1, *CLASSES, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1)
 _CLIENTS = sorted(number for number in protocol.KINDS.values() if number < 100)
 _WITH_TEXT = {protocol.KINDS[kind] for kind in protocol._WITH_TEXT}
-_LEASES = (101, 102, 103)
 _BYTES = b"fuzz"
 
 
@@ -37,7 +36,6 @@ class Fuzzer:
         self.spoken: list[int] = []  # chunks that its messages may name: granted, given back, or made up
         self.secret: dict[int, mmap.mmap] = {}  # chunks that its messages never name, with its mappings
         self.refused = 0
-        self.asked: list[int] = []  # attachments to its memory that it is asked for
         self.requests = list(range(1, 6))
         self.dead = _dead()
         self.connect()
@@ -46,7 +44,6 @@ class Fuzzer:
         self.channel = discovery.connect(self.path)
         self.channel.settimeout(5.0)
         self.number = self.draw.getrandbits(62)
-        self.asked = []
         if self.draw.random() < 0.9:
             hello = Message("hello", (protocol.VERSION, self.number, os.getpid()), self.path.stem)
             self._send(hello.encode())
@@ -99,8 +96,6 @@ class Fuzzer:
 
     def _hear(self, message: Message) -> None:
         if message.kind != "grant":
-            if message.kind == "attach_request":
-                self.asked.append(message.words[0])
             return
         words = message.words[3 + 2 * message.words[2] :]
         for chunk, size, flags in zip(*[iter(words)] * 3):
@@ -132,7 +127,7 @@ class Fuzzer:
         if draw.random() < 0.01:
             packet += bytes(protocol.LONGEST_PACKET)
         name = next((name for name, number in protocol.KINDS.items() if number == kind), "")
-        likely = {"inventory": len(words) // 2, "restore": 2, "sentinel": 2}
+        likely = {"inventory": len(words) // 2, "sentinel": 2}
         files = likely.get(name, 0) if draw.random() < 0.9 else draw.choice([0, 1, 3, 250, 253])
         return packet, self._files(files)
 
@@ -146,7 +141,7 @@ class Fuzzer:
             if name in ("demand", "exchange"):
                 limit = self.draw.choice(CLASSES[2:])
                 words += (limit, self.draw.choice([limit, PAGE]), PAGE * self.draw.randint(1, 3))
-            elif name in ("dropped", "restore"):
+            elif name == "dropped":
                 words.append(self._chunk())
             elif name == "give_back":
                 words += (self._chunk(), self.draw.choice([0, 1]))
@@ -154,22 +149,10 @@ class Fuzzer:
                 words += (self._chunk(), PAGE)
             elif name == "report":
                 words += (PAGE, PAGE, 0, self.draw.randint(0, 4), self.draw.randint(0, 2))
-            elif name == "attach_reply":
-                words += (0, self._chunk(), PAGE)
             else:
                 words += (self._word() for _ in range(group))
-        if words and (name in ("demand", "exchange", "close") or (name == "attach_reply" and self.asked)):
-            words[0] = self.draw.choice(self.asked if name == "attach_reply" else self.requests)
-        if name == "attach" and self.draw.random() < 0.7:
-            words[1:3] = self.number, os.getpid()
-        if name == "detach" and self.draw.random() < 0.7:
-            words = [self.draw.choice(_LEASES)]
-        if name in ("restore", "attach_reply") and self.draw.random() < 0.7:
-            words[0 if name == "restore" else 1] = self.draw.choice(_LEASES)
-        if name == "restore" and self.draw.random() < 0.7:
-            words[1] = os.getpid()
-        if name == "attach_reply":
-            words[2] = self.draw.choice([0, 0, 1, 2])
+        if words and name in ("demand", "exchange", "close"):
+            words[0] = self.draw.choice(self.requests)
         return words[: (protocol.LONGEST_PACKET - 100) // 8]
 
     def _word(self) -> int:

@@ -194,7 +194,7 @@ MUTANTS = [
         "csrc/transitions/transition.cpp",
         "  wait_for_attached(lock);",
         "  if (!MUTANT) wait_for_attached(lock);",
-        ["integration/test_sharing.py::test_a_pause_that_times_out_names_the_attached_processes"],
+        ["integration/test_sent_tensors.py::test_a_pause_that_times_out_names_the_receivers"],
     ),
     Mutant(
         "bounds_end_no_wait",

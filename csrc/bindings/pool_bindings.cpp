@@ -1,12 +1,10 @@
-// This process as a client of shared pools, and its attachments to memory of other processes.
+// This process as a client of shared pools.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/unique_ptr.h>
 
-#include "bindings/borrowed_array.h"
+#include "bindings/bindings.h"
 #include "driver/physical.h"
 #include "pool/sentinel.h"
-#include "regions/attachment.h"
 #include "regions/residents.h"
 
 namespace memsaver {
@@ -31,23 +29,9 @@ void use_pool(const std::string& device, bool wanted) {
   opened(device).pooled = wanted;
 }
 
-std::unique_ptr<Attachment> attach(const std::string& device, std::uint64_t owner, int pid, std::uint64_t residence,
-                                   const std::string& key, double timeout) {
-  any_pool_of(device);
-  return std::make_unique<Attachment>(opened(device), owner, pid, residence, key, deadline_in(timeout));
-}
-
 }  // namespace
 
 void bind_pool(nb::module_& module) {
-  nb::class_<Attachment>(module, "Attachment")
-      .def(
-          "array",
-          [](const Attachment& lease, std::size_t offset, std::size_t size, nb::handle owner) {
-            return borrowed_array(lease.memory(), offset, size, owner);
-          },
-          "offset"_a, "size"_a, "owner"_a.none() = nb::none())
-      .def("leave", &Attachment::leave, "idle"_a = false, nb::call_guard<Unlocked>());
   module.def(
       "connect", [](const std::string& device, const std::string& path) { any_pool_of(device).join(path); },
       nb::call_guard<Unlocked>(), "device"_a, "path"_a);
@@ -57,9 +41,6 @@ void bind_pool(nb::module_& module) {
   module.def("use_pool", &use_pool, nb::call_guard<Unlocked>(), "device"_a, "wanted"_a);
   module.def(
       "in_pool", [](const std::string& device) { return opened(device).pooled.load(); }, nb::call_guard<Unlocked>(),
-      "device"_a);
-  module.def(
-      "pool_client", [](const std::string& device) { return any_pool_of(device).client(); }, nb::call_guard<Unlocked>(),
       "device"_a);
   module.def(
       "pool_status",
@@ -97,8 +78,6 @@ void bind_pool(nb::module_& module) {
         return nb::make_tuple(waits, holders);
       },
       "device"_a);
-  module.def("attach", &attach, nb::call_guard<Unlocked>(), "device"_a, "owner"_a, "pid"_a, "residence"_a, "key"_a,
-             "timeout"_a);
   module.def("open_sentinel", &open_sentinel);
   module.def("exit_descriptors", [] {  // the caller closes them
     std::vector<int> files;

@@ -17,9 +17,6 @@
 //                                                  several times if one packet cannot hold them
 //   inventory {chunk, size}...  + descriptors      after welcome: the used chunks of an earlier broker. Ends with a
 //                                                  packet of fewer than kMostChunks chunks, an empty one if needed
-//   restore   attachment, pid, chunk...  + descriptors  after inventory: an attachment to this client's memory, made
-//                                                  under an earlier broker, and the descriptors of its `attach_request`
-//   attachments  attachment...                     after inventory: the attachments of this client to others' memory
 //   demand    request, {limit, fresh, bytes}...    opens a demand: `bytes` in chunks of at most `limit`, and of at most
 //                                                  `fresh` if they have to be created. Demands are served in the order
 //                                                  in which they were opened
@@ -39,20 +36,14 @@
 //                                                  could be returned without a wait has been given back. `more`: 1 if
 //                                                  more comes by itself. `unused`: bytes that no tensor uses and that
 //                                                  stay; text: their parts and the reasons
-//   attach    serial, client, pid, residence       requests an attachment to another client's memory. text: `tag '\n'
-//                                                  policy '\n' offset '\n' size ['\n' offset '\n' size]...`
-//   attach_reply  request, attachment, more, {offset, chunk, size}...   answers attach_request; attachment 0: refused,
-//                                                  and the text is the reason. `more`: 1 if another packet follows
-//   detach    attachment                           ends an attachment
 //   trim      serial, bytes                        releases idle chunks to the driver until at most `bytes` are idle
 //                                                  -> trimmed
 //
 //   broker -> client
 //   welcome   version, capacity
 //   refused   code, request                        text: the reason. `request`: the first word of the refused message.
-//                                                  `over_capacity`: the demand exceeds the pool's capacity.
-//                                                  `not_attached`: the attachment was refused. All other codes
-//                                                  are followed by the end of the connection
+//                                                  `over_capacity`: the demand exceeds the pool's capacity. All other
+//                                                  codes are followed by the end of the connection
 //   grant     request, messages, parts, {limit, remaining}..., {chunk, size, flags}...  + descriptors   of the chunks
 //                                                  with flag `has_descriptor`, of which this client has no handle.
 //                                                  `messages`: the number of messages about this demand (demand and
@@ -73,12 +64,6 @@
 //                                                  answered reclaim
 //   usage     serial, available, capacity, {pid, held}...   `available`: idle bytes, and bytes that can be created
 //   status    serial                               text: JSON, see memsaver/broker/status.py
-//   attach_request  request, pid, residence  + descriptors   text: as in attach -> attach_reply. With a pidfd of the
-//                                                  process that attaches, its sentinel, and the pidfds that it sent:
-//                                                  the owner passes them to the next broker, since that process may
-//                                                  have exited before the next broker starts
-//   attached  serial, attachment, more, {offset, chunk, size}...  + a descriptor of each
-//   detached  attachment                           the attachment has ended
 //   trimmed   serial, bytes                        the released bytes
 #pragma once
 
@@ -91,25 +76,23 @@
 
 namespace memsaver::wire {
 
-constexpr std::uint64_t kVersion = 7;
+constexpr std::uint64_t kVersion = 8;
 constexpr std::uint64_t kUnknown = ~std::uint64_t{0};         // bytes that are not known
 constexpr std::size_t kLongestPacket = std::size_t{1} << 16;  // bytes
 constexpr std::size_t kMostDescriptors = 250;                 // in one packet; the kernel allows 253
 constexpr std::size_t kMostChunks = 250;                      // in one packet
 
 // name, number
-#define MEMSAVER_MESSAGES(define)                                                                              \
-  define(hello, 1) define(sentinel, 2) define(inventory, 3) define(restore, 4) define(attachments, 5)          \
-      define(demand, 6) define(exchange, 7) define(close, 8) define(give_back, 9) define(dropped, 10)          \
-          define(usage, 12) define(status, 13) define(report, 14) define(attach, 15) define(attach_reply, 16)  \
-              define(detach, 17) define(trim, 18) define(welcome, 101) define(refused, 102) define(grant, 103) \
-                  define(stalled, 104) define(drop, 105) define(query, 106) define(attach_request, 107)        \
-                      define(attached, 108) define(detached, 109) define(trimmed, 110) define(ledger, 20)      \
-                          define(reclaimed, 21) define(reclaim, 111) define(holders, 112)
+#define MEMSAVER_MESSAGES(define)                                                                                  \
+  define(hello, 1) define(sentinel, 2) define(inventory, 3) define(demand, 6) define(exchange, 7) define(close, 8) \
+      define(give_back, 9) define(dropped, 10) define(usage, 12) define(status, 13) define(report, 14)             \
+          define(trim, 18) define(ledger, 20) define(reclaimed, 21) define(welcome, 101) define(refused, 102)      \
+              define(grant, 103) define(stalled, 104) define(drop, 105) define(query, 106) define(trimmed, 110)    \
+                  define(reclaim, 111) define(holders, 112)
 
 #define MEMSAVER_REFUSALS(define)                                                                    \
   define(version, 1) define(malformed, 2) define(user, 3) define(device, 4) define(over_capacity, 5) \
-      define(not_attached, 6) define(exhausted, 7) define(pid_namespace, 8)
+      define(exhausted, 7) define(pid_namespace, 8)
 
 #define MEMSAVER_ENUMERATOR(name, number) name = (number),
 enum class Kind : std::uint32_t { MEMSAVER_MESSAGES(MEMSAVER_ENUMERATOR) };

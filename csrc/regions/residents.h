@@ -1,4 +1,4 @@
-// The regions of one device for the thread of the shared pool: their figures, and leases on them.
+// The regions of one device for the thread of the shared pool: their figures, and requests to them.
 #pragma once
 
 #include "regions/core.h"
@@ -9,13 +9,9 @@ class DeviceResidents final : public Residents {
  public:
   explicit DeviceResidents(Device& device) : device_(device) {}
   std::vector<Row> rows() override;
-  std::vector<Placed> attach(const std::string& key, std::uint64_t residence, std::uint64_t attachment,
-                             int pid) override;
-  void detach(std::uint64_t attachment) override;
   void reclaim() override;
   void waits_long() override;
   bool queried() override;
-  std::vector<Attached> attachments() override;
 
  private:
   Device& device_;

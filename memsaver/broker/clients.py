@@ -1,4 +1,4 @@
-"""Clients of the broker, chunks of physical memory as the pool records them, and attachments to them."""
+"""Clients of the broker, and chunks of physical memory as the pool records them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class Client:
     imported: dict[int, Chunk] = field(default_factory=dict)  # chunks of which it has a handle, held or not
     name: str = ""  # of its process, when it was last read
     inventory: set[int] | None = None  # ids of chunks in its `inventory` messages so far; None: it is complete
-    attachments: set[int] | None = None  # ids that it has from an earlier broker; None: not reported
     is_user: bool = False  # of memory, unlike an admin client
     report: list[dict[str, Any]] = field(default_factory=list)
     reported_at: float | None = None
@@ -80,19 +79,7 @@ class Chunk:
     demand: Demand | None = None  # the demand that this chunk was granted to, while it is held
     importers: set[Client] = field(default_factory=set)  # clients with a handle
     writer: int | None = None  # the id of the client whose bytes it holds, or SEVERAL; None: zeros of the driver
-    attachments: int = 0
     is_leaving: bool = False  # to the driver, once no client has a handle
-
-
-@dataclass(slots=True, eq=False)
-class Attachment:
-    """The use of an owner's chunks by another process."""
-
-    id: int
-    owner: Client
-    pid: int  # of the attached process
-    chunks: list[Chunk]
-    is_restored: bool = False  # made under an earlier broker
 
 
 Clients = dict[int, Client]  # by id

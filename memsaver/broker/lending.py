@@ -42,6 +42,10 @@ class Lending:
         _send_drops(drops)
         return released
 
+    def reclaim(self, client: Client) -> None:
+        """Takes all memory of a client back. Nothing of its process can run any more."""
+        _send_drops(self._pool.reclaim(client))
+
     # Messages of clients
 
     def inventory(self, client: Client, message: Message) -> None:

@@ -15,7 +15,6 @@ import socket
 import time
 from typing import Protocol
 
-from memsaver.broker.attachments import Attachments
 from memsaver.broker.clients import Clients
 from memsaver.broker.discovery import Listener
 from memsaver.broker.lending import Lending
@@ -62,9 +61,8 @@ class BrokerLoop:
         self._lending = Lending(self._pool)
         self._reclaim = Reclaim(self._pool, clients)
         self._status = StatusReporter(self._pool, clients, self._monitor, device, name, self._uuid, self._reclaim)
-        attachments = Attachments(self._pool, clients, self._monitor, name)
         self._sessions = Sessions(
-            self._uuid, clients, self._pool, self._monitor, self._lending, attachments, self._status, self._reclaim
+            self._uuid, clients, self._pool, self._monitor, self._lending, self._status, self._reclaim
         )
         self._server = Server(listener, self._selector, self._sessions)
 

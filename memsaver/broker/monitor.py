@@ -35,7 +35,7 @@ class Process:
     pid: int
     file: int  # its pidfd
     start: int = 0  # its start time by the system's clock; 0: unknown
-    uses: int = 0  # connections, clients and attachments that need its end
+    uses: int = 0  # connections and clients that need its end
     has_exited: bool = False
     has_sentinel: bool = False  # it has sent a sentinel
     sentinels: dict[int, int] = field(default_factory=dict)  # read ends that have not hung up, by inode
@@ -50,10 +50,6 @@ class Process:
     def has_descriptors_open(self) -> bool:
         """Whether another process may hold the driver's descriptors that this one had."""
         return bool(self.sentinels or self.children or self.unsearched)
-
-    def descriptors(self) -> list[int]:
-        """The descriptors by which another process can watch it as well."""
-        return [self.file, *self.sentinels.values(), *self.children]
 
 
 class ProcessMonitor:
@@ -109,35 +105,6 @@ class ProcessMonitor:
             if pid is None:
                 raise MalformedError("a descriptor is neither the read end of a pipe nor a pidfd")
             self._add_child(process, pid, files)
-
-    def adopt(self, pid: int, files: list[int]) -> Process:
-        """Watches a process that an earlier broker watched, for one more user.
-
-        ``files``: the descriptors of ``Process.descriptors``, which are taken out of the list. The process may have
-        exited. Raises MalformedError, ExhaustedError, OSError.
-        """
-        if not files or _pid_of(files[0]) not in (pid, -1):  # -1: it was reaped
-            raise MalformedError(f"the first descriptor is no pidfd of process {pid}")
-        if not procfs.has_exited(files[0]):
-            process = self.watch(pid)
-            os.close(files.pop(0))
-        else:
-            inodes = {os.fstat(file).st_ino for file in files[1:]}
-            known = (*self._new_exits, *self._exited, *self._tearing_down)
-            same = [each for each in known if inodes & each.sentinels.keys()]
-            if same:
-                process = same[0]
-                os.close(files.pop(0))
-            else:
-                process = Process(pid, files.pop(0), has_exited=True)
-                self._begin_teardown(process)
-            process.uses += 1
-        try:
-            self.add_descriptors(process, files)
-        except BaseException:
-            self.release(process)
-            raise
-        return process
 
     def take_exited(self) -> list[Process]:
         """The processes that have exited since the last call. Their kernels may still run."""

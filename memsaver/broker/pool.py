@@ -4,8 +4,9 @@ The pool uses no sockets and never waits. ``serve()`` returns the messages that 
 
 A chunk is in one of these states::
 
-    idle ──serve──> held ──give_back, reclaim──> idle   once its attachments have ended
-     └─release──> leaving ──drop──> deleted             its bytes count until no client has a handle
+    idle ──serve──> held ──give_back──> idle
+     │               └─reclaim─┐
+     └─release─────────────────┴> leaving ──drop──> deleted   its bytes count until no client has a handle
 
 Demands are served in the order in which they were opened, and only the first one collects chunks: so no two demands can
 each hold half of the memory that the other one needs.
@@ -19,7 +20,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from memsaver.broker.clients import CLASS_NAMES, CLASSES, SEVERAL, Attachment, Chunk, Client
+from memsaver.broker.clients import CLASS_NAMES, CLASSES, SEVERAL, Chunk, Client
 from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError
 from memsaver.broker.queue import Demand, DemandQueue, Part
 from memsaver.errors import DriverError
@@ -58,7 +59,6 @@ class Pool:
         self.capacity = capacity
         self.queue = DemandQueue(capacity)
         self.chunks: dict[int, Chunk] = {}
-        self.attachments: dict[int, Attachment] = {}
         self.total_bytes = 0  # created or adopted, and not deleted
         self.idle_bytes = 0
         self.leaving_bytes = 0
@@ -71,13 +71,20 @@ class Pool:
 
     # Clients
 
-    def reclaim(self, client: Client) -> None:
-        """Takes all chunks of a client back. Nothing of its process may be able to run any more."""
+    def reclaim(self, client: Client) -> list[tuple[Client, Chunk]]:
+        """Takes all chunks of a client back. Nothing of its process may be able to run any more.
+
+        The chunks that it held are released: a process to which the client had lent memory may still use them, and the
+        driver gives their memory to nobody meanwhile. Returns the handles that clients have to drop.
+        """
+        drops: list[tuple[Client, Chunk]] = []
         held, client.held = client.held, {}
+        self._forget_handles(client, list(client.imported.values()))
         for chunk in held.values():
             self._return(chunk, SEVERAL)
-        self._forget_handles(client, list(client.imported.values()))
+            self._release(chunk, drops)
         self.queue.close_all(client)
+        return drops
 
     def adopt(self, client: Client, chunk_id: int, size: int, file: int) -> bool:
         """Records a chunk that a client holds.
@@ -163,10 +170,6 @@ class Pool:
             chunk.demand.granted -= chunk.size
             chunk.demand = None
         chunk.writer = writer
-        if not chunk.attachments:
-            self._add_idle(chunk)
-
-    def _add_idle(self, chunk: Chunk) -> None:
         self._idle[chunk.size][chunk.id] = chunk
         self.idle_bytes += chunk.size
 
@@ -202,33 +205,6 @@ class Pool:
         self.total_bytes -= chunk.size
         self.memory.close(chunk.file)
         self._ceiling = CLASSES[0]
-
-    # Attachments
-
-    def attach(self, attachment_id: int, owner: Client, pid: int, ids: Sequence[int]) -> Attachment:
-        """Records an attachment of a process to chunks of their holder. It replaces one with the same id."""
-        previous = self.attachments.get(attachment_id)
-        if previous is not None and previous.owner is not owner:
-            raise MalformedError(f"attachment {attachment_id} is another client's")
-        missing = [chunk_id for chunk_id in ids if chunk_id not in owner.held]
-        if missing:
-            raise MalformedError(f"chunk {missing[0]} is not held by the owner of attachment {attachment_id}")
-        chunks = [owner.held[chunk_id] for chunk_id in dict.fromkeys(ids)]
-        for chunk in chunks:
-            chunk.attachments += 1
-        if previous is not None:
-            self.detach(attachment_id)
-        self.attachments[attachment_id] = Attachment(attachment_id, owner, pid, chunks)
-        return self.attachments[attachment_id]
-
-    def detach(self, attachment_id: int) -> Attachment | None:
-        """Ends an attachment and returns it. None: there was none."""
-        ended = self.attachments.pop(attachment_id, None)
-        for chunk in ended.chunks if ended is not None else ():
-            chunk.attachments -= 1
-            if not chunk.attachments and chunk.holder is None:
-                self._add_idle(chunk)
-        return ended
 
     # Serving demands
 
@@ -371,10 +347,6 @@ class Pool:
             needed, seconds = demand.granted + demand.remaining, round(time.monotonic() - demand.opened_at, 3)
             rows.append({"needed_bytes": needed, "granted_bytes": demand.granted, "seconds": seconds})
         return rows
-
-    def attached_bytes(self, pid: int) -> int:
-        attached = {chunk for each in self.attachments.values() if each.pid == pid for chunk in each.chunks}
-        return sum(chunk.size for chunk in attached)
 
 
 def _preference(nbytes: int) -> list[int]:

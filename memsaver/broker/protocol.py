@@ -31,14 +31,12 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(_KERNEL_MOST_DESCRIPTORS * array.array("i")
 
 # Words of each message of a client: fixed words, words of a group, and the least number of groups.
 _SHAPES = {
-    "hello": (3, 0, 0), "sentinel": (0, 0, 0), "inventory": (0, 2, 0), "restore": (2, 1, 0), "attachments": (0, 1, 0),
-    "demand": (1, 3, 1), "exchange": (1, 3, 1), "close": (1, 0, 0), "give_back": (0, 2, 0), "dropped": (0, 1, 0),
-    "usage": (1, 0, 0), "status": (1, 0, 0), "report": (1, 5, 0), "attach": (4, 0, 0),
-    "attach_reply": (3, 3, 0), "detach": (1, 0, 0), "trim": (2, 0, 0),
-    "ledger": (0, 0, 0), "reclaimed": (2, 0, 0),
+    "hello": (3, 0, 0), "sentinel": (0, 0, 0), "inventory": (0, 2, 0), "demand": (1, 3, 1), "exchange": (1, 3, 1),
+    "close": (1, 0, 0), "give_back": (0, 2, 0), "dropped": (0, 1, 0), "usage": (1, 0, 0), "status": (1, 0, 0),
+    "report": (1, 5, 0), "trim": (2, 0, 0), "ledger": (0, 0, 0), "reclaimed": (2, 0, 0),
 }  # fmt: skip
-_WITH_TEXT = {"hello", "report", "attach", "attach_reply", "ledger", "reclaimed"}
-_WITH_FILES = {"inventory", "restore", "sentinel"}
+_WITH_TEXT = {"hello", "report", "ledger", "reclaimed"}
+_WITH_FILES = {"inventory", "sentinel"}
 
 
 class RefusedError(Exception):

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 
 from memsaver.broker import protocol
-from memsaver.broker.attachments import Attachments
 from memsaver.broker.clients import Client, Clients
 from memsaver.broker.connection import Connection
 from memsaver.broker.lending import Lending
@@ -37,7 +36,6 @@ class Sessions:
         pool: Pool,
         monitor: ProcessMonitor,
         lending: Lending,
-        attachments: Attachments,
         status: StatusReporter,
         reclaim: Reclaim,
     ) -> None:
@@ -46,7 +44,7 @@ class Sessions:
         self._clients = clients
         self._pool = pool
         self._monitor = monitor
-        self._attachments = attachments
+        self._lending = lending
         self._status = status
         self._reclaim = reclaim
         self._handlers: dict[str, Callable[[Client, Message], None]] = {
@@ -54,8 +52,6 @@ class Sessions:
             "inventory": lending.inventory, "demand": lending.demand, "exchange": lending.exchange,
             "close": lending.close, "give_back": lending.give_back, "dropped": lending.dropped,
             "trim": lending.trim,
-            "attach": attachments.attach, "attach_reply": attachments.attach_reply, "detach": attachments.detach,
-            "restore": attachments.restore, "attachments": attachments.attachments,
             "usage": status.usage, "report": status.report, "ledger": status.ledger, "status": status.status,
             "reclaimed": reclaim.reclaimed,
         }  # fmt: skip
@@ -101,11 +97,10 @@ class Sessions:
     def reclaim(self, process: Process) -> None:
         """Takes all memory of a process back. Nothing of it can run any more."""
         self.user_seen_at = time.monotonic()
-        self._attachments.end_all(process)
         for client in self._clients_of(process):
             if client.held:
                 log.info("nothing of process %d can run any more, %s are free", process.pid, gib(client.held_bytes))
-            self._pool.reclaim(client)
+            self._lending.reclaim(client)
             self._forget(client)
 
     def _begin(self, connection: Connection, message: Message) -> None:
@@ -147,11 +142,8 @@ class Sessions:
             return
         client.connection = None
         client.queried_at = client.ledger_queried_at = None
-        client.attachments = None
-        reason = "has exited" if client.process.has_exited else "lost its connection to the broker"
         self._pool.queue.close_all(client)
         self._status.cancel(client)
-        self._attachments.cancel(client, f"process {client.pid} {reason}")
         if (
             not client.imported and not client.held
         ):  # a client drops its handle of a chunk before it gives the chunk back

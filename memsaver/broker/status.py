@@ -53,8 +53,8 @@ class StatusReporter:
          "capacity_bytes": int, "total_bytes": int, "idle_bytes": int, "leaving_bytes": int,
          "device_memory": {"used_bytes": int or None, "holdings": [[pid, bytes, imported bytes or None]],
                            "lists_all": bool},                                          # see memsaver/ledger
-         "clients": [{"pid": int, "name": str, "held_bytes": int, "attached_bytes": int, "connected": bool,
-                      "exited": bool, "kept_by": [{"pid", "name"}],   # processes that keep its memory
+         "clients": [{"pid": int, "name": str, "held_bytes": int, "connected": bool, "exited": bool,
+                      "kept_by": [{"pid", "name"}],   # processes that keep its memory
                       "waiting": [{"needed_bytes", "granted_bytes", "seconds"}],      # in the order of the queue
                       "unused_bytes": int or None, "unused_why": str,   # kept at the last reclaim; None: none yet
                       "report_age_s": float or None,                                  # None: no report yet
@@ -129,7 +129,6 @@ class StatusReporter:
             "pid": client.pid,
             "name": client.name,
             "held_bytes": client.held_bytes,
-            "attached_bytes": self._pool.attached_bytes(client.pid),
             "connected": client.is_connected,
             "exited": client.process.has_exited,
             "kept_by": [{"pid": pid, "name": process_name(pid)} for pid in self._monitor.keepers_of(client.process)],

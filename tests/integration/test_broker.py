@@ -22,7 +22,7 @@ from memsaver import BrokerError, errors, process_names
 from memsaver.broker import clients, daemon, discovery, protocol
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.protocol import Message
-from tests.broker_support import PATIENCE_S, TOLD, Client, Running, granted, sentinel
+from tests.broker_support import PATIENCE_S, TOLD, Client, Running, granted
 from tests.pool_support import Worker
 from tests.support import GIB, MIB, PAGE, ROOT, Peer, run_clean, run_python, until
 
@@ -143,11 +143,6 @@ def test_memory_of_a_killed_client_returns(broker: Running, peer: Peer) -> None:
     other.take(GIB)
     assert broker.row(os.getpid())["held_bytes"] == GIB
     assert len(broker.status()["clients"]) == 1
-
-
-def fork_in(peer: Peer) -> int:
-    """A child of a client, which holds every descriptor of it."""
-    return int(peer.run("child = os.fork() or __import__('time').sleep(600); print(child)"))
 
 
 def test_memory_of_a_killed_client_waits_while_the_driver_lists_it(
@@ -307,185 +302,6 @@ def test_the_last_packet_of_a_grant_has_the_place_in_the_queue(broker: Running) 
         one.look()
 
 
-# Leases
-
-
-def lend(owner: Client, attacher: Client, *rows: tuple[int, int, int], lease: int = 99) -> None:
-    """``attacher`` asks, and ``owner`` lends."""
-    attacher.say("attach", 5, owner.number, os.getpid(), 3, text="tag\nnone\n0\n2097152")
-    asked = owner.hear("attach_request")
-    assert list(asked.words[1:]) == [os.getpid(), 3]
-    assert asked.text == "tag\nnone\n0\n2097152"
-    parts = [rows[at : at + 250] for at in range(0, len(rows), 250)] or [()]
-    for at, part in enumerate(parts):
-        more = int(at + 1 < len(parts))
-        owner.say("attach_reply", asked.words[0], lease, more, *(word for row in part for word in row))
-
-
-def test_a_lease_is_the_owners_memory(broker: Running) -> None:
-    owner, attacher = broker.client(), broker.client()
-    chunks = owner.borrow(2 * PAGE, PAGE)
-    lend(owner, attacher, (0, chunks[1], PAGE), (PAGE, chunks[0], PAGE))
-    answer = attacher.hear("attached")
-    assert list(answer.words) == [5, 99, 0, 0, chunks[1], PAGE, PAGE, chunks[0], PAGE]
-    with mmap.mmap(answer.files[0], PAGE) as theirs, contents(owner, chunks[1]) as mine:
-        theirs[:3] = b"new"
-        assert mine[:3] == b"new"
-    answer.close()
-    assert {row["attached_bytes"] for row in broker.status()["clients"]} == {2 * PAGE}
-    attacher.say("detach", 99)
-    assert list(owner.hear("detached").words) == [99]
-
-
-def test_a_lease_of_many_chunks_comes_in_several_packets(broker: Running) -> None:
-    owner, attacher = broker.client(), broker.client()
-    chunks = owner.borrow(GIB, PAGE)
-    lend(owner, attacher, *((at * PAGE, chunk, PAGE) for at, chunk in enumerate(chunks)))
-    rows = []
-    for more in (1, 1, 0):
-        answer = attacher.hear("attached")
-        assert list(answer.words[:3]) == [5, 99, more]
-        rows += list(zip(*[iter(answer.words[3:])] * 3))
-        assert len(answer.files) == (len(answer.words) - 3) // 3
-        answer.close()
-    assert [chunk for _, chunk, _ in rows] == chunks
-
-
-def test_a_refused_lease_reaches_the_attaching_client(broker: Running) -> None:
-    owner, attacher = broker.client(), broker.client()
-    attacher.say("attach", 6, owner.number, os.getpid(), 3, text="x")
-    owner.say("attach_reply", owner.hear("attach_request").words[0], 0, 0, text="of an earlier residence")
-    assert attacher.refusal() == ("not_attached", 6, "of an earlier residence")
-    attacher.say("attach", 7, 1, 999, 3, text="x")
-    code, serial, text = attacher.refusal()
-    assert (code, serial) == ("not_attached", 7)
-    assert "999" in text
-
-
-def test_the_death_of_an_owner_refuses_pending_attachments(broker: Running, peer: Peer) -> None:
-    number = int(peer.run("print(client.number)"))
-    attacher = broker.client()
-    attacher.say("attach", 8, number, peer.pid, 3, text="x")
-    peer.run("client.hear('attach_request')")
-    peer.kill()
-    code, serial, text = attacher.refusal()
-    assert (code, serial) == ("not_attached", 8)
-    assert str(peer.pid) in text
-
-
-def test_a_lease_ends_with_the_process_that_is_attached(broker: Running, peer: Peer) -> None:
-    owner = broker.client()
-    [chunk] = owner.borrow(PAGE, PAGE)
-    peer.run(f"client.say('attach', 5, {owner.number}, {os.getpid()}, 3, text='x')")
-    asked = owner.hear("attach_request")
-    assert asked.words[1] == peer.pid
-    owner.say("attach_reply", asked.words[0], 99, 0, 0, chunk, PAGE)
-    peer.run("client.hear('attached'); client.hang_up()")
-    assert owner.hears_nothing()  # it may still write
-    peer.kill()
-    assert list(owner.hear("detached").words) == [99]
-
-
-def test_chunks_of_a_dead_owner_wait_for_the_attached_process(broker: Running, peer: Peer) -> None:
-    attacher = broker.client()
-    number, chunk = map(int, peer.run("[chunk] = client.borrow(1 << 30); print(client.number, chunk)").split())
-    attacher.say("attach", 5, number, peer.pid, 3, text="x")
-    peer.run(f"client.say('attach_reply', client.hear('attach_request').words[0], 99, 0, 0, {chunk}, 1 << 30)")
-    attacher.hear("attached").close()
-    peer.kill()
-    until(lambda: len(broker.status()["clients"]) == 1)
-    other = broker.client()
-    other.want(GIB)
-    other.hear("stalled")
-    attacher.say("detach", 99)
-    assert [taken for taken, *_ in other.take(GIB)] == [chunk]
-
-
-def test_leases_go_on_under_a_new_broker(broker: Running, peer: Peer) -> None:
-    """The owner brings them. Leases that were detached meanwhile end, in either order of reconnection."""
-    owner = broker.client()
-    [chunk] = owner.borrow(PAGE, PAGE)
-    gone = subprocess.Popen(["true"])
-    gone_file = os.pidfd_open(gone.pid)
-    gone.wait()
-    pidfds = {peer.pid: os.pidfd_open(peer.pid), gone.pid: gone_file}
-    broker.kill()
-    broker.start()
-    peer.run(f"client = Client({str(broker.path)!r}); client.say('detach', 71)")
-    peer.run("client.look()")
-    again = broker.client(owner.number, bring=False)
-    again.files, owner.files = owner.files, {}
-    again.bring((chunk, PAGE))
-    for lease, pid in ((70, peer.pid), (71, peer.pid), (72, gone.pid)):
-        again.say("restore", lease, pid, chunk, files=(pidfds[pid],))
-    assert [again.hear("detached").words[0] for _ in range(2)] == [71, 72]
-    assert broker.row(peer.pid)["attached_bytes"] == PAGE
-    peer.run("client.say('detach', 70)")
-    assert list(again.hear("detached").words) == [70]
-    for file in pidfds.values():
-        os.close(file)
-
-
-def test_a_lease_lasts_until_forked_children_of_the_attached_process_exit(broker: Running, peer: Peer) -> None:
-    """Also where both the broker and the attached process have died, and the next broker has met neither."""
-    owner = broker.client()
-    [chunk] = owner.borrow(PAGE, PAGE)
-    peer.run(f"client.say('attach', 5, {owner.number}, {os.getpid()}, 3, text='x')")
-    asked = owner.hear("attach_request")
-    owner.say("attach_reply", asked.words[0], 99, 0, 0, chunk, PAGE)
-    peer.run("client.hear('attached').close()")
-    child = fork_in(peer)
-    try:
-        peer.kill()
-        assert owner.hears_nothing()
-        broker.kill()
-        broker.start()
-        again = broker.client(owner.number, bring=False)
-        again.files, owner.files = owner.files, {}
-        again.bring((chunk, PAGE))
-        again.say("restore", 99, peer.pid, chunk, files=tuple(asked.files))
-        again.give([chunk])
-        assert again.hears_nothing()
-        assert broker.status()["idle_bytes"] == 0
-    finally:
-        os.kill(child, signal.SIGKILL)
-    assert list(again.hear("detached").words) == [99]
-    assert broker.status()["idle_bytes"] == PAGE
-    asked.close()
-
-
-def test_a_malformed_lease_does_not_keep_its_process_watched(broker: Running) -> None:
-    one, two, attacher = broker.client(), broker.client(), broker.client()
-    lend(one, attacher)
-    attacher.hear("attached")
-    lend(two, attacher)  # with the number of the other's
-    assert attacher.refusal() == ("not_attached", 5, f"the answer of process {os.getpid()} was malformed")
-    assert two.is_refused()[0] == "malformed"
-    attacher.say("detach", 99)
-    one.hear("detached")
-    for client in (one, attacher):
-        client.hang_up()
-    broker.idle_descriptors(within_s=30.0)  # which waits until it watches no process
-
-
-def test_an_attachment_without_a_way_to_watch_it_is_malformed(broker: Running) -> None:
-    owner = broker.client()
-    [chunk] = owner.borrow(PAGE, PAGE)
-    owner.say("restore", 99, os.getpid(), chunk, files=(sentinel(),))
-    assert owner.is_refused()[0] == "malformed"
-
-
-def test_a_client_that_disconnects_before_its_lease_has_none(broker: Running) -> None:
-    owner, attacher = broker.client(), broker.client()
-    [chunk] = owner.borrow(PAGE, PAGE)
-    attacher.say("attach", 5, owner.number, os.getpid(), 3, text="x")
-    asked = owner.hear("attach_request")
-    attacher.hang_up()
-    until(lambda: len(broker.status()["clients"]) == 1)
-    owner.say("attach_reply", asked.words[0], 99, 0, 0, chunk, PAGE)
-    assert list(owner.hear("detached").words) == [99]
-
-
 # Clients that misbehave
 
 _UNKNOWN = 1 << 40
@@ -507,10 +323,8 @@ MALFORMED = {
     "another's chunk": Message("give_back", (_UNKNOWN, 0)).encode(),
     "inventory without descriptors": Message("inventory", (_UNKNOWN, PAGE)).encode(),
     "inventory late": Message("inventory").encode(),
-    "restore of another": Message("restore", (1, 2, _UNKNOWN)).encode(),
     "report without tags": Message("report", (0, 1, 2, 3, 0, 0, 1, 2, 3, 0, 0), "one").encode(),
     "report of no state": Message("report", (0, 1, 2, 3, 9, 0), "one").encode(),
-    "attach_reply unasked": Message("attach_reply", (1, 2, 0)).encode(),
     "longest": b"\0" * (protocol.LONGEST_PACKET + 1),
 }
 

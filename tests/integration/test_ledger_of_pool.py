@@ -113,7 +113,6 @@ def test_memory_that_another_process_is_attached_to_counts_for_its_owner(
     one.run("import torch.multiprocessing; from multiprocessing.reduction import ForkingPickler")
     sent = one.run("print(ForkingPickler.dumps(tensor).hex())")
     two.run(f"import pickle; view = pickle.loads(bytes.fromhex('{sent}'))")
-    assert broker.row(two.pid)["attached_bytes"] > 0
     expected[one.pid, "region", "a"] = mapped(one, "a")
     check_everywhere(broker, expected, one, two)
     two.run("del view")

@@ -1,4 +1,4 @@
-"""Tensors of regions sent by torch.multiprocessing: their contents, leases, and refusals, with and without a broker."""
+"""Tensors of regions sent by torch.multiprocessing: their contents, leases, and refusals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 import signal
 import struct
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch.multiprocessing as mp
 import memsaver
 from tests.broker_support import Running
 from tests.pool_support import Worker, chunks_of, descriptors_of, is_whole, mappings_of, running
-from tests.support import MIB, until
+from tests.support import MIB, environment, until
 
 CAPACITY = 128 * MIB
 IMPORTS = (
@@ -33,15 +34,24 @@ IMPORTS = (
 )
 
 
-@pytest.fixture(params=["process", "shared"])
+@pytest.fixture
 def pool(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    """The source of the processes' chunks: ``"process"``, or the parameter of a test."""
+    return str(getattr(request, "param", "process"))
+
+
+in_both_pools = pytest.mark.parametrize("pool", ["process", "shared"], indirect=True)
+in_a_shared_pool = pytest.mark.parametrize("pool", ["shared"], indirect=True)
 
 
 @pytest.fixture
-def broker() -> Iterator[Running]:
-    with running(CAPACITY) as started:
-        yield started
+def broker(pool: str) -> Iterator[Running]:
+    """The broker of a shared pool. Without one, only the environment of the processes."""
+    if pool == "shared":
+        with running(CAPACITY) as started:
+            yield started
+    else:
+        yield SimpleNamespace(environment=environment())  # type: ignore[misc]
 
 
 @pytest.fixture
@@ -53,8 +63,9 @@ def owner(broker: Running, pool: str) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def other(broker: Running, pool: str) -> Iterator[Worker]:
-    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool, MEMSAVER_PATCHES="multiprocessing") as worker:
+def other(broker: Running) -> Iterator[Worker]:
+    """A receiver, which is no client of a pool."""
+    with Worker(broker, *IMPORTS, MEMSAVER_POOL="process", MEMSAVER_PATCHES="multiprocessing") as worker:
         yield worker
 
 
@@ -71,6 +82,7 @@ def hand_over(owner: Worker, other: Worker, what: str, name: str = "got") -> Non
 # Contents
 
 
+@in_both_pools
 def test_both_processes_have_the_same_memory(owner: Worker, other: Worker) -> None:
     hand_over(owner, other, "weights")
     other.run("assert torch.equal(got, torch.arange(60.0).view(3, 4, 5)); got[1] = -1")
@@ -161,7 +173,7 @@ def test_memory_that_was_freed_and_allocated_again_has_another_token(owner: Work
     assert other.fails("pickle.loads(old)").startswith("ReceiveError")
 
 
-@pytest.mark.parametrize("pool", ["process"])
+@in_both_pools
 def test_a_storage_of_several_chunks_comes_in_several_messages(owner: Worker, other: Worker) -> None:
     owner.run("from memsaver._torch.ipc import server; server.CHUNKS_AT_ONCE = 1")
     owner.run("large = region.empty((75 << 18,), torch.float32); large.copy_(torch.arange(75 << 18))")
@@ -377,14 +389,40 @@ def test_nobody_receives_during_a_pause(broker: Running, owner: Worker, other: W
         assert text.startswith("RegionPausedError") and "have to be sent again" in text
 
 
-def test_a_pause_that_times_out_names_the_receivers(owner: Worker, other: Worker) -> None:
+@pytest.mark.parametrize(
+    "move",
+    [
+        "memsaver.pause('weights', reader_timeout=0.1)",
+        "memsaver.switch(pause='weights', resume='coming', reader_timeout=0.1)",
+        "memsaver.pause('weights', timeout=0.1, reader_timeout=1e9)",
+        "memsaver.transitions.prepare_pause('weights', reader_timeout=0.1)",
+    ],
+    ids=["pause", "switch", "whole", "prepare_pause"],
+)
+def test_a_pause_that_times_out_names_the_receivers(owner: Worker, other: Worker, move: str) -> None:
     hand_over(owner, other, "[weights, region.empty((4,), torch.float32)]")
-    text = owner.fails("memsaver.pause('weights', reader_timeout=0.1)")
+    owner.run("coming = memsaver.region('coming', 'cpu'); coming.pause()")
+    text = owner.fails(move)
     assert text.startswith("AttachedError") and f"(pid {other.pid})" in text and "'weights'" in text
-    assert owner.run("print(region.state)") == "active"
+    assert text.endswith(" (stage 'readers'); nothing has changed")
+    assert owner.run("e = repickled(error); print(e.tag, e.stage, e.holders)").startswith(
+        f"weights readers [({other.pid}, "
+    )
+    assert owner.run("print(region.state, coming.state)") == "active paused"
     send(owner, other, "weights")  # it goes on as before
     other.run("again = pickle.loads(sent); assert again.sum() == 1770; del got, again")
-    owner.run("memsaver.pause('weights', reader_timeout=30)")
+    owner.run(move.replace("0.1", "30") + (".commit()" if "prepare" in move else ""))
+    assert owner.run("print(region.state)") == "paused"
+
+
+def test_a_region_that_others_are_attached_to_is_not_closed(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    owner.run("del weights")
+    assert "'weights'" in owner.fails("region.close()")
+    other.run("assert got.sum() == 1770; del got")
+    # The owner learns of the end of an attachment a moment later.
+    until(lambda: owner.run("with contextlib.suppress(memsaver.Error): region.close(); print('closed')") == "closed")
+    assert owner.fails("print(region.state)") == "Error: region 'weights' was closed"
 
 
 def test_the_pause_of_another_region_does_not_wait(owner: Worker, other: Worker) -> None:
@@ -415,15 +453,35 @@ def test_the_pause_waits_for_a_child_of_a_killed_receiver(owner: Worker, other: 
     owner.answer()
 
 
+@in_a_shared_pool
 def test_the_memory_of_a_killed_owner_stays_with_the_receiver(broker: Running, owner: Worker, other: Worker) -> None:
+    """The receiver's process has no part in the pool. Other processes get all other memory of the device."""
     hand_over(owner, other, "weights")
-    owner.kill()
-    other.run("assert torch.equal(got, torch.arange(60.0).view(3, 4, 5)); got.fill_(1)")
-    other.run("del got")
+    with Worker(broker, "region = memsaver.region('other', 'cpu')") as claimant:  # for which the pool keeps idle chunks
+        owner.kill()
+        until(lambda: [row["pid"] for row in broker.status()["clients"]] == [claimant.pid])
+        claimant.run(f"claim({2 * MIB})")
+        other.run("assert torch.equal(got, torch.arange(60.0).view(3, 4, 5)); got.fill_(1)")
+        claimant.run(f"claim({CAPACITY})")
+        other.run("assert (got == 1).all(); del got")
     text = other.fails("pickle.loads(sent)")
     assert text.startswith("ReceiveError") and str(owner.pid) in text
     assert other.run("print(repickled(error).reason, error.pid)") == f"exited {owner.pid}"
     until(lambda: chunks_of(other.pid) == 0)
+
+
+@in_a_shared_pool
+def test_a_lease_outlives_the_broker(broker: Running, owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    broker.kill()
+    other.run("got.fill_(4)")
+    owner.run("assert (weights == 4).all()")
+    assert owner.fails("memsaver.pause(reader_timeout=0.1)").startswith("AttachedError")
+    broker.start()
+    until(lambda: len(broker.status()["clients"]) == 1)
+    assert owner.fails("memsaver.pause(reader_timeout=0.1)").startswith("AttachedError")
+    other.run("got.fill_(5); del got")
+    owner.run("memsaver.pause(reader_timeout=30); memsaver.resume(memory_timeout=10); assert (weights == 5).all()")
     until(lambda: is_whole(broker.status()))
 
 

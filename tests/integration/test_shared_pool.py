@@ -591,7 +591,7 @@ def test_a_broker_of_another_version_is_an_error(short_dir: Path, said: Message,
 def test_malformed_messages_of_a_broker_leave_no_descriptors(short_dir: Path) -> None:
     """Each ends its connection, and the client searches for a broker again."""
     settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": str(short_dir)}
-    malformed = [Message("grant", (1,)), Message("attach_request", (1,)), Message("stalled"), Message("holders")]
+    malformed = [Message("grant", (1,)), Message("stalled"), Message("holders")]
     with Peer(**settings) as worker:
         worker.run("from tests.pool_support import *")
         pid = int(worker.run("print(os.getpid())"))

@@ -364,31 +364,6 @@ def test_a_reused_pid_is_watched_as_a_new_process(world: World) -> None:
     world.turn(lambda: len(world.said) == 2)
 
 
-@pytest.mark.parametrize("lives", [True, False], ids=["lives", "has died"])
-def test_a_new_broker_adopts_a_process_by_its_earlier_descriptors(world: World, lives: bool) -> None:
-    process, write = world.client()
-    later = World()
-    evidence = list(map(os.dup, process.descriptors()))
-    again = list(map(os.dup, process.descriptors()))
-    if not lives:
-        world.kill(process.pid)
-    try:
-        adopted = later.monitor.adopt(process.pid, evidence)
-        assert evidence == [] and adopted.has_exited is not lives
-        assert later.monitor.adopt(process.pid, again) is adopted and again == []
-        if lives:
-            world.kill(process.pid)
-            later.turn(lambda: later.said)
-        later.turn()
-        assert ("gone", process.pid) not in later.said
-        os.close(write)
-        later.turn(lambda: ("gone", process.pid) in later.said)
-    finally:
-        later.close()
-    with pytest.raises(MalformedError, match=f"no pidfd of process {process.pid}"):
-        later.monitor.adopt(process.pid, [])
-
-
 def test_invalid_descriptors_of_a_process_are_malformed(world: World) -> None:
     process, write = world.client()
     file = os.open("/dev/null", os.O_RDONLY)
@@ -396,7 +371,5 @@ def test_invalid_descriptors_of_a_process_are_malformed(world: World) -> None:
         world.monitor.add_descriptors(process, [file])
     with pytest.raises(MalformedError, match="neither"):
         world.monitor.add_descriptors(process, [write])  # which the broker would hold itself
-    with pytest.raises(MalformedError, match="no pidfd of process 1"):
-        world.monitor.adopt(1, list(process.descriptors()))
     os.close(file)
     os.close(write)

@@ -416,35 +416,25 @@ def test_bytes_of_another_client_are_flagged_until_a_client_has_zeroed_them(
     assert not flag_for(one)
     pool.keep_only(one, set())  # it reconnects, and its message about the return was lost
     assert flag_for(one)
-    pool.reclaim(one)
-    assert flag_for(client(one.id))
 
 
-def test_a_leased_chunk_stays_out_until_its_leases_end(pool: Pool, one: Client, two: Client) -> None:
-    [chunk] = borrow(pool, one, GIB)
-    for lease in (7, 8):
-        pool.attach(lease, one, 100 + lease, [chunk.id])
-    assert pool.attached_bytes(107) == GIB
-    pool.reclaim(one)
-    assert pool.idle_bytes == 0
-    pool.detach(7)
-    pool.detach(7)
-    assert (pool.idle_bytes, pool.attached_bytes(107)) == (0, 0)
-    pool.detach(8)
-    assert pool.idle_bytes == GIB
-    want(pool, two, (GIB, GIB, GIB))
-    assert granted(settle(pool)) == [GIB]
-
-
-def test_leases_are_of_chunks_of_their_owner(pool: Pool, one: Client, two: Client) -> None:
-    [chunk] = borrow(pool, one, GIB)
-    with pytest.raises(MalformedError, match="not held by the owner"):
-        pool.attach(7, two, 100, [chunk.id])
-    pool.attach(7, one, 100, [chunk.id])
-    pool.attach(7, one, 100, [chunk.id, chunk.id])  # said again after the owner came back
-    assert chunk.attachments == 1
-    with pytest.raises(MalformedError, match="another"):
-        pool.attach(7, two, 100, [])
+def test_chunks_of_a_dead_client_go_to_the_driver(pool: Pool, memory: FakeMemory, one: Client, two: Client) -> None:
+    """Processes to which it has lent memory may still use it, and the driver waits for their handles."""
+    chunks = borrow(pool, one, MEDIUM, MEDIUM)
+    give(pool, chunks)
+    want(pool, two, (MEDIUM, MEDIUM, 2 * MEDIUM))
+    settle(pool)
+    borrow(pool, one, LARGE)
+    assert pool.reclaim(one) == []  # no other client has a handle
+    assert pool.total_bytes == sum(memory.sizes.values()) == 2 * MEDIUM
+    three = client(3)
+    give(pool, chunks[:1])
+    want(pool, three, (MEDIUM, MEDIUM, MEDIUM))
+    settle(pool)
+    assert pool.reclaim(three) == [(two, chunks[0])]
+    assert (pool.idle_bytes, pool.leaving_bytes) == (0, MEDIUM)
+    pool.drop(two, [chunks[0].id])
+    assert pool.total_bytes == sum(memory.sizes.values()) == MEDIUM
 
 
 def test_a_rejoining_client_holds_the_chunks_it_names(pool: Pool, one: Client) -> None:
@@ -522,7 +512,7 @@ def check_books(pool: Pool, memory: FakeMemory, members: Sequence[Client]) -> No
     chunks = list(pool.chunks.values())
     assert sorted(chunk.file for chunk in chunks) == sorted(memory.sizes)
     assert sum(chunk.size for chunk in chunks) == pool.total_bytes <= pool.capacity
-    idle = [chunk for chunk in chunks if chunk.holder is None and not chunk.is_leaving and not chunk.attachments]
+    idle = [chunk for chunk in chunks if chunk.holder is None and not chunk.is_leaving]
     assert sum(chunk.size for chunk in idle) == pool.idle_bytes
     assert sum(chunk.size for chunk in chunks if chunk.is_leaving) == pool.leaving_bytes
     for member in members:

@@ -45,7 +45,6 @@ GIB, LARGE, MEDIUM, SMALL = CLASSES
 CAPACITY = GIB + LARGE + 4 * MEDIUM
 PLENTY = 1 << 40
 CLIENTS = 3
-DEAD = -5  # a client that exited with the chunk
 STEPS = 5000  # of the pool, which a demand takes at most
 
 
@@ -142,9 +141,9 @@ class Books(RuleBasedStateMachine):
         self.requests = itertools.count(1)
         self.numbers = itertools.count(1)
         self.strangers = itertools.count(1 << 40)  # ids of chunks of an earlier broker
-        self.leases: dict[int, tuple[Model, list[Chunk]]] = {}
         self.uncertain: set[Chunk] = set()  # returned by the end of a connection
-        self.bytes_of: dict[Chunk, set[int]] = {}  # the clients whose bytes a chunk holds, and DEAD
+        self.bytes_of: dict[Chunk, set[int]] = {}  # the clients whose bytes a chunk holds
+        self.dead: set[Chunk] = set()  # which a client held when it exited
 
     @initialize()
     def begin(self) -> None:
@@ -156,9 +155,6 @@ class Books(RuleBasedStateMachine):
     def waiting(self) -> list[tuple[Model, Order]]:
         orders = [(each, order) for each in self.clients.values() for order in each.orders.values() if order.left]
         return sorted(orders, key=lambda pair: pair[1].number)
-
-    def lent(self, chunk: Chunk) -> int:
-        return sum(chunk in chunks for _, chunks in self.leases.values())
 
     def returned(self, client: Model, chunk: Chunk) -> None:
         client.held.remove(chunk)
@@ -176,7 +172,7 @@ class Books(RuleBasedStateMachine):
             assert (demand.client, demand.request) == (client.client, order.request), "another one came first"
             assert client.connected
             assert not any(chunk in each.held for each in self.clients.values()), "a chunk has two holders"
-            assert not self.lent(chunk), "a chunk that is lent was granted"
+            assert chunk not in self.dead, "a chunk was granted that a process may still use"
             assert chunk.size <= min(order.most, order.left)
             assert bool(flags & HAS_DESCRIPTOR) == (chunk not in client.known)
             writers = self.bytes_of.setdefault(chunk, set())
@@ -261,10 +257,9 @@ class Books(RuleBasedStateMachine):
         """Its process has gone."""
         client = self.clients.pop(number, None)
         if client is not None:
-            self.pool.reclaim(client.client)
-            for chunk in list(client.held):
-                self.bytes_of[chunk].add(DEAD)
-                self.returned(client, chunk)
+            self.dead |= client.held
+            for member, chunk in self.pool.reclaim(client.client):
+                self.dropped_by_pool(member, chunk)
 
     @rule(number=clients, taken=st.integers(0, 1))
     def bring_a_chunk_of_another(self, number: int, taken: int) -> None:
@@ -367,26 +362,6 @@ class Books(RuleBasedStateMachine):
         client.known -= set(chunks)
         client.to_drop = [chunk for chunk in client.to_drop if chunk not in chunks]
 
-    @rule(number=clients, lease=st.integers(1, 3), which=some_of)
-    def lend(self, number: int, lease: int, which: set[int]) -> None:
-        client = self.clients.get(number)
-        if client is None:
-            return
-        chunks = self.pick(client.held, which)
-        if lease in self.leases and self.leases[lease][0].client is not client.client:
-            with pytest.raises(MalformedError):
-                self.pool.attach(lease, client.client, 77, [chunk.id for chunk in chunks])
-            return
-        self.pool.attach(lease, client.client, 77, [chunk.id for chunk in chunks])
-        self.leases[lease] = client, chunks
-
-    @precondition(lambda self: self.leases)
-    @rule(which=indices)
-    def end_lease(self, which: int) -> None:
-        lease = sorted(self.leases)[which % len(self.leases)]
-        assert self.pool.detach(lease) is not None
-        del self.leases[lease]
-
     @rule(keep=st.sampled_from([0, MEDIUM, LARGE, GIB]))
     def trim(self, keep: int) -> None:
         before = self.pool.idle_bytes
@@ -442,8 +417,7 @@ class Books(RuleBasedStateMachine):
         idle = [chunk for shelf in pool._idle.values() for chunk in shelf.values()]
         held = [chunk for client in self.clients.values() for chunk in client.held]
         leaving = [chunk for chunk in chunks if chunk.is_leaving]
-        lent = [chunk for chunk in chunks if chunk.holder is None and self.lent(chunk) and not chunk.is_leaving]
-        places = Counter(id(chunk) for group in (idle, held, leaving, lent) for chunk in group)
+        places = Counter(id(chunk) for group in (idle, held, leaving) for chunk in group)
         assert places == Counter(id(chunk) for chunk in chunks), "a chunk is in two places, or in none"
         assert (pool.total_bytes, pool.idle_bytes, pool.leaving_bytes) == tuple(
             sum(chunk.size for chunk in group) for group in (chunks, idle, leaving)
@@ -455,7 +429,6 @@ class Books(RuleBasedStateMachine):
             assert all(chunk.holder is client.client for chunk in client.held)
             assert client.client.held_bytes == sum(chunk.size for chunk in client.held)
         for chunk in chunks:
-            assert chunk.attachments == self.lent(chunk)
             assert chunk.importers == {client.client for client in self.clients.values() if chunk in client.known}
             assert chunk.importers or not chunk.is_leaving, "a chunk of which there is no handle has not gone"
 
@@ -473,9 +446,6 @@ class Books(RuleBasedStateMachine):
         try:
             for number in list(self.clients):
                 self.leave(number)
-            for lease in list(self.leases):
-                self.pool.detach(lease)
-            self.leases.clear()
             self.pool.release_idle(0)
             assert not self.memory.sizes, "memory is left when all have left"
             assert not self.pool.serve().grants

@@ -4,8 +4,7 @@
     hello     version. Descriptors: those by which the owner detects that the receiver has exited
               (csrc/pool/sentinel.h). Answer: an empty message
     receive   claim: a random number of the receiver, and token, tag, backup, residence, and ``ready``: whether the
-              receiver waits for the owner's work by itself. Answer: either ``owner`` and ``key`` for the broker, or
-              ``first``, ``span`` and ``count`` of the chunks
+              receiver waits for the owner's work by itself. Answer: ``first``, ``span`` and ``count`` of the chunks
     chunks    claim, at. Answer: slots, and a descriptor for each
     release   claim. Without an answer. Also for a claim that was refused
 

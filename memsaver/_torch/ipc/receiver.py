@@ -289,13 +289,7 @@ class Receiver:
 
     def _storage(self, owner: Owner, use: _Use, is_ready: bool) -> torch.UntypedStorage:
         place, device = use.place, use.device
-        layout = owner.call(_receive(place, use.claim, is_ready))
-        if "key" in layout:
-            pool_client.connect(device)
-            bound = ANSWER_S
-            use.memory = _core.attach(device, layout["owner"], place.pid, place.residence, layout["key"], bound)
-        else:
-            use.memory = owner.borrow(use.claim, layout, device)
+        use.memory = owner.borrow(use.claim, owner.call(_receive(place, use.claim, is_ready)), device)
         with torch._C.DisableTorchFunction():
             storage = torch.from_dlpack(use.memory.array(place.offset, place.nbytes, use)).untyped_storage()
         use.cdata = storage._cdata

@@ -15,7 +15,7 @@ import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from memsaver._torch.pools import keep_forever
 from memsaver.broker import pool_client
 from memsaver.broker.monitor import Process, ProcessMonitor
 from memsaver.broker.protocol import RefusedError
-from memsaver.errors import ConfigError, Error, ReceiveError
+from memsaver.errors import Error, ReceiveError
 
 log = logging.getLogger("memsaver")
 
@@ -39,11 +39,11 @@ _AFTER_FAILURE_S = 0.05
 
 @dataclass(eq=False)
 class _Claim:
-    """The use of a storage by a process. ``chunks``: those lent without a broker: (offset, bytes, handle)."""
+    """The use of a storage by a process, and the chunks that were lent for it: (offset, bytes, handle)."""
 
     sent: Sent
     process: Process
-    chunks: list[tuple[int, int, int]] = field(default_factory=list)
+    chunks: list[tuple[int, int, int]]
 
 
 @dataclass(eq=False)
@@ -234,18 +234,18 @@ class Server:
         try:
             if not message["ready"]:
                 _wait_for_work(sent.region.device)
-            answer, chunks = _lent(sent, number, process.pid)
+            chunks = _core.lend(sent.region._core, sent.address, sent.nbytes, sent.residence, number, process.pid)
         except BaseException:
             self._sent.unclaim(sent)
             raise
         self._monitor.retain(process)
         self._claims[number] = _Claim(sent, process, chunks)
-        return answer
+        first, last = chunks[0], chunks[-1]
+        return {"first": first[0], "span": last[0] + last[1] - first[0], "count": len(chunks)}
 
     def _release(self, number: int) -> None:
         claim = self._claims.pop(number)
-        if claim.chunks:
-            _core.end_lease(claim.sent.region._core, number)
+        _core.end_lease(claim.sent.region._core, number)
         self._sent.unclaim(claim.sent)
         self._monitor.release(claim.process)
 
@@ -266,27 +266,6 @@ def _wait_for_work(device: str) -> None:
         f"cannot wait for {device} instead ({why}): send it again",
         reason="event",
     )
-
-
-def _lent(sent: Sent, number: int, pid: int) -> tuple[Message, list[tuple[int, int, int]]]:
-    """The answer to ``receive``, and the chunks that were lent. The broker makes the leases on chunks of its pool."""
-    region, ranges = sent.region, [(sent.address, sent.nbytes)]
-    pooled, count = _core.pooled_chunks(region._core, ranges)
-    if pooled and pooled == count:
-        region.check_active("have its tensors received")
-        key = f"{region.tag}\n{region.backup}\n{sent.address}\n{sent.nbytes}"
-        return {"owner": _core.pool_client(region.device), "key": key}, []
-    if pooled:
-        raise ConfigError(
-            f"the tensor in region {region.tag!r} has memory of the driver and of the shared pool, since the option "
-            "pool was changed meanwhile: pause and resume the region",
-            option="pool",
-            value=None,
-        )
-    # Leases share their numbers with the broker's attachments, which are random as well.
-    chunks = _core.lend(region._core, ranges, sent.residence, number, pid)
-    first, last = chunks[0], chunks[-1]
-    return {"first": first[0], "span": last[0] + last[1] - first[0], "count": len(chunks)}, chunks
 
 
 def _refuse(channel: socket.socket, error: Error) -> None:
