@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memsaver import _adapter, _core, ledger
-from memsaver.broker import daemon, discovery, procfs
+from memsaver.broker import daemon, discovery
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.clients import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
@@ -147,7 +147,7 @@ def _serve(options: argparse.Namespace, on_ready: Callable[[Path], None] | None)
     name = _device(options.device)
     memory = _core.open_host_memory() if name == "cpu" else _core.open_cuda_memory(_ordinal(name))
     if memory.under_mps():
-        raise procfs.mps_error(name)
+        raise daemon.mps_error(name)
     total = memory.total_bytes()
     capacity = options.capacity
     if capacity is None:  # the rest of a GPU is for contexts, and for torch's memory outside of regions
@@ -165,6 +165,7 @@ def _serve(options: argparse.Namespace, on_ready: Callable[[Path], None] | None)
         log = listener.path.with_suffix(".log")
         print(f"the broker of {name} ({memory.uuid()}) runs with pid {os.getpid()}, its log is {log}")
         on_ready(listener.path)
+    broker.stop_on_signals()
     broker.run()
     return 0
 

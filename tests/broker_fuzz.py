@@ -147,8 +147,6 @@ class Fuzzer:
                 words += (self._chunk(), self.draw.choice([0, 1]))
             elif name == "inventory":
                 words += (self._chunk(), PAGE)
-            elif name == "report":
-                words += (PAGE, PAGE, 0, self.draw.randint(0, 4), self.draw.randint(0, 2))
             else:
                 words += (self._word() for _ in range(group))
         if words and name in ("demand", "exchange", "close"):
@@ -165,7 +163,8 @@ class Fuzzer:
 
     def _text(self) -> bytes:
         device = self.path.stem.encode()
-        return self.draw.choice([b"", device, b"a", b"a\nb", b"tag\nnone\n0\n4096", b"\xff\xfe", b"x" * 5000])
+        report = b'{"imported_bytes": null, "rows": [], "regions": [["a", "", "", 1, 2, 3]]}'
+        return self.draw.choice([b"", device, b"a", b"a\nb", report, b"\xff\xfe", b"x" * 5000])
 
     def _files(self, count: int) -> list[int]:
         return [self._file() for _ in range(count)]

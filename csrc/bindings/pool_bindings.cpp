@@ -5,7 +5,6 @@
 #include "bindings/bindings.h"
 #include "driver/physical.h"
 #include "pool/sentinel.h"
-#include "regions/residents.h"
 
 namespace memsaver {
 namespace {
@@ -21,7 +20,7 @@ SharedPool& pool_of(const std::string& device) {
 SharedPool& any_pool_of(const std::string& device) {
   Device& on = opened(device);
   std::lock_guard lock(core().mutex);
-  return shared_pool(on);
+  return on.shared_pool();
 }
 
 void use_pool(const std::string& device, bool wanted) {
@@ -44,14 +43,13 @@ void bind_pool(nb::module_& module) {
       "device"_a);
   module.def(
       "pool_status",
-      [](const std::string& device, std::optional<double> timeout_s) {
-        SharedPool& pool = pool_of(device);
-        if (!timeout_s) return pool.status();
-        return pool.status(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(*timeout_s)));
+      [](const std::string& device, double timeout_s) {
+        const std::chrono::duration<double> timeout(timeout_s);
+        return pool_of(device).status(std::chrono::duration_cast<Clock::duration>(timeout));
       },
-      nb::call_guard<Unlocked>(), "device"_a, "timeout_s"_a.none() = nb::none());
+      nb::call_guard<Unlocked>(), "device"_a, "timeout_s"_a = 10.0);
   module.def(
-      "send_ledger", [](const std::string& device, const std::string& text) { any_pool_of(device).send_ledger(text); },
+      "send_report", [](const std::string& device, const std::string& text) { any_pool_of(device).send_report(text); },
       nb::call_guard<Unlocked>(), "device"_a, "text"_a);
   module.def(
       "pool_figures",
@@ -85,8 +83,6 @@ void bind_pool(nb::module_& module) {
     return files;
   });
   module.def("add_children", &add_children, "pidfds"_a);
-  module.def("set_close_on_fork", &set_close_on_fork, "wanted"_a);
-  module.def("same_file", &same_file, "pid"_a, "descriptor"_a, "other_pid"_a, "other_descriptor"_a);
   module.def(
       "under_mps",
       [](const std::string& device) {

@@ -23,8 +23,11 @@ std::uint64_t drawn_number() {
 
 }  // namespace
 
-SharedPool::SharedPool(Driver& driver, Residents& residents)
-    : driver_(driver), residents_(residents), client_(drawn_number()), bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+SharedPool::SharedPool(Driver& driver, std::function<void()> reclaim)
+    : driver_(driver),
+      reclaim_(std::move(reclaim)),
+      client_(drawn_number()),
+      bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (bell_.get() < 0) throw DriverError("eventfd", errno, "no descriptor is left");
 }
 
@@ -47,8 +50,6 @@ std::uint64_t SharedPool::open_locked(PoolRequest& request) {
   requests_[++last_number_] = &request;
   return last_number_;
 }
-
-void SharedPool::close_locked(std::uint64_t number) { requests_.erase(number); }
 
 void SharedPool::give_back_locked(Grant grant) {
   if (grant.file >= 0) ::close(grant.file);
@@ -81,7 +82,7 @@ void SharedPool::send_locked(Message message) {
 }
 
 std::unique_ptr<ChunkRequest> SharedPool::ask(const Needs& needs, Deadline deadline) {
-  return std::make_unique<PoolRequest>(static_cast<RequestHost&>(*this), needs, deadline);
+  return std::make_unique<PoolRequest>(*this, needs, deadline);
 }
 
 void SharedPool::take_back(Chunk chunk) noexcept {
@@ -201,7 +202,7 @@ std::string SharedPool::status(Clock::duration timeout) {
   return call_broker(Kind::status, Clock::now() + timeout, true).text;
 }
 
-void SharedPool::send_ledger(const std::string& text) { send(message_of(Kind::ledger, {}, text)); }
+void SharedPool::send_report(const std::string& text) { send(message_of(Kind::report, {}, text)); }
 
 void SharedPool::send_reclaimed(bool more, std::size_t unused, const std::string& why) {
   send(message_of(Kind::reclaimed, {more ? 1U : 0U, unused}, why));

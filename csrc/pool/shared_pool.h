@@ -2,7 +2,7 @@
 //
 // Threads: a thread of the pool reads the broker's messages. It holds `mutex_` for bookkeeping only, and no thread
 // waits for the broker, or calls the driver, with this lock held. Order of locks: Core::mutex, then `mutex_`. The
-// thread takes Core::mutex, through Residents, with neither held.
+// thread takes other locks, through `reclaim`, with neither held.
 //
 // Handles: each chunk is imported once, at its first grant. Its handle is kept when the chunk is given back, until the
 // broker sends `drop`. So a chunk that is granted again is only a number.
@@ -15,6 +15,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -30,24 +31,11 @@
 
 namespace memsaver {
 
-// The regions of this process that use a pool. Called by the pool's thread.
-class Residents {
+class SharedPool final : public ChunkSource {
  public:
-  struct Row {
-    std::string tag;
-    std::uint64_t allocated, mapped, backed_up, state, policy;
-  };
-  virtual ~Residents() = default;
-  virtual std::vector<Row> rows() = 0;
-  // The broker asks for cached memory. Returns at once; send_reclaimed() follows.
-  virtual void reclaim() = 0;
-  virtual void waits_long() = 0;  // a call waits for memory for kLongWait. The pool is locked
-  virtual bool queried() = 0;     // the broker wants the ledger. Returns whether send_ledger() will be called
-};
-
-class SharedPool final : public ChunkSource, private RequestHost {
- public:
-  SharedPool(Driver& driver, Residents& residents);
+  // `reclaim`: called by the pool's thread if the broker asks for cached memory. It returns at once, and
+  // send_reclaimed() follows.
+  SharedPool(Driver& driver, std::function<void()> reclaim);
 
   // Connects to the broker at this path, unless there is a connection. Throws BrokerError.
   void join(const std::string& path);
@@ -61,8 +49,8 @@ class SharedPool final : public ChunkSource, private RequestHost {
   Supply look() override;
   void settle() override;
 
-  std::string status(Clock::duration timeout = kAnswerTimeout);  // of the broker: JSON
-  void send_ledger(const std::string& text);
+  std::string status(Clock::duration timeout);                                 // of the broker: JSON
+  void send_report(const std::string& text);                                   // answers the broker's `query`
   void send_reclaimed(bool more, std::size_t unused, const std::string& why);  // answers the broker's `reclaim`
   // The calls of this process that wait for memory, and from whom, as far as the broker has told.
   struct Wait {
@@ -93,16 +81,13 @@ class SharedPool final : public ChunkSource, private RequestHost {
     std::optional<wire::Message> answer;
   };
 
-  // Of RequestHost.
-  std::uint64_t open_locked(PoolRequest& request) override;
-  void close_locked(std::uint64_t number) override;
-  void send_locked(wire::Message message) override;
-  void give_back_locked(Grant grant) override;
-  Chunk import(Grant grant) override;
-  void waits_long_locked() override { residents_.waits_long(); }
-  [[noreturn]] void throw_disconnected() const override;
-  [[noreturn]] void throw_unanswered_locked() override;
-  bool is_silent_locked() const override { return silent_; }
+  friend class PoolRequest;
+  std::uint64_t open_locked(PoolRequest& request);  // returns its number. Throws BrokerError
+  void send_locked(wire::Message message);
+  void give_back_locked(Grant grant);
+  Chunk import(Grant grant);  // without the lock
+  [[noreturn]] void throw_disconnected() const;
+  [[noreturn]] void throw_unanswered_locked();  // an answer is late, or was late and has not come since
 
   // In shared_pool_thread.cpp: the thread, connections and their ends.
   void serve();
@@ -121,7 +106,6 @@ class SharedPool final : public ChunkSource, private RequestHost {
   void handle_answer_locked(wire::Message message);
   void handle_holders_locked(const wire::Message& message);
   void handle_drop(const std::vector<std::uint64_t>& ids);
-  void send_report();
   void wake() const;
 
   void send(wire::Message message);
@@ -129,10 +113,12 @@ class SharedPool final : public ChunkSource, private RequestHost {
   wire::Message call_broker(wire::Kind kind, Deadline deadline, bool interruptible);
 
   Driver& driver_;
-  Residents& residents_;
+  const std::function<void()> reclaim_;
   const std::uint64_t client_;
   const File bell_;        // an eventfd that wakes the thread
   std::mutex connecting_;  // held by the one thread that connects; taken before `mutex_`
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
   std::string path_;
   std::unique_ptr<Link> link_;     // null: no connection
   std::uint64_t connections_ = 0;  // so far, the present one included

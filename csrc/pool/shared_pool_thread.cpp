@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "pool/queries.h"
 #include "pool/sentinel.h"
 #include "pool/shared_pool.h"
 
@@ -62,14 +63,7 @@ std::unique_ptr<Link> SharedPool::connect(const std::string& path, bool* accepte
   if (accepted != nullptr) *accepted = true;
   const auto pid = static_cast<std::uint64_t>(::getpid());
   link->send(message_of(Kind::hello, {wire::kVersion, client_, pid}, driver_.uuid()));
-  const Message welcome = link->expect(Kind::welcome, kAnswerTimeout);
-  if (welcome.words.empty()) throw BrokerError("the broker at " + path + " sent a welcome without a version", path);
-  const std::uint64_t version = welcome.words[0];
-  if (version != wire::kVersion)
-    throw BrokerError("the broker at " + path + " speaks version " + std::to_string(version) +
-                          " of the protocol and this process version " + std::to_string(wire::kVersion) +
-                          ": upgrade memsaver in " + (version > wire::kVersion ? "this process" : "the broker"),
-                      path);
+  link->expect(Kind::welcome, kAnswerTimeout);
   return link;
 }
 
@@ -222,14 +216,11 @@ void SharedPool::handle(Message message) {
   switch (message.kind) {
     case Kind::grant: return handle_grant(std::move(message));
     case Kind::drop: return handle_drop(message.words);
-    case Kind::query: return send_report();
-    case Kind::reclaim: return residents_.reclaim();
+    case Kind::query: queries().note("report", driver_.name); return;
+    case Kind::reclaim: return reclaim_();
     default: break;
   }
   std::lock_guard lock(mutex_);
-  if (!wire::is_defined(message.kind))
-    throw BrokerError(
-        "it sent a message of the unknown kind " + std::to_string(static_cast<std::uint32_t>(message.kind)), path_);
   if (message.kind == Kind::stalled) {
     const auto found = requests_.find(message.words.at(0));
     if (found != requests_.end())
@@ -307,17 +298,6 @@ void SharedPool::handle_drop(const std::vector<std::uint64_t>& ids) {
   lock.unlock();
   release_handles();
   send(message_of(Kind::dropped, ids));  // after the release: the broker may give the memory to another process then
-}
-
-void SharedPool::send_report() {
-  Message message = message_of(Kind::report, {0});
-  for (const Residents::Row& row : residents_.rows()) {
-    if (8 * message.words.size() + message.text.size() > wire::kLongestPacket - 1024) break;
-    message.words.insert(message.words.end(), {row.allocated, row.mapped, row.backed_up, row.state, row.policy});
-    message.text += (message.words.size() > 6 ? "\n" : "") + row.tag;
-  }
-  message.words[0] = residents_.queried() ? 1 : 0;
-  send(std::move(message));
 }
 
 }  // namespace memsaver

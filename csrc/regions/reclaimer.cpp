@@ -6,8 +6,8 @@
 #include <system_error>
 #include <utility>
 
+#include "pool/queries.h"
 #include "regions/core.h"
-#include "regions/queries.h"
 
 namespace memsaver {
 namespace {
@@ -180,7 +180,7 @@ void Reclaimer::run() {
       is_resting = rests();
     }
     lock.lock();
-    if (!captures && device_.waiting_allocations == 0) asks_python_ = cache_queries().note(device_.driver->name);
+    if (!captures && device_.waiting_allocations == 0) asks_python_ = queries().note("caches", device_.driver->name);
     std::optional<bool> told;  // whether Python had yet to answer when the rest was told
     while (!captures && !stop_ && (is_resting || asks_python_) && requested_ == number) {
       const bool asks = asks_python_;

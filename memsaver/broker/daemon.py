@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from memsaver.broker import discovery
-from memsaver.errors import BrokerError
+from memsaver.broker import discovery, protocol
+from memsaver.errors import BrokerError, ConfigError
 
 LINGER_S = 30.0  # time without clients after which a broker ends that a client started
 _START_S = 30.0
@@ -23,7 +21,15 @@ _STOP_S = 10.0
 _LOG_BYTES = 1 << 20  # a longer log is truncated at the next start
 _TAIL_BYTES = 2000
 _POLL_S = 0.01
-_starting = threading.Lock()
+
+
+def mps_error(device: str) -> ConfigError:
+    return ConfigError(
+        f"the memory of {device} cannot be in a shared pool under MPS: one server process runs the kernels of all "
+        "processes, so the end of a process is not the end of its kernels",
+        option="pool",
+        value="shared",
+    )
 
 
 def ensure(uuid: str, device: str, capacity: int | None = None, timeout_s: float = _START_S) -> Path:
@@ -39,24 +45,22 @@ def ensure(uuid: str, device: str, capacity: int | None = None, timeout_s: float
     deadline = time.monotonic() + timeout_s
     if discovery.accepts(path):
         return path
-    with _exclusive(path, deadline):
-        if discovery.accepts(path):
-            return path
-        log = path.with_suffix(".log")
-        began = _open_log(log)
-        starter = _spawn(uuid, device, capacity, log)
-        while not discovery.accepts(path):
-            # The starter exits with 0 when the broker accepts clients, and with another status if it failed.
-            failed = starter.poll() not in (None, 0) and not discovery.is_locked(path)
-            if failed or time.monotonic() > deadline:
-                if starter.poll() is None:
-                    starter.kill()
-                    starter.wait()
-                text = _tail(log, began)
-                reason = "could not be started" if failed else f"does not accept clients after {timeout_s:g} s"
-                raise BrokerError(f"a broker for device {uuid} {reason}; its log, {log}: {text}", path=str(path))
-            time.sleep(_POLL_S)
-        starter.wait()
+    log = path.with_suffix(".log")
+    began = _open_log(log)
+    starter = _spawn(uuid, device, capacity, log)
+    while not discovery.accepts(path):
+        # The starter exits with 0 when the broker accepts clients, and with another status if it failed. Of several
+        # processes that start a broker at once, the first one's gets the lock.
+        failed = starter.poll() not in (None, 0) and not discovery.is_locked(path)
+        if failed or time.monotonic() > deadline:
+            if starter.poll() is None:
+                starter.kill()
+                starter.wait()
+            text = _tail(log, began)
+            reason = "could not be started" if failed else f"does not accept clients after {timeout_s:g} s"
+            raise BrokerError(f"a broker for device {uuid} {reason}; its log, {log}: {text}", path=str(path))
+        time.sleep(_POLL_S)
+    starter.wait()
     return path
 
 
@@ -98,7 +102,7 @@ def detach(serve: Callable[[Callable[[Path], None]], int], timeout_s: float = _S
 def stop(path: Path, timeout_s: float = _STOP_S) -> int:
     """Stops the broker at this socket, and waits for its end. Returns its pid. Raises BrokerError."""
     with discovery.connect(path) as channel:
-        pid = discovery.broker_pid(channel)
+        pid = protocol.peer(channel)[0]
     try:
         file = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -134,33 +138,6 @@ def _redirect(log: Path) -> None:
     os.dup2(file, 2)
     os.close(null)
     os.close(file)
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path, deadline: float) -> Iterator[None]:
-    """Lets one thread of one process at a time start a broker at this path.
-
-    lockf() and not flock(): a lock of flock() belongs to the open file, so a forked child would keep it.
-    """
-    if not _starting.acquire(timeout=max(0.0, deadline - time.monotonic())):
-        raise BrokerError(f"another thread is still starting a broker at {path}", path=str(path))
-    try:
-        file = os.open(path.with_suffix(".start"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            while True:
-                try:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except OSError:
-                    if time.monotonic() > deadline:
-                        text = f"another process is still starting a broker at {path}"
-                        raise BrokerError(text, path=str(path)) from None
-                    time.sleep(_POLL_S)
-            yield
-        finally:
-            os.close(file)
-    finally:
-        _starting.release()
 
 
 def _open_log(log: Path) -> int:

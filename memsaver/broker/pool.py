@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from memsaver.broker.clients import CLASS_NAMES, CLASSES, SEVERAL, Chunk, Client
 from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError
@@ -328,25 +328,6 @@ class Pool:
     def lacks_memory(self) -> bool:
         """Whether the driver has no memory for chunks. It is asked again after ``RETRY_S``."""
         return self._ceiling == 0
-
-    # Figures
-
-    def describe(self) -> dict[str, Any]:
-        """The pool's part of the status: see ``StatusReporter``."""
-        return {
-            "capacity_bytes": self.capacity,
-            "total_bytes": self.total_bytes,
-            "idle_bytes": self.idle_bytes,
-            "leaving_bytes": self.leaving_bytes,
-        }
-
-    def waiting(self, client: Client) -> list[dict[str, Any]]:
-        """The waiting demands of a client for the status, in the order of the queue."""
-        rows = []
-        for demand in self.queue.of(client):
-            needed, seconds = demand.granted + demand.remaining, round(time.monotonic() - demand.opened_at, 3)
-            rows.append({"needed_bytes": needed, "granted_bytes": demand.granted, "seconds": seconds})
-        return rows
 
 
 def _preference(nbytes: int) -> list[int]:

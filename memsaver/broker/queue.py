@@ -69,10 +69,6 @@ class DemandQueue:
         completed, self._completed = self._completed, []
         return completed
 
-    def of(self, client: Client) -> list[Demand]:
-        """The waiting demands of a client, in the order of the queue."""
-        return [demand for demand in self.waiting if demand.client is client]
-
     def open(self, client: Client, request: int, words: Sequence[int]) -> None:
         """Opens a demand for parts of (limit, fresh, bytes). Raises OverCapacityError if it exceeds the capacity."""
         parts = _parse(words)

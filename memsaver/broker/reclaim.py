@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from memsaver import _core
 from memsaver.broker.clients import Client, Clients
@@ -40,7 +39,7 @@ class Reclaim:
     def __init__(self, pool: Pool, clients: Clients) -> None:
         self._pool = pool
         self._clients = clients
-        self._answers: dict[int, Answer] = {}  # the last ones, by client id
+        self.answers: dict[int, Answer] = {}  # the last ones, by client id
         self._asked: dict[int, Client] = {}  # of the round under way, without their last answer; by id
         self._begun_at = self._ended_at = 0.0  # the last round
         self._next_at: float | None = None  # the next step
@@ -99,12 +98,7 @@ class Reclaim:
         return [] if self._next_at is None else [self._next_at]
 
     def forget(self, client: Client) -> None:
-        self._answers.pop(client.id, None)
-
-    def describe(self, client: Client) -> dict[str, Any]:
-        """The part of the status about a client: see ``StatusReporter``."""
-        answer = self._answers.get(client.id)
-        return {"unused_bytes": answer.unused if answer else None, "unused_why": answer.why if answer else ""}
+        self.answers.pop(client.id, None)
 
     def _begin(self, head: Demand, now: float) -> None:
         self._begun_at = now
@@ -128,7 +122,7 @@ class Reclaim:
         client = demand.client
         words, lines = [demand.request, int(more)], []
         for each in sorted(self._clients.values(), key=lambda each: -each.held_bytes)[:_MOST_HOLDERS]:
-            answer = self._answers.get(each.id)
+            answer = self.answers.get(each.id)
             if each.held_bytes:
                 words += (each.pid, each.held_bytes, answer.unused if answer else UNKNOWN)
                 lines.append(answer.why if answer else "")
@@ -140,7 +134,7 @@ class Reclaim:
         more, unused = message.words
         if more not in (0, 1):
             raise MalformedError(f"'more' of 'reclaimed' is {more}, expected 0 or 1")
-        self._answers[client.id] = Answer(unused, " ".join(message.text[:_LONGEST_TEXT].split()))
+        self.answers[client.id] = Answer(unused, " ".join(message.text[:_LONGEST_TEXT].split()))
         # The client of the demand is not waited for: the others may wait for one of its threads that allocates.
         if not more or (self._head is not None and self._head.client is client):
             self._asked.pop(client.id, None)

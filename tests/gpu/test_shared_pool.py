@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.broker_support import Running
-from tests.pool_support import Worker, is_whole
+from tests.pool_support import SECOND_S, Worker, is_whole
 from tests.support import GIB, MIB, until
 
 pytestmark = pytest.mark.gpu
@@ -129,6 +129,13 @@ def test_detaching_waits_for_kernels_of_the_attached_process(broker: Running) ->
         hand_over(owner, other, "numbers.tensor")
         other.run("torch.cuda._sleep(1_000_000_000); tensors.fill_(5); del tensors; gc.collect()")
         owner.run("assert (numbers.tensor == 5).all(); memsaver.pause(reader_timeout=30)")
+
+
+def test_memory_of_a_client_without_children_returns_at_its_exit(broker: Running) -> None:
+    with Worker(broker, IMPORTS, f"numbers = Numbers('victim', {CAPACITY})") as victim:
+        victim.run("write_for_long(numbers)")
+        victim.kill()  # returns when the kernel has torn it down
+        until(lambda: is_whole(status := broker.status()) and status["idle_bytes"] == status["total_bytes"], SECOND_S)
 
 
 def test_the_next_owners_bytes_are_untouched_by_a_killed_clients_kernels(broker: Running) -> None:

@@ -337,7 +337,7 @@ def test_a_forked_child_frees_nothing_of_its_parent(owner: Worker, other: Worker
     send(owner, other, "weights")
     owner.run("weak = reductions.StorageWeakRef(weights.untyped_storage()); del weights; gc.collect()")
     # Its thread's frame would stay in the child, with all that it refers to.
-    owner.run("patches._servers._server.stop()")
+    owner.run("patches._sender.owner.stop()")
     owner.run("child = os.fork() or (gc.collect(), os._exit(weak.expired()))")
     assert owner.run("print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), weak.expired())") == "0 False"
     # Memory of a receiver that could not be unmapped.
@@ -505,7 +505,7 @@ def test_each_send_keeps_the_storage_until_its_receipt(owner: Worker, other: Wor
     send(owner, other, "block[1:]")
     owner.run("del block; gc.collect()")
     other.run("got = pickle.loads(first); del got; gc.collect()")
-    until(lambda: owner.run("print(len(patches._servers._server._claims))") == "0")
+    until(lambda: owner.run("print(len(patches._sender.owner.claims))") == "0")
     other.run("got = pickle.loads(sent); assert (got == 3).all(); del got")
     until(lambda: int(owner.run("print(region.allocated_bytes)")) < 4 << 20)
 
@@ -545,7 +545,7 @@ def test_nothing_is_left_of_many_receipts(owner: Worker, other: Worker) -> None:
         once()
     owner.run("memsaver.pause(reader_timeout=30); memsaver.resume()")
     # A receiver releases its claim after it has left the memory, for which the pause waits.
-    left = "print(len(patches._servers._server._claims), len(patches._servers.sent._by_token))"
+    left = "print(len(patches._sender.owner.claims), len(patches._sender.sent._by_token))"
     until(lambda: owner.run(left) == "0 0")
     until(lambda: all(now <= then + 4 for now, then in zip(state(), before)))
 
@@ -582,7 +582,7 @@ def test_a_tensor_of_an_earlier_residence_is_refused(owner: Worker, other: Worke
 
 def test_a_wrong_token_is_refused(owner: Worker, other: Worker) -> None:
     send(owner, other, "weights")
-    token = owner.run("print(next(iter(patches._servers.sent._by_token)))")
+    token = owner.run("print(next(iter(patches._sender.sent._by_token)))")
     other.run(f"sent = sent.replace({token!r}.encode(), b'0' * 32)")
     text = other.fails("pickle.loads(sent)")
     assert text.startswith("ReceiveError") and "the token is wrong" in text
@@ -606,8 +606,8 @@ def test_another_user_is_refused(owner: Worker, other: Worker) -> None:
     assert text.startswith("ReceiveError") and "expected user" in text
     assert other.run("print(error.reason)") == "user"
     # The owner refuses as well.
-    other.run("from memsaver._torch.ipc import receiver; from types import SimpleNamespace")
-    other.run("receiver.os = SimpleNamespace(geteuid=lambda: 0)")
+    other.run("from memsaver.broker import caller; from types import SimpleNamespace")
+    other.run("caller.os = SimpleNamespace(geteuid=lambda: 0, getpid=os.getpid)")
     assert f"process {other.pid} belongs to user 65534" in other.fails("pickle.loads(sent)")
     owner.run("memsaver.pause(reader_timeout=0)")
 
@@ -615,10 +615,10 @@ def test_another_user_is_refused(owner: Worker, other: Worker) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_the_name_of_a_dead_owner_serves_no_other_user(broker: Running, owner: Worker, other: Worker) -> None:
     send(owner, other, "weights")
-    address = owner.run("print(patches._servers.address())")
+    address = owner.run("print(patches._sender.address())")
     owner.kill()
-    with Worker(broker, "from memsaver._torch.ipc import packets; listener = packets.new_socket()") as thief:
-        thief.run(f"os.seteuid(65534); listener.bind(packets.bound_name({address!r})); listener.listen(1)")
+    with Worker(broker, "from memsaver.broker import protocol; listener = protocol.new_socket()") as thief:
+        thief.run(f"os.seteuid(65534); listener.bind('\\0' + {address!r}); listener.listen(1)")
         text = other.fails("pickle.loads(sent)")
         assert text.startswith("ReceiveError") and "belongs to user 65534" in text
 
@@ -673,7 +673,7 @@ def test_an_owner_that_does_not_answer_delays_no_releases_for_others(
     other.run("receiver.ANSWER_S = 60")
     owner.stop()
     other.run(f"{WAITING}; late = []; waiting.start()")
-    until(lambda: other.run("print(any(each._lock.locked() for each in patches._receiver._owners.values()))") == "True")
+    until(lambda: other.run("print(any(each.lock.locked() for each in patches._receiver._owners.values()))") == "True")
     other.run("del rest; gc.collect(); time.sleep(0.1); del block; gc.collect()")
     second.run("memsaver.pause(reader_timeout=20)")
     other.run("assert waiting.is_alive()")
@@ -684,49 +684,45 @@ def test_an_owner_that_does_not_answer_delays_no_releases_for_others(
 
 # No free descriptor for a socket.
 EXHAUSTED = (
-    "from memsaver._torch.ipc import packets; import errno; socket_of, tries = packets.new_socket, []",
+    "from memsaver.broker import protocol; import errno; socket_of, tries = protocol.new_socket, []",
     "def exhausted(): tries.append(1); raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))",
 )
 
 
 def test_a_receipt_without_a_free_descriptor_is_an_error(owner: Worker, other: Worker) -> None:
     send(owner, other, "weights")
-    for statement in (*EXHAUSTED, "packets.new_socket = exhausted"):
+    for statement in (*EXHAUSTED, "protocol.new_socket = exhausted"):
         other.run(statement)
     text = other.fails("pickle.loads(sent)")
     assert text.startswith("ReceiveError") and "Too many open files" in text
     assert other.run("print(repickled(error).reason, error.pid)") == f"exhausted {owner.pid}"
-    other.run("packets.new_socket = socket_of; got = pickle.loads(sent); assert got.sum() == 1770")
+    other.run("protocol.new_socket = socket_of; got = pickle.loads(sent); assert got.sum() == 1770")
 
 
 def test_a_release_without_a_free_descriptor_is_sent_later(owner: Worker, other: Worker) -> None:
     hand_over(owner, other, "[weights, region.empty((4,), torch.float32)]")
-    for statement in (*EXHAUSTED, "packets.new_socket = exhausted"):
+    for statement in (*EXHAUSTED, "protocol.new_socket = exhausted"):
         other.run(statement)
     other.run("[owner] = patches._receiver._owners.values(); owner.close(); del got, owner; gc.collect()")
     until(lambda: other.run("print(len(tries) > 2)") == "True")
-    other.run("packets.new_socket = socket_of")
+    other.run("protocol.new_socket = socket_of")
     owner.run("memsaver.pause(reader_timeout=30)")
 
 
-def test_an_owner_without_free_descriptors_logs_it_once_and_accepts_later(owner: Worker, other: Worker) -> None:
+def test_an_owner_without_free_descriptors_refuses_and_can_be_asked_again(owner: Worker, other: Worker) -> None:
     send(owner, other, "weights")
-    for statement in (
-        *EXHAUSTED,
-        "import logging; records = []; handler = logging.Handler(); handler.emit = records.append",
-        "logging.getLogger('memsaver').addHandler(handler); server = patches._servers._server; real = server._listener",
-        "accept = lambda: exhausted() if len(tries) < 5 else real.accept()",
-        "import types; server._listener = types.SimpleNamespace(accept=accept)",
-    ):
-        owner.run(statement)
+    owner.run("import resource; limit = resource.getrlimit(resource.RLIMIT_NOFILE)")
+    owner.run("resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1, limit[1]))")
+    text = other.fails("pickle.loads(sent)")
+    assert text.startswith("ReceiveError") and f"process {owner.pid} is out of file descriptors" in text
+    assert other.run("print(error.reason)") == "exhausted"
+    owner.run("resource.setrlimit(resource.RLIMIT_NOFILE, limit)")
     other.run("got = pickle.loads(sent); assert got.sum() == 1770")
-    assert owner.run("print(len(tries), [each.getMessage() for each in records])").startswith("5 ['the receivers of")
-    owner.run("assert len(records) == 1; server._listener = real")
 
 
 def test_the_sockets_of_owners_that_have_exited_are_closed(owner: Worker, second: Worker, other: Worker) -> None:
     hand_over(second, other, "block")
-    other.run("del got; [old] = patches._receiver._owners.values(); channel = old._channel")
+    other.run("del got; [old] = patches._receiver._owners.values(); channel = old._caller._channel")
     second.kill()
     hand_over(owner, other, "weights")
     other.run("assert channel.fileno() < 0 and len(patches._receiver._owners) == 1")
@@ -750,14 +746,22 @@ def test_each_failing_call_of_the_receivers_driver_leaves_nothing(owner: Worker,
     until(lambda: chunks_of(other.pid) == 0)
 
 
-def test_strangers_do_not_disturb_the_owner(owner: Worker, other: Worker) -> None:
+def test_memory_that_the_driver_does_not_unmap_keeps_its_lease(owner: Worker, other: Worker) -> None:
     hand_over(owner, other, "weights")
-    other.run("from memsaver._torch.ipc import packets")
-    address = owner.run("print(patches._servers.address())")
-    for message in ("b'nonsense'", "b'[]'", "b'{}'", 'b\'{"op": "chunks", "claim": 5, "at": 0}\'', "b'x' * 70000"):
-        other.run(f"stranger = packets.new_socket(); stranger.connect(packets.bound_name({address!r}))")
-        other.run(f"stranger.send({message})")
-        answer = other.run("print(stranger.recv(10000))")
-        assert answer == "b''" or "malformed" in answer
+    other.run("from tests import controls; controls.arm(1, 'error', 'cuMemUnmap'); del got; gc.collect()")
+    until(lambda: other.run("print(len(patches._receiver._mapped))") == "1")
+    assert owner.fails("memsaver.pause(reader_timeout=0.1)").startswith("AttachedError")
+
+
+def test_strangers_do_not_disturb_the_owner(broker: Running, owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    address, claim = owner.run("print(patches._sender.address(), *patches._sender.owner.claims)").split()
+    with Worker(broker, "from memsaver.broker import caller", MEMSAVER_POOL="process") as third:
+        third.run(f"_core.open_sentinel(); files = _core.exit_descriptors(); address = chr(0) + {address!r}")
+        for message in ("'usage', 1", "'chunks', 1, 5, 0", "'receive', 1, 2, 3, 1", f"'release', {claim}"):
+            third.run("stranger = caller.Caller(address, '', 10.0); stranger.tell('sentinel', files=files)")
+            third.run(f"stranger.tell({message})")
+            assert third.run("print(raised(lambda: stranger.answer(1, ''), caller.CallError).reason)") == "malformed"
+    assert owner.fails("memsaver.pause(reader_timeout=0)").startswith("AttachedError")
     other.run("assert got.sum() == 1770; del got")
     owner.run("memsaver.pause(reader_timeout=30)")

@@ -554,36 +554,19 @@ class FakeBroker:
                 return guest
 
 
-V = protocol.VERSION
-
-
-@pytest.mark.parametrize(
-    ("said", "texts"),
-    [
-        (protocol.refusal("version", 0, "this broker speaks version 99"), ["version 99"]),
-        (
-            Message("welcome", (V + 1, CAPACITY)),
-            [f"version {V + 1} ", f"version {V}:", "in this process"],
-        ),
-        (
-            Message("welcome", (V - 1, CAPACITY)),
-            [f"version {V - 1} ", f"version {V}:", "in the broker"],
-        ),
-        (Message("welcome"), ["without a version"]),
-    ],
-    ids=["refused", "newer", "older", "none"],
-)
-def test_a_broker_of_another_version_is_an_error(short_dir: Path, said: Message, texts: list[str]) -> None:
+def test_a_broker_of_another_version_is_an_error(short_dir: Path) -> None:
+    """It refuses, and the process has no pool."""
     settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": str(short_dir)}
     with Peer(**settings) as worker:
         worker.run("from tests.pool_support import *")
         uuid = worker.run("print(_core.device_uuid('cpu'))")
+        said = protocol.refusal("version", 0, "this broker speaks version 99")
         fake = FakeBroker(str(short_dir / f"{uuid}.sock"), said)
         worker.send("error = raised(lambda: memsaver.configure(pool='shared')); print(type(error).__name__, error)")
         fake.serve()
         fake.serve()
         text = worker.answer()
-        assert text.startswith("BrokerError") and all(each in text for each in texts), text
+        assert text.startswith("BrokerError") and "version 99" in text
         assert worker.run("print(memsaver.stats().options.get('pool'), _core.in_pool('cpu'))").endswith("False")
         fake.channel.close()
 
@@ -596,7 +579,7 @@ def test_malformed_messages_of_a_broker_leave_no_descriptors(short_dir: Path) ->
         worker.run("from tests.pool_support import *")
         pid = int(worker.run("print(os.getpid())"))
         uuid = worker.run("print(_core.device_uuid('cpu'))")
-        fake = FakeBroker(str(short_dir / f"{uuid}.sock"), Message("welcome", (V, CAPACITY)))
+        fake = FakeBroker(str(short_dir / f"{uuid}.sock"), Message("welcome", (protocol.VERSION, CAPACITY)))
         worker.send("memsaver.configure(pool='shared')")
         guest = fake.join()
         worker.answer()

@@ -11,12 +11,12 @@ import pytest
 
 from memsaver.broker import pool as pools
 from memsaver.broker.clients import CLASSES, PAGE, Chunk, Client
-from memsaver.broker.connection import Connection
 from memsaver.broker.monitor import Process
 from memsaver.broker.pool import Pool, ServeResult
 from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError, Message
 from memsaver.broker.queue import OverCapacityError
 from memsaver.broker.reclaim import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reclaim
+from memsaver.broker.server import Connection
 from memsaver.errors import DriverError
 
 GIB, LARGE, MEDIUM, SMALL = CLASSES

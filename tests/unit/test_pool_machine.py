@@ -22,11 +22,11 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from memsaver.broker import pool as pools
 from memsaver.broker import queue as demand_books
 from memsaver.broker.clients import CLASSES, PAGE, Chunk, Client
-from memsaver.broker.connection import Connection
 from memsaver.broker.monitor import Process
 from memsaver.broker.pool import Pool, ServeResult
 from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError
 from memsaver.broker.queue import OverCapacityError
+from memsaver.broker.server import Connection
 from memsaver.errors import DriverError
 
 EXPLORE = int(os.environ.get("MEMSAVER_TEST_EXPLORE", "0"))
@@ -439,8 +439,8 @@ class Books(RuleBasedStateMachine):
         expected = [(client.client.id, order.request, order.left) for client, order in self.waiting()]
         assert queued == expected
         for client, order in self.waiting():
-            rows = self.pool.waiting(client.client)
-            assert order.left + order.granted in [row["needed_bytes"] for row in rows]
+            demands = [each for each in self.pool.queue.waiting if each.client is client.client]
+            assert order.left + order.granted in [each.granted + each.remaining for each in demands]
 
     def teardown(self) -> None:
         try:
