@@ -49,7 +49,7 @@ class Fuzzer:
             self._send(hello.encode())
             if self.draw.random() < 0.9:
                 self._send(Message("sentinel").encode(), [self.sentinel])
-            if self.draw.random() < 0.5:
+            if self.draw.random() < 0.9:
                 self._send(Message("inventory").encode())
 
     def step(self) -> None:

@@ -14,16 +14,23 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import pytest
 
 from memsaver import _core
+from memsaver.broker import clients as pool_clients
 from memsaver.broker import discovery, protocol
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.loop import BrokerLoop
+from memsaver.broker.monitor import Process
 from memsaver.broker.protocol import Message
+from memsaver.broker.server import Connection
+from memsaver.errors import DriverError
 from tests.support import GIB, environment, fresh_device, until
 
 PATIENCE_S = 60.0
+PLENTY = 1 << 40
 _requests = itertools.count(1)
 
 
@@ -65,11 +72,6 @@ class Client:
         assert message is not None, f"the broker hung up instead of {kinds}"
         assert message.kind in kinds, message
         return message
-
-    def hears_nothing(self) -> bool:
-        """Whether no message comes. A question is answered last, so all earlier messages have arrived by then."""
-        self.say("usage", 4711)
-        return self.hear("usage").words[0] == 4711
 
     def want(self, nbytes: int, limit: int = GIB, fresh: int | None = None) -> int:
         request = next(_requests)
@@ -141,6 +143,42 @@ def granted(message: Message) -> list[tuple[int, ...]]:
     return list(zip(*[iter(words)] * 3))
 
 
+class CountedMemory:
+    """A device's memory as the pool uses it. Descriptors are numbers; ``room`` is left by other programs."""
+
+    def __init__(self, capacity: int) -> None:
+        self.room = PLENTY
+        self.capacity = capacity
+        self.sizes: dict[int, int] = {}
+        self._files = itertools.count(100)
+
+    def create(self, size: int) -> int:
+        if size > self.free_bytes():
+            raise DriverError("create failed with code 2: full", call="create", code=2, message="full")
+        assert sum(self.sizes.values()) + size <= self.capacity, "more was made than the capacity"
+        file = next(self._files)
+        self.sizes[file] = size
+        return file
+
+    def adopt(self, file: int, size: int) -> None:
+        assert file not in self.sizes
+        self.sizes[file] = size
+
+    def close(self, file: int) -> None:
+        del self.sizes[file]
+
+    def free_bytes(self) -> int:
+        return max(0, self.room - sum(self.sizes.values()))
+
+    def new_file(self) -> int:
+        return next(self._files)
+
+
+def made(number: int) -> pool_clients.Client:
+    """A connected client of a pool, which does not use its connection."""
+    return pool_clients.Client(number, Process(number, -1), cast(Connection, object()))
+
+
 class Broker:
     """A broker of a fresh host device, and its clients in this process."""
 
@@ -166,17 +204,23 @@ class Broker:
 
 
 class Local(Broker):
-    """A broker in a thread of this process, over this process's host device."""
+    """A broker in a thread of this process, over this process's host device. ``environment``: of its clients."""
 
     def __init__(self, capacity: int = GIB, linger_s: float | None = None) -> None:
         super().__init__()
+        self.directory = Path(tempfile.mkdtemp(prefix="ms"))  # short: a socket's path may have 107 bytes
         self.memory = _core.open_host_memory()
+        self.environment = environment(
+            MEMSAVER_HOST_DEVICE=str(self.memory.total_bytes()), MEMSAVER_POOL_DIR=str(self.directory)
+        )
         self.capacity = capacity
         self.linger_s = linger_s
         self.start()
 
     def start(self) -> None:
-        listener = discovery.Listener(self.memory.uuid())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MEMSAVER_POOL_DIR", str(self.directory))
+            listener = discovery.Listener(self.memory.uuid())
         self.path = listener.path
         self.loop = BrokerLoop(self.memory, "cpu", self.capacity, listener, self.linger_s)
         self.thread = threading.Thread(target=self.loop.run)
@@ -194,6 +238,7 @@ class Local(Broker):
         for client in self.clients:
             client.close()
         self.stop()
+        shutil.rmtree(self.directory)
 
 
 class Running(Broker):

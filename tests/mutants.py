@@ -167,7 +167,7 @@ MUTANTS = [
         "csrc/transitions/transfer.cpp",
         "std::exchange(reclaims, false)",
         "std::exchange(reclaims, false) && !MUTANT",
-        ["integration/test_reclaim.py::test_a_resume_without_a_pool_takes_the_free_blocks_of_its_own_process"],
+        ["integration/test_reclaim.py::test_a_resume_takes_the_free_blocks_of_its_own_process"],
     ),
     Mutant(
         "a_shortage_waits_for_nothing",

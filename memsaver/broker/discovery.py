@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
@@ -119,7 +118,7 @@ class Listener:
 
     def __init__(self, uuid: str) -> None:
         self.path = socket_path(uuid)
-        self._hidden = _checked(self.path.parent / f"new-{os.getpid()}")
+        hidden = _checked(self.path.parent / f"new-{os.getpid()}")
         self._lock = os.open(_lock_path(self.path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         if not _lock(self._lock):
             pid = os.read(self._lock, 32).decode(errors="replace").strip() or "?"
@@ -128,26 +127,15 @@ class Listener:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         self.channel = protocol.new_socket()
-        self._hidden.unlink(missing_ok=True)
+        hidden.unlink(missing_ok=True)
         # Renamed when it listens, which replaces the socket of a broker that has ended.
-        self.channel.bind(str(self._hidden))
-        self._hidden.chmod(0o600)
+        self.channel.bind(str(hidden))
+        hidden.chmod(0o600)
         self.channel.listen(4096)
-        self._hidden.rename(self.path)
-
-    def hide(self) -> None:
-        """Removes the socket from its path, so that new clients do not find it."""
-        with contextlib.suppress(OSError):
-            self.path.rename(self._hidden)
-
-    def show(self) -> None:
-        """Puts the socket back to its path."""
-        with contextlib.suppress(OSError):
-            self._hidden.rename(self.path)
+        hidden.rename(self.path)
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)
-        self._hidden.unlink(missing_ok=True)
         self.channel.close()
         os.close(self._lock)
 

@@ -103,17 +103,9 @@ class BrokerLoop:
         waits += [deadline - now for part in (self._status, self._reclaim) for deadline in part.deadlines()]
         if self._linger_s is not None and not self._has_users():
             waits.append(self._user_seen_at + self._linger_s - now)
-            if waits[-1] <= 0 and not self._has_late_users():
+            if waits[-1] <= 0:  # a client that connects now sees the end of its connection, and starts another broker
                 self._end = "no client needs it"
         return min(waits, default=None)
-
-    def _has_late_users(self) -> bool:
-        """Whether a client connected at the last moment. A later one finds no socket, and starts another broker."""
-        self._listener.hide()
-        self._server.accept()
-        if self._has_users():
-            self._listener.show()
-        return self._has_users()
 
     def _has_users(self) -> bool:
         """Whether a client needs this broker. A connection before its ``hello`` counts, an admin client does not."""

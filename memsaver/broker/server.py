@@ -138,7 +138,7 @@ class Server:
         self._wakes, self.waker = socket.socketpair()
         for channel in (listener, self._wakes, self.waker):
             channel.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, lambda _: self.accept())
+        self._selector.register(listener, selectors.EVENT_READ, lambda _: self._accept())
         self._selector.register(self._wakes, selectors.EVENT_READ, lambda _: self._wakes.recv(64))
 
     def turn(self, wait_s: float | None) -> None:
@@ -167,7 +167,7 @@ class Server:
     def channels(self) -> list[socket.socket]:
         return [self._listener, self._wakes, self.waker, *(each.channel for each in self.connections)]
 
-    def accept(self) -> None:
+    def _accept(self) -> None:
         """Accepts waiting connections, ``_MOST_ACCEPTED`` at most."""
         for _ in range(_MOST_ACCEPTED):
             try:

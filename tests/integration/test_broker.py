@@ -9,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,16 +29,10 @@ MEDIUM = 32 * MIB
 
 
 @pytest.fixture
-def short_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory of sockets of this process."""
-    with tempfile.TemporaryDirectory(prefix="ms") as name:  # a socket's path may have 107 bytes
-        monkeypatch.setenv("MEMSAVER_POOL_DIR", name)
-        yield Path(name)
-
-
-@pytest.fixture
-def broker(short_dir: Path) -> Iterator[Local]:
+def broker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
+    """A broker of this process, with this process's environment pointing there."""
     with Local() as local:
+        monkeypatch.setenv("MEMSAVER_POOL_DIR", str(local.directory))
         yield local
         assert local.client().look()[1] == GIB, "the broker did not survive"
 
@@ -378,7 +371,7 @@ def test_a_broker_in_a_pid_namespace_of_its_own_refuses(empty: Running) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
-def test_another_user_is_refused(broker: Local, short_dir: Path) -> None:
+def test_another_user_is_refused(broker: Local) -> None:
     program = f"""
         import os, socket
         os.setgid(65534); os.setuid(65534)
@@ -390,7 +383,7 @@ def test_another_user_is_refused(broker: Local, short_dir: Path) -> None:
             print("kept out")
     """
     assert run_clean(program) == "kept out\n"
-    short_dir.chmod(0o755)
+    broker.directory.chmod(0o755)
     assert run_clean(program) == "kept out\n"
     broker.path.chmod(0o777)
     assert run_clean(program) == "True\n"
@@ -454,7 +447,7 @@ def test_a_broker_exits_cleanly_on_a_signal(elsewhere: Running) -> None:
     elsewhere.client()
 
 
-def test_a_lingering_broker_exits_after_its_last_client(short_dir: Path) -> None:
+def test_a_lingering_broker_exits_after_its_last_client() -> None:
     with Local(linger_s=0.2) as broker:
         client = broker.client()
         time.sleep(0.5)
@@ -546,30 +539,30 @@ def test_a_broker_in_the_background_that_hangs_is_killed_at_a_bound() -> None:
     assert out == "True\n-9\n"
 
 
-def test_the_directory_must_be_this_users_alone(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (short_dir / "file").touch()
-    (short_dir / "link").symlink_to(short_dir)
-    (short_dir / "open").mkdir()
-    (short_dir / "open").chmod(0o770)
+def test_the_directory_must_be_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o770)
     wrong = {
         "open": "written by others", "file": "is no directory; it comes from MEMSAVER_POOL_DIR",
         "link": "is no directory", "no/such": "No such file",
     }  # fmt: skip
     if os.getuid() == 0:
-        (short_dir / "others").mkdir()
-        os.chown(short_dir / "others", 65534, 65534)
+        (tmp_path / "others").mkdir()
+        os.chown(tmp_path / "others", 65534, 65534)
         wrong["others"] = "belongs to user 65534"
     for name, text in wrong.items():
-        monkeypatch.setenv("MEMSAVER_POOL_DIR", f"{short_dir}/{name}")
+        monkeypatch.setenv("MEMSAVER_POOL_DIR", f"{tmp_path}/{name}")
         with pytest.raises(errors.ConfigError, match=text):
             discovery.directory()
     monkeypatch.setenv("MEMSAVER_POOL_DIR", "relative")
     with pytest.raises(errors.ConfigError, match="MEMSAVER_POOL_DIR is 'relative', expected an absolute path"):
         discovery.directory()
-    monkeypatch.setenv("MEMSAVER_POOL_DIR", f"{short_dir}/new")
-    assert discovery.directory() == short_dir / "new"
-    assert (short_dir / "new").stat().st_mode & 0o777 == 0o700
-    monkeypatch.setenv("MEMSAVER_POOL_DIR", f"{short_dir}/{'long' * 20}")
+    monkeypatch.setenv("MEMSAVER_POOL_DIR", f"{tmp_path}/new")
+    assert discovery.directory() == tmp_path / "new"
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("MEMSAVER_POOL_DIR", f"{tmp_path}/{'long' * 20}")
     with pytest.raises(errors.ConfigError, match="107"):
         discovery.socket_path("GPU-" + "0" * 32)
 

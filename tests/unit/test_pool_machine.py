@@ -22,16 +22,15 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from memsaver.broker import pool as pools
 from memsaver.broker import queue as demand_books
 from memsaver.broker.clients import CLASSES, PAGE, Chunk, Client
-from memsaver.broker.monitor import Process
 from memsaver.broker.pool import Pool, ServeResult
 from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError
 from memsaver.broker.queue import OverCapacityError
 from memsaver.broker.server import Connection
-from memsaver.errors import DriverError
+from tests.broker_support import PLENTY, CountedMemory, made
 
 EXPLORE = int(os.environ.get("MEMSAVER_TEST_EXPLORE", "0"))
 SETTINGS = settings(
-    max_examples=EXPLORE or 400,
+    max_examples=EXPLORE or 150,
     stateful_step_count=50,
     deadline=None,
     derandomize=not EXPLORE,
@@ -43,39 +42,8 @@ SETTINGS = settings(
 
 GIB, LARGE, MEDIUM, SMALL = CLASSES
 CAPACITY = GIB + LARGE + 4 * MEDIUM
-PLENTY = 1 << 40
 CLIENTS = 3
 STEPS = 5000  # of the pool, which a demand takes at most
-
-
-class CountedMemory:
-    """Descriptors are numbers; ``room`` is left by other programs."""
-
-    def __init__(self) -> None:
-        self.room = PLENTY
-        self.sizes: dict[int, int] = {}
-        self._files = itertools.count(100)
-
-    def create(self, size: int) -> int:
-        if size > self.free_bytes():
-            raise DriverError("create failed with code 2: full", call="create", code=2, message="full")
-        assert sum(self.sizes.values()) + size <= CAPACITY, "more was made than the capacity"
-        file = next(self._files)
-        self.sizes[file] = size
-        return file
-
-    def adopt(self, file: int, size: int) -> None:
-        assert file not in self.sizes
-        self.sizes[file] = size
-
-    def close(self, file: int) -> None:
-        del self.sizes[file]
-
-    def free_bytes(self) -> int:
-        return max(0, self.room - sum(self.sizes.values()))
-
-    def new_file(self) -> int:
-        return next(self._files)
 
 
 @dataclass(eq=False)
@@ -107,11 +75,6 @@ class Model:
     orders: dict[int, Order] = field(default_factory=dict)
 
 
-def made(number: int) -> Client:
-    """A connected client. The pool does not use its connection."""
-    return Client(number, Process(number, -1), cast(Connection, object()))
-
-
 @st.composite
 def entries(draw: st.DrawFn) -> tuple[int, int, int]:
     fresh = draw(st.integers(0, 3))
@@ -135,7 +98,7 @@ class Books(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         for module in (pools, demand_books):
             self.patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.at))
-        self.memory = CountedMemory()
+        self.memory = CountedMemory(CAPACITY)
         self.pool = Pool(self.memory, CAPACITY)
         self.clients: dict[int, Model] = {}
         self.requests = itertools.count(1)
@@ -455,15 +418,3 @@ class Books(RuleBasedStateMachine):
 
 def test_the_pool_agrees_with_the_messages_to_clients() -> None:
     run_machine(Books, settings=SETTINGS)
-
-
-def test_the_end_of_a_demand_is_not_reported_to_an_exited_client() -> None:
-    """Found by the machine: a client asks for more than the pool has left, and exits before the next step."""
-    pool = Pool(CountedMemory(), CAPACITY)
-    member = made(1)
-    pool.queue.open(member, 1, [GIB, GIB, CAPACITY])
-    while pool.serve().has_more:
-        pass
-    pool.queue.exchange(member, 1, [PAGE, PAGE, PAGE])
-    pool.reclaim(member)
-    assert pool.serve().completed == []

@@ -61,28 +61,24 @@ class Owner:
             raise self._error(error) from None
 
     def borrow(self, claim: int, place: Place, is_ready: bool, device: str) -> Any:
-        """Claims a storage, and maps its chunks. The owner exports the next ones while this process maps."""
+        """Claims a storage, and maps its chunks."""
         with self.turn() as caller:
             first, span, count = _received(caller, claim, place, is_ready).words[1:]
-        memory = _core.borrow(device, first, span)
-        try:
-            with self.turn() as caller:
+            memory = _core.borrow(device, first, span)
+            try:
                 at = 0
-                serial = caller.ask("chunks", claim, at)
                 while at < count:
-                    answer = caller.answer(serial, "slots")
+                    answer = caller.call("chunks", claim, at, answer="slots")
                     try:
                         words = answer.words[1:]
                         at += len(words) // 2
-                        if at < count:
-                            serial = caller.ask("chunks", claim, at)
                         memory.map(list(zip(words[::2], words[1::2])), answer.files)
                     finally:
                         answer.close()
-            memory.allow()
-        except BaseException:
-            memory.leave(idle=True)  # nothing has used it
-            raise
+                memory.allow()
+            except BaseException:
+                memory.leave(idle=True)  # nothing has used it
+                raise
         return memory
 
     def has_ended(self) -> bool:
@@ -171,7 +167,8 @@ class Receiver:
 
         Raises ReceiveError, RegionPausedError, DriverError, and memsaver.Error in a forked child.
         """
-        owner, use, is_ready = self._begin(place, event)
+        owner, is_ready = self._begin(place, event)
+        use = _Use(self, place, device_of(place))
         try:
             use.memory = owner.borrow(use.claim, place, is_ready, use.device)
             with torch._C.DisableTorchFunction():
@@ -185,12 +182,9 @@ class Receiver:
 
     def acknowledge(self, place: Place, event: bytes) -> None:
         """Tells the owner that one more send of a storage was received, which this process has already."""
-        owner, use, is_ready = self._begin(place, event)
-        try:
-            with owner.turn() as caller:
-                _received(caller, use.claim, place, is_ready)
-        finally:
-            use.end()  # the thread repeats a release that does not succeed
+        owner, is_ready = self._begin(place, event)
+        with owner.turn() as caller:
+            _received(caller, 0, place, is_ready)
 
     def has(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._received
@@ -213,15 +207,14 @@ class Receiver:
             atexit.unregister(self._stop)
         self.__init__()  # type: ignore[misc]
 
-    def _begin(self, place: Place, event: bytes) -> tuple[Owner, _Use, bool]:
-        """The owner, a new use, and whether this process waits for the owner's work by itself."""
+    def _begin(self, place: Place, event: bytes) -> tuple[Owner, bool]:
+        """The owner, and whether this process waits for the owner's work by itself."""
         _core.regions()  # raises in a forked child
-        device = device_of(place)
-        is_ready = wait_for(device, event)
+        is_ready = wait_for(device_of(place), event)
         owner = self._owner(place)
         with owner.turn():  # connects before there is a claim to release
             pass
-        return owner, _Use(self, place, device), is_ready
+        return owner, is_ready
 
     def _owner(self, place: Place) -> Owner:
         """The connection to an owner. A slow owner does not delay requests to other owners."""

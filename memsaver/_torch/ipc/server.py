@@ -31,7 +31,7 @@ from memsaver.errors import Error, ReceiveError
 
 log = logging.getLogger("memsaver")
 
-CHUNKS_AT_ONCE = 64  # in an answer: less than the 253 descriptors that the kernel passes at once
+CHUNKS_AT_ONCE = protocol.MOST_DESCRIPTORS  # in an answer
 _EXIT_S = 1.0  # for the thread's end at the interpreter's exit
 _AFTER_FAILURE_S = 0.05
 
@@ -144,6 +144,9 @@ class Owner:
         try:
             if not is_ready:
                 _wait_for_work(sent.region.device)
+            if not number:  # a receipt of a storage that the receiver has already
+                self._sent.unclaim(sent)
+                return 0, 0, 0
             chunks = _core.lend(sent.region._core, sent.address, sent.nbytes, sent.residence, number, process.pid)
         except BaseException:
             self._sent.unclaim(sent)
