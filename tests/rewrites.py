@@ -84,7 +84,7 @@ REWRITES = [
         "memsaver/broker/pool.py",
         "SEVERAL if chunk_id in foreign else client.id",
         "client.id",
-        ["unit/test_pool.py::test_bytes_of_another_client_are_flagged_until_a_client_has_zeroed_them"],
+        ["unit/test_pool_machine.py::test_the_pool_agrees_with_the_messages_to_clients"],
     ),
     Rewrite(
         "trim_releases_a_chunk_too_many",
@@ -100,7 +100,7 @@ REWRITES = [
         "memsaver/broker/queue.py",
         "self._capacity - demand.granted - demand.remaining",
         "self._capacity - demand.remaining",
-        ["unit/test_pool.py::test_the_end_of_a_demand_is_reported_to_its_client"],
+        ["unit/test_pool_machine.py::test_the_pool_agrees_with_the_messages_to_clients"],
     ),
     Rewrite(
         "closed_demands_are_completed",
@@ -108,7 +108,7 @@ REWRITES = [
         "memsaver/broker/queue.py",
         "[each for each in self._completed if each is not demand]",
         "list(self._completed)",
-        ["unit/test_pool.py::test_the_end_of_a_demand_is_reported_to_its_client"],
+        ["unit/test_pool.py::test_the_end_of_a_demand_is_not_reported_to_an_exited_client"],
     ),
     Rewrite(
         "a_request_for_a_report_outlives_its_connection",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 
 from memsaver.broker import protocol
@@ -12,15 +11,12 @@ from memsaver.broker.pool import Pool
 from memsaver.broker.protocol import MOST_CHUNKS, MalformedError, Message
 from memsaver.broker.queue import Demand, OverCapacityError
 
-log = logging.getLogger("memsaver")
-
 
 class Lending:
     """Lends the chunks of a pool to clients."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._failure: str | None = None
 
     def serve(self) -> tuple[bool, bool]:
         """Performs one step of the pool. Returns whether another step is due now, and whether one is due soon."""
@@ -31,9 +27,6 @@ class Lending:
             words = (demand.request, demand.messages, *demand.remaining_by_limit)
             demand.client.send(Message("stalled", words))
         send_drops(result.drops)
-        if self._pool.failure != self._failure:
-            self._failure = self._pool.failure
-            log.info("the driver has memory again" if self._failure is None else f"no memory now: {self._failure}")
         return result.has_more, result.retry
 
     # Messages of clients

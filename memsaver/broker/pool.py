@@ -14,6 +14,7 @@ each hold half of the memory that the other one needs.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Container, Sequence
@@ -24,6 +25,8 @@ from memsaver.broker.clients import CLASS_NAMES, CLASSES, SEVERAL, Chunk, Client
 from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError
 from memsaver.broker.queue import Demand, DemandQueue, Part
 from memsaver.errors import DriverError
+
+log = logging.getLogger("memsaver")
 
 RETRY_S = 0.02  # time until the next creation after the driver had no memory, and until the next step for a demand
 PATIENCE_S = 0.02  # time for which a large demand waits for large chunks while small ones are idle
@@ -63,10 +66,10 @@ class Pool:
         self.idle_bytes = 0
         self.leaving_bytes = 0
         self.is_moving = False  # the first demand gets memory now, or waits a moment for large chunks on their way
-        self.failure: str | None = None  # error of the driver's last creation; None: it succeeded
         self._idle: dict[int, dict[int, Chunk]] = {size: {} for size in CLASSES}
         self._ceiling = CLASSES[0]  # the driver has no memory for larger chunks until then
         self._ceiling_until = 0.0
+        self._has_failed = False  # the driver's last creation
         self._dropped_at = -DROP_GRACE_S
 
     # Clients
@@ -107,13 +110,6 @@ class Pool:
         self.total_bytes += size
         self._hand(chunk, client)
         return True
-
-    def finish_inventory(self, client: Client) -> None:
-        """Ends the inventory that a client sends after ``welcome``. Its chunks that are not listed become idle."""
-        client.is_user = True
-        if client.inventory is not None:
-            listed, client.inventory = client.inventory, None
-            self.keep_only(client, listed)
 
     def keep_only(self, client: Client, ids: set[int]) -> None:
         """Takes all other chunks of a client back, and records that it has no handles of other chunks."""
@@ -288,11 +284,15 @@ class Pool:
                 file = self.memory.create(size)
             except DriverError as error:
                 # In most cases the device is full. After any error the pool continues with the chunks that it has.
-                self.failure = str(error)
+                if not self._has_failed:
+                    log.info("no memory now: %s", error)
+                self._has_failed = True
                 self._ceiling = next((smaller for smaller in CLASSES if smaller < size), 0)
                 self._ceiling_until = time.monotonic() + RETRY_S
                 continue
-            self.failure = None
+            if self._has_failed:
+                log.info("the driver has memory again")
+            self._has_failed = False
             chunk = Chunk(int.from_bytes(os.urandom(8), "little") >> 1, size, file)
             self.chunks[chunk.id] = chunk
             self.total_bytes += size

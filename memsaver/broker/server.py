@@ -24,8 +24,6 @@ from memsaver.broker.protocol import MalformedError, Message, RefusedError
 
 log = logging.getLogger("memsaver")
 
-MOST_MESSAGES = 256  # read from one client in a turn, so that no client holds up the others
-_MOST_ACCEPTED = 128  # in a turn
 _UNREAD_BYTES = 64 << 20  # kept for a client that does not read, until it is disconnected
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 # ETOOMANYREFS: too many sent descriptors have not been read.
@@ -56,11 +54,12 @@ class Connection:
         packet = message.encode()
         if self._is_lost or (not self._unsent and self._try(packet, files)):
             return
+        if not self._unsent:
+            self.watch_writes(True)
         self._unsent_bytes += len(packet)
         # Copies, since a chunk's descriptor may be closed, and its number reused, before the packet is sent.
         copies: list[int] = []
         self._unsent.append((packet, copies))
-        self.watch_writes(True)
         try:
             copies.extend(map(os.dup, files))
         except OSError:
@@ -168,28 +167,21 @@ class Server:
         return [self._listener, self._wakes, self.waker, *(each.channel for each in self.connections)]
 
     def _accept(self) -> None:
-        """Accepts waiting connections, ``_MOST_ACCEPTED`` at most."""
-        for _ in range(_MOST_ACCEPTED):
-            try:
-                channel, _address = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in _NO_DESCRIPTORS:
-                    self._refuse_one()
-                    return
-                if error.errno != errno.ECONNABORTED:
-                    log.warning("accept failed: %s", error)
-                    return
-                continue
-            connection = Connection(channel)
-            try:
-                self._watch(connection)
-            except RefusedError as error:
-                connection.refuse(error.code, str(error))
-                connection.close()
-            except ProcessLookupError:
-                connection.close()
+        try:
+            connection = Connection(self._listener.accept()[0])
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTORS:
+                self._refuse_one()
+            elif error.errno not in (errno.EAGAIN, errno.ECONNABORTED):
+                log.warning("accept failed: %s", error)
+            return
+        try:
+            self._watch(connection)
+        except RefusedError as error:
+            connection.refuse(error.code, str(error))
+            connection.close()
+        except ProcessLookupError:
+            connection.close()
 
     def _watch(self, connection: Connection) -> None:
         if connection.user != os.geteuid():
@@ -246,27 +238,24 @@ class Server:
             return  # closed earlier in this turn
         if mask & selectors.EVENT_WRITE:
             connection.flush()
-        if not mask & selectors.EVENT_READ:
-            return
-        for _ in range(MOST_MESSAGES):
-            if connection not in self.connections or connection.is_ended or not self._read(connection):
-                return
+        if mask & selectors.EVENT_READ and not connection.is_ended:
+            self._read(connection)
 
-    def _read(self, connection: Connection) -> bool:
-        """Reads and handles one message. Returns whether there may be another one."""
+    def _read(self, connection: Connection) -> None:
+        """Reads and handles one message. Others are read in the next turns, so that no client holds up the others."""
         kind = "message"
         try:
             message = protocol.receive(connection.channel)
             if message is None:
                 self._close(connection)
-                return False
+                return
             kind = message.kind
             try:
                 self._handle(connection, message)
             finally:
                 message.close()
         except (BlockingIOError, InterruptedError):
-            return False
+            pass
         except RefusedError as error:
             self._refuse(connection, error.code, str(error))
         except ConnectionError:
@@ -274,7 +263,6 @@ class Server:
         except Exception as error:  # a message of one client must not end the server of all clients
             log.exception("%r of process %d failed", kind, connection.pid)
             self._refuse(connection, "malformed", f"{kind!r} failed in process {os.getpid()}: {error!r}")
-        return True
 
     def _handle(self, connection: Connection, message: Message) -> None:
         if connection.session is None:

@@ -54,7 +54,6 @@ class Order:
     number: int  # by opening
     left: int
     most: int  # the largest limit so far
-    refused: bool = False
     chunks: set[Chunk] = field(default_factory=set)  # brought by it, and held since
 
     @property
@@ -241,16 +240,15 @@ class Books(RuleBasedStateMachine):
         client = self.clients.get(number)
         if client is None or not client.connected:
             return
-        order = Order(next(self.requests), next(self.numbers), 0, max(limit for limit, _, _ in wish))
-        client.orders[order.request] = order
         needed = sum(left for _, _, left in wish)
-        try:
-            self.pool.queue.open(client.client, order.request, [word for entry in wish for word in entry])
-            order.left = needed
-            assert needed <= CAPACITY, "a demand beyond the capacity"
-        except OverCapacityError:
-            assert needed > CAPACITY
-            order.refused = True
+        order = Order(next(self.requests), next(self.numbers), needed, max(limit for limit, _, _ in wish))
+        words = [word for entry in wish for word in entry]
+        if needed > CAPACITY:
+            with pytest.raises(OverCapacityError):
+                self.pool.queue.open(client.client, order.request, words)
+        else:
+            self.pool.queue.open(client.client, order.request, words)
+            client.orders[order.request] = order
 
     @precondition(lambda self: any(client.orders for client in self.clients.values()))
     @rule(number=clients, which=indices, wish=wishes)
@@ -260,8 +258,6 @@ class Books(RuleBasedStateMachine):
             return
         client = self.clients[number]
         self.pool.queue.exchange(client.client, order.request, [word for entry in wish for word in entry])
-        if order.refused:
-            return
         needed = sum(left for _, _, left in wish)
         kept = order.left - min(needed, order.left)
         order.left = kept + min(needed, max(0, CAPACITY - order.granted - kept))
