@@ -9,13 +9,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from memsaver import _adapter, _core, ledger
-from memsaver.broker import daemon, discovery, procfs
+from memsaver.broker import daemon, discovery
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.clients import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
@@ -128,8 +128,14 @@ def _broker(options: argparse.Namespace) -> int:
     if options.stop:
         return _stop(options)
     if options.detach:
-        return daemon.detach(lambda on_ready: _serve(options, on_ready))
-    return _serve(options, None)
+        name = _device(options.device)
+        uuid = _core.open_host_memory().uuid() if name == "cpu" else _core.cuda_uuid(_ordinal(name))
+        if discovery.is_locked(discovery.socket_path(uuid)):
+            discovery.Listener(uuid).close()  # raises an error with the pid of the broker, if it still runs
+        pid, log = daemon.start(uuid, name, options.capacity, options.linger)
+        print(f"the broker of {name} ({uuid}) runs with pid {pid}, its log is {log}")
+        return 0
+    return _serve(options)
 
 
 def _stop(options: argparse.Namespace) -> int:
@@ -140,13 +146,13 @@ def _stop(options: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(options: argparse.Namespace, on_ready: Callable[[Path], None] | None) -> int:
-    """Serves clients until the broker ends. ``on_ready``: called when clients are accepted, with the socket's path."""
+def _serve(options: argparse.Namespace) -> int:
+    """Serves clients until the broker ends."""
     logging.basicConfig(format="%(asctime)s memsaver broker: %(message)s", level=logging.INFO)
     name = _device(options.device)
     memory = _core.open_host_memory() if name == "cpu" else _core.open_cuda_memory(_ordinal(name))
     if memory.under_mps():
-        raise procfs.mps_error(name)
+        raise daemon.mps_error(name)
     total = memory.total_bytes()
     capacity = options.capacity
     if capacity is None:  # the rest of a GPU is for contexts, and for torch's memory outside of regions
@@ -160,10 +166,7 @@ def _serve(options: argparse.Namespace, on_ready: Callable[[Path], None] | None)
     raise_descriptor_limit()
     listener = discovery.Listener(memory.uuid())
     broker = BrokerLoop(memory, name, capacity // PAGE * PAGE, listener, options.linger)
-    if on_ready is not None:
-        log = listener.path.with_suffix(".log")
-        print(f"the broker of {name} ({memory.uuid()}) runs with pid {os.getpid()}, its log is {log}")
-        on_ready(listener.path)
+    broker.stop_on_signals()
     broker.run()
     return 0
 
@@ -375,8 +378,6 @@ def _lines(pool: dict[str, Any]) -> list[str]:
     ]
     for client in pool["clients"]:
         notes = [f"holds {gib(client['held_bytes'])}"]
-        if client["attached_bytes"]:
-            notes.append(f"attached to {gib(client['attached_bytes'])}")
         for each in client["waiting"]:
             notes.append(
                 f"waits for {gib(each['needed_bytes'])} since {each['seconds']:.1f} s, has {gib(each['granted_bytes'])}"

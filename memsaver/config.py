@@ -254,12 +254,6 @@ OPTIONS: Final = (
         _parse_pool_capacity, pool_client.set_capacity,
     ),
     Option(
-        "close_on_fork", "bool", "False",
-        "Close the descriptors of CUDA in children that are forked from now on. Without it, a shared pool lends the"
-        " memory of this process again only after these children have exited.",
-        _parse_switch("close_on_fork"), _core.set_close_on_fork,
-    ),
-    Option(
         "pool", "'process', 'shared'", "process",
         "Source of device memory: the driver, or a pool that all processes on the device share. A broker is started"
         " where there is none. Set it before regions are made: memory that they have stays where it came from.",
@@ -339,7 +333,7 @@ OPTIONS: Final = (
 )  # fmt: skip
 _BY_NAME = {option.name: option for option in OPTIONS}
 _DEFAULTS = {
-    "close_on_fork": False, "pool": "process", "retain": 0, "backup_ahead": False,
+    "pool": "process", "retain": 0, "backup_ahead": False,
     "memory_timeout": 0.0, "patches": [], "verify": False,
 }  # fmt: skip
 _values: dict[str, Any] = {}

@@ -293,7 +293,7 @@ class ReceiveError(Error):
         reason: ``"exited"``: the sender has exited, or cannot be reached. ``"timeout"``: it did not answer within
             10 s. ``"stale"``: its region was paused and resumed after the send.
             ``"unknown"``: its memory was freed, or the token is wrong. ``"device"``: this process does not see the
-            device. ``"user"``, ``"namespace"``, ``"version"``: sender and receiver belong to several users, pid
+            device. ``"user"``, ``"pid_namespace"``, ``"version"``: sender and receiver belong to several users, pid
             namespaces or versions of the protocol. ``"malformed"``: the sender could not read a message.
             ``"exhausted"``: the sender could not watch this process, or this process has no free descriptor.
             ``"event"``: the tensor was received more often than it was sent, and the sender could not wait for its work

@@ -167,7 +167,7 @@ MUTANTS = [
         "csrc/transitions/transfer.cpp",
         "std::exchange(reclaims, false)",
         "std::exchange(reclaims, false) && !MUTANT",
-        ["integration/test_reclaim.py::test_a_resume_without_a_pool_takes_the_free_blocks_of_its_own_process"],
+        ["integration/test_reclaim.py::test_a_resume_takes_the_free_blocks_of_its_own_process"],
     ),
     Mutant(
         "a_shortage_waits_for_nothing",
@@ -194,7 +194,7 @@ MUTANTS = [
         "csrc/transitions/transition.cpp",
         "  wait_for_attached(lock);",
         "  if (!MUTANT) wait_for_attached(lock);",
-        ["integration/test_sharing.py::test_a_pause_that_times_out_names_the_attached_processes"],
+        ["integration/test_sent_tensors.py::test_a_pause_that_times_out_names_the_receivers"],
     ),
     Mutant(
         "bounds_end_no_wait",
@@ -380,7 +380,7 @@ MUTANTS = [
         "csrc/pool/pool_request.cpp",
         "if (!disconnected_) pool_.send_locked(message_of(Kind::close",
         "if (!disconnected_ && !MUTANT) pool_.send_locked(message_of(Kind::close",
-        ["cpp: pool request: chunks that were not taken return after the end of their demand"],
+        ["integration/test_shared_pool.py::test_a_wait_that_times_out_gives_its_chunks_back"],
     ),
     Mutant(
         "regions_that_were_set_aside_are_used",

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 
 import memsaver
 from memsaver import _core
-from memsaver.broker import caches, pool_client
+from memsaver.broker import pool_client, queries
 from memsaver.regions import wrapper
 from tests.support import MIB, ROOT
 
@@ -65,8 +66,8 @@ def empty_cache_on_demand() -> None:
         assert calls().fake_empty_cache() == 0
         return 0, ""
 
-    caches._return = return_caches
-    caches.start()
+    queries.loaded = lambda: SimpleNamespace(return_caches=return_caches)  # type: ignore[assignment,return-value]
+    queries.start()
 
 
 class Segment:

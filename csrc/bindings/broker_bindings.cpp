@@ -55,7 +55,6 @@ void bind_broker(nb::module_& module) {
   module.attr("HAS_DESCRIPTOR") = wire::kHasDescriptor;
   module.attr("FOREIGN") = wire::kForeign;
   module.attr("CHUNK_CLASSES") = all_of(kChunkClasses);  // bytes, largest first
-  module.attr("STATES") = all_of(kStateNames);           // by number, as in reports; so are the next
   module.attr("BACKUPS") = all_of(kPolicyNames);
   module.attr("FILLS") = all_of(kFillNames);
 }

@@ -8,7 +8,7 @@
 
 #include "backup/host_memory.h"
 #include "bindings/bindings.h"
-#include "regions/queries.h"
+#include "pool/queries.h"
 #include "torch/torch_hooks.h"
 
 namespace memsaver {
@@ -76,8 +76,7 @@ void bound_waits() { exit_has_begun = true; }
 void stop_background() {
   if (!usable()) return;
   waiting_is_over = true;
-  ledger_queries().stop();
-  cache_queries().stop();
+  queries().stop();
   {
     std::lock_guard lock(core().mutex);
     core().changed.notify_all();
@@ -196,18 +195,15 @@ void bind_process(nb::module_& module) {
   module.def("device_stats", &device_stats, "device"_a);
   module.def("ledger_figures", &ledger_figures, "device"_a);
   module.def("stop_queries", [] {
-    if (!usable()) return;  // in a forked child another thread may have had the locks
-    ledger_queries().stop();
-    cache_queries().stop();
+    if (usable()) queries().stop();  // in a forked child another thread may have had the lock
   });
-  module.def("next_cache_query", [] { return cache_queries().next(); }, nb::call_guard<Unlocked>());
+  module.def("next_query", [] { return queries().next(); }, nb::call_guard<Unlocked>());
   module.def(
       "caches_returned",
       [](const std::string& device, std::size_t cached, const std::string& why) {
         opened(device).reclaimer.python_is_done(cached, why);
       },
       nb::call_guard<Unlocked>(), "device"_a, "cached"_a, "why"_a);
-  module.def("next_ledger_query", [] { return ledger_queries().next(); }, nb::call_guard<Unlocked>());
   module.def("device_names", [] {
     std::vector<std::string> names;
     std::lock_guard lock(core().mutex);

@@ -43,6 +43,15 @@ struct Device {
         resting(*driver, parts.gate, mutex),
         reclaimer(*this) {}
 
+  // The shared pool, made at first use. Core::mutex is held.
+  SharedPool& shared_pool() {
+    if (shared == nullptr)
+      shared = std::make_unique<SharedPool>(*driver, [this] {
+        reclaimer.request(
+            [this](const Reclaimer::Rest& rest) { shared->send_reclaimed(rest.more, rest.unused, rest.why); });
+      });
+    return *shared;
+  }
   // The source of new chunks. Chunks of the other source return to it.
   ChunkSource& source() { return pooled ? static_cast<ChunkSource&>(*shared) : retained; }
   // The end of an allocation's wait for freed memory. A capture allows no wait.

@@ -243,14 +243,11 @@ std::vector<Slot> Region::slots() const {
   return found;
 }
 
-std::vector<Placed> Region::chunks_under(const Ranges& ranges) const {
-  std::map<Address, Placed> found;
+std::vector<Region::Placed> Region::chunks_under(Range range) const {
   std::lock_guard lock(device.mutex);
-  for (const Range& range : ranges)
-    for (const auto& [begin, chunk] : overlapping(chunks_, range)) found[begin] = {begin, chunk.handle(), chunk.size()};
-  std::vector<Placed> chunks;
-  for (const auto& [begin, chunk] : found) chunks.push_back(chunk);
-  return chunks;
+  std::vector<Placed> found;
+  for (const auto& [begin, chunk] : overlapping(chunks_, range)) found.push_back({begin, chunk.handle(), chunk.size()});
+  return found;
 }
 
 void Region::make_certain() {

@@ -105,13 +105,9 @@ class Region {
   void begin_use() { ++users_; }
   void end_use() { --users_; }
   bool in_use() const { return users_ > 0; }
-  // Other processes attached to the memory, by number: pauses wait for them. Core::mutex is held.
-  struct Lease {
-    int pid;
-    std::vector<Handle> chunks;
-  };
-  const std::map<std::uint64_t, Lease>& leases() const { return leases_; }
-  void lend(std::uint64_t lease, int pid, std::vector<Handle> chunks) { leases_[lease] = {pid, std::move(chunks)}; }
+  // The pids of processes that are attached to the memory, by lease: pauses wait for them. Core::mutex is held.
+  const std::map<std::uint64_t, int>& leases() const { return leases_; }
+  void lend(std::uint64_t lease, int pid) { leases_[lease] = pid; }
   void returned(std::uint64_t lease) { leases_.erase(lease); }
 
   // The backup of the current pause; of a frozen region, from its first pause on.
@@ -188,8 +184,13 @@ class Region {
     Chunk chunk;
   };
   Chunk exchange(Address chunk, std::vector<Piece> pieces);
-  std::vector<Slot> slots() const;                               // of all mapped chunks
-  std::vector<Placed> chunks_under(const Ranges& ranges) const;  // by address, each once
+  std::vector<Slot> slots() const;  // of all mapped chunks
+  struct Placed {                   // a chunk, and its place
+    std::size_t offset;
+    Handle handle;
+    std::size_t size;
+  };
+  std::vector<Placed> chunks_under(Range range) const;  // by address
 
   // The right to change the mappings of an active region: holds mapping_.
   class Remapping {
@@ -240,7 +241,7 @@ class Region {
   std::atomic<bool> contents_lost_ = false;  // an exchange of chunks could not be undone
   std::size_t users_ = 0;
   std::deque<const void*> queue_;
-  std::map<std::uint64_t, Lease> leases_;
+  std::map<std::uint64_t, int> leases_;
 
   mutable std::mutex mapping_;
   std::shared_ptr<Backup> backup_;

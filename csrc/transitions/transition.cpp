@@ -127,7 +127,7 @@ void Transition::wait_for_attached(std::unique_lock<std::mutex>& lock) const {
   for (const Region* region : pausing_) {
     if (wait_until(lock, deadline, [&] { return region->leases().empty(); })) continue;
     std::vector<int> pids;
-    for (const auto& [number, lease] : region->leases()) pids.push_back(lease.pid);
+    for (const auto& [lease, pid] : region->leases()) pids.push_back(pid);
     throw AttachedError("region '" + region->tag + "' cannot be paused: other processes are attached to it",
                         region->tag, std::move(pids));
   }

@@ -29,7 +29,7 @@ from memsaver._torch.ipc import patches
 from memsaver._torch.pools import EntryPoints, RegionPools, has_many_blocks, keep_forever, new_pool
 from memsaver._torch.routes import empty_cache, routes
 from memsaver._torch.side_pools import side_pools
-from memsaver.broker import caches
+from memsaver.broker import queries
 from memsaver.errors import Error, RegionPausedError, add_ledger
 from memsaver.regions import Region, owning
 
@@ -132,7 +132,7 @@ class Router:
         self.withdraw = patches.withdraw
         self._captures: dict[int, tuple[Callable[[], object], Any]] = {}  # by the id of the graph
         self._observes_captures = False
-        caches.start()
+        queries.start()
         atexit.register(self._keep_pools)
 
     # Entering and leaving

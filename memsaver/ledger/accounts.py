@@ -147,10 +147,9 @@ def _report(client: Mapping[str, Any]) -> Report:
     if client["exited"]:
         keeper = next(iter(client["kept_by"]), client)
         return Report(keeper["pid"], keeper["name"], None, None, client["held_bytes"], exited=client["pid"])
-    known = client.get("ledger")
+    known = client["ledger"] if client["is_current"] else None  # else its memory may be another one now
     report = Report(client["pid"], client["name"], None, None, client["held_bytes"])
     if known is not None:
-        regions = [("region", row["tag"], row["state"], row["mapped_bytes"]) for row in client["regions"]]
-        report.parts = [*regions, *(tuple(row) for row in known["rows"])]
+        report.parts = [tuple(row) for row in known["rows"]]
         report.imported = known["imported_bytes"]
     return report

@@ -17,25 +17,32 @@ from memsaver.ledger.rows import Ledger, lines
 log = logging.getLogger("memsaver")
 
 STATUS_S = 1.0  # the longest wait for the broker's part
-MOST_ROWS = 100  # of one process in a message
+MOST_ROWS = 200  # of one process in a message, and as many regions
 _LONGEST_TEXT = 100  # characters of a kind, a label or a state in a message
 _LARGEST = 1 << 62
 _LONGEST_REPORT = _core.LONGEST_PACKET // 2  # characters of a message
+# Of a region in a message.
+REGION_FIELDS = ("tag", "state", "backup", "allocated_bytes", "mapped_bytes", "backup_bytes")
 
 
 def encoded(device: str) -> str:
-    """The report of this process for a broker, without its regions, which the broker has from ``report``.
+    """The report of this process for a broker: its rows, and its regions with their other figures.
 
     The smallest rows are joined if there are too many, or if their text is too long for a packet.
     """
     found = own(device)[1]
-    rows = sorted(([*_cut(part[:3]), part[3]] for part in found.parts or () if part[0] != "region"), key=_bytes_of)
+    rows = sorted(([*_cut(part[:3]), part[3]] for part in found.parts or ()), key=_bytes_of)
+    regions = [
+        [*_cut((row["tag"], row["state"], row["backup"])), *(row[name] for name in REGION_FIELDS[3:])]
+        for row in _core.ledger_figures(device)["regions"]
+    ]
     most = MOST_ROWS
     while True:
         if len(rows) > most:
             joined = sum(map(_bytes_of, rows[: len(rows) - most + 1]))
             rows = [["other", "", "", joined], *rows[len(rows) - most + 1 :]]
-        text = json.dumps({"imported_bytes": found.imported, "rows": rows[::-1]}, separators=(",", ":"))
+        report = {"imported_bytes": found.imported, "rows": rows[::-1], "regions": regions[:most]}
+        text = json.dumps(report, separators=(",", ":"))
         if len(text) <= _LONGEST_REPORT:
             return text
         most //= 2
@@ -55,18 +62,20 @@ def decoded(text: str) -> dict[str, Any]:
         found = json.loads(text)
     except RecursionError:
         raise ValueError("a ledger is nested too deeply") from None
-    if not isinstance(found, dict) or set(found) != {"imported_bytes", "rows"}:
-        raise ValueError("a ledger is no object with imported_bytes and rows")
-    imported, rows = found["imported_bytes"], found["rows"]
+    if not isinstance(found, dict) or set(found) != {"imported_bytes", "rows", "regions"}:
+        raise ValueError("a report is no object with imported_bytes, rows and regions")
+    imported = found["imported_bytes"]
     if imported is not None and not _is_size(imported):
         raise ValueError(f"imported_bytes is {imported!r}, expected an integer or null")
-    if not isinstance(rows, list) or len(rows) > MOST_ROWS:
-        raise ValueError(f"rows is no list of at most {MOST_ROWS}")
-    for row in rows:
-        if not isinstance(row, list) or len(row) != 4 or not _is_size(row[3]):
-            raise ValueError(f"a row is {row!r}, expected kind, label, state and bytes")
-        if not all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in row[:3]):
-            raise ValueError(f"a row is {row!r}, expected texts of at most {_LONGEST_TEXT} characters")
+    for name, sizes in (("rows", 1), ("regions", len(REGION_FIELDS) - 3)):
+        rows = found[name]
+        if not isinstance(rows, list) or len(rows) > MOST_ROWS:
+            raise ValueError(f"{name} is no list of at most {MOST_ROWS}")
+        for row in rows:
+            if not isinstance(row, list) or len(row) != 3 + sizes or not all(map(_is_size, row[3:])):
+                raise ValueError(f"{row!r} is in {name}, expected three texts, and then bytes ({sizes})")
+            if not all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in row[:3]):
+                raise ValueError(f"{row!r} is in {name}, expected texts of at most {_LONGEST_TEXT} characters")
     return found
 
 
@@ -91,15 +100,6 @@ def _read(device: str) -> Ledger:
             log.debug("the ledger of %s is without its pool: %s", device, error)
     mine = own(device)  # after the status, which may wait for the reports of other processes
     return account(mine[0], [mine[1]], None) if status is None else of_pool(status, mine)
-
-
-def serve() -> None:
-    """Sends the report of this process to brokers that query it. Returns at the exit of the interpreter."""
-    while (device := _core.next_ledger_query()) is not None:
-        try:
-            _core.send_ledger(device, encoded(device))
-        except Exception as error:  # the broker is answered without a report
-            log.debug("no ledger of %s was sent: %r", device, error)
 
 
 def for_error(device: str) -> tuple[list[dict[str, Any]], list[str]]:

@@ -23,6 +23,7 @@ from memsaver._torch import ledger as torch_ledger
 from memsaver.ledger import LedgerRow, accounts, messages
 from memsaver.ledger import own as figures_here
 from memsaver.ledger.accounts import Device, PoolTotal, Report, account
+from memsaver.ledger.rows import Part
 from tests import controls
 from tests.fake_cuda import run_on_fake
 from tests.support import GIB, MIB, PAGE, Peer, blocks
@@ -198,7 +199,7 @@ def test_chunks_of_a_pool_count_for_their_holder_or_as_idle() -> None:
 def test_chunks_of_a_process_that_has_exited_count_for_the_process_that_keeps_them() -> None:
     client = {
         "pid": 1, "name": "dead", "held_bytes": 60, "exited": True, "kept_by": [{"pid": 2, "name": "child"}],
-        "regions": [], "ledger": {"imported_bytes": 0, "rows": [["context", "", "", 9]]},
+        "is_current": True, "ledger": {"imported_bytes": 0, "rows": [["context", "", "", 9]]},
     }  # fmt: skip
     report = accounts._report(client)
     for holdings in ([(1, 80, None), (2, 10, None)], [(2, 10, 0)]):
@@ -292,20 +293,23 @@ def test_a_report_survives_its_message(monkeypatch: pytest.MonkeyPatch, make: Ma
     monkeypatch.setattr(figures_here, "torchs", lambda figure, device, missing: parts)
     found = ledger.decoded(ledger.encoded("cpu"))
     assert found["imported_bytes"] == 0
-    assert [row for row in found["rows"] if row[0] != LEFT] == [list(part) for part in parts]
-    del held
+    region = held[0].region
+    rows = [["region", region.tag, "active", region.mapped_bytes], *map(list, parts)]
+    assert all(row in found["rows"] for row in rows)
+    assert [region.tag, "active", "none", 2 * MIB, region.mapped_bytes, 0] in found["regions"]
 
 
 def test_the_rows_of_a_long_report_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures_here, "_measured", {})
-    parts = [("graphs", f"graph {each} {'x' * 200}", "", each) for each in range(1, 1001)]
-    monkeypatch.setattr(figures_here, "torchs", lambda figure, device, missing: parts)
-    rows = ledger.decoded(ledger.encoded("cpu"))["rows"]
-    assert len(rows) == messages.MOST_ROWS and sum(row[3] for row in rows) == sum(range(1001))
+    def reported(parts: list[Part]) -> tuple[str, list[list[Any]]]:
+        report = Report(1, "one", parts, 0)
+        monkeypatch.setattr(messages, "own", lambda device: (None, report))
+        text = ledger.encoded("cpu")
+        return text, ledger.decoded(text)["rows"]
+
+    _, rows = reported([("graphs", f"graph {each} {'x' * 200}", "", each) for each in range(1, 1001)])
+    assert len(rows) <= messages.MOST_ROWS and sum(row[3] for row in rows) == sum(range(1001))
     assert rows[0][3] == 1000 and rows[-1][0] == "other"
-    parts = [(200 * "\u20ac", 200 * "\u20ac", 200 * "\u20ac", each) for each in range(1, 1001)]
-    text = ledger.encoded("cpu")
-    rows = ledger.decoded(text)["rows"]
+    text, rows = reported([(200 * "\u20ac", 200 * "\u20ac", 200 * "\u20ac", each) for each in range(1, 1001)])
     assert len(text) < _core.LONGEST_PACKET and 1 < len(rows) < messages.MOST_ROWS
     assert sum(row[3] for row in rows) == sum(range(1001))
 
@@ -313,13 +317,16 @@ def test_the_rows_of_a_long_report_are_joined(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "text",
     [
-        "", "[]", "{}", '{"imported_bytes": 0}', '{"imported_bytes": "0", "rows": []}',
-        '{"imported_bytes": 0, "rows": {}}', '{"imported_bytes": 0, "rows": [["a", "b", "c"]]}',
-        '{"imported_bytes": 0, "rows": [["a", "b", "c", true]]}', '{"imported_bytes": 0, "rows": [["a", 1, "c", 2]]}',
-        '{"imported_bytes": 0, "rows": [["a", "b", "c", 1e3]]}',
-        '{"imported_bytes": 0, "rows": [["a", "b", "c", 9223372036854775808]]}',
-        json.dumps({"imported_bytes": 0, "rows": [["a" * 101, "", "", 1]]}),
-        json.dumps({"imported_bytes": 0, "rows": [["a", "", "", 1]] * 101}),
+        "", "[]", "{}", '{"imported_bytes": 0}', '{"imported_bytes": "0", "rows": [], "regions": []}',
+        *(
+            f'{{"imported_bytes": 0, "rows": {rows}, "regions": []}}'
+            for rows in (
+                "{}", '[["a", "b", "c"]]', '[["a", "b", "c", true]]', '[["a", 1, "c", 2]]', '[["a", "b", "c", 1e3]]',
+                '[["a", "b", "c", 9223372036854775808]]', json.dumps([["a" * 101, "", "", 1]]),
+                json.dumps([["a", "", "", 1]] * 201),
+            )
+        ),
+        '{"imported_bytes": 0, "rows": [], "regions": [["a", "b", "c", 1, 2]]}',
     ],
 )  # fmt: skip
 def test_a_malformed_report_is_refused(text: str) -> None:
