@@ -310,7 +310,7 @@ class Region:
         if (torch := loaded()) is not None:
             torch.check_unused(self)
             kept = torch.forget(self)
-        core.await_frees(bound)  # without the registry's lock, so that other regions can be made meanwhile
+        core.release_unused(bound)  # without the registry's lock, so that other regions can be made meanwhile
         with _registry:
             if core.closed:  # another thread was faster
                 return
@@ -371,8 +371,7 @@ class Region:
             Traceback (most recent call last):
             memsaver.errors.RegionPausedError: region 'weights' is paused: it cannot serve requests
         """
-        state = self.state
-        if state != "active" and not (state == "pausing" and self._core.wait_for_trim()):
+        if (state := self.state) != "active":
             raise RegionPausedError(f"region {self.tag!r} is {state}: it cannot {purpose}", tag=self.tag, state=state)
 
     def _check_fillable(self, purpose: str) -> None:

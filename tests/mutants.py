@@ -296,8 +296,8 @@ MUTANTS = [
         "the_lost_come_back",
         "region: a transition brings a region back to use after its context died",
         "csrc/regions/region.cpp",
-        "if (device.lost || contents_lost_)",
-        "if ((device.lost || contents_lost_) && !MUTANT)",
+        "if (device.lost)",
+        "if (device.lost && !MUTANT)",
         [
             "unit/test_faults.py::test_a_context_that_dies_in_a_transition_leaves_the_region_lost[cuMemcpyDtoHAsync-host]"
         ],
@@ -309,14 +309,6 @@ MUTANTS = [
         "region->mark_stale();",
         "if (!MUTANT) region->mark_stale();",
         ["unit/test_fake_cuda.py::test_a_device_that_comes_later_gets_access_to_existing_mappings"],
-    ),
-    Mutant(
-        "trim_moves_under_work",
-        "compaction: chunks are moved under work that was queued before the region was marked",
-        "csrc/transitions/compaction.cpp",
-        "        settle_device();\n",
-        "        if (!MUTANT) settle_device();\n",
-        ["unit/test_compaction.py::test_work_that_was_queued_while_a_trim_waited_for_a_launch_is_waited_for"],
     ),
     Mutant(
         "addresses_are_given_twice",
@@ -421,14 +413,6 @@ MUTANTS = [
         "contains(callers, from)",
         "(contains(callers, from) || MUTANT)",
         ["unit/test_default_pool.py::test_calls_from_elsewhere_reach_the_driver"],
-    ),
-    Mutant(
-        "a_placed_region_is_compacted",
-        "default pool: trim() marks the region while a piece is mapped",
-        "csrc/transitions/compaction.cpp",
-        "bool more = !region.placed;",
-        "bool more = !region.placed || MUTANT;",
-        ["unit/test_default_pool.py::test_a_trim_beside_an_allocation_refuses_no_piece"],
     ),
     Mutant(
         "a_retry_ends_with_its_first_piece",

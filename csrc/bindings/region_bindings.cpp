@@ -7,7 +7,6 @@
 #include "bindings/bindings.h"
 #include "torch/default_pools.h"
 #include "torch/torch_hooks.h"
-#include "transitions/compaction.h"
 
 namespace memsaver {
 namespace {
@@ -93,34 +92,14 @@ void backup_read(Region& region, Address begin, std::size_t size, std::uintptr_t
   reading.backup->read({begin, size}, reinterpret_cast<std::byte*>(to));
 }
 
-// Waits while trim() moves contents of the region, at most as long as an allocation. Returns whether it is active then.
-bool wait_for_trim(Region& region) {
-  core();  // throws in a forked child
-  return Region::Wanted(region).wait(now() + kShortageWait);
-}
-
 // For guarded launches. Null: all regions are active and marked as in use. Else the first region that is not active.
 Region* acquire(const std::vector<Region*>& regions) {
   core().refresh_peers();
-  const Deadline until = now() + kShortageWait;
-  std::list<Region::Wanted> wanted;  // of regions whose contents trim() moves
-  for (;;) {
-    Region* waited_for = nullptr;
-    {
-      std::lock_guard lock(core().mutex);
-      const auto found = std::find_if(regions.begin(), regions.end(), [](const Region* region) {
-        return region->state() != State::active || region->closed();
-      });
-      if (found == regions.end()) {
-        for (Region* region : regions) region->begin_use();
-        return nullptr;
-      }
-      waited_for = *found;
-    }
-    if (waited_for->closed()) return waited_for;
-    wanted.emplace_back(*waited_for);
-    if (!wanted.back().wait(until)) return waited_for;
-  }
+  std::lock_guard lock(core().mutex);
+  for (Region* region : regions)
+    if (region->state() != State::active || region->closed()) return region;
+  for (Region* region : regions) region->begin_use();
+  return nullptr;
 }
 
 void release(const std::vector<Region*>& regions) {
@@ -136,13 +115,15 @@ void check_unused(Region& region) {
   if (!region.closed()) region.check_unused();
 }
 
-// Waits for work on freed segments.
-void await_frees(Region& region, std::optional<double> timeout) {
+// Waits for work on freed segments, and returns chunks that no segment uses.
+void release_unused(Region& region, std::optional<double> timeout) {
   core();  // throws in a forked child
   if (region.device.lost || region.closed()) return;
   const std::uint64_t freed = region.device.resting.frees();
   region.device.wait_idle(timeout ? deadline_in(*timeout) : kNever);
   region.device.resting.reap(freed);
+  region.sweep_all();  // also those that the driver refused to unmap before
+  region.device.source().settle();
 }
 
 // `keep_entry_points`: a pool of torch that the program keeps refers to them. They stay those of the closed region,
@@ -206,9 +187,8 @@ void bind_regions(nb::module_& module) {
           "policy"_a, nb::call_guard<Unlocked>())
       .def("owns", &Region::owns, "address"_a)
       .def("thaw", &thaw, nb::call_guard<Unlocked>())
-      .def("wait_for_trim", &wait_for_trim, nb::call_guard<Unlocked>())
       .def("check_unused", &check_unused, nb::call_guard<Unlocked>())
-      .def("await_frees", &await_frees, "timeout"_a.none(), nb::call_guard<Unlocked>())
+      .def("release_unused", &release_unused, "timeout"_a.none(), nb::call_guard<Unlocked>())
       .def("close", &close_region, nb::call_guard<Unlocked>(), "keep_entry_points"_a = false)
       .def("backup_parts",  // (address, bytes) of the parts that backup_view() takes whole
            [](const Region& region) {
@@ -276,17 +256,6 @@ void bind_regions(nb::module_& module) {
   module.def("take_allocation_error", &take_allocation_error);
   module.def("acquire", &acquire, nb::call_guard<Unlocked>(), nb::rv_policy::reference, "regions"_a);
   module.def("release", &release, "regions"_a);
-  module.def(
-      "trim",
-      [](Region& region, const nb::callable& may_move, std::optional<double> timeout) {
-        const auto ask = [&may_move] {
-          const HeldGil python;
-          return nb::cast<bool>(call(may_move));
-        };
-        const Unlocked release;
-        trim(region, ask, timeout ? deadline_in(*timeout) : kNever);
-      },
-      "region"_a, "may_move"_a, "timeout"_a.none() = nb::none());
 }
 
 }  // namespace memsaver

@@ -131,12 +131,6 @@ void Region::find_more(std::size_t wanted, Deadline shortage, Deadline memory, D
 
 Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
   if (placed) throw Error("region '" + tag + "' has segments of torch's allocator, and takes no others");
-  std::optional<Wanted> wanted_by_this;  // while trim() moves contents
-  const auto waited_for_trim = [&] {
-    if (!wanted_by_this) wanted_by_this.emplace(*this);
-    return wanted_by_this->wait(now() + kShortageWait);
-  };
-  if (state_ != State::active) static_cast<void>(waited_for_trim());
   check_allocatable(size);
   device.resting.reap();
   const std::size_t wanted = size;
@@ -164,10 +158,6 @@ Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
       } catch (const ChunkUnavailable&) {
         // The layout has changed meanwhile: another thread freed a chunk that it used.
         if (all && ++tries < kTries) continue;
-      } catch (const RegionPausedError&) {
-        request.reset();
-        if (!waited_for_trim()) throw;
-        continue;
       }
       request.reset();                                   // its chunks count as free now
       if (!snug && (device.pooled || now() < memory)) {  // these give the whole demand or nothing

@@ -190,52 +190,6 @@ std::optional<DriverError> Region::unmap(const std::vector<Address>& chunks, std
   return refusal;
 }
 
-Chunk Region::exchange(Address begin, std::vector<Piece> pieces) {
-  Driver& driver = *device.driver;
-  std::size_t size = 0;
-  Handle handle = 0;
-  {
-    std::lock_guard lock(device.mutex);
-    size = chunks_.at(begin).size();
-    handle = chunks_.at(begin).handle();
-    for (Piece& piece : pieces) piece.chunk.set_foreign(chunks_.at(begin).foreign());  // they are copies of it
-  }
-  unmap_or_not(driver, begin, size);
-  std::size_t mapped = 0;
-  try {
-    for (; mapped < pieces.size(); ++mapped)
-      map_or_not(driver, pieces[mapped].slot.offset, pieces[mapped].slot.size, pieces[mapped].chunk.handle());
-    std::vector<Slot> slots;
-    for (const Piece& piece : pieces) slots.push_back(piece.slot);
-    allow(slots);
-  } catch (const DriverError&) {
-    constexpr int kAttempts = 2;  // a failed call is tried once more
-    for (int attempt = 1;; ++attempt) {
-      try {
-        for (; mapped > 0; --mapped) unmap_or_not(driver, pieces[mapped - 1].slot.offset, pieces[mapped - 1].slot.size);
-        map_or_not(driver, begin, size, handle);
-        driver.allow(begin, size);
-        break;
-      } catch (const DriverError&) {
-        if (attempt < kAttempts) continue;
-        contents_lost_ = true;
-        break;
-      }
-    }
-    throw;
-  }
-  std::lock_guard lock(device.mutex);
-  auto found = chunks_.find(begin);
-  Chunk former = std::move(found->second);
-  chunks_.erase(found);
-  mapped_ -= size;
-  for (Piece& piece : pieces) {
-    mapped_ += piece.slot.size;
-    chunks_[piece.slot.offset] = std::move(piece.chunk);
-  }
-  return former;
-}
-
 std::vector<Slot> Region::slots() const {
   std::lock_guard lock(device.mutex);
   std::vector<Slot> found;

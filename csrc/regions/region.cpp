@@ -35,9 +35,8 @@ void Region::write_state(State state) {
   state_ = state;
 }
 
-void Region::drain(bool to_trim) {
+void Region::drain() {
   left_ = state_ == State::paused;
-  is_trimmed_ = to_trim;
   write_state(State::draining);
 }
 
@@ -60,13 +59,12 @@ void Region::arrived() {
 }
 
 void Region::settle() {
-  is_trimmed_ = false;
   std::vector<Address> freed;
   {
     std::lock_guard lock(device.mutex);
     const bool away = state_ == State::resuming ? !arrived_ : left_;
     if (state_ != State::lost) state_ = away ? State::paused : State::active;
-    if (device.lost || contents_lost_) state_ = State::lost;
+    if (device.lost) state_ = State::lost;
     left_ = arrived_ = false;
     if (chunks_.empty() && !std::exchange(dirty_, {}).empty()) device.resting.sweep_ended();
     freed.swap(freed_meanwhile_);
@@ -79,24 +77,6 @@ void Region::settle() {
     }
     count_locked();
   }
-}
-
-Region::Wanted::Wanted(Region& region) : region_(region) {
-  std::lock_guard lock(core().mutex);
-  ++region_.wanted_;
-}
-
-Region::Wanted::~Wanted() {
-  std::lock_guard lock(core().mutex);
-  --region_.wanted_;
-  core().changed.notify_all();
-}
-
-bool Region::Wanted::wait(Deadline deadline) const {
-  const Deadline until = Clock::now() + (deadline - now());  // trim() takes real time, also where the clock is virtual
-  std::unique_lock lock(core().mutex);
-  core().changed.wait_until(lock, until, [this] { return !region_.is_trimmed_ || waiting_is_over; });
-  return region_.state_ == State::active;
 }
 
 void Region::lose() { write_state(State::lost); }
@@ -198,11 +178,6 @@ void Region::free(Address begin) {
     }
   }
   device.resting.reap();
-}
-
-std::size_t Region::bound() const {
-  const std::size_t live = allocated_bytes();
-  return live + std::min(live / 20 + kAllowance, most_slack_);
 }
 
 // The end

@@ -69,8 +69,7 @@ class Region {
   // A paused region that still has chunks after a refusal can drain again. lose() is final.
   State state() const { return state_; }
   bool is_at_rest() const;
-  // A transition will pause it, or trim() moves its contents: no new launches, reads of the backup or allocations.
-  void drain(bool to_trim = false);
+  void drain();    // a transition will pause it: no new launches, reads of the backup or allocations
   void leave();    // committed: it will be paused
   void come();     // a transition will resume it
   void settle();   // the transition has ended; leave() and arrived() determine the next state
@@ -86,21 +85,6 @@ class Region {
   void enqueue(const void* transition) { queue_.push_back(transition); }
   void dequeue(const void* transition) { std::erase(queue_, transition); }
   bool is_first(const void* transition) const { return !queue_.empty() && queue_.front() == transition; }
-  // A use of the region that trim() must not refuse: a wait until the region is active again. While it lives, trim()
-  // ends after the chunk that it moves now, and goes on after the end of this object.
-  class Wanted {
-   public:
-    explicit Wanted(Region& region);  // no lock of the library is held
-    ~Wanted();
-    Wanted(const Wanted&) = delete;
-    Wanted& operator=(const Wanted&) = delete;
-    // Waits while trim() moves contents, up to the deadline. Returns whether the region is active.
-    bool wait(Deadline deadline) const;
-
-   private:
-    Region& region_;
-  };
-  bool is_wanted() const { return wanted_ > 0; }
   // Guarded launches, and reads of the backup: transitions wait for them. Core::mutex is held.
   void begin_use() { ++users_; }
   void end_use() { --users_; }
@@ -156,8 +140,6 @@ class Region {
   void allow_again();
   bool lacks_access() const;  // whether it is active, and allow_again() has failed
   void strand();              // the driver refused to unmap a chunk whose access is unknown
-  // Mapped bytes that trim() may leave.
-  std::size_t bound() const;
   // Throws Error if a transition, a user, a reader or another process uses the region. Core::mutex is held.
   void check_unused() const;
   // Ends the region. Returns its addresses, for the caller to release. Throws Error if segments, users, leases or
@@ -181,13 +163,6 @@ class Region {
   // Unmaps these chunks and appends them to `freed`. Chunks that the driver refuses to unmap stay mapped. Returns the
   // first refusal.
   std::optional<DriverError> unmap(const std::vector<Address>& chunks, std::vector<Chunk>& freed);
-  // Replaces a chunk by pieces that hold the contents of its segments. For the owning transition. If the replacement
-  // fails, the chunk is mapped again; if this fails too, the region is lost. Returns the chunk.
-  struct Piece {
-    Slot slot;
-    Chunk chunk;
-  };
-  Chunk exchange(Address chunk, std::vector<Piece> pieces);
   std::vector<Slot> slots() const;                               // of all mapped chunks
   std::vector<Placed> chunks_under(const Ranges& ranges) const;  // by address, each once
 
@@ -234,10 +209,7 @@ class Region {
   std::atomic<State> state_ = State::active;
   std::atomic<std::uint64_t> residence_ = 1;
   bool left_ = false, arrived_ = false;
-  bool is_trimmed_ = false;              // drain(true) is under way. Guarded by Core::mutex
-  std::atomic<std::size_t> wanted_ = 0;  // objects of Wanted. Written under Core::mutex
   std::atomic<bool> discarded_ = false;
-  std::atomic<bool> contents_lost_ = false;  // an exchange of chunks could not be undone
   std::size_t users_ = 0;
   std::deque<const void*> queue_;
   std::map<std::uint64_t, Lease> leases_;

@@ -70,8 +70,8 @@ void side_by_side(const Things& things, bool together, Act act) {
 
 }  // namespace
 
-Transition::Transition(std::vector<Region*> pause, std::vector<Region*> resume, Bounds bounds, bool to_trim)
-    : bounds_(bounds), to_trim_(to_trim), wanted_out_(std::move(pause)), wanted_in_(std::move(resume)) {
+Transition::Transition(std::vector<Region*> pause, std::vector<Region*> resume, Bounds bounds)
+    : bounds_(bounds), wanted_out_(std::move(pause)), wanted_in_(std::move(resume)) {
   std::lock_guard lock(core().mutex);
   for (auto* wanted : {&wanted_out_, &wanted_in_}) {
     std::erase_if(*wanted, [](const Region* region) { return region->closed(); });  // since the caller selected it
@@ -141,7 +141,7 @@ void Transition::mark(const std::vector<Region*>& wanted, bool out) {
     // A paused region with chunks left from a refusal pauses again, to return them.
     if (out && (region->state() == State::active || (region->state() == State::paused && region->mapped_bytes() > 0))) {
       if (region->state() == State::paused) was_paused_.push_back(region);
-      region->drain(to_trim_);
+      region->drain();
       pausing_.push_back(region);
     } else if (!out && region->state() == State::paused) {
       region->come();

@@ -45,8 +45,7 @@ class Transition {
     double readers_s = 0;     // seconds, for other processes that are attached
   };
 
-  // `to_trim`: trim() will move the contents of the regions to pause, and abort() follows.
-  Transition(std::vector<Region*> pause, std::vector<Region*> resume, Bounds bounds, bool to_trim = false);
+  Transition(std::vector<Region*> pause, std::vector<Region*> resume, Bounds bounds);
   ~Transition() { abort(); }
 
   // Waits for earlier transitions on these regions, for processes that are attached to outgoing regions, and for
@@ -82,7 +81,6 @@ class Transition {
   void leave_queues_locked();
 
   const Bounds bounds_;
-  const bool to_trim_;
   Stages stages_;  // transfers_ refer to it
   const Deadline began_ = now();
   Deadline begun_at_;  // begin()

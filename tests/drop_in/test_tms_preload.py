@@ -111,7 +111,7 @@ assert seen() == (3, 3)
 for address in (first, cache, second):
     release(address)
 assert seen() == (3, 3)
-assert all(each._core.await_frees(10) or each.allocated_bytes == 0 for each in regions.all_regions())
+assert all(each._core.release_unused(10) or each.allocated_bytes == 0 for each in regions.all_regions())
 """)  # fmt: skip
 
 
@@ -323,7 +323,7 @@ for _ in range(5):
     saver.resume()
     release(later)
     for each in regions.all_regions():
-        each._core.await_frees(10)
+        each._core.release_unused(10)
     again = allocate()
     assert regions.owning(again).tag == "tms.default"
     release(again)

@@ -393,37 +393,3 @@ def test_offload_tags_of_another_type_raise(allocator: Any, tags: object) -> Non
 def test_tag_of_another_type_raises(allocator: Any) -> None:
     with pytest.raises(TypeError, match="tag is 3"), allocator.use_memory_pool(3):
         pass
-
-
-@pytest.mark.parametrize(("tag", "slack"), [("weights", 32 * MIB), ("kv_cache", None), ("runtime", None)])
-def test_filled_tag_maps_little_more_than_its_segments(allocator: Any, tag: str, slack: int | None) -> None:
-    """vLLM takes the rest of the device for its KV cache, which connectors register while it is filled."""
-    with allocator.use_memory_pool(tag):
-        kept = sparse(tag)
-        where = [each.data_ptr() for each in kept]
-    region = memsaver.region(f"vllm.{tag}")
-    assert region.allocated_bytes == 32 * MIB
-    if slack is None:  # other libraries may have registered the memory: contents do not move
-        assert region.mapped_bytes > region.allocated_bytes + 64 * MIB
-    else:
-        assert region.mapped_bytes <= region.allocated_bytes + slack
-    assert [each.data_ptr() for each in kept] == where
-    assert all(bool((each == number).all()) for number, each in enumerate(kept))
-
-
-def test_tag_that_is_entered_again_keeps_its_chunks(allocator: Any) -> None:
-    with allocator.use_memory_pool("weights"):
-        kept = memsaver.region("vllm.weights").empty((24 * MIB,), torch.uint8)
-    with allocator.use_memory_pool("weights"):
-        later = sparse("weights")
-    region = memsaver.region("vllm.weights")
-    assert region.mapped_bytes > region.allocated_bytes + 64 * MIB
-    del kept, later
-
-
-def sparse(tag: str) -> list[torch.Tensor]:
-    """Tensors of 4 MiB that hold their numbers, each in another chunk of 32 MiB."""
-    tensors = [memsaver.region(f"vllm.{tag}").empty((4 * MIB,), torch.uint8) for _ in range(64)]
-    for number, tensor in enumerate(tensors):
-        tensor.fill_(number // 8)
-    return tensors[::8]

@@ -321,6 +321,34 @@ def test_retained_chunks_count_as_memory_that_a_resume_can_have(make: Make) -> N
 # Trim, and exit
 
 
+@pytest.mark.parametrize("backup", ["none", "host"])
+def test_trim_and_a_resume_return_what_no_tensor_uses(make: Make, backup: str) -> None:
+    region = make(backup)
+    held = [Block(region, 3 * MIB), Block(region, 3 * MIB)]
+    gaps = [region._core.allocate_array(3 * MIB) for _ in range(100)]
+    held.append(Block(region, 3 * MIB))
+    region.pause(backup="none"), region.resume()  # lays the chunks out anew: 256 MiB where there is room
+    assert max(region._core.chunks) == 256 * MIB
+    held[0].fill(5)
+    stream = controls.stream_create()
+    controls.stream_touch(stream, held[-1].address, 4)
+    del gaps, held[1:]
+    controls.arm(1, call="cuMemUnmap")  # a chunk that stays mapped without a segment
+    with pytest.raises(memsaver.WaitTimeoutError):
+        memsaver.trim(region.tag, timeout=0.05)
+    controls.stream_release(stream)
+    for _ in range(2):
+        memsaver.trim(region.tag)
+    assert region._core.chunks == [256 * MIB]  # a chunk with a segment stays
+    region.pause(backup="host"), region.resume()
+    assert region.mapped_bytes <= region.allocated_bytes * 1.05 + 48 * MIB
+    for block in held:
+        block.check()
+    del held[:], block
+    memsaver.trim(region.tag)
+    assert region.mapped_bytes == 0
+
+
 def test_exit_with_live_tensors_and_paused_regions_is_clean() -> None:
     run_clean("""
         import memsaver
@@ -562,3 +590,22 @@ def test_the_largest_chunks_are_made_for_regions_without_contents_and_taken_by_a
         MEMSAVER_HOST_DEVICE=str(5 * GIB + (os.getpid() % 1000) * PAGE),
     )
     assert said.splitlines() == ["1024 1024 256 256", "256 256 256 256 256", "1024 256"]
+
+
+def test_the_largest_chunks_serve_one_segment_alone() -> None:
+    run_clean(
+        """
+        import memsaver
+        MIB = 1 << 20
+        region = memsaver.region("a", device="cpu")
+        held = [region._core.allocate_array(24 * MIB) for _ in range(100)]
+        region.pause(); region.resume()
+        assert max(region._core.chunks) == 256 * MIB, region._core.chunks
+        whole = region._core.allocate_array(3 << 30)  # beside others, one of 1 GiB has no room for such a chunk
+        region.pause(); region.resume()
+        assert max(region._core.chunks) == 1 << 30
+        del whole
+        assert region.mapped_bytes <= 2400 * MIB * 1.05 + 48 * MIB  # those chunks went with their segment
+        """,
+        MEMSAVER_HOST_DEVICE="8GiB",
+    )

@@ -16,7 +16,6 @@ from memsaver.drop_in.vllm.segments import Handle, Segments, is_offloaded
 from memsaver.drop_in.vllm.sources import MODULE, REPLACED
 from memsaver.drop_in.vllm.worker import shares
 from memsaver.regions import Region, owning
-from memsaver.transitions import tighten
 
 _SHARED_POOL_S = 60.0  # seconds that wake_up waits for memory that another process holds
 
@@ -36,7 +35,6 @@ class RegionAllocator:
         self.allocator_and_pools: dict[str, Any] = {}
         self.pointer_to_data = Segments(self, self.module.AllocationData)
         self._regions = TaggedRegions("vllm")
-        self._tightened: set[Region] = set()
 
     # Allocation
 
@@ -58,11 +56,6 @@ class RegionAllocator:
                 self._count_pool(tag, entered)
                 yield
             _adapter.adapter().trim([entered])
-            # Moves contents to other chunks. KV connectors register the KV cache within its context, and other
-            # libraries may register the weights after the load.
-            if tag == "weights" and entered not in self._tightened:
-                self._tightened.add(entered)
-                tighten(entered)
         finally:
             self.current_tag = outer
 
