@@ -199,9 +199,9 @@ MUTANTS = [
     Mutant(
         "bounds_end_no_wait",
         "transition: no bound ends a wait in the queue, or for readers and launches",
-        "csrc/transitions/transition.cpp",
-        "if (at >= deadline) return false;",
-        "if (at >= deadline && !MUTANT) return false;",
+        "csrc/base/waits.h",
+        "if (at >= deadline || waiting_is_over) return false;",
+        "if ((at >= deadline && !MUTANT) || waiting_is_over) return false;",
         ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_an_earlier_transition"],
     ),
     Mutant(
@@ -222,10 +222,10 @@ MUTANTS = [
     ),
     Mutant(
         "a_pause_given_up_counts",
-        "region: a pause that was taken back leaves the region paused",
-        "csrc/regions/region.cpp",
-        "!arrived_ : left_;",
-        "!arrived_ : left_ || MUTANT;",
+        "transition: a pause that was taken back leaves the region paused",
+        "csrc/transitions/transition.cpp",
+        "committed_ || contains",
+        "committed_ || MUTANT || contains",
         ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_guarded_launches"],
     ),
     Mutant(
@@ -256,8 +256,8 @@ MUTANTS = [
         "a_second_pause_forgets_the_first",
         "transfer: a pause that goes on from a refused one begins a new backup",
         "csrc/transitions/transfer.cpp",
-        "if (leaving.half_out) {\n    leaving.backup",
-        "if (leaving.half_out && !MUTANT) {\n    leaving.backup",
+        "if (leaving.continues) {",
+        "if (leaving.continues && !MUTANT) {",
         ["unit/test_faults.py::test_a_pause_survives_a_failure_of_any_driver_call[released-host-error]"],
     ),
     Mutant(
@@ -296,8 +296,8 @@ MUTANTS = [
         "the_lost_come_back",
         "region: a transition brings a region back to use after its context died",
         "csrc/regions/region.cpp",
-        "if (device.lost)",
-        "if (device.lost && !MUTANT)",
+        "device.lost || state_ == State::lost ?",
+        "(device.lost || state_ == State::lost) && !MUTANT ?",
         [
             "unit/test_faults.py::test_a_context_that_dies_in_a_transition_leaves_the_region_lost[cuMemcpyDtoHAsync-host]"
         ],

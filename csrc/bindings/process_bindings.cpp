@@ -69,7 +69,7 @@ std::size_t release_host_memory() {
 
 // The interpreter waits for the threads of background transitions before it calls stop_background(). A thread may wait
 // for the device behind a kernel that does not end. So these waits get a bound here.
-void bound_waits() { exit_has_begun = true; }
+void bound_waits() { device_waits_end = now() + kEnd; }
 
 // Called before the interpreter ends. A thread should not be in a driver call when the driver is unloaded, and a thread
 // that needs the GIL after the end of the interpreter goes no further: see gil.h.

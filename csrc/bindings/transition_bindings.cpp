@@ -45,7 +45,7 @@ struct ReportingTransition : Transition {
 
 void prepare(ReportingTransition& transition, const std::vector<std::string>& policies, std::vector<Ranges> live,
              const std::vector<bool>& restore, nb::object progress) {
-  std::vector<Transition::Pause> pauses;
+  std::vector<Pause> pauses;
   const auto& pausing = transition.pausing();
   if (policies.size() != pausing.size() || live.size() != pausing.size())
     throw BadArgument("there are " + std::to_string(policies.size()) + " policies and " + std::to_string(live.size()) +
@@ -87,8 +87,6 @@ nb::dict run(ReportingTransition& transition, const nb::object& arrived) {
   if (interrupt) std::rethrow_exception(interrupt);
   const NoCollector no_collector;
   nb::dict row;
-  row["paused"] = nb::cast(outcome.paused, nb::rv_policy::reference);
-  row["resumed"] = nb::cast(outcome.resumed, nb::rv_policy::reference);
   row["released_bytes"] = outcome.released_bytes;
   row["restored_bytes"] = outcome.restored_bytes;
   row["copied_bytes"] = outcome.copied_bytes;
@@ -126,7 +124,7 @@ void bind_transitions(nb::module_& module) {
           "resuming", [](const ReportingTransition& transition) { return transition.resuming(); },
           nb::rv_policy::reference)
       .def_prop_ro(
-          "was_paused", [](const ReportingTransition& transition) { return transition.was_paused(); },
+          "continued", [](const ReportingTransition& transition) { return transition.continued(); },
           nb::rv_policy::reference)
       .def_prop_ro(
           "discarded", [](const ReportingTransition& transition) { return transition.discarded(); },

@@ -13,16 +13,6 @@ std::atomic<std::size_t> unreleased = 0;
 
 }  // namespace
 
-std::atomic<bool> waiting_is_over = false;
-std::function<void()> between_looks = [] {};
-
-thread_local const std::atomic<bool>* WaitsEndWith::flag_ = nullptr;
-
-void WaitsEndWith::look() {
-  if (flag_ != nullptr && *flag_) throw Error("the call has failed for another device");
-  between_looks();
-}
-
 std::size_t chunk_class(std::size_t limit) {
   for (std::size_t size : kChunkClasses)
     if (size <= limit) return size;

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/clock.h"
+#include "base/waits.h"
 #include "driver/driver.h"
 
 namespace memsaver {
@@ -23,30 +23,6 @@ constexpr std::array<std::size_t, 4> kChunkClasses = {1024 * kMiB, 256 * kMiB, 3
 
 // The largest class that is no larger than `limit`. `limit` is at least kPage.
 std::size_t chunk_class(std::size_t limit);
-
-// Set when the interpreter exits: all waits for memory and in queues end.
-extern std::atomic<bool> waiting_is_over;
-
-// Called by waiting threads every kBetweenLooks, with no lock held. An exception in it ends the wait: Ctrl-C in Python.
-extern std::function<void()> between_looks;
-constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
-
-// While it lives, waits of this thread for memory end when the flag is set. So a call with one thread for each device
-// fails as a whole. Null: no flag.
-class WaitsEndWith {
- public:
-  explicit WaitsEndWith(const std::atomic<bool>* flag) : former_(std::exchange(flag_, flag)) {}
-  ~WaitsEndWith() { flag_ = former_; }
-  WaitsEndWith(const WaitsEndWith&) = delete;
-  WaitsEndWith& operator=(const WaitsEndWith&) = delete;
-
-  // Calls between_looks(). Throws Error if the flag of this thread is set.
-  static void look();
-
- private:
-  static thread_local const std::atomic<bool>* flag_;
-  const std::atomic<bool>* const former_;
-};
 
 class ChunkSource;
 

@@ -194,7 +194,7 @@ Chunk Region::next_or_end(ChunkRequest& request, std::size_t limit) const {
 Driver::Ticket Region::map_new(Range segment, ChunkRequest& request, bool snug) {
   const Remapping remapping(*this);
   check_allocatable(segment.size);  // a transition marks a region under the same lock
-  make_certain();
+  end_stranded();
   if (one_handle) sweep_with_lock();  // the chunk of a freed segment at these addresses has another size
   std::optional<Layout> layout;
   {

@@ -155,7 +155,8 @@ void Core::mark_lost(Device& dead) {
   std::lock_guard lock(mutex);
   dead.lost = true;
   for (const auto& region : regions_)
-    if (&region->device == &dead && region->is_at_rest()) region->lose();  // others: at the end of their transition
+    if (&region->device == &dead && region->is_at_rest())
+      region->write_state(State::lost);  // others: at the end of their transition
   changed.notify_all();
 }
 

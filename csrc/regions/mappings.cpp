@@ -40,11 +40,6 @@ void Region::sweep_all() {
   sweep();
 }
 
-void Region::strand() {
-  std::lock_guard lock(device.mutex);
-  stranded_ = doubtful_ = true;
-}
-
 void Region::sweep_with_lock() {
   std::vector<Address> empty;
   bool had_dirty = false;
@@ -53,7 +48,7 @@ void Region::sweep_with_lock() {
     if (state_ != State::active) return;
     Ranges dirty = std::exchange(dirty_, {});
     if (!dirty.empty()) had_dirty = true;
-    if (std::exchange(stranded_, false)) {
+    if (stranded_.exchange(false)) {
       dirty.clear();
       for (const auto& [begin, chunk] : chunks_) dirty.push_back({begin, chunk.size()});
     }
@@ -64,10 +59,7 @@ void Region::sweep_with_lock() {
     }
   }
   std::vector<Chunk> freed;
-  if (unmap(empty, freed)) {
-    std::lock_guard lock(device.mutex);
-    stranded_ = true;
-  }
+  if (unmap(empty, freed)) strand();
   freed.clear();  // returned to their source now
   if (had_dirty) device.resting.sweep_ended();
 }
@@ -207,10 +199,10 @@ std::vector<Placed> Region::chunks_under(const Ranges& ranges) const {
   return chunks;
 }
 
-void Region::make_certain() {
-  if (!doubtful_) return;
-  allow(slots());
-  doubtful_ = false;
+void Region::end_stranded() {
+  if (!stranded_) return;
+  sweep_with_lock();
+  if (stranded_) allow(slots());
 }
 
 // Mappings that may be taken back

@@ -28,58 +28,30 @@ std::size_t Region::allowance(std::size_t live) const { return std::min({live, l
 
 // States
 
-bool Region::is_at_rest() const { return state_ == State::active || state_ == State::paused; }
-
 void Region::write_state(State state) {
   std::lock_guard lock(device.mutex);
   state_ = state;
 }
 
-void Region::drain() {
-  left_ = state_ == State::paused;
-  write_state(State::draining);
-}
-
-void Region::leave() {
-  left_ = true;
-  write_state(State::pausing);
-}
-
-void Region::come() {
-  arrived_ = false;
-  write_state(State::resuming);
-}
-
 void Region::discard() { discarded_ = policy != Policy::none && allocated_bytes() > 0; }
 
-void Region::arrived() {
-  arrived_ = true;
-  discarded_ = false;
-  ++residence_;
-}
-
-void Region::settle() {
-  std::vector<Address> freed;
-  {
-    std::lock_guard lock(device.mutex);
-    const bool away = state_ == State::resuming ? !arrived_ : left_;
-    if (state_ != State::lost) state_ = away ? State::paused : State::active;
-    if (device.lost) state_ = State::lost;
-    left_ = arrived_ = false;
-    if (chunks_.empty() && !std::exchange(dirty_, {}).empty()) device.resting.sweep_ended();
-    freed.swap(freed_meanwhile_);
-    for (const Address begin : freed) {
-      if (state_ == State::active && !placed) {
-        if (segments_.rest(begin)) device.resting.add_locked(*this, begin);
-      } else if (segments_.contains(begin)) {
-        forget_locked(begin);
-      }
-    }
-    count_locked();
+void Region::settle(State next) {
+  std::lock_guard lock(device.mutex);
+  if (state_ == State::resuming && next == State::active) {
+    discarded_ = false;
+    ++residence_;
   }
+  state_ = device.lost || state_ == State::lost ? State::lost : next;
+  if (chunks_.empty() && !std::exchange(dirty_, {}).empty()) device.resting.sweep_ended();
+  for (const Address begin : std::exchange(freed_meanwhile_, {})) {
+    if (state_ == State::active && !placed) {
+      if (segments_.rest(begin)) device.resting.add_locked(*this, begin);
+    } else if (segments_.contains(begin)) {
+      forget_locked(begin);
+    }
+  }
+  count_locked();
 }
-
-void Region::lose() { write_state(State::lost); }
 
 // Backups
 

@@ -9,7 +9,7 @@
 //   Core::mutex      states, users, leases and queues.
 //   Device::mutex    segments, addresses and the list of chunks.
 // A state is written with Core::mutex and Device::mutex held, so either lock is enough to read it. A transition owns
-// the chunks and the backup of a region from drain() or come() to settle(), and changes them without mapping_. The list
+// the chunks and the backup of a region from its mark to settle(), and changes them without mapping_. The list
 // of chunks is written under Device::mutex by the thread that holds mapping_, or by the owning transition. Both may
 // read it without the lock.
 #pragma once
@@ -62,20 +62,16 @@ class Region {
 
   // The state machine. The caller holds Core::mutex, and no lock after it in the order.
   //
-  //   active --drain--> draining --leave--> pausing --settle--> paused --come--> resuming --settle--> active
-  //                        |                                      ^                  |
-  //                        +--settle--> active                    +-----settle-------+
+  //   active ----> draining --commit--> pausing --settle--> paused ----> resuming --settle--> active
+  //                    |                                      ^              |
+  //                    +--settle--> active                    +---settle-----+
   //
-  // A paused region that still has chunks after a refusal can drain again. lose() is final.
+  // A paused region that still has chunks after a refusal can drain again. "lost" is final.
   State state() const { return state_; }
-  bool is_at_rest() const;
-  void drain();    // a transition will pause it: no new launches, reads of the backup or allocations
-  void leave();    // committed: it will be paused
-  void come();     // a transition will resume it
-  void settle();   // the transition has ended; leave() and arrived() determine the next state
-  void arrived();  // the resumed memory stays
-  void lose();
-  void discard();  // committed: this pause keeps no contents
+  bool is_at_rest() const { return state_ == State::active || state_ == State::paused; }
+  void write_state(State state);  // any but active and paused, into which settle() brings it
+  void settle(State next);        // the transition has ended; "active" after "resuming": the resumed memory stays
+  void discard();                 // committed: this pause keeps no contents
   // Whether a pause discarded contents that `policy` would have kept. Reset when the region has memory again.
   bool discarded() const { return discarded_; }
   // Changes on every resume. Tokens of shared tensors are valid only while it stays the same.
@@ -139,7 +135,7 @@ class Region {
   void mark_stale();
   void allow_again();
   bool lacks_access() const;  // whether it is active, and allow_again() has failed
-  void strand();              // the driver refused to unmap a chunk whose access is unknown
+  void strand() { stranded_ = true; }  // the driver refused to unmap a chunk that no segment needs
   // Throws Error if a transition, a user, a reader or another process uses the region. Core::mutex is held.
   void check_unused() const;
   // Ends the region. Returns its addresses, for the caller to release. Throws Error if segments, users, leases or
@@ -191,7 +187,7 @@ class Region {
   // next one. Throws OutOfMemoryError for `wanted` bytes where nothing is left to try.
   void find_more(std::size_t wanted, Deadline shortage, Deadline memory, Deadline began, std::uint64_t seen,
                  Effort& effort);
-  void make_certain();  // gives access to mappings of which it is not known
+  void end_stranded();  // before new mappings: unmaps these chunks, or gives access to them, which may be missing
   Layout layout_locked(Ranges wanted, Ranges segments, std::size_t live, std::size_t slack, bool snug) const;
   Layout layout_of_new_locked(Range segment, bool snug) const;
   Needs needs_of(Range segment, bool snug) const;
@@ -204,11 +200,9 @@ class Region {
   void sweep_with_lock();
   void add_dirty_locked(Range range);
   bool joins(Address end, Address next) const;
-  void write_state(State state);
 
   std::atomic<State> state_ = State::active;
   std::atomic<std::uint64_t> residence_ = 1;
-  bool left_ = false, arrived_ = false;
   std::atomic<bool> discarded_ = false;
   std::size_t users_ = 0;
   std::deque<const void*> queue_;
@@ -224,8 +218,7 @@ class Region {
   std::set<Address> seams_;               // of a placed region: segments that may begin a reservation
   Ranges dirty_;                          // ranges in which chunks may have become empty
   bool stale_ = false;                    // see mark_stale()
-  std::atomic<bool> doubtful_ = false;    // see strand()
-  bool stranded_ = false;                 // the driver refused to unmap a chunk that no segment needs
+  std::atomic<bool> stranded_ = false;    // see strand()
   const std::size_t most_slack_;
   std::size_t counted_ = 0;  // this region's part of Device::to_back_up
   Policy expected_;          // the expected policy of the next pause

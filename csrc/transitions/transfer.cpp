@@ -36,16 +36,13 @@ class Transfer::Inventory {
   std::size_t take_for(const Region& region, std::size_t limit) { return region.one_handle ? 0 : take(limit); }
   // Takes the smallest size, if it is at most `limit`; else 0.
   std::size_t take_smallest(std::size_t limit) {
-    return sizes_.empty() || sizes_.begin()->first > limit ? 0 : take(sizes_.begin()->first);
+    return sizes_.begin()->first > limit ? 0 : take(sizes_.begin()->first);
   }
+  bool empty() const { return sizes_.empty(); }
 
  private:
   std::map<std::size_t, std::size_t> sizes_;
 };
-
-void Transfer::add_leaving(Region& region, Policy policy, Ranges live, bool half_out) {
-  leaving_.push_back({.region = &region, .policy = policy, .live = std::move(live), .half_out = half_out});
-}
 
 void Transfer::add_coming(Region& region, bool restore) {
   Ranges wanted;
@@ -73,11 +70,11 @@ std::size_t Transfer::leaving_bytes() const {
 // contents.
 void Transfer::save_where(Leaving& leaving) {
   Region& region = *leaving.region;
-  if (leaving.half_out) {
+  if (leaving.continues) {
     leaving.backup = region.backup();
-    return;
-  }
-  if (region.sealed() && leaving.policy != Policy::none) {
+  } else if (leaving.policy == Policy::none) {
+    // The contents are discarded.
+  } else if (region.sealed()) {
     leaving.backup = region.backup();
     RangeSet copied;
     for (const Range& part : leaving.backup->parts()) copied.add(part);
@@ -85,14 +82,13 @@ void Transfer::save_where(Leaving& leaving) {
       throw Error(
           "region '" + region.tag +
           "' is frozen, and its copy lacks some of its allocations: call thaw(), and the next pause makes a new copy");
-    return;
-  }
-  if (leaving.policy == Policy::none || leaving.live.empty()) return;
-  if (leaving.policy == Policy::host) {
+  } else if (leaving.live.empty()) {
+    // There are none.
+  } else if (leaving.policy == Policy::host) {
     leaving.backup = std::make_shared<HostBackup>(device_.arena, leaving.live);
-    return;
+  } else {
+    leaving.backup = std::make_shared<DiskBackup>(device_.arena, device_.files, core().disk_directory(), leaving.live);
   }
-  leaving.backup = std::make_shared<DiskBackup>(device_.arena, device_.files, core().disk_directory(), leaving.live);
 }
 
 void Transfer::make_batches(Leaving& leaving) {
@@ -136,7 +132,7 @@ void Transfer::check_backups() {
   std::size_t host_bytes = 0;
   for (Leaving& leaving : leaving_) {
     leaving.live = leaving.region->parts(leaving.live);
-    if (leaving.policy == Policy::host && !leaving.half_out && !leaving.region->sealed())
+    if (leaving.policy == Policy::host && !leaving.continues && !leaving.region->sealed())
       host_bytes += bytes_of(leaving.live);
   }
   device_.arena.check(host_bytes);  // for all regions together, before one of them takes memory
@@ -245,12 +241,16 @@ Needs Transfer::needs(bool snug) const {
 }
 
 void Transfer::reserve_chunks(const Until& memory) {
-  with_chunks(
-      memory, [&](ChunkRequest& request, bool snug) { lay_out_promised(request, snug); }, [&] { places_.clear(); });
+  const auto use = [&](Coming& coming, Slot slot, Chunk chunk) {
+    places_.push_back({&coming, slot, std::move(chunk)});
+  };
+  with_chunks(memory, [&](ChunkRequest& request, bool snug) { lay_out(request, snug, use); }, [&] { places_.clear(); });
 }
 
-// Plans outgoing chunks first, and takes chunks from the source for the rest.
-void Transfer::lay_out_promised(ChunkRequest& request, bool snug) {
+// Plans outgoing chunks first, and takes chunks from the source for the rest. `use` gets the places one after the
+// other, and their chunks: an empty one is an outgoing chunk.
+template <typename Use>
+void Transfer::lay_out(ChunkRequest& request, bool snug, Use use) {
   Inventory promised = inventory();
   for (Coming& coming : coming_) {
     const Region& region = *coming.region;
@@ -258,19 +258,19 @@ void Transfer::lay_out_promised(ChunkRequest& request, bool snug) {
     while (const auto gap = layout.next()) {
       std::size_t size = promised.take_for(region, gap->limit);
       Chunk chunk;
-      if (size == 0) {
+      if (size == 0 && !promised.empty() && !region.one_handle) {
         try {
           request.gather();
           chunk = request.next(gap->limit, region.largest_chunk(), false);
         } catch (const ChunkUnavailable&) {
           // On a full device use an outgoing chunk that is larger than needed, before waiting.
-          size = region.one_handle ? 0 : promised.take_smallest(gap->room);
-          if (size == 0) chunk = request.next(gap->limit, region.largest_chunk(), true);
+          size = promised.take_smallest(gap->room);
         }
-        if (chunk) size = chunk.size();
       }
+      if (size == 0 && !chunk) chunk = request.next(gap->limit, region.largest_chunk(), true);
+      if (chunk) size = chunk.size();
       layout.place(size);
-      places_.push_back({&coming, {gap->at, size}, std::move(chunk)});
+      use(coming, {gap->at, size}, std::move(chunk));
     }
   }
 }
@@ -285,7 +285,7 @@ void Transfer::commit() {
 void Transfer::run(const Until& memory) noexcept {
   try {
     if (leaving_.empty() && places_.empty()) {
-      come_in_alone(memory);
+      with_chunks(memory, [&](ChunkRequest& request, bool snug) { come_in_alone(request, snug); }, [&] { undo(); });
     } else {
       for (Coming& coming : coming_) use_left_mapped(coming);
       for (Place& place : places_) {
@@ -325,11 +325,11 @@ void Transfer::let_go(Leaving& leaving) {
   }
   if (leaving.saver == nullptr) return;
   leaving.saver.reset();  // its threads write to `saved`
-  copied_ += leaving.backup->saved.bytes() - leaving.saved_before;
+  moved_.copied_bytes += leaving.backup->saved.bytes() - leaving.saved_before;
 }
 
 void Transfer::hand_on(Chunk chunk) {
-  released_ += chunk.size();
+  moved_.released_bytes += chunk.size();
   auto& places = waiting_[chunk.size()];
   if (failed_ || places.empty()) return;  // back to its source
   Place& place = *places.front();
@@ -342,25 +342,14 @@ void Transfer::hand_on(Chunk chunk) {
 }
 
 // For a resume alone: it can be undone without loss, so chunks are used one after the other.
-void Transfer::come_in_alone(const Until& memory) {
-  with_chunks(memory, [&](ChunkRequest& request, bool snug) { map_as_they_come(request, snug); }, [&] { undo(); });
-}
-
-void Transfer::map_as_they_come(ChunkRequest& request, bool snug) {
+void Transfer::come_in_alone(ChunkRequest& request, bool snug) {
   for (Coming& coming : coming_) {
     open(coming);
     use_left_mapped(coming);
-  }
-  for (Coming& coming : coming_) {
-    const Region& region = *coming.region;
     coming.to_come = std::numeric_limits<std::size_t>::max();  // not known yet
-    Layout layout = region.layout(snug);
-    while (const auto gap = layout.next()) {
-      Chunk chunk = request.next(gap->limit, region.largest_chunk(), true);
-      const Slot slot{gap->at, chunk.size()};
-      layout.place(slot.size);
-      put(coming, slot, std::move(chunk));
-    }
+  }
+  lay_out(request, snug, [&](Coming& coming, Slot slot, Chunk chunk) { put(coming, slot, std::move(chunk)); });
+  for (Coming& coming : coming_) {
     give_access(coming);
     coming.to_come = 0;
   }
@@ -413,7 +402,7 @@ void Transfer::finish_coming() {
     if (coming.loader == nullptr) continue;
     coming.loader->finish();
     coming.loader.reset();
-    copied_ += bytes_of(coming.wanted);
+    moved_.copied_bytes += bytes_of(coming.wanted);
   }
   if (fills_) device_.driver->wait(device_.driver->mark(Direction::in));
   for (Coming& coming : coming_) coming.region->declare_clean(coming.region->slots());
@@ -422,7 +411,7 @@ void Transfer::finish_coming() {
 void Transfer::keep() {
   under_way_ = false;
   for (Coming& coming : coming_) {
-    restored_ += coming.mapping.commit();
+    moved_.restored_bytes += coming.mapping.commit();
     Region& region = *coming.region;
     if (coming.had_chunks) region.sweep_all();  // once the region is active
     std::shared_ptr<Backup> backup = region.replace_backup(nullptr);

@@ -20,17 +20,29 @@
 
 namespace memsaver {
 
+// A region to pause.
+struct Pause {
+  Region* region;
+  Policy policy;  // of this pause
+  Ranges live;    // the contents to keep
+};
+
 class Transfer {
  public:
+  struct Moved {
+    std::size_t released_bytes = 0;
+    std::size_t restored_bytes = 0;
+    std::size_t copied_bytes = 0;
+  };
+
   Transfer(Device& device, Progress& progress, Stages& stages)
       : device_(device), progress_(progress), stages_(stages) {}
   ~Transfer() { undo(); }
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
 
-  // `policy`: of this pause. `live`: the contents to keep. `half_out`: the region is paused and has chunks left from a
-  // refusal.
-  void add_leaving(Region& region, Policy policy, Ranges live, bool half_out);
+  // `continues`: the region is paused, and has chunks left from a refusal.
+  void add_leaving(const Pause& pause, bool continues) { leaving_.push_back({pause, continues}); }
   void add_coming(Region& region, bool restore);
 
   // Checks that there is room for the outgoing contents, and waits for the device up to `whole`. Called in the caller's
@@ -53,17 +65,12 @@ class Transfer {
   void undo() noexcept;
 
   Device& device() const { return device_; }
-  std::size_t released_bytes() const { return released_; }
-  std::size_t restored_bytes() const { return restored_; }
-  std::size_t copied_bytes() const { return copied_; }
+  const Moved& moved() const { return moved_; }
 
  private:
   class Inventory;
-  struct Leaving {
-    Region* region;
-    Policy policy;
-    Ranges live;
-    bool half_out;
+  struct Leaving : Pause {
+    bool continues;
     std::shared_ptr<Backup> backup = nullptr;     // null: the contents are discarded
     std::vector<std::vector<Slot>> batches = {};  // neighbouring chunks
     std::unique_ptr<Saver> saver = nullptr;       // null: nothing to copy
@@ -97,12 +104,12 @@ class Transfer {
   void reserve_chunks(const Until& memory);
   Inventory inventory() const;
   Needs needs(bool snug) const;
-  void lay_out_promised(ChunkRequest& request, bool snug);
-  void map_as_they_come(ChunkRequest& request, bool snug);
+  template <typename Use>
+  void lay_out(ChunkRequest& request, bool snug, Use use);
   template <typename Attempt, typename GiveBack>
   void with_chunks(const Until& memory, Attempt attempt, GiveBack give_back);
   void let_go(Leaving& leaving);
-  void come_in_alone(const Until& memory);
+  void come_in_alone(ChunkRequest& request, bool snug);
   void open(Coming& coming);
   void use_left_mapped(Coming& coming);
   void put(Coming& coming, Slot slot, Chunk chunk);
@@ -123,7 +130,7 @@ class Transfer {
   std::vector<std::shared_ptr<Backup>> dropped_;  // destroyed without the lock
   bool fills_ = false;                            // fills are queued
   bool under_way_ = false;                        // copies may be queued, and keep() was not called
-  std::size_t released_ = 0, restored_ = 0, copied_ = 0;
+  Moved moved_;
 };
 
 }  // namespace memsaver

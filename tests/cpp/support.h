@@ -115,7 +115,7 @@ class Segment {
 inline Transition::Outcome move(const std::vector<Region*>& pause, const std::vector<Region*>& resume) {
   Transition transition(pause, resume, {});
   transition.begin();
-  std::vector<Transition::Pause> pauses;
+  std::vector<Pause> pauses;
   for (Region* region : transition.pausing()) pauses.push_back({region, region->policy, region->live()});
   transition.prepare(pauses, std::vector<bool>(transition.resuming().size(), true), {});
   return transition.run();

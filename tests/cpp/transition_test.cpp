@@ -32,12 +32,10 @@ TEST_CASE("transition: a pause gives all memory back, and a resume brings the co
   Region& region = fresh_region(Policy::host);
   const std::size_t free = driver.memory().free;
   const std::vector<Segment> held = segments_of(region, 10);
-  const Transition::Outcome out = test::move({&region}, {});
-  CHECK(out.paused == std::vector<Region*>{&region});
+  test::move({&region}, {});
   CHECK(driver.memory().free == free);
   CHECK(region.mapped_bytes() == 0);
-  const Transition::Outcome in = test::move({}, {&region});
-  CHECK(in.resumed == std::vector<Region*>{&region});
+  test::move({}, {&region});
   CHECK(intact(held));
   free_all(held);
 }
