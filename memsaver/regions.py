@@ -121,31 +121,6 @@ class Region:
         """
         return bool(self._core.discarded)
 
-    def expect(self, backup: str | None) -> None:
-        """Announces the backup policy of the next pause.
-
-        Pinned host memory grows in the background for contents that the next pause is expected to copy out. Call this
-        before the region is filled if the first pause will discard the contents. A pause may use any policy; from then
-        on its policy is the expected one.
-
-        Args:
-            backup: ``"none"``, ``"host"`` or ``"disk"``. None: the region's own policy.
-
-        Raises:
-            ValueError: ``backup`` is not a policy.
-
-        Examples:
-            >>> weights = memsaver.region("weights", device="cpu", backup="host")
-            >>> weights.expect("none")
-            >>> tensor = weights.empty((1 << 20,), torch.uint8)
-            >>> _ = weights.pause(backup="none")
-            >>> weights.discarded, weights.backup_bytes
-            (True, 0)
-        """
-        if backup is not None:
-            check_backup(backup)
-        self._core.expect(backup or self.backup)
-
     def owns(self, address: int) -> bool:
         """Tests whether an address lies in the region.
 

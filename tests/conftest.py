@@ -135,4 +135,4 @@ def nothing_left_behind() -> Iterator[None]:
         late_device.end()
     while _core.capturing():
         _core.capture_ends()
-    memsaver.configure(retain=0, host_limit=None, backup_ahead=False, memory_timeout=0)
+    memsaver.configure(retain=0, host_limit=None, memory_timeout=0)

@@ -6,7 +6,6 @@
 #include <thread>
 #include <utility>
 
-#include "backup/host_memory.h"
 #include "bindings/bindings.h"
 #include "regions/queries.h"
 #include "torch/torch_hooks.h"
@@ -88,7 +87,6 @@ void stop_background() {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   for (Device* device : core().all_devices()) {
     device->reclaimer.stop(deadline);
-    device->arena.stop_background(deadline);
     if (device->shared != nullptr) device->shared->stop(deadline);
   }
 }
@@ -231,7 +229,6 @@ void bind_process(nb::module_& module) {
       "set_host_limit", [](std::optional<std::size_t> bytes) { core().parts.host_budget.set_limit(bytes); },
       "bytes"_a.none());
   module.def("set_memory_timeout", [](double seconds) { core().parts.memory_timeout_s = seconds; }, "seconds"_a);
-  module.def("set_backup_ahead", [](bool on) { core().parts.backup_ahead = on; }, "on"_a);
   module.def(
       "set_disk_dir",
       [](const std::string& directory) {
@@ -242,13 +239,6 @@ void bind_process(nb::module_& module) {
   module.def("release_host_memory", &release_host_memory, nb::call_guard<Unlocked>());
   module.def("bound_waits", &bound_waits);
   module.def("stop_background", &stop_background, nb::call_guard<ReleasedGil>());
-  module.def(
-      "host_memory",
-      [](const std::string& root, bool nodes_with_cpus) {
-        const HostMemory memory = host_memory(nodes_with_cpus ? HostNodes::with_cpus : HostNodes::all, root);
-        return nb::make_tuple(memory.available, memory.total, memory.left);
-      },
-      "root"_a = "", "nodes_with_cpus"_a = false);
   module.def(
       "set_host_device",
       [](std::size_t bytes) {

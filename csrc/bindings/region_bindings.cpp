@@ -177,14 +177,6 @@ void bind_regions(nb::module_& module) {
       .def_prop_ro("residence", &looked<&Region::residence>)
       .def_prop_ro("sealed", &looked<&Region::sealed>)
       .def_prop_ro("discarded", &looked<&Region::discarded>)
-      .def(
-          "expect",
-          [](Region& region, const std::string& policy) {
-            const Policy expected = policy_of(policy);
-            std::lock_guard lock(core().mutex);
-            region.expect_policy(expected);
-          },
-          "policy"_a, nb::call_guard<Unlocked>())
       .def("owns", &Region::owns, "address"_a)
       .def("thaw", &thaw, nb::call_guard<Unlocked>())
       .def("check_unused", &check_unused, nb::call_guard<Unlocked>())

@@ -177,7 +177,6 @@ Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
     free(segment.offset);
     throw;
   }
-  if (device.parts.backup_ahead) device.arena.grow_ahead(device.to_back_up);
   return segment.offset;
 }
 
@@ -216,7 +215,6 @@ Driver::Ticket Region::map_new(Range segment, ChunkRequest& request, bool snug) 
   }
   std::lock_guard lock(device.mutex);
   segments_.add(segment);
-  count_locked();
   mapping.commit();
   return cleaned;
 }

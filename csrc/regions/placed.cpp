@@ -56,7 +56,6 @@ void Region::place(Range segment, std::vector<Chunk> chunks, bool may_begin_rese
     device.parts.addresses.add(segment, *this);
     std::lock_guard lock(device.mutex);
     segments_.add(segment);
-    count_locked();
     mapping.commit();
   }
   try {

@@ -20,8 +20,7 @@ Region::Region(std::string region_tag, Device& on_device, Options options)
       fill(options.fill),
       placed(options.placed),
       one_handle(options.one_handle),
-      most_slack_(options.most_slack),
-      expected_(options.policy) {}
+      most_slack_(options.most_slack) {}
 
 // It allows large chunks in large regions only.
 std::size_t Region::allowance(std::size_t live) const { return std::min({live, live / 20 + kAllowance, most_slack_}); }
@@ -50,7 +49,6 @@ void Region::settle(State next) {
       forget_locked(begin);
     }
   }
-  count_locked();
 }
 
 // Backups
@@ -62,29 +60,13 @@ std::shared_ptr<Backup> Region::backup() const {
 
 std::shared_ptr<Backup> Region::replace_backup(std::shared_ptr<Backup> backup) {
   std::lock_guard lock(device.mutex);
-  std::shared_ptr<Backup> former = std::exchange(backup_, std::move(backup));
-  count_locked();
-  return former;
+  return std::exchange(backup_, std::move(backup));
 }
 
 bool Region::sealed() const {
   if (!frozen) return false;
   std::lock_guard lock(device.mutex);
   return backup_ != nullptr;
-}
-
-void Region::expect_policy(Policy next) {
-  std::lock_guard lock(device.mutex);
-  expected_ = next;
-  count_locked();
-}
-
-void Region::count_locked() {
-  // Most of a placed region may be free blocks of the other allocator, which are not copied.
-  const bool copies = expected_ == Policy::host && !placed && !(frozen && backup_ != nullptr);
-  const std::size_t bytes = copies ? segments_.live_bytes() : 0;
-  device.to_back_up += bytes - counted_;
-  counted_ = bytes;
 }
 
 // Segments
@@ -123,7 +105,6 @@ void Region::forget_locked(Address begin) {
   const Range freed = segments_.erase(begin);
   if (!placed) addresses_.put(freed);
   if (!chunks_.empty()) add_dirty_locked(freed);
-  count_locked();
 }
 
 void Region::add_dirty_locked(Range range) {
@@ -145,7 +126,6 @@ void Region::free(Address begin) {
       case State::active:
         if (!segments_.rest(begin)) return;
         device.resting.add_locked(*this, begin);
-        count_locked();
         break;
     }
   }

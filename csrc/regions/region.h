@@ -97,8 +97,7 @@ class Region {
   // The backup of the current pause; of a frozen region, from its first pause on.
   std::shared_ptr<Backup> backup() const;
   std::shared_ptr<Backup> replace_backup(std::shared_ptr<Backup> backup);  // returns the former
-  bool sealed() const;              // frozen with a copy: it takes no allocations, since the copy would lack them
-  void expect_policy(Policy next);  // the expected policy of the next pause; Core::mutex is held
+  bool sealed() const;  // frozen with a copy: it takes no allocations, since the copy would lack them
 
   // Segments, by their first address. If it throws RegionPausedError, OutOfMemoryError or an error of the source,
   // nothing has changed. `shortage`: the end of the wait for freed memory of this device. `memory`: the end of the wait
@@ -134,7 +133,7 @@ class Region {
   // mark_stale(): existing mappings lack the access of a new peer. allow_again() gives it if the region is active.
   void mark_stale();
   void allow_again();
-  bool lacks_access() const;  // whether it is active, and allow_again() has failed
+  bool lacks_access() const;           // whether it is active, and allow_again() has failed
   void strand() { stranded_ = true; }  // the driver refused to unmap a chunk that no segment needs
   // Throws Error if a transition, a user, a reader or another process uses the region. Core::mutex is held.
   void check_unused() const;
@@ -196,7 +195,6 @@ class Region {
   Driver::Ticket map_new(Range segment, ChunkRequest& request, bool snug);
   Driver::Ticket clean_new(const std::vector<Slot>& slots);
   std::size_t unmapped_within(Address begin, Address end) const;  // bytes without a chunk
-  void count_locked();                                            // updates the device's to_back_up
   void sweep_with_lock();
   void add_dirty_locked(Range range);
   bool joins(Address end, Address next) const;
@@ -220,8 +218,6 @@ class Region {
   bool stale_ = false;                    // see mark_stale()
   std::atomic<bool> stranded_ = false;    // see strand()
   const std::size_t most_slack_;
-  std::size_t counted_ = 0;  // this region's part of Device::to_back_up
-  Policy expected_;          // the expected policy of the next pause
   std::atomic<bool> closed_ = false;
   std::atomic<std::size_t> mapped_ = 0;
 };

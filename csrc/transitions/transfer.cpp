@@ -157,7 +157,7 @@ void Transfer::reserve_and_start(bool chunks, const Until& memory) {
     progress_.expect(leaving.backup->bytes() - leaving.saved_before);
     Ranges batches;
     for (const auto& batch : leaving.batches) batches.push_back(range_of(batch));
-    leaving.saver = leaving.backup->saver(*device_.driver, 0, std::move(batches), progress_);
+    leaving.saver = leaving.backup->saver(*device_.driver, std::move(batches), progress_);
     const Deadline late = std::max(whole_, now() + kOneLook);
     leaving.saver->start();  // may wait until host memory is made
     if (now() >= late)
@@ -359,7 +359,7 @@ void Transfer::come_in_alone(ChunkRequest& request, bool snug) {
 void Transfer::open(Coming& coming) {
   Region& region = *coming.region;
   if (coming.loader == nullptr && !coming.wanted.empty())
-    coming.loader = region.backup()->loader(*device_.driver, 0, coming.wanted, progress_);
+    coming.loader = region.backup()->loader(*device_.driver, coming.wanted, progress_);
 }
 
 // Uses chunks that a refused unmap or a failed copy left mapped. Their access is unknown.

@@ -206,7 +206,6 @@ Transition::Outcome Transition::run(const std::function<void()>& arrived) {
     for (const auto& transfer : transfers_) transfer->commit();
     for (Region* region : pausing_) region->write_state(State::pausing);
     for (const Pause& pause : pauses_) {
-      pause.region->expect_policy(pause.policy);
       if (pause.policy != Policy::none || contains(continued_, pause.region)) continue;
       pause.region->discard();
       discarded_.push_back(pause.region);

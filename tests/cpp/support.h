@@ -45,7 +45,6 @@ inline Device& device() {
     // Processes that name the same size share a device.
     if (all.host_device_bytes == 0) all.host_device_bytes = 258 * kMiB + static_cast<std::size_t>(::getpid()) % kPage;
   }
-  all.parts.backup_ahead = false;  // which takes host memory when it likes
   return all.device("cpu");
 }
 

@@ -48,7 +48,6 @@ def test_a_backup_without_a_thread_to_spare_touches_its_memory_itself() -> None:
     said = run_clean(
         """
         import os, re, resource, time, memsaver
-        memsaver.configure(backup_ahead=False)  # which has a thread of its own
         region = memsaver.region("a", device="cpu")
         before = len(os.listdir("/proc/self/task"))
         while len(os.listdir("/proc/self/task")) == before:  # a wait that needs a thread leaves it for later waits

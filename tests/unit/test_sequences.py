@@ -340,16 +340,12 @@ def test_a_random_sequence_loses_and_leaks_nothing(roster: Roster, seed: int) ->
     retains: list[int | str] = [0, 16 * MIB, "1GiB", "1GiB"]
     memsaver.configure(
         retain=rng.choice(retains),
-        backup_ahead=rng.random() < 0.2,
         host_limit=None if rng.random() < 0.8 else host_held_bytes() + 20 * MIB,
     )
     sequence.begin()
     for _ in range(STEPS):
         sequence.step()
     memsaver.configure(retain=0, host_limit=None)
-    if memsaver.stats().options["backup_ahead"]:
-        memsaver.configure(backup_ahead=False)
-        memsaver.release_host_memory()  # and the background rests
     sequence.end()
     ledger.check()
     assert [unnamed_files(directory) for directory in roster.directories] == [[], []]

@@ -22,7 +22,6 @@ class SaverRegions(TaggedRegions):
         region = self.active(settings.tag, settings.policy)
         if settings.backend == "mmap" and settings.cpu_backup:
             self.return_backups_of([region])
-            region.expect("none")  # no memory is pinned before the pause
         return region
 
     def return_backups_of(self, regions: Iterable[Region]) -> None:
@@ -31,10 +30,7 @@ class SaverRegions(TaggedRegions):
 
     def release_backups(self, resumed: Iterable[Region]) -> None:
         """Returns the host memory of regions with ``"mmap"`` to the system."""
-        unpinned = self._unpinned.intersection(resumed)
-        for region in unpinned:
-            region.expect("none")
-        if unpinned:
+        if self._unpinned.intersection(resumed):
             _core.release_host_memory()
 
 
