@@ -1,6 +1,4 @@
 // This process as a client of shared pools, and its attachments to memory of other processes.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 
 #include "bindings/borrowed_array.h"
@@ -47,20 +45,15 @@ void bind_pool(nb::module_& module) {
             return borrowed_array(lease.memory(), offset, size, owner);
           },
           "offset"_a, "size"_a, "owner"_a.none() = nb::none())
-      .def("leave", &Attachment::leave, "idle"_a = false, nb::call_guard<Unlocked>());
+      .def("leave", &Attachment::leave, "idle"_a = false, unlocked);
   module.def(
-      "connect", [](const std::string& device, const std::string& path) { any_pool_of(device).join(path); },
-      nb::call_guard<Unlocked>(), "device"_a, "path"_a);
+      "connect", [](const std::string& device, const std::string& path) { any_pool_of(device).join(path); }, unlocked,
+      "device"_a, "path"_a);
+  module.def("connected", [](const std::string& device) { return any_pool_of(device).joined(); }, unlocked, "device"_a);
+  module.def("use_pool", &use_pool, unlocked, "device"_a, "wanted"_a);
+  module.def("in_pool", [](const std::string& device) { return opened(device).pooled.load(); }, unlocked, "device"_a);
   module.def(
-      "connected", [](const std::string& device) { return any_pool_of(device).joined(); }, nb::call_guard<Unlocked>(),
-      "device"_a);
-  module.def("use_pool", &use_pool, nb::call_guard<Unlocked>(), "device"_a, "wanted"_a);
-  module.def(
-      "in_pool", [](const std::string& device) { return opened(device).pooled.load(); }, nb::call_guard<Unlocked>(),
-      "device"_a);
-  module.def(
-      "pool_client", [](const std::string& device) { return any_pool_of(device).client(); }, nb::call_guard<Unlocked>(),
-      "device"_a);
+      "pool_client", [](const std::string& device) { return any_pool_of(device).client(); }, unlocked, "device"_a);
   module.def(
       "pool_status",
       [](const std::string& device, std::optional<double> timeout_s) {
@@ -68,10 +61,10 @@ void bind_pool(nb::module_& module) {
         if (!timeout_s) return pool.status();
         return pool.status(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(*timeout_s)));
       },
-      nb::call_guard<Unlocked>(), "device"_a, "timeout_s"_a.none() = nb::none());
+      unlocked, "device"_a, "timeout_s"_a.none() = nb::none());
   module.def(
       "send_ledger", [](const std::string& device, const std::string& text) { any_pool_of(device).send_ledger(text); },
-      nb::call_guard<Unlocked>(), "device"_a, "text"_a);
+      unlocked, "device"_a, "text"_a);
   module.def(
       "pool_figures",
       [](const std::string& device) {
@@ -80,7 +73,7 @@ void bind_pool(nb::module_& module) {
         for (const Driver::Process& process : supply.holders) holders.emplace_back(process.pid, process.bytes);
         return std::make_pair(supply.free, holders);
       },
-      nb::call_guard<Unlocked>(), "device"_a);
+      unlocked, "device"_a);
   module.def(
       "pool_waits",  // [(bytes, seconds)], [(pid, bytes, unused bytes or None, why)]
       [](const std::string& device) {
@@ -97,8 +90,7 @@ void bind_pool(nb::module_& module) {
         return nb::make_tuple(waits, holders);
       },
       "device"_a);
-  module.def("attach", &attach, nb::call_guard<Unlocked>(), "device"_a, "owner"_a, "pid"_a, "residence"_a, "key"_a,
-             "timeout"_a);
+  module.def("attach", &attach, unlocked, "device"_a, "owner"_a, "pid"_a, "residence"_a, "key"_a, "timeout"_a);
   module.def("open_sentinel", &open_sentinel);
   module.def("exit_descriptors", [] {  // the caller closes them
     std::vector<int> files;
@@ -114,10 +106,9 @@ void bind_pool(nb::module_& module) {
         const int ordinal = opened(device).driver->ordinal();
         return ordinal >= 0 && cuda_under_mps(ordinal);
       },
-      nb::call_guard<Unlocked>(), "device"_a);
+      unlocked, "device"_a);
   module.def(
-      "device_uuid", [](const std::string& device) { return opened(device).driver->uuid(); },
-      nb::call_guard<Unlocked>(), "device"_a);
+      "device_uuid", [](const std::string& device) { return opened(device).driver->uuid(); }, unlocked, "device"_a);
 }
 
 }  // namespace memsaver
