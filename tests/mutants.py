@@ -232,8 +232,8 @@ MUTANTS = [
         "a_pause_does_not_wait_for_the_device",
         "transfer: memory is unmapped under queued work",
         "csrc/transitions/transfer.cpp",
-        "    device_.wait_idle(whole_);\n    device_.resting.reap(freed);",
-        "    if (!MUTANT) device_.wait_idle(whole_);\n    device_.resting.reap(freed);",
+        "    device_.wait_idle(bounds_.whole);\n    device_.resting.reap(freed);",
+        "    if (!MUTANT) device_.wait_idle(bounds_.whole);\n    device_.resting.reap(freed);",
         ["unit/test_fake_cuda.py::test_a_pause_waits_for_a_kernel_that_writes"],
     ),
     Mutant(

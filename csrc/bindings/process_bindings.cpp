@@ -186,9 +186,9 @@ void bind_process(nb::module_& module) {
       [](std::size_t bytes) {
         Unlocked release;
         RetainBudget& retain = core().parts.retain;
-        retain.set_limit(bytes);
+        retain.limit = bytes;
         for (Device* device : core().all_devices()) {
-          const std::size_t held = retain.held();  // over all devices, like the limit
+          const std::size_t held = retain.held;  // over all devices, like the limit
           if (held > bytes) device->retained.give_up(held - bytes);
         }
       },

@@ -93,8 +93,8 @@ void bind_transitions(nb::module_& module) {
           "__init__",
           [](ReportingTransition* self, std::vector<Region*> pause, std::vector<Region*> resume,
              std::optional<double> timeout, std::optional<double> memory_timeout, double reader_timeout) {
-            const Transition::Bounds bounds{timeout ? deadline_in(*timeout) : kNever,
-                                            memory_timeout.value_or(core().parts.memory_timeout_s), reader_timeout};
+            const Bounds bounds{timeout ? deadline_in(*timeout) : kNever,
+                                memory_timeout.value_or(core().parts.memory_timeout_s), reader_timeout};
             new (self) ReportingTransition(std::move(pause), std::move(resume), bounds);
           },
           "pause"_a, "resume"_a, "timeout"_a.none() = nb::none(), "memory_timeout"_a.none() = nb::none(),

@@ -148,11 +148,6 @@ void Region::allow_again() {
   stale_ = false;
 }
 
-bool Region::lacks_access() const {
-  std::lock_guard lock(device.mutex);
-  return stale_ && state_ == State::active;
-}
-
 std::optional<DriverError> Region::unmap(const std::vector<Address>& chunks, std::vector<Chunk>& freed) {
   std::optional<DriverError> refusal;
   for (std::size_t i = 0, next = 0; i < chunks.size(); i = next) {

@@ -53,20 +53,9 @@ void Region::settle(State next) {
 
 // Backups
 
-std::shared_ptr<Backup> Region::backup() const {
-  std::lock_guard lock(device.mutex);
-  return backup_;
-}
-
 std::shared_ptr<Backup> Region::replace_backup(std::shared_ptr<Backup> backup) {
   std::lock_guard lock(device.mutex);
   return std::exchange(backup_, std::move(backup));
-}
-
-bool Region::sealed() const {
-  if (!frozen) return false;
-  std::lock_guard lock(device.mutex);
-  return backup_ != nullptr;
 }
 
 // Segments
@@ -74,31 +63,6 @@ bool Region::sealed() const {
 bool Region::owns(Address address) const {
   std::lock_guard lock(device.mutex);
   return placed ? segments_.any_within(address, address + 1) : !intersect(reserved_, {{address, 1}}).empty();
-}
-
-std::size_t Region::allocated_bytes() const {
-  std::lock_guard lock(device.mutex);
-  return segments_.live_bytes();
-}
-
-std::size_t Region::resting_bytes() const {
-  std::lock_guard lock(device.mutex);
-  return segments_.resting_bytes();
-}
-
-std::size_t Region::reserved_bytes() const {
-  std::lock_guard lock(device.mutex);
-  return placed ? segments_.live_bytes() : bytes_of(reserved_);
-}
-
-Ranges Region::live() const {
-  std::lock_guard lock(device.mutex);
-  return segments_.live();
-}
-
-Ranges Region::parts(const Ranges& ranges) const {
-  std::lock_guard lock(device.mutex);
-  return segments_.parts(ranges);
 }
 
 void Region::forget_locked(Address begin) {

@@ -24,6 +24,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "backup/backup.h"
@@ -95,9 +96,12 @@ class Region {
   void returned(std::uint64_t lease) { leases_.erase(lease); }
 
   // The backup of the current pause; of a frozen region, from its first pause on.
-  std::shared_ptr<Backup> backup() const;
+  std::shared_ptr<Backup> backup() const {
+    return locked([&] { return backup_; });
+  }
   std::shared_ptr<Backup> replace_backup(std::shared_ptr<Backup> backup);  // returns the former
-  bool sealed() const;  // frozen with a copy: it takes no allocations, since the copy would lack them
+  // Frozen with a copy: it takes no allocations, since the copy would lack them.
+  bool sealed() const { return frozen && backup() != nullptr; }
 
   // Segments, by their first address. If it throws RegionPausedError, OutOfMemoryError or an error of the source,
   // nothing has changed. `shortage`: the end of the wait for freed memory of this device. `memory`: the end of the wait
@@ -118,13 +122,23 @@ class Region {
   bool drop(Range segment);
   bool touches(Range range) const;  // whether a segment or a chunk is within these addresses
   bool owns(Address address) const;
-  std::size_t allocated_bytes() const;
-  std::size_t resting_bytes() const;
+  std::size_t allocated_bytes() const {
+    return locked([&] { return segments_.live_bytes(); });
+  }
+  std::size_t resting_bytes() const {
+    return locked([&] { return segments_.resting_bytes(); });
+  }
   std::size_t mapped_bytes() const { return mapped_; }
-  std::size_t reserved_bytes() const;
-  std::size_t largest_chunk() const;         // the largest class to be created for this region; 0: see one_handle
-  Ranges live() const;                       // segments in use, joined where they touch
-  Ranges parts(const Ranges& ranges) const;  // the parts of `ranges` within segments in use, not joined
+  std::size_t reserved_bytes() const {
+    return locked([&] { return placed ? segments_.live_bytes() : bytes_of(reserved_); });
+  }
+  std::size_t largest_chunk() const;  // the largest class to be created for this region; 0: see one_handle
+  Ranges live() const {               // segments in use, joined where they touch
+    return locked([&] { return segments_.live(); });
+  }
+  Ranges parts(const Ranges& ranges) const {  // the parts of `ranges` within segments in use, not joined
+    return locked([&] { return segments_.parts(ranges); });
+  }
   // The work on a freed segment has ended. Device::mutex is held; a call of sweep() without it follows.
   void forget_locked(Address begin);
   // Returns chunks that no segment needs. If another thread holds mapping_, that thread does it.
@@ -133,7 +147,9 @@ class Region {
   // mark_stale(): existing mappings lack the access of a new peer. allow_again() gives it if the region is active.
   void mark_stale();
   void allow_again();
-  bool lacks_access() const;           // whether it is active, and allow_again() has failed
+  bool lacks_access() const {  // whether it is active, and allow_again() has failed
+    return locked([&] { return stale_ && state_ == State::active; });
+  }
   void strand() { stranded_ = true; }  // the driver refused to unmap a chunk that no segment needs
   // Throws Error if a transition, a user, a reader or another process uses the region. Core::mutex is held.
   void check_unused() const;
@@ -173,6 +189,11 @@ class Region {
   };
 
  private:
+  template <typename Read>
+  std::invoke_result_t<Read> locked(Read read) const {
+    const std::lock_guard lock(device.mutex);
+    return read();
+  }
   std::size_t allowance(std::size_t live) const;  // the limit of mapped bytes without a segment
   void check_allocatable(std::size_t size) const;
   Address take_addresses(std::size_t size);

@@ -1,7 +1,9 @@
 #include "transitions/transfer.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
+#include <set>
 #include <utility>
 
 #include "backup/disk_backup.h"
@@ -20,28 +22,16 @@ Range range_of(const std::vector<Slot>& neighbours) { return {neighbours.front()
 
 }  // namespace
 
-// The sizes of the outgoing chunks, before they are unmapped.
-class Transfer::Inventory {
- public:
-  void add(std::size_t size) { ++sizes_[size]; }
-  // Takes the largest size up to `limit`; 0 if there is none.
-  std::size_t take(std::size_t limit) {
-    auto found = sizes_.upper_bound(limit);
-    if (found == sizes_.begin()) return 0;
-    --found;
-    const std::size_t size = found->first;
-    if (--found->second == 0) sizes_.erase(found);
-    return size;
+// The sizes of the outgoing chunks that serve incoming regions, before they are unmapped.
+struct Transfer::Inventory : std::multiset<std::size_t> {
+  // Takes the largest size up to `limit` for a region; 0 if there is none.
+  std::size_t take_for(const Region& region, std::size_t limit) {
+    const auto beyond = upper_bound(limit);
+    if (region.one_handle || beyond == begin()) return 0;
+    return extract(std::prev(beyond)).value();
   }
-  std::size_t take_for(const Region& region, std::size_t limit) { return region.one_handle ? 0 : take(limit); }
   // Takes the smallest size, if it is at most `limit`; else 0.
-  std::size_t take_smallest(std::size_t limit) {
-    return sizes_.begin()->first > limit ? 0 : take(sizes_.begin()->first);
-  }
-  bool empty() const { return sizes_.empty(); }
-
- private:
-  std::map<std::size_t, std::size_t> sizes_;
+  std::size_t take_smallest(std::size_t limit) { return *begin() > limit ? 0 : extract(begin()).value(); }
 };
 
 void Transfer::add_coming(Region& region, bool restore) {
@@ -101,20 +91,19 @@ void Transfer::make_batches(Leaving& leaving) {
   }
 }
 
-void Transfer::wait_idle(Deadline whole) {
-  whole_ = whole;
+void Transfer::wait_idle() {
   if (leaving_.empty()) return;
   stages_.enter("device");
   losing_context([&] {
     check_backups();
     const std::uint64_t freed = device_.resting.frees();
-    device_.wait_idle(whole_);
+    device_.wait_idle(bounds_.whole);
     device_.resting.reap(freed);
   });
 }
 
-void Transfer::prepare(bool chunks, const Until& memory) {
-  losing_context([&] { reserve_and_start(chunks, memory); });
+void Transfer::prepare(bool chunks) {
+  losing_context([&] { reserve_and_start(chunks); });
 }
 
 template <typename Act>
@@ -139,7 +128,7 @@ void Transfer::check_backups() {
   for (Leaving& leaving : leaving_) save_where(leaving);
 }
 
-void Transfer::reserve_and_start(bool chunks, const Until& memory) {
+void Transfer::reserve_and_start(bool chunks) {
   if (!leaving_.empty()) {
     for (Leaving& leaving : leaving_) make_batches(leaving);
     // Regions without copies are unmapped first, so that their chunks serve incoming regions while others are copied
@@ -149,7 +138,7 @@ void Transfer::reserve_and_start(bool chunks, const Until& memory) {
   coming_.sort([](const Coming& a, const Coming& b) { return !a.wanted.empty() && b.wanted.empty(); });
   under_way_ = true;
   for (Coming& coming : coming_) open(coming);  // reserves threads and memory for reading
-  if (chunks) reserve_chunks(memory);
+  if (chunks) reserve_chunks();
   for (Leaving& leaving : leaving_) {
     if (!leaving.copies()) continue;
     stages_.enter("backup");
@@ -158,7 +147,7 @@ void Transfer::reserve_and_start(bool chunks, const Until& memory) {
     Ranges batches;
     for (const auto& batch : leaving.batches) batches.push_back(range_of(batch));
     leaving.saver = leaving.backup->saver(*device_.driver, std::move(batches), progress_);
-    const Deadline late = std::max(whole_, now() + kOneLook);
+    const Deadline late = std::max(bounds_.whole, now() + kOneLook);
     leaving.saver->start();  // may wait until host memory is made
     if (now() >= late)
       throw WaitTimeoutError(
@@ -168,10 +157,11 @@ void Transfer::reserve_and_start(bool chunks, const Until& memory) {
 
 // Repeats the attempt until the deadline: another borrower may have taken the last chunks that it needs.
 template <typename Attempt, typename GiveBack>
-void Transfer::with_chunks(const Until& memory, Attempt attempt, GiveBack give_back) {
+void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
   const std::size_t needed = missing_bytes(), going_out = leaving_bytes();
   if (needed > 0) stages_.enter("memory");
-  const Deadline deadline = memory(), began = now();  // in this order, so that a wait of 0 s has passed at its begin
+  const Deadline deadline = std::min(bounds_.whole, deadline_in(bounds_.memory_s));
+  const Deadline began = now();  // after it, so that a wait of 0 s has passed at its begin
   if (!device_.pooled && deadline > began && device_.driver->memory().free + device_.retained.idle_bytes() < needed)
     device_.reclaimer.request(nullptr);  // a broker asks this process as it asks the others
   bool reclaims = true;
@@ -196,13 +186,13 @@ void Transfer::with_chunks(const Until& memory, Attempt attempt, GiveBack give_b
     // Freed memory of this device is used as well. At the end of the wait, wait up to kShortageWait for its oldest
     // mark.
     const bool reclaimed =
-        never ? device_.resting.reclaim(std::min(whole_, now() + kShortageWait), seen) : device_.resting.reap();
+        never ? device_.resting.reclaim(std::min(bounds_.whole, now() + kShortageWait), seen) : device_.resting.reap();
     if (reclaimed) {
       device_.source().settle();
       continue;
     }
     if (never && std::exchange(reclaims, false)) {
-      device_.reclaimer.finish(std::min(whole_, now() + kShortageWait));
+      device_.reclaimer.finish(std::min(bounds_.whole, now() + kShortageWait));
       device_.source().settle();
       continue;
     }
@@ -219,7 +209,7 @@ Transfer::Inventory Transfer::inventory() const {
   Inventory found;
   for (const Leaving& leaving : leaving_) {
     if (leaving.region->one_handle) continue;  // its chunks return to the driver
-    for (const Slot& slot : leaving.region->slots()) found.add(slot.size);
+    for (const Slot& slot : leaving.region->slots()) found.insert(slot.size);
   }
   return found;
 }
@@ -240,11 +230,11 @@ Needs Transfer::needs(bool snug) const {
   return needs;
 }
 
-void Transfer::reserve_chunks(const Until& memory) {
+void Transfer::reserve_chunks() {
   const auto use = [&](Coming& coming, Slot slot, Chunk chunk) {
     places_.push_back({&coming, slot, std::move(chunk)});
   };
-  with_chunks(memory, [&](ChunkRequest& request, bool snug) { lay_out(request, snug, use); }, [&] { places_.clear(); });
+  with_chunks([&](ChunkRequest& request, bool snug) { lay_out(request, snug, use); }, [&] { places_.clear(); });
 }
 
 // Plans outgoing chunks first, and takes chunks from the source for the rest. `use` gets the places one after the
@@ -282,10 +272,10 @@ void Transfer::commit() {
   }
 }
 
-void Transfer::run(const Until& memory) noexcept {
+void Transfer::run() noexcept {
   try {
     if (leaving_.empty() && places_.empty()) {
-      with_chunks(memory, [&](ChunkRequest& request, bool snug) { come_in_alone(request, snug); }, [&] { undo(); });
+      with_chunks([&](ChunkRequest& request, bool snug) { come_in_alone(request, snug); }, [&] { undo(); });
     } else {
       for (Coming& coming : coming_) use_left_mapped(coming);
       for (Place& place : places_) {

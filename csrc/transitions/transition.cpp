@@ -99,8 +99,6 @@ void Transition::throw_late(const char* stage, const std::string& why) const {
   throw WaitTimeoutError("the call's timeout has passed while " + why, stage, waited.count());
 }
 
-Deadline Transition::memory_deadline() const { return std::min(bounds_.whole, deadline_in(bounds_.memory_s)); }
-
 void Transition::wait_for_attached(std::unique_lock<std::mutex>& lock) const {
   const Deadline deadline = std::min(bounds_.whole, deadline_in(bounds_.readers_s));
   for (const Region* region : pausing_) {
@@ -179,16 +177,14 @@ void Transition::prepare(std::vector<Pause> pauses, const std::vector<bool>& res
     std::map<Device*, std::unique_ptr<Transfer>> by_device;
     const auto on = [&](const Region& region) -> Transfer& {
       auto& transfer = by_device[&region.device];
-      if (transfer == nullptr) transfer = std::make_unique<Transfer>(region.device, *progress_, stages_);
+      if (transfer == nullptr) transfer = std::make_unique<Transfer>(region.device, bounds_, *progress_, stages_);
       return *transfer;
     };
     for (const Pause& pause : pauses_) on(*pause.region).add_leaving(pause, contains(continued_, pause.region));
     for (std::size_t i = 0; i < resuming_.size(); ++i) on(*resuming_[i]).add_coming(*resuming_[i], restore.at(i));
     for (auto& [device, transfer] : by_device) transfers_.push_back(std::move(transfer));
-    for (const auto& transfer : transfers_) transfer->wait_idle(bounds_.whole);  // in all as long as the longest
-    side_by_side(transfers_, true, [&](Transfer& transfer) {
-      transfer.prepare(!pausing_.empty(), [this] { return memory_deadline(); });
-    });
+    for (const auto& transfer : transfers_) transfer->wait_idle();  // in all as long as the longest
+    side_by_side(transfers_, true, [&](Transfer& transfer) { transfer.prepare(!pausing_.empty()); });
   } catch (const WaitTimeoutError& error) {
     abort();
     const std::chrono::duration<double> waited = now() - began_;  // since the beginning of the call, not of this wait
@@ -215,7 +211,7 @@ Transition::Outcome Transition::run(const std::function<void()>& arrived) {
   try {
     const bool resumes_alone = pausing_.empty();  // a resume alone waits for memory now, and can be interrupted
     side_by_side(transfers_, resumes_alone, [&](Transfer& transfer) {
-      transfer.run([this] { return memory_deadline(); });
+      transfer.run();
       if (transfer.failed()) std::rethrow_exception(transfer.failed());
     });
   } catch (...) {

@@ -28,13 +28,6 @@ class Transition {
     double seconds = 0;  // from begin()
   };
 
-  // The bounds of a call's waits. The earliest one ends a wait.
-  struct Bounds {
-    Deadline whole = kNever;  // up to the commit
-    double memory_s = 0;      // seconds, for memory that others hold
-    double readers_s = 0;     // seconds, for other processes that are attached
-  };
-
   Transition(Regions pause, Regions resume, Bounds bounds);
   ~Transition() { abort(); }
 
@@ -63,7 +56,6 @@ class Transition {
   bool wait(std::unique_lock<std::mutex>& lock, Deadline deadline, Ready ready) const;
   void wait_for_attached(std::unique_lock<std::mutex>& lock) const;
   [[noreturn]] void throw_late(const char* stage, const std::string& why) const;
-  Deadline memory_deadline() const;
   void mark();
   void finish();  // settles the marked regions, leaves the queues, and handles frees that were made meanwhile
 

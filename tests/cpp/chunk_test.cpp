@@ -6,7 +6,7 @@ namespace memsaver {
 namespace {
 
 struct Bench {
-  explicit Bench(std::size_t retain) { budget.set_limit(retain); }
+  explicit Bench(std::size_t retain) { budget.limit = retain; }
   std::size_t free() { return driver.memory().free; }
   Chunk take(std::size_t limit) { return take(limit, limit, Clock::now()); }
   Chunk take(std::size_t limit, std::size_t fresh, Deadline deadline) {
@@ -49,7 +49,7 @@ TEST_CASE("retained pool: idle chunks are used again, and never beyond the budge
   {
     const Chunk again = bench.take(32 * kMiB);
     CHECK(again.handle() == handle);
-    CHECK(bench.budget.held() == 0);
+    CHECK(bench.budget.held == 0);
   }
   const std::size_t free = bench.free();
   {
@@ -57,10 +57,10 @@ TEST_CASE("retained pool: idle chunks are used again, and never beyond the budge
     CHECK(bench.free() == free - 2 * kPage);
   }
   CHECK(bench.pool.idle_bytes() == 34 * kMiB);
-  CHECK(bench.budget.held() == 34 * kMiB);
+  CHECK(bench.budget.held == 34 * kMiB);
   CHECK(bench.free() == free - kPage);  // the other was over the budget
   CHECK(bench.pool.give_up(34 * kMiB) == 34 * kMiB);
-  CHECK(bench.budget.held() == 0);
+  CHECK(bench.budget.held == 0);
 }
 
 TEST_CASE("retained pool: a chunk is never larger than asked for, nor a new one than allowed") {

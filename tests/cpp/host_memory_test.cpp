@@ -82,7 +82,9 @@ TEST_CASE("host memory: the machine and each of the process's cgroups keep a ten
   CHECK(left({large, in_first, first("/pod/box", 2 * kGiB, kGiB, kMiB)}) == without_a_tenth(kGiB + kMiB, 2 * kGiB));
   CHECK(left({large, in_first, first("/pod/box", (std::size_t{1} << 63) - 4096, kGiB)}) == of_machine);  // no limit
   CHECK(left({large, in_first, first("/elsewhere", kMiB, 0)}) == of_machine);
-  CHECK(left({large, {{"proc/self/cgroup", "2:memory:/old\n0::/new\n"}}, first("/old", 3 * kGiB, kGiB),
+  CHECK(left({large,
+              {{"proc/self/cgroup", "2:memory:/old\n0::/new\n"}},
+              first("/old", 3 * kGiB, kGiB),
               second("/new", gib(3), 2 * kGiB)}) == without_a_tenth(kGiB, 3 * kGiB));
 }
 
@@ -118,7 +120,8 @@ TEST_CASE("host memory: nodes without CPUs may be memory of GPUs, and do not cou
 TEST_CASE("host memory: this machine has some, and less than all") {
   const std::size_t found = host_memory_left();
   CHECK(found > 0);
-  CHECK(found < static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)));
+  CHECK(found <
+        static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)));
 }
 
 }  // namespace
