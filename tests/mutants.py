@@ -258,7 +258,7 @@ MUTANTS = [
         "csrc/transitions/transfer.cpp",
         "if (leaving.continues) {",
         "if (leaving.continues && !MUTANT) {",
-        ["unit/test_faults.py::test_a_pause_survives_a_failure_of_any_driver_call[released-host-error]"],
+        ["unit/test_faults.py::test_a_pause_survives_a_failure_of_any_driver_call[host-error]"],
     ),
     Mutant(
         "what_did_not_suffice_is_kept",
@@ -298,9 +298,7 @@ MUTANTS = [
         "csrc/regions/region.cpp",
         "device.lost || state_ == State::lost ?",
         "(device.lost || state_ == State::lost) && !MUTANT ?",
-        [
-            "unit/test_faults.py::test_a_context_that_dies_in_a_transition_leaves_the_region_lost[cuMemcpyDtoHAsync-host]"
-        ],
+        ["unit/test_faults.py::test_a_context_that_dies_in_a_transition_leaves_the_region_lost"],
     ),
     Mutant(
         "new_peers_see_new_mappings_alone",
@@ -324,7 +322,7 @@ MUTANTS = [
         "csrc/base/ranges.cpp",
         "if (next != sizes_.end() && next->first == range.end())",
         "if (next != sizes_.end() && next->first == range.end() && !MUTANT)",
-        ["cpp: free ranges: the smallest range that fits, and neighbours join"],
+        ["cpp: free ranges: agree with one bit for each byte"],
     ),
     Mutant(
         "the_host_limit_is_ignored",

