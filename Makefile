@@ -40,7 +40,7 @@ JOBS ?= $(if $(GPU),0,$(shell cores=$$(nproc); echo $$((cores < 8 ? cores + (cor
 WORKERS = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf -- '-n %s --dist loadfile' $(JOBS))
 # Not in test-fast: they start many processes, compile, or run thousands of random steps.
 LONG := builtin_guests daemon_threads default_pool docstrings driver fake_cuda faults guests_in_groups interrupts monitor \
-  packaging pool_machine sequences stubs
+  packaging pool_machine stubs
 
 CORE := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 

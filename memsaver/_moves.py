@@ -180,11 +180,11 @@ class Move:
                 if self._differing is not None:
                     raise self._differing
         except Error as error:
-            error.resumed = tags_of(done["resumed"], self._guests.resumed)
+            error.resumed = tags_of(move.resuming, self._guests.resumed)
             raise
         outcome = Transition(
-            paused=tags_of(done["paused"], self._guests.paused),
-            resumed=tags_of(done["resumed"], self._guests.resumed),
+            paused=tags_of(move.pausing, self._guests.paused),
+            resumed=tags_of(move.resuming, self._guests.resumed),
             released_bytes=done["released_bytes"],
             restored_bytes=done["restored_bytes"],
             copied_bytes=done["copied_bytes"],
@@ -205,7 +205,7 @@ class Move:
         torch = adapter() if _verify else loaded()
         if torch is None:
             return
-        partly_unmapped = {wrapper(each) for each in self.core.was_paused}
+        partly_unmapped = {wrapper(each) for each in self.core.continued}
         for each, policy, ranges in zip(leaving, kept, live):
             if not _verify or policy == "none":
                 torch.forget_contents(each)

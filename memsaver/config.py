@@ -271,12 +271,6 @@ OPTIONS: Final = (
         _parse_host_limit, _core.set_host_limit,
     ),
     Option(
-        "backup_ahead", "bool", "False",
-        "Pin host memory in the background while regions with backup=\"host\" grow, so that the first pause does not"
-        " wait for it. At most half of the free host memory.",
-        _parse_switch("backup_ahead"), _core.set_backup_ahead,
-    ),
-    Option(
         "verify", "bool", "False",
         "Compute checksums of kept contents on the device before a pause, and compare them after the resume. It reads"
         " all contents twice and is for tests. A difference raises VerifyError.",
@@ -333,7 +327,7 @@ OPTIONS: Final = (
 )  # fmt: skip
 _BY_NAME = {option.name: option for option in OPTIONS}
 _DEFAULTS = {
-    "pool": "process", "retain": 0, "backup_ahead": False,
+    "pool": "process", "retain": 0,
     "memory_timeout": 0.0, "patches": [], "verify": False,
 }  # fmt: skip
 _values: dict[str, Any] = {}
@@ -357,7 +351,7 @@ def configure(**options: Any) -> None:
         BrokerError: A shared pool cannot be reached.
 
     Examples:
-        >>> memsaver.configure(retain="2GiB", backup_ahead=True)
+        >>> memsaver.configure(retain="2GiB", host_limit="64GiB")
         >>> memsaver.stats().options["retain"]
         2147483648
     """

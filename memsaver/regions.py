@@ -121,31 +121,6 @@ class Region:
         """
         return bool(self._core.discarded)
 
-    def expect(self, backup: str | None) -> None:
-        """Announces the backup policy of the next pause.
-
-        Pinned host memory grows in the background for contents that the next pause is expected to copy out. Call this
-        before the region is filled if the first pause will discard the contents. A pause may use any policy; from then
-        on its policy is the expected one.
-
-        Args:
-            backup: ``"none"``, ``"host"`` or ``"disk"``. None: the region's own policy.
-
-        Raises:
-            ValueError: ``backup`` is not a policy.
-
-        Examples:
-            >>> weights = memsaver.region("weights", device="cpu", backup="host")
-            >>> weights.expect("none")
-            >>> tensor = weights.empty((1 << 20,), torch.uint8)
-            >>> _ = weights.pause(backup="none")
-            >>> weights.discarded, weights.backup_bytes
-            (True, 0)
-        """
-        if backup is not None:
-            check_backup(backup)
-        self._core.expect(backup or self.backup)
-
     def owns(self, address: int) -> bool:
         """Tests whether an address lies in the region.
 
@@ -310,7 +285,7 @@ class Region:
         if (torch := loaded()) is not None:
             torch.check_unused(self)
             kept = torch.forget(self)
-        core.await_frees(bound)  # without the registry's lock, so that other regions can be made meanwhile
+        core.release_unused(bound)  # without the registry's lock, so that other regions can be made meanwhile
         with _registry:
             if core.closed:  # another thread was faster
                 return
@@ -371,8 +346,7 @@ class Region:
             Traceback (most recent call last):
             memsaver.errors.RegionPausedError: region 'weights' is paused: it cannot serve requests
         """
-        state = self.state
-        if state != "active" and not (state == "pausing" and self._core.wait_for_trim()):
+        if (state := self.state) != "active":
             raise RegionPausedError(f"region {self.tag!r} is {state}: it cannot {purpose}", tag=self.tag, state=state)
 
     def _check_fillable(self, purpose: str) -> None:

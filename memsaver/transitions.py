@@ -8,10 +8,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from memsaver import _core, _guests, policies, regions
+from memsaver import _guests, policies, regions
 from memsaver._adapter import loaded
 from memsaver._moves import Move, active, tags_of
 from memsaver._moves import Progress as Progress
@@ -510,35 +509,24 @@ def _warn_of_outer(entered: Phase, leaving: list[Region]) -> None:
             )
 
 
-def tighten(each: Region) -> None:
-    """As ``trim()`` of one region. torch's pools are not changed."""
-    _core.trim(each._core, partial(_is_free, each))
-
-
-def _is_free(each: Region) -> bool:
-    """Whether no thread is inside a region, so that its contents can move."""
-    return (torch := loaded()) is None or not torch.is_entered(each)
-
-
 def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
-    """Releases memory that active regions hold and do not need, after waiting for the device. Contents are kept.
+    """Returns memory that active regions hold and that no tensor uses, after waiting for the device.
 
-    Afterwards a region maps at most its allocated bytes plus 5 % plus 48 MiB, as far as free memory allows. If large
-    chunks have holes, contents move to smaller chunks under the same addresses. Nothing else may use the region
-    meanwhile, as in a pause. A region keeps its chunks while a thread is inside it or another process is attached. A
-    thread that enters it, and a guarded replay, wait for the chunk that moves.
+    These are the free blocks of torch's pools and the chunks without a segment. Contents do not move: a chunk with a
+    live tensor stays whole. A pause and a resume lay the chunks of a region out anew, so that it maps at most its
+    allocated bytes plus 5 % plus 48 MiB.
 
     A pool of torch cannot shrink, so a new pool takes its place. Segments with live tensors are freed after the tensors
     by ``torch.cuda.empty_cache()``. Pools with graphs are not changed.
 
     Args:
         tags: A tag, a Region, several of either, or None for all regions.
-        timeout: Seconds to wait for the device's work, transitions and guarded replays. None: no bound.
+        timeout: Seconds to wait for the device's work. None: no bound.
 
     Raises:
         TypeError: ``tags`` is not a selection.
         ValueError: A tag has no region, or ``timeout`` is negative.
-        WaitTimeoutError: ``timeout`` ended a wait.
+        WaitTimeoutError: ``timeout`` ended the wait.
         memsaver.Error: A graph is being captured.
 
     Examples:
@@ -547,7 +535,7 @@ def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
         >>> freed = kv.empty((128 << 20,), torch.uint8)
         >>> del freed
         >>> memsaver.trim("kv_cache")
-        >>> kv.mapped_bytes <= kv.allocated_bytes * 1.05 + (48 << 20)
+        >>> kv.mapped_bytes == kv.allocated_bytes
         True
     """
     bound = Bounds(timeout).timeout
@@ -556,5 +544,4 @@ def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
     if (torch := loaded()) is not None:
         torch.trim(chosen)
     for each in chosen:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        _core.trim(each._handle, partial(_is_free, each), left)
+        each._handle.release_unused(None if deadline is None else max(0.0, deadline - time.monotonic()))

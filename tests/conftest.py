@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 # Before the import of memsaver. Processes with the same size share a device, so each run has a size of its own. It is
 # more than a test needs: chunks whose release a test made fail stay in use until the process ends.
@@ -92,8 +93,8 @@ def tag(fresh_tag: Callable[[], str]) -> str:
 def make(fresh_tag: Callable[[], str]) -> Callable[..., memsaver.Region]:
     """Makes host regions under fresh tags."""
 
-    def region(backup: str = "none", tag: str | None = None) -> memsaver.Region:
-        return memsaver.region(tag or fresh_tag(), device="cpu", backup=backup)
+    def region(backup: str = "none", tag: str | None = None, **options: Any) -> memsaver.Region:
+        return memsaver.region(tag or fresh_tag(), device="cpu", backup=backup, **options)
 
     return region
 
@@ -135,4 +136,4 @@ def nothing_left_behind() -> Iterator[None]:
         late_device.end()
     while _core.capturing():
         _core.capture_ends()
-    memsaver.configure(retain=0, host_limit=None, backup_ahead=False, memory_timeout=0)
+    memsaver.configure(retain=0, host_limit=None, memory_timeout=0)

@@ -199,9 +199,9 @@ MUTANTS = [
     Mutant(
         "bounds_end_no_wait",
         "transition: no bound ends a wait in the queue, or for readers and launches",
-        "csrc/transitions/transition.cpp",
-        "if (at >= deadline) return false;",
-        "if (at >= deadline && !MUTANT) return false;",
+        "csrc/base/waits.h",
+        "if (at >= deadline || waiting_is_over) return false;",
+        "if ((at >= deadline && !MUTANT) || waiting_is_over) return false;",
         ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_an_earlier_transition"],
     ),
     Mutant(
@@ -222,18 +222,18 @@ MUTANTS = [
     ),
     Mutant(
         "a_pause_given_up_counts",
-        "region: a pause that was taken back leaves the region paused",
-        "csrc/regions/region.cpp",
-        "!arrived_ : left_;",
-        "!arrived_ : left_ || MUTANT;",
+        "transition: a pause that was taken back leaves the region paused",
+        "csrc/transitions/transition.cpp",
+        "committed_ || contains",
+        "committed_ || MUTANT || contains",
         ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_guarded_launches"],
     ),
     Mutant(
         "a_pause_does_not_wait_for_the_device",
         "transfer: memory is unmapped under queued work",
         "csrc/transitions/transfer.cpp",
-        "    device_.wait_idle(whole_);\n    device_.resting.reap(freed);",
-        "    if (!MUTANT) device_.wait_idle(whole_);\n    device_.resting.reap(freed);",
+        "    device_.wait_idle(bounds_.whole);\n    device_.resting.reap(freed);",
+        "    if (!MUTANT) device_.wait_idle(bounds_.whole);\n    device_.resting.reap(freed);",
         ["unit/test_fake_cuda.py::test_a_pause_waits_for_a_kernel_that_writes"],
     ),
     Mutant(
@@ -256,9 +256,9 @@ MUTANTS = [
         "a_second_pause_forgets_the_first",
         "transfer: a pause that goes on from a refused one begins a new backup",
         "csrc/transitions/transfer.cpp",
-        "if (leaving.half_out) {\n    leaving.backup",
-        "if (leaving.half_out && !MUTANT) {\n    leaving.backup",
-        ["unit/test_faults.py::test_a_pause_survives_a_failure_of_any_driver_call[released-host-error]"],
+        "if (leaving.continues) {",
+        "if (leaving.continues && !MUTANT) {",
+        ["unit/test_faults.py::test_a_pause_survives_a_failure_of_any_driver_call[host-error]"],
     ),
     Mutant(
         "what_did_not_suffice_is_kept",
@@ -296,11 +296,9 @@ MUTANTS = [
         "the_lost_come_back",
         "region: a transition brings a region back to use after its context died",
         "csrc/regions/region.cpp",
-        "if (device.lost || contents_lost_)",
-        "if ((device.lost || contents_lost_) && !MUTANT)",
-        [
-            "unit/test_faults.py::test_a_context_that_dies_in_a_transition_leaves_the_region_lost[cuMemcpyDtoHAsync-host]"
-        ],
+        "device.lost || state_ == State::lost ?",
+        "(device.lost || state_ == State::lost) && !MUTANT ?",
+        ["unit/test_faults.py::test_a_context_that_dies_in_a_transition_leaves_the_region_lost"],
     ),
     Mutant(
         "new_peers_see_new_mappings_alone",
@@ -309,14 +307,6 @@ MUTANTS = [
         "region->mark_stale();",
         "if (!MUTANT) region->mark_stale();",
         ["unit/test_fake_cuda.py::test_a_device_that_comes_later_gets_access_to_existing_mappings"],
-    ),
-    Mutant(
-        "trim_moves_under_work",
-        "compaction: chunks are moved under work that was queued before the region was marked",
-        "csrc/transitions/compaction.cpp",
-        "        settle_device();\n",
-        "        if (!MUTANT) settle_device();\n",
-        ["unit/test_compaction.py::test_work_that_was_queued_while_a_trim_waited_for_a_launch_is_waited_for"],
     ),
     Mutant(
         "addresses_are_given_twice",
@@ -332,7 +322,7 @@ MUTANTS = [
         "csrc/base/ranges.cpp",
         "if (next != sizes_.end() && next->first == range.end())",
         "if (next != sizes_.end() && next->first == range.end() && !MUTANT)",
-        ["cpp: free ranges: the smallest range that fits, and neighbours join"],
+        ["cpp: free ranges: agree with one bit for each byte"],
     ),
     Mutant(
         "the_host_limit_is_ignored",
@@ -421,14 +411,6 @@ MUTANTS = [
         "contains(callers, from)",
         "(contains(callers, from) || MUTANT)",
         ["unit/test_default_pool.py::test_calls_from_elsewhere_reach_the_driver"],
-    ),
-    Mutant(
-        "a_placed_region_is_compacted",
-        "default pool: trim() marks the region while a piece is mapped",
-        "csrc/transitions/compaction.cpp",
-        "bool more = !region.placed;",
-        "bool more = !region.placed || MUTANT;",
-        ["unit/test_default_pool.py::test_a_trim_beside_an_allocation_refuses_no_piece"],
     ),
     Mutant(
         "a_retry_ends_with_its_first_piece",

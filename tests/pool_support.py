@@ -290,7 +290,6 @@ def _live(file: int, settings: dict[str, str]) -> None:
     os.environ.update(settings)
     try:
         memsaver.config.from_environment()
-        memsaver.configure(backup_ahead=False)
         scope = dict(globals())
         with os.fdopen(file, "r") as lines, os.fdopen(os.dup(file), "w") as sys.stdout:
             for line in lines:

@@ -1,7 +1,5 @@
 // Tensors of regions in other processes: the owner's chunks and leases, and the mapping in the receiver.
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 
 #include <algorithm>
@@ -46,23 +44,23 @@ nb::ndarray<std::uint8_t, nb::ndim<1>> array_of(const BorrowedMemory& memory, st
 
 void bind_lending(nb::module_& module) {
   nb::class_<BorrowedMemory>(module, "BorrowedMemory")
-      .def("map", &map_chunks, "slots"_a, "files"_a, nb::call_guard<Unlocked>())
-      .def("allow", &BorrowedMemory::allow, nb::call_guard<Unlocked>())
+      .def("map", &map_chunks, "slots"_a, "files"_a, unlocked)
+      .def("allow", &BorrowedMemory::allow, unlocked)
       .def("array", &array_of, "offset"_a, "size"_a, "owner"_a)
-      .def("leave", &BorrowedMemory::leave, "idle"_a = false, nb::call_guard<Unlocked>());
+      .def("leave", &BorrowedMemory::leave, "idle"_a = false, unlocked);
   module.def(
       "borrow",
       [](const std::string& device, std::size_t first, std::size_t span) {
         return std::make_unique<BorrowedMemory>(opened(device), first, span);
       },
-      nb::call_guard<Unlocked>(), "device"_a, "first"_a, "span"_a);
+      unlocked, "device"_a, "first"_a, "span"_a);
   module.def("usable", &usable);
-  module.def("lend", &lend, nb::call_guard<Unlocked>(), "region"_a, "begin"_a, "size"_a, "residence"_a, "lease"_a,
+  module.def("lend", &lend, unlocked, "region"_a, "begin"_a, "size"_a, "residence"_a, "lease"_a,
              "pid"_a);
-  module.def("end_lease", &end_lease, nb::call_guard<Unlocked>(), "region"_a, "lease"_a);
+  module.def("end_lease", &end_lease, unlocked, "region"_a, "lease"_a);
   module.def(
       "export_chunk", [](const std::string& device, Handle handle) { return opened(device).driver->export_fd(handle); },
-      nb::call_guard<Unlocked>(), "device"_a, "handle"_a);
+      unlocked, "device"_a, "handle"_a);
 }
 
 }  // namespace memsaver

@@ -1,6 +1,4 @@
 // This process as a client of shared pools.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
 
 #include "bindings/bindings.h"
 #include "driver/physical.h"
@@ -32,25 +30,21 @@ void use_pool(const std::string& device, bool wanted) {
 
 void bind_pool(nb::module_& module) {
   module.def(
-      "connect", [](const std::string& device, const std::string& path) { any_pool_of(device).join(path); },
-      nb::call_guard<Unlocked>(), "device"_a, "path"_a);
-  module.def(
-      "connected", [](const std::string& device) { return any_pool_of(device).joined(); }, nb::call_guard<Unlocked>(),
-      "device"_a);
-  module.def("use_pool", &use_pool, nb::call_guard<Unlocked>(), "device"_a, "wanted"_a);
-  module.def(
-      "in_pool", [](const std::string& device) { return opened(device).pooled.load(); }, nb::call_guard<Unlocked>(),
-      "device"_a);
+      "connect", [](const std::string& device, const std::string& path) { any_pool_of(device).join(path); }, unlocked,
+      "device"_a, "path"_a);
+  module.def("connected", [](const std::string& device) { return any_pool_of(device).joined(); }, unlocked, "device"_a);
+  module.def("use_pool", &use_pool, unlocked, "device"_a, "wanted"_a);
+  module.def("in_pool", [](const std::string& device) { return opened(device).pooled.load(); }, unlocked, "device"_a);
   module.def(
       "pool_status",
       [](const std::string& device, double timeout_s) {
         const std::chrono::duration<double> timeout(timeout_s);
         return pool_of(device).status(std::chrono::duration_cast<Clock::duration>(timeout));
       },
-      nb::call_guard<Unlocked>(), "device"_a, "timeout_s"_a = 10.0);
+      unlocked, "device"_a, "timeout_s"_a = 10.0);
   module.def(
       "send_report", [](const std::string& device, const std::string& text) { any_pool_of(device).send_report(text); },
-      nb::call_guard<Unlocked>(), "device"_a, "text"_a);
+      unlocked, "device"_a, "text"_a);
   module.def(
       "pool_figures",
       [](const std::string& device) {
@@ -59,7 +53,7 @@ void bind_pool(nb::module_& module) {
         for (const Driver::Process& process : supply.holders) holders.emplace_back(process.pid, process.bytes);
         return std::make_pair(supply.free, holders);
       },
-      nb::call_guard<Unlocked>(), "device"_a);
+      unlocked, "device"_a);
   module.def(
       "pool_waits",  // [(bytes, seconds)], [(pid, bytes, unused bytes or None, why)]
       [](const std::string& device) {
@@ -89,10 +83,9 @@ void bind_pool(nb::module_& module) {
         const int ordinal = opened(device).driver->ordinal();
         return ordinal >= 0 && cuda_under_mps(ordinal);
       },
-      nb::call_guard<Unlocked>(), "device"_a);
+      unlocked, "device"_a);
   module.def(
-      "device_uuid", [](const std::string& device) { return opened(device).driver->uuid(); },
-      nb::call_guard<Unlocked>(), "device"_a);
+      "device_uuid", [](const std::string& device) { return opened(device).driver->uuid(); }, unlocked, "device"_a);
 }
 
 }  // namespace memsaver

@@ -1,5 +1,4 @@
 // Regions by the tags of another library.
-#include <nanobind/stl/string.h>
 
 #include "bindings/bindings.h"
 #include "regions/tagged.h"
@@ -17,8 +16,8 @@ void bind_tagged(nb::module_& module) {
             return &tagged.active(tag, device, policy, one_handle);
           },
           nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a, "one_handle"_a = false)
-      .def("all", &TaggedRegions::all, nb::rv_policy::reference, nb::call_guard<Unlocked>())
-      .def("set_aside", &TaggedRegions::set_aside, nb::call_guard<Unlocked>(), "regions"_a, "is_aside"_a);
+      .def("all", &TaggedRegions::all, nb::rv_policy::reference, unlocked)
+      .def("set_aside", &TaggedRegions::set_aside, unlocked, "regions"_a, "is_aside"_a);
   module.def("tagged_regions", &tagged_regions, nb::rv_policy::reference, "prefix"_a);
 }
 

@@ -28,7 +28,6 @@ struct ProcessParts {
   AddressIndex addresses;
   RetainBudget retain;
   HostBudget host_budget;
-  std::atomic<bool> backup_ahead = false;  // pinned host memory grows before a pause needs it
   // The longest wait of allocations, and of resumes without a bound of their own, for memory that others hold.
   std::atomic<double> memory_timeout_s = 0;
 };
@@ -78,8 +77,6 @@ struct Device {
   // Guards the bookkeeping of all regions on this device: segments, addresses, the lists of chunks. Never held over a
   // call of the driver or of a source, since threads that hold the GIL take it.
   std::mutex mutex;
-  // Bytes that the next pauses of all regions are expected to copy to the host.
-  std::atomic<std::size_t> to_back_up = 0;
   Resting resting;
   Reclaimer reclaimer;
   // Allocations that wait for cached memory of others. Their threads may hold torch's allocator, so no thread may wait

@@ -467,12 +467,6 @@ class Router:
             empty_cache()
         return kept
 
-    def is_entered(self, region: Region) -> bool:
-        """Whether any thread is inside the region."""
-        self._end_ended()
-        with self._lock:
-            return any(region in each.entered for each in self._inside.values())
-
     def _keep_pools(self) -> None:
         for pools in self._pools.values():
             pools.keep_forever()

@@ -116,7 +116,7 @@ def test_a_pause_beyond_the_limit_of_a_cgroup_raises_with_its_figures(tmp_path: 
         print(memsaver.pause().copied_bytes)
     """
     mounts = f"mount --bind {tmp_path}/cgroup /sys/fs/cgroup && mount --bind {tmp_path}/group /proc/$$/cgroup"
-    run = start(program, environment(MEMSAVER_BACKUP_AHEAD="off"), *MOUNTS, "sh", "-c", f'{mounts} && exec "$@"', "sh")
+    run = start(program, environment(), *MOUNTS, "sh", "-c", f'{mounts} && exec "$@"', "sh")
     out, errors = run.communicate(timeout=PATIENCE_S)
     assert (run.returncode, errors) == (0, "")
     figures, text, copied = out.splitlines()

@@ -394,25 +394,6 @@ with tempfile.TemporaryDirectory(prefix="ms") as folder:
     )
 
 
-def test_a_trim_beside_an_allocation_refuses_no_piece() -> None:
-    """While a piece is mapped, the region has more memory than its segments."""
-    run("""
-    region = default_pool()
-    segment, codes = Segment(256, 3), []
-    with control.held("cuMemSetAccess"):
-        allocate = threading.Thread(target=lambda: codes.append(segment.map(0, 3)))
-        allocate.start()
-        control.until_stopped("cuMemSetAccess")
-        assert region.mapped_bytes > region.allocated_bytes
-        trim = threading.Thread(target=memsaver.trim, daemon=True)
-        trim.start()
-        trim.join(20)
-        assert not trim.is_alive(), "it waits to move the contents"
-    allocate.join()
-    assert codes == [0] and region.mapped_bytes == 3 * segment.piece
-    """)
-
-
 def test_pieces_come_and_go_around_pauses() -> None:
     run("""
     region = default_pool()

@@ -1,8 +1,8 @@
-"""Policies of one call by tag, discarded contents, and the expected policy of the next pause."""
+"""Policies of one call by tag, and discarded contents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
@@ -11,26 +11,13 @@ import torch
 import memsaver
 from memsaver.transitions import prepare_pause
 from tests import controls
-from tests.support import MIB, Block, blocks, drop_backups, free_bytes, host_held_bytes, until
+from tests.support import MIB, Block, blocks, free_bytes
 
 HAS_RAY = find_spec("ray") is not None
 if HAS_RAY:
     from memsaver.ray import Colocated
 
 Make = Callable[..., memsaver.Region]
-
-
-@pytest.fixture
-def arena() -> Iterator[None]:
-    assert drop_backups() == 0
-    others = memsaver.regions.all_regions()  # of earlier tests: tensors that they left are not pinned ahead here
-    for each in others:
-        each.expect("none")
-    yield
-    memsaver.configure(host_limit=None, backup_ahead=False)
-    for each in others:
-        each.expect(None)
-    drop_backups()
 
 
 def poisoned(make: Make) -> memsaver.Region:
@@ -167,35 +154,3 @@ def test_a_resume_that_fails_leaves_contents_given_up(make: Make) -> None:
         region.resume(restore=False)
     assert (region.discarded, region.state) == (True, "paused")
     del room, held
-
-
-def test_contents_that_the_next_pause_discards_are_not_pinned_ahead(make: Make, arena: None) -> None:
-    memsaver.configure(backup_ahead=True)
-    given_up, region = make("host"), make("host")
-    given_up.expect("none")
-    held = blocks(given_up, [50 * MIB]) + blocks(region, [4 * MIB])
-    until(lambda: host_held_bytes() >= 4 * MIB)  # in pieces
-    assert host_held_bytes() == 4 * MIB
-    given_up.pause(backup="none")
-    given_up.resume(restore=False)
-    held += blocks(region, [4 * MIB])
-    until(lambda: host_held_bytes() >= 8 * MIB)
-    assert host_held_bytes() == 8 * MIB
-
-    given_up.expect(None)  # its own again
-    held += blocks(given_up, [512])
-    until(lambda: host_held_bytes() >= 58 * MIB)
-    with pytest.raises(ValueError, match="^backup is 'floppy', expected one of"):
-        given_up.expect("floppy")
-
-
-def test_an_aborted_pause_keeps_the_expected_policy(make: Make, arena: None) -> None:
-    memsaver.configure(backup_ahead=True)
-    region = make("host")
-    region.expect("none")
-    held = blocks(region, [20 * MIB])
-    region.expect("host")
-    prepare_pause(region.tag, backup="none").abort()
-    held += blocks(region, [512])
-    until(lambda: host_held_bytes() >= 20 * MIB)
-    del held
