@@ -53,6 +53,7 @@ from memsaver.transitions import (  # noqa: E402
     pause,
     phase,
     resume,
+    start,
     switch,
     trim,
 )
@@ -73,7 +74,7 @@ __all__ = [
     "GuestError", "OutOfMemoryError", "ReceiveError", "Region", "RegionPausedError", "Transition",
     "TransitionFuture", "TransitionRecord", "TransitionStage", "VerifyError", "WaitTimeoutError", "capturing",
     "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "outside", "pause", "phase",
-    "region", "register", "release_host_memory", "resume", "stats", "switch", "trim", "unregister",
+    "region", "register", "release_host_memory", "resume", "start", "stats", "switch", "trim", "unregister",
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)

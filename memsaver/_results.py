@@ -56,8 +56,8 @@ class Transition:
 class TransitionFuture(Future[Transition]):
     """A transition in the background: a ``concurrent.futures.Future`` that can also be awaited.
 
-    ``pause()``, ``resume()`` and ``switch()`` return it with ``wait=False``. ``result()`` and ``await`` return the
-    ``Transition`` or raise its error. A transition cannot be cancelled: ``cancel()`` returns False.
+    ``memsaver.start()`` returns it. ``result()`` and ``await`` return the ``Transition`` or raise its error. A
+    transition cannot be cancelled: ``cancel()`` returns False.
 
     Attributes:
         pause: Tags of the regions and guests to pause.
@@ -65,7 +65,7 @@ class TransitionFuture(Future[Transition]):
 
     Examples:
         >>> region = memsaver.region("optimizer", device="cpu", backup="host")
-        >>> moving = region.pause(wait=False)
+        >>> moving = memsaver.start(pause=region)
         >>> moving.result(timeout=60).paused
         ('optimizer',)
         >>> moving
@@ -98,7 +98,7 @@ class TransitionFuture(Future[Transition]):
         Examples:
             >>> region = memsaver.region("optimizer", device="cpu", backup="host")
             >>> _ = region.pause()
-            >>> moving = region.resume(wait=False)
+            >>> moving = memsaver.start(resume=region)
             >>> moving.result(timeout=60).resumed
             ('optimizer',)
         """

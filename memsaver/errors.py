@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -169,14 +169,25 @@ class BackupError(Error):
     held_bytes: int
     available_bytes: int
     regions: tuple[str, ...] = ()
-    _of_pinned_memory: bool = False  # contents pass through it on their way to a file as well
+    _of_pinned_memory: bool = False
 
-    def _name_regions(self, tags: Sequence[str], remedy: str) -> None:
-        """Adds the regions whose contents the transition was to keep, the figures and the remedy to the text."""
-        self.regions = tuple(tags)
+    def _name_regions(self, kept: Mapping[str, str]) -> None:
+        """Adds the regions whose contents the transition was to keep, with the remedies for their policies."""
+        self.regions = tuple(kept)
+        remedies = [_REMEDIES[policy] for policy in ("host", "disk") if policy in kept.values()]
+        if (
+            remedies == [_REMEDIES["disk"]] and self._of_pinned_memory
+        ):  # contents pass through it on their way to a file
+            remedies = ["free host memory, raise configure(host_limit=...), or pause with backup='none'"]
         figures = f"{gib(self.needed_bytes)} needed, {gib(self.held_bytes)} held, {gib(self.available_bytes)} available"
-        names = ", ".join(map(repr, tags))
-        self.args = (f"no backup for {names}: {self} ({figures}); {remedy}{_UNCHANGED}",)
+        names = ", ".join(map(repr, kept))
+        self.args = (f"no backup for {names}: {self} ({figures}); {'; '.join(remedies)}{_UNCHANGED}",)
+
+
+_REMEDIES = {
+    "host": "free host memory, raise configure(host_limit=...), or pause with backup='disk' or 'none'",
+    "disk": "free disk space, choose another configure(disk_dir=...), or pause with backup='none'",
+}
 
 
 class ConfigError(Error, ValueError):

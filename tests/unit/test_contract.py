@@ -147,7 +147,7 @@ def test_a_host_region_has_no_pool_for_graphs(make: Make) -> None:
         (ValueError, lambda tag: memsaver.trim("no such tag")),
         (ValueError, lambda tag: memsaver.switch(pause=tag, resume="no such tag")),
         (TypeError, lambda tag: memsaver.pause([tag, 3])),  # type: ignore[list-item]
-        (TypeError, lambda tag: memsaver.pause(3)),  # type: ignore[call-overload]
+        (TypeError, lambda tag: memsaver.pause(3)),  # type: ignore[arg-type]
         (ValueError, lambda tag: memsaver.pause(tag, backup="floppy")),
         (ValueError, lambda tag: memsaver.switch(pause=tag, resume=tag)),
         (ValueError, lambda tag: memsaver.switch(pause=None, resume=tag)),

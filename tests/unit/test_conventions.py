@@ -24,11 +24,11 @@ else:
 Make = Callable[..., memsaver.Region]
 
 VERBS: list[Callable[..., Any]] = [
-    memsaver.pause, memsaver.resume, memsaver.switch, memsaver.phase, memsaver.define_phase, memsaver.trim,
-    memsaver.Region.pause, memsaver.Region.resume, memsaver.transitions.prepare_pause, *RAY_VERBS,
+    memsaver.pause, memsaver.resume, memsaver.switch, memsaver.start, memsaver.phase, memsaver.define_phase,
+    memsaver.trim, memsaver.Region.pause, memsaver.Region.resume, memsaver.transitions.prepare_pause, *RAY_VERBS,
 ]  # fmt: skip
 BY_POSITION = {"self", "tags", "coming", "name", "resident"}
-ORDER = ["backup", "restore", "timeout", "memory_timeout", "reader_timeout", "wait", "progress"]
+ORDER = ["backup", "restore", "timeout", "memory_timeout", "reader_timeout", "progress"]
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_function_and_method_have_the_same_options() -> None:
 def test_actors_have_the_options_of_the_functions(verb: str) -> None:
     ray = pytest.importorskip("memsaver.ray", reason="needs ray")
     function = signature(getattr(memsaver, verb)).parameters
-    in_process = {"wait", "progress"}  # neither passes from process to process
+    in_process = {"progress"}  # it does not pass from process to process
     expected = [(each.name, each.kind, each.default) for each in function.values() if each.name not in in_process]
     for base in (ray.Colocated, ray.AsyncColocated):
         _, *method = signature(getattr(base, verb)).parameters.values()

@@ -340,7 +340,7 @@ def test_cpu_backup_of_a_region_in_transition_raises(make: Make, clone: bool) ->
     region = make("host")
     tensor = counted(region, 100)
     assert _core.acquire([region._core]) is None
-    pause = region.pause(wait=False)
+    pause = memsaver.start(pause=region)
     with pytest.raises(memsaver.Error, match="is active|is pausing"):
         cpu_backup(tensor, clone=clone)
     _core.release([region._core])

@@ -315,7 +315,7 @@ from memsaver.transitions import prepare_pause
 if state == "resuming":
     region.pause()
     with control.held("cuMemSetAccess"):
-        resume = region.resume(wait=False)
+        resume = memsaver.start(resume=region)
         control.until_stopped("cuMemSetAccess")
         assert region.state == "resuming" and segment.close() == 0
     resume.result()

@@ -112,7 +112,7 @@ def switch(first: memsaver.Region, second: memsaver.Region) -> None:
 
 
 def background(first: memsaver.Region, second: memsaver.Region) -> None:
-    moving = memsaver.pause([first, second], wait=False)
+    moving = memsaver.start(pause=[first, second])
     moving.result(BOUND_S)
 
 

@@ -50,7 +50,7 @@ def test_a_pause_takes_policies_by_tag(make: Make) -> None:
         lambda **policy: memsaver.pause(tags, **policy),
         lambda **policy: memsaver.switch(pause=tags, **policy),
         lambda **policy: prepare_pause(tags, **policy).commit(),
-        lambda **policy: memsaver.pause(tags, wait=False, **policy).result(),
+        lambda **policy: memsaver.start(pause=tags, **policy).result(),
     ]
     if HAS_RAY:
         pauses.append(lambda **policy: Colocated().pause(tags, **policy))

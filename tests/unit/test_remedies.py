@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 import pickle
 import warnings
 from collections.abc import Callable
@@ -110,22 +108,3 @@ def test_an_inner_phase_that_pauses_the_outer_one_warns(make: Make, monkeypatch:
         assert caught[0].filename == __file__
         assert one.state == "paused"
     memsaver.resume()
-
-
-def test_a_view_that_outlives_a_resume_of_a_frozen_region_is_logged(tag: str, caplog: pytest.LogCaptureFixture) -> None:
-    region = memsaver.region(tag, device="cpu", backup="host", frozen=True)
-    held = blocks(region, [MIB])
-    region.pause()
-    with caplog.at_level(logging.WARNING, "memsaver"):
-        region.resume()
-        region.pause()
-        view = memsaver.cpu_backup(held[0].tensor)
-        copy = memsaver.cpu_backup(held[0].tensor, clone=True)
-        assert caplog.text == ""
-        region.resume()
-    assert f"region {tag!r} is frozen and was resumed while a tensor of cpu_backup() was held" in caplog.text
-    assert region.pause().copied_bytes == held[0].nbytes  # another copy
-    region.resume()
-    held[0].check()
-    del view, copy
-    gc.collect()

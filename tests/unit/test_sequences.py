@@ -95,12 +95,11 @@ class Move:
     begun: memsaver.Transition | memsaver.TransitionFuture | None = None
 
     def begin(self, wait: bool) -> None:
-        self.begun = memsaver.switch(
+        self.begun = (memsaver.switch if wait else memsaver.start)(
             pause=[each.region.tag for each in self.out],
             resume=[each.region.tag for each in self.back],
             backup=self.backup,
             restore=self.restore,
-            wait=wait,
         )
 
     def gives_up(self, member: Member) -> bool:
