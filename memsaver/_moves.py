@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from memsaver import _core, _guests, _results
-from memsaver._adapter import Ranges, adapter, loaded
+from memsaver._adapter import adapter, loaded
 from memsaver._results import Transition
 from memsaver.errors import BackupError, Error
 from memsaver.policies import Bounds
-from memsaver.regions import Chosen, Region, all_regions, tags_of, wrapper
+from memsaver.regions import Chosen, Ranges, Region, all_regions, tags_of, wrapper
 
 log = logging.getLogger("memsaver")
 

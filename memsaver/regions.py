@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("memsaver")
 
 _NO_FILL, *FILLS = _core.FILLS
+Ranges = list[tuple[int, int]]  # addresses, or offsets within a region, and bytes
 
 
 class Region:

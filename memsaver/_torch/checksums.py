@@ -16,9 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from memsaver._adapter import Ranges
 from memsaver.errors import VerifyError
-from memsaver.regions import Region, outside
+from memsaver.regions import Ranges, Region, outside
 
 log = logging.getLogger("memsaver")
 

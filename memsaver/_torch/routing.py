@@ -22,7 +22,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memsaver import _adapter, _core
-from memsaver._adapter import Ranges
 from memsaver._torch.checksums import Checksums
 from memsaver._torch.default_pool import default_pools
 from memsaver._torch.ipc import patches
@@ -31,7 +30,7 @@ from memsaver._torch.routes import empty_cache, routes
 from memsaver._torch.side_pools import side_pools
 from memsaver.broker import caches
 from memsaver.errors import Error, RegionPausedError, add_ledger
-from memsaver.regions import Region, owning
+from memsaver.regions import Ranges, Region, owning
 
 log = logging.getLogger("memsaver")
 
@@ -481,11 +480,12 @@ class Router:
 
     def patch(self, names: Collection[str]) -> None:
         """Replaces functions of torch: see docs/what-it-touches.md. Again: no-op."""
-        if "captures" in names and not self._observes_captures:
-            self._observes_captures = True
-            self._observe_captures()
-        if "multiprocessing" in names:
-            patches.install()
+        with self._lock:
+            if "captures" in names and not self._observes_captures:
+                self._observes_captures = True
+                self._observe_captures()
+            if "multiprocessing" in names:
+                patches.install()
 
     def _observe_captures(self) -> None:
         original_begin, original_end = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
@@ -576,3 +576,6 @@ def _subtract(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]
         if at < end:
             left.append((at, end - at))
     return left
+
+
+router = Router()

@@ -63,7 +63,7 @@ def set_disk_dir(path: str | os.PathLike[str]) -> None:
 
 
 def _has_disk_dir() -> bool:
-    return any(each.option.name == "disk_dir" and each.value is not None for each in config.settings())
+    return "disk_dir" in config.options()
 
 
 def prepare() -> None:
