@@ -44,8 +44,8 @@ from memsaver.errors import (  # noqa: E402
     VerifyError,
     WaitTimeoutError,
 )
+from memsaver.figures import stats  # noqa: E402
 from memsaver.regions import Region, capturing, outside, region  # noqa: E402
-from memsaver.stats import stats  # noqa: E402
 from memsaver.transitions import (  # noqa: E402
     Transition,
     TransitionFuture,

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
-from memsaver import _core, _guests, ledger
+from memsaver import _core, _guests
 from memsaver._adapter import adapter, loaded, wanted
 from memsaver.broker import pool_client
 from memsaver.errors import Error, RegionPausedError
@@ -529,7 +529,6 @@ def region(
         pool_client.join(name)
         found = wrapper(_core.region(tag, name, backup or "none", bool(frozen), fill or _NO_FILL, bool(one_handle)))
         _observe_captures(name)
-        ledger.measure_context(name)
     for option, given, has in (
         ("backup", backup, found.backup),
         ("frozen", frozen, found.frozen),
@@ -568,7 +567,6 @@ def tagged(regions: Any, tag: str, device: str, backup: str, one_handle: bool) -
     pool_client.join(device)
     found = wrapper(regions.active(tag, device, backup, one_handle))
     _observe_captures(device)
-    ledger.measure_context(device)
     return found
 
 

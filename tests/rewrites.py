@@ -290,10 +290,10 @@ REWRITES = [
     Rewrite(
         "joined_rows_lose_one",
         "ledger: the bytes of one row vanish when the rows of a long report are joined",
-        "memsaver/ledger/messages.py",
+        "memsaver/ledger/reports.py",
         "rows[: len(rows) - most + 1]",
         "rows[: len(rows) - most]",
-        ["unit/test_ledger.py::test_the_rows_of_a_long_report_are_joined"],
+        ["unit/test_ledger.py::test_the_rows_of_a_report_survive_its_message_and_those_of_a_long_one_are_joined"],
     ),
     # Drop-ins
     Rewrite(

@@ -91,31 +91,6 @@ struct Unlocked {
 };
 
 Device& opened(const std::string& name);
-nb::list region_rows(const std::string& device);  // rows of stats() for the regions of the device
-
-// A figure of the system; nullopt if the read fails, as on a device with a dead context.
-template <typename Read>
-auto figure(Read read) -> std::optional<decltype(read())> {
-  try {
-    return read();
-  } catch (const Error&) {
-    return std::nullopt;
-  }
-}
-
-// The bytes of this process on a device, by the system's list of processes; nullopt if it does not list them.
-std::optional<std::size_t> own_bytes(const Driver& driver,
-                                     const std::optional<std::vector<Driver::Process>>& processes);
-
-// The other processes, and the bytes of each.
-template <typename Processes>
-nb::list others(const Processes& processes) {
-  const NoCollector no_collector;
-  nb::list rows;
-  for (const auto& [pid, bytes] : processes)
-    if (pid != ::getpid()) rows.append(nb::make_tuple(pid, bytes));
-  return rows;
-}
 
 inline nb::list rows_of(const std::vector<Driver::Holding>& holdings) {
   const NoCollector no_collector;

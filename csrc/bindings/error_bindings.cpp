@@ -1,5 +1,4 @@
 // Translates errors of the core into Python exceptions.
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <exception>
@@ -51,16 +50,6 @@ void translate_ours(const std::exception_ptr& thrown) {
     for (const NoCollector no_collector; const Unused& each : error.unused)
       unused.append(nb::make_tuple(each.pid, each.bytes, each.why));
     fields["unused"] = unused;
-    Device& device = opened(error.device);
-    std::optional<std::size_t> own;
-    if (!device.pooled) {  // the system's list does not show which process uses memory of a pool
-      const Unlocked release;
-      own = own_bytes(*device.driver, figure([&] { return device.driver->processes(); }));
-    }
-    fields["own_bytes"] = own;
-    fields["retained_bytes"] = device.retained.idle_bytes();
-    fields["regions"] = region_rows(error.device);
-    fields["processes"] = others(error.holders);
     raise("OutOfMemoryError", error, fields);
   } catch (const BrokerError& error) {
     fields["path"] = error.path;

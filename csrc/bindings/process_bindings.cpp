@@ -15,13 +15,16 @@ namespace memsaver {
 
 Device& opened(const std::string& name) { return core().device(name); }
 
-std::optional<std::size_t> own_bytes(const Driver& driver,
-                                     const std::optional<std::vector<Driver::Process>>& processes) {
-  if (!processes) return std::nullopt;
-  for (const Driver::Process& process : *processes)
-    if (process.pid == ::getpid() && process.bytes > 0) return process.bytes;
-  if (driver.ordinal() < 0) return 0;  // the ledger lists every process with memory
-  return std::nullopt;
+namespace {
+
+// A figure of the system; nullopt if the read fails, as on a device with a dead context.
+template <typename Read>
+auto figure(Read read) -> std::optional<decltype(read())> {
+  try {
+    return read();
+  } catch (const Error&) {
+    return std::nullopt;
+  }
 }
 
 nb::list region_rows(const std::string& device) {
@@ -59,8 +62,6 @@ nb::list region_rows(const std::string& device) {
   return found;
 }
 
-namespace {
-
 std::size_t release_host_memory() {
   std::size_t bytes = 0;
   for (Device* device : core().all_devices()) bytes += device->arena.release_idle() + device->files.release_idle();
@@ -95,10 +96,9 @@ void stop_background() {
 
 nb::dict device_stats(const std::string& name) {
   Device& device = opened(name);
-  std::optional<std::size_t> total, free, own;
+  std::optional<std::size_t> total, free;
   std::optional<std::string> uuid;
   std::size_t retained = 0, host_held = 0, host_used = 0;
-  std::optional<std::vector<Driver::Process>> processes;
   {
     Unlocked release;
     if (const auto memory = figure([&] { return device.driver->memory(); })) {
@@ -106,8 +106,6 @@ nb::dict device_stats(const std::string& name) {
       free = memory->free;
     }
     uuid = figure([&] { return device.driver->uuid(); });
-    processes = figure([&] { return device.driver->processes(); });
-    own = own_bytes(*device.driver, processes);
     retained = device.source().idle_bytes();
     host_held = device.arena.held_bytes();
     host_used = device.arena.used_bytes();
@@ -115,18 +113,15 @@ nb::dict device_stats(const std::string& name) {
   const nb::list regions = region_rows(name);
   const NoCollector no_collector;
   nb::dict row;
-  row["device"] = name;
   row["uuid"] = uuid;
   row["total_bytes"] = total;
   row["free_bytes"] = free;
-  row["own_bytes"] = own;
   row["retained_bytes"] = retained;
   row["host_held_bytes"] = host_held;
   row["host_used_bytes"] = host_used;
   row["disk_held_bytes"] = device.files.held_bytes();
   row["disk_used_bytes"] = device.files.used_bytes();
   row["regions"] = regions;
-  row["processes"] = others(processes.value_or(std::vector<Driver::Process>{}));
   return row;
 }
 

@@ -187,9 +187,7 @@ void SharedPool::settle() {
 Supply SharedPool::look() {
   const auto answers = call_broker(message_of(Kind::usage, {}), Clock::now() + kUsageTimeout, "the broker", false);
   const std::vector<std::uint64_t>& usage = answers.back().words;
-  Supply supply{usage.at(1), {}};
-  for (std::size_t at = 3; at + 1 < usage.size(); at += 2)
-    supply.holders.push_back({static_cast<int>(usage[at]), usage[at + 1]});
+  Supply supply{usage.at(1)};
   std::lock_guard lock(mutex_);
   for (const Holder& holder : holders_)
     if (holder.unused.value_or(0) > 0) supply.unused.push_back({holder.pid, *holder.unused, holder.why});

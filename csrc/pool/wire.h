@@ -71,7 +71,7 @@
 //                                                  with the reasons. `more`: 1 if some of them will return memory by
 //                                                  themselves. Sent for a stalled demand, when the clients have
 //                                                  answered reclaim
-//   usage     serial, available, capacity, {pid, held}...   `available`: idle bytes, and bytes that can be created
+//   usage     serial, available, capacity          `available`: idle bytes, and bytes that can be created
 //   status    serial                               text: JSON, see memsaver/broker/status.py
 //   attach_request  request, pid, residence  + descriptors   text: as in attach -> attach_reply. With a pidfd of the
 //                                                  process that attaches, its sentinel, and the pidfds that it sent:

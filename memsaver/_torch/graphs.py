@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memsaver import _core, ledger, regions
+from memsaver import _core, regions
 from memsaver._adapter import adapter
 from memsaver.errors import ConfigError, Error, RegionPausedError
 from memsaver.regions import Region, Selection
@@ -153,7 +152,6 @@ def graph(
     completed = False
     try:
         with (
-            ledger.measured("graphs", home.tag, home.device) as taken,
             regions.outside(),
             torch.cuda.device(device),
             # Backward on this thread too: autograd's own may lack a cuBLAS handle, which cannot be made in a capture.
@@ -166,7 +164,6 @@ def graph(
         if not completed:
             _clean_up(device, before)
     cuda_graph._add_needs(needed)
-    weakref.finalize(cuda_graph, taken.release).atexit = False
 
 
 def check_registration() -> None:

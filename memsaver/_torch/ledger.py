@@ -13,15 +13,6 @@ from memsaver._torch.pools import DEFAULT_POOL, has_many_blocks, snapshot
 Part = tuple[str, str, str, int]  # as in memsaver/ledger/rows.py
 
 
-def outside_bytes(device: str) -> int:
-    """Bytes of torch's segments outside of regions, allocated or cached."""
-    stats = _stats(device)
-    # During a transition the region still has segments that torch has unmapped.
-    return (
-        0 if stats is None else max(0, _current(stats, "reserved_bytes") - sum(size for _, size in _segments(device)))
-    )
-
-
 def parts(device: str) -> list[Part]:
     """torch's memory outside of regions: in tensors, and in blocks that torch keeps for later tensors.
 

@@ -67,7 +67,7 @@ def test_out_of_memory_at_resume_names_the_holder_and_can_be_retried(
         region.resume()
     error = raised.value
     assert error.needed_bytes >= 2 * GIB and error.free_bytes < 2 * GIB
-    assert neighbour.process.pid in [pid for pid, _, _ in error.processes], error
+    assert neighbour.process.pid in [row["pid"] for row in error.ledger], error
     assert str(neighbour.process.pid) in str(error)
     assert region.state == "paused" and region.backup_bytes == 2 * GIB
     assert abs(driver_free() - before) < 64 * MIB, "a failed resume kept memory"

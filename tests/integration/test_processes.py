@@ -28,7 +28,7 @@ def hold(peer: Peer, nbytes: int, tag: str = "theirs", backup: str = "host") -> 
 
 
 def row_of(pid: int) -> dict[str, object] | None:
-    rows = memsaver.stats().asdict()["devices"]["cpu"]["processes"]
+    rows = memsaver.stats().asdict()["devices"]["cpu"]["ledger"]["rows"]
     return next((row for row in rows if row["pid"] == pid), None)
 
 
@@ -39,9 +39,8 @@ def test_memory_of_one_process_is_used_in_the_other(peer: Peer) -> None:
     assert free_bytes() == before - 64 * MIB
     row = row_of(peer.pid)
     assert row is not None
-    assert (row["nbytes"], row["pid"]) == (64 * MIB, peer.pid)
+    assert (row["bytes"], row["kind"]) == (64 * MIB, "process")
     assert isinstance(row["name"], str) and row["name"]
-    assert row_of(os.getpid()) is None  # only the others
     peer.run("region.pause()")
     assert free_bytes() == before
     assert row_of(peer.pid) is None
@@ -78,11 +77,11 @@ def test_out_of_memory_names_the_process_that_holds_it(make: Make, peer: Peer) -
     with pytest.raises(memsaver.OutOfMemoryError) as caught:
         region.resume()
     error = caught.value
-    pid, name, nbytes = next(row for row in error.processes if row[0] == peer.pid)
-    assert nbytes >= theirs
-    assert f"{name} (pid {pid})" in str(error)
+    row = next(row for row in error.ledger if row["pid"] == peer.pid)
+    assert row["bytes"] >= theirs
+    assert f"{row['name']} (pid {peer.pid})" in str(error)
     assert region.state == "paused"
-    assert pickle.loads(pickle.dumps(error)).processes == error.processes
+    assert pickle.loads(pickle.dumps(error)).ledger == error.ledger
     peer.run("region.pause()")
     region.resume()
     held[0].check()

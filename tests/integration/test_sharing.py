@@ -86,12 +86,6 @@ def test_a_region_that_others_are_attached_to_is_not_closed(broker: Running, own
     until(lambda: is_whole(broker.status()))
 
 
-def test_bytes_of_a_pool_client_outside_of_regions_are_unknown(owner: Worker) -> None:
-    text = owner.fails("region.empty((1 << 40,), torch.uint8)")
-    assert text.startswith("OutOfMemoryError") and ", outside of regions an unknown amount; " in text
-    assert owner.run("print(error.outside_bytes)") == "None"
-
-
 @pytest.mark.parametrize("broker_dies", [False, True])
 def test_the_owners_pause_waits_for_a_child_of_the_attached_process(
     broker: Running, owner: Worker, other: Worker, broker_dies: bool

@@ -1,0 +1,136 @@
+"""The report of this process on its memory, for its own ledger and as a message for brokers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from memsaver import _core, _guests
+from memsaver.errors import BrokerError
+from memsaver.ledger.accounts import Device, Own, Report, account, of_pool
+from memsaver.ledger.rows import Ledger, Part, lines
+from memsaver.process_names import process_name
+
+log = logging.getLogger("memsaver")
+
+STATUS_S = 1.0  # the longest wait for the broker's part
+MOST_ROWS = 100  # of one process in a message
+_LONGEST_TEXT = 100  # characters of a kind, a label or a state in a message
+_LARGEST = 1 << 62
+_LONGEST_REPORT = _core.LONGEST_PACKET // 2  # characters of a message
+
+
+def own(device: str) -> Own:
+    """Reads the driver's figures of a device, and the report of this process."""
+    figures = _core.ledger_figures(device)
+    pid, holdings = os.getpid(), figures["holdings"]
+    parts: list[Part] = [("region", row["tag"], row["state"], row["mapped_bytes"]) for row in figures["regions"]]
+    parts += [("retained", "", "", figures["retained_bytes"]), *_torch_parts(device)]
+    if _core.device_names() == [device]:  # a guest does not tell the device of its bytes
+        parts += [("guest", row["name"], row["state"], row["nbytes"] or 0) for row in _guests.rows()]
+    imported = next((each[2] for each in holdings if each[0] == pid), 0)
+    known = [part for part in parts if part[-1]]
+    report = Report(pid, process_name(pid), known, imported, figures["pooled_bytes"])
+    return Device(figures["used_bytes"], holdings, figures["lists_all"]), report
+
+
+def _torch_parts(device: str) -> list[Part]:
+    """torch's memory outside of regions, without loading torch. Some versions and allocators do not tell it."""
+    if "torch" not in sys.modules:
+        return []
+    try:
+        from importlib import import_module
+
+        found: list[Part] = import_module("memsaver._torch.ledger").parts(device)
+        return found
+    except Exception as error:
+        log.debug("torch does not tell its memory on %s: %r", device, error)
+        return []
+
+
+def read(device: str) -> Ledger:
+    """The ledger of a device, by the figures of this process and its pool's broker. Read again once if inconsistent."""
+    found = _read(device)
+    return found if found.is_consistent else _read(device)
+
+
+def _read(device: str) -> Ledger:
+    status = None
+    if _core.in_pool(device):
+        try:
+            status = json.loads(_core.pool_status(device, STATUS_S))
+        except BrokerError as error:
+            log.debug("the ledger of %s is without its pool: %s", device, error)
+    figures, report = own(device)  # after the status, which may wait for the reports of other processes
+    return account(figures, [report], None) if status is None else of_pool(status, (figures, report))
+
+
+def for_error(device: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of the ledger for an error, and its lines."""
+    found = read(device)
+    return [asdict(row) for row in found.rows], lines(found)
+
+
+def serve() -> None:
+    """Sends the report of this process to brokers that query it. Returns at the exit of the interpreter."""
+    while (device := _core.next_ledger_query()) is not None:
+        try:
+            _core.send_ledger(device, encoded(device))
+        except Exception as error:  # the broker is answered without a report
+            log.debug("no ledger of %s was sent: %r", device, error)
+
+
+def encoded(device: str) -> str:
+    """The report of this process for a broker, without its regions, which the broker has from ``report``.
+
+    The smallest rows are joined if there are too many, or if their text is too long for a packet.
+    """
+    found = own(device)[1]
+    rows = sorted(([*_cut(part[:3]), part[3]] for part in found.parts or () if part[0] != "region"), key=_bytes_of)
+    most = MOST_ROWS
+    while True:
+        if len(rows) > most:
+            joined = sum(map(_bytes_of, rows[: len(rows) - most + 1]))
+            rows = [["other", "", "", joined], *rows[len(rows) - most + 1 :]]
+        text = json.dumps({"imported_bytes": found.imported, "rows": rows[::-1]}, separators=(",", ":"))
+        if len(text) <= _LONGEST_REPORT:
+            return text
+        most //= 2
+
+
+def _cut(texts: Iterable[str]) -> list[str]:
+    return [text[:_LONGEST_TEXT] for text in texts]
+
+
+def _bytes_of(row: Sequence[Any]) -> int:
+    return int(row[3])
+
+
+def decoded(text: str) -> dict[str, Any]:
+    """Checks a report of another process. Raises ValueError."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("a ledger is nested too deeply") from None
+    if not isinstance(found, dict) or set(found) != {"imported_bytes", "rows"}:
+        raise ValueError("a ledger is no object with imported_bytes and rows")
+    imported, rows = found["imported_bytes"], found["rows"]
+    if imported is not None and not _is_size(imported):
+        raise ValueError(f"imported_bytes is {imported!r}, expected an integer or null")
+    if not isinstance(rows, list) or len(rows) > MOST_ROWS:
+        raise ValueError(f"rows is no list of at most {MOST_ROWS}")
+    for row in rows:
+        if not isinstance(row, list) or len(row) != 4 or not _is_size(row[3]):
+            raise ValueError(f"a row is {row!r}, expected kind, label, state and bytes")
+        if not all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in row[:3]):
+            raise ValueError(f"a row is {row!r}, expected texts of at most {_LONGEST_TEXT} characters")
+    return found
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
