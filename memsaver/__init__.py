@@ -27,7 +27,7 @@ except ImportError as error:
 
 from memsaver import _adapter, config, errors  # noqa: E402
 from memsaver._guests import Guest, register, unregister  # noqa: E402
-from memsaver._results import TransitionRecord, TransitionStage, history  # noqa: E402
+from memsaver._results import history  # noqa: E402
 from memsaver._torch.backups import cpu_backup, release_host_memory  # noqa: E402
 from memsaver.config import configure  # noqa: E402
 from memsaver.errors import (  # noqa: E402
@@ -72,7 +72,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error", "Guest",
     "GuestError", "OutOfMemoryError", "ReceiveError", "Region", "RegionPausedError", "Transition",
-    "TransitionFuture", "TransitionRecord", "TransitionStage", "VerifyError", "WaitTimeoutError", "capturing",
+    "TransitionFuture", "VerifyError", "WaitTimeoutError", "capturing",
     "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "outside", "pause", "phase",
     "region", "register", "release_host_memory", "resume", "start", "stats", "switch", "trim", "unregister",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from memsaver import _core, _guests, _results
-from memsaver._adapter import adapter, loaded
+from memsaver._adapter import loaded, with_torch
 from memsaver._results import Transition
 from memsaver.errors import BackupError, Error
 from memsaver.policies import Bounds
@@ -27,6 +27,8 @@ Progress = Callable[[int, int], object]
 def set_verify(wanted: bool) -> None:
     """Turns the comparison of contents before a pause with those after the resume on or off."""
     global _verify
+    if _verify and not wanted:
+        with_torch("memsaver._torch.checksums").forget_all()
     _verify = wanted
 
 
@@ -98,7 +100,6 @@ class Move:
             restored = [self._restore[each.tag] for each in move.resuming]
             if (torch := loaded()) is not None:
                 torch.check_pausable(leaving, self._thread)
-                torch.move_threads_away(leaving)  # again: an earlier transition may have moved them back meanwhile
             self._guests.prepare(self._paused_tags())
             live = [_live(each) if policy != "none" else [] for each, policy in zip(leaving, kept)]
             move.prepare(kept, live, restored, self._report)
@@ -194,21 +195,19 @@ class Move:
         return outcome
 
     def _record_contents(self, leaving: Sequence[Region], kept: Sequence[str], live: Sequence[Ranges]) -> None:
-        torch = adapter() if _verify else loaded()
-        if torch is None:
+        if not _verify:
             return
+        checksums = with_torch("memsaver._torch.checksums")
         partly_unmapped = {wrapper(each) for each in self.core.was_paused}
         for each, policy, ranges in zip(leaving, kept, live):
-            if not _verify or policy == "none":
-                torch.forget_contents(each)
-            elif each not in partly_unmapped:  # else an earlier pause has recorded them, and failed later
-                torch.record_contents(each, ranges)
+            if each not in partly_unmapped:  # else an earlier pause has recorded them, and failed later
+                checksums.record(each, ranges if policy != "none" else None)
 
     def _check_contents(self) -> None:
         """The core calls this before the regions are active, and takes no exception."""
         try:
             for each in map(wrapper, self._restored):
-                adapter().check_contents(each)
+                with_torch("memsaver._torch.checksums").check(each)
         except Exception as error:
             self._differing = error
 

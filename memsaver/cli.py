@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence, Set
 from importlib.metadata import version
 from pathlib import Path
@@ -26,8 +25,7 @@ from memsaver.drop_in.tms import launch
 from memsaver.errors import BrokerError, ConfigError, Error, gib
 from memsaver.policies import BACKUPS
 
-_REDRAW_S = 1.0
-_CLEAR = "\x1b[H\x1b[J"
+_OLD_S = 1.0  # of a report
 _WIDEST_NAME = 40  # characters of a process in the table of `top`
 
 
@@ -68,12 +66,11 @@ def _parser() -> argparse.ArgumentParser:
     top = commands.add_parser(
         "top",
         help="show processes, regions and free memory of the shared pools",
-        description="Each process, region, state and bytes of the shared pools, live in a terminal, else once. For a"
-        " device without a pool: its processes, by the driver's list.",
+        description="Each process, region, state and bytes of the shared pools. For a device without a pool: its"
+        " processes, by the driver's list.",
     )
     top.add_argument("--device", help="only this one (default: all pools of this user, and all GPUs)")
-    top.add_argument("--once", action="store_true", help="print it once, also in a terminal")
-    top.add_argument("--json", action="store_true", help="print it once, as JSON")
+    top.add_argument("--json", action="store_true", help="print it as JSON")
     top.set_defaults(run=_top)
 
     trim = commands.add_parser("trim", help="give idle memory of the shared pools back to the driver")
@@ -279,30 +276,24 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _top(options: argparse.Namespace) -> int:
-    opened: dict[str, Any] = {}  # memory by device, of devices without a pool
-    while True:
-        paths, pools, note = [], [], ""
-        try:
-            paths = _paths(options.device)
-        except BrokerError as error:  # one that comes later is shown then
-            note = str(error)
-        for path in paths:
-            with AdminClient(path) as client:
-                pools.append(_status(client))
-        devices = [_figures(name, opened) for name in _without_pool(options.device, {pool["uuid"] for pool in pools})]
-        if options.json:
-            if note:
-                print(f"memsaver: {note}", file=sys.stderr)
-            print(json.dumps({"pools": pools, "devices": devices}))
-            return 0
-        parts = [*([[note]] if note else []), *map(_lines, pools), *map(_lines_of_device, devices)]
-        table = "\n\n".join("\n".join(part) for part in parts) + "\n"
-        if options.once or not sys.stdout.isatty():
-            sys.stdout.write(table)
-            return 0
-        sys.stdout.write(_CLEAR + table)
-        sys.stdout.flush()
-        time.sleep(_REDRAW_S)
+    note, paths = "", []
+    try:
+        paths = _paths(options.device)
+    except BrokerError as error:
+        note = str(error)
+    pools = []
+    for path in paths:
+        with AdminClient(path) as client:
+            pools.append(_status(client))
+    devices = [_figures(name) for name in _without_pool(options.device, {pool["uuid"] for pool in pools})]
+    if options.json:
+        if note:
+            print(f"memsaver: {note}", file=sys.stderr)
+        print(json.dumps({"pools": pools, "devices": devices}))
+        return 0
+    parts = [*([[note]] if note else []), *map(_lines, pools), *map(_lines_of_device, devices)]
+    print("\n\n".join("\n".join(part) for part in parts))
+    return 0
 
 
 def _without_pool(device: str | None, uuids: Set[str]) -> list[str]:
@@ -315,11 +306,9 @@ def _without_pool(device: str | None, uuids: Set[str]) -> list[str]:
     return [f"cuda:{index}" for index in range(count) if _core.cuda_uuid(index) not in uuids]
 
 
-def _figures(name: str, opened: dict[str, Any]) -> dict[str, Any]:
+def _figures(name: str) -> dict[str, Any]:
     """A device without a pool, by the driver's figures."""
-    if name not in opened:
-        opened[name] = _memory(name)
-    memory = opened[name]
+    memory = _memory(name)
     account = ledger.of_device(memory.used_bytes(), memory.holdings(), memory.lists_all())
     sizes = {"uuid": memory.uuid(), "total_bytes": memory.total_bytes()}
     return {"device": name, **sizes, "ledger": dataclasses.asdict(account)}
@@ -394,6 +383,6 @@ def _notes(client: dict[str, Any], any_waits: bool) -> str:
     else:
         if not client["connected"]:
             notes.append("not connected")
-        if age is None or age > _REDRAW_S:
+        if age is None or age > _OLD_S:
             notes.append("no report" if age is None else f"does not answer since {age:.0f} s")
     return ", ".join(notes)

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from memsaver import _core, _guests, config, ledger
+from memsaver._results import TransitionRecord as TransitionRecord
+from memsaver._results import TransitionStage as TransitionStage
 from memsaver.errors import BrokerError, gib
 from memsaver.ledger import Ledger
+from memsaver.ledger import LedgerRow as LedgerRow
 from memsaver.process_names import process_name
 
 

@@ -13,6 +13,7 @@ import torch
 
 from memsaver import _core, regions
 from memsaver._adapter import adapter
+from memsaver._torch import captures
 from memsaver.errors import ConfigError, Error, RegionPausedError
 from memsaver.regions import Region, Selection
 
@@ -70,7 +71,7 @@ class CUDAGraph(torch.cuda.CUDAGraph):
             pool: The id of a memory pool. If it is that of a region's pool, the graph needs the region.
             kwargs: As for ``torch.cuda.CUDAGraph.capture_begin``.
         """
-        adapter().capture_begin(self, pool, partial(super().capture_begin, pool=pool, **kwargs))
+        captures.begin(self, pool, partial(super().capture_begin, pool=pool, **kwargs))
         region = adapter().graph_region(tuple(pool)) if pool is not None else None
         if region is not None:
             self._add_needs([region])

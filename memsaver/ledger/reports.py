@@ -30,7 +30,8 @@ def own(device: str) -> Own:
     figures = _core.ledger_figures(device)
     pid, holdings = os.getpid(), figures["holdings"]
     parts: list[Part] = [("region", row["tag"], row["state"], row["mapped_bytes"]) for row in figures["regions"]]
-    parts += [("retained", "", "", figures["retained_bytes"]), *_torch_parts(device)]
+    parts.append(("retained", "", "", figures["retained_bytes"]))
+    parts.append(("torch", "", "", _torch_bytes(device, sum(row["allocated_bytes"] for row in figures["regions"]))))
     if _core.device_names() == [device]:  # a guest does not tell the device of its bytes
         parts += [("guest", row["name"], row["state"], row["nbytes"] or 0) for row in _guests.rows()]
     imported = next((each[2] for each in holdings if each[0] == pid), 0)
@@ -39,18 +40,20 @@ def own(device: str) -> Own:
     return Device(figures["used_bytes"], holdings, figures["lists_all"]), report
 
 
-def _torch_parts(device: str) -> list[Part]:
-    """torch's memory outside of regions, without loading torch. Some versions and allocators do not tell it."""
-    if "torch" not in sys.modules:
-        return []
-    try:
-        from importlib import import_module
+def _torch_bytes(device: str, inside: int) -> int:
+    """torch's memory outside of regions, without loading torch. ``inside``: its segments in regions.
 
-        found: list[Part] = import_module("memsaver._torch.ledger").parts(device)
-        return found
+    Some versions and allocators do not tell their memory.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or device == "cpu":
+        return 0
+    try:
+        # During a transition a region still has segments that torch has unmapped.
+        return max(0, int(torch.cuda.memory_reserved(device)) - inside) if torch.cuda.is_initialized() else 0
     except Exception as error:
         log.debug("torch does not tell its memory on %s: %r", device, error)
-        return []
+        return 0
 
 
 def read(device: str) -> Ledger:

@@ -1010,7 +1010,7 @@ def test_top_shows_the_processes_of_a_device_without_a_broker(empty: Running) ->
     with Worker(empty, f"held = hold('a', {64 * MIB})", MEMSAVER_POOL="process") as worker:
         pid = worker.pid
         for device in ([], ["--device", "cpu"]):
-            text = empty.run("top", "--once", *device).stdout
+            text = empty.run("top", *device).stdout
             assert "no broker of a shared pool runs" in text and "without a shared pool" in text
             rows = [line.split() for line in text.splitlines()]
             assert [row for row in rows if row[:1] == [str(pid)] and row[-2:] == ["64.0", "MiB"]], text

@@ -289,7 +289,7 @@ def test_progress_ends_at_the_copied_bytes(make: Make, tmp_path: Path, backup: s
     """Several threads write and read a file, and each of them could call progress."""
     memsaver.configure(disk_dir=tmp_path)
     region = make(backup)
-    held = blocks(region, [100, 130 * MIB, 5 * MIB])
+    held = blocks(region, [100, 70 * MIB, 5 * MIB])
     starts: list[Callable[..., memsaver.Transition]] = [
         region.pause, region.resume,
         lambda **options: memsaver.start(pause=region, **options).result(),

@@ -42,7 +42,7 @@ def slow(tag: str) -> Iterator[Slow]:
     memsaver.unregister(guest)
 
 
-def names(record: memsaver.TransitionRecord) -> list[str]:
+def names(record: memsaver.figures.TransitionRecord) -> list[str]:
     return [each.name for each in record.stages]
 
 

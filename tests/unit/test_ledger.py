@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import memsaver
 from memsaver import _core, errors, ledger, process_names
-from memsaver._torch import ledger as torch_ledger
 from memsaver.ledger import LedgerRow, accounts, reports
 from memsaver.ledger.accounts import Device, PoolTotal, Report, account
 from tests import controls
@@ -202,7 +201,7 @@ def test_figures_that_contradict_each_other_leave_no_negative_row() -> None:
     """A region was paused between two reads, or a chunk of the pool was taken. A guest claims too much."""
     one = Report(1, "one", [("region", "a", "active", 60)], 0)
     taken = Report(1, "one", [("region", "a", "active", 60)], 0, pooled=60)
-    guest = Report(2, "two", [("region", "b", "active", 60), ("guest", "", "", 50), ("torch cached", "", "", -5)], 0)
+    guest = Report(2, "two", [("region", "b", "active", 60), ("guest", "", "", 50), ("torch", "", "", -5)], 0)
     cases: list[tuple[Device, list[Report], PoolTotal | None, Sums]] = [
         (Device(10, [(1, 10, None)], False), [one], None, {(1, "region"): 10}),
         (Device(40, [], False), [one], None, {(1, "region"): 40}),
@@ -278,16 +277,16 @@ def test_the_rows_of_a_report_survive_its_message_and_those_of_a_long_one_are_jo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def sent(parts: list[tuple[str, str, str, int]]) -> list[list[Any]]:
-        monkeypatch.setattr(reports, "_torch_parts", lambda device: parts)
+        monkeypatch.setattr(reports, "own", lambda device: (None, Report(1, "", parts, 7)))
         text = ledger.encoded("cpu")
         assert len(text) < _core.LONGEST_PACKET
         found = ledger.decoded(text)
-        assert found["imported_bytes"] == 0
+        assert found["imported_bytes"] == 7
         return list(found["rows"])
 
-    few = [("torch cached", "", "", 5 * PAGE), ("torch allocated", "", "", PAGE)]
-    assert sent(few) == [list(part) for part in few]
-    rows = sent([("torch", f"part {each} {'x' * 200}", "", each) for each in range(1, 1001)])
+    few = [("torch", "", "", 5 * PAGE), ("guest", "a", "here", PAGE), ("region", "in another message", "active", PAGE)]
+    assert sent(few) == [list(part) for part in few[:2]]
+    rows = sent([("guest", f"part {each} {'x' * 200}", "", each) for each in range(1, 1001)])
     assert len(rows) == reports.MOST_ROWS and sum(row[3] for row in rows) == sum(range(1001))
     assert rows[0][3] == 1000 and rows[-1][0] == "other"
     rows = sent([(200 * "\u20ac", 200 * "\u20ac", 200 * "\u20ac", each) for each in range(1, 1001)])
@@ -363,43 +362,14 @@ def test_torchs_error_has_the_rows_as_notes(make: Make) -> None:
     del held
 
 
-# torch's figures, made up here: no machine of these tests has torch with CUDA
-
-
-def segment(address: int, total: int, allocated: int, device: int = 0) -> dict[str, Any]:
-    """A block in use and a free one."""
-    blocks = [
-        {"address": address, "size": allocated, "state": "active_allocated"},
-        {"address": address + allocated, "size": total - allocated, "state": "inactive"},
-    ]
-    return {"address": address, "total_size": total, "blocks": blocks, "device": device}
-
-
-def test_segments_in_regions_are_not_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neighbouring segments of a region are one range. An expandable segment may have pieces inside and outside."""
-
-    def parts(
-        reserved: int, allocated: int, inside: list[tuple[int, int]], segments: list[Any], blocks: int = 10
-    ) -> Any:
-        names = {"reserved_bytes": reserved, "allocated_bytes": allocated, "allocation": blocks, "inactive_split": 0}
-        counts = {name: {"all": {"current": nbytes}} for name, nbytes in names.items()}
-        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: counts)
-        monkeypatch.setattr(torch_ledger, "snapshot", lambda pool_id: segments if pool_id == (0, 0) else None)
-        monkeypatch.setattr(torch_ledger, "_segments", lambda device: inside)
-        return torch_ledger.parts("cuda:0")
-
+def test_torchs_memory_outside_of_regions_is_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reports._torch_bytes("cuda:0", 0) == 0  # not in use
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert parts(100, 60, [], []) == [("torch allocated", "", "", 60), ("torch cached", "", "", 40)]
-    inside, segments = [(1000, 50), (3000, 10)], [
-        segment(900, 30, 15), segment(1000, 20, 20), segment(1020, 30, 5), segment(1050, 10, 10),
-        segment(3000, 10, 10), segment(5000, 1000, 1000, device=1),
-    ]  # fmt: skip
-    assert parts(100, 60, inside, segments) == [("torch allocated", "", "", 25), ("torch cached", "", "", 15)]
-    assert parts(100, 60, inside, segments, blocks=20_001) == [("torch", "", "", 40)]
-    assert parts(60, 60, inside, segments) == []
-    joined = segment(1000, 40, 30)
-    joined |= {"total_size": 100, "blocks": joined["blocks"] + segment(1040, 60, 40)["blocks"]}
-    assert parts(100, 70, [(1040, 60)], [joined]) == [("torch allocated", "", "", 30), ("torch cached", "", "", 10)]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100)
+    for device, inside, expected in (("cuda:0", 60, 40), ("cuda:0", 101, 0), ("cpu", 0, 0)):
+        assert reports._torch_bytes(device, inside) == expected
+    monkeypatch.delattr(torch.cuda, "memory_reserved")
+    assert reports._torch_bytes("cuda:0", 60) == 0
 
 
 def test_the_account_does_not_load_torch() -> None:
