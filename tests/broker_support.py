@@ -108,11 +108,11 @@ class Client:
         words = itertools.chain.from_iterable(chunks)
         self.say("inventory", *words, files=tuple(self.files[chunk] for chunk, _ in chunks))
 
-    def look(self) -> tuple[int, int, dict[int, int]]:
+    def look(self) -> tuple[int, int]:
         self.say("usage", 7)
-        serial, available, capacity, *rows = self.hear("usage").words
+        serial, available, capacity = self.hear("usage").words
         assert serial == 7
-        return available, capacity, dict(zip(rows[::2], rows[1::2]))
+        return available, capacity
 
     def refusal(self) -> tuple[str, int, str]:
         message = self.hear("refused")

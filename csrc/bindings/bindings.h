@@ -123,23 +123,6 @@ inline constexpr auto fields<Driver::Holding> =
     [](const Driver::Holding& each) { return std::make_tuple(each.pid, each.bytes, each.imported); };
 
 Device& opened(const std::string& name);
-std::vector<nb::dict> region_rows(const std::string& device);  // rows of stats() for the regions of the device
-
-// A figure of the system; nullopt if the read fails, as on a device with a dead context.
-template <typename Read>
-auto figure(Read read) -> std::optional<decltype(read())> {
-  try {
-    return read();
-  } catch (const Error&) {
-    return std::nullopt;
-  }
-}
-
-// The bytes of this process on a device, by the system's list of processes; nullopt if it does not list them.
-std::optional<std::size_t> own_bytes(const Driver& driver,
-                                     const std::optional<std::vector<Driver::Process>>& processes);
-
-std::vector<Driver::Process> others(std::vector<Driver::Process> processes);  // without this process
 
 void bind_errors(nb::module_& module);
 void bind_regions(nb::module_& module);

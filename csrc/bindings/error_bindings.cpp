@@ -15,21 +15,6 @@ void raise(const char* kind, const std::exception& error, const nb::dict& fields
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
 }
 
-void raise_out_of_memory(const OutOfMemoryError& error) {
-  Device& device = opened(error.device);
-  std::optional<std::size_t> own;
-  if (!device.pooled) {  // the system's list does not show which process uses memory of a pool
-    const Unlocked release;
-    own = own_bytes(*device.driver, figure([&] { return device.driver->processes(); }));
-  }
-  std::vector<Driver::Process> holders;
-  for (const auto& [pid, bytes] : error.holders) holders.push_back({pid, bytes});
-  raise("OutOfMemoryError", error,
-        dict_of("device", error.device, "needed_bytes", error.needed_bytes, "free_bytes", error.free_bytes, "waited_s",
-                error.waited_s, "unused", error.unused, "own_bytes", own, "retained_bytes",
-                device.retained.idle_bytes(), "regions", region_rows(error.device), "processes", others(holders)));
-}
-
 void translate_ours(const std::exception_ptr& thrown) {
   try {
     std::rethrow_exception(thrown);
@@ -46,7 +31,9 @@ void translate_ours(const std::exception_ptr& thrown) {
   } catch (const DriverError& error) {
     raise("DriverError", error, dict_of("call", error.call, "code", error.code, "detail", error.message));
   } catch (const OutOfMemoryError& error) {
-    raise_out_of_memory(error);
+    raise("OutOfMemoryError", error,
+          dict_of("device", error.device, "needed_bytes", error.needed_bytes, "free_bytes", error.free_bytes, "waited_s",
+                  error.waited_s, "unused", error.unused));
   } catch (const BrokerError& error) {
     raise("BrokerError", error, dict_of("path", error.path));
   } catch (const WaitTimeoutError& error) {

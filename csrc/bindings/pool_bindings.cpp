@@ -46,14 +46,7 @@ void bind_pool(nb::module_& module) {
       "send_report", [](const std::string& device, const std::string& text) { any_pool_of(device).send_report(text); },
       unlocked, "device"_a, "text"_a);
   module.def(
-      "pool_figures",
-      [](const std::string& device) {
-        const Supply supply = pool_of(device).look();
-        std::vector<std::pair<int, std::size_t>> holders;
-        for (const Driver::Process& process : supply.holders) holders.emplace_back(process.pid, process.bytes);
-        return std::make_pair(supply.free, holders);
-      },
-      unlocked, "device"_a);
+      "pool_available", [](const std::string& device) { return pool_of(device).look().free; }, unlocked, "device"_a);
   module.def(
       "pool_waits",  // [(bytes, seconds)], [(pid, bytes, unused bytes or None, why)]
       [](const std::string& device) {

@@ -13,20 +13,19 @@ namespace memsaver {
 
 Device& opened(const std::string& name) { return core().device(name); }
 
-std::optional<std::size_t> own_bytes(const Driver& driver,
-                                     const std::optional<std::vector<Driver::Process>>& processes) {
-  if (!processes) return std::nullopt;
-  for (const Driver::Process& process : *processes)
-    if (process.pid == ::getpid() && process.bytes > 0) return process.bytes;
-  if (driver.ordinal() < 0) return 0;  // the ledger lists every process with memory
-  return std::nullopt;
+namespace {
+
+// A figure of the system; nullopt if the read fails, as on a device with a dead context.
+template <typename Read>
+auto figure(Read read) -> std::optional<decltype(read())> {
+  try {
+    return read();
+  } catch (const Error&) {
+    return std::nullopt;
+  }
 }
 
-std::vector<Driver::Process> others(std::vector<Driver::Process> processes) {
-  std::erase_if(processes, [](const Driver::Process& process) { return process.pid == ::getpid(); });
-  return processes;
-}
-
+// Reads all figures before it makes Python objects.
 std::vector<nb::dict> region_rows(const std::string& device) {
   struct Row {
     const Region* region;
@@ -50,8 +49,6 @@ std::vector<nb::dict> region_rows(const std::string& device) {
                             "backup_bytes", row.backed_up));
   return found;
 }
-
-namespace {
 
 std::size_t release_host_memory() {
   std::size_t bytes = 0;
@@ -86,22 +83,17 @@ void stop_background() {
 nb::dict device_stats(const std::string& name) {
   Device& device = opened(name);
   std::optional<Driver::Memory> memory;
-  std::optional<std::size_t> own;
   std::optional<std::string> uuid;
-  std::optional<std::vector<Driver::Process>> processes;
   {
     const Unlocked release;
     memory = figure([&] { return device.driver->memory(); });
     uuid = figure([&] { return device.driver->uuid(); });
-    processes = figure([&] { return device.driver->processes(); });
-    own = own_bytes(*device.driver, processes);
   }
-  return dict_of("device", name, "uuid", uuid, "total_bytes", memory ? std::optional(memory->total) : std::nullopt,
-                 "free_bytes", memory ? std::optional(memory->free) : std::nullopt, "own_bytes", own, "retained_bytes",
-                 device.source().idle_bytes(), "host_held_bytes", device.arena.held_bytes(), "host_used_bytes",
-                 device.arena.used_bytes(), "disk_held_bytes", device.files.held_bytes(), "disk_used_bytes",
-                 device.files.used_bytes(), "regions", region_rows(name), "processes",
-                 others(processes.value_or(std::vector<Driver::Process>())));
+  return dict_of("uuid", uuid, "total_bytes", memory ? std::optional(memory->total) : std::nullopt, "free_bytes",
+                 memory ? std::optional(memory->free) : std::nullopt, "retained_bytes", device.source().idle_bytes(),
+                 "host_held_bytes", device.arena.held_bytes(), "host_used_bytes", device.arena.used_bytes(),
+                 "disk_held_bytes", device.files.held_bytes(), "disk_used_bytes", device.files.used_bytes(), "regions",
+                 region_rows(name));
 }
 
 // The figures from which memsaver/ledger makes the ledger of a device.

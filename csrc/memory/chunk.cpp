@@ -44,15 +44,13 @@ std::size_t bytes_of(const Needs& needs) {
 
 OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::size_t needed, std::size_t more_free,
                                double waited_s) {
-  Supply supply{0, {}};
+  Supply supply{0};
   try {
     supply = source.look();
   } catch (const Error&) {
     // The shortage is reported also without figures.
   }
-  OutOfMemoryError::Holders holders;
-  for (const Driver::Process& process : supply.holders) holders.emplace_back(process.pid, process.bytes);
-  return {driver.name, needed, supply.free + more_free, std::move(holders), waited_s, std::move(supply.unused)};
+  return {driver.name, needed, supply.free + more_free, waited_s, std::move(supply.unused)};
 }
 
 class RetainedPool::Request final : public ChunkRequest {
@@ -153,6 +151,6 @@ std::size_t RetainedPool::idle_bytes() const {
   return bytes;
 }
 
-Supply RetainedPool::look() { return {driver_.memory().free + idle_bytes(), driver_.processes()}; }
+Supply RetainedPool::look() { return {driver_.memory().free + idle_bytes()}; }
 
 }  // namespace memsaver

@@ -97,11 +97,10 @@ class ChunkRequest {
   virtual void end() {}
 };
 
-// The available bytes of a source, and the holders of the rest.
+// The available bytes of a source, and memory that processes cache and do not use, as far as it is known.
 struct Supply {
   std::size_t free;
-  std::vector<Driver::Process> holders;
-  std::vector<Unused> unused = {};  // as far as it is known
+  std::vector<Unused> unused = {};
 };
 
 class ChunkSource {

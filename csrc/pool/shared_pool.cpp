@@ -180,9 +180,7 @@ void SharedPool::settle() {
 
 Supply SharedPool::look() {
   const std::vector<std::uint64_t> usage = call_broker(Kind::usage, Clock::now() + kUsageTimeout, false).words;
-  Supply supply{usage.at(1), {}};
-  for (std::size_t at = 3; at + 1 < usage.size(); at += 2)
-    supply.holders.push_back({static_cast<int>(usage[at]), usage[at + 1]});
+  Supply supply{usage.at(1)};
   std::lock_guard lock(mutex_);
   for (const Holder& holder : holders_)
     if (holder.unused.value_or(0) > 0) supply.unused.push_back({holder.pid, *holder.unused, holder.why});

@@ -65,7 +65,7 @@
 //                                                  with the reasons. `more`: 1 if some of them will return memory by
 //                                                  themselves. Sent for a stalled demand, when the clients have
 //                                                  answered reclaim
-//   usage     serial, available, capacity, {pid, held}...   `available`: idle bytes, and bytes that can be created
+//   usage     serial, available, capacity          `available`: idle bytes, and bytes that can be created
 //   status    serial                               text: JSON, see memsaver/broker/status.py
 //   trim      serial, bytes                        the released bytes
 //

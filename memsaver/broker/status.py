@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -42,7 +41,8 @@ class StatusReporter:
          "capacity_bytes": int, "total_bytes": int, "idle_bytes": int, "leaving_bytes": int,
          "device_memory": {"used_bytes": int or None, "holdings": [[pid, bytes, imported bytes or None]],
                            "lists_all": bool},                                          # see memsaver/ledger
-         "clients": [{"pid": int, "name": str, "held_bytes": int, "connected": bool, "exited": bool,
+         "clients": [{"pid": int, "name": str, "held_bytes": int, "leaving_bytes": int,   # that it was to drop
+                      "connected": bool, "exited": bool,
                       "kept_by": [{"pid", "name"}],   # processes that keep its memory
                       "waiting": [{"needed_bytes", "granted_bytes", "seconds"}],      # in the order of the queue
                       "unused_bytes": int or None, "unused_why": str,   # kept at the last reclaim; None: none yet
@@ -126,6 +126,11 @@ class StatusReporter:
             "pid": client.pid,
             "name": client.name,
             "held_bytes": client.held_bytes,
+            "leaving_bytes": sum(
+                chunk.size
+                for chunk in client.imported.values()
+                if chunk.is_leaving and client is next(iter(chunk.importers))
+            ),
             "connected": client.is_connected,
             "exited": client.process.has_exited,
             "kept_by": [{"pid": pid, "name": process_name(pid)} for pid in self._monitor.keepers_of(client.process)],
@@ -161,14 +166,7 @@ class StatusReporter:
     # Messages of clients
 
     def usage(self, client: Client, message: Message) -> None:
-        rows = []
-        for each in self._clients.values():
-            # Held bytes, and bytes of chunks that the client was requested to drop.
-            kept = each.held_bytes + sum(chunk.size for chunk in each.imported.values() if chunk.is_leaving)
-            if kept:
-                rows.append((next(iter(self._monitor.keepers_of(each.process)), each.pid), kept))
-        holders = itertools.chain.from_iterable(rows[: protocol.LONGEST_PACKET // 32])
-        client.send(Message("usage", (message.words[0], self._pool.available_bytes(), self._pool.capacity, *holders)))
+        client.send(Message("usage", (message.words[0], self._pool.available_bytes(), self._pool.capacity)))
 
     def report(self, client: Client, message: Message) -> None:
         try:

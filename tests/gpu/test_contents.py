@@ -108,7 +108,7 @@ def test_streams_go_on_beside_a_background_pause(fresh: Make) -> None:
     expected = sums(tensors)
     counter = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
-    moved = region.pause(wait=False)
+    moved = memsaver.start(pause=region)
     launched_while_under_way = 0
     while not moved.done():
         counter.add_(1)
@@ -116,8 +116,8 @@ def test_streams_go_on_beside_a_background_pause(fresh: Make) -> None:
         launched_while_under_way += not moved.done()
     assert moved.result().paused == (region.tag,)
     assert launched_while_under_way > 10
-    back = region.resume(wait=False)
-    again = region.pause(wait=False)
+    back = memsaver.start(resume=region)
+    again = memsaver.start(pause=region)
     region.resume()
     assert back.done() and again.done()
     assert sums(tensors) == expected

@@ -64,7 +64,7 @@ def test_out_of_memory_at_resume_names_the_holder_and_can_be_retried(
         with pytest.raises(memsaver.OutOfMemoryError) as raised:
             region.resume(memory_timeout=timeout)
         assert raised.value.needed_bytes >= 2 * GIB > raised.value.free_bytes
-        assert neighbour.process.pid in [pid for pid, _, _ in raised.value.processes], raised.value
+        assert neighbour.process.pid in [row["pid"] for row in raised.value.ledger], raised.value
         assert region.state == "paused"
         assert abs(driver_free() - before) < 64 * MIB, "a failed resume kept memory"
     neighbour.tell("release")

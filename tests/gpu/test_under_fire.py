@@ -110,7 +110,7 @@ def test_a_wait_for_a_dead_clients_memory_names_the_child_that_keeps_it(
     victim.kill()
     said = heir.fails("heir.take(memory_timeout=1)")
     assert said.startswith("OutOfMemoryError") and re.search(rf"\bpid {child}\b", said), said
-    assert str(child) in heir.run("print([pid for pid, *_ in error.processes])")
+    assert str(child) in heir.run("print([row['pid'] for row in error.ledger])")
     assert heir.run("print(heir.region.state)") == "paused"
     victim.end_child()
     assert heir.run(f"print(heir.take(memory_timeout={PATIENCE_S}))").split()[1] == "0"

@@ -26,6 +26,10 @@ from tests.support import MIB, PAGE, Peer, fresh_device, until
 
 CAPACITY = 64 * MIB
 LARGE = 50 * MIB  # of which no two fit
+HOLDERS = (  # of memory of a pool, but for the process itself, by an error
+    "[(row['pid'], row['name'], row['bytes']) for row in repickled(error).ledger"
+    " if row['kind'] in ('region', 'pool held') and row['pid'] != os.getpid()]"
+)
 
 
 @pytest.fixture
@@ -128,7 +132,9 @@ def test_a_resume_without_memory_raises_at_its_bound_and_names_the_holders(broke
             before = settled(broker)["total_bytes"]
             text = one.fails(f"memsaver.resume(memory_timeout={timeout_s})")
             bytes_held = held(broker, two)
-            assert text.startswith("OutOfMemoryError") and f"(pid {two.pid}) {bytes_held / MIB:.1f} MiB" in text
+            rows = f"[({two.pid}, {process_name(two.pid)!r}, {bytes_held})]"
+            assert text.startswith("OutOfMemoryError") and one.run(f"print({HOLDERS})") == rows
+            assert f"(pid {two.pid}) {bytes_held / MIB:.1f} MiB" in text
             waited_s = float(one.run("print(repickled(error).waited_s)"))
             if timeout_s == 0:
                 assert waited_s == 0 and "waiting" not in text
@@ -296,6 +302,7 @@ def test_memory_of_a_dead_client_waits_for_its_child(mortal: Running) -> None:
             two.run("memsaver.pause(); memsaver.configure(pool='shared')")
             text = two.fails("memsaver.resume(memory_timeout=1.5)")
             assert text.startswith("OutOfMemoryError") and f"{name} (pid {child}) {kept / MIB:.1f} MiB" in text
+            assert two.run(f"print({HOLDERS})") == f"[({child}, {name!r}, {kept})]"
             row = mortal.row(one.pid)
             assert (row["held_bytes"], row["exited"]) == (kept, True)
             assert row["kept_by"] == [{"pid": child, "name": name}]

@@ -25,58 +25,8 @@ def run(source: str, **options: Any) -> None:
     run_on_fake(BEGIN + textwrap.dedent(source), memory=options.pop("memory", "1GiB"), **options)
 
 
-@pytest.mark.parametrize("piece_mib", [2, 20, 32, 256])
-def test_pieces_leave_and_return_at_their_addresses_with_their_contents(piece_mib: int) -> None:
-    run(
-        f"piece_mib = {piece_mib}"
-        + """
-region = default_pool()
-segment = Segment(piece_mib)
-assert segment.map(0, 2) == 0 and segment.map(3, 4) == 0
-for i in (0, 1, 3):
-    segment.write(i, 10 + i)
-whole = 3 * segment.piece
-assert region.allocated_bytes == region.mapped_bytes == control.used_bytes() == whole
-assert region.owns(segment.at(1)) and not region.owns(segment.at(2))
-for _ in range(3):
-    assert region.pause().released_bytes == whole
-    assert control.used_bytes() == control.mapped_bytes() == region.mapped_bytes == 0
-    assert region.resume().restored_bytes == whole
-    assert [segment.read(i) for i in (0, 1, 3)] == [10, 11, 13]
-    assert control.used_bytes() == control.mapped_bytes() == whole
-assert segment.close() == 0
-assert control.used_bytes() == control.mapped_bytes() == region.allocated_bytes == 0
-"""
-    )
-
-
-def test_a_chunk_serves_one_piece_alone() -> None:
-    run("""
-    region = default_pool()
-    segment = Segment(20)
-    assert segment.map(0, 4) == 0
-    region.pause(backup="none"), region.resume()
-    for i in range(4):
-        assert segment.unmap(i, i + 1) == 0
-        assert control.used_bytes() == (3 - i) * 20 * MIB
-        assert segment.map(i, i + 1) == 0 and segment.unmap(i, i + 1) == 0
-    """)
-
-
-def test_torch_frees_its_cached_pieces_and_tries_again() -> None:
-    run("""
-    region = default_pool()
-    first, second = Segment(32, 64), Segment(32, 64)
-    assert first.map(0, 20) == 0
-    assert second.map(0, 20) == OUT_OF_MEMORY, "20 of 32 pieces are in use"
-    assert region.allocated_bytes == control.used_bytes() == 20 * 32 * MIB
-    first.cache(0, 10)
-    assert second.map(0, 20, retries=1) == 0
-    assert region.allocated_bytes == control.used_bytes() == 30 * 32 * MIB
-    """)
-
-
-def test_pieces_from_before_stay_outside() -> None:
+def test_pieces_leave_and_return_at_their_addresses_with_their_contents() -> None:
+    """Those from before stay outside. torch frees its cached pieces and tries again if there is no memory."""
     run("""
     calls()
     segment = Segment(32)
@@ -93,6 +43,44 @@ def test_pieces_from_before_stay_outside() -> None:
     assert (segment.read(0), segment.read(2)) == (1, 2)
     assert segment.map(1, 2) == 0 and region.allocated_bytes == 2 * segment.piece
     assert segment.close() == 0 and control.used_bytes() == 0
+
+    for piece_mib in (2, 20, 32, 256):
+        segment = Segment(piece_mib)
+        assert segment.map(0, 2) == 0 and segment.map(3, 4) == 0
+        for i in (0, 1, 3):
+            segment.write(i, 10 + i)
+        whole = 3 * segment.piece
+        assert region.allocated_bytes == region.mapped_bytes == control.used_bytes() == whole
+        assert region.owns(segment.at(1)) and not region.owns(segment.at(2))
+        for _ in range(2):
+            assert region.pause().released_bytes == whole
+            assert control.used_bytes() == control.mapped_bytes() == region.mapped_bytes == 0
+            assert region.resume().restored_bytes == whole
+            assert [segment.read(i) for i in (0, 1, 3)] == [10, 11, 13]
+            assert control.used_bytes() == control.mapped_bytes() == whole
+        assert segment.close() == 0
+        assert control.used_bytes() == control.mapped_bytes() == region.allocated_bytes == 0
+
+    first, second = Segment(32, 64), Segment(32, 64)
+    assert first.map(0, 20) == 0
+    assert second.map(0, 20) == OUT_OF_MEMORY, "20 of 32 pieces are in use"
+    assert region.allocated_bytes == control.used_bytes() == 20 * 32 * MIB
+    first.cache(0, 10)
+    assert second.map(0, 20, retries=1) == 0
+    assert region.allocated_bytes == control.used_bytes() == 30 * 32 * MIB
+    """)
+
+
+def test_a_chunk_serves_one_piece_alone() -> None:
+    run("""
+    region = default_pool()
+    segment = Segment(20)
+    assert segment.map(0, 4) == 0
+    region.pause(backup="none"), region.resume()
+    for i in range(4):
+        assert segment.unmap(i, i + 1) == 0
+        assert control.used_bytes() == (3 - i) * 20 * MIB
+        assert segment.map(i, i + 1) == 0 and segment.unmap(i, i + 1) == 0
     """)
 
 
@@ -171,12 +159,27 @@ region.resume()
     )
 
 
-def test_a_piece_is_not_exported_by_torch() -> None:
+def test_the_region_is_torchs_alone() -> None:
+    """It takes no other segments and stays. torch exports none of its pieces."""
     run("""
+    other = memsaver.region("torch", device="cuda:0", backup="host")
+    try:
+        default_pool()
+        raise AssertionError
+    except ValueError as error:
+        assert str(error) == "region 'torch' on cuda:0 exists, expected a new tag", error
+    other.close()
     calls()
     before = Segment(32)
     assert before.map(0, 1) == 0
-    default_pool()
+    region = default_pool()
+    assert default_pool() is region and default_pool("other", backup="none") is region
+    for act in (lambda: region._core.allocate_array(MIB), region.close, lambda: region.empty(1)):
+        try:
+            act()
+        except memsaver.Error:
+            continue
+        raise AssertionError(act)
     segment = Segment(32)
     assert segment.map(0, 1) == 0
     assert segment.export(0) == NOT_SUPPORTED and before.export(0) == 0
@@ -184,6 +187,7 @@ def test_a_piece_is_not_exported_by_torch() -> None:
 
 
 def test_peers_have_access_also_after_a_resume() -> None:
+    """A failed change of access is not reported as done."""
     run(
         """
     region = default_pool()
@@ -191,6 +195,8 @@ def test_peers_have_access_also_after_a_resume() -> None:
     assert segment.map(0, 2) == 0
     assert segment.peer(1, 0, 2) == NOT_PERMITTED, "no library has used device 1"
     control.activate(1, 1)
+    control.fail("cuMemSetAccess", 1, times=1)
+    assert segment.peer(1, 0, 2) != 0
     assert segment.peer(1, 0, 2) == 0
     both = control.access(segment.at(0), 2 * segment.piece)
     region.pause(), region.resume()
@@ -201,47 +207,7 @@ def test_peers_have_access_also_after_a_resume() -> None:
     )
 
 
-def test_a_failed_change_of_access_is_not_reported_as_done() -> None:
-    run(
-        """
-    region = default_pool()
-    segment = Segment(32)
-    assert segment.map(0, 1) == 0
-    control.activate(1, 1)
-    control.fail("cuMemSetAccess", 1, times=1)
-    assert segment.peer(1, 0, 1) != 0
-    assert segment.peer(1, 0, 1) == 0 and control.access(segment.at(0), segment.piece) == [0, 1]
-    """,
-        devices=2,
-        peers="all",
-    )
-
-
-def test_the_region_takes_no_other_segments_and_stays() -> None:
-    run("""
-    region = default_pool()
-    assert default_pool() is region and default_pool("other", backup="none") is region
-    for act in (lambda: region._core.allocate_array(MIB), region.close, lambda: region.empty(1)):
-        try:
-            act()
-        except memsaver.Error:
-            continue
-        raise AssertionError(act)
-    """)
-
-
-def test_a_region_of_the_tag_is_not_taken() -> None:
-    run("""
-    memsaver.region("torch", device="cuda:0", backup="host")
-    try:
-        default_pool()
-        raise AssertionError
-    except ValueError as error:
-        assert str(error) == "region 'torch' on cuda:0 exists, expected a new tag", error
-    """)
-
-
-def test_a_lack_of_memory_leaves_the_segment_usable() -> None:
+def test_failed_calls_leave_the_segments_usable() -> None:
     """Every failure of cuMemCreate is reported as a lack of memory. After another code torch cannot use the segment."""
     run("""
     region = default_pool()
@@ -254,26 +220,17 @@ def test_a_lack_of_memory_leaves_the_segment_usable() -> None:
         region.pause(), region.resume()
         assert segment.read(1) == 9
         assert segment.unmap(0, 2) == 0 and control.used_bytes() == 0 == region.mapped_bytes
+    for call in ("cuMemMap", "cuMemSetAccess"):
+        segment = Segment(32)
+        control.fail(call, 1)
+        assert segment.map(0, 1) == 1, call
+        assert region.mapped_bytes == region.allocated_bytes == control.used_bytes() == 0
+        other = Segment(32)
+        assert other.map(0, 2) == 0
+        other.write(1, 9)
+        region.pause(), region.resume()
+        assert other.read(1) == 9 and other.close() == 0 and control.used_bytes() == 0
     """)
-
-
-@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
-def test_a_piece_that_cannot_be_mapped_keeps_no_memory(call: str) -> None:
-    run(
-        f"call = {call!r}"
-        + """
-region = default_pool()
-segment = Segment(32)
-control.fail(call, 1)
-assert segment.map(0, 1) == 1
-assert region.mapped_bytes == region.allocated_bytes == control.used_bytes() == 0
-other = Segment(32)
-assert other.map(0, 2) == 0
-other.write(1, 9)
-region.pause(), region.resume()
-assert other.read(1) == 9 and other.close() == 0 and control.used_bytes() == 0
-"""
-    )
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -301,40 +258,39 @@ assert all(segment.close() == 0 for segment in segments) and control.used_bytes(
     )
 
 
-@pytest.mark.parametrize("state", ["pausing, given up", "pausing, done", "resuming"])
-def test_a_segment_ends_in_a_transition(state: str) -> None:
+def test_a_segment_ends_in_a_transition() -> None:
     """torch's addresses stay reserved as long as chunks of the transition are under them."""
-    run(
-        f"state = {state!r}"
-        + """
-region = default_pool()
-segment, kept = Segment(32), Segment(2)
-assert segment.map(0, 3) == 0 and kept.map(0, 1) == 0
-kept.write(0, 7)
-from memsaver.transitions import prepare_pause
-if state == "resuming":
-    region.pause()
-    with control.held("cuMemSetAccess"):
-        resume = region.resume(wait=False)
-        control.until_stopped("cuMemSetAccess")
-        assert region.state == "resuming" and segment.close() == 0
-    resume.result()
-else:
-    prepared = prepare_pause("torch")
-    assert segment.close() == 0
-    if state == "pausing, done":
-        prepared.commit()
-        region.resume()
-    else:
-        prepared.abort()
-assert region.state == "active" and kept.read(0) == 7
-assert region.mapped_bytes == control.used_bytes() == control.mapped_bytes() == kept.piece
-before = control.reserved_bytes()
-assert kept.map(1, 2) == 0  # its create() frees the addresses
-assert before - control.reserved_bytes() >= 16 * segment.piece
-assert kept.close() == 0
-"""
-    )
+    run("""
+    from memsaver.transitions import prepare_pause
+    region, kept = default_pool(), Segment(2)
+    assert kept.map(0, 1) == 0
+    kept.write(0, 7)
+    for state in ("pausing, given up", "pausing, done", "resuming"):
+        segment = Segment(32)
+        assert segment.map(0, 3) == 0
+        if state == "resuming":
+            region.pause()
+            with control.held("cuMemSetAccess"):
+                resume = memsaver.start(resume=region)
+                control.until_stopped("cuMemSetAccess")
+                assert region.state == "resuming" and segment.close() == 0
+            resume.result()
+        else:
+            prepared = prepare_pause("torch")
+            assert segment.close() == 0
+            if state == "pausing, done":
+                prepared.commit()
+                region.resume()
+            else:
+                prepared.abort()
+        assert region.state == "active" and kept.read(0) == 7
+        assert region.mapped_bytes == control.used_bytes() == control.mapped_bytes() == kept.piece
+        before = control.reserved_bytes()
+        assert kept.map(1, 2) == 0  # its create() frees the addresses
+        assert before - control.reserved_bytes() >= 16 * segment.piece, state
+        assert kept.unmap(1, 2) == 0
+    assert kept.close() == 0
+    """)
 
 
 POOL = """

@@ -108,7 +108,7 @@ def test_a_pause_waits_for_a_kernel_that_writes() -> None:
         region = memsaver.region("a", device="cuda:0", backup="host")
         segment = Segment(region, 5 * MIB, seed=1)
         kernel = control.launch(0, segment.address, 100, byte=7)
-        pause = region.pause(wait=False)
+        pause = memsaver.start(pause=region)
         late = refused(lambda: region.pause(timeout=0.2), memsaver.WaitTimeoutError)
         assert late.stage == "queue"  # the pause before waits for the kernel
         assert not pause.done()
@@ -477,7 +477,7 @@ def test_a_pause_waits_for_a_kernel_of_a_peer() -> None:
         region = memsaver.region("a", device="cuda:0", backup="host")
         segment = Segment(region, 5 * MIB, seed=1)
         kernel = control.launch(1, segment.address, 100, byte=7)
-        pause = region.pause(wait=False)
+        pause = memsaver.start(pause=region)
         late = refused(lambda: region.pause(timeout=0.2), memsaver.WaitTimeoutError)
         assert late.stage == "queue"  # the pause before waits for the kernel
         assert not pause.done()
@@ -1069,7 +1069,7 @@ def test_no_lock_is_held_while_a_pause_makes_memory(stop: str) -> None:
         + f"""
 segments.append(Segment(large, 50 * MIB, seed=2))
 with control.held({stop!r}):
-    pause = large.pause(wait=False)
+    pause = memsaver.start(pause=large)
     control.until_stopped({stop!r})
     assert returns(host_bytes) == (held, held)
     returns(small.resume)  # put()
@@ -1119,7 +1119,7 @@ other = memsaver.region("other", device="cuda:0")
 if {move!r} == "pause":
     small.resume()
 with control.held({stop!r}):
-    moved = small.{move}(wait=False)
+    moved = memsaver.start({move}=small)
     control.until_stopped({stop!r})
     assert returns(lambda: _core.acquire([other._core])) is None
     returns(lambda: _core.release([other._core]))
@@ -1209,7 +1209,7 @@ def test_a_capture_begins_after_calls_under_way_that_would_break_it(call: str) -
         segment = Segment(region, MIB, seed=1)
         with ThreadPoolExecutor(1) as pool:
             with control.held({call!r}):
-                pause = region.pause(wait=False)
+                pause = memsaver.start(pause=region)
                 control.until_stopped({call!r})
                 capture = pool.submit(_core.capture_begins)
                 assert not wait([capture], timeout=0.3).done

@@ -130,8 +130,8 @@ def test_next_transition_waits_for_the_comparison(tag: str, monkeypatch: pytest.
 
     region.pause()
     monkeypatch.setattr(checksums, "_sums", watched)
-    resumed = region.resume(wait=False)
-    paused = region.pause(backup="none", wait=False)
+    resumed = memsaver.start(resume=region)
+    paused = memsaver.start(pause=region, backup="none")
     resumed.result()
     paused.result()
     assert states == ["resuming"]

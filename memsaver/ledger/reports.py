@@ -1,18 +1,20 @@
-"""The ledger of a device, read now, and the report of a process as a message."""
+"""The report of this process on its memory, for its own ledger and as a message for brokers."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from memsaver import _core
+from memsaver import _core, _guests
 from memsaver.errors import BrokerError
-from memsaver.ledger.accounts import account, of_pool
-from memsaver.ledger.own import own
-from memsaver.ledger.rows import Ledger, lines
+from memsaver.ledger.accounts import Device, Own, Report, account, of_pool
+from memsaver.ledger.rows import Ledger, Part, lines
+from memsaver.process_names import process_name
 
 log = logging.getLogger("memsaver")
 
@@ -23,6 +25,60 @@ _LARGEST = 1 << 62
 _LONGEST_REPORT = _core.LONGEST_PACKET // 2  # characters of a message
 # Of a region in a message.
 REGION_FIELDS = ("tag", "state", "backup", "allocated_bytes", "mapped_bytes", "backup_bytes")
+
+
+def own(device: str) -> Own:
+    """Reads the driver's figures of a device, and the report of this process."""
+    figures = _core.ledger_figures(device)
+    pid, holdings = os.getpid(), figures["holdings"]
+    parts: list[Part] = [("region", row["tag"], row["state"], row["mapped_bytes"]) for row in figures["regions"]]
+    parts.append(("retained", "", "", figures["retained_bytes"]))
+    parts.append(("torch", "", "", _torch_bytes(device, sum(row["allocated_bytes"] for row in figures["regions"]))))
+    if _core.device_names() == [device]:  # a guest does not tell the device of its bytes
+        parts += [("guest", row["name"], row["state"], row["nbytes"] or 0) for row in _guests.rows()]
+    imported = next((each[2] for each in holdings if each[0] == pid), 0)
+    known = [part for part in parts if part[-1]]
+    report = Report(pid, process_name(pid), known, imported, figures["pooled_bytes"])
+    return Device(figures["used_bytes"], holdings, figures["lists_all"]), report
+
+
+def _torch_bytes(device: str, inside: int) -> int:
+    """torch's memory outside of regions, without loading torch. ``inside``: its segments in regions.
+
+    Some versions and allocators do not tell their memory.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or device == "cpu":
+        return 0
+    try:
+        # During a transition a region still has segments that torch has unmapped.
+        return max(0, int(torch.cuda.memory_reserved(device)) - inside) if torch.cuda.is_initialized() else 0
+    except Exception as error:
+        log.debug("torch does not tell its memory on %s: %r", device, error)
+        return 0
+
+
+def read(device: str) -> Ledger:
+    """The ledger of a device, by the figures of this process and its pool's broker. Read again once if inconsistent."""
+    found = _read(device)
+    return found if found.is_consistent else _read(device)
+
+
+def _read(device: str) -> Ledger:
+    status = None
+    if _core.in_pool(device):
+        try:
+            status = json.loads(_core.pool_status(device, STATUS_S))
+        except BrokerError as error:
+            log.debug("the ledger of %s is without its pool: %s", device, error)
+    figures, report = own(device)  # after the status, which may wait for the reports of other processes
+    return account(figures, [report], None) if status is None else of_pool(status, (figures, report))
+
+
+def for_error(device: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of the ledger for an error, and its lines."""
+    found = read(device)
+    return [asdict(row) for row in found.rows], lines(found)
 
 
 def encoded(device: str) -> str:
@@ -81,28 +137,3 @@ def decoded(text: str) -> dict[str, Any]:
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
-
-
-def read(device: str) -> Ledger:
-    """The ledger of a device, by the figures of this process and its pool's broker. Read again once if inconsistent."""
-    found = _read(device)
-    if not found.is_consistent:
-        found = _read(device)
-    return found
-
-
-def _read(device: str) -> Ledger:
-    status = None
-    if _core.in_pool(device):
-        try:
-            status = json.loads(_core.pool_status(device, STATUS_S))
-        except BrokerError as error:
-            log.debug("the ledger of %s is without its pool: %s", device, error)
-    mine = own(device)  # after the status, which may wait for the reports of other processes
-    return account(mine[0], [mine[1]], None) if status is None else of_pool(status, mine)
-
-
-def for_error(device: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of the ledger for an error, and its lines."""
-    found = read(device)
-    return [asdict(row) for row in found.rows], lines(found)
