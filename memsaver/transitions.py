@@ -535,8 +535,8 @@ def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
         >>> freed = kv.empty((128 << 20,), torch.uint8)
         >>> del freed
         >>> memsaver.trim("kv_cache")
-        >>> kv.mapped_bytes == kv.allocated_bytes
-        True
+        >>> kv.allocated_bytes >> 20, kv.mapped_bytes >> 20  # MiB: the chunk with `kept` stays whole
+        (16, 32)
     """
     bound = Bounds(timeout).timeout
     deadline = None if bound is None else time.monotonic() + bound

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.broker_support import Running
-from tests.pool_support import SECOND_S, Worker, is_whole
+from tests.pool_support import Worker, is_whole
 from tests.support import GIB, MIB, until
 
 pytestmark = pytest.mark.gpu

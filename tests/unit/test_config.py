@@ -176,7 +176,7 @@ def test_pool_dir_is_no_keyword() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("host_devise", "did you mean 'host_device'"), ("x", "there are close_on_fork, .*verify$")]
+    ("name", "hint"), [("host_devise", "did you mean 'host_device'"), ("x", "there are disk_dir, .*verify$")]
 )
 def test_an_unknown_keyword_raises_with_the_nearest_option_and_changes_nothing(name: str, hint: str) -> None:
     before = memsaver.stats().options
