@@ -78,8 +78,8 @@ def pause(
         timeout: Seconds for the whole call up to its commit, its waits included: for earlier transitions on the same
             regions, for guarded replays under way, for the device, for attached processes. After the commit no bound
             interrupts the call. None: no bound.
-        reader_timeout: Seconds to wait for other processes that are attached to the regions (see
-            ``memsaver.attach()``), 60 by default. Of two bounds the earlier one ends the wait.
+        reader_timeout: Seconds to wait for other processes that have tensors of the regions, 60 by default. Of two
+            bounds the earlier one ends the wait.
         wait: False returns at once. The transition runs in the background, after earlier ones on the same regions, and
             ``TransitionFuture.result()`` raises its errors. The interpreter does not exit before its end.
         progress: Called with the bytes copied and the bytes to copy, several times a second and at the end, by the
