@@ -44,7 +44,7 @@ def pause(
         timeout: Seconds for the whole call up to its commit, its waits included: for earlier transitions on the same
             regions, for guarded replays under way, for the device, for attached processes. After the commit no bound
             interrupts the call. None: no bound.
-        reader_timeout: Seconds to wait for other processes that are attached to the regions, 60 by default. Of two
+        reader_timeout: Seconds to wait for other processes that have tensors of the regions, 60 by default. Of two
             bounds the earlier one ends the wait.
         progress: Called with the bytes copied and the bytes to copy, several times a second and at the end, by the
             thread that copies. Exceptions from it are logged.
@@ -510,8 +510,8 @@ def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
         >>> freed = kv.empty((128 << 20,), torch.uint8)
         >>> del freed
         >>> memsaver.trim("kv_cache")
-        >>> kv.mapped_bytes == kv.allocated_bytes
-        True
+        >>> kv.allocated_bytes >> 20, kv.mapped_bytes >> 20  # MiB: the chunk with `kept` stays whole
+        (16, 32)
     """
     bound = Bounds(timeout).timeout
     deadline = None if bound is None else time.monotonic() + bound

@@ -55,8 +55,7 @@ void bind_lending(nb::module_& module) {
       },
       unlocked, "device"_a, "first"_a, "span"_a);
   module.def("usable", &usable);
-  module.def("lend", &lend, unlocked, "region"_a, "begin"_a, "size"_a, "residence"_a, "lease"_a,
-             "pid"_a);
+  module.def("lend", &lend, unlocked, "region"_a, "begin"_a, "size"_a, "residence"_a, "lease"_a, "pid"_a);
   module.def("end_lease", &end_lease, unlocked, "region"_a, "lease"_a);
   module.def(
       "export_chunk", [](const std::string& device, Handle handle) { return opened(device).driver->export_fd(handle); },

@@ -70,9 +70,9 @@
 //   trim      serial, bytes                        the released bytes
 //
 //   receiver -> owner, see memsaver/_torch/ipc
-//   receive   serial, claim, residence, ready      claims a storage. `claim`: a random number of the receiver; 0: it has
-//                                                  the storage already. `ready` 1: it waits for the owner's work by
-//                                                  itself. text: the storage's token, policy and tag, a line each
+//   receive   serial, claim, residence, ready      claims a storage. `claim`: a random number of the receiver; 0: it
+//                                                  has the storage already. `ready` 1: it waits for the owner's work
+//                                                  by itself. text: the storage's token, policy and tag, a line each
 //                                                  -> lent
 //   chunks    serial, claim, first                 -> slots, from the chunk with this index on
 //   release   claim                                also of a claim that was refused. Claims outlive a connection
