@@ -10,7 +10,7 @@
 # make sanitize  the same under the address, undefined-behaviour and thread sanitizers
 # make mutants   makes small wrong changes of the core and of Python, and checks that tests find each.  ARGS=name: one of
 #                them; ARGS=python or ARGS=core: all of them
-# make stubs     memsaver/_core.pyi, the types of the compiled core, from the core as it is built
+# make stubs     memsaver/_core.pyi, the types of the compiled core, which the build makes; `make lint` makes it first
 # make lint      style, types, layers and format of Python and C++; warnings of each C++ source, compiled alone
 # make wheel     builds the wheels of this architecture in dist/ with g++. Runs the quick start from each without a
 #                compiler, and tests of tests/torch_cuda with the versions of WHEEL_VERSIONS.
@@ -39,8 +39,8 @@ JOBS ?= $(if $(GPU),0,$(shell cores=$$(nproc); echo $$((cores < 8 ? cores + (cor
 # A file's tests share a device of the file's own size, hence loadfile. With SYSTEM=1 the interpreter may lack xdist.
 WORKERS = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf -- '-n %s --dist loadfile' $(JOBS))
 # Not in test-fast: they start many processes, compile, or run thousands of random steps.
-LONG := builtin_guests daemon_threads default_pool docstrings driver faults gpus guests_in_groups interrupts monitor \
-  packaging pool_machine sequences stubs
+LONG := builtin_guests daemon_threads default_pool docstrings driver faults gpus guests_in_groups interrupts machines \
+  monitor packaging pool_machine
 
 CORE := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 
@@ -108,7 +108,7 @@ build/cpp/plain build/cpp/address build/cpp/thread:
 mutants: $(READY)
 	CMAKE=$(CMAKE) $(RUN) -m tests.mutants $(ARGS)
 
-lint: $(LINTERS)
+lint: $(LINTERS) stubs
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
@@ -121,8 +121,9 @@ lint: $(LINTERS)
 wheel:
 	tools/wheel.sh '$(WHEEL_TORCH)' '$(WHEEL_VERSIONS)' $(WHEEL_PYTHONS)
 
+# The build has made it. mypy reads it beside the sources.
 stubs: $(READY)
-	$(RUN) -m nanobind.stubgen -q -m memsaver._core -p csrc/bindings/stubs.txt -o memsaver/_core.pyi
+	cp "$$($(RUN) -c 'from pathlib import Path; from memsaver import _core; print(Path(_core.__file__).with_name("_core.pyi"))')" memsaver
 
 # An environment of its own: it reads the sources, and needs neither torch nor a compiler.
 docs: build/docs/.ready

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 # Before the import of memsaver. Processes with the same size share a device, so each run has a size of its own. It is
@@ -24,10 +25,6 @@ import pytest  # noqa: E402
 import memsaver  # noqa: E402
 from memsaver import _core  # noqa: E402
 from tests import controls, gpus  # noqa: E402
-
-# Off, because the background thread grows host memory at any time: tests that fail a certain driver call, or count
-# bytes, would be random. Tests of the growth turn it on.
-memsaver.configure(backup_ahead=False)
 
 LATE = os.environ.get("MEMSAVER_TEST_ASYNC", "0") != "0"
 if LATE:
@@ -139,8 +136,8 @@ def tag(fresh_tag: Callable[[], str]) -> str:
 def make(fresh_tag: Callable[[], str]) -> Callable[..., memsaver.Region]:
     """Makes host regions under fresh tags."""
 
-    def region(backup: str = "none", tag: str | None = None) -> memsaver.Region:
-        return memsaver.region(tag or fresh_tag(), device="cpu", backup=backup)
+    def region(backup: str = "none", tag: str | None = None, **options: Any) -> memsaver.Region:
+        return memsaver.region(tag or fresh_tag(), device="cpu", backup=backup, **options)
 
     return region
 
@@ -187,6 +184,6 @@ def nothing_left_behind() -> Iterator[None]:
         late_device.end()
     while _core.capturing():
         _core.capture_ends()
-    memsaver.configure(retain=0, host_limit=None, backup_ahead=False, memory_timeout=0)
+    memsaver.configure(retain=0, host_limit=None, memory_timeout=0)
     if "MEMSAVER_TEST_GPUS" in os.environ:
         close_regions()

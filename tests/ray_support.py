@@ -51,6 +51,6 @@ def cluster_with_a_device(tests: ModuleType) -> Iterator[None]:
 
     for module in (tests, sys.modules[__name__]):  # workers cannot import them
         ray.cloudpickle.register_pickle_by_value(module)
-    variables = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_BACKUP_AHEAD": "off", "OMP_NUM_THREADS": "1"}
+    variables = {"MEMSAVER_HOST_DEVICE": fresh_device(), "OMP_NUM_THREADS": "1"}
     with cluster_of_one_machine(runtime_env={"env_vars": variables}):
         yield

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 import memsaver
 from memsaver import _core
-from memsaver.broker import caches, pool_client
+from memsaver.broker import pool_client, queries
 from memsaver.regions import wrapper
 from tests import controls
 from tests.gpus import ordinal
@@ -56,8 +57,8 @@ def empty_cache_on_demand() -> None:
         assert empty_cache() == 0
         return 0, ""
 
-    caches._return = return_caches
-    caches.start()
+    queries.loaded = lambda: SimpleNamespace(return_caches=return_caches)  # type: ignore[assignment,return-value]
+    queries.start()
 
 
 class Segment:

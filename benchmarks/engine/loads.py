@@ -81,7 +81,6 @@ def make_engine(
     }
     if device != "cpu":
         torch.cuda.set_device(device)
-    memsaver.configure(backup_ahead=False)  # pinning in the background would disturb the measurement
     engine = Engine(shape_of(loads[0].model, small), EngineConfig(**{**config, **settings}), device, parallel)
     engine.capture()
     # Host memory for all backups. A virtual machine may report less available memory than it can get.

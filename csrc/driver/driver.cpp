@@ -45,12 +45,6 @@ Driver::Memory Driver::memory() {
   }
 }
 
-std::vector<Driver::Process> Driver::processes() const {
-  std::vector<Process> found;
-  for (const Holding& each : platform_.holdings(device_)) found.emplace_back(each.pid, each.bytes);
-  return found;
-}
-
 std::vector<Driver::Holding> Driver::holdings() const {
   std::vector<Holding> found = known_holdings(platform_, device_);
   // A GPU's driver lists memory for its maker, or for a descriptor of the maker, as long as either lives. So imported

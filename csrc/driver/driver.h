@@ -12,7 +12,6 @@
 #include <optional>
 #include <string>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "base/errors.h"
@@ -39,7 +38,6 @@ class Driver {
     std::size_t total;
   };
   using Holding = cuda::Holding;
-  using Process = std::pair<int, std::size_t>;  // its pid and bytes. 0: unknown
   // A mark: covers all work that was submitted before it. Its end makes no call of the device. Drivers outlive marks.
   using Ticket = std::shared_ptr<const std::vector<cuda::Mark>>;
 
@@ -52,7 +50,6 @@ class Driver {
   int ordinal() const { return platform_.is_gpu ? device_ : -1; }   // of a CUDA device, among the visible ones
   std::string uuid() const { return uuid_of(platform_, device_); }  // the same in every process
   Memory memory();
-  std::vector<Process> processes() const;
   std::vector<Holding> holdings() const;                // those with known bytes, for memsaver/ledger
   bool lists_all() const { return !platform_.is_gpu; }  // a process without a row in holdings() holds nothing
   int host_node() const;                                // the nearest NUMA node; -1 if unknown

@@ -33,7 +33,7 @@ def directory() -> Path:
 
     Raises memsaver.Error if it cannot be made, or if others can write to it.
     """
-    chosen = config.report_dir()
+    chosen = config.options().get("report_dir")
     path = Path(chosen) if chosen is not None else Path(tempfile.gettempdir()) / f"memsaver-reports-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, parents=chosen is not None, exist_ok=True)

@@ -48,7 +48,6 @@ class Member(Colocated):
 @pytest.fixture(autouse=True)
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMSAVER_HOST_DEVICE", fresh_device())
-    monkeypatch.setenv("MEMSAVER_BACKUP_AHEAD", "off")
 
 
 def _joined(rank: int, port: int) -> tuple[Group, Member]:

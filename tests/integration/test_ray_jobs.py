@@ -75,7 +75,6 @@ def run(program: str, pools: Path, *prefix: str, **variables: str) -> str:
         "MEMSAVER_POOL_CAPACITY": "64MiB",
         "MEMSAVER_POOL_DIR": str(pools),
         "MEMSAVER_HOST_DEVICE": fresh_device(),
-        "MEMSAVER_BACKUP_AHEAD": "off",
         **{name: value for name, value in variables.items() if name.startswith("MEMSAVER_")},
     }
     settings = environment(**{**variables, **own, "OMP_NUM_THREADS": "1"})

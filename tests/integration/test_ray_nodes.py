@@ -100,7 +100,6 @@ def machines() -> Iterator[list[Machine]]:
             "MEMSAVER_POOL_CAPACITY": str(CAPACITY),
             "MEMSAVER_POOL_DIR": str(pools),
             "MEMSAVER_HOST_DEVICE": fresh_device(),
-            "MEMSAVER_BACKUP_AHEAD": "off",
             "OMP_NUM_THREADS": "1",
         }
         raylet = cluster.add_node(

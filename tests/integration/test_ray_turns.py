@@ -169,7 +169,7 @@ class Local:
 
     def resume(self, tags: list[str], restore: bool = True, memory_timeout: float = 0.0) -> Any:
         self.calls.append(("resume", tags))
-        return memsaver.resume([], wait=False)
+        return memsaver.start(resume=[])
 
 
 class Told:

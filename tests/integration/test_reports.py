@@ -89,7 +89,6 @@ class Member(Colocated):
 @pytest.fixture(autouse=True)
 def small_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMSAVER_HOST_DEVICE", fresh_device())
-    monkeypatch.setenv("MEMSAVER_BACKUP_AHEAD", "off")
     monkeypatch.setenv("MEMSAVER_REPORT_DIR", str(tmp_path / "reports"))
 
 

@@ -260,12 +260,11 @@ def test_a_segment_ends_in_a_transition(device: str, region: memsaver.Region, st
     frees = controls.count("cuMemAddressFree")
     if state == "resuming":
         region.pause()
-        resume = threading.Thread(target=region.resume)
         with controls.held("cuMemSetAccess"):
-            resume.start()
+            resume = memsaver.start(resume=region)
             until(lambda: controls.stopped("cuMemSetAccess"))
             assert region.state == "resuming" and segment.close() == 0
-        resume.join()
+        resume.result()
     else:
         prepared = prepare_pause([region])
         assert segment.close() == 0
@@ -280,22 +279,6 @@ def test_a_segment_ends_in_a_transition(device: str, region: memsaver.Region, st
     assert kept.map(1, 2) == 0  # its create() frees the addresses
     assert controls.count("cuMemAddressFree") == frees + 1
     assert kept.close() == 0
-
-
-def test_a_trim_beside_an_allocation_refuses_no_piece(device: str, region: memsaver.Region) -> None:
-    """While a piece is mapped, the region has more memory than its segments."""
-    segment, codes = Segment(device, 256, 3), []
-    with controls.held("cuMemSetAccess"):
-        allocate = threading.Thread(target=lambda: codes.append(segment.map(0, 3)))
-        allocate.start()
-        until(lambda: controls.stopped("cuMemSetAccess"))
-        assert region.mapped_bytes > region.allocated_bytes
-        trim = threading.Thread(target=memsaver.trim, daemon=True)
-        trim.start()
-        trim.join(20)
-        assert not trim.is_alive(), "it waits to move the contents"
-    allocate.join()
-    assert codes == [0] and region.mapped_bytes == 3 * segment.piece
 
 
 def test_pieces_come_and_go_around_pauses(device: str, region: memsaver.Region) -> None:

@@ -626,7 +626,7 @@ def test_every_call_fails_after_an_illegal_access(memory: Memory) -> None:
     for _ in range(2):
         assert_lost(memory)
     assert refused(ticket.done).code == refused(mark.wait).code == 700
-    assert driver.uuid() and driver.processes() and driver.host_node() == -1  # which ask the system, not the context
+    assert driver.uuid() and driver.holdings() and driver.host_node() == -1  # which ask the system, not the context
     controls.reset()
     assert memory.bench.free() == free
     driver.map(memory.address, PAGE, memory.handle)

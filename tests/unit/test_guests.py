@@ -344,9 +344,9 @@ def test_phases_move_guests_with_their_tags(
 def test_transition_in_the_background_moves_guests(make: Make, visit: Visit) -> None:
     region = make("host")
     visit("guest", region.tag)
-    region.pause(wait=False).result(60)
+    memsaver.start(pause=region).result(60)
     assert states() == {"guest": "away"}
-    region.resume(wait=False).result(60)
+    memsaver.start(resume=region).result(60)
     assert states() == {"guest": "here"}
 
 
@@ -361,7 +361,7 @@ def test_another_transition_of_guests_waits_at_most_for_its_timeout(make: Make, 
 
     visit("slow", first.tag).on_call = stay
     visit("other", second.tag)
-    pausing = first.pause(wait=False)
+    pausing = memsaver.start(pause=first)
     assert inside.wait(60)
     assert states()["slow"] == "leaving"
     try:
@@ -389,7 +389,7 @@ def test_the_bound_of_a_resume_ends_its_wait_for_guests_after_the_commit_too(mak
 
     def begin(done: int, total: int) -> None:
         if not moving:  # the resume of the other region moves contents
-            moving.append(first.pause(wait=False))
+            moving.append(memsaver.start(pause=first))
             assert inside.wait(60)
 
     visit("slow", first.tag).on_call = stay

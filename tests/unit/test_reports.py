@@ -34,7 +34,7 @@ def held(make: Make) -> Iterator[memsaver.Region]:
 
 def test_part_has_the_transition_under_way_with_its_stage_and_the_stacks(held: memsaver.Region) -> None:
     assert reports.stage() is None
-    moving = held.pause(wait=False)
+    moving = memsaver.start(pause=held)
     try:
         until(lambda: "'launches'" in (reports.stage() or ""))
         stage = reports.stage()
@@ -90,7 +90,7 @@ def test_part_names_the_holders_of_memory_for_which_a_transition_waits(make: Mak
     block, held = region.empty(8 << 20), other.empty(2 << 20)
     region.pause()
     with Fill():
-        moving = region.resume(memory_timeout=60, wait=False)
+        moving = memsaver.start(resume=region, memory_timeout=60)
         until(lambda: "'memory'" in (reports.stage() or ""))
         part = reports.part()
         assert "memory:\n  cpu: " in part

@@ -8,30 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from memsaver import _core, _guests, config, ledger
+from memsaver._results import TransitionRecord as TransitionRecord
+from memsaver._results import TransitionStage as TransitionStage
 from memsaver.errors import BrokerError, gib
 from memsaver.ledger import Ledger
+from memsaver.ledger import LedgerRow as LedgerRow
 from memsaver.process_names import process_name
-
-
-@dataclass(frozen=True)
-class ProcessStats:
-    """Another process on a device.
-
-    Attributes:
-        pid: Its process id.
-        name: Its name, or ``"?"`` if the system does not return it.
-        nbytes: Device memory that it holds.
-
-    Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> others = memsaver.stats().devices["cpu"].processes
-        >>> sum(each.nbytes for each in others) >= 0
-        True
-    """
-
-    pid: int
-    name: str
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -46,14 +28,6 @@ class RegionStats:
         allocated_bytes: Bytes of the segments in use.
         mapped_bytes: Bytes of device memory that it holds now.
         backup_bytes: Bytes of contents in host memory or on disk now.
-
-    Examples:
-        >>> weights = memsaver.region("weights", device="cpu", backup="host")
-        >>> tensor = weights.empty((1 << 20,), torch.uint8)
-        >>> _ = weights.pause()
-        >>> rows = [each for each in memsaver.stats().devices["cpu"].regions if each.tag == "weights"]
-        >>> rows[0].state, rows[0].mapped_bytes, rows[0].backup_bytes
-        ('paused', 0, 1048576)
     """
 
     tag: str
@@ -75,12 +49,6 @@ class HolderStats:
         nbytes: Bytes that it holds.
         unused_bytes: The part that no tensor uses and that it could not return. None if it has not told.
         why: The parts of ``unused_bytes``, and the reasons. Empty if ``unused_bytes`` is None or 0.
-
-    Examples:
-        >>> memsaver.configure(pool="shared")
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> [f"{each.name}: {each.why}" for each in memsaver.stats().devices["cpu"].pool.holds_up]
-        []
     """
 
     pid: int
@@ -96,20 +64,11 @@ class PoolStats:
 
     Attributes:
         available_bytes: Bytes that this process could still get. None while the broker cannot be reached.
-        holders: The other processes that hold memory of the pool. None while the broker cannot be reached.
         waiting_bytes: Bytes for which calls of this process wait at the broker now.
         holds_up: The other processes that hold the memory, as far as the broker has told. Empty if nothing waits.
-
-    Examples:
-        >>> memsaver.configure(pool="shared")
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> pool = memsaver.stats().devices["cpu"].pool
-        >>> pool.available_bytes > 0, pool.holders
-        (True, [])
     """
 
     available_bytes: int | None
-    holders: list[ProcessStats] | None
     waiting_bytes: int
     holds_up: list[HolderStats]
 
@@ -122,34 +81,24 @@ class DeviceStats:
         uuid: The driver's name of the device. None if a call of the driver fails.
         total_bytes: Memory of the whole device. None if a call of the driver fails.
         free_bytes: Free memory of the whole device. None if a call of the driver fails.
-        own_bytes: Device memory of this process, regions and everything else. None if NVML does not list it.
         retained_bytes: Idle chunks that this process keeps.
         host_held_bytes: Pinned host memory that this process holds.
         host_used_bytes: The part of it that holds contents.
         disk_held_bytes: Size of the files for contents.
         disk_used_bytes: The part of it that holds contents.
-        processes: The other processes on the device, as far as NVML lists them.
         regions: The regions of this process on the device.
         pool: None if the device's memory does not come from a shared pool.
         ledger: The ledger of the device: every byte in use, by process and kind.
-
-    Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> device = memsaver.stats().devices["cpu"]
-        >>> 0 < device.free_bytes <= device.total_bytes
-        True
     """
 
     uuid: str | None
     total_bytes: int | None
     free_bytes: int | None
-    own_bytes: int | None
     retained_bytes: int
     host_held_bytes: int
     host_used_bytes: int
     disk_held_bytes: int
     disk_used_bytes: int
-    processes: list[ProcessStats]
     regions: list[RegionStats]
     pool: PoolStats | None
     ledger: Ledger
@@ -165,17 +114,6 @@ class GuestStats:
         order: Its place among the guests.
         state: ``"here"``, ``"leaving"``, ``"away"`` or ``"coming back"``.
         nbytes: Bytes of device memory that it holds, as far as it can tell. None if it raises an error.
-
-    Examples:
-        >>> class Cache(memsaver.Guest):
-        ...     def leave(self):
-        ...         pass
-        >>> cache = Cache("cache", tags="cache")
-        >>> memsaver.register(cache)
-        >>> _ = memsaver.pause("cache")
-        >>> memsaver.stats().guests
-        [GuestStats(name='cache', tags=('cache',), order=0, state='away', nbytes=0)]
-        >>> memsaver.unregister(cache)
     """
 
     name: str
@@ -187,18 +125,13 @@ class GuestStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """The result of ``memsaver.stats()``.
+    """The result of ``memsaver.stats()``. ``print()`` shows a table.
 
     Attributes:
         devices: By name, the devices in use.
         unreleased_bytes: Chunks whose release failed in the driver. They may be lost until the process ends.
         options: The options that were set, and their values.
         guests: The guests of this process, in the order in which they leave.
-
-    Examples:
-        >>> memsaver.configure(retain="1GiB")
-        >>> memsaver.stats().options["retain"]
-        1073741824
     """
 
     devices: dict[str, DeviceStats]
@@ -207,7 +140,6 @@ class Stats:
     guests: list[GuestStats]
 
     def __str__(self) -> str:
-        """A table of the devices and their regions, for print()."""
         lines = []
         for name, each in self.devices.items():
             free, total = (gib(nbytes) if nbytes is not None else "?" for nbytes in (each.free_bytes, each.total_bytes))
@@ -220,7 +152,7 @@ class Stats:
             for row in each.regions:
                 sizes = [f"{gib(nbytes):>12}" for nbytes in (row.allocated_bytes, row.mapped_bytes, row.backup_bytes)]
                 lines.append(f"  {row.tag[:24]:<24} {row.state:<9} {row.backup:<7}{' '.join(sizes)}")
-            lines += [f"  {gib(other.nbytes):>12} in {other.name} (pid {other.pid})" for other in each.processes]
+            lines += [f"  {line}" for line in ledger.lines(each.ledger)]
         lines += [f"guest {each.name!r} is {each.state}" for each in self.guests]
         return "\n".join(lines) or "no device is in use"
 
@@ -233,11 +165,6 @@ class Stats:
 
         Returns:
             A dictionary with the keys ``"devices"``, ``"unreleased_bytes"``, ``"options"`` and ``"guests"``.
-
-        Examples:
-            >>> kv = memsaver.region("kv_cache", device="cpu")
-            >>> memsaver.stats().asdict()["devices"]["cpu"]["pool"] is None
-            True
         """
         return dataclasses.asdict(self)
 
@@ -246,19 +173,20 @@ def stats() -> Stats:
     """Reads the figures of this process and of its devices.
 
     Returns:
-        Dataclasses, with the devices in use. ``stats().asdict()`` converts them into dictionaries.
+        Dataclasses of ``memsaver.figures``, with the devices in use. ``stats().asdict()`` makes dictionaries of them.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
         >>> cache = kv.empty((1 << 20,), torch.uint8)
-        >>> {row.tag: row.allocated_bytes for row in memsaver.stats().devices["cpu"].regions}["kv_cache"]
+        >>> device = memsaver.stats().devices["cpu"]
+        >>> {row.tag: row.allocated_bytes for row in device.regions}["kv_cache"]
         1048576
+        >>> sum(row.bytes for row in device.ledger.rows) == device.ledger.used_bytes
+        True
     """
     devices = {}
     for name in _core.device_names():
         row = _core.device_stats(name)
-        del row["device"]
-        row["processes"] = _processes(row["processes"])
         row["regions"] = [RegionStats(**each) for each in row["regions"]]
         devices[name] = DeviceStats(**row, pool=_pool(name), ledger=ledger.read(name))
     guests = [GuestStats(**each) for each in _guests.rows()]
@@ -269,19 +197,13 @@ def _pool(device: str) -> PoolStats | None:
     if not _core.in_pool(device):
         return None
     waits, holders = _core.pool_waits(device)
-    waiting = sum(nbytes for nbytes, _ in waits)
     holds_up = [
         HolderStats(pid, process_name(pid), nbytes, unused, why if unused else "")
         for pid, nbytes, unused, why in holders
         if pid != os.getpid()
     ]
     try:
-        available, users = _core.pool_figures(device)
+        available: int | None = _core.pool_available(device)
     except BrokerError:
-        return PoolStats(None, None, waiting, holds_up)
-    others = [(pid, nbytes) for pid, nbytes in users if pid != os.getpid()]
-    return PoolStats(available, _processes(others), waiting, holds_up)
-
-
-def _processes(rows: list[tuple[int, int]]) -> list[ProcessStats]:
-    return [ProcessStats(pid, process_name(pid), nbytes) for pid, nbytes in rows]
+        available = None
+    return PoolStats(available, sum(nbytes for nbytes, _ in waits), holds_up)

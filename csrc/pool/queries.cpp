@@ -1,28 +1,21 @@
-#include "regions/queries.h"
-
-#include <utility>
+#include "pool/queries.h"
 
 namespace memsaver {
 
-Queries& ledger_queries() {
+Queries& queries() {
   static auto* only = new Queries;
   return *only;
 }
 
-Queries& cache_queries() {
-  static auto* only = new Queries;
-  return *only;
-}
-
-bool Queries::note(const std::string& query) {
+bool Queries::note(const std::string& kind, const std::string& device) {
   std::lock_guard lock(mutex_);
   if (!served_ || stopped_) return false;
-  noted_.insert(query);
+  noted_.emplace(kind, device);
   changed_.notify_all();
   return true;
 }
 
-std::optional<std::string> Queries::next() {
+std::optional<std::pair<std::string, std::string>> Queries::next() {
   std::unique_lock lock(mutex_);
   served_ = true;
   changed_.wait(lock, [this] { return stopped_ || !noted_.empty(); });
