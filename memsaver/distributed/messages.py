@@ -1,8 +1,7 @@
-"""Messages between ranks as JSON. A store has no authentication, so nothing is unpickled from it."""
+"""Values as JSON, with transitions and errors. A store has no authentication, so nothing is unpickled from it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -39,46 +38,34 @@ _ERRORS: dict[str, type[Exception]] = {
 }  # fmt: skip
 
 
-def dumps(value: Any) -> str:
-    """Encodes JSON's types, tuples, transitions and errors. Of any other value its repr() arrives, as a string."""
-    return json.dumps(_packed(value), separators=(",", ":"))
-
-
-def loads(text: str | bytes) -> Any:
-    return _unpacked(json.loads(text))
-
-
-def _packed(value: Any) -> Any:
+def packed(value: Any) -> Any:
+    """JSON's types, for them, tuples, transitions and errors. Of any other value its repr() arrives, as a string."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
-        return [_packed(each) for each in value]
+        return [packed(each) for each in value]
     if isinstance(value, tuple):
-        return {"tuple": [_packed(each) for each in value]}
+        return {"tuple": [packed(each) for each in value]}
     if isinstance(value, dict):
-        return {"dict": [[_packed(key), _packed(each)] for key, each in value.items()]}
+        return {"dict": [[packed(key), packed(each)] for key, each in value.items()]}
     if isinstance(value, (Transition, Ready)):
-        return {type(value).__name__: _packed(asdict(value))}
-    if isinstance(value, BaseException):
-        return {"error": _packed(_described(value))}
-    return repr(value)
+        return {type(value).__name__: packed(asdict(value))}
+    if not isinstance(value, BaseException):
+        return repr(value)
+    kind = type(value).__name__
+    if _ERRORS.get(kind) is not type(value):  # the class is not known everywhere, so its name is part of the text
+        return {"error": ["Error", f"{kind}: {value}", packed({})]}
+    text = str(value.args[0]) if len(value.args) == 1 else str(value)
+    return {"error": [kind, text, packed(dict(vars(value)))]}
 
 
-def _described(error: BaseException) -> list[Any]:
-    kind = type(error).__name__
-    if _ERRORS.get(kind) is type(error):
-        return [kind, str(error.args[0]) if len(error.args) == 1 else str(error), dict(vars(error))]
-    # The class is not known everywhere, so its name is part of the text.
-    return ["Error", f"{kind}: {error}", {}]
-
-
-def _unpacked(value: Any) -> Any:
+def unpacked(value: Any) -> Any:
     if isinstance(value, list):
-        return [_unpacked(each) for each in value]
+        return [unpacked(each) for each in value]
     if not isinstance(value, dict):
         return value
-    ((kind, packed),) = value.items()
-    content = _unpacked(packed)
+    ((kind, inner),) = value.items()
+    content = unpacked(inner)
     if kind == "tuple":
         return tuple(content)
     if kind == "dict":

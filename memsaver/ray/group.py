@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from memsaver.policies import READERS_S, TurnBackup, TurnRestore
-from memsaver.ray.ranks import ActorRank
+from memsaver.ray.ranks import ActorCaller, ActorRank
 from memsaver.ray.reports import Collector
 from memsaver.turns.plan import Phases, Plan
-from memsaver.turns.ranks import Rank
-from memsaver.turns.turn import Turn, TurnReport, Turns
+from memsaver.turns.turn import Turn, Turns
 
 _LOOK_LONGER_S = 30.0
 
@@ -76,7 +75,8 @@ class Group:
         ranks = [rank for role, given in roles.items() for rank in _of_role(role, given)]
         self._plan = Plan(phases, roles, backup, restore)
         self._reports = Collector()
-        self._turns = Turns(self._plan, ranks, self._report)
+        self._caller = ActorCaller(ranks, self._reports.collect)
+        self._turns = Turns(self._plan, self._caller)
 
     @property
     def entered(self) -> str | None:
@@ -105,7 +105,8 @@ class Group:
             >>> group.entered is None
             True
         """
-        self._turns.replace(ActorRank(role, rank, actor))
+        self._caller.replace(ActorRank(role, rank, actor))
+        self._turns.entered = None
 
     def enter(
         self,
@@ -140,7 +141,8 @@ class Group:
             timeout: Seconds for the whole turn, up to the commit of the last rank. Each rank gets the rest of it for
                 its own call. If a rank has not answered by then while all prepare, the turn fails, and the rank aborts
                 its part when its drain or start has ended. Ranks that have committed have 30 s more to complete their
-                pauses and resumes; then the turn fails too. No phase can be entered until they have. None: no bound.
+                pauses and resumes; then the turn fails too. No phase can be entered until the rank has answered. None:
+                no bound.
             memory_timeout: Seconds to wait for memory that others hold. None: 60 for ranks that resume at the same time
                 as the pauses that release their memory, else 0.
             reader_timeout: Seconds for pauses to wait for attached processes.
@@ -155,8 +157,7 @@ class Group:
                 BackupError). Its attributes are ``phase``, ``role`` and ``rank``; the cause is chained. ``report`` is
                 the path of the report if a rank has not answered at the deadline of the turn. Before the
                 commits, nothing has changed on any rank. After a later failure the tags to pause are paused, and so are
-                the tags that had resumed. The other ranks are notified by ``colocated_failed()``. This phase, or
-                another, can be entered again.
+                the tags that had resumed. This phase, or another, can be entered again.
 
         Examples:
             >>> class Engine(memsaver.ray.Colocated):
@@ -174,11 +175,8 @@ class Group:
         options = self._plan.options(name, backup, restore, timeout, memory_timeout, reader_timeout)
         if options.completes_until is not None:  # the actors look a little longer than the turn waits
             seconds = options.completes_until - time.monotonic() + _LOOK_LONGER_S
-            self._reports.watch(self._turns.ranks, seconds)
+            self._reports.watch(self._caller.ranks, seconds)
         return self._turns.enter(name, options)
-
-    def _report(self, title: str, silent: Sequence[Rank]) -> TurnReport:
-        return self._reports.collect(title, self._turns.ranks, silent)
 
 
 def _of_role(role: str, given: Any) -> list[ActorRank]:

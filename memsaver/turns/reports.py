@@ -1,8 +1,12 @@
-"""Reports of a turn that exceeds its deadline: the part of this process, and the file with all parts."""
+"""Reports of a turn that exceeds its deadline: the parts of all processes, and the file with them.
+
+A thread of each process looks for requests in a key-value store, so its part arrives while its main thread hangs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -12,19 +16,23 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from memsaver import _core, _results, config, ledger
-from memsaver._results import TransitionRecord
+from memsaver._results import TransitionRecord, daemon
 from memsaver.errors import Error
 
 log = logging.getLogger("memsaver")
 
+_T = TypeVar("_T")
+_PARTS_S = 4.0  # bound of the wait for the parts: a process looks for requests once a second
+_POLL_S = 0.05
 _KEPT = 50  # reports in the directory
 _LAST = 20  # transitions in a part that have ended
 _LONGEST = 200_000  # characters of a part
-_OWN_THREAD = "memsaver heart"  # it waits
 _files = threading.Lock()
 
 
@@ -66,14 +74,79 @@ def write(text: str) -> Path:
         return path
 
 
-def save(title: str, author: str, lines: Sequence[str]) -> str | None:
-    """Writes the report of a turn. Returns the path of the file, or None if it cannot be written, which is logged."""
-    head = [title, f"written at {time.strftime('%Y-%m-%d %H:%M:%S %z')} by {author}"]
+class Mail(Protocol):
+    """A key-value store that all processes of a group reach. Its methods may raise any error."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get_all(self, keys: Sequence[str]) -> Sequence[str | bytes | None]: ...
+
+
+class Responder:
+    """Answers requests for the part of this process.
+
+    ``call``: returns the present call of the process in words, None if there is none.
+    """
+
+    def __init__(self, mail: Mail, name: str, call: Callable[[], str | None]) -> None:
+        self._mail, self._name, self._call = mail, name, call
+        self._seen: str | bytes | None = None
+
+    def look(self) -> None:
+        """If there is a new request, a thread sends the part. This one may have heartbeats to send."""
+        (request,) = self._mail.get_all(["report"])
+        if request is not None and request != self._seen:
+            self._seen = request
+            try:
+                daemon(partial(self._send, json.loads(request)), "memsaver report")
+            except RuntimeError as error:
+                log.warning("no part of a report was sent: %s", error)
+
+    def _send(self, request: str) -> None:
+        sent = {"request": request, "doing": described(self._call()), "text": part()}
+        try:
+            self._mail.set(f"part/{self._name}", json.dumps(sent))
+        except Exception as error:  # of the store
+            log.warning("no part of a report was sent: %s", error)
+
+
+def collect(
+    mail: Mail, title: str, author: str, names: Mapping[_T, str], own: Sequence[str] = ()
+) -> tuple[str | None, dict[_T, str]]:
+    """Asks processes for their parts, and writes the file.
+
+    ``names``: by process, its name in the store. ``own``: lines before the parts.
+
+    Returns:
+        The path of the file, or None if it cannot be written, which is logged. And by process with a part, its call.
+    """
+    parts: dict[_T, dict[str, str]] = {}
+    began, request = time.monotonic(), f"{author} {time.time_ns()}"
     try:
-        return str(write("\n".join([*head, *lines, ""])))
+        if names:
+            mail.set("report", json.dumps(request))
+        while len(parts) < len(names) and time.monotonic() < began + _PARTS_S:
+            time.sleep(_POLL_S)
+            for each, found in zip(names, mail.get_all([f"part/{name}" for name in names.values()])):
+                sent = json.loads(found) if found is not None else {}
+                if sent.get("request") == request:
+                    parts[each] = sent
+    except Exception as error:  # of the store: the report has the parts so far
+        log.warning("no more parts of a report came: %s: %s", type(error).__name__, error)
+    lines = [title, f"written at {time.strftime('%Y-%m-%d %H:%M:%S %z')} by {author}", *own]
+    for each in names:
+        lines += ["", f"== {each} =="]
+        if each in parts:
+            lines += [f"it {parts[each]['doing']}", parts[each]["text"]]
+        else:
+            why = "it starts, is stopped, has ended, or a native call holds the GIL"
+            lines.append(f"it has sent no part within {time.monotonic() - began:.1f} s: {why}")
+    doing = {each: sent["doing"] for each, sent in parts.items()}
+    try:
+        return str(write("\n".join([*lines, ""]))), doing
     except Error as error:
         log.error("the report of a turn that exceeded its deadline is lost: %s", error)
-        return None
+        return None, doing
 
 
 def _remove_oldest(folder: Path) -> None:
@@ -100,7 +173,8 @@ def _part() -> str:
     found = _results.history()
     running = [each for each in found if each.outcome == "running"]
     ended = [each for each in found if each.outcome != "running"][-_LAST:]
-    lines = ["transitions under way:", *([f"  {_line(each)}" for each in running] or ["  none"])]
+    lines = [f"pid {os.getpid()} on {socket.gethostname()}", "transitions under way:"]
+    lines += [f"  {_line(each)}" for each in running] or ["  none"]
     if any(_waits_for_memory(each) for each in running):
         lines += ["memory:", *(f"  {each}" for each in _holders())]
     lines += ["threads:", *_stacks()]
@@ -112,6 +186,14 @@ def stage() -> str | None:
     """The stages of the transitions under way, in words. None: there is none."""
     running = [each for each in _results.history() if each.outcome == "running"]
     return "; ".join(map(_stage, running)) or None
+
+
+def described(call: str | None) -> str:
+    """A call of this process, None if there is none, and the stages of its transitions."""
+    stages = stage()
+    if call is None:
+        return f"answers: {stages or 'no transition is under way'}"
+    return call if stages is None else f"{call}; {stages}"
 
 
 def call_of(member: object, methods: Collection[str]) -> str | None:
@@ -131,10 +213,6 @@ def call_of(member: object, methods: Collection[str]) -> str | None:
                 place = f"{code.co_name}() at {os.path.basename(code.co_filename)}:{innermost.f_lineno}"
                 return f"is in {frame.f_code.co_name}(): {place}"
     return None
-
-
-def host() -> str:
-    return socket.gethostname()
 
 
 def _stage(record: TransitionRecord) -> str:
@@ -187,7 +265,7 @@ def _stacks() -> list[str]:
     main = threading.main_thread().ident
     lines: list[str] = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda each: each[0] != main):
-        if ident == threading.get_ident() or names.get(ident) == _OWN_THREAD:
+        if ident == threading.get_ident():
             continue
         lines.append(f"  thread {names.get(ident, '?')!r}:")
         lines += [f"    {line}" for each in traceback.format_stack(frame) for line in each.rstrip().splitlines()]

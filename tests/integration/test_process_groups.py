@@ -479,7 +479,7 @@ def change_groups_while_closed(rank: int, file: str) -> None:
         reopen(guest)
         check_open(guest, dist.new_group([0, 1]))
         store = dist.PrefixStore(f"memsaver/{guest.name}", dist.distributed_c10d._get_default_store())
-        assert store.check(["round"])  # the ranks have met in the store of this world
+        assert store.check(["decision"])  # the ranks have met in the store of this world
 
 
 def test_groups_are_made_and_destroyed_while_others_are_closed(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,52 +22,20 @@ from ray.util.scheduling_strategies import (  # noqa: E402
 
 import memsaver  # noqa: E402
 from memsaver.broker import discovery  # noqa: E402
-from memsaver.ray import Colocated, Group  # noqa: E402
+from memsaver.ray import Group  # noqa: E402
 from tests import ray_support  # noqa: E402
-from tests.ray_support import Buffer  # noqa: E402
+from tests.ray_support import Member, look  # noqa: E402
 from tests.support import MIB, fresh_device, until  # noqa: E402
 
 PART = 64 * MIB  # of one rank: two do not fit
 CAPACITY = 96 * MIB
 PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}, "none": {}}
-
-
-class Rank(Colocated):
-    def __init__(self, tag: str, seed: int) -> None:
-        self.buffer = Buffer(tag, PART)
-        self.buffer.fill(seed)
-        self.told: list[str] = []
-        self.breaks = False
-
-    def intact(self, seed: int) -> bool:
-        return self.buffer.holds(seed)
-
-    def state(self) -> str:
-        return self.buffer.region.state
-
-    def where(self) -> tuple[str, bool, str]:
-        """Node, whether the memory is in a shared pool, and the device."""
-        node = ray.get_runtime_context().get_node_id()
-        return node, memsaver._core.in_pool("cpu"), memsaver._core.device_uuid("cpu")
-
-    def limit(self, nbytes: int | None) -> None:
-        memsaver.release_host_memory()
-        memsaver.configure(host_limit=nbytes)
-
-    def break_next_resume(self) -> None:
-        self.breaks = True
-
-    def resume(self, tags: Any = None, restore: Any = True, **bounds: Any) -> Any:
-        if self.breaks:
-            self.breaks = False
-            raise OSError("broken for the test")
-        return super().resume(tags, restore=restore, **bounds)
-
-    def colocated_failed(self, role: str, rank: int, error: Exception) -> None:
-        self.told.append(f"{role} {rank}")
-
-    def heard(self) -> list[str]:
-        return self.told
+# Of an actor: the node, whether the memory is in a shared pool, and the device.
+WHERE = (
+    "(__import__('ray').get_runtime_context().get_node_id(), memsaver._core.in_pool('cpu'), "
+    "memsaver._core.device_uuid('cpu'))"
+)
+LIMIT = "(memsaver.release_host_memory(), memsaver.configure(host_limit={}))"
 
 
 @dataclass
@@ -90,8 +57,7 @@ class Machine:
 def machines() -> Iterator[list[Machine]]:
     from ray.cluster_utils import Cluster
 
-    for module in (sys.modules[__name__], ray_support):  # workers cannot import them
-        ray.cloudpickle.register_pickle_by_value(module)
+    ray.cloudpickle.register_pickle_by_value(ray_support)  # workers cannot import it
     cluster, found = Cluster(), []
     for _ in range(3):
         pools = Path(tempfile.mkdtemp(prefix="pool", dir="/tmp"))  # short: a socket's path holds 107 bytes
@@ -127,7 +93,7 @@ def machines() -> Iterator[list[Machine]]:
 
 def is_dead(actor: Any) -> bool:
     try:
-        ray.get(actor.state.remote())
+        ray.get(actor.look.remote())
     except ray.exceptions.ActorDiedError:
         return True
     except ray.exceptions.ActorUnavailableError:
@@ -141,42 +107,39 @@ def test_turns_over_nodes_with_a_broker_on_each(machines: list[Machine]) -> None
     options = [{"scheduling_strategy": PlacementGroupSchedulingStrategy(room, bundle)} for bundle in range(2)]
 
     def actors(tag: str, seed: int) -> list[Any]:
-        return [ray.remote(Rank).options(**each).remote(tag, seed + rank) for rank, each in enumerate(options)]
+        rank = ray.remote(Member)
+        return [rank.options(**each).remote("", tag, PART, seed + index) for index, each in enumerate(options)]
 
     engines = actors("weights", 10)
     ray.get([each.pause.remote() for each in engines])
     trainers = actors("params", 20)
-    where = ray.get([each.where.remote() for each in engines])
-    assert where == ray.get([each.where.remote() for each in trainers])
+    where = ray.get([each.do.remote(WHERE) for each in engines])
+    assert where == ray.get([each.do.remote(WHERE) for each in trainers])
     assert len({(node, uuid) for node, pooled, uuid in where if pooled}) == 2
     assert [len(each.brokers()) for each in machines if each.id in {node for node, _, _ in where}] == [1, 1]
 
     # No timeout is given: a turn that hands memory over waits for it by default.
     group = Group(engine=engines, trainer=trainers, phases=PHASES)
-    for _ in range(3):
-        for name, coming, seed, away in (("rollout", engines, 10, trainers), ("train", trainers, 20, engines)):
-            with group.enter(name) as turn:
-                assert turn.side_by_side
-                assert turn.seconds > 0
-                intact = [actor.intact.remote(seed + rank) for rank, actor in enumerate(coming)]
-                assert ray.get(intact) == [True, True]
-                assert ray.get([each.state.remote() for each in away]) == ["paused", "paused"]
+    for _ in range(2):
+        for name, coming, away in (("rollout", engines, trainers), ("train", trainers, engines)):
+            turn = group.enter(name)
+            assert turn.side_by_side and turn.seconds > 0
+            assert look(*coming, *away) == ["active"] * 2 + ["paused"] * 2
 
-    ray.get(trainers[1].limit.remote(0))
+    ray.get(trainers[1].do.remote(LIMIT.format(0)))
     with pytest.raises(memsaver.Error, match="trainer 1 could not prepare to pause") as raised:
-        with group.enter("rollout"):
-            pytest.fail("entered")
+        group.enter("rollout")
     assert isinstance(raised.value.__cause__, memsaver.BackupError)
-    assert ray.get([each.state.remote() for each in trainers + engines]) == ["active"] * 2 + ["paused"] * 2
-    ray.get(trainers[1].limit.remote(None))
+    assert look(*trainers, *engines) == ["active"] * 2 + ["paused"] * 2
+    ray.get(trainers[1].do.remote(LIMIT.format(None)))
 
     # After the commit outgoing regions are paused, and regions that were resumed are paused again.
-    ray.get(engines[0].break_next_resume.remote())
-    with pytest.raises(memsaver.Error, match="engine 0 could not resume 'weights': OSError"), group.enter("rollout"):
-        pytest.fail("entered")
-    assert ray.get([each.state.remote() for each in trainers + engines]) == ["paused"] * 4
-    with group.enter("train"):
-        assert ray.get([each.intact.remote(20 + rank) for rank, each in enumerate(trainers)]) == [True, True]
+    ray.get(engines[0].set.remote(breaks=True))
+    with pytest.raises(memsaver.Error, match="engine 0 could not resume 'weights': BackupError"):
+        group.enter("rollout")
+    assert look(*trainers, *engines) == ["paused"] * 4
+    group.enter("train")
+    assert look(*trainers) == ["active"] * 2
 
     # A node dies, and its actors are replaced on another. Not the driver's node: its actors end with it.
     own = ray.get_runtime_context().get_node_id()
@@ -184,19 +147,17 @@ def test_turns_over_nodes_with_a_broker_on_each(machines: list[Machine]) -> None
     left = 1 - lost
     next(each for each in machines if each.id == where[lost][0]).raylet.kill_raylet()
     until(lambda: all(is_dead(each[lost]) for each in (engines, trainers)))  # workers end a moment after their raylet
-    with pytest.raises(memsaver.Error, match=f"[a-z]+ {lost} could not prepare") as raised, group.enter("rollout"):
-        pytest.fail("entered")
+    with pytest.raises(memsaver.Error, match=f"[a-z]+ {lost} could not prepare") as raised:
+        group.enter("rollout")
     assert isinstance(raised.value.__cause__, ray.exceptions.RayError)
-    assert ray.get([trainers[left].state.remote(), engines[left].state.remote()]) == ["active", "paused"]
-    assert str(lost) in ray.get(engines[left].heard.remote())[-1]
+    assert look(trainers[left], engines[left]) == ["active", "paused"]
     spare = next(each.id for each in machines if each.id not in {node for node, _, _ in where})
     here = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(spare, soft=False)}
-    engines[lost] = ray.remote(Rank).options(**here).remote("weights", 10 + lost)
+    engines[lost] = ray.remote(Member).options(**here).remote("", "weights", PART)
     ray.get(engines[lost].pause.remote())
-    trainers[lost] = ray.remote(Rank).options(**here).remote("params", 20 + lost)
+    trainers[lost] = ray.remote(Member).options(**here).remote("", "params", PART)
     group.replace("engine", lost, engines[lost])
     group.replace("trainer", lost, trainers[lost])
-    for name, coming, seed in (("rollout", engines, 10), ("train", trainers, 20)):
-        with group.enter(name) as turn:
-            assert turn.side_by_side
-            assert ray.get([actor.intact.remote(seed + rank) for rank, actor in enumerate(coming)]) == [True, True]
+    for name, coming in (("rollout", engines), ("train", trainers)):
+        assert group.enter(name).side_by_side
+        assert look(*coming) == ["active"] * 2

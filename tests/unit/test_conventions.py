@@ -18,7 +18,7 @@ except ImportError:
 else:
     RAY_VERBS = [
         Colocated.pause, Colocated.resume, AsyncColocated.pause, AsyncColocated.resume, Colocated.colocated_prepare,
-        AsyncColocated.colocated_prepare, Colocated.colocated_pause, AsyncColocated.colocated_pause, Group.enter,
+        AsyncColocated.colocated_prepare, Group.enter,
     ]  # fmt: skip
 
 Make = Callable[..., memsaver.Region]

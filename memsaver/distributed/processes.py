@@ -1,0 +1,289 @@
+"""The processes of a torch.distributed job as a crew: each calls its own members, and all agree on the answers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from memsaver.distributed.liveness import Watch
+from memsaver.distributed.messages import LostRankError, packed, unpacked
+from memsaver.errors import Error, WaitTimeoutError
+from memsaver.guests.agreement import Agreement
+from memsaver.guests.store import StoreError
+from memsaver.turns import reports
+from memsaver.turns.plan import Plan, TurnOptions
+from memsaver.turns.ranks import Answers, Call, Calls, Rank, Tags, TurnReport, no_answer, settled
+
+log = logging.getLogger("memsaver")
+
+_LOST_S = 5.0  # once a process has ended, the others have this long to answer: they may wait for it in their calls
+_REPORT_S = 6.0  # for a process to write the report of a turn, before another one does
+_LEFT = 1 << 30  # in the place of a question: the answer to all questions of a turn
+
+
+class ProcessRank(Rank):
+    """A member of a process. ``methods``: those that it has. ``member``: itself, in its own process."""
+
+    def __init__(self, role: str, index: int, process: int, methods: Collection[str], member: Any = None) -> None:
+        super().__init__(role, index)
+        self.process, self._methods, self.member = process, methods, member
+
+    def has(self, method: str) -> bool:
+        return method in self._methods
+
+    def is_lost(self, error: Exception) -> bool:
+        return isinstance(error, LostRankError)
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.index} (rank {self.process})"
+
+
+class Processes:
+    """A ``Crew``. Each step of a turn is a question on which all processes agree: the answers of all ranks.
+
+    A process that hangs, has ended or has left the turn has an error as its answer. The process that decides writes
+    the report of a turn at its deadline.
+    """
+
+    def __init__(
+        self, agreement: Agreement, process: int, count: int, plan: Plan, members: Mapping[str, Sequence[Any]],
+        watch: Watch,
+    ) -> None:  # fmt: skip
+        self.ranks: list[ProcessRank] = []  # known from the first turn on
+        self.report = TurnReport()
+        self.doing = "is outside of enter()"
+        """The present call of this process, in words."""
+        self.interrupt: BaseException | None = None
+        """An interrupt of the turn, such as Ctrl-C, after which the answers of all ranks were decided."""
+        self._agreement, self._process, self._count, self._plan = agreement, process, count, plan
+        self._members, self._watch = members, watch
+        self._phase, self._turn, self._question = "", 0, 0
+        self._doing: dict[int, str] = {}  # by process that was late in the last question, its call
+        self._prepared: list[ProcessRank] = []  # of this process
+
+    def begin(self, turn: int, phase: str, options: TurnOptions, unwritten: Tags) -> tuple[Tags, set[Rank]]:
+        self._phase, self._turn, self._question = phase, turn, 0
+        self.report, self.interrupt = TurnReport(), None
+        self._agreement.link.until = options.until
+        self._watch.forget_silence()
+        given = {
+            "backup": options.backup, "restore": options.restore, "timeout": options.bounds.timeout,
+            "memory_timeout": options.memory_timeout, "reader_timeout": options.bounds.reader_timeout,
+        }  # fmt: skip
+        named = [[rank.role, rank.index, sorted(tags)] for rank, tags in unwritten.items()]
+        try:
+            came = {"enter": phase, "options": given, "unwritten": named}
+            arrived = self._agree(came, options.until, "called enter()")
+            if self.interrupt is not None:
+                raise self.interrupt
+        except BaseException as error:
+            self.leave(error, [], False)
+            raise
+        missing = [process for process, each in enumerate(arrived) if isinstance(each, Exception)]
+        if missing:
+            self._refuse(missing, arrived)
+        self._compare(arrived)
+        if not self.ranks:
+            self._join()
+        found: dict[Rank, set[str]] = {rank: set() for rank in self.ranks}
+        by_place = {(rank.role, rank.index): rank for rank in self.ranks}
+        for each in arrived:
+            for role, index, tags in each["unwritten"]:
+                found[by_place[role, index]].update(tags)
+        return found, set()
+
+    def call(self, *steps: Calls, until: float | None) -> list[Answers]:
+        began = time.monotonic()
+        own: list[tuple[float, list[tuple[bool, Any]]]] = []
+        for calls in steps:
+            answers = [self._call(rank, call) for rank, call in self._own(calls)]
+            own.append((time.monotonic() - began, answers))
+        if self.interrupt is not None:
+            raise self.interrupt
+        agreed = self._agree(own, until, "answered")
+        return [self._answers(calls, number, agreed) for number, calls in enumerate(steps)]
+
+    def undo(self, calls: Calls, until: float | None) -> None:
+        self._end(self._own(calls))
+
+    def leave(self, error: BaseException, prepared: list[Rank], commits: bool) -> None:
+        try:
+            if not isinstance(error, StoreError):
+                self._agreement.answer((self._turn, _LEFT), packed(self._left(error)))
+        except StoreError as second:
+            log.warning("the other ranks could not be told that this rank left the turn: %s", second)
+        finally:  # after a second interrupt, too
+            method = "colocated_commit" if commits else "colocated_abort"
+            self._end([(rank, Call(method)) for rank in self._prepared])
+
+    def _own(self, calls: Calls) -> list[tuple[ProcessRank, Call]]:
+        return [
+            (rank, call)
+            for rank, call in calls.items()
+            if isinstance(rank, ProcessRank) and rank.process == self._process
+        ]
+
+    def _call(self, rank: ProcessRank, call: Call) -> tuple[bool, Any]:
+        """Whether a member's method has returned, and its result or error. It has the thread that called enter()."""
+        self.doing = f"is in {call.method}() of its {rank.role!r}"
+        if call.method in ("colocated_commit", "colocated_abort"):
+            self._prepared = [each for each in self._prepared if each is not rank]
+        try:
+            result = settled(getattr(rank.member, call.method)(*call.args, **call.options))
+        except Exception as error:  # of any class: all processes report it
+            return False, error
+        if call.method == "colocated_prepare" and call.args[0]:
+            self._prepared.append(rank)
+        return True, result
+
+    def _end(self, calls: Iterable[tuple[ProcessRank, Call]]) -> None:
+        """Makes calls after a turn that failed."""
+        left = list(calls)
+        try:
+            while left:
+                rank, call = left.pop(0)
+                done, result = self._call(rank, call)
+                if not done:
+                    log.warning("%s could not end %s() after a failed turn: %s", rank, call.method, result)
+        except BaseException:  # such as Ctrl-C: the other members of this process would stay prepared
+            self._end(left)
+            raise
+
+    def _answers(self, calls: Calls, number: int, agreed: Sequence[Any]) -> Answers:
+        """The answers to one step. ``agreed``: by process, its steps."""
+        found = Answers()
+        steps = [each if isinstance(each, Exception) else iter(each[number][1]) for each in agreed]
+        for rank in calls:
+            assert isinstance(rank, ProcessRank)
+            step = steps[rank.process]
+            done, answer = (False, step) if isinstance(step, Exception) else next(step)
+            if done:
+                found.results[rank] = answer
+            else:
+                found.errors[rank] = answer
+        found.seconds = max((each[number][0] for each in agreed if not isinstance(each, Exception)), default=0.0)
+        return found
+
+    def _agree(self, answer: Any, until: float | None, missing: str) -> list[Any]:
+        """The answers of all processes to the next question of the turn, the same in all. Some may be errors.
+
+        ``missing``: what a process without an answer has not done.
+        """
+        self.doing = f"waits for the other ranks in enter({self._phase!r})"
+        self._question += 1
+        place = self._turn, self._question
+        try:
+            self._agreement.answer(place, packed(answer))
+            found = self._agreement.wait(place, until, self._reason(until, missing))
+        except StoreError:
+            raise
+        except BaseException as error:  # such as Ctrl-C: this process has to know whether all ranks commit
+            self.interrupt = error
+            answers = [each if at >= place else None for at, each in self._agreement.answers()]
+            answers[self._process], left = None, packed(self._left(error))
+            errors = {str(process): left for process, each in enumerate(answers) if each is None}
+            found = self._agreement.decide(place, answers, {"errors": errors, "doing": {}, "report": None})
+        if found.place != place:
+            return [Error(f"the other ranks have ended this turn without rank {self._process}")] * self._count
+        if found.reason is None:
+            return [unpacked(each) for each in found.answers]
+        doing = {int(process): text for process, text in found.reason["doing"].items()}
+        self._doing = doing
+        self.report = TurnReport(
+            found.reason["report"], {rank: doing[rank.process] for rank in self.ranks if rank.process in doing}
+        )
+        return [unpacked(found.reason["errors"].get(str(number), each)) for number, each in enumerate(found.answers)]
+
+    def _reason(self, until: float | None, action: str) -> Callable[[list[int]], Any]:
+        """Returns a function for ``Agreement.wait()``. It finds lost processes, and reports late ones."""
+        began = time.monotonic()
+        lost: dict[int, Exception] = {}
+        lost_until = math.inf
+
+        def reason(missing: list[int]) -> Any:
+            nonlocal lost_until
+            for process in missing:
+                try:
+                    self._watch.check(process)
+                except LostRankError as error:
+                    if process not in lost:
+                        lost[process] = error
+                        lost_until = min(lost_until, time.monotonic() + _LOST_S)
+            gone, now = [process for process in missing if process in lost], time.monotonic()
+            is_late = until is not None and now >= until
+            if not is_late and gone != missing and not (gone and now >= lost_until):
+                return None
+            found: dict[str, Any] = {"doing": {}, "report": None}
+            if not gone:  # else the others wait for the lost ones
+                place = sum(process not in missing for process in range(self._process))
+                if place and until is not None and now < until + _REPORT_S * min(place, 2):
+                    return None  # another process writes the report, unless it hangs
+                title = f"phase {self._phase!r} could not be entered: rank {missing[0]} has not {action}"
+                found = self._report(title, missing)
+            waited = now - began
+            errors = {str(process): packed(lost.get(process, no_answer(waited, action))) for process in missing}
+            return {"errors": errors, **found}
+
+        return reason
+
+    def _report(self, title: str, missing: list[int]) -> dict[str, Any]:
+        names: dict[str, str] = {}
+        for process in range(self._count):
+            hello = self._watch.hello(process)
+            where = "which has not made its group" if hello is None else f"pid {hello['pid']} on {hello['name']}"
+            names[f"rank {process}, {where}"] = str(process)
+        path, doing = reports.collect(self._agreement.link, title, f"rank {self._process}", names)
+        found = {names[label]: text for label, text in doing.items()}
+        return {"report": path, "doing": {str(each): found[str(each)] for each in missing if str(each) in found}}
+
+    def _left(self, error: BaseException) -> Exception:
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+        return RuntimeError(f"rank {self._process} left the turn: {text}")
+
+    def _refuse(self, missing: Sequence[int], arrived: Sequence[Any]) -> NoReturn:
+        """Not all processes have come to the turn."""
+        first: Exception = arrived[missing[0]]
+        late = [each for each in missing if isinstance(arrived[each], WaitTimeoutError)]
+        text = f"{', '.join(f'rank {each}' for each in late)} did not answer: {first}" if late else str(first)
+        text += "".join(f"; rank {process} {self._doing[process]}" for process in late if process in self._doing)
+        path = self.report.path
+        text = f"phase {self._phase!r} could not be entered: {text}{f'; report: {path}' if path is not None else ''}"
+        raise Error(text, phase=self._phase, role=None, rank=missing[0], report=path) from first
+
+    def _compare(self, arrived: Sequence[Mapping[str, Any]]) -> None:
+        mine = arrived[0]
+        for process, each in enumerate(arrived):
+            if each["enter"] != mine["enter"]:
+                text = f"rank 0 enters {mine['enter']!r}, rank {process} enters {each['enter']!r}"
+            elif each["options"] != mine["options"]:
+                text = f"rank 0 enters {mine['enter']!r} with {mine['options']}, rank {process} with {each['options']}"
+            else:
+                continue
+            text = f"phase {self._phase!r} could not be entered: {text}; expected the same on all ranks"
+            raise Error(text, phase=self._phase, role=None, rank=process)
+
+    def _join(self) -> None:
+        """Finds the members of all processes. Raises memsaver.Error if the processes made groups that do not fit."""
+        hellos = [self._watch.hello(process) or {} for process in range(self._count)]
+        for process, hello in enumerate(hellos):
+            if hello["plan"] != hellos[0]["plan"]:
+                text = f"rank {process} made its group with {hello['plan']}, rank 0 with {hellos[0]['plan']}"
+                raise Error(f"{text}; expected the same phases, backup and restore on all ranks", rank=process)
+        found: list[ProcessRank] = []
+        for role in dict.fromkeys(role for hello in hellos for role in hello["roles"]):
+            members = [
+                (process, at, methods)
+                for process, hello in enumerate(hellos)
+                for at, methods in enumerate(hello["roles"].get(role, ()))
+            ]
+            for index, (process, at, methods) in enumerate(members):
+                own = self._members[role][at] if process == self._process else None
+                found.append(ProcessRank(role, index, process, methods, own))
+        missing = self._plan.roles_in_phases() - {rank.role for rank in found}
+        if missing:
+            there = ", ".join(map(repr, sorted({rank.role for rank in found}))) or "no members"
+            raise Error(f"no rank has a member of the role {min(missing)!r}, which a phase names; there are {there}")
+        self.ranks = found
