@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from memsaver.distributed.liveness import Watch
-from memsaver.distributed.messages import LostRankError, packed, unpacked
+from memsaver.distributed.messages import LostRankError, dumps, loads
 from memsaver.errors import Error, WaitTimeoutError
 from memsaver.guests.agreement import Agreement
 from memsaver.guests.store import StoreError
@@ -112,7 +112,7 @@ class Processes:
     def leave(self, error: BaseException, prepared: list[Rank], commits: bool) -> None:
         try:
             if not isinstance(error, StoreError):
-                self._agreement.answer((self._turn, _LEFT), packed(self._left(error)))
+                self._agreement.answer((self._turn, _LEFT), dumps(self._left(error)))
         except StoreError as second:
             log.warning("the other ranks could not be told that this rank left the turn: %s", second)
         finally:  # after a second interrupt, too
@@ -134,10 +134,10 @@ class Processes:
         try:
             result = settled(getattr(rank.member, call.method)(*call.args, **call.options))
         except Exception as error:  # of any class: all processes report it
-            return False, error
+            return False, loads(dumps(error))
         if call.method == "colocated_prepare" and call.args[0]:
             self._prepared.append(rank)
-        return True, result
+        return True, loads(dumps(result))
 
     def _end(self, calls: Iterable[tuple[ProcessRank, Call]]) -> None:
         """Makes calls after a turn that failed."""
@@ -176,26 +176,26 @@ class Processes:
         self._question += 1
         place = self._turn, self._question
         try:
-            self._agreement.answer(place, packed(answer))
+            self._agreement.answer(place, dumps(answer))
             found = self._agreement.wait(place, until, self._reason(until, missing))
         except StoreError:
             raise
         except BaseException as error:  # such as Ctrl-C: this process has to know whether all ranks commit
             self.interrupt = error
             answers = [each if at >= place else None for at, each in self._agreement.answers()]
-            answers[self._process], left = None, packed(self._left(error))
+            answers[self._process], left = None, dumps(self._left(error))
             errors = {str(process): left for process, each in enumerate(answers) if each is None}
             found = self._agreement.decide(place, answers, {"errors": errors, "doing": {}, "report": None})
         if found.place != place:
             return [Error(f"the other ranks have ended this turn without rank {self._process}")] * self._count
         if found.reason is None:
-            return [unpacked(each) for each in found.answers]
+            return [loads(each) for each in found.answers]
         doing = {int(process): text for process, text in found.reason["doing"].items()}
         self._doing = doing
         self.report = TurnReport(
             found.reason["report"], {rank: doing[rank.process] for rank in self.ranks if rank.process in doing}
         )
-        return [unpacked(found.reason["errors"].get(str(number), each)) for number, each in enumerate(found.answers)]
+        return [loads(found.reason["errors"].get(str(number), each)) for number, each in enumerate(found.answers)]
 
     def _reason(self, until: float | None, action: str) -> Callable[[list[int]], Any]:
         """Returns a function for ``Agreement.wait()``. It finds lost processes, and reports late ones."""
@@ -224,7 +224,7 @@ class Processes:
                 title = f"phase {self._phase!r} could not be entered: rank {missing[0]} has not {action}"
                 found = self._report(title, missing)
             waited = now - began
-            errors = {str(process): packed(lost.get(process, no_answer(waited, action))) for process in missing}
+            errors = {str(process): dumps(lost.get(process, no_answer(waited, action))) for process in missing}
             return {"errors": errors, **found}
 
         return reason
