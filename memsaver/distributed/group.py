@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import weakref
 from collections.abc import Mapping
@@ -11,17 +10,18 @@ from typing import Any
 import torch.distributed as distributed
 from torch.distributed import Store
 
-from memsaver.distributed.liveness import Heart, Watch, identity
+from memsaver.distributed.liveness import Watch, hello, start_heart
 from memsaver.distributed.processes import Processes
 from memsaver.errors import Error
 from memsaver.guests.agreement import Agreement
 from memsaver.guests.store import StoreError, StoreLink
 from memsaver.policies import READERS_S, TurnBackup, TurnRestore, seconds
-from memsaver.turns.plan import Phases, Plan, check_mapping
-from memsaver.turns.ranks import METHODS, check_member
+from memsaver.turns.plan import Phases, Plan
+from memsaver.turns.ranks import check_member
 from memsaver.turns.reports import Responder
 from memsaver.turns.turn import Turn, Turns
 
+_STORE_S = 60.0  # for the store to answer at the start
 _CLOSE_S = 2.0  # bound of the wait for a heartbeat under way
 
 
@@ -44,8 +44,6 @@ class Group:
         name: A name of the group in the store. Groups of one name are made in the same order in all processes.
         heartbeat_timeout: Seconds without a heartbeat after which a process on another host counts as ended. A process
             that holds the GIL sends none. Processes on the same host are looked up by their pid.
-        start_timeout: Seconds that ``enter()`` waits for processes that have not made the group. A process that ends
-            before it makes the group is named then, or at the ``timeout`` of the turn if that is earlier.
         roles: The members of this process by role, one or a list: objects that derive from ``Colocated`` or
             ``AsyncColocated``, or that have ``pause(tags)`` and ``resume(tags)``, which may be called twice.
 
@@ -83,32 +81,27 @@ class Group:
         world_size: int | None = None,
         name: str = "group",
         heartbeat_timeout: float = 8.0,
-        start_timeout: float = 600.0,
         **roles: Any,
     ) -> None:
         members = {role: _members_of(role, given) for role, given in roles.items()}
-        self._plan = Plan(phases, _all_roles(phases, roles), backup, restore)
-        silence, start = seconds(heartbeat_timeout, "heartbeat_timeout"), seconds(start_timeout, "start_timeout")
+        self._plan = Plan(phases, None, backup, restore)
+        silence = seconds(heartbeat_timeout, "heartbeat_timeout")
         store, process, count = _joined(store, rank, world_size)
-        until = time.monotonic() + start
+        until = time.monotonic() + _STORE_S
         link = StoreLink(store, f"memsaver/{name}")
-        made = link.call(lambda keys: int(keys.add(f"made/{process}", 1)), until)
-        prefix = f"memsaver/{name}/{made}"
+        number = link.call(lambda keys: int(keys.add(f"made/{process}", 1)), until)
+        prefix = f"memsaver/{name}/{number}"
         agreement = Agreement(store, prefix, process, count)
         agreement.link.until = until
-        hello = {
-            **identity(),
-            "plan": {"phases": self._plan.phases, "backup": _plain(backup), "restore": _plain(restore)},
-            "roles": {role: [_methods(each) for each in found] for role, found in members.items()},
-        }
-        agreement.link.set(f"hello/{process}", json.dumps(hello))
-        watch = Watch(agreement.link, silence, start)
+        agreement.link.set(f"hello/{process}", hello())
+        watch = Watch(agreement.link, silence)
         self._processes = processes = Processes(agreement, process, count, self._plan, members, watch)
         self._turns = Turns(self._plan, processes)
         self._store = store  # it may serve the other processes
         own = StoreLink(store, prefix, direct=True)  # of a thread
-        self._heart = Heart(own, process, Responder(own, str(process), lambda: processes.doing).look)
-        self._stop = weakref.finalize(self, self._heart.stop.set)
+        look = Responder(own, str(process), lambda: processes.doing).look
+        self._heart, stop = start_heart(own, process, look)
+        self._stop = weakref.finalize(self, stop.set)
         self._broken: str | None = None  # why no further turn can be entered: the store is lost
 
     @property
@@ -127,7 +120,7 @@ class Group:
             >>> group.close()
         """
         self._stop()
-        self._heart.thread.join(_CLOSE_S)
+        self._heart.join(_CLOSE_S)
 
     def enter(
         self,
@@ -221,25 +214,8 @@ def _joined(store: Store | None, rank: int | None, world_size: int | None) -> tu
     return store, rank, world_size
 
 
-def _all_roles(phases: Phases, own: Mapping[str, object]) -> list[str]:
-    """The roles of this process, and those of phases, which may be those of other processes."""
-    check_mapping(phases)
-    named = [role for by_role in phases.values() if isinstance(by_role, Mapping) for role in by_role]
-    return list(dict.fromkeys([*named, *own]))
-
-
 def _members_of(role: str, given: Any) -> list[Any]:
     members = list(given) if isinstance(given, (list, tuple)) else [given]
     for each in members:
         check_member(role, each)
     return members
-
-
-def _methods(member: Any) -> list[str]:
-    """The methods that a turn may call and that a member has."""
-    return [name for name in METHODS if callable(getattr(member, name, None))]
-
-
-def _plain(given: Any) -> Any:
-    """Mappings of any class as dicts, so that processes can compare them."""
-    return {key: _plain(value) for key, value in given.items()} if isinstance(given, Mapping) else given

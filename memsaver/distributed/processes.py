@@ -6,7 +6,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from dataclasses import asdict
+from typing import Any
 
 from memsaver.distributed.liveness import Watch
 from memsaver.distributed.messages import LostRankError, dumps, loads
@@ -15,7 +16,7 @@ from memsaver.guests.agreement import Agreement
 from memsaver.guests.store import StoreError
 from memsaver.turns import reports
 from memsaver.turns.plan import Plan, TurnOptions
-from memsaver.turns.ranks import Answers, Call, Calls, Rank, Tags, TurnReport, no_answer, settled
+from memsaver.turns.ranks import METHODS, Answers, Call, Calls, Rank, Tags, TurnReport, no_answer, settled
 
 log = logging.getLogger("memsaver")
 
@@ -61,7 +62,7 @@ class Processes:
         self._agreement, self._process, self._count, self._plan = agreement, process, count, plan
         self._members, self._watch = members, watch
         self._phase, self._turn, self._question = "", 0, 0
-        self._doing: dict[int, str] = {}  # by process that was late in the last question, its call
+        self._doing: dict[str, str] = {}  # by process that was late in the last question, its call
         self._prepared: list[ProcessRank] = []  # of this process
 
     def begin(self, turn: int, phase: str, options: TurnOptions, unwritten: Tags) -> tuple[Tags, set[Rank]]:
@@ -69,31 +70,28 @@ class Processes:
         self.report, self.interrupt = TurnReport(), None
         self._agreement.link.until = options.until
         self._watch.forget_silence()
-        given = {
-            "backup": options.backup, "restore": options.restore, "timeout": options.bounds.timeout,
-            "memory_timeout": options.memory_timeout, "reader_timeout": options.bounds.reader_timeout,
-        }  # fmt: skip
-        named = [[rank.role, rank.index, sorted(tags)] for rank, tags in unwritten.items()]
+        given = {**asdict(options.bounds), "backup": options.backup, "restore": options.restore}
+        plan = {"phases": self._plan.phases, "backup": self._plan.backup, "restore": self._plan.restore}
+        came = {
+            "same": {"phase": phase, "options": given, **plan},
+            "members": {role: [_methods(each) for each in found] for role, found in self._members.items()},
+            "unwritten": [[rank.role, rank.index, sorted(tags)] for rank, tags in unwritten.items()],
+        }
         try:
-            came = {"enter": phase, "options": given, "unwritten": named}
             arrived = self._agree(came, options.until, "called enter()")
             if self.interrupt is not None:
                 raise self.interrupt
         except BaseException as error:
             self.leave(error, [], False)
             raise
-        missing = [process for process, each in enumerate(arrived) if isinstance(each, Exception)]
-        if missing:
-            self._refuse(missing, arrived)
-        self._compare(arrived)
+        self._check(arrived)
         if not self.ranks:
-            self._join()
-        found: dict[Rank, set[str]] = {rank: set() for rank in self.ranks}
-        by_place = {(rank.role, rank.index): rank for rank in self.ranks}
-        for each in arrived:
-            for role, index, tags in each["unwritten"]:
-                found[by_place[role, index]].update(tags)
-        return found, set()
+            self.ranks = self._found([each["members"] for each in arrived])
+        tags: dict[Rank, set[str]] = {rank: set() for rank in self.ranks}
+        for rank in self.ranks:
+            for each in arrived:
+                tags[rank].update(*(found for *place, found in each["unwritten"] if place == [rank.role, rank.index]))
+        return tags, set()
 
     def call(self, *steps: Calls, until: float | None) -> list[Answers]:
         began = time.monotonic()
@@ -154,17 +152,13 @@ class Processes:
 
     def _answers(self, calls: Calls, number: int, agreed: Sequence[Any]) -> Answers:
         """The answers to one step. ``agreed``: by process, its steps."""
-        found = Answers()
-        steps = [each if isinstance(each, Exception) else iter(each[number][1]) for each in agreed]
+        found = Answers(seconds=max((each[number][0] for each in agreed if isinstance(each, list)), default=0.0))
+        steps = [iter(each[number][1]) if isinstance(each, list) else each for each in agreed]
+        rank: Any
         for rank in calls:
-            assert isinstance(rank, ProcessRank)
             step = steps[rank.process]
             done, answer = (False, step) if isinstance(step, Exception) else next(step)
-            if done:
-                found.results[rank] = answer
-            else:
-                found.errors[rank] = answer
-        found.seconds = max((each[number][0] for each in agreed if not isinstance(each, Exception)), default=0.0)
+            (found.results if done else found.errors)[rank] = answer
         return found
 
     def _agree(self, answer: Any, until: float | None, missing: str) -> list[Any]:
@@ -184,18 +178,15 @@ class Processes:
             self.interrupt = error
             answers = [each if at >= place else None for at, each in self._agreement.answers()]
             answers[self._process], left = None, dumps(self._left(error))
-            errors = {str(process): left for process, each in enumerate(answers) if each is None}
-            found = self._agreement.decide(place, answers, {"errors": errors, "doing": {}, "report": None})
+            found = self._agreement.decide(place, answers, {"errors": [None if each else left for each in answers]})
         if found.place != place:
             return [Error(f"the other ranks have ended this turn without rank {self._process}")] * self._count
-        if found.reason is None:
-            return [loads(each) for each in found.answers]
-        doing = {int(process): text for process, text in found.reason["doing"].items()}
-        self._doing = doing
-        self.report = TurnReport(
-            found.reason["report"], {rank: doing[rank.process] for rank in self.ranks if rank.process in doing}
-        )
-        return [loads(found.reason["errors"].get(str(number), each)) for number, each in enumerate(found.answers)]
+        reason: dict[str, Any] = found.reason or {}
+        self._doing = reason.get("doing", {})
+        doing = {rank: self._doing[str(rank.process)] for rank in self.ranks if str(rank.process) in self._doing}
+        self.report = TurnReport(reason.get("report"), doing)
+        errors = reason.get("errors", found.answers)
+        return [loads(error or each) for error, each in zip(errors, found.answers)]
 
     def _reason(self, until: float | None, action: str) -> Callable[[list[int]], Any]:
         """Returns a function for ``Agreement.wait()``. It finds lost processes, and reports late ones."""
@@ -209,81 +200,68 @@ class Processes:
                 try:
                     self._watch.check(process)
                 except LostRankError as error:
-                    if process not in lost:
-                        lost[process] = error
-                        lost_until = min(lost_until, time.monotonic() + _LOST_S)
+                    lost.setdefault(process, error)
+                    lost_until = min(lost_until, time.monotonic() + _LOST_S)
             gone, now = [process for process in missing if process in lost], time.monotonic()
             is_late = until is not None and now >= until
             if not is_late and gone != missing and not (gone and now >= lost_until):
                 return None
-            found: dict[str, Any] = {"doing": {}, "report": None}
+            found: dict[str, Any] = {}
             if not gone:  # else the others wait for the lost ones
-                place = sum(process not in missing for process in range(self._process))
-                if place and until is not None and now < until + _REPORT_S * min(place, 2):
+                before = sum(process not in missing for process in range(self._process))
+                if before and until is not None and now < until + _REPORT_S * min(before, 2):
                     return None  # another process writes the report, unless it hangs
                 title = f"phase {self._phase!r} could not be entered: rank {missing[0]} has not {action}"
-                found = self._report(title, missing)
-            waited = now - began
-            errors = {str(process): dumps(lost.get(process, no_answer(waited, action))) for process in missing}
-            return {"errors": errors, **found}
+                names = {self._watch.named(process): str(process) for process in range(self._count)}
+                path, doing = reports.collect(self._agreement.link, title, f"rank {self._process}", names)
+                calls = {names[label]: call for label, call in doing.items() if int(names[label]) in missing}
+                found = {"report": path, "doing": calls}
+            late = dumps(no_answer(now - began, action))
+            errors = {process: dumps(lost[process]) if process in lost else late for process in missing}
+            return {"errors": [errors.get(process) for process in range(self._count)], **found}
 
         return reason
-
-    def _report(self, title: str, missing: list[int]) -> dict[str, Any]:
-        names: dict[str, str] = {}
-        for process in range(self._count):
-            hello = self._watch.hello(process)
-            where = "which has not made its group" if hello is None else f"pid {hello['pid']} on {hello['name']}"
-            names[f"rank {process}, {where}"] = str(process)
-        path, doing = reports.collect(self._agreement.link, title, f"rank {self._process}", names)
-        found = {names[label]: text for label, text in doing.items()}
-        return {"report": path, "doing": {str(each): found[str(each)] for each in missing if str(each) in found}}
 
     def _left(self, error: BaseException) -> Exception:
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
         return RuntimeError(f"rank {self._process} left the turn: {text}")
 
-    def _refuse(self, missing: Sequence[int], arrived: Sequence[Any]) -> NoReturn:
-        """Not all processes have come to the turn."""
-        first: Exception = arrived[missing[0]]
-        late = [each for each in missing if isinstance(arrived[each], WaitTimeoutError)]
-        text = f"{', '.join(f'rank {each}' for each in late)} did not answer: {first}" if late else str(first)
-        text += "".join(f"; rank {process} {self._doing[process]}" for process in late if process in self._doing)
-        path = self.report.path
-        text = f"phase {self._phase!r} could not be entered: {text}{f'; report: {path}' if path is not None else ''}"
-        raise Error(text, phase=self._phase, role=None, rank=missing[0], report=path) from first
-
-    def _compare(self, arrived: Sequence[Mapping[str, Any]]) -> None:
-        mine = arrived[0]
-        for process, each in enumerate(arrived):
-            if each["enter"] != mine["enter"]:
-                text = f"rank 0 enters {mine['enter']!r}, rank {process} enters {each['enter']!r}"
-            elif each["options"] != mine["options"]:
-                text = f"rank 0 enters {mine['enter']!r} with {mine['options']}, rank {process} with {each['options']}"
-            else:
-                continue
-            text = f"phase {self._phase!r} could not be entered: {text}; expected the same on all ranks"
-            raise Error(text, phase=self._phase, role=None, rank=process)
-
-    def _join(self) -> None:
-        """Finds the members of all processes. Raises memsaver.Error if the processes made groups that do not fit."""
-        hellos = [self._watch.hello(process) or {} for process in range(self._count)]
-        for process, hello in enumerate(hellos):
-            if hello["plan"] != hellos[0]["plan"]:
-                text = f"rank {process} made its group with {hello['plan']}, rank 0 with {hellos[0]['plan']}"
-                raise Error(f"{text}; expected the same phases, backup and restore on all ranks", rank=process)
-        found: list[ProcessRank] = []
-        for role in dict.fromkeys(role for hello in hellos for role in hello["roles"]):
-            members = [
-                (process, at, methods)
-                for process, hello in enumerate(hellos)
-                for at, methods in enumerate(hello["roles"].get(role, ()))
-            ]
-            for index, (process, at, methods) in enumerate(members):
-                own = self._members[role][at] if process == self._process else None
-                found.append(ProcessRank(role, index, process, methods, own))
-        missing = self._plan.roles_in_phases() - {rank.role for rank in found}
+    def _check(self, arrived: Sequence[Any]) -> None:
+        """Raises memsaver.Error unless all processes have come to the same turn."""
+        missing = [process for process, each in enumerate(arrived) if isinstance(each, Exception)]
         if missing:
-            there = ", ".join(map(repr, sorted({rank.role for rank in found}))) or "no members"
-            raise Error(f"no rank has a member of the role {min(missing)!r}, which a phase names; there are {there}")
-        self.ranks = found
+            first: Exception = arrived[missing[0]]
+            late = [each for each in missing if isinstance(arrived[each], WaitTimeoutError)]
+            text = f"{', '.join(f'rank {each}' for each in late)} did not answer: {first}" if late else str(first)
+            text += "".join(f"; rank {each} {self._doing[str(each)]}" for each in late if str(each) in self._doing)
+            text += f"; report: {self.report.path}" if self.report.path is not None else ""
+            raise self._refusal(text, missing[0]) from first
+        for rank, each in enumerate(arrived):
+            for name, mine in arrived[0]["same"].items():
+                if each["same"][name] != mine:
+                    text = f"rank 0 has the {name} {mine!r}, rank {rank} has {each['same'][name]!r}"
+                    raise self._refusal(f"{text}; expected the same on all ranks", rank)
+
+    def _refusal(self, text: str, rank: int) -> Error:
+        text = f"phase {self._phase!r} could not be entered: {text}"
+        return Error(text, phase=self._phase, role=None, rank=rank, report=self.report.path)
+
+    def _found(self, members: Sequence[Mapping[str, Sequence[Collection[str]]]]) -> list[ProcessRank]:
+        """The ranks of all processes, in the order of roles. ``members``: by process and role, their methods."""
+        found: list[ProcessRank] = []
+        for role in dict.fromkeys(role for each in members for role in each):
+            places = [(process, at) for process, each in enumerate(members) for at in range(len(each.get(role, ())))]
+            for index, (process, at) in enumerate(places):
+                own = self._members[role][at] if process == self._process else None
+                found.append(ProcessRank(role, index, process, members[process][role][at], own))
+        there = list(dict.fromkeys(repr(rank.role) for rank in found))
+        for role in self._plan.roles:
+            if repr(role) not in there:
+                text = f"no rank has a member of the role {role!r}, which a phase names; there are "
+                raise Error(text + (", ".join(there) or "no members"))
+        return found
+
+
+def _methods(member: Any) -> list[str]:
+    """The methods that a turn may call and that a member has."""
+    return [name for name in METHODS if callable(getattr(member, name, None))]

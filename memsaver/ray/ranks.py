@@ -46,15 +46,13 @@ class ActorRank(LocalRank):
         # The calls of an actor that Ray's memory monitor has killed for good raise the second one, no RayActorError.
         return isinstance(error, (RayActorError, OutOfMemoryError))
 
-    def remedy(self, error: Exception) -> str:
-        if not self.is_lost(error):
-            return ""
-        return f"; unless Ray restarts it: group.replace({self.role!r}, {self.index}, actor)"
-
     def described(self, error: Exception) -> str:
         """Of Ray's own errors, which have many lines, the first line."""
-        text = str(error).strip()
-        return f"{type(error).__name__}: {text.splitlines()[0] if isinstance(error, RayError) and text else text}"
+        if not isinstance(error, RayError):
+            return super().described(error)
+        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        remedy = f"; unless Ray restarts it: group.replace({self.role!r}, {self.index}, actor)"
+        return text + remedy if self.is_lost(error) else text
 
     def _settled(self, result: Any) -> Any:
         return ray.get(result) if isinstance(result, ray.ObjectRef) else super()._settled(result)

@@ -29,10 +29,6 @@ class Rank:
         """Whether the error of a call means that the rank has died."""
         raise NotImplementedError
 
-    def remedy(self, error: Exception) -> str:
-        """The end of the text of an error: the call that puts another member in the place of a dead rank."""
-        return ""
-
     def described(self, error: Exception) -> str:
         """The class of an error of this rank, and its text."""
         return f"{type(error).__name__}: {str(error).strip()}"

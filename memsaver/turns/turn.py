@@ -233,7 +233,6 @@ class RunningTurn:
         text += f"{failed.described(cause)}{doing.get(failed, '')}"
         others = {rank: error for rank, error, _ in failures if rank is not failed}
         text += "".join(f"; {rank}: {rank.described(each)}{doing.get(rank, '')}" for rank, each in others.items())
-        text += "".join(rank.remedy(error) for rank, error, _ in failures)
         text += f"; report: {report.path}" if report.path is not None else ""
         raise Error(
             f"phase {self._phase!r} could not be entered: {text}",
