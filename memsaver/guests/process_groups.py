@@ -190,7 +190,7 @@ class ProcessGroups(Guest):
             return made, store
         name = c10d._world.pg_names[made]
         group = ReopeningGroup(made, str(name), str(made.group_desc))
-        _replace(made, group)
+        _put(group, made)
         bound = options.get("device_id")
         self._records.append(_Record(group, args, options, _current_device() if bound is None else bound.index))
         return group, store
@@ -236,7 +236,7 @@ class ProcessGroups(Guest):
                 args[_PLACES[name]] = value
         options.pop("pg_tag", None)  # torch returns an existing group of this tag
         made, _ = self._create(*args, **options)
-        _forget(made)
+        _put(None, made)
         return made
 
 
@@ -294,37 +294,25 @@ def _within(
     return future.result()
 
 
-def _registers() -> list[dict[ProcessGroup, Any]]:
-    """torch's registers of groups by their object."""
+def _put(new: ProcessGroup | None, old: ProcessGroup) -> None:
+    """Puts a group in the place of another one in torch's registers. None: only removes the other one."""
     world: Any = c10d._world
-    return [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag]
-
-
-def _replace(old: ProcessGroup, new: ProcessGroup) -> None:
-    """Puts ``new`` in the place of ``old`` in torch's registers."""
-    world = c10d._world
     name = world.pg_names[old]
-    for register in _registers():
+    for register in (
+        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
+    ):  # fmt: skip
         if old in register:
-            register[new] = register.pop(old)
-    for groups in world.tags_to_pg.values():
-        groups[:] = [new if each is old else each for each in groups]
-    c10d._unregister_process_group(name)
-    c10d._register_process_group(name, new)
-    note("process groups")
-
-
-def _forget(made: ProcessGroup) -> None:
-    """Removes a group from torch's registers. It stays open."""
-    world = c10d._world
-    name = world.pg_names[made]
-    for register in _registers():
-        register.pop(made, None)
+            value = register.pop(old)
+            if new is not None:
+                register[new] = value
     for tag, groups in list(world.tags_to_pg.items()):
-        groups[:] = [each for each in groups if each is not made]
+        groups[:] = [new if each is old else each for each in groups if each is not old or new is not None]
         if not groups:
             del world.tags_to_pg[tag]
     c10d._unregister_process_group(name)
+    if new is not None:
+        c10d._register_process_group(name, new)
+        note("process groups")
 
 
 def _listed(names: Iterable[object]) -> str:

@@ -272,9 +272,10 @@ class Turns:
                     writers[rank, tag] = self._number
                 else:  # a phase that uses the contents: the turn that was to write them has done so
                     writers.pop((rank, tag), None)
+        guarded = turn._guarded(partial(self._mark_unwritten, self._number))
         # At once: after an interrupt before it, the contents that the phase was to write count as not written.
         self._writers, self.unwritten, self.entered = writers, after, phase
-        return turn._guarded(partial(self._mark_unwritten, self._number))
+        return guarded
 
     def _mark_unwritten(self, number: int) -> None:
         """The body of a turn has failed before a later phase used the contents that it was to write."""
