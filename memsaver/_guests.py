@@ -246,7 +246,7 @@ class Moves:
         self.paused: set[str] = set()  # of the tags that the transition pauses, those of guests that left
         self.resumed: set[str] = set()  # of the tags that it resumes, those of guests that came back
         self.seconds = 0.0  # the time that guests took
-        self._before: list[tuple[_Entry, set[str], bool]] = []  # of the guests concerned, the paused tags, and if away
+        self._before: list[tuple[_Entry, set[str]]] = []  # of the guests concerned, the paused tags
 
     def prepare(self, pausing: Set[str]) -> None:
         """Asks the guests that will leave. Raises GuestError. Nothing has changed then."""
@@ -259,7 +259,7 @@ class Moves:
 
         def leave() -> None:
             concerned = _concerned(pausing | self._resuming)
-            self._before = [(each, set(each.paused), each.away) for each in concerned]
+            self._before = [(each, set(each.paused)) for each in concerned]
             for each in concerned:
                 each.paused = self._after(each, pausing)
                 if not each.away and each.all_paused:
@@ -270,7 +270,7 @@ class Moves:
             self._alone(leave, self._until, "nothing has changed")
 
     def settle(self, pausing: Set[str], away: Mapping[str, bool], committed: bool, error: BaseException) -> None:
-        """The transition has failed. Guests that left come back if their tags are not all paused.
+        """The transition has failed. Guests that are away come back if their tags are not all paused.
 
         ``away``: by tag of regions, whether all of them are paused now. ``committed``: whether the failure came after
         the commit. The error names guests that cannot come back.
@@ -278,11 +278,11 @@ class Moves:
         before, self._before = self._before, []
 
         def settle() -> None:
-            for each, paused, _ in before:
+            for each, paused in before:
                 stay = {tag for tag in paused if tag not in self._resuming or away.get(tag, True)}
                 each.paused = stay | {tag for tag in pausing & set(each.guest.tags) if away.get(tag, committed)}
-            for each, _, was_away in reversed(before):
-                if not each.away or was_away or each.all_paused:
+            for each, _ in reversed(before):
+                if not each.away or each.all_paused:
                     continue
                 try:
                     self._come_back(each)
@@ -300,7 +300,7 @@ class Moves:
 
         def come_back() -> None:
             for each in reversed(_concerned(self._resuming)):
-                if each.away and not each.all_paused:
+                if each.away:
                     self._come_back(each)
                     self.resumed |= self._resuming & set(each.guest.tags)
 

@@ -351,7 +351,7 @@ REWRITES = [
         "memsaver/_guests.py",
         " if away.get(tag, committed)}",
         "}",
-        ["unit/test_guests.py::test_failed_leave_forgets_its_tags"],
+        ["unit/test_guests.py::test_guests_are_away_exactly_while_their_tags_are_paused"],
     ),
     # Transitions
     Rewrite(
