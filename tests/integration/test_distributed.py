@@ -172,7 +172,9 @@ def test_after_random_failures_all_ranks_have_paused_or_none(
     any_store: distributed.Store, make_job: Callable[..., Job]
 ) -> None:
     """Errors and interrupts of members, and interrupts of ranks that wait. The store does not grow meanwhile."""
-    job, chance, sizes = make_job(any_store), random.Random(1), []
+    phases = {"rollout": {"engine": ["weights"], "judge": ["head"]}, "train": {"trainer": ["params"]}}
+    job = make_job(any_store, [{"engine": 0, "judge": 1}, {"trainer": 2}, {}], phases)
+    chance, sizes = random.Random(1), []
     for number in range(60 if isinstance(any_store, distributed.HashStore) else 10):
         name = ("train", "rollout")[number % 2]
         rank, how = chance.randrange(3), chance.choice(["error", "interrupt", "wait", "done", "none"])
