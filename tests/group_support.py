@@ -11,8 +11,8 @@ from memsaver.turns.members import Ready
 WAIT_S = 60
 
 
-class Whole:
-    """A member that pauses in one call.
+class Halved:
+    """A member that pauses by prepare and commit.
 
     ``calls``: by call, the method, the tags and the options. ``errors``: by method, what its next call raises.
     ``held``: by method, what its calls wait for.
@@ -30,6 +30,17 @@ class Whole:
     def resume(self, tags: list[str], **options: Any) -> Any:
         self._called("resume", tags, options)
         return Transition(resumed=tuple(tags))
+
+    def colocated_prepare(self, tags: list[str], coming: list[str], **options: Any) -> Ready:
+        self._called("prepare", tags, options)
+        return Ready(moves=True, pooled=False)
+
+    def colocated_commit(self) -> Transition:
+        self._called("commit", [], {})
+        return Transition(paused=("paused",))
+
+    def colocated_abort(self) -> None:
+        self._called("abort", [], {})
 
     def _called(self, method: str, tags: list[str], options: dict[str, Any]) -> None:
         self.calls.append((method, tags, options))
@@ -52,18 +63,3 @@ class Whole:
         for event in self.held.values():
             event.set()
         self.held.clear()
-
-
-class Halved(Whole):
-    """A member that pauses by prepare and commit."""
-
-    def colocated_prepare(self, tags: list[str], coming: list[str], **options: Any) -> Ready:
-        self._called("prepare", tags, options)
-        return Ready(moves=True, pooled=False)
-
-    def colocated_commit(self) -> Transition:
-        self._called("commit", [], {})
-        return Transition(paused=("paused",))
-
-    def colocated_abort(self) -> None:
-        self._called("abort", [], {})

@@ -45,10 +45,10 @@ class Group:
         heartbeat_timeout: Seconds without a heartbeat after which a process on another host counts as ended. A process
             that holds the GIL sends none. Processes on the same host are looked up by their pid.
         roles: The members of this process by role, one or a list: objects that derive from ``Colocated`` or
-            ``AsyncColocated``, or that have ``pause(tags)`` and ``resume(tags)``, which may be called twice.
+            ``AsyncColocated``, or have their methods.
 
     Raises:
-        TypeError: An argument has a wrong type, or a member has no ``pause()`` or ``resume()``.
+        TypeError: An argument has a wrong type, or a member lacks a method of ``Colocated``.
         ValueError: No phase has tags, ``backup`` or ``restore`` does not fit the phases, ``rank`` is not within
             ``world_size``, or there is no store.
         memsaver.Error: The store cannot be reached.

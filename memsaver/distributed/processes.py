@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,7 @@ from memsaver.guests.agreement import Agreement
 from memsaver.guests.store import StoreError
 from memsaver.turns import reports
 from memsaver.turns.plan import Plan, TurnOptions
-from memsaver.turns.ranks import METHODS, Answers, Call, Calls, Rank, Tags, TurnReport, no_answer, settled
+from memsaver.turns.ranks import Answers, Call, Calls, Rank, Tags, TurnReport, no_answer, settled
 
 log = logging.getLogger("memsaver")
 
@@ -26,14 +26,11 @@ _LEFT = 1 << 30  # in the place of a question: the answer to all questions of a 
 
 
 class ProcessRank(Rank):
-    """A member of a process. ``methods``: those that it has. ``member``: itself, in its own process."""
+    """A member of a process. ``member``: itself, in its own process."""
 
-    def __init__(self, role: str, index: int, process: int, methods: Collection[str], member: Any = None) -> None:
+    def __init__(self, role: str, index: int, process: int, member: Any = None) -> None:
         super().__init__(role, index)
-        self.process, self._methods, self.member = process, methods, member
-
-    def has(self, method: str) -> bool:
-        return method in self._methods
+        self.process, self.member = process, member
 
     def is_lost(self, error: Exception) -> bool:
         return isinstance(error, LostRankError)
@@ -74,7 +71,7 @@ class Processes:
         plan = {"phases": self._plan.phases, "backup": self._plan.backup, "restore": self._plan.restore}
         came = {
             "same": {"phase": phase, "options": given, **plan},
-            "members": {role: [_methods(each) for each in found] for role, found in self._members.items()},
+            "members": {role: len(found) for role, found in self._members.items()},
             "unwritten": [[rank.role, rank.index, sorted(tags)] for rank, tags in unwritten.items()],
         }
         try:
@@ -183,8 +180,10 @@ class Processes:
             return [Error(f"the other ranks have ended this turn without rank {self._process}")] * self._count
         reason: dict[str, Any] = found.reason or {}
         self._doing = reason.get("doing", {})
-        doing = {rank: self._doing[str(rank.process)] for rank in self.ranks if str(rank.process) in self._doing}
-        self.report = TurnReport(reason.get("report"), doing)
+        self.report = TurnReport(
+            reason.get("report"),
+            {rank: self._doing[str(rank.process)] for rank in self.ranks if str(rank.process) in self._doing},
+        )
         errors = reason.get("errors", found.answers)
         return [loads(error or each) for error, each in zip(errors, found.answers)]
 
@@ -246,22 +245,17 @@ class Processes:
         text = f"phase {self._phase!r} could not be entered: {text}"
         return Error(text, phase=self._phase, role=None, rank=rank, report=self.report.path)
 
-    def _found(self, members: Sequence[Mapping[str, Sequence[Collection[str]]]]) -> list[ProcessRank]:
-        """The ranks of all processes, in the order of roles. ``members``: by process and role, their methods."""
+    def _found(self, members: Sequence[Mapping[str, int]]) -> list[ProcessRank]:
+        """The ranks of all processes, in the order of roles. ``members``: by process and role, their number."""
         found: list[ProcessRank] = []
         for role in dict.fromkeys(role for each in members for role in each):
-            places = [(process, at) for process, each in enumerate(members) for at in range(len(each.get(role, ())))]
+            places = [(process, at) for process, each in enumerate(members) for at in range(each.get(role, 0))]
             for index, (process, at) in enumerate(places):
                 own = self._members[role][at] if process == self._process else None
-                found.append(ProcessRank(role, index, process, members[process][role][at], own))
+                found.append(ProcessRank(role, index, process, own))
         there = list(dict.fromkeys(repr(rank.role) for rank in found))
         for role in self._plan.roles:
             if repr(role) not in there:
                 text = f"no rank has a member of the role {role!r}, which a phase names; there are "
                 raise Error(text + (", ".join(there) or "no members"))
         return found
-
-
-def _methods(member: Any) -> list[str]:
-    """The methods that a turn may call and that a member has."""
-    return [name for name in METHODS if callable(getattr(member, name, None))]

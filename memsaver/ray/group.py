@@ -28,12 +28,12 @@ class Group:
             in the place of the tags, or of the roles, is for all of them.
         restore: False for tags whose contents the phase overwrites: name of the phase -> role -> tag -> bool, with the
             same short forms.
-        roles: The members of each role, one or a list in the order of their ranks. They are Ray actors that derive from
-            ``Colocated`` or ``AsyncColocated``, or actors or objects of this process with ``pause(tags)`` and
-            ``resume(tags)`` that may be called twice. Objects are called in threads, and may return awaitables.
+        roles: The members of each role, one or a list in the order of their ranks: Ray actors or objects of this
+            process that derive from ``Colocated`` or ``AsyncColocated``, or have their methods. Objects are called in
+            threads.
 
     Raises:
-        TypeError: An argument has a wrong type, or a member has no ``pause()`` or ``resume()``.
+        TypeError: An argument has a wrong type, or a member lacks a method of ``Colocated``.
         ValueError: A role has no members, a phase has unknown roles or no phase has tags, or ``backup`` or ``restore``
             has unknown phases, roles or policies, or tags that do not pause or resume in the phase.
 
@@ -93,7 +93,7 @@ class Group:
 
         Raises:
             ValueError: There is no such rank.
-            TypeError: ``actor`` has no ``pause()`` or ``resume()``.
+            TypeError: ``actor`` lacks a method of ``Colocated``.
 
         Examples:
             >>> class Engine(memsaver.ray.Colocated):
@@ -127,10 +127,6 @@ class Group:
         The phase lasts until the next ``enter()``. A with statement around its body is needed only if the body
         overwrites contents that resumed with ``restore=False``: if the body raises, these tags count as not written.
         Phases in which they are resident are then refused, until a phase with ``restore=False`` for them.
-
-        Ranks without ``colocated_prepare()`` pause in one call after all others have prepared. Bounds, ``backup`` and
-        ``restore`` are passed to the methods of the ranks as keyword arguments if they are not the defaults. A method
-        without a parameter that the turn needs is an error of its rank.
 
         Args:
             name: The phase.

@@ -6,8 +6,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-import ray
-from ray.actor import ActorClass
+from ray.actor import ActorClass, ActorHandle
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from memsaver.turns.calls import Caller, LocalRank
@@ -25,18 +24,18 @@ class ActorRank(LocalRank):
     """
 
     def __init__(self, role: str, index: int, actor: Any) -> None:
-        """Raises TypeError for a class, and for an object without pause() and resume()."""
+        """Raises TypeError for a class, and for an object without the methods of Colocated."""
         if isinstance(actor, ActorClass):
             raise TypeError(f"{actor!r} of the role {role!r} is a class, expected an instance of it")
         super().__init__(role, index, actor)
+        self.is_actor = isinstance(actor, ActorHandle)
         self.is_new = True
 
     def submit(self, call: Call) -> Future[Any]:
-        bound = getattr(self.member, call.method)
-        if hasattr(bound, "remote"):
-            future: Future[Any] = bound.remote(*call.args, **call.options).future()
-            return future
-        return super().submit(call)
+        if not self.is_actor:
+            return super().submit(call)
+        future: Future[Any] = getattr(self.member, call.method).remote(*call.args, **call.options).future()
+        return future
 
     def failure(self, error: Exception) -> Exception:
         cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
@@ -54,9 +53,6 @@ class ActorRank(LocalRank):
         remedy = f"; unless Ray restarts it: group.replace({self.role!r}, {self.index}, actor)"
         return text + remedy if self.is_lost(error) else text
 
-    def _settled(self, result: Any) -> Any:
-        return ray.get(result) if isinstance(result, ray.ObjectRef) else super()._settled(result)
-
 
 class ActorCaller(Caller):
     """The caller of all actors. A turn begins when new and restarted actors have started, or at its bound."""
@@ -65,7 +61,7 @@ class ActorCaller(Caller):
         _, died = super().begin(turn, phase, options, unwritten)
         deadline = time.monotonic() + _RESTART_S
         deadline = deadline if options.until is None else min(deadline, options.until)
-        starting = [rank for rank in self.ranks if (rank.is_new or rank in died) and rank.has("__ray_ready__")]
+        starting = [rank for rank in self.ranks if rank.is_actor and (rank.is_new or rank in died)]
         while starting and time.monotonic() < deadline:
             calls = {rank: Call("__ray_ready__") for rank in starting}
             errors = self._collect(*self._start(calls), options.until).errors  # calls of the turn report them

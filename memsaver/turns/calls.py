@@ -21,7 +21,6 @@ from memsaver.turns.ranks import (
     Tags,
     TurnReport,
     check_member,
-    is_method,
     no_answer,
     settled,
     unanswered,
@@ -40,28 +39,19 @@ class LocalRank(Rank):
     """An object of this process. Its calls run one after the other in a daemon thread of its own: they may hang."""
 
     def __init__(self, role: str, index: int, member: Any) -> None:
-        """Raises TypeError for a class, and for an object without pause() and resume()."""
+        """Raises TypeError for a class, and for an object without the methods of Colocated."""
         super().__init__(role, index)
         check_member(role, member)
         self.member = member
 
-    def has(self, method: str) -> bool:
-        return is_method(getattr(self.member, method, None))
-
-    def is_lost(self, error: Exception) -> bool:
-        return False
-
     def submit(self, call: Call) -> Future[Any]:
         """Starts a call. Raises if it cannot be started."""
         bound = getattr(self.member, call.method)
-        return self._lane.submit(lambda: self._settled(bound(*call.args, **call.options)))
+        return self._lane.submit(lambda: settled(bound(*call.args, **call.options)))
 
     def failure(self, error: Exception) -> Exception:
         """The error of the method that a call has raised."""
         return error
-
-    def _settled(self, result: Any) -> Any:
-        return settled(result)
 
     @cached_property
     def _lane(self) -> Lane:

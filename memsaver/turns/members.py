@@ -106,8 +106,7 @@ class Colocated:
         """
         since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
         names = _names(tags)
-        if names:
-            self.colocated_drain(names)
+        _drain(self, names)
         return memsaver.pause(names, backup=backup, **_pause_options(bounds.left(since)))
 
     def resume(
@@ -173,8 +172,7 @@ class Colocated:
         halves = _halves(self)
         turn = halves.begin()
         ready, names = _ready(tags, coming), _existing(tags)
-        if names:
-            self.colocated_drain(names)
+        _drain(self, names)
         if isinstance(backup, Mapping):
             missing = set(tags) - set(names)  # they have no regions yet
             backup = {tag: policy for tag, policy in backup.items() if tag not in missing} or None
@@ -197,14 +195,10 @@ class Colocated:
         _halves(self).abort()
 
 
-class _InThread(Colocated):
-    """An async actor, as the methods of ``Colocated`` see it in a thread: its coroutines run in its event loop."""
-
-    def __init__(self, actor: AsyncColocated, loop: asyncio.AbstractEventLoop) -> None:
-        self.actor, self._loop = actor, loop
-
-    def colocated_drain(self, tags: Sequence[str]) -> None:
-        asyncio.run_coroutine_threadsafe(self.actor.colocated_drain(tags), self._loop).result()
+def _drain(member: Colocated | AsyncColocated, tags: Sequence[str]) -> None:
+    draining = member.colocated_drain(tags) if tags else None
+    if isinstance(draining, Coroutine):  # this thread is that of a method of an async actor
+        asyncio.run_coroutine_threadsafe(draining, member.__dict__["_colocated_loop"]).result()
 
 
 def _coroutine(method: Callable[..., _T]) -> Callable[..., Coroutine[Any, Any, _T]]:
@@ -212,8 +206,8 @@ def _coroutine(method: Callable[..., _T]) -> Callable[..., Coroutine[Any, Any, _
 
     @functools.wraps(method)
     async def run(self: AsyncColocated, *args: Any, **options: Any) -> _T:
-        member, context = _InThread(self, asyncio.get_running_loop()), contextvars.copy_context()
-        call = functools.partial(context.run, method, member, *args, **options)
+        self.__dict__["_colocated_loop"] = asyncio.get_running_loop()
+        call = functools.partial(contextvars.copy_context().run, method, self, *args, **options)
         # Not the event loop's executor, whose threads may all be busy.
         return await asyncio.wrap_future(in_thread(call, "memsaver colocated"))
 
@@ -289,9 +283,8 @@ class _Halves:
             prepared.abort()
 
 
-def _halves(member: object) -> _Halves:
+def _halves(actor: object) -> _Halves:
     """The actor's _Halves. Not made by an __init__, since derived classes need not call it."""
-    actor = member.actor if isinstance(member, _InThread) else member
     return actor.__dict__.setdefault("_colocated_halves", _Halves())
 
 

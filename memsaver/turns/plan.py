@@ -12,7 +12,6 @@ from memsaver.policies import (
     Bounds,
     TurnBackup,
     TurnRestore,
-    as_option,
     joined,
     several,
     turn_backups,
@@ -29,7 +28,7 @@ _ANSWER_S = 1.0  # after a turn's timeout, the ranks' own errors may take this l
 
 @dataclass(frozen=True)
 class TurnOptions:
-    """The options of one turn. Ranks are passed those that are not the defaults. ``since``: when the turn began."""
+    """The options of one turn. ``since``: when it began, by ``time.monotonic()``."""
 
     bounds: Bounds
     backup: Backups
@@ -50,19 +49,16 @@ class TurnOptions:
         return self.restore.get(role, {}).get(tag, True)
 
     def of_pauses(self, role: str, tags: Sequence[str]) -> dict[str, Any]:
-        readers = self.bounds.reader_timeout
-        given = {
-            "timeout": self.bounds.left(self.since).timeout,
-            "reader_timeout": readers if readers != READERS_S else None,
-        }
-        return {**as_option("backup", self.backup.get(role, {}), tags), **_given(given)}
+        bounds, chosen = self.bounds.left(self.since), self.backup.get(role, {})
+        backup = {tag: chosen[tag] for tag in tags if tag in chosen} or None
+        return {"backup": backup, "timeout": bounds.timeout, "reader_timeout": bounds.reader_timeout}
 
     def of_resumes(self, role: str, tags: Sequence[str], handover: bool) -> dict[str, Any]:
         """``handover``: another rank may release the memory in the same turn."""
-        left = self.bounds.left(self.since)
-        wait = _HANDOVER_S if left.memory_timeout is None and handover else left.memory_timeout
-        unrestored = {tag: False for tag in tags if not self.restores(role, tag)}
-        return {**as_option("restore", unrestored, tags), **_given({"timeout": left.timeout, "memory_timeout": wait})}
+        bounds = self.bounds.left(self.since)
+        wait = _HANDOVER_S if bounds.memory_timeout is None and handover else bounds.memory_timeout
+        restore = {tag: self.restores(role, tag) for tag in tags}
+        return {"restore": restore, "timeout": bounds.timeout, "memory_timeout": wait}
 
 
 class Plan:
@@ -124,10 +120,6 @@ class Plan:
                 raise ValueError(f"{option} names the phase {name!r}, expected one of {_listed(self.phases)}")
         found = dict(given or {}).items()
         return {name: checked(each, self.moves(name)[side], f"{option} in phase {name!r}") for name, each in found}
-
-
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _listed(names: Iterable[str]) -> str:

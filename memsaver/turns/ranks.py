@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from memsaver.errors import WaitTimeoutError
 from memsaver.turns.plan import TurnOptions
 
-# The methods of members that a turn may call.
+# The methods of members that a turn calls.
 METHODS = ("pause", "resume", "colocated_prepare", "colocated_commit", "colocated_abort")
 
 
@@ -22,12 +21,9 @@ class Rank:
     def __init__(self, role: str, index: int) -> None:
         self.role, self.index = role, index
 
-    def has(self, method: str) -> bool:
-        raise NotImplementedError
-
     def is_lost(self, error: Exception) -> bool:
         """Whether the error of a call means that the rank has died."""
-        raise NotImplementedError
+        return False
 
     def described(self, error: Exception) -> str:
         """The class of an error of this rank, and its text."""
@@ -118,25 +114,15 @@ def no_answer(waited_s: float, missing: str = "answered") -> WaitTimeoutError:
 
 def check_member(role: str, member: Any) -> None:
     """Raises TypeError unless a value can be a member of a role."""
-    if isinstance(member, type):
-        raise TypeError(f"{member!r} of the role {role!r} is a class, expected an instance of it")
-    for method in ("pause", "resume"):
-        if not is_method(getattr(member, method, None)):
-            raise TypeError(f"{member!r} of the role {role!r} has no {method}(), expected an actor or object with one")
-
-
-def is_method(value: object) -> bool:
-    """Whether a value can be called, directly or as a method of a Ray actor."""
-    return callable(value) or hasattr(value, "remote")
+    missing = [name for name in METHODS if not hasattr(member, name)]
+    if missing or isinstance(member, type):
+        what = "is a class" if isinstance(member, type) else f"has no {missing[0]}()"
+        raise TypeError(f"{member!r} of the role {role!r} {what}, expected an object that derives from Colocated")
 
 
 def settled(result: Any) -> Any:
     """The result of a method. If the method returned an awaitable, the result of awaiting it."""
-    if isinstance(result, Future):
-        return result.result()
-    if not inspect.isawaitable(result):
-        return result
-    return asyncio.run(_awaited(result))
+    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:

@@ -166,9 +166,7 @@ def call_of(member: object, methods: Collection[str]) -> str | None:
         if ident == threading.get_ident():
             continue
         for frame in [each for each, _ in traceback.walk_stack(innermost)][::-1]:
-            caller = frame.f_locals.get("self") if frame.f_code.co_name in methods else None
-            # That of an async member has a thread of its own.
-            if caller is not None and (caller is member or getattr(caller, "actor", None) is member):
+            if frame.f_code.co_name in methods and frame.f_locals.get("self") is member:
                 code = innermost.f_code
                 place = f"{code.co_name}() at {os.path.basename(code.co_filename)}:{innermost.f_lineno}"
                 return f"is in {frame.f_code.co_name}(): {place}"

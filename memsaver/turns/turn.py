@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from memsaver.errors import BackupError, Error
-from memsaver.policies import as_option
 from memsaver.transitions import Transition
 from memsaver.turns.members import Ready
 from memsaver.turns.plan import Plan, TurnOptions
@@ -105,9 +104,8 @@ class RunningTurn:
         try:
             self._check_written()
             ready = self._prepare()
-            whole = self._pause_in_one_call()
             commits = True
-            return self._commit(ready, whole)
+            return self._commit(ready)
         except BaseException as error:
             if not self._has_failed:  # such as Ctrl-C
                 self._crew.leave(error, self._prepared, commits)
@@ -127,7 +125,7 @@ class RunningTurn:
         calls: dict[Rank, Call] = {}
         for rank in self._crew.ranks:
             pauses, resumes = self._pauses.get(rank.role, []), self._resumes.get(rank.role, [])
-            if (pauses or resumes) and rank.has("colocated_prepare"):
+            if pauses or resumes:
                 options = self._options.of_pauses(rank.role, pauses)
                 calls[rank] = Call("colocated_prepare", (pauses, resumes), options)
         self._prepared = [rank for rank in calls if rank in self._pausing]
@@ -144,20 +142,8 @@ class RunningTurn:
         self._check(failures)
         return ready.results
 
-    def _pause_in_one_call(self) -> Answers:
-        """Pauses the ranks that cannot prepare."""
-        calls = {
-            rank: Call("pause", (self._pauses[rank.role],), self._options.of_pauses(rank.role, self._pauses[rank.role]))
-            for rank in self._pausing
-            if rank not in self._prepared
-        }
-        paused = self._call(calls, self._options.until)
-        self._check([(rank, error, "pause") for rank, error in paused.errors.items()])
-        return paused
-
-    def _commit(self, ready: Mapping[Rank, Ready], whole: Answers) -> Turn:
-        both = {*self._pausing, *self._resuming}
-        side_by_side = all(rank in ready and ready[rank].pooled for rank in both)
+    def _commit(self, ready: Mapping[Rank, Ready]) -> Turn:
+        side_by_side = all(each.pooled for each in ready.values())
         handover = side_by_side and any(ready[rank].moves for rank in self._pausing)
         commits = {rank: Call("colocated_commit") for rank in self._prepared}
         self._prepared = []  # from here on a failure rolls forward
@@ -174,7 +160,7 @@ class RunningTurn:
             self._check([*failures, *((rank, error, "resume") for rank, error in resumed.errors.items())])
         return Turn(
             phase=self._phase,
-            paused=_by_role(self._pausing, {**whole.results, **paused.results}),
+            paused=_by_role(self._pausing, paused.results),
             resumed=_by_role(self._resuming, resumed.results),
             pause_seconds=commit_begin + paused.seconds - self._begin,
             resume_seconds=resumed.seconds,
@@ -209,12 +195,10 @@ class RunningTurn:
         again = replace(self._options, since=time.monotonic(), backup={})
         calls: dict[Rank, Call] = {}
         for rank, result in {**resumed.results, **resumed.errors}.items():
-            is_known = isinstance(result, (Transition, Error))
-            tags = list(result.resumed) if is_known else [] if rank in resumed.errors else self._resumes[rank.role]
+            tags = list(result.resumed) if isinstance(result, (Transition, Error)) else []
             if tags:
                 unrestored = {tag: "none" for tag in tags if not again.restores(rank.role, tag)}
-                backup = as_option("backup", unrestored, tags) if rank.has("colocated_prepare") else {}
-                calls[rank] = Call("pause", (tags,), {**again.of_pauses(rank.role, tags), **backup})
+                calls[rank] = Call("pause", (tags,), {**again.of_pauses(rank.role, tags), "backup": unrestored or None})
         self._crew.undo(calls, again.until)
 
     def _check(self, failures: Sequence[Failure]) -> None:

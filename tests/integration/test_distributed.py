@@ -197,7 +197,7 @@ def test_after_random_failures_all_ranks_have_paused_or_none(
             keys = any_store.list_keys()  # type: ignore[attr-defined]
             sizes.append(sum(len(any_store.get(key)) for key in keys))
             assert len(keys) <= 1 + 7 * 3  # of each rank: two of its start, a heartbeat, an answer, three outcomes
-    assert not sizes or sizes[-1] < 2 * sizes[0] + 1000  # numbers have more digits, and times too
+    assert max(sizes, default=0) < 20_000
 
 
 def _interrupted(agreement: Any, at: int, decided: bool) -> Callable[..., Any]:
@@ -439,7 +439,7 @@ def test_wrong_arguments_raise_before_anything_is_sent(store: distributed.Store)
         ({"heartbeat_timeout": -1}, ValueError, "heartbeat_timeout is -1"),
         ({"backup": {"nowhere": "none"}}, ValueError, "backup names the phase 'nowhere'"),
         ({"engine": 3}, TypeError, "3 of the role 'engine' has no pause"),
-        ({"engine": Halved}, TypeError, "is a class, expected an instance"),
+        ({"engine": Halved}, TypeError, "is a class, expected an object that derives from"),
     ):
         with pytest.raises(kind, match=text):
             Group(**{**given, **roles, **wrong})

@@ -87,22 +87,6 @@ class Async(AsyncColocated):
         self.drained += 1
 
 
-class Bystander:
-    """Not derived from Colocated: it has only the methods that a group needs."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, list[str]]] = []
-
-    def pause(self, tags: list[str]) -> None:
-        self.calls.append(("pause", tags))
-
-    def resume(self, tags: list[str]) -> None:
-        self.calls.append(("resume", tags))
-
-    def seen(self) -> list[tuple[str, list[str]]]:
-        return self.calls
-
-
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
@@ -170,6 +154,12 @@ def test_roles_take_turns_and_keep_addresses_and_contents(ranks: tuple[list[Any]
     assert ray.get([each.do.remote("self.buffer.address") for each in (*engines, trainer)]) == addresses
     group.enter("none")
     assert look(*engines, trainer) == ["paused"] * 3
+
+
+def test_a_class_and_an_actor_that_is_no_member_are_refused(ranks: tuple[list[Any], Any]) -> None:
+    for actor, text in ((ray.remote(Member), "is a class"), (object(), r"has no pause\(\)")):
+        with pytest.raises(TypeError, match=text):
+            Group(engine=[ranks[0][0], actor], phases=PHASES | {"train": {}})
 
 
 def test_the_error_of_one_rank_undoes_the_turn_and_can_be_retried(ranks: tuple[list[Any], Any]) -> None:
@@ -300,13 +290,3 @@ def test_the_actors_of_a_ray_job_use_its_broker_by_runtime_env(spawn: Spawn) -> 
     with AdminClient(path) as admin:
         assert (path.parent.name, len(admin.status()["clients"])) == ("job-of-ray", 2)
     shutil.rmtree(pools)
-
-
-def test_actors_need_only_pause_and_resume(spawn: Spawn) -> None:
-    bystander = spawn(Bystander)
-    group = Group(engine=bystander, phases={"on": {"engine": ["a"]}, "off": {}})
-    with group.enter("on"), group.enter("off"):
-        pass
-    assert ray.get(bystander.seen.remote()) == [("resume", ["a"]), ("pause", ["a"])]
-    with pytest.raises(TypeError, match="is a class"):
-        Group(engine=[ray.remote(Bystander)], phases={"on": {"engine": ["a"]}})

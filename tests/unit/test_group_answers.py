@@ -17,7 +17,7 @@ from memsaver import config  # noqa: E402
 from memsaver.ray import AsyncColocated, Colocated, Group  # noqa: E402
 from memsaver.turns import calls as calls_module  # noqa: E402
 from memsaver.turns import plan as plan_module  # noqa: E402
-from tests.group_support import Halved, Whole  # noqa: E402
+from tests.group_support import Halved  # noqa: E402
 from tests.support import run_clean, until  # noqa: E402
 
 PHASES = {"on": {"engine": ["a"]}, "off": {}}
@@ -33,8 +33,7 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def members() -> Iterator[list[Any]]:
-    """Two with halves, and one without."""
-    made = [Halved(), Halved(), Whole()]
+    made = [Halved(), Halved()]
     yield made
     for each in made:
         each.let_go()
@@ -61,19 +60,13 @@ def enters(group: Group, name: str) -> bool:
         return False
 
 
-def test_a_rank_that_cannot_prepare_or_pause_leaves_the_others_as_they_were(group: Group, members: list[Any]) -> None:
-    """Ranks without halves pause after all others have prepared."""
-    group.enter("on")
-    for rank, method, verb in ((1, "prepare", "prepare to pause"), (2, "pause", "pause")):
-        for each in members:
-            each.seen()
-        members[rank].errors[method] = ValueError("not now")
-        error = fails(group, "off", f"engine {rank} could not {verb} 'a': ValueError: not now")
-        assert (error.phase, error.role, error.rank) == ("off", "engine", rank)
-        whole = ["pause"] if method == "pause" else []
-        assert [each.seen() for each in members] == [["prepare", "abort"]] * 2 + [whole]
-    assert group.enter("off").paused["engine"][2] is None
-    assert [each.seen() for each in members] == [["prepare", "commit"]] * 2 + [["pause"]]
+def test_a_rank_that_cannot_prepare_leaves_the_others_as_they_were(group: Group, members: list[Any]) -> None:
+    members[1].errors["prepare"] = ValueError("not now")
+    error = fails(group, "off", "engine 1 could not prepare to pause 'a': ValueError: not now")
+    assert (error.phase, error.role, error.rank) == ("off", "engine", 1)
+    assert [each.seen() for each in members] == [["prepare", "abort"]] * 2
+    group.enter("off")
+    assert [each.seen() for each in members] == [["prepare", "commit"]] * 2
 
 
 def test_an_interrupt_aborts_the_prepared_ranks(group: Group, members: list[Any]) -> None:
@@ -86,21 +79,22 @@ def test_an_interrupt_aborts_the_prepared_ranks(group: Group, members: list[Any]
 
 
 def test_members_get_the_bounds_of_the_caller(group: Group, members: list[Any]) -> None:
-    for name in ("on", "off"):
-        group.enter(name)
-    halved: Any = [("prepare", [], {}), ("resume", ["a"], {}), ("prepare", ["a"], {}), ("commit", [], {})]
-    assert [each.calls for each in members] == [halved, halved, [("resume", ["a"], {}), ("pause", ["a"], {})]]
-    for each in members:
-        each.seen()
-    bounds: dict[str, Any] = {"timeout": 50.0, "memory_timeout": 5.0, "reader_timeout": 2.0}
-    for name in ("on", "off"):
-        group.enter(name, **bounds, restore=False)
-    for each in members:
-        for method, _, options in each.calls:
-            if method != "commit":  # nothing interrupts it
-                assert 0 < options.pop("timeout") <= 50.0
-                resumed = {"memory_timeout": 5.0, "restore": False}
-                assert options == (resumed if method == "resume" else {"reader_timeout": 2.0})
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({}, (None, None, 60.0)),
+        ({"timeout": 50.0, "memory_timeout": 5.0, "reader_timeout": 2.0}, (50.0, 5.0, 2.0)),
+    ]
+    for given, passed in cases:
+        for name in ("on", "off"):
+            group.enter(name, **given)
+        timeout, memory_timeout, reader_timeout = passed
+        pause = {"backup": None, "reader_timeout": reader_timeout}
+        resume = {"restore": {"a": True}, "memory_timeout": memory_timeout}
+        for each in members:
+            for (method, _, options), expected in zip(each.calls, (pause, resume, pause, {})):
+                found = options.pop("timeout", None)
+                assert found is timeout or method == "commit" or 0 < found <= timeout
+                assert options == expected
+            each.seen()
 
 
 def test_a_member_that_does_not_answer_ends_the_turn_at_its_bound(group: Group, members: list[Any]) -> None:
@@ -109,12 +103,12 @@ def test_a_member_that_does_not_answer_ends_the_turn_at_its_bound(group: Group, 
     cause = error.__cause__
     assert (error.role, error.rank) == ("engine", 1)
     assert isinstance(cause, memsaver.WaitTimeoutError) and cause.stage == "answer"
-    assert [each.seen() for each in members] == [["prepare", "abort"], ["prepare"], []]
+    assert [each.seen() for each in members] == [["prepare", "abort"], ["prepare"]]
     members[1].let_go()  # and takes its preparation back
     until(lambda: members[1].calls)
     assert members[1].seen() == ["abort"]
     until(lambda: enters(group, "off"))
-    assert [each.seen() for each in members] == [["prepare", "commit"]] * 2 + [["pause"]]
+    assert [each.seen() for each in members] == [["prepare", "commit"]] * 2
 
 
 @pytest.mark.parametrize("method, phase", [("commit", "off"), ("resume", "on")])
@@ -149,7 +143,7 @@ def test_members_pause_again_with_the_time_of_the_whole_turn(
     """A resume that has used all of it leaves nothing to the pauses that take the others back."""
     monkeypatch.setattr(plan_module, "_COMPLETE_S", 30.0)
 
-    def resume(tags: list[str], timeout: float) -> None:
+    def resume(tags: list[str], timeout: float, **options: Any) -> None:
         threading.Event().wait(timeout)
         raise OSError("not now")
 
@@ -164,24 +158,10 @@ def test_members_pause_again_with_the_time_of_the_whole_turn(
 def test_another_member_takes_the_place_of_one_that_hangs(group: Group, members: list[Any]) -> None:
     members[0].hold("resume")
     fails(group, "on", "engine 0 could not resume", timeout=0.5)
-    with pytest.raises(ValueError, match="there is no 'engine' 3; there are 'engine 0', 'engine 1', 'engine 2'"):
+    with pytest.raises(ValueError, match="there is no 'engine' 3; there are 'engine 0', 'engine 1'"):
         group.replace("engine", 3, Halved())
     group.replace("engine", 0, Halved())
     assert group.enter("on").phase == "on"
-
-
-def test_objects_may_return_awaitables() -> None:
-    class Awaited(Whole):
-        async def pause(self, tags: list[str], **options: Any) -> str:
-            await asyncio.sleep(0)
-            return "paused"
-
-        def resume(self, tags: list[str], **options: Any) -> Any:
-            return memsaver.resume([], wait=False)
-
-    group = Group(engine=Awaited(), phases=PHASES)
-    assert group.enter("on").resumed == {"engine": [memsaver.Transition()]}
-    assert group.enter("off").paused == {"engine": ["paused"]}
 
 
 def test_a_prepared_pause_is_left_to_the_next_group_or_aborted(make: Callable[..., Any]) -> None:
@@ -233,17 +213,16 @@ def test_an_actor_that_drains_while_its_turn_is_taken_back_stays_as_it_was(make:
 
 def test_the_process_ends_while_a_member_hangs() -> None:
     out = run_clean("""
-        import time, memsaver
+        import time, memsaver, memsaver.turns.members
         from memsaver.turns.calls import Caller, LocalRank
         from memsaver.turns.plan import Plan
         from memsaver.turns.turn import Turns
 
-        class Hanging:
-            def pause(self, tags, **options):
+        class Hanging(memsaver.turns.members.Colocated):
+            def colocated_drain(self, tags):
                 time.sleep(1e6)
 
-            def resume(self, tags, **options):
-                pass
+        memsaver.region("a", device="cpu")
 
         plan = Plan({"on": {"engine": ["a"]}, "off": {}}, ["engine"])
         turns = Turns(plan, Caller([LocalRank("engine", 0, Hanging())]))

@@ -13,7 +13,7 @@ pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
 from memsaver.ray import AsyncColocated, Colocated, Group  # noqa: E402
-from tests.group_support import Halved, Whole  # noqa: E402
+from tests.group_support import Halved  # noqa: E402
 from tests.support import MIB, Block, host_used_bytes  # noqa: E402
 
 Make = Callable[..., memsaver.Region]
@@ -224,45 +224,28 @@ def test_a_new_member_has_contents_of_its_own(pair: Pair, make: Make) -> None:
     pair.enter("rollout")
 
 
-def test_members_get_one_policy_or_a_mapping_by_tag() -> None:
-    halved, whole = Halved(), Whole()
+def test_members_get_their_policies_by_tag() -> None:
+    member = Halved()
     phases = {"on": {"engine": ["a", "b"], "other": ["c"]}, "off": {}}
-    group = Group(engine=[halved, whole], other=Whole(), phases=phases, backup={"off": {"engine": {"a": "none"}}})
-    for backup, restore, told in [
-        (None, None, ({"backup": {"a": "none"}}, {})),
-        ({"engine": {"b": "none"}}, {"engine": {"b": False}}, ({"backup": "none"}, {"restore": {"b": False}})),
-        ({"engine": "host"}, {"engine": False}, ({"backup": "host"}, {"restore": False})),
-        ("disk", False, ({"backup": "disk"}, {"restore": False})),
-        ({"other": "none"}, {"other": False}, ({"backup": {"a": "none"}}, {})),
-        (None, {"engine": {"a": False, "b": True}}, ({"backup": {"a": "none"}}, {"restore": {"a": False}})),
-        (None, True, ({"backup": {"a": "none"}}, {})),
+    group = Group(engine=member, other=Halved(), phases=phases, backup={"off": {"engine": {"a": "none"}}})
+    for backup, restore, kept, restored in [
+        (None, None, {"a": "none"}, {"a": True, "b": True}),
+        ({"engine": {"b": "none"}}, {"engine": {"b": False}}, {"a": "none", "b": "none"}, {"a": True, "b": False}),
+        ({"engine": "host"}, {"engine": False}, {"a": "host", "b": "host"}, {"a": False, "b": False}),
+        ("disk", False, {"a": "disk", "b": "disk"}, {"a": False, "b": False}),
+        ({"other": "none"}, {"other": False}, {"a": "none"}, {"a": True, "b": True}),
     ]:
         group.enter("off", backup=backup)
         group.enter("on", restore=restore)
-        pause, resume = (["a", "b"], told[0]), (["a", "b"], told[1])
-        assert whole.calls == [("pause", *pause), ("resume", *resume)]
-        assert halved.calls == [("prepare", *pause), ("commit", [], {}), ("prepare", [], {}), ("resume", *resume)]
-        whole.calls, halved.calls = [], []
+        assert [options["backup"] for method, _, options in member.calls if method == "prepare"] == [kept, None]
+        assert [options["restore"] for method, _, options in member.calls if method == "resume"] == [restored]
+        member.calls = []
 
 
 @pytest.mark.parametrize("base", [Colocated, AsyncColocated])
 def test_a_class_that_overrides_pause_is_refused(base: type) -> None:
     with pytest.raises(TypeError, match=r"Old overrides pause\(\), expected colocated_drain"):
         type("Old", (base,), {"pause": lambda self, tags=None: None})
-
-
-def test_a_member_whose_pause_takes_no_backup_is_named() -> None:
-    class Bare:
-        """The least that a member can be."""
-
-        def pause(self, tags: list[str]) -> None: ...
-
-        def resume(self, tags: list[str]) -> None: ...
-
-    group = Group(engine=Bare(), phases={"on": {"engine": ["a"]}, "off": {}}, backup={"off": "none"})
-    group.enter("on")
-    with pytest.raises(memsaver.Error, match="engine 0 could not pause 'a': TypeError: .*unexpected .*'backup'"):
-        group.enter("off")
 
 
 def test_an_async_actor_takes_policies(make: Make) -> None:
@@ -285,13 +268,17 @@ def test_an_async_actor_takes_policies(make: Make) -> None:
 
 
 def test_wrong_arguments_of_a_group_are_refused() -> None:
-    engine, given = Whole(), {"engine": Whole(), "trainer": Whole(), "phases": PHASES}
+    engine, given = Halved(), {"engine": Halved(), "trainer": Halved(), "phases": PHASES}
     one: Any
     for kind, text, one in [
         (ValueError, "no roles", {"engine": None, "trainer": None}),
         (ValueError, "the role 'engine' has no members", {"engine": []}),
-        (TypeError, ".* of the role 'engine' has no pause\\(\\)", {"engine": object()}),
-        (TypeError, ".* is a class", {"engine": [Whole]}),
+        (
+            TypeError,
+            ".* of the role 'engine' has no pause\\(\\), expected an object that derives from Colocated",
+            {"engine": object()},
+        ),
+        (TypeError, ".* is a class", {"engine": [Halved]}),
         (ValueError, "phases is empty", {"phases": {}}),
         (TypeError, "phases is .*, expected a dict", {"phases": ["on"]}),
         (TypeError, "phase 'on' is .*, expected a dict", {"phases": {"on": ["weights"]}}),
@@ -321,7 +308,7 @@ def test_wrong_arguments_of_a_group_are_refused() -> None:
         chosen = {name: value for name, value in {**given, **one}.items() if value is not None}
         with pytest.raises(kind, match="^" + text):
             Group(**chosen)
-    group = Group(engine=engine, trainer=Whole(), phases=PHASES)
+    group = Group(engine=engine, trainer=Halved(), phases=PHASES)
     for kind, text, one in [
         (ValueError, "there is no phase 'x'; there are 'rollout', ", {"name": "x"}),
         (ValueError, "timeout is -1, expected seconds of 0 or more", {"timeout": -1}),
