@@ -62,7 +62,7 @@ TOUCHES: Final = (
         "vllm",
         "`CuMemAllocator` and functions of its module, and methods of vLLM's worker; a finder in `sys.meta_path` until"
         " their import; the handler of SIGTERM during a wake-up",
-        "`MEMSAVER_DROP_IN=vllm`", "vLLM 0.23 to 0.33", "digests of vLLM's sources, else `DropInError`",
+        "`MEMSAVER_DROP_IN=vllm`", "vLLM 0.23 to 0.33", "vLLM's sources have the known parts, else `DropInError`",
     ),
     Touch(
         "tms",

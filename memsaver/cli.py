@@ -21,7 +21,6 @@ from memsaver.broker.clients import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
 from memsaver.config import Setting, parse_drop_in, parse_size, settings
 from memsaver.drop_in import startup
-from memsaver.drop_in.tms import launch
 from memsaver.errors import BrokerError, ConfigError, Error, gib
 from memsaver.policies import BACKUPS
 
@@ -290,7 +289,7 @@ def _run(options: argparse.Namespace) -> int:
     if not _core.cuda_device_count():
         print(f"memsaver: CUDA finds no GPU: no memory of {program[0]} is managed", file=sys.stderr)
     try:
-        launch.run(program, options.backup)
+        startup.run(program, options.backup)
     except OSError as error:
         print(f"memsaver: {program[0]} cannot be started: {error.strerror}", file=sys.stderr)
         return 1

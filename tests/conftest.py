@@ -22,10 +22,6 @@ import memsaver  # noqa: E402
 from memsaver import _core  # noqa: E402
 from tests import controls  # noqa: E402
 
-# Off, because the background thread grows host memory at any time: tests that fail a certain driver call, or count
-# bytes, would be random. Tests of the growth turn it on.
-memsaver.configure(backup_ahead=False)
-
 LATE = os.environ.get("MEMSAVER_TEST_ASYNC", "0") != "0"
 if LATE:
     from tests import late_device

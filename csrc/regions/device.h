@@ -28,7 +28,7 @@ struct ProcessParts {
   AddressIndex addresses;
   RetainBudget retain;
   HostBudget host_budget;
-  std::atomic<bool> backup_ahead = true;  // pinned host memory grows before a pause needs it
+  std::atomic<bool> backup_ahead = false;  // pinned host memory grows before a pause needs it
   // The longest wait of allocations, and of resumes without a bound of their own, for memory that others hold.
   std::atomic<double> memory_timeout_s = 0;
 };

@@ -57,7 +57,7 @@ SYSTEM = {
     r"#include <nanobind|#include <Python\.h>": {path.stem for path in (ROOT / "csrc" / "bindings").iterdir()},
     r"\b(?:gil_scoped_\w+|PyGILState_Ensure|PyEval_RestoreThread|PyErr_CheckSignals|PyObject_Call\w*)": {"gil"},
     # These have no caller that takes an error.
-    r"\bfprintf\(": {"preload", "settings", "libraries", "tagged_hooks"},
+    r"\bfprintf\(": {"preload", "libraries", "tagged_hooks"},
     r"\bstd::c(?:out|err)\b|\bprintf\(|\b_?exit\(|\bstd::abort\b|\bassert\(": set(),
 }
 

@@ -1177,7 +1177,7 @@ control.activate(1)
 with control.held("cuMemSetAccess"):
     made = pool.submit(tagged.active, "b", "cuda:0", "none")
     control.until_stopped("cuMemSetAccess")
-    assert [each.tag for each in returns(lambda: tagged.of("a"))] == ["tms.a"]
+    assert [region.tag for _, region in returns(tagged.all)] == ["tms.a"]
     assert not made.done()
 assert made.result().tag == "tms.b"
 """,

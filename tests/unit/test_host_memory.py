@@ -504,13 +504,13 @@ def test_a_pause_beside_the_growth_ahead_takes_nothing_twice() -> None:
     assert int(said) == 200 * MIB
 
 
-@pytest.mark.parametrize(("ahead", "nbytes"), [(False, 0), (True, 4 * MIB)])
-def test_nothing_is_pinned_unasked_and_at_most_half_of_the_free_memory(ahead: bool, nbytes: int) -> None:
+@pytest.mark.parametrize(("options", "nbytes"), [({}, 0), ({"backup_ahead": True}, 4 * MIB)])
+def test_nothing_is_pinned_unasked_and_at_most_half_of_the_free_memory(options: dict[str, bool], nbytes: int) -> None:
     size = 6 * _core.host_memory()[2] // 10
     said = run_clean(
         f"""
         import memsaver, time
-        memsaver.configure(backup_ahead={ahead})
+        memsaver.configure(**{options})
         region = memsaver.region("a", device="cpu", backup="host")
         held = lambda: memsaver.stats().devices["cpu"].host_held_bytes
         first = region._core.allocate_array({4 * MIB})
