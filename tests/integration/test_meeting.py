@@ -14,7 +14,6 @@ import pytest
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 import memsaver
-from memsaver.guests import agreement
 from memsaver.guests import store as store_module
 from memsaver.guests.agreement import Agreement
 from memsaver.guests.meeting import Meeting
@@ -102,19 +101,6 @@ def test_rank_that_gave_up_is_not_counted(store: Store) -> None:
     opened(ranks)
 
 
-def test_ranks_with_time_left_meet_one_that_gave_up_and_came_again(store: Store) -> None:
-    ranks = meetings(store, 3)
-    (waiting,) = started(lambda: ranks[0].gather(within(LONG_S)))
-    while not ranks[0].round and not waiting.done():
-        time.sleep(0.001)
-    for _ in range(2):
-        with pytest.raises(TimeoutError):
-            ranks[1].gather(within(SHORT_S))
-    number = gather(ranks[1:])
-    assert waiting.result(LONG_S) == number
-    settle(ranks)
-
-
 def test_rank_whose_withdrawal_was_lost_is_not_counted_twice(store: Store) -> None:
     """It has joined a round, and ended its attempt without a word."""
     ranks = meetings(store, 2)
@@ -166,25 +152,8 @@ def test_open_groups_are_not_intact_once_another_rank_opens_its_own(store: Store
     assert not ranks[0].is_intact(within(LONG_S))
 
 
-def test_interrupted_rank_gives_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = meetings(store, 2)
-
-    class Interrupted:
-        def sleep(self) -> None:
-            assert ranks[0].round  # it waits for the other rank
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(agreement, "Pace", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        ranks[0].gather(within(LONG_S))
-    monkeypatch.undo()
-    with pytest.raises(TimeoutError, match="the ranks 0 did not come back"):
-        ranks[1].gather(within(SHORT_S))
-    opened(ranks)
-
-
 class Trial:
-    """Ranks that fail at random. ``ends``: by round, what each rank's attempt in it came to."""
+    """Ranks that fail and are interrupted at random. ``ends``: by round, what each rank's attempt in it came to."""
 
     def __init__(self, store: Store, size: int) -> None:
         self.ranks = meetings(store, size)
@@ -193,15 +162,21 @@ class Trial:
 
     def attempts(self, each: Meeting, chance: random.Random) -> None:
         for _ in range(8):
+            interrupts = chance.random() < 0.2
+            if interrupts:
+                each._agreement.wait = _interrupted  # type: ignore[method-assign, assignment]
             try:
                 number = each.gather(within(chance.choice([0, 0.01, 0.1])))
-            except TimeoutError:
+            except (TimeoutError, KeyboardInterrupt):
                 continue
+            finally:
+                each._agreement.__dict__.pop("wait", None)
             end = chance.random()
             if end < 0.3:
                 done = each.give_up(OSError("random"))
             else:
                 try:
+                    each.check(within(LONG_S))
                     each.settle(within(chance.choice([0, 0.1])))
                     done = True
                 except memsaver.Error:
@@ -210,6 +185,10 @@ class Trial:
                 self.ends.setdefault(number, set()).add(done)
             if done and end < 0.8:
                 each.close(within(LONG_S))
+
+
+def _interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_after_random_failures_all_ranks_open_together(any_store: Store) -> None:
