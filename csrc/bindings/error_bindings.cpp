@@ -32,8 +32,8 @@ void translate_ours(const std::exception_ptr& thrown) {
     raise("DriverError", error, dict_of("call", error.call, "code", error.code, "detail", error.message));
   } catch (const OutOfMemoryError& error) {
     raise("OutOfMemoryError", error,
-          dict_of("device", error.device, "needed_bytes", error.needed_bytes, "free_bytes", error.free_bytes, "waited_s",
-                  error.waited_s, "unused", error.unused));
+          dict_of("device", error.device, "needed_bytes", error.needed_bytes, "free_bytes", error.free_bytes,
+                  "waited_s", error.waited_s, "unused", error.unused));
   } catch (const BrokerError& error) {
     raise("BrokerError", error, dict_of("path", error.path));
   } catch (const WaitTimeoutError& error) {
