@@ -180,7 +180,6 @@ void launch_on(Stream stream, DevicePointer address, std::size_t size, double ho
   const Current current(context);
   launch(stream, due_in(hold), [=] {
     const Current acting(context);
-    if (size == 0) return;
     if (!may_access(origin.device, address, size)) return kill(context);
     make_calls(origin.through);
   });
@@ -638,7 +637,7 @@ void controls_touch(void* stream, DevicePointer address, std::size_t size, doubl
   launch_on(stream, address, size, hold, [=](Stream through) {
     thread_local char byte;
     for (std::size_t at = 0; at < size; at += kPage) device.cuMemcpyDtoHAsync(&byte, address + at, 1, through);
-    device.cuMemcpyDtoHAsync(&byte, address + size - 1, 1, through);
+    if (size > 0) device.cuMemcpyDtoHAsync(&byte, address + size - 1, 1, through);
     device.cuStreamSynchronize(through);
   });
 }
