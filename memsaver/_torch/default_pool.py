@@ -13,6 +13,7 @@ from memsaver import _core
 from memsaver._adapter import adapter, note, patch
 from memsaver._torch.pools import DEFAULT_POOL, LIBRARY, plain_allocator
 from memsaver._torch.private import RELEASE, private
+from memsaver._torch.routes import empty_cache
 from memsaver._torch.side_pools import side_pools
 from memsaver.broker import pool_client
 from memsaver.errors import Error
@@ -35,7 +36,8 @@ def default_pool(tag: str = "torch", device: str | torch.device | None = None, b
 
     While the region is paused or about to be, threads allocate from another pool, whose memory comes from the driver,
     beside regions and beside a shared pool. Threads inside ``torch.cuda.use_mem_pool()`` keep their pool: do not use
-    such pools while the region is paused. Tensors of the default pool must not be used then either.
+    such pools while the region is paused. Tensors of the default pool must not be used then either. A pause returns
+    free blocks first, so a resume takes memory for the blocks in use alone.
 
     The region cannot be entered or closed, and lasts as long as the process. ``torch.cuda.empty_cache()`` returns
     memory of the region while it is active. If there is no memory, torch frees its cached blocks and tries again then,
@@ -162,6 +164,7 @@ class DefaultPools:
                         f"region {region.tag!r}, torch's default pool, cannot be paused: a CUDA graph is being "
                         "captured; end the capture first"
                     )
+                empty_cache()  # free blocks would leave and come back
                 side_pools.begin(index, plain_allocator())
 
     def move_threads_back(self) -> None:

@@ -80,14 +80,13 @@ def test_all_memory_of_torch_leaves_and_blocks_in_use_return(neighbour: Neighbou
                 pass
             ask("overwrite")
             memsaver.resume(memory_timeout=60)
+            assert region.mapped_bytes < 1800 * MIB, "free blocks take memory"
             assert all(holds(tensor, mib % 251) for tensor, mib in zip(kept, sizes))
             assert all(torch.equal(each.cpu(), torch.arange(1000)) for each in kept[5:])
             result.zero_(), other.zero_()
             plain.replay(), guarded.replay()
             assert torch.equal(result, expected[0]) and torch.equal(other, expected[1])
-            reserved = torch.cuda.memory_reserved()
             again = full(700, 2)
-            assert torch.cuda.memory_reserved() == reserved, "the cached block was lost"
             assert owns(again) and holds(again, 2)
             del again
         """,
