@@ -11,6 +11,7 @@ virtual_memory  0: none
 granularity     of mappings, in bytes, as the driver reports it
 reach           ordinals of the GPUs whose memory it can access: "3,5". Default: all that one call makes
 numa            the NUMA node of the system that its memory is
+mps             1: an MPS server runs the work of all processes. -1: the driver is too old to tell
 mig             1: NVML has it under MIG-
 occupied        bytes that no listed process has
 context         bytes of a context

@@ -192,6 +192,9 @@ Result cuDeviceGetAttribute(int* value, int which, Device device) {
     case kAttributePosixFd: *value = option(device, "exports", 1) != 0; return kSuccess;
     case kAttributeRdma: *value = 1; return kSuccess;
     case kAttributeNumaConfig: *value = node >= 0; return kSuccess;
+    case kAttributeMps:
+      *value = option(device, "mps") != 0;
+      return option(device, "mps") < 0 ? kInvalidValue : kSuccess;
     case kNode: *value = static_cast<int>(node); return kSuccess;
     default: return host_calls().cuDeviceGetAttribute(value, which, number_of(device));
   }

@@ -126,6 +126,21 @@ def test_a_device_without_descriptors_has_plain_chunks_and_no_shared_pool(platfo
     assert gpus.used_bytes(device) == 0
 
 
+def test_an_mps_server_is_known_by_the_attribute_or_by_its_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "control").touch()
+    for mps, folder, expected in (
+        (0, tmp_path, False),
+        (1, tmp_path / "none", True),
+        (-1, tmp_path, True),
+        (-1, tmp_path / "none", False),
+    ):
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(folder))
+        memory = _core.open_cuda_memory(gpus.ordinal(gpu(mps=mps)))
+        assert memory.under_mps() == expected, (mps, folder)
+
+
 def test_chunks_that_were_exportable_stay_so() -> None:
     """A later refusal is an error: no chunk is silently made without a descriptor. Nor is one on a full device."""
     device = gpu(memory=8 * MIB)
