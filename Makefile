@@ -138,23 +138,24 @@ build/docs/.ready: pyproject.toml
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
 
+# Modules are compiled when they are imported: torch has thousands that no test imports.
 .venv/.torch:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; see PYTHON=")'
 	@echo "1 of 3: an environment in .venv with $(TORCH) (about a minute, most of it download)"
 	$(PYTHON) -m venv .venv
-	$(RUN) -m pip install --quiet '$(TORCH)'
+	$(RUN) -m pip install --quiet --no-compile '$(TORCH)'
 	touch $@
 
 # The core is rebuilt when it changes; Python is used from where it lies.
 .venv/.ready: .venv/.torch $(CORE)
 	@echo "2 of 3: the build tools"
-	$(RUN) -m pip install --quiet 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
+	$(RUN) -m pip install --quiet --no-compile 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
 	@echo "3 of 3: Ray, the packages of the tests, and the core, which is compiled (1 to 3 minutes on two cores)"
-	$(RUN) -m pip install --quiet --no-build-isolation --editable '.[examples,picture,test]'
+	$(RUN) -m pip install --quiet --no-compile --no-build-isolation --editable '.[examples,picture,test]'
 	touch $@
 
 .venv/.linters: .venv/.ready
-	$(RUN) -m pip install --quiet --no-build-isolation --editable '.[lint]'
+	$(RUN) -m pip install --quiet --no-compile $$($(RUN) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["lint"])')
 	touch $@
 
 # Programs started elsewhere find the copy, hence Python counts here too.
