@@ -61,9 +61,7 @@ def measure(run: Run) -> None:
         rows = ledger_rows({name: at["ledger"] for name, at in moments.items()})
         rows["in use, by nvidia-smi"] = {f"{name}, MiB": at["used_bytes"] / MIB for name, at in moments.items()}
         run.table(f"ledger of rank {rank}", rows)
-        groups = {f"group {name}": seconds for name, seconds in each["groups"].items()}
-        times = {"the turn": (each["pause_s"], each["resume_s"]), **groups}
-        rows = {name: {"pause, ms": 1e3 * gone, "resume, ms": 1e3 * back} for name, (gone, back) in times.items()}
+        rows = {"the turn": {"pause, ms": 1e3 * each["pause_s"], "resume, ms": 1e3 * each["resume_s"]}}
         run.table(f"times of rank {rank}", rows)
     equal = all(one[key] == other[key] for one, other in zip(calm, turned) for key in ("losses", "reduced"))
     run.check("losses and sums are those of the undisturbed run", equal)
@@ -157,7 +155,7 @@ def _away(way: str, rank: int, folder: str, group: Group, guests: Any, device: t
     if way == "killed":
         raise AssertionError("the turn has succeeded although rank 1 was killed")
     resume_s = time.monotonic() - begin
-    return found | {"resume_s": resume_s, "resumed": _moment(device), "groups": guests.seconds_by_group}
+    return found | {"resume_s": resume_s, "resumed": _moment(device)}
 
 
 def _moment(device: torch.device) -> Sample:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 ROOT = "/proc"
 # CUDA's devices; the table of a host device
-_DRIVER_FILE = re.compile(r"/dev/nvidia.*|/.*/memsaver\.\d+\.\d+( \(deleted\))?")
+_DRIVER_FILE = re.compile(r"/dev/nvidia.*|/.*/memsaver(\.\d+){3}( \(deleted\))?")
 _EXITING = 0x4  # PF_EXITING of the kernel
 _FORKED_WITHOUT_EXEC = 0x40  # PF_FORKNOEXEC
 _GONE = (FileNotFoundError, ProcessLookupError)  # a lack of descriptors is not among them
