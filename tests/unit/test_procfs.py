@@ -61,7 +61,7 @@ def others() -> set[int]:
 @pytest.fixture
 def driver_file(tmp_path: Path, others: set[int]) -> Iterator[int]:
     """A descriptor with the name of a host device's table."""
-    file = os.open(tmp_path / "memsaver.0.4096", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    file = os.open(tmp_path / "memsaver.2.0.4096", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     yield file
     os.close(file)
 
