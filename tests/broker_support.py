@@ -106,7 +106,7 @@ class Client:
 
     def bring(self, *chunks: tuple[int, int]) -> None:
         words = itertools.chain.from_iterable(chunks)
-        self.say("inventory", *words, files=tuple(self.files[chunk] for chunk, _ in chunks))
+        self.say("inventory", *words)
 
     def look(self) -> tuple[int, int]:
         self.say("usage", 7)
@@ -160,18 +160,11 @@ class CountedMemory:
         self.sizes[file] = size
         return file
 
-    def adopt(self, file: int, size: int) -> None:
-        assert file not in self.sizes
-        self.sizes[file] = size
-
     def close(self, file: int) -> None:
         del self.sizes[file]
 
     def free_bytes(self) -> int:
         return max(0, self.room - sum(self.sizes.values()))
-
-    def new_file(self) -> int:
-        return next(self._files)
 
 
 def made(number: int) -> pool_clients.Client:

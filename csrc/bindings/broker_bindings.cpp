@@ -25,7 +25,6 @@ void bind_broker(nb::module_& module) {
       .def("total_bytes", &PhysicalMemory::total_bytes)
       .def("free_bytes", &PhysicalMemory::free_bytes)
       .def("create", &PhysicalMemory::create, "size"_a)
-      .def("adopt", &PhysicalMemory::adopt, "file"_a, "size"_a)
       .def("close", &PhysicalMemory::close, "file"_a)
       .def("compute_pids", &PhysicalMemory::compute_pids)
       .def("holdings", &PhysicalMemory::holdings)

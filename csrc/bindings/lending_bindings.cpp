@@ -19,6 +19,25 @@ std::vector<std::tuple<std::size_t, std::size_t, Handle>> lend(Region& region, A
   return rows;
 }
 
+// Descriptors of lent chunks. The pool is asked if there is one: the driver exports no memory of the broker.
+std::vector<int> export_chunks(const std::string& device, const std::vector<Handle>& handles) {
+  Device& on = opened(device);
+  SharedPool* pool = nullptr;
+  {
+    std::lock_guard lock(core().mutex);
+    pool = on.shared.get();
+  }
+  std::vector<File> files;
+  if (pool != nullptr)
+    files = pool->descriptors_of(handles);
+  else
+    for (const Handle handle : handles) files.emplace_back(on.driver->export_fd(handle));
+  std::vector<int> kept;
+  kept.reserve(files.size());
+  for (File& file : files) kept.push_back(file.keep());
+  return kept;
+}
+
 // Maps chunks at their offsets, and closes no descriptor.
 void map_chunks(BorrowedMemory& memory, const std::vector<Slot>& slots, const std::vector<int>& files) {
   if (slots.size() != files.size())
@@ -57,9 +76,7 @@ void bind_lending(nb::module_& module) {
   module.def("usable", &usable);
   module.def("lend", &lend, unlocked, "region"_a, "begin"_a, "size"_a, "residence"_a, "lease"_a, "pid"_a);
   module.def("end_lease", &end_lease, unlocked, "region"_a, "lease"_a);
-  module.def(
-      "export_chunk", [](const std::string& device, Handle handle) { return opened(device).driver->export_fd(handle); },
-      unlocked, "device"_a, "handle"_a);
+  module.def("export_chunks", &export_chunks, unlocked, "device"_a, "handles"_a);  // the caller closes them
 }
 
 }  // namespace memsaver

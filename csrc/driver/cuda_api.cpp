@@ -139,12 +139,8 @@ Api& api() {
 }
 
 const Platform& platform() {
-  static const Platform only = {.api = api(),
-                                .uuid_prefix = kUuidPrefix,
-                                .is_gpu = true,
-                                .free_memory = &free_memory,
-                                .holdings = &holdings,
-                                .adopt = nullptr};
+  static const Platform only = {
+      .api = api(), .uuid_prefix = kUuidPrefix, .is_gpu = true, .free_memory = &free_memory, .holdings = &holdings};
   return only;
 }
 

@@ -143,7 +143,6 @@ struct Platform {
   std::optional<std::size_t> (*free_memory)(Device);  // in bytes, by the system's figure
   // The processes on the device, also a dead one as long as its kernels may run. Empty if the system provides no list.
   std::vector<Holding> (*holdings)(Device);
-  void (*adopt)(AllocationHandle);  // this process is the owner of imported memory from now on. May be null
 };
 const Platform& platform();                                                    // of GPUs: NVML has the figures
 std::vector<Holding> known_holdings(const Platform& platform, Device device);  // those with a number of bytes

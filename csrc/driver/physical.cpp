@@ -54,15 +54,9 @@ int PhysicalMemory::create(std::size_t size) {
     api.cuMemRelease(handle);
     throw;
   }
-  keep(file, handle);
+  const std::lock_guard lock(mutex_);
+  handles_[file] = handle;
   return file;
-}
-
-// The driver only reports whether the import succeeds. The next owner's mapping checks the size.
-void PhysicalMemory::adopt(int file, std::size_t) {
-  const AllocationHandle handle = import_posix(platform_.api, file);
-  if (platform_.adopt != nullptr) platform_.adopt(handle);
-  keep(file, handle);
 }
 
 void PhysicalMemory::close(int file) {
@@ -86,11 +80,6 @@ std::vector<int> PhysicalMemory::compute_pids() const {
 }
 
 bool PhysicalMemory::under_mps() const { return mps_serves(platform_.api, device_); }
-
-void PhysicalMemory::keep(int file, AllocationHandle handle) {
-  const std::lock_guard lock(mutex_);
-  handles_[file] = handle;
-}
 
 std::string cuda_uuid(int ordinal) { return uuid_of(platform(), device_at(ordinal)); }
 

@@ -27,8 +27,7 @@ class PhysicalMemory {
   std::size_t free_bytes() const;                 // by the system's figure; total_bytes() if there is none
   std::optional<std::size_t> used_bytes() const;  // of the device, by the system's figure
   int create(std::size_t size);                   // returns a descriptor. Throws ChunkUnavailable if the device is full
-  void adopt(int file, std::size_t size);         // takes over a descriptor of another process
-  void close(int file);                           // closes a descriptor of create() or adopt()
+  void close(int file);                           // closes a descriptor of create()
   // The processes that the system lists as computing on the device, also a dead one as long as its kernels may run.
   // Empty if the system provides no list.
   std::vector<int> compute_pids() const;
@@ -38,8 +37,6 @@ class PhysicalMemory {
   bool under_mps() const;
 
  private:
-  void keep(int file, cuda::AllocationHandle handle);
-
   const cuda::Platform& platform_;
   const cuda::Device device_;
   const cuda::AllocationProp properties_;

@@ -84,14 +84,8 @@ Handle Addresses::enter(Ledger& ledger, File file, std::size_t size) {
   else if (!ledger.charge(status.st_ino, bytes))
     throw Refused(kOutOfMemory, "the host device is full");
   std::lock_guard lock(mutex_);
-  chunks_.try_emplace(++last_handle_, std::move(file), status.st_ino, bytes, &ledger);
+  chunks_.try_emplace(++last_handle_, std::move(file), status.st_ino, bytes, &ledger, size == 0);
   return last_handle_;
-}
-
-void Addresses::adopt(Handle handle) {
-  std::lock_guard lock(mutex_);
-  const Chunk& chunk = find(handle);
-  chunk.ledger->adopt(chunk.inode);
 }
 
 Handle Addresses::retain(Address address) {
@@ -112,7 +106,9 @@ void Addresses::release(Handle handle) {
 
 int Addresses::export_fd(Handle handle) {
   std::lock_guard lock(mutex_);
-  const int copy = ::fcntl(find(handle).file.get(), F_DUPFD_CLOEXEC, 0);
+  const Chunk& chunk = find(handle);
+  if (chunk.is_imported) refuse("invalid argument");
+  const int copy = ::fcntl(chunk.file.get(), F_DUPFD_CLOEXEC, 0);
   if (copy < 0) refuse_by_errno("fcntl");
   return copy;
 }

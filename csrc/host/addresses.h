@@ -35,10 +35,9 @@ class Addresses {
   // Chunks by handle. A handle counts its references. The memory is freed when it has none and no mapping.
   Handle create(Ledger& ledger, std::size_t size);
   Handle import(Ledger& ledger, int file);  // duplicates the descriptor
-  void adopt(Handle handle);                // this process is the owner of imported memory from now on
   Handle retain(Address address);           // the handle of the chunk that is mapped there, with one more reference
   void release(Handle handle);
-  int export_fd(Handle handle);
+  int export_fd(Handle handle);  // not of imported memory, as on a GPU
 
   void map(Address address, std::size_t size, Handle handle);
   void allow(Address address, std::size_t size);
@@ -67,6 +66,7 @@ class Addresses {
     std::uint64_t inode;  // its key in the ledger
     std::size_t size;
     Ledger* ledger;
+    bool is_imported;
     std::size_t references = 1;
     std::size_t mappings = 0;
   };

@@ -408,7 +408,6 @@ const cuda::Platform& platform() {
       .is_gpu = false,
       .free_memory = [](Number device) { return std::optional(host().device(device).ledger.free_bytes()); },
       .holdings = [](Number device) { return host().device(device).ledger.holdings(); },
-      .adopt = [](AllocationHandle handle) { host().addresses.adopt(handle); },
   };
   return only;
 }

@@ -196,11 +196,6 @@ Ledger::Entry* Ledger::own_locked(std::uint64_t inode) const {
   });
 }
 
-void Ledger::adopt(std::uint64_t inode) {
-  const Lock lock(*this);
-  if (Entry* own = own_locked(inode); own != end()) own->is_owner = true;
-}
-
 void Ledger::discharge(std::uint64_t inode) {
   const Lock lock(*this);
   if (Entry* own = own_locked(inode); own != end()) own->pid = 0;

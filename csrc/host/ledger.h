@@ -43,17 +43,16 @@ class Ledger {
   // Adds an entry for a new chunk; false when the device is full. `inode` identifies the chunk across processes.
   bool charge(std::uint64_t inode, std::size_t size);
   void charge_imported(std::uint64_t inode, std::size_t size);  // the memory exists already: never refused
-  void adopt(std::uint64_t inode);      // this process is the owner of imported memory from now on
-  void discharge(std::uint64_t inode);  // removes one entry of this process
+  void discharge(std::uint64_t inode);                          // removes one entry of this process
   std::size_t free_bytes();
-  // Each chunk counts for one process: its owner, else the first that imported it.
+  // Each chunk counts for one process: its maker, else the first that imported it.
   std::vector<cuda::Holding> holdings();
 
  private:
   struct Entry {
     std::uint64_t inode;
     std::uint64_t size;
-    std::uint32_t is_owner;  // it has made the chunk, or adopted it
+    std::uint32_t is_owner;  // it has made the chunk
     std::uint32_t pid;       // 0: free. Written last, cleared first: an entry that a crash interrupts is free.
   };
   struct Header {

@@ -15,6 +15,7 @@ using wire::Message;
 using wire::message_of;
 
 constexpr auto kUsageTimeout = std::chrono::seconds(1);
+constexpr auto kDescriptorsTimeout = std::chrono::seconds(5);  // less than a receiver waits for the owner
 
 std::uint64_t drawn_number() {
   std::random_device source;
@@ -90,7 +91,7 @@ void SharedPool::take_back(Chunk chunk) noexcept {
     std::lock_guard lock(mutex_);
     const auto number = numbers_.find(chunk.handle());
     if (number == numbers_.end()) return;  // its end releases it
-    if (link_ == nullptr && !restoring_) {
+    if (link_ == nullptr) {
       chunks_.erase(number->second);
       numbers_.erase(number);
       return;
@@ -145,13 +146,16 @@ Chunk SharedPool::import(Grant grant) {
   return Chunk(driver_, handle, grant.size, this, grant.foreign);
 }
 
-Message SharedPool::call_broker(Kind kind, Deadline deadline, bool interruptible) {
+Message SharedPool::call_broker(Kind kind, Deadline deadline, bool interruptible,
+                                const std::vector<std::uint64_t>& words) {
   std::unique_lock lock(mutex_);
   if (link_ == nullptr) throw_disconnected();
   if (silent_) throw_unanswered_locked();
   const std::uint64_t serial = ++last_number_;
   Call& call = calls_[serial];  // a map keeps the addresses of its elements
-  send_locked(message_of(kind, {serial}));
+  Message question = message_of(kind, {serial});
+  question.words.insert(question.words.end(), words.begin(), words.end());
+  send_locked(std::move(question));
   std::exception_ptr interrupt;
   while (!call.ended && Clock::now() < deadline && !waiting_is_over && !interrupt) {
     changed_.wait_until(lock, std::min<Clock::time_point>(deadline, Clock::now() + kBetweenLooks));
@@ -167,6 +171,8 @@ Message SharedPool::call_broker(Kind kind, Deadline deadline, bool interruptible
   Call answered = std::move(call);
   calls_.erase(serial);
   if (interrupt) std::rethrow_exception(interrupt);
+  if (answered.answer && answered.answer->kind == Kind::refused)
+    throw BrokerError("the broker at " + path_ + " refuses: " + answered.answer->text, path_);
   if (answered.answer) return std::move(*answered.answer);
   if (answered.ended) throw_disconnected();
   throw BrokerError("no answer from the broker at " + path_, path_);
@@ -194,6 +200,32 @@ std::pair<std::vector<SharedPool::Wait>, std::vector<SharedPool::Holder>> Shared
     if (const std::size_t bytes = request->waiting_locked()) found.first.push_back({bytes, request->seconds_locked()});
   if (!found.first.empty()) found.second = holders_;
   return found;
+}
+
+std::vector<File> SharedPool::descriptors_of(const std::vector<Handle>& handles) {
+  std::vector<std::uint64_t> chunks;
+  std::vector<bool> is_pooled;
+  std::string path;
+  {
+    std::lock_guard lock(mutex_);
+    path = path_;
+    for (const Handle handle : handles) {
+      const auto number = numbers_.find(handle);
+      is_pooled.push_back(number != numbers_.end());
+      if (is_pooled.back()) chunks.push_back(number->second);
+    }
+  }
+  std::vector<File> granted;
+  if (!chunks.empty())
+    granted = call_broker(Kind::descriptors, Clock::now() + kDescriptorsTimeout, false, chunks).descriptors;
+  if (granted.size() != chunks.size())
+    throw BrokerError("the broker has sent " + std::to_string(granted.size()) + " descriptors, expected " +
+                          std::to_string(chunks.size()),
+                      path);
+  std::vector<File> files;
+  for (std::size_t i = 0, next = 0; i < handles.size(); ++i)
+    files.push_back(is_pooled[i] ? std::move(granted[next++]) : File(driver_.export_fd(handles[i])));
+  return files;
 }
 
 std::string SharedPool::status(Clock::duration timeout) {

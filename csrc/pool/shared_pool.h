@@ -9,7 +9,8 @@
 //
 // The end of a broker: chunks in use are kept, since the handle keeps the memory. The handles of other chunks are
 // released, and each demand fails with BrokerError. The thread searches for a new broker, and sends it an inventory of
-// the chunks in use.
+// the chunks in use, without descriptors: the driver exports no imported memory, and kept ones would take a
+// descriptor for each chunk, which forked children inherit.
 #pragma once
 
 #include <atomic>
@@ -49,6 +50,11 @@ class SharedPool final : public ChunkSource {
   Supply look() override;
   void settle() override;
 
+  // Descriptors of memory, which the caller closes: the broker's for chunks of the pool, since the driver exports no
+  // imported memory, and the driver's for others. At most kMostDescriptors handles, which are in use. Throws
+  // BrokerError, also for a chunk of a broker that has ended, and DriverError.
+  std::vector<File> descriptors_of(const std::vector<Handle>& handles);
+
   std::string status(Clock::duration timeout);                                 // of the broker: JSON
   void send_report(const std::string& text);                                   // answers the broker's `query`
   void send_reclaimed(bool more, std::size_t unused, const std::string& why);  // answers the broker's `reclaim`
@@ -78,7 +84,7 @@ class SharedPool final : public ChunkSource {
   using Entries = std::unordered_map<std::uint64_t, Entry>;  // by the broker's number of the chunk
   struct Call {                                              // a message that waits for its answer
     bool ended = false;                                      // answered, or disconnected
-    std::optional<wire::Message> answer;
+    std::optional<wire::Message> answer;                     // or the refusal
   };
 
   friend class PoolRequest;
@@ -95,7 +101,7 @@ class SharedPool final : public ChunkSource {
   void reconnect();
   std::unique_ptr<Link> connect(const std::string& path, bool* accepted = nullptr) const;
   void restore_state(std::unique_ptr<Link> connected);
-  void send_inventory(Link& link, const std::vector<std::pair<std::uint64_t, Entry>>& entries) const;
+  void send_inventory_locked(Link& link) const;
   void forget_returned_locked();
   void disconnect_locked(const std::string& reason);
   Entries::iterator forget_locked(Entries::iterator entry);
@@ -103,14 +109,15 @@ class SharedPool final : public ChunkSource {
   void handle(wire::Message message);
   void handle_grant(wire::Message message);
   void handle_refusal_locked(wire::Message message);
-  void handle_answer_locked(wire::Message message);
+  void end_call_locked(std::uint64_t serial, wire::Message answer);
   void handle_holders_locked(const wire::Message& message);
   void handle_drop(const std::vector<std::uint64_t>& ids);
   void wake() const;
 
   void send(wire::Message message);
   void send_returned_locked();
-  wire::Message call_broker(wire::Kind kind, Deadline deadline, bool interruptible);
+  wire::Message call_broker(wire::Kind kind, Deadline deadline, bool interruptible,
+                            const std::vector<std::uint64_t>& words = {});
 
   Driver& driver_;
   const std::function<void()> reclaim_;
@@ -120,9 +127,8 @@ class SharedPool final : public ChunkSource {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::string path_;
-  std::unique_ptr<Link> link_;     // null: no connection
-  std::uint64_t connections_ = 0;  // so far, the present one included
-  bool restoring_ = false;         // chunks in use are exported without the lock: their handles must stay
+  std::unique_ptr<Link> link_;                     // null: no connection
+  std::uint64_t connections_ = 0;                  // so far, the present one included
   std::string reason_ = "no connection was made";  // of the missing connection
   bool silent_ = false;  // a demand was not answered in time, and the broker has sent nothing since: calls fail at once
   Entries chunks_;

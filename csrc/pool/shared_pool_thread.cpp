@@ -67,42 +67,24 @@ std::unique_ptr<Link> SharedPool::connect(const std::string& path, bool* accepte
   return link;
 }
 
-// Sends the chunks of this process to a broker that may be a new one. The chunks are exported without the lock, since
-// this takes the driver 0.1 to 0.4 ms for each of them. While `restoring_` is set, take_back() keeps the handle of a
-// chunk, and the chunk is given back to this broker after the inventory.
+// Sends the chunks of this process to a broker that may be a new one. A chunk that is returned before the lock is taken
+// goes to the driver, and one that is returned after it to this broker.
 void SharedPool::restore_state(std::unique_ptr<Link> connected) {
-  Link& link = *connected;
-  std::vector<std::pair<std::uint64_t, Entry>> entries;
-  {
-    std::lock_guard lock(mutex_);
-    for (const auto& entry : chunks_)
-      if (entry.second.in_use) entries.push_back(entry);
-    restoring_ = true;
-  }
-  try {
-    send_sentinel(link);
-    send_inventory(link, entries);
-    std::lock_guard lock(mutex_);
-    restoring_ = false;
-    path_ = link.path;
-    link_ = std::move(connected);
-    ++connections_;
-    changed_.notify_all();
-  } catch (...) {
-    std::lock_guard lock(mutex_);
-    restoring_ = false;
-    forget_returned_locked();
-    wake();
-    throw;
-  }
+  send_sentinel(*connected);
+  std::lock_guard lock(mutex_);
+  send_inventory_locked(*connected);
+  path_ = connected->path;
+  link_ = std::move(connected);
+  ++connections_;
+  changed_.notify_all();
 }
 
-void SharedPool::send_inventory(Link& link, const std::vector<std::pair<std::uint64_t, Entry>>& entries) const {
+void SharedPool::send_inventory_locked(Link& link) const {
   Message part = message_of(Kind::inventory, {});
-  for (const auto& [id, entry] : entries) {
+  for (const auto& [id, entry] : chunks_) {
+    if (!entry.in_use) continue;
     part.words.insert(part.words.end(), {id, entry.size});
-    part.descriptors.emplace_back(driver_.export_fd(entry.handle));
-    if (part.descriptors.size() == wire::kMostChunks) link.send(std::exchange(part, message_of(Kind::inventory, {})));
+    if (part.words.size() == 2 * wire::kMostChunks) link.send(std::exchange(part, message_of(Kind::inventory, {})));
   }
   link.send(std::move(part));  // fewer than kMostChunks: the end of the inventory
 }
@@ -131,7 +113,7 @@ void SharedPool::disconnect_locked(const std::string& reason) {
   link_.reset();
   silent_ = false;
   reason_ = reason;
-  if (!restoring_) forget_returned_locked();
+  forget_returned_locked();
   for (auto& [id, entry] : chunks_) entry.is_older = true;
   for (auto& [number, request] : requests_) request->disconnected_locked();
   for (auto& [number, call] : calls_) call.ended = true;
@@ -229,8 +211,9 @@ void SharedPool::handle(Message message) {
     handle_holders_locked(message);
   } else if (message.kind == Kind::refused) {
     handle_refusal_locked(std::move(message));
-  } else {  // usage, status
-    handle_answer_locked(std::move(message));
+  } else {  // an answer
+    const std::uint64_t serial = message.words.at(0);
+    end_call_locked(serial, std::move(message));
   }
   changed_.notify_all();
 }
@@ -257,13 +240,15 @@ void SharedPool::handle_refusal_locked(Message message) {
   if (code == Refusal::over_capacity) {
     const auto found = requests_.find(number);
     if (found != requests_.end()) found->second->refused_locked();
+  } else if (code == Refusal::no_descriptor) {
+    end_call_locked(number, std::move(message));
   } else {
     disconnect_locked("it refuses: " + message.text);
   }
 }
 
-void SharedPool::handle_answer_locked(Message message) {
-  const auto call = calls_.find(message.words.at(0));
+void SharedPool::end_call_locked(std::uint64_t serial, Message message) {
+  const auto call = calls_.find(serial);
   if (call == calls_.end()) return;  // its caller has stopped waiting
   call->second.answer = std::move(message);
   call->second.ended = true;

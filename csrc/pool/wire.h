@@ -18,9 +18,12 @@
 //                                                  that may have the driver's descriptors without the sentinel. Sent
 //                                                  several times if one packet cannot hold them
 //   client -> broker
-//   inventory {chunk, size}...  + descriptors      after welcome, before each other message about memory: the used
-//                                                  chunks of an earlier broker. Ends with a packet of fewer than
-//                                                  kMostChunks chunks, an empty one if needed
+//   inventory {chunk, size}...                     after welcome, before each other message about memory: the chunks in
+//                                                  use, also those of an earlier broker. Ends with a packet of fewer
+//                                                  than kMostChunks chunks, an empty one if needed. The driver exports
+//                                                  no imported memory: a broker has no descriptor of a chunk of an
+//                                                  earlier one, lends it to no other client, and requests `drop` when
+//                                                  it is given back
 //   demand    request, {limit, fresh, bytes}...    opens a demand: `bytes` in chunks of at most `limit`, and of at most
 //                                                  `fresh` if they have to be created. Demands are served in the order
 //                                                  in which they were opened
@@ -38,15 +41,19 @@
 //                                                  could be returned without a wait has been given back. `more`: 1 if
 //                                                  more comes by itself. `unused`: bytes that no tensor uses and that
 //                                                  stay; text: their parts and the reasons
+//   descriptors serial, chunk...                   requests a descriptor of each of these chunks, at most
+//                                                  kMostDescriptors, which this client holds, to lend them itself
+//                                                  -> descriptors
 //   trim      serial, bytes                        releases idle chunks to the driver until at most `bytes` are idle
 //                                                  -> trim
 //
 //   broker -> client
 //   welcome   version, capacity                    of an owner: version, 0
 //   refused   code, request                        text: the reason. `request`: the first word of the refused message.
-//                                                  `over_capacity`: the demand exceeds the pool's capacity. `failed`:
-//                                                  the owner has raised an error; text: JSON. All other codes are
-//                                                  followed by the end of the connection
+//                                                  `over_capacity`: the demand exceeds the pool's capacity.
+//                                                  `no_descriptor`: there is none of a chunk in `descriptors`.
+//                                                  `failed`: the owner has raised an error; text: JSON. All other codes
+//                                                  are followed by the end of the connection
 //   grant     request, messages, parts, {limit, remaining}..., {chunk, size, flags}...  + descriptors   of the chunks
 //                                                  with flag `has_descriptor`, of which this client has no handle.
 //                                                  `messages`: the number of messages about this demand (demand and
@@ -67,6 +74,7 @@
 //                                                  answered reclaim
 //   usage     serial, available, capacity          `available`: idle bytes, and bytes that can be created
 //   status    serial                               text: JSON, see memsaver/broker/status.py
+//   descriptors serial  + descriptors              of the chunks of the request, in its order
 //   trim      serial, bytes                        the released bytes
 //
 //   receiver -> owner, see memsaver/_torch/ipc
@@ -91,7 +99,7 @@
 
 namespace memsaver::wire {
 
-constexpr std::uint64_t kVersion = 9;
+constexpr std::uint64_t kVersion = 10;
 constexpr std::uint64_t kUnknown = ~std::uint64_t{0};         // bytes that are not known
 constexpr std::size_t kLongestPacket = std::size_t{1} << 16;  // bytes
 constexpr std::size_t kMostDescriptors = 250;                 // in one packet; the kernel allows 253
@@ -101,13 +109,13 @@ constexpr std::size_t kMostChunks = 250;                      // in one packet
 #define MEMSAVER_MESSAGES(define)                                                                                     \
   define(hello, 1) define(sentinel, 2) define(inventory, 3) define(demand, 4) define(exchange, 5) define(close, 6)    \
       define(give_back, 7) define(dropped, 8) define(usage, 9) define(status, 10) define(report, 11) define(trim, 12) \
-          define(reclaimed, 13) define(receive, 21) define(chunks, 22) define(release, 23) define(welcome, 101)       \
-              define(refused, 102) define(grant, 103) define(stalled, 104) define(drop, 105) define(query, 106)       \
-                  define(reclaim, 107) define(holders, 108) define(lent, 121) define(slots, 122)
+          define(reclaimed, 13) define(descriptors, 14) define(receive, 21) define(chunks, 22) define(release, 23)    \
+              define(welcome, 101) define(refused, 102) define(grant, 103) define(stalled, 104) define(drop, 105)     \
+                  define(query, 106) define(reclaim, 107) define(holders, 108) define(lent, 121) define(slots, 122)
 
 #define MEMSAVER_REFUSALS(define)                                                                                      \
   define(version, 1) define(malformed, 2) define(user, 3) define(device, 4) define(over_capacity, 5) define(failed, 6) \
-      define(exhausted, 7) define(pid_namespace, 8)
+      define(exhausted, 7) define(pid_namespace, 8) define(no_descriptor, 9)
 
 #define MEMSAVER_ENUMERATOR(name, number) name = (number),
 enum class Kind : std::uint32_t { MEMSAVER_MESSAGES(MEMSAVER_ENUMERATOR) };

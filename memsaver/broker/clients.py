@@ -67,11 +67,14 @@ class Client:
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Physical memory. The descriptor ``file`` keeps it allocated."""
+    """Physical memory. The descriptor ``file`` keeps it allocated.
+
+    A chunk of an earlier broker has none, and only its holder has a handle: it is lent to no other client.
+    """
 
     id: int  # random, and the same under the next broker
     size: int
-    file: int
+    file: int | None
     holder: Client | None = None
     demand: Demand | None = None  # the demand that this chunk was granted to, while it is held
     importers: set[Client] = field(default_factory=set)  # clients with a handle

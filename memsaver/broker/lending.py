@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import os
 
 from memsaver.broker import protocol
 from memsaver.broker.clients import Chunk, Client
 from memsaver.broker.pool import Pool
-from memsaver.broker.protocol import MOST_CHUNKS, MalformedError, Message
+from memsaver.broker.protocol import MOST_CHUNKS, MOST_DESCRIPTORS, MalformedError, Message
 from memsaver.broker.queue import Demand, OverCapacityError
+
+_NOT_HELD = "the memory is not held by this process any more"
+_OF_AN_EARLIER_BROKER = (
+    "the memory came from a broker that has ended: pause and resume the region, then send the tensor again"
+)
 
 
 class Lending:
@@ -35,23 +39,17 @@ class Lending:
         words = message.words
         if client.inventory is None:
             raise MalformedError("'inventory' comes right after 'welcome'")
-        if len(words) != 2 * len(message.files) or len(message.files) > MOST_CHUNKS:
-            raise MalformedError(
-                f"'inventory' has {len(words) // 2} chunks and {len(message.files)} descriptors, expected one of each, "
-                f"at most {MOST_CHUNKS}"
-            )
+        if len(words) > 2 * MOST_CHUNKS:
+            raise MalformedError(f"'inventory' has {len(words) // 2} chunks, expected at most {MOST_CHUNKS}")
         for chunk, size in zip(words[::2], words[1::2]):
             if chunk in client.inventory:
                 raise MalformedError(f"chunk {chunk} is in the inventory twice")
-            taken = self._pool.adopt(client, chunk, size, message.files[0])
-            file = message.files.pop(0)
-            if not taken:
-                os.close(file)
+            self._pool.adopt(client, chunk, size)
             client.inventory.add(chunk)
         client.is_user = True
         if len(words) // 2 < MOST_CHUNKS:  # a full packet may be followed by another
             listed, client.inventory = client.inventory, None
-            self._pool.keep_only(client, listed)
+            send_drops(self._pool.keep_only(client, listed))
 
     def demand(self, client: Client, message: Message) -> None:
         request = message.words[0]
@@ -68,10 +66,25 @@ class Lending:
 
     def give_back(self, client: Client, message: Message) -> None:
         words = message.words
-        self._pool.give_back(client, words[::2], {chunk for chunk, foreign in zip(words[::2], words[1::2]) if foreign})
+        foreign = {chunk for chunk, is_foreign in zip(words[::2], words[1::2]) if is_foreign}
+        send_drops(self._pool.give_back(client, words[::2], foreign))
 
     def dropped(self, client: Client, message: Message) -> None:
         self._pool.drop(client, message.words)
+
+    def descriptors(self, client: Client, message: Message) -> None:
+        serial, *ids = message.words
+        if len(ids) > MOST_DESCRIPTORS:
+            raise MalformedError(f"'descriptors' has {len(ids)} chunks, expected at most {MOST_DESCRIPTORS}")
+        files: list[int] = []
+        for chunk_id in ids:
+            chunk = client.held.get(chunk_id)
+            if chunk is None or chunk.file is None:
+                text = _NOT_HELD if chunk is None else _OF_AN_EARLIER_BROKER
+                client.send(protocol.refusal("no_descriptor", serial, text))
+                return
+            files.append(chunk.file)
+        client.send(Message("descriptors", (serial,)), files)
 
     def trim(self, client: Client, message: Message) -> None:
         serial, keep = message.words
@@ -85,10 +98,11 @@ def _send_grants(demand: Demand, grants: list[tuple[Chunk, int]]) -> None:
         is_last = at + MOST_CHUNKS >= len(grants)
         remaining = demand.remaining_by_limit if is_last else []
         words = [demand.request, demand.messages if is_last else 0, len(remaining) // 2, *remaining]
-        files = []
+        files: list[int] = []
         for chunk, flags in grants[at : at + MOST_CHUNKS]:
             words += (chunk.id, chunk.size, flags)
             if flags & protocol.HAS_DESCRIPTOR:
+                assert chunk.file is not None, "a chunk of an earlier broker is granted"
                 files.append(chunk.file)
         demand.client.send(Message("grant", words), files)
 

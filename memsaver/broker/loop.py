@@ -64,7 +64,7 @@ class BrokerLoop:
         self._of_users: dict[str, Callable[[Client, Message], None]] = {
             "demand": lending.demand, "exchange": lending.exchange, "close": lending.close,
             "give_back": lending.give_back, "dropped": lending.dropped, "report": status.report,
-            "reclaimed": self._reclaim.reclaimed,
+            "reclaimed": self._reclaim.reclaimed, "descriptors": lending.descriptors,
         }  # fmt: skip
 
     def stop_on_signals(self) -> None:

@@ -8,6 +8,8 @@ A chunk is in one of these states::
      │               └─reclaim─┐
      └─release─────────────────┴> leaving ──drop──> deleted   its bytes count until no client has a handle
 
+A chunk of an earlier broker is adopted as held, without a descriptor, and leaves when it is given back.
+
 Demands are served in the order in which they were opened, and only the first one collects chunks: so no two demands can
 each hold half of the memory that the other one needs.
 """
@@ -37,7 +39,6 @@ class Memory(Protocol):
     """A device's memory: csrc/driver/physical.h."""
 
     def create(self, size: int) -> int: ...
-    def adopt(self, file: int, size: int) -> None: ...
     def close(self, file: int) -> None: ...
     def free_bytes(self) -> int: ...
 
@@ -84,49 +85,50 @@ class Pool:
         held, client.held = client.held, {}
         self._forget_handles(client, list(client.imported.values()))
         for chunk in held.values():
-            self._return(chunk, SEVERAL)
-            self._release(chunk, drops)
+            self._return(chunk, SEVERAL, drops, leaves=True)
         self.queue.close_all(client)
         return drops
 
-    def adopt(self, client: Client, chunk_id: int, size: int, file: int) -> bool:
-        """Records a chunk that a client holds.
-
-        Returns whether the pool took ``file``. It does not need it for a chunk that it has already.
-        """
+    def adopt(self, client: Client, chunk_id: int, size: int) -> None:
+        """Records a chunk that a client holds, of this broker or of an earlier one."""
         if size not in CLASSES:
             raise MalformedError(f"a chunk of {size} bytes, expected one of {CLASS_NAMES}")
         chunk = self.chunks.get(chunk_id)
         if chunk is not None:
             if chunk.holder is not client or chunk.size != size:
                 raise MalformedError(f"chunk {chunk_id} of {size} bytes is not held by this client")
-            return False
-        try:
-            self.memory.adopt(file, size)
-        except DriverError as error:
-            raise MalformedError(f"chunk {chunk_id} of {size} bytes cannot be adopted: {error}") from None
-        chunk = Chunk(chunk_id, size, file)
+            return
+        chunk = Chunk(chunk_id, size, None)
         self.chunks[chunk_id] = chunk
         self.total_bytes += size
         self._hand(chunk, client)
-        return True
 
-    def keep_only(self, client: Client, ids: set[int]) -> None:
-        """Takes all other chunks of a client back, and records that it has no handles of other chunks."""
+    def keep_only(self, client: Client, ids: set[int]) -> list[tuple[Client, Chunk]]:
+        """Takes all other chunks of a client back, and records that it has no handles of other chunks.
+
+        Returns the handles that clients have to drop.
+        """
+        drops: list[tuple[Client, Chunk]] = []
+        self._forget_handles(client, [chunk for chunk in client.imported.values() if chunk.id not in ids])
         for chunk in [chunk for chunk in client.held.values() if chunk.id not in ids]:
             del client.held[chunk.id]
-            self._return(chunk, SEVERAL)
-        self._forget_handles(client, [chunk for chunk in client.imported.values() if chunk.id not in ids])
+            self._return(chunk, SEVERAL, drops)
+        return drops
 
     # Chunks
 
-    def give_back(self, client: Client, ids: Sequence[int], foreign: Container[int] = ()) -> None:
-        """Takes chunks back. Those in `foreign` may still hold bytes of other clients."""
+    def give_back(self, client: Client, ids: Sequence[int], foreign: Container[int] = ()) -> list[tuple[Client, Chunk]]:
+        """Takes chunks back. Those in `foreign` may still hold bytes of other clients.
+
+        Returns the handles that clients have to drop.
+        """
+        drops: list[tuple[Client, Chunk]] = []
         for chunk_id in ids:
             chunk = client.held.pop(chunk_id, None)
             if chunk is None:
                 raise MalformedError(f"chunk {chunk_id} is not held by this client")
-            self._return(chunk, SEVERAL if chunk_id in foreign else client.id)
+            self._return(chunk, SEVERAL if chunk_id in foreign else client.id, drops)
+        return drops
 
     def drop(self, client: Client, ids: Sequence[int]) -> None:
         """Records that a client has released its handles of these chunks, with or without a request.
@@ -157,10 +159,11 @@ class Pool:
     def close(self) -> None:
         """Closes the descriptors at the end of the broker. Clients keep the chunks that they hold."""
         for chunk in self.chunks.values():
-            self.memory.close(chunk.file)
+            if chunk.file is not None:
+                self.memory.close(chunk.file)
         self.chunks.clear()
 
-    def _return(self, chunk: Chunk, writer: int) -> None:
+    def _return(self, chunk: Chunk, writer: int, drops: list[tuple[Client, Chunk]], leaves: bool = False) -> None:
         chunk.holder = None
         if chunk.demand is not None:
             chunk.demand.granted -= chunk.size
@@ -168,6 +171,8 @@ class Pool:
         chunk.writer = writer
         self._idle[chunk.size][chunk.id] = chunk
         self.idle_bytes += chunk.size
+        if leaves or chunk.file is None:  # without a descriptor no other client can get it
+            self._release(chunk, drops)
 
     def _remove_idle(self, chunk: Chunk) -> None:
         del self._idle[chunk.size][chunk.id]
@@ -199,7 +204,8 @@ class Pool:
         del self.chunks[chunk.id]
         self.leaving_bytes -= chunk.size
         self.total_bytes -= chunk.size
-        self.memory.close(chunk.file)
+        if chunk.file is not None:
+            self.memory.close(chunk.file)
         self._ceiling = CLASSES[0]
 
     # Serving demands

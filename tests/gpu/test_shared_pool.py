@@ -135,6 +135,20 @@ def check_all(broker: Running) -> None:
     until(lambda: claimant.pid not in pids(broker))
 
 
+def test_a_new_broker_counts_the_memory_of_an_active_region(broker: Running) -> None:
+    made = f"numbers = Numbers('numbers', {1536 * MIB}, 'host', 5)"
+    with Worker(broker, IMPORTS, made) as one:
+        mapped = int(one.run("print(numbers.region.mapped_bytes)"))
+        broker.kill()
+        broker.start()
+        until(lambda: one.pid in pids(broker))
+        until(lambda: broker.row(one.pid)["held_bytes"] == mapped)
+        assert broker.status()["total_bytes"] == mapped
+        one.run("numbers.check(); memsaver.pause()")
+        check_all(broker)
+        one.run("memsaver.resume(memory_timeout=60); numbers.check()")
+
+
 def test_brokers_killed_at_random_moments_leave_contents_intact(broker: Running, tmp_path: Path) -> None:
     halt = tmp_path / "halt"
     made = "numbers = Numbers('numbers', {} * MIB, 'host', {})"

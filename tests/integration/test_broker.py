@@ -213,6 +213,68 @@ def test_a_client_with_many_chunks_rejoins_in_several_packets(broker: Local) -> 
     assert again.is_refused()[0] == "malformed"
 
 
+def test_chunks_of_an_earlier_broker_are_lent_to_no_other_client(broker: Local) -> None:
+    """They count until the client has dropped its handles. Then the memory is created anew."""
+    one = broker.client()
+    chunks = one.borrow(3 * LARGE, LARGE)
+    broker.stop()
+    broker.start()
+    again, other = broker.client(one.number, bring=False), broker.client()
+    again.files, one.files = one.files, {}
+    again.bring(*((chunk, LARGE) for chunk in chunks))
+    until(lambda: broker.row(os.getpid())["held_bytes"] == 3 * LARGE)
+    other.want(GIB, LARGE)
+    [first] = other.take(LARGE)
+    assert other.hear("stalled").words[2:] == (LARGE, 3 * LARGE)
+    again.give(chunks[:2])
+    assert list(again.hear("drop").words) == chunks[:2]
+    assert other.look()[0] == 0 and broker.status()["leaving_bytes"] == 2 * LARGE
+    again.drop(chunks[0])
+    made = [first, *other.take(LARGE)]
+    again.drop(chunks[1])
+    made += other.take(LARGE)
+    replacing = broker.client(again.number, bring=False)  # without its last chunk
+    replacing.bring()
+    made += other.take(LARGE)
+    assert not {chunk for chunk, *_ in made} & set(chunks)
+    assert {flags for *_, flags in made} == {protocol.HAS_DESCRIPTOR}
+    again.close()
+
+
+def test_a_client_gets_descriptors_of_the_chunks_that_it_holds(broker: Local) -> None:
+    one, other = broker.client(), broker.client()
+    mine, returned = one.borrow(2 * PAGE, PAGE)
+    [theirs] = other.borrow(PAGE, PAGE)
+    before = descriptors()
+    one.say("descriptors", 5, mine, returned)
+    answer = one.hear("descriptors")
+    assert answer.words == (5,)
+    assert [os.fstat(file).st_ino for file in answer.files] == [
+        os.fstat(one.files[chunk]).st_ino for chunk in (mine, returned)
+    ]
+    answer.close()
+    one.give([returned])
+    for serial, chunk in ((6, returned), (7, theirs), (8, _UNKNOWN)):
+        one.say("descriptors", serial, mine, chunk)
+        code, request, text = one.refusal()
+        assert (code, request) == ("no_descriptor", serial) and "not held" in text
+    assert descriptors() == before
+    broker.stop()
+    broker.start()
+    again = broker.client(one.number, bring=False)
+    again.bring((mine, PAGE))
+    [fresh] = again.borrow(PAGE, PAGE)
+    again.say("descriptors", 1, fresh, mine)
+    code, request, text = again.refusal()
+    assert (code, request) == ("no_descriptor", 1) and "from a broker that has ended" in text and "send" in text
+    again.say("descriptors", 2, fresh)
+    answer = again.hear("descriptors")
+    assert len(answer.files) == 1
+    answer.close()
+    again.say("descriptors", 3, *[fresh] * 251)
+    assert again.is_refused()[0] == "malformed"
+
+
 def test_a_client_that_never_reads_does_not_block_the_others(broker: Local) -> None:
     deaf, one = broker.client(), broker.client()
     deaf.give(deaf.borrow(LARGE, PAGE))
@@ -294,17 +356,14 @@ def test_a_client_proves_its_end_before_it_gets_memory(broker: Local) -> None:
 def test_invalid_inventories_are_refused_and_leave_no_descriptors(broker: Local) -> None:
     one = broker.client()
     [chunk] = one.borrow(PAGE, PAGE)
-    made = [os.memfd_create("test"), one.files[chunk]]
-    os.ftruncate(made[0], PAGE)
     before = descriptors()
     for kind, words, files in (
         ("give_back", (), (0, 0, 0)),  # descriptors where none belong
-        ("inventory", (_UNKNOWN, PAGE), ()),
-        ("inventory", (_UNKNOWN, PAGE), (0, 0)),
-        ("inventory", (_UNKNOWN, PAGE), (0,)),  # no memory
-        ("inventory", (_UNKNOWN, PAGE + 1), (made[0],)),
-        ("inventory", (_UNKNOWN, MEDIUM), (made[0],)),  # another size
-        ("inventory", (chunk, PAGE), (made[1],)),  # another's
+        ("inventory", (_UNKNOWN, PAGE), (0,)),
+        ("inventory", (_UNKNOWN,), ()),
+        ("inventory", (_UNKNOWN, PAGE + 1), ()),
+        ("inventory", tuple([_UNKNOWN, PAGE] * 251), ()),
+        ("inventory", (chunk, PAGE), ()),  # another's
     ):
         thief = broker.client(bring=False)
         thief.say(kind, *words, files=files)
@@ -312,11 +371,11 @@ def test_invalid_inventories_are_refused_and_leave_no_descriptors(broker: Local)
         thief.close()
     until(lambda: descriptors() == before)
     one.hang_up()
-    again = broker.client(one.number, bring=False)
-    again.say("inventory", *(chunk, PAGE) * 2, files=(one.files[chunk],) * 2)
-    code, text = again.is_refused()
-    assert (code, str(chunk) in text) == ("malformed", True)
-    os.close(made[0])
+    for brought in ([(chunk, PAGE)] * 2, [(chunk, MEDIUM)]):
+        again = broker.client(one.number, bring=False)
+        again.bring(*brought)
+        code, text = again.is_refused()
+        assert (code, str(chunk) in text) == ("malformed", True)
 
 
 def test_another_device_version_or_process_is_refused(broker: Local, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -388,6 +388,26 @@ def test_a_lease_outlives_the_broker(broker: Running, owner: Worker, other: Work
     until(lambda: is_whole(broker.status()))
 
 
+@in_a_shared_pool
+def test_memory_of_a_broker_that_has_ended_is_sent_after_a_resume(
+    broker: Running, owner: Worker, other: Worker
+) -> None:
+    send(owner, other, "weights")
+    broker.kill()
+    assert other.fails("pickle.loads(sent)").startswith("BrokerError: no broker")
+    broker.start()
+    mapped = int(owner.run("print(region.mapped_bytes)"))
+    until(lambda: [row["held_bytes"] for row in broker.status()["clients"]] == [mapped])
+    text = other.fails("pickle.loads(sent)")
+    assert text.startswith("BrokerError") and "from a broker that has ended: pause and resume the region" in text
+    assert other.run("print(repickled(error).path)") == str(broker.path)
+    until(lambda: owner.run("print(len(patches._sender.owner.claims))") == "0")
+    owner.run("memsaver.pause(reader_timeout=0); memsaver.resume(memory_timeout=10)")
+    hand_over(owner, other, "weights")
+    other.run("assert got.sum() == 1770; got.fill_(5); del got")
+    owner.run("assert (weights == 5).all(); memsaver.pause(reader_timeout=30)")
+
+
 def test_a_storage_is_kept_from_each_send_to_its_receipt_and_by_receivers(owner: Worker, other: Worker) -> None:
     send(owner, other, "weights")  # which the owner keeps
     other.run("for _ in range(3): got = pickle.loads(sent); assert got.sum() == 1770; del got; gc.collect()")

@@ -465,8 +465,28 @@ def test_a_pause_without_a_broker_gives_the_memory_to_the_driver(mortal: Running
                 until(lambda: descriptors_of(pid) <= count, within_s=5)  # noqa: B023
 
 
-def test_a_client_without_descriptors_joins_the_next_broker_when_it_has_some(mortal: Running) -> None:
-    """Each of its chunks needs one for a moment."""
+def test_the_next_broker_counts_the_chunks_of_the_last_one_and_lends_the_rest(mortal: Running) -> None:
+    with (
+        Worker(mortal, f"held = hold('b', {LARGE}, 'host', 2)", "memsaver.pause()") as two,
+        Worker(mortal, "held = hold('a', 20 * MIB, 'host', 1)") as one,
+    ):
+        mapped = int(one.run("print(held.region.mapped_bytes)"))
+        mortal.kill()
+        mortal.start()
+        until(lambda: len(mortal.status()["clients"]) == 2)
+        until(lambda: held(mortal, one) == mapped)
+        assert two.fails("memsaver.resume()").startswith("OutOfMemoryError")
+        two.run("rest = hold('rest', 8 * MIB, seed=3)")
+        one.run("held.check(); memsaver.pause(); memsaver.resume(memory_timeout=10); held.check(); memsaver.pause()")
+        two.run("rest.check(); rest.free(); memsaver.pause('rest')")
+        two.run("memsaver.resume('b', memory_timeout=10); held.check(); memsaver.pause()")
+        two.run(f"claim({CAPACITY})")
+        one.run("memsaver.resume(memory_timeout=10); held.check()")
+        assert settled(mortal)["total_bytes"] == int(one.run("print(used_bytes())"))
+
+
+def test_a_client_with_few_descriptors_joins_the_next_broker(mortal: Running) -> None:
+    """Its chunks need none."""
     with Worker(mortal, "many = [hold(f'a{n}', PAGE, 'host', n) for n in range(30)]", "import resource") as one:
         one.run("limit = resource.getrlimit(resource.RLIMIT_NOFILE)")
         before = descriptors_of(one.pid)
@@ -474,9 +494,8 @@ def test_a_client_without_descriptors_joins_the_next_broker_when_it_has_some(mor
         one.run("memsaver.pause('a0')")  # which tells that it knows
         one.run(f"resource.setrlimit(resource.RLIMIT_NOFILE, ({before + 15}, limit[1]))")
         mortal.start()
-        time.sleep(0.5)
-        one.run("resource.setrlimit(resource.RLIMIT_NOFILE, limit)")
         until(lambda: mortal.status()["total_bytes"] == 29 * PAGE, within_s=10)
+        one.run("resource.setrlimit(resource.RLIMIT_NOFILE, limit)")
         one.run("memsaver.resume('a0', memory_timeout=10); [each.check() for each in many]")
         until(lambda: descriptors_of(one.pid) <= before, within_s=5)
 

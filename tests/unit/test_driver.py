@@ -277,6 +277,8 @@ def test_an_imported_descriptor_maps_the_same_memory(bench: Bench) -> None:
     data = random_bytes(PAGE)
     bench.write(address, data)
     assert np.array_equal(bench.read(other, PAGE), data)
+    error = refused(lambda: bench.driver.export_fd(imported))  # a process that only borrows memory cannot send it on
+    assert error.code == 1 and "invalid argument" in str(error)
 
 
 def test_an_importer_keeps_the_memory(bench: Bench) -> None:

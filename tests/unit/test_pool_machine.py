@@ -102,6 +102,7 @@ class Books(RuleBasedStateMachine):
         self.clients: dict[int, Model] = {}
         self.requests = itertools.count(1)
         self.numbers = itertools.count(1)
+        self.made: dict[Chunk, int] = {}  # the order in which the chunks were seen first
         self.strangers = itertools.count(1 << 40)  # ids of chunks of an earlier broker
         self.uncertain: set[Chunk] = set()  # returned by the end of a connection
         self.bytes_of: dict[Chunk, set[int]] = {}  # the clients whose bytes a chunk holds
@@ -124,7 +125,7 @@ class Books(RuleBasedStateMachine):
             order.chunks.discard(chunk)
 
     def pick(self, chunks: set[Chunk], which: set[int]) -> list[Chunk]:
-        ordered = sorted(chunks, key=lambda chunk: (-chunk.size, chunk.file))
+        ordered = sorted(chunks, key=lambda chunk: (-chunk.size, self.made[chunk]))
         return list(dict.fromkeys(ordered[index % len(ordered)] for index in sorted(which))) if ordered else []
 
     def take(self, served: ServeResult) -> None:
@@ -135,6 +136,8 @@ class Books(RuleBasedStateMachine):
             assert client.connected
             assert not any(chunk in each.held for each in self.clients.values()), "a chunk has two holders"
             assert chunk not in self.dead, "a chunk was granted that a process may still use"
+            assert chunk.file is not None, "a chunk of an earlier broker was granted"
+            self.made.setdefault(chunk, len(self.made))
             assert chunk.size <= min(order.most, order.left)
             assert bool(flags & HAS_DESCRIPTOR) == (chunk not in client.known)
             writers = self.bytes_of.setdefault(chunk, set())
@@ -196,14 +199,15 @@ class Books(RuleBasedStateMachine):
         client.connected = True
         kept = client.held - set(self.pick(client.held, lost))
         for chunk in kept:
-            assert not self.pool.adopt(client.client, chunk.id, chunk.size, -1)
+            self.pool.adopt(client.client, chunk.id, chunk.size)
         for size in brought:
-            identity, file = next(self.strangers), self.memory.new_file()
-            assert self.pool.adopt(client.client, identity, size, file)
-            kept.add(self.pool.chunks[identity])
-            client.held.add(self.pool.chunks[identity])
-            self.bytes_of[self.pool.chunks[identity]] = {client.client.id}
-        self.pool.keep_only(client.client, {chunk.id for chunk in kept})
+            identity = next(self.strangers)
+            self.pool.adopt(client.client, identity, size)
+            chunk = self.pool.chunks[identity]
+            self.made[chunk] = len(self.made)
+            kept.add(chunk)
+            client.held.add(chunk)
+        assert not self.pool.keep_only(client.client, {chunk.id for chunk in kept}), "a handle was dropped before"
         for chunk in client.held - kept:
             self.uncertain.add(chunk)  # it may not have got as far as the grant
             self.returned(client, chunk)
@@ -229,9 +233,9 @@ class Books(RuleBasedStateMachine):
         others = [chunk for each in self.clients.values() if each is not client for chunk in each.held]
         if client is None or not others:
             return
-        chunk = sorted(others, key=lambda chunk: chunk.file)[-taken]
+        chunk = sorted(others, key=lambda chunk: self.made[chunk])[-taken]
         with pytest.raises(MalformedError):
-            self.pool.adopt(client.client, chunk.id, chunk.size, -1)
+            self.pool.adopt(client.client, chunk.id, chunk.size)
 
     # Demands
 
@@ -286,12 +290,15 @@ class Books(RuleBasedStateMachine):
             if zeroes:
                 client.foreign -= set(chunks)
                 self.bytes_of |= {chunk: {client.client.id} for chunk in chunks}
-            self.pool.give_back(
+            drops = self.pool.give_back(
                 client.client, [chunk.id for chunk in chunks], {chunk.id for chunk in client.foreign & set(chunks)}
             )
             self.uncertain -= set(chunks) - client.foreign
             for chunk in chunks:
                 self.returned(client, chunk)
+            assert {chunk for _, chunk in drops} == {chunk for chunk in chunks if chunk.file is None}
+            for member, chunk in drops:
+                self.dropped_by_pool(member, chunk)
 
     @rule(number=clients, size=st.sampled_from(CLASSES), ends=st.sampled_from(["zeroes", "keeps", "leaves"]))
     def use(self, number: int, size: int, ends: str) -> None:
@@ -381,7 +388,8 @@ class Books(RuleBasedStateMachine):
         assert (pool.total_bytes, pool.idle_bytes, pool.leaving_bytes) == tuple(
             sum(chunk.size for chunk in group) for group in (chunks, idle, leaving)
         )
-        assert self.memory.sizes == {chunk.file: chunk.size for chunk in chunks}
+        assert self.memory.sizes == {chunk.file: chunk.size for chunk in chunks if chunk.file is not None}
+        assert not any(chunk.file is None for chunk in idle), "a chunk without a descriptor is idle"
         for client in self.clients.values():
             assert set(client.client.held.values()) == client.held <= client.known
             assert set(client.client.imported.values()) == client.known

@@ -159,12 +159,10 @@ class Owner:
     def _send_chunks(self, connection: Connection, serial: int, number: int, at: int) -> None:
         claim = self._claim(connection.process, number)
         answer = Message("slots")
-        words = [serial]
+        chunks = claim.chunks[at : at + CHUNKS_AT_ONCE]
+        answer.words = [serial, *(word for offset, nbytes, _ in chunks for word in (offset, nbytes))]
+        answer.files = _core.export_chunks(claim.sent.region.device, [handle for *_, handle in chunks])
         try:
-            for offset, nbytes, handle in claim.chunks[at : at + CHUNKS_AT_ONCE]:
-                answer.files.append(_core.export_chunk(claim.sent.region.device, handle))
-                words += (offset, nbytes)
-            answer.words = words
             connection.send(answer, answer.files)
         finally:
             answer.close()
