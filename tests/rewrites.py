@@ -132,7 +132,7 @@ REWRITES = [
         "memsaver/broker/pool.py",
         "if leaves or chunk.file is None:",
         "if leaves:",
-        ["unit/test_pool_machine.py::test_the_pool_agrees_with_the_messages_to_clients"],
+        ["integration/test_broker.py::test_chunks_of_an_earlier_broker_are_lent_to_no_other_client"],
     ),
     Rewrite(
         "chunks_of_others_are_described",
