@@ -30,22 +30,18 @@ void Progress::expect(std::size_t bytes) {
 }
 
 void Progress::add(std::size_t bytes) {
-  {
-    std::lock_guard lock(mutex_);
-    // Bytes that are copied again, for example after a wait for memory, count once.
-    done_ = std::min(done_ + bytes, total_);
-    const auto now = Clock::now();
-    if (!report_ || (now - last_ < kBetweenReports && done_ < total_)) return;
-    last_ = now;
-  }
+  std::unique_lock lock(mutex_);
+  // Bytes that are copied again, for example after a wait for memory, count once.
+  done_ = std::min(done_ + bytes, total_);
+  const auto now = Clock::now();
+  if (!report_ || (now - last_ < kBetweenReports && done_ < total_)) return;
+  last_ = now;
+  lock.unlock();
   std::lock_guard one_at_a_time(reporting_);
-  std::size_t done = 0, total = 0;
-  {
-    std::lock_guard lock(mutex_);
-    if (done_ == reported_) return;
-    reported_ = done = done_;
-    total = total_;
-  }
+  lock.lock();
+  if (done_ == reported_) return;
+  const std::size_t done = reported_ = done_, total = total_;
+  lock.unlock();
   report_(done, total);
 }
 

@@ -1,13 +1,13 @@
 // The contents of a paused region, and the copies to and from them.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/ranges.h"
 #include "driver/driver.h"
 
@@ -23,7 +23,6 @@ class Progress {
   void add(std::size_t bytes);     // bytes that were copied
 
  private:
-  using Clock = std::chrono::steady_clock;
   mutable std::mutex mutex_;
   Report report_;
   std::size_t total_ = 0;

@@ -12,11 +12,11 @@ namespace memsaver {
 
 // The bytes that can be taken until nine tenths of the machine, or of the limit of one of its cgroups, are in use.
 // Reads both versions of cgroups, and all levels above the process's own. `nodes_with_cpus_alone`: only these NUMA
-// nodes count. `root`: the folder of /proc and /sys, for tests.
-std::size_t host_memory_left(bool nodes_with_cpus_alone = false, const std::string& root = "");
+// nodes count.
+std::size_t host_memory_left(bool nodes_with_cpus_alone);
 
 // The NUMA nodes with CPUs. On some machines the memory of a GPU is a node (GH200, GB200), which has none.
-std::vector<int> nodes_with_cpus(const std::string& root = "");
+std::vector<int> nodes_with_cpus();
 
 // Set the node of pages that have no memory yet. Errors are ignored: some containers forbid the call.
 void prefer_node(void* data, std::size_t size, int node);

@@ -160,15 +160,6 @@ void HostArena::map_memory(std::byte* data, std::size_t bytes) {
   if (nodes_) bind_to_nodes(data, bytes, *nodes_);
 }
 
-// A registration may succeed and yet report an error of other work.
-void HostArena::unpin_if_pinned(std::byte* data) {
-  try {
-    driver_.unpin(data);
-  } catch (const DriverError&) {
-    // It was not registered.
-  }
-}
-
 std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t wanted) {
   budget_.take(bytes);
   try {
@@ -179,7 +170,11 @@ std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t
     try {
       driver_.pin(data, bytes);
     } catch (const DriverError&) {
-      unpin_if_pinned(data);
+      try {
+        driver_.unpin(data);  // a registration may succeed and yet report an error of other work
+      } catch (const DriverError&) {
+        // It was not registered.
+      }
       throw;
     }
   } catch (const std::exception& error) {

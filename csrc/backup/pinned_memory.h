@@ -43,7 +43,6 @@ class HostArena {
   std::size_t idle_bytes() const;
 
  private:
-  void unpin_if_pinned(std::byte* data);
   // growing_ is held. The caller owns the memory, until put(). `wanted`: bytes for the error text.
   Extent make(std::size_t bytes, std::size_t wanted);
   std::size_t make_slab(std::byte* data, std::size_t bytes, std::size_t wanted);

@@ -121,9 +121,7 @@ inline constexpr auto fields<Driver::Holding> =
 
 Device& opened(const std::string& name);
 
-void bind_errors(nb::module_& module);
 void bind_regions(nb::module_& module);
-void bind_tagged(nb::module_& module);
 void bind_transitions(nb::module_& module);
 void bind_process(nb::module_& module);
 void bind_driver(nb::module_& module);

@@ -11,14 +11,6 @@
 namespace memsaver {
 namespace {
 
-std::vector<std::tuple<std::size_t, std::size_t, Handle>> lend(Region& region, Address begin, std::size_t size,
-                                                               std::uint64_t residence, std::uint64_t lease, int pid) {
-  std::vector<std::tuple<std::size_t, std::size_t, Handle>> rows;
-  for (const Region::Placed& chunk : lend_chunks(region, {begin, size}, residence, lease, pid))
-    rows.emplace_back(chunk.offset, chunk.size, chunk.handle);
-  return rows;
-}
-
 // Descriptors of lent chunks. The pool is asked if there is one: the driver exports no memory of the broker.
 std::vector<int> export_chunks(const std::string& device, const std::vector<Handle>& handles) {
   Device& on = opened(device);
@@ -61,6 +53,10 @@ nb::ndarray<std::uint8_t, nb::ndim<1>> array_of(const BorrowedMemory& memory, st
 
 }  // namespace
 
+template <>
+inline constexpr auto fields<Region::Placed> =
+    [](const Region::Placed& chunk) { return std::make_tuple(chunk.offset, chunk.size, chunk.handle); };
+
 void bind_lending(nb::module_& module) {
   nb::class_<BorrowedMemory>(module, "BorrowedMemory")
       .def("map", &map_chunks, "slots"_a, "files"_a, unlocked)
@@ -74,7 +70,7 @@ void bind_lending(nb::module_& module) {
       },
       unlocked, "device"_a, "first"_a, "span"_a);
   module.def("usable", &usable);
-  module.def("lend", &lend, unlocked, "region"_a, "begin"_a, "size"_a, "residence"_a, "lease"_a, "pid"_a);
+  module.def("lend", &lend_chunks, unlocked, "region"_a, "range"_a, "residence"_a, "lease"_a, "pid"_a);
   module.def("end_lease", &end_lease, unlocked, "region"_a, "lease"_a);
   module.def("export_chunks", &export_chunks, unlocked, "device"_a, "handles"_a);  // the caller closes them
 }

@@ -28,6 +28,13 @@ void use_pool(const std::string& device, bool wanted) {
 
 }  // namespace
 
+template <>
+inline constexpr auto fields<SharedPool::Wait> =
+    [](const SharedPool::Wait& each) { return std::make_tuple(each.bytes, each.seconds); };
+template <>
+inline constexpr auto fields<SharedPool::Holder> =
+    [](const SharedPool::Holder& each) { return std::make_tuple(each.pid, each.bytes, each.unused, each.why); };
+
 void bind_pool(nb::module_& module) {
   module.def(
       "connect", [](const std::string& device, const std::string& path) { any_pool_of(device).join(path); }, unlocked,
@@ -49,20 +56,7 @@ void bind_pool(nb::module_& module) {
       "pool_available", [](const std::string& device) { return pool_of(device).look().free; }, unlocked, "device"_a);
   module.def(
       "pool_waits",  // [(bytes, seconds)], [(pid, bytes, unused bytes or None, why)]
-      [](const std::string& device) {
-        std::pair<std::vector<SharedPool::Wait>, std::vector<SharedPool::Holder>> found;
-        {
-          const Unlocked release;
-          found = pool_of(device).waits();
-        }
-        const NoCollector no_collector;
-        nb::list waits, holders;
-        for (const SharedPool::Wait& each : found.first) waits.append(nb::make_tuple(each.bytes, each.seconds));
-        for (const SharedPool::Holder& each : found.second)
-          holders.append(nb::make_tuple(each.pid, each.bytes, each.unused, each.why));
-        return nb::make_tuple(waits, holders);
-      },
-      "device"_a);
+      [](const std::string& device) { return pool_of(device).waits(); }, unlocked, "device"_a);
   module.def("open_sentinel", &open_sentinel);
   module.def("exit_descriptors", [] {  // the caller closes them
     std::vector<int> files;

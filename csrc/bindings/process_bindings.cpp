@@ -25,28 +25,12 @@ auto figure(Read read) -> std::optional<decltype(read())> {
   }
 }
 
-// Reads all figures before it makes Python objects.
-std::vector<nb::dict> region_rows(const std::string& device) {
-  struct Row {
-    const Region* region;
-    State state;
-    std::size_t allocated, mapped, backed_up;
-  };
-  std::vector<Row> rows;
-  {
-    const Unlocked release;
-    for (const Region* region : core().all_regions()) {
-      if (region->device.driver->name != device) continue;
-      const std::shared_ptr<Backup> backup = region->backup();
-      rows.push_back(
-          {region, region->state(), region->allocated_bytes(), region->mapped_bytes(), backup ? backup->bytes() : 0});
-    }
-  }
+std::vector<nb::dict> region_rows(const Device& device) {
   std::vector<nb::dict> found;
-  for (const Row& row : rows)
-    found.push_back(dict_of("tag", row.region->tag, "backup", row.region->policy, "state", row.state, "frozen",
-                            row.region->frozen, "allocated_bytes", row.allocated, "mapped_bytes", row.mapped,
-                            "backup_bytes", row.backed_up));
+  for (const Region* region : core().regions_of(device))
+    found.push_back(dict_of("tag", region->tag, "backup", region->policy, "state", region->state(), "frozen",
+                            region->frozen, "allocated_bytes", region->allocated_bytes(), "mapped_bytes",
+                            region->mapped_bytes(), "backup_bytes", region->backup_bytes()));
   return found;
 }
 
@@ -93,7 +77,7 @@ nb::dict device_stats(const std::string& name) {
                  memory ? std::optional(memory->free) : std::nullopt, "retained_bytes", device.source().idle_bytes(),
                  "host_held_bytes", device.arena.held_bytes(), "host_used_bytes", device.arena.used_bytes(),
                  "disk_held_bytes", device.files.held_bytes(), "disk_used_bytes", device.files.used_bytes(), "regions",
-                 region_rows(name));
+                 region_rows(device));
 }
 
 // The figures from which memsaver/ledger makes the ledger of a device.
@@ -118,7 +102,7 @@ nb::dict ledger_figures(const std::string& name) {
     }
   }
   return dict_of("used_bytes", used, "holdings", holdings, "lists_all", device.driver->lists_all(), "regions",
-                 region_rows(name), "retained_bytes", device.retained.idle_bytes(), "pooled_bytes", pooled);
+                 region_rows(device), "retained_bytes", device.retained.idle_bytes(), "pooled_bytes", pooled);
 }
 
 }  // namespace

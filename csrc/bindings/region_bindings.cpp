@@ -2,6 +2,7 @@
 #include <nanobind/ndarray.h>
 
 #include "bindings/bindings.h"
+#include "regions/tagged.h"
 #include "torch/default_pools.h"
 #include "torch/torch_hooks.h"
 
@@ -138,12 +139,6 @@ auto looked(const Region& region) {
   return (region.*look)();
 }
 
-std::size_t backup_bytes(const Region& region) {
-  core();
-  const std::shared_ptr<Backup> backup = region.backup();
-  return backup ? backup->bytes() : 0;
-}
-
 // Of the parts that backup_view() takes whole.
 Ranges backup_parts(const Region& region) {
   core();
@@ -202,7 +197,7 @@ void bind_regions(nb::module_& module) {
       .def_prop_ro("residence", &looked<&Region::residence>)
       .def_prop_ro("sealed", &looked<&Region::sealed>)
       .def_prop_ro("discarded", &looked<&Region::discarded>)
-      .def_prop_ro("backup_bytes", &backup_bytes)
+      .def_prop_ro("backup_bytes", &looked<&Region::backup_bytes>)
       .def_prop_ro("chunks", &chunk_sizes)
       .def("owns", &Region::owns, "address"_a)
       .def("thaw", &thaw, unlocked)
@@ -230,6 +225,15 @@ void bind_regions(nb::module_& module) {
   module.def("refusing_entry_points", &refusing_entry_points);
   module.def("plain_entry_points", &plain_entry_points);
   module.def("take_allocation_error", &take_allocation_error);
+  nb::class_<TaggedRegions>(module, "TaggedRegions")
+      .def(
+          "active",
+          [](TaggedRegions& tagged, const std::string& tag, const std::string& device, const std::string& backup,
+             bool one_handle) { return &tagged.active(tag, device, policy_of(backup), one_handle); },
+          unlocked, nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a, "one_handle"_a = false)
+      .def("all", &TaggedRegions::all, nb::rv_policy::reference, unlocked)
+      .def("set_aside", &TaggedRegions::set_aside, unlocked, "regions"_a, "is_aside"_a);
+  module.def("tagged_regions", &tagged_regions, nb::rv_policy::reference, "prefix"_a);
   module.def("acquire", &acquire, unlocked, nb::rv_policy::reference, "regions"_a);
   module.def("release", &release, "regions"_a);
 }

@@ -45,15 +45,8 @@ void prepare(ReportingTransition& transition, const std::vector<std::string>& po
              const std::vector<bool>& restore, nb::object progress) {
   std::vector<Pause> pauses;
   const auto& pausing = transition.pausing();
-  if (policies.size() != pausing.size() || live.size() != pausing.size())
-    throw BadArgument("there are " + std::to_string(policies.size()) + " policies and " + std::to_string(live.size()) +
-                      " lists of ranges, expected one of each for each of the " + std::to_string(pausing.size()) +
-                      " regions to pause");
-  if (restore.size() != transition.resuming().size())
-    throw BadArgument("restore has " + std::to_string(restore.size()) + " values, expected one for each of the " +
-                      std::to_string(transition.resuming().size()) + " regions to resume");
   for (std::size_t i = 0; i < pausing.size(); ++i)
-    pauses.push_back({pausing[i], policy_of(policies[i]), std::move(live[i])});
+    pauses.push_back({pausing[i], policy_of(policies.at(i)), std::move(live.at(i))});
   transition.progress = std::move(progress);
   const Unlocked release;
   transition.prepare(std::move(pauses), restore, transition.report());

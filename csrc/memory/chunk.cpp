@@ -42,17 +42,6 @@ std::size_t bytes_of(const Needs& needs) {
   return bytes;
 }
 
-OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::size_t needed, std::size_t more_free,
-                               double waited_s) {
-  Supply supply{0};
-  try {
-    supply = source.look();
-  } catch (const Error&) {
-    // The shortage is reported also without figures.
-  }
-  return {driver.name, needed, supply.free + more_free, waited_s, std::move(supply.unused)};
-}
-
 class RetainedPool::Request final : public ChunkRequest {
  public:
   Request(RetainedPool& pool, std::size_t bytes, Deadline deadline)

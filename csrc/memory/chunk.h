@@ -116,11 +116,6 @@ class ChunkSource {
   virtual void settle() {}  // returns when other processes can get all chunks that were returned
 };
 
-// For the caller to throw when a source has not given enough. `more_free`: bytes beside the source's that the call
-// itself would free.
-OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::size_t needed, std::size_t more_free,
-                               double waited_s = 0);
-
 // The budget of the option `retain`: idle chunks of the process, over all devices.
 struct RetainBudget {
   std::atomic<std::size_t> limit = 0, held = 0;

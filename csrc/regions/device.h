@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "backup/disk_backup.h"
@@ -61,7 +62,13 @@ struct Device {
   void wait_idle(Deadline deadline) { memsaver::wait_idle(*driver, parts.gate, deadline, true); }
   // For the caller to throw: `needed` bytes are not available. `more_free`: bytes that the call itself would free.
   OutOfMemoryError out_of_memory(std::size_t needed, std::size_t more_free, double waited_s = 0) {
-    return memsaver::out_of_memory(*driver, source(), needed, more_free, waited_s);
+    Supply supply{0};
+    try {
+      supply = source().look();
+    } catch (const Error&) {
+      // The shortage is reported also without figures.
+    }
+    return {driver->name, needed, supply.free + more_free, waited_s, std::move(supply.unused)};
   }
 
   const std::unique_ptr<Driver> driver;

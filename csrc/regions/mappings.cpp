@@ -187,7 +187,7 @@ std::vector<Slot> Region::slots() const {
 std::vector<Region::Placed> Region::chunks_under(Range range) const {
   std::lock_guard lock(device.mutex);
   std::vector<Placed> found;
-  for (const auto& [begin, chunk] : overlapping(chunks_, range)) found.push_back({begin, chunk.handle(), chunk.size()});
+  for (const auto& [begin, chunk] : overlapping(chunks_, range)) found.push_back({begin, chunk.size(), chunk.handle()});
   return found;
 }
 

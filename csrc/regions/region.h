@@ -1,6 +1,6 @@
 // A region: addresses that never change, the segments carved out of them, and the chunks mapped under them.
 //
-// Its methods are in region.cpp (states, backups, segments, the end), allocation.cpp, mappings.cpp, and placed.cpp.
+// Its methods are in region.cpp (states, backups, segments, the end), allocation.cpp, and mappings.cpp.
 //
 // Locks, in the order in which they are taken:
 //   mapping_         of one region: held by the thread that changes its mappings, over driver calls. A thread that
@@ -95,6 +95,10 @@ class Region {
   std::shared_ptr<Backup> backup() const {
     return locked([&] { return backup_; });
   }
+  std::size_t backup_bytes() const {
+    const std::shared_ptr<Backup> held = backup();
+    return held != nullptr ? held->bytes() : 0;
+  }
   std::shared_ptr<Backup> replace_backup(std::shared_ptr<Backup> backup);  // returns the former
   // Frozen with a copy: it takes no allocations, since the copy would lack them.
   bool sealed() const { return frozen && backup() != nullptr; }
@@ -172,9 +176,8 @@ class Region {
   std::optional<DriverError> unmap(const std::vector<Address>& chunks, std::vector<Chunk>& freed);
   std::vector<Slot> slots() const;  // of all mapped chunks
   struct Placed {                   // a chunk, and its place
-    std::size_t offset;
+    std::size_t offset, size;
     Handle handle;
-    std::size_t size;
   };
   std::vector<Placed> chunks_under(Range range) const;  // by address
 

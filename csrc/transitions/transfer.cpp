@@ -44,18 +44,6 @@ void Transfer::add_coming(Region& region, bool restore) {
   coming_.push_back({.region = &region, .wanted = std::move(wanted), .fills = fills, .mapping = Mapping(region)});
 }
 
-std::size_t Transfer::missing_bytes() const {
-  std::size_t bytes = 0;
-  for (const Coming& coming : coming_) bytes += coming.region->missing_bytes();
-  return bytes;
-}
-
-std::size_t Transfer::leaving_bytes() const {
-  std::size_t bytes = 0;
-  for (const Leaving& leaving : leaving_) bytes += leaving.region->mapped_bytes();
-  return bytes;
-}
-
 // Chooses the backup of a region. It exists already if the region is sealed, or if an earlier pause saved a part of the
 // contents.
 void Transfer::save_where(Leaving& leaving) {
@@ -129,16 +117,18 @@ void Transfer::check_backups() {
 }
 
 void Transfer::reserve_and_start(bool chunks) {
-  if (!leaving_.empty()) {
-    for (Leaving& leaving : leaving_) make_batches(leaving);
-    // Regions without copies are unmapped first, so that their chunks serve incoming regions while others are copied
-    // out.
-    leaving_.sort([](const Leaving& a, const Leaving& b) { return !a.copies() && b.copies(); });
-  }
+  for (Leaving& leaving : leaving_) make_batches(leaving);
+  // Regions without copies are unmapped first, so that their chunks serve incoming regions while others are copied out.
+  leaving_.sort([](const Leaving& a, const Leaving& b) { return !a.copies() && b.copies(); });
   coming_.sort([](const Coming& a, const Coming& b) { return !a.wanted.empty() && b.wanted.empty(); });
   under_way_ = true;
   for (Coming& coming : coming_) open(coming);  // reserves threads and memory for reading
-  if (chunks) reserve_chunks();
+  if (chunks) {
+    const auto use = [&](Coming& coming, Slot slot, Chunk chunk) {
+      places_.push_back({&coming, slot, std::move(chunk)});
+    };
+    with_chunks([&](ChunkRequest& request, bool snug) { lay_out(request, snug, use); }, [&] { places_.clear(); });
+  }
   for (Leaving& leaving : leaving_) {
     if (!leaving.copies()) continue;
     stages_.enter("backup");
@@ -158,7 +148,9 @@ void Transfer::reserve_and_start(bool chunks) {
 // Repeats the attempt until the deadline: another borrower may have taken the last chunks that it needs.
 template <typename Attempt, typename GiveBack>
 void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
-  const std::size_t needed = missing_bytes(), going_out = leaving_bytes();
+  std::size_t needed = 0, going_out = 0;
+  for (const Coming& coming : coming_) needed += coming.region->missing_bytes();
+  for (const Leaving& leaving : leaving_) going_out += leaving.region->mapped_bytes();
   if (needed > 0) stages_.enter("memory");
   const Deadline deadline = std::min(bounds_.whole, deadline_in(bounds_.memory_s));
   const Deadline began = now();  // after it, so that a wait of 0 s has passed at its begin
@@ -228,13 +220,6 @@ Needs Transfer::needs(bool snug) const {
     }
   }
   return needs;
-}
-
-void Transfer::reserve_chunks() {
-  const auto use = [&](Coming& coming, Slot slot, Chunk chunk) {
-    places_.push_back({&coming, slot, std::move(chunk)});
-  };
-  with_chunks([&](ChunkRequest& request, bool snug) { lay_out(request, snug, use); }, [&] { places_.clear(); });
 }
 
 // Plans outgoing chunks first, and takes chunks from the source for the rest. `use` gets the places one after the
@@ -384,10 +369,9 @@ void Transfer::write_into(Coming& coming, const std::vector<Slot>& neighbours) {
 }
 
 void Transfer::finish_coming() {
-  for (Coming& coming : coming_) {
+  for (Coming& coming : coming_)
     if (coming.to_come > 0)
       throw DriverError("unmap", 0, "a chunk promised to region '" + coming.region->tag + "' could not be unmapped");
-  }
   for (Coming& coming : coming_) {
     if (coming.loader == nullptr) continue;
     coming.loader->finish();

@@ -11,11 +11,13 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "backup/backup.h"
 #include "regions/core.h"
-#include "transitions/stages.h"
 
 namespace memsaver {
 
@@ -31,6 +33,30 @@ struct Pause {
   Region* region;
   Policy policy;  // of this pause
   Ranges live;    // the contents to keep
+};
+
+// The stages of a transition, with the times of their begins. Any thread may call both methods. The parts of a
+// transition on several devices run side by side: the stage is the one that one of them entered last.
+class Stages {
+ public:
+  using Begun = std::pair<std::string, double>;  // the stage, and the seconds from the construction to its begin
+
+  void enter(const char* stage) {
+    const std::chrono::duration<double> passed = now() - since_;
+    std::lock_guard lock(mutex_);
+    if (begun_.size() < kMost && (begun_.empty() || begun_.back().first != stage))
+      begun_.emplace_back(stage, passed.count());
+  }
+  std::vector<Begun> begun() const {
+    std::lock_guard lock(mutex_);
+    return begun_;
+  }
+
+ private:
+  static constexpr std::size_t kMost = 32;  // devices may alternate between two stages
+  const Deadline since_ = now();
+  mutable std::mutex mutex_;  // a leaf: no other lock is taken while it is held
+  std::vector<Begun> begun_;
 };
 
 class Transfer {
@@ -101,11 +127,8 @@ class Transfer {
   void losing_context(Act act);
   void check_backups();
   void reserve_and_start(bool chunks);
-  std::size_t missing_bytes() const;
-  std::size_t leaving_bytes() const;
   void save_where(Leaving& leaving);
   void make_batches(Leaving& leaving);
-  void reserve_chunks();
   Inventory inventory() const;
   Needs needs(bool snug) const;
   template <typename Use>

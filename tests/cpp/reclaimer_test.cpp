@@ -12,22 +12,6 @@ using test::Segment;
 
 constexpr auto kPatience = std::chrono::seconds(60);
 
-TEST_CASE("reclaimer: freed memory comes back, and memory in use stays") {
-  Region& region = fresh_region(Policy::none);
-  const Segment kept(region, 3 * kMiB, 1);
-  {
-    const Segment freed(region, 40 * kMiB, 2);
-    freed.free();
-  }
-  CHECK(test::device().reclaimer.finish(now() + kPatience));
-  CHECK(region.resting_bytes() == 0);
-  CHECK(region.mapped_bytes() < 40 * kMiB);
-  CHECK(kept.intact());
-  kept.free();
-  CHECK(test::device().reclaimer.finish(now() + kPatience));
-  CHECK(region.mapped_bytes() == 0);
-}
-
 TEST_CASE("reclaimer: passes beside allocations, frees and transitions of other threads") {
   Region &changing = fresh_region(Policy::none), &moving = fresh_region(Policy::host);
   const Segment kept(moving, 5 * kMiB, 5);

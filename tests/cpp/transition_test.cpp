@@ -27,25 +27,6 @@ void free_all(const std::vector<Segment>& held) {
   for (const Segment& segment : held) segment.free();
 }
 
-TEST_CASE("transition: two threads pause and resume a region each") {
-  std::vector<Region*> regions = {&fresh_region(Policy::host), &fresh_region(Policy::host)};
-  std::vector<std::vector<Segment>> held;
-  for (unsigned number = 0; number < 2; ++number) held.push_back(segments_of(*regions[number], 40 + 10 * number));
-  std::atomic<int> wrong = 0;
-  std::vector<std::thread> threads;
-  for (std::size_t number = 0; number < 2; ++number)
-    threads.emplace_back([&, number] {
-      for (int round = 0; round < 10; ++round) {
-        test::move({regions[number]}, {});
-        test::move({}, {regions[number]});
-        wrong += !intact(held[number]);
-      }
-    });
-  for (std::thread& thread : threads) thread.join();
-  CHECK(wrong == 0);
-  for (const auto& segments : held) free_all(segments);
-}
-
 TEST_CASE("transition: two threads switch the same two regions back and forth") {
   Region &one = fresh_region(Policy::host), &other = fresh_region(Policy::host);
   const std::vector<Segment> first = segments_of(one, 60), second = segments_of(other, 70);
@@ -68,30 +49,6 @@ TEST_CASE("transition: two threads switch the same two regions back and forth") 
   CHECK(intact(second));
   free_all(first);
   free_all(second);
-}
-
-TEST_CASE("transition: allocations and frees beside another region's transitions") {
-  Region &moving = fresh_region(Policy::host), &busy = fresh_region(Policy::none);
-  const std::vector<Segment> held = segments_of(moving, 80);
-  std::atomic<int> wrong = 0;
-  std::thread mover([&] {
-    for (int round = 0; round < 10; ++round) {
-      test::move({&moving}, {});
-      test::move({}, {&moving});
-      wrong += !intact(held);
-    }
-  });
-  std::thread allocator([&] {
-    for (unsigned round = 0; round < 60; ++round) {
-      const Segment segment(busy, (1 + round % 4) * kMiB, round);
-      wrong += !segment.intact();
-      segment.free();
-    }
-  });
-  mover.join();
-  allocator.join();
-  CHECK(wrong == 0);
-  free_all(held);
 }
 
 TEST_CASE("region: bytes of another process are zeroed under a segment of another allocator") {

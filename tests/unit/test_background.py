@@ -7,7 +7,6 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -140,27 +139,6 @@ def test_contents_discarded_by_a_failed_pause_are_named_by_the_next_error(make: 
     held[0].fill(1)
 
 
-def test_wrong_arguments_are_refused_at_once(make: Make) -> None:
-    region: Any = make("host")
-    wrong: list[tuple[type[Exception], dict[str, Any]]] = [
-        (ValueError, {"pause": "no such tag"}),
-        (ValueError, {"pause": region, "backup": "floppy"}),
-        (ValueError, {"pause": region, "resume": region}),
-        (ValueError, {"resume": region, "memory_timeout": -1}),
-        (TypeError, {"resume": region, "memory_timeout": "soon"}),
-        (TypeError, {"pause": region, "progress": 3}),
-    ]
-    for kind, options in wrong:
-        for call in (memsaver.start, memsaver.switch):
-            with pytest.raises(kind):
-                call(**options)
-    for call in (region.pause, region.resume):
-        with pytest.raises(TypeError, match="progress is 'yes', expected something to call"):
-            call(progress="yes")
-    assert region.state == "active"
-    assert region.pause().paused == (region.tag,)  # nothing stands in its queue
-
-
 def test_a_background_pause_inside_the_region_raises(make: Make) -> None:
     region = make("host")
     with region:
@@ -208,26 +186,6 @@ def test_transitions_of_a_region_happen_in_the_order_in_which_they_were_made(mak
     ]  # fmt: skip
     assert (region.state, region.mapped_bytes) == ("paused", 0)
     region.resume()
-    for block in held:
-        block.check()
-
-
-def test_overlapping_transitions_do_not_lock_each_other_out(make: Make, guard: Hold) -> None:
-    one, two, three = regions = [make("host") for _ in range(3)]
-    held = [Block(region, MIB, seed) for seed, region in enumerate(regions)]
-    hold = guard(*regions)
-    moves = [
-        memsaver.start(pause=[one, two]),
-        memsaver.start(pause=three, resume=one),
-        memsaver.start(pause=one, resume=[two, three]),
-        memsaver.start(pause=[three, two, one]),
-        memsaver.start(resume=[two, one]),
-        memsaver.start(resume=three),
-    ]
-    hold.release()
-    for move in moves:
-        move.result(60)
-    assert moves[1].result().resumed == (one.tag,) and moves[2].result().resumed == (two.tag, three.tag)
     for block in held:
         block.check()
 
@@ -340,24 +298,6 @@ def test_progress_of_a_switch_counts_both_directions_and_can_ask_for_figures(mak
     memsaver.switch(pause=kept[0].region, resume=out)
     for block in held:
         block.check()
-
-
-def test_progress_is_not_called_without_copies(make: Make, tag: str) -> None:
-    region, frozen = make("none"), memsaver.region(tag, device="cpu", backup="host", frozen=True)
-    held = blocks(region, [MIB]) + blocks(frozen, [MIB])
-    reports: Reports = []
-
-    def note(done: int, total: int) -> None:
-        reports.append((done, total))
-
-    for move in (region.pause, region.pause, region.resume, memsaver.switch):
-        move(progress=note)
-    frozen.pause()
-    frozen.resume()
-    frozen.pause(progress=note)
-    frozen.resume(restore=False, progress=note)
-    assert reports == []
-    del held
 
 
 @each_backup

@@ -165,6 +165,7 @@ def test_a_region_is_got_or_made_by_tag_and_device(tag: str) -> None:
         ({"backup": "host"}, {"backup": "none"}),
         ({}, {"backup": "host"}),
         ({"backup": "host"}, {"frozen": True}),
+        ({"backup": "host", "frozen": True}, {"frozen": False}),
         ({"fill": "zero"}, {"fill": "keep"}),
         ({}, {"one_handle": True}),
     ],
@@ -209,6 +210,7 @@ WRONG: list[tuple[type[Exception], str, Call]] = [
     (TypeError, "frozen is 1", lambda region: memsaver.region("x", frozen=1)),  # type: ignore[arg-type]
     (TypeError, "one_handle is 1", lambda region: memsaver.region("x", one_handle=1)),  # type: ignore[arg-type]
     (ValueError, "fill is 'old'", lambda region: memsaver.region("x", fill="old")),
+    (ValueError, "fill is 0", lambda region: memsaver.region("x", fill=0)),  # type: ignore[arg-type]
     (ValueError, "there is no region 'x'; there are .*'tag", lambda region: memsaver.pause("x")),
     (ValueError, "there is no region 'x'", lambda region: memsaver.resume([region.tag, "x"])),
     (ValueError, "there is no region 'x'", lambda region: memsaver.trim("x")),
@@ -221,6 +223,8 @@ WRONG: list[tuple[type[Exception], str, Call]] = [
     (TypeError, "shape is", lambda region: region.empty((True,))),
     (TypeError, "shape is", lambda region: region.empty("ab")),
     (TypeError, "dtype is", lambda region: region.empty(3, "float32")),
+    (TypeError, "progress is 3, expected something to call", lambda region: memsaver.start(pause=region, progress=3)),  # type: ignore[arg-type]
+    (TypeError, "progress is 'yes', expected something to call", lambda region: region.resume(progress="yes")),
     (TypeError, "name is 1", lambda region: memsaver.define_phase(1, [])),  # type: ignore[arg-type]
     (TypeError, "expected something to call", lambda region: memsaver.define_phase("a", [], on_enter=3)),  # type: ignore[arg-type]
     (TypeError, "expected something to call", lambda region: memsaver.define_phase("a", [], on_exit=3)),  # type: ignore[arg-type]
@@ -311,6 +315,7 @@ def test_tags_and_regions_select_regions(make: Make) -> None:
     def states() -> tuple[str, str]:
         return first.state, second.state
 
+    assert memsaver.pause([]) == memsaver.resume([]) == memsaver.switch(pause=[], resume=()) == memsaver.Transition()
     memsaver.pause(first)
     assert states() == ("paused", "active")
     memsaver.pause([first.tag, second.tag])
@@ -321,6 +326,8 @@ def test_tags_and_regions_select_regions(make: Make) -> None:
     assert states() == ("active", "paused")
     memsaver.resume([first.tag, second, second, second.tag])
     assert states() == ("active", "active")
+    assert {first.tag, second.tag} <= set(memsaver.pause().paused)
+    assert {first.tag, second.tag} <= set(memsaver.resume().resumed)
 
 
 # Errors
@@ -501,6 +508,8 @@ def test_a_forked_child_gets_a_clear_error_and_exits_normally() -> None:
         paused = memsaver.region("b", device="cpu")
         paused.pause()
         before = memsaver.stats().devices["cpu"].free_bytes
+        begun = memsaver._core.Transition([region._core], [], None, 0.0, 0.0)
+        begun.begin()
         held_here, let_go = threading.Event(), threading.Event()
 
         def hold():  # as a thread that makes or closes a region, and as one that loads torch
@@ -527,11 +536,12 @@ def test_a_forked_child_gets_a_clear_error_and_exits_normally() -> None:
                     call()
                 except memsaver.Error as error:
                     told += "forked" in str(error)
-            del held
+            del held, begun
             gc.collect()
             os._exit(0 if told == len(calls) else 100 + told)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         let_go.set()
+        begun.abort()
         print(memsaver.stats().devices["cpu"].free_bytes == before)
         region.pause()
         region.resume()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -179,28 +178,6 @@ def test_a_killed_process_leaves_nothing(small_disk: Path) -> None:
         assert os.listdir(small_disk) == []
 
 
-def test_transitions_on_disk_from_several_threads_keep_all_contents(make: Make) -> None:
-    regions = [make("disk") for _ in range(3)]
-    held = [block for seed, region in enumerate(regions) for block in blocks(region, [17 * MIB, 700], 10 * seed)]
-    errors: list[BaseException] = []
-
-    def work(region: memsaver.Region) -> None:
-        try:
-            for _ in range(3):
-                region.pause()
-                region.resume()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(region,)) for region in regions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    check(held)
-
-
 # Where there is no room
 
 
@@ -326,15 +303,6 @@ def test_a_region_on_disk_needs_a_directory() -> None:
         print([(region.backup, region.state) for region in memsaver.regions.all_regions()])
     """)
     assert said == "disk_dir True\ndisk_dir True\n[('host', 'active')]\n"
-
-
-@pytest.mark.parametrize("value", ["", "/no/such/place", "/proc/self/status", None, 7, ["/tmp"]])
-def test_an_invalid_directory_raises(disk: Path, value: Any) -> None:
-    with pytest.raises(memsaver.ConfigError, match="disk_dir is") as caught:
-        memsaver.configure(disk_dir=value, retain=1)
-    assert (caught.value.option, caught.value.value) == ("disk_dir", value)
-    options = memsaver.stats().options
-    assert (options["disk_dir"], options.get("retain", 0)) == (str(disk), 0)
 
 
 # Corruption

@@ -163,6 +163,7 @@ class Model:
     segments: list[Segment] = field(default_factory=list)
     paused: bool = False
     copied: bool = False  # a backup exists, or nothing was there to be copied
+    backup_bytes: int = 0
     sealed: bool = False
     partial: bool = False  # paused, and a fault left chunks mapped
     users: int = 0  # guarded launches
@@ -196,6 +197,7 @@ class Model:
             return
         self.paused = True
         self.copied = policy != "none" and (self.sealed or bool(self.segments))
+        self.backup_bytes = 0 if not self.copied else self.backup_bytes if self.sealed else self.allocated
         self.sealed = False
         if not self.copied:
             self.undefine()
@@ -211,6 +213,7 @@ class Model:
                     for window in each.windows:
                         window.expected = np.full(each.window_bytes, FILL_BYTES[self.region.fill], np.uint8)
         self.sealed = self.region.frozen and kept and bool(self.segments)
+        self.backup_bytes = self.backup_bytes if self.sealed else 0
         self.paused = self.copied = self.partial = False
 
 
@@ -387,7 +390,8 @@ class Device(RuleBasedStateMachine):
         except memsaver.RegionPausedError:
             assert model.paused
             return
-        except memsaver.OutOfMemoryError:
+        except memsaver.OutOfMemoryError as error:
+            assert error.needed_bytes == nbytes
             needed = -(-nbytes // PAGE) * PAGE + PAGE
             assert self.was_hit or self.memory_is_short(needed)
             return
@@ -586,10 +590,15 @@ class Device(RuleBasedStateMachine):
         self.catch_up()
         self.waited = self.wait_s() if leaving else (0.0, 0.0)
         missing = sum(model.missing for model in coming)
+        policies = {model: backup or model.region.backup for model in leaving}
+        saved = [model for model in leaving if not model.paused and not model.sealed and policies[model] != "none"]
+        restored = [model for model in coming if restore and model.copied]
+        released = sum(model.region.mapped_bytes for model in leaving)
+        done = memsaver.Transition()
         error: memsaver.Error | None = None
         try:
             with self.fault():
-                memsaver.switch(
+                done = memsaver.switch(
                     pause=[model.region.tag for model in out],
                     resume=[model.region.tag for model in back],
                     backup=backup,
@@ -603,7 +612,7 @@ class Device(RuleBasedStateMachine):
         if self.was_hit:
             for model in leaving:
                 if states[model] == "paused":
-                    model.leave(backup or model.region.backup)
+                    model.leave(policies[model])
                     model.partial = model.region.mapped_bytes > 0
             for model in coming:
                 if states[model] == "active":
@@ -627,8 +636,15 @@ class Device(RuleBasedStateMachine):
             return
         if error is not None:
             raise error
+        assert (done.paused, done.resumed) == tuple(
+            tuple(each.region.tag for each in side) for side in (leaving, coming)
+        )
+        if not any(model.partial for model in leaving + coming):
+            assert done.copied_bytes == sum(model.allocated for model in saved + restored)
+            assert done.released_bytes == released
+            assert done.restored_bytes == sum(model.region.mapped_bytes for model in coming)
         for model in leaving:
-            model.leave(backup or model.region.backup)
+            model.leave(policies[model])
             model.partial = False
         for model in coming:
             model.come(restore)
@@ -713,7 +729,7 @@ class Device(RuleBasedStateMachine):
         for model in self.models:
             region = model.region
             assert region.state == ("paused" if model.paused else "active")
-            assert region.allocated_bytes == model.allocated
+            assert (region.allocated_bytes, region.backup_bytes) == (model.allocated, model.backup_bytes)
             assert region._core.sealed == (model.copied and region.frozen if model.paused else model.sealed)
             held = segments(region)
             for each in model.segments:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections.abc import Callable
@@ -21,13 +20,11 @@ from tests.support import (
     PAGE,
     Block,
     Fill,
-    Hooks,
     blocks,
     descriptors,
     free_bytes,
     host_used_bytes,
     run_clean,
-    segments,
     uint8,
 )
 
@@ -37,22 +34,7 @@ CLASSES = {PAGE, 32 * MIB, 256 * MIB, 1024 * MIB}
 
 def slack_bound(region: memsaver.Region) -> float:
     """The most bytes that may be mapped if nothing was freed since the last resume."""
-    return region.allocated_bytes * 1.05 + 64 * MIB
-
-
-def test_freed_segments_are_used_again_and_empty_chunks_go_back(make: Make) -> None:
-    region = make()
-    before = free_bytes()
-    first, middle, third = blocks(region, [PAGE, PAGE, PAGE])
-    assert all(block.address % 512 == 0 for block in blocks(region, [1, 511, PAGE + 1]))
-    address, view = middle.address, middle.tensor[10:20].view(2, 5)
-    del middle
-    assert region.allocated_bytes == 3 * PAGE  # a segment lives as long as any view of it
-    del view
-    assert (region.allocated_bytes, region.mapped_bytes, free_bytes()) == (2 * PAGE, 2 * PAGE, before - 2 * PAGE)
-    assert Block(region, PAGE).address == address
-    first.check()
-    third.check()
+    return region.allocated_bytes + min(region.allocated_bytes, region.allocated_bytes / 20 + 48 * MIB) + PAGE
 
 
 def test_thousands_of_small_tensors_share_few_chunks(make: Make) -> None:
@@ -67,19 +49,6 @@ def test_thousands_of_small_tensors_share_few_chunks(make: Make) -> None:
     region.resume()
     assert len(region._core.chunks) <= 4
     del held
-
-
-def test_segments_as_torch_asks_for_them_lie_side_by_side(make: Make) -> None:
-    region = make()
-    hooks = Hooks(region)
-    addresses = [hooks.alloc(PAGE) for _ in range(200)]
-    first = addresses[0]
-    assert first is not None
-    assert addresses == [first + number * PAGE for number in range(200)]
-    assert len(region._core.chunks) < 60
-    for address in addresses:
-        hooks.free(address)
-    assert region.mapped_bytes == 0
 
 
 SIZES: dict[str, Callable[[random.Random], int]] = {
@@ -105,25 +74,6 @@ def test_growth_maps_little_more_than_the_allocated_bytes(make: Make, pattern: s
             assert region.mapped_bytes <= slack_bound(region)
     assert set(region._core.chunks) <= CLASSES
     assert sum(region._core.chunks) == region.mapped_bytes
-
-
-def test_a_small_region_maps_no_more_than_twice_its_contents(make: Make) -> None:
-    region = make()
-    held = []
-    for _ in range(20):
-        held.append(region.empty(300 * KIB // 4))
-        assert region.mapped_bytes <= max(PAGE, 2 * region.allocated_bytes + PAGE)
-
-
-def test_a_resume_merges_chunks_of_a_grown_region(make: Make) -> None:
-    region = make()
-    held = blocks(region, [4 * MIB] * 64)
-    grown = len(region._core.chunks)
-    region.pause()
-    region.resume()
-    assert len(region._core.chunks) < grown
-    assert 256 * MIB in region._core.chunks
-    assert [block.tensor.data_ptr() for block in held] == [block.address for block in held]
 
 
 def test_addresses_never_change_while_a_region_lives(make: Make) -> None:
@@ -153,37 +103,12 @@ def test_an_address_belongs_to_the_region_it_lies_in(make: Make) -> None:
         assert not any(each.owns(address) for each in regions)
 
 
-def test_an_allocation_takes_the_last_of_the_device(make: Make) -> None:
+def test_more_than_the_device_has_is_out_of_memory(make: Make) -> None:
     region = make()
-    held = blocks(region, [32 * MIB])  # enough for larger chunks to be preferred
-    with Fill(leave=3 * PAGE):
-        held += blocks(region, [PAGE, PAGE, PAGE], seed=5)
-        assert free_bytes() == 0
-        for block in held:
-            block.check()
-
-
-def test_out_of_memory_in_an_allocation_changes_nothing(make: Make) -> None:
-    region = make()
-    held = blocks(region, [3 * MIB])
-    before = (region.allocated_bytes, region.mapped_bytes, segments(region))
-    with Fill(leave=4 * PAGE):
+    for nbytes in (4 * GIB, 1 << 62):
         with pytest.raises(memsaver.OutOfMemoryError) as caught:
-            region.empty(100 * MIB, uint8())
-        assert caught.value.needed_bytes == 100 * MIB
-        assert caught.value.free_bytes == 4 * PAGE == free_bytes()
-        assert (region.allocated_bytes, region.mapped_bytes, segments(region)) == before
-        small = Block(region, 6 * MIB)  # a block that fits can still be allocated
-        small.check()
-    held[0].check()
-    Block(region, 100 * MIB).check()
-
-
-@pytest.mark.parametrize("nbytes", [4 * GIB, 1 << 40, 1 << 62])
-def test_more_than_the_device_has_is_out_of_memory(make: Make, nbytes: int) -> None:
-    region = make()
-    with pytest.raises(memsaver.OutOfMemoryError):
-        region.empty(nbytes, uint8())
+            region.empty(nbytes, uint8())
+        assert (caught.value.needed_bytes, caught.value.free_bytes) == (nbytes, free_bytes())
     assert (region.allocated_bytes, region.mapped_bytes) == (0, 0)
 
 
@@ -446,7 +371,8 @@ def retained() -> int:
     return int(memsaver.stats().devices["cpu"].retained_bytes)
 
 
-def test_the_largest_chunks_are_made_for_regions_without_contents_and_taken_by_all() -> None:
+def test_the_largest_chunks_serve_one_segment_alone() -> None:
+    """They are made for regions without contents. All regions take them."""
     said = run_clean(
         """
         import memsaver
@@ -460,17 +386,9 @@ def test_the_largest_chunks_are_made_for_regions_without_contents_and_taken_by_a
         weights.pause(backup="none")
         memsaver.switch(pause="kv", resume="weights", restore=False)
         print(*(size // MIB for size in weights._core.chunks))
-        """,
-        MEMSAVER_HOST_DEVICE=str(5 * GIB + (os.getpid() % 1000) * PAGE),
-    )
-    assert said.splitlines() == ["1024 1024 256 256", "256 256 256 256 256", "1024 256"]
-
-
-def test_the_largest_chunks_serve_one_segment_alone() -> None:
-    run_clean(
-        """
-        import memsaver
-        MIB = 1 << 20
+        weights.pause(backup="none")
+        del kv_array, weights_array
+        memsaver.configure(retain=0)
         region = memsaver.region("a", device="cpu")
         held = [region._core.allocate_array(24 * MIB) for _ in range(100)]
         region.pause(); region.resume()
@@ -483,3 +401,4 @@ def test_the_largest_chunks_serve_one_segment_alone() -> None:
         """,
         MEMSAVER_HOST_DEVICE="8GiB",
     )
+    assert said.splitlines() == ["1024 1024 256 256", "256 256 256 256 256", "1024 256"]

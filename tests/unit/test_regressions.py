@@ -74,24 +74,6 @@ def test_a_backup_without_a_thread_to_spare_touches_its_memory_itself() -> None:
     assert int(said) == 32 * MIB
 
 
-def test_a_forked_child_can_drop_a_transition_of_its_parent() -> None:
-    said = run_clean(
-        """
-        import os, memsaver
-        region = memsaver.region("a", device="cpu")
-        held = region._core.allocate_array(1)
-        move = memsaver._core.Transition([region._core], [], None, 0.0, 0.0)
-        move.begin()
-        child = os.fork()
-        if child == 0:
-            del move
-            os._exit(0)
-        print(os.waitpid(child, 0)[1])
-        """
-    )
-    assert int(said) == 0
-
-
 def test_a_forked_child_keeps_no_lock_of_a_parent_that_was_killed() -> None:
     device = fresh_device()
     holder = """

@@ -147,7 +147,7 @@ class Owner:
             if not number:  # a receipt of a storage that the receiver has already
                 self._sent.unclaim(sent)
                 return 0, 0, 0
-            chunks = _core.lend(sent.region._core, sent.address, sent.nbytes, sent.residence, number, process.pid)
+            chunks = _core.lend(sent.region._core, (sent.address, sent.nbytes), sent.residence, number, process.pid)
         except BaseException:
             self._sent.unclaim(sent)
             raise
