@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from memsaver import _guests, policies, regions
@@ -36,18 +34,15 @@ def pause(
 
     Args:
         tags: A tag, a Region, several of either, or None for all regions. A tag selects its regions on all devices.
-            Guests of the tags leave first (see ``memsaver.Guest``), and None names the tags of all guests as well. An
-            empty list is a no-op.
-        backup: Another policy than the regions' own, for this pause: one for all tags, or ``{tag: policy}``. With
-            ``"none"`` the contents are undefined after the resume, also if the region's own policy keeps them;
-            ``Region.discarded`` is True until then. None: the regions' own policies.
-        timeout: Seconds for the whole call up to its commit, its waits included: for earlier transitions on the same
-            regions, for guarded replays under way, for the device, for attached processes. After the commit no bound
-            interrupts the call. None: no bound.
-        reader_timeout: Seconds to wait for other processes that have tensors of the regions, 60 by default. Of two
-            bounds the earlier one ends the wait.
-        progress: Called with the bytes copied and the bytes to copy, several times a second and at the end, by the
-            thread that copies. Exceptions from it are logged.
+            Guests of the tags leave first (see ``memsaver.Guest``); None names the tags of all guests as well.
+        backup: Another policy than the regions' own: one for all tags, or ``{tag: policy}``. With ``"none"`` the
+            contents are undefined after the resume, and ``Region.discarded`` is True until then if the region's own
+            policy keeps them.
+        timeout: Seconds for the whole call up to its commit, with all of its waits. None: no bound.
+        reader_timeout: Seconds to wait for other processes that have tensors of the regions. Of two bounds the earlier
+            one ends the wait.
+        progress: Called with the bytes copied and the bytes to copy, several times a second and at the end. Exceptions
+            from it are logged.
 
     Returns:
         The transition.
@@ -85,15 +80,13 @@ def resume(
     Resuming an active region is a no-op.
 
     Args:
-        tags: A tag, a Region, several of either, or None for all regions, as for ``pause()``. Guests of the tags come
-            back last.
+        tags: As for ``pause()``. Guests of the tags come back last.
         restore: False leaves the contents undefined, for regions that are about to be overwritten. For all tags, or
             ``{tag: bool}``; True for tags that are left out.
-        timeout: Seconds for the whole call up to its commit, as for ``pause()``. None: no bound.
-        memory_timeout: Seconds to wait for memory that others hold, after earlier transitions on the same regions have
-            ended. 0: no wait. None: as ``configure(memory_timeout=...)`` says, which is 0 by default. Of two bounds
-            the earlier one ends the wait.
-        progress: Called with the bytes copied and the bytes to copy, as for ``pause()``.
+        timeout: Seconds for the whole call up to its commit. None: no bound.
+        memory_timeout: Seconds to wait for memory that others hold. 0: no wait. None: as
+            ``configure(memory_timeout=...)`` says. Of two bounds the earlier one ends the wait.
+        progress: As for ``pause()``.
 
     Returns:
         The transition.
@@ -136,12 +129,12 @@ def switch(
     Args:
         pause: The regions to pause: a tag, a Region, several of either, or None for all regions.
         resume: The regions to resume, in the same forms.
-        backup: Another policy for the regions to pause, as for ``pause()``.
-        restore: False leaves the contents of the regions to resume undefined, as for ``resume()``.
+        backup: As for ``pause()``.
+        restore: As for ``resume()``.
         timeout: Seconds for the whole call up to its commit. None: no bound.
-        memory_timeout: Seconds to wait for memory that others hold, as for ``resume()``.
-        reader_timeout: Seconds to wait for attached processes, as for ``pause()``.
-        progress: Called with the bytes copied and the bytes to copy, as for ``pause()``.
+        memory_timeout: As for ``resume()``.
+        reader_timeout: As for ``pause()``.
+        progress: As for ``pause()``.
 
     Returns:
         The transition.
@@ -205,7 +198,6 @@ def start(
     bounds = Bounds(timeout, memory_timeout, reader_timeout)
     leaving, coming = choose(pause, "pause"), choose(resume, "resume")
     future = TransitionFuture()
-    future.pause, future.resume = leaving.tags, coming.tags
     # To be taken once: after an interrupt its thread may run or not.
     queued = [_queued(leaving, coming, bounds, backup, restore, progress, thread=None)]
     try:
@@ -270,25 +262,18 @@ def _run(move: Move | None) -> Transition:
 
 
 class Prepared:
-    """A pause that has reserved all it needs and has changed nothing yet.
+    """A pause that has reserved all it needs and has changed nothing yet: ``prepare_pause()`` makes it.
 
-    ``prepare_pause()`` makes it. The regions are "pausing" until ``commit()`` or ``abort()``, or until it is dropped,
-    which aborts.
+    The regions are "pausing" until ``commit()`` or ``abort()``, or until it is dropped, which aborts.
     """
 
     def __init__(self, move: Move | None) -> None:
         self._move = move
 
     def commit(self) -> Transition:
-        """Lets guests leave, and pauses the regions.
+        """Lets guests leave, and pauses the regions. The errors are those of ``pause()``.
 
-        Returns:
-            The transition. An empty one after ``commit()`` or ``abort()``.
-
-        Raises:
-            GuestError: A guest could not leave. The regions are active again.
-            DriverError: A call of the driver failed; see ``pause()``.
-            BackupError: A file call failed.
+        Returns an empty transition after ``commit()`` or ``abort()``.
         """
         move, self._move = self._move, None
         if move is None:
@@ -319,17 +304,7 @@ def prepare_pause(
 ) -> Prepared:
     """Prepares a pause without committing it, for processes that pause together or not at all.
 
-    Args:
-        tags: A tag, a Region, several of either, or None for all regions, as for ``pause()``.
-        backup: Another policy for the regions, as for ``pause()``.
-        timeout: Seconds for the preparation, as for ``pause()``. None: no bound.
-        reader_timeout: Seconds to wait for attached processes, as for ``pause()``.
-
-    Returns:
-        The prepared pause, to commit or to abort.
-
-    Raises:
-        memsaver.Error: As from ``pause()`` before its commit. Nothing has changed.
+    The arguments and the errors are those of ``pause()`` up to its commit.
     """
     bounds = Bounds(timeout, reader_timeout=reader_timeout)
     move = _queued(choose(tags), NOTHING, bounds, backup, True, None, threading.get_ident())
@@ -343,54 +318,30 @@ def prepare_pause(
     return Prepared(move)
 
 
-Hook = Callable[[], object]
+_phases: dict[str, list[str | Region]] = {}  # by name, the regions; a tag may be without a region yet
 
 
-@dataclass(frozen=True, eq=False)
-class Phase:
-    name: str
-    resident: Mapping[str | Region, None]  # in the order of the definition; a tag may be without a region yet
-    on_enter: Hook | None
-    on_exit: Hook | None
-
-
-_phases: dict[str, Phase] = {}
-_entered: list[Phase] = []  # phases whose block has not been left
-
-
-def define_phase(
-    name: str,
-    resident: str | Region | Iterable[str | Region],
-    *,
-    on_enter: Hook | None = None,
-    on_exit: Hook | None = None,
-) -> None:
+def define_phase(name: str, resident: str | Region | Iterable[str | Region]) -> None:
     """Defines the regions that are resident in a phase.
 
     A second definition replaces the first. So ``define_phase(name, [])`` removes all regions of a phase. A region that
-    was closed leaves the phases that name it as a Region. A tag that a phase names needs a region when it is entered.
+    was closed leaves the phases that name it as a Region.
 
     Args:
         name: The name of the phase.
-        resident: A tag, a Region, or several of either. The regions of a tag need not exist yet. Guests of a tag come
-            back with the phase, and leave if no phase that names their tags is entered: see ``memsaver.Guest``.
-        on_enter: Called after the phase's regions have resumed.
-        on_exit: Called at the end of the phase's with statement.
+        resident: A tag, a Region, or several of either. A tag needs a region when the phase is entered. Guests of a tag
+            come back with the phase, and leave with a phase that does not name their tags.
 
     Raises:
         TypeError: An argument has a wrong type.
 
     Examples:
         >>> memsaver.define_phase("rollout", ["weights", "kv_cache"])
-        >>> memsaver.define_phase("train", "optimizer", on_exit=lambda: print("trained"))
+        >>> memsaver.define_phase("train", "optimizer")
     """
     if not isinstance(name, str):
         raise TypeError(f"name is {name!r}, expected a string")
-    parts = dict.fromkeys(regions.selected(resident, "resident"))
-    for hook in (on_enter, on_exit):
-        if hook is not None and not callable(hook):
-            raise TypeError(f"on_enter or on_exit is {hook!r}, expected something to call, or None")
-    _phases[name] = Phase(name, parts, on_enter, on_exit)
+    _phases[name] = regions.selected(resident, "resident")
 
 
 def phase(
@@ -405,18 +356,17 @@ def phase(
 ) -> AbstractContextManager[Transition]:
     """Enters a phase in a with statement: of all regions in any phase, exactly those of this phase are resident.
 
-    Phases do not nest. An inner phase pauses the regions of the outer phase, and they stay paused at its end; a
-    RuntimeWarning names them. The end of the with statement calls ``on_exit`` and moves no regions.
+    Phases do not nest: an inner phase pauses the regions of the outer phase. The end of the with statement moves no
+    regions.
 
     Args:
         name: The name of a phase that ``define_phase()`` has defined.
-        backup: Another policy for the regions that pause, as for ``memsaver.switch()``.
-        restore: False leaves the contents of the regions that resume undefined, as for ``memsaver.switch()``.
-        timeout: Seconds for the transition up to its commit, as for ``memsaver.switch()``. It does not bound
-            ``on_enter``. None: no bound.
-        memory_timeout: Seconds to wait for memory that others hold, as for ``memsaver.switch()``.
-        reader_timeout: Seconds to wait for attached processes, as for ``memsaver.switch()``.
-        progress: Called with the bytes copied and the bytes to copy, as for ``memsaver.switch()``.
+        backup: As for ``memsaver.switch()``, of the regions that pause.
+        restore: As for ``memsaver.switch()``, of the regions that resume.
+        timeout: Seconds for the transition up to its commit. None: no bound.
+        memory_timeout: Seconds to wait for memory that others hold, as for ``memsaver.resume()``.
+        reader_timeout: Seconds to wait for attached processes.
+        progress: Called with the bytes copied and the bytes to copy.
 
     Returns:
         A context manager. Its value is the transition into the phase.
@@ -444,44 +394,16 @@ def phase(
 
 
 @contextmanager
-def _entered_phase(entered: Phase, bounds: Bounds, **options: Any) -> Iterator[Transition]:
-    coming = regions.find([part for part in entered.resident if not _is_closed(part)])
-    named = {part for each in _phases.values() for part in each.resident}
+def _entered_phase(resident: list[str | Region], bounds: Bounds, **options: Any) -> Iterator[Transition]:
+    coming = regions.find([part for part in resident if isinstance(part, str) or not part._handle.closed])
+    named = {part for each in _phases.values() for part in each}
     every = regions.all_regions()
     staying = set(coming)
     leaving = [each for each in every if (each in named or each.tag in named) and each not in staying]
-    _warn_of_outer(entered, leaving)
     # Tags of guests alone. A tag with regions moves by them: a phase can name some of its regions.
     alone = (_guests.tags() & named) - {each.tag for each in every}
-    resident = alone.intersection(entered.resident)
-    moved = transition(Chosen(leaving, alone - resident), Chosen(coming, resident), bounds, **options)
-    if entered.on_enter is not None:
-        entered.on_enter()
-    try:
-        _entered.append(entered)
-        yield moved
-    finally:
-        if entered in _entered:  # no interrupt comes between this and the next call
-            _entered.remove(entered)
-        if entered.on_exit is not None:
-            entered.on_exit()
-
-
-def _is_closed(part: str | Region) -> bool:
-    return isinstance(part, Region) and part._handle.closed
-
-
-def _warn_of_outer(entered: Phase, leaving: list[Region]) -> None:
-    for outer in _entered:
-        lost = [each.tag for each in leaving if each in outer.resident or each.tag in outer.resident]
-        if lost:
-            tags = ", ".join(map(repr, dict.fromkeys(lost)))
-            warnings.warn(
-                f"phase {entered.name!r} is entered inside phase {outer.name!r} and pauses its regions: {tags}. They "
-                f"stay paused when {entered.name!r} is left; leave {outer.name!r} first, or enter it again",
-                RuntimeWarning,
-                stacklevel=4,  # the with statement, through phase() and its context manager
-            )
+    back = alone.intersection(resident)
+    yield transition(Chosen(leaving, alone - back), Chosen(coming, back), bounds, **options)
 
 
 def trim(tags: Selection = None, *, timeout: float | None = None) -> None:

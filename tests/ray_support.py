@@ -34,7 +34,7 @@ class Buffer:
 def use(device: str) -> None:
     """In an actor: a host device, if it is not given by the environment. An environment of its own is slow to make."""
     if device:
-        memsaver.configure(host_device=device, backup_ahead=False)
+        memsaver.configure(host_device=device)
 
 
 class Member(Colocated):

@@ -275,7 +275,7 @@ def test_the_actors_of_a_ray_job_use_its_broker_by_runtime_env(spawn: Spawn) -> 
     pools = Path(tempfile.mkdtemp(prefix="pool", dir="/tmp"))  # short: a socket's path holds 107 bytes
     variables = {
         "MEMSAVER_POOL": "shared", "MEMSAVER_POOL_CAPACITY": "64MiB", "MEMSAVER_POOL_DIR": str(pools),
-        "MEMSAVER_JOB": "of-ray", "MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_BACKUP_AHEAD": "off",
+        "MEMSAVER_JOB": "of-ray", "MEMSAVER_HOST_DEVICE": fresh_device(),
     }  # fmt: skip
     options = {"runtime_env": {"env_vars": variables}}
     engine = spawn(Member, "", "weights", 40 * MIB, **options)  # each has more than a half of the pool

