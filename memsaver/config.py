@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -279,7 +278,7 @@ def from_environment() -> None:
     if texts := [
         f"there is no variable {name}; {_variable(name, variables)}" for name in mine if name not in variables
     ]:
-        warnings.warn("; ".join(texts), RuntimeWarning, stacklevel=4)  # the import of memsaver
+        warnings.warn("; ".join(texts), RuntimeWarning, stacklevel=3)  # the import of memsaver
     given = {option.name: os.environ[name] for name, option in variables.items() if name in os.environ}
     try:
         _set(given, lambda option: option.variable)
@@ -293,28 +292,6 @@ def _variable(name: str, known: Iterable[str]) -> str:
     # Without the prefix, which makes all names similar.
     hint = _hint(name.removeprefix("MEMSAVER_"), {each.removeprefix("MEMSAVER_"): each for each in known})
     return hint or f"there are {', '.join(known)}"
-
-
-def from_environment_of_import() -> None:
-    """``from_environment()`` at the import of the package.
-
-    The code of the command ``memsaver`` is part of the package, so it could not catch the error: SystemExit has it in
-    one line.
-    """
-    try:
-        from_environment()
-    except ConfigError as error:
-        if _is_command():
-            raise SystemExit(f"memsaver: {error}") from None
-        raise
-
-
-def _is_command() -> bool:
-    """Whether the program is ``memsaver`` or ``python -m memsaver``."""
-    arguments = getattr(sys, "argv", None) or [""]  # an embedded interpreter has none
-    if arguments[0] == "-m":  # until the package is imported; its name is the word before the arguments
-        return sys.orig_argv[-len(arguments)] == "memsaver"
-    return os.path.basename(arguments[0]) == "memsaver"
 
 
 def options() -> dict[str, Any]:

@@ -301,4 +301,5 @@ def add_ledger(error: BaseException, device: str) -> None:
             error.add_note(line)
 
 
-_KINDS: dict[str, type[Error]] = {kind.__name__: kind for kind in [Error, *Error.__subclasses__()]}
+_ALL: list[type[Error]] = [Error, *Error.__subclasses__()]
+_KINDS = {kind.__name__: kind for kind in _ALL}

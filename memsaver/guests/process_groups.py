@@ -17,7 +17,7 @@ from memsaver._adapter import note
 from memsaver._guests import Guest
 from memsaver._results import Lane
 from memsaver.errors import Error
-from memsaver.guests.meeting import Meeting
+from memsaver.guests.meeting import Meeting, listed
 from memsaver.guests.reopening import ReopeningGroup
 from memsaver.policies import seconds, several
 
@@ -130,7 +130,7 @@ class ProcessGroups(Guest):
         while names := [each.group.group_name for each in self._live() if each.group.is_open and each.group.pending()]:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"collectives of the groups {_listed(names)} have not ended after {self.timeout:g} s, "
+                    f"collectives of the groups {listed(names)} have not ended after {self.timeout:g} s, "
                     "expected all of their ranks to have made the same calls"
                 )
             time.sleep(_POLL_S)
@@ -146,9 +146,8 @@ class ProcessGroups(Guest):
         """Opens the groups in the order in which they were made, once all ranks of the world have come.
 
         Raises:
-            TimeoutError: Ranks are missing, or a group could not be opened, after ``timeout`` seconds.
-            memsaver.Error: Another rank could not open its groups. The text has its error.
-            Exception: A group could not be opened. The groups of all ranks are closed again.
+            Exception: Ranks are missing after ``timeout`` seconds, or a rank could not open a group. The groups of all
+                ranks are closed again.
         """
         until = time.monotonic() + self.timeout
         if not c10d.is_initialized():
@@ -313,7 +312,3 @@ def _put(new: ProcessGroup | None, old: ProcessGroup) -> None:
     if new is not None:
         c10d._register_process_group(name, new)
         note("process groups")
-
-
-def _listed(names: Iterable[object]) -> str:
-    return ", ".join(str(each) for each in names)

@@ -32,13 +32,9 @@ class Ready:
         discarded: Of the tags that are to resume, those whose contents an earlier pause discarded.
 
     Examples:
-        >>> class Engine(memsaver.ray.Colocated):
-        ...     def __init__(self):
-        ...         self.kv = memsaver.region("kv_cache", device="cpu")
-        >>> engine = Engine()
-        >>> engine.colocated_prepare(["kv_cache"])
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> memsaver.ray.Colocated().colocated_prepare(["kv_cache"])
         Ready(moves=True, pooled=False, discarded=())
-        >>> engine.colocated_abort()
     """
 
     moves: bool
@@ -89,7 +85,7 @@ class Colocated:
         timeout: float | None = None,
         reader_timeout: float = READERS_S,
     ) -> Transition:
-        """Drains, and pauses regions of this process as ``memsaver.pause()`` does.
+        """Drains, and pauses regions of this process as ``memsaver.pause()`` does, with its errors.
 
         Args:
             tags: A tag, a Region, several of either, or None for all regions.
@@ -100,12 +96,9 @@ class Colocated:
 
         Returns:
             The transition.
-
-        Raises:
-            memsaver.Error: As from ``memsaver.pause()``.
         """
         since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
-        names = _names(tags)
+        names = list(regions.choose(tags).tags)
         _drain(self, names)
         return memsaver.pause(names, backup=backup, **_pause_options(bounds.left(since)))
 
@@ -117,7 +110,7 @@ class Colocated:
         timeout: float | None = None,
         memory_timeout: float | None = None,
     ) -> Transition:
-        """Resumes regions of this process as ``memsaver.resume()`` does.
+        """Resumes regions of this process as ``memsaver.resume()`` does, with its errors.
 
         Args:
             tags: A tag, a Region, several of either, or None for all regions.
@@ -127,9 +120,6 @@ class Colocated:
 
         Returns:
             The transition.
-
-        Raises:
-            memsaver.Error: As from ``memsaver.resume()``.
         """
         return memsaver.resume(tags, restore=restore, timeout=timeout, memory_timeout=memory_timeout)
 
@@ -180,13 +170,10 @@ class Colocated:
         return ready
 
     def colocated_commit(self) -> Transition:
-        """Commits the prepared pause.
+        """Commits the prepared pause. Raises memsaver.Error if nothing is prepared, as after a restart of the actor.
 
         Returns:
             The transition.
-
-        Raises:
-            memsaver.Error: Nothing is prepared, as after a restart of the actor, or the pause failed.
         """
         return _halves(self).commit()
 
@@ -302,12 +289,6 @@ def _ready(tags: Sequence[str], coming: Sequence[str]) -> Ready:
 
 def _pause_options(bounds: Bounds) -> dict[str, Any]:
     return {"timeout": bounds.timeout, "reader_timeout": bounds.reader_timeout}
-
-
-def _names(tags: Tags) -> list[str]:
-    """The tags of a selection, those of guests included. Raises as regions.find() does."""
-    found, guests = regions.choose(tags)
-    return list(dict.fromkeys([*(each.tag for each in found), *sorted(guests)]))
 
 
 def _existing(tags: Sequence[str]) -> list[str]:

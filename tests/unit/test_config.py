@@ -208,30 +208,13 @@ def test_a_variable_applies_beside_an_unknown_one_and_configure_comes_after_it()
 
 
 def test_a_wrong_variable_is_named() -> None:
-    done = run_python("import memsaver", MEMSAVER_RETAIN="plenty")
+    done = run_command("config", MEMSAVER_RETAIN="plenty")
     assert done.returncode == 1
     assert "ConfigError: retain is 'plenty', expected bytes" in done.stderr.splitlines()[-1]
     assert done.stderr.endswith("; it comes from MEMSAVER_RETAIN in the environment\n")
 
 
 # The command
-
-
-def test_command_prints_a_wrong_variable_in_one_line(tmp_path: Path) -> None:
-    script = tmp_path / "memsaver"  # as an installer makes it
-    script.write_text("import sys\nfrom memsaver.cli import main\nsys.exit(main())\n")
-    for command in (["-X", "dev", "-m", "memsaver", "top"], [str(script), "config"]):
-        done = subprocess.run(
-            [sys.executable, *command],
-            env=environment(MEMSAVER_RETAIN="plenty"),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert (done.returncode, done.stdout) == (1, "")
-        (line,) = done.stderr.splitlines()
-        assert line.startswith("memsaver: retain is 'plenty', expected bytes")
 
 
 def test_config_prints_value_and_source_of_each_option() -> None:
