@@ -33,11 +33,6 @@ class Guest:
         order: The guest with the smallest order leaves first and comes back last. Guests of one order leave in the
             order in which they were registered.
 
-    Attributes:
-        name: As above.
-        tags: As above.
-        order: As above.
-
     Examples:
         >>> class Connections(memsaver.Guest):
         ...     def leave(self):
@@ -52,18 +47,13 @@ class Guest:
         >>> memsaver.unregister(connections)
     """
 
-    name: str
-    tags: tuple[str, ...]
-    order: int
-
     def __init__(self, name: str, tags: str | Iterable[str], *, order: int = 0) -> None:
         if not isinstance(name, str) or not name:
             raise TypeError(f"name is {name!r}, expected a string that is not empty")
         if isinstance(order, bool) or not isinstance(order, int):
             raise TypeError(f"order is {order!r}, expected an integer")
-        self.name = name
+        self.name, self.order = name, order
         self.tags = (tags,) if isinstance(tags, str) else tuple(dict.fromkeys(several(tags, "tags")))
-        self.order = order
         if not self.tags:
             raise ValueError(f"tags is {tags!r}, expected at least one tag")
         for tag in self.tags:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import logging
 import os
 import threading
 import time
@@ -16,9 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
-
-from memsaver import _core
-from memsaver.errors import gib
 
 _T = TypeVar("_T")
 _EXIT_S = 2.0  # at the exit of the interpreter, for calls of daemon threads under way
@@ -144,8 +140,6 @@ def _work(calls: SimpleQueue[Callable[[], None] | None]) -> None:
         del call  # and its result
 
 
-log = logging.getLogger("memsaver")
-
 _KEPT = 1000
 
 
@@ -223,7 +217,6 @@ class Recorder:
         if self._ended is None:
             text = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
             self._ended = self._record(outcome, text, **nbytes)
-            _log_unreleased()
 
     def record(self) -> TransitionRecord:
         if self._ended is None and self.core_stages() is None:
@@ -243,16 +236,6 @@ class Recorder:
         )  # fmt: skip
 
 
-def _log_unreleased() -> None:
-    """Warns once if the driver has refused to release memory."""
-    global _is_logged
-    nbytes = _core.unreleased_bytes()
-    if nbytes and not _is_logged:
-        _is_logged = True
-        log.warning("the driver failed to release %s: they may be lost until this process ends", gib(nbytes))
-
-
-_is_logged = False
 _numbers = itertools.count(1)
 _recorders: deque[Recorder] = deque(maxlen=_KEPT)
 

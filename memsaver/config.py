@@ -6,12 +6,12 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memsaver import _adapter, _core, _moves
+from memsaver import _adapter, _core
 from memsaver.broker import pool_client
 from memsaver.errors import ConfigError, Error, gib
 from memsaver.policies import seconds
@@ -21,7 +21,6 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix in ("", "b", "i", "ib")
 }  # fmt: skip
-_SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _SIZE = "bytes as an integer of 0 or more, or a size such as '64GiB', '1.5G' or '512MB' (units are powers of 1024)"
 _PAGE = 2 << 20
 _LARGEST = 1 << 60
@@ -72,14 +71,8 @@ def _limit(value: Any, option: str) -> int | None:
         raise _wrong(option, value, f"'auto', {_SIZE}") from None
 
 
-def _switch(value: Any, option: str) -> bool:
-    found = _SWITCH.get(value.lower()) if isinstance(value, str) else value
-    if not isinstance(found, bool):
-        raise _wrong(option, value, "True or False (in the environment also 1, on, 0 or off)")
-    return found
-
-
-def _seconds(value: Any, option: str) -> float:
+def parse_seconds(value: Any, option: str) -> float:
+    """Seconds from a number or its text."""
     found = math.nan
     with suppress(TypeError, ValueError):
         found = float(value) if isinstance(value, str) else seconds(value)
@@ -193,9 +186,8 @@ OPTIONS: Final = {
         Option("pool", "process", _pool, pool_client.set_pool),
         Option("retain", 0, parse_size, _core.set_retain),
         Option("host_limit", None, _limit, _core.set_host_limit, "auto"),
-        Option("verify", False, _switch, _moves.set_verify),
         Option("disk_dir", None, _disk_dir, lambda path: _core.set_disk_dir(path or "")),
-        Option("memory_timeout", 0.0, _seconds, _core.set_memory_timeout),
+        Option("memory_timeout", 0.0, parse_seconds, _core.set_memory_timeout),
         Option(
             "report_dir", None, _report_dir, lambda path: None,  # read by options()
             "memsaver-reports-<uid> in the temporary directory",
@@ -234,20 +226,11 @@ def configure(**options: Any) -> None:
     """
     for name, value in options.items():
         if name not in OPTIONS:
-            names = sorted(each.name for each in OPTIONS.values() if each.apply is not None)
-            hint = _hint(name, {each: repr(each) for each in names}) or f"there are {', '.join(names)}"
-            raise ConfigError(f"there is no option {name!r}; {hint}", option=name, value=value)
+            names = ", ".join(sorted(each.name for each in OPTIONS.values() if each.apply is not None))
+            raise ConfigError(f"there is no option {name!r}; there are {names}", option=name, value=value)
         if OPTIONS[name].apply is None:
             raise ConfigError(f"{name} is set by {OPTIONS[name].variable} alone", option=name, value=value)
     _set(options, lambda option: "configure()")
-
-
-def _hint(name: str, names: dict[str, str]) -> str | None:
-    """The nearest of these names, as their values."""
-    import difflib
-
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {names[near[0]]}?" if near else None
 
 
 def _set(given: dict[str, Any], source: Callable[[Option], str]) -> None:
@@ -275,10 +258,9 @@ def from_environment() -> None:
     """
     variables = {option.variable: option for option in OPTIONS.values()}
     mine = sorted(name for name in os.environ if name.startswith("MEMSAVER_") and name[9:14] != "TEST_")
-    if texts := [
-        f"there is no variable {name}; {_variable(name, variables)}" for name in mine if name not in variables
-    ]:
-        warnings.warn("; ".join(texts), RuntimeWarning, stacklevel=3)  # the import of memsaver
+    if unknown := ", ".join(name for name in mine if name not in variables):
+        text = f"there is no variable {unknown}; there are {', '.join(variables)}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)  # the import of memsaver
     given = {option.name: os.environ[name] for name, option in variables.items() if name in os.environ}
     try:
         _set(given, lambda option: option.variable)
@@ -286,12 +268,6 @@ def from_environment() -> None:
         if error.option in given:
             error.args = (f"{error}; it comes from {OPTIONS[error.option].variable} in the environment",)
         raise
-
-
-def _variable(name: str, known: Iterable[str]) -> str:
-    # Without the prefix, which makes all names similar.
-    hint = _hint(name.removeprefix("MEMSAVER_"), {each.removeprefix("MEMSAVER_"): each for each in known})
-    return hint or f"there are {', '.join(known)}"
 
 
 def options() -> dict[str, Any]:

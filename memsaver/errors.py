@@ -230,22 +230,6 @@ class ReceiveError(Error):
     pid: int | None = None
 
 
-class VerifyError(Error):
-    """Contents have changed between a pause and a resume. Only ``configure(verify=True)`` looks for this.
-
-    The region is active, and its contents cannot be used.
-
-    Attributes:
-        tag: The tag of the region.
-        segment: The address of the segment with the first difference.
-        offset: The offset of the difference within the segment, in bytes, rounded down to 8 KiB.
-    """
-
-    tag: str
-    segment: int
-    offset: int
-
-
 def gib(nbytes: int) -> str:
     """Bytes with a unit: ``"1.50 GiB"``, or MiB below one GiB."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.1f} MiB"

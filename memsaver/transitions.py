@@ -92,7 +92,6 @@ def resume(
         The transition.
 
     Raises:
-        TypeError: An argument has a wrong type.
         ValueError: A tag has no region, or a bound is negative.
         OutOfMemoryError: The device is short of memory until a bound ends the wait. Nothing has changed.
         WaitTimeoutError: ``timeout`` ended another wait. Nothing has changed.
@@ -172,8 +171,8 @@ def start(
     Transitions of a region run in the order of the calls. The interpreter does not exit before their end.
 
     Args:
-        pause: The regions to pause: a tag, a Region, several of either, or None for all regions.
-        resume: The regions to resume, in the same forms.
+        pause: As for ``switch()``.
+        resume: As for ``switch()``.
         backup: As for ``switch()``.
         restore: As for ``switch()``.
         timeout: As for ``switch()``. The seconds begin with this call.
@@ -182,17 +181,15 @@ def start(
         progress: As for ``switch()``.
 
     Returns:
-        The future of the transition. ``result()`` and ``await`` raise the errors of the transition.
+        The future of the transition, whose ``result()`` and ``await`` raise its errors.
 
     Raises:
-        TypeError: An argument has a wrong type.
         ValueError: As from ``switch()``.
         memsaver.Error: A thread, this one included, is inside a region to pause.
 
     Examples:
         >>> weights = memsaver.region("weights", device="cpu", backup="host")
-        >>> moving = memsaver.start(pause="weights")
-        >>> moving.result(timeout=60).paused
+        >>> memsaver.start(pause="weights").result(timeout=60).paused
         ('weights',)
     """
     bounds = Bounds(timeout, memory_timeout, reader_timeout)
@@ -410,8 +407,7 @@ def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
     """Returns memory that active regions hold and that no tensor uses, after waiting for the device.
 
     These are the free blocks of torch's pools and the chunks without a segment. Contents do not move: a chunk with a
-    live tensor stays whole. A pause and a resume lay the chunks of a region out anew, so that it maps at most its
-    allocated bytes plus 5 % plus 48 MiB.
+    live tensor stays whole. A pause and a resume lay the chunks of a region out anew.
 
     A pool of torch cannot shrink, so a new pool takes its place. Segments with live tensors are freed after the tensors
     by ``torch.cuda.empty_cache()``. Pools with graphs are not changed.
@@ -421,7 +417,6 @@ def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
         timeout: Seconds to wait for the device's work. None: no bound.
 
     Raises:
-        TypeError: ``tags`` is not a selection.
         ValueError: A tag has no region, or ``timeout`` is negative.
         WaitTimeoutError: ``timeout`` ended the wait.
         memsaver.Error: A graph is being captured.

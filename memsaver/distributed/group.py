@@ -138,8 +138,7 @@ class Group:
             name: The phase.
             backup: As for ``memsaver.ray.Group.enter()``.
             restore: As for ``memsaver.ray.Group.enter()``.
-            timeout: As for ``memsaver.ray.Group.enter()``. It also bounds the wait for processes that have not called
-                ``enter()``.
+            timeout: As there. It also bounds the wait for processes that have not called ``enter()``.
             memory_timeout: As for ``memsaver.ray.Group.enter()``.
             reader_timeout: As for ``memsaver.ray.Group.enter()``.
 

@@ -52,14 +52,12 @@ def _check_pause(cls: type) -> None:
 
 
 class Colocated:
-    """Base of an actor with regions, such as ``@ray.remote class Engine(Colocated)``.
+    """Base of a Ray actor with regions, or of an object of the calling process. All results and errors pickle.
 
-    Ray actors derive from it, and so can objects of the calling process. All results and errors pickle. A group calls
-    ``resume()``, and pauses by ``colocated_prepare()`` and ``colocated_commit()``, so that all ranks pause or none.
-
-    Override ``colocated_drain()`` for work before regions pause, and ``resume()`` for work after they have resumed. A
-    class that overrides ``pause()``, which a group does not call, raises TypeError. Actors with ``async def`` methods
-    derive from ``AsyncColocated``.
+    A group calls ``resume()``, and pauses by ``colocated_prepare()`` and ``colocated_commit()``, so that all ranks
+    pause or none. Override ``colocated_drain()`` for work before regions pause, and ``resume()`` for work after they
+    have resumed. A class that overrides ``pause()``, which a group does not call, raises TypeError. Actors with
+    ``async def`` methods derive from ``AsyncColocated``.
 
     Examples:
         >>> class Engine(memsaver.ray.Colocated):
@@ -126,8 +124,7 @@ class Colocated:
     def colocated_drain(self, tags: Sequence[str]) -> None:
         """Prepares the actor for the pause of these tags. To be overridden; this method does nothing.
 
-        Every kind of pause calls it first, and raises its errors. If other ranks of a group fail, the group calls
-        ``colocated_abort()`` afterwards.
+        Every pause calls it first, and raises its errors. If other ranks fail, ``colocated_abort()`` is called.
 
         Args:
             tags: The tags whose regions are to pause.
@@ -146,17 +143,13 @@ class Colocated:
 
         Args:
             tags: The tags to pause. Tags without regions are left out.
-            coming: The tags that will resume in the same turn.
+            coming: The tags that will resume in the same turn. A tag without a region is a ValueError.
             backup: As for ``pause()``.
             timeout: As for ``pause()``.
             reader_timeout: As for ``pause()``.
 
         Returns:
             The part of this actor in the turn.
-
-        Raises:
-            ValueError: A tag in ``coming`` has no region.
-            memsaver.Error: As from ``memsaver.pause()`` before its commit. Nothing has changed.
         """
         since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
         halves = _halves(self)

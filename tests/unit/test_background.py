@@ -7,15 +7,13 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import memsaver
 from memsaver import _core
-from tests import controls
-from tests.support import MIB, Block, Fill, blocks, host_held_bytes, host_used_bytes, run_clean, until
+from tests.support import MIB, Block, blocks, host_held_bytes, host_used_bytes, run_clean
 
 Make = Callable[..., memsaver.Region]
 
@@ -121,42 +119,6 @@ def test_each_queued_transition_reports_its_own_error(make: Make, guard: Hold) -
     held[0].check()
 
 
-def test_contents_discarded_by_a_failed_pause_are_named_by_the_next_error(make: Make, guard: Hold) -> None:
-    region = make("none")
-    held = blocks(region, [MIB])
-    for _ in range(5):
-        hold = guard(region)
-        pause, resume = memsaver.start(pause=region), memsaver.start(resume=region)
-        controls.arm(2)  # synchronize, unmap
-        hold.release()
-        with pytest.raises(memsaver.DriverError, match="cuMemUnmap") as caught:
-            pause.result()
-        assert resume.result().resumed == (region.tag,)
-        assert caught.value.discarded == (region.tag,)
-    held[0].fill(1)
-
-
-def test_wrong_arguments_are_refused_at_once(make: Make) -> None:
-    region: Any = make("host")
-    wrong: list[tuple[type[Exception], dict[str, Any]]] = [
-        (ValueError, {"pause": "no such tag"}),
-        (ValueError, {"pause": region, "backup": "floppy"}),
-        (ValueError, {"pause": region, "resume": region}),
-        (ValueError, {"resume": region, "memory_timeout": -1}),
-        (TypeError, {"resume": region, "memory_timeout": "soon"}),
-        (TypeError, {"pause": region, "progress": 3}),
-    ]
-    for kind, options in wrong:
-        for call in (memsaver.start, memsaver.switch):
-            with pytest.raises(kind):
-                call(**options)
-    for call in (region.pause, region.resume):
-        with pytest.raises(TypeError, match="progress is 'yes', expected something to call"):
-            call(progress="yes")
-    assert region.state == "active"
-    assert region.pause().paused == (region.tag,)  # nothing stands in its queue
-
-
 def test_a_background_pause_inside_the_region_raises(make: Make) -> None:
     region = make("host")
     with region:
@@ -206,43 +168,6 @@ def test_transitions_of_a_region_happen_in_the_order_in_which_they_were_made(mak
     region.resume()
     for block in held:
         block.check()
-
-
-def test_overlapping_transitions_do_not_lock_each_other_out(make: Make, guard: Hold) -> None:
-    one, two, three = regions = [make("host") for _ in range(3)]
-    held = [Block(region, MIB, seed) for seed, region in enumerate(regions)]
-    hold = guard(*regions)
-    moves = [
-        memsaver.start(pause=[one, two]),
-        memsaver.start(pause=three, resume=one),
-        memsaver.start(pause=one, resume=[two, three]),
-        memsaver.start(pause=[three, two, one]),
-        memsaver.start(resume=[two, one]),
-        memsaver.start(resume=three),
-    ]
-    hold.release()
-    for move in moves:
-        move.result(60)
-    assert moves[1].result().resumed == (one.tag,) and moves[2].result().resumed == (two.tag, three.tag)
-    for block in held:
-        block.check()
-
-
-def test_a_resume_waits_for_memory_that_a_later_pause_frees(make: Make) -> None:
-    region, other = make("host"), make("host")
-    held = blocks(region, [40 * MIB])
-    region.pause()
-    held += blocks(other, [40 * MIB], seed=5)
-    with Fill():
-        resume = memsaver.start(resume=region, memory_timeout=60.0)
-        until(lambda: region.state == "resuming")
-        assert not resume.done()
-        other.pause()
-        assert resume.result().resumed == (region.tag,)
-        held[0].check()
-        region.pause()
-    other.resume()
-    held[1].check()
 
 
 def test_the_process_exits_after_pending_transitions() -> None:
@@ -338,24 +263,6 @@ def test_progress_of_a_switch_counts_both_directions_and_can_ask_for_figures(mak
         block.check()
 
 
-def test_progress_is_not_called_without_copies(make: Make, tag: str) -> None:
-    region, frozen = make("none"), memsaver.region(tag, device="cpu", backup="host", frozen=True)
-    held = blocks(region, [MIB]) + blocks(frozen, [MIB])
-    reports: Reports = []
-
-    def note(done: int, total: int) -> None:
-        reports.append((done, total))
-
-    for move in (region.pause, region.pause, region.resume, memsaver.switch):
-        move(progress=note)
-    frozen.pause()
-    frozen.resume()
-    frozen.pause(progress=note)
-    frozen.resume(restore=False, progress=note)
-    assert reports == []
-    del held
-
-
 @each_backup
 def test_an_exception_in_progress_is_logged_and_an_interrupt_is_raised_at_the_end(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, backup: str
@@ -388,26 +295,3 @@ def test_an_exception_in_progress_is_logged_and_an_interrupt_is_raised_at_the_en
     assert region.state == "paused"
     region.resume()
     block.check()
-
-
-def test_an_interrupt_in_progress_does_not_replace_an_error(make: Make) -> None:
-    region = make("host")
-    block = Block(region, 3 * MIB)
-    region.pause()
-
-    def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    outcomes = set()
-    for nth in range(1, 15):
-        controls.arm(nth)
-        try:
-            region.resume(progress=interrupt)
-        except (memsaver.Error, KeyboardInterrupt) as raised:
-            outcomes.add((type(raised).__name__, region.state))
-        controls.disarm()
-        region.resume()
-        block.check()
-        region.pause()
-    assert outcomes == {("DriverError", "paused"), ("KeyboardInterrupt", "active")}
-    region.resume()

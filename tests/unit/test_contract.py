@@ -221,6 +221,8 @@ WRONG: list[tuple[type[Exception], str, Call]] = [
     (TypeError, "shape is", lambda region: region.empty("ab")),
     (TypeError, "dtype is", lambda region: region.empty(3, "float32")),
     (TypeError, "name is 1", lambda region: memsaver.define_phase(1, [])),  # type: ignore[arg-type]
+    (TypeError, "progress is 3, expected something to call", lambda region: memsaver.start(pause=region, progress=3)),  # type: ignore[arg-type]
+    (ValueError, "to be paused and resumed at once", lambda region: memsaver.start(pause=region, resume=region)),
     # At the call, before a with statement enters it.
     (ValueError, "there is no phase 'a'; there are 'b'", lambda region: memsaver.phase("a")),
     (ValueError, "backup is 'floppy', expected one of", lambda region: memsaver.phase("b", backup="floppy")),
@@ -321,24 +323,6 @@ def test_tags_and_regions_select_regions(make: Make) -> None:
 
 
 # Errors
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        memsaver.Error("plain"),
-        memsaver.RegionPausedError("away", tag="a", state="paused"),
-        memsaver.AttachedError("read", tag="a", holders=[(1, "init")]),
-        memsaver.BackupError("short", needed_bytes=1, held_bytes=2),
-        memsaver.ConfigError("wrong", option="retain", value=-1),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_errors_pickle_whole(error: memsaver.Error) -> None:
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        copy = pickle.loads(pickle.dumps(error, protocol))
-        assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
-        assert getattr(copy, "stage", None) == getattr(error, "stage", None)
 
 
 def test_errors_of_the_core_pickle_whole(make: Make) -> None:

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 import memsaver
-from memsaver import _results
-from memsaver.errors import gib
 from tests import controls
 from tests.support import (
     MIB,
@@ -28,7 +26,6 @@ from tests.support import (
     drop_backups,
     fast_directory,
     free_bytes,
-    host_held_bytes,
     host_used_bytes,
     use_device,
 )
@@ -320,11 +317,8 @@ def test_a_half_paused_region_whose_contents_are_kept_is_not_named_as_discarded(
             block.check()
 
 
-def test_a_release_that_fails_is_counted_and_not_tried_again(
-    make: Make, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_release_that_fails_is_counted_and_not_tried_again(make: Make, ledger: Ledger) -> None:
     """The call may have been made, and its number may be that of another handle by now."""
-    monkeypatch.setattr(_results, "_is_logged", False)
     region = make()
     block = Block(region, PAGE)
     controls.arm(3)  # record, unmap, release
@@ -335,21 +329,7 @@ def test_a_release_that_fails_is_counted_and_not_tried_again(
         region.pause(), region.resume()
         assert memsaver.stats().unreleased_bytes == ledger.unreleased + PAGE
         assert free_bytes() == ledger.free - PAGE
-    assert [record.message for record in caplog.records if "failed to release" in record.message] == [
-        f"the driver failed to release {gib(ledger.unreleased + PAGE)}: they may be lost until this process ends"
-    ]
     ledger.check()
-
-
-def test_host_memory_that_cannot_be_pinned_is_an_error_with_figures(make: Make, ledger: Ledger) -> None:
-    region = make("host")
-    held = blocks(region, [5 * MIB])
-    before = host_held_bytes()
-    controls.arm(2)  # synchronize, pin
-    with pytest.raises(memsaver.BackupError, match="injected") as caught:
-        region.pause()
-    assert (caught.value.needed_bytes, caught.value.held_bytes) == (5 * MIB, before)
-    held[0].check()
 
 
 def test_a_resume_without_descriptors_leaves_the_region_paused(make: Make, ledger: Ledger) -> None:

@@ -149,17 +149,6 @@ def test_a_region_reports_discarded_contents(make: Make) -> None:
     del held
 
 
-def test_a_resume_that_fails_leaves_contents_given_up(make: Make) -> None:
-    region, other = make("host"), make()
-    held = blocks(region, [64 * MIB])
-    region.pause(backup="none")
-    room = other.empty((free_bytes() - 2 * MIB,), torch.uint8)  # not written: that would take seconds
-    with pytest.raises(memsaver.OutOfMemoryError):
-        region.resume(restore=False)
-    assert (region.discarded, region.state) == (True, "paused")
-    del room, held
-
-
 @pytest.mark.parametrize("shortage", ["host memory", "directory", "host memory for a file"])
 def test_a_backup_error_names_regions_units_and_a_remedy(make: Make, tmp_path: Path, shortage: str) -> None:
     memsaver.configure(disk_dir=tmp_path)

@@ -27,7 +27,6 @@ from tests.support import (
     free_bytes,
     host_used_bytes,
     run_clean,
-    segments,
     uint8,
 )
 
@@ -107,25 +106,6 @@ def test_growth_maps_little_more_than_the_allocated_bytes(make: Make, pattern: s
     assert sum(region._core.chunks) == region.mapped_bytes
 
 
-def test_a_small_region_maps_no_more_than_twice_its_contents(make: Make) -> None:
-    region = make()
-    held = []
-    for _ in range(20):
-        held.append(region.empty(300 * KIB // 4))
-        assert region.mapped_bytes <= max(PAGE, 2 * region.allocated_bytes + PAGE)
-
-
-def test_a_resume_merges_chunks_of_a_grown_region(make: Make) -> None:
-    region = make()
-    held = blocks(region, [4 * MIB] * 64)
-    grown = len(region._core.chunks)
-    region.pause()
-    region.resume()
-    assert len(region._core.chunks) < grown
-    assert 256 * MIB in region._core.chunks
-    assert [block.tensor.data_ptr() for block in held] == [block.address for block in held]
-
-
 def test_addresses_never_change_while_a_region_lives(make: Make) -> None:
     region = make(backup="host")
     held = blocks(region, [1000, 3 * MIB, 33 * MIB, PAGE])
@@ -151,32 +131,6 @@ def test_an_address_belongs_to_the_region_it_lies_in(make: Make) -> None:
     for address in (0, 1, id(elsewhere), (1 << 64) - 1):
         assert memsaver.regions.owning(address) is None
         assert not any(each.owns(address) for each in regions)
-
-
-def test_an_allocation_takes_the_last_of_the_device(make: Make) -> None:
-    region = make()
-    held = blocks(region, [32 * MIB])  # enough for larger chunks to be preferred
-    with Fill(leave=3 * PAGE):
-        held += blocks(region, [PAGE, PAGE, PAGE], seed=5)
-        assert free_bytes() == 0
-        for block in held:
-            block.check()
-
-
-def test_out_of_memory_in_an_allocation_changes_nothing(make: Make) -> None:
-    region = make()
-    held = blocks(region, [3 * MIB])
-    before = (region.allocated_bytes, region.mapped_bytes, segments(region))
-    with Fill(leave=4 * PAGE):
-        with pytest.raises(memsaver.OutOfMemoryError) as caught:
-            region.empty(100 * MIB, uint8())
-        assert caught.value.needed_bytes == 100 * MIB
-        assert caught.value.free_bytes == 4 * PAGE == free_bytes()
-        assert (region.allocated_bytes, region.mapped_bytes, segments(region)) == before
-        small = Block(region, 6 * MIB)  # a block that fits can still be allocated
-        small.check()
-    held[0].check()
-    Block(region, 100 * MIB).check()
 
 
 @pytest.mark.parametrize("nbytes", [4 * GIB, 1 << 40, 1 << 62])

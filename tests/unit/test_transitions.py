@@ -40,28 +40,6 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 # Memory and contents of a pause and a resume
 
 
-@pytest.mark.parametrize("backup", ["none", "host"])
-def test_a_pause_gives_all_memory_of_a_region_to_others(make: Make, backup: str) -> None:
-    region = make(backup)
-    before, used = free_bytes(), host_used_bytes()
-    held = blocks(region, [5 * MIB, 100, 33 * MIB, PAGE + 1])
-    mapped = region.mapped_bytes
-    assert free_bytes() == before - mapped
-    done = region.pause()
-    assert (region.state, region.mapped_bytes, free_bytes()) == ("paused", 0, before)
-    assert (done.paused, done.resumed, done.released_bytes) == ((region.tag,), (), mapped)
-    copied = done.copied_bytes
-    assert copied == region.backup_bytes == (region.allocated_bytes if backup == "host" else 0)
-    with Fill():
-        pass  # all of it can be taken
-    done = region.resume()
-    assert (region.state, free_bytes()) == ("active", before - region.mapped_bytes)
-    assert (done.paused, done.resumed, done.restored_bytes) == ((), (region.tag,), region.mapped_bytes)
-    assert (done.copied_bytes, region.backup_bytes, host_used_bytes()) == (copied, 0, used)
-    for block in held if backup == "host" else []:
-        block.check()
-
-
 def test_a_transition_returns_after_its_copies_end(make: Make) -> None:
     region = make("host")
     held = blocks(region, [40 * MIB, 100, 70 * MIB])
@@ -76,45 +54,7 @@ def test_a_transition_returns_after_its_copies_end(make: Make) -> None:
     assert not controls.context_lost()
 
 
-def test_a_backup_has_the_live_bytes(make: Make) -> None:
-    region = make("host")
-    held = blocks(region, [4096 + 512] * 1000)
-    del held[::2]
-    used = host_used_bytes()
-    assert region.pause().copied_bytes == 500 * (4096 + 512)
-    assert host_used_bytes() - used <= 500 * (4096 + 512) + 4096  # not rounded up for each tensor
-    assert region.resume().copied_bytes == 500 * (4096 + 512)
-    for block in held:
-        block.check()
-
-
 # Which regions
-
-
-def test_a_second_pause_or_resume_is_a_no_op(make: Make) -> None:
-    region = make("host")
-    held = blocks(region, [3 * MIB])
-    assert region.resume().resumed == ()
-    region.pause()
-    again = region.pause()
-    assert (again.paused, again.released_bytes, again.copied_bytes) == ((), 0, 0)
-    again = region.pause(backup="none")  # does not lose the backup that waits
-    assert again.paused == ()
-    region.resume()
-    assert (region.resume().resumed, region.resume().copied_bytes) == ((), 0)
-    held[0].check()
-
-
-def test_pause_and_resume_take_a_tag_several_tags_or_nothing(make: Make) -> None:
-    one, two, three = make(), make(), make()
-    assert memsaver.pause([]) == memsaver.resume([]) == memsaver.switch(pause=[], resume=()) == memsaver.Transition()
-    assert memsaver.pause(one.tag).paused == (one.tag,)
-    assert memsaver.pause([one.tag, two.tag]).paused == (two.tag,)
-    assert three.tag in memsaver.pause().paused
-    assert all(region.state == "paused" for region in (one, two, three))
-    assert memsaver.resume((two.tag,)).resumed == (two.tag,)
-    assert {one.tag, three.tag} <= set(memsaver.resume().resumed)
-    assert all(region.state == "active" for region in (one, two, three))
 
 
 def test_entering_or_allocating_in_a_paused_region_raises(make: Make) -> None:
@@ -146,25 +86,6 @@ def test_a_switch_hands_chunks_from_region_to_region(make: Make) -> None:
     assert sorted(back._core.chunks) == sorted(sizes)
     assert (free_bytes(), descriptors()) == (before, files)
     del held
-
-
-def test_a_switch_works_on_a_full_device_where_a_resume_cannot(make: Make) -> None:
-    out, back = make("host"), make("host")
-    held = blocks(back, [20 * MIB, 3 * MIB, 100])
-    back.pause()
-    held += blocks(out, [24 * MIB, 1 * MIB, MIB // 2], seed=10)
-    with Fill():
-        with pytest.raises(memsaver.OutOfMemoryError):
-            back.resume()
-        assert (out.state, back.state) == ("active", "paused")
-        for _ in range(3):
-            memsaver.switch(pause=out.tag, resume=back.tag)
-            assert (out.state, back.state) == ("paused", "active")
-            for block in held[:3]:
-                block.check()
-            memsaver.switch(pause=[back.tag], resume=[out.tag])
-            for block in held[3:]:
-                block.check()
 
 
 def test_a_switch_that_cannot_have_the_memory_changes_nothing(make: Make) -> None:
@@ -324,28 +245,6 @@ def test_a_bound_ends_the_wait_for_an_earlier_transition(make: Make, threads: Th
         earlier.abort()
         wait(late)
         region.resume()
-    assert region.pause(timeout=60.0).paused == (region.tag,)
-    region.resume()
-    held[0].check()
-
-
-@pytest.mark.parametrize("records", [True, False])
-def test_a_bound_of_zero_raises_if_the_call_would_wait(make: Make, records: bool) -> None:
-    controls.record_supported(records)
-    region = make("host")
-    held = blocks(region, [MIB])
-    _core.settle()  # nothing is in flight
-    for _ in range(20):
-        assert region.pause(timeout=0).paused == (region.tag,)
-        region.resume(timeout=0)
-    stream = controls.stream_create()
-    reading = controls.stream_read(stream, held[0].address, 4)  # until its stream is released
-    try:
-        with pytest.raises(memsaver.WaitTimeoutError, match="stage 'device'.*; nothing has changed$"):
-            region.pause(timeout=0)
-        assert region.state == "active" and reading.bytes() is None
-    finally:
-        controls.stream_release(stream)
     assert region.pause(timeout=60.0).paused == (region.tag,)
     region.resume()
     held[0].check()
