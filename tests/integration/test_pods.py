@@ -243,7 +243,7 @@ def test_commands_apply_to_the_job_of_the_variable(
     monkeypatch.setenv("MEMSAVER_JOB", "second")
     assert cli.main(["top", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["pools"] == []
-    assert cli.main(["top", "--once"]) == 0
+    assert cli.main(["top"]) == 0
     assert "have brokers (1): MEMSAVER_JOB" in capsys.readouterr().out
     for command in (("trim",), ("broker", "--stop")):
         assert cli.main(command) == 1
