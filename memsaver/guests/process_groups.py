@@ -49,17 +49,16 @@ class ProcessGroups(Guest):
     A resume opens the groups of all ranks, or closes those of all ranks again. After failures on any ranks, the groups
     are opened as soon as all ranks resume at the same time. The ranks agree through the store of the world.
 
-    Splits of communicators (``torch.distributed.split_group()``) are not used: groups that torch would split from the
-    world get connections of their own.
+    Groups that torch would split from the world (``torch.distributed.split_group()``) get connections of their own.
 
     Args:
         tags: As for ``memsaver.Guest``.
         name: As for ``memsaver.Guest``.
         order: As for ``memsaver.Guest``.
         backends: The groups to wrap: those with one of these backends. Others stay open.
-        timeout: Seconds. A pause waits at most so long for collectives, and at most so long until all groups are
-            closed. A resume waits at most so long until all ranks have come and all groups are open. A store that does
-            not answer adds at most 10 s.
+        timeout: Seconds. A pause waits at most so long for collectives, and so long until all groups are closed. A
+            resume waits at most so long until all ranks have come and all groups are open. A store that does not answer
+            adds at most 10 s.
 
     Raises:
         memsaver.Error: There is such a guest in this process already, or the world has been made.
@@ -73,8 +72,7 @@ class ProcessGroups(Guest):
         >>> groups.closed
         ['0']
         >>> done = memsaver.resume("params")
-        >>> tensor = torch.ones(1)
-        >>> torch.distributed.all_reduce(tensor)
+        >>> torch.distributed.all_reduce(torch.ones(1))
         >>> torch.distributed.destroy_process_group()
         >>> memsaver.unregister(groups)
         >>> groups.unwrap()
