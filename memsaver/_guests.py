@@ -19,27 +19,19 @@ log = logging.getLogger("memsaver")
 class Guest:
     """Base class of guests, which leave before regions pause and come back after they have resumed.
 
-    A guest holds resources outside of regions, such as communicators, workspaces or caches.
-
-    A guest is away exactly while all of its tags are paused. A tag with regions is paused if all of its regions are. A
-    tag without regions is paused by a pause that names it or that names no tags, until a resume does the same.
-
-    Of several guests, the one with the smallest ``order`` leaves first and comes back last. Guests of one order leave
-    in the order in which they were registered.
+    A guest holds resources outside of regions, such as communicators, workspaces or caches. It is away exactly while
+    all of its tags are paused. A tag with regions is paused if all of its regions are. A tag without regions is paused
+    by a pause that names it or that names no tags, until a resume does the same.
 
     Derived classes override ``leave()`` and ``come_back()``, and ``prepare()`` and ``nbytes`` if they can. The library
-    calls one guest at a time, in the thread of the transition. These methods must not call ``memsaver.pause()``,
-    ``resume()`` or ``switch()`` for tags of guests: that raises memsaver.Error.
+    calls one guest at a time, in the thread of the transition. These methods must not start a transition of tags of
+    guests: that raises memsaver.Error.
 
     Args:
         name: The name in errors and in ``memsaver.stats()``.
         tags: A tag, or several. Regions need not have them.
-        order: Its place among the guests.
-
-    Attributes:
-        name: As above.
-        tags: As above.
-        order: As above.
+        order: The guest with the smallest order leaves first and comes back last. Guests of one order leave in the
+            order in which they were registered.
 
     Examples:
         >>> class Connections(memsaver.Guest):
@@ -49,57 +41,44 @@ class Guest:
         ...         print("open connections")
         >>> connections = Connections("connections", tags="kv_cache")
         >>> memsaver.register(connections)
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> done = memsaver.pause("kv_cache")
+        >>> done = memsaver.pause("kv_cache"), memsaver.resume("kv_cache")
         close connections
-        >>> done = memsaver.resume("kv_cache")
         open connections
         >>> memsaver.unregister(connections)
     """
-
-    name: str
-    tags: tuple[str, ...]
-    order: int
 
     def __init__(self, name: str, tags: str | Iterable[str], *, order: int = 0) -> None:
         if not isinstance(name, str) or not name:
             raise TypeError(f"name is {name!r}, expected a string that is not empty")
         if isinstance(order, bool) or not isinstance(order, int):
             raise TypeError(f"order is {order!r}, expected an integer")
-        self.name = name
+        self.name, self.order = name, order
         self.tags = (tags,) if isinstance(tags, str) else tuple(dict.fromkeys(several(tags, "tags")))
-        self.order = order
         if not self.tags:
             raise ValueError(f"tags is {tags!r}, expected at least one tag")
         for tag in self.tags:
             check_tag(tag)
 
     def prepare(self) -> None:
-        """Refuses a pause that ``leave()`` could not complete. This method does nothing.
+        """Raises an error if the guest cannot leave now: the pause raises GuestError, and nothing has changed.
 
         It runs in the first half of a pause, before memory is reserved. The pause may still be aborted, and the guest
         is not told. So an override either checks, or releases resources that refill by themselves.
-
-        Raises:
-            Exception: The guest cannot leave now. The pause raises GuestError, and nothing has changed.
         """
 
     def leave(self) -> None:
         """Releases the resources of the guest. Regions of the pause have stopped all work and are not yet unmapped.
 
-        Raises:
-            Exception: The guest could not leave, and is as it was. The pause raises GuestError, the guests that have
-                left come back, and the regions stay active. After an interrupt, such as KeyboardInterrupt, the library
-                calls ``come_back()`` of this guest as well.
+        If it raises an error, it is as it was: the pause raises GuestError, the guests that have left come back, and
+        the regions stay active. After an interrupt, ``come_back()`` of this guest is called as well.
         """
         raise NotImplementedError(f"{type(self).__name__}.leave() is missing, expected an override")
 
     def come_back(self) -> None:
         """Takes the resources again that ``leave()`` released. The regions of the resume are active.
 
-        Raises:
-            Exception: The guest could not come back, and is still away. The resume raises GuestError. Another resume
-                calls this method again, and then the guests that have not come back yet.
+        If it raises an error, it is still away: the resume raises GuestError. Another resume calls this method again,
+        and then those of the guests that have not come back yet.
         """
         raise NotImplementedError(f"{type(self).__name__}.come_back() is missing, expected an override")
 
@@ -149,13 +128,10 @@ def register(guest: Guest) -> None:
         >>> class Cache(memsaver.Guest):
         ...     def leave(self):
         ...         print("leave")
-        ...     def come_back(self):
-        ...         print("come back")
         >>> cache = Cache("cache", tags="cache")
         >>> memsaver.register(cache)
-        >>> memsaver.pause("cache").paused
+        >>> done = memsaver.pause("cache")
         leave
-        ('cache',)
         >>> memsaver.unregister(cache)
     """
     if not isinstance(guest, Guest):
@@ -177,14 +153,9 @@ def unregister(guest: Guest) -> None:
         ValueError: The guest is not registered.
 
     Examples:
-        >>> class Cache(memsaver.Guest):
-        ...     def leave(self):
-        ...         print("leave")
-        >>> cache = Cache("cache", tags="cache")
-        >>> memsaver.register(cache)
-        >>> memsaver.unregister(cache)
-        >>> [each.name for each in memsaver.stats().guests]
-        []
+        >>> workspaces = memsaver.guests.Workspaces("params")
+        >>> memsaver.register(workspaces)
+        >>> memsaver.unregister(workspaces)
     """
     name = getattr(guest, "name", None)
     found = _entries.get(name) if isinstance(name, str) else None
@@ -210,15 +181,10 @@ def tags() -> set[str]:
 
 def rows() -> list[dict[str, Any]]:
     """The guests, one dictionary each, in the order in which they leave. ``nbytes`` is None if the guest raises."""
+    found = [(each.guest, each.state) for each in _in_order()]
     return [
-        {
-            "name": each.guest.name,
-            "tags": each.guest.tags,
-            "order": each.guest.order,
-            "state": each.state,
-            "nbytes": _nbytes(each.guest),
-        }
-        for each in _in_order()
+        {"name": each.name, "tags": each.tags, "order": each.order, "state": state, "nbytes": _nbytes(each)}
+        for each, state in found
     ]
 
 

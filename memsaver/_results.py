@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import logging
 import os
 import threading
 import time
@@ -12,14 +11,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NoReturn, TypeVar
-
-from memsaver import _core
-from memsaver.errors import gib
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _EXIT_S = 2.0  # at the exit of the interpreter, for calls of daemon threads under way
@@ -59,58 +54,11 @@ class TransitionFuture(Future[Transition]):
     ``memsaver.start()`` returns it. ``result()`` and ``await`` return the ``Transition`` or raise its error. A
     transition cannot be cancelled: ``cancel()`` returns False.
 
-    Attributes:
-        pause: Tags of the regions and guests to pause.
-        resume: Tags of the regions and guests to resume.
-
     Examples:
         >>> region = memsaver.region("optimizer", device="cpu", backup="host")
-        >>> moving = memsaver.start(pause=region)
-        >>> moving.result(timeout=60).paused
+        >>> memsaver.start(pause=region).result(timeout=60).paused
         ('optimizer',)
-        >>> moving
-        <memsaver.TransitionFuture pause=('optimizer',), done>
     """
-
-    pause: tuple[str, ...] = ()
-    resume: tuple[str, ...] = ()
-
-    def __repr__(self) -> str:
-        tags = [f"{name}={tags!r}" for name, tags in (("pause", self.pause), ("resume", self.resume)) if tags]
-        state = "running"
-        if self.done():
-            state = "done" if self.exception() is None else f"failed: {self.exception()!r}"
-        return f"<memsaver.TransitionFuture {', '.join([*tags, state])}>"
-
-    def result(self, timeout: float | None = None) -> Transition:
-        """Waits for the end of the transition.
-
-        Args:
-            timeout: Seconds to wait. None: no bound.
-
-        Returns:
-            The transition.
-
-        Raises:
-            TimeoutError: The transition is still under way after ``timeout`` seconds. It continues.
-            Exception: The error of the transition.
-
-        Examples:
-            >>> region = memsaver.region("optimizer", device="cpu", backup="host")
-            >>> _ = region.pause()
-            >>> moving = memsaver.start(resume=region)
-            >>> moving.result(timeout=60).resumed
-            ('optimizer',)
-        """
-        try:
-            return super().result(timeout)
-        except FutureTimeoutError:
-            if self.done():  # the error is the transition's own, or it has ended just now
-                return super().result()
-            raise TimeoutError(f"the transition is still under way after {timeout} s") from None
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a TransitionFuture cannot be pickled: pickle its result()")
 
     def __await__(self) -> Generator[Any, None, Transition]:
         import asyncio  # which takes longer to import than all of memsaver
@@ -192,8 +140,6 @@ def _work(calls: SimpleQueue[Callable[[], None] | None]) -> None:
         del call  # and its result
 
 
-log = logging.getLogger("memsaver")
-
 _KEPT = 1000
 
 
@@ -202,12 +148,11 @@ class TransitionStage:
     """A step of a transition.
 
     Attributes:
-        name: The waits of ``WaitTimeoutError.stage`` and ``OutOfMemoryError.stage``: ``"queue"``, ``"readers"``,
-            ``"launches"``, ``"device"``, ``"memory"``, ``"backup"``, ``"guests"``. ``"guests prepare"``,
-            ``"guests leave"``, ``"guests come back"``: the method of a guest. ``"prepared"``: the transition waits for
-            its commit by a group. ``"move"``: chunks and contents move.
+        name: A wait of ``WaitTimeoutError.stage`` or ``OutOfMemoryError.stage``; ``"guests prepare"``,
+            ``"guests leave"`` or ``"guests come back"``, the method of a guest; ``"prepared"``, the wait for the commit
+            by a group; or ``"move"``: chunks and contents move.
         began_s: Seconds from the begin of the transition to that of the stage.
-        seconds: Its duration: until the next stage began, until the end of the transition, or until now.
+        seconds: Its duration, until now if it has not ended.
         guest: The name of the guest, if a method of a guest runs.
     """
 
@@ -272,7 +217,6 @@ class Recorder:
         if self._ended is None:
             text = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
             self._ended = self._record(outcome, text, **nbytes)
-            _log_unreleased()
 
     def record(self) -> TransitionRecord:
         if self._ended is None and self.core_stages() is None:
@@ -292,16 +236,6 @@ class Recorder:
         )  # fmt: skip
 
 
-def _log_unreleased() -> None:
-    """Warns once if the driver has refused to release memory."""
-    global _is_logged
-    nbytes = _core.unreleased_bytes()
-    if nbytes and not _is_logged:
-        _is_logged = True
-        log.warning("the driver failed to release %s: they may be lost until this process ends", gib(nbytes))
-
-
-_is_logged = False
 _numbers = itertools.count(1)
 _recorders: deque[Recorder] = deque(maxlen=_KEPT)
 
@@ -315,11 +249,9 @@ def history() -> list[TransitionRecord]:
         The transitions in the order of their begins: dataclasses of ``memsaver.figures``.
 
     Examples:
-        >>> weights = memsaver.region("weights", device="cpu", backup="host")
-        >>> _ = weights.pause(), weights.resume()
-        >>> for each in memsaver.history()[-2:]:
-        ...     print(each.pause, each.resume, each.outcome, each.stages[0].name)
-        ('weights',) () done queue
-        () ('weights',) done queue
+        >>> _ = memsaver.region("weights", device="cpu", backup="host").pause()
+        >>> last = memsaver.history()[-1]
+        >>> last.pause, last.resume, last.outcome, last.stages[0].name
+        (('weights',), (), 'done', 'queue')
     """
     return [each.record() for each in list(_recorders)]

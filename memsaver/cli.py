@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from memsaver.broker import daemon, discovery
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.clients import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
-from memsaver.config import parse_drop_in, parse_size, settings
+from memsaver.config import parse_drop_in, parse_seconds, parse_size, settings
 from memsaver.drop_in import startup
 from memsaver.errors import BrokerError, ConfigError, Error, gib
 from memsaver.policies import BACKUPS
@@ -51,10 +51,16 @@ def _parser() -> argparse.ArgumentParser:
         help="index, cuda:INDEX, UUID, or cpu (default: GPU 0, or cpu on a machine without GPUs; with --stop: all)",
     )
     broker.add_argument(
-        "--capacity", type=_size, metavar="SIZE", help="most to lend (default: 90 %% of a GPU, all of the host device)"
+        "--capacity",
+        type=_parsed(parse_size, "SIZE"),
+        metavar="SIZE",
+        help="most to lend (default: 90 %% of a GPU, all of the host device)",
     )
     broker.add_argument(
-        "--linger", type=_seconds, metavar="SECONDS", help="end after so long without clients; else never"
+        "--linger",
+        type=_parsed(parse_seconds, "SECONDS"),
+        metavar="SECONDS",
+        help="end after so long without clients; else never",
     )
     broker.add_argument("--detach", action="store_true", help="run in the background, with a log beside the socket")
     broker.add_argument(
@@ -74,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
 
     trim = commands.add_parser("trim", help="give idle memory of the shared pools back to the driver")
     trim.add_argument("--device", help="that of one pool alone (default: all pools of this user)")
-    trim.add_argument("--keep", type=_size, default=0, metavar="SIZE", help="idle memory to keep (default: 0)")
+    trim.add_argument(
+        "--keep", type=_parsed(parse_size, "SIZE"), default=0, metavar="SIZE", help="idle memory to keep (default: 0)"
+    )
     trim.set_defaults(run=_trim)
 
     run = commands.add_parser(
@@ -89,14 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(run=_run)
 
     drop_in = commands.add_parser("drop-in", help="let Python prepare drop-ins when it starts")
-    actions = drop_in.add_subparsers(required=True, metavar="ACTION")
+    drop_in.set_defaults(run=_drop_in)
+    actions = drop_in.add_subparsers(required=True, metavar="ACTION", dest="action")
     install = actions.add_parser("install", help="write a file into this environment that turns drop-ins on")
     install.add_argument("names", nargs="+", metavar="NAME", help="vllm, tms, vllm:warn or tms:warn")
-    install.set_defaults(run=_drop_in_install)
-    remove = actions.add_parser("remove", help="remove this file")
-    remove.set_defaults(run=_drop_in_remove)
-    path = actions.add_parser("path", help="print a folder for PYTHONPATH, with MEMSAVER_DROP_IN, in place of the file")
-    path.set_defaults(run=_drop_in_path)
+    actions.add_parser("remove", help="remove this file")
+    actions.add_parser("path", help="print a folder for PYTHONPATH, with MEMSAVER_DROP_IN, in place of the file")
 
     config = commands.add_parser("config", help="show each option, its value, and the source of the value")
     config.add_argument("--json", action="store_true", help="print them as JSON")
@@ -105,21 +111,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text, "SIZE")
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _parsed(parse: Callable[[Any, str], Any], name: str) -> Callable[[str], Any]:
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text, name)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected seconds of 0 or more")
-    return seconds
+    return parsed
 
 
 def _broker(options: argparse.Namespace) -> int:
@@ -213,18 +212,13 @@ def _paths(device: str | None) -> list[Path]:
     return [path]
 
 
-def _drop_in_install(options: argparse.Namespace) -> int:
-    print(f"wrote {startup.install(options.names)}: each Python process of this environment uses these drop-ins")
-    return 0
-
-
-def _drop_in_remove(_: argparse.Namespace) -> int:
-    print(f"removed {startup.file()}" if startup.remove() else f"there is no {startup.file()}")
-    return 0
-
-
-def _drop_in_path(_: argparse.Namespace) -> int:
-    print(startup.FOLDER)
+def _drop_in(options: argparse.Namespace) -> int:
+    if options.action == "install":
+        print(f"wrote {startup.install(options.names)}: each Python process of this environment uses these drop-ins")
+    elif options.action == "remove":
+        print(f"removed {startup.file()}" if startup.remove() else f"there is no {startup.file()}")
+    else:
+        print(startup.FOLDER)
     return 0
 
 
@@ -286,7 +280,8 @@ def _top(options: argparse.Namespace) -> int:
     pools = []
     for path in paths:
         with AdminClient(path) as client:
-            pools.append(_status(client))
+            status = client.status()
+        pools.append({**status, "ledger": dataclasses.asdict(ledger.of_pool(status))})
     devices = [_figures(name) for name in _without_pool(options.device, {pool["uuid"] for pool in pools})]
     if options.json:
         if note:
@@ -319,16 +314,6 @@ def _figures(name: str) -> dict[str, Any]:
 def _lines_of_device(device: dict[str, Any]) -> list[str]:
     head = f"{device['device']} ({device['uuid']}), {gib(device['total_bytes'])}, without a shared pool"
     return [head, *_table(device["ledger"], [])]
-
-
-def _status(client: AdminClient) -> dict[str, Any]:
-    """The status of a pool, and the ledger of its device. Read again once if the ledger is inconsistent."""
-    status = client.status()
-    account = ledger.of_pool(status)
-    if not account.is_consistent:
-        status = client.status()
-        account = ledger.of_pool(status)
-    return {**status, "ledger": dataclasses.asdict(account)}
 
 
 def _lines(pool: dict[str, Any]) -> list[str]:

@@ -80,7 +80,7 @@ def _switch(value: Any, option: str) -> bool:
     return found
 
 
-def _seconds(value: Any, option: str) -> float:
+def parse_seconds(value: Any, option: str) -> float:
     found = math.nan
     with suppress(TypeError, ValueError):
         found = float(value) if isinstance(value, str) else seconds(value)
@@ -196,7 +196,7 @@ OPTIONS: Final = {
         Option("host_limit", None, _limit, _core.set_host_limit, "auto"),
         Option("verify", False, _switch, _moves.set_verify),
         Option("disk_dir", None, _disk_dir, lambda path: _core.set_disk_dir(path or "")),
-        Option("memory_timeout", 0.0, _seconds, _core.set_memory_timeout),
+        Option("memory_timeout", 0.0, parse_seconds, _core.set_memory_timeout),
         Option(
             "report_dir", None, _report_dir, lambda path: None,  # read by options()
             "memsaver-reports-<uid> in the temporary directory",

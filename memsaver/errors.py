@@ -54,7 +54,7 @@ class Error(RuntimeError):
             self.discarded = tuple(discarded)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), str(self), self.__dict__)
+        return type(self), (str(self),), self.__dict__
 
 
 class OutOfMemoryError(Error):
@@ -74,14 +74,6 @@ class OutOfMemoryError(Error):
         ledger: The memory in use on the device by process and kind, this process's own outside of regions included:
             one dictionary each, with the fields of ``LedgerRow`` (see ``memsaver.stats()``). Empty if it cannot be
             read.
-
-    Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> try:
-        ...     kv.empty(1 << 50, torch.uint8)
-        ... except memsaver.OutOfMemoryError as error:
-        ...     print(error.stage, error.device, error.needed_bytes > error.free_bytes)
-        memory cpu True
     """
 
     stage = "memory"
@@ -99,15 +91,6 @@ class RegionPausedError(Error):
     Attributes:
         tag: The tag of the region.
         state: The state of the region: ``"pausing"``, ``"paused"``, ``"resuming"`` or ``"lost"``.
-
-    Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> _ = kv.pause()
-        >>> try:
-        ...     kv.empty(16)
-        ... except memsaver.RegionPausedError as error:
-        ...     print(error.tag, error.state)
-        kv_cache paused
     """
 
     tag: str
@@ -121,13 +104,6 @@ class DriverError(Error):
         call: The name of the call.
         code: The code of CUDA, an errno, or -1 if there is no CUDA driver.
         message: The driver's text.
-
-    Examples:
-        >>> weights = memsaver.region("weights", device="cpu")
-        >>> try:
-        ...     transition = memsaver.pause("weights")
-        ... except memsaver.DriverError as error:
-        ...     print(error.call, error.code, error.message)
     """
 
     call: str
@@ -145,16 +121,6 @@ class BackupError(Error):
         held_bytes: Memory or disk space that this process holds for backups.
         available_bytes: Memory or disk space that was available. 0 if a call failed for another reason.
         regions: Tags of the regions whose contents the pause was to keep. Empty for other calls.
-
-    Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> cache = kv.empty(16)
-        >>> _ = kv.pause()
-        >>> try:
-        ...     memsaver.cpu_backup(cache)
-        ... except memsaver.BackupError as error:
-        ...     print(error.regions, error.available_bytes)
-        () 0
     """
 
     needed_bytes: int
@@ -167,9 +133,7 @@ class BackupError(Error):
         """Adds the regions whose contents the transition was to keep, with the remedies for their policies."""
         self.regions = tuple(kept)
         remedies = [_REMEDIES[policy] for policy in ("host", "disk") if policy in kept.values()]
-        if (
-            remedies == [_REMEDIES["disk"]] and self._of_pinned_memory
-        ):  # contents pass through it on their way to a file
+        if remedies == [_REMEDIES["disk"]] and self._of_pinned_memory:  # through which contents pass to a file
             remedies = ["free host memory, raise configure(host_limit=...), or pause with backup='none'"]
         figures = f"{gib(self.needed_bytes)} needed, {gib(self.held_bytes)} held, {gib(self.available_bytes)} available"
         names = ", ".join(map(repr, kept))
@@ -188,13 +152,6 @@ class ConfigError(Error, ValueError):
     Attributes:
         option: The name of the option.
         value: The value that was given. None if there is none.
-
-    Examples:
-        >>> try:
-        ...     memsaver.configure(retain="two gigabytes")
-        ... except memsaver.ConfigError as error:
-        ...     print(error.option, error.value)
-        retain two gigabytes
     """
 
     option: str | None = None
@@ -206,13 +163,6 @@ class BrokerError(Error):
 
     Attributes:
         path: The path of the broker's socket.
-
-    Examples:
-        >>> weights = memsaver.region("weights", device="cpu")
-        >>> try:
-        ...     transition = memsaver.pause("weights")
-        ... except memsaver.BrokerError as error:
-        ...     print(error.path)
     """
 
     path: str
@@ -226,13 +176,6 @@ class WaitTimeoutError(Error, TimeoutError):
             guarded replays under way. ``"device"``: for work queued on the device. ``"backup"``: for host memory that
             is being allocated. ``"guests"``: for guests of another transition. ``"answer"``: for a member of a group.
         waited_s: Seconds since the call began.
-
-    Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> try:
-        ...     done = memsaver.pause("kv_cache", timeout=10)
-        ... except memsaver.WaitTimeoutError as error:
-        ...     print(error.stage, error.waited_s)
     """
 
     stage: str
@@ -248,19 +191,6 @@ class GuestError(Error):
     Attributes:
         guest: The name of the guest.
         stage: ``"prepare"``, ``"leave"`` or ``"come back"``.
-
-    Examples:
-        >>> class Cache(memsaver.Guest):
-        ...     def leave(self):
-        ...         raise OSError("in use")
-        >>> cache = Cache("cache", tags="cache")
-        >>> memsaver.register(cache)
-        >>> try:
-        ...     done = memsaver.pause("cache")
-        ... except memsaver.GuestError as error:
-        ...     print(error.guest, error.stage)
-        cache leave
-        >>> memsaver.unregister(cache)
     """
 
     guest: str
@@ -274,13 +204,6 @@ class AttachedError(Error):
         stage: ``"readers"``.
         tag: The tag of the region.
         holders: The attached processes: tuples of pid and name.
-
-    Examples:
-        >>> weights = memsaver.region("weights", device="cpu", backup="host")
-        >>> try:
-        ...     done = memsaver.pause("weights", reader_timeout=5)
-        ... except memsaver.AttachedError as error:
-        ...     print(error.tag, error.holders)
     """
 
     stage = "readers"
@@ -301,19 +224,6 @@ class ReceiveError(Error):
             ``"event"``: the tensor was received more often than it was sent, and the sender could not wait for its work
             on it.
         pid: The process that sent the tensor. None in the sender itself.
-
-    Examples:
-        >>> import pickle
-        >>> from multiprocessing.reduction import ForkingPickler
-        >>> memsaver.configure(patches="multiprocessing")
-        >>> weights = memsaver.region("weights", device="cpu", backup="host")
-        >>> sent = bytes(ForkingPickler.dumps(weights.empty((4,))))
-        >>> _ = weights.pause(), weights.resume()
-        >>> try:
-        ...     received = pickle.loads(sent)
-        ... except memsaver.ReceiveError as error:
-        ...     print(error.reason)
-        stale
     """
 
     reason: str
@@ -348,12 +258,6 @@ class VerifyError(Error):
     offset: int
 
 
-def _rebuild(kind: type[Error], message: str, fields: dict[str, Any]) -> Error:
-    error = kind(message)
-    error.__dict__.update(fields)
-    return error
-
-
 def gib(nbytes: int) -> str:
     """Bytes with a unit: ``"1.50 GiB"``, or MiB below one GiB."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.1f} MiB"
@@ -371,7 +275,7 @@ def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
     if kind == "OutOfMemoryError":
         fields["unused"] = [(pid, process_name(pid), nbytes, why) for pid, nbytes, why in fields["unused"]]
         fields["ledger"], lines = _ledger(fields["device"])
-        message = "\n  ".join([_out_of_memory(**fields), *lines])
+        message = "\n  ".join([_out_of_memory(fields), *lines])
     if kind == "AttachedError":
         fields["holders"] = [(pid, process_name(pid)) for pid in fields["holders"]]
         names = ", ".join(f"{name} (pid {pid})" for pid, name in fields["holders"])
@@ -381,20 +285,14 @@ def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
     return _KINDS[kind](message, **fields)
 
 
-def _out_of_memory(
-    device: str,
-    needed_bytes: int,
-    free_bytes: int,
-    waited_s: float,
-    unused: list[tuple[int, str, int, str]],
-    ledger: list[dict[str, Any]],
-) -> str:
+def _out_of_memory(fields: dict[str, Any]) -> str:
+    needed, free, waited_s = (fields[name] for name in ("needed_bytes", "free_bytes", "waited_s"))
     waited = f" after waiting {waited_s:.2f} s" if waited_s else ""
-    kept = [f"{name} (pid {pid}) {why}" for pid, name, _, why in unused]
+    kept = [f"{name} (pid {pid}) {why}" for pid, name, _, why in fields["unused"]]
     idle = f"; unused and not returned: {'; '.join(kept)}" if kept else ""
     return (
-        f"out of memory on {device} (stage 'memory'): {gib(needed_bytes)} ({needed_bytes} bytes) needed, "
-        f"{gib(free_bytes)} ({free_bytes} bytes) free{waited}{idle}{_UNCHANGED}"
+        f"out of memory on {fields['device']} (stage 'memory'): {gib(needed)} ({needed} bytes) needed, "
+        f"{gib(free)} ({free} bytes) free{waited}{idle}{_UNCHANGED}"
     )
 
 
@@ -415,17 +313,5 @@ def add_ledger(error: BaseException, device: str) -> None:
             error.add_note(line)
 
 
-_KINDS: dict[str, type[Error]] = {
-    kind.__name__: kind
-    for kind in (
-        Error,
-        OutOfMemoryError,
-        RegionPausedError,
-        DriverError,
-        BackupError,
-        ConfigError,
-        BrokerError,
-        AttachedError,
-        WaitTimeoutError,
-    )
-}
+_ALL: list[type[Error]] = [Error, *Error.__subclasses__()]
+_KINDS = {kind.__name__: kind for kind in _ALL}

@@ -156,10 +156,6 @@ class Stats:
         lines += [f"guest {each.name!r} is {each.state}" for each in self.guests]
         return "\n".join(lines) or "no device is in use"
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """For IPython and Jupyter."""
-        printer.text(str(self))
-
     def asdict(self) -> dict[str, Any]:
         """Converts the figures into nested dictionaries and lists, such as ``json.dumps()`` takes.
 

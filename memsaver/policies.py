@@ -26,18 +26,9 @@ def seconds(value: object, name: str = "timeout") -> float:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds of one call, in seconds. The earliest bound that applies to a wait ends it.
+    """The bounds of one call, in seconds, as for ``memsaver.switch()``. The earliest that applies to a wait ends it.
 
-    Attributes:
-        timeout: Bound of the whole call up to its commit, from its beginning. It includes the waits for earlier
-            transitions on the same regions, for guarded replays, the device, memory and attached processes.
-            None: no bound.
-        memory_timeout: Bound of the wait for memory that others hold. None: that of ``configure(memory_timeout=...)``.
-        reader_timeout: Bound of the wait for other processes that are attached to regions that pause.
-
-    Raises:
-        TypeError: A bound is not a number.
-        ValueError: A bound is negative or NaN.
+    Raises TypeError or ValueError, as seconds().
     """
 
     timeout: float | None = None
@@ -116,14 +107,17 @@ _ByTag = dict[str, _V]
 _ByRole = dict[str, dict[str, _V]]
 
 
+# ``option``: the argument's name in an error.
+
+
 def check_backup(backup: object, option: str = "backup") -> None:
-    """Raises ValueError unless ``backup`` is a policy. ``option`` is the argument's name in the error."""
+    """Raises ValueError unless ``backup`` is a policy."""
     if backup not in BACKUPS:
         raise ValueError(f"{option} is {backup!r}, expected one of {_listed(BACKUPS)}")
 
 
 def check_restore(restore: object, option: str = "restore") -> None:
-    """Raises TypeError unless ``restore`` is a bool. ``option`` is the argument's name in the error."""
+    """Raises TypeError unless ``restore`` is a bool."""
     if not isinstance(restore, bool):
         raise TypeError(f"{option} is {restore!r}, expected True or False")
 
@@ -139,18 +133,12 @@ def restores(restore: Restore, tags: Sequence[str]) -> _ByTag[bool]:
 
 
 def turn_backups(backup: TurnBackup, leaving: Mapping[str, Sequence[str]], option: str = "backup") -> _ByRole[str]:
-    """By role and tag, the policies in a turn. ``leaving``: the tags that pause in it, by role.
-
-    Raises ValueError for unknown roles, tags that do not pause, and other policies.
-    """
+    """By role and tag, the policies in a turn. ``leaving``: the tags that pause in it, by role. Raises as backups()."""
     return {} if backup is None else _by_role(option, backup, leaving, check_backup)
 
 
 def turn_restores(restore: TurnRestore, coming: Mapping[str, Sequence[str]], option: str = "restore") -> _ByRole[bool]:
-    """By role and tag, whether a turn restores contents. ``coming``: the tags that resume in it, by role.
-
-    Raises ValueError for unknown roles and tags that do not resume, TypeError for values that are not bools.
-    """
+    """By role and tag, whether a turn restores contents. ``coming``: the tags that resume in it, by role."""
     return {} if restore is None else _by_role(option, restore, coming, check_restore)
 
 

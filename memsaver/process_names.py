@@ -10,6 +10,7 @@ from collections.abc import Sequence
 UNKNOWN = "?"
 _LONGEST = 100  # bytes
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]*")
+_FLAGS = re.compile(r"-(?!$)[bBdEiIOPqsSuvx]*(m?)")  # options of Python without values, and that of a module
 
 
 def process_name(pid: int) -> str:
@@ -52,21 +53,15 @@ def _printable(name: str) -> str:
 
 
 def _python_program(arguments: Sequence[str]) -> str | None:
-    """The file name of the script, or the module, of a command line of Python. None: it has neither."""
+    """The file name of the script, or the module, of a command line of Python. None: there is none, or -c, -W or -X."""
     if not _PYTHON.fullmatch(os.path.basename(arguments[0])):
         return None
     rest = iter(arguments[1:])
     for each in rest:
-        if not each.startswith("-") or each == "--":
-            script = next(rest, "") if each == "--" else each
-            return os.path.basename(script.rstrip("/")) or None
-        if each == "--check-hash-based-pycs":
-            next(rest, None)
-        # Letters may share a word: -um is -u -m. These take the rest of the word, or the next word.
-        elif not each.startswith("--") and (found := re.search("[cmWX]", each)):
-            value = each[found.end() :] or next(rest, "")
-            if found[0] in "cm":
-                return value or None if found[0] == "m" else None
-        elif each == "-":
+        if not each.startswith("-"):
+            return os.path.basename(each.rstrip("/")) or None
+        if (flags := _FLAGS.fullmatch(each)) is None:
             return None
+        if flags[1]:
+            return next(rest, None)
     return None

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 import sys
 import threading
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from memsaver import _core, _guests
@@ -24,8 +21,6 @@ if TYPE_CHECKING:
 
     from memsaver.transitions import Progress, Transition
 
-log = logging.getLogger("memsaver")
-
 _NO_FILL, *FILLS = _core.FILLS
 Ranges = list[tuple[int, int]]  # addresses, or offsets within a region, and bytes
 
@@ -36,11 +31,11 @@ class Region:
     ``memsaver.region()`` makes regions. A region lasts until ``close()``.
 
     On a CUDA device, a with statement places every torch allocation of the current thread in the region, those of
-    backward passes included. On the host driver, it places the results of torch's factory functions there; a with
-    statement without one, in a region without allocations, is a RuntimeWarning, once. Regions can be nested, entered
-    again, and entered by several threads at once. Entering a region raises RegionPausedError if the region is not
-    active, and memsaver.Error if it is frozen and its contents are copied. A with statement in a coroutine must not
-    await: other coroutines of the thread would allocate in the region. Its end raises memsaver.Error then.
+    backward passes included. On the host driver, it places the results of torch's factory functions there. Regions can
+    be nested, entered again, and entered by several threads at once. Entering a region raises RegionPausedError if the
+    region is not active, and memsaver.Error if it is frozen and its contents are copied. A with statement in a
+    coroutine must not await: other coroutines of the thread would allocate in the region, and its end raises
+    memsaver.Error.
 
     Attributes:
         tag: The name by which calls select the region.
@@ -79,7 +74,6 @@ class Region:
         self.frozen = core.frozen
         self.fill = core.fill if core.fill in FILLS else None
         self.one_handle = core.one_handle
-        self._is_warned = False
 
     @property
     def _core(self) -> Any:
@@ -155,7 +149,7 @@ class Region:
         reader_timeout: float = READERS_S,
         progress: Progress | None = None,
     ) -> Transition:
-        """Releases the region's memory and keeps its addresses. See ``memsaver.pause()``.
+        """Releases the region's memory and keeps its addresses, as ``memsaver.pause()`` does, with its errors.
 
         Args:
             backup: The policy of this pause. None: the region's own.
@@ -165,9 +159,6 @@ class Region:
 
         Returns:
             The transition.
-
-        Raises:
-            memsaver.Error: As from ``memsaver.pause()``, or the region was closed.
 
         Examples:
             >>> weights = memsaver.region("weights", device="cpu", backup="host")
@@ -189,7 +180,7 @@ class Region:
         memory_timeout: float | None = None,
         progress: Progress | None = None,
     ) -> Transition:
-        """Maps memory under the region's addresses, and copies back its contents. See ``memsaver.resume()``.
+        """Maps memory and copies back the contents, as ``memsaver.resume()`` does, with its errors.
 
         Args:
             restore: False leaves the contents undefined, for a region that is about to be overwritten.
@@ -200,17 +191,11 @@ class Region:
         Returns:
             The transition.
 
-        Raises:
-            memsaver.Error: As from ``memsaver.resume()``, or the region was closed.
-
         Examples:
             >>> weights = memsaver.region("weights", device="cpu", backup="host")
-            >>> tensor = weights.empty((4,)).fill_(2)
-            >>> _ = weights.pause()
-            >>> weights.resume().resumed
-            ('weights',)
-            >>> tensor
-            tensor([2., 2., 2., 2.])
+            >>> tensor = weights.empty((2,)).fill_(2)
+            >>> weights.pause().paused, weights.resume().resumed, tensor
+            (('weights',), ('weights',), tensor([2., 2.]))
         """
         from memsaver.transitions import transition
 
@@ -226,13 +211,10 @@ class Region:
 
         Examples:
             >>> reference = memsaver.region("reference", device="cpu", backup="host", frozen=True)
-            >>> tensor = reference.empty((4,)).fill_(1)
-            >>> _ = reference.pause(), reference.resume()
-            >>> reference.thaw()
-            >>> _ = tensor.fill_(3)
-            >>> _ = reference.pause(), reference.resume()
-            >>> tensor
-            tensor([3., 3., 3., 3.])
+            >>> tensor = reference.empty((2,)).fill_(1)
+            >>> _ = reference.pause(), reference.resume(), reference.thaw(), tensor.fill_(3)
+            >>> reference.pause().paused, reference.resume().resumed, tensor
+            (('reference',), ('reference',), tensor([3., 3.]))
         """
         self._core.thaw()
 
@@ -246,15 +228,13 @@ class Region:
             timeout: Seconds to wait for the device's work on freed tensors. None: no bound.
 
         Raises:
-            memsaver.Error: Tensors or graphs in the region are alive (the error names their bytes), a thread is
-                inside it, or a transition, a guarded replay, a reader of its backup or an attached process uses it.
-                The region is unchanged.
+            memsaver.Error: Tensors or graphs in the region are alive (the error names their bytes), or a thread, a
+                transition, a guarded replay, a reader of its backup or an attached process uses it. The region is
+                unchanged.
             WaitTimeoutError: The device's work has not ended within ``timeout``.
 
         Examples:
             >>> kv = memsaver.region("kv_cache", device="cpu")
-            >>> cache = kv.empty((1 << 20,))
-            >>> del cache
             >>> kv.close()
             >>> kv
             <memsaver.Region 'kv_cache' on cpu, backup='none', closed>
@@ -324,7 +304,6 @@ class Region:
 
         Examples:
             >>> weights = memsaver.region("weights", device="cpu", backup="host")
-            >>> weights.check_active("serve requests")
             >>> _ = weights.pause()
             >>> weights.check_active("serve requests")
             Traceback (most recent call last):
@@ -368,15 +347,6 @@ class Region:
                 f"region {self.tag!r} was entered during an await, so other coroutines may have allocated in it: "
                 "expected a with statement without await, such as one in a function that the coroutine calls"
             )
-        core = self._core
-        if self.device == "cpu" and not self._is_warned and core.state == "active" and not core.reserved_bytes:
-            self._is_warned = True
-            warnings.warn(
-                f"region {self.tag!r} was left without an allocation in it: on the host driver a with statement places "
-                "the results of torch's factory functions alone, and on a GPU every allocation of torch",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
     def __repr__(self) -> str:
         state = "closed" if self._handle.closed else self.state
@@ -386,8 +356,7 @@ class Region:
 class _Entries(threading.local):
     """The with statements of this thread inside an event loop: no other coroutine may run in them.
 
-    The loop calls the functions that ``call_soon()`` gets in the order of the calls. So if the coroutine awaits in the
-    with statement, the function runs before its end.
+    If the coroutine awaits in the with statement, the loop calls the function that ``call_soon()`` got before its end.
     """
 
     def __init__(self) -> None:
@@ -425,15 +394,7 @@ def _size(value: SupportsIndex) -> int:
 
 def default_device() -> str:
     """The current CUDA device where there is one, else ``"cpu"``."""
-    if _core.cuda_device_count() > 0:
-        return device_name("cuda")
-    _say_no_cuda()
-    return "cpu"
-
-
-@cache
-def _say_no_cuda() -> None:
-    log.info("there is no CUDA device: regions that name no device are on the host driver, in host memory")
+    return device_name("cuda") if _core.cuda_device_count() > 0 else "cpu"
 
 
 def region(
@@ -451,22 +412,18 @@ def region(
         tag: The name by which calls select the region. At most 200 printable characters.
         device: ``"cpu"`` (the host driver), ``"cuda"`` or ``"cuda:N"``. None: the current CUDA device, or ``"cpu"`` if
             there is no CUDA device.
-        backup: The policy for contents in a pause. ``"none"``: they are undefined after the resume. ``"host"``: they
-            are kept in pinned host memory. ``"disk"``: they are kept in a file in the directory of
-            ``configure(disk_dir=...)``. None: as the region was made; ``"none"`` if it is new.
-        frozen: True: the contents do not change after the first pause, as those of a reference model. The first pause
-            copies them out, and later pauses copy nothing. From the first pause on, allocations in the region raise
-            until ``Region.thaw()`` drops the copy. None: as the region was made; False if it is new.
-        fill: The value of memory without contents. By default it has zeros or old bytes of this process: bytes of other
-            processes, in chunks of a shared pool, are zeroed before a resume or an allocation ends. ``"zero"``: all
-            memory that resumes without contents is zero. ``"poison"``: it has bytes of 0xFF, which are NaN in float16,
-            bfloat16, float32, float64, float8_e4m3fn and float8_e5m2. ``"keep"``: nothing is written, and bytes of
-            other processes can be seen. None: as the region was made; the default if it is new.
+        backup: The policy for contents in a pause. ``"none"``, the default of a new region: they are undefined after
+            the resume. ``"host"``: they are kept in pinned host memory. ``"disk"``: they are kept in a file in the
+            directory of ``configure(disk_dir=...)``. Here and below, None is the value of the existing region.
+        frozen: True: the contents do not change after the first pause, which copies them out. Later pauses copy
+            nothing, and allocations in the region raise until ``Region.thaw()`` drops the copy.
+        fill: The value of memory without contents. By default it has zeros or old bytes of this process. ``"zero"``: it
+            is zero. ``"poison"``: it has bytes of 0xFF, which are NaN in torch's float types. ``"keep"``: nothing is
+            written, and bytes of other processes of a shared pool can be seen.
         one_handle: True: each segment (one allocation of torch's allocator, or of ``empty()``) has one handle of the
-            driver, of its size in whole pages of 2 MiB, as libraries expect that export the memory at a pointer. It can
-            be exported as a POSIX descriptor, and as a fabric handle where the driver makes such memory. It is created
-            by each resume, and released by each pause: no pool, no ``retain``, and a switch needs its memory to be free
-            before. None: as the region was made; False if it is new.
+            driver, of its size in whole pages of 2 MiB, as libraries expect that export the memory at a pointer. Each
+            resume creates it, and each pause releases it: no pool, no ``retain``, and a switch needs its memory to be
+            free before.
 
     Returns:
         The region. The same arguments give the same object.
@@ -646,23 +603,16 @@ def outside() -> AbstractContextManager[None]:
 def capturing() -> Iterator[None]:
     """Announces a capture that torch did not begin, such as one by CuPy, by cuda.core, or by C++ code.
 
-    A wait for the device, or a mark on all of its streams, breaks every capture under way in the process, and streams
-    cannot be enumerated. Within the block the library does neither, on all threads: a pause, a switch that pauses,
-    ``memsaver.trim()`` and the end of an attachment raise memsaver.Error before they wait, and memory that is freed in
-    a region is not reused until the end of the block. Entering the block waits for device-wide waits under way. Blocks
-    can be nested, also over threads; the end of the last one counts.
+    A wait for the device, or a mark on all of its streams, breaks every capture under way in the process. Within the
+    block the library does neither, on all threads: a pause, a switch that pauses, ``memsaver.trim()`` and the end of an
+    attachment raise memsaver.Error before they wait, and memory that is freed in a region is not reused until the end
+    of the block. Entering the block waits for device-wide waits under way. Blocks can be nested, also over threads.
 
     Captures by torch, those by ``memsaver.graph()`` included, need no such block.
 
     Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
         >>> with memsaver.capturing():
-        ...     # stream.begin_capture(); scale(x, out=y); graph = stream.end_capture()
-        ...     try:
-        ...         kv.pause()
-        ...     except memsaver.Error as error:
-        ...         print(type(error).__name__, kv.state)
-        Error active
+        ...     pass  # stream.begin_capture(); scale(x, out=y); graph = stream.end_capture()
     """
     _core.capture_begins()
     try:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from memsaver import _guests, policies, regions
@@ -36,18 +34,15 @@ def pause(
 
     Args:
         tags: A tag, a Region, several of either, or None for all regions. A tag selects its regions on all devices.
-            Guests of the tags leave first (see ``memsaver.Guest``), and None names the tags of all guests as well. An
-            empty list is a no-op.
-        backup: Another policy than the regions' own, for this pause: one for all tags, or ``{tag: policy}``. With
-            ``"none"`` the contents are undefined after the resume, also if the region's own policy keeps them;
-            ``Region.discarded`` is True until then. None: the regions' own policies.
-        timeout: Seconds for the whole call up to its commit, its waits included: for earlier transitions on the same
-            regions, for guarded replays under way, for the device, for attached processes. After the commit no bound
-            interrupts the call. None: no bound.
-        reader_timeout: Seconds to wait for other processes that have tensors of the regions, 60 by default. Of two
-            bounds the earlier one ends the wait.
-        progress: Called with the bytes copied and the bytes to copy, several times a second and at the end, by the
-            thread that copies. Exceptions from it are logged.
+            Guests of the tags leave first (see ``memsaver.Guest``); None names the tags of all guests as well.
+        backup: Another policy than the regions' own: one for all tags, or ``{tag: policy}``. With ``"none"`` the
+            contents are undefined after the resume, and ``Region.discarded`` is True until then if the region's own
+            policy keeps them.
+        timeout: Seconds for the whole call up to its commit, with all of its waits. None: no bound.
+        reader_timeout: Seconds to wait for other processes that have tensors of the regions. Of two bounds the earlier
+            one ends the wait.
+        progress: Called with the bytes copied and the bytes to copy, several times a second and at the end. Exceptions
+            from it are logged.
 
     Returns:
         The transition.
@@ -85,21 +80,18 @@ def resume(
     Resuming an active region is a no-op.
 
     Args:
-        tags: A tag, a Region, several of either, or None for all regions, as for ``pause()``. Guests of the tags come
-            back last.
+        tags: As for ``pause()``. Guests of the tags come back last.
         restore: False leaves the contents undefined, for regions that are about to be overwritten. For all tags, or
             ``{tag: bool}``; True for tags that are left out.
-        timeout: Seconds for the whole call up to its commit, as for ``pause()``. None: no bound.
-        memory_timeout: Seconds to wait for memory that others hold, after earlier transitions on the same regions have
-            ended. 0: no wait. None: as ``configure(memory_timeout=...)`` says, which is 0 by default. Of two bounds
-            the earlier one ends the wait.
-        progress: Called with the bytes copied and the bytes to copy, as for ``pause()``.
+        timeout: Seconds for the whole call up to its commit. None: no bound.
+        memory_timeout: Seconds to wait for memory that others hold. 0: no wait. None: as
+            ``configure(memory_timeout=...)`` says. Of two bounds the earlier one ends the wait.
+        progress: As for ``pause()``.
 
     Returns:
         The transition.
 
     Raises:
-        TypeError: An argument has a wrong type.
         ValueError: A tag has no region, or a bound is negative.
         OutOfMemoryError: The device is short of memory until a bound ends the wait. Nothing has changed.
         WaitTimeoutError: ``timeout`` ended another wait. Nothing has changed.
@@ -136,12 +128,12 @@ def switch(
     Args:
         pause: The regions to pause: a tag, a Region, several of either, or None for all regions.
         resume: The regions to resume, in the same forms.
-        backup: Another policy for the regions to pause, as for ``pause()``.
-        restore: False leaves the contents of the regions to resume undefined, as for ``resume()``.
+        backup: As for ``pause()``.
+        restore: As for ``resume()``.
         timeout: Seconds for the whole call up to its commit. None: no bound.
-        memory_timeout: Seconds to wait for memory that others hold, as for ``resume()``.
-        reader_timeout: Seconds to wait for attached processes, as for ``pause()``.
-        progress: Called with the bytes copied and the bytes to copy, as for ``pause()``.
+        memory_timeout: As for ``resume()``.
+        reader_timeout: As for ``pause()``.
+        progress: As for ``pause()``.
 
     Returns:
         The transition.
@@ -179,8 +171,8 @@ def start(
     Transitions of a region run in the order of the calls. The interpreter does not exit before their end.
 
     Args:
-        pause: The regions to pause: a tag, a Region, several of either, or None for all regions.
-        resume: The regions to resume, in the same forms.
+        pause: As for ``switch()``.
+        resume: As for ``switch()``.
         backup: As for ``switch()``.
         restore: As for ``switch()``.
         timeout: As for ``switch()``. The seconds begin with this call.
@@ -189,23 +181,20 @@ def start(
         progress: As for ``switch()``.
 
     Returns:
-        The future of the transition. ``result()`` and ``await`` raise the errors of the transition.
+        The future of the transition, whose ``result()`` and ``await`` raise its errors.
 
     Raises:
-        TypeError: An argument has a wrong type.
         ValueError: As from ``switch()``.
         memsaver.Error: A thread, this one included, is inside a region to pause.
 
     Examples:
         >>> weights = memsaver.region("weights", device="cpu", backup="host")
-        >>> moving = memsaver.start(pause="weights")
-        >>> moving.result(timeout=60).paused
+        >>> memsaver.start(pause="weights").result(timeout=60).paused
         ('weights',)
     """
     bounds = Bounds(timeout, memory_timeout, reader_timeout)
     leaving, coming = choose(pause, "pause"), choose(resume, "resume")
     future = TransitionFuture()
-    future.pause, future.resume = leaving.tags, coming.tags
     # To be taken once: after an interrupt its thread may run or not.
     queued = [_queued(leaving, coming, bounds, backup, restore, progress, thread=None)]
     try:
@@ -270,25 +259,18 @@ def _run(move: Move | None) -> Transition:
 
 
 class Prepared:
-    """A pause that has reserved all it needs and has changed nothing yet.
+    """A pause that has reserved all it needs and has changed nothing yet: ``prepare_pause()`` makes it.
 
-    ``prepare_pause()`` makes it. The regions are "pausing" until ``commit()`` or ``abort()``, or until it is dropped,
-    which aborts.
+    The regions are "pausing" until ``commit()`` or ``abort()``, or until it is dropped, which aborts.
     """
 
     def __init__(self, move: Move | None) -> None:
         self._move = move
 
     def commit(self) -> Transition:
-        """Lets guests leave, and pauses the regions.
+        """Lets guests leave, and pauses the regions. The errors are those of ``pause()``.
 
-        Returns:
-            The transition. An empty one after ``commit()`` or ``abort()``.
-
-        Raises:
-            GuestError: A guest could not leave. The regions are active again.
-            DriverError: A call of the driver failed; see ``pause()``.
-            BackupError: A file call failed.
+        Returns an empty transition after ``commit()`` or ``abort()``.
         """
         move, self._move = self._move, None
         if move is None:
@@ -319,17 +301,7 @@ def prepare_pause(
 ) -> Prepared:
     """Prepares a pause without committing it, for processes that pause together or not at all.
 
-    Args:
-        tags: A tag, a Region, several of either, or None for all regions, as for ``pause()``.
-        backup: Another policy for the regions, as for ``pause()``.
-        timeout: Seconds for the preparation, as for ``pause()``. None: no bound.
-        reader_timeout: Seconds to wait for attached processes, as for ``pause()``.
-
-    Returns:
-        The prepared pause, to commit or to abort.
-
-    Raises:
-        memsaver.Error: As from ``pause()`` before its commit. Nothing has changed.
+    The arguments and the errors are those of ``pause()`` up to its commit.
     """
     bounds = Bounds(timeout, reader_timeout=reader_timeout)
     move = _queued(choose(tags), NOTHING, bounds, backup, True, None, threading.get_ident())
@@ -344,18 +316,8 @@ def prepare_pause(
 
 
 Hook = Callable[[], object]
-
-
-@dataclass(frozen=True, eq=False)
-class Phase:
-    name: str
-    resident: Mapping[str | Region, None]  # in the order of the definition; a tag may be without a region yet
-    on_enter: Hook | None
-    on_exit: Hook | None
-
-
-_phases: dict[str, Phase] = {}
-_entered: list[Phase] = []  # phases whose block has not been left
+# By name, the regions and the hooks. A tag may be without a region yet.
+_phases: dict[str, tuple[list[str | Region], Hook | None, Hook | None]] = {}
 
 
 def define_phase(
@@ -368,12 +330,12 @@ def define_phase(
     """Defines the regions that are resident in a phase.
 
     A second definition replaces the first. So ``define_phase(name, [])`` removes all regions of a phase. A region that
-    was closed leaves the phases that name it as a Region. A tag that a phase names needs a region when it is entered.
+    was closed leaves the phases that name it as a Region.
 
     Args:
         name: The name of the phase.
-        resident: A tag, a Region, or several of either. The regions of a tag need not exist yet. Guests of a tag come
-            back with the phase, and leave if no phase that names their tags is entered: see ``memsaver.Guest``.
+        resident: A tag, a Region, or several of either. A tag needs a region when the phase is entered. Guests of a tag
+            come back with the phase, and leave with a phase that does not name their tags.
         on_enter: Called after the phase's regions have resumed.
         on_exit: Called at the end of the phase's with statement.
 
@@ -386,11 +348,11 @@ def define_phase(
     """
     if not isinstance(name, str):
         raise TypeError(f"name is {name!r}, expected a string")
-    parts = dict.fromkeys(regions.selected(resident, "resident"))
+    parts = regions.selected(resident, "resident")
     for hook in (on_enter, on_exit):
         if hook is not None and not callable(hook):
             raise TypeError(f"on_enter or on_exit is {hook!r}, expected something to call, or None")
-    _phases[name] = Phase(name, parts, on_enter, on_exit)
+    _phases[name] = parts, on_enter, on_exit
 
 
 def phase(
@@ -405,18 +367,17 @@ def phase(
 ) -> AbstractContextManager[Transition]:
     """Enters a phase in a with statement: of all regions in any phase, exactly those of this phase are resident.
 
-    Phases do not nest. An inner phase pauses the regions of the outer phase, and they stay paused at its end; a
-    RuntimeWarning names them. The end of the with statement calls ``on_exit`` and moves no regions.
+    Phases do not nest: an inner phase pauses the regions of the outer phase. The end of the with statement calls
+    ``on_exit`` and moves no regions.
 
     Args:
         name: The name of a phase that ``define_phase()`` has defined.
-        backup: Another policy for the regions that pause, as for ``memsaver.switch()``.
-        restore: False leaves the contents of the regions that resume undefined, as for ``memsaver.switch()``.
-        timeout: Seconds for the transition up to its commit, as for ``memsaver.switch()``. It does not bound
-            ``on_enter``. None: no bound.
-        memory_timeout: Seconds to wait for memory that others hold, as for ``memsaver.switch()``.
-        reader_timeout: Seconds to wait for attached processes, as for ``memsaver.switch()``.
-        progress: Called with the bytes copied and the bytes to copy, as for ``memsaver.switch()``.
+        backup: As for ``memsaver.switch()``, of the regions that pause.
+        restore: As for ``memsaver.switch()``, of the regions that resume.
+        timeout: Seconds for the transition up to its commit. None: no bound.
+        memory_timeout: Seconds to wait for memory that others hold, as for ``memsaver.resume()``.
+        reader_timeout: Seconds to wait for attached processes.
+        progress: Called with the bytes copied and the bytes to copy.
 
     Returns:
         A context manager. Its value is the transition into the phase.
@@ -440,56 +401,35 @@ def phase(
     bounds = Bounds(timeout, memory_timeout, reader_timeout)
     if isinstance(backup, str):
         check_backup(backup)
-    return _entered_phase(_phases[name], bounds, backup=backup, restore=restore, progress=progress)
+    return _entered_phase(name, bounds, backup=backup, restore=restore, progress=progress)
 
 
 @contextmanager
-def _entered_phase(entered: Phase, bounds: Bounds, **options: Any) -> Iterator[Transition]:
-    coming = regions.find([part for part in entered.resident if not _is_closed(part)])
-    named = {part for each in _phases.values() for part in each.resident}
+def _entered_phase(name: str, bounds: Bounds, **options: Any) -> Iterator[Transition]:
+    resident, on_enter, on_exit = _phases[name]
+    coming = regions.find([part for part in resident if isinstance(part, str) or not part._handle.closed])
+    named = {part for parts, *_ in _phases.values() for part in parts}
     every = regions.all_regions()
     staying = set(coming)
     leaving = [each for each in every if (each in named or each.tag in named) and each not in staying]
-    _warn_of_outer(entered, leaving)
     # Tags of guests alone. A tag with regions moves by them: a phase can name some of its regions.
     alone = (_guests.tags() & named) - {each.tag for each in every}
-    resident = alone.intersection(entered.resident)
-    moved = transition(Chosen(leaving, alone - resident), Chosen(coming, resident), bounds, **options)
-    if entered.on_enter is not None:
-        entered.on_enter()
+    back = alone.intersection(resident)
+    moved = transition(Chosen(leaving, alone - back), Chosen(coming, back), bounds, **options)
+    if on_enter is not None:
+        on_enter()
     try:
-        _entered.append(entered)
         yield moved
     finally:
-        if entered in _entered:  # no interrupt comes between this and the next call
-            _entered.remove(entered)
-        if entered.on_exit is not None:
-            entered.on_exit()
-
-
-def _is_closed(part: str | Region) -> bool:
-    return isinstance(part, Region) and part._handle.closed
-
-
-def _warn_of_outer(entered: Phase, leaving: list[Region]) -> None:
-    for outer in _entered:
-        lost = [each.tag for each in leaving if each in outer.resident or each.tag in outer.resident]
-        if lost:
-            tags = ", ".join(map(repr, dict.fromkeys(lost)))
-            warnings.warn(
-                f"phase {entered.name!r} is entered inside phase {outer.name!r} and pauses its regions: {tags}. They "
-                f"stay paused when {entered.name!r} is left; leave {outer.name!r} first, or enter it again",
-                RuntimeWarning,
-                stacklevel=4,  # the with statement, through phase() and its context manager
-            )
+        if on_exit is not None:
+            on_exit()
 
 
 def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
     """Returns memory that active regions hold and that no tensor uses, after waiting for the device.
 
     These are the free blocks of torch's pools and the chunks without a segment. Contents do not move: a chunk with a
-    live tensor stays whole. A pause and a resume lay the chunks of a region out anew, so that it maps at most its
-    allocated bytes plus 5 % plus 48 MiB.
+    live tensor stays whole. A pause and a resume lay the chunks of a region out anew.
 
     A pool of torch cannot shrink, so a new pool takes its place. Segments with live tensors are freed after the tensors
     by ``torch.cuda.empty_cache()``. Pools with graphs are not changed.
@@ -499,7 +439,6 @@ def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
         timeout: Seconds to wait for the device's work. None: no bound.
 
     Raises:
-        TypeError: ``tags`` is not a selection.
         ValueError: A tag has no region, or ``timeout`` is negative.
         WaitTimeoutError: ``timeout`` ended the wait.
         memsaver.Error: A graph is being captured.

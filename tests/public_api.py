@@ -9,13 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import typing_extensions
-
 import memsaver
 import memsaver.distributed
-
-# Names that the sources import for type checkers alone.
-_FOR_TYPE_CHECKERS: dict[str, Any] = {"Unpack": typing_extensions.Unpack}
 
 try:
     import memsaver.ray
@@ -73,9 +68,6 @@ class Name:
         """The annotation of the result."""
         return _returns(self.function)
 
-    def returns_of_overloads(self) -> list[Any]:
-        return [_returns(each) for each in typing.get_overloads(self.function)]
-
 
 def signature(function: Callable[..., Any]) -> inspect.Signature:
     """The signature in the source. Ray adds a parameter to the methods of a class that becomes an actor."""
@@ -86,7 +78,7 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
 def _returns(function: Callable[..., Any]) -> Any:
     import torch
 
-    names = {**vars(memsaver.transitions), **_FOR_TYPE_CHECKERS, "torch": torch, **function.__globals__}
+    names = {**vars(memsaver.transitions), "torch": torch, **function.__globals__}
     return typing.get_type_hints(function, globalns=names)["return"]
 
 

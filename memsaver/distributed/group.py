@@ -57,16 +57,11 @@ class Group:
         Under ``torchrun`` after ``init_process_group()``, the arguments ``store``, ``rank`` and ``world_size`` are left
         out:
 
-        >>> kv, params = (memsaver.region(tag, device="cpu") for tag in ("kv_cache", "params"))
         >>> group = memsaver.distributed.Group(
         ...     phases={"rollout": {"worker": ["kv_cache"]}, "train": {"worker": ["params"]}},
         ...     worker=memsaver.distributed.Colocated(),
         ...     store=torch.distributed.HashStore(), rank=0, world_size=1,
         ... )
-        >>> group.enter("train").paused["worker"][0].paused
-        ('kv_cache',)
-        >>> print(group.entered, kv.state, params.state)
-        train paused active
         >>> group.close()
     """
 
@@ -143,8 +138,7 @@ class Group:
             name: The phase.
             backup: As for ``memsaver.ray.Group.enter()``.
             restore: As for ``memsaver.ray.Group.enter()``.
-            timeout: As for ``memsaver.ray.Group.enter()``. It also bounds the wait for processes that have not called
-                ``enter()``.
+            timeout: As there. It also bounds the wait for processes that have not called ``enter()``.
             memory_timeout: As for ``memsaver.ray.Group.enter()``.
             reader_timeout: As for ``memsaver.ray.Group.enter()``.
 
@@ -154,12 +148,10 @@ class Group:
         Raises:
             TypeError: An argument has a wrong type.
             ValueError: The phase does not exist, or an argument names unknown roles, tags or policies.
-            memsaver.Error: A rank failed, has died or did not answer, or processes called with different arguments.
-                Its attributes are ``phase``, ``role`` and ``rank``. If no single member is the reason, ``role`` is None
-                and ``rank`` is that of the process. ``report`` is the path of the report if a rank has not answered at
-                the deadline of the turn. The cause is chained: of a process that has ended a ``LostRankError``. Before
-                the commits, nothing has changed on any rank. If the store is lost, no phase can be entered any more.
-                A rank that has not learned that all ranks prepared takes its preparation back.
+            memsaver.Error: As from ``memsaver.ray.Group.enter()``, or processes called with different arguments. If no
+                single member is the reason, ``role`` is None and ``rank`` is that of the process. The cause of a
+                process that has ended is a ``LostRankError``. If the store is lost, no phase can be entered any more. A
+                rank that has not learned that all ranks prepared takes its preparation back.
 
         Examples:
             >>> weights = memsaver.region("weights", device="cpu", backup="host")
@@ -168,10 +160,8 @@ class Group:
             ...     worker=memsaver.distributed.Colocated(),
             ...     store=torch.distributed.HashStore(), rank=0, world_size=1,
             ... )
-            >>> _ = group.enter("train", timeout=30)
-            >>> with group.enter("rollout", restore=False) as turn:
-            ...     print(turn.unrestored, weights.state)  # overwrite the weights here
-            {'worker': ['weights']} active
+            >>> group.enter("train", timeout=30).paused["worker"][0].paused
+            ('weights',)
             >>> group.close()
         """
         options = self._plan.options(name, backup, restore, timeout, memory_timeout, reader_timeout)

@@ -16,13 +16,6 @@ class LostRankError(errors.Error):
 
     Attributes:
         process: The rank of the process in torch.distributed.
-
-    Examples:
-        >>> try:
-        ...     raise memsaver.distributed.LostRankError("rank 3 has ended", process=3)
-        ... except memsaver.Error as error:
-        ...     print(error.process, error)
-        3 rank 3 has ended
     """
 
     process: int

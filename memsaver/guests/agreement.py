@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from memsaver.guests.store import Pace, StoreLink
+from memsaver.guests.store import StoreLink, sleep
 
 _LOOK_S = 0.5  # between looks at the answers, while the decision alone is read more often
 _RANKS_A_SECOND = 200  # longer with many ranks, each of which reads the answers of all
@@ -94,7 +94,7 @@ class Agreement:
         ``reason``: called with the ranks that have not answered, at ``until`` and about twice a second. It returns a
         reason not to wait for them any more, or None.
         """
-        pace, look = Pace(), 0.0
+        since, look = time.monotonic(), 0.0
         while tuple(_named(self.link.get("decision"))[0][:2]) < place:
             now = time.monotonic()
             if now >= look or (until is not None and now >= until):
@@ -104,7 +104,7 @@ class Agreement:
                 given = reason(missing) if missing else None
                 if not missing or given is not None:
                     return self.decide(place, found, given)
-            pace.sleep()
+            sleep(since)
         return self._of(place)
 
     def _of(self, place: Place) -> Outcome:

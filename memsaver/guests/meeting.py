@@ -84,7 +84,7 @@ class Meeting:
         def late(missing: list[int]) -> str | None:
             if time.monotonic() < until:
                 return None
-            return f"the ranks {_listed(missing)} have not opened their groups in time"
+            return f"the ranks {listed(missing)} have not opened their groups in time"
 
         self._agreement.link.until = until
         self._agreement.answer((self.round, _OPENED), True)
@@ -145,9 +145,9 @@ class Meeting:
         joined = [place[0] for place, _ in self._agreement.answers()]
         missing = [rank for rank, number in enumerate(joined) if number < first]
         if missing:
-            return f"the ranks {_listed(missing)} did not come back within {self._timeout:g} s"
+            return f"the ranks {listed(missing)} did not come back within {self._timeout:g} s"
         gone = [rank for rank, number in enumerate(joined) if number < self.round]
-        return f"all ranks came back, but not within the same {self._timeout:g} s; the ranks {_listed(gone)} gave up"
+        return f"all ranks came back, but not within the same {self._timeout:g} s; the ranks {listed(gone)} gave up"
 
     def _clean(self) -> None:
         """Deletes torch's keys of earlier rounds, which no rank reads any more, as far as the store can."""
@@ -168,5 +168,5 @@ def _closed_again(reason: str) -> Error:
     return Error(f"the groups of all ranks are closed again: {reason}")
 
 
-def _listed(ranks: Iterable[int]) -> str:
+def listed(ranks: Iterable[int]) -> str:
     return ", ".join(str(each) for each in ranks)

@@ -17,7 +17,7 @@ from memsaver._adapter import note
 from memsaver._guests import Guest
 from memsaver._results import Lane
 from memsaver.errors import Error
-from memsaver.guests.meeting import Meeting
+from memsaver.guests.meeting import Meeting, listed
 from memsaver.guests.reopening import ReopeningGroup
 from memsaver.policies import seconds, several
 
@@ -49,17 +49,16 @@ class ProcessGroups(Guest):
     A resume opens the groups of all ranks, or closes those of all ranks again. After failures on any ranks, the groups
     are opened as soon as all ranks resume at the same time. The ranks agree through the store of the world.
 
-    Splits of communicators (``torch.distributed.split_group()``) are not used: groups that torch would split from the
-    world get connections of their own.
+    Groups that torch would split from the world (``torch.distributed.split_group()``) get connections of their own.
 
     Args:
         tags: As for ``memsaver.Guest``.
         name: As for ``memsaver.Guest``.
         order: As for ``memsaver.Guest``.
         backends: The groups to wrap: those with one of these backends. Others stay open.
-        timeout: Seconds. A pause waits at most so long for collectives, and at most so long until all groups are
-            closed. A resume waits at most so long until all ranks have come and all groups are open. A store that does
-            not answer adds at most 10 s.
+        timeout: Seconds. A pause waits at most so long for collectives, and so long until all groups are closed. A
+            resume waits at most so long until all ranks have come and all groups are open. A store that does not answer
+            adds at most 10 s.
 
     Raises:
         memsaver.Error: There is such a guest in this process already, or the world has been made.
@@ -73,8 +72,7 @@ class ProcessGroups(Guest):
         >>> groups.closed
         ['0']
         >>> done = memsaver.resume("params")
-        >>> tensor = torch.ones(1)
-        >>> torch.distributed.all_reduce(tensor)
+        >>> torch.distributed.all_reduce(torch.ones(1))
         >>> torch.distributed.destroy_process_group()
         >>> memsaver.unregister(groups)
         >>> groups.unwrap()
@@ -130,7 +128,7 @@ class ProcessGroups(Guest):
         while names := [each.group.group_name for each in self._live() if each.group.is_open and each.group.pending()]:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"collectives of the groups {_listed(names)} have not ended after {self.timeout:g} s, "
+                    f"collectives of the groups {listed(names)} have not ended after {self.timeout:g} s, "
                     "expected all of their ranks to have made the same calls"
                 )
             time.sleep(_POLL_S)
@@ -146,9 +144,8 @@ class ProcessGroups(Guest):
         """Opens the groups in the order in which they were made, once all ranks of the world have come.
 
         Raises:
-            TimeoutError: Ranks are missing, or a group could not be opened, after ``timeout`` seconds.
-            memsaver.Error: Another rank could not open its groups. The text has its error.
-            Exception: A group could not be opened. The groups of all ranks are closed again.
+            Exception: Ranks are missing after ``timeout`` seconds, or a rank could not open a group. The groups of all
+                ranks are closed again.
         """
         until = time.monotonic() + self.timeout
         if not c10d.is_initialized():
@@ -313,7 +310,3 @@ def _put(new: ProcessGroup | None, old: ProcessGroup) -> None:
     if new is not None:
         c10d._register_process_group(name, new)
         note("process groups")
-
-
-def _listed(names: Iterable[object]) -> str:
-    return ", ".join(str(each) for each in names)

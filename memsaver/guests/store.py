@@ -117,13 +117,6 @@ def clone(store: Store) -> Store:
     return cloned()
 
 
-class Pace:
-    """Sleeps between looks at the store: a tenth of the time waited so far, 0.5 to 50 ms."""
-
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-
-    def sleep(self, until: float | None = None) -> None:
-        now = time.monotonic()
-        seconds = min(_LONGEST_S, max(_SHORTEST_S, (now - self._begin) / 10))
-        time.sleep(seconds if until is None else max(0.0, min(seconds, until - now)))
+def sleep(since: float) -> None:
+    """Between looks at the store: a tenth of the time waited so far, 0.5 to 50 ms."""
+    time.sleep(min(_LONGEST_S, max(_SHORTEST_S, (time.monotonic() - since) / 10)))

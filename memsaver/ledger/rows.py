@@ -24,13 +24,6 @@ class LedgerRow:
         label: The tag of the region, or the name of the guest. Else empty.
         state: The state of the region or guest. Else empty.
         bytes: Bytes of device memory.
-
-    Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> cache = kv.empty((1 << 20,), torch.uint8)
-        >>> rows = memsaver.stats().devices["cpu"].ledger.rows
-        >>> [(row.kind, row.state) for row in rows if row.label == "kv_cache"]
-        [('region', 'active')]
     """
 
     pid: int | None
@@ -53,12 +46,6 @@ class Ledger:
         used_bytes: The memory of the whole device in use, by the driver. None if a call of the driver fails.
         rows: By process.
         is_consistent: Whether no rows exceed the driver's figures.
-
-    Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> ledger = memsaver.stats().devices["cpu"].ledger
-        >>> sum(row.bytes for row in ledger.rows) == ledger.used_bytes
-        True
     """
 
     used_bytes: int | None

@@ -24,31 +24,25 @@ class Group:
     Args:
         phases: The tags that are resident in each phase: name -> role -> tags.
         backup: Policies with which tags pause in the turn into a phase, if they are not the regions' own: name of the
-            phase -> role -> tag -> policy. ``"none"`` discards contents, ``"host"`` and ``"disk"`` keep them. A policy
-            in the place of the tags, or of the roles, is for all of them.
+            phase -> role -> tag -> policy. A policy in the place of the tags, or of the roles, is for all of them.
         restore: False for tags whose contents the phase overwrites: name of the phase -> role -> tag -> bool, with the
             same short forms.
-        roles: The members of each role, one or a list in the order of their ranks: Ray actors or objects of this
-            process that derive from ``Colocated`` or ``AsyncColocated``, or have their methods. Objects are called in
-            threads.
+        roles: The members of each role, one or a list in the order of their ranks: Ray actors, or objects of this
+            process, which are called in threads. They derive from ``Colocated`` or ``AsyncColocated``, or have their
+            methods.
 
     Raises:
         TypeError: An argument has a wrong type, or a member lacks a method of ``Colocated``.
-        ValueError: A role has no members, a phase has unknown roles or no phase has tags, or ``backup`` or ``restore``
-            has unknown phases, roles or policies, or tags that do not pause or resume in the phase.
+        ValueError: A role has no members, no phase has tags, or an argument has unknown phases, roles or policies, or
+            tags that do not pause or resume in the phase.
 
     Examples:
         The weights are overwritten in each ``"sync"``, so they need no copy when the trainer's turn begins:
 
-        >>> class Engine(memsaver.ray.Colocated):
-        ...     def __init__(self):
-        ...         self.weights = memsaver.region("weights", device="cpu", backup="host")
-        >>> class Trainer(memsaver.ray.Colocated):
-        ...     def __init__(self):
-        ...         self.params = memsaver.region("params", device="cpu", backup="host")
+        >>> weights, params = (memsaver.region(tag, device="cpu", backup="host") for tag in ("weights", "params"))
         >>> group = memsaver.ray.Group(
-        ...     engine=Engine(),
-        ...     trainer=Trainer(),
+        ...     engine=memsaver.ray.Colocated(),
+        ...     trainer=memsaver.ray.Colocated(),
         ...     phases={
         ...         "rollout": {"engine": ["weights"]},
         ...         "train": {"trainer": ["params"]},
@@ -96,14 +90,9 @@ class Group:
             TypeError: ``actor`` lacks a method of ``Colocated``.
 
         Examples:
-            >>> class Engine(memsaver.ray.Colocated):
-            ...     def __init__(self):
-            ...         self.weights = memsaver.region("weights", device="cpu")
+            >>> Engine = memsaver.ray.Colocated
             >>> group = memsaver.ray.Group(engine=Engine(), phases={"rollout": {"engine": ["weights"]}})
-            >>> _ = group.enter("rollout")
             >>> group.replace("engine", 0, Engine())
-            >>> group.entered is None
-            True
         """
         self._caller.replace(ActorRank(role, rank, actor))
         self._turns.entered = None
@@ -121,8 +110,8 @@ class Group:
         """Enters a phase: of all tags in any phase, exactly the tags of this phase are resident.
 
         All ranks prepare: tags that pause are drained, and the needs of their pauses are reserved. After the last rank
-        has prepared, all ranks commit: they pause, and resume the tags of this phase. If the memory of all ranks comes
-        from shared pools, both run at the same time; otherwise ranks resume after the last rank has paused.
+        has prepared, all ranks commit: they pause, and resume the tags of this phase, at the same time if the memory of
+        all ranks comes from shared pools.
 
         The phase lasts until the next ``enter()``. A with statement around its body is needed only if the body
         overwrites contents that resumed with ``restore=False``: if the body raises, these tags count as not written.
@@ -134,11 +123,10 @@ class Group:
                 ``{role: {tag: policy}}``. None: the group's policy for this phase, else that of the regions.
             restore: False for contents that the phase overwrites: for all roles, ``{role: bool}`` or
                 ``{role: {tag: bool}}``. None: the group's value for this phase, else True.
-            timeout: Seconds for the whole turn, up to the commit of the last rank. Each rank gets the rest of it for
-                its own call. If a rank has not answered by then while all prepare, the turn fails, and the rank aborts
-                its part when its drain or start has ended. Ranks that have committed have 30 s more to complete their
-                pauses and resumes; then the turn fails too. No phase can be entered until the rank has answered. None:
-                no bound.
+            timeout: Seconds for the whole turn, up to the commit of the last rank. If a rank has not prepared by then,
+                the turn fails, and the rank aborts its part when its drain or start has ended. Ranks that have
+                committed have 30 s more to complete their calls; then the turn fails too. No phase can be entered until
+                the rank has answered. None: no bound.
             memory_timeout: Seconds to wait for memory that others hold. None: 60 for ranks that resume at the same time
                 as the pauses that release their memory, else 0.
             reader_timeout: Seconds for pauses to wait for attached processes.
@@ -149,23 +137,18 @@ class Group:
         Raises:
             TypeError: An argument has a wrong type.
             ValueError: The phase does not exist, or an argument names unknown roles, tags or policies.
-            memsaver.Error: A rank failed or has died, or contents without a backup would resume (the cause is a
-                BackupError). Its attributes are ``phase``, ``role`` and ``rank``; the cause is chained. ``report`` is
-                the path of the report if a rank has not answered at the deadline of the turn. Before the
-                commits, nothing has changed on any rank. After a later failure the tags to pause are paused, and so are
-                the tags that had resumed. This phase, or another, can be entered again.
+            memsaver.Error: A rank failed or has died, or contents without a backup would resume. Its attributes are
+                ``phase``, ``role`` and ``rank``, and ``report``, the path of the report if a rank has not answered at
+                the deadline; the cause is chained. Before the commits, nothing has changed on any rank. After a later
+                failure the tags to pause and the tags that had resumed are paused. Any phase can be entered again.
 
         Examples:
-            >>> class Engine(memsaver.ray.Colocated):
-            ...     def __init__(self):
-            ...         self.weights = memsaver.region("weights", device="cpu", backup="host")
-            >>> engine = Engine()
-            >>> group = memsaver.ray.Group(
-            ...     engine=engine, phases={"rollout": {"engine": ["weights"]}, "train": {"engine": []}}
-            ... )
+            >>> weights = memsaver.region("weights", device="cpu", backup="host")
+            >>> phases = {"rollout": {"engine": ["weights"]}, "train": {"engine": []}}
+            >>> group = memsaver.ray.Group(engine=memsaver.ray.Colocated(), phases=phases)
             >>> _ = group.enter("train")
             >>> with group.enter("rollout", restore=False) as turn:
-            ...     print(turn.unrestored, engine.weights.state)  # overwrite the weights here
+            ...     print(turn.unrestored, weights.state)  # overwrite the weights here
             {'engine': ['weights']} active
         """
         options = self._plan.options(name, backup, restore, timeout, memory_timeout, reader_timeout)

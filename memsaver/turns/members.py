@@ -32,13 +32,9 @@ class Ready:
         discarded: Of the tags that are to resume, those whose contents an earlier pause discarded.
 
     Examples:
-        >>> class Engine(memsaver.ray.Colocated):
-        ...     def __init__(self):
-        ...         self.kv = memsaver.region("kv_cache", device="cpu")
-        >>> engine = Engine()
-        >>> engine.colocated_prepare(["kv_cache"])
+        >>> kv = memsaver.region("kv_cache", device="cpu")
+        >>> memsaver.ray.Colocated().colocated_prepare(["kv_cache"])
         Ready(moves=True, pooled=False, discarded=())
-        >>> engine.colocated_abort()
     """
 
     moves: bool
@@ -56,14 +52,12 @@ def _check_pause(cls: type) -> None:
 
 
 class Colocated:
-    """Base of an actor with regions, such as ``@ray.remote class Engine(Colocated)``.
+    """Base of a Ray actor with regions, or of an object of the calling process. All results and errors pickle.
 
-    Ray actors derive from it, and so can objects of the calling process. All results and errors pickle. A group calls
-    ``resume()``, and pauses by ``colocated_prepare()`` and ``colocated_commit()``, so that all ranks pause or none.
-
-    Override ``colocated_drain()`` for work before regions pause, and ``resume()`` for work after they have resumed. A
-    class that overrides ``pause()``, which a group does not call, raises TypeError. Actors with ``async def`` methods
-    derive from ``AsyncColocated``.
+    A group calls ``resume()``, and pauses by ``colocated_prepare()`` and ``colocated_commit()``, so that all ranks
+    pause or none. Override ``colocated_drain()`` for work before regions pause, and ``resume()`` for work after they
+    have resumed. A class that overrides ``pause()``, which a group does not call, raises TypeError. Actors with
+    ``async def`` methods derive from ``AsyncColocated``.
 
     Examples:
         >>> class Engine(memsaver.ray.Colocated):
@@ -89,7 +83,7 @@ class Colocated:
         timeout: float | None = None,
         reader_timeout: float = READERS_S,
     ) -> Transition:
-        """Drains, and pauses regions of this process as ``memsaver.pause()`` does.
+        """Drains, and pauses regions of this process as ``memsaver.pause()`` does, with its errors.
 
         Args:
             tags: A tag, a Region, several of either, or None for all regions.
@@ -100,12 +94,9 @@ class Colocated:
 
         Returns:
             The transition.
-
-        Raises:
-            memsaver.Error: As from ``memsaver.pause()``.
         """
         since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
-        names = _names(tags)
+        names = list(regions.choose(tags).tags)
         _drain(self, names)
         return memsaver.pause(names, backup=backup, **_pause_options(bounds.left(since)))
 
@@ -117,7 +108,7 @@ class Colocated:
         timeout: float | None = None,
         memory_timeout: float | None = None,
     ) -> Transition:
-        """Resumes regions of this process as ``memsaver.resume()`` does.
+        """Resumes regions of this process as ``memsaver.resume()`` does, with its errors.
 
         Args:
             tags: A tag, a Region, several of either, or None for all regions.
@@ -127,17 +118,13 @@ class Colocated:
 
         Returns:
             The transition.
-
-        Raises:
-            memsaver.Error: As from ``memsaver.resume()``.
         """
         return memsaver.resume(tags, restore=restore, timeout=timeout, memory_timeout=memory_timeout)
 
     def colocated_drain(self, tags: Sequence[str]) -> None:
         """Prepares the actor for the pause of these tags. To be overridden; this method does nothing.
 
-        Every kind of pause calls it first, and raises its errors. If other ranks of a group fail, the group calls
-        ``colocated_abort()`` afterwards.
+        Every pause calls it first, and raises its errors. If other ranks fail, ``colocated_abort()`` is called.
 
         Args:
             tags: The tags whose regions are to pause.
@@ -156,17 +143,13 @@ class Colocated:
 
         Args:
             tags: The tags to pause. Tags without regions are left out.
-            coming: The tags that will resume in the same turn.
+            coming: The tags that will resume in the same turn. A tag without a region is a ValueError.
             backup: As for ``pause()``.
             timeout: As for ``pause()``.
             reader_timeout: As for ``pause()``.
 
         Returns:
             The part of this actor in the turn.
-
-        Raises:
-            ValueError: A tag in ``coming`` has no region.
-            memsaver.Error: As from ``memsaver.pause()`` before its commit. Nothing has changed.
         """
         since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
         halves = _halves(self)
@@ -180,13 +163,10 @@ class Colocated:
         return ready
 
     def colocated_commit(self) -> Transition:
-        """Commits the prepared pause.
+        """Commits the prepared pause. Raises memsaver.Error if nothing is prepared, as after a restart of the actor.
 
         Returns:
             The transition.
-
-        Raises:
-            memsaver.Error: Nothing is prepared, as after a restart of the actor, or the pause failed.
         """
         return _halves(self).commit()
 
@@ -302,12 +282,6 @@ def _ready(tags: Sequence[str], coming: Sequence[str]) -> Ready:
 
 def _pause_options(bounds: Bounds) -> dict[str, Any]:
     return {"timeout": bounds.timeout, "reader_timeout": bounds.reader_timeout}
-
-
-def _names(tags: Tags) -> list[str]:
-    """The tags of a selection, those of guests included. Raises as regions.find() does."""
-    found, guests = regions.choose(tags)
-    return list(dict.fromkeys([*(each.tag for each in found), *sorted(guests)]))
 
 
 def _existing(tags: Sequence[str]) -> list[str]:

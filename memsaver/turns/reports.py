@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from memsaver import _core, _results, config, ledger
+from memsaver import _results, config
 from memsaver._results import TransitionRecord, daemon
 from memsaver.errors import Error
 
@@ -140,8 +140,6 @@ def part() -> str:
         ended = [each for each in found if each.outcome != "running"][-_LAST:]
         lines = [f"pid {os.getpid()} on {socket.gethostname()}", "transitions under way:"]
         lines += [f"  {_line(each)}" for each in running] or ["  none"]
-        if any(each.stages and each.stages[-1].name == "memory" for each in running):
-            lines += ["memory:", *(f"  {each}" for each in _holders())]
         lines += ["threads:", *_stacks()]
         lines += [f"last {len(ended)} transitions:", *(f"  {_line(each)}" for each in ended)]
         return "\n".join(lines)[:_LONGEST]
@@ -195,17 +193,6 @@ def _line(record: TransitionRecord) -> str:
         f"{each.name}{'' if each.guest is None else f' ({each.guest})'} {each.seconds:.3f} s" for each in record.stages
     )
     return f"{record.number}: {_moves(record, '{} {}', '; ')}: {took}; stages: {stages}"
-
-
-def _holders() -> list[str]:
-    """The ledger of each device."""
-    lines: list[str] = []
-    for device in _core.device_names():
-        try:
-            lines += [f"{device}: {line}" for line in ledger.lines(ledger.read(device))]
-        except Exception as error:  # such as a call of the driver that fails
-            lines.append(f"{device}: {type(error).__name__}: {error}")
-    return lines
 
 
 def _stacks() -> list[str]:

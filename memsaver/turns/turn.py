@@ -37,11 +37,9 @@ class Turn:
         unrestored: By role, the tags that are resident with ``restore=False``, to be overwritten.
 
     Examples:
-        >>> class Engine(memsaver.ray.Colocated):
-        ...     def __init__(self):
-        ...         self.weights = memsaver.region("weights", device="cpu")
+        >>> weights = memsaver.region("weights", device="cpu")
         >>> phases = {"rollout": {"engine": ["weights"]}, "train": {"engine": []}}
-        >>> turn = memsaver.ray.Group(engine=Engine(), phases=phases).enter("train")
+        >>> turn = memsaver.ray.Group(engine=memsaver.ray.Colocated(), phases=phases).enter("train")
         >>> turn.phase, turn.paused["engine"][0].paused
         ('train', ('weights',))
     """

@@ -144,30 +144,6 @@ def test_all_ranks_enter_a_phase_and_get_the_same_turn(
     assert job.seen() == [["prepare", "commit"], ["prepare", "commit"], ["prepare", "resume"]]
 
 
-def test_a_rank_that_cannot_prepare_leaves_all_as_they_were(job: Job) -> None:
-    job.members[1].errors["prepare"] = memsaver.BackupError(
-        "no room", needed_bytes=3, held_bytes=2, available_bytes=1, regions=("weights",)
-    )
-    text = "could not be entered: engine 1 (rank 1) could not prepare to pause 'weights': BackupError: no room"
-    for error in job.fails("train"):
-        assert str(error) == f"phase 'train' {text}"
-        assert (error.phase, error.role, error.rank) == ("train", "engine", 1)
-        assert isinstance(error.__cause__, memsaver.BackupError)
-        assert (error.__cause__.needed_bytes, error.__cause__.regions) == (3, ("weights",))
-    assert [group.entered for group in job.groups] == [None] * 3
-    assert job.seen() == [["prepare", "abort"]] * 2 + [["prepare"]]
-    job.enter("train")  # the next turn succeeds
-
-
-def test_a_rank_that_fails_in_the_second_half_is_named_everywhere(job: Job) -> None:
-    job.members[2].errors["resume"] = OSError("not now")
-    for error in job.fails("train"):
-        assert "trainer 0 (rank 2) could not resume 'params': OSError: not now" in str(error)
-        assert isinstance(error.__cause__, OSError)
-    assert job.seen()[:2] == [["prepare", "commit"]] * 2
-    assert job.enter("train")[1].phase == "train"
-
-
 def test_after_random_failures_all_ranks_have_paused_or_none(
     any_store: distributed.Store, make_job: Callable[..., Job]
 ) -> None:
@@ -279,23 +255,6 @@ def test_groups_that_do_not_fit_are_refused(store: distributed.Store, make_job: 
     job.groups[0] = Group(phases=PHASES, store=store, rank=0, world_size=2, engine=Halved())
     for error in job.fails("train"):
         assert "rank 0 has the phases {" in str(error)
-
-
-def test_a_rank_that_hangs_past_the_deadline_is_named_and_joins_again(job: Job) -> None:
-    job.members[1].hold("prepare")
-    calls = [job.call(rank, "train", timeout=0.2) for rank in range(3)]
-    for rank in (0, 2):
-        error: Any = calls[rank].exception(WAIT_S)
-        assert (error.role, error.rank) == ("engine", 1)
-        assert "engine 1 (rank 1) could not prepare to pause 'weights': WaitTimeoutError" in str(error)
-        assert error.__cause__.stage == "answer"
-    assert not calls[1].done()
-    again = [job.call(rank, "train") for rank in (0, 2)]  # they wait for the rank that hangs
-    job.members[1].let_go()
-    assert isinstance(calls[1].exception(WAIT_S), memsaver.Error)
-    assert job.members[1].seen() == ["prepare", "abort"]
-    assert job.call(1, "train").result(WAIT_S).phase == "train"
-    assert [each.result(WAIT_S).phase for each in again] == ["train", "train"]
 
 
 @pytest.mark.parametrize("step", ["commit", "resume"])

@@ -93,23 +93,6 @@ def test_all_ranks_open_in_the_same_round_again_and_again(any_store: Store) -> N
 # Ranks that give up
 
 
-def test_rank_that_gave_up_is_not_counted(store: Store) -> None:
-    ranks = meetings(store, 2)
-    for each, other in ((0, 1), (1, 0), (1, 0), (0, 1)):
-        with pytest.raises(TimeoutError, match=f"the ranks {other} did not come back within 0.1 s"):
-            ranks[each].gather(within(SHORT_S))
-    opened(ranks)
-
-
-def test_rank_whose_withdrawal_was_lost_is_not_counted_twice(store: Store) -> None:
-    """It has joined a round, and ended its attempt without a word."""
-    ranks = meetings(store, 2)
-    Agreement(store, "test", 0, 2).answer((1, 1), True)
-    with pytest.raises(TimeoutError, match="the ranks 1 did not come back"):
-        ranks[0].gather(within(SHORT_S))
-    opened(ranks)
-
-
 def test_rank_that_gives_up_after_the_gathering_ends_the_round_for_all(store: Store) -> None:
     ranks = meetings(store, 3)
     gather(ranks)
@@ -132,24 +115,6 @@ def test_groups_stay_open_on_no_rank_if_one_is_late(store: Store) -> None:
         with pytest.raises(memsaver.Error, match="the ranks 1 have not opened their groups in time"):
             ranks[1].settle(within(LONG_S))
         opened(ranks)
-
-
-def test_open_groups_are_not_intact_once_another_rank_has_closed_its_own(store: Store) -> None:
-    ranks = meetings(store, 2)
-    for _ in range(2):  # groups that torch made, and groups of a round
-        assert ranks[0].is_intact(within(LONG_S))
-        ranks[1].close(within(LONG_S))
-        assert not ranks[0].is_intact(within(LONG_S))
-        opened(ranks)
-
-
-def test_open_groups_are_not_intact_once_another_rank_opens_its_own(store: Store) -> None:
-    """Its closing has not reached the store."""
-    ranks = meetings(store, 2)
-    opened(ranks)
-    with pytest.raises(TimeoutError):
-        ranks[1].gather(within(SHORT_S))
-    assert not ranks[0].is_intact(within(LONG_S))
 
 
 class Trial:

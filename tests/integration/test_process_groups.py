@@ -6,7 +6,6 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,24 +198,6 @@ def test_turns_of_a_group_close_and_open_the_groups_of_all_ranks(tmp_path: Path)
 
 
 # Failures
-
-
-def lose_a_rank(rank: int, file: str) -> None:
-    begin(rank, 3, file, timeout=2.0)
-    dist.new_group([0, 1])
-    memsaver.pause(TAG)
-    if rank == 2:
-        leave()  # as one that was killed
-    with pytest.raises(memsaver.GuestError, match="the ranks 2 did not come back within 2 s") as raised:
-        memsaver.resume(TAG)
-    assert (raised.value.guest, raised.value.stage) == ("process groups", "come back")
-    with pytest.raises(memsaver.Error, match="process group '0' is closed"):
-        dist.all_reduce(torch.ones(1))
-
-
-def test_a_rank_that_ends_while_groups_are_closed_is_named_by_the_others(tmp_path: Path) -> None:
-    with ranks(lose_a_rank, 3, str(tmp_path / "store")):
-        pass
 
 
 def pause_with_work_pending(rank: int, file: str) -> None:
@@ -522,46 +503,7 @@ def other_backends_stay(rank: int, file: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-class Stuck:
-    """Connections that neither close nor abort."""
-
-    def shutdown(self) -> None:
-        raise AssertionError("expected this call in a thread")
-
-    def abort(self) -> None:
-        raise AssertionError("expected this call in a thread")
-
-
-def close_in_vain(rank: int, file: str) -> None:
-    guest = begin(rank, 1, file)
-    groups = [dist.group.WORLD, dist.new_group([0]), dist.new_group([0])]
-    for group in groups:
-        group.connections = Stuck()  # type: ignore[union-attr,assignment]
-    clock = [100.0]
-    waits: list[str] = []
-
-    def stuck(function: Any, until: float, *_: Any) -> None:
-        waits.append(function.__name__)
-        clock[0] = until
-        raise TimeoutError("no answer")
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    guest._of_world().close = lambda until: None  # type: ignore[method-assign]
-    module._within = interrupted  # type: ignore[assignment]
-    with pytest.raises(KeyboardInterrupt):
-        guest.leave()
-    assert guest.closed == ["2"]
-    module._within = stuck  # type: ignore[assignment]
-    module.time = SimpleNamespace(monotonic=lambda: clock[0])  # type: ignore[assignment]
-    guest.leave()
-    assert waits == ["shutdown", "abort"] * 2
-    assert clock[0] <= 100 + guest.timeout + 1e-6
-    assert len(guest.closed) == 3
-
-
-@pytest.mark.parametrize("check", [be_closed, other_backends_stay, close_in_vain], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("check", [be_closed, other_backends_stay], ids=lambda each: each.__name__)
 def test_one_rank(check: Callable[..., None], tmp_path: Path) -> None:
     with ranks(check, 1, str(tmp_path / "store")):
         pass

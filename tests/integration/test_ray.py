@@ -23,6 +23,7 @@ import memsaver  # noqa: E402
 from memsaver import config  # noqa: E402
 from memsaver.broker.admin import AdminClient  # noqa: E402
 from memsaver.ray import AsyncColocated, Group  # noqa: E402
+from memsaver.ray.ranks import ActorRank  # noqa: E402
 from memsaver.turns import plan as plan_module  # noqa: E402
 from memsaver.turns import reports  # noqa: E402
 from tests.ray_support import Buffer, Member, cluster_of_one_machine, look, use  # noqa: E402
@@ -154,12 +155,14 @@ def test_roles_take_turns_and_keep_addresses_and_contents(ranks: tuple[list[Any]
     assert ray.get([each.do.remote("self.buffer.address") for each in (*engines, trainer)]) == addresses
     group.enter("none")
     assert look(*engines, trainer) == ["paused"] * 3
+    with pytest.raises(TypeError, match="is a class"):
+        Group(engine=[*engines, ray.remote(Member)], phases=PHASES | {"train": {}})
 
 
-def test_a_class_and_an_actor_that_is_no_member_are_refused(ranks: tuple[list[Any], Any]) -> None:
-    for actor, text in ((ray.remote(Member), "is a class"), (object(), r"has no pause\(\)")):
-        with pytest.raises(TypeError, match=text):
-            Group(engine=[ranks[0][0], actor], phases=PHASES | {"train": {}})
+def test_an_actor_that_rays_memory_monitor_kills_is_a_dead_rank(ranks: tuple[list[Any], Any]) -> None:
+    """Its calls raise no RayActorError."""
+    rank, error = ActorRank("engine", 0, ranks[0][0]), ray.exceptions.OutOfMemoryError("killed")
+    assert rank.is_lost(error) and "group.replace('engine', 0, actor)" in rank.described(error)
 
 
 def test_the_error_of_one_rank_undoes_the_turn_and_can_be_retried(ranks: tuple[list[Any], Any]) -> None:

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 import memsaver
-from memsaver import _results
-from memsaver.errors import gib
 from tests import controls
 from tests.support import (
     MIB,
@@ -319,11 +317,8 @@ def test_a_half_paused_region_whose_contents_are_kept_is_not_named_as_discarded(
             block.check()
 
 
-def test_a_release_that_fails_is_counted_and_not_tried_again(
-    make: Make, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_release_that_fails_is_counted_and_not_tried_again(make: Make, ledger: Ledger) -> None:
     """The call may have been made, and its number may be that of another handle by now."""
-    monkeypatch.setattr(_results, "_is_logged", False)
     region = make()
     block = Block(region, PAGE)
     controls.arm(3)  # record, unmap, release
@@ -334,9 +329,6 @@ def test_a_release_that_fails_is_counted_and_not_tried_again(
         region.pause(), region.resume()
         assert memsaver.stats().unreleased_bytes == ledger.unreleased + PAGE
         assert free_bytes() == ledger.free - PAGE
-    assert [record.message for record in caplog.records if "failed to release" in record.message] == [
-        f"the driver failed to release {gib(ledger.unreleased + PAGE)}: they may be lost until this process ends"
-    ]
     ledger.check()
 
 

@@ -169,20 +169,6 @@ def test_guests_are_away_exactly_while_their_tags_are_paused(make: Make, visit: 
 # Tags without regions
 
 
-def test_tag_of_a_guest_alone_is_paused_and_resumed_by_its_name(visit: Visit, tag: str, calls: list[str]) -> None:
-    visit("guest", tag)
-    with pytest.raises(ValueError, match="paused and resumed at once"):
-        memsaver.switch(pause=tag, resume=tag)
-    with pytest.raises(ValueError, match=f"there is no region 'nobody'.*{tag}"):
-        memsaver.pause("nobody")
-    assert calls == []
-    assert memsaver.pause(tag).paused == (tag,)
-    assert memsaver.pause(tag).paused == ()
-    assert states() == {"guest": "away"}
-    assert memsaver.switch(resume=tag).resumed == (tag,)
-    assert moves(calls) == ["guest leave", "guest come back"]
-
-
 # Failures
 
 
@@ -236,39 +222,6 @@ def test_guests_stay_if_memory_cannot_be_reserved(make: Make, visit: Visit, call
     held.check()
 
 
-def test_failed_resume_leaves_its_tag_paused(make: Make, visit: Visit, calls: list[str]) -> None:
-    """Otherwise the guest would stay, though all of its tags are paused."""
-    first, second = make(), make()
-    held = Block(first, 8 * MIB)
-    visit("guest", [first.tag, second.tag])
-    first.pause()
-    controls.arm(1)
-    with pytest.raises(memsaver.Error):
-        first.resume()
-    controls.disarm()
-    assert first.state == "paused"
-    second.pause()
-    assert moves(calls) == ["guest leave"]
-    assert held.tensor.data_ptr() == held.address
-
-
-def test_guest_stays_away_after_a_pause_that_failed_in_its_second_half(
-    make: Make, visit: Visit, calls: list[str]
-) -> None:
-    region = make("host")
-    held = Block(region, 8 * MIB)
-    visit("guest", region.tag)
-    controls.arm(1, "error", "cuMemUnmap")
-    with pytest.raises(memsaver.Error):
-        region.pause()
-    controls.disarm()
-    assert region.state == "paused"
-    assert moves(calls) == ["guest leave"]
-    region.resume()
-    assert moves(calls) == ["guest leave", "guest come back"]
-    held.check()
-
-
 # Two halves, phases, background
 
 
@@ -301,34 +254,8 @@ def test_phases_move_guests_with_their_tags(
     assert moves(calls) == ["of region leave", "of name leave", "of name come back", "of region come back"]
 
 
-def test_another_transition_of_guests_waits_at_most_for_its_timeout(make: Make, visit: Visit) -> None:
-    first, second = make(), make()
-    inside, proceed = threading.Event(), threading.Event()
-
-    def stay(call: str) -> None:
-        if call == "leave":
-            inside.set()
-            assert proceed.wait(60)
-
-    visit("slow", first.tag).on_call = stay
-    visit("other", second.tag)
-    pausing = memsaver.start(pause=first)
-    assert inside.wait(60)
-    assert states()["slow"] == "leaving"
-    try:
-        with pytest.raises(memsaver.WaitTimeoutError, match="stage 'guests'") as raised:
-            second.pause(timeout=0.01)
-        assert raised.value.stage == "guests"
-        assert second.state == "active"
-    finally:
-        proceed.set()
-    pausing.result(60)
-    second.pause()
-    assert states() == {"slow": "away", "other": "away"}
-
-
-def test_the_bound_of_a_resume_ends_its_wait_for_guests_after_the_commit_too(make: Make, visit: Visit) -> None:
-    first, second = make(), make("host")
+def test_a_bound_ends_the_wait_for_guests_before_and_after_the_commit(make: Make, visit: Visit) -> None:
+    first, second, third = make(), make("host"), make()
     held = Block(second, MIB)
     inside, proceed = threading.Event(), threading.Event()
     moving: list[Any] = []
@@ -345,10 +272,14 @@ def test_the_bound_of_a_resume_ends_its_wait_for_guests_after_the_commit_too(mak
 
     visit("slow", first.tag).on_call = stay
     visit("other", second.tag)
+    visit("third", third.tag)
     second.pause()
     try:
         with pytest.raises(memsaver.WaitTimeoutError, match="stage 'guests'.*; the regions are active, and another"):
             second.resume(timeout=0.5, progress=begin)
+        with pytest.raises(memsaver.WaitTimeoutError, match="stage 'guests'.*; nothing has changed") as raised:
+            third.pause(timeout=0.01)
+        assert (raised.value.stage, third.state, states()["slow"]) == ("guests", "active", "leaving")
     finally:
         proceed.set()
     moving[0].result(60)

@@ -17,11 +17,13 @@ Make = Callable[..., memsaver.Region]
 
 
 class Connections(memsaver.Guest):
-    """``refusing``: the stages that raise."""
+    """``refusing``: the stage that raises."""
 
-    def __init__(self, name: str, tag: str) -> None:
-        super().__init__(name, tag)
-        self.refusing: set[str] = set()
+    refusing = ""
+
+    def _check(self, stage: str) -> None:
+        if stage == self.refusing:
+            raise OSError(f"no {stage}")
 
     def prepare(self) -> None:
         self._check("prepare")
@@ -32,10 +34,6 @@ class Connections(memsaver.Guest):
     def come_back(self) -> None:
         self._check("come back")
 
-    def _check(self, stage: str) -> None:
-        if stage in self.refusing:
-            raise OSError(f"no {stage}")
-
 
 class Pair:
     """An engine with a region, and a trainer with a region and two guests: one with its tag, one with a tag alone."""
@@ -43,75 +41,61 @@ class Pair:
     def __init__(self, make: Make, alone: str) -> None:
         self.weights, self.params = make("host"), make("host")
         self.blocks = [Block(self.weights, MIB, 1), Block(self.params, MIB, 2)]
-        self.of_region = Connections("of a region", self.params.tag)
-        self.by_name = Connections("by name", alone)
-        for each in (self.of_region, self.by_name):
-            memsaver.register(each)
-        phases = {
-            "rollout": {"engine": [self.weights.tag]},
-            "train": {"trainer": [self.params.tag, alone]},
-        }
+        self.guests = [Connections("of a region", self.params.tag), Connections("by name", alone)]
+        phases = {"rollout": {"engine": [self.weights.tag]}, "train": {"trainer": [self.params.tag, alone]}}
         self.group = Group(engine=Colocated(), trainer=Colocated(), phases=phases)
 
     def states(self) -> list[str]:
-        return [each.state for each in memsaver.stats().guests]
+        guests = [each.state for each in memsaver.stats().guests]
+        assert guests[0] == guests[1]
+        return [self.weights.state, self.params.state, guests[0]]
 
-    def close(self) -> None:
-        for each in (self.of_region, self.by_name):
-            memsaver.unregister(each)
+    def fails(self, name: str, text: str, stage: str, **options: Any) -> Any:
+        self.guests[1].refusing = stage
+        with pytest.raises(memsaver.Error, match=f"trainer 0 could not {text}") as raised:
+            self.group.enter(name, **options)
+        self.guests[1].refusing = ""
+        return raised.value.__cause__
 
 
 @pytest.fixture
 def pair(make: Make, tag: str) -> Iterator[Pair]:
     made = Pair(make, tag)
+    for each in made.guests:
+        memsaver.register(each)
     yield made
-    made.close()
+    for each in made.guests:
+        memsaver.unregister(each)
 
 
-def fails(pair: Pair, name: str, text: str, stage: str, **options: Any) -> Any:
-    pair.by_name.refusing = {stage}
-    with pytest.raises(memsaver.Error, match=text) as raised:
-        pair.group.enter(name, **options)
-    pair.by_name.refusing = set()
-    return raised.value.__cause__
-
-
-def test_turns_move_guests_with_their_tags(pair: Pair, tag: str) -> None:
+def test_guest_that_refuses_in_the_first_half_ends_the_turn_before_anything_changes(pair: Pair, tag: str) -> None:
     turn = pair.group.enter("rollout")
     assert turn.paused["trainer"][0].paused == (pair.params.tag, tag)
-    assert pair.states() == ["away", "away"]
+    assert pair.states() == ["active", "paused", "away"]
     turn = pair.group.enter("train")
     assert turn.resumed["trainer"][0].resumed == (pair.params.tag, tag)
-    assert pair.states() == ["here", "here"]
-    pair.blocks[1].check()
-
-
-def test_guest_that_refuses_in_the_first_half_ends_the_turn_before_anything_changes(pair: Pair) -> None:
-    pair.group.enter("train")
-    fails(pair, "rollout", "trainer 0 could not prepare to pause.*guest 'by name' could not prepare", "prepare")
-    assert pair.states() == ["here", "here"]
-    assert (pair.params.state, pair.weights.state) == ("active", "paused")
+    pair.fails("rollout", "prepare to pause.*guest 'by name' could not prepare", "prepare")
+    assert pair.states() == ["paused", "active", "here"]
     # One that refuses after the commit keeps its rank as it was.
-    fails(pair, "rollout", "trainer 0 could not pause.*guest 'by name' could not leave", "leave")
-    assert pair.states() == ["here", "here"]
-    assert (pair.params.state, pair.weights.state) == ("active", "paused")
+    pair.fails("rollout", "pause.*guest 'by name' could not leave", "leave")
+    assert pair.states() == ["paused", "active", "here"]
     pair.group.enter("rollout")
-    assert (pair.params.state, pair.weights.state) == ("paused", "active")
+    assert pair.states() == ["active", "paused", "away"]
     pair.blocks[0].check()
 
 
 def test_guest_that_cannot_come_back_fails_the_turn_and_the_next_turn_continues(pair: Pair) -> None:
     pair.group.enter("rollout")
-    cause = fails(pair, "train", "trainer 0 could not resume.*guest 'by name' could not come back", "come back")
+    cause = pair.fails("train", "resume.*guest 'by name' could not come back", "come back")
     assert isinstance(cause, memsaver.GuestError) and cause.resumed == (pair.params.tag,)
     assert (pair.params.state, pair.weights.state) == ("paused", "paused")  # the memory is free for any phase
     pair.group.enter("rollout")
     pair.group.enter("train")
-    assert pair.states() == ["here", "here"]
+    assert pair.states() == ["paused", "active", "here"]
     pair.blocks[1].check()
     # Contents that such a resume left undefined are refused later.
     pair.group.enter("rollout")
-    fails(pair, "train", "could not come back", "come back", restore=False)
+    pair.fails("train", ".*could not come back", "come back", restore=False)
     with pytest.raises(memsaver.Error, match="the phase that was to write them failed"):
         pair.group.enter("train")
     pair.group.enter("train", restore=False)

@@ -14,7 +14,7 @@ import memsaver
 from memsaver import errors
 from memsaver.transitions import prepare_pause
 from tests import controls
-from tests.support import MIB, Block, blocks, free_bytes, host_held_bytes, host_used_bytes
+from tests.support import MIB, Block, blocks, drop_backups, free_bytes, host_held_bytes, host_used_bytes
 
 HAS_RAY = find_spec("ray") is not None
 if HAS_RAY:
@@ -152,6 +152,7 @@ def test_a_region_reports_discarded_contents(make: Make) -> None:
 @pytest.mark.parametrize("shortage", ["host memory", "directory", "host memory for a file"])
 def test_a_backup_error_names_regions_units_and_a_remedy(make: Make, tmp_path: Path, shortage: str) -> None:
     memsaver.configure(disk_dir=tmp_path)
+    drop_backups()  # those of other files: idle memory beside them would serve
     region, other = make("host" if shortage == "host memory" else "disk"), make()
     held = blocks(region, [host_held_bytes() - host_used_bytes() + 5 * MIB])  # more than the idle bytes
     tmp_path.rmdir()

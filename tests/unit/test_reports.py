@@ -12,7 +12,7 @@ import pytest
 import memsaver
 from memsaver import _core, config
 from memsaver.turns import reports
-from tests.support import Fill, until
+from tests.support import until
 
 Make = Callable[..., memsaver.Region]
 
@@ -85,24 +85,6 @@ def test_call_of_finds_the_call_of_a_member_and_its_place() -> None:
     finally:
         end.set()
         thread.join(60)
-
-
-def test_part_names_the_holders_of_memory_for_which_a_transition_waits(make: Make) -> None:
-    region, other = make("host"), make()
-    block, held = region.empty(8 << 20), other.empty(2 << 20)
-    region.pause()
-    with Fill():
-        moving = memsaver.start(resume=region, memory_timeout=60)
-        until(lambda: "'memory'" in reports.described(None))
-        part = reports.part()
-        assert "memory:\n  cpu: " in part
-        memory = part.partition("memory:\n")[2].partition("threads:\n")[0]
-        assert f"(pid {os.getpid()})" in memory
-        assert f"region {other.tag} (active) " in memory
-        assert "unknown " in memory  # of Fill
-    moving.result(60)
-    assert "memory:" not in reports.part()
-    del block, held
 
 
 def test_part_has_the_last_transitions_with_their_errors(make: Make) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -129,24 +128,6 @@ def test_an_await_inside_a_with_statement_raises_at_its_end(make: Make) -> None:
         asyncio.run(fails())
     with weights:
         assert inside(weights, torch.ones(4))
-
-
-def test_a_region_that_is_left_without_an_allocation_warns_once(make: Make) -> None:
-    region, used = make(), make()
-    outside = torch.ones(4)
-    with pytest.warns(RuntimeWarning, match=f"region {region.tag!r} was left without an allocation") as caught:
-        with region:
-            outside.relu()  # no factory function
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with region:  # once
-            pass
-        with used:
-            held = torch.ones(4)
-        del held
-        with used:
-            pass
 
 
 def test_strides_that_skip_memory_are_kept(make: Make) -> None:

@@ -251,28 +251,6 @@ def test_a_bound_ends_the_wait_for_an_earlier_transition(make: Make, threads: Th
     held[0].check()
 
 
-@pytest.mark.parametrize("records", [True, False])
-def test_a_bound_of_zero_raises_if_the_call_would_wait(make: Make, records: bool) -> None:
-    controls.record_supported(records)
-    region = make("host")
-    held = blocks(region, [MIB])
-    _core.settle()  # nothing is in flight
-    for _ in range(20):
-        assert region.pause(timeout=0).paused == (region.tag,)
-        region.resume(timeout=0)
-    stream = controls.stream_create()
-    reading = controls.stream_read(stream, held[0].address, 4)  # until its stream is released
-    try:
-        with pytest.raises(memsaver.WaitTimeoutError, match="stage 'device'.*; nothing has changed$"):
-            region.pause(timeout=0)
-        assert region.state == "active" and reading.bytes() is None
-    finally:
-        controls.stream_release(stream)
-    assert region.pause(timeout=60.0).paused == (region.tag,)
-    region.resume()
-    held[0].check()
-
-
 def test_a_bound_ends_the_wait_for_guarded_launches(make: Make, threads: ThreadPoolExecutor) -> None:
     region = make("host")
     held = blocks(region, [MIB])

@@ -157,14 +157,14 @@ def _has_one_caller(backend: Any) -> bool:
 
 def _answer(store: _Store, key: str, rank: int, call: str, deadline: float) -> str:
     """The text of a rank's error, or nothing."""
-    from memsaver.guests.store import Pace
+    from memsaver.guests.store import sleep
 
-    pace = Pace()
+    since = time.monotonic()
     try:
         while (text := store.get(key)) is None:
             if time.monotonic() >= deadline:
                 return f"rank {rank} has not ended its {call} within {_ANSWER_S:.0f} s after the last rank"
-            pace.sleep(deadline)
+            sleep(since)
         store.delete(key)
         return text
     except Error as error:
