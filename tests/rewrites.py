@@ -263,7 +263,8 @@ REWRITES = [
         "an_interrupted_wait_is_the_end",
         "processes: a rank that is interrupted while it waits aborts, although all ranks commit",
         "memsaver/distributed/processes.py",
-        '            found = self._agreement.decide(place, answers, {"errors": [None if each else left for each in answers]})\n',
+        "            found = self._agreement.decide("
+        'place, answers, {"errors": [None if each else left for each in answers]})\n',
         "            raise\n",
         ["integration/test_distributed.py::test_a_rank_that_is_interrupted_while_it_waits_follows_the_decision"],
     ),
