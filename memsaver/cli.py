@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     drop_in = commands.add_parser("drop-in", help="let Python prepare drop-ins when it starts")
     actions = drop_in.add_subparsers(required=True, metavar="ACTION")
     install = actions.add_parser("install", help="write a file into this environment that turns drop-ins on")
-    install.add_argument("names", nargs="+", metavar="NAME", help="vllm, tms, vllm:warn or tms:warn")
+    install.add_argument("names", nargs="+", metavar="NAME", help="vllm or tms")
     install.set_defaults(run=_drop_in_install)
     remove = actions.add_parser("remove", help="remove this file")
     remove.set_defaults(run=_drop_in_remove)
@@ -244,7 +244,7 @@ def _config(options: argparse.Namespace) -> int:
 
 def _touched(as_json: bool) -> int:
     """Each change that memsaver can make, and whether this process, with its environment, makes it."""
-    asked = parse_drop_in(os.environ.get("MEMSAVER_DROP_IN", "")).keys() | _adapter.wanted() | _adapter.touched()
+    asked = parse_drop_in(os.environ.get("MEMSAVER_DROP_IN", "")) | _adapter.wanted() | _adapter.touched()
     if as_json:
         print(json.dumps([{"name": name, "switch": by, "asked": name in asked} for name, by in TOUCHES.items()]))
         return 0

@@ -135,16 +135,12 @@ def _job(value: str, option: str) -> str | None:
     return discovery.job()
 
 
-def parse_drop_in(value: str) -> dict[str, str]:
-    """The drop-ins that ``MEMSAVER_DROP_IN`` names, each with its mode: ``"raise"`` or ``"warn"``. Or ConfigError."""
-    modes = {}
-    for part in filter(None, map(str.strip, value.split(","))):
-        name, colon, mode = part.partition(":")
-        if name not in DROP_INS or (colon and mode != "warn"):
-            names = ", ".join(map(repr, DROP_INS))
-            raise _wrong("drop_in", value, f"names of {names} separated by commas, each with ':warn' after it or not")
-        modes[name] = mode or "raise"
-    return modes
+def parse_drop_in(value: str) -> set[str]:
+    """The drop-ins that ``MEMSAVER_DROP_IN`` names. Raises ConfigError."""
+    names = set(filter(None, map(str.strip, value.split(","))))
+    if not names <= {*DROP_INS}:
+        raise _wrong("drop_in", value, f"names of {', '.join(map(repr, DROP_INS))} separated by commas")
+    return names
 
 
 def _drop_in(value: str, option: str) -> str | None:

@@ -79,11 +79,9 @@ class CuMemAllocator:
             create_and_map(data.handle)
 """,
     "vllm/v1/executor/multiproc_executor.py": """
-import threading
 
 class MultiprocExecutor:
-    def monitor(self, read):
-        threading.Thread(target=read, name="DeathPipeMonitor").start()
+    pass
 """,
     "vllm/v1/worker/worker_base.py": """
 class WorkerBase:

@@ -111,8 +111,6 @@ print(drop_in.status()["vllm"].state)
          "Worker has no line \"assert freed_bytes >= 0, 'Memory usage increased after sleeping.'\""),
         (WORKER, END, f"{END}        self._answer('')\n",
          "Worker.sleep has \"self._answer('')\" after its assertion, expected lines of the log alone"),
-        ("vllm/v1/executor/multiproc_executor.py", "DeathPipeMonitor", "Monitor",
-         "the module has no line \"name='DeathPipeMonitor'\""),
         ("vllm/v1/worker/worker_base.py", "self.rank =", "self.number =", "WorkerBase has no line 'self.rank'"),
         ("vllm/distributed/parallel_state.py", "_WORLD", "_STATE", "the module has no line '_WORLD'"),
     ],

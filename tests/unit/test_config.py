@@ -261,7 +261,7 @@ def test_config_prints_json_and_the_changes_that_the_environment_asks_for(
     assert found["pool_capacity"] == {"value": None, "source": "default"}
     monkeypatch.setattr(_adapter, "_wanted", {"captures"})
     monkeypatch.setattr(_adapter, "_noted", {"process groups"})
-    monkeypatch.setenv("MEMSAVER_DROP_IN", "vllm:warn")
+    monkeypatch.setenv("MEMSAVER_DROP_IN", "vllm")
     for options in ([], ["--json"]):
         assert cli.main(["config", "--touched", *options]) == 0
     *lines, rows = capsys.readouterr().out.splitlines()

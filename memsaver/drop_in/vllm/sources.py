@@ -20,7 +20,7 @@ REPLACED: Final = ("CuMemAllocator", "create_and_map", "unmap_and_release")
 WORKER_MODULE: Final = "vllm.v1.worker.gpu_worker"
 
 # By module and class: texts with which a line begins, in the format of ast.unparse() without annotations. "?": only if
-# there is a function of this name, which versions lack. "*": within a line.
+# there is a function of this name, which versions lack.
 NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.device_allocator:AllocationData": ("handle", "tag", "cpu_backup_tensor"),
     MODULE: ("logger =", "def create_and_map(allocation_handle):", "def unmap_and_release(allocation_handle):"),
@@ -38,7 +38,6 @@ NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "vllm.v1.worker.worker_base:WorkerBase": ("self.vllm_config", "self.parallel_config", "self.rank"),
     "vllm.v1.executor.multiproc_executor:MultiprocExecutor": (),
-    "vllm.v1.executor.multiproc_executor": ("*name='DeathPipeMonitor'",),
     "vllm.config.vllm:VllmConfig": ("model_config", "kv_transfer_config"),
     "vllm.config.model:ModelConfig": ("enable_cumem_allocator",),
     "vllm.config.kv_transfer:KVTransferConfig": ("kv_connector", "def is_kv_transfer_instance(self):"),
@@ -103,11 +102,10 @@ def _in_scope(scope: ast.AST | None, name: str, texts: Collection[str], tree: as
         return
     source = ast.unparse(scope)
     for text in texts:
-        is_optional, begin = text[0] == "?", "" if text[0] == "*" else r"^\s*"
-        text = text.lstrip("?*")
+        is_optional, text = text[0] == "?", text.lstrip("?")
         if is_optional and not re.search(rf"^\s*{re.escape(text.partition('(')[0])}\(", source, re.M):
             continue
-        if not re.search(rf"{begin}{re.escape(text)}(?!\w)", source, re.M):
+        if not re.search(rf"^\s*{re.escape(text)}(?!\w)", source, re.M):
             yield f"{name or 'the module'} has no line {text!r}"
     for method in ast.iter_child_nodes(scope):
         if name == "CuMemAllocator" and isinstance(method, ast.FunctionDef) and method.name in KNOWN:
