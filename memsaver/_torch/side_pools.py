@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from memsaver._torch.pools import free_blocks, snapshot
-from memsaver._torch.private import RELEASE
+from memsaver._torch.pools import RELEASE, free_blocks, snapshot
 from memsaver._torch.routes import routes
 
 _FIRST_WINS = RELEASE < (2, 10)  # of two pools that a thread is routed to; else the last one

@@ -84,12 +84,12 @@ class TestPlugin:
         done = run_python(program, MEMSAVER_DROP_IN="vllm", PYTHONPATH=before(tmp_path))
         assert done.stdout.splitlines() == ["memsaver", "waiting"], done.stderr
 
-    @pytest.mark.parametrize("value", ["vlm", "vllm:off", "vllm,sms"])
-    def test_value_without_meaning_is_named(self, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_value_without_meaning_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         (plugin,) = [each for each in entry_points(group="vllm.general_plugins") if each.name == "memsaver"]
-        monkeypatch.setenv("MEMSAVER_DROP_IN", value)
-        with pytest.raises(ConfigError, match=f"drop_in is {value!r}, expected names of 'vllm', 'tms'"):
-            plugin.load()()
+        for value in ("vlm", "vllm:warn", "vllm,sms"):
+            monkeypatch.setenv("MEMSAVER_DROP_IN", value)
+            with pytest.raises(ConfigError, match=f"drop_in is {value!r}, expected names of 'vllm', 'tms'"):
+                plugin.load()()
 
 
 class TestFiles:
@@ -156,9 +156,9 @@ print(hasattr(torch_memory_saver, "kind"), type(saver).__module__, drop_in.statu
         done = run_python(program, MEMSAVER_DROP_IN=value, PYTHONPATH=original)
         assert done.stdout.split() == ["original", "False"], done.stderr
 
-    @pytest.mark.parametrize("value", ["tms,vlm", "TMS", "vllm,tsm"])
     @pytest.mark.usefixtures("original")
-    def test_wrong_variable_fails_the_import(self, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_wrong_variable_fails_the_import(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        value = "vllm,tsm"  # a misspelt "tms"
         monkeypatch.setenv("MEMSAVER_DROP_IN", value)
         memsaver_drop_in.start()
         for _ in range(2):

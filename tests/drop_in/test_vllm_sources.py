@@ -96,11 +96,9 @@ print(drop_in.status()["vllm"].state)
     [
         (CUMEM, SLEEP, "def sleep(self, offload_tags=None, level=1):",
          "CuMemAllocator has no line 'def sleep(self, offload_tags=None):'"),
-        (CUMEM, "def close(self)", "def close(self, now)", "CuMemAllocator has no line 'def close(self):'"),
         (CUMEM, "def unmap_and_release", "async def unmap_and_release",
          "the module has no line 'def unmap_and_release(allocation_handle):'"),
         (CUMEM, "class CuMemAllocator", "class Allocator", "there is no class CuMemAllocator"),
-        (CUMEM, "default_tag = ", "first_tag = ", "CuMemAllocator has no line 'default_tag'"),
         (CUMEM, "            create_and_map(data.handle)", "            cumem_available or create_and_map(data.handle)",
          "CuMemAllocator.wake_up uses cumem_available, which memsaver does not know"),
         (CUMEM, "            create_and_map(data.handle)", "            self.restore(data)",
@@ -111,7 +109,6 @@ print(drop_in.status()["vllm"].state)
          "Worker has no line \"assert freed_bytes >= 0, 'Memory usage increased after sleeping.'\""),
         (WORKER, END, f"{END}        self._answer('')\n",
          "Worker.sleep has \"self._answer('')\" after its assertion, expected lines of the log alone"),
-        ("vllm/v1/worker/worker_base.py", "self.rank =", "self.number =", "WorkerBase has no line 'self.rank'"),
         ("vllm/distributed/parallel_state.py", "_WORLD", "_STATE", "the module has no line '_WORLD'"),
     ],
 )  # fmt: skip

@@ -131,19 +131,6 @@ def test_a_view_takes_no_memory_and_a_clone_is_apart(make: Make) -> None:
 # Writes, and the lifetime of views
 
 
-def test_writes_through_strided_views_of_a_backup_reach_the_tensor(make: Make) -> None:
-    region = make("host")
-    tensor = counted(region, (20, 12), torch.bfloat16)
-    expected = tensor.clone()
-    region.pause()
-    cpu_backup(tensor.t()[2]).fill_(-1)
-    cpu_backup(tensor[4:6, ::2]).zero_()
-    region.resume()
-    expected[:, 2] = -1
-    expected[4:6, ::2] = 0
-    assert torch.equal(tensor, expected)
-
-
 def test_a_view_outlives_the_resume_and_its_tensor_and_changes_nothing(make: Make) -> None:
     region = make("host")
     tensor, freed = counted(region, MIB), counted(region, 1000)

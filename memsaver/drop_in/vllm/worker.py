@@ -33,10 +33,8 @@ def shares() -> bool:
 def _without_transfer(original: Callable[..., None]) -> Callable[..., None]:
     """The constructor of ``Worker``, the first call that has vLLM's configuration. It comes before all allocations.
 
-    It gives each segment of the KV cache one handle of the driver if vLLM transfers a KV cache that lies in a region.
-    Libraries that transfer KV caches, such as NIXL, LMCache and UCX, export the handle at the first byte of a tensor.
-    With several handles in a segment they read the first chunk alone, without an error. Raises DropInError with a
-    shared pool, whose chunks have fixed sizes.
+    A KV cache that is transferred has one driver handle for each segment: NIXL, LMCache and UCX export the handle at
+    the first byte of a tensor, and would read the first chunk alone. Chunks of a shared pool have fixed sizes.
     """
 
     @functools.wraps(original)
