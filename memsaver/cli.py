@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     drop_in.set_defaults(run=_drop_in)
     actions = drop_in.add_subparsers(required=True, metavar="ACTION", dest="action")
     install = actions.add_parser("install", help="write a file into this environment that turns drop-ins on")
-    install.add_argument("names", nargs="+", metavar="NAME", help="vllm, tms, vllm:warn or tms:warn")
+    install.add_argument("names", nargs="+", metavar="NAME", help="vllm or tms")
     actions.add_parser("remove", help="remove this file")
     actions.add_parser("path", help="print a folder for PYTHONPATH, with MEMSAVER_DROP_IN, in place of the file")
 
@@ -238,7 +238,7 @@ def _config(options: argparse.Namespace) -> int:
 
 def _touched(as_json: bool) -> int:
     """Each change that memsaver can make, and whether this process, with its environment, makes it."""
-    asked = parse_drop_in(os.environ.get("MEMSAVER_DROP_IN", "")).keys() | _adapter.wanted() | _adapter.touched()
+    asked = parse_drop_in(os.environ.get("MEMSAVER_DROP_IN", "")) | _adapter.wanted() | _adapter.touched()
     if as_json:
         print(json.dumps([{"name": name, "switch": by, "asked": name in asked} for name, by in TOUCHES.items()]))
         return 0

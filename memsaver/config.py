@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memsaver import _adapter, _core, _moves
+from memsaver import _adapter, _core
 from memsaver.broker import pool_client
 from memsaver.errors import ConfigError, Error, gib
 from memsaver.policies import seconds
@@ -22,7 +22,6 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix in ("", "b", "i", "ib")
 }  # fmt: skip
-_SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _SIZE = "bytes as an integer of 0 or more, or a size such as '64GiB', '1.5G' or '512MB' (units are powers of 1024)"
 _PAGE = 2 << 20
 _LARGEST = 1 << 60
@@ -71,13 +70,6 @@ def _limit(value: Any, option: str) -> int | None:
         return parse_size(value, option)
     except ConfigError:
         raise _wrong(option, value, f"'auto', {_SIZE}") from None
-
-
-def _switch(value: Any, option: str) -> bool:
-    found = _SWITCH.get(value.lower()) if isinstance(value, str) else value
-    if not isinstance(found, bool):
-        raise _wrong(option, value, "True or False (in the environment also 1, on, 0 or off)")
-    return found
 
 
 def parse_seconds(value: Any, option: str) -> float:
@@ -135,16 +127,12 @@ def _job(value: str, option: str) -> str | None:
     return discovery.job()
 
 
-def parse_drop_in(value: str) -> dict[str, str]:
-    """The drop-ins that ``MEMSAVER_DROP_IN`` names, each with its mode: ``"raise"`` or ``"warn"``. Or ConfigError."""
-    modes = {}
-    for part in filter(None, map(str.strip, value.split(","))):
-        name, colon, mode = part.partition(":")
-        if name not in DROP_INS or (colon and mode != "warn"):
-            names = ", ".join(map(repr, DROP_INS))
-            raise _wrong("drop_in", value, f"names of {names} separated by commas, each with ':warn' after it or not")
-        modes[name] = mode or "raise"
-    return modes
+def parse_drop_in(value: str) -> set[str]:
+    """The drop-ins that ``MEMSAVER_DROP_IN`` names. Raises ConfigError."""
+    names = set(filter(None, map(str.strip, value.split(","))))
+    if not names <= {*DROP_INS}:
+        raise _wrong("drop_in", value, f"names of {', '.join(map(repr, DROP_INS))} separated by commas")
+    return names
 
 
 def _drop_in(value: str, option: str) -> str | None:
@@ -194,7 +182,6 @@ OPTIONS: Final = {
         Option("pool", "process", _pool, pool_client.set_pool),
         Option("retain", 0, parse_size, _core.set_retain),
         Option("host_limit", None, _limit, _core.set_host_limit, "auto"),
-        Option("verify", False, _switch, _moves.set_verify),
         Option("disk_dir", None, _disk_dir, lambda path: _core.set_disk_dir(path or "")),
         Option("memory_timeout", 0.0, parse_seconds, _core.set_memory_timeout),
         Option(

@@ -52,21 +52,13 @@ void prepare(ReportingTransition& transition, const std::vector<std::string>& po
   transition.prepare(std::move(pauses), restore, transition.report());
 }
 
-// `arrived`: see Transition::run. It handles its exceptions.
-nb::dict run(ReportingTransition& transition, const nb::object& arrived) {
+nb::dict run(ReportingTransition& transition) {
   Transition::Outcome outcome;
   std::exception_ptr error;
-  const bool has_callback = !arrived.is_none();
   {
     const Unlocked release;
     try {
-      std::function<void()> callback;
-      if (has_callback)
-        callback = [&arrived] {
-          const HeldGil python;
-          call(arrived);
-        };
-      outcome = transition.run(callback);
+      outcome = transition.run();
     } catch (...) {
       error = std::current_exception();
     }
@@ -97,10 +89,9 @@ void bind_transitions(nb::module_& module) {
       .def_prop_ro("stages", &ReportingTransition::stages)
       .def_prop_ro("pausing", &ReportingTransition::pausing, nb::rv_policy::reference)
       .def_prop_ro("resuming", &ReportingTransition::resuming, nb::rv_policy::reference)
-      .def_prop_ro("continued", &ReportingTransition::continued, nb::rv_policy::reference)
       .def_prop_ro("discarded", &ReportingTransition::discarded, nb::rv_policy::reference)
       .def("prepare", &prepare, "policies"_a, "live"_a, "restore"_a, "progress"_a.none())
-      .def("run", &run, "arrived"_a.none() = nb::none());
+      .def("run", &run);
 }
 
 }  // namespace memsaver

@@ -11,8 +11,7 @@ import torch
 
 from memsaver import _core
 from memsaver._adapter import adapter, note, patch
-from memsaver._torch.pools import DEFAULT_POOL, LIBRARY, plain_allocator
-from memsaver._torch.private import RELEASE, private
+from memsaver._torch.pools import DEFAULT_POOL, LIBRARY, RELEASE, plain_allocator, private
 from memsaver._torch.routes import empty_cache
 from memsaver._torch.side_pools import side_pools
 from memsaver.broker import pool_client
@@ -113,16 +112,16 @@ class DefaultPools:
         self._expected: dict[object, frozenset[int]] = {}
 
     def check(self, tag: str, device: str, backup: str) -> None:
-        """Raises ValueError if the tag has another region, or the device another default pool."""
+        """Raises ValueError if the device has another default pool, or the tag another region."""
         mine = [each for each in self._regions.values() if each.device == device]
-        for region in mine or [each for each in all_regions() if each.tag == tag and each.device == device]:
-            if region not in mine:
-                raise ValueError(f"tag is {tag!r}, which has a region on {device}, expected a new tag")
+        for region in mine:
             if (region.tag, region.backup) != (tag, backup):
                 raise ValueError(
                     f"tag is {tag!r} and backup is {backup!r}, but the default pool of {device} is region "
                     f"{region.tag!r} with {region.backup!r}"
                 )
+        if not mine and any((each.tag, each.device) == (tag, device) for each in all_regions()):
+            raise ValueError(f"tag is {tag!r}, which has a region on {device}, expected a new tag")
 
     def add(self, region: Region) -> None:
         self._regions.setdefault(_index(region), region)
@@ -201,10 +200,7 @@ def _with_segments(former: str) -> str:
 
 
 def _set(settings: str) -> None:
-    name = "_accelerator_setAllocatorSettings"
-    if not hasattr(torch._C, name):
-        name = "_cuda_cudaCachingAllocator_set_allocator_settings"
     try:
-        private(name)(settings)
+        private("_accelerator_setAllocatorSettings")(settings)
     except (ValueError, RuntimeError) as error:
         raise Error(f"torch refuses the settings {settings!r} of its allocator: {error}") from error

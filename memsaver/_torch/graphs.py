@@ -168,15 +168,11 @@ def graph(
 
 
 def check_registration() -> None:
-    """Refuses a capture into a region after which NCCL would hold on to the physical memory of the graph's buffers.
+    """Raises ConfigError if NCCL would hold on to the physical memory of a graph's buffers.
 
     NCCL, from 2.19 on by default, registers the buffers of captured collectives with peers and network cards. A pause
-    takes the registered memory away, and a replay after the resume hangs. Python does not see if a graph has
-    collectives, so every capture in a process with such process groups needs the variable. NCCL reads it at its first
-    captured collective and keeps the value: a later change has no effect, and is not noticed here.
-
-    Raises:
-        ConfigError: There are process groups of several ranks with NCCL, and the variable is not 0.
+    takes the memory away, and a replay after the resume hangs. Python does not see if a graph has collectives. NCCL
+    reads the variable at its first captured collective: a later change has no effect.
     """
     name = "NCCL_GRAPH_REGISTER"
     value = os.environ.get(name)

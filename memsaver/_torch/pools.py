@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from memsaver import _core
-from memsaver._torch.private import RELEASE, private
 from memsaver.errors import Error
 from memsaver.regions import Region
 
@@ -21,7 +20,18 @@ LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10_cuda.so")
 MOST_BLOCKS = 20_000  # of which a list is made: some 16 ms with the GIL held (0.8 us for a block, see docs/design.md)
 DEFAULT_POOL = (0, 0)  # torch's id of the pool of allocations without a pool; a list of it has all segments
 
+RELEASE = tuple(int(each) for each in torch.__version__.split(".")[:2])  # for faults and rules of torch that differ
+
 EntryPoints = tuple[int, int]  # addresses of the C functions that allocate and free in a region
+
+
+def private(name: str) -> Any:
+    """A function of ``torch._C``. Raises memsaver.Error where torch lacks it."""
+    found = getattr(torch._C, name, None)
+    if found is None:
+        text = f"this build of torch ({torch.__version__}) has no torch._C.{name}"
+        raise Error(f"{text}, expected a build of torch 2.8 or newer with CUDA")
+    return found
 
 
 def keep_forever(thing: object) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from memsaver import _core
-from memsaver._torch.pools import keep_forever
-from memsaver._torch.private import RELEASE, private
+from memsaver._torch.pools import RELEASE, keep_forever, private
 
 
 class Routes:

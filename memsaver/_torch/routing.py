@@ -23,8 +23,7 @@ from memsaver._torch import captures
 from memsaver._torch.default_pool import default_pools
 from memsaver._torch.host_mode import HostMode, extent
 from memsaver._torch.ipc import patches
-from memsaver._torch.pools import RegionPools, has_many_blocks, keep_forever, new_pool
-from memsaver._torch.private import private
+from memsaver._torch.pools import RegionPools, has_many_blocks, keep_forever, new_pool, private
 from memsaver._torch.routes import empty_cache, routes
 from memsaver._torch.side_pools import side_pools
 from memsaver.broker import queries

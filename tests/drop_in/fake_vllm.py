@@ -79,11 +79,9 @@ class CuMemAllocator:
             create_and_map(data.handle)
 """,
     "vllm/v1/executor/multiproc_executor.py": """
-import threading
 
 class MultiprocExecutor:
-    def monitor(self, read):
-        threading.Thread(target=read, name="DeathPipeMonitor").start()
+    pass
 """,
     "vllm/v1/worker/worker_base.py": """
 class WorkerBase:
@@ -152,9 +150,6 @@ class ParallelConfig:
     data_parallel_rank: int = 0
     distributed_executor_backend: object = "mp"
 """,
-    "vllm/model_executor/layers/mla.py": "",
-    "vllm/model_executor/layers/attention/mla_attention.py": "",
-    "vllm/model_executor/layers/fused_moe/layer.py": "",
 }
 Load = Callable[..., ModuleType]
 

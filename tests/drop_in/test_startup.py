@@ -84,12 +84,12 @@ class TestPlugin:
         done = run_python(program, MEMSAVER_DROP_IN="vllm", PYTHONPATH=before(tmp_path))
         assert done.stdout.splitlines() == ["memsaver", "waiting"], done.stderr
 
-    @pytest.mark.parametrize("value", ["vlm", "vllm:off", "vllm,sms"])
-    def test_value_without_meaning_is_named(self, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_value_without_meaning_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         (plugin,) = [each for each in entry_points(group="vllm.general_plugins") if each.name == "memsaver"]
-        monkeypatch.setenv("MEMSAVER_DROP_IN", value)
-        with pytest.raises(ConfigError, match=f"drop_in is {value!r}, expected names of 'vllm', 'tms'"):
-            plugin.load()()
+        for value in ("vlm", "vllm:warn", "vllm,sms"):
+            monkeypatch.setenv("MEMSAVER_DROP_IN", value)
+            with pytest.raises(ConfigError, match=f"drop_in is {value!r}, expected names of 'vllm', 'tms'"):
+                plugin.load()()
 
 
 class TestFiles:
@@ -103,8 +103,8 @@ import os, site, sys
 site.addsitedir({str(tmp_path)!r})
 print(os.environ.get("MEMSAVER_DROP_IN"), type(sys.meta_path[0]).__module__, "torch" in sys.modules)
 """
-        assert cli.main(["drop-in", "install", "tms", "vllm:warn"]) == 0
-        assert run_python(program).stdout.split() == ["tms,vllm:warn", "memsaver_drop_in", "False"]
+        assert cli.main(["drop-in", "install", "tms", "vllm"]) == 0
+        assert run_python(program).stdout.split() == ["tms,vllm", "memsaver_drop_in", "False"]
         assert run_python(program, MEMSAVER_DROP_IN="vllm").stdout.split()[0] == "vllm"
         assert cli.main(["drop-in", "install", "sglang"]) == 1
         assert cli.main(["drop-in", "remove"]) == cli.main(["drop-in", "remove"]) == 0
@@ -156,9 +156,9 @@ print(hasattr(torch_memory_saver, "kind"), type(saver).__module__, drop_in.statu
         done = run_python(program, MEMSAVER_DROP_IN=value, PYTHONPATH=original)
         assert done.stdout.split() == ["original", "False"], done.stderr
 
-    @pytest.mark.parametrize("value", ["tms,vlm", "TMS", "vllm,tsm"])
     @pytest.mark.usefixtures("original")
-    def test_wrong_variable_fails_the_import(self, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_wrong_variable_fails_the_import(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        value = "vllm,tsm"  # a misspelt "tms"
         monkeypatch.setenv("MEMSAVER_DROP_IN", value)
         memsaver_drop_in.start()
         for _ in range(2):
@@ -170,9 +170,6 @@ print(hasattr(torch_memory_saver, "kind"), type(saver).__module__, drop_in.statu
         monkeypatch.setitem(sys.modules, "torch_memory_saver", ModuleType("torch_memory_saver"))
         monkeypatch.setenv("MEMSAVER_DROP_IN", "tms")
         with pytest.raises(DropInError, match="is imported already: set MEMSAVER_DROP_IN before Python starts"):
-            drop_in.install("tms")
-        monkeypatch.setenv("MEMSAVER_DROP_IN", "tms:warn")
-        with pytest.warns(RuntimeWarning, match="stepped aside: torch_memory_saver .* is imported already"):
             drop_in.install("tms")
 
 
@@ -188,10 +185,10 @@ class TestRun:
         assert found["TMS_INIT_ENABLE_CPU_BACKUP"] + found["TMS_INIT_ENABLE_DISK_BACKUP"] == switches
         assert managed(backup, found) == found  # of a program that starts another
 
-    def test_another_library_of_torch_memory_saver_goes_and_modes_stay(self) -> None:
+    def test_another_library_of_torch_memory_saver_goes(self) -> None:
         former = "/site/torch_memory_saver_hook_mode_preload_cu13.abi3.so:/lib/other.so"
-        found = managed("host", {"LD_PRELOAD": former, "MEMSAVER_DROP_IN": "tms:warn"})
-        assert found["LD_PRELOAD"] == f"{PRELOAD}:/lib/other.so" and found["MEMSAVER_DROP_IN"] == "tms:warn"
+        found = managed("host", {"LD_PRELOAD": former, "MEMSAVER_DROP_IN": "vllm, tms"})
+        assert found["LD_PRELOAD"] == f"{PRELOAD}:/lib/other.so" and found["MEMSAVER_DROP_IN"] == "vllm, tms"
         with pytest.raises(ConfigError, match="drop_in is 'everything'"):
             managed("host", {"MEMSAVER_DROP_IN": "everything"})
 

@@ -1,17 +1,11 @@
-"""The calls of vLLM's worker: KV transfer, agreement and errors of several ranks, shared pools, the end of the engine.
-
-Threads stand for ranks, and for vLLM's reader of the executor's pipe.
-"""
+"""The calls of vLLM's worker: KV transfer, agreement and errors of several ranks, shared pools. Threads are ranks."""
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +20,7 @@ from memsaver.drop_in.vllm import worker as calls
 from memsaver.errors import OutOfMemoryError
 from tests.drop_in import fake_vllm
 from tests.drop_in.fake_vllm import Load, load
-from tests.support import MIB, Fill, Hooks
+from tests.support import MIB
 
 __all__ = ["load"]  # a fixture
 
@@ -45,11 +39,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     return store
-
-
-def step_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    aside = drop_in.DropIn("vllm", "9.9.9", "stepped aside", reason="another patch")
-    monkeypatch.setitem(drop_in._states, "vllm", aside)
 
 
 # Agreement
@@ -222,12 +211,8 @@ def no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "transfers_kv", False)
 
 
-@pytest.mark.parametrize("mode", ["vllm", "vllm:warn"])
 @pytest.mark.usefixtures("shared")
-def test_kv_transfer_from_a_shared_pool_is_refused_when_the_worker_is_made(
-    load: Load, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
-    monkeypatch.setenv("MEMSAVER_DROP_IN", mode)
+def test_kv_transfer_from_a_shared_pool_is_refused_when_the_worker_is_made(load: Load) -> None:
     drop_in.install("vllm")
     assert drop_in.status()["vllm"].state == "waiting"  # as in a worker's process: its allocator comes later
     for _ in range(2):
@@ -237,8 +222,6 @@ def test_kv_transfer_from_a_shared_pool_is_refused_when_the_worker_is_made(
         assert drop_in.status()["vllm"].state == "active"
     for options in ({"transfer": ""}, {"transfer": "NixlConnector", "cumem": False}):  # not of memory in a region
         assert fake_vllm.worker(**options).wake_up() == "awake"
-    step_aside(monkeypatch)
-    assert fake_vllm.worker(transfer="NixlConnector").wake_up() == "awake"
 
 
 def test_kv_cache_that_is_transferred_has_one_handle_for_each_segment(load: Load) -> None:
@@ -269,7 +252,7 @@ def worker(load: Load) -> Any:
 
 @pytest.mark.usefixtures("shared")
 def test_shared_pool_may_take_memory_of_the_driver_during_a_sleep(
-    worker: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    worker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.freed_bytes = -1
     with caplog.at_level(logging.INFO, "vllm"):
@@ -277,9 +260,6 @@ def test_shared_pool_may_take_memory_of_the_driver_during_a_sleep(
     assert "is in the shared pool, not in the driver" in caplog.text
     with pytest.raises(AssertionError, match="level is unknown"):
         worker.sleep(level=3)
-    step_aside(monkeypatch)
-    with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
-        worker.sleep(level=1)
 
 
 def test_without_a_shared_pool_the_assertion_stays(worker: Any) -> None:
@@ -287,93 +267,3 @@ def test_without_a_shared_pool_the_assertion_stays(worker: Any) -> None:
     worker.freed_bytes = -1
     with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
         worker.sleep(level=1)
-
-
-# The end of vLLM's engine ends a worker's wait for memory, with a shared pool
-
-
-class Pipe:
-    """The reader of the pipe, and vLLM's handler of SIGTERM, which does nothing once the pipe is closed."""
-
-    def __init__(self, name: str = "DeathPipeMonitor") -> None:
-        self.closed = threading.Event()
-        self.signals: list[int] = []
-        self.reader = threading.Thread(target=self.closed.wait, name=name, daemon=True)
-        self.reader.start()
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.closed.is_set():
-            self.signals.append(number)
-
-    def close(self) -> None:
-        self.closed.set()
-        self.reader.join()
-
-
-# The end of vLLM's engine ends a worker's wait for memory, with a shared pool
-
-
-"""The end of vLLM's engine ends a worker's wait for memory, with a shared pool."""
-
-
-@pytest.fixture
-def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
-    monkeypatch.setattr(calls, "_monitor", None)
-    pipe = Pipe()
-    previous = signal.signal(signal.SIGTERM, pipe.handle)
-    yield pipe
-    signal.signal(signal.SIGTERM, previous)
-    pipe.close()
-
-
-@pytest.mark.parametrize("moment", ["before the call", "during the wait"])
-@pytest.mark.usefixtures("shared")
-def test_wait_for_memory_ends_with_the_engine(
-    worker: Any, pipe: Pipe, make: Callable[..., memsaver.Region], moment: str
-) -> None:
-    region = make()
-    address = Hooks(region).alloc(MIB)
-    region.pause()
-    assert worker.wake_up() == "awake"  # an earlier call
-    worker.parallel_config.world_size = 2  # the last rank would wait for the answer of this one
-
-    def wait() -> None:
-        if moment == "during the wait":
-            threading.Timer(0.2, pipe.closed.set).start()
-        region.resume(memory_timeout=60.0)
-
-    worker.call = wait
-    if moment == "before the call":
-        pipe.close()
-    with Fill(), pytest.raises(calls.EndedError, match="vLLM's engine has ended or shuts down"):
-        worker.wake_up()
-    assert region.state == "paused"
-    assert signal.getsignal(signal.SIGTERM) == pipe.handle
-    region.resume()
-    Hooks(region).free(address)
-
-
-@pytest.mark.usefixtures("shared")
-def test_signal_reaches_the_handler_of_vllm_while_the_engine_runs(worker: Any, pipe: Pipe) -> None:
-    worker.call = lambda: os.kill(os.getpid(), signal.SIGTERM)
-    assert worker.wake_up() == "awake"
-    assert pipe.signals == [signal.SIGTERM]
-    assert signal.getsignal(signal.SIGTERM) == pipe.handle
-
-
-@pytest.mark.parametrize("place", ["another thread", "process without a pipe", "process without a shared pool"])
-@pytest.mark.usefixtures("shared")
-def test_handler_stays_in(worker: Any, pipe: Pipe, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Any] = []
-    worker.call = lambda: found.append(signal.getsignal(signal.SIGTERM))
-    if place == "process without a pipe":
-        pipe.reader.name = "another"
-    if place == "process without a shared pool":
-        monkeypatch.setattr(calls, "shares", lambda: False)
-    if place == "another thread":
-        thread = threading.Thread(target=worker.wake_up)
-        thread.start()
-        thread.join()
-    else:
-        worker.wake_up()
-    assert found == [pipe.handle]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -63,47 +64,33 @@ def pools(side: MadeUpSidePools) -> tuple[DefaultPools, Any, Any]:
     return made, first, second
 
 
-def test_threads_move_for_the_devices_of_paused_default_pools_alone(side: MadeUpSidePools, pools: Any) -> None:
-    made, first, second = pools
-    made.expect_pause([MadeUpRegion("cuda:0")])()
-    assert side.calls == []
-    for state in ("paused", "resuming", "lost"):  # without memory
-        first.state = state
-        made.expect_pause([first])()
-    assert side.calls == []
-    first.state = "active"
-    made.expect_pause([second])()
-    made.expect_pause([first, second])()
-    assert side.calls == [("begin", 1), ("begin", 0)], "the threads of device 1 have moved"
-    first.state, second.state = "pausing", "paused"
-    made.move_threads_back()
-    first.state = "active"  # the pause was given up
-    made.move_threads_back()
-    second.state = "active"
-    made.move_threads_back()
-    made.move_threads_back()
-    assert side.calls[2:] == [("end", 0), ("end", 1)]
-
-
-def test_threads_stay_away_while_a_pause_is_expected(side: MadeUpSidePools, pools: Any) -> None:
-    """Other transitions and threads refresh their routes while a pause waits for its turn."""
-    made, first, _ = pools
-    end = made.expect_pause([first])
-    made.move_threads_back()
-    other = made.expect_pause([first])
-    end()
-    made.move_threads_back()
-    assert side.calls == [("begin", 0)]
-    other()
-    made.move_threads_back()
-    assert side.calls == [("begin", 0), ("end", 0)]
-    # An earlier transition resumes the region before the pause.
-    first.state, side.now = "resuming", {0}
-    end = made.expect_pause([first])
-    first.state = "active"
-    made.move_threads_back()
-    assert side.now == {0}
-    end()
+@pytest.mark.parametrize("seed", range(5))
+def test_threads_are_away_while_a_default_pool_is_paused_or_about_to_be(
+    side: MadeUpSidePools, pools: Any, seed: int
+) -> None:
+    """Other transitions and threads refresh their routes at any time."""
+    made, *both = pools
+    choose, expected = random.Random(seed), list[tuple[Any, set[int]]]()
+    for _ in range(500):
+        region = choose.choice(both)
+        act = choose.choice(["expect", "end", "end", "change", "refresh", "refresh"])
+        before = set(side.now)
+        if act == "expect":
+            regions = choose.choice([[region], both, [MadeUpRegion("cuda:0")], []])
+            numbers = {both.index(each) for each in regions if each in both}
+            expected.append((made.expect_pause(regions), numbers))
+            active = {number for number in numbers if both[number].state in ("active", "pausing")}
+            assert side.now == before | active, "regions without memory are left alone"
+        elif act == "end" and expected:
+            expected.pop(choose.randrange(len(expected)))[0]()
+            assert side.now == before
+        elif act == "change" and (both.index(region) in side.now or region.state != "active"):
+            region.state = choose.choice(["active", "pausing", "paused", "resuming", "lost"])
+        elif act == "refresh":
+            made.move_threads_back()
+            about = set().union(*(numbers for _, numbers in expected))
+            assert side.now == {number for number in before if number in about or both[number].state != "active"}
+    assert {("begin", 0), ("begin", 1), ("end", 0), ("end", 1)} <= set(side.calls)
 
 
 def test_no_thread_moves_during_a_capture(side: MadeUpSidePools, pools: Any) -> None:
@@ -256,11 +243,9 @@ SIZES = "large_segment_size_mb:32"
 @pytest.mark.parametrize(
     ("release", "former", "expected"),
     [
-        ((2, 11), "", f"expandable_segments:True,{SIZES}"),
         ((2, 11), "max_split_size_mb:512", f"max_split_size_mb:512,expandable_segments:True,{SIZES}"),
         ((2, 11), "expandable_segments: True", f"expandable_segments: True,{SIZES}"),
         ((2, 11), "expandable_segments:true,large_segment_size_mb:256", None),
-        ((2, 11), "large_segment_size_mb:256", "large_segment_size_mb:256,expandable_segments:True"),
         ((2, 10), "max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"),
     ],
 )

@@ -17,8 +17,7 @@ from memsaver._adapter import adapter
 from memsaver._torch import pools as torch_pools
 from memsaver._torch import routes as torch_routes
 from memsaver._torch import routing
-from memsaver._torch.pools import RegionPools
-from memsaver._torch.private import private
+from memsaver._torch.pools import RegionPools, private
 from memsaver._torch.routes import Routes
 from tests.support import MIB, functions
 

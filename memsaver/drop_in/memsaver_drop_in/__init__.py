@@ -50,7 +50,7 @@ def _install(name: str) -> None:
 def _find_saver(name: str) -> ModuleSpec | None:
     from importlib.util import find_spec
 
-    _install("tms")  # which finds the package, unless it has stepped aside
+    _install("tms")  # which finds the package
     return find_spec(name)
 
 

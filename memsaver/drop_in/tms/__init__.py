@@ -24,20 +24,19 @@ def version() -> str:
     return "0.0.10"
 
 
-def check(version: str) -> tuple[()]:
+def check(version: str) -> None:
     """Raises DropInError if the original package has been imported."""
     if PACKAGE in sys.modules:
         raise DropInError(
             f"{PACKAGE} ({getattr(sys.modules[PACKAGE], '__file__', None)}) is imported already: set MEMSAVER_DROP_IN "
             "before Python starts"
         )
-    return ()
 
 
 def hooks() -> list[Hook]:
     """The next import of the package finds memsaver's."""
     if os.environ.get("TMS_INIT_ENABLE"):
-        when_imported("torch", _manage)  # with its errors, in the mode "warn" too
+        when_imported("torch", _manage)
     return [(PACKAGE, lambda module: (PACKAGE,), _find), (SGLANG, _allow_handles, None)]
 
 

@@ -23,21 +23,13 @@ _NAMES: Final = ("current_tag", "cpu_backup_backend")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a thread's allocations.
-
-    Attributes:
-        tag: Of their region.
-        cpu_backup: Whether a pause keeps the contents in host memory.
-        disk_backup: Whether a pause keeps the contents on disk.
-        backend: The kind of host memory, by torch_memory_saver's name.
-        interesting: Whether they lie in a region.
-    """
+    """The settings of a thread's allocations."""
 
     tag: str = "default"
     cpu_backup: bool = False
     disk_backup: bool = False
-    backend: str = "pinned"
-    interesting: bool = True
+    backend: str = "pinned"  # the kind of host memory, by torch_memory_saver's name
+    interesting: bool = True  # they lie in a region
 
     @property
     def policy(self) -> str:

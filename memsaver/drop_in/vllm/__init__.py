@@ -17,16 +17,13 @@ def version() -> str:
     return metadata.version("vllm")
 
 
-def check(version: str) -> tuple[()]:
+def check(version: str) -> None:
     """Raises DropInError unless the allocator of the installed vLLM can be replaced."""
     check_patches()
     try:
         sources.check(version)
     except DropInError as error:
-        raise DropInError(
-            f"{error}. Use another version of vLLM, or MEMSAVER_DROP_IN=vllm:warn to go on without memsaver"
-        ) from None
-    return ()
+        raise DropInError(f"{error}. Use another version of vLLM, or unset MEMSAVER_DROP_IN") from None
 
 
 def check_patches() -> None:

@@ -38,9 +38,6 @@ class RegionAllocator:
         self.allocator_and_pools: dict[str, Any] = {}
         self._regions = TaggedRegions("vllm")
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"memsaver has no {MODULE}.CuMemAllocator.{name}")
-
     @classmethod
     def get_instance(cls) -> RegionAllocator:
         if cls.instance is None:

@@ -113,12 +113,7 @@ def settle(worker: Any, call: str, error: Exception | None, logger: logging.Logg
     they have not read for those of the next call. So only the last rank may answer with an error. A rank without the
     drop-in does not take part: if it is the reason for the error, each rank raises.
 
-    Args:
-        worker: vLLM's worker.
-        call: Its method: ``"sleep"`` or ``"wake_up"``.
-        error: The error of the method on this rank. None: it has returned. It is raised where this rank is the only
-            one, or each rank has a caller of its own.
-        logger: vLLM's logger.
+    ``error``: of this rank's method. It is raised where this rank is the only one, or each has a caller of its own.
     """
     parallel = worker.parallel_config
     last = parallel.world_size - 1

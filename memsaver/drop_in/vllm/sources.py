@@ -20,8 +20,8 @@ REPLACED: Final = ("CuMemAllocator", "create_and_map", "unmap_and_release")
 WORKER_MODULE: Final = "vllm.v1.worker.gpu_worker"
 
 # By module and class: texts with which a line begins, in the format of ast.unparse() without annotations. "?": only if
-# there is a function of this name, which versions lack. "*": within a line.
-SLEEP: Final[Mapping[str, tuple[str, ...]]] = {
+# there is a function of this name, which versions lack.
+NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.device_allocator:AllocationData": ("handle", "tag", "cpu_backup_tensor"),
     MODULE: ("logger =", "def create_and_map(allocation_handle):", "def unmap_and_release(allocation_handle):"),
     f"{MODULE}:CuMemAllocator": (
@@ -38,7 +38,6 @@ SLEEP: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "vllm.v1.worker.worker_base:WorkerBase": ("self.vllm_config", "self.parallel_config", "self.rank"),
     "vllm.v1.executor.multiproc_executor:MultiprocExecutor": (),
-    "vllm.v1.executor.multiproc_executor": ("*name='DeathPipeMonitor'",),
     "vllm.config.vllm:VllmConfig": ("model_config", "kv_transfer_config"),
     "vllm.config.model:ModelConfig": ("enable_cumem_allocator",),
     "vllm.config.kv_transfer:KVTransferConfig": ("kv_connector", "def is_kv_transfer_instance(self):"),
@@ -61,32 +60,20 @@ KNOWN: Final[Mapping[str, Collection[str]]] = {
     "wake_up": ("DEFERRABLE_TAGS", "create_and_map", "current_platform", "libcudart", "self.pointer_to_data"),
 }  # fmt: skip
 
-# Modules with the layers whose weights vLLM processes after a load: it rearranges parameters, or derives other tensors
-# from them. memsaver.drop_in.vllm.weights refuses layers of classes from there, whatever their names are.
-PROCESSED: Final[Mapping[str, tuple[str, ...]]] = {
-    "vllm.model_executor.layers.attention.mla_attention": (),
-    "vllm.model_executor.layers.fused_moe": (),
-    "vllm.model_executor.layers.mla": (),
-}
 
-
-def check(version: str, needed: Mapping[str, tuple[str, ...]] = SLEEP) -> None:
-    """Compares the installed vLLM with texts that its modules and classes need.
-
-    Raises:
-        DropInError: It names each file and text that differs.
-    """
+def check(version: str) -> None:
+    """Raises DropInError if the installed vLLM differs. It names each file and text."""
     package = find_spec("vllm")
     if package is None or not package.submodule_search_locations:
         raise DropInError("there is no package vllm")
-    found = list(differences(Path(package.submodule_search_locations[0]), needed))
+    found = list(differences(Path(package.submodule_search_locations[0])))
     if found:
         raise DropInError(f"vLLM {version} differs from the versions that memsaver knows: {'; '.join(found)}")
 
 
-def differences(folder: Path, needed: Mapping[str, tuple[str, ...]] = SLEEP) -> Iterator[str]:
+def differences(folder: Path) -> Iterator[str]:
     """The differences of a package vllm, each with its file."""
-    for place, texts in needed.items():
+    for place, texts in NEEDED.items():
         module, _, name = place.partition(":")
         path = file_of(folder, module)
         if not path.is_file():
@@ -115,11 +102,10 @@ def _in_scope(scope: ast.AST | None, name: str, texts: Collection[str], tree: as
         return
     source = ast.unparse(scope)
     for text in texts:
-        is_optional, begin = text[0] == "?", "" if text[0] == "*" else r"^\s*"
-        text = text.lstrip("?*")
+        is_optional, text = text[0] == "?", text.lstrip("?")
         if is_optional and not re.search(rf"^\s*{re.escape(text.partition('(')[0])}\(", source, re.M):
             continue
-        if not re.search(rf"{begin}{re.escape(text)}(?!\w)", source, re.M):
+        if not re.search(rf"^\s*{re.escape(text)}(?!\w)", source, re.M):
             yield f"{name or 'the module'} has no line {text!r}"
     for method in ast.iter_child_nodes(scope):
         if name == "CuMemAllocator" and isinstance(method, ast.FunctionDef) and method.name in KNOWN:
