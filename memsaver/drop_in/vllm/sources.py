@@ -20,7 +20,7 @@ REPLACED: Final = ("CuMemAllocator", "create_and_map", "unmap_and_release")
 WORKER_MODULE: Final = "vllm.v1.worker.gpu_worker"
 
 # By module and class: texts with which a line begins, in the format of ast.unparse() without annotations. "?": only if
-# there is a function of this name, which versions lack.
+# there is a function of this name, which versions lack. "*": within a line.
 NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.device_allocator:AllocationData": ("handle", "tag", "cpu_backup_tensor"),
     MODULE: ("logger =", "def create_and_map(allocation_handle):", "def unmap_and_release(allocation_handle):"),
@@ -60,20 +60,32 @@ KNOWN: Final[Mapping[str, Collection[str]]] = {
     "wake_up": ("DEFERRABLE_TAGS", "create_and_map", "current_platform", "libcudart", "self.pointer_to_data"),
 }  # fmt: skip
 
+# Modules with the layers whose weights vLLM processes after a load: it rearranges parameters, or derives other tensors
+# from them. memsaver.drop_in.vllm.weights refuses layers of classes from there, whatever their names are.
+PROCESSED: Final[Mapping[str, tuple[str, ...]]] = {
+    "vllm.model_executor.layers.attention.mla_attention": (),
+    "vllm.model_executor.layers.fused_moe": (),
+    "vllm.model_executor.layers.mla": (),
+}
 
-def check(version: str) -> None:
-    """Raises DropInError if the installed vLLM differs. It names each file and text."""
+
+def check(version: str, needed: Mapping[str, tuple[str, ...]] = NEEDED) -> None:
+    """Compares the installed vLLM with texts that its modules and classes need.
+
+    Raises:
+        DropInError: It names each file and text that differs.
+    """
     package = find_spec("vllm")
     if package is None or not package.submodule_search_locations:
         raise DropInError("there is no package vllm")
-    found = list(differences(Path(package.submodule_search_locations[0])))
+    found = list(differences(Path(package.submodule_search_locations[0]), needed))
     if found:
         raise DropInError(f"vLLM {version} differs from the versions that memsaver knows: {'; '.join(found)}")
 
 
-def differences(folder: Path) -> Iterator[str]:
+def differences(folder: Path, needed: Mapping[str, tuple[str, ...]] = NEEDED) -> Iterator[str]:
     """The differences of a package vllm, each with its file."""
-    for place, texts in NEEDED.items():
+    for place, texts in needed.items():
         module, _, name = place.partition(":")
         path = file_of(folder, module)
         if not path.is_file():
