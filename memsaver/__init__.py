@@ -41,6 +41,7 @@ from memsaver.errors import (  # noqa: E402
     OutOfMemoryError,
     ReceiveError,
     RegionPausedError,
+    VerifyError,
     WaitTimeoutError,
 )
 from memsaver.figures import stats  # noqa: E402
@@ -71,7 +72,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error", "Guest",
     "GuestError", "OutOfMemoryError", "ReceiveError", "Region", "RegionPausedError", "Transition",
-    "TransitionFuture", "WaitTimeoutError", "capturing",
+    "TransitionFuture", "VerifyError", "WaitTimeoutError", "capturing",
     "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "outside", "pause", "phase",
     "region", "register", "release_host_memory", "resume", "start", "stats", "switch", "trim", "unregister",
 ]  # fmt: skip

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
 from memsaver import _core, _guests, _results
-from memsaver._adapter import loaded
+from memsaver._adapter import loaded, with_torch
 from memsaver._results import Transition
 from memsaver.errors import BackupError, Error
 from memsaver.policies import Bounds
@@ -18,9 +18,18 @@ from memsaver.regions import Chosen, Ranges, Region, all_regions, tags_of, wrapp
 
 log = logging.getLogger("memsaver")
 
+_verify = False
 _AWAY = ("paused", "lost")  # states of regions without memory
 Progress = Callable[[int, int], object]
 """Called with the bytes copied and the bytes to copy."""
+
+
+def set_verify(wanted: bool) -> None:
+    """Turns the comparison of contents before a pause with those after the resume on or off."""
+    global _verify
+    if _verify and not wanted:
+        with_torch("memsaver._torch.checksums").forget_all()
+    _verify = wanted
 
 
 class Move:
@@ -57,6 +66,8 @@ class Move:
         self._leaving: tuple[str, ...] = ()
         self._pausing: list[Region] = []
         self._kept: dict[str, str] = {}  # by tag, the policies of this pause that keep contents
+        self._differing: Exception | None = None  # found by the comparison of contents
+        self._restored: list[Any] = []  # regions that resume with their contents
         # Last: an interrupt before leaves nothing in the queues, also while its traceback keeps this object.
         self.core = _core.Transition(
             [each._handle for each in pause.regions],
@@ -92,6 +103,8 @@ class Move:
             self._guests.prepare(self._paused_tags())
             live = [_live(each) if policy != "none" else [] for each, policy in zip(leaving, kept)]
             move.prepare(kept, live, restored, self._report)
+            self._restored = [each for each, wanted in zip(move.resuming, restored) if wanted]
+            self._record_contents(leaving, kept, live)  # from here on nothing uses the regions
         except BackupError as error:
             if self._kept:
                 error._name_regions(self._kept)
@@ -146,7 +159,7 @@ class Move:
         try:
             self._guests.leave(self._paused_tags())
             begun = True
-            done = move.run()
+            done = move.run(self._check_contents if _verify else None)
         except BaseException as error:
             move.abort()
             if begun and isinstance(error, Error):
@@ -162,7 +175,11 @@ class Move:
                         torch.withdraw(each)
                 torch.refresh()
         try:
-            self._guests.come_back()
+            try:
+                self._guests.come_back()
+            finally:
+                if self._differing is not None:
+                    raise self._differing
         except Error as error:
             error.resumed = tags_of(move.resuming, self._guests.resumed)
             raise
@@ -176,6 +193,23 @@ class Move:
         )
         log.debug("%s", outcome)
         return outcome
+
+    def _record_contents(self, leaving: Sequence[Region], kept: Sequence[str], live: Sequence[Ranges]) -> None:
+        if not _verify:
+            return
+        checksums = with_torch("memsaver._torch.checksums")
+        partly_unmapped = {wrapper(each) for each in self.core.continued}
+        for each, policy, ranges in zip(leaving, kept, live):
+            if each not in partly_unmapped:  # else an earlier pause has recorded them, and failed later
+                checksums.record(each, ranges if policy != "none" else None)
+
+    def _check_contents(self) -> None:
+        """The core calls this before the regions are active, and takes no exception."""
+        try:
+            for each in map(wrapper, self._restored):
+                with_torch("memsaver._torch.checksums").check(each)
+        except Exception as error:
+            self._differing = error
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memsaver import _adapter, _core
+from memsaver import _adapter, _core, _moves
 from memsaver.broker import pool_client
 from memsaver.errors import ConfigError, Error, gib
 from memsaver.policies import seconds
@@ -22,6 +22,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix in ("", "b", "i", "ib")
 }  # fmt: skip
+_SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _SIZE = "bytes as an integer of 0 or more, or a size such as '64GiB', '1.5G' or '512MB' (units are powers of 1024)"
 _PAGE = 2 << 20
 _LARGEST = 1 << 60
@@ -70,6 +71,13 @@ def _limit(value: Any, option: str) -> int | None:
         return parse_size(value, option)
     except ConfigError:
         raise _wrong(option, value, f"'auto', {_SIZE}") from None
+
+
+def _switch(value: Any, option: str) -> bool:
+    found = _SWITCH.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(found, bool):
+        raise _wrong(option, value, "True or False (in the environment also 1, on, 0 or off)")
+    return found
 
 
 def parse_seconds(value: Any, option: str) -> float:
@@ -182,6 +190,7 @@ OPTIONS: Final = {
         Option("pool", "process", _pool, pool_client.set_pool),
         Option("retain", 0, parse_size, _core.set_retain),
         Option("host_limit", None, _limit, _core.set_host_limit, "auto"),
+        Option("verify", False, _switch, _moves.set_verify),
         Option("disk_dir", None, _disk_dir, lambda path: _core.set_disk_dir(path or "")),
         Option("memory_timeout", 0.0, parse_seconds, _core.set_memory_timeout),
         Option(

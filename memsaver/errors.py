@@ -230,6 +230,32 @@ class ReceiveError(Error):
     pid: int | None = None
 
 
+class VerifyError(Error):
+    """Contents have changed between a pause and a resume. Only ``configure(verify=True)`` looks for this.
+
+    The region is active, and its contents cannot be used.
+
+    Attributes:
+        tag: The tag of the region.
+        segment: The address of the segment with the first difference.
+        offset: The offset of the difference within the segment, in bytes, rounded down to 8 KiB.
+
+    Examples:
+        >>> memsaver.configure(verify=True)
+        >>> weights = memsaver.region("weights", device="cpu", backup="host")
+        >>> with weights:
+        ...     tensor = torch.ones(4)
+        >>> _ = weights.pause()
+        >>> try:
+        ...     done = weights.resume()
+        ... except memsaver.VerifyError as error:
+        ...     print(error.tag, error.offset)
+        >>> memsaver.configure(verify=False)
+    """
+
+    tag: str
+    segment: int
+    offset: int
 
 
 def gib(nbytes: int) -> str:

@@ -153,10 +153,10 @@ std::vector<std::size_t> chunk_sizes(const Region& region) {
   return sizes;
 }
 
-// Each segment in use.
-Ranges segments(const Region& region) {
+// Each segment in use, or its parts within ranges.
+Ranges segments(const Region& region, const std::optional<Ranges>& within) {
   core();
-  return region.parts(region.live());
+  return region.parts(within ? *within : region.live());
 }
 
 Region* make_region(const std::string& tag, const std::string& device, const std::string& backup, bool frozen,
@@ -208,7 +208,7 @@ void bind_regions(nb::module_& module) {
       .def("backup_view", &backup_view, "address"_a, "size"_a)
       .def("backup_read", &backup_read, "address"_a, "size"_a, "to"_a, unlocked)
       .def("live", &looked<&Region::live>)  // segments in use, touching ones joined
-      .def("segments", &segments)
+      .def("segments", &segments, "within"_a.none() = nb::none())
       .def("entry_points", &bind_entry_points)
       .def("allocate_array", &allocate_array, "size"_a);
   module.def("region", &make_region, unlocked, nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a,

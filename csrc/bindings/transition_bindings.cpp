@@ -52,13 +52,21 @@ void prepare(ReportingTransition& transition, const std::vector<std::string>& po
   transition.prepare(std::move(pauses), restore, transition.report());
 }
 
-nb::dict run(ReportingTransition& transition) {
+// `arrived`: see Transition::run. It handles its exceptions.
+nb::dict run(ReportingTransition& transition, const nb::object& arrived) {
   Transition::Outcome outcome;
   std::exception_ptr error;
+  const bool has_callback = !arrived.is_none();
   {
     const Unlocked release;
     try {
-      outcome = transition.run();
+      std::function<void()> callback;
+      if (has_callback)
+        callback = [&arrived] {
+          const HeldGil python;
+          call(arrived);
+        };
+      outcome = transition.run(callback);
     } catch (...) {
       error = std::current_exception();
     }
@@ -89,9 +97,10 @@ void bind_transitions(nb::module_& module) {
       .def_prop_ro("stages", &ReportingTransition::stages)
       .def_prop_ro("pausing", &ReportingTransition::pausing, nb::rv_policy::reference)
       .def_prop_ro("resuming", &ReportingTransition::resuming, nb::rv_policy::reference)
+      .def_prop_ro("continued", &ReportingTransition::continued, nb::rv_policy::reference)
       .def_prop_ro("discarded", &ReportingTransition::discarded, nb::rv_policy::reference)
       .def("prepare", &prepare, "policies"_a, "live"_a, "restore"_a, "progress"_a.none())
-      .def("run", &run);
+      .def("run", &run, "arrived"_a.none() = nb::none());
 }
 
 }  // namespace memsaver

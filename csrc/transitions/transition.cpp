@@ -195,7 +195,7 @@ void Transition::prepare(std::vector<Pause> pauses, const std::vector<bool>& res
   }
 }
 
-Transition::Outcome Transition::run() {
+Transition::Outcome Transition::run(const std::function<void()>& arrived) {
   {
     std::lock_guard lock(core().mutex);  // other threads may read the figures of a region in a transition
     committed_ = true;
@@ -233,6 +233,7 @@ Transition::Outcome Transition::run() {
   }
   transfers_.clear();  // before the states change: chunks of failed resumes are unmapped here
   for (Device* device : devices) device->source().settle();
+  if (arrived && !failed) arrived();
   finish();
   if (refused) std::rethrow_exception(refused);
   if (failed) std::rethrow_exception(failed);

@@ -35,13 +35,15 @@ class Transition {
   void begin();
   const Regions& pausing() const { return pausing_; }
   const Regions& resuming() const { return resuming_; }
+  const Regions& continued() const { return continued_; }  // of pausing(): earlier pauses failed in part
   const Regions& discarded() const { return discarded_; }  // whose contents run() discarded
 
   // `pauses` has an entry for every region in pausing(). `restore` has one for every region in resuming(): whether its
   // contents are restored. Waits for the device and for memory. Nothing has changed when it returns or throws.
   void prepare(std::vector<Pause> pauses, const std::vector<bool>& restore, Progress::Report report);
-  // Commits and executes. If it returns, all regions are in their new states.
-  Outcome run();
+  // Commits and executes. If it returns, all regions are in their new states. `arrived` is called if all regions that
+  // resume have their contents, before they are active: nothing else uses them yet. It must not throw.
+  Outcome run(const std::function<void()>& arrived = {});
   // The stages so far. The waits are "queue", "readers", "launches", "device", "memory" and "backup". In "move" chunks
   // and contents move. Any thread may call this.
   std::vector<Stages::Begun> stages() const { return stages_.begun(); }

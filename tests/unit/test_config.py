@@ -84,6 +84,7 @@ def test_sizes_are_integers_or_strings(text: int | str, nbytes: int) -> None:
         ("host_device", ["1MiB"], "at least 2 MiB"),
         ("host_limit", ["none", -1], "'auto', bytes as an integer"),
         ("pool", ["ours", None], "one of 'process', 'shared'"),
+        ("verify", ["perhaps", 1, None], "True or False"),
         ("memory_timeout", [-1, "soon", None, float("nan"), "1e7"], "seconds of 0 or more, at most 1e+06"),
         ("patches", ["everything", 3], "one or several of 'captures', 'multiprocessing'"),
         ("disk_dir", ["/no/such"], "a directory that can be written to; it does not exist"),
@@ -108,7 +109,7 @@ def test_wrong_values_are_named_with_the_expectation_and_change_nothing(
     ("name", "text"),
     [
         ("host_devise", "there is no option 'host_devise'; did you mean 'host_device'"),
-        ("x", "there is no option 'x'; there are disk_dir, .*retain$"),
+        ("x", "there is no option 'x'; there are disk_dir, .*verify$"),
         ("pool_dir", "pool_dir is set by MEMSAVER_POOL_DIR alone$"),
     ],
 )
@@ -126,12 +127,12 @@ def test_a_value_that_cannot_be_applied_changes_no_option(
         raise memsaver.BrokerError("no broker", path="")
 
     make()
-    memsaver.configure(disk_dir=tmp_path, memory_timeout=0)
+    memsaver.configure(disk_dir=tmp_path, verify=False)
     before, kept = memsaver.stats().options, pool_client._capacity
     with monkeypatch.context() as patch:
         patch.setattr(pool_client, "connect", refuse)
         with pytest.raises(memsaver.BrokerError, match="no broker"):
-            memsaver.configure(pool_capacity="1024TiB", memory_timeout=1, pool="shared", retain="3GiB", disk_dir="/")
+            memsaver.configure(pool_capacity="1024TiB", verify=True, pool="shared", retain="3GiB", disk_dir="/")
     assert memsaver.stats().options == before
     assert (pool_client._capacity, pool_client._shared) == (kept, False)
 
@@ -197,12 +198,12 @@ def test_a_variable_applies_beside_an_unknown_one_and_configure_comes_after_it()
     source = """
         import memsaver
         found = {each.option.name: each for each in memsaver.config.settings()}
-        print([found[name].source + f" {found[name].value}" for name in ("retain", "memory_timeout")])
+        print([found[name].source + f" {found[name].value}" for name in ("retain", "verify")])
         memsaver.configure(retain=4096)
         print([each.source for each in memsaver.config.settings() if each.value == 4096])
     """
-    done = run_python(source, MEMSAVER_HOST_DEVCE="1", MEMSAVER_RETAIN="1G", MEMSAVER_MEMORY_TIMEOUT="2")
-    assert done.stdout == f"['MEMSAVER_RETAIN {GIB}', 'MEMSAVER_MEMORY_TIMEOUT 2.0']\n['configure()']\n"
+    done = run_python(source, MEMSAVER_HOST_DEVCE="1", MEMSAVER_RETAIN="1G", MEMSAVER_VERIFY="on")
+    assert done.stdout == f"['MEMSAVER_RETAIN {GIB}', 'MEMSAVER_VERIFY True']\n['configure()']\n"
     assert "RuntimeWarning: there is no variable MEMSAVER_HOST_DEVCE; did you mean" in done.stderr
 
 
@@ -243,7 +244,7 @@ def test_config_prints_value_and_source_of_each_option() -> None:
     assert re.fullmatch(r"1\.50 GiB \(1610612736 bytes\) +MEMSAVER_RETAIN", rows["retain"])
     assert re.fullmatch(r"64\.0 MiB \(67108864 bytes\) +MEMSAVER_HOST_DEVICE", rows["host_device"])
     assert re.fullmatch(r"/tmp/elsewhere +MEMSAVER_POOL_DIR", rows["pool_dir"])
-    assert re.fullmatch("0 +default", rows["memory_timeout"])
+    assert re.fullmatch(r"False +default", rows["verify"])
     assert len({re.match(r"\S+ +", line).end() for line in done.stdout.splitlines()}) == 1, "columns"  # type: ignore[union-attr]
 
 

@@ -1,0 +1,88 @@
+"""Checksums of a region's contents, computed on its device: before a pause, and after the resume that restores them.
+
+A sum covers the words of a row of 8 KiB. An exchange of words within a row does not change it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import operator
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from memsaver.errors import VerifyError
+from memsaver.regions import Ranges, Region, outside
+
+_ROW = 8192  # bytes with one checksum
+_STEP = 1 << 30  # bytes at once: their sums take a thousandth of it on the device
+# Of paused regions: address, bytes and sums of each range. Changed by single operations, in any thread.
+_kept: WeakKeyDictionary[Region, list[tuple[int, int, Tensor]]] = WeakKeyDictionary()
+
+
+def record(region: Region, ranges: Ranges | None) -> None:
+    """Computes and keeps the checksums of these ranges of a region that is mapped and unused. None: forgets them."""
+    _kept.pop(region, None)
+    if ranges is not None:
+        parts = region._core.segments(ranges)
+        _kept[region] = [(address, nbytes, _sums(region.device, address, nbytes)) for address, nbytes in parts]
+
+
+def forget_all() -> None:
+    _kept.clear()
+
+
+def check(region: Region) -> None:
+    """Compares the contents with the checksums of the last pause, and drops these. A no-op if there are none.
+
+    Raises VerifyError if contents differ.
+    """
+    segments = region._core.segments()
+    for address, nbytes, before in _kept.pop(region, []):
+        at = bisect.bisect(segments, address, key=operator.itemgetter(0)) - 1
+        if at < 0 or address >= sum(segments[at]):
+            continue  # it was freed while the region was paused
+        differing = torch.nonzero(_sums(region.device, address, nbytes) != before)
+        if differing.numel():
+            begin, size = segments[at]
+            offset = address + int(differing[0]) * _ROW - begin
+            raise VerifyError(
+                f"the contents of region {region.tag!r} on {region.device} changed between its pause and its resume: "
+                f"the first difference is in the segment at {begin:#x} of {size} bytes, within {_ROW} bytes from "
+                f"offset {offset}; load the contents of the region again",
+                tag=region.tag,
+                segment=begin,
+                offset=offset,
+            )
+
+
+@torch.no_grad()
+def _sums(device: str, address: int, nbytes: int) -> Tensor:
+    """int64 [rows of 8 KiB, rounded up] on the CPU: the sum of each row's words; of the last row's bytes."""
+    with outside():
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        sums = []
+        for first in range(0, nbytes, _STEP):
+            some = _bytes(device, address + first, min(_STEP, nbytes - first))
+            whole = some.numel() // _ROW * _ROW
+            sums.append(some[:whole].view(torch.int64).view(-1, _ROW // 8).sum(1).cpu())
+            if whole < some.numel():
+                sums.append(some[whole:].sum(dtype=torch.int64).reshape(1).cpu())
+        return torch.cat(sums)
+
+
+def _bytes(device: str, address: int, nbytes: int) -> Tensor:
+    """The memory itself as uint8 [bytes]."""
+    if device == "cpu":
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+    return torch.as_tensor(_Memory(address, nbytes), device=device)
+
+
+class _Memory:
+    """Device memory for torch.as_tensor()."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
