@@ -220,15 +220,16 @@ class EngineWorker(Worker):
 
     def random_state(self) -> list[int]:
         """The sampler's state: its seed, and the number of its calls."""
-        state: list[int] = self.engine.sampler.state.tolist()
+        state: list[int] = self.engine.runner.sampler.state.tolist()
         return state
 
     def set_random_state(self, state: list[int]) -> None:
-        self.engine.sampler.state.copy_(torch.tensor(state))
+        self.engine.runner.sampler.state.copy_(torch.tensor(state))
 
     def counters(self) -> tuple[int, int]:
         """Tokens generated and graphs replayed so far."""
-        return self.engine.tokens_generated, self.engine.replays
+        counts = self.engine.counts
+        return counts.tokens, counts.replays
 
     def batch_sizes(self) -> tuple[int, ...]:
         """The captured batch sizes; without graphs, the sizes to which steps are padded."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from .model import ModelConfig, parameter_shapes
 
 _ROUNDED = 512  # bytes: torch's allocator, and a region of the host driver, round a tensor up to this
-_HEAD_ROWS = 64  # the engine pads the rows of an output matrix of its own to a multiple of it
 _MASTER_BYTES = 4  # per value of the trainer: parameters and both moments are fp32
 
 # Contents that are read again after a turn have to go out and come back. Others do not: the KV cache is filled again,
@@ -44,9 +43,6 @@ class Contents:
         shards = [shard for shape in named.values() for shard in _shards(shape, ranks)]
         params = _nbytes(shards, _MASTER_BYTES)
         counters = ranks * len(named) * _ROUNDED
-        if "lm_head.weight" in named:
-            rows, hidden = named["lm_head.weight"]
-            named["lm_head.weight"] = (-(-rows // _HEAD_ROWS) * _HEAD_ROWS, hidden)
         weights = ranks * _nbytes(map(math.prod, named.values()), model.dtype.itemsize)
         return cls(weights=weights, constants=constants, params=params, optimizer=2 * params + counters)
 

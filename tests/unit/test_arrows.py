@@ -63,7 +63,7 @@ SYSTEM = {
 
 # The examples: the engine and the trainer do not import each other, only the modules above import both.
 COLOCATE = {
-    "engine": {"arguments", "collectives", "engine", "model", "provenance"},
+    "engine": {"collectives", "engine", "model"},
     "trainer": {"collectives", "trainer", "model", "grpo"},
     "model": {"model"},
     "collectives": set(),

@@ -9,19 +9,19 @@ Grids depend on the numbers of chunks and tokens, the compiled kernel on shapes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from .fused_kernels import pad, row_stride
+from ..attention import Chunks
+from .fused import pad, row_stride
 
 _LOG2_E = 1.4426950408889634
 
 
-@dataclass(frozen=True)
-class Tiling:
+class Tiling(NamedTuple):
     """Tokens of a program, tokens of K and V in a round of its loop, rounds under way at once, and its warps."""
 
     queries: int
@@ -30,47 +30,28 @@ class Tiling:
     warps: int
 
 
-# At 16 bits: chosen by registers and shared memory, and not yet measured.
-# 128 queries make 128 operations of each byte of K and V, as a GPU's L2 cache needs them. By head dimension, at most.
-TILINGS = {64: Tiling(128, 64, 3, 8), 128: Tiling(128, 64, 3, 8), 256: Tiling(64, 32, 2, 4)}
-# At 32 bits products are no matter of tensor cores, which round otherwise. Larger tiles spill registers.
-_WIDE = Tiling(16, 16, 2, 4)
-
-
 def tiling(head_dim: int, element_size: int) -> Tiling:
-    """The tiling for heads of a dimension. Raises ValueError where there is none."""
-    if element_size > 2:
-        return _WIDE
-    for most, chosen in TILINGS.items():
-        if head_dim <= most:
-            return chosen
-    raise ValueError(f"head_dim is {head_dim}; expected at most {max(TILINGS)}")
+    """Chosen by registers and shared memory."""
+    if element_size > 2:  # products are no matter of tensor cores, which round otherwise; larger tiles spill registers
+        return Tiling(16, 16, 2, 4)
+    # 128 queries make 128 operations of each byte of K and V, as a GPU's L2 cache needs them.
+    return Tiling(128, 64, 3, 8) if head_dim <= 128 else Tiling(64, 32, 2, 4)
 
 
-def paged_prefill_triton(
-    q_THD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    blocks_M: Tensor,
-    table_bounds: Tensor,
-    query_bounds: Tensor,
-    context_bounds: Tensor,
-    longest: int,
-) -> Tensor:
-    """`attention.paged_prefill` on the GPU; shapes as there.
+def paged_prefill_triton(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, chunks: Chunks) -> Tensor:
+    """`attention.paged_prefill` on the GPU; shapes as there. The caches have no gaps, nor do rows of q.
 
-    The three bounds (int32 [B + 1]) give begin and end of each chunk's blocks, queries and context. `longest` is the
-    number of queries of the longest chunk. The caches have no gaps, nor do rows of q.
+    Raises ValueError for heads of more than 256 elements.
     """
     tokens, heads, head_dim = q_THD.shape
     block_size, kv_heads = k_cache.shape[1:3]
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("k_cache or v_cache has gaps; expected contiguous ones")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or head_dim > 256:
+        raise ValueError(f"head_dim is {head_dim}; expected at most 256, and caches without gaps")
     out_THD = q_THD.new_empty((tokens, heads, head_dim))
     tile = tiling(head_dim, k_cache.element_size())
-    _attend_chunk[(-(-longest // tile.queries), heads, len(query_bounds) - 1)](
-        q_THD, k_cache, v_cache, blocks_M, table_bounds, query_bounds, context_bounds, out_THD,
-        row_stride(q_THD, head_dim),
+    _attend_chunk[(-(-chunks.longest // tile.queries), heads, len(chunks.query_bounds) - 1)](
+        q_THD, k_cache, v_cache, chunks.blocks_M, chunks.table_bounds, chunks.query_bounds, chunks.context_bounds,
+        out_THD, row_stride(q_THD, head_dim),
         HEADS=heads, KV_HEADS=kv_heads, SCALE_LOG2=head_dim**-0.5 * _LOG2_E, DIM=head_dim,
         DIM_PAD=max(16, pad(head_dim)), BLOCK_SIZE=block_size, QUERIES=tile.queries, KEYS=tile.keys,
         STAGES=tile.stages, num_warps=tile.warps,

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from . import ops
 
-_SMALLEST_NOISE = 1e-30  # exponential noise may come out as zero, whose logarithm is not finite
-
 
 class Sampler:
     """Samples with random numbers of its own, so that no other user of them is disturbed.
@@ -21,28 +19,28 @@ class Sampler:
     another's `state` draws the same numbers next.
     """
 
-    def __init__(self, device: torch.device, seed: int, buffers: Any) -> None:
+    def __init__(self, seed: int, buffers: Any) -> None:
         self.state: Tensor = buffers.empty((2,), torch.int64)
         self.state.copy_(torch.tensor([seed, 0]))
 
     def __call__(self, logits_BV: Tensor, temperature_B: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens (int64 [B]) and their log-probabilities (fp32 [B]). Triton on CUDA, torch elsewhere.
 
-        The log-probability is that of the model's own distribution, at temperature 1, also if the token was sampled at
-        another temperature. A policy gradient needs this one.
+        The log-probability is that of the distribution that was sampled, log_softmax(logits / t): a policy gradient,
+        and the weight of a token that another program sampled, need this one. For t = 0 it is that of t = 1.
 
         The token is the largest of logit - t * log(noise), noise ~ Exp(1): the Gumbel-max trick, multiplied by t, so
         that t = 0 leaves the logits as they are and is greedy without a branch.
         """
         if ops.in_triton(logits_BV):
-            from .sampling_kernel import sample
+            from .kernels.sampling import sample
 
             return sample(logits_BV, temperature_B, self.state)
         logits = logits_BV.float()
-        noise = self._noise(logits.shape).clamp_min_(_SMALLEST_NOISE)
+        noise = self._noise(logits.shape).clamp_min_(1e-30)  # it may be zero, whose logarithm is not finite
         tokens_B = torch.argmax(logits - temperature_B[:, None] * noise.log_(), dim=-1)
-        chosen_B = logits.gather(1, tokens_B[:, None]).squeeze(1)
-        return tokens_B, chosen_B - logits.logsumexp(dim=-1)
+        scaled = logits / torch.where(temperature_B > 0, temperature_B, 1.0)[:, None]
+        return tokens_B, scaled.log_softmax(-1).gather(1, tokens_B[:, None]).squeeze(1)
 
     def _noise(self, shape: torch.Size) -> Tensor:
         """Exponential noise of the next call, on the CPU.

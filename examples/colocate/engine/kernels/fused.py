@@ -204,7 +204,7 @@ def _write_kv(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < SIZE
-    slot = tl.maximum(tl.load(slots_ptr + token * slots_stride).to(tl.int64), 0)
+    slot = tl.load(slots_ptr + token * slots_stride).to(tl.int64)
     k = tl.load(k_ptr + token * k_stride + column, mask=mask)
     v = tl.load(v_ptr + token * v_stride + column, mask=mask)
     tl.store(k_cache_ptr + slot * SIZE + column, k, mask=mask)

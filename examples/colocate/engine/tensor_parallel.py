@@ -7,21 +7,11 @@ graphs are paused set NCCL_GRAPH_REGISTER=0 before the process group is made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import all_gather_tensor
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A rank's part of a parameter: its equal share of each of `sections` equal parts along `dim`."""
-
-    dim: int
-    sections: int = 1  # GPT-2 keeps q, k and v in one parameter, and a rank holds a share of each
 
 
 class Parallel:
@@ -32,27 +22,6 @@ class Parallel:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-
-    def check(self, **sizes: int) -> None:
-        """Raise ValueError for a size that cannot be shared equally."""
-        for name, size in sizes.items():
-            if size % self.size:
-                raise ValueError(f"{name} is {size}; expected a multiple of the tensor parallel size, {self.size}")
-
-    def part_shape(self, shape: tuple[int, ...], shard: Shard | None) -> tuple[int, ...]:
-        """The shape of a rank's part; without a shard it is all."""
-        if shard is None:
-            return shape
-        return (*shape[: shard.dim], shape[shard.dim] // self.size, *shape[shard.dim + 1 :])
-
-    def copy_part(self, full: Tensor, shard: Shard | None, part: Tensor) -> None:
-        """Fill `part` from the full tensor, which may be on another device."""
-        if shard is None or self.size == 1:
-            part.copy_(full)
-            return
-        dim, sections = shard.dim, shard.sections
-        mine = full.unflatten(dim, (sections, self.size, -1)).select(dim + 1, self.rank)
-        part.unflatten(dim, (sections, -1)).copy_(mine)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in place, and returned."""

@@ -12,7 +12,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from .fused_kernels import pad
+from .fused import pad
 
 _PART = 4096  # logits of a program: 64 rows of 150,000 make over two thousand programs, one row still 37
 
@@ -34,7 +34,10 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, state: Tensor) -> tuple[Ten
         logits_BV, temperature_B, state, found, columns, logits_BV.stride(0), temperature_B.stride(0),
         VOCAB=vocab, PART=_PART, num_warps=8,
     )  # fmt: skip
-    _sample_joined[(batch,)](found, columns, tokens_B, logprobs_B, PARTS=parts, PARTS_PAD=pad(parts), num_warps=1)
+    _sample_joined[(batch,)](
+        found, columns, temperature_B, tokens_B, logprobs_B, temperature_B.stride(0),
+        PARTS=parts, PARTS_PAD=pad(parts), num_warps=1,
+    )  # fmt: skip
     state[1:].add_(1)
     return tokens_B, logprobs_B
 
@@ -72,11 +75,16 @@ def _sample_part(
     tl.store(found_ptr + at, best)
     tl.store(found_ptr + plane + at, tl.sum(tl.where(column == chosen, logits, 0.0), 0))
     tl.store(found_ptr + 2 * plane + at, peak)
-    tl.store(found_ptr + 3 * plane + at, tl.sum(tl.exp(logits - peak), 0))
+    # Differences to the peak are divided, not logits: a low temperature makes those large.
+    divisor = tl.where(temperature > 0.0, temperature, 1.0)
+    tl.store(found_ptr + 3 * plane + at, tl.sum(tl.exp((logits - peak) / divisor), 0))
 
 
 @triton.jit
-def _sample_joined(found_ptr, columns_ptr, tokens_ptr, logprobs_ptr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr):
+def _sample_joined(
+    found_ptr, columns_ptr, temperature_ptr, tokens_ptr, logprobs_ptr, temperature_stride,
+    PARTS: tl.constexpr, PARTS_PAD: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     part = tl.arange(0, PARTS_PAD)
     mask = part < PARTS
@@ -90,6 +98,8 @@ def _sample_joined(found_ptr, columns_ptr, tokens_ptr, logprobs_ptr, PARTS: tl.c
     winner = tl.min(tl.where((scores == tl.max(scores, 0)) & mask, part, PARTS - 1), 0)
     logit = tl.sum(tl.where(part == winner, logits, 0.0), 0)
     peak = tl.max(peaks, 0)
-    total = tl.sum(totals * tl.exp(peaks - peak), 0)
+    temperature = tl.load(temperature_ptr + row * temperature_stride)
+    divisor = tl.where(temperature > 0.0, temperature, 1.0)
+    total = tl.sum(totals * tl.exp((peaks - peak) / divisor), 0)
     tl.store(tokens_ptr + row, tl.load(columns_ptr + row * PARTS + winner).to(tl.int64))
-    tl.store(logprobs_ptr + row, logit - peak - tl.log(total))
+    tl.store(logprobs_ptr + row, (logit - peak) / divisor - tl.log(total))
