@@ -20,11 +20,12 @@ import memsaver
 from memsaver.ray import Colocated
 
 from .engine import Completion, Engine, SamplingParams
+from .model import WeightPart
 from .recipes import Demand, Recipe
 from .sampler import Sampler
 from .timeline import BOOT_ID, ProcessSamples
-from .trainer import LogprobGap, RankBatch, StepMetrics, TokenBatch, Trainer
-from .trainer.process_group import join, of_all_ranks
+from .trainer import EngineWeights, RankBatch, Sample, StepMetrics, TokenStatistics, Trainer
+from .trainer.process_group import join
 
 _POLL_S = 0.05
 _SPARE_BYTES = 256 << 20  # left free on a GPU when all else is overwritten
@@ -194,9 +195,9 @@ class EngineWorker(Worker):
     def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
         return self.engine.generate(prompts, sampling)
 
-    def share_weights(self) -> tuple[str, bytes]:
-        """The UUID of the device, and the pickled weights."""
-        return self._figures()["uuid"], self.engine.share_weights()
+    def share_weights(self) -> tuple[str, bytes, dict[str, WeightPart]]:
+        """The UUID of the device, the pickled weights, and their layout."""
+        return self._figures()["uuid"], self.engine.share_weights(), self.engine.weight_layout()
 
     def compare_bucket(self, bucket: dict[str, Tensor]) -> tuple[int, list[str]]:
         """The number of these weights, and the names of those that differ from the engine's."""
@@ -266,12 +267,14 @@ class TrainerWorker(Worker):
         mesh = join(self.device.type, self.rank, self.ranks, init_method, self.sharers)
         torch.use_deterministic_algorithms(self.recipe.deterministic)
         self._uuid = self._figures()["uuid"]
-        self._devices = set(of_all_ranks(self._uuid))
+        uuids = [self._uuid] * self.ranks
+        torch.distributed.all_gather_object(uuids, self._uuid)
+        self._devices = set(uuids)
         self.trainer = Trainer(self.recipe.model, replace(self.recipe.trainer, seed=self.seed), mesh)
         region = memsaver.region("workspace", device=str(self.device))
         self._workspace = region.empty((int(self.recipe.workspace_share * self._own_bytes()) // 8,), torch.int64)
         self.trainer.release_activations()
-        return ["params", "optimizer", "grads", "workspace"]
+        return [*self.trainer.memory.tags, "workspace"]
 
     def colocated_drain(self, tags: Sequence[str]) -> None:
         self.trainer.release_activations()
@@ -293,7 +296,7 @@ class TrainerWorker(Worker):
         """The device before the last resume; None before the first."""
         return self._before_resume
 
-    def warm_up(self, batches: Sequence[TokenBatch], rates: Sequence[float]) -> StepMetrics:
+    def warm_up(self, batches: Sequence[Sequence[Sample]], rates: Sequence[float]) -> StepMetrics:
         """Supervised steps, one for each batch. Returns the last one's metrics."""
         for batch, rate in zip(batches, rates):
             metrics = self.trainer.warm_up(batch, rate)
@@ -302,14 +305,14 @@ class TrainerWorker(Worker):
     def end_warm_up(self) -> None:
         self.trainer.reset_optimizer()
 
-    def recompute(self, batch: TokenBatch, minibatches: int) -> LogprobGap:
-        """Prepare a rollout for training, in parts. Returns the gap of the engines' log-probabilities to this rank's.
+    def recompute(self, samples: Sequence[Sample], minibatches: int) -> TokenStatistics:
+        """Prepare a rollout for training, in parts. Returns statistics of this rank's part of the tokens.
 
         All parts are recomputed before the first step: each is compared with the policy that the engines had.
         """
-        found = [self.trainer.recompute(batch.shard(part, minibatches)) for part in range(minibatches)]
+        found = [self.trainer.recompute(samples[part::minibatches]) for part in range(minibatches)]
         self._minibatches = [own for own, _ in found]
-        return LogprobGap.joined([gap for _, gap in found])
+        return TokenStatistics.joined([statistics for _, statistics in found])
 
     def train(self, rate: float) -> StepMetrics:
         """Policy-gradient steps, one for each recomputed part. Returns the mean of their metrics."""
@@ -333,18 +336,19 @@ class TrainerWorker(Worker):
     def addresses(self) -> dict[str, int]:
         return self.trainer.addresses()
 
-    def write_weights(self, shared: Sequence[tuple[str, bytes]]) -> WeightsWritten:
+    def write_weights(self, shared: Sequence[tuple[str, bytes, dict[str, WeightPart]]]) -> WeightsWritten:
         """Write the weights into the engines' tensors, without a copy in between. `shared`: of all engines.
 
         If all are on one device, every rank writes its shards into every engine. A rank on a device of its own does
         not reach the other engines: there all ranks gather, and each writes full weights into the engine on its device.
         """
-        gather = len(self._devices | {uuid for uuid, _ in shared}) > 1
+        gather = len(self._devices | {uuid for uuid, *_ in shared}) > 1
         self._synchronize()
         begin = time.perf_counter()
-        targets = [pickle.loads(weights) for uuid, weights in shared if uuid == self._uuid]
+        here = [(weights, layout) for uuid, weights, layout in shared if uuid == self._uuid]
+        targets = [EngineWeights(pickle.loads(weights), layout) for weights, layout in here]
         attached = time.perf_counter()
-        written = self.trainer.write_weights(targets, gather)
+        written = self.trainer.weights.write(targets, gather)
         self._synchronize()
         ended = time.perf_counter()
         targets.clear()  # the engines' next pause waits for the end of these
@@ -367,7 +371,7 @@ class TrainerWorker(Worker):
         return 2 * nbytes / min(seconds)
 
     def begin_sync(self) -> None:
-        self._buckets = self.trainer.weight_buckets(self.recipe.bucket_bytes)
+        self._buckets = self.trainer.weights.buckets(self.recipe.bucket_bytes)
 
     def next_bucket(self) -> tuple[bool, dict[str, Tensor]]:
         """(True, the next bucket), or (False, {}) at the end. All ranks gather; rank 0 alone returns the contents."""

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 from .actors import EngineWorker, TrainerWorker
-from .arithmetic import Arithmetic
+from .arithmetic import arithmetic
 from .checkpoints import Checkpoints, LoopState, settings_of
 from .cluster import start_ray
 from .drill import Drill
@@ -31,9 +31,9 @@ from .proofs import Proofs
 from .recipes import Recipe
 from .recorder import Recorder
 from .report import Recovery, Report, StepRow
-from .rollout import Players, demonstration_batch
+from .rollout import Rollouts
 from .summary import capacity, introduction, opening, show_end, step_drawing, write_json
-from .trainer import LogprobGap
+from .trainer import TokenStatistics
 from .turns import Turns
 from .weight_sync import WeightSync
 from .workers import Workers
@@ -56,7 +56,9 @@ class Loop:
     def __init__(self, options: argparse.Namespace, recipe: Recipe, report: Report) -> None:
         """Makes the actors. Raises CheckpointError before that if this run cannot continue from the checkpoints."""
         self.options, self.recipe, self.report = options, recipe, report
-        self.task = Arithmetic(recipe.largest, recipe.held_out, recipe.carry_share, options.seed)
+        self.task = arithmetic(
+            recipe.largest, recipe.terms, recipe.problems, recipe.held_out, recipe.slip_share, options.seed
+        )
         self.step = 0  # steps done
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         self._drill = Drill(options.kill, report)
@@ -126,7 +128,7 @@ class Loop:
 
     def _adopt_workers(self) -> None:
         self.engines, self.trainers = self.workers.by_role["engine"], self.workers.by_role["trainer"]
-        self.players = Players(self.engines, self.task)
+        self.players = Rollouts(self.engines, self.task, self.recipe.trainer.temperature)
 
     def _go_on(self) -> None:
         """From the present step to the end of the run."""
@@ -169,7 +171,7 @@ class Loop:
         self.turns.enter("train")
         for first in range(0, recipe.warm_up_steps, _WARM_UP_CHUNK):
             steps = range(first, min(first + _WARM_UP_CHUNK, recipe.warm_up_steps))
-            batches = ray.put([demonstration_batch(self.task, recipe.warm_up_batch, recipe.slip_share) for _ in steps])
+            batches = ray.put([self.task.demonstrations(recipe.warm_up_batch) for _ in steps])
             rates = [recipe.warm_up_rate_at(step) for step in steps]
             metrics = ray.get([trainer.warm_up.remote(batches, rates) for trainer in self.trainers])[0]
             self.report.say(f"warm-up, {steps.stop} of {recipe.warm_up_steps} steps: loss {metrics.loss:.3f}")
@@ -191,9 +193,9 @@ class Loop:
 
         turns.enter("train")
         self.proofs.room()
-        batch = ray.put(rollout.batch)
+        batch = ray.put(rollout.samples)
         gaps = ray.get([trainer.recompute.remote(batch, recipe.minibatches) for trainer in self.trainers])
-        gap = LogprobGap.joined(gaps)
+        gap = TokenStatistics.joined(gaps)
         self.proofs.logprobs(gap)
         rate = recipe.rate_at(step)
         training = [trainer.train.remote(rate) for trainer in self.trainers]
@@ -217,9 +219,9 @@ class Loop:
                 loss=metrics.loss,
                 grad_norm=metrics.grad_norm,
                 clipped=metrics.clipped,
-                logprob_gap=gap.largest,
-                logprob_gap_mean=gap.mean,
-                truncated=gap.truncated_share,
+                logprob_gap=gap.largest_gap,
+                logprob_gap_mean=gap.mean("gap"),
+                truncated=gap.mean("capped"),
                 tokens_per_second=rollout.num_tokens / rollout_seconds,
                 transition_seconds=report.transition_seconds - moved,
                 seconds=time.perf_counter() - began,
@@ -293,7 +295,8 @@ class Loop:
                 self.proofs.weights()
 
     def _evaluate(self, when: str) -> None:
-        self.report.held_out[when] = self.players.greedy_reward(self.task.held_out)
+        rewards = self.players.held_out_rewards()
+        self.report.held_out[when] = sum(rewards) / len(rewards)
         self.report.say(f"held-out greedy reward, {when}: {self.report.held_out[when]:.3f}")
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import ray
 
-from .arithmetic import Problem
 from .errors import ProofError
 from .model import parameter_shapes
 from .recipes import MIB, Recipe
 from .report import Report
-from .rollout import Players
-from .trainer import LogprobGap
+from .rollout import Rollouts
+from .task import Problem
+from .trainer import TokenStatistics
 from .turns import Turns
 from .weight_sync import WeightSync
 
@@ -23,7 +23,7 @@ class Proofs:
     """The checks, which `report.proofs` counts by name."""
 
     def __init__(
-        self, recipe: Recipe, turns: Turns, players: Players, weights: WeightSync, probes: Sequence[Problem]
+        self, recipe: Recipe, turns: Turns, players: Rollouts, weights: WeightSync, probes: Sequence[Problem]
     ) -> None:
         """Notes the addresses of the engines' tensors. `probes`: problems to solve before and after a pause."""
         self.recipe, self.turns, self.players, self.probes = recipe, turns, players, list(probes)
@@ -48,11 +48,11 @@ class Proofs:
 
     def pause(self, step: int) -> None:
         """Greedy tokens are the same before and after a pause in which the trainer overwrites its workspace."""
-        before = [each.tokens for each in self.players.complete(self.probes, temperature=0.0)]
+        before = [each.tokens for each in self.players.complete(self.probes, greedy=True)]
         self.turns.enter("away")
         ray.get([trainer.scribble.remote(step) for trainer in self.trainers])
         self.turns.enter("rollout")
-        after = [each.tokens for each in self.players.complete(self.probes, temperature=0.0)]
+        after = [each.tokens for each in self.players.complete(self.probes, greedy=True)]
         if before != after:
             raise ProofError(f"greedy tokens changed over a pause: {before} before, {after} after")
         self.addresses()
@@ -85,16 +85,17 @@ class Proofs:
             raise ProofError(f"in step {step} the trainers have applied {taken} updates; expected {expected}")
         self.report.proofs["each step is applied once"] += 1
 
-    def logprobs(self, gap: LogprobGap) -> None:
+    def logprobs(self, gap: TokenStatistics) -> None:
         """Engine and trainer give the tokens of a rollout the same log-probabilities, within bounds of the dtype.
 
         A NaN fails each comparison.
         """
         bounds = self.recipe.gap_bounds
-        if not (gap.largest <= bounds.largest and gap.mean <= bounds.mean):
+        largest, mean = gap.largest_gap, gap.mean("gap")
+        if not (largest <= bounds.largest and mean <= bounds.mean):
             raise ProofError(
-                f"log-probabilities of engine and trainer differ by {gap.largest} nats at most and {gap.mean} in the "
-                f"mean of {gap.tokens} tokens; expected {bounds.largest} and {bounds.mean} ({self.recipe.model.dtype})"
+                f"log-probabilities of engine and trainer differ by {largest} nats at most and {mean} in the mean of "
+                f"{gap.tokens:.0f} tokens; expected {bounds.largest} and {bounds.mean} ({self.recipe.model.dtype})"
             )
         self.report.proofs["log-probabilities agree"] += 1
 

@@ -56,20 +56,21 @@ class Recipe:
     engine: EngineConfig  # num_blocks is replaced: it follows from kv_share
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     # The task
-    largest: int = 49
+    largest: int = 24
+    terms: int = 4
+    problems: int = 4096
     held_out: int = 256
-    carry_share: float = 0.6
     slip_share: float = 0.7
     # Warm-up by demonstrations
     warm_up_steps: int = 350
-    warm_up_batch: int = 128
-    warm_up_rate: float = 3e-3
+    warm_up_batch: int = 64
+    warm_up_rate: float = 6e-3
     # Reinforcement learning
     steps: int = 30
-    prompts: int = 64
+    prompts: int = 48
     group: int = 8
     minibatches: int = 2  # steps of the optimizer for each rollout
-    rate: float = 1e-3
+    rate: float = 1.5e-3
     # Memory
     kv_share: float = 0.55
     workspace_share: float = 0.55
@@ -168,7 +169,7 @@ def _engine(max_batch_size: int, block_size: int = 16) -> EngineConfig:
     return EngineConfig(max_batch_size=max_batch_size, block_size=block_size, graph_batch_sizes=sizes)
 
 
-_CPU = Recipe(model=_model(64, 2, 4, 2, 16, 192), engine=_engine(128))
+_CPU = Recipe(model=_model(64, 2, 4, 2, 16, 192), engine=_engine(128), trainer=TrainerConfig(checkpoint_layers=False))
 
 RECIPES = {
     "cpu": _CPU,
@@ -197,6 +198,7 @@ RECIPES = {
             dtype=torch.bfloat16,
         ),
         engine=_engine(64, block_size=64),
+        trainer=TrainerConfig(dtype=torch.bfloat16),
         held_out=16,
         warm_up_steps=2,
         warm_up_batch=32,
@@ -217,6 +219,8 @@ RECIPES = {
         model=_model(32, 1, 4, 2, 8, 64),
         engine=_engine(8),
         largest=9,
+        terms=2,
+        problems=48,
         held_out=16,
         warm_up_steps=4,
         warm_up_batch=16,

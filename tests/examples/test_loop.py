@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -31,7 +31,7 @@ from examples.colocate.report import Report  # noqa: E402
 from examples.colocate.summary import size  # noqa: E402
 from examples.colocate.timeline import Timeline  # noqa: E402
 from examples.colocate.traffic import Contents  # noqa: E402
-from examples.colocate.trainer import CheckpointError, LogprobGap, NonFiniteError, TokenBatch  # noqa: E402
+from examples.colocate.trainer import CheckpointError, NonFiniteError, Sample, TokenStatistics  # noqa: E402
 from examples.colocate.weight_sync import WeightSync  # noqa: E402
 
 SLOW = pytest.mark.skipif("MEMSAVER_TEST_SLOW" not in os.environ, reason="takes long: MEMSAVER_TEST_SLOW=1 runs it")
@@ -167,9 +167,10 @@ def test_a_log_probability_of_rank_1_that_is_not_a_number_ends_the_run(
     class WrongTrainer(TrainerWorker):
         """Of rank 1: what the engine says of a token is NaN."""
 
-        def recompute(self, batch: TokenBatch, minibatches: int) -> LogprobGap:
-            behaviour = batch.behaviour_BT + (math.nan if self.rank else 0.0)
-            return super().recompute(replace(batch, behaviour_BT=behaviour), minibatches)
+        def recompute(self, samples: Sequence[Sample], minibatches: int) -> TokenStatistics:
+            if self.rank:
+                samples = [replace(each, logprobs=[math.nan] * len(each.completion)) for each in samples]
+            return super().recompute(samples, minibatches)
 
     monkeypatch.setattr(loop.Loop, "trainer_worker", WrongTrainer)
     with pytest.raises(ProofError, match=r"differ by nan nats at most and nan in the mean"):
@@ -185,10 +186,10 @@ def test_log_probabilities_have_a_bound_in_each_dtype(dtype: str, largest: float
     report = Report(settings={})
     judge = SimpleNamespace(recipe=recipe, report=report)
     bounds = recipe.gap_bounds
-    Proofs.logprobs(judge, LogprobGap(bounds.largest, 100 * bounds.mean, 0, 100))  # type: ignore[arg-type]
+    Proofs.logprobs(judge, TokenStatistics(100, 100 * bounds.mean, bounds.largest))  # type: ignore[arg-type]
     assert report.proofs["log-probabilities agree"] == 1
     with pytest.raises(ProofError, match=f"differ by {largest} nats at most and {mean} in the mean of 100 tokens"):
-        Proofs.logprobs(judge, LogprobGap(largest, 100 * mean, 0, 100))  # type: ignore[arg-type]
+        Proofs.logprobs(judge, TokenStatistics(100, 100 * mean, largest))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -404,11 +405,11 @@ def test_a_step_that_is_not_finite_ends_the_run_with_all_actors_alive(
     class PoisonedTrainer(TrainerWorker):
         """Advantages are NaN."""
 
-        def recompute(self, batch: TokenBatch, minibatches: int) -> LogprobGap:
-            return super().recompute(replace(batch, advantages_B=batch.advantages_B * math.nan), minibatches)
+        def recompute(self, samples: Sequence[Sample], minibatches: int) -> TokenStatistics:
+            return super().recompute([replace(each, advantage=math.nan) for each in samples], minibatches)
 
     monkeypatch.setattr(loop.Loop, "trainer_worker", PoisonedTrainer)
-    with pytest.raises(NonFiniteError, match="optimizer step 1 was not applied .rank 0.: the gradient norm is nan"):
+    with pytest.raises(NonFiniteError, match="optimizer step 1 was not applied: the gradient norm is nan"):
         run(tmp_path, "--warm-up-steps", "0", "--checkpoint-dir", str(tmp_path / "checkpoints"))
 
 

@@ -3,25 +3,25 @@
 Its modules:
 
     trainer        the interface for callers: supervised and policy-gradient steps, log-probabilities, weights to send
-    config         switches of the optimizer
-    finite         the check before each step of the optimizer
-    gap            the difference between the log-probabilities of the sampling program and the trainer
-    batch          sequences, and a mask of the tokens to learn from
+    config         settings of the optimizer and of the computation
+    batch          samples, packed into micro-batches
     model          the decoder, with parameters named as in Hugging Face checkpoints
-    checkpoint     parameters and optimizer state on disk
-    memory         the regions of parameters, gradients and optimizer state
-    weights        written into tensors of other processes, or sent in buckets of bounded size
+    token_logprobs log-probabilities without the logits of all tokens
+    statistics     the gap to the sampling program, and a test of the sampler
+    weights        written into tensors of engines, or sent in buckets of bounded size
+    checkpoint     parameters and optimizer state on disk, and initial parameters of Hugging Face
+    memory         the regions of parameters, gradients, optimizer state and activations
     process_group  the meeting of the ranks
 """
 
-from .batch import RankBatch, TokenBatch
+from .batch import RankBatch, Sample
 from .checkpoint import CheckpointError
 from .config import TrainerConfig
-from .finite import NonFiniteError, RankFault
-from .gap import LogprobGap
-from .trainer import StepMetrics, Trainer
+from .statistics import TokenStatistics
+from .trainer import NonFiniteError, StepMetrics, Trainer
+from .weights import EngineWeights
 
 __all__ = [
-    "CheckpointError", "LogprobGap", "NonFiniteError", "RankBatch", "RankFault", "StepMetrics", "TokenBatch", "Trainer",
-    "TrainerConfig",
+    "CheckpointError", "EngineWeights", "NonFiniteError", "RankBatch", "Sample", "StepMetrics",
+    "TokenStatistics", "Trainer", "TrainerConfig",
 ]  # fmt: skip
