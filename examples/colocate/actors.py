@@ -333,9 +333,6 @@ class TrainerWorker(Worker):
         self._minibatches = []
         self.trainer.load(folder)
 
-    def addresses(self) -> dict[str, int]:
-        return self.trainer.addresses()
-
     def write_weights(self, shared: Sequence[tuple[str, bytes, dict[str, WeightPart]]]) -> WeightsWritten:
         """Write the weights into the engines' tensors, without a copy in between. `shared`: of all engines.
 

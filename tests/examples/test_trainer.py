@@ -32,7 +32,7 @@ from examples.colocate.trainer.checkpoint import tensors
 from examples.colocate.trainer.memory import local
 from examples.colocate.trainer.process_group import join
 from examples.colocate.trainer.token_logprobs import token_logprobs
-from tests.examples.trainer_support import MODEL, PLAIN, TAGS, samples, weights
+from tests.examples.trainer_support import MODEL, PLAIN, TAGS, addresses, samples, weights
 
 QWEN2 = replace(MODEL, qk_norm=False, qkv_bias=True, tie_word_embeddings=True)
 LLAMA = replace(MODEL, qk_norm=False)
@@ -49,10 +49,10 @@ def inside(region: memsaver.Region, address: int, nbytes: int) -> bool:
 
 
 def test_all_permanent_tensors_of_the_trainer_are_in_its_regions(trainer: Trainer) -> None:
-    memory, shapes, addresses = trainer.memory, parameter_shapes(MODEL), trainer.addresses()
+    memory, shapes, found = trainer.memory, parameter_shapes(MODEL), addresses(trainer)
     regions = {"model": memory.params, "optimizer": memory.optimizer, "grads": memory.grads}
-    assert len(addresses) == 5 * len(shapes)  # weight, gradient, two moments and a step counter
-    for key, address in addresses.items():
+    assert len(found) == 5 * len(shapes)  # weight, gradient, two moments and a step counter
+    for key, address in found.items():
         kind, name = key.split(".", 1)
         name = name.removesuffix(".exp_avg").removesuffix(".exp_avg_sq")
         nbytes = 4 if name.endswith(".step") else 4 * torch.Size(shapes[name]).numel()
@@ -61,7 +61,7 @@ def test_all_permanent_tensors_of_the_trainer_are_in_its_regions(trainer: Traine
 
 
 def test_addresses_and_contents_outlive_steps_and_pauses(trainer: Trainer) -> None:
-    before, held = trainer.addresses(), memsaver.region("params", "cpu", "host").allocated_bytes
+    before, held = addresses(trainer), memsaver.region("params", "cpu", "host").allocated_bytes
     for step in range(3):
         trainer.warm_up(samples(seed=step), 1e-3)
         sums, (expected, _) = trainer.checksums(), trainer.recompute(samples())
@@ -73,7 +73,7 @@ def test_addresses_and_contents_outlive_steps_and_pauses(trainer: Trainer) -> No
         trainer.train_step(found, 1e-3)
         assert trainer.checksums().keys() == sums.keys()
         assert all(trainer.checksums()[key] != sums[key] for key in sums)  # a step changes each of them
-    assert trainer.addresses() == before
+    assert addresses(trainer) == before
     assert memsaver.region("params", "cpu", "host").allocated_bytes == held
 
 
@@ -308,13 +308,13 @@ def test_the_engine_agrees_about_tokens_it_sampled(temperature: float) -> None:
 def test_a_trainer_continues_from_its_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
     trainer.warm_up(samples(seed=1), 1e-3)
     trainer.save(tmp_path)
-    before, addresses, taken = trainer.checksums(), trainer.addresses(), trainer.steps_taken
+    before, where, taken = trainer.checksums(), addresses(trainer), trainer.steps_taken
     expected = trainer.warm_up(samples(seed=2), 1e-3)
     after = trainer.checksums()
     assert before != after
     trainer.load(tmp_path)
     assert trainer.checksums() == before
-    assert trainer.addresses() == addresses and trainer.steps_taken == taken
+    assert addresses(trainer) == where and trainer.steps_taken == taken
     assert trainer.warm_up(samples(seed=2), 1e-3) == expected and trainer.checksums() == after
 
 

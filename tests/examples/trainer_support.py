@@ -7,6 +7,8 @@ from torch import Tensor
 
 from examples.colocate.model import ModelConfig
 from examples.colocate.trainer import Sample, Trainer, TrainerConfig
+from examples.colocate.trainer.checkpoint import tensors
+from examples.colocate.trainer.memory import local
 
 TAGS = ["params", "optimizer", "grads"]
 MODEL = ModelConfig(
@@ -31,6 +33,15 @@ def samples(count: int = 8, seed: int = 0) -> list[Sample]:
         completion, advantage = row[first : 5 + index % 5], torch.randn((), generator=generator)
         found.append(Sample(row[:first], completion, [-2.0] * len(completion), float(advantage)))
     return found
+
+
+def addresses(trainer: Trainer) -> dict[str, int]:
+    """Of every tensor that lasts: parameters, moments, step counters, and gradients."""
+    lasting = tensors(trainer.model, trainer.optimizer)
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.grad is not None
+        lasting[f"grads.{name}"] = parameter.grad
+    return {name: local(tensor).data_ptr() for name, tensor in lasting.items()}
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:

@@ -20,9 +20,11 @@ from .batch import MicroBatch
 from .token_logprobs import token_logprobs
 
 try:
-    from torch.nn.attention import varlen
+    from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # before torch 2.10
-    varlen = None  # type: ignore[assignment]
+    _HAS_VARLEN = False
+else:  # the first versions know neither name
+    _HAS_VARLEN = {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
 class RMSNorm(nn.Module):
@@ -65,9 +67,9 @@ def packed_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, batch: MicroBa
 
     Flash attention over the packed row for half precision on CUDA; elsewhere over sequences padded to the longest.
     """
-    if varlen is not None and q_THD.is_cuda and q_THD.dtype != torch.float32:
-        bounds, longest = batch.bounds, batch.longest
-        packed: Any = varlen.varlen_attn(q_THD, k_TKD, v_TKD, bounds, bounds, longest, longest, **_varlen_options())
+    if _HAS_VARLEN and q_THD.is_cuda and q_THD.dtype != torch.float32:
+        bounds, longest = (batch.bounds, batch.bounds), (batch.longest, batch.longest)
+        packed = varlen_attn(q_THD, k_TKD, v_TKD, *bounds, *longest, window_size=(-1, 0), enable_gqa=True)
         return cast(Tensor, packed)
 
     def padded(x_TKD: Tensor) -> Tensor:
@@ -79,13 +81,6 @@ def packed_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, batch: MicroBa
         padded(q_THD), padded(k_TKD), padded(v_TKD), is_causal=True, enable_gqa=q_THD.shape[1] != k_TKD.shape[1]
     )
     return out.transpose(1, 2).flatten(0, 1).index_select(0, batch.slots_T)
-
-
-def _varlen_options() -> dict[str, Any]:
-    """How this version of torch is told of a causal mask and of grouped queries."""
-    known = inspect.signature(varlen.varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
 
 
 class MLP(nn.Module):

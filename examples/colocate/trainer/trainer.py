@@ -35,18 +35,15 @@ class StepMetrics:
 
 
 class NonFiniteError(RuntimeError):
-    """A step's loss or gradients are NaN or infinite. Weights and optimizer state are those of before the step.
+    """A step's loss or gradients are NaN or infinite. All ranks raise it, with weights and moments of before the step.
 
-    All ranks raise it in the same step. Arguments: the step of the optimizer, from 1, since it was made or reset; the
-    norm of the gradients of all ranks; the loss of each rank, summed over its tokens.
+    Arguments: the number of the step, the norm of the gradients of all ranks, and each rank's loss over its tokens.
     """
 
     def __str__(self) -> str:
         step, grad_norm, losses = self.args
-        return (
-            f"optimizer step {step} was not applied: the gradient norm is {grad_norm}, the losses of the ranks are "
-            f"{losses}; expected finite numbers"
-        )
+        found = f"the gradient norm is {grad_norm}, the losses of the ranks are {losses}"
+        return f"optimizer step {step} was not applied: {found}; expected finite numbers"
 
 
 class Trainer:
@@ -80,14 +77,12 @@ class Trainer:
             self._initialize()
         else:
             checkpoint.load_pretrained(self.model, folder)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=0.0, betas=config.betas, weight_decay=0.0, fused=True
-        )
+        parameters = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=config.betas, weight_decay=0.0, fused=True)
         self.memory.place_state(self.optimizer)
         self.weights = WeightWriter(self.model, model.dtype)
-        self._tables = rotary_tables(
-            model.max_position, model.head_dim, model.rope_theta, self.device, model.rope_scaling
-        )
+        positions = model.max_position, model.head_dim
+        self._tables = rotary_tables(*positions, model.rope_theta, self.device, model.rope_scaling)
 
     def warm_up(self, samples: Sequence[Sample], learning_rate: float) -> StepMetrics:
         """A supervised step: cross-entropy of the completions' tokens, at temperature 1."""
@@ -138,7 +133,7 @@ class Trainer:
                 local(tensor).zero_()
 
     def save(self, folder: Path) -> None:
-        """Write parameters and optimizer state: see `checkpoint.save`. Needs their regions, and all ranks."""
+        """Write parameters and optimizer state: see `checkpoint.save`."""
         checkpoint.save(self.model, self.optimizer, folder)
 
     def load(self, folder: Path) -> None:
@@ -150,14 +145,6 @@ class Trainer:
         tensors = checkpoint.tensors(self.model, self.optimizer)
         sums = torch.stack([bit_sum(local(tensor)) for tensor in tensors.values()])
         return dict(zip(tensors, sums.tolist()))
-
-    def addresses(self) -> dict[str, int]:
-        """Where every tensor is that lasts: parameters, moments, step counters, and gradients."""
-        tensors = checkpoint.tensors(self.model, self.optimizer)
-        found = {name: local(tensor).data_ptr() for name, tensor in tensors.items()}
-        for name, parameter in self.model.named_parameters():
-            found[f"grads.{name}"] = local(parameter.grad).data_ptr() if parameter.grad is not None else 0
-        return found
 
     def release_activations(self) -> None:
         """Wait for the device, and release the free memory of torch's default pool."""
@@ -178,11 +165,10 @@ class Trainer:
         temperature: float,
         loss_of: Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor | int]],
     ) -> StepMetrics:
-        """Gradients of all micro-batches, and a step of the optimizer.
+        """Gradients of all micro-batches, and a step of the optimizer. Raises NonFiniteError.
 
         `loss_of` maps a micro-batch and the log-probabilities of its tokens to the loss, summed over tokens, and how
-        many of them were clipped. Raises NonFiniteError on all ranks, with nothing applied, if loss or gradients of one
-        of them are not finite.
+        many of them were clipped.
         """
         self.optimizer.zero_grad(set_to_none=False)  # in place, and needed: a resume left them undefined
         sums_R3 = torch.zeros(self.world_size, 3, device=self.device)  # of each rank: loss, clipped tokens, not finite
