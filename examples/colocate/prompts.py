@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,39 +23,40 @@ def prompts(
     seed: int = 0,
 ) -> Task:
     """Each line is an object with a text `prompt`. The function `reward(fields, completion)` gets all of its fields."""
-    problems = []
     try:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            fields = json.loads(line)
-            if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str) or not fields["prompt"]:
-                raise TaskError(f"{path}, line {number}: {line[:80]!r}; expected an object with a text 'prompt'")
-            problems.append(Problem(fields["prompt"], fields))
-    except (OSError, UnicodeError, json.JSONDecodeError) as error:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeError) as error:
         raise TaskError(f"{path}: {error}; expected JSON lines") from error
+    problems = [_problem(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     random.Random(seed).shuffle(problems)
     reward = load_reward(reward_path)
     return Task(problems[held_out:], problems[:held_out], tokenizer, reward, max_new_tokens, seed=seed)
 
 
+def _problem(line: str, where: str) -> Problem:
+    try:
+        fields = json.loads(line)
+        return Problem(fields["prompt"] + "", fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise TaskError(f"{where}: {line[:80]!r}; expected a JSON object with a text 'prompt'") from error
+
+
 def load_reward(path: Path) -> Reward:
     """The function `reward(fields, completion)` of a Python file, which is run. Its results are checked."""
-    spec = importlib.util.spec_from_file_location("user_reward", path)
+    names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        function = module.reward
+        exec(compile(path.read_text(encoding="utf-8"), path, "exec"), names)
+        function = names["reward"]
         if not callable(function):
             raise TypeError(f"reward is {function!r}")
     except Exception as error:
-        raise TaskError(
-            f"{path}: {error!r}; expected a Python file with a function reward(fields, completion)"
-        ) from error
+        expected = "a Python file with a function reward(fields, completion)"
+        raise TaskError(f"{path}: {error!r}; expected {expected}") from error
 
     def reward(fields: Mapping[str, Any], completion: str) -> float:
         value = function(fields, completion)
-        if not isinstance(value, (int, float)) or value != value:
-            raise TaskError(f"{path}: reward() returned {value!r}; expected a number")
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise TaskError(f"{path}: reward() returned {value!r}; expected a finite number")
         return float(value)
 
     return reward

@@ -154,6 +154,8 @@ def test_prompts_and_reward_of_the_user(tmp_path: Path) -> None:
     assert {each.prompt for each in (*task.train, *task.held_out)} == {f"1+{each}=" for each in range(5)}
     for problem in task.train:
         assert task.reward(problem.fields, problem.fields["answer"]) == 1.0 and task.reward(problem.fields, "x") == 0.0
+    with pytest.raises(TaskError, match="expected JSON lines"):
+        prompts(tmp_path / "nowhere", tmp_path / "reward.py", CHARACTERS)
     with pytest.raises(TaskError, match="has no demonstrations"):
         task.demonstrations(1)
     with pytest.raises(TaskError, match="count is 5; expected 1 to 4"):
@@ -163,9 +165,10 @@ def test_prompts_and_reward_of_the_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "match"),
     [
-        (['{"prompt": "a"}', '{"text": "b"}'], "line 2: .*expected an object with a text 'prompt'"),
-        (['{"prompt": ""}'], "line 1: .*expected an object with a text 'prompt'"),
-        (['{"prompt": "a"}', "b"], "prompts.jsonl: Expecting value.*expected JSON lines"),
+        (['{"prompt": "a"}', '{"text": "b"}'], "line 2: .*expected a JSON object with a text 'prompt'"),
+        (['{"prompt": 3}'], "line 1: .*expected a JSON object with a text 'prompt'"),
+        (["[]"], "line 1: .*expected a JSON object with a text 'prompt'"),
+        (['{"prompt": "a"}', "", "b"], "line 3: 'b'; expected a JSON object with a text 'prompt'"),
         (['{"prompt": "a"}'], "0 problems to train on, 1 held out; expected both"),
     ],
 )
@@ -177,12 +180,12 @@ def test_wrong_prompts_are_refused(tmp_path: Path, lines: list[str], match: str)
 @pytest.mark.parametrize(
     ("code", "match"),
     [
-        ("def other(): pass", "has no attribute 'reward'.*expected a Python file with a function reward"),
+        ("def other(): pass", "KeyError.'reward'.*expected a Python file with a function reward"),
         ("def reward(", "SyntaxError.*expected a Python file"),
         ("import nowhere_at_all", "No module named 'nowhere_at_all'.*expected a Python file"),
         ("reward = 3", "expected a Python file with a function reward"),
-        ("def reward(fields, text): return 'good'", "returned 'good'; expected a number"),
-        ("def reward(fields, text): return float('nan')", "returned nan; expected a number"),
+        ("def reward(fields, text): return 'good'", "returned 'good'; expected a finite number"),
+        ("def reward(fields, text): return float('nan')", "returned nan; expected a finite number"),
     ],
 )
 def test_a_wrong_reward_is_refused(tmp_path: Path, code: str, match: str) -> None:

@@ -47,10 +47,11 @@ def test_two_ranks_train_the_same_as_one(found: list[dict[Any, Any]]) -> None:
     metrics = train_a_little(alone)
     expected = weights(alone)
     for each in found:
-        assert each["metrics"] == pytest.approx(metrics, rel=1e-4)
         assert each["micro_batches"] == found[0]["micro_batches"]
-        for name, tensor in each["weights"].items():
-            assert torch.allclose(tensor, expected[name], atol=1e-4), name
+        for reduce_once in (False, True):
+            assert each["metrics", reduce_once] == pytest.approx(metrics, rel=1e-4)
+            for name, tensor in each["weights", reduce_once].items():
+                assert torch.allclose(tensor, expected[name], atol=1e-4), name
     assert sum(each["rows"] for each in found) < RANKS * found[0]["micro_batches"]  # some row was empty
 
 
@@ -124,8 +125,10 @@ def rank_side(rank: int, meeting: str, folder: Path) -> None:
 
 
 def trained(mesh: Any, folder: Path) -> dict[Any, Any]:
-    trainer = Trainer(MODEL, SETTINGS, mesh)
-    found: dict[Any, Any] = {"metrics": train_a_little(trainer), "weights": weights(trainer)}
+    found: dict[Any, Any] = {}
+    for reduce_once in (False, True):
+        trainer = Trainer(MODEL, replace(SETTINGS, reduce_once=reduce_once), mesh)
+        found["metrics", reduce_once], found["weights", reduce_once] = train_a_little(trainer), weights(trainer)
     dealt = trainer.deal(samples(9))
     found["micro_batches"] = len(dealt.micro_batches)
     found["rows"] = sum(len(each.targets_N) > 0 for each in dealt.micro_batches)
