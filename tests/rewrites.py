@@ -492,10 +492,10 @@ REWRITES = [
     ),
     Rewrite(
         "a_sequence_sees_the_one_before_it",
-        "trainer: positions go on from one packed sequence to the next",
+        "trainer: a sequence of a packed row attends to tokens of the one before it",
         "examples/colocate/trainer/batch.py",
-        "[position for length in lengths for position in range(length)]",
-        "[position % 32 for position in range(bounds[-1])]",
+        "torch.tensor([row * longest + place for row, length in enumerate(lengths) for place in range(length)])",
+        "torch.arange(bounds[-1])",
         ["examples/test_trainer.py::test_packing_chunks_and_accumulation_change_nothing"],
     ),
     Rewrite(
