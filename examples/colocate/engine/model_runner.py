@@ -103,12 +103,7 @@ class ModelRunner:
 
     def static_tensors(self) -> dict[str, Tensor]:
         """All tensors in `buffers` and the KV cache, which graphs use by their addresses."""
-        batch: dict[str, Any] = {name: getattr(self.batch, name) for name in ("inputs", "outputs", "latest")}
-        tables = dict(zip(("cos", "sin"), self.model.tables))
-        return {
-            "kv_cache": self.kv_cache,
-            "sampler": self.sampler.state,
-            **tables,
-            **batch,
-            **self.prefill_graphs.inputs,
-        }
+        batch, (cos, sin) = self.batch, self.model.tables
+        own = {"kv_cache": self.kv_cache, "sampler": self.sampler.state, "cos": cos, "sin": sin}
+        own |= {"inputs": batch.inputs, "outputs": batch.outputs, "latest": batch.latest}
+        return own | self.prefill_graphs.inputs

@@ -6,7 +6,6 @@ a layer depends on the number of tokens alone, which is padded to the next size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,16 +16,9 @@ from torch.nn import functional as F
 from .decoder import Attention, Decoder
 from .engine_memory import EngineMemory, borrowed
 
-
-@dataclass(frozen=True)
-class _Piece:
-    """From one attention to the next. Its result: q, k and v for the attention after it, or the last hidden state.
-
-    They are views that own nothing: a later piece of the same pool may use their memory again once they are read.
-    """
-
-    graph: Any
-    outputs: tuple[Tensor, ...]
+# The graph from one attention to the next, and its result: q, k and v for the attention after it, or the last hidden
+# state. They are views that own nothing: a later piece of the same pool may use their memory once they are read.
+_Piece = tuple[Any, tuple[Tensor, ...]]
 
 
 class PrefillGraphs:
@@ -51,12 +43,12 @@ class PrefillGraphs:
         self.inputs["tokens_T"][:size].copy_(tokens_T)
         self.inputs["positions_T"][:size].copy_(positions_T)
         *layers, last = self.pieces[size]
-        for layer, piece in enumerate(layers):
-            piece.graph.replay()
-            attended_THD = attention(layer, *piece.outputs)
+        for layer, (graph, outputs) in enumerate(layers):
+            graph.replay()
+            attended_THD = attention(layer, *outputs)
             self.inputs["attended_THD"][: len(attended_THD)].copy_(attended_THD)
-        last.graph.replay()
-        return last.outputs[0]
+        last[0].replay()
+        return last[1][0]
 
     def capture(self, memory: EngineMemory) -> None:
         """Capture every size, the largest first."""
@@ -69,7 +61,7 @@ class PrefillGraphs:
                 # Only the last piece's results are kept, so that the next but one has the memory of this one's.
                 graph, kept = memory.capture(partial(self._piece, index, size, residual_TC))
                 residual_TC = kept[-1]
-                pieces.append(_Piece(graph, tuple(borrowed(each) for each in kept[:3])))
+                pieces.append((graph, tuple(borrowed(each) for each in kept[:3])))
             self.pieces[size] = pieces
 
     def _call_pieces(self, size: int) -> None:

@@ -209,7 +209,7 @@ class Trainer:
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
         for name, parameter in self.model.named_parameters():
             deviation = initial_deviation(name, parameter.shape)
-            full = torch.ones(parameter.shape, device=self.device)
+            full = torch.full(parameter.shape, 0.0 if name.endswith(".bias") else 1.0, device=self.device)
             if deviation is not None:
                 full.normal_(0.0, deviation, generator=generator)
             if isinstance(parameter, DTensor):
