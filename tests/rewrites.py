@@ -432,7 +432,7 @@ REWRITES = [
         "examples/colocate/engine/batches.py",
         "self._tables[sequence.row, :",
         "self._tables[-1, :",
-        ["examples/test_engine.py::test_preemption_gives_the_same_tokens"],
+        ["examples/test_engine.py::test_no_schedule_changes_the_tokens"],
     ),
     Rewrite(
         "the_prefix_cache_outlives_a_pause",

@@ -77,19 +77,16 @@ class PlainMemory(EngineMemory):
     """Torch's own memory in place of regions."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._pool = device, cast(Any, None)
-        plain: Any = SimpleNamespace(
-            residence=1, empty=lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
-        )
-        plain.check_active = lambda purpose: None
+        self.device, self.captures_graphs = device, device.type == "cuda"
+        self._stream, self._pool = cast(Any, None), cast(Any, None)
+        plain: Any = SimpleNamespace(residence=1, check_active=lambda purpose: None)
+        plain.empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
         self.weights = self.kv_cache = self.buffers = plain
+        self.cuda_graph = None
 
-    def check_active(self, graphs: bool) -> None:
-        """No check: this memory is always active."""
-
-    def capture(self, stream: Any) -> tuple[Any, Any]:
+    def _graph(self) -> tuple[Any, Any]:
         self._pool, graph = self._pool or torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-        return graph, torch.cuda.graph(graph, pool=self._pool, stream=stream)
+        return graph, torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
 
 
 def shape_of(model: str, small: bool) -> ModelConfig:

@@ -230,7 +230,7 @@ class EngineWorker(Worker):
     def counters(self) -> tuple[int, int]:
         """Tokens generated and graphs replayed so far."""
         counts = self.engine.counts
-        return counts.tokens, counts.replays
+        return counts.tokens, counts.decode_replays
 
     def batch_sizes(self) -> tuple[int, ...]:
         """The captured batch sizes; without graphs, the sizes to which steps are padded."""

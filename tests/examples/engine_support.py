@@ -13,7 +13,7 @@ from torch import Tensor
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
 from examples.colocate.engine.batches import PrefillBatch
-from examples.colocate.engine.engine_memory import GraphPool
+from examples.colocate.engine.engine_memory import EngineMemory
 from examples.colocate.engine.scheduler import Chunk, Step
 from examples.colocate.engine.sequence import Sequence
 from examples.colocate.model import ModelConfig, parameter_shapes
@@ -42,37 +42,18 @@ def random_weights(model: ModelConfig, seed: int = 0, deviation: float = 0.3) ->
     return weights
 
 
-@contextmanager
-def engine_maker() -> Iterator[MakeEngine]:
-    """Makes engines with `random_weights`, on one thread. Afterwards they are closed, and all regions are active."""
-    made: list[Engine] = []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # these tensors are too small for several
-
-    def make(
-        model: ModelConfig = QWEN, seed: int = 0, deviation: float = 0.3, device: str = "cpu", **config: Any
-    ) -> Engine:
-        sizes = {"max_batch_size": 4, "block_size": 4, "num_blocks": 64, **config}
-        made.append(Engine(model, EngineConfig(**sizes), device))
-        made[-1].load_weights(random_weights(model, seed, deviation).items())
-        return made[-1]
-
-    yield make
-    memsaver.resume()
-    for engine in made:
-        engine.close()
-    torch.set_num_threads(threads)
-
-
-class HostGraphs(GraphPool):
+class HostGraphs(EngineMemory):
     """Captures on the CPU: a replay calls the captured function and writes to the tensors of the capture."""
 
-    available = True
     fails_at = -1  # the number of a capture
     captures = 0
 
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.captures_graphs = True
+
     @contextmanager
-    def open(self) -> Iterator[None]:
+    def capturing(self) -> Iterator[None]:
         self.captures = 0
         yield
 
@@ -93,9 +74,24 @@ class HostGraphs(GraphPool):
         return SimpleNamespace(replay=replay), outputs
 
 
-def with_host_graphs(engine: Engine) -> Engine:
-    engine.graphs = HostGraphs(engine.memory)
-    return engine
+@contextmanager
+def engine_maker(device: str = "cpu", deviation: float = 0.3, **default: Any) -> Iterator[MakeEngine]:
+    """Makes engines with `random_weights`, on one thread. Afterwards they are closed, and all regions are active."""
+    made: list[Engine] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # these tensors are too small for several
+    sizes = {"max_batch_size": 4, "block_size": 4, "num_blocks": 64, **default}
+
+    def make(model: ModelConfig = QWEN, seed: int = 0, memory: EngineMemory | None = None, **config: Any) -> Engine:
+        made.append(Engine(model, EngineConfig(**{**sizes, **config}), device, memory=memory))
+        made[-1].load_weights(random_weights(model, seed, deviation).items())
+        return made[-1]
+
+    yield make
+    memsaver.resume()
+    for engine in made:
+        engine.close()
+    torch.set_num_threads(threads)
 
 
 def random_sequences(engine: Engine, lengths: list[int]) -> list[Sequence]:

@@ -159,9 +159,9 @@ Make = Callable[..., Tensor]
 def _rotation(make: Make, tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool) -> tuple[Any, ...]:
     """Queries and keys as parts of one product, positions as a column of a table."""
     q, k, _ = make(tokens, heads + 2 * kv_heads, head_dim).split((heads, kv_heads, kv_heads), dim=1)
-    norms = (make(head_dim), make(head_dim)) if norm else (None, None)
+    norms = (make(head_dim), make(head_dim)) if norm else None
     positions = torch.tensor([[7, 3 * token] for token in range(tokens)], dtype=torch.int64).view(tokens, 2)[:, 1]
-    return "rotate", q, k, *norms, 1e-6, *rotary_tables(3 * tokens + 1, head_dim, 1e4), positions
+    return "rotate", q, k, norms, rotary_tables(3 * tokens + 1, head_dim, 1e4), positions, 1e-6
 
 
 def _written(make: Make, tokens: int, kv_heads: int, head_dim: int) -> tuple[Any, ...]:
@@ -181,7 +181,7 @@ def check_fused(kernels: Any, case: str, dtype_name: str, device: str) -> None:
 
     name, *args = {**OPS_CASES, **LARGE_OPS_CASES}[case](make)
     # Moved before torch's version runs, which may write into them. The strides have to survive.
-    moved = [_on_device(arg, device) if isinstance(arg, Tensor) else arg for arg in args]
+    moved = [_on_device(arg, device) for arg in args]
     expected = _results(getattr(ops, name)(*args), args)
     found = _results(getattr(kernels, name)(*moved), moved)
     assert name not in ("rotate", "swiglu") or all(x.is_contiguous() for x in found)
@@ -192,8 +192,10 @@ def check_fused(kernels: Any, case: str, dtype_name: str, device: str) -> None:
     assert dtype_name == "fp32" or different - 1 <= OPS_DIFFERENT * count
 
 
-def _on_device(x: Tensor, device: str) -> Tensor:
-    """A copy with the same strides and offset."""
+def _on_device(x: Any, device: str) -> Any:
+    """A copy with the same strides and offset; of a tuple, each of its tensors."""
+    if not isinstance(x, Tensor):
+        return tuple(_on_device(each, device) for each in x) if isinstance(x, tuple) else x
     storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device, copy=True)
     return storage.as_strided(x.shape, x.stride(), x.storage_offset())
 

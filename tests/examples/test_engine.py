@@ -1,8 +1,9 @@
-"""The engine against a dense forward pass of the same weights, written here without any of its parts."""
+"""The engine against a dense forward pass of the same weights: scheduling, cache, graphs, sampling, pauses."""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +13,17 @@ from torch import Tensor
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams, compiled_decode
 from examples.colocate.engine.batches import Readback
+from examples.colocate.engine.decoder import Decoder
 from examples.colocate.engine.sequence import Sequence
 from examples.colocate.model import ModelConfig, bit_sum
 from tests.examples.engine_support import (
+    CPU,
     QWEN,
+    DenseAttention,
+    HostGraphs,
     MakeEngine,
     graph_differences,
     random_weights,
-    with_host_graphs,
 )
 
 LLAMA = dataclasses.replace(QWEN, qk_norm=False, tie_word_embeddings=True, rope_theta=500.0)
@@ -27,44 +31,13 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
 
 
+@torch.no_grad()
 def dense_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
-    """Logits of every position, fp64 [tokens, vocab]: no cache, one head at a time."""
-    w = {name: weight.double() for name, weight in weights.items()}
-    count, half = len(tokens), model.head_dim // 2
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * weight
-
-    frequency = model.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    turn = torch.polar(torch.ones(count, half, dtype=torch.float64), torch.arange(count)[:, None] * frequency)
-
-    def rotate(x: Tensor) -> Tensor:
-        turned = torch.complex(x[:, :half], x[:, half:]) * turn
-        return torch.cat((turned.real, turned.imag), dim=1)
-
-    x = w["model.embed_tokens.weight"][tokens]
-    hidden_from_future = torch.full((count, count), float("-inf"), dtype=torch.float64).triu(1)
-    for index in range(model.num_layers):
-        layer = f"model.layers.{index}."
-        y = norm(x, w[layer + "input_layernorm.weight"])
-        heads = []
-        for head in range(model.num_heads):
-            kv_head = head * model.num_kv_heads // model.num_heads
-            parts = []
-            for part, number in (("q", head), ("k", kv_head), ("v", kv_head)):
-                rows = slice(number * model.head_dim, (number + 1) * model.head_dim)
-                z = y @ w[layer + f"self_attn.{part}_proj.weight"][rows].T
-                if part != "v":
-                    z = rotate(norm(z, w[layer + f"self_attn.{part}_norm.weight"]) if model.qk_norm else z)
-                parts.append(z)
-            q, k, v = parts
-            heads.append((q @ k.T / model.head_dim**0.5 + hidden_from_future).softmax(-1) @ v)
-        x = x + torch.cat(heads, dim=1) @ w[layer + "self_attn.o_proj.weight"].T
-        y = norm(x, w[layer + "post_attention_layernorm.weight"])
-        gate, up = y @ w[layer + "mlp.gate_proj.weight"].T, y @ w[layer + "mlp.up_proj.weight"].T
-        x = x + (gate * gate.sigmoid() * up) @ w[layer + "mlp.down_proj.weight"].T
-    head_name = "model.embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"
-    return norm(x, w["model.norm.weight"]) @ w[head_name].T
+    """Logits of every position [tokens, vocab] by the same decoder, which `test_models` compares, without a cache."""
+    decoder = Decoder(model, CPU, CPU)
+    decoder.load_weights(weights.items())
+    hidden_TC = decoder.forward(torch.tensor(tokens), torch.arange(len(tokens)), DenseAttention())
+    return decoder.logits(hidden_TC)
 
 
 def tokens_of(
@@ -126,12 +99,21 @@ def test_all_bits_of_seed_and_count_make_random_numbers(make_engine: MakeEngine)
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_requests_beyond_the_batch_size_give_the_same_tokens(make_engine: MakeEngine) -> None:
-    prompts = [[token, token + 1] for token in range(11)]
-    alone = [tokens_of(make_engine(max_batch_size=1), [prompt])[0] for prompt in prompts]
-    engine = make_engine(max_batch_size=3)
-    assert tokens_of(engine, prompts) == alone
-    assert engine.counts.tokens == len(prompts) * GREEDY.max_new_tokens
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [{"max_batch_size": 1}, {"num_blocks": 12}, *({"max_prefill_tokens": budget} for budget in (1, 3, 8))],
+    ids=["one after the other", "preemption", "chunks of 1", "chunks of 3", "chunks of 8"],
+)
+def test_no_schedule_changes_the_tokens(make_engine: MakeEngine, config: dict[str, Any], prefix_cache: bool) -> None:
+    prompts = [*PROMPTS, *([token, 2 * token % 29, 7, 7, token] for token in range(4))]
+    sampling = SamplingParams(0.0, max_new_tokens=20)
+    expected = tokens_of(make_engine(max_batch_size=8, prefix_cache=False), prompts, sampling)
+    engine = make_engine(prefix_cache=prefix_cache, **config)
+    assert tokens_of(engine, prompts, sampling) == expected
+    assert engine.counts.tokens == len(prompts) * 20
+    assert (engine.counts.preemptions > 0) == (config == {"num_blocks": 12})
+    assert engine.counts.recomputed == engine.counts.preemptions
     assert engine.blocks.num_free == engine.blocks.num_usable
 
 
@@ -144,26 +126,6 @@ def test_generation_ends_at_a_stop_token_or_the_length(make_engine: MakeEngine) 
     assert completion.tokens == full[: full.index(stop) + 1]
     assert completion.finish_reason == "stop"
     assert len(completion.logprobs) == len(completion.tokens)
-
-
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_preemption_gives_the_same_tokens(make_engine: MakeEngine, prefix_cache: bool) -> None:
-    prompts = [[token, 2 * token % 29, 7, 7, token] for token in range(4)]
-    sampling = SamplingParams(0.0, max_new_tokens=20)
-    expected = tokens_of(make_engine(), prompts, sampling)
-    engine = make_engine(num_blocks=12, prefix_cache=prefix_cache)
-    assert tokens_of(engine, prompts, sampling) == expected
-    assert engine.counts.recomputed == engine.counts.preemptions > 0
-    assert engine.blocks.num_free == engine.blocks.num_usable
-
-
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_prompts_in_chunks_give_the_same_tokens(make_engine: MakeEngine, prefix_cache: bool) -> None:
-    expected = tokens_of(make_engine(), PROMPTS)
-    for budget in (1, 3, 8):
-        engine = make_engine(max_prefill_tokens=budget, prefix_cache=prefix_cache)
-        assert tokens_of(engine, PROMPTS) == expected
-        assert engine.blocks.num_free == engine.blocks.num_usable
 
 
 def test_prefix_hits_give_the_same_tokens(make_engine: MakeEngine) -> None:
@@ -303,7 +265,6 @@ def test_weights_are_compared_and_summed_bit_by_bit(make_engine: MakeEngine) -> 
 
 def test_invalid_requests_raise(make_engine: MakeEngine) -> None:
     engine = make_engine(max_model_len=32, num_blocks=6)
-    bad: Any
     for bad, message in (
         ([], "0 tokens"),
         ([1] * 32, "32 tokens"),
@@ -313,30 +274,21 @@ def test_invalid_requests_raise(make_engine: MakeEngine) -> None:
         ([1] * 12, "needs 6 KV blocks; expected at most the cache's 5"),
     ):
         with pytest.raises(ValueError, match=message):
-            engine.generate([[1, 2], bad], GREEDY)
+            engine.generate([[1, 2], bad], GREEDY)  # type: ignore[list-item]
         assert not engine.scheduler.waiting  # the good one is gone with the bad one
-    for bad in (
-        *({"temperature": value} for value in (-1.0, float("nan"), 1e39, 1e-9, "hot")),
-        *({"max_new_tokens": value} for value in (0, 1.5)),
-        *({"stop_tokens": value} for value in (5, ("a",))),
-    ):
-        with pytest.raises(ValueError, match="expected"):
-            SamplingParams(**bad)
-    for bad in (
-        {"max_batch_size": 0},
-        {"max_batch_size": 2.5},
-        {"num_blocks": "8"},
-        {"max_model_len": 1},
-        {"graph_batch_sizes": (33,)},
-        {"prefill_graph_sizes": (0,)},
-        {"prefill_graph_sizes": (128,), "max_prefill_tokens": 64},
-        {"compile_batch_sizes": (33,)},
-    ):
-        with pytest.raises(ValueError, match="expected"):
-            EngineConfig(**bad)
-    for bad in ({"num_kv_heads": 3}, {"head_dim": 15}, {"vocab_size": 0}, {"dtype": torch.int8}, {"norm_eps": 0}):
-        with pytest.raises(ValueError, match="expected"):
-            dataclasses.replace(QWEN, **bad)
+    cases: dict[Any, Any] = {
+        SamplingParams: [{"temperature": value} for value in (-1.0, float("nan"), 1e39, 1e-9, "hot")]
+        + [{"max_new_tokens": 0}, {"max_new_tokens": 1.5}, {"stop_tokens": 5}, {"stop_tokens": ("a",)}],
+        EngineConfig: [{"max_batch_size": 0}, {"max_batch_size": 2.5}, {"num_blocks": "8"}, {"max_model_len": 1}]
+        + [{"graph_batch_sizes": (33,)}, {"prefill_graph_sizes": (0,)}, {"compile_batch_sizes": (33,)}]
+        + [{"prefill_graph_sizes": (128,), "max_prefill_tokens": 64}],
+        partial(dataclasses.replace, QWEN): [{"num_kv_heads": 3}, {"head_dim": 15}, {"vocab_size": 0}]
+        + [{"dtype": torch.int8}, {"norm_eps": 0}],
+    }
+    for make, values in cases.items():
+        for value in values:
+            with pytest.raises(ValueError, match="expected"):
+                make(**value)
     with pytest.raises(ValueError, match="max_model_len is 97; expected at most 96"):
         make_engine(max_model_len=97)
     with pytest.raises(ValueError, match="has 9 sizes; expected at most 8"):
@@ -362,23 +314,23 @@ def test_cancelled_requests_leave_the_others_alone(make_engine: MakeEngine) -> N
 
 def test_graphs_give_the_same_tokens_also_after_a_capture_that_failed(make_engine: MakeEngine) -> None:
     expected = tokens_of(make_engine(), PROMPTS)
-    engine = with_host_graphs(make_engine(prefill_graph_sizes=(8, 32), graph_batch_sizes=(2, 4)))
+    graphs = HostGraphs()
+    engine = make_engine(memory=graphs, prefill_graph_sizes=(8, 32), graph_batch_sizes=(2, 4))
     assert tokens_of(engine, PROMPTS) == expected  # padded, before there are graphs
-    graphs: Any = engine.graphs
     for graphs.fails_at in (3, 7):  # a prefill, then a decode step
         with pytest.raises(RuntimeError, match="a synchronisation inside"):
             engine.capture()
         engine.drop_prefix_cache()
         assert tokens_of(engine, PROMPTS) == expected
-        assert engine.counts.replays == 0 and engine.captured_batch_sizes == ()
+        assert engine.counts.decode_replays == 0 and engine.captured_batch_sizes == ()
     graphs.fails_at = -1
     engine.capture()
     assert engine.captured_batch_sizes == (2, 4) and graphs.captures == 3 + 3 + 1 + 1
     for use_graphs in (True, False):
         engine.drop_prefix_cache()
-        before = engine.counts.replays, engine.runner.prefill_graphs.replays
+        before = engine.counts.decode_replays, engine.counts.prefill_replays
         assert tokens_of(engine, PROMPTS, use_graphs=use_graphs) == expected
-        assert ((engine.counts.replays, engine.runner.prefill_graphs.replays) > before) == use_graphs
+        assert (engine.counts.decode_replays > before[0] and engine.counts.prefill_replays > before[1]) == use_graphs
         assert tokens_of(engine, PROMPTS[:1], use_graphs=use_graphs) == expected[:1]
     assert set(graph_differences(engine).values()) == {0.0}
     pieces = engine.runner.prefill_graphs.pieces[8]

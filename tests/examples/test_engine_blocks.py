@@ -7,7 +7,7 @@ import random
 import pytest
 
 from examples.colocate.engine.block_manager import SCRATCH_BLOCK, BlockManager
-from examples.colocate.engine.scheduler import Scheduler, Step
+from examples.colocate.engine.scheduler import Counts, Scheduler, Step
 from examples.colocate.engine.sequence import SamplingParams, Sequence
 
 
@@ -92,7 +92,7 @@ def queued(scheduler: Scheduler, *requests: Sequence) -> None:
 
 
 def test_admission_by_batch_size_blocks_and_prefill_budget() -> None:
-    scheduler = Scheduler(BlockManager(12, 4), max_batch_size=3, max_prefill_tokens=20)
+    scheduler = Scheduler(BlockManager(12, 4), 3, 20, Counts())
     long, short = sequence([1] * 19, new=4), [sequence([token, 7]) for token in range(4)]
     queued(scheduler, long, *short)
     step = scheduler.schedule()
@@ -111,7 +111,7 @@ def test_admission_by_batch_size_blocks_and_prefill_budget() -> None:
 
 
 def test_a_long_prompt_comes_in_chunks_between_decode_steps() -> None:
-    scheduler = Scheduler(BlockManager(33, 2), max_batch_size=2, max_prefill_tokens=4)
+    scheduler = Scheduler(BlockManager(33, 2), 2, 4, Counts())
     short, long = sequence([1] * 2), sequence([2] * 11)
     queued(scheduler, short)
     run(scheduler, scheduler.schedule())
@@ -129,7 +129,7 @@ def test_a_long_prompt_comes_in_chunks_between_decode_steps() -> None:
 
 
 def test_a_step_is_scheduled_before_the_last_one_is_read_back() -> None:
-    scheduler = Scheduler(BlockManager(9, 2), max_batch_size=2, max_prefill_tokens=64)
+    scheduler = Scheduler(BlockManager(9, 2), 2, 64, Counts())
     stops = Sequence([1, 1, 1], SamplingParams(max_new_tokens=9, stop_tokens=(5,)), 12)
     ends = sequence([2, 2, 2], new=2)
     queued(scheduler, stops, ends)
@@ -149,22 +149,22 @@ def test_a_step_is_scheduled_before_the_last_one_is_read_back() -> None:
 
 
 def test_the_youngest_request_is_preempted_and_resumed_first() -> None:
-    scheduler = Scheduler(BlockManager(6, 2, prefix_cache=False), max_batch_size=4, max_prefill_tokens=64)
+    scheduler = Scheduler(BlockManager(6, 2, prefix_cache=False), 4, 64, Counts())
     old, young, later = sequence([1, 1, 1], new=4), sequence([2, 2, 2], new=4), sequence([3], new=2)
     queued(scheduler, old, young, later)
     run(scheduler, scheduler.schedule())
     assert scheduler.running == [old, young]
     step = scheduler.schedule()
     assert not scheduler.schedule().chunks  # both need a third block, and their tokens are not known yet
-    assert scheduler.preemptions == 0
+    assert scheduler.counts.preemptions == 0
     run(scheduler, step)
     step = scheduler.schedule()
     assert step.sampling == [old] and list(scheduler.waiting) == [young, later]
-    assert young.tokens == [2, 2, 2, 0, 0] and young.blocks == [] and scheduler.preemptions == 1
+    assert young.tokens == [2, 2, 2, 0, 0] and young.blocks == [] and scheduler.counts.preemptions == 1
 
 
 def test_an_admitted_request_leaves_a_block_for_each_running_one() -> None:
-    scheduler = Scheduler(BlockManager(6, 2, prefix_cache=False), max_batch_size=4, max_prefill_tokens=64)
+    scheduler = Scheduler(BlockManager(6, 2, prefix_cache=False), 4, 64, Counts())
     first, second = sequence([1] * 3, new=6), sequence([2] * 6, new=1)
     queued(scheduler, first)
     run(scheduler, scheduler.schedule())
@@ -173,22 +173,22 @@ def test_an_admitted_request_leaves_a_block_for_each_running_one() -> None:
         assert list(scheduler.waiting) == [second]  # three blocks are free, and the first grows into one of them
         run(scheduler, scheduler.schedule())
     run(scheduler, scheduler.schedule())
-    assert second.finish_reason == "length" and scheduler.preemptions == 0
+    assert second.finish_reason == "length" and scheduler.counts.preemptions == 0
 
 
 def test_requests_that_are_put_back_keep_their_order() -> None:
-    scheduler = Scheduler(BlockManager(33, 2), max_batch_size=3, max_prefill_tokens=4)
+    scheduler = Scheduler(BlockManager(33, 2), 3, 4, Counts())
     each = [sequence([token] * 3) for token in range(4)]
     queued(scheduler, *each)
     run(scheduler, scheduler.schedule())
     assert scheduler.running == each[:1] and scheduler.prefilling == each[1:2]
     scheduler.put_back_all()
     assert list(scheduler.waiting) == each and scheduler.blocks.num_free == 32
-    assert (scheduler.recomputed, scheduler.preemptions) == (2, 0)
+    assert (scheduler.counts.recomputed, scheduler.counts.preemptions) == (2, 0)
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:
-    scheduler = Scheduler(BlockManager(4, 2), max_batch_size=1, max_prefill_tokens=64)
+    scheduler = Scheduler(BlockManager(4, 2), 1, 64, Counts())
     queued(scheduler, sequence([1, 1, 1], new=4))
     with pytest.raises(ValueError, match="up to 8 tokens needs 4 KV blocks; expected at most the cache's 3"):
         scheduler.add(sequence([1, 1, 1, 1], new=4))
@@ -198,7 +198,7 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
 def test_random_requests_end_with_all_blocks_and_rows_free(seed: int) -> None:
     """Few blocks, prompts that begin alike, cancels, and results that come a step late."""
     draw = random.Random(seed)
-    scheduler = Scheduler(BlockManager(draw.choice([10, 14, 40]), 2), 3, draw.choice([2, 5, 64]))
+    scheduler = Scheduler(BlockManager(draw.choice([10, 14, 40]), 2), 3, draw.choice([2, 5, 64]), Counts())
     requests = [sequence([draw.randrange(2) for _ in range(draw.randint(1, 9))], new=1 + at % 7) for at in range(40)]
     queued(scheduler, *requests)
     cancelled, late = draw.sample(requests, 4), Step([], prefill=False)

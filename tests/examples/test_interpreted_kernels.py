@@ -1,4 +1,4 @@
-"""The engine's Triton kernels against torch, in Triton's interpreter: `test_kernels` runs this file.
+"""The engine's kernels, in Triton's interpreter and in torch, against dense attention: `test_kernels` runs this file.
 
 The interpreter is chosen when Triton is imported, so these tests run in a process of their own. It has no correct
 arithmetic of bf16: tests/gpu has that.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter  # type: ignore[import-untyped]
 
+from examples.colocate.engine import attention
 from examples.colocate.engine.kernels import fused, paged_decode, paged_prefill, sampling
 from tests.examples.kernel_cases import (
     OPS_CASES,
@@ -49,10 +50,11 @@ def test_paged_decode_equals_dense(name: str, splits: int, monkeypatch: pytest.M
     monkeypatch.setattr(paged_decode, "_TILE_BYTES", 1024)
     monkeypatch.setattr(paged_decode, "_MAX_SPLITS", splits)
     inputs = paged_inputs(name)
-    out = paged_decode.paged_decode_triton(**inputs)
-    tolerance = PAGED_TOLERANCE[PAGED_CASES[name][0]]
-    torch.testing.assert_close(out.double(), dense_decode(**inputs), rtol=0, atol=tolerance)
-    assert not out[inputs["lengths_B"] == 0].any()
+    for way in (paged_decode.paged_decode_triton, attention.paged_decode_torch):
+        out = way(**inputs)
+        tolerance = PAGED_TOLERANCE[PAGED_CASES[name][0]]
+        torch.testing.assert_close(out.double(), dense_decode(**inputs), rtol=0, atol=tolerance)
+        assert not out[inputs["lengths_B"] == 0].any()
 
 
 @pytest.mark.parametrize(
@@ -62,9 +64,9 @@ def test_paged_prefill_equals_dense(name: str, tiles: str, monkeypatch: pytest.M
     if tiles == "small":  # than contexts and chunks, so that there are tiles of all kinds: seen by all, masked, ragged
         monkeypatch.setattr(paged_prefill, "tiling", lambda *_: paged_prefill.Tiling(16, 16, 2, 4))
     inputs = prefill_inputs(*PREFILL_CASES[name])
-    out = paged_prefill.paged_prefill_triton(*inputs)
-    tolerance = PAGED_TOLERANCE[PREFILL_CASES[name][0]]
-    torch.testing.assert_close(out.double(), dense_prefill(*inputs), rtol=0, atol=tolerance)
+    for way in (paged_prefill.paged_prefill_triton, attention.paged_prefill_torch):
+        tolerance = PAGED_TOLERANCE[PREFILL_CASES[name][0]]
+        torch.testing.assert_close(way(*inputs).double(), dense_prefill(*inputs), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(("splits", "kernels"), [(1, ["_attend_part"]), (2, ["_attend_part", "_join_parts"])])

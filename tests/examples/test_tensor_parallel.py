@@ -66,7 +66,7 @@ def check_model(model: ModelConfig) -> None:
     weights = random_weights(model, seed=1)
     alone.load_weights(weights.items())
     parts = pickle.loads(shared.share_weights())  # as the process that writes them gets them
-    for name, part in shared.weight_layout().items():
+    for name, part in shared.weight_layout.items():
         parts[name].copy_(part.of(weights[name]))
     del parts
     check_checksums(shared, {name: int(bit_sum(weight)) for name, weight in weights.items()})
@@ -93,7 +93,7 @@ def check_checksums(engine: Engine, full: dict[str, int]) -> None:
     sums = list(engine.checksums().values())
     both = torch.tensor([sums, sums])
     dist.all_reduce(both[1])
-    for (name, part), (mine, total) in zip(engine.weight_layout().items(), both.T.tolist()):
+    for (name, part), (mine, total) in zip(engine.weight_layout.items(), both.T.tolist()):
         assert (mine if part.shape == part.full_shape else total) == full[name]
 
 

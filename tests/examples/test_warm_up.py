@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from examples.colocate.engine import Engine, SamplingParams, ops
-from tests.examples.engine_support import MakeEngine, with_host_graphs
+from tests.examples.engine_support import HostGraphs, MakeEngine
 
 KERNELS = {
     "_add_rms_norm", "_rotate", "_swiglu", "_write_kv", "_attend_part", "_join_parts", "_attend_chunk",
@@ -90,7 +90,7 @@ def serve(engine: Engine, use_graphs: bool) -> None:
 def test_serving_reaches_no_kernel_that_a_capture_did_not(
     make_engine: MakeEngine, keys: Keys, config: dict[str, Any]
 ) -> None:
-    engine = with_host_graphs(make_engine(**{**CONFIG, **config}))
+    engine = make_engine(memory=HostGraphs(), **{**CONFIG, **config})
     engine.capture()
     warm = set(keys)
     for use_graphs in (True, False):
@@ -102,14 +102,14 @@ def test_serving_reaches_no_kernel_that_a_capture_did_not(
 
 def test_a_capture_leaves_requests_and_random_numbers_as_they_are(make_engine: MakeEngine) -> None:
     def completions(capture: bool) -> list[list[int]]:
-        engine = with_host_graphs(make_engine(**CONFIG))
+        engine = make_engine(memory=HostGraphs(), **CONFIG)
         running = [engine.submit([3, 1, 4, 1, 5], SamplingParams(1.0, 8)) for _ in range(3)]
         for _ in range(3):
             engine.step(use_graphs=False)
         engine.settle()
         if capture:
             engine.capture()
-            assert engine.counts.replays == engine.runner.prefill_graphs.replays == 0
+            assert engine.counts.decode_replays == engine.counts.prefill_replays == 0
         while any(sequence.finish_reason is None for sequence in running):
             engine.step(use_graphs=False)
         return [sequence.tokens for sequence in running]

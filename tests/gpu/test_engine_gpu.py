@@ -87,14 +87,11 @@ def test_paged_prefill_equals_dense(dtype_name: str, heads: int, kv_heads: int, 
     torch.testing.assert_close(gathered.double(), out.double(), rtol=0, atol=2 * tolerance)
 
 
-SIZES: dict[str, Any] = {"max_batch_size": 8, "block_size": 16, "num_blocks": 128, "max_model_len": 256}
-
-
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
-    with engine_maker() as make:
-        sizes = {"device": "cuda", "deviation": 0.1, **SIZES, "prefix_cache": False, "graph_batch_sizes": (1, 2, 4, 8)}
-        yield lambda model=MODEL, **config: make(model, **{**sizes, **config})
+    sizes: dict[str, Any] = {"max_batch_size": 8, "block_size": 16, "num_blocks": 128, "max_model_len": 256}
+    with engine_maker("cuda", 0.1, **sizes, prefix_cache=False, graph_batch_sizes=(1, 2, 4, 8)) as make:
+        yield lambda model=MODEL, **config: make(model, **config)
 
 
 def prompts_of(count: int) -> list[list[int]]:
@@ -183,13 +180,13 @@ def test_a_failing_capture_leaves_the_engine_serving(make_engine: MakeEngine, mo
     assert not engine.captured_batch_sizes
     for size, tokens in expected.items():
         assert greedy(engine, size, use_graphs=True) == tokens
-    assert engine.counts.replays == 0
+    assert engine.counts.decode_replays == 0
     torch.rand(1, device="cuda")  # torch's own generator has recovered as well
     engine.capture()
     assert engine.captured_batch_sizes == (1, 2, 4, 8)
     for size, tokens in expected.items():
         assert greedy(engine, size, use_graphs=True) == tokens
-    assert engine.counts.replays > 0
+    assert engine.counts.decode_replays > 0
 
 
 def test_all_permanent_tensors_are_in_regions(make_engine: MakeEngine) -> None:

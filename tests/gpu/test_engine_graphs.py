@@ -28,14 +28,11 @@ MODEL = ModelConfig(1000, 256, 3, 8, 2, 64, 512, 4096, dtype=torch.bfloat16)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
 
 
-SIZES: dict[str, Any] = {"max_batch_size": 6, "block_size": 16, "num_blocks": 1024, "max_model_len": 2048}
-
-
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
-    with engine_maker() as make:
-        sizes = {"device": "cuda", "deviation": 0.02, **SIZES, "prefill_graph_sizes": ()}
-        yield lambda model=MODEL, **config: make(model, **{**sizes, **config})
+    sizes: dict[str, Any] = {"max_batch_size": 6, "block_size": 16, "num_blocks": 1024, "max_model_len": 2048}
+    with engine_maker("cuda", deviation=0.02, **sizes, prefill_graph_sizes=()) as make:
+        yield lambda model=MODEL, **config: make(model, **config)
 
 
 def prompts(lengths: list[int]) -> list[list[int]]:
@@ -98,7 +95,7 @@ def test_prefill_in_pieces_gives_the_same_tokens(make_engine: MakeEngine) -> Non
     expected = tokens_of(engine, lengths, use_graphs=False)
     engine.capture()
     assert tokens_of(engine, lengths) == expected
-    assert engine.runner.prefill_graphs.replays > 3
+    assert engine.counts.prefill_replays > 3
     engine.drain()
     memsaver.pause()
     memsaver.resume()
@@ -115,7 +112,7 @@ def test_padded_prefills_give_the_same_tokens_in_every_way(make_engine: MakeEngi
     engine.capture()
     for use_graphs in (False, True):
         assert tokens_of(engine, lengths, use_graphs) == expected
-    assert engine.runner.prefill_graphs.replays > 0
+    assert engine.counts.prefill_replays > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

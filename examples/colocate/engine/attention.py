@@ -132,9 +132,7 @@ def paged_decode(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: T
         from .kernels.paged_decode import paged_decode_triton
 
         return paged_decode_triton(q_BHD, k_cache, v_cache, block_table, lengths_B)
-    # Here lengths are cheap to look at, so no more than the longest context is read.
-    used = -(-max(1, int(lengths_B.max())) // k_cache.shape[1])
-    return paged_decode_torch(q_BHD, k_cache, v_cache, block_table[:, :used], lengths_B)
+    return paged_decode_torch(q_BHD, k_cache, v_cache, block_table, lengths_B)
 
 
 def paged_decode_torch(
@@ -142,9 +140,9 @@ def paged_decode_torch(
 ) -> Tensor:
     """`paged_decode` in plain torch: the reference of the kernel's tests, and the CPU's implementation."""
     batch, heads, head_dim = q_BHD.shape
-    kv_heads = k_cache.shape[2]
+    block_size, kv_heads = k_cache.shape[1:3]
     # Entries beyond a sequence's length are arbitrary, so they are kept inside the cache and their values hidden.
-    table = block_table.long().clamp(0, k_cache.shape[0] - 1)
+    table = block_table[:, : -(-max(1, int(lengths_B.max())) // block_size)].long().clamp(0, k_cache.shape[0] - 1)
     k_BLKD, v_BLKD = (cache[table].flatten(1, 2).float() for cache in (k_cache, v_cache))
     seen_BL = torch.arange(k_BLKD.shape[1], device=q_BHD.device) < lengths_B[:, None]
     q_BKGD = q_BHD.float().view(batch, kv_heads, heads // kv_heads, head_dim)

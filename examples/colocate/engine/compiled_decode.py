@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 BACKEND = "inductor"
 _MOST = 8  # variants of one function, after which torch.compile gives up
+DecodeLogits = Callable[[Any, int], Tensor]  # of a runner and a batch size
 
 
-def compiled(decode_logits: Callable[[int], Tensor], sizes: tuple[int, ...]) -> Callable[[int], Tensor]:
-    """The function (batch size -> logits), compiled anew for each of these sizes when it is first called with it.
+def compiled(decode_logits: DecodeLogits, sizes: tuple[int, ...]) -> DecodeLogits:
+    """The function, compiled anew for each of these sizes when it is first called with it.
 
     Raises ValueError for more than 8 sizes.
     """
@@ -21,4 +23,4 @@ def compiled(decode_logits: Callable[[int], Tensor], sizes: tuple[int, ...]) -> 
     if len(sizes) > _MOST:
         raise ValueError(f"compile_batch_sizes has {len(sizes)} sizes; expected at most {_MOST}")
     fast = torch.compile(decode_logits, backend=BACKEND, fullgraph=True, dynamic=False)
-    return lambda size: fast(size) if size in sizes else decode_logits(size)
+    return lambda runner, size: (fast if size in sizes else decode_logits)(runner, size)

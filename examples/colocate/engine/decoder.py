@@ -75,8 +75,10 @@ class Decoder:
         qkv = F.linear(normed_TC, weights[attention + "qkv.weight"], weights.get(attention + "qkv.bias"))
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q_THD, k_TKD, v_TKD = qkv.unflatten(1, (-1, self.config.head_dim)).split(heads, dim=1)
-        q_norm_D, k_norm_D = (weights.get(f"{attention}{name}_norm.weight") for name in "qk")
-        q_THD, k_TKD = ops.rotate(q_THD, k_TKD, q_norm_D, k_norm_D, self.config.norm_eps, *self.tables, positions_T)
+        norms_D = None
+        if self.config.qk_norm:
+            norms_D = weights[attention + "q_norm.weight"], weights[attention + "k_norm.weight"]
+        q_THD, k_TKD = ops.rotate(q_THD, k_TKD, norms_D, self.tables, positions_T, self.config.norm_eps)
         return q_THD, k_TKD, v_TKD, residual_TC
 
     def after_attention(self, layer: int, residual_TC: Tensor, out_THD: Tensor) -> State:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -17,23 +16,12 @@ from .batches import Readback
 from .block_manager import BlockManager
 from .decoder import Decoder
 from .engine_config import EngineConfig
-from .engine_memory import EngineMemory, GraphPool
+from .engine_memory import EngineMemory
 from .model_runner import ModelRunner
-from .scheduler import Scheduler, Step
+from .scheduler import Counts, Scheduler, Step
 from .sequence import Completion, SamplingParams, Sequence
 from .tensor_parallel import ONE_RANK, Parallel
 from .warm_up import warm_up
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Figures of an engine since its start."""
-
-    tokens: int  # sampled
-    replays: int  # of decode graphs
-    prefix_hit_tokens: int  # found in the prefix cache, so not computed
-    preemptions: int  # of requests, for lack of KV blocks
-    recomputed: int  # requests put back to compute their contents again: by these, drains and pauses
 
 
 class Engine:
@@ -58,7 +46,7 @@ class Engine:
         With tensor parallel every rank is an engine in a process of its own, and all are called alike. If a call
         fails on one of them the others wait for it in a collective, until the process group's timeout.
         """
-        self.model_config, self.config, self.parallel = model, config, parallel
+        self.model_config, self.config = model, config
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -68,26 +56,19 @@ class Engine:
         self.memory = EngineMemory(self.device) if memory is None else memory
         self.model = Decoder(model, self.memory.weights, self.memory.buffers, parallel)
         self.model.initialize(config.seed)
-        self.runner = ModelRunner(self.model, config, self.max_model_len, self.memory)
+        self.weight_layout: dict[str, WeightPart] = self.model.layout  # this rank's slice of each parameter
+        self.counts = Counts()
+        self.runner = ModelRunner(self.model, config, self.max_model_len, self.memory, self.counts)
         # After the cache itself: too many blocks fail there, with an error of the device's memory.
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_cache)
-        self.scheduler = Scheduler(self.blocks, config.max_batch_size, self.runner.max_prefill_tokens)
-        self.graphs = GraphPool(self.memory)
+        self.scheduler = Scheduler(self.blocks, config.max_batch_size, self.runner.max_prefill_tokens, self.counts)
         self._residence = self.memory.kv_cache.residence
         self._in_flight: tuple[Step, Readback] | None = None
-        self._warm = self._closed = False
-
-    @property
-    def counts(self) -> Counts:
-        """Figures since the start."""
-        self._check_open()
-        done = self.scheduler
-        return Counts(done.tokens, self.runner.replays, done.prefix_hit_tokens, done.preemptions, done.recomputed)
+        self._warm = False
 
     @property
     def captured_batch_sizes(self) -> tuple[int, ...]:
         """Batch sizes that have a graph, ascending; none on the CPU."""
-        self._check_open()
         return tuple(sorted(self.runner.decode_graphs))
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams, use_graphs: bool = True) -> list[Completion]:
@@ -96,7 +77,7 @@ class Engine:
         `use_graphs` False runs every step eagerly, True replays the graphs there are. Raises as `submit` does, with
         none of the prompts queued.
         """
-        self._check_ready(use_graphs)
+        self.memory.check_active(use_graphs)
         sequences: list[Sequence] = []
         try:
             for prompt in prompts:
@@ -117,7 +98,6 @@ class Engine:
         "failed" if a step did, whether it was this request's or not. Raises ValueError for a prompt that is no list of
         the model's tokens, or too long.
         """
-        self._check_open()
         for at, token in enumerate(prompt):
             if not isinstance(token, int) or not 0 <= token < self.model_config.vocab_size:
                 raise ValueError(
@@ -142,7 +122,7 @@ class Engine:
         Returns the requests that have one token more. If it fails, all requests are dropped, and the engine can go on
         with new ones.
         """
-        self._check_ready(use_graphs)
+        self.memory.check_active(use_graphs)
         with self._on_device():
             try:
                 advanced = self._follow_kv_cache()
@@ -173,7 +153,6 @@ class Engine:
         They run to their end, unless one is preempted; with `finish` False they are put back, and computed anew later.
         Requests that wait hold no blocks; the next `step` goes on with them.
         """
-        self._check_open()
         self.settle()
         if not finish:
             self.scheduler.put_back_all()
@@ -183,11 +162,7 @@ class Engine:
         self._synchronize()
 
     def drop_prefix_cache(self) -> None:
-        """Drop the contents of the KV cache: the weights are others, or its memory was away.
-
-        Raises RuntimeError while requests are running.
-        """
-        self._check_open()
+        """Drop the contents of the KV cache. Raises RuntimeError while requests are running."""
         self.blocks.drop_prefix_cache()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool = False) -> None:
@@ -209,18 +184,12 @@ class Engine:
         self._prepare_for_weights("be shared")
         return bytes(ForkingPickler.dumps(self.model.parameters))
 
-    def weight_layout(self) -> dict[str, WeightPart]:
-        """The slice of each full parameter that this rank holds, by Hugging Face name, and its place in `weights`."""
-        return self.model.layout
-
     def differing_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Names of those full tensors whose part is not, bit for bit, the weight that this rank has."""
-        self._check_open()
         return [name for name, tensor in named_tensors if not self._has(name, tensor)]
 
     def checksums(self) -> dict[str, int]:
         """The `bit_sum` of this rank's part of each parameter, by Hugging Face name."""
-        self._check_open()
         self.memory.weights.check_active("be read")
         parameters = self.model.parameters
         return dict(zip(parameters, torch.stack([bit_sum(each) for each in parameters.values()]).tolist()))
@@ -233,40 +202,35 @@ class Engine:
         those that would have come next. Nothing to do on the CPU, or a second time. If it fails the error is raised,
         there are no graphs, and the engine goes on eagerly.
         """
-        self._check_ready(graphs=False)
-        if not self.graphs.available or self._warm:
+        self.memory.check_active(graphs=False)
+        if not self.memory.captures_graphs or self._warm:
             return
         self.settle()
         runner = self.runner
         with self._on_device():
             sampler_state = runner.sampler.state.clone()
             try:
-                runner.capture(self.graphs)
+                runner.capture(self.memory)
                 warm_up(runner)
                 self._synchronize()
             except BaseException:
                 runner.release_graphs()
                 raise
             runner.sampler.state.copy_(sampler_state)
-        runner.replays = runner.prefill_graphs.replays = 0  # none was of a request
+        self.counts.decode_replays = self.counts.prefill_replays = 0  # none was of a request
         self._warm = True
 
     def addresses(self) -> dict[str, int]:
         """The addresses of all tensors that graphs use: weights, KV cache, constants, static inputs and outputs."""
-        self._check_open()
         weights = {f"weights/{name}": weight for name, weight in self.model.weights.items()}
         return {name: tensor.data_ptr() for name, tensor in (weights | self.runner.static_tensors()).items()}
 
     def close(self) -> None:
         """Release graphs and tensors. The engine cannot be used afterwards. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
         self._in_flight = None
         self.scheduler.abort()
-        self.runner.release_graphs()
-        del self.runner.compiled_logits  # refers to the runner; without it no collector is needed to free the tensors
-        del self.runner, self.model
+        for name in ("runner", "model"):
+            self.__dict__.pop(name, None)
 
     def _follow_kv_cache(self) -> list[Sequence]:
         """If it was paused its contents are gone. Returns the requests that have one token more."""
@@ -280,7 +244,6 @@ class Engine:
         return advanced
 
     def _prepare_for_weights(self, purpose: str) -> None:
-        self._check_open()
         self.memory.weights.check_active(purpose)
         self.settle()
         self.drop_prefix_cache()
@@ -299,11 +262,3 @@ class Engine:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the engine is closed")
-
-    def _check_ready(self, graphs: bool) -> None:
-        self._check_open()
-        self.memory.check_active(graphs)

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,14 +27,17 @@ class EngineMemory:
     kv_cache   not backed up: after a resume its contents are undefined
     buffers    constants and static inputs and outputs; apart from the weights, whose resume may not restore them
     cuda_graph the pool of the captured graphs; made for the first capture, so there is none on the CPU
+
+    Graphs of one pool never run at the same time, so they share its memory: the largest is captured first.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.captures_graphs = device, device.type == "cuda"
         self.weights = memsaver.region("weights", device=str(device), backup="host")
         self.kv_cache = memsaver.region("kv_cache", device=str(device))
         self.buffers = memsaver.region("buffers", device=str(device), backup="host")
         self.cuda_graph: Any = None
+        self._stream: Any = None
 
     def check_active(self, graphs: bool) -> None:
         """Raise memsaver.RegionPausedError, with its tag, if a region that a step touches is not resident."""
@@ -42,38 +45,10 @@ class EngineMemory:
         for region in (self.weights, self.kv_cache, self.buffers, *pool):
             region.check_active("serve a step of the engine")
 
-    def capture(self, stream: Any) -> tuple[Any, AbstractContextManager[Any]]:
-        """A graph, and a context that captures it: its memory comes from the region, its replays need all regions."""
-        if self.cuda_graph is None:
-            self.cuda_graph = memsaver.region("cuda_graph", device=str(self.device), backup=_GRAPH_BACKUP)
-        graph, needs = memsaver.CUDAGraph(), [self.weights, self.kv_cache, self.buffers]
-        return graph, memsaver.graph(graph, region=self.cuda_graph, needs=needs, stream=stream)
-
-
-class Graph(Protocol):
-    """A captured graph. A replay runs it again on the same addresses."""
-
-    def replay(self) -> None: ...
-
-
-class GraphPool:
-    """One pool and one stream for all captures. There are no graphs on the CPU.
-
-    Graphs of one pool never run at the same time, so they share its memory: capture the largest first.
-    """
-
-    def __init__(self, memory: EngineMemory) -> None:
-        self.memory = memory
-        self._stream: Any = None
-
-    @property
-    def available(self) -> bool:
-        return self.memory.device.type == "cuda"
-
     @contextmanager
-    def open(self) -> Iterator[None]:
+    def capturing(self) -> Iterator[None]:
         """Around warm-up and captures. If this raises, drop the graphs captured inside."""
-        with torch.cuda.device(self.memory.device), _garbage_frozen():
+        with torch.cuda.device(self.device), _garbage_frozen():
             # One stream for all: cuBLAS keeps a workspace for each stream for good, so the capture's has to be made by
             # the warm-up, outside any region.
             self._stream = self._stream or torch.cuda.Stream()
@@ -90,25 +65,31 @@ class GraphPool:
         current.wait_stream(self._stream)
         torch.cuda.synchronize()
 
-    def capture(self, function: Callable[[], _T]) -> tuple[Graph, _T]:
+    def capture(self, function: Callable[[], _T]) -> tuple[Any, _T]:
         """Capture the kernels that a function launches. Returns the graph and the result, which each replay overwrites.
 
         Raises the function's error, or the error that ended the capture.
         """
         reason: BaseException | None = None
-        graph, capturing = self.memory.capture(self._stream)
+        graph, context = self._graph()
         try:
-            with capturing:
+            with context:
                 try:
-                    outputs = function()
+                    return graph, function()
                 except BaseException as error:
                     reason = error
                     raise
-        except BaseException as error:
-            if reason is None or reason is error:
-                raise
-            raise reason from None  # the end of a broken capture raised as well; the first error is the cause
-        return graph, outputs
+        except BaseException:
+            if reason is not None:
+                raise reason from None  # the end of a broken capture raises as well; the first error is the cause
+            raise
+
+    def _graph(self) -> tuple[Any, AbstractContextManager[Any]]:
+        """A graph, and the context that captures it: its memory comes from the region, its replays need all regions."""
+        if self.cuda_graph is None:
+            self.cuda_graph = memsaver.region("cuda_graph", device=str(self.device), backup=_GRAPH_BACKUP)
+        graph, needs = memsaver.CUDAGraph(), [self.weights, self.kv_cache, self.buffers]
+        return graph, memsaver.graph(graph, region=self.cuda_graph, needs=needs, stream=self._stream)
 
 
 @contextmanager
@@ -131,12 +112,7 @@ def borrowed(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor
     width = tensor.element_size()
-    interface = {
-        "data": (tensor.data_ptr(), False),
-        "shape": tuple(tensor.shape),
-        "strides": tuple(stride * width for stride in tensor.stride()),
-        "typestr": f"<i{width}",
-        "version": 3,
-    }
-    owner = SimpleNamespace(__cuda_array_interface__=interface)
+    strides = tuple(stride * width for stride in tensor.stride())
+    interface = {"data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape), "strides": strides}
+    owner = SimpleNamespace(__cuda_array_interface__={**interface, "typestr": f"<i{width}", "version": 3})
     return torch.as_tensor(owner, device=tensor.device).view(tensor.dtype)

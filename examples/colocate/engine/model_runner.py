@@ -12,10 +12,10 @@ from .batches import DecodeBatch, PrefillBatch, Readback
 from .compiled_decode import compiled
 from .decoder import Decoder
 from .engine_config import EngineConfig, padded_to
-from .engine_memory import EngineMemory, Graph, GraphPool, borrowed
+from .engine_memory import EngineMemory, borrowed
 from .prefill_graphs import PrefillGraphs
 from .sampling import Sampler
-from .scheduler import Step
+from .scheduler import Counts, Step
 from .sequence import Sequence
 
 
@@ -24,9 +24,11 @@ class ModelRunner:
     kernels.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig, max_model_len: int, memory: EngineMemory) -> None:
+    def __init__(
+        self, model: Decoder, config: EngineConfig, max_model_len: int, memory: EngineMemory, counts: Counts
+    ) -> None:
         """The KV cache, and static tensors for sequences of up to `max_model_len` tokens, are made in the regions."""
-        self.model, self.config, self.max_model_len = model, config, max_model_len
+        self.model, self.config, self.max_model_len, self.counts = model, config, max_model_len, counts
         shape = (model.config.num_layers, 2, config.num_blocks, config.block_size, model.num_kv_heads)
         self.kv_cache: Tensor = memory.kv_cache.empty((*shape, model.config.head_dim), model.config.dtype)
         # Taken apart once: to index a tensor costs as much as to launch a kernel. Each with a storage of its own: of
@@ -38,10 +40,9 @@ class ModelRunner:
         prefill_sizes = config.prefill_sizes(self.kv_cache.is_cuda)
         self.prefill_graphs = PrefillGraphs(model, prefill_sizes, memory.buffers)
         self.max_prefill_tokens = prefill_sizes[-1] if prefill_sizes else config.max_prefill_tokens
-        self.decode_graphs: dict[int, Graph] = {}
+        self.decode_graphs: dict[int, Any] = {}
         self.padded_sizes = config.padded_batch_sizes()
-        self.replays = 0  # of decode graphs
-        self.compiled_logits = compiled(self.decode_logits, config.compile_batch_sizes)
+        self._decode_logits = compiled(ModelRunner.decode_logits, config.compile_batch_sizes)
 
     def launch(self, step: Step, use_graphs: bool) -> Readback | None:
         """Queue a step. Returns its samples, on their way to the host; None if no token comes of it."""
@@ -56,6 +57,8 @@ class ModelRunner:
         num_tokens = padded_to(sum(chunk.stop - chunk.start for chunk in step.chunks), self.prefill_graphs.sizes)
         num_samples = padded_to(len(step.sampling), self.padded_sizes) if step.sampling else 0
         batch = PrefillBatch.build(step, num_tokens, num_samples, self.batch.padding_row, self.kv_caches)
+        use_graphs = use_graphs and num_tokens in self.prefill_graphs.pieces
+        self.counts.prefill_replays += use_graphs
         hidden_TC = self.prefill_graphs.run(batch.tokens_T, batch.positions_T, batch.attention, use_graphs)
         if step.sampling:
             self.batch.start(step.sampling)
@@ -67,14 +70,14 @@ class ModelRunner:
         self.batch.fill(sequences, size)
         if use_graphs and size in self.decode_graphs:
             self.decode_graphs[size].replay()
-            self.replays += 1
+            self.counts.decode_replays += 1
         else:
             self.decode_step(size)
 
     def decode_step(self, size: int) -> None:
         """The work of a graph of this size: from the static inputs to the static outputs of `batch`."""
         columns = self.batch.columns(size)
-        self.batch.store(columns.rows_B, *self.sampler(self.compiled_logits(size), columns.temperatures_B))
+        self.batch.store(columns.rows_B, *self.sampler(self._decode_logits(self, size), columns.temperatures_B))
 
     def decode_logits(self, size: int) -> Tensor:
         """The part of `decode_step` that may go through torch.compile: logits [size, V]."""
@@ -83,15 +86,15 @@ class ModelRunner:
         tokens_B = self.batch.latest.index_select(0, inputs.rows_B)
         return self.model.logits(self.model.forward(tokens_B, inputs.positions_B, attention))
 
-    def capture(self, pool: GraphPool) -> None:
+    def capture(self, memory: EngineMemory) -> None:
         """Capture graphs of prefill and decode, the largest temporaries first."""
         self.batch.fill([], self.config.max_batch_size)
-        with pool.open():
-            self.prefill_graphs.capture(pool)
+        with memory.capturing():
+            self.prefill_graphs.capture(memory)
             steps = {size: partial(self.decode_step, size) for size in reversed(self.config.batch_sizes())}
-            pool.warm_up(list(steps.values()))
+            memory.warm_up(list(steps.values()))
             for size, step in steps.items():
-                self.decode_graphs[size], _ = pool.capture(step)
+                self.decode_graphs[size], _ = memory.capture(step)
 
     def release_graphs(self) -> None:
         """Drop all graphs."""
@@ -100,12 +103,7 @@ class ModelRunner:
 
     def static_tensors(self) -> dict[str, Tensor]:
         """All tensors in `buffers` and the KV cache, which graphs use by their addresses."""
-        batch: dict[str, Any] = {name: getattr(self.batch, name) for name in ("inputs", "outputs", "latest")}
-        tables = dict(zip(("cos", "sin"), self.model.tables))
-        return {
-            "kv_cache": self.kv_cache,
-            "sampler": self.sampler.state,
-            **tables,
-            **batch,
-            **self.prefill_graphs.inputs,
-        }
+        batch, (cos, sin) = self.batch, self.model.tables
+        own = {"kv_cache": self.kv_cache, "sampler": self.sampler.state, "cos": cos, "sin": sin}
+        own |= {"inputs": batch.inputs, "outputs": batch.outputs, "latest": batch.latest}
+        return own | self.prefill_graphs.inputs

@@ -10,38 +10,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
 from ..model import layers
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+Pair = tuple[Tensor, Tensor]
+_Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
 
-def in_triton(tensor: Any) -> bool:
+def in_triton(tensor: Tensor) -> bool:
     """Whether kernels in Triton work on a tensor, not torch's operations."""
-    return bool(tensor.is_cuda)
+    return tensor.is_cuda
 
 
-def _fused_on_cuda(in_torch: Callable[_P, _T]) -> Callable[_P, _T]:
+def _fused_on_cuda(in_torch: _Operation) -> _Operation:
     """The kernel of the same name in `kernels.fused`, where the first argument's device has it."""
 
     @wraps(in_torch)
-    def operation(*args: _P.args, **keywords: _P.kwargs) -> _T:
+    def operation(*args: Any) -> Any:
         if not in_triton(args[0]):
-            return in_torch(*args, **keywords)
+            return in_torch(*args)
         from .kernels import fused
 
-        kernel: Callable[_P, _T] = getattr(fused, in_torch.__name__)
-        return kernel(*args, **keywords)
+        return getattr(fused, in_torch.__name__)(*args)
 
-    return operation
+    return cast(_Operation, operation)
 
 
 @_fused_on_cuda
-def add_rms_norm(delta_TC: Tensor, residual_TC: Tensor | None, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(delta_TC: Tensor, residual_TC: Tensor | None, weight_C: Tensor, eps: float) -> Pair:
     """The norm of residual + delta, and that sum, rounded to their dtype before it is normed.
 
     Without a residual the sum is delta itself.
@@ -52,22 +51,16 @@ def add_rms_norm(delta_TC: Tensor, residual_TC: Tensor | None, weight_C: Tensor,
 
 @_fused_on_cuda
 def rotate(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    eps: float,
-    cos_PD: Tensor,
-    sin_PD: Tensor,
-    positions_T: Tensor,
-) -> tuple[Tensor, Tensor]:
+    q_THD: Tensor, k_TKD: Tensor, norms_D: Pair | None, tables_PD: Pair, positions_T: Tensor, eps: float
+) -> Pair:
     """Queries and keys, each head normed where there are weights for it, and turned by its token's position.
 
-    q and k may be views of one product; the results are new and contiguous.
+    The norms are of q and k, the tables cosine and sine. q and k may be views of one product; the results are new and
+    contiguous.
     """
-    q_THD = q_THD if q_norm_D is None else layers.rms_norm(q_THD, q_norm_D, eps)
-    k_TKD = k_TKD if k_norm_D is None else layers.rms_norm(k_TKD, k_norm_D, eps)
-    cos_TD, sin_TD = cos_PD[positions_T], sin_PD[positions_T]
+    if norms_D is not None:
+        q_THD, k_TKD = (layers.rms_norm(x, norm_D, eps) for x, norm_D in zip((q_THD, k_TKD), norms_D))
+    cos_TD, sin_TD = (table_PD[positions_T] for table_PD in tables_PD)
     return layers.apply_rotary(q_THD, cos_TD, sin_TD), layers.apply_rotary(k_TKD, cos_TD, sin_TD)
 
 

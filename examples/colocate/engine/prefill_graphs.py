@@ -6,7 +6,6 @@ a layer depends on the number of tokens alone, which is padded to the next size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,18 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .decoder import Attention, Decoder
-from .engine_memory import Graph, GraphPool, borrowed
+from .engine_memory import EngineMemory, borrowed
 
-
-@dataclass(frozen=True)
-class _Piece:
-    """From one attention to the next. Its result: q, k and v for the attention after it, or the last hidden state.
-
-    They are views that own nothing: a later piece of the same pool may use their memory again once they are read.
-    """
-
-    graph: Graph
-    outputs: tuple[Tensor, ...]
+# The graph from one attention to the next, and its result: q, k and v for the attention after it, or the last hidden
+# state. They are views that own nothing: a later piece of the same pool may use their memory once they are read.
+_Piece = tuple[Any, tuple[Tensor, ...]]
 
 
 class PrefillGraphs:
@@ -36,7 +28,6 @@ class PrefillGraphs:
         """`sizes`: token counts, ascending. Static inputs for the largest are made in the region `buffers`."""
         self.model, self.sizes = model, sizes
         self.pieces: dict[int, list[_Piece]] = {}
-        self.replays = 0
         self.inputs: dict[str, Tensor] = {}
         if sizes:
             heads, dtype = (model.num_heads, model.config.head_dim), model.config.dtype
@@ -45,33 +36,32 @@ class PrefillGraphs:
             self.inputs["attended_THD"] = buffers.empty((sizes[-1], *heads), dtype).zero_()
 
     def run(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, use_graphs: bool) -> Tensor:
-        """Hidden states of the tokens. Padding's mean nothing."""
+        """Hidden states of the tokens, with graphs if those of their number are there. Padding's mean nothing."""
         size = len(tokens_T)
-        if not (use_graphs and size in self.pieces):
+        if not use_graphs:
             return self.model.forward(tokens_T, positions_T, partial(_attend_padded, attention))
         self.inputs["tokens_T"][:size].copy_(tokens_T)
         self.inputs["positions_T"][:size].copy_(positions_T)
         *layers, last = self.pieces[size]
-        for layer, piece in enumerate(layers):
-            piece.graph.replay()
-            attended_THD = attention(layer, *piece.outputs)
+        for layer, (graph, outputs) in enumerate(layers):
+            graph.replay()
+            attended_THD = attention(layer, *outputs)
             self.inputs["attended_THD"][: len(attended_THD)].copy_(attended_THD)
-        last.graph.replay()
-        self.replays += 1
-        return last.outputs[0]
+        last[0].replay()
+        return last[1][0]
 
-    def capture(self, pool: GraphPool) -> None:
-        """Capture every size, the largest first. The pool is open."""
+    def capture(self, memory: EngineMemory) -> None:
+        """Capture every size, the largest first."""
         sizes = self.sizes[::-1]
-        pool.warm_up([partial(self._call_pieces, size) for size in sizes])
+        memory.warm_up([partial(self._call_pieces, size) for size in sizes])
         for size in sizes:
             pieces: list[_Piece] = []
             residual_TC: Tensor | None = None
             for index in range(self.model.config.num_layers + 1):
                 # Only the last piece's results are kept, so that the next but one has the memory of this one's.
-                graph, kept = pool.capture(partial(self._piece, index, size, residual_TC))
+                graph, kept = memory.capture(partial(self._piece, index, size, residual_TC))
                 residual_TC = kept[-1]
-                pieces.append(_Piece(graph, tuple(borrowed(each) for each in kept[:3])))
+                pieces.append((graph, tuple(borrowed(each) for each in kept[:3])))
             self.pieces[size] = pieces
 
     def _call_pieces(self, size: int) -> None:

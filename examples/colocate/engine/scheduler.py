@@ -37,18 +37,27 @@ class Step:
         return [chunk.sequence for chunk in self.chunks if chunk.samples]
 
 
-class Scheduler:
-    """Requests wait, prefill, run, and leave when finished; one that is preempted waits again, first in line."""
+@dataclass
+class Counts:
+    """Figures of an engine since its start."""
 
-    def __init__(self, blocks: BlockManager, max_batch_size: int, max_prefill_tokens: int) -> None:
-        self.blocks, self.max_batch_size, self.max_prefill_tokens = blocks, max_batch_size, max_prefill_tokens
+    tokens: int = 0  # sampled
+    decode_replays: int = 0  # of graphs
+    prefill_replays: int = 0
+    prefix_hit_tokens: int = 0  # found in the prefix cache, so not computed
+    preemptions: int = 0  # of requests, for lack of KV blocks
+    recomputed: int = 0  # requests put back, to compute their contents again: by preemptions, drains and pauses
+
+
+class Scheduler:
+    """Requests wait, prefill, run, and leave when finished; one that is put back waits again, first in line."""
+
+    def __init__(self, blocks: BlockManager, max_batch_size: int, max_prefill_tokens: int, counts: Counts) -> None:
+        self.blocks, self.counts = blocks, counts
+        self.max_batch_size, self.max_prefill_tokens = max_batch_size, max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []  # in the middle of their prompts
         self.running: list[Sequence] = []  # oldest first
-        self.tokens = 0  # sampled
-        self.prefix_hit_tokens = 0  # found in the prefix cache, so not computed
-        self.preemptions = 0  # for lack of blocks
-        self.recomputed = 0  # requests put back, for any reason, whose contents are computed again
         self._rows = list(range(max_batch_size))  # free ones, see Sequence.row
         self._prefilled = False  # in the last step
 
@@ -95,7 +104,7 @@ class Scheduler:
                 self._release(sequence)
             else:
                 self.blocks.publish(sequence, min(sequence.num_computed, len(sequence.tokens)))
-        self.tokens += len(advanced)
+        self.counts.tokens += len(advanced)
         return advanced
 
     def cancel(self, sequence: Sequence, reason: FinishReason = "cancelled") -> None:
@@ -128,7 +137,7 @@ class Scheduler:
             # A block stays free for each that runs: a new request must not take the block that they need next.
             if not self.blocks.allocate(sequence, reserve=len(self.active)):
                 break
-            self.prefix_hit_tokens += sequence.num_computed
+            self.counts.prefix_hit_tokens += sequence.num_computed
             sequence.row = self._rows.pop()
             self.prefilling.append(self.waiting.popleft())
             budget -= self._next_chunk(sequence, budget, chunks)
@@ -155,7 +164,7 @@ class Scheduler:
                 return []  # recomputing needs the tokens, and one of them may end its sequence
             # The youngest gives way, which may be this very one; the oldest always gets on.
             victim = self._put_back_youngest()
-            self.preemptions += 1
+            self.counts.preemptions += 1
             decoding = [sequence for sequence in decoding if sequence is not victim]
         return [Chunk(sequence, sequence.length - 1, sequence.length, samples=True) for sequence in decoding]
 
@@ -163,7 +172,7 @@ class Scheduler:
         victim = (self.prefilling or self.running).pop()
         self._release(victim)
         self.waiting.appendleft(victim)
-        self.recomputed += 1
+        self.counts.recomputed += 1
         return victim
 
     def _release(self, sequence: Sequence) -> None:

@@ -164,7 +164,7 @@ class CausalLM(nn.Module):
 
 
 def initial_deviation(name: str, shape: torch.Size) -> float | None:
-    """The standard deviation of a parameter's initial values, of mean zero; None for norms, which start at one."""
+    """The standard deviation of a parameter's initial values, of mean zero; None for norms (1) and biases (0)."""
     if len(shape) == 1:
         return None
     return 0.5 if "embed_tokens" in name else float(shape[1]) ** -0.5

@@ -15,6 +15,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from ..ops import Pair
+
 # A thread's share of 8 elements is one access of 16 bytes at 16 bits each.
 _THREAD_ELEMENTS = 8
 _MAX_WARPS = 16  # 512 threads: four programs still fill a multiprocessor
@@ -23,7 +25,7 @@ _COLUMNS, _COLUMNS_WARPS = 1024, 4
 _HEADS = 8  # of a program of rotate: two warps at D = 128, and no idle lanes with 8, 16 or 32 heads
 
 
-def add_rms_norm(delta_TC: Tensor, residual_TC: Tensor | None, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(delta_TC: Tensor, residual_TC: Tensor | None, weight_C: Tensor, eps: float) -> Pair:
     """`ops.add_rms_norm`: a program for each row, all of it in registers."""
     tokens, size = delta_TC.shape
     # Of rows with gaps between them, which is all that is let through below, empty_like makes contiguous ones.
@@ -39,16 +41,10 @@ def add_rms_norm(delta_TC: Tensor, residual_TC: Tensor | None, weight_C: Tensor,
 
 
 def rotate(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    eps: float,
-    cos_PD: Tensor,
-    sin_PD: Tensor,
-    positions_T: Tensor,
-) -> tuple[Tensor, Tensor]:
+    q_THD: Tensor, k_TKD: Tensor, norms_D: Pair | None, tables_PD: Pair, positions_T: Tensor, eps: float
+) -> Pair:
     """`ops.rotate`: a program for several heads of one token, which share its angles; queries first, then keys."""
+    (q_norm_D, k_norm_D), (cos_PD, sin_PD) = norms_D or (None, None), tables_PD
     tokens, heads, head_dim = q_THD.shape
     kv_heads = k_TKD.shape[1]
     q_out, k_out = torch.empty_like(q_THD), torch.empty_like(k_TKD)
