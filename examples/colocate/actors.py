@@ -197,7 +197,7 @@ class EngineWorker(Worker):
 
     def share_weights(self) -> tuple[str, bytes, dict[str, WeightPart]]:
         """The UUID of the device, the pickled weights, and their layout."""
-        return self._figures()["uuid"], self.engine.share_weights(), self.engine.weight_layout()
+        return self._figures()["uuid"], self.engine.share_weights(), self.engine.weight_layout
 
     def compare_bucket(self, bucket: dict[str, Tensor]) -> tuple[int, list[str]]:
         """The number of these weights, and the names of those that differ from the engine's."""

@@ -55,15 +55,15 @@ class EngineSide:
     def tokens(self) -> list[str]:
         """Of both engines."""
         return [
-            base64.b64encode(pickle.dumps((each.share_weights(), each.weight_layout()))).decode()
+            base64.b64encode(pickle.dumps((each.share_weights(), each.weight_layout))).decode()
             for each in self.engines
         ]
 
     def check(self, path: str) -> None:
         """All tensors are those of an engine that loaded the checkpoint, and the checksums those of the trainer."""
         weights, *checksums = torch.load(path)
-        for engine, sums in zip(self.engines, (checksums[self.engines[0].parallel.rank], checksums[2])):
-            other = self._make(engine.parallel)
+        for engine, sums in zip(self.engines, (checksums[self.engines[0].model.parallel.rank], checksums[2])):
+            other = self._make(engine.model.parallel)
             other.load_weights(weights.items())
             for name, weight in engine.model.weights.items():
                 assert torch.equal(weight.view(torch.uint8), other.model.weights[name].view(torch.uint8)), name
