@@ -77,12 +77,10 @@ class TextTokenizer:
         self.stop_tokens: tuple[int, ...] = (self._tokenizer.eos_token_id,)
 
     def encode_prompt(self, text: str) -> list[int]:
-        tokens: list[int] = self._tokenizer.encode(text)
-        return tokens
+        return self._tokenizer.encode(text)
 
     def encode_completion(self, text: str) -> list[int]:
         return [*self._tokenizer.encode(text, add_special_tokens=False), *self.stop_tokens]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -55,8 +55,7 @@ class EngineSide:
     def tokens(self) -> list[str]:
         """Of both engines."""
         return [
-            base64.b64encode(pickle.dumps((each.share_weights(), each.weight_layout))).decode()
-            for each in self.engines
+            base64.b64encode(pickle.dumps((each.share_weights(), each.weight_layout))).decode() for each in self.engines
         ]
 
     def check(self, path: str) -> None:

@@ -59,13 +59,9 @@ class TrainerMemory:
 @torch.no_grad()
 def zeros_in(region: Any, like: Tensor) -> Tensor:
     """Zeros in a region, of the shape and dtype of a parameter, and sharded as it is."""
-    shard = local(like)
-    made: Tensor = region.empty(tuple(shard.shape), shard.dtype).zero_()
-    if not isinstance(like, DTensor):
-        return made
-    return DTensor.from_local(
-        made, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    assert isinstance(like, DTensor)
+    made, mesh, shape = region.empty(tuple(local(like).shape), like.dtype).zero_(), like.device_mesh, like.shape
+    return DTensor.from_local(made, mesh, like.placements, run_check=False, shape=shape, stride=like.stride())
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -79,8 +75,6 @@ def own_rows(parameter: Tensor) -> tuple[Tensor, int]:
 
     FSDP2 shards as torch.chunk() does: the last ranks may have fewer rows, or none.
     """
-    if not isinstance(parameter, DTensor):
-        return local(parameter), 0
-    assert tuple(parameter.placements) == (Shard(0),)
+    assert isinstance(parameter, DTensor) and tuple(parameter.placements) == (Shard(0),)
     chunk = -(-len(parameter) // parameter.device_mesh.size())
     return local(parameter), min(parameter.device_mesh.get_local_rank() * chunk, len(parameter))

@@ -41,25 +41,23 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        hidden, bias = config.hidden_size, config.qkv_bias
+        self.q_proj = nn.Linear(hidden, config.num_heads * config.head_dim, bias)
+        self.k_proj = nn.Linear(hidden, config.num_kv_heads * config.head_dim, bias)
+        self.v_proj = nn.Linear(hidden, config.num_kv_heads * config.head_dim, bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, hidden, bias=False)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
 
     def forward(self, x_TC: Tensor, cos_TD: Tensor, sin_TD: Tensor, batch: MicroBatch) -> Tensor:
         config, length = self.config, len(x_TC)
-        q_THD = self.q_proj(x_TC).view(length, config.num_heads, config.head_dim)
-        k_TKD = self.k_proj(x_TC).view(length, config.num_kv_heads, config.head_dim)
-        v_TKD = self.v_proj(x_TC).view(length, config.num_kv_heads, config.head_dim)
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q_THD, k_TKD, v_TKD = (each(x_TC).view(length, -1, config.head_dim) for each in projections)
         if config.qk_norm:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
         q_THD, k_TKD = apply_rotary(q_THD, cos_TD, sin_TD), apply_rotary(k_TKD, cos_TD, sin_TD)
-        out_TC: Tensor = self.o_proj(packed_attention(q_THD, k_TKD, v_TKD, batch).reshape(length, -1))
-        return out_TC
+        return self.o_proj(packed_attention(q_THD, k_TKD, v_TKD, batch).reshape(length, -1))
 
 
 def packed_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, batch: MicroBatch) -> Tensor:
@@ -91,8 +89,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_TC: Tensor) -> Tensor:
-        out_TC: Tensor = self.down_proj(swiglu(self.gate_proj(x_TC), self.up_proj(x_TC)))
-        return out_TC
+        return self.down_proj(swiglu(self.gate_proj(x_TC), self.up_proj(x_TC)))
 
 
 class Block(nn.Module):
@@ -110,13 +107,11 @@ class Block(nn.Module):
         if not (self.is_checkpointed and torch.is_grad_enabled()):
             return self._layer(x_TC, *rest)
         # Within the module that FSDP wraps: the layer's parameters are gathered when it is computed again.
-        out_TC: Tensor = checkpoint(self._layer, x_TC, *rest, use_reentrant=False, preserve_rng_state=False)
-        return out_TC
+        return checkpoint(self._layer, x_TC, *rest, use_reentrant=False, preserve_rng_state=False)
 
     def _layer(self, x_TC: Tensor, cos_TD: Tensor, sin_TD: Tensor, batch: MicroBatch) -> Tensor:
         x_TC = x_TC + self.self_attn(self.input_layernorm(x_TC), cos_TD, sin_TD, batch)
-        out_TC: Tensor = x_TC + self.mlp(self.post_attention_layernorm(x_TC))
-        return out_TC
+        return x_TC + self.mlp(self.post_attention_layernorm(x_TC))
 
 
 class Backbone(nn.Module):
@@ -130,8 +125,7 @@ class Backbone(nn.Module):
         x_TC = self.embed_tokens(batch.tokens_T)
         for layer in self.layers:
             x_TC = layer(x_TC, cos_TD, sin_TD, batch)
-        out_TC: Tensor = self.norm(x_TC)
-        return out_TC
+        return self.norm(x_TC)
 
 
 class CausalLM(nn.Module):
@@ -145,19 +139,14 @@ class CausalLM(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head's weight the embedding's, if the config ties them. Needed again after a module has moved, since
-        torch separates them then.
-        """
+        """Make the head's weight the embedding's, if the config says so. A module that moves separates them."""
         if self.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
         self, batch: MicroBatch, cos_PD: Tensor, sin_PD: Tensor, temperature: float, chunk: int, with_statistics: bool
     ) -> Tensor:
-        """Log-probabilities of the tokens to predict, fp32 [1, N] or [3, N]: see `token_logprobs`.
-
-        The tables are those of rotary_tables().
-        """
+        """Log-probabilities of the tokens to predict, fp32 [1, N] or [3, N]: see `token_logprobs`."""
         hidden_TC = self.model(batch, cos_PD[batch.positions_T], sin_PD[batch.positions_T])
         hidden_NC = hidden_TC.index_select(0, batch.predictors_N)
         return token_logprobs(hidden_NC, self.lm_head.weight, batch.targets_N, temperature, chunk, with_statistics)

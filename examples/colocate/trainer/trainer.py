@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from ..grpo import importance_weights, policy_loss
 from ..model import ModelConfig, bit_sum
@@ -19,7 +19,7 @@ from ..model.layers import rotary_tables
 from . import checkpoint
 from .batch import MicroBatch, RankBatch, Sample
 from .config import TrainerConfig
-from .memory import TrainerMemory, local
+from .memory import TrainerMemory, local, own_rows
 from .model import CausalLM, initial_deviation
 from .statistics import TokenStatistics
 from .weights import WeightWriter
@@ -155,8 +155,7 @@ class Trainer:
     def _forward(self, batch: MicroBatch, temperature: float, with_statistics: bool = False) -> Tensor:
         """Log-probabilities of a micro-batch, and statistics: see `token_logprobs`."""
         on_device, chunk = batch.to(self.device), self.config.logit_chunk
-        found: Tensor = self.model(on_device, *self._tables, temperature, chunk, with_statistics)
-        return found
+        return self.model(on_device, *self._tables, temperature, chunk, with_statistics)
 
     def _step(
         self,
@@ -206,6 +205,5 @@ class Trainer:
             full = torch.full(parameter.shape, 0.0 if name.endswith(".bias") else 1.0, device=self.device)
             if deviation is not None:
                 full.normal_(0.0, deviation, generator=generator)
-            if isinstance(parameter, DTensor):
-                full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            local(parameter).copy_(local(full))
+            rows, first = own_rows(parameter)
+            rows.copy_(full[first : first + len(rows)])

@@ -55,10 +55,7 @@ class WeightWriter:
 
     @torch.no_grad()
     def checksums(self, layout: Mapping[str, WeightPart]) -> dict[str, int]:
-        """By name, the `bit_sum` of the slices of a layout, in the engines' dtype: that of an engine that has them.
-
-        A collective.
-        """
+        """The `bit_sum` of each slice of a layout, in the engines' dtype, by the parameter's name. A collective."""
         parts = [_common(self._rows[name], part)[0] for name, part in layout.items()]
         sums = torch.stack([bit_sum(part.to(self._dtype)) for part in parts])
         dist.all_reduce(sums)
@@ -66,10 +63,9 @@ class WeightWriter:
 
     @torch.no_grad()
     def buckets(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Name -> full tensor on the CPU, in buckets of at most `max_bytes` or of one larger tensor.
+        """Full tensors on the CPU by name, at most `max_bytes` at a time or one larger tensor. A collective.
 
-        For engines whose memory no other process can write. Gathering is collective: all ranks step through their
-        iterators together.
+        For engines whose memory no other process can write.
         """
         bucket: dict[str, Tensor] = {}
         for name in self._parameters:
@@ -83,8 +79,7 @@ class WeightWriter:
     def _gathered(self, name: str) -> Tensor:
         """The full parameter, cast before it is sent: 16 bits halve the traffic of 32."""
         parameter, (rows, _) = self._parameters[name], self._rows[name]
-        if not isinstance(parameter, DTensor):
-            return rows.to(self._dtype)
+        assert isinstance(parameter, DTensor)
         group = parameter.device_mesh.get_group()
         ranks = dist.get_world_size(group)
         # Ranks that share a GPU: gloo's gathering on CUDA ended the process (torch 2.11), on the CPU it works.
