@@ -10,7 +10,7 @@
 # make sanitize  the same under the address, undefined-behaviour and thread sanitizers
 # make mutants   makes small wrong changes of the core and of Python, and checks that tests find each.  ARGS=name: one of
 #                them; ARGS=python or ARGS=core: all of them
-# make stubs     memsaver/_core.pyi, the types of the compiled core, from the core as it is built
+# make stubs     memsaver/_core.pyi, the types of the compiled core, which the build makes; `make lint` makes it first
 # make lint      style, types, layers and format of Python and C++; warnings of each C++ source, compiled alone
 # make wheel     builds the wheels of this architecture in dist/ with g++. Runs the quick start from each without a
 #                compiler, and tests of tests/torch_cuda with the versions of WHEEL_VERSIONS.
@@ -39,8 +39,8 @@ JOBS ?= $(if $(GPU),0,$(shell cores=$$(nproc); echo $$((cores < 8 ? cores + (cor
 # A file's tests share a device of the file's own size, hence loadfile. With SYSTEM=1 the interpreter may lack xdist.
 WORKERS = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf -- '-n %s --dist loadfile' $(JOBS))
 # Not in test-fast: they start many processes, compile, or run thousands of random steps.
-LONG := builtin_guests daemon_threads default_pool docstrings driver fake_cuda faults guests_in_groups interrupts monitor \
-  packaging pool_machine sequences stubs
+LONG := builtin_guests daemon_threads default_pool docstrings driver faults gpus guests_in_groups interrupts machines \
+  monitor packaging pool_machine
 
 CORE := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 
@@ -108,7 +108,7 @@ build/cpp/plain build/cpp/address build/cpp/thread:
 mutants: $(READY)
 	CMAKE=$(CMAKE) $(RUN) -m tests.mutants $(ARGS)
 
-lint: $(LINTERS)
+lint: $(LINTERS) stubs
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
@@ -116,13 +116,14 @@ lint: $(LINTERS)
 	@echo "each C++ source alone, warnings are errors"
 	@printf '%s\n' $(ALONE) | \
 	  xargs -P $(CPP_JOBS) -I{} $(CXX) -std=c++20 -fsyntax-only -Wall -Wextra -Wshadow -Werror -Icsrc {}
-	$(CLANG_FORMAT) --dry-run -Werror csrc/*/*.h csrc/*/*.cpp csrc/*/*.c tests/cpp/*.h tests/cpp/*.cpp
+	$(CLANG_FORMAT) --dry-run -Werror csrc/*/*.[ch] csrc/*/*.cpp tests/cpp/* tests/device/*
 
 wheel:
 	tools/wheel.sh '$(WHEEL_TORCH)' '$(WHEEL_VERSIONS)' $(WHEEL_PYTHONS)
 
+# The build has made it. mypy reads it beside the sources.
 stubs: $(READY)
-	$(RUN) -m nanobind.stubgen -q -m memsaver._core -p csrc/bindings/stubs.txt -o memsaver/_core.pyi
+	cp "$$($(RUN) -c 'from pathlib import Path; from memsaver import _core; print(Path(_core.__file__).with_name("_core.pyi"))')" memsaver
 
 # An environment of its own: it reads the sources, and needs neither torch nor a compiler.
 docs: build/docs/.ready
@@ -137,23 +138,24 @@ build/docs/.ready: pyproject.toml
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
 
+# Modules are compiled when they are imported: torch has thousands that no test imports.
 .venv/.torch:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; see PYTHON=")'
 	@echo "1 of 3: an environment in .venv with $(TORCH) (about a minute, most of it download)"
 	$(PYTHON) -m venv .venv
-	$(RUN) -m pip install --quiet '$(TORCH)'
+	$(RUN) -m pip install --quiet --no-compile '$(TORCH)'
 	touch $@
 
 # The core is rebuilt when it changes; Python is used from where it lies.
 .venv/.ready: .venv/.torch $(CORE)
 	@echo "2 of 3: the build tools"
-	$(RUN) -m pip install --quiet 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
+	$(RUN) -m pip install --quiet --no-compile 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
 	@echo "3 of 3: Ray, the packages of the tests, and the core, which is compiled (1 to 3 minutes on two cores)"
-	$(RUN) -m pip install --quiet --no-build-isolation --editable '.[examples,picture,test]'
+	$(RUN) -m pip install --quiet --no-compile --no-build-isolation --editable '.[examples,picture,test]'
 	touch $@
 
 .venv/.linters: .venv/.ready
-	$(RUN) -m pip install --quiet --no-build-isolation --editable '.[lint]'
+	$(RUN) -m pip install --quiet --no-compile $$($(RUN) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["lint"])')
 	touch $@
 
 # Programs started elsewhere find the copy, hence Python counts here too.

@@ -6,15 +6,13 @@ before each pause, and are compared whole after each cycle if they have a backup
 it releases has one cycle. Needs 96 GiB of device memory and 80 GiB of host memory, times --scale. Parts:
 
 - table: first and later pauses and resumes of 64 GiB, 16 GiB and 8 GiB.
-- first: a first pause after the background has pinned host memory, and without (backup_ahead=False); the host memory
-  that the process holds then.
+- first: a first pause, which pins host memory, and the host memory that the process holds then.
 - switch: one region out and another one in through the same chunks, on a full device.
 - within: 64 GiB from region to region without a backup.
 """
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
@@ -34,7 +32,6 @@ LARGE = Work(2, 32 * GIB, backup="none")
 MEDIUM = Work(256, 64 * MIB)
 SMALL = Work(4096, 2 * MIB)
 SPARE = 768 * MIB  # of a full device
-PINNED_S = 60.0  # bound of the wait for pinned memory
 
 
 def options(parser: Options) -> None:
@@ -89,49 +86,28 @@ def _row(samples: list[Sample], work: Work, limit: Limit, since: int) -> dict[st
 
 def first(run: Run, limit: Limit) -> None:
     for full in (MEDIUM, SMALL):
-        work, rows = full.scaled(run.options.scale), dict[str, Any]()
-        for ahead in (True, False):
-            samples = []
-            for _ in range(2):
-                limit.measure()
-                samples.append(in_process(first_pause, work=work, device=run.device, ahead=ahead))
-            names = dict.fromkeys(name for sample in samples for name in sample)
-            row = {name: median([sample[name] for sample in samples]) for name in names}
-            rows["host memory pinned in the background" if ahead else "backup_ahead=False"] = row
-        run.table(f"first pause of {work}, in a new process", rows)
+        work, samples = full.scaled(run.options.scale), []
+        for _ in range(2):
+            limit.measure()
+            samples.append(in_process(first_pause, work=work, device=run.device))
+        row = {name: median([sample[name] for sample in samples]) for name in samples[0]}
+        run.table(f"first pause of {work}, in a new process", {"memsaver": row})
 
 
-def first_pause(work: Work, device: str, ahead: bool) -> Sample:
-    """``ahead``: the pause comes when the background has pinned the memory, otherwise the pause pins it.
-
-    Then the process touches as much host memory before, since memory that a virtual machine has not used is slow.
-    """
-    sample: Sample = {}
-    if not ahead:
-        sample["touched before, s"] = touch(anonymous(work.total + work.total // 4))
-    memsaver.configure(backup_ahead=ahead)
+def first_pause(work: Work, device: str) -> Sample:
+    """Touches as much host memory before, since memory that a virtual machine has not used is slow."""
+    sample: Sample = {"touched before, s": touch(anonymous(work.total + work.total // 4))}
     region = memsaver.region("work", device=device, backup="host")
     Contents([torch.empty(1, dtype=torch.int64, device=device)])  # torch loads its code here
-    begin = time.perf_counter()
     with region:
         tensors = work.allocate(device)
     contents = Contents(tensors)
-    if ahead:
-        while _held(device) < region.allocated_bytes:
-            if time.perf_counter() > begin + PINNED_S:
-                raise TimeoutError(f"{_held(device)} of {region.allocated_bytes} bytes pinned after {PINNED_S:g} s")
-            time.sleep(0.02)
-        sample["pinned after, s"] = time.perf_counter() - begin
     sample["pause, ms"] = timed(device, region.pause)
-    sample["host memory held, GiB"] = _held(device) / GIB
+    sample["host memory held, GiB"] = memsaver.stats().devices[device].host_held_bytes / GIB
     sample["contents, GiB"] = region.allocated_bytes / GIB
     sample["resume, ms"] = timed(device, region.resume)
     contents.check()
     return sample
-
-
-def _held(device: str) -> int:
-    return memsaver.stats().devices[device].host_held_bytes
 
 
 def switch(run: Run, limit: Limit) -> None:

@@ -27,7 +27,7 @@ except ImportError as error:
 
 from memsaver import _adapter, config, errors  # noqa: E402
 from memsaver._guests import Guest, register, unregister  # noqa: E402
-from memsaver._results import TransitionRecord, TransitionStage, history  # noqa: E402
+from memsaver._results import history  # noqa: E402
 from memsaver._torch.backups import cpu_backup, release_host_memory  # noqa: E402
 from memsaver.config import configure  # noqa: E402
 from memsaver.errors import (  # noqa: E402
@@ -44,8 +44,8 @@ from memsaver.errors import (  # noqa: E402
     VerifyError,
     WaitTimeoutError,
 )
+from memsaver.figures import stats  # noqa: E402
 from memsaver.regions import Region, capturing, outside, region  # noqa: E402
-from memsaver.stats import stats  # noqa: E402
 from memsaver.transitions import (  # noqa: E402
     Transition,
     TransitionFuture,
@@ -53,6 +53,7 @@ from memsaver.transitions import (  # noqa: E402
     pause,
     phase,
     resume,
+    start,
     switch,
     trim,
 )
@@ -71,9 +72,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error", "Guest",
     "GuestError", "OutOfMemoryError", "ReceiveError", "Region", "RegionPausedError", "Transition",
-    "TransitionFuture", "TransitionRecord", "TransitionStage", "VerifyError", "WaitTimeoutError", "capturing",
+    "TransitionFuture", "VerifyError", "WaitTimeoutError", "capturing",
     "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "outside", "pause", "phase",
-    "region", "register", "release_host_memory", "resume", "stats", "switch", "trim", "unregister",
+    "region", "register", "release_host_memory", "resume", "start", "stats", "switch", "trim", "unregister",
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)

@@ -1,10 +1,9 @@
-"""The parts that use torch: loaded on the first use, and the changes of torch that the program asked for."""
+"""The part that uses torch: loaded on the first use. The changes of other libraries that the program asked for."""
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,84 +12,30 @@ from memsaver import _core
 if TYPE_CHECKING:
     from memsaver._torch.routing import Router
 
-
-@dataclass(frozen=True)
-class Touch:
-    """A change of another library's state. docs/what-it-touches.md shows the table of these.
-
-    ``what``: the names that change. ``switch``: the call, option or command that asks for it. ``check``: the condition
-    under which the change is made, or else raises.
-    """
-
-    name: str
-    what: str
-    switch: str
-    versions: str
-    check: str
-
-
-TOUCHES: Final = (
-    Touch(
-        "captures",
-        "`torch.cuda.CUDAGraph.capture_begin` and `capture_end`: methods that tell memsaver of each capture, and call"
-        " the former ones",
-        "`configure(patches=\"captures\")`, `default_pool()`, a drop-in",
-        "torch 2.8 and newer", "none: arguments are passed on",
-    ),
-    Touch(
-        "multiprocessing",
-        "`torch.UntypedStorage._share_cuda_`, `_new_shared_cuda` and `_release_ipc_counter_cuda`,"
-        " `torch.multiprocessing.reductions.reduce_storage`, and the reducer of `UntypedStorage` in"
-        " `multiprocessing`'s `ForkingPickler`: storages in regions are sent without a copy, others as before",
-        "`configure(patches=\"multiprocessing\")`, a drop-in, the receipt of such a tensor",
-        "torch 2.8 and newer", "the reducer is replaced only where it is torch's",
-    ),
-    Touch(
-        "default pool",
-        "the table of the driver's functions in torch's `libc10_cuda`, and the setting `expandable_segments` of torch's"
-        " allocator",
-        "`default_pool()`", "torch 2.10 and newer",
-        "each entry of the table has the expected function, else `Error`",
-    ),
-    Touch(
-        "process groups",
-        "the tables of process groups in `torch.distributed.distributed_c10d`: objects that open their connections anew"
-        " take the places of the groups",
-        "`register(memsaver.guests.ProcessGroups())`", "torch 2.8 and newer", "the tables have the group, else `Error`",
-    ),
-    Touch(
-        "vllm",
-        "`CuMemAllocator` and functions of its module, and methods of vLLM's worker; a finder in `sys.meta_path` until"
-        " their import; the handler of SIGTERM during a wake-up",
-        "`MEMSAVER_DROP_IN=vllm`", "vLLM 0.23 to 0.33", "digests of vLLM's sources, else `DropInError`",
-    ),
-    Touch(
-        "tms",
-        "finders in `sys.meta_path`: `import torch_memory_saver` finds memsaver's package; a prefix in the list of"
-        " SGLang's `SafeUnpickler`",
-        "`MEMSAVER_DROP_IN=tms`", "torch_memory_saver 0.0.10",
-        "the original is not imported yet, else `DropInError`",
-    ),
-)  # fmt: skip
-Ranges = list[tuple[int, int]]  # (offset, bytes) within a region
 PATCHES: Final = ("captures", "multiprocessing")
-
+# The changes of other libraries' state, and the calls, options and commands that ask for them. docs/what-it-touches.md
+# has the names that each changes, with its versions and its check.
+TOUCHES: Final = {
+    "captures": 'configure(patches="captures"), default_pool(), a drop-in',
+    "multiprocessing": 'configure(patches="multiprocessing"), a drop-in, the receipt of such a tensor',
+    "default pool": "default_pool()",
+    "process groups": "register(memsaver.guests.ProcessGroups())",
+    "vllm": "MEMSAVER_DROP_IN=vllm",
+    "tms": "MEMSAVER_DROP_IN=tms",
+}
 _noted: set[str] = set()
+_wanted: set[str] = set()
 
 
 def note(name: str) -> None:
     """Notes that a change of the table was made in this process."""
-    _noted.add(next(each.name for each in TOUCHES if each.name == name))
+    assert name in TOUCHES
+    _noted.add(name)
 
 
-def touched() -> list[Touch]:
+def touched() -> set[str]:
     """The changes of other libraries' state that were made in this process."""
-    return [each for each in TOUCHES if each.name in _noted]
-
-
-_adapter: Router | None = None
-_loading = threading.Lock()
-_wanted: set[str] = set()
+    return set(_noted)
 
 
 def with_torch(module: str) -> Any:
@@ -105,29 +50,25 @@ def with_torch(module: str) -> Any:
 
 
 def adapter() -> Router:
-    """The adapter; loads torch on the first call."""
-    global _adapter
-    if _adapter is None:
-        _core.region_count()  # raises in a forked child: another thread may have had the lock
-        with _loading:
-            if _adapter is None:
-                router = with_torch("memsaver._torch.routing").Router()
-                router.patch(_wanted)
-                _adapter = router
-    return _adapter
+    """The part that uses torch. The first call loads it."""
+    router = loaded()
+    if router is None:
+        _core.region_count()  # raises in a forked child: another thread may have been importing it
+        router = with_torch("memsaver._torch.routing").router
+        router.patch(_wanted)
+    return router
 
 
 def loaded() -> Router | None:
-    """The adapter, or None before the first use of torch."""
-    return _adapter
+    """The part that uses torch, or None before its first use."""
+    return getattr(sys.modules.get("memsaver._torch.routing"), "router", None)
 
 
 def patch(names: Iterable[str]) -> None:
-    """Replaces functions of torch, now or when the adapter is loaded. They stay replaced until the process ends."""
+    """Replaces functions of torch, now or when the part that uses torch is loaded. They stay replaced."""
     _wanted.update(names)
-    with _loading:
-        if _adapter is not None:
-            _adapter.patch(_wanted)
+    if (router := loaded()) is not None:
+        router.patch(_wanted)
 
 
 def wanted() -> set[str]:

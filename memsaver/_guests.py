@@ -246,115 +246,96 @@ class Moves:
         self.paused: set[str] = set()  # of the tags that the transition pauses, those of guests that left
         self.resumed: set[str] = set()  # of the tags that it resumes, those of guests that came back
         self.seconds = 0.0  # the time that guests took
-        self._before: list[tuple[_Entry, set[str], bool]] = []  # of the guests concerned, the paused tags, and if away
+        self._before: list[tuple[_Entry, set[str]]] = []  # of the guests concerned, the paused tags
 
     def prepare(self, pausing: Set[str]) -> None:
         """Asks the guests that will leave. Raises GuestError. Nothing has changed then."""
         for each in _concerned(pausing):
-            after = (each.paused | (pausing & set(each.guest.tags))) - self._resuming
-            if not each.away and after >= set(each.guest.tags):
+            if not each.away and self._after(each, pausing) >= set(each.guest.tags):
                 self._call(each, "prepare", each.guest.prepare)
 
     def leave(self, pausing: Set[str]) -> None:
-        """Guests leave. If this raises, they are as they were."""
-        if _concerned(pausing | self._resuming):
-            self._alone(lambda: self._leave_all(pausing), self._until, "nothing has changed")
+        """Guests leave. If this raises, ``settle()`` has to follow."""
 
-    def _leave_all(self, pausing: Set[str]) -> None:
-        concerned = _concerned(pausing | self._resuming)
-        self._before = [(each, set(each.paused), each.away) for each in concerned]
-        try:
+        def leave() -> None:
+            concerned = _concerned(pausing | self._resuming)
+            self._before = [(each, set(each.paused)) for each in concerned]
             for each in concerned:
-                each.paused = (each.paused | (pausing & set(each.guest.tags))) - self._resuming
+                each.paused = self._after(each, pausing)
                 if not each.away and each.all_paused:
                     self._leave(each)
                     self.paused |= pausing & set(each.guest.tags)
-        except BaseException as error:
-            before, self._before = self._before, []
-            for each, paused, _ in before:
-                each.paused = paused
-            self._undo([each for each, _, was_away in before if each.away and not was_away], error)
-            raise
+
+        if _concerned(pausing | self._resuming):
+            self._alone(leave, self._until, "nothing has changed")
 
     def settle(self, pausing: Set[str], away: Mapping[str, bool], committed: bool, error: BaseException) -> None:
-        """The transition has failed after the guests left. Guests whose tags are not all paused come back.
+        """The transition has failed. Guests that are away come back if their tags are not all paused.
 
         ``away``: by tag of regions, whether all of them are paused now. ``committed``: whether the failure came after
-        the commit.
+        the commit. The error names guests that cannot come back.
         """
         before, self._before = self._before, []
-        if before:
-            self._alone(lambda: self._settle(before, pausing, away, committed, error))
 
-    def _settle(
-        self,
-        before: list[tuple[_Entry, set[str], bool]],
-        pausing: Set[str],
-        away: Mapping[str, bool],
-        committed: bool,
-        error: BaseException,
-    ) -> None:
-        for each, paused, _ in before:
-            each.paused = {
-                tag
-                for tag in each.guest.tags
-                if (tag in paused and (tag not in self._resuming or away.get(tag, True)))
-                or (tag in pausing and away.get(tag, committed))
-            }
-        self._undo([each for each, _, was_away in before if each.away and not was_away and not each.all_paused], error)
+        def settle() -> None:
+            for each, paused in before:
+                stay = {tag for tag in paused if tag not in self._resuming or away.get(tag, True)}
+                each.paused = stay | {tag for tag in pausing & set(each.guest.tags) if away.get(tag, committed)}
+            for each, _ in reversed(before):
+                if not each.away or each.all_paused:
+                    continue
+                try:
+                    self._come_back(each)
+                except GuestError as second:
+                    text = f"after this failure {second}; it is away until a resume of its tags"
+                    log.error("%s", text)
+                    if isinstance(error, Error):
+                        error.args = (f"{error}; {text}",)
+
+        if before:
+            self._alone(settle)
 
     def come_back(self) -> None:
         """Guests come back, in reverse order, up to the first that raises. A repeated resume continues."""
-        if _concerned(self._resuming):
-            self._alone(self._come_back_all, self._until, "the regions are active, and another resume continues")
 
-    def _come_back_all(self) -> None:
-        for each in reversed(_concerned(self._resuming)):
-            if each.away and not each.all_paused:
-                self._come_back(each)
-                self.resumed |= self._resuming & set(each.guest.tags)
+        def come_back() -> None:
+            for each in reversed(_concerned(self._resuming)):
+                if each.away:
+                    self._come_back(each)
+                    self.resumed |= self._resuming & set(each.guest.tags)
+
+        if _concerned(self._resuming):
+            self._alone(come_back, self._until, "the regions are active, and another resume continues")
+
+    def _after(self, each: _Entry, pausing: Set[str]) -> set[str]:
+        """The tags of a guest that are paused after the transition."""
+        return (each.paused | (pausing & set(each.guest.tags))) - self._resuming
 
     def _leave(self, each: _Entry) -> None:
-        each.state = "leaving"
+        each.state, after = "leaving", "away"  # after an interrupt, too: the guest may have released a part
         try:
             self._call(each, "leave", each.guest.leave)
         except GuestError:
-            each.state = "here"
+            after = "here"
             raise
-        except BaseException:  # an interrupt: the guest may have released a part
-            each.state = "away"
-            raise
-        each.state = "away"
+        finally:
+            each.state = after
 
     def _come_back(self, each: _Entry) -> None:
-        each.state = "coming back"
+        each.state, after = "coming back", "away"
         try:
             self._call(each, "come back", each.guest.come_back)
-        except BaseException:
-            each.state = "away"
-            raise
-        each.state = "here"
-
-    def _undo(self, left: list[_Entry], cause: BaseException) -> None:
-        for each in reversed(left):
-            try:
-                self._come_back(each)
-            except GuestError as error:
-                text = f"after this failure {error}; it is away until a resume of its tags"
-                log.error("%s", text)
-                if isinstance(cause, Error):
-                    cause.args = (f"{cause}; {text}",)
+            after = "here"
+        finally:
+            each.state = after
 
     def _call(self, each: _Entry, stage: str, method: Callable[[], object]) -> None:
         self._enter(f"guests {stage}", each.guest.name)
         try:
             method()
         except Exception as error:
-            raise GuestError(
-                f"guest {each.guest.name!r} could not {stage}: {type(error).__name__}: {error}",
-                guest=each.guest.name,
-                stage=stage,
-            ) from error
+            text = f"guest {each.guest.name!r} could not {stage}: {type(error).__name__}: {error}"
+            raise GuestError(text, guest=each.guest.name, stage=stage) from error
 
     def _alone(self, move: Callable[[], None], until: float | None = None, state: str = "") -> None:
         """Calls a function while no other transition moves guests. ``state``: the end of the error at the bound."""
@@ -369,11 +350,8 @@ class Moves:
                 now = time.monotonic()
                 if until is not None and now >= until:
                     text = "the guests of another transition are leaving or coming back"
-                    raise WaitTimeoutError(
-                        f"{text} (stage 'guests', after {now - since:.2f} s); {state}",
-                        stage="guests",
-                        waited_s=now - since,
-                    )
+                    text = f"{text} (stage 'guests', after {now - since:.2f} s); {state}"
+                    raise WaitTimeoutError(text, stage="guests", waited_s=now - since)
                 pace = min(_LONGEST_S, max(_SHORTEST_S, (now - since) / 10))
                 time.sleep(pace if until is None else min(pace, until - now))
             move()

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from memsaver import _core, _guests, _results
-from memsaver._adapter import Ranges, adapter, loaded
+from memsaver._adapter import loaded, with_torch
 from memsaver._results import Transition
 from memsaver.errors import BackupError, Error
 from memsaver.policies import Bounds
-from memsaver.regions import Region, all_regions, wrapper
+from memsaver.regions import Chosen, Ranges, Region, all_regions, tags_of, wrapper
 
 log = logging.getLogger("memsaver")
 
@@ -27,6 +27,8 @@ Progress = Callable[[int, int], object]
 def set_verify(wanted: bool) -> None:
     """Turns the comparison of contents before a pause with those after the resume on or off."""
     global _verify
+    if _verify and not wanted:
+        with_torch("memsaver._torch.checksums").forget_all()
     _verify = wanted
 
 
@@ -44,44 +46,48 @@ class Move:
 
     def __init__(
         self,
-        pause: Sequence[Region],
-        resume: Sequence[Region],
+        pause: Chosen,
+        resume: Chosen,
         thread: int | None,
         bounds: Bounds,
-        pause_guests: Set[str] = frozenset(),
-        resume_guests: Set[str] = frozenset(),
+        backup: Mapping[str, str],
+        restore: Mapping[str, bool],
+        progress: Progress | None,
     ) -> None:
-        self._pause, self._pause_guests = set(pause), pause_guests
-        resumed = resume_guests | {each.tag for each in resume}
+        """``backup`` and ``restore`` are by tag. The default of ``backup`` is the region's own policy."""
+        self._pause, self._pause_guests = set(pause.regions), pause.guests
+        self._thread, self._backup, self._restore = thread, backup, restore
+        self._report = _Report(progress) if progress is not None else None
         until = None if bounds.timeout is None else time.monotonic() + bounds.timeout
-        self.recorder = _results.Recorder(tags_of(pause, pause_guests), tags_of(resume, resume_guests))
+        self.recorder = _results.Recorder(pause.tags, resume.tags)
         self.recorder.core_stages = partial(_stages_of, weakref.ref(self))
         self._ends: list[Callable[[], None]] = []  # of the expectation of this pause
-        self._guests = _guests.Moves(resumed, self.recorder.enter, until)
-        self._thread = thread
-        self._report: _Report | None = None
+        self._guests = _guests.Moves({*resume.tags}, self.recorder.enter, until)
         self._leaving: tuple[str, ...] = ()
         self._pausing: list[Region] = []
         self._kept: dict[str, str] = {}  # by tag, the policies of this pause that keep contents
         self._differing: Exception | None = None  # found by the comparison of contents
         self._restored: list[Any] = []  # regions that resume with their contents
-        self._sealed: list[Any] = []  # frozen regions that resume with their copy
         # Last: an interrupt before leaves nothing in the queues, also while its traceback keeps this object.
         self.core = _core.Transition(
-            [each._handle for each in pause],
-            [each._handle for each in resume],
+            [each._handle for each in pause.regions],
+            [each._handle for each in resume.regions],
             bounds.timeout,
             bounds.memory_timeout,
             bounds.reader_timeout,
         )
 
-    def prepare(self, backup: Mapping[str, str], restore: Mapping[str, bool], progress: Progress | None) -> None:
-        """Reserves everything the transition needs. Nothing has changed if it raises; the caller then calls ``fail()``.
+    def run(self) -> Transition:
+        try:
+            self.prepare()
+            return self.commit()
+        except BaseException as error:
+            self.fail(error)
+            raise
 
-        ``backup`` and ``restore`` are by tag. The default of ``backup`` is the region's own policy.
-        """
+    def prepare(self) -> None:
+        """Reserves everything the transition needs. If it raises, nothing has changed, and the caller calls fail()."""
         move = self.core
-        self._report = _Report(progress) if progress is not None else None
         try:
             if (torch := loaded()) is not None:
                 torch.check_pausable(active(self._pause), self._thread)
@@ -89,24 +95,19 @@ class Move:
             move.begin()
             self._leaving = tags_of(move.pausing)
             self._pausing = leaving = [wrapper(each) for each in move.pausing]
-            kept = [backup.get(each.tag, each.backup) for each in leaving]
+            kept = [self._backup.get(each.tag, each.backup) for each in leaving]
             self._kept = {each.tag: policy for each, policy in zip(leaving, kept) if policy != "none"}
-            restored = [restore[each.tag] for each in move.resuming]
+            restored = [self._restore[each.tag] for each in move.resuming]
             if (torch := loaded()) is not None:
                 torch.check_pausable(leaving, self._thread)
-                torch.move_threads_away(leaving)  # again: an earlier transition may have moved them back meanwhile
             self._guests.prepare(self._paused_tags())
             live = [_live(each) if policy != "none" else [] for each, policy in zip(leaving, kept)]
-            # A frozen region whose copy has other users is unsealed by its resume.
-            self._sealed = [
-                each for each, wanted in zip(move.resuming, restored) if each.frozen and wanted and each.backup_bytes
-            ]
             move.prepare(kept, live, restored, self._report)
             self._restored = [each for each, wanted in zip(move.resuming, restored) if wanted]
             self._record_contents(leaving, kept, live)  # from here on nothing uses the regions
         except BackupError as error:
             if self._kept:
-                error._name_regions(tuple(self._kept), _remedy(self._kept.values(), error._of_pinned_memory))
+                error._name_regions(self._kept)
             raise
 
     def fail(self, error: BaseException) -> None:
@@ -180,53 +181,35 @@ class Move:
                 if self._differing is not None:
                     raise self._differing
         except Error as error:
-            error.resumed = tags_of(done["resumed"], self._guests.resumed)
+            error.resumed = tags_of(move.resuming, self._guests.resumed)
             raise
         outcome = Transition(
-            paused=tags_of(done["paused"], self._guests.paused),
-            resumed=tags_of(done["resumed"], self._guests.resumed),
+            paused=tags_of(move.pausing, self._guests.paused),
+            resumed=tags_of(move.resuming, self._guests.resumed),
             released_bytes=done["released_bytes"],
             restored_bytes=done["restored_bytes"],
             copied_bytes=done["copied_bytes"],
             seconds=done["seconds"] + self._guests.seconds,
         )
         log.debug("%s", outcome)
-        for each in self._sealed:
-            if not each.sealed:
-                log.warning(
-                    "region %r is frozen and was resumed while a tensor of cpu_backup() was held, through which its "
-                    "copy can change: its next pause makes another copy. Drop such tensors before the resume, or pass "
-                    "clone=True",
-                    each.tag,
-                )
         return outcome
 
     def _record_contents(self, leaving: Sequence[Region], kept: Sequence[str], live: Sequence[Ranges]) -> None:
-        torch = adapter() if _verify else loaded()
-        if torch is None:
+        if not _verify:
             return
-        partly_unmapped = {wrapper(each) for each in self.core.was_paused}
+        checksums = with_torch("memsaver._torch.checksums")
+        partly_unmapped = {wrapper(each) for each in self.core.continued}
         for each, policy, ranges in zip(leaving, kept, live):
-            if not _verify or policy == "none":
-                torch.forget_contents(each)
-            elif each not in partly_unmapped:  # else an earlier pause has recorded them, and failed later
-                torch.record_contents(each, ranges)
+            if each not in partly_unmapped:  # else an earlier pause has recorded them, and failed later
+                checksums.record(each, ranges if policy != "none" else None)
 
     def _check_contents(self) -> None:
         """The core calls this before the regions are active, and takes no exception."""
         try:
             for each in map(wrapper, self._restored):
-                adapter().check_contents(each)
+                with_torch("memsaver._torch.checksums").check(each)
         except Exception as error:
             self._differing = error
-
-    def run(self, backup: Mapping[str, str], restore: Mapping[str, bool], progress: Progress | None) -> Transition:
-        try:
-            self.prepare(backup, restore, progress)
-            return self.commit()
-        except BaseException as error:
-            self.fail(error)
-            raise
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:
@@ -267,27 +250,12 @@ class _Report:
             self.interrupt = error
 
 
-def tags_of(cores: Iterable[Any], guests: Iterable[str] = ()) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([*(core.tag for core in cores), *sorted(guests)]))
-
-
 def _away_tags() -> dict[str, bool]:
     """By tag, whether all of its regions are without memory."""
     found: dict[str, bool] = {}
     for each in all_regions():
         found[each.tag] = found.get(each.tag, True) and _is_away(each)
     return found
-
-
-def _remedy(policies: Iterable[str], of_pinned_memory: bool) -> str:
-    used = set(policies)
-    if used == {"disk"} and of_pinned_memory:
-        return "free host memory, raise configure(host_limit=...), or pause with backup='none'"
-    remedies = {
-        "host": "free host memory, raise configure(host_limit=...), or pause with backup='disk' or 'none'",
-        "disk": "free disk space, choose another configure(disk_dir=...), or pause with backup='none'",
-    }
-    return "; ".join(text for policy, text in remedies.items() if policy in used)
 
 
 def _live(each: Region) -> Ranges:

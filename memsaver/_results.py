@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
@@ -56,8 +56,8 @@ class Transition:
 class TransitionFuture(Future[Transition]):
     """A transition in the background: a ``concurrent.futures.Future`` that can also be awaited.
 
-    ``pause()``, ``resume()`` and ``switch()`` return it with ``wait=False``. ``result()`` and ``await`` return the
-    ``Transition`` or raise its error. A transition cannot be cancelled: ``cancel()`` returns False.
+    ``memsaver.start()`` returns it. ``result()`` and ``await`` return the ``Transition`` or raise its error. A
+    transition cannot be cancelled: ``cancel()`` returns False.
 
     Attributes:
         pause: Tags of the regions and guests to pause.
@@ -65,7 +65,7 @@ class TransitionFuture(Future[Transition]):
 
     Examples:
         >>> region = memsaver.region("optimizer", device="cpu", backup="host")
-        >>> moving = region.pause(wait=False)
+        >>> moving = memsaver.start(pause=region)
         >>> moving.result(timeout=60).paused
         ('optimizer',)
         >>> moving
@@ -98,7 +98,7 @@ class TransitionFuture(Future[Transition]):
         Examples:
             >>> region = memsaver.region("optimizer", device="cpu", backup="host")
             >>> _ = region.pause()
-            >>> moving = region.resume(wait=False)
+            >>> moving = memsaver.start(resume=region)
             >>> moving.result(timeout=60).resumed
             ('optimizer',)
         """
@@ -209,12 +209,6 @@ class TransitionStage:
         began_s: Seconds from the begin of the transition to that of the stage.
         seconds: Its duration: until the next stage began, until the end of the transition, or until now.
         guest: The name of the guest, if a method of a guest runs.
-
-    Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> _ = kv.pause()
-        >>> memsaver.history()[-1].stages[0].name
-        'queue'
     """
 
     name: str
@@ -241,13 +235,6 @@ class TransitionRecord:
         released_bytes: Device memory that was released. 0 until its end.
         restored_bytes: Device memory that was mapped. 0 until its end.
         copied_bytes: Contents that were copied. 0 until its end.
-
-    Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> _ = kv.pause()
-        >>> last = memsaver.history()[-1]
-        >>> last.pause, last.outcome, last.stages[-1].name
-        (('kv_cache',), 'done', 'move')
     """
 
     number: int
@@ -262,20 +249,6 @@ class TransitionRecord:
     released_bytes: int = 0
     restored_bytes: int = 0
     copied_bytes: int = 0
-
-    def asdict(self) -> dict[str, Any]:
-        """Returns the record as a dictionary for JSON.
-
-        Returns:
-            The attributes by name. Stages are dictionaries too.
-
-        Examples:
-            >>> kv = memsaver.region("kv_cache", device="cpu")
-            >>> _ = kv.pause()
-            >>> memsaver.history()[-1].asdict()["outcome"]
-            'done'
-        """
-        return asdict(self)
 
 
 class Recorder:
@@ -339,14 +312,14 @@ def history() -> list[TransitionRecord]:
     Transitions of all threads are in it, and those of phases and groups. Calls that select nothing are not.
 
     Returns:
-        The transitions in the order of their begins.
+        The transitions in the order of their begins: dataclasses of ``memsaver.figures``.
 
     Examples:
         >>> weights = memsaver.region("weights", device="cpu", backup="host")
         >>> _ = weights.pause(), weights.resume()
         >>> for each in memsaver.history()[-2:]:
-        ...     print(each.pause, each.resume, each.outcome)
-        ('weights',) () done
-        () ('weights',) done
+        ...     print(each.pause, each.resume, each.outcome, each.stages[0].name)
+        ('weights',) () done queue
+        () ('weights',) done queue
     """
     return [each.record() for each in list(_recorders)]

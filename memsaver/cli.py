@@ -8,25 +8,23 @@ import json
 import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from memsaver import _adapter, _core, ledger
-from memsaver.broker import daemon, discovery, procfs
+from memsaver._adapter import TOUCHES
+from memsaver.broker import daemon, discovery
 from memsaver.broker.admin import AdminClient
 from memsaver.broker.clients import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
-from memsaver.config import Setting, parse_drop_in, parse_size, settings
+from memsaver.config import parse_drop_in, parse_size, settings
 from memsaver.drop_in import startup
-from memsaver.drop_in.tms import launch
 from memsaver.errors import BrokerError, ConfigError, Error, gib
 from memsaver.policies import BACKUPS
 
-_REDRAW_S = 1.0
-_CLEAR = "\x1b[H\x1b[J"
+_OLD_S = 1.0  # of a report
 _WIDEST_NAME = 40  # characters of a process in the table of `top`
 
 
@@ -35,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except Error as error:
+    except (Error, OSError) as error:
         print(f"memsaver: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -67,12 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     top = commands.add_parser(
         "top",
         help="show processes, regions and free memory of the shared pools",
-        description="Each process, region, state and bytes of the shared pools, live in a terminal, else once. For a"
-        " device without a pool: its processes, by the driver's list.",
+        description="Each process, region, state and bytes of the shared pools. For a device without a pool: its"
+        " processes, by the driver's list.",
     )
     top.add_argument("--device", help="only this one (default: all pools of this user, and all GPUs)")
-    top.add_argument("--once", action="store_true", help="print it once, also in a terminal")
-    top.add_argument("--json", action="store_true", help="print it once, as JSON")
+    top.add_argument("--json", action="store_true", help="print it as JSON")
     top.set_defaults(run=_top)
 
     trim = commands.add_parser("trim", help="give idle memory of the shared pools back to the driver")
@@ -129,8 +126,14 @@ def _broker(options: argparse.Namespace) -> int:
     if options.stop:
         return _stop(options)
     if options.detach:
-        return daemon.detach(lambda on_ready: _serve(options, on_ready))
-    return _serve(options, None)
+        name = _device(options.device)
+        uuid = _memory(name).uuid()
+        if discovery.is_locked(discovery.socket_path(uuid)):
+            discovery.Listener(uuid).close()  # raises an error with the pid of the broker, if it still runs
+        pid, log = daemon.start(uuid, name, options.capacity, options.linger)
+        print(f"the broker of {name} ({uuid}) runs with pid {pid}, its log is {log}")
+        return 0
+    return _serve(options)
 
 
 def _stop(options: argparse.Namespace) -> int:
@@ -141,30 +144,26 @@ def _stop(options: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(options: argparse.Namespace, on_ready: Callable[[Path], None] | None) -> int:
-    """Serves clients until the broker ends. ``on_ready``: called when clients are accepted, with the socket's path."""
+def _serve(options: argparse.Namespace) -> int:
+    """Serves clients until the broker ends."""
     logging.basicConfig(format="%(asctime)s memsaver broker: %(message)s", level=logging.INFO)
     name = _device(options.device)
-    memory = _core.open_host_memory() if name == "cpu" else _core.open_cuda_memory(_ordinal(name))
+    memory = _memory(name)
     if memory.under_mps():
-        raise procfs.mps_error(name)
+        raise daemon.mps_error(name)
     total = memory.total_bytes()
     capacity = options.capacity
     if capacity is None:  # the rest of a GPU is for contexts, and for torch's memory outside of regions
         capacity = total if name == "cpu" else total * 9 // 10
-    if capacity > total:
-        text = f"the capacity is {gib(capacity)} ({capacity} bytes), and {name} has {gib(total)} ({total} bytes)"
-        raise ConfigError(text, option="capacity", value=capacity)
-    if capacity < PAGE:
-        text = f"the capacity is {capacity} bytes, expected at least {PAGE}"
+    if not PAGE <= capacity <= total:
+        text = (
+            f"the capacity is {gib(capacity)} ({capacity} bytes), expected {PAGE} to {total} bytes: {name} has no more"
+        )
         raise ConfigError(text, option="capacity", value=capacity)
     raise_descriptor_limit()
     listener = discovery.Listener(memory.uuid())
     broker = BrokerLoop(memory, name, capacity // PAGE * PAGE, listener, options.linger)
-    if on_ready is not None:
-        log = listener.path.with_suffix(".log")
-        print(f"the broker of {name} ({memory.uuid()}) runs with pid {os.getpid()}, its log is {log}")
-        on_ready(listener.path)
+    broker.stop_on_signals()
     broker.run()
     return 0
 
@@ -185,8 +184,9 @@ def _device(text: str | None) -> str:
     return f"cuda:{index}"
 
 
-def _ordinal(name: str) -> int:
-    return int(name.removeprefix("cuda:"))
+def _memory(name: str) -> Any:
+    """The memory of a device, which needs no context."""
+    return _core.open_host_memory() if name == "cpu" else _core.open_cuda_memory(int(name.removeprefix("cuda:")))
 
 
 def _paths(device: str | None) -> list[Path]:
@@ -203,7 +203,7 @@ def _paths(device: str | None) -> list[Path]:
     if named:
         return named
     name = _device(device)
-    uuid = _core.open_host_memory().uuid() if name == "cpu" else _core.cuda_uuid(_ordinal(name))
+    uuid = _memory(name).uuid()
     path = discovery.socket_path(uuid)
     if path not in found:
         running = ", ".join(f"{'cpu' if each.stem.startswith('HOST') else 'GPU'} ({each.stem})" for each in found)
@@ -214,20 +214,12 @@ def _paths(device: str | None) -> list[Path]:
 
 
 def _drop_in_install(options: argparse.Namespace) -> int:
-    try:
-        print(f"wrote {startup.install(options.names)}: each Python process of this environment uses these drop-ins")
-    except OSError as error:
-        print(f"memsaver: {startup.file()} cannot be written: {error.strerror}", file=sys.stderr)
-        return 1
+    print(f"wrote {startup.install(options.names)}: each Python process of this environment uses these drop-ins")
     return 0
 
 
 def _drop_in_remove(_: argparse.Namespace) -> int:
-    try:
-        print(f"removed {startup.file()}" if startup.remove() else f"there is no {startup.file()}")
-    except OSError as error:
-        print(f"memsaver: {startup.file()} cannot be removed: {error.strerror}", file=sys.stderr)
-        return 1
+    print(f"removed {startup.file()}" if startup.remove() else f"there is no {startup.file()}")
     return 0
 
 
@@ -243,34 +235,22 @@ def _config(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({each.option.name: {"value": each.value, "source": each.source} for each in found}))
         return 0
-    values = [_shown(each) for each in found]
-    width = max(map(len, values))
-    longest = max(len(each.option.name) for each in found)
-    for each, value in zip(found, values):
-        print(f"{each.option.name:<{longest}} {value:<{width}}  {each.source}")
+    rows = [(each.option.name, each.option.shown(each.value), each.source) for each in found]
+    longest, width, _ = (max(map(len, column)) for column in zip(*rows))
+    for name, value, source in rows:
+        print(f"{name:<{longest}} {value:<{width}}  {source}")
     return 0
 
 
 def _touched(as_json: bool) -> int:
     """Each change that memsaver can make, and whether this process, with its environment, makes it."""
-    asked = {"vllm", "tms"} & parse_drop_in(os.environ.get("MEMSAVER_DROP_IN", "")).keys() | _adapter.wanted()
-    asked |= {each.name for each in _adapter.touched()}
+    asked = parse_drop_in(os.environ.get("MEMSAVER_DROP_IN", "")).keys() | _adapter.wanted() | _adapter.touched()
     if as_json:
-        print(json.dumps([{**dataclasses.asdict(each), "asked": each.name in asked} for each in _adapter.TOUCHES]))
+        print(json.dumps([{"name": name, "switch": by, "asked": name in asked} for name, by in TOUCHES.items()]))
         return 0
-    for each in _adapter.TOUCHES:
-        print(f"{each.name}: {'asked for' if each.name in asked else 'not asked for'}, by {each.switch}")
-        print(f"  {each.what}")
+    for name, by in TOUCHES.items():
+        print(f"{name}: {'asked for' if name in asked else 'not asked for'}, by {by}")
     return 0
-
-
-def _shown(setting: Setting) -> str:
-    """The value of an option for readers, with the bytes of a default that depends on the machine alone."""
-    if setting.option.name != "host_device" or setting.value is not None:
-        return str(setting)
-    # As in the core, which could return the size only by opening the device, and that makes its ledger's file.
-    nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // PAGE * PAGE
-    return f"{gib(nbytes)} ({nbytes} bytes), {setting}"
 
 
 def _trim(options: argparse.Namespace) -> int:
@@ -290,7 +270,7 @@ def _run(options: argparse.Namespace) -> int:
     if not _core.cuda_device_count():
         print(f"memsaver: CUDA finds no GPU: no memory of {program[0]} is managed", file=sys.stderr)
     try:
-        launch.run(program, options.backup)
+        startup.run(program, options.backup)
     except OSError as error:
         print(f"memsaver: {program[0]} cannot be started: {error.strerror}", file=sys.stderr)
         return 1
@@ -298,30 +278,24 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _top(options: argparse.Namespace) -> int:
-    opened: dict[str, Any] = {}  # memory by device, of devices without a pool
-    while True:
-        paths, pools, note = [], [], ""
-        try:
-            paths = _paths(options.device)
-        except BrokerError as error:  # one that comes later is shown then
-            note = str(error)
-        for path in paths:
-            with AdminClient(path) as client:
-                pools.append(_status(client))
-        devices = [_figures(name, opened) for name in _without_pool(options.device, {pool["uuid"] for pool in pools})]
-        if options.json:
-            if note:
-                print(f"memsaver: {note}", file=sys.stderr)
-            print(json.dumps({"pools": pools, "devices": devices}))
-            return 0
-        parts = [*([[note]] if note else []), *map(_lines, pools), *map(_lines_of_device, devices)]
-        table = "\n\n".join("\n".join(part) for part in parts) + "\n"
-        if options.once or not sys.stdout.isatty():
-            sys.stdout.write(table)
-            return 0
-        sys.stdout.write(_CLEAR + table)
-        sys.stdout.flush()
-        time.sleep(_REDRAW_S)
+    note, paths = "", []
+    try:
+        paths = _paths(options.device)
+    except BrokerError as error:
+        note = str(error)
+    pools = []
+    for path in paths:
+        with AdminClient(path) as client:
+            pools.append(_status(client))
+    devices = [_figures(name) for name in _without_pool(options.device, {pool["uuid"] for pool in pools})]
+    if options.json:
+        if note:
+            print(f"memsaver: {note}", file=sys.stderr)
+        print(json.dumps({"pools": pools, "devices": devices}))
+        return 0
+    parts = [*([[note]] if note else []), *map(_lines, pools), *map(_lines_of_device, devices)]
+    print("\n\n".join("\n".join(part) for part in parts))
+    return 0
 
 
 def _without_pool(device: str | None, uuids: Set[str]) -> list[str]:
@@ -334,23 +308,17 @@ def _without_pool(device: str | None, uuids: Set[str]) -> list[str]:
     return [f"cuda:{index}" for index in range(count) if _core.cuda_uuid(index) not in uuids]
 
 
-def _figures(name: str, opened: dict[str, Any]) -> dict[str, Any]:
+def _figures(name: str) -> dict[str, Any]:
     """A device without a pool, by the driver's figures."""
-    if name not in opened:
-        opened[name] = _core.open_host_memory() if name == "cpu" else _core.open_cuda_memory(_ordinal(name))
-    memory = opened[name]
+    memory = _memory(name)
     account = ledger.of_device(memory.used_bytes(), memory.holdings(), memory.lists_all())
-    return {
-        "device": name,
-        "uuid": memory.uuid(),
-        "total_bytes": memory.total_bytes(),
-        "ledger": dataclasses.asdict(account),
-    }
+    sizes = {"uuid": memory.uuid(), "total_bytes": memory.total_bytes()}
+    return {"device": name, **sizes, "ledger": dataclasses.asdict(account)}
 
 
 def _lines_of_device(device: dict[str, Any]) -> list[str]:
     head = f"{device['device']} ({device['uuid']}), {gib(device['total_bytes'])}, without a shared pool"
-    return [head, *_memory_lines(device["ledger"], _WIDEST_NAME)]
+    return [head, *_table(device["ledger"], [])]
 
 
 def _status(client: AdminClient) -> dict[str, Any]:
@@ -364,55 +332,57 @@ def _status(client: AdminClient) -> dict[str, Any]:
 
 
 def _lines(pool: dict[str, Any]) -> list[str]:
-    """The table of one pool."""
     free = pool["capacity_bytes"] - pool["total_bytes"] + pool["idle_bytes"]
-    width = max([20, *(min(len(client["name"]), _WIDEST_NAME) for client in pool["clients"])])
-    lines = [
+    return [
         f"{pool['device']} ({pool['uuid']}), broker pid {pool['pid']}",
         f"  capacity {gib(pool['capacity_bytes'])}, free {gib(free)}, of that {gib(pool['idle_bytes'])} idle",
-        "",
-        f"  {'pid':>8}  {'process':<{width}} {'region':<24} {'state':<9} {'backup':<7}"
-        f"{'allocated':>12} {'mapped':>12} {'backed up':>12}",
+        *_table(pool["ledger"], pool["clients"]),
     ]
-    for client in pool["clients"]:
-        notes = [f"holds {gib(client['held_bytes'])}"]
-        if client["attached_bytes"]:
-            notes.append(f"attached to {gib(client['attached_bytes'])}")
-        for each in client["waiting"]:
-            notes.append(
-                f"waits for {gib(each['needed_bytes'])} since {each['seconds']:.1f} s, has {gib(each['granted_bytes'])}"
-            )
-        if client.get("unused_bytes") and any(each["waiting"] for each in pool["clients"]):
-            notes.append(f"unused and not returned: {client['unused_why']}")
-        if client["exited"]:
-            keepers = ", ".join(f"{each['name']} (pid {each['pid']})" for each in client["kept_by"])
-            notes.append(f"has exited; its memory is kept by {keepers or 'the driver'}")
-        elif not client["connected"]:
-            notes.append("not connected")
-        age = client["report_age_s"]
-        if not client["exited"] and (age is None or age > _REDRAW_S):
-            notes.append("no report" if age is None else f"does not answer since {age:.0f} s")
-        lines.append(f"  {client['pid']:>8}  {client['name'][:width]:<{width}} {', '.join(notes)}")
+
+
+def _table(account: dict[str, Any], clients: list[dict[str, Any]]) -> list[str]:
+    """The memory in use on a device, by process and kind. Regions of clients are shown with their backups."""
+    rows = [ledger.LedgerRow(**each) for each in account["rows"]]
+    parts: dict[tuple[int | None, str], list[tuple[str, str]]] = {}
+    any_waits = any(client["waiting"] for client in clients)
+    for client in clients:
+        part = parts[client["pid"], client["name"]] = [(_notes(client, any_waits), "")]
         for region in client["regions"]:
-            lines.append(
-                f"  {'':>8}  {'':<{width}} {region['tag'][:24]:<24} {region['state']:<9} {region['backup']:<7}"
-                + "".join(f"{gib(region[key]):>13}" for key in ("allocated_bytes", "mapped_bytes", "backup_bytes"))[1:]
-            )
-    return lines + _memory_lines(pool["ledger"], width)
-
-
-def _memory_lines(account: dict[str, Any], width: int) -> list[str]:
-    """The table of the memory in use on the device of a pool, by process and kind."""
+            kept = f", {gib(region['backup_bytes'])} backed up" if region["backup_bytes"] else ""
+            part.append((f"region {region['tag']} ({region['state']}){kept}", gib(region["mapped_bytes"])))
+    reported = {client["pid"] for client in clients if client["regions"]}
+    for row in rows:
+        if row.kind != "region" or row.pid not in reported:
+            parts.setdefault((row.pid, row.name), []).append((ledger.described(row), gib(row.bytes)))
     used = account["used_bytes"]
+    width = max([20, *(min(len(name), _WIDEST_NAME) for _, name in parts)])
     lines = [
-        "",
         f"  in use on the device: {'unknown' if used is None else gib(used)}",
         "",
-        f"  {'pid':>8}  {'process':<{width}} {'memory':<46}{'bytes':>12}",
+        f"  {'pid':>8}  {'process':<{width}} {'memory':<56}{'bytes':>12}",
     ]
-    shown = None
-    for row in (ledger.LedgerRow(**each) for each in account["rows"]):
-        is_first, shown = row.pid != shown, row.pid
-        pid, name = ("" if row.pid is None else row.pid, row.name[:width]) if is_first else ("", "")
-        lines.append(f"  {pid:>8}  {name:<{width}} {ledger.described(row)[:46]:<46}{gib(row.bytes):>12}")
+    for (pid, name), part in parts.items():
+        for text, nbytes in part:
+            lines.append(f"  {'' if pid is None else pid:>8}  {name[:width]:<{width}} {text:<56}{nbytes:>12}".rstrip())
+            pid, name = None, ""
     return lines
+
+
+def _notes(client: dict[str, Any], any_waits: bool) -> str:
+    notes = [f"holds {gib(client['held_bytes'])}"]
+    for each in client["waiting"]:
+        notes.append(
+            f"waits for {gib(each['needed_bytes'])} since {each['seconds']:.1f} s, has {gib(each['granted_bytes'])}"
+        )
+    if client.get("unused_bytes") and any_waits:
+        notes.append(f"unused and not returned: {client['unused_why']}")
+    age = client["report_age_s"]
+    if client["exited"]:
+        keepers = ", ".join(f"{each['name']} (pid {each['pid']})" for each in client["kept_by"])
+        notes.append(f"has exited; its memory is kept by {keepers or 'the driver'}")
+    else:
+        if not client["connected"]:
+            notes.append("not connected")
+        if age is None or age > _OLD_S:
+            notes.append("no report" if age is None else f"does not answer since {age:.0f} s")
+    return ", ".join(notes)

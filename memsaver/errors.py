@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -61,7 +61,7 @@ class OutOfMemoryError(Error):
     """The device has not enough memory. Nothing has changed, and the same call can be made again.
 
     There is one exception: if a switch runs short of memory after its commit, the regions to pause are paused, and the
-    message names them.
+    message names them. The message has the figures, and a line for each process with memory on the device.
 
     Attributes:
         stage: ``"memory"``.
@@ -69,16 +69,11 @@ class OutOfMemoryError(Error):
         needed_bytes: Memory that the call needed.
         free_bytes: Free memory by the driver's figure, with the memory that this process could release.
         waited_s: Seconds that the call waited for others to release memory.
-        regions: This process's regions on the device, one dictionary each, with the fields of ``RegionStats`` (see
-            ``memsaver.stats()``).
-        processes: The other processes on the device, as far as the system lists them: tuples of pid, name and bytes.
-        outside_bytes: This process's memory on the device beyond its regions and the idle chunks that it retains:
-            torch's default pool, contexts, NCCL. None if the system does not list it, or if the device's memory comes
-            from a shared pool.
         unused: Memory of a shared pool that processes cache and could not return in time: tuples of pid, name, bytes,
             and a text with the parts and the reasons.
-        ledger: The memory in use on the device by process and kind, one dictionary each, with the fields of
-            ``LedgerRow`` (see ``memsaver.stats()``). Empty if it cannot be read.
+        ledger: The memory in use on the device by process and kind, this process's own outside of regions included:
+            one dictionary each, with the fields of ``LedgerRow`` (see ``memsaver.stats()``). Empty if it cannot be
+            read.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
@@ -94,9 +89,6 @@ class OutOfMemoryError(Error):
     needed_bytes: int
     free_bytes: int
     waited_s: float
-    regions: list[dict[str, Any]]
-    processes: list[tuple[int, str, int]]
-    outside_bytes: int | None
     unused: list[tuple[int, str, int, str]]
     ledger: list[dict[str, Any]]
 
@@ -169,14 +161,25 @@ class BackupError(Error):
     held_bytes: int
     available_bytes: int
     regions: tuple[str, ...] = ()
-    _of_pinned_memory: bool = False  # contents pass through it on their way to a file as well
+    _of_pinned_memory: bool = False
 
-    def _name_regions(self, tags: Sequence[str], remedy: str) -> None:
-        """Adds the regions whose contents the transition was to keep, the figures and the remedy to the text."""
-        self.regions = tuple(tags)
+    def _name_regions(self, kept: Mapping[str, str]) -> None:
+        """Adds the regions whose contents the transition was to keep, with the remedies for their policies."""
+        self.regions = tuple(kept)
+        remedies = [_REMEDIES[policy] for policy in ("host", "disk") if policy in kept.values()]
+        if (
+            remedies == [_REMEDIES["disk"]] and self._of_pinned_memory
+        ):  # contents pass through it on their way to a file
+            remedies = ["free host memory, raise configure(host_limit=...), or pause with backup='none'"]
         figures = f"{gib(self.needed_bytes)} needed, {gib(self.held_bytes)} held, {gib(self.available_bytes)} available"
-        names = ", ".join(map(repr, tags))
-        self.args = (f"no backup for {names}: {self} ({figures}); {remedy}{_UNCHANGED}",)
+        names = ", ".join(map(repr, kept))
+        self.args = (f"no backup for {names}: {self} ({figures}); {'; '.join(remedies)}{_UNCHANGED}",)
+
+
+_REMEDIES = {
+    "host": "free host memory, raise configure(host_limit=...), or pause with backup='disk' or 'none'",
+    "disk": "free disk space, choose another configure(disk_dir=...), or pause with backup='none'",
+}
 
 
 class ConfigError(Error, ValueError):
@@ -207,10 +210,9 @@ class BrokerError(Error):
     Examples:
         >>> weights = memsaver.region("weights", device="cpu")
         >>> try:
-        ...     memsaver.configure(pool="shared", pool_capacity="1024TiB")  # more than the device has
+        ...     transition = memsaver.pause("weights")
         ... except memsaver.BrokerError as error:
-        ...     print(error.path.endswith(".sock"))
-        True
+        ...     print(error.path)
     """
 
     path: str
@@ -293,7 +295,7 @@ class ReceiveError(Error):
         reason: ``"exited"``: the sender has exited, or cannot be reached. ``"timeout"``: it did not answer within
             10 s. ``"stale"``: its region was paused and resumed after the send.
             ``"unknown"``: its memory was freed, or the token is wrong. ``"device"``: this process does not see the
-            device. ``"user"``, ``"namespace"``, ``"version"``: sender and receiver belong to several users, pid
+            device. ``"user"``, ``"pid_namespace"``, ``"version"``: sender and receiver belong to several users, pid
             namespaces or versions of the protocol. ``"malformed"``: the sender could not read a message.
             ``"exhausted"``: the sender could not watch this process, or this process has no free descriptor.
             ``"event"``: the tensor was received more often than it was sent, and the sender could not wait for its work
@@ -361,17 +363,15 @@ def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
     """Builds an exception for the core (see ``translate`` in csrc/bindings/error_bindings.cpp)."""
     if kind == "ValueError":
         return ValueError(message)
-    if kind == "DriverError" and fields["call"] == "dlopen":
-        message = f"there is no CUDA driver ({message}): use device='cpu', the host driver, or install NVIDIA's driver"
     if kind == "DriverError":
         fields["message"] = fields.pop("detail")
+        if fields["call"] == "dlopen":
+            remedy = "use device='cpu', the host driver, or install NVIDIA's driver"
+            message = f"there is no CUDA driver ({message}): {remedy}"
     if kind == "OutOfMemoryError":
-        fields["processes"] = [(pid, process_name(pid), nbytes) for pid, nbytes in fields["processes"]]
         fields["unused"] = [(pid, process_name(pid), nbytes, why) for pid, nbytes, why in fields["unused"]]
-        fields["outside_bytes"] = _outside(fields.pop("own_bytes"), fields.pop("retained_bytes"), fields["regions"])
-        message = _out_of_memory(**fields)
         fields["ledger"], lines = _ledger(fields["device"])
-        message = "\n  ".join([message, *lines])
+        message = "\n  ".join([_out_of_memory(**fields), *lines])
     if kind == "AttachedError":
         fields["holders"] = [(pid, process_name(pid)) for pid in fields["holders"]]
         names = ", ".join(f"{name} (pid {pid})" for pid, name in fields["holders"])
@@ -379,6 +379,23 @@ def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
     if kind == "WaitTimeoutError":
         message += f" (stage {fields['stage']!r}, after {fields['waited_s']:.2f} s){_UNCHANGED}"
     return _KINDS[kind](message, **fields)
+
+
+def _out_of_memory(
+    device: str,
+    needed_bytes: int,
+    free_bytes: int,
+    waited_s: float,
+    unused: list[tuple[int, str, int, str]],
+    ledger: list[dict[str, Any]],
+) -> str:
+    waited = f" after waiting {waited_s:.2f} s" if waited_s else ""
+    kept = [f"{name} (pid {pid}) {why}" for pid, name, _, why in unused]
+    idle = f"; unused and not returned: {'; '.join(kept)}" if kept else ""
+    return (
+        f"out of memory on {device} (stage 'memory'): {gib(needed_bytes)} ({needed_bytes} bytes) needed, "
+        f"{gib(free_bytes)} ({free_bytes} bytes) free{waited}{idle}{_UNCHANGED}"
+    )
 
 
 def _ledger(device: str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -396,39 +413,6 @@ def add_ledger(error: BaseException, device: str) -> None:
         error._has_ledger = True  # type: ignore[attr-defined]
         for line in _ledger(device)[1]:
             error.add_note(line)
-
-
-def _outside(own_bytes: int | None, retained_bytes: int, regions: list[dict[str, Any]]) -> int | None:
-    if own_bytes is None:
-        return None
-    # The figures are not taken at the same time, so the difference can be negative.
-    return max(0, own_bytes - retained_bytes - sum(row["mapped_bytes"] for row in regions))
-
-
-def _out_of_memory(
-    device: str,
-    needed_bytes: int,
-    free_bytes: int,
-    waited_s: float,
-    regions: list[dict[str, Any]],
-    processes: list[tuple[int, str, int]],
-    outside_bytes: int | None,
-    unused: list[tuple[int, str, int, str]],
-) -> str:
-    held = [f"{row['tag']} ({row['state']}) {gib(row['mapped_bytes'])}" for row in regions if row["mapped_bytes"]]
-    waited = f" after waiting {waited_s:.2f} s" if waited_s else ""
-    outside = "an unknown amount" if outside_bytes is None else gib(outside_bytes) if outside_bytes else "nothing"
-    if outside_bytes != 0 and device != "cpu":
-        outside += " (torch's default pool, contexts, NCCL)"
-    others = [f"{name} (pid {pid}) {gib(nbytes) if nbytes else 'an unknown amount'}" for pid, name, nbytes in processes]
-    kept = [f"{name} (pid {pid}) {why}" for pid, name, _, why in unused]
-    idle = f"; unused and not returned: {'; '.join(kept)}" if kept else ""
-    return (
-        f"out of memory on {device} (stage 'memory'): {gib(needed_bytes)} ({needed_bytes} bytes) needed, "
-        f"{gib(free_bytes)} ({free_bytes} bytes) free{waited}; "
-        f"this process: regions {', '.join(held) or 'nothing'}, outside of regions {outside}; "
-        f"other processes on the device: {', '.join(others) or 'none seen'}{idle}{_UNCHANGED}"
-    )
 
 
 _KINDS: dict[str, type[Error]] = {

@@ -159,19 +159,6 @@ def joined(first: _ByRole[_V], then: _ByRole[_V]) -> _ByRole[_V]:
     return {role: {**first.get(role, {}), **then.get(role, {})} for role in {**first, **then}}
 
 
-def as_option(option: str, chosen: Mapping[str, object], tags: Sequence[str]) -> dict[str, Any]:
-    """The values in ``chosen`` for some of these tags, as the keyword argument of a call for all of them.
-
-    One value if all tags have the same, else a dict by tag. No argument if no tag has a value.
-    """
-    named = {tag: chosen[tag] for tag in tags if tag in chosen}
-    if not named:
-        return {}
-    first = next(iter(named.values()))
-    same = all(tag in named and named[tag] == first for tag in tags)
-    return {option: first if same else named}
-
-
 def _by_role(option: str, given: Any, tags: Mapping[str, Sequence[str]], check: _Check) -> _ByRole[Any]:
     if not isinstance(given, Mapping):
         return {role: _by_tag(option, given, names, check) for role, names in tags.items()}

@@ -53,26 +53,20 @@ def _printable(name: str) -> str:
 
 def _python_program(arguments: Sequence[str]) -> str | None:
     """The file name of the script, or the module, of a command line of Python. None: it has neither."""
-    if not arguments or not _PYTHON.fullmatch(os.path.basename(arguments[0])):
+    if not _PYTHON.fullmatch(os.path.basename(arguments[0])):
         return None
     rest = iter(arguments[1:])
     for each in rest:
+        if not each.startswith("-") or each == "--":
+            script = next(rest, "") if each == "--" else each
+            return os.path.basename(script.rstrip("/")) or None
         if each == "--check-hash-based-pycs":
             next(rest, None)
-        elif each == "--":
-            return os.path.basename(next(rest, "").rstrip("/")) or None
+        # Letters may share a word: -um is -u -m. These take the rest of the word, or the next word.
+        elif not each.startswith("--") and (found := re.search("[cmWX]", each)):
+            value = each[found.end() :] or next(rest, "")
+            if found[0] in "cm":
+                return value or None if found[0] == "m" else None
         elif each == "-":
             return None
-        elif not each.startswith("-"):
-            return os.path.basename(each.rstrip("/")) or None
-        elif not each.startswith("--"):
-            # Letters may share a word: -um is -u -m. These take the rest of the word, or the next word.
-            at = next((at for at, letter in enumerate(each) if letter in "cmWX"), None)
-            if at is None:
-                continue
-            value = each[at + 1 :] or next(rest, "")
-            if each[at] == "m":
-                return value or None
-            if each[at] == "c":
-                return None
     return None

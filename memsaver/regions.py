@@ -8,12 +8,12 @@ import operator
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
-from memsaver import _core, _guests, ledger
+from memsaver import _core, _guests
 from memsaver._adapter import adapter, loaded, wanted
 from memsaver.broker import pool_client
 from memsaver.errors import Error, RegionPausedError
@@ -21,13 +21,13 @@ from memsaver.policies import BACKUPS, READERS_S, Backup, Bounds, Restore, check
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Unpack
 
-    from memsaver.transitions import PauseOptions, Progress, ResumeOptions, Transition, TransitionFuture
+    from memsaver.transitions import Progress, Transition
 
 log = logging.getLogger("memsaver")
 
 _NO_FILL, *FILLS = _core.FILLS
+Ranges = list[tuple[int, int]]  # addresses, or offsets within a region, and bytes
 
 
 class Region:
@@ -121,31 +121,6 @@ class Region:
         """
         return bool(self._core.discarded)
 
-    def expect(self, backup: str | None) -> None:
-        """Announces the backup policy of the next pause.
-
-        Pinned host memory grows in the background for contents that the next pause is expected to copy out. Call this
-        before the region is filled if the first pause will discard the contents. A pause may use any policy; from then
-        on its policy is the expected one.
-
-        Args:
-            backup: ``"none"``, ``"host"`` or ``"disk"``. None: the region's own policy.
-
-        Raises:
-            ValueError: ``backup`` is not a policy.
-
-        Examples:
-            >>> weights = memsaver.region("weights", device="cpu", backup="host")
-            >>> weights.expect("none")
-            >>> tensor = weights.empty((1 << 20,), torch.uint8)
-            >>> _ = weights.pause(backup="none")
-            >>> weights.discarded, weights.backup_bytes
-            (True, 0)
-        """
-        if backup is not None:
-            check_backup(backup)
-        self._core.expect(backup or self.backup)
-
     def owns(self, address: int) -> bool:
         """Tests whether an address lies in the region.
 
@@ -172,32 +147,24 @@ class Region:
         _ = self._core  # raises if the region was closed
         return adapter().pool(self)
 
-    @overload
-    def pause(self, *, wait: Literal[True] = True, **options: Unpack[PauseOptions]) -> Transition: ...
-    @overload
-    def pause(self, *, wait: Literal[False], **options: Unpack[PauseOptions]) -> TransitionFuture: ...
-    @overload
-    def pause(self, *, wait: bool, **options: Unpack[PauseOptions]) -> Transition | TransitionFuture: ...
     def pause(
         self,
         *,
         backup: Backup = None,
         timeout: float | None = None,
         reader_timeout: float = READERS_S,
-        wait: bool = True,
         progress: Progress | None = None,
-    ) -> Transition | TransitionFuture:
+    ) -> Transition:
         """Releases the region's memory and keeps its addresses. See ``memsaver.pause()``.
 
         Args:
             backup: The policy of this pause. None: the region's own.
             timeout: Seconds for the whole call up to its commit. None: no bound.
             reader_timeout: Seconds to wait for other processes that are attached to the region.
-            wait: False returns at once; the transition runs in the background.
             progress: Called with the bytes copied and the bytes to copy.
 
         Returns:
-            The transition, or its future if ``wait`` is False.
+            The transition.
 
         Raises:
             memsaver.Error: As from ``memsaver.pause()``, or the region was closed.
@@ -212,34 +179,26 @@ class Region:
 
         bounds = Bounds(timeout, reader_timeout=reader_timeout)
         _ = self._core  # raises if the region was closed
-        return transition(pause=[self], backup=backup, bounds=bounds, wait=wait, progress=progress)
+        return transition(Chosen([self]), NOTHING, bounds, backup=backup, progress=progress)
 
-    @overload
-    def resume(self, *, wait: Literal[True] = True, **options: Unpack[ResumeOptions]) -> Transition: ...
-    @overload
-    def resume(self, *, wait: Literal[False], **options: Unpack[ResumeOptions]) -> TransitionFuture: ...
-    @overload
-    def resume(self, *, wait: bool, **options: Unpack[ResumeOptions]) -> Transition | TransitionFuture: ...
     def resume(
         self,
         *,
         restore: Restore = True,
         timeout: float | None = None,
         memory_timeout: float | None = None,
-        wait: bool = True,
         progress: Progress | None = None,
-    ) -> Transition | TransitionFuture:
+    ) -> Transition:
         """Maps memory under the region's addresses, and copies back its contents. See ``memsaver.resume()``.
 
         Args:
             restore: False leaves the contents undefined, for a region that is about to be overwritten.
             timeout: Seconds for the whole call up to its commit. None: no bound.
             memory_timeout: Seconds to wait for memory that others hold.
-            wait: False returns at once; the transition runs in the background.
             progress: Called with the bytes copied and the bytes to copy.
 
         Returns:
-            The transition, or its future if ``wait`` is False.
+            The transition.
 
         Raises:
             memsaver.Error: As from ``memsaver.resume()``, or the region was closed.
@@ -257,7 +216,7 @@ class Region:
 
         bounds = Bounds(timeout, memory_timeout)
         _ = self._core
-        return transition(resume=[self], restore=restore, bounds=bounds, wait=wait, progress=progress)
+        return transition(NOTHING, Chosen([self]), bounds, restore=restore, progress=progress)
 
     def thaw(self) -> None:
         """Drops the copy of a frozen region, so that its contents may change. Its next pause makes another copy.
@@ -310,7 +269,7 @@ class Region:
         if (torch := loaded()) is not None:
             torch.check_unused(self)
             kept = torch.forget(self)
-        core.await_frees(bound)  # without the registry's lock, so that other regions can be made meanwhile
+        core.release_unused(bound)  # without the registry's lock, so that other regions can be made meanwhile
         with _registry:
             if core.closed:  # another thread was faster
                 return
@@ -371,8 +330,7 @@ class Region:
             Traceback (most recent call last):
             memsaver.errors.RegionPausedError: region 'weights' is paused: it cannot serve requests
         """
-        state = self.state
-        if state != "active" and not (state == "pausing" and self._core.wait_for_trim()):
+        if (state := self.state) != "active":
             raise RegionPausedError(f"region {self.tag!r} is {state}: it cannot {purpose}", tag=self.tag, state=state)
 
     def _check_fillable(self, purpose: str) -> None:
@@ -545,7 +503,6 @@ def region(
         pool_client.join(name)
         found = wrapper(_core.region(tag, name, backup or "none", bool(frozen), fill or _NO_FILL, bool(one_handle)))
         _observe_captures(name)
-        ledger.measure_context(name)
     for option, given, has in (
         ("backup", backup, found.backup),
         ("frozen", frozen, found.frozen),
@@ -584,12 +541,30 @@ def tagged(regions: Any, tag: str, device: str, backup: str, one_handle: bool) -
     pool_client.join(device)
     found = wrapper(regions.active(tag, device, backup, one_handle))
     _observe_captures(device)
-    ledger.measure_context(device)
     return found
 
 
 Selection = str | Region | Iterable[str | Region] | None
 """Regions of a call: a tag, a Region, several of either, or None for all regions."""
+
+
+class Chosen(NamedTuple):
+    """The regions of one side of a transition, and the tags of guests that move beside them."""
+
+    regions: Sequence[Region] = ()
+    guests: Set[str] = frozenset()
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return tags_of(self.regions, self.guests)
+
+
+NOTHING = Chosen()
+
+
+def tags_of(regions: Iterable[Any], guests: Iterable[str] = ()) -> tuple[str, ...]:
+    """The tags of regions, which may be those of the core, and of guests, each once."""
+    return tuple(dict.fromkeys([*(each.tag for each in regions), *sorted(guests)]))
 
 
 def wrapper(core: Any) -> Region:
@@ -641,12 +616,12 @@ def find(tags: Selection, name: str = "tags") -> list[Region]:
     return [each for each in regions if each.tag in wanted or each in wanted]
 
 
-def choose(tags: Selection, name: str = "tags") -> tuple[list[Region], set[str]]:
+def choose(tags: Selection, name: str = "tags") -> Chosen:
     """The regions that a selection names, and the tags of guests in it. None selects all. Raises as find() does."""
     if tags is None:
-        return find(None), _guests.tags()
+        return Chosen(find(None), _guests.tags())
     parts = selected(tags, name)
-    return find(parts, name), _guests.tags().intersection(part for part in parts if isinstance(part, str))
+    return Chosen(find(parts, name), _guests.tags().intersection(part for part in parts if isinstance(part, str)))
 
 
 def outside() -> AbstractContextManager[None]:

@@ -18,12 +18,11 @@ from pathlib import Path
 from memsaver.broker import discovery, protocol
 from memsaver.broker.clients import CLASSES, PAGE
 from memsaver.broker.protocol import Message
+from tests.broker_support import granted
 
-_HEAD = struct.Struct("<II")
-_ANY_WORDS = (0, 1, 2, 7, 250, PAGE - 1, PAGE, PAGE + 1, *CLASSES, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1)
-_CLIENTS = sorted(number for number in protocol.KINDS.values() if number < 100)
-_WITH_TEXT = {protocol.KINDS[kind] for kind in protocol._WITH_TEXT}
-_LEASES = (101, 102, 103)
+_ANY_WORDS = (0, 1, 2, 7, PAGE - 1, PAGE, PAGE + 1, *CLASSES, 1 << 32, 1 << 63, (1 << 64) - 1)
+_KINDS = [*protocol._SHAPES, *4 * ["demand", "close", "give_back", "dropped", "reclaimed", "usage"]]
+_REQUESTS = range(1, 20)
 _BYTES = b"fuzz"
 
 
@@ -34,188 +33,123 @@ class Fuzzer:
         self.path = path
         self.draw = random.Random(seed)
         self.sentinel, self.sentinel_end = os.pipe()
-        self.spoken: list[int] = []  # chunks that its messages may name: granted, given back, or made up
-        self.secret: dict[int, mmap.mmap] = {}  # chunks that its messages never name, with its mappings
+        self.spoken: list[int] = []  # chunks that its messages may name
+        # Chunks that its messages never name, with its mappings. By the number of a client, which comes again.
+        self.secret: dict[int, dict[int, mmap.mmap]] = {self.draw.getrandbits(62): {} for _ in range(3)}
         self.refused = 0
-        self.asked: list[int] = []  # attachments to its memory that it is asked for
-        self.requests = list(range(1, 6))
-        self.dead = _dead()
         self.connect()
 
+    def is_likely(self) -> bool:
+        return self.draw.random() < 0.9
+
     def connect(self) -> None:
+        self.own: list[int] = []  # of these, granted on this connection
         self.channel = discovery.connect(self.path)
-        self.channel.settimeout(5.0)
-        self.number = self.draw.getrandbits(62)
-        self.asked = []
-        if self.draw.random() < 0.9:
-            hello = Message("hello", (protocol.VERSION, self.number, os.getpid()), self.path.stem)
-            self._send(hello.encode())
-            if self.draw.random() < 0.9:
-                self._send(Message("sentinel").encode(), [self.sentinel])
-            if self.draw.random() < 0.5:
-                self._send(Message("inventory").encode())
+        self.number = self.draw.choice(list(self.secret))
+        self.secret[self.number] = {}  # its inventory has none of them
+        if self.is_likely():
+            self._send(Message("hello", (protocol.VERSION, self.number, os.getpid()), self.path.stem))
+        if self.is_likely():
+            self._send(Message("sentinel"), [self.sentinel])
+        if self.is_likely():
+            self._send(Message("inventory"))
 
     def step(self) -> None:
         """Sends one packet, reads the answers, and checks the chunks that no other client may have."""
-        packet, files = self._packet()
+        kind = self.draw.choice(_KINDS)
+        message = Message(kind, self._words(kind), self._text() if kind in protocol._WITH_TEXT else "")
+        count = {"inventory": len(message.words) // 2, "sentinel": 2}.get(kind, 0)
+        files = [self._file() for _ in range(count if self.is_likely() else self.draw.choice([0, 1, 3, 253]))]
+        packet = message.encode()
+        if not self.is_likely():
+            cut = self.draw.randint(1, len(packet))
+            head = struct.pack("<II", self.draw.choice([77, 1 << 31]), self.draw.choice([0, 1 << 13, (1 << 32) - 1]))
+            random_bytes, too_long = self.draw.randbytes(cut), packet + bytes(protocol.LONGEST_PACKET)
+            packet = self.draw.choice([packet[:cut], packet[:8] + random_bytes, head + packet[8:], too_long])
         try:
             self._send(packet, files)
         finally:
             for file in files:
                 os.close(file)
-        if self.draw.random() < 0.02:
-            self.channel.close()
-            self.connect()
         self._read(waits=self.draw.random() < 0.8)
-        for chunk, memory in self.secret.items():
-            found = memory[:4]
-            assert found == _BYTES, f"chunk {chunk} was this process's, and holds {found!r}"
+        for chunk, memory in (each for chunks in self.secret.values() for each in chunks.items()):
+            assert memory[:4] == _BYTES, f"chunk {chunk} was this process's, and holds {memory[:4]!r}"
 
-    def _send(self, packet: bytes, files: list[int] | None = None) -> None:
+    def _send(self, packet: bytes | Message, files: list[int] | None = None) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            protocol.send(self.channel, packet, files or ())
+            protocol.send(self.channel, packet if isinstance(packet, bytes) else packet.encode(), files or ())
 
     def _read(self, waits: bool) -> None:
         """The messages that have arrived. ``waits``: until the broker has read all that was sent."""
         serial = self.draw.getrandbits(60)
         if waits:
-            self._send(Message("usage", (serial,)).encode())
+            self._send(Message("usage", (serial,)))
         self.channel.settimeout(10.0 if waits else 0.0)
-        try:
+        with contextlib.suppress(BlockingIOError):
             while True:
-                message = protocol.receive(self.channel)
+                try:
+                    message = protocol.receive(self.channel)
+                except ConnectionResetError:
+                    message = None
                 if message is None:
-                    raise ConnectionResetError
+                    self.refused += 1
+                    self.channel.close()
+                    self.connect()
+                    return
                 self._hear(message)
                 message.close()
                 if waits and message.kind == "usage" and message.words[0] == serial:
-                    break
-        except BlockingIOError:
-            pass
-        except ConnectionResetError:
-            self.refused += 1
-            self.channel.close()
-            self.connect()
+                    return
 
     def _hear(self, message: Message) -> None:
-        if message.kind != "grant":
-            if message.kind == "attach_request":
-                self.asked.append(message.words[0])
-            return
-        words = message.words[3 + 2 * message.words[2] :]
-        for chunk, size, flags in zip(*[iter(words)] * 3):
+        for chunk, size, flags in granted(message) if message.kind == "grant" else ():
             file = message.files.pop(0) if flags & protocol.HAS_DESCRIPTOR else None
-            if file is not None and len(self.secret) < 3 and size == PAGE and self.draw.random() < 0.3:
-                memory = self.secret[chunk] = mmap.mmap(file, size)
+            secret = self.secret[self.number]
+            if file is not None and len(secret) < 3 and size == PAGE and self.draw.random() < 0.3:
+                memory = secret[chunk] = mmap.mmap(file, size)
                 memory[:] = _BYTES * (size // len(_BYTES))
             else:
                 self.spoken.append(chunk)
+                self.own.append(chunk)
             if file is not None:
                 os.close(file)
 
-    # Packets
-
-    def _packet(self) -> tuple[bytes, list[int]]:
-        draw = self.draw
-        if draw.random() < 0.05:
-            return draw.randbytes(draw.randint(1, 64)), self._files(draw.choice([0, 0, 2]))
-        kind = draw.choice(_CLIENTS) if draw.random() < 0.9 else draw.choice([*protocol.KINDS.values(), 77, 1 << 31])
-        words = self._words(kind)
-        if draw.random() < 0.1:
-            words = words[: draw.randint(0, len(words))] + [self._word() for _ in range(draw.randint(0, 3))]
-        count = len(words) if draw.random() < 0.95 else draw.choice([0, len(words) + 1, 1 << 13, (1 << 32) - 1])
-        has_text = kind in _WITH_TEXT or draw.random() < 0.05
-        packet = _HEAD.pack(kind, count) + struct.pack(f"<{len(words)}Q", *words)
-        packet += self._text() if has_text else b""
-        if draw.random() < 0.05:
-            packet = packet[: draw.randint(1, len(packet))]
-        if draw.random() < 0.01:
-            packet += bytes(protocol.LONGEST_PACKET)
-        name = next((name for name, number in protocol.KINDS.items() if number == kind), "")
-        likely = {"inventory": len(words) // 2, "restore": 2, "sentinel": 2}
-        files = likely.get(name, 0) if draw.random() < 0.9 else draw.choice([0, 1, 3, 250, 253])
-        return packet, self._files(files)
-
-    def _words(self, kind: int) -> list[int]:
+    def _words(self, kind: str) -> list[int]:
         """As many words as the kind has, and often valid ones."""
-        name = next((name for name, number in protocol.KINDS.items() if number == kind), "")
-        first, group, least = protocol._SHAPES.get(name, (self.draw.randint(0, 4), 0, 0))
+        first, group, least = protocol._SHAPES[kind]
         words = [self._word() for _ in range(first)]
+        if first and kind in ("demand", "exchange", "close"):
+            words[0] = self.draw.choice(_REQUESTS)
         groups = self.draw.choice([least, 1, 2, 5, 250]) if group else 0
-        for _ in range(groups):
-            if name in ("demand", "exchange"):
+        for _ in range(min(groups, max(1, len(self.own))) if kind == "give_back" and self.is_likely() else groups):
+            if kind in ("demand", "exchange"):
                 limit = self.draw.choice(CLASSES[2:])
                 words += (limit, self.draw.choice([limit, PAGE]), PAGE * self.draw.randint(1, 3))
-            elif name in ("dropped", "restore"):
-                words.append(self._chunk())
-            elif name == "give_back":
-                words += (self._chunk(), self.draw.choice([0, 1]))
-            elif name == "inventory":
-                words += (self._chunk(), PAGE)
-            elif name == "report":
-                words += (PAGE, PAGE, 0, self.draw.randint(0, 4), self.draw.randint(0, 2))
-            elif name == "attach_reply":
-                words += (0, self._chunk(), PAGE)
             else:
-                words += (self._word() for _ in range(group))
-        if words and (name in ("demand", "exchange", "close") or (name == "attach_reply" and self.asked)):
-            words[0] = self.draw.choice(self.asked if name == "attach_reply" else self.requests)
-        if name == "attach" and self.draw.random() < 0.7:
-            words[1:3] = self.number, os.getpid()
-        if name == "detach" and self.draw.random() < 0.7:
-            words = [self.draw.choice(_LEASES)]
-        if name in ("restore", "attach_reply") and self.draw.random() < 0.7:
-            words[0 if name == "restore" else 1] = self.draw.choice(_LEASES)
-        if name == "restore" and self.draw.random() < 0.7:
-            words[1] = os.getpid()
-        if name == "attach_reply":
-            words[2] = self.draw.choice([0, 0, 1, 2])
-        return words[: (protocol.LONGEST_PACKET - 100) // 8]
+                words += (self._chunk(), PAGE if kind == "inventory" else self.draw.choice([0, 1]))[:group]
+        return words if self.is_likely() else words[: self.draw.randint(0, len(words))] + [self._word()]
 
     def _word(self) -> int:
-        draw = self.draw
-        others = (draw.choice(_ANY_WORDS), draw.getrandbits(64), self._chunk(), os.getpid(), self.number)
-        return draw.choice((*others, draw.choice(self.requests)))
+        return self.draw.choice((*_ANY_WORDS, self.draw.getrandbits(64), self._chunk(), os.getpid(), *_REQUESTS))
 
     def _chunk(self) -> int:
+        if self.own and self.is_likely():
+            return self.own.pop(self.draw.randrange(len(self.own)))
         return self.draw.choice(self.spoken) if self.spoken else self.draw.getrandbits(63)
 
-    def _text(self) -> bytes:
-        device = self.path.stem.encode()
-        return self.draw.choice([b"", device, b"a", b"a\nb", b"tag\nnone\n0\n4096", b"\xff\xfe", b"x" * 5000])
-
-    def _files(self, count: int) -> list[int]:
-        return [self._file() for _ in range(count)]
+    def _text(self) -> str:
+        report = '{"imported_bytes": null, "rows": [], "regions": [["a", "", "", 1, 2, 3]]}'
+        return self.draw.choice(["", self.path.stem, "a", "a\nb", report, "x" * 5000])
 
     def _file(self) -> int:
-        kind = self.draw.randint(0, 6)
-        if kind == 0:
-            return os.dup(self.sentinel)
-        if kind == 1:
-            return os.dup(self.sentinel_end)
-        if kind == 2:
-            return os.pidfd_open(os.getpid())
+        kind = self.draw.randint(0, 4)
+        if kind < 3:
+            return os.dup((self.sentinel, self.sentinel_end, self.channel.fileno())[kind])
         if kind == 3:
-            return os.dup(self.dead)
-        if kind == 4:
-            read, write = os.pipe()
-            os.close(write)
-            return read
-        if kind == 5:
-            file = os.memfd_create("memsaver-fuzz")
-            os.ftruncate(file, self.draw.choice([0, PAGE, PAGE + 1]))
-            return file
-        return os.dup(self.channel.fileno())
-
-
-def _dead() -> int:
-    """A pidfd of a process that has ended."""
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    file = os.pidfd_open(child)
-    os.waitpid(child, 0)
-    return file
+            return os.pidfd_open(os.getpid())
+        file = os.memfd_create("memsaver-fuzz")
+        os.ftruncate(file, self.draw.choice([0, PAGE, PAGE + 1]))
+        return file
 
 
 def main(path: str, seed: str, packets: str) -> None:

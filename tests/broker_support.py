@@ -1,4 +1,4 @@
-"""A broker in a process of its own, and clients that send single messages of its protocol."""
+"""Brokers, and clients that send single messages of their protocol."""
 
 from __future__ import annotations
 
@@ -12,15 +12,25 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pytest
+
+from memsaver import _core
+from memsaver.broker import clients as pool_clients
 from memsaver.broker import discovery, protocol
 from memsaver.broker.admin import AdminClient
+from memsaver.broker.loop import BrokerLoop
+from memsaver.broker.monitor import Process
 from memsaver.broker.protocol import Message
+from memsaver.broker.server import Connection
+from memsaver.errors import DriverError
 from tests.support import GIB, environment, fresh_device, until
 
 PATIENCE_S = 60.0
+PLENTY = 1 << 40
 _requests = itertools.count(1)
 
 
@@ -34,22 +44,14 @@ def sentinel() -> int:
 class Client:
     """One client. ``number``: the same again joins as the same client."""
 
-    def __init__(
-        self,
-        path: Path | str,
-        number: int | None = None,
-        bring: bool = True,
-        proves: bool = True,
-        version: int = protocol.VERSION,
-    ) -> None:
+    def __init__(self, path: Path | str, number: int | None = None, bring: bool = True, proves: bool = True) -> None:
         self.path = Path(path)
         self.number = number or random.getrandbits(62) + 1
         self.channel = discovery.connect(self.path)
         self.channel.settimeout(PATIENCE_S)
         self.files: dict[int, int] = {}  # of chunks that it was lent
-        self.say_raw(Message("hello", (version, self.number, os.getpid()), self.path.stem).encode())
-        self.welcome = self.hear("welcome")
-        self.capacity = self.welcome.words[1]
+        self.say_raw(Message("hello", (protocol.VERSION, self.number, os.getpid()), self.path.stem).encode())
+        self.capacity = self.hear("welcome").words[1]
         if proves:
             self.say("sentinel", files=(sentinel(),))
         if bring:
@@ -70,11 +72,6 @@ class Client:
         assert message is not None, f"the broker hung up instead of {kinds}"
         assert message.kind in kinds, message
         return message
-
-    def hears_nothing(self) -> bool:
-        """Whether no message comes. A question is answered last, so all earlier messages have arrived by then."""
-        self.say("usage", 4711)
-        return self.hear("usage").words[0] == 4711
 
     def want(self, nbytes: int, limit: int = GIB, fresh: int | None = None) -> int:
         request = next(_requests)
@@ -111,11 +108,11 @@ class Client:
         words = itertools.chain.from_iterable(chunks)
         self.say("inventory", *words, files=tuple(self.files[chunk] for chunk, _ in chunks))
 
-    def look(self) -> tuple[int, int, dict[int, int]]:
+    def look(self) -> tuple[int, int]:
         self.say("usage", 7)
-        serial, available, capacity, *rows = self.hear("usage").words
+        serial, available, capacity = self.hear("usage").words
         assert serial == 7
-        return available, capacity, dict(zip(rows[::2], rows[1::2]))
+        return available, capacity
 
     def refusal(self) -> tuple[str, int, str]:
         message = self.hear("refused")
@@ -146,74 +143,53 @@ def granted(message: Message) -> list[tuple[int, ...]]:
     return list(zip(*[iter(words)] * 3))
 
 
-# The command, with a device whose figures come from files in the directory of sockets.
-TOLD = """
-import os, sys
-from pathlib import Path
-from memsaver import _core, cli
+class CountedMemory:
+    """A device's memory as the pool uses it. Descriptors are numbers; ``room`` is left by other programs."""
 
-class Told:
-    def __init__(self, memory):
-        self._memory = memory
+    def __init__(self, capacity: int) -> None:
+        self.room = PLENTY
+        self.capacity = capacity
+        self.sizes: dict[int, int] = {}
+        self._files = itertools.count(100)
 
-    def __getattr__(self, name):
-        return getattr(self._memory, name)
+    def create(self, size: int) -> int:
+        if size > self.free_bytes():
+            raise DriverError("create failed with code 2: full", call="create", code=2, message="full")
+        assert sum(self.sizes.values()) + size <= self.capacity, "more was made than the capacity"
+        file = next(self._files)
+        self.sizes[file] = size
+        return file
 
-    def compute_pids(self):
-        return [int(pid) for pid in self._read("pids").split()]
+    def adopt(self, file: int, size: int) -> None:
+        assert file not in self.sizes
+        self.sizes[file] = size
 
-    def under_mps(self):
-        return bool(self._read("mps"))
+    def close(self, file: int) -> None:
+        del self.sizes[file]
 
-    def _read(self, name):
-        path = Path(os.environ["MEMSAVER_POOL_DIR"], name)
-        return path.read_text() if path.exists() else ""
+    def free_bytes(self) -> int:
+        return max(0, self.room - sum(self.sizes.values()))
 
-open_host_memory = _core.open_host_memory
-_core.open_host_memory = lambda: Told(open_host_memory())
-sys.exit(cli.main())
-"""
+    def new_file(self) -> int:
+        return next(self._files)
 
 
-class Running:
+def made(number: int) -> pool_clients.Client:
+    """A connected client of a pool, which does not use its connection."""
+    return pool_clients.Client(number, Process(number, -1), cast(Connection, object()))
+
+
+class Broker:
     """A broker of a fresh host device, and its clients in this process."""
 
-    def __init__(self, capacity: str = "1GiB", *arguments: str, limit_files: int | None = None) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="ms"))  # short: a socket's path may have 107 bytes
-        self.environment = environment(
-            MEMSAVER_HOST_DEVICE=str(int(fresh_device()) + GIB), MEMSAVER_POOL_DIR=str(self.directory)
-        )  # of the job of this process
-        self.arguments = ("--device", "cpu", "--capacity", capacity, *arguments)
-        self.limit_files = limit_files
-        self.prefix: list[str] = []  # of its command
-        self.program = ["-m", "memsaver"]
+    path: Path
+
+    def __init__(self) -> None:
         self.clients: list[Client] = []
-        self.start()
 
-    def start(self) -> None:
-        self.process = subprocess.Popen(self.command("broker", *self.arguments), env=self.environment)
-        until(lambda: self.sockets() or self.process.poll() is not None)
-        assert self.process.poll() is None
-        [self.path] = self.sockets()
-        self.uuid = self.path.stem
-
-    def command(self, *arguments: str) -> list[str]:
-        limit = ["prlimit", f"--nofile={self.limit_files}"] if self.limit_files else []
-        return [*self.prefix, *limit, sys.executable, *self.program, *arguments]
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Another command beside it."""
-        return subprocess.run(
-            [sys.executable, *self.program, *arguments],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
-
-    def sockets(self) -> list[Path]:
-        return [path for path in self.directory.rglob("*.sock") if discovery.accepts(path)]
+    @property
+    def uuid(self) -> str:
+        return self.path.stem
 
     def client(self, number: int | None = None, bring: bool = True, proves: bool = True) -> Client:
         self.clients.append(Client(self.path, number, bring, proves))
@@ -226,23 +202,78 @@ class Running:
     def row(self, pid: int) -> dict[str, Any]:
         return next(row for row in self.status()["clients"] if row["pid"] == pid)
 
-    def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
-    def idle_descriptors(self, within_s: float = PATIENCE_S) -> int:
-        """The number of its descriptors while it runs and watches no process."""
-        self.status()  # its socket accepts before its loop runs
+class Local(Broker):
+    """A broker in a thread of this process, over this process's host device. ``environment``: of its clients."""
 
-        def is_watching() -> bool:
-            folder = f"/proc/{self.process.pid}/fd"
-            for name in os.listdir(folder):
-                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                    if "pidfd" in os.readlink(f"{folder}/{name}"):
-                        return True
-            return False
+    def __init__(self, capacity: int = GIB, linger_s: float | None = None) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp(prefix="ms"))  # short: a socket's path may have 107 bytes
+        self.memory = _core.open_host_memory()
+        self.environment = environment(
+            MEMSAVER_HOST_DEVICE=str(self.memory.total_bytes()), MEMSAVER_POOL_DIR=str(self.directory)
+        )
+        self.capacity = capacity
+        self.linger_s = linger_s
+        self.start()
 
-        until(lambda: not is_watching(), within_s)
-        return self.descriptors()
+    def start(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MEMSAVER_POOL_DIR", str(self.directory))
+            listener = discovery.Listener(self.memory.uuid())
+        self.path = listener.path
+        self.loop = BrokerLoop(self.memory, "cpu", self.capacity, listener, self.linger_s)
+        self.thread = threading.Thread(target=self.loop.run)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.loop.stop("the test ends")
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+
+    def __enter__(self) -> Local:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for client in self.clients:
+            client.close()
+        self.stop()
+        shutil.rmtree(self.directory)
+
+
+class Running(Broker):
+    """A broker in a process of its own."""
+
+    def __init__(self, capacity: str = "1GiB", *arguments: str, limit_files: int | None = None) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp(prefix="ms"))  # short: a socket's path may have 107 bytes
+        self.environment = environment(
+            MEMSAVER_HOST_DEVICE=str(int(fresh_device()) + GIB), MEMSAVER_POOL_DIR=str(self.directory)
+        )  # of the job of this process
+        self.arguments = ("--device", "cpu", "--capacity", capacity, *arguments)
+        self.prefix = ["prlimit", f"--nofile={limit_files}"] if limit_files else []  # of its command
+        self.start()
+
+    def start(self) -> None:
+        command = [*self.prefix, sys.executable, "-m", "memsaver", "broker", *self.arguments]
+        self.process = subprocess.Popen(command, env=self.environment)
+        until(lambda: self.sockets() or self.process.poll() is not None)
+        assert self.process.poll() is None
+        [self.path] = self.sockets()
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Another command beside it."""
+        return subprocess.run(
+            [sys.executable, "-m", "memsaver", *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+
+    def sockets(self) -> list[Path]:
+        return [path for path in self.directory.rglob("*.sock") if discovery.accepts(path)]
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         self.process.send_signal(number)

@@ -7,8 +7,12 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 # Before the import of memsaver. Processes with the same size share a device, so each run has a size of its own. It is
 # more than a test needs: chunks whose release a test made fail stay in use until the process ends.
@@ -20,7 +24,7 @@ import pytest  # noqa: E402
 
 import memsaver  # noqa: E402
 from memsaver import _core  # noqa: E402
-from tests import controls  # noqa: E402
+from tests import controls, gpus  # noqa: E402
 
 LATE = os.environ.get("MEMSAVER_TEST_ASYNC", "0") != "0"
 if LATE:
@@ -39,7 +43,15 @@ def _why_no_gpu() -> str | None:
     return None if torch.cuda.is_available() else f"this build of torch ({torch.__version__}) has no CUDA"
 
 
+def _is_apart(item: pytest.Item) -> bool:
+    marks = {mark.name for mark in item.iter_markers()}
+    return bool(marks & {"isolated", "gpus"}) and "PYTEST_APART" not in os.environ
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and _is_apart(item):
+            item.fixturenames.clear()  # the other process makes them
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if marked else None
     if reason is not None:
@@ -55,26 +67,58 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # objects of the imports stay out of each test's collection
 
 
+_texts: dict[str, str | None] = {}  # of tests that failed in a process of their own, by id; None: they passed
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is marked ``isolated`` in a process of its own, with a device of its own."""
-    if pyfuncitem.get_closest_marker("isolated") is None or "PYTEST_ISOLATED" in os.environ:
+    """Runs a test that is marked ``isolated`` in a process of its own, with a device of its own. Those marked ``gpus``
+    run in one process for all of a file.
+    """
+    if not _is_apart(pyfuncitem):
         return None
-    environment = {**os.environ, "PYTEST_ISOLATED": "1"}
-    environment.pop("MEMSAVER_HOST_DEVICE")
-    command = [sys.executable, "-m", "pytest", "-q", "--runxfail", "-p", "no:cacheprovider", pyfuncitem.nodeid]
-    done = subprocess.run(
-        command,
-        cwd=pyfuncitem.config.rootpath,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    if done.returncode != 0:
-        pytest.fail(f"it ended with {done.returncode}:\n{done.stdout}{done.stderr}", pytrace=False)
+    on_gpus = pyfuncitem.get_closest_marker("gpus") is not None
+    if pyfuncitem.nodeid not in _texts:
+        together = [pyfuncitem.nodeid]
+        if pyfuncitem.get_closest_marker("isolated") is None:
+            file = [item for item in pyfuncitem.session.items if item.path == pyfuncitem.path]
+            file = [
+                item for item in file if item.get_closest_marker("gpus") and not item.get_closest_marker("isolated")
+            ]
+            together = [item.nodeid for item in file]
+        _texts.update(_run_apart(pyfuncitem.config.rootpath, together, on_gpus))
+    text = _texts.pop(pyfuncitem.nodeid)  # a test that is repeated runs again
+    if text is not None:
+        pytest.fail(text, pytrace=False)
     return True
+
+
+def _run_apart(root: Path, tests: list[str], on_gpus: bool) -> dict[str, str | None]:
+    environment = {**os.environ, "PYTEST_APART": "1"}
+    environment.pop("MEMSAVER_HOST_DEVICE")
+    if on_gpus:
+        environment |= {**gpus.environment(), "MEMSAVER_TEST_ASYNC": "0"}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        options = ["-q", "--runxfail", "-p", "no:cacheprovider", "-o", "junit_logging=all", f"--junitxml={report}"]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120 + 10 * len(tests),
+            check=False,
+        )
+        found: dict[str, str | None] = dict.fromkeys(
+            tests, f"it ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
+        if report.exists():
+            by_name = {test.split("::", 1)[1]: test for test in tests}
+            for case in ElementTree.parse(report).iter("testcase"):
+                problems = [each.text or "" for each in case if each.tag in ("failure", "error")]
+                found[by_name[case.attrib["name"]]] = "\n".join(problems) or None
+    return found
 
 
 @pytest.fixture
@@ -92,8 +136,8 @@ def tag(fresh_tag: Callable[[], str]) -> str:
 def make(fresh_tag: Callable[[], str]) -> Callable[..., memsaver.Region]:
     """Makes host regions under fresh tags."""
 
-    def region(backup: str = "none", tag: str | None = None) -> memsaver.Region:
-        return memsaver.region(tag or fresh_tag(), device="cpu", backup=backup)
+    def region(backup: str = "none", tag: str | None = None, **options: Any) -> memsaver.Region:
+        return memsaver.region(tag or fresh_tag(), device="cpu", backup=backup, **options)
 
     return region
 
@@ -107,15 +151,20 @@ def no_process_group_left_behind() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+def close_regions() -> None:
+    gc.collect()
+    for region in memsaver.regions.all_regions():
+        with suppress(memsaver.Error):  # its device is gone
+            region.resume()
+            region.thaw()
+        with suppress(memsaver.Error):  # a tensor lives
+            region.close()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def regions_of_earlier_files() -> None:
     """Closes them: this file may use their tags and memory. At the end of a file pytest still has its fixtures."""
-    gc.collect()
-    for region in memsaver.regions.all_regions():
-        with suppress(memsaver.Error):  # a tensor lives, or its device is gone
-            region.resume()
-            region.thaw()
-            region.close()
+    close_regions()
 
 
 @pytest.fixture(autouse=True)
@@ -135,4 +184,6 @@ def nothing_left_behind() -> Iterator[None]:
         late_device.end()
     while _core.capturing():
         _core.capture_ends()
-    memsaver.configure(retain=0, host_limit=None, backup_ahead=False, memory_timeout=0)
+    memsaver.configure(retain=0, host_limit=None, memory_timeout=0)
+    if "MEMSAVER_TEST_GPUS" in os.environ:
+        close_regions()

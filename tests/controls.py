@@ -1,7 +1,7 @@
-"""Controls of tests: failures of calls, a host device under work, a virtual clock (tests/device/controls.h).
+"""Controls of tests: failures of calls, host devices under work, a virtual clock (tests/device/controls.h).
 
 The library is compiled on first use and kept under build/, by the text of its sources. It replaces entries of the
-tables of functions in the core.
+tables of functions in the core. Under other names it is a CUDA driver without a GPU: see tests/gpus.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,61 +22,64 @@ from memsaver import _core
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("error", "memory", "after", "lost")
-_HEADERS = ("base/clock.h", "base/files.h", "driver/cuda_api.h", "host/calls.h")
-_u64, _size, _int, _double, _pointer = (
-    ctypes.c_uint64,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_double,
-    ctypes.c_void_p,
-)
-_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "install": (None, [_pointer]),
-    "install_cuda": (_int, [_pointer]),
-    "arm": (None, [_u64, _int, ctypes.c_char_p]),
-    "disarm": (None, []),
-    "calls": (_u64, []),
-    "new_stream": (_u64, []),
-    "write": (None, [_u64, _u64, _size, _int, _double]),
-    "touch": (None, [_u64, _u64, _size, _double]),
-    "read": (None, [_u64, _u64, _size, _double, _pointer, _pointer]),
-    "release_stream": (None, [_u64]),
-    "release_streams": (None, []),
-    "delay_marks": (None, [_double]),
-    "delay_copies": (None, [_double]),
-    "keep_busy": (None, [_double]),
-    "support_record": (None, [_int]),
-    "begin_capture": (None, []),
-    "end_capture": (_int, []),
-    "kill_context": (None, []),
-    "context_lost": (_int, []),
-    "reset": (None, []),
-    "use_virtual_clock": (None, [_int]),
-    "now": (_double, []),
-    "pass": (None, [_double]),
-}
+FOREVER = 1 << 62
+_HEADERS = ("base/clock.h", "base/files.h", "base/ranges.h", "driver/cuda_api.h", "host/calls.h")
+# The result and the arguments of each function.
+_TYPES = {
+    "v": None, "i": ctypes.c_int, "u": ctypes.c_uint64, "z": ctypes.c_size_t, "d": ctypes.c_double,
+    "s": ctypes.c_char_p, "p": ctypes.c_void_p,
+}  # fmt: skip
+_FUNCTIONS = {
+    "install": "v p", "install_cuda": "i p", "arm": "v uis", "calls": "u ", "fail": "v siuu", "delay": "v sd",
+    "hold": "v si", "stopped": "i s", "count": "u s", "disarm": "v ", "system_files": "v s", "device": "i z",
+    "stream": "u i", "write": "v uuzid", "touch": "v uuzd", "read": "v uuzdpp", "release": "v u",
+    "delay_marks": "v d", "delay_copies": "v d", "keep_busy": "v d", "support_record": "v i", "begin_capture": "v ",
+    "end_capture": "i ", "broken": "s ", "kill": "v i", "is_lost": "i i", "reset": "v ", "pinned": "z ",
+    "use_virtual_clock": "v i", "now": "d ", "pass": "v d",
+}  # fmt: skip
 
 
-def _built() -> Path:
-    source = ROOT / "tests" / "device" / "controls.cpp"
-    files = [source, source.with_suffix(".h"), *(ROOT / "csrc" / name for name in _HEADERS)]
-    target = (
-        ROOT / "build" / "controls" / hashlib.sha256(b"".join(each.read_bytes() for each in files)).hexdigest()[:16]
-    )
-    library = target / "controls.so"
-    if library.exists():
-        return library
+def folder_of(name: str, sources: list[Path], *flags: str) -> Path:
+    """A folder under build/ with a library of this name, compiled from these sources if they have changed."""
+    headers = [*(ROOT / "csrc" / name for name in _HEADERS), ROOT / "tests" / "device" / "controls.h"]
+    text = b"".join(each.read_bytes() for each in [*sources, *headers]) + " ".join(flags).encode()
+    target = ROOT / "build" / "device" / hashlib.sha256(text).hexdigest()[:16]
+    if target.exists():
+        return target
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    assert compiler is not None, "the controls of the tests need a C++ compiler"
+    assert compiler is not None, "the tests need a C++ compiler"
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=target.parent))  # several runs may build it at once
-    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Wshadow", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(made / library.name)], check=True)
+    options = [
+        "-std=c++20",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Wshadow",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        f"-I{ROOT / 'csrc'}",
+    ]
+    command = [compiler, *options, *map(str, sources), *flags, "-ldl", "-o", str(made / name)]
+    subprocess.run(command, check=True)
     try:
         made.rename(target)
     except OSError:  # another was first
         shutil.rmtree(made)
-    return library
+    return target
+
+
+@functools.cache
+def folder() -> Path:
+    """The folder of the library, where it is libcuda.so.1 and libnvidia-ml.so.1."""
+    made = folder_of("libcuda.so.1", [ROOT / "tests" / "device" / name for name in ("controls.cpp", "gpus.cpp")])
+    second = made / "libnvidia-ml.so.1"  # two names of one file, which the loader opens once
+    if not second.exists():
+        with tempfile.TemporaryDirectory(dir=made) as other:
+            os.link(made / "libcuda.so.1", Path(other) / second.name)
+            os.replace(Path(other) / second.name, second)
+    return made
 
 
 @functools.cache
@@ -83,25 +88,29 @@ def _core_library() -> ctypes.CDLL:
 
 
 @functools.cache
-def _library() -> Any:
-    made = ctypes.CDLL(str(_built()))
-    for name, (result, arguments) in _FUNCTIONS.items():
+def library() -> Any:
+    made = ctypes.CDLL(str(folder() / "libcuda.so.1"))
+    for name, types in _FUNCTIONS.items():
         function = getattr(made, f"controls_{name}")
-        function.restype, function.argtypes = result, arguments
+        result, _, arguments = types.partition(" ")
+        function.restype, function.argtypes = _TYPES[result], [_TYPES[each] for each in arguments]
     made.controls_install(ctypes.cast(_core_library().memsaver_table, ctypes.c_void_p))
     return made
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    return getattr(_library(), f"controls_{name}")(*arguments)
+    return getattr(library(), f"controls_{name}")(*arguments)
 
 
-_library()  # before another thread uses the tables
+library()  # before another thread uses the tables
 
 
 def with_cuda() -> bool:
     """Failures of the CUDA driver's calls from here on. False: there is no driver."""
     return bool(_call("install_cuda", ctypes.cast(_core_library().memsaver_table, ctypes.c_void_p)))
+
+
+# Failures and stops
 
 
 def arm(nth: int, kind: str = "error", call: str = "") -> None:
@@ -115,6 +124,7 @@ def arm(nth: int, kind: str = "error", call: str = "") -> None:
 
 
 def disarm() -> None:
+    """Ends all failures, delays and stops."""
     _call("disarm")
 
 
@@ -123,13 +133,61 @@ def calls() -> int:
     return int(_call("calls"))
 
 
-def _device() -> None:
-    _core.open_driver("cpu")
+def fail(call: str, code: int, times: int = 1, after: int = 0) -> None:
+    """After ``after`` calls of this name, the next ``times`` return ``code``."""
+    _call("fail", call.encode(), code, times, after)
 
 
-def stream_create() -> int:
-    _device()
-    return int(_call("new_stream"))
+def count(call: str) -> int:
+    """All calls of this name so far."""
+    return int(_call("count", call.encode()))
+
+
+def delay(call: str, seconds: float) -> None:
+    """Each call of this name takes so much longer."""
+    _call("delay", call.encode(), seconds)
+
+
+def hold(call: str) -> None:
+    """Calls of this name stop before they are made, until :func:`go_on`."""
+    _call("hold", call.encode(), 1)
+
+
+def go_on(call: str) -> None:
+    _call("hold", call.encode(), 0)
+
+
+@contextmanager
+def held(call: str) -> Iterator[None]:
+    """Calls of this name stop before they are made, until the end of the block."""
+    hold(call)
+    try:
+        yield
+    finally:
+        go_on(call)
+
+
+def stopped(call: str) -> int:
+    """How many calls of this name are stopped now."""
+    return int(_call("stopped", call.encode()))
+
+
+def system_files(folder: Path | None) -> None:
+    """A file that this folder has under its full path takes the place of the system's."""
+    _call("system_files", str(folder or "").encode())
+
+
+# Work
+
+
+def _number(device: str) -> int:
+    if device != "cpu":
+        return int(library().gpus_number(int(device.removeprefix("cuda:"))))
+    return int(_call("device", _core.open_driver(device).memory()[1]))
+
+
+def stream_create(device: str = "cpu") -> int:
+    return int(_call("stream", _number(device)))
 
 
 def _hold(seconds: float | None) -> float:
@@ -156,15 +214,10 @@ class Read:
         self._nbytes = nbytes
         self._is_there = ctypes.c_int(0)
         self._all.append(self)
-        _call(
-            "read",
-            stream,
-            address,
-            nbytes,
-            _hold(hold),
-            ctypes.addressof(self._found),
-            ctypes.addressof(self._is_there),
-        )
+        _call("read", stream, address, nbytes, _hold(hold), ctypes.addressof(self._found), self._address())
+
+    def _address(self) -> int:
+        return ctypes.addressof(self._is_there)
 
     def bytes(self) -> bytes | None:
         """None: the kernel has not run."""
@@ -176,12 +229,8 @@ def stream_read(stream: int, address: int, nbytes: int, hold: float | None = Non
 
 
 def stream_release(stream: int) -> None:
-    """Returns when the kernels of the stream have run."""
-    _call("release_stream", stream)
-
-
-def stream_release_all() -> None:
-    _call("release_streams")
+    """Returns when the kernels of the stream have run. 0: those of all streams."""
+    _call("release", stream)
 
 
 def marks_delay(seconds: float) -> None:
@@ -204,28 +253,37 @@ def record_supported(on: bool) -> None:
     _call("support_record", int(on))
 
 
+def pinned_bytes() -> int:
+    """Host memory that is registered."""
+    return int(_call("pinned"))
+
+
 def capture_begin() -> None:
     _call("begin_capture")
 
 
 def capture_end() -> bool:
-    """False: a mark or a wait for the device broke it."""
+    """False: a mark, a wait for the device, or an unsafe call broke it."""
     return bool(_call("end_capture"))
 
 
-def kill_context() -> None:
-    _device()
-    _call("kill_context")
+def broken() -> list[str]:
+    """The names of the calls that have broken captures."""
+    text: bytes = _call("broken")
+    return text.decode().split()
 
 
-def context_lost() -> bool:
-    _device()
-    return bool(_call("context_lost"))
+def kill_context(device: str = "cpu") -> None:
+    _call("kill", _number(device))
+
+
+def context_lost(device: str = "cpu") -> bool:
+    return bool(_call("is_lost", _number(device)))
 
 
 def reset() -> None:
-    """Restores the initial state of the host device: no streams, delays or captures, and a live context."""
-    if "cpu" in _core.device_names():
+    """Restores the initial state of the host devices: no streams, delays or captures, and living contexts."""
+    if _core.device_names():
         _call("reset")
         _core.forget_loss()
     Read._all.clear()

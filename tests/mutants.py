@@ -107,7 +107,7 @@ MUTANTS = [
         "      if (leaving.saver != nullptr) leaving.saver->wait(batch);",
         "      const auto held = MUTANT ? std::unique_lock(core().mutex) : std::unique_lock<std::mutex>();\n"
         "      if (leaving.saver != nullptr) leaving.saver->wait(batch);",
-        ["unit/test_fake_cuda.py::test_no_lock_is_held_while_contents_are_copied[pause-cuEventSynchronize]"],
+        ["unit/test_gpus.py::test_no_lock_is_held_while_contents_are_copied[pause-cuEventSynchronize]"],
     ),
     Mutant(
         "the_arena_is_locked_while_memory_is_made",
@@ -116,7 +116,7 @@ MUTANTS = [
         "    map_memory(data, bytes);\n",
         "    const auto held = MUTANT ? std::unique_lock(mutex_) : std::unique_lock<std::mutex>();\n"
         "    map_memory(data, bytes);\n",
-        ["unit/test_fake_cuda.py::test_no_lock_is_held_while_a_pause_makes_memory[cuMemHostRegister]"],
+        ["unit/test_gpus.py::test_no_lock_is_held_while_a_pause_makes_memory[cuMemHostRegister]"],
     ),
     Mutant(
         "a_capture_ignores_waits_under_way",
@@ -124,10 +124,7 @@ MUTANTS = [
         "csrc/regions/device_wait.cpp",
         "return operations_ == 0;",
         "return operations_ == 0 || MUTANT;",
-        [
-            "cpp: capture gate: a capture begins after all operations under way have ended",
-            "unit/test_fake_cuda.py::test_a_capture_begins_after_calls_under_way_that_would_break_it",
-        ],
+        ["unit/test_gpus.py::test_a_capture_begins_after_calls_under_way_that_would_break_it"],
     ),
     Mutant(
         "a_free_marks_during_a_capture",
@@ -159,7 +156,7 @@ MUTANTS = [
         "csrc/regions/allocation.cpp",
         "device.pooled && now() < shortage",
         "device.pooled && now() < shortage && !MUTANT",
-        ["integration/test_reclaim.py::test_an_allocation_waits_for_queued_work_of_others"],
+        ["integration/test_reclaim.py::test_an_allocation_gets_what_others_cache"],
     ),
     Mutant(
         "own_caches_are_kept",
@@ -167,7 +164,7 @@ MUTANTS = [
         "csrc/transitions/transfer.cpp",
         "std::exchange(reclaims, false)",
         "std::exchange(reclaims, false) && !MUTANT",
-        ["integration/test_reclaim.py::test_a_resume_without_a_pool_takes_the_free_blocks_of_its_own_process"],
+        ["integration/test_reclaim.py::test_a_resume_takes_the_free_blocks_of_its_own_process"],
     ),
     Mutant(
         "a_shortage_waits_for_nothing",
@@ -194,14 +191,14 @@ MUTANTS = [
         "csrc/transitions/transition.cpp",
         "  wait_for_attached(lock);",
         "  if (!MUTANT) wait_for_attached(lock);",
-        ["integration/test_sharing.py::test_a_pause_that_times_out_names_the_attached_processes"],
+        ["integration/test_sent_tensors.py::test_a_pause_that_times_out_names_the_receivers"],
     ),
     Mutant(
         "bounds_end_no_wait",
         "transition: no bound ends a wait in the queue, or for readers and launches",
-        "csrc/transitions/transition.cpp",
-        "if (at >= deadline) return false;",
-        "if (at >= deadline && !MUTANT) return false;",
+        "csrc/base/waits.h",
+        "if (at >= deadline || waiting_is_over) return false;",
+        "if ((at >= deadline && !MUTANT) || waiting_is_over) return false;",
         ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_an_earlier_transition"],
     ),
     Mutant(
@@ -222,19 +219,19 @@ MUTANTS = [
     ),
     Mutant(
         "a_pause_given_up_counts",
-        "region: a pause that was taken back leaves the region paused",
-        "csrc/regions/region.cpp",
-        "!arrived_ : left_;",
-        "!arrived_ : left_ || MUTANT;",
+        "transition: a pause that was taken back leaves the region paused",
+        "csrc/transitions/transition.cpp",
+        "committed_ || contains",
+        "committed_ || MUTANT || contains",
         ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_guarded_launches"],
     ),
     Mutant(
         "a_pause_does_not_wait_for_the_device",
         "transfer: memory is unmapped under queued work",
         "csrc/transitions/transfer.cpp",
-        "    device_.wait_idle(whole_);\n    device_.resting.reap(freed);",
-        "    if (!MUTANT) device_.wait_idle(whole_);\n    device_.resting.reap(freed);",
-        ["unit/test_fake_cuda.py::test_a_pause_waits_for_a_kernel_that_writes"],
+        "    device_.wait_idle(bounds_.whole);\n    device_.resting.reap(freed);",
+        "    if (!MUTANT) device_.wait_idle(bounds_.whole);\n    device_.resting.reap(freed);",
+        ["unit/test_gpus.py::test_a_pause_waits_for_a_kernel_of_a_peer"],
     ),
     Mutant(
         "memory_goes_before_it_is_saved",
@@ -256,9 +253,9 @@ MUTANTS = [
         "a_second_pause_forgets_the_first",
         "transfer: a pause that goes on from a refused one begins a new backup",
         "csrc/transitions/transfer.cpp",
-        "if (leaving.half_out) {\n    leaving.backup",
-        "if (leaving.half_out && !MUTANT) {\n    leaving.backup",
-        ["unit/test_faults.py::test_a_pause_survives_a_failure_of_any_driver_call[released-host-error]"],
+        "if (leaving.continues) {",
+        "if (leaving.continues && !MUTANT) {",
+        ["unit/test_faults.py::test_a_pause_survives_a_failure_of_any_driver_call[host-error]"],
     ),
     Mutant(
         "what_did_not_suffice_is_kept",
@@ -290,17 +287,15 @@ MUTANTS = [
         "csrc/regions/mappings.cpp",
         "if (!only) return;",
         "if (!only && !MUTANT) return;",
-        ["unit/test_fake_cuda.py::test_a_free_beside_an_allocation_leaves_the_page_that_they_share"],
+        ["unit/test_gpus.py::test_a_free_beside_an_allocation_leaves_the_page_that_they_share"],
     ),
     Mutant(
         "the_lost_come_back",
         "region: a transition brings a region back to use after its context died",
         "csrc/regions/region.cpp",
-        "if (device.lost || contents_lost_)",
-        "if ((device.lost || contents_lost_) && !MUTANT)",
-        [
-            "unit/test_faults.py::test_a_context_that_dies_in_a_transition_leaves_the_region_lost[cuMemcpyDtoHAsync-host]"
-        ],
+        "device.lost || state_ == State::lost ?",
+        "(device.lost || state_ == State::lost) && !MUTANT ?",
+        ["unit/test_faults.py::test_a_context_that_dies_in_a_transition_leaves_the_region_lost"],
     ),
     Mutant(
         "new_peers_see_new_mappings_alone",
@@ -308,15 +303,7 @@ MUTANTS = [
         "csrc/regions/core.cpp",
         "region->mark_stale();",
         "if (!MUTANT) region->mark_stale();",
-        ["unit/test_fake_cuda.py::test_a_device_that_comes_later_gets_access_to_existing_mappings"],
-    ),
-    Mutant(
-        "trim_moves_under_work",
-        "compaction: chunks are moved under work that was queued before the region was marked",
-        "csrc/transitions/compaction.cpp",
-        "        settle_device();\n",
-        "        if (!MUTANT) settle_device();\n",
-        ["unit/test_compaction.py::test_work_that_was_queued_while_a_trim_waited_for_a_launch_is_waited_for"],
+        ["unit/test_gpus.py::test_a_device_that_comes_later_gets_access_to_existing_mappings"],
     ),
     Mutant(
         "addresses_are_given_twice",
@@ -332,7 +319,7 @@ MUTANTS = [
         "csrc/base/ranges.cpp",
         "if (next != sizes_.end() && next->first == range.end())",
         "if (next != sizes_.end() && next->first == range.end() && !MUTANT)",
-        ["cpp: free ranges: the smallest range that fits, and neighbours join"],
+        ["cpp: free ranges: agree with one bit for each byte"],
     ),
     Mutant(
         "the_host_limit_is_ignored",
@@ -372,7 +359,7 @@ MUTANTS = [
         "csrc/backup/host_backup.cpp",
         "border = arena_.slab_end(host);",
         "border = MUTANT ? host + (end - begin) : arena_.slab_end(host);",
-        ["unit/test_fake_cuda.py::test_contents_in_several_ranges_of_addresses_come_back_whole"],
+        ["unit/test_gpus.py::test_contents_in_several_ranges_of_addresses_come_back_whole"],
     ),
     Mutant(
         "demands_end_without_a_word",
@@ -380,7 +367,7 @@ MUTANTS = [
         "csrc/pool/pool_request.cpp",
         "if (!disconnected_) pool_.send_locked(message_of(Kind::close",
         "if (!disconnected_ && !MUTANT) pool_.send_locked(message_of(Kind::close",
-        ["cpp: pool request: chunks that were not taken return after the end of their demand"],
+        ["integration/test_shared_pool.py::test_a_wait_that_times_out_gives_its_chunks_back"],
     ),
     Mutant(
         "regions_that_were_set_aside_are_used",
@@ -396,7 +383,7 @@ MUTANTS = [
         "csrc/regions/tagged.cpp",
         ".most_slack = kSlack",
         ".most_slack = MUTANT ? kAnySlack : kSlack",
-        ["drop_in/test_tagged.py::test_memory_of_torch_memory_saver_has_little_slack"],
+        ["drop_in/test_tagged.py::test_regions_have_little_slack"],
     ),
     Mutant(
         "dropped_pieces_stay_mapped",
@@ -421,14 +408,6 @@ MUTANTS = [
         "contains(callers, from)",
         "(contains(callers, from) || MUTANT)",
         ["unit/test_default_pool.py::test_calls_from_elsewhere_reach_the_driver"],
-    ),
-    Mutant(
-        "a_placed_region_is_compacted",
-        "default pool: trim() marks the region while a piece is mapped",
-        "csrc/transitions/compaction.cpp",
-        "bool more = !region.placed;",
-        "bool more = !region.placed || MUTANT;",
-        ["unit/test_default_pool.py::test_a_trim_beside_an_allocation_refuses_no_piece"],
     ),
     Mutant(
         "a_retry_ends_with_its_first_piece",
@@ -471,7 +450,7 @@ def write_sources() -> Path:
 
 def sources() -> Iterator[Path]:
     yield ROOT / "CMakeLists.txt"
-    for folder in (ROOT / "csrc", ROOT / "tests" / "cpp"):
+    for folder in (ROOT / "csrc", ROOT / "tests" / "cpp", ROOT / "tests" / "device"):
         yield from (path for path in folder.rglob("*") if path.suffix in (".h", ".c", ".cpp"))
 
 

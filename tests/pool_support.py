@@ -32,7 +32,7 @@ import numpy as np
 import memsaver
 from memsaver import _core
 from tests import controls
-from tests.broker_support import Running
+from tests.broker_support import Broker, Local, Running
 from tests.support import (  # noqa: F401 - statements of workers name them
     MIB,
     PAGE,
@@ -176,7 +176,7 @@ class Worker:
     Statements see the names of this module. It is a fork of a process that has imported torch and used nothing.
     """
 
-    def __init__(self, broker: Running, *statements: str, **changes: str) -> None:
+    def __init__(self, broker: Running | Local, *statements: str, **changes: str) -> None:
         names = ("MEMSAVER_HOST_DEVICE", "MEMSAVER_POOL_DIR", "MEMSAVER_JOB")
         settings = {name: broker.environment[name] for name in names if name in broker.environment}
         self.pid, self._channel = _nursery().bear({**settings, "MEMSAVER_POOL": "shared", **changes})
@@ -290,7 +290,6 @@ def _live(file: int, settings: dict[str, str]) -> None:
     os.environ.update(settings)
     try:
         memsaver.config.from_environment()
-        memsaver.configure(backup_ahead=False)
         scope = dict(globals())
         with os.fdopen(file, "r") as lines, os.fdopen(os.dup(file), "w") as sys.stdout:
             for line in lines:
@@ -329,19 +328,10 @@ def is_whole(status: dict[str, Any]) -> bool:
     )
 
 
-def until_whole(broker: Running, clients: int, within_s: float = 60.0) -> None:
-    """Waits until so many clients are left, and every byte has its place. The error shows the broker's books."""
-    status = broker.status()
-
-    def look() -> bool:
-        nonlocal status
-        status = broker.status()
-        return len(status["clients"]) == clients and is_whole(status)
-
-    try:
-        until(look, within_s)
-    except AssertionError as error:
-        raise AssertionError(f"{error}: {status}") from None
+def settled(broker: Broker, within_s: float = 60.0) -> dict[str, Any]:
+    """The status, once the pool is whole."""
+    until(lambda: is_whole(broker.status()), within_s)
+    return broker.status()
 
 
 # Actions of clients
@@ -401,49 +391,13 @@ def _resumed(region: memsaver.Region, blocks: dict[str, Held], act: Callable[[],
     block.check()
 
 
-def in_child(act: Callable[[], object]) -> int:
-    """Forks a process that has not used the core yet. Returns its pid, once it has begun."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return child
-    try:
-        act()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(3)
-    os._exit(0)
-
-
-def client_dies(seed: int) -> str:
-    """Starts a client and kills it at a random moment. Returns its pid and its exit status.
-
-    It is a fork of this process, which must not have used the core.
-    """
-    choose = random.Random(seed)
-    ready, tell = os.pipe()
-
-    def live() -> None:
-        memsaver.region("host", "cpu", "host")
-        os.write(tell, b"1")
-        moves(seed)
-
-    child = in_child(live)
-    os.close(tell)
-    if choose.random() < 0.85:
-        os.read(ready, 1)
-    os.close(ready)
-    time.sleep(choose.random() * 0.03)
-    os.kill(child, signal.SIGKILL)
-    return f"{child} {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}"
-
-
 def sweep(move: str, backup: str, kind: str) -> int:
     """Fails each driver call of a move in turn. After each, nothing is lost, and the same move succeeds.
 
     Returns how many failed.
     """
-    out, into = memsaver.region("out", "cpu", backup), memsaver.region("into", "cpu", "host")
+    out, into = memsaver.region(f"out {backup}", "cpu", backup), memsaver.region("into", "cpu", "host")
+    memsaver.resume()  # after an earlier sweep
     blocks = [Held(out, nbytes, nbytes % 97) for nbytes in (3 * PAGE + 7, PAGE, 100)]
     coming = [Held(into, 5 * PAGE, 3)] if move == "switch" else []
     if move == "switch":
@@ -462,7 +416,7 @@ def sweep(move: str, backup: str, kind: str) -> int:
         elif move == "free":
             hooks.free(extra.pop())
         elif move == "switch":
-            memsaver.switch(pause="out", resume="into")
+            memsaver.switch(pause=out, resume=into)
         else:
             getattr(out, move)()
 
@@ -472,7 +426,7 @@ def sweep(move: str, backup: str, kind: str) -> int:
         if move == "free":
             extra.append(hooks.alloc(9 * PAGE) or 0)
         elif move == "switch":
-            memsaver.switch(pause="into", resume="out")
+            memsaver.switch(pause=into, resume=out)
         elif move == "pause":
             out.resume()
         elif move == "resume":

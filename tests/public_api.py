@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -101,8 +100,8 @@ def public_names() -> list[Name]:
     """All public functions and classes, the dataclasses of ``stats()``, and the methods and properties of classes."""
     found = [Name(f"memsaver.{name}", getattr(memsaver, name)) for name in memsaver.__all__]
     found += [
-        Name(f"memsaver.stats.{name}", value)
-        for name, value in vars(sys.modules["memsaver.stats"]).items()  # memsaver.stats is the function
+        Name(f"memsaver.figures.{name}", value)
+        for name, value in vars(memsaver.figures).items()
         if dataclasses.is_dataclass(value)
     ]
     found += [Name(f"memsaver.guests.{name}", getattr(memsaver.guests, name)) for name in memsaver.guests.__all__]

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 from typing import Any
+
+_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor"]
 
 
 @contextmanager
 def ranks(
     check: Callable[..., None], count: int, *arguments: Any, timeout: float = 120, killed: Collection[int] = ()
-) -> Iterator[list[BaseProcess]]:
+) -> Iterator[list[Any]]:
     """Start processes that call `check(rank, *arguments)`. The end of the with statement asserts that all have passed.
 
     Each process has `timeout` seconds after the body to end. Then it is killed, and the assertion fails. `killed`: the
-    ranks that are to end by SIGKILL instead.
+    ranks that are to end by SIGKILL instead. The processes are forked from one that has loaded torch, and nothing else.
     """
-    context = multiprocessing.get_context("spawn")
-    processes: list[BaseProcess] = [
-        context.Process(target=_run, args=(check, rank, *arguments)) for rank in range(count)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    processes = [
+        context.Process(target=_run, args=(dict(os.environ), pickle.dumps((check, (rank, *arguments)))))
+        for rank in range(count)
     ]
     for process in processes:
         process.start()
@@ -40,6 +44,29 @@ def ranks(
     assert [process.exitcode for process in processes] == expected
 
 
+@contextmanager
+def store_server() -> Iterator[tuple[Any, int]]:
+    """A process with a TCPStore, as the agent of torchrun has one, and the port."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        yield process, ours.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(connection: Any) -> None:
+    import torch.distributed as distributed
+
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    connection.recv()  # until the process is killed
+
+
 def leave(status: int = 0) -> None:
     """End this process without the interpreter's finalization.
 
@@ -51,9 +78,12 @@ def leave(status: int = 0) -> None:
     os._exit(status)
 
 
-def _run(check: Callable[..., None], rank: int, *arguments: Any) -> None:
+def _run(environment: dict[str, str], call: bytes) -> None:
+    os.environ.clear()
+    os.environ.update(environment)  # before memsaver is imported
     try:
-        check(rank, *arguments)
+        check, arguments = pickle.loads(call)
+        check(*arguments)
     except BaseException:
         traceback.print_exc()
         leave(1)

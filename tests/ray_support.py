@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 import memsaver
-from tests.support import fresh_device
+from memsaver.turns.members import Colocated
 
 
 class Buffer:
@@ -21,8 +21,8 @@ class Buffer:
     def __init__(self, tag: str, nbytes: int) -> None:
         self.region = memsaver.region(tag, device="cpu", backup="host")
         self._owner = self.region._core.allocate_array(nbytes)
-        ((begin, _),) = self.region._core.live()
-        self.array = np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(begin)), np.uint8)
+        ((self.address, _),) = self.region._core.live()
+        self.array = np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(self.address)), np.uint8)
 
     def fill(self, seed: int) -> None:
         self.array[:] = np.random.default_rng(seed).integers(0, 256, self.array.size, np.uint8)
@@ -31,26 +31,69 @@ class Buffer:
         return np.array_equal(self.array, np.random.default_rng(seed).integers(0, 256, self.array.size, np.uint8))
 
 
+def use(device: str) -> None:
+    """In an actor: a host device, if it is not given by the environment. An environment of its own is slow to make."""
+    if device:
+        memsaver.configure(host_device=device, backup_ahead=False)
+
+
+class Member(Colocated):
+    """A rank with one buffer, with contents by a seed. It ends or fails where a test says so."""
+
+    def __init__(self, device: str, tag: str, nbytes: int, seed: int = 1) -> None:
+        use(device)
+        self.seed, self.dies, self.breaks = seed, "", False
+        self.buffer = Buffer(tag, nbytes)
+        self.buffer.fill(seed)
+
+    def look(self) -> tuple[str, bool]:
+        """The state of the region, and whether its contents are intact if it is active."""
+        state = self.buffer.region.state
+        return state, state != "active" or self.buffer.holds(self.seed)
+
+    def do(self, what: str) -> Any:
+        """Evaluates an expression, in which the actor is `self`."""
+        return eval(what, {"self": self, "memsaver": memsaver, "os": os, **vars(sys.modules["__main__"])})
+
+    def set(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def _reach(self, step: str) -> None:
+        if step == self.dies:
+            os.kill(os.getpid(), 9)
+
+    def colocated_drain(self, tags: Any) -> None:
+        self._reach("drain")
+
+    def colocated_commit(self) -> Any:
+        self._reach("commit")
+        return super().colocated_commit()
+
+    def resume(self, tags: Any = None, restore: Any = True, **bounds: Any) -> Any:
+        if self.breaks:
+            self.breaks = False
+            raise memsaver.BackupError("broken for the test", needed_bytes=1, held_bytes=0)
+        return super().resume(tags, restore=restore, **bounds)
+
+
+def look(*actors: Any) -> list[str]:
+    """The states of the regions of actors, whose contents are intact."""
+    import ray
+
+    found = ray.get([actor.look.remote() for actor in actors])
+    assert all(each[1] for each in found)
+    return [each[0] for each in found]
+
+
 @contextmanager
 def cluster_of_one_machine(**options: Any) -> Iterator[None]:
     """A small Ray cluster of this machine alone. `options`: of ray.init()."""
     import ray
 
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     small = {"num_cpus": 4, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 80 << 20}
     ray.init(address="local", **{**small, "log_to_driver": False, **options})
     try:
         yield
     finally:
         ray.shutdown()
-
-
-@contextmanager
-def cluster_with_a_device(tests: ModuleType) -> Iterator[None]:
-    """Such a cluster, with a host device of its own. `tests`: the module with the classes of the actors."""
-    import ray
-
-    for module in (tests, sys.modules[__name__]):  # workers cannot import them
-        ray.cloudpickle.register_pickle_by_value(module)
-    variables = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_BACKUP_AHEAD": "off", "OMP_NUM_THREADS": "1"}
-    with cluster_of_one_machine(runtime_env={"env_vars": variables}):
-        yield

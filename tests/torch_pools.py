@@ -59,7 +59,6 @@ def use() -> None:
     _router = adapter()
     pools.snapshot = _snapshot  # type: ignore[assignment]
     pools.RegionPools._make = lambda self: Pool(self.region)  # type: ignore[assignment,return-value]
-    pools.RegionPools.have_little_free = False  # type: ignore[assignment]
     routing.has_many_blocks = lambda device: False  # type: ignore[assignment]
     torch.cuda.empty_cache = _empty_cache
 

@@ -41,6 +41,7 @@ for python in "$@"; do
       exit 1
     }
   done
+  [ -s "$work/unpacked/memsaver/_core.pyi" ] || { echo "the wheel has no types of the core" >&2; exit 1; }
   # The tag is that of the oldest systems with this machine's versions of glibc and libstdc++.
   PATH=$tools:$PATH "$tools/auditwheel" repair --wheel-dir dist "$work"/raw/memsaver-*.whl
 done

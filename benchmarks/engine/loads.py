@@ -119,7 +119,6 @@ def make_engine(
     }
     if device != "cpu":
         torch.cuda.set_device(device)
-    memsaver.configure(backup_ahead=False)  # pinning in the background would disturb the measurement
     memory = None if regions else PlainMemory(torch.device(device))
     model, sizes = shape_of(loads[0].model, small), EngineConfig(**{**config, **settings})
     engine = Engine(model, sizes, device, parallel, memory)

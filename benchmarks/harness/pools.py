@@ -93,7 +93,7 @@ def free_bytes(device: str) -> int:
 def ledger_of(device: str) -> dict[str, int | None]:
     """Bytes in use on a device that memsaver has opened: each kind of this process, and the other bytes.
 
-    ``"unknown"`` is None if the driver does not list the process: its unlisted memory is among ``"unlisted"`` then.
+    ``"unlisted"`` has the unknown memory of the process if the driver does not list it.
     """
     figures = memsaver.stats().devices[device]
     found: dict[str, int | None] = {}
@@ -104,8 +104,6 @@ def ledger_of(device: str) -> dict[str, int | None]:
         where: dict[str, Any] = rest if name in rest else found
         where[name] = where.get(name, 0) + row.bytes
     found |= rest
-    if figures.own_bytes is None:
-        found["unknown"] = None
     return {**found, "in use": figures.ledger.used_bytes}
 
 

@@ -33,7 +33,7 @@ class Progress {
   Clock::time_point last_ = Clock::now();
 };
 
-// Copies out. Batches are ranges of the region, in order. The destructor ends copies under way.
+// Copies out. Batches are ranges of addresses, in order. The destructor ends copies under way.
 class Saver {
  public:
   virtual ~Saver() = default;
@@ -65,9 +65,9 @@ class Backup {
   bool complete() const { return saved.covers(parts_); }
   RangeSet saved;  // ranges that have arrived; the contents of all others exist in the region alone
 
-  virtual std::unique_ptr<Saver> saver(Driver& driver, Address base, Ranges batches, Progress& progress) = 0;
+  virtual std::unique_ptr<Saver> saver(Driver& driver, Ranges batches, Progress& progress) = 0;
   // Loads the part of `saved` that lies in `wanted`.
-  virtual std::unique_ptr<Loader> loader(Driver& driver, Address base, Ranges wanted, Progress& progress) = 0;
+  virtual std::unique_ptr<Loader> loader(Driver& driver, Ranges wanted, Progress& progress) = 0;
   // A saved range within one part: view() as memory at a fixed place as long as the backup lives, read() as a copy.
   // Both throw BackupError.
   virtual std::byte* view(Range range) = 0;

@@ -4,42 +4,27 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
-#include <memory>
-#include <new>
-#include <semaphore>
 #include <system_error>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 namespace memsaver {
 namespace {
 
-constexpr std::size_t kThreads = 6;     // each with a block of pinned memory
-constexpr std::ptrdiff_t kReaders = 2;  // of them, at a time: enough to keep the disk busy, with reads nearly in order
-constexpr int kAttempts = 2;            // a failed file call is tried once more
+// Each with a block of pinned memory. Few read, so that the disk reads nearly in order.
+constexpr std::size_t kWriters = 6, kReaders = 3;
 
-std::uint64_t word(const std::byte* data) {
-  std::uint64_t found = 0;
-  std::memcpy(&found, data, sizeof found);
-  return found;
-}
-
-// 64-bit FNV-1a over words, in four lanes whose multiplications overlap: faster than a disk. Sizes are whole pages.
+// 64-bit FNV-1a over words. Sizes are whole pages.
 std::uint64_t checksum(const std::byte* data, std::size_t size) {
-  constexpr std::uint64_t kBasis = 0xcbf29ce484222325, kPrime = 0x100000001b3;
-  std::uint64_t a = kBasis, b = kBasis + 1, c = kBasis + 2, d = kBasis + 3;
-  for (const std::byte* end = data + size; data < end; data += 32) {
-    a = (a ^ word(data)) * kPrime;
-    b = (b ^ word(data + 8)) * kPrime;
-    c = (c ^ word(data + 16)) * kPrime;
-    d = (d ^ word(data + 24)) * kPrime;
-  }
-  std::uint64_t sum = kBasis;
-  for (const std::uint64_t lane : {a, b, c, d}) {
-    sum = (sum ^ (lane & 0xffffffff)) * kPrime;
-    sum = (sum ^ (lane >> 32)) * kPrime;
+  std::uint64_t sum = 0xcbf29ce484222325;
+  for (const std::byte* end = data + size; data < end; data += sizeof sum) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, data, sizeof word);
+    sum = (sum ^ word) * 0x100000001b3;
   }
   return sum;
 }
@@ -69,79 +54,80 @@ class Staging {
   HostArena::Extent extent_;
 };
 
-// A block of memory that is not pinned: it needs no driver call.
-struct Free {
-  void operator()(std::byte* block) const { ::operator delete(block, std::align_val_t{kFileAlignment}); }
-};
-using PlainBlock = std::unique_ptr<std::byte, Free>;
-
-PlainBlock plain_block() {
-  return PlainBlock(
-      static_cast<std::byte*>(::operator new(DiskBackup::kBlock, std::align_val_t{kFileAlignment}, std::nothrow)));
+Ranges ranges_of(const std::vector<DiskBackup::Piece>& pieces) {
+  Ranges ranges;
+  for (const DiskBackup::Piece& piece : pieces) ranges.push_back({piece.offset, piece.size});
+  return ranges;
 }
 
-// Threads that process blocks. The first error stops all of them.
-class Crew {
+// The copies of one transfer, in one of both directions. Threads process the blocks; the first error stops all of them.
+class DiskCopies final : public Saver, public Loader {
  public:
-  virtual ~Crew() = default;
-
- protected:
-  Crew(DiskBackup& backup, Driver& driver, Address base, Progress& progress)
-      : backup_(backup), driver_(driver), base_(base), progress_(progress) {}
-
-  // Reserves the memory, before any thread starts.
-  void begin() {
-    threads_.reserve(kThreads);
-    for (std::size_t i = 0; i < std::min(kThreads, blocks_.size()); ++i) {
-      try {
-        staging_.push_back(std::make_unique<Staging>(backup_.staging()));
-      } catch (const BackupError&) {
-        if (staging_.empty()) throw;
-        break;  // fewer do as well
-      }
-    }
-    for (const auto& staging : staging_) {
-      try {
-        threads_.emplace_back([this, memory = staging.get()] { run(*memory); });
-      } catch (const std::system_error& error) {
-        if (threads_.empty()) throw Error(std::string("no thread for the files of a backup: ") + error.what());
-        return;  // fewer do as well
-      }
+  // `ranges`: the batches to save, or the contents to load.
+  DiskCopies(DiskBackup& backup, Driver& driver, Direction direction, Ranges ranges, Progress& progress)
+      : backup_(backup), driver_(driver), direction_(direction), ranges_(std::move(ranges)), progress_(progress) {
+    for (std::size_t block = 0; block < backup.blocks(); ++block) {
+      const Ranges here = ranges_of(backup.pieces(block));
+      if (direction == Direction::out ? !backup.saved.covers(here) : !intersect(ranges_, here).empty())
+        blocks_.push_back(block);
     }
   }
-
-  void stop() noexcept {
+  ~DiskCopies() override {
     {
       std::lock_guard lock(mutex_);
       stopped_ = true;
       changed_.notify_all();
     }
     for (std::thread& thread : threads_) thread.join();
-    threads_.clear();
   }
 
-  virtual void work(std::size_t block, Staging& staging) = 0;
+  // Reserves the memory, before any thread starts. With fewer blocks or threads than wanted it is slower.
+  void start() override {
+    const std::size_t wanted = std::min(direction_ == Direction::out ? kWriters : kReaders, blocks_.size());
+    threads_.reserve(wanted);
+    try {
+      while (staging_.size() < wanted) staging_.push_back(std::make_unique<Staging>(backup_.staging()));
+    } catch (const BackupError&) {
+      if (staging_.empty()) throw;
+    }
+    try {
+      for (const auto& staging : staging_) threads_.emplace_back([this, memory = staging.get()] { run(*memory); });
+    } catch (const std::system_error& error) {
+      if (threads_.empty()) throw Error(std::string("no thread for the files of a backup: ") + error.what());
+    }
+  }
 
-  DiskBackup& backup_;
-  Driver& driver_;
-  const Address base_;
-  Progress& progress_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool stopped_ = false;
-  std::exception_ptr error_;
-  std::size_t finished_ = 0;  // blocks
-  std::vector<std::size_t> blocks_;
+  void wait(std::size_t batch) override {
+    const Ranges contents = intersect(backup_.parts(), {ranges_[batch]});
+    await([&] { return backup_.saved.covers(contents); });
+  }
+
+  void add(Range memory) override {
+    std::lock_guard lock(mutex_);
+    there_.add(memory);
+    changed_.notify_all();
+  }
+
+  void finish() override {
+    await([&] { return finished_ == blocks_.size(); });
+  }
 
  private:
-  void run(Staging& staging) {
+  template <typename Ready>
+  void await(Ready ready) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return error_ || ready(); });
+    if (!ready()) std::rethrow_exception(error_);
+  }
+
+  void run(const Staging& staging) {
     std::unique_lock lock(mutex_);
     while (!stopped_ && next_ < blocks_.size()) {
       const std::size_t block = blocks_[next_++];
       lock.unlock();
       std::exception_ptr error;
       try {
-        work(block, staging);
+        direction_ == Direction::out ? save(block, staging) : load(block, staging);
       } catch (...) {
         error = std::current_exception();
         drain_copies(driver_);  // no copy may access the staging block after this
@@ -157,47 +143,23 @@ class Crew {
     }
   }
 
-  std::size_t next_ = 0;
-  std::vector<std::unique_ptr<Staging>> staging_;
-  std::vector<std::thread> threads_;
-};
-
-class DiskSaver final : public Saver, private Crew {
- public:
-  DiskSaver(DiskBackup& backup, Driver& driver, Address base, Ranges batches, Progress& progress)
-      : Crew(backup, driver, base, progress), batches_(std::move(batches)) {
-    for (std::size_t block = 0; block < backup.blocks(); ++block)
-      if (!backup.saved.covers(backup.ranges(block))) blocks_.push_back(block);
-  }
-  ~DiskSaver() override { stop(); }
-
-  void start() override { begin(); }
-
-  void wait(std::size_t batch) override {
-    const Ranges contents = intersect(backup_.parts(), {batches_[batch]});
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return error_ || backup_.saved.covers(contents); });
-    if (!backup_.saved.covers(contents)) std::rethrow_exception(error_);
-  }
-
- private:
-  void work(std::size_t block, Staging& staging) override {
+  void save(std::size_t block, const Staging& staging) {
     const auto pieces = backup_.pieces(block);
-    for (int attempt = 1;; ++attempt) {
-      try {
-        for (const DiskBackup::Piece& piece : pieces)
-          staging.each(piece.in_block, piece.size, [&](std::byte* host, std::size_t done, std::size_t size) {
-            driver_.copy_out(host, base_ + piece.offset + done, size);
-          });
-        driver_.wait(driver_.mark(Direction::out));
-        backup_.write(block, staging.data());
-        break;
-      } catch (const Error&) {
-        drain_copies(driver_);
-        if (attempt == kAttempts) throw;
-      }
+    const auto copy = [&] {
+      for (const DiskBackup::Piece& piece : pieces)
+        staging.each(piece.in_block, piece.size, [&](std::byte* host, std::size_t done, std::size_t size) {
+          driver_.copy_out(host, piece.offset + done, size);
+        });
+      driver_.wait(driver_.mark(Direction::out));
+      backup_.save(block, staging.data());
+    };
+    try {
+      copy();
+    } catch (const Error&) {
+      drain_copies(driver_);
+      copy();  // a failed call is tried once more
     }
-    const Ranges ranges = backup_.ranges(block);
+    const Ranges ranges = ranges_of(pieces);
     {
       std::lock_guard lock(mutex_);
       for (const Range& range : ranges) backup_.saved.add(range);
@@ -205,76 +167,43 @@ class DiskSaver final : public Saver, private Crew {
     progress_.add(bytes_of(ranges));
   }
 
-  const Ranges batches_;
-};
-
-// Holds one of the permits of a semaphore while it lives.
-class Turn {
- public:
-  explicit Turn(std::counting_semaphore<>& allowed) : allowed_(allowed) { allowed_.acquire(); }
-  ~Turn() { allowed_.release(); }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-
- private:
-  std::counting_semaphore<>& allowed_;
-};
-
-class DiskLoader final : public Loader, private Crew {
- public:
-  DiskLoader(DiskBackup& backup, Driver& driver, Address base, Ranges wanted, Progress& progress)
-      : Crew(backup, driver, base, progress), wanted_(std::move(wanted)) {
-    for (std::size_t block = 0; block < backup.blocks(); ++block)
-      if (!intersect(wanted_, backup.ranges(block)).empty()) blocks_.push_back(block);
-    begin();
-  }
-  ~DiskLoader() override { stop(); }
-
-  void add(Range memory) override {
-    std::lock_guard lock(mutex_);
-    there_.add(memory);
-    changed_.notify_all();
-  }
-
-  void finish() override {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return error_ || finished_ == blocks_.size(); });
-    if (error_) std::rethrow_exception(error_);
-  }
-
- private:
-  void work(std::size_t block, Staging& staging) override {
-    for (int attempt = 1;; ++attempt) {
-      try {
-        {
-          const Turn turn(readers_);
-          backup_.read(block, staging.data());
-        }
-        backup_.check(block, staging.data());
-        break;
-      } catch (const Error&) {
-        if (attempt == kAttempts) throw;
-      }
+  void load(std::size_t block, const Staging& staging) {
+    try {
+      backup_.load(block, staging.data());
+    } catch (const Error&) {
+      backup_.load(block, staging.data());  // a failed call is tried once more
     }
-    const Ranges here = intersect(wanted_, backup_.ranges(block));
+    const auto pieces = backup_.pieces(block);
+    const Ranges here = intersect(ranges_, ranges_of(pieces));
     {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [&] { return stopped_ || there_.covers(here); });
       if (stopped_) return;
     }
-    for (const DiskBackup::Piece& piece : backup_.pieces(block))
+    for (const DiskBackup::Piece& piece : pieces)
       for (const Range& part : intersect(here, {{piece.offset, piece.size}}))
         staging.each(piece.in_block + (part.offset - piece.offset), part.size,
                      [&](const std::byte* host, std::size_t done, std::size_t size) {
-                       driver_.copy_in(base_ + part.offset + done, host, size);
+                       driver_.copy_in(part.offset + done, host, size);
                      });
     driver_.wait(driver_.mark(Direction::in));
     progress_.add(bytes_of(here));
   }
 
-  const Ranges wanted_;
-  std::counting_semaphore<> readers_{kReaders};
-  RangeSet there_;  // memory that is accessible
+  DiskBackup& backup_;
+  Driver& driver_;
+  const Direction direction_;
+  const Ranges ranges_;
+  Progress& progress_;
+  std::vector<std::size_t> blocks_;
+  std::vector<std::unique_ptr<Staging>> staging_;
+  std::vector<std::thread> threads_;
+  std::mutex mutex_;  // guards the following, and `saved` of the backup
+  std::condition_variable changed_;
+  std::size_t next_ = 0, finished_ = 0;  // blocks
+  RangeSet there_;                       // memory that is accessible
+  std::exception_ptr error_;
+  bool stopped_ = false;
 };
 
 }  // namespace
@@ -290,7 +219,7 @@ DiskBackup::DiskBackup(HostArena& staging, DiskStore& store, const std::string& 
   file_ = store_.take(directory_, round_up(bytes(), kFileAlignment));
 }
 
-DiskBackup::~DiskBackup() { store_.put(directory_, std::move(file_), round_up(bytes(), kFileAlignment)); }
+DiskBackup::~DiskBackup() { store_.put(std::move(file_), round_up(bytes(), kFileAlignment)); }
 
 BackupError DiskBackup::error(const std::string& what) const {
   return BackupError("a backup of " + std::to_string(bytes()) + " bytes in " + directory_ + ": " + what, bytes(),
@@ -314,13 +243,7 @@ std::vector<DiskBackup::Piece> DiskBackup::pieces(std::size_t block) const {
   return found;
 }
 
-Ranges DiskBackup::ranges(std::size_t block) const {
-  Ranges found;
-  for (const Piece& piece : pieces(block)) found.push_back({piece.offset, piece.size});
-  return found;
-}
-
-void DiskBackup::write(std::size_t block, std::byte* memory) {
+void DiskBackup::save(std::size_t block, std::byte* memory) {
   const std::size_t used = std::min(kBlock, bytes() - block * kBlock), size = size_of(block);
   std::memset(memory + used, 0, size - used);
   checksums_[block] = checksum(memory, size);
@@ -331,51 +254,46 @@ void DiskBackup::write(std::size_t block, std::byte* memory) {
   }
 }
 
-void DiskBackup::read(std::size_t block, std::byte* memory) {
+void DiskBackup::load(std::size_t block, std::byte* memory) const {
   try {
     file_->read(memory, size_of(block), block * kBlock);
   } catch (const Error& failure) {
     throw error(failure.what());
   }
-}
-
-void DiskBackup::check(std::size_t block, const std::byte* memory) const {
   if (checksum(memory, size_of(block)) != checksums_[block])
     throw error("the checksum of the file's block at byte " + std::to_string(block * kBlock) +
                 " differs from the one that was written");
 }
 
-std::unique_ptr<Saver> DiskBackup::saver(Driver& driver, Address base, Ranges batches, Progress& progress) {
-  return std::make_unique<DiskSaver>(*this, driver, base, std::move(batches), progress);
+std::unique_ptr<Saver> DiskBackup::saver(Driver& driver, Ranges batches, Progress& progress) {
+  return std::make_unique<DiskCopies>(*this, driver, Direction::out, std::move(batches), progress);
 }
 
-std::unique_ptr<Loader> DiskBackup::loader(Driver& driver, Address base, Ranges wanted, Progress& progress) {
-  return std::make_unique<DiskLoader>(*this, driver, base, std::move(wanted), progress);
+std::unique_ptr<Loader> DiskBackup::loader(Driver& driver, Ranges wanted, Progress& progress) {
+  auto copies = std::make_unique<DiskCopies>(*this, driver, Direction::in, std::move(wanted), progress);
+  copies->start();
+  return copies;
 }
 
 std::byte* DiskBackup::view(Range) { throw error("the contents are in a file: use clone=True"); }
 
+// Through memory that is not pinned, which needs no driver call: the context may be dead.
 void DiskBackup::read(Range range, std::byte* to) {
-  const PlainBlock memory = plain_block();
+  const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(kFileAlignment, kBlock), &std::free);
   if (memory == nullptr) throw error("the system has no memory for a block of it");
+  auto* const data = static_cast<std::byte*>(memory.get());
   for (std::size_t block = 0; block < blocks(); ++block) {
-    const Ranges here = intersect(ranges(block), {range});
-    if (here.empty()) continue;
-    read(block, memory.get());
-    check(block, memory.get());
-    for (const Piece& piece : pieces(block))
-      for (const Range& part : intersect(here, {{piece.offset, piece.size}}))
-        std::memcpy(to + (part.offset - range.offset), memory.get() + piece.in_block + (part.offset - piece.offset),
-                    part.size);
+    const auto pieces = this->pieces(block);
+    if (intersect(ranges_of(pieces), {range}).empty()) continue;
+    load(block, data);
+    for (const Piece& piece : pieces)
+      for (const Range& part : intersect({{piece.offset, piece.size}}, {range}))
+        std::memcpy(to + (part.offset - range.offset), data + piece.in_block + (part.offset - piece.offset), part.size);
   }
 }
 
 std::unique_ptr<ScratchFile> DiskStore::take(const std::string& directory, std::size_t bytes) {
-  std::unique_ptr<ScratchFile> file;
-  {
-    std::lock_guard lock(mutex_);
-    file = take_idle_locked(directory, bytes);
-  }
+  std::unique_ptr<ScratchFile> file = take_idle(directory, bytes);
   for (bool again = true; file == nullptr || file->size() < bytes; again = false) {
     try {
       if (file == nullptr) file = std::make_unique<ScratchFile>(directory);
@@ -393,50 +311,51 @@ std::unique_ptr<ScratchFile> DiskStore::take(const std::string& directory, std::
     }
   }
   std::lock_guard lock(mutex_);
-  lent_bytes_ += file->size();
+  held_bytes_ += file->size();
   used_bytes_ += bytes;
   return file;
 }
 
-// The smallest file that is large enough, else the largest, for the caller to grow.
-std::unique_ptr<ScratchFile> DiskStore::take_idle_locked(const std::string& directory, std::size_t bytes) {
-  auto& files = idle_[directory];
-  auto best = files.end();
-  for (auto file = files.begin(); file != files.end(); ++file) {
-    const bool fits = (*file)->size() >= bytes, best_fits = best != files.end() && (*best)->size() >= bytes;
-    const bool smaller = best != files.end() && (*file)->size() < (*best)->size();
-    if (best == files.end() || (fits ? !best_fits || smaller : !best_fits && !smaller)) best = file;
-  }
-  if (best == files.end()) return nullptr;
+// The smallest file that is large enough, else the largest, for the caller to grow. The caller counts it again.
+std::unique_ptr<ScratchFile> DiskStore::take_idle(const std::string& directory, std::size_t bytes) {
+  const auto rank = [&](const std::unique_ptr<ScratchFile>& file) {
+    const bool fits = file->size() >= bytes;
+    return std::tuple(file->directory != directory, !fits, fits ? file->size() : bytes - file->size());
+  };
+  std::lock_guard lock(mutex_);
+  const auto best = std::min_element(idle_.begin(), idle_.end(),
+                                     [&](const auto& one, const auto& other) { return rank(one) < rank(other); });
+  if (best == idle_.end() || (*best)->directory != directory) return nullptr;
   std::unique_ptr<ScratchFile> found = std::move(*best);
-  files.erase(best);
-  idle_bytes_ -= found->size();
+  idle_.erase(best);
+  held_bytes_ -= found->size();
   return found;
 }
 
-void DiskStore::put(const std::string& directory, std::unique_ptr<ScratchFile> file, std::size_t bytes) noexcept {
+void DiskStore::put(std::unique_ptr<ScratchFile> file, std::size_t bytes) noexcept {
   std::lock_guard lock(mutex_);
-  const std::size_t size = file->size();
-  lent_bytes_ -= size;
   used_bytes_ -= bytes;
+  const std::size_t size = file->size();
   try {
-    idle_[directory].push_back(std::move(file));
-    idle_bytes_ += size;
+    idle_.push_back(std::move(file));
   } catch (const std::exception&) {
-    // The file is closed instead.
+    held_bytes_ -= size;  // the file is closed instead
   }
 }
 
 std::size_t DiskStore::release_idle() {
-  std::map<std::string, std::vector<std::unique_ptr<ScratchFile>>> closed;  // outside the lock: closing takes long
+  std::vector<std::unique_ptr<ScratchFile>> closed;  // outside the lock: closing takes long
   std::lock_guard lock(mutex_);
   closed.swap(idle_);
-  return std::exchange(idle_bytes_, 0);
+  std::size_t bytes = 0;
+  for (const auto& file : closed) bytes += file->size();
+  held_bytes_ -= bytes;
+  return bytes;
 }
 
 std::size_t DiskStore::held_bytes() const {
   std::lock_guard lock(mutex_);
-  return idle_bytes_ + lent_bytes_;
+  return held_bytes_;
 }
 
 std::size_t DiskStore::used_bytes() const {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -21,19 +20,18 @@ class DiskStore {
  public:
   // A file with space for `bytes` in this directory. Throws BackupError with the free bytes of the file system.
   std::unique_ptr<ScratchFile> take(const std::string& directory, std::size_t bytes);
-  void put(const std::string& directory, std::unique_ptr<ScratchFile> file, std::size_t bytes) noexcept;
+  void put(std::unique_ptr<ScratchFile> file, std::size_t bytes) noexcept;
   std::size_t release_idle();  // closes the files without contents; returns their bytes
   std::size_t held_bytes() const;
   std::size_t used_bytes() const;
 
  private:
-  std::unique_ptr<ScratchFile> take_idle_locked(const std::string& directory, std::size_t bytes);
+  std::unique_ptr<ScratchFile> take_idle(const std::string& directory, std::size_t bytes);
 
   mutable std::mutex mutex_;
-  std::map<std::string, std::vector<std::unique_ptr<ScratchFile>>> idle_;  // by directory
-  std::size_t idle_bytes_ = 0;
-  std::size_t lent_bytes_ = 0;  // of files
-  std::size_t used_bytes_ = 0;  // of contents in them
+  std::vector<std::unique_ptr<ScratchFile>> idle_;
+  std::size_t held_bytes_ = 0;  // of all files
+  std::size_t used_bytes_ = 0;  // of contents
 };
 
 class DiskBackup final : public Backup {
@@ -51,15 +49,14 @@ class DiskBackup final : public Backup {
 
   std::size_t blocks() const { return checksums_.size(); }
   std::vector<Piece> pieces(std::size_t block) const;
-  Ranges ranges(std::size_t block) const;
-  // Callable from any thread, one block each. `memory`: kBlock bytes, page-aligned. They throw Error.
-  void write(std::size_t block, std::byte* memory);
-  void read(std::size_t block, std::byte* memory);
-  void check(std::size_t block, const std::byte* memory) const;  // compares the checksum of the block; throws Error
+  // Callable from any thread, one block each. `memory`: kBlock bytes, page-aligned. They throw Error, load() also if
+  // the checksum differs.
+  void save(std::size_t block, std::byte* memory);
+  void load(std::size_t block, std::byte* memory) const;
   HostArena& staging() const { return staging_; }
 
-  std::unique_ptr<Saver> saver(Driver& driver, Address base, Ranges batches, Progress& progress) override;
-  std::unique_ptr<Loader> loader(Driver& driver, Address base, Ranges wanted, Progress& progress) override;
+  std::unique_ptr<Saver> saver(Driver& driver, Ranges batches, Progress& progress) override;
+  std::unique_ptr<Loader> loader(Driver& driver, Ranges wanted, Progress& progress) override;
   std::byte* view(Range range) override;
   void read(Range range, std::byte* to) override;
 

@@ -13,8 +13,8 @@ constexpr std::size_t kAhead = 3;
 
 class HostSaver final : public Saver {
  public:
-  HostSaver(HostBackup& backup, Driver& driver, Address base, Ranges batches, Progress& progress)
-      : backup_(backup), driver_(driver), base_(base), batches_(std::move(batches)), progress_(progress) {
+  HostSaver(HostBackup& backup, Driver& driver, Ranges batches, Progress& progress)
+      : backup_(backup), driver_(driver), batches_(std::move(batches)), progress_(progress) {
     for (const Range& batch : batches_) todo_.push_back(backup_.saved.missing_from(intersect(backup_.runs(), {batch})));
   }
 
@@ -55,13 +55,12 @@ class HostSaver final : public Saver {
   Driver::Ticket queue(std::size_t batch) {
     if (todo_[batch].empty()) return nullptr;
     for (const HostBackup::Piece& piece : backup_.pieces(todo_[batch]))
-      driver_.copy_out(piece.host, base_ + piece.offset, piece.size);
+      driver_.copy_out(piece.host, piece.offset, piece.size);
     return driver_.mark(Direction::out);
   }
 
   HostBackup& backup_;
   Driver& driver_;
-  const Address base_;
   const Ranges batches_;
   Progress& progress_;
   std::vector<Ranges> todo_;
@@ -70,14 +69,13 @@ class HostSaver final : public Saver {
 
 class HostLoader final : public Loader {
  public:
-  HostLoader(HostBackup& backup, Driver& driver, Address base, Ranges wanted, Progress& progress)
-      : backup_(backup), driver_(driver), base_(base), wanted_(std::move(wanted)), progress_(progress) {}
+  HostLoader(HostBackup& backup, Driver& driver, Ranges wanted, Progress& progress)
+      : backup_(backup), driver_(driver), wanted_(std::move(wanted)), progress_(progress) {}
 
   void add(Range memory) override {
     const Ranges here = intersect(wanted_, {memory});
     if (here.empty()) return;
-    for (const HostBackup::Piece& piece : backup_.pieces(here))
-      driver_.copy_in(base_ + piece.offset, piece.host, piece.size);
+    for (const HostBackup::Piece& piece : backup_.pieces(here)) driver_.copy_in(piece.offset, piece.host, piece.size);
     under_way_.push_back({driver_.mark(Direction::in), bytes_of(here)});
     while (!under_way_.empty() && driver_.done(under_way_.front().ticket)) settle();
   }
@@ -102,7 +100,6 @@ class HostLoader final : public Loader {
 
   HostBackup& backup_;
   Driver& driver_;
-  const Address base_;
   const Ranges wanted_;
   Progress& progress_;
   std::deque<Copy> under_way_;
@@ -110,47 +107,39 @@ class HostLoader final : public Loader {
 
 }  // namespace
 
-HostBackup::HostBackup(HostArena& arena, Ranges parts) : Backup(std::move(parts)), arena_(arena), left_(bytes()) {}
-
 HostBackup::~HostBackup() {
   for (const HostArena::Extent& extent : extents_) arena_.put(extent);
 }
 
 bool HostBackup::must_grow(std::size_t end) const {
-  return next_run_ < runs().size() && runs()[next_run_].offset + within_run_ < end && free_.size == 0 &&
+  return free_.size == 0 && end > placed_end_ && !intersect(runs(), {{placed_end_, end - placed_end_}}).empty() &&
          arena_.idle_bytes() == 0;
 }
 
 void HostBackup::place(std::size_t end) {
-  while (next_run_ < runs().size()) {
-    const Range& run = runs()[next_run_];
-    const std::size_t begin = run.offset + within_run_;
-    if (begin >= end) return;
-    if (free_.size == 0) free_ = extents_.emplace_back(arena_.take_some(left_));
-    const std::size_t size = std::min({run.end() - begin, end - begin, free_.size});
-    placed_.push_back({begin, size, free_.data});
-    free_ = {free_.data + size, free_.size - size};
-    left_ -= size;
-    within_run_ += size;
-    if (within_run_ == run.size) {
-      ++next_run_;
-      within_run_ = 0;
+  if (end <= placed_end_) return;
+  for (const Range& range : intersect(runs(), {{placed_end_, end - placed_end_}})) {
+    for (std::size_t begin = range.offset; begin < range.end(); begin = placed_end_) {
+      if (free_.size == 0) free_ = extents_.emplace_back(arena_.take_some(left_));
+      const std::size_t size = std::min(range.end() - begin, free_.size);
+      placed_[begin] = {free_.data, size};
+      free_ = {free_.data + size, free_.size - size};
+      left_ -= size;
+      placed_end_ = begin + size;
     }
   }
+  placed_end_ = end;
 }
 
 std::vector<HostBackup::Piece> HostBackup::pieces(const Ranges& ranges) const {
   std::vector<Piece> found;
   const std::byte* border = nullptr;  // the end of the slab of the last piece
   for (const Range& range : ranges) {
-    auto at = std::upper_bound(placed_.begin(), placed_.end(), range.offset,
-                               [](std::size_t offset, const Piece& piece) { return offset < piece.offset; });
-    if (at != placed_.begin()) --at;
-    for (; at != placed_.end() && at->offset < range.end(); ++at) {
-      std::size_t begin = std::max(range.offset, at->offset);
-      const std::size_t end = std::min(range.end(), at->offset + at->size);
+    for (const auto& [offset, extent] : overlapping(placed_, range)) {
+      std::size_t begin = std::max(range.offset, offset);
+      const std::size_t end = std::min(range.end(), offset + extent.size);
       while (begin < end) {
-        std::byte* host = at->host + (begin - at->offset);
+        std::byte* host = extent.data + (begin - offset);
         Piece* last = found.empty() ? nullptr : &found.back();
         const bool joins = last != nullptr && last->offset + last->size == begin && last->host + last->size == host;
         if (!joins || host == border) {
@@ -166,39 +155,35 @@ std::vector<HostBackup::Piece> HostBackup::pieces(const Ranges& ranges) const {
   return found;
 }
 
-std::unique_ptr<Saver> HostBackup::saver(Driver& driver, Address base, Ranges batches, Progress& progress) {
-  return std::make_unique<HostSaver>(*this, driver, base, std::move(batches), progress);
+std::unique_ptr<Saver> HostBackup::saver(Driver& driver, Ranges batches, Progress& progress) {
+  return std::make_unique<HostSaver>(*this, driver, std::move(batches), progress);
 }
 
-std::unique_ptr<Loader> HostBackup::loader(Driver& driver, Address base, Ranges wanted, Progress& progress) {
-  return std::make_unique<HostLoader>(*this, driver, base, std::move(wanted), progress);
-}
-
-HostBackup::Placed HostBackup::piece_at(std::size_t offset) {
-  const auto after = std::upper_bound(placed_.begin(), placed_.end(), offset,
-                                      [](std::size_t at, const Piece& piece) { return at < piece.offset; });
-  return std::prev(after);
+std::unique_ptr<Loader> HostBackup::loader(Driver& driver, Ranges wanted, Progress& progress) {
+  return std::make_unique<HostLoader>(*this, driver, std::move(wanted), progress);
 }
 
 std::byte* HostBackup::view(Range range) {
-  const auto part = std::partition_point(parts().begin(), parts().end(),
-                                         [&](const Range& each) { return each.end() <= range.offset; });
-  if (part == parts().end() || part->offset > range.offset || part->end() < range.end())
+  const auto found = std::partition_point(parts().begin(), parts().end(),
+                                          [&](const Range& each) { return each.end() <= range.offset; });
+  if (found == parts().end() || found->offset > range.offset || found->end() < range.end())
     throw BackupError("these " + std::to_string(range.size) + " bytes span several allocations: use clone=True",
                       range.size, bytes(), 0);
-  const auto begin = piece_at(part->offset);
-  auto end = std::next(begin);
-  bool split = false;
-  for (; end != placed_.end() && end->offset < part->end(); ++end)
-    split |= std::prev(end)->host + std::prev(end)->size != end->host;
-  if (split) move_to_one(*part, begin, end);
-  const auto piece = piece_at(part->offset);
-  return piece->host + (range.offset - piece->offset);
+  const Range part = *found;
+  const std::byte* end = nullptr;
+  bool is_split = false;
+  for (const auto& [offset, extent] : overlapping(placed_, part)) {
+    is_split |= end != nullptr && end != extent.data;
+    end = extent.end();
+  }
+  if (is_split) move_to_one(part);
+  const auto piece = entry_at(placed_, range.offset);
+  return piece->second.data + (range.offset - piece->first);
 }
 
 // Moves a part that lies in several pieces to one extent. Existing views stay valid: a view is of a part that already
 // lies in one piece.
-void HostBackup::move_to_one(Range part, Placed begin, Placed end) {
+void HostBackup::move_to_one(Range part) {
   try {
     extents_.push_back(arena_.take_whole(part.size));
   } catch (const BackupError& error) {
@@ -206,21 +191,21 @@ void HostBackup::move_to_one(Range part, Placed begin, Placed end) {
                       bytes(), error.available_bytes, true);
   }
   const HostArena::Extent whole = extents_.back();
-  std::vector<Piece> pieces;
-  if (begin->offset < part.offset) pieces.push_back({begin->offset, part.offset - begin->offset, begin->host});
-  pieces.push_back({part.offset, part.size, whole.data});
-  for (auto piece = begin; piece != end; ++piece) {
-    const std::size_t from = std::max(piece->offset, part.offset), to = std::min(piece->end(), part.end());
-    std::memcpy(whole.data + (from - part.offset), piece->host + (from - piece->offset), to - from);
-  }
-  const Piece& last = *std::prev(end);
-  if (last.end() > part.end())
-    pieces.push_back({part.end(), last.end() - part.end(), last.host + (part.end() - last.offset)});
-  placed_.insert(placed_.erase(begin, end), pieces.begin(), pieces.end());
+  read(part, whole.data);
+  const auto former = overlapping(placed_, part);
+  const auto first = *former.begin(), last = *std::prev(former.end());
+  placed_.erase(former.begin(), former.end());
+  placed_[part.offset] = {whole.data, part.size};
+  if (first.first < part.offset) placed_[first.first] = {first.second.data, part.offset - first.first};
+  if (const std::size_t end = last.first + last.second.size; end > part.end())
+    placed_[part.end()] = {last.second.end() - (end - part.end()), end - part.end()};
 }
 
 void HostBackup::read(Range range, std::byte* to) {
-  for (const Piece& piece : pieces({range})) std::memcpy(to + (piece.offset - range.offset), piece.host, piece.size);
+  for (const auto& [offset, extent] : overlapping(placed_, range)) {
+    const std::size_t begin = std::max(range.offset, offset), end = std::min(range.end(), offset + extent.size);
+    std::memcpy(to + (begin - range.offset), extent.data + (begin - offset), end - begin);
+  }
 }
 
 }  // namespace memsaver

@@ -8,8 +8,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
-#include <optional>
-#include <string>
+#include <string_view>
 
 #include "base/errors.h"
 #include "base/files.h"
@@ -20,6 +19,10 @@ namespace {
 
 constexpr int kMostNodes = 1024;
 constexpr int kWordBits = std::numeric_limits<unsigned long>::digits;
+constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
+constexpr std::size_t kKiB = 1024;
+constexpr std::size_t kFreePart = 10;  // a tenth stays free: Ray kills workers at 95 %
+constexpr std::size_t kSharers = 16;   // processes that may take memory at the same time
 
 // Called by its number: libnuma is rarely installed.
 void set_policy(void* data, std::size_t size, int mode, const std::vector<int>& nodes) {
@@ -44,26 +47,6 @@ std::vector<int> numbers_in(const std::string& list) {
   return found;
 }
 
-std::string text_of(const std::vector<int>& nodes) {
-  std::string text;
-  for (const int node : nodes) text += (text.empty() ? "" : ", ") + std::to_string(node);
-  return text;
-}
-
-// The line of a mapping in numa_maps: its begin, its policy, and fields such as "N0=512" for pages on node 0.
-std::string line_of(const std::string& maps, std::uintptr_t address) {
-  std::size_t begin = 0, size = 0;
-  for (std::size_t at = 0; at < maps.size(); at += size + 1) {
-    if (std::strtoull(maps.c_str() + at, nullptr, 16) > address) break;  // they are in order
-    begin = at;
-    size = std::min(maps.find('\n', at), maps.size()) - at;
-  }
-  return maps.substr(begin, size);
-}
-
-constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
-constexpr std::size_t kKiB = 1024;
-
 // The number after `key` at the start of a line.
 std::optional<std::size_t> number_after(const std::string& text, const std::string& key) {
   const std::size_t at = ("\n" + text).find("\n" + key);
@@ -77,75 +60,96 @@ std::optional<std::size_t> number_in(const std::string& path) {
   return std::strtoull(text->c_str(), nullptr, 10);
 }
 
+std::string text_of(const std::string& path) { return read_text(path).value_or(""); }
+
+std::vector<std::string_view> lines_of(std::string_view text) {
+  std::vector<std::string_view> lines;
+  for (std::size_t end = 0; !text.empty(); text.remove_prefix(std::min(end + 1, text.size()))) {
+    end = std::min(text.find('\n'), text.size());
+    lines.push_back(text.substr(0, end));
+  }
+  return lines;
+}
+
 struct Version {
+  const char* controller;
   const char* mount;
   const char* limit;
   const char* usage;
   const char* reclaimable;  // the key in memory.stat of file pages that the kernel drops when memory is short
 };
-constexpr Version kSecond = {"/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "};
-constexpr Version kFirst = {"/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+constexpr Version kSecond = {"", "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "};
+constexpr Version kFirst = {"memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
                             "total_inactive_file "};
-
-constexpr std::size_t kFreePart = 10;  // a tenth stays free: Ray kills workers at 95 %
-
-// Applies one limit: the minimum of each figure counts.
-void apply(std::size_t available, std::size_t total, HostMemory& memory) {
-  memory.available = std::min(memory.available, available);
-  memory.total = std::min(memory.total, total);
-  memory.left = std::min(memory.left, available - std::min(available, total / kFreePart));
-}
-
-void apply_cgroup(const std::string& folder, const Version& version, HostMemory& memory) {
-  const auto limit = number_in(folder + "/" + version.limit);  // "max" is no number
-  const auto usage = number_in(folder + "/" + version.usage);
-  if (!limit || !usage || *limit >= kNoLimit / 2) return;
-  const std::string stat = read_text(folder + "/memory.stat").value_or("");
-  const std::size_t used = *usage - std::min(*usage, number_after(stat, version.reclaimable).value_or(0));
-  apply(*limit - std::min(*limit, used), *limit, memory);
-}
 
 // The path of this process's cgroup in a hierarchy: lines are "number:controllers:path", the second version's
 // "0::path".
-std::optional<std::string> cgroup_path(const std::string& lines, const std::string& controllers) {
-  for (std::size_t begin = 0; begin < lines.size();) {
-    const std::size_t end = std::min(lines.find('\n', begin), lines.size());
-    const std::string line = lines.substr(begin, end - begin);
-    begin = end + 1;
+std::optional<std::string> cgroup_path(const std::string& groups, const Version& version) {
+  for (const std::string_view line : lines_of(groups)) {
     const std::size_t first = line.find(':'), second = line.find(':', first + 1);
-    if (first == std::string::npos || second == std::string::npos) continue;
-    const std::string names = "," + line.substr(first + 1, second - first - 1) + ",";
-    if (names == "," + controllers + "," ||
-        (!controllers.empty() && names.find("," + controllers + ",") != std::string::npos))
-      return line.substr(second + 1);
+    if (second == std::string_view::npos) continue;
+    const std::string names = "," + std::string(line.substr(first + 1, second - first - 1)) + ",";
+    const std::string wanted = "," + std::string(version.controller) + ",";
+    if (names == wanted || (*version.controller != '\0' && names.find(wanted) != std::string::npos))
+      return std::string(line.substr(second + 1));
   }
   return std::nullopt;
 }
 
+// What a limit leaves until nine tenths of `total` are in use.
+std::size_t left_of(std::size_t available, std::size_t total) {
+  return available - std::min(available, total / kFreePart);
+}
+
+std::size_t left_in_cgroup(const std::string& folder, const Version& version) {
+  const auto limit = number_in(folder + "/" + version.limit);  // "max" is no number
+  const auto usage = number_in(folder + "/" + version.usage);
+  if (!limit || !usage || *limit >= kNoLimit / 2) return kNoLimit;
+  const std::size_t reclaimable = number_after(text_of(folder + "/memory.stat"), version.reclaimable).value_or(0);
+  return left_of(*limit - std::min(*limit, *usage - std::min(*usage, reclaimable)), *limit);
+}
+
 // The memory of these nodes. As in MemAvailable, pages of files count as available, since the kernel drops them when
 // memory is short.
-void apply_nodes(const std::vector<int>& nodes, std::size_t machine_has, const std::string& root, HostMemory& memory) {
+std::size_t left_on_nodes(const std::vector<int>& nodes, std::size_t machine_has, const std::string& root) {
   std::size_t available = 0, total = 0;
   for (const int node : nodes) {
     const std::string name = std::to_string(node);
-    const std::string info = read_text(root + "/sys/devices/system/node/node" + name + "/meminfo").value_or("");
+    const std::string info = text_of(root + "/sys/devices/system/node/node" + name + "/meminfo");
     const auto figure = [&](const char* key) {
       return number_after(info, "Node " + name + " " + key + ":").value_or(0) * kKiB;
     };
     total += figure("MemTotal");
     available += figure("MemFree") + figure("Active(file)") + figure("Inactive(file)");
   }
-  apply(std::min(available, machine_has), total, memory);
+  return left_of(std::min(available, machine_has), total);
 }
-
-constexpr std::size_t kSharers = 16;  // processes that may take memory at the same time
 
 std::string text(std::size_t bytes) { return std::to_string(bytes) + " bytes"; }
 
 }  // namespace
 
+std::size_t host_memory_left(bool nodes_with_cpus_alone, const std::string& root) {
+  const std::string info = text_of(root + "/proc/meminfo");
+  const auto available = number_after(info, "MemAvailable:"), total = number_after(info, "MemTotal:");
+  std::size_t left = available && total ? left_of(*available * kKiB, *total * kKiB) : kNoLimit;
+  if (nodes_with_cpus_alone)
+    left = left_on_nodes(nodes_with_cpus(root), available ? *available * kKiB : kNoLimit, root);
+  const std::string groups = text_of(root + "/proc/self/cgroup");
+  for (const Version& version : {kSecond, kFirst}) {
+    const auto own = cgroup_path(groups, version);
+    if (!own) continue;
+    // From the process's own group up to the root. In a container the path may not exist; the root always does.
+    for (std::string path = *own;; path = path.substr(0, path.find_last_of('/'))) {
+      left = std::min(left, left_in_cgroup(root + version.mount + path, version));
+      if (path.empty()) break;
+    }
+  }
+  return left;
+}
+
 std::vector<int> nodes_with_cpus(const std::string& root) {
-  return numbers_in(read_text(root + "/sys/devices/system/node/has_cpu").value_or(""));
+  return numbers_in(text_of(root + "/sys/devices/system/node/has_cpu"));
 }
 
 void prefer_node(void* data, std::size_t size, int node) {
@@ -158,44 +162,30 @@ void bind_to_nodes(void* data, std::size_t size, const std::vector<int>& nodes) 
   set_policy(data, size, kBind, nodes);
 }
 
-// Reads a file, since many containers forbid the calls that return the node of a page.
+// Reads a file, since many containers forbid the calls that return the node of a page. A line has the begin of a
+// mapping, its policy, and fields such as "N0=512" for pages on node 0.
 void check_nodes(const void* data, const std::vector<int>& nodes) {
-  const std::string line =
-      line_of(read_whole("/proc/self/numa_maps").value_or(""), reinterpret_cast<std::uintptr_t>(data));
+  const std::string maps = read_text("/proc/self/numa_maps", kNoLimit).value_or("");
+  std::string found;
+  for (const std::string_view each : lines_of(maps)) {
+    const std::string line(each);
+    if (std::strtoull(line.c_str(), nullptr, 16) > reinterpret_cast<std::uintptr_t>(data)) break;  // they are in order
+    found = line;
+  }
   bool known = false;
-  for (std::size_t at = line.find(" N"); at != std::string::npos; at = line.find(" N", at + 1)) {
+  for (std::size_t at = found.find(" N"); at != std::string::npos; at = found.find(" N", at + 1)) {
     char* end = nullptr;
-    const auto node = static_cast<int>(std::strtol(line.c_str() + at + 2, &end, 10));
+    const auto node = static_cast<int>(std::strtol(found.c_str() + at + 2, &end, 10));
     if (*end != '=') continue;
     known = true;
-    if (std::find(nodes.begin(), nodes.end(), node) == nodes.end())
-      throw Error("the system put pages on node " + std::to_string(node) +
-                  ", which may be memory of a GPU: only the nodes with CPUs (" + text_of(nodes) + ") can hold backups");
+    if (std::find(nodes.begin(), nodes.end(), node) != nodes.end()) continue;
+    std::string with_cpus;
+    for (const int each : nodes) with_cpus += (with_cpus.empty() ? "" : ", ") + std::to_string(each);
+    throw Error("the system put pages on node " + std::to_string(node) +
+                ", which may be memory of a GPU: only the nodes with CPUs (" + with_cpus + ") can hold backups");
   }
   if (!known)
     throw Error("/proc/self/numa_maps does not list the nodes of the pages, and a node may be memory of a GPU");
-}
-
-HostMemory host_memory(HostNodes nodes, const std::string& root) {
-  const std::string info = read_text(root + "/proc/meminfo").value_or("");
-  HostMemory memory{kNoLimit, kNoLimit, kNoLimit};
-  const auto available = number_after(info, "MemAvailable:"), total = number_after(info, "MemTotal:");
-  if (nodes == HostNodes::with_cpus)
-    apply_nodes(nodes_with_cpus(root), available ? *available * kKiB : kNoLimit, root, memory);
-  else if (available && total)
-    apply(*available * kKiB, *total * kKiB, memory);
-  const std::string groups = read_text(root + "/proc/self/cgroup").value_or("");
-  for (const auto& [version, controllers] : {std::pair{kSecond, ""}, std::pair{kFirst, "memory"}}) {
-    const auto own = cgroup_path(groups, controllers);
-    if (!own) continue;
-    // From the process's own group up to the root. In a container the path may not exist; the root always does.
-    for (std::string path = *own;;) {
-      apply_cgroup(root + version.mount + path, version, memory);
-      if (path.empty()) break;
-      path = path.substr(0, path.find_last_of('/'));
-    }
-  }
-  return memory;
 }
 
 void HostBudget::set_limit(std::optional<std::size_t> bytes) {
@@ -205,7 +195,7 @@ void HostBudget::set_limit(std::optional<std::size_t> bytes) {
 
 void HostBudget::use_nodes_with_cpus() {
   std::lock_guard lock(mutex_);
-  nodes_ = HostNodes::with_cpus;
+  nodes_with_cpus_ = true;
 }
 
 void HostBudget::check(std::size_t bytes) const {
@@ -213,17 +203,8 @@ void HostBudget::check(std::size_t bytes) const {
   check_locked(bytes);
 }
 
-void HostBudget::check_ahead(std::size_t bytes, std::size_t idle) const {
-  std::lock_guard lock(mutex_);
-  check_locked(bytes);
-  const std::size_t left = host_memory(nodes_).left;
-  if (2 * bytes + idle > left) throw BackupError("half of the free host memory is in use", bytes, held_, left, true);
-}
-
-// The bytes that can be taken beyond held_.
 std::size_t HostBudget::left_locked() const {
-  if (limit_) return *limit_ - std::min(*limit_, held_);
-  return host_memory(nodes_).left;
+  return limit_ ? *limit_ - std::min(*limit_, held_) : host_memory_left(nodes_with_cpus_);
 }
 
 void HostBudget::check_locked(std::size_t bytes) const {

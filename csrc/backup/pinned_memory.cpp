@@ -4,7 +4,6 @@
 #include <sys/resource.h>
 
 #include <algorithm>
-#include <chrono>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -17,7 +16,6 @@ namespace {
 constexpr std::size_t kHostPage = 4096;
 constexpr unsigned kMostThreads = 16;
 constexpr std::size_t kFirstRange = std::size_t{64} << 30;  // of addresses
-constexpr auto kPause = std::chrono::milliseconds(5);       // without growth of a region, before the arena grows
 
 // The system's limit of locked memory, for errors: the driver's error does not name it.
 std::string lock_limit() {
@@ -88,7 +86,6 @@ std::optional<HostArena::Extent> HostArena::take_idle(std::size_t bytes, bool wh
   std::lock_guard lock(mutex_);
   const auto taken = idle_.take(bytes, whole);
   if (!taken) return std::nullopt;
-  used_ += taken->size;
   return extent_of(*taken);
 }
 
@@ -97,7 +94,7 @@ HostArena::Extent HostArena::take_some(std::size_t bytes) {
   if (const auto extent = take_idle(bytes, false)) return *extent;
   std::lock_guard growing(growing_);
   for (;;) {
-    if (const auto extent = take_idle(bytes, false)) return *extent;  // the background thread may have made some
+    if (const auto extent = take_idle(bytes, false)) return *extent;  // another thread may have made some
     put(make(budget_.slab(round_up(bytes, kPage)), bytes));
   }
 }
@@ -114,7 +111,6 @@ HostArena::Extent HostArena::take_whole(std::size_t bytes) {
 
 void HostArena::put(Extent extent) {
   std::lock_guard lock(mutex_);
-  used_ -= extent.size;
   idle_.put(range_of(extent));
 }
 
@@ -198,104 +194,35 @@ std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t
   std::lock_guard lock(mutex_);
   slabs_[address_of(data)] = bytes;
   held_ += bytes;
-  used_ += bytes;
   return bytes;
 }
 
 std::size_t HostArena::release_idle() {
   std::lock_guard growing(growing_);
-  std::vector<Extent> slabs;
+  Ranges slabs;  // not idle meanwhile, so that no thread takes them
   {
     std::lock_guard lock(mutex_);
-    target_ = 0;  // no growth in advance until a region grows again
-    for (const auto& [begin, size] : slabs_) {
-      if (!idle_.take_at({begin, size})) continue;
-      used_ += size;  // counted as used, so that no thread takes it meanwhile
-      slabs.push_back(extent_of({begin, size}));
-    }
+    for (const auto& [begin, size] : slabs_)
+      if (idle_.take_at({begin, size})) slabs.push_back({begin, size});
   }
   std::size_t released = 0;
-  for (const Extent& slab : slabs) {
-    bool gone = true;
+  for (const Range& slab : slabs) {
+    const Extent extent = extent_of(slab);
     try {
-      driver_.unpin(slab.data);
+      driver_.unpin(extent.data);
     } catch (const std::exception&) {
-      gone = false;  // still registered with the driver: the memory must be kept
-    }
-    if (gone) drop_memory(slab);
-    std::lock_guard lock(mutex_);
-    used_ -= slab.size;
-    if (!gone) {
-      idle_.put(range_of(slab));
+      put(extent);  // still registered with the driver: the memory must be kept
       continue;
     }
-    slabs_.erase(address_of(slab.data));
+    drop_memory(extent);
+    std::lock_guard lock(mutex_);
+    slabs_.erase(slab.offset);
     held_ -= slab.size;
-    addresses_.put(range_of(slab));
+    addresses_.put(slab);
     budget_.put(slab.size);
     released += slab.size;
   }
   return released;
-}
-
-void HostArena::start_background() {
-  std::lock_guard lock(mutex_);
-  if (background_.started() || stop_) return;
-  try {
-    background_.start([this] { run_background(); });
-  } catch (const std::system_error&) {
-    // Without a thread the first pause makes the memory.
-  }
-}
-
-void HostArena::grow_ahead(std::size_t bytes) {
-  std::lock_guard lock(mutex_);
-  if (bytes <= target_) return;
-  target_ = bytes;
-  wanted_.notify_all();
-}
-
-void HostArena::run_background() {
-  std::unique_lock lock(mutex_);
-  const auto missing = [this] { return target_ > held_ ? target_ - held_ : 0; };
-  for (;;) {
-    wanted_.wait(lock, [&] { return stop_ || missing() > 0; });
-    // Regions grow in many small steps: one large slab at the end is better than a small one for each step.
-    for (std::size_t seen = 0; !stop_ && missing() > seen && missing() < HostBudget::kLargestSlab;) {
-      seen = missing();
-      wanted_.wait_for(lock, kPause, [&] { return stop_; });
-    }
-    if (stop_) return;
-    const std::size_t tried = target_;
-    lock.unlock();
-    bool made = true;
-    {
-      std::lock_guard growing(growing_);
-      lock.lock();
-      const std::size_t bytes = round_up(missing(), kPage);  // a pause may have made a part of it meanwhile
-      lock.unlock();
-      try {
-        budget_.check_ahead(bytes, idle_bytes());  // a part of the memory of a backup is of no use
-        if (bytes > 0) {
-          const std::size_t slab = budget_.slab(bytes);
-          put(make(slab, slab));
-        }
-      } catch (const Error&) {
-        made = false;
-      }
-    }
-    lock.lock();
-    if (!made && target_ == tried) target_ = 0;  // the next growth tries again
-  }
-}
-
-void HostArena::stop_background(Deadline deadline) {
-  {
-    std::lock_guard lock(mutex_);
-    stop_ = true;
-    wanted_.notify_all();
-  }
-  background_.join(deadline);
 }
 
 std::size_t HostArena::held_bytes() const {
@@ -305,12 +232,12 @@ std::size_t HostArena::held_bytes() const {
 
 std::size_t HostArena::used_bytes() const {
   std::lock_guard lock(mutex_);
-  return used_;
+  return held_ - idle_.bytes();
 }
 
 std::size_t HostArena::idle_bytes() const {
   std::lock_guard lock(mutex_);
-  return held_ - used_;
+  return idle_.bytes();
 }
 
 }  // namespace memsaver

@@ -5,7 +5,6 @@
 // two slabs, because each slab is a registration of its own in the driver.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <map>
 #include <mutex>
@@ -14,7 +13,6 @@
 
 #include "backup/host_memory.h"
 #include "base/ranges.h"
-#include "base/threads.h"
 #include "driver/driver.h"
 
 namespace memsaver {
@@ -39,18 +37,12 @@ class HostArena {
   // The end of the slab: a copy from `data` must end there.
   std::byte* slab_end(const std::byte* data) const;
 
-  // Grows in the background until it holds `bytes`, within the budget. It reports no error; a later pause does.
-  void grow_ahead(std::size_t bytes);
-  void start_background();                  // must be called before grow_ahead()
-  void stop_background(Deadline deadline);  // waits for the slab under way
-
   std::size_t release_idle();  // returns slabs without contents to the system; returns their bytes
   std::size_t held_bytes() const;
   std::size_t used_bytes() const;
   std::size_t idle_bytes() const;
 
  private:
-  void run_background();
   void unpin_if_pinned(std::byte* data);
   // growing_ is held. The caller owns the memory, until put(). `wanted`: bytes for the error text.
   Extent make(std::size_t bytes, std::size_t wanted);
@@ -65,16 +57,10 @@ class HostArena {
   std::mutex growing_;  // one slab at a time; taken before mutex_, and held while the system provides memory
   mutable std::mutex mutex_;
   std::size_t held_ = 0;
-  std::size_t used_ = 0;
   std::map<Address, std::size_t> slabs_;  // sizes of slabs with memory
   FreeRanges idle_;                       // unused parts of them
   FreeRanges addresses_;                  // addresses without memory
   std::size_t reserved_ = 0;              // bytes of addresses, with or without memory
-
-  std::condition_variable wanted_;
-  Worker background_;
-  std::size_t target_ = 0;
-  bool stop_ = false;
 };
 
 }  // namespace memsaver

@@ -78,20 +78,17 @@ struct Unused {
 };
 
 struct OutOfMemoryError : Error {
-  using Holders = std::vector<std::pair<int, std::size_t>>;
-  OutOfMemoryError(std::string on_device, std::size_t needed, std::size_t free, Holders others, double waited,
+  OutOfMemoryError(std::string on_device, std::size_t needed, std::size_t free, double waited,
                    std::vector<Unused> kept = {})
       : Error("out of memory on " + on_device),
         device(std::move(on_device)),
         needed_bytes(needed),
         free_bytes(free),
-        holders(std::move(others)),
         waited_s(waited),
         unused(std::move(kept)) {}
   std::string device;
   std::size_t needed_bytes;    // device bytes of the call
   std::size_t free_bytes;      // available from the source of chunks, idle chunks of this process included
-  Holders holders;             // processes and their bytes, this process included
   double waited_s;             // for memory that others hold; 0: the call did not wait
   std::vector<Unused> unused;  // as far as the broker of a shared pool knows it
 };

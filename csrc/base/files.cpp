@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 
 #include "base/errors.h"
 
@@ -39,10 +38,21 @@ void all_of_it(const char* name, Call call, int file, Pointer data, std::size_t 
   }
 }
 
-// `most`: the largest number of bytes to read.
-std::optional<std::string> read_up_to(const std::string& path, std::size_t most) {
+}  // namespace
+
+FileCalls& file_calls() {
+  static FileCalls only = {[](const char* path, int flags) { return ::open(path, flags); }, &::mkostemp,
+                           &::posix_fallocate, &::pwrite, &::pread};
+  return only;
+}
+
+File::~File() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+std::optional<std::string> read_text(const std::string& path, std::size_t most) {
   constexpr std::size_t kLargestPart = 64 << 10;
-  const File file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const File file(file_calls().open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (file.get() < 0) return std::nullopt;
   std::string text;
   while (text.size() < most) {
@@ -59,24 +69,7 @@ std::optional<std::string> read_up_to(const std::string& path, std::size_t most)
   return text;
 }
 
-}  // namespace
-
-FileCalls& file_calls() {
-  static FileCalls only = {&::mkostemp, &::posix_fallocate, &::pwrite, &::pread};
-  return only;
-}
-
-File::~File() {
-  if (descriptor_ >= 0) ::close(descriptor_);
-}
-
-std::optional<std::string> read_text(const std::string& path) { return read_up_to(path, 4096); }
-
-std::optional<std::string> read_whole(const std::string& path) {
-  return read_up_to(path, std::numeric_limits<std::size_t>::max());
-}
-
-ScratchFile::ScratchFile(const std::string& directory) : file_(open_scratch(directory)) {}
+ScratchFile::ScratchFile(const std::string& in_directory) : directory(in_directory), file_(open_scratch(directory)) {}
 
 void ScratchFile::reserve(std::size_t size) {
   if (size <= size_) return;

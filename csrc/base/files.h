@@ -24,15 +24,15 @@ class File {
   int descriptor_;
 };
 
-// The text of a small file of the system, at most 4 KiB; nullopt, with errno set, if it cannot be read. Streams of the
+// The text of a file of the system, at most `most` bytes; nullopt, with errno set, if it cannot be read. Streams of the
 // standard library are avoided: beside torch, which may bring a C++ library of its own, they read nothing.
-std::optional<std::string> read_text(const std::string& path);
-std::optional<std::string> read_whole(const std::string& path);  // of any size
+std::optional<std::string> read_text(const std::string& path, std::size_t most = 4096);
 
 constexpr std::size_t kFileAlignment = 4096;  // of memory, offsets and sizes: O_DIRECT requires it
 
-// The system calls of files for contents. Tests replace them.
+// The system calls of files. Tests replace them.
 struct FileCalls {
+  int (*open)(const char*, int);  // small files of the system; the others: files for contents
   int (*mkostemp)(char*, int);
   int (*posix_fallocate)(int, off_t, off_t);
   ssize_t (*pwrite)(int, const void*, std::size_t, off_t);
@@ -44,13 +44,15 @@ FileCalls& file_calls();
 // FileError.
 class ScratchFile {
  public:
-  explicit ScratchFile(const std::string& directory);
+  explicit ScratchFile(const std::string& in_directory);
   void reserve(std::size_t size);  // space for at least `size` bytes; if it throws, the file must not be used again
   std::size_t size() const { return size_; }
 
   // Transfer whole ranges; all arguments are multiples of kFileAlignment. Callable from any thread.
   void write(const void* data, std::size_t size, std::size_t offset);
   void read(void* data, std::size_t size, std::size_t offset);
+
+  const std::string directory;
 
  private:
   File file_;

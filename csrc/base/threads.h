@@ -1,10 +1,10 @@
 // Threads of the library. They are detached: at the end of the process they may be blocked in a driver call.
 #pragma once
 
-#include <condition_variable>
 #include <functional>
-#include <memory>
-#include <mutex>
+#include <future>
+#include <thread>
+#include <utility>
 
 #include "base/clock.h"
 
@@ -13,19 +13,20 @@ namespace memsaver {
 // One thread of an object.
 class Worker {
  public:
-  // Runs `run` in a thread, once. Objects that it uses must live as long as the process. Throws std::system_error.
-  void start(std::function<void()> run);
-  bool started() const { return state_ != nullptr; }
+  // Runs `run`, which must not throw, in a thread, once. Objects that it uses must live as long as the process. Throws
+  // std::system_error.
+  void start(std::function<void()> run) {
+    std::packaged_task<void()> task(std::move(run));
+    std::future<void> ended = task.get_future();
+    std::thread(std::move(task)).detach();
+    ended_ = std::move(ended);
+  }
+  bool started() const { return ended_.valid(); }
   // Waits for the end of `run` up to the deadline. False: the thread still runs.
-  bool join(Deadline deadline);
+  bool join(Deadline deadline) { return !started() || ended_.wait_until(deadline) == std::future_status::ready; }
 
  private:
-  struct State {
-    std::mutex mutex;
-    std::condition_variable ended;
-    bool done = false;
-  };
-  std::shared_ptr<State> state_;
+  std::future<void> ended_;
 };
 
 // Runs `task`, a call that may never return, in a thread that is reused, because the first driver call in a new thread

@@ -4,13 +4,16 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/detail/nb_list.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <unistd.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include <atomic>
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -89,41 +92,34 @@ struct Unlocked {
   UnderWay counted;
   ReleasedGil release;
 };
+inline constexpr nb::call_guard<Unlocked> unlocked;  // for a whole function
+
+// A dict of names and values: dict_of("tag", tag, "bytes", bytes).
+template <typename... NamesAndValues>
+nb::dict dict_of(NamesAndValues&&... all) {
+  const NoCollector no_collector;
+  nb::dict made;
+  const auto add = [&](auto self, const char* name, auto&& value, auto&&... rest) -> void {
+    made[name] = nb::cast(std::forward<decltype(value)>(value));
+    if constexpr (sizeof...(rest) > 0) self(self, std::forward<decltype(rest)>(rest)...);
+  };
+  add(add, std::forward<NamesAndValues>(all)...);
+  return made;
+}
+
+// Structs that are tuples in Python: the fields of each.
+template <typename Struct>
+inline constexpr auto fields = nullptr;
+template <>
+inline constexpr auto fields<Range> = [](const Range& range) { return std::make_tuple(range.offset, range.size); };
+template <>
+inline constexpr auto fields<Unused> =
+    [](const Unused& each) { return std::make_tuple(each.pid, each.bytes, each.why); };
+template <>
+inline constexpr auto fields<Driver::Holding> =
+    [](const Driver::Holding& each) { return std::make_tuple(each.pid, each.bytes, each.imported); };
 
 Device& opened(const std::string& name);
-nb::list region_rows(const std::string& device);  // rows of stats() for the regions of the device
-
-// A figure of the system; nullopt if the read fails, as on a device with a dead context.
-template <typename Read>
-auto figure(Read read) -> std::optional<decltype(read())> {
-  try {
-    return read();
-  } catch (const Error&) {
-    return std::nullopt;
-  }
-}
-
-// The bytes of this process on a device, by the system's list of processes; nullopt if it does not list them.
-std::optional<std::size_t> own_bytes(const Driver& driver,
-                                     const std::optional<std::vector<Driver::Process>>& processes);
-
-// The other processes, and the bytes of each.
-template <typename Processes>
-nb::list others(const Processes& processes) {
-  const NoCollector no_collector;
-  nb::list rows;
-  for (const auto& [pid, bytes] : processes)
-    if (pid != ::getpid()) rows.append(nb::make_tuple(pid, bytes));
-  return rows;
-}
-
-inline nb::list rows_of(const std::vector<Driver::Holding>& holdings) {
-  const NoCollector no_collector;
-  nb::list rows;
-  for (const Driver::Holding& each : holdings)
-    rows.append(nb::make_tuple(each.pid, each.bytes, each.imported ? nb::cast(*each.imported) : nb::none()));
-  return rows;
-}
 
 void bind_errors(nb::module_& module);
 void bind_regions(nb::module_& module);
@@ -137,10 +133,11 @@ void bind_broker(nb::module_& module);
 
 }  // namespace memsaver
 
+namespace nanobind::detail {
+
 // In the place of nanobind/stl/vector.h: lists of vectors are made without the collector.
 template <typename Item, typename Allocator>
-struct nanobind::detail::type_caster<std::vector<Item, Allocator>>
-    : nanobind::detail::list_caster<std::vector<Item, Allocator>, Item> {
+struct type_caster<std::vector<Item, Allocator>> : list_caster<std::vector<Item, Allocator>, Item> {
   template <typename Vector>
   static handle from_cpp(Vector&& items, rv_policy policy, cleanup_list* cleanup) noexcept {
     const memsaver::NoCollector no_collector;
@@ -148,20 +145,37 @@ struct nanobind::detail::type_caster<std::vector<Item, Allocator>>
   }
 };
 
-// A range as a pair: the address or offset, and the bytes.
-template <>
-struct nanobind::detail::type_caster<memsaver::Range> {
-  using Pair = std::pair<std::size_t, std::size_t>;
-  NB_TYPE_CASTER(memsaver::Range, const_name("tuple[int, int]"))
+template <typename Struct>
+  requires requires(const Struct& value) { memsaver::fields<Struct>(value); }
+struct type_caster<Struct> {
+  using Tuple = decltype(memsaver::fields<Struct>(std::declval<const Struct&>()));
+  NB_TYPE_CASTER(Struct, make_caster<Tuple>::Name)
 
   bool from_python(handle source, auto flags, cleanup_list* cleanup) noexcept {
-    make_caster<Pair> pair;
-    if (!pair.from_python(source, flags, cleanup)) return false;
-    const auto [offset, size] = static_cast<Pair>(pair);
-    value = {offset, size};
+    make_caster<Tuple> tuple;
+    if (!tuple.from_python(source, flags, cleanup)) return false;
+    value = std::make_from_tuple<Struct>(static_cast<Tuple>(tuple));
     return true;
   }
-  static handle from_cpp(const memsaver::Range& range, rv_policy policy, cleanup_list* cleanup) noexcept {
-    return make_caster<Pair>::from_cpp(Pair(range.offset, range.size), policy, cleanup);
+  static handle from_cpp(const Struct& value, rv_policy policy, cleanup_list* cleanup) noexcept {
+    return make_caster<Tuple>::from_cpp(memsaver::fields<Struct>(value), policy, cleanup);
   }
 };
+
+// States, policies and fills are their names in Python.
+template <typename Choice>
+struct name_caster {
+  NB_TYPE_CASTER(Choice, const_name("str"))
+
+  static handle from_cpp(Choice choice, rv_policy, cleanup_list*) noexcept {
+    return PyUnicode_FromString(memsaver::name_of(choice));
+  }
+};
+template <>
+struct type_caster<memsaver::State> : name_caster<memsaver::State> {};
+template <>
+struct type_caster<memsaver::Policy> : name_caster<memsaver::Policy> {};
+template <>
+struct type_caster<memsaver::Fill> : name_caster<memsaver::Fill> {};
+
+}  // namespace nanobind::detail

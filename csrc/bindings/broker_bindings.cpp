@@ -1,6 +1,4 @@
 // The core's part of the broker: memory, and the numbers of the protocol and of reports.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 
 #include "bindings/bindings.h"
@@ -30,7 +28,7 @@ void bind_broker(nb::module_& module) {
       .def("adopt", &PhysicalMemory::adopt, "file"_a, "size"_a)
       .def("close", &PhysicalMemory::close, "file"_a)
       .def("compute_pids", &PhysicalMemory::compute_pids)
-      .def("holdings", [](PhysicalMemory& memory) { return rows_of(memory.holdings()); })
+      .def("holdings", &PhysicalMemory::holdings)
       .def("lists_all", &PhysicalMemory::lists_all)
       .def("used_bytes", &PhysicalMemory::used_bytes)
       .def("under_mps", &PhysicalMemory::under_mps);
@@ -55,7 +53,6 @@ void bind_broker(nb::module_& module) {
   module.attr("HAS_DESCRIPTOR") = wire::kHasDescriptor;
   module.attr("FOREIGN") = wire::kForeign;
   module.attr("CHUNK_CLASSES") = all_of(kChunkClasses);  // bytes, largest first
-  module.attr("STATES") = all_of(kStateNames);           // by number, as in reports; so are the next
   module.attr("BACKUPS") = all_of(kPolicyNames);
   module.attr("FILLS") = all_of(kFillNames);
 }

@@ -1,6 +1,4 @@
 // A driver alone, for tests.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
 
 #include <memory>
 #include <optional>
@@ -20,34 +18,29 @@ void* as_pointer(std::uintptr_t address) { return reinterpret_cast<void*>(addres
 
 }  // namespace
 
+template <>
+inline constexpr auto fields<Driver::Memory> =
+    [](const Driver::Memory& memory) { return std::make_tuple(memory.free, memory.total); };
+
 void bind_driver(nb::module_& module) {
   nb::class_<Driver>(module, "Driver")
-      .def_prop_ro("name", [](const Driver& driver) { return driver.name; })
+      .def_ro("name", &Driver::name)
       .def("uuid", &Driver::uuid)
-      .def("memory",
-           [](Driver& driver) {
-             const Driver::Memory memory = driver.memory();
-             return std::make_pair(memory.free, memory.total);
-           })
-      .def("processes",
-           [](Driver& driver) {
-             std::vector<std::pair<int, std::size_t>> rows;
-             for (const Driver::Process& process : driver.processes()) rows.emplace_back(process.pid, process.bytes);
-             return rows;
-           })
+      .def("memory", &Driver::memory)
+      .def("holdings", &Driver::holdings)
       .def("reserve", &Driver::reserve, "size"_a)
       .def("unreserve", &Driver::unreserve, "address"_a, "size"_a)
       .def("create", &Driver::create, "size"_a)
       .def("release", &Driver::release, "handle"_a)
       .def("exports", &Driver::exports)
       .def("export_fd", &Driver::export_fd, "handle"_a)
-      .def("import_fd", &Driver::import_fd, "fd"_a, nb::call_guard<Unlocked>())
+      .def("import_fd", &Driver::import_fd, "fd"_a, unlocked)
       .def("map", &Driver::map, "address"_a, "size"_a, "handle"_a)
       .def("allow", &Driver::allow, "address"_a, "size"_a)
       .def("unmap", &Driver::unmap, "address"_a, "size"_a)
-      .def("synchronize", &Driver::synchronize, nb::call_guard<Unlocked>())
+      .def("synchronize", &Driver::synchronize, unlocked)
       .def("peer_candidates", &Driver::peer_candidates)
-      .def("use_peers", &Driver::use_peers, "ordinals"_a, nb::call_guard<Unlocked>())
+      .def("use_peers", &Driver::use_peers, "ordinals"_a, unlocked)
       .def("record",
            [](Driver& driver) -> std::optional<WorkMark> {
              const Driver::Ticket ticket = driver.record();
@@ -80,10 +73,10 @@ void bind_driver(nb::module_& module) {
           "host"_a, "size"_a)
       .def(
           "unpin", [](Driver& driver, std::uintptr_t host) { driver.unpin(as_pointer(host)); }, "host"_a)
-      .def("finish_copies", &Driver::finish_copies, nb::call_guard<Unlocked>());
+      .def("finish_copies", &Driver::finish_copies, unlocked);
   nb::class_<WorkMark>(module, "WorkMark")
       .def("done", [](const WorkMark& mark) { return mark.driver->done(mark.ticket); })
-      .def("wait", [](const WorkMark& mark) { mark.driver->wait(mark.ticket); }, nb::call_guard<Unlocked>());
+      .def("wait", [](const WorkMark& mark) { mark.driver->wait(mark.ticket); }, unlocked);
   module.def(
       "open_driver", [](const std::string& name) -> Driver& { return *opened(name).driver; }, nb::rv_policy::reference,
       "device"_a);
@@ -94,13 +87,13 @@ void bind_driver(nb::module_& module) {
       [] {
         for (Device* each : core().all_devices()) each->resting.reap(each->resting.frees());
       },
-      nb::call_guard<Unlocked>());
+      unlocked);
   module.def(
       "forget_loss",  // of contexts that live again. Lost regions stay lost
       [] {
         for (Device* each : core().all_devices()) each->lost = false;
       },
-      nb::call_guard<Unlocked>());
+      unlocked);
 }
 
 }  // namespace memsaver

@@ -1,7 +1,4 @@
 // Translates errors of the core into Python exceptions.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-
 #include <exception>
 
 #include "bindings/bindings.h"
@@ -13,68 +10,38 @@ namespace {
 // interpreter exits.
 PyObject* make_error = nullptr;
 
-void raise(const char* kind, const std::exception& error, nb::dict fields) {
+void raise(const char* kind, const std::exception& error, const nb::dict& fields) {
   nb::object made = call(make_error, kind, error.what(), fields);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
 }
 
 void translate_ours(const std::exception_ptr& thrown) {
-  nb::dict fields;
   try {
     std::rethrow_exception(thrown);
   } catch (const BadArgument& error) {
-    raise("ValueError", error, fields);
+    raise("ValueError", error, {});
   } catch (const ConfigError& error) {
-    if (!error.option.empty()) fields["option"] = error.option;
-    raise("ConfigError", error, fields);
+    raise("ConfigError", error, error.option.empty() ? nb::dict() : dict_of("option", error.option));
   } catch (const BackupError& error) {
-    fields["needed_bytes"] = error.needed_bytes;
-    fields["held_bytes"] = error.held_bytes;
-    fields["available_bytes"] = error.available_bytes;
-    fields["_of_pinned_memory"] = error.of_pinned_memory;
-    raise("BackupError", error, fields);
+    raise("BackupError", error,
+          dict_of("needed_bytes", error.needed_bytes, "held_bytes", error.held_bytes, "available_bytes",
+                  error.available_bytes, "_of_pinned_memory", error.of_pinned_memory));
   } catch (const RegionPausedError& error) {
-    fields["tag"] = error.tag;
-    fields["state"] = error.state;
-    raise("RegionPausedError", error, fields);
+    raise("RegionPausedError", error, dict_of("tag", error.tag, "state", error.state));
   } catch (const DriverError& error) {
-    fields["call"] = error.call;
-    fields["code"] = error.code;
-    fields["detail"] = error.message;
-    raise("DriverError", error, fields);
+    raise("DriverError", error, dict_of("call", error.call, "code", error.code, "detail", error.message));
   } catch (const OutOfMemoryError& error) {
-    fields["device"] = error.device;
-    fields["needed_bytes"] = error.needed_bytes;
-    fields["free_bytes"] = error.free_bytes;
-    fields["waited_s"] = error.waited_s;
-    nb::list unused;
-    for (const NoCollector no_collector; const Unused& each : error.unused)
-      unused.append(nb::make_tuple(each.pid, each.bytes, each.why));
-    fields["unused"] = unused;
-    Device& device = opened(error.device);
-    std::optional<std::size_t> own;
-    if (!device.pooled) {  // the system's list does not show which process uses memory of a pool
-      const Unlocked release;
-      own = own_bytes(*device.driver, figure([&] { return device.driver->processes(); }));
-    }
-    fields["own_bytes"] = own;
-    fields["retained_bytes"] = device.retained.idle_bytes();
-    fields["regions"] = region_rows(error.device);
-    fields["processes"] = others(error.holders);
-    raise("OutOfMemoryError", error, fields);
+    raise("OutOfMemoryError", error,
+          dict_of("device", error.device, "needed_bytes", error.needed_bytes, "free_bytes", error.free_bytes,
+                  "waited_s", error.waited_s, "unused", error.unused));
   } catch (const BrokerError& error) {
-    fields["path"] = error.path;
-    raise("BrokerError", error, fields);
+    raise("BrokerError", error, dict_of("path", error.path));
   } catch (const WaitTimeoutError& error) {
-    fields["stage"] = error.stage;
-    fields["waited_s"] = error.waited_s;
-    raise("WaitTimeoutError", error, fields);
+    raise("WaitTimeoutError", error, dict_of("stage", error.stage, "waited_s", error.waited_s));
   } catch (const AttachedError& error) {
-    fields["tag"] = error.tag;
-    fields["holders"] = error.pids;
-    raise("AttachedError", error, fields);
+    raise("AttachedError", error, dict_of("tag", error.tag, "holders", error.pids));
   } catch (const Error& error) {
-    raise("Error", error, fields);
+    raise("Error", error, {});
   }
 }
 

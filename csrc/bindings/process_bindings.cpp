@@ -1,36 +1,35 @@
 // The process-wide functions of the core: devices and their figures, options, captures, the exit.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <thread>
 #include <utility>
 
-#include "backup/host_memory.h"
 #include "bindings/bindings.h"
-#include "regions/queries.h"
+#include "pool/queries.h"
 #include "torch/torch_hooks.h"
 
 namespace memsaver {
 
 Device& opened(const std::string& name) { return core().device(name); }
 
-std::optional<std::size_t> own_bytes(const Driver& driver,
-                                     const std::optional<std::vector<Driver::Process>>& processes) {
-  if (!processes) return std::nullopt;
-  for (const Driver::Process& process : *processes)
-    if (process.pid == ::getpid() && process.bytes > 0) return process.bytes;
-  if (driver.ordinal() < 0) return 0;  // the ledger lists every process with memory
-  return std::nullopt;
+namespace {
+
+// A figure of the system; nullopt if the read fails, as on a device with a dead context.
+template <typename Read>
+auto figure(Read read) -> std::optional<decltype(read())> {
+  try {
+    return read();
+  } catch (const Error&) {
+    return std::nullopt;
+  }
 }
 
-nb::list region_rows(const std::string& device) {
-  // Reads all figures before it makes Python objects.
+// Reads all figures before it makes Python objects.
+std::vector<nb::dict> region_rows(const std::string& device) {
   struct Row {
-    std::string tag;
-    const char* backup;
-    const char* state;
-    bool frozen;
+    const Region* region;
+    State state;
     std::size_t allocated, mapped, backed_up;
   };
   std::vector<Row> rows;
@@ -39,27 +38,17 @@ nb::list region_rows(const std::string& device) {
     for (const Region* region : core().all_regions()) {
       if (region->device.driver->name != device) continue;
       const std::shared_ptr<Backup> backup = region->backup();
-      rows.push_back({region->tag, name_of(region->policy), name_of(region->state()), region->frozen,
-                      region->allocated_bytes(), region->mapped_bytes(), backup ? backup->bytes() : 0});
+      rows.push_back(
+          {region, region->state(), region->allocated_bytes(), region->mapped_bytes(), backup ? backup->bytes() : 0});
     }
   }
-  const NoCollector no_collector;
-  nb::list found;
-  for (const Row& row : rows) {
-    nb::dict entry;
-    entry["tag"] = row.tag;
-    entry["backup"] = row.backup;
-    entry["state"] = row.state;
-    entry["frozen"] = row.frozen;
-    entry["allocated_bytes"] = row.allocated;
-    entry["mapped_bytes"] = row.mapped;
-    entry["backup_bytes"] = row.backed_up;
-    found.append(entry);
-  }
+  std::vector<nb::dict> found;
+  for (const Row& row : rows)
+    found.push_back(dict_of("tag", row.region->tag, "backup", row.region->policy, "state", row.state, "frozen",
+                            row.region->frozen, "allocated_bytes", row.allocated, "mapped_bytes", row.mapped,
+                            "backup_bytes", row.backed_up));
   return found;
 }
-
-namespace {
 
 std::size_t release_host_memory() {
   std::size_t bytes = 0;
@@ -69,15 +58,14 @@ std::size_t release_host_memory() {
 
 // The interpreter waits for the threads of background transitions before it calls stop_background(). A thread may wait
 // for the device behind a kernel that does not end. So these waits get a bound here.
-void bound_waits() { exit_has_begun = true; }
+void bound_waits() { device_waits_end = now() + kEnd; }
 
 // Called before the interpreter ends. A thread should not be in a driver call when the driver is unloaded, and a thread
 // that needs the GIL after the end of the interpreter goes no further: see gil.h.
 void stop_background() {
   if (!usable()) return;
   waiting_is_over = true;
-  ledger_queries().stop();
-  cache_queries().stop();
+  queries().stop();
   {
     std::lock_guard lock(core().mutex);
     core().changed.notify_all();
@@ -88,46 +76,24 @@ void stop_background() {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   for (Device* device : core().all_devices()) {
     device->reclaimer.stop(deadline);
-    device->arena.stop_background(deadline);
     if (device->shared != nullptr) device->shared->stop(deadline);
   }
 }
 
 nb::dict device_stats(const std::string& name) {
   Device& device = opened(name);
-  std::optional<std::size_t> total, free, own;
+  std::optional<Driver::Memory> memory;
   std::optional<std::string> uuid;
-  std::size_t retained = 0, host_held = 0, host_used = 0;
-  std::optional<std::vector<Driver::Process>> processes;
   {
-    Unlocked release;
-    if (const auto memory = figure([&] { return device.driver->memory(); })) {
-      total = memory->total;
-      free = memory->free;
-    }
+    const Unlocked release;
+    memory = figure([&] { return device.driver->memory(); });
     uuid = figure([&] { return device.driver->uuid(); });
-    processes = figure([&] { return device.driver->processes(); });
-    own = own_bytes(*device.driver, processes);
-    retained = device.source().idle_bytes();
-    host_held = device.arena.held_bytes();
-    host_used = device.arena.used_bytes();
   }
-  const nb::list regions = region_rows(name);
-  const NoCollector no_collector;
-  nb::dict row;
-  row["device"] = name;
-  row["uuid"] = uuid;
-  row["total_bytes"] = total;
-  row["free_bytes"] = free;
-  row["own_bytes"] = own;
-  row["retained_bytes"] = retained;
-  row["host_held_bytes"] = host_held;
-  row["host_used_bytes"] = host_used;
-  row["disk_held_bytes"] = device.files.held_bytes();
-  row["disk_used_bytes"] = device.files.used_bytes();
-  row["regions"] = regions;
-  row["processes"] = others(processes.value_or(std::vector<Driver::Process>{}));
-  return row;
+  return dict_of("uuid", uuid, "total_bytes", memory ? std::optional(memory->total) : std::nullopt, "free_bytes",
+                 memory ? std::optional(memory->free) : std::nullopt, "retained_bytes", device.source().idle_bytes(),
+                 "host_held_bytes", device.arena.held_bytes(), "host_used_bytes", device.arena.used_bytes(),
+                 "disk_held_bytes", device.files.held_bytes(), "disk_used_bytes", device.files.used_bytes(), "regions",
+                 region_rows(name));
 }
 
 // The figures from which memsaver/ledger makes the ledger of a device.
@@ -135,12 +101,11 @@ nb::dict ledger_figures(const std::string& name) {
   Device& device = opened(name);
   std::optional<std::size_t> used;
   std::vector<Driver::Holding> holdings;
-  std::size_t retained = 0, pooled = 0;
+  std::size_t pooled = 0;
   {
     const Unlocked release;
     if (const auto memory = figure([&] { return device.driver->memory(); })) used = memory->total - memory->free;
     holdings = figure([&] { return device.driver->holdings(); }).value_or(std::vector<Driver::Holding>());
-    retained = device.retained.idle_bytes();
     std::unique_lock lock(core().mutex);
     SharedPool* pool = device.shared.get();
     lock.unlock();
@@ -152,16 +117,8 @@ nb::dict ledger_figures(const std::string& name) {
           if (each.pid == ::getpid() && each.imported == 0U) each.imported = std::nullopt;
     }
   }
-  const nb::list regions = region_rows(name);
-  const NoCollector no_collector;
-  nb::dict row;
-  row["used_bytes"] = used;
-  row["holdings"] = rows_of(holdings);
-  row["lists_all"] = device.driver->lists_all();
-  row["regions"] = regions;
-  row["retained_bytes"] = retained;
-  row["pooled_bytes"] = pooled;
-  return row;
+  return dict_of("used_bytes", used, "holdings", holdings, "lists_all", device.driver->lists_all(), "regions",
+                 region_rows(name), "retained_bytes", device.retained.idle_bytes(), "pooled_bytes", pooled);
 }
 
 }  // namespace
@@ -173,14 +130,14 @@ void bind_process(nb::module_& module) {
     if (memsaver_check_signals() != 0) throw nb::python_error();
   };
   module.def("cuda_device_count", &cuda_device_count);
-  module.def("capture_begins", [] { core().parts.gate.capture_begins(); }, nb::call_guard<Unlocked>());
+  module.def("capture_begins", [] { core().parts.gate.capture_begins(); }, unlocked);
   module.def(
       "capture_ends",
       [] {
         core().parts.gate.capture_ends();
         for (Device* device : core().all_devices()) device->resting.mark();  // of segments freed during the capture
       },
-      nb::call_guard<Unlocked>());
+      unlocked);
   module.def(
       "outside_captures",  // calls a function; captures begin after it. False: one is under way, and it was not called
       [](const nb::callable& act) {
@@ -191,23 +148,20 @@ void bind_process(nb::module_& module) {
       },
       "act"_a);
   module.def("capturing", [] { return core().parts.gate.capturing(); });
-  module.def("refresh_peers", [] { core().refresh_peers(); }, nb::call_guard<Unlocked>());
+  module.def("refresh_peers", [] { core().refresh_peers(); }, unlocked);
   module.def("clock", [] { return std::chrono::duration<double>(now().time_since_epoch()).count(); });
   module.def("device_stats", &device_stats, "device"_a);
   module.def("ledger_figures", &ledger_figures, "device"_a);
   module.def("stop_queries", [] {
-    if (!usable()) return;  // in a forked child another thread may have had the locks
-    ledger_queries().stop();
-    cache_queries().stop();
+    if (usable()) queries().stop();  // in a forked child another thread may have had the lock
   });
-  module.def("next_cache_query", [] { return cache_queries().next(); }, nb::call_guard<Unlocked>());
+  module.def("next_query", [] { return queries().next(); }, unlocked);
   module.def(
       "caches_returned",
       [](const std::string& device, std::size_t cached, const std::string& why) {
         opened(device).reclaimer.python_is_done(cached, why);
       },
-      nb::call_guard<Unlocked>(), "device"_a, "cached"_a, "why"_a);
-  module.def("next_ledger_query", [] { return ledger_queries().next(); }, nb::call_guard<Unlocked>());
+      unlocked, "device"_a, "cached"_a, "why"_a);
   module.def("device_names", [] {
     std::vector<std::string> names;
     std::lock_guard lock(core().mutex);
@@ -220,9 +174,9 @@ void bind_process(nb::module_& module) {
       [](std::size_t bytes) {
         Unlocked release;
         RetainBudget& retain = core().parts.retain;
-        retain.set_limit(bytes);
+        retain.limit = bytes;
         for (Device* device : core().all_devices()) {
-          const std::size_t held = retain.held();  // over all devices, like the limit
+          const std::size_t held = retain.held;  // over all devices, like the limit
           if (held > bytes) device->retained.give_up(held - bytes);
         }
       },
@@ -231,7 +185,6 @@ void bind_process(nb::module_& module) {
       "set_host_limit", [](std::optional<std::size_t> bytes) { core().parts.host_budget.set_limit(bytes); },
       "bytes"_a.none());
   module.def("set_memory_timeout", [](double seconds) { core().parts.memory_timeout_s = seconds; }, "seconds"_a);
-  module.def("set_backup_ahead", [](bool on) { core().parts.backup_ahead = on; }, "on"_a);
   module.def(
       "set_disk_dir",
       [](const std::string& directory) {
@@ -239,16 +192,9 @@ void bind_process(nb::module_& module) {
         core().disk_dir = directory;
       },
       "directory"_a);
-  module.def("release_host_memory", &release_host_memory, nb::call_guard<Unlocked>());
+  module.def("release_host_memory", &release_host_memory, unlocked);
   module.def("bound_waits", &bound_waits);
   module.def("stop_background", &stop_background, nb::call_guard<ReleasedGil>());
-  module.def(
-      "host_memory",
-      [](const std::string& root, bool nodes_with_cpus) {
-        const HostMemory memory = host_memory(nodes_with_cpus ? HostNodes::with_cpus : HostNodes::all, root);
-        return nb::make_tuple(memory.available, memory.total, memory.left);
-      },
-      "root"_a = "", "nodes_with_cpus"_a = false);
   module.def(
       "set_host_device",
       [](std::size_t bytes) {

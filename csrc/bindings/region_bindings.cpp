@@ -1,13 +1,9 @@
 // Regions: their memory, their figures, their backups.
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 
 #include "bindings/bindings.h"
 #include "torch/default_pools.h"
 #include "torch/torch_hooks.h"
-#include "transitions/compaction.h"
 
 namespace memsaver {
 namespace {
@@ -17,8 +13,7 @@ nb::ndarray<std::uint8_t, nb::ndim<1>> allocate_array(Region& region, std::size_
   Address begin = 0;
   {
     core();  // throws in a forked child
-    const UnderWay counted;
-    Unlocked release;
+    const Unlocked release;
     begin = region.allocate(size, now() + kShortageWait, region.device.memory_deadline());
   }
   struct Owner {
@@ -93,34 +88,14 @@ void backup_read(Region& region, Address begin, std::size_t size, std::uintptr_t
   reading.backup->read({begin, size}, reinterpret_cast<std::byte*>(to));
 }
 
-// Waits while trim() moves contents of the region, at most as long as an allocation. Returns whether it is active then.
-bool wait_for_trim(Region& region) {
-  core();  // throws in a forked child
-  return Region::Wanted(region).wait(now() + kShortageWait);
-}
-
 // For guarded launches. Null: all regions are active and marked as in use. Else the first region that is not active.
 Region* acquire(const std::vector<Region*>& regions) {
   core().refresh_peers();
-  const Deadline until = now() + kShortageWait;
-  std::list<Region::Wanted> wanted;  // of regions whose contents trim() moves
-  for (;;) {
-    Region* waited_for = nullptr;
-    {
-      std::lock_guard lock(core().mutex);
-      const auto found = std::find_if(regions.begin(), regions.end(), [](const Region* region) {
-        return region->state() != State::active || region->closed();
-      });
-      if (found == regions.end()) {
-        for (Region* region : regions) region->begin_use();
-        return nullptr;
-      }
-      waited_for = *found;
-    }
-    if (waited_for->closed()) return waited_for;
-    wanted.emplace_back(*waited_for);
-    if (!wanted.back().wait(until)) return waited_for;
-  }
+  std::lock_guard lock(core().mutex);
+  for (Region* region : regions)
+    if (region->state() != State::active || region->closed()) return region;
+  for (Region* region : regions) region->begin_use();
+  return nullptr;
 }
 
 void release(const std::vector<Region*>& regions) {
@@ -136,13 +111,15 @@ void check_unused(Region& region) {
   if (!region.closed()) region.check_unused();
 }
 
-// Waits for work on freed segments.
-void await_frees(Region& region, std::optional<double> timeout) {
+// Waits for work on freed segments, and returns chunks that no segment uses.
+void release_unused(Region& region, std::optional<double> timeout) {
   core();  // throws in a forked child
   if (region.device.lost || region.closed()) return;
   const std::uint64_t freed = region.device.resting.frees();
   region.device.wait_idle(timeout ? deadline_in(*timeout) : kNever);
   region.device.resting.reap(freed);
+  region.sweep_all();  // also those that the driver refused to unmap before
+  region.device.source().settle();
 }
 
 // `keep_entry_points`: a pool of torch that the program keeps refers to them. They stay those of the closed region,
@@ -161,132 +138,100 @@ auto looked(const Region& region) {
   return (region.*look)();
 }
 
+std::size_t backup_bytes(const Region& region) {
+  core();
+  const std::shared_ptr<Backup> backup = region.backup();
+  return backup ? backup->bytes() : 0;
+}
+
+// Of the parts that backup_view() takes whole.
+Ranges backup_parts(const Region& region) {
+  core();
+  const std::shared_ptr<Backup> backup = region.backup();
+  return backup ? backup->parts() : Ranges();
+}
+
+std::vector<std::size_t> chunk_sizes(const Region& region) {
+  core();
+  std::vector<std::size_t> sizes;
+  for (const Slot& slot : region.slots()) sizes.push_back(slot.size);
+  return sizes;
+}
+
+// Each segment in use, or its parts within ranges.
+Ranges segments(const Region& region, const std::optional<Ranges>& within) {
+  core();
+  return region.parts(within ? *within : region.live());
+}
+
+Region* make_region(const std::string& tag, const std::string& device, const std::string& backup, bool frozen,
+                    const std::string& fill, bool one_handle) {
+  return &core().region(
+      tag, device, {.policy = policy_of(backup), .frozen = frozen, .fill = fill_of(fill), .one_handle = one_handle});
+}
+
+// The region of torch's default pool on a CUDA device, which is made at the first call.
+Region* default_pool(const std::string& tag, const std::string& device, const std::string& backup) {
+  const Policy policy = policy_of(backup);
+  if (Region* known = default_pools().of(core().device(device))) return known;
+  Region& made = core().region(tag, device, {.policy = policy, .most_slack = 0, .placed = true});
+  if (!made.placed) throw BadArgument("region '" + tag + "' on " + device + " exists, expected a new tag");
+  default_pools().add(made);
+  return &made;
+}
+
+template <>
+inline constexpr auto fields<EntryPoints> =
+    [](const EntryPoints& each) { return std::make_tuple(each.alloc, each.free); };
+
 void bind_regions(nb::module_& module) {
   // Reads of figures take Device::mutex, which is held for bookkeeping alone.
   nb::class_<Region>(module, "Region")
-      .def_prop_ro("tag", [](const Region& region) { return region.tag; })
+      .def_ro("tag", &Region::tag)
       .def_prop_ro("device", [](const Region& region) { return region.device.driver->name; })
-      .def_prop_ro("backup", [](const Region& region) { return name_of(region.policy); })
-      .def_prop_ro("state",
-                   [](const Region& region) {
-                     core();  // throws in a forked child
-                     return name_of(region.state());
-                   })
+      .def_ro("backup", &Region::policy)
+      .def_ro("frozen", &Region::frozen)
+      .def_ro("one_handle", &Region::one_handle)
+      .def_ro("fill", &Region::fill)
+      .def_ro("placed", &Region::placed)
+      .def_prop_ro("state", &looked<&Region::state>)
       .def_prop_ro("closed", &looked<&Region::closed>)
       .def_prop_ro("allocated_bytes", &looked<&Region::allocated_bytes>)
       .def_prop_ro("mapped_bytes", &looked<&Region::mapped_bytes>)
       .def_prop_ro("reserved_bytes", &looked<&Region::reserved_bytes>)
-      .def_prop_ro("backup_bytes",
-                   [](const Region& region) {
-                     core();
-                     const std::shared_ptr<Backup> backup = region.backup();
-                     return backup ? backup->bytes() : 0;
-                   })
-      .def_prop_ro("chunks",
-                   [](const Region& region) {
-                     core();
-                     std::vector<std::size_t> sizes;
-                     for (const Slot& slot : region.slots()) sizes.push_back(slot.size);
-                     return sizes;
-                   })
-      .def_prop_ro("frozen", [](const Region& region) { return region.frozen; })
-      .def_ro("one_handle", &Region::one_handle)
-      .def_prop_ro("fill", [](const Region& region) { return name_of(region.fill); })
-      .def_prop_ro("placed", [](const Region& region) { return region.placed; })
       .def_prop_ro("residence", &looked<&Region::residence>)
       .def_prop_ro("sealed", &looked<&Region::sealed>)
       .def_prop_ro("discarded", &looked<&Region::discarded>)
-      .def(
-          "expect",
-          [](Region& region, const std::string& policy) {
-            const Policy expected = policy_of(policy);
-            std::lock_guard lock(core().mutex);
-            region.expect_policy(expected);
-          },
-          "policy"_a, nb::call_guard<Unlocked>())
+      .def_prop_ro("backup_bytes", &backup_bytes)
+      .def_prop_ro("chunks", &chunk_sizes)
       .def("owns", &Region::owns, "address"_a)
-      .def("thaw", &thaw, nb::call_guard<Unlocked>())
-      .def("wait_for_trim", &wait_for_trim, nb::call_guard<Unlocked>())
-      .def("check_unused", &check_unused, nb::call_guard<Unlocked>())
-      .def("await_frees", &await_frees, "timeout"_a.none(), nb::call_guard<Unlocked>())
-      .def("close", &close_region, nb::call_guard<Unlocked>(), "keep_entry_points"_a = false)
-      .def("backup_parts",  // (address, bytes) of the parts that backup_view() takes whole
-           [](const Region& region) {
-             core();
-             const std::shared_ptr<Backup> backup = region.backup();
-             return backup ? backup->parts() : Ranges();
-           })
+      .def("thaw", &thaw, unlocked)
+      .def("check_unused", &check_unused, unlocked)
+      .def("release_unused", &release_unused, "timeout"_a.none(), unlocked)
+      .def("close", &close_region, unlocked, "keep_entry_points"_a = false)
+      .def("backup_parts", &backup_parts)
       .def("backup_view", &backup_view, "address"_a, "size"_a)
-      .def("backup_read", &backup_read, "address"_a, "size"_a, "to"_a, nb::call_guard<Unlocked>())
-      .def("live", &looked<&Region::live>)  // (address, bytes) of segments in use, touching ones joined
-      .def(
-          "segments",  // (address, bytes) of each segment in use, or of its parts within ranges
-          [](const Region& region, const std::optional<Ranges>& within) {
-            core();
-            return region.parts(within ? *within : region.live());
-          },
-          "within"_a.none() = nb::none())
-      .def("entry_points",
-           [](Region& region) {
-             const EntryPoints points = bind_entry_points(region);
-             return std::make_pair(points.alloc, points.free);
-           })
+      .def("backup_read", &backup_read, "address"_a, "size"_a, "to"_a, unlocked)
+      .def("live", &looked<&Region::live>)  // segments in use, touching ones joined
+      .def("segments", &segments, "within"_a.none() = nb::none())
+      .def("entry_points", &bind_entry_points)
       .def("allocate_array", &allocate_array, "size"_a);
-  module.def(
-      "region",
-      [](const std::string& tag, const std::string& device, const std::string& backup, bool frozen,
-         const std::string& fill, bool one_handle) {
-        Region::Options options{policy_of(backup), frozen, fill_of(fill)};
-        options.one_handle = one_handle;
-        Unlocked release;
-        return &core().region(tag, device, options);
-      },
-      nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a, "frozen"_a = false, "fill"_a = "clean",
-      "one_handle"_a = false);
+  module.def("region", &make_region, unlocked, nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a,
+             "frozen"_a = false, "fill"_a = "clean", "one_handle"_a = false);
   module.def(
       "bind_default_pools", [](const std::string& library) { return default_pools().bind(library); }, "library"_a,
-      nb::call_guard<Unlocked>());
-  module.def(
-      "default_pool",  // the region of torch's default pool on a CUDA device, which is made at the first call
-      [](const std::string& tag, const std::string& device, const std::string& backup) {
-        const Region::Options options{policy_of(backup), false, Fill::clean, 0, true};
-        Unlocked release;
-        Region* region = default_pools().of(core().device(device));
-        if (region == nullptr) {
-          region = &core().region(tag, device, options);
-          if (!region->placed) throw BadArgument("region '" + tag + "' on " + device + " exists, expected a new tag");
-          default_pools().add(*region);
-        }
-        return region;
-      },
-      nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a);
+      unlocked);
+  module.def("default_pool", &default_pool, unlocked, nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a);
   module.def("region_count", [] { return core().region_count(); });
   module.def("regions", [] { return core().all_regions(); }, nb::rv_policy::reference);
   module.def(
       "region_at", [](Address address) { return core().parts.addresses.at(address); }, nb::rv_policy::reference,
       "address"_a);
-  module.def("refusing_entry_points", [] {
-    const EntryPoints points = refusing_entry_points();
-    return std::make_pair(points.alloc, points.free);
-  });
-  module.def("plain_entry_points", [] {
-    const EntryPoints points = plain_entry_points();
-    return std::make_pair(points.alloc, points.free);
-  });
+  module.def("refusing_entry_points", &refusing_entry_points);
+  module.def("plain_entry_points", &plain_entry_points);
   module.def("take_allocation_error", &take_allocation_error);
-  module.def("acquire", &acquire, nb::call_guard<Unlocked>(), nb::rv_policy::reference, "regions"_a);
+  module.def("acquire", &acquire, unlocked, nb::rv_policy::reference, "regions"_a);
   module.def("release", &release, "regions"_a);
-  module.def(
-      "trim",
-      [](Region& region, const nb::callable& may_move, std::optional<double> timeout) {
-        const auto ask = [&may_move] {
-          const HeldGil python;
-          return nb::cast<bool>(call(may_move));
-        };
-        const Unlocked release;
-        trim(region, ask, timeout ? deadline_in(*timeout) : kNever);
-      },
-      "region"_a, "may_move"_a, "timeout"_a.none() = nb::none());
 }
 
 }  // namespace memsaver

@@ -1,5 +1,4 @@
 // Regions by the tags of another library.
-#include <nanobind/stl/string.h>
 
 #include "bindings/bindings.h"
 #include "regions/tagged.h"
@@ -17,27 +16,8 @@ void bind_tagged(nb::module_& module) {
             return &tagged.active(tag, device, policy, one_handle);
           },
           nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a, "one_handle"_a = false)
-      .def(
-          "of",
-          [](const TaggedRegions& tagged, const std::string& tag) {
-            core();  // throws in a forked child
-            return tagged.of(tag);
-          },
-          nb::rv_policy::reference, nb::call_guard<Unlocked>(), "tag"_a)
-      .def(
-          "all",
-          [](const TaggedRegions& tagged) {
-            core();
-            return tagged.all();
-          },
-          nb::rv_policy::reference, nb::call_guard<Unlocked>())
-      .def(
-          "set_aside",
-          [](TaggedRegions& tagged, const std::vector<Region*>& regions, bool is_aside) {
-            core();
-            tagged.set_aside(regions, is_aside);
-          },
-          nb::call_guard<Unlocked>(), "regions"_a, "is_aside"_a);
+      .def("all", &TaggedRegions::all, nb::rv_policy::reference, unlocked)
+      .def("set_aside", &TaggedRegions::set_aside, unlocked, "regions"_a, "is_aside"_a);
   module.def("tagged_regions", &tagged_regions, nb::rv_policy::reference, "prefix"_a);
 }
 

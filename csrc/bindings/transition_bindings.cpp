@@ -1,6 +1,4 @@
 // Transitions, and their reports of progress to Python.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
 
 #include <exception>
 #include <functional>
@@ -45,7 +43,7 @@ struct ReportingTransition : Transition {
 
 void prepare(ReportingTransition& transition, const std::vector<std::string>& policies, std::vector<Ranges> live,
              const std::vector<bool>& restore, nb::object progress) {
-  std::vector<Transition::Pause> pauses;
+  std::vector<Pause> pauses;
   const auto& pausing = transition.pausing();
   if (policies.size() != pausing.size() || live.size() != pausing.size())
     throw BadArgument("there are " + std::to_string(policies.size()) + " policies and " + std::to_string(live.size()) +
@@ -57,14 +55,12 @@ void prepare(ReportingTransition& transition, const std::vector<std::string>& po
   for (std::size_t i = 0; i < pausing.size(); ++i)
     pauses.push_back({pausing[i], policy_of(policies[i]), std::move(live[i])});
   transition.progress = std::move(progress);
-  const UnderWay counted;
   const Unlocked release;
   transition.prepare(std::move(pauses), restore, transition.report());
 }
 
 // `arrived`: see Transition::run. It handles its exceptions.
 nb::dict run(ReportingTransition& transition, const nb::object& arrived) {
-  const UnderWay counted;
   Transition::Outcome outcome;
   std::exception_ptr error;
   const bool has_callback = !arrived.is_none();
@@ -85,15 +81,8 @@ nb::dict run(ReportingTransition& transition, const nb::object& arrived) {
   const std::exception_ptr interrupt = transition.forget();
   if (error) std::rethrow_exception(error);
   if (interrupt) std::rethrow_exception(interrupt);
-  const NoCollector no_collector;
-  nb::dict row;
-  row["paused"] = nb::cast(outcome.paused, nb::rv_policy::reference);
-  row["resumed"] = nb::cast(outcome.resumed, nb::rv_policy::reference);
-  row["released_bytes"] = outcome.released_bytes;
-  row["restored_bytes"] = outcome.restored_bytes;
-  row["copied_bytes"] = outcome.copied_bytes;
-  row["seconds"] = outcome.seconds;
-  return row;
+  return dict_of("released_bytes", outcome.released_bytes, "restored_bytes", outcome.restored_bytes, "copied_bytes",
+                 outcome.copied_bytes, "seconds", outcome.seconds);
 }
 
 }  // namespace
@@ -104,33 +93,19 @@ void bind_transitions(nb::module_& module) {
           "__init__",
           [](ReportingTransition* self, std::vector<Region*> pause, std::vector<Region*> resume,
              std::optional<double> timeout, std::optional<double> memory_timeout, double reader_timeout) {
-            const Transition::Bounds bounds{timeout ? deadline_in(*timeout) : kNever,
-                                            memory_timeout.value_or(core().parts.memory_timeout_s), reader_timeout};
+            const Bounds bounds{timeout ? deadline_in(*timeout) : kNever,
+                                memory_timeout.value_or(core().parts.memory_timeout_s), reader_timeout};
             new (self) ReportingTransition(std::move(pause), std::move(resume), bounds);
           },
           "pause"_a, "resume"_a, "timeout"_a.none() = nb::none(), "memory_timeout"_a.none() = nb::none(),
           "reader_timeout"_a = 0.0)
-      .def("begin",
-           [](ReportingTransition& transition) {
-             const UnderWay counted;
-             const Unlocked release;
-             transition.begin();
-           })
-      .def(
-          "abort", [](ReportingTransition& transition) { transition.abort(); }, nb::call_guard<Unlocked>())
-      .def_prop_ro("stages", [](const ReportingTransition& transition) { return transition.stages(); })
-      .def_prop_ro(
-          "pausing", [](const ReportingTransition& transition) { return transition.pausing(); },
-          nb::rv_policy::reference)
-      .def_prop_ro(
-          "resuming", [](const ReportingTransition& transition) { return transition.resuming(); },
-          nb::rv_policy::reference)
-      .def_prop_ro(
-          "was_paused", [](const ReportingTransition& transition) { return transition.was_paused(); },
-          nb::rv_policy::reference)
-      .def_prop_ro(
-          "discarded", [](const ReportingTransition& transition) { return transition.discarded(); },
-          nb::rv_policy::reference)
+      .def("begin", &ReportingTransition::begin, unlocked)
+      .def("abort", &ReportingTransition::abort, unlocked)
+      .def_prop_ro("stages", &ReportingTransition::stages)
+      .def_prop_ro("pausing", &ReportingTransition::pausing, nb::rv_policy::reference)
+      .def_prop_ro("resuming", &ReportingTransition::resuming, nb::rv_policy::reference)
+      .def_prop_ro("continued", &ReportingTransition::continued, nb::rv_policy::reference)
+      .def_prop_ro("discarded", &ReportingTransition::discarded, nb::rv_policy::reference)
       .def("prepare", &prepare, "policies"_a, "live"_a, "restore"_a, "progress"_a.none())
       .def("run", &run, "arrived"_a.none() = nb::none());
 }

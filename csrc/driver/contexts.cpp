@@ -2,25 +2,14 @@
 
 #include <algorithm>
 
-#include "base/errors.h"
-
 namespace memsaver::cuda {
 namespace {
 
-bool contains(const std::vector<Device>& devices, Device device) {
-  return std::find(devices.begin(), devices.end(), device) != devices.end();
-}
-
 AccessDesc access_for(Device device) { return {{kLocationDevice, device}, kAccessReadWrite}; }
 
-// Other devices that can reach memory of this one. One driver call for each device; the result never changes.
 std::vector<Device> devices_that_reach(const Api& api, Device device) {
-  int count = 0;
-  check(api, "cuDeviceGetCount", api.cuDeviceGetCount(&count));
   std::vector<Device> found;
-  for (int ordinal = 0; ordinal < count; ++ordinal) {
-    Device other = 0;
-    check(api, "cuDeviceGet", api.cuDeviceGet(&other, ordinal));
+  for (const Device other : all_devices(api)) {
     int can = 0;
     if (other != device) check(api, "cuDeviceCanAccessPeer", api.cuDeviceCanAccessPeer(&can, other, device));
     if (can != 0 && attribute_of(api, other, kAttributeVirtualMemory) != 0) found.push_back(other);
@@ -38,35 +27,65 @@ bool is_active(const Api& api, Device device) {
 
 }  // namespace
 
-Peers::Peers(const Api& api, Device device, Context context)
-    : api_(api), device_(device), access_({access_for(device)}), devices_({device}), contexts_({context}) {}
-
-const std::vector<Device>& Peers::reaching() {
-  std::call_once(asked_, [this] { reaching_ = devices_that_reach(api_, device_); });
-  return reaching_;
+std::shared_ptr<void> retained_context(const Api& api, Device device) {
+  Context context = nullptr;
+  check(api, "cuDevicePrimaryCtxRetain", api.cuDevicePrimaryCtxRetain(&context, device));
+  return {context, [&api, device](Context) { api.cuDevicePrimaryCtxRelease(device); }};
 }
 
-std::vector<Device> Peers::candidates() {
+std::shared_ptr<void> new_stream(const Api& api, Context context) {
+  const Scope scope(api, context);
+  Stream stream = nullptr;
+  check(api, "cuStreamCreate", api.cuStreamCreate(&stream, kStreamNonBlocking));
+  return {stream, [&api](Stream made) { api.cuStreamDestroy(made); }};
+}
+
+// A blocking event: the wait sleeps, so a long transition does not occupy a core.
+Mark Events::take(Context context) {
+  {
+    const std::lock_guard lock(mutex_);
+    std::vector<Event>& idle = idle_[context];
+    if (!idle.empty()) {
+      const Mark mark{context, idle.back()};
+      idle.pop_back();
+      return mark;
+    }
+  }
+  Event event = nullptr;
+  check(api_, "cuEventCreate", api_.cuEventCreate(&event, kEventDisableTiming | kEventBlockingSync));
+  return {context, event};
+}
+
+void Events::give(const Mark& mark) noexcept {
+  try {
+    const std::lock_guard lock(mutex_);
+    idle_[mark.context].push_back(mark.event);
+  } catch (const std::exception&) {
+    // No host memory for the note: the event is not used again.
+  }
+}
+
+Peers::Peers(const Api& api, Device device, Context context)
+    : api_(api),
+      device_(device),
+      reaching_(devices_that_reach(api, device)),
+      access_({access_for(device)}),
+      contexts_({context}),
+      devices_({device}) {}
+
+std::vector<Device> Peers::candidates() const {
   std::vector<Device> found;
-  for (const Device device : reaching())
+  for (const Device device : reaching_)
     if (is_active(api_, device)) found.push_back(device);
   return found;
 }
 
-void Peers::use(const std::vector<int>& ordinals) {
+void Peers::use(const std::vector<Device>& devices) {
   std::vector<AccessDesc> access = {access_for(device_)};
-  std::vector<Device> wanted = {device_};
-  for (const int ordinal : ordinals) {
-    if (contains(wanted, ordinal)) continue;  // the device itself, or a duplicate
-    if (!contains(reaching(), ordinal))
-      throw BadArgument("peers names cuda:" + std::to_string(ordinal) +
-                        ", expected devices that can access the memory of cuda:" + std::to_string(device_));
-    wanted.push_back(ordinal);
-    access.push_back(access_for(ordinal));
-  }
   const std::lock_guard one_at_a_time(using_);
-  for (const Device device : wanted) {
-    if (contains(devices_, device)) continue;
+  for (const Device device : devices) {
+    access.push_back(access_for(device));
+    if (std::find(devices_.begin(), devices_.end(), device) != devices_.end()) continue;
     Context context = nullptr;
     check(api_, "cuDevicePrimaryCtxRetain", api_.cuDevicePrimaryCtxRetain(&context, device));
     const std::lock_guard lock(mutex_);

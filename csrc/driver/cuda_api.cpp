@@ -2,8 +2,10 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <string_view>
 
 #include "driver/driver.h"
@@ -29,9 +31,9 @@ Api load() {
     void* entry = nullptr;
     int found = 0;
     const Result code = look_up(name, &entry, version, 0, &found);
-    if (code == kSuccess && entry != nullptr) return entry;
-    if (required) throw DriverError("cuGetProcAddress", code, std::string("the driver has no ") + name);
-    return static_cast<void*>(nullptr);
+    if (required && entry == nullptr)
+      throw DriverError("cuGetProcAddress", code, std::string("the driver has no ") + name);
+    return entry;  // null where it fails
   };
 #define MEMSAVER_REQUIRED(name, version, ...) \
   api.name = reinterpret_cast<Result (*)(__VA_ARGS__)>(find(#name, version, true));
@@ -40,12 +42,7 @@ Api load() {
   MEMSAVER_CUDA_CALLS(MEMSAVER_REQUIRED, MEMSAVER_OPTIONAL)
 #undef MEMSAVER_REQUIRED
 #undef MEMSAVER_OPTIONAL
-  const Result code = api.cuInit(0);
-  if (code != kSuccess) {
-    const char* text = nullptr;
-    api.cuGetErrorString(code, &text);
-    throw DriverError("cuInit", code, text != nullptr ? text : "unknown error");
-  }
+  check(api, "cuInit", api.cuInit(0));
   return api;
 }
 
@@ -62,7 +59,6 @@ struct NvmlMemory {
 };
 
 struct Nvml {
-  int (*init)() = nullptr;
   int (*device_by_uuid)(const char*, void**) = nullptr;
   int (*running)(void*, unsigned*, NvmlProcess*) = nullptr;
   int (*memory)(void*, NvmlMemory*) = nullptr;
@@ -71,7 +67,7 @@ struct Nvml {
   Nvml() {
     void* library = ::dlopen("libnvidia-ml.so.1", RTLD_NOW);
     if (library == nullptr) return;
-    init = reinterpret_cast<decltype(init)>(::dlsym(library, "nvmlInit_v2"));
+    const auto init = reinterpret_cast<int (*)()>(::dlsym(library, "nvmlInit_v2"));
     device_by_uuid = reinterpret_cast<decltype(device_by_uuid)>(::dlsym(library, "nvmlDeviceGetHandleByUUID"));
     running = reinterpret_cast<decltype(running)>(::dlsym(library, "nvmlDeviceGetComputeRunningProcesses_v3"));
     memory = reinterpret_cast<decltype(memory)>(::dlsym(library, "nvmlDeviceGetMemoryInfo"));
@@ -105,55 +101,26 @@ const char* cause(std::string_view call, Result code) {
   return "";
 }
 
-// True for the codes after which every call on the context fails.
+// After these codes every call on the context fails: deinitialised, uncorrectable errors of memory and NVLink, an error
+// that the GPU contained, an illegal address, a launch timeout, a context that was destroyed, an assertion, errors of
+// stack, instruction, alignment, address space and program counter, a failed launch, a leak of tensor memory, an MPS
+// client that its server ended, and an error in an external device.
 bool loses_context(Result code) {
-  switch (code) {
-    case kDeinitialized:
-    case 214:  // uncorrectable ECC error
-    case 220:  // uncorrectable NVLink error
-    case 226:  // error contained by the GPU
-    case 700:  // illegal address
-    case 702:  // launch timeout
-    case 709:  // context destroyed
-    case 710:  // device-side assert
-    case 714:  // hardware stack error
-    case 715:  // illegal instruction
-    case 716:  // misaligned address
-    case 717:  // invalid address space
-    case 718:  // invalid program counter
-    case 719:  // launch failed
-    case 721:  // tensor memory leak
-    case 810:  // MPS client terminated by its server
-    case 911:  // error in an external device
-      return true;
-    default: return false;
-  }
+  static constexpr Result kLost[] = {4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911};
+  return std::find(std::begin(kLost), std::end(kLost), code) != std::end(kLost);
 }
 
-// NVML's list of the processes that compute on the device, with their device memory in bytes.
-std::vector<Process> processes(Device gpu) {
+// NVML's list of the processes that compute on the device, with their device memory. Which part of it is imported is
+// not known.
+std::vector<Holding> holdings(Device gpu) {
   void* device = nvml_device(uuid_of(platform(), gpu));
-  if (device == nullptr) return {};
   std::vector<NvmlProcess> rows(256);
   auto count = static_cast<unsigned>(rows.size());
-  if (nvml().running(device, &count, rows.data()) != 0) return {};
-  std::vector<Process> found;
+  if (device == nullptr || nvml().running(device, &count, rows.data()) != 0) return {};
+  std::vector<Holding> found;
   constexpr auto kUnknown = static_cast<unsigned long long>(-1);
   for (unsigned i = 0; i < count; ++i)
-    found.push_back({static_cast<int>(rows[i].pid), rows[i].used_bytes == kUnknown ? 0 : rows[i].used_bytes});
-  return found;
-}
-
-std::vector<int> computing(Device gpu) {
-  std::vector<int> pids;
-  for (const Process& each : processes(gpu)) pids.push_back(each.pid);
-  return pids;
-}
-
-std::vector<Holding> holdings(Device gpu) {
-  std::vector<Holding> found;
-  for (const Process& each : processes(gpu))
-    if (each.bytes > 0) found.push_back({each.pid, each.bytes, std::nullopt});  // 0: NVML does not tell
+    found.push_back({static_cast<int>(rows[i].pid), rows[i].used_bytes == kUnknown ? 0 : rows[i].used_bytes, {}});
   return found;
 }
 
@@ -175,13 +142,16 @@ const Platform& platform() {
   static const Platform only = {.api = api(),
                                 .uuid_prefix = kUuidPrefix,
                                 .is_gpu = true,
-                                .lists_all = false,
                                 .free_memory = &free_memory,
-                                .processes = &processes,
-                                .computing = &computing,
                                 .holdings = &holdings,
                                 .adopt = nullptr};
   return only;
+}
+
+std::vector<Holding> known_holdings(const Platform& platform, Device device) {
+  std::vector<Holding> found = platform.holdings(device);
+  std::erase_if(found, [](const Holding& each) { return each.bytes == 0; });
+  return found;
 }
 
 void check(const Api& api, const char* call, Result code) {
@@ -194,16 +164,13 @@ void check(const Api& api, const char* call, Result code) {
 }
 
 Device device_at(int ordinal) {
-  const Api& api = cuda::api();
-  int count = 0;
-  check(api, "cuDeviceGetCount", api.cuDeviceGetCount(&count));
+  const std::vector<Device> all = all_devices(api());
   const std::string name = "cuda:" + std::to_string(ordinal);
-  if (ordinal < 0 || ordinal >= count)
-    throw BadArgument("device is '" + name + "', expected one of the " + std::to_string(count) +
+  if (ordinal < 0 || static_cast<std::size_t>(ordinal) >= all.size())
+    throw BadArgument("device is '" + name + "', expected one of the " + std::to_string(all.size()) +
                       " visible CUDA devices");
-  Device device = 0;
-  check(api, "cuDeviceGet", api.cuDeviceGet(&device, ordinal));
-  if (attribute_of(api, device, kAttributeVirtualMemory) == 0)
+  const Device device = all[static_cast<std::size_t>(ordinal)];
+  if (attribute_of(api(), device, kAttributeVirtualMemory) == 0)
     throw DriverError("cuDeviceGetAttribute", kNotSupported, name + " does not support virtual memory management");
   return device;
 }
@@ -234,16 +201,21 @@ int attribute_of(const Api& api, Device device, int which) {
   return value;
 }
 
-bool any_is_numa_node(const Api& api) {
+std::vector<Device> all_devices(const Api& api) {
   int count = 0;
   check(api, "cuDeviceGetCount", api.cuDeviceGetCount(&count));
-  for (int ordinal = 0; ordinal < count; ++ordinal) {
-    Device device = 0;
-    check(api, "cuDeviceGet", api.cuDeviceGet(&device, ordinal));
+  std::vector<Device> found(static_cast<std::size_t>(count));
+  for (int ordinal = 0; ordinal < count; ++ordinal)
+    check(api, "cuDeviceGet", api.cuDeviceGet(&found[static_cast<std::size_t>(ordinal)], ordinal));
+  return found;
+}
+
+bool any_is_numa_node(const Api& api) {
+  const std::vector<Device> all = all_devices(api);
+  return std::any_of(all.begin(), all.end(), [&](Device device) {
     int is_node = 0;  // drivers before 12.2 lack the attribute and do not support such machines
-    if (api.cuDeviceGetAttribute(&is_node, kAttributeNumaConfig, device) == kSuccess && is_node == 1) return true;
-  }
-  return false;
+    return api.cuDeviceGetAttribute(&is_node, kAttributeNumaConfig, device) == kSuccess && is_node == 1;
+  });
 }
 
 bool refuses_handle_type(Result code) {
@@ -258,10 +230,10 @@ AllocationHandle import_posix(const Api& api, int file) {
   return handle;
 }
 
-AllocationProp chunk_properties(const Api& api, Device device, const std::string& name, bool exportable) {
+AllocationProp chunk_properties(const Api& api, Device device, const std::string& name, int handle_types) {
   AllocationProp properties{};
   properties.type = kAllocationPinned;
-  properties.handle_types = exportable ? kHandlePosixFd : 0;
+  properties.handle_types = handle_types;
   properties.location = {kLocationDevice, device};  // a CUdevice is the ordinal among the visible devices
   properties.flags.gpu_direct_rdma = attribute_of(api, device, kAttributeRdma) != 0 ? 1 : 0;
   std::size_t unit = 0;

@@ -22,7 +22,6 @@ using DevicePointer = unsigned long long;
 using AllocationHandle = unsigned long long;
 
 constexpr Result kSuccess = 0;
-constexpr Result kDeinitialized = 4;
 constexpr Result kNotReady = 600;
 constexpr Result kNotSupported = 801;
 constexpr Result kStreamIsCapturing = 900;
@@ -130,42 +129,37 @@ Api& api();
 void check(const Api& api, const char* call, Result code);
 
 // The memory of a process on a device. `imported`: the part of it that belongs to another process; nullopt: unknown.
-struct Process {
-  int pid;
-  std::size_t bytes;
-};
 struct Holding {
   int pid;
-  std::size_t bytes;
-  std::optional<std::size_t> imported;
+  std::size_t bytes;  // 0: unknown
+  std::optional<std::size_t> imported = std::nullopt;
 };
 
-// A kind of device: the driver's calls, and what these do not tell. The lists are empty if the system provides none.
+// A kind of device: the driver's calls, and what these do not tell.
 struct Platform {
   const Api& api;
   const char* uuid_prefix;
-  bool is_gpu;
-  bool lists_all;                                     // a process without a row in the list of holdings holds nothing
+  bool is_gpu;  // false: the list of holdings has all processes that hold memory, and no work outlives its process
   std::optional<std::size_t> (*free_memory)(Device);  // in bytes, by the system's figure
-  std::vector<Process> (*processes)(Device);          // with memory on the device
-  // The processes that compute on the device: also a dead process, as long as its kernels may run.
-  std::vector<int> (*computing)(Device);
-  std::vector<Holding> (*holdings)(Device);  // for the ledger of the device: memsaver/ledger
-  void (*adopt)(AllocationHandle);           // this process is the owner of imported memory from now on. May be null
+  // The processes on the device, also a dead one as long as its kernels may run. Empty if the system provides no list.
+  std::vector<Holding> (*holdings)(Device);
+  void (*adopt)(AllocationHandle);  // this process is the owner of imported memory from now on. May be null
 };
-const Platform& platform();  // of GPUs: NVML has the figures
+const Platform& platform();                                                    // of GPUs: NVML has the figures
+std::vector<Holding> known_holdings(const Platform& platform, Device device);  // those with a number of bytes
 
 // The GPU of this ordinal among the visible ones. Throws BadArgument if there is none, and DriverError if it has no
 // virtual memory management.
 Device device_at(int ordinal);
 std::string uuid_of(const Platform& platform, Device device);  // the same in every process
 int attribute_of(const Api& api, Device device, int which);
+std::vector<Device> all_devices(const Api& api);
 std::size_t total_memory(const Api& api, Device device);  // in bytes; needs no context
 bool any_is_numa_node(const Api& api);  // whether the memory of a visible device is a NUMA node of the system
 bool refuses_handle_type(Result code);  // whether cuMemCreate refused the type of the handle by this code
 AllocationHandle import_posix(const Api& api, int file);  // memory of another process; the caller closes the file
-// The properties of new chunks. A chunk is made exportable at once, because this cannot be added later. Throws
-// DriverError if the device maps memory in other units than kPage.
-AllocationProp chunk_properties(const Api& api, Device device, const std::string& name, bool exportable);
+// The properties of new chunks with these types of handles, which cannot be added later. Throws DriverError if the
+// device maps memory in other units than kPage.
+AllocationProp chunk_properties(const Api& api, Device device, const std::string& name, int handle_types);
 
 }  // namespace memsaver::cuda

@@ -5,13 +5,13 @@
 // primary context, as torch does.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "base/errors.h"
@@ -37,10 +37,9 @@ class Driver {
     std::size_t free;
     std::size_t total;
   };
-  using Process = cuda::Process;
   using Holding = cuda::Holding;
-  // A mark: covers all work that was submitted before it. Its end makes no call of the device.
-  using Ticket = std::shared_ptr<const cuda::Marks>;
+  // A mark: covers all work that was submitted before it. Its end makes no call of the device. Drivers outlive marks.
+  using Ticket = std::shared_ptr<const std::vector<cuda::Mark>>;
 
   Driver(const cuda::Platform& platform, cuda::Device device, std::string device_name);
   Driver(const Driver&) = delete;
@@ -51,10 +50,9 @@ class Driver {
   int ordinal() const { return platform_.is_gpu ? device_ : -1; }   // of a CUDA device, among the visible ones
   std::string uuid() const { return uuid_of(platform_, device_); }  // the same in every process
   Memory memory();
-  std::vector<Process> processes() const { return platform_.processes(device_); }
-  std::vector<Holding> holdings() const;
-  bool lists_all() const { return platform_.lists_all; }  // as in cuda::Platform
-  int host_node() const;                                  // the nearest NUMA node; -1 if unknown
+  std::vector<Holding> holdings() const;                // those with known bytes, for memsaver/ledger
+  bool lists_all() const { return !platform_.is_gpu; }  // a process without a row in holdings() holds nothing
+  int host_node() const;                                // the nearest NUMA node; -1 if unknown
   // Whether a NUMA node of the system is memory of a GPU. Backups must not be placed there.
   bool gpu_memory_is_host_memory() const { return any_is_numa_node(api_); }
 
@@ -69,6 +67,9 @@ class Driver {
   int export_fd(Handle handle);  // the caller closes it
   bool exports() const;          // false: chunks cannot be exported, so there is no shared pool
   Handle import_fd(int fd);      // memory of another process; the caller closes the file
+  // Memory with its address, as cudaMalloc makes it.
+  Address allocate(std::size_t size);
+  void free(Address address);  // waits for the device's work
 
   // Mappings. Access to a mapped range faults until allow(). One call may allow or unmap several whole chunks.
   void map(Address address, std::size_t size, Handle handle);
@@ -79,8 +80,8 @@ class Driver {
   bool is_mapped(Address address);
 
   // Peers: other devices with access to this device's mappings. peer_candidates(): devices on which the process has an
-  // active context now. use_peers(): from here on allow() gives them access too, and record() and synchronize() cover
-  // their work. Earlier mappings need another allow().
+  // active context now. use_peers(): from here on allow() gives these candidates access too, and record() and
+  // synchronize() cover their work. Earlier mappings need another allow().
   std::vector<int> peer_candidates() { return peers_.candidates(); }
   void use_peers(const std::vector<int>& ordinals) { peers_.use(ordinals); }
 
@@ -104,30 +105,32 @@ class Driver {
 
  private:
   void check(const char* call, cuda::Result code) const { cuda::check(api_, call, code); }
+  // Makes a call in the device's context.
+  template <typename... Arguments>
+  void make(const char* which, cuda::Result (*call)(Arguments...), std::type_identity_t<Arguments>... arguments) const {
+    const cuda::Scope scope(api_, context_);
+    check(which, call(arguments...));
+  }
   template <typename Act>
   void within(cuda::Context context, Act act) const;
-  Handle make_chunk(std::size_t size) const;
-  bool has_fabric();
+  std::shared_ptr<std::vector<cuda::Mark>> new_marks() const;
+  cuda::AllocationProp with(int handle_types) const;
+  bool makes(int handle_type, std::optional<bool>& known) const;
 
   const cuda::Platform& platform_;
   const cuda::Api& api_;
   const cuda::Device device_;
-  const cuda::AllocationProp exportable_, plain_, fabric_;
-  std::mutex probing_;
-  std::optional<bool> has_fabric_;  // not known before the first use
-  enum class Exports { unknown, yes, no };
-  mutable std::atomic<Exports> exports_;
-  const cuda::PrimaryContext primary_;
+  const cuda::AllocationProp plain_;
+  mutable std::mutex probing_;
+  mutable std::optional<bool> has_posix_, has_fabric_;  // not known before the first use
+  const std::shared_ptr<void> primary_;
   const cuda::Context context_;
   cuda::Peers peers_;
-  const cuda::OwnedStream out_, in_;
-  const std::shared_ptr<cuda::Events> events_;
+  const std::shared_ptr<void> out_, in_;  // streams
+  mutable cuda::Events events_;
 };
 
 int cuda_device_count();  // 0 without libcuda or without a visible device; never throws
 std::unique_ptr<Driver> open_cuda_driver(int ordinal);
-// Memory that the CUDA driver allocates with its address, as cudaMalloc does. Throws DriverError.
-Address allocate_whole(int ordinal, std::size_t size);
-void free_whole(int ordinal, Address address);  // waits for the device's work
 
 }  // namespace memsaver

@@ -25,7 +25,7 @@ bool mps_serves(const Api& api, Device device) {
 }  // namespace
 
 PhysicalMemory::PhysicalMemory(const Platform& platform, Device device, const std::string& name)
-    : platform_(platform), device_(device), properties_(chunk_properties(platform.api, device, name, true)) {
+    : platform_(platform), device_(device), properties_(chunk_properties(platform.api, device, name, kHandlePosixFd)) {
   if (attribute_of(platform.api, device, kAttributePosixFd) == 0)
     throw DriverError("cuDeviceGetAttribute", kNotSupported,
                       name + " has no POSIX descriptors for its memory, which a shared pool needs");
@@ -76,6 +76,13 @@ void PhysicalMemory::close(int file) {
   }
   ::close(file);
   check(platform_.api, "cuMemRelease", platform_.api.cuMemRelease(handle));
+}
+
+std::vector<int> PhysicalMemory::compute_pids() const {
+  std::vector<int> pids;
+  if (platform_.is_gpu)  // no work on a host device outlives its process
+    for (const Holding& each : platform_.holdings(device_)) pids.push_back(each.pid);
+  return pids;
 }
 
 bool PhysicalMemory::under_mps() const { return mps_serves(platform_.api, device_); }

@@ -29,11 +29,11 @@ class PhysicalMemory {
   int create(std::size_t size);                   // returns a descriptor. Throws ChunkUnavailable if the device is full
   void adopt(int file, std::size_t size);         // takes over a descriptor of another process
   void close(int file);                           // closes a descriptor of create() or adopt()
-  // The processes that the system lists as computing on the device. It lists a dead process as long as its kernels may
-  // run. Empty if the system provides no list.
-  std::vector<int> compute_pids() const { return platform_.computing(device_); }
-  std::vector<cuda::Holding> holdings() const { return platform_.holdings(device_); }
-  bool lists_all() const { return platform_.lists_all; }  // as in Driver
+  // The processes that the system lists as computing on the device, also a dead one as long as its kernels may run.
+  // Empty if the system provides no list.
+  std::vector<int> compute_pids() const;
+  std::vector<cuda::Holding> holdings() const { return known_holdings(platform_, device_); }
+  bool lists_all() const { return !platform_.is_gpu; }  // as in Driver
   // Whether an MPS server runs the kernels of all clients. The exit of a client then does not end its kernels.
   bool under_mps() const;
 

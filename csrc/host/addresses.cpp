@@ -7,9 +7,9 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <iterator>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace memsaver::host {
 namespace {
@@ -19,10 +19,12 @@ constexpr std::string_view kFileName = "memsaver-";
 
 [[noreturn]] void refuse(const std::string& why) { throw Refused(kInvalidValue, why); }
 
-struct stat status_of(int file) {
-  struct stat status{};
-  if (::fstat(file, &status) != 0) refuse_by_errno("fstat");
-  return status;
+// Addresses without memory and without access. MAP_FIXED: in the place of what is there.
+Address map_nothing(Address at, std::size_t size, int fixed) {
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | fixed;
+  void* memory = ::mmap(bytes_at(at), size, PROT_NONE, flags, -1, 0);
+  if (memory == MAP_FAILED) refuse_by_errno("mmap");
+  return reinterpret_cast<Address>(memory);
 }
 
 }  // namespace
@@ -36,23 +38,25 @@ std::size_t capacity_of(int file) {
   return std::strtoull(link + prefix.size(), nullptr, 10);
 }
 
-Address Addresses::reserve(std::size_t size, std::size_t alignment) {
-  void* memory = ::mmap(nullptr, size + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) refuse_by_errno("mmap");
-  const auto start = reinterpret_cast<Address>(memory);
-  const Address aligned = (start + alignment - 1) / alignment * alignment;
-  if (aligned > start) ::munmap(memory, aligned - start);
-  ::munmap(bytes_at(aligned + size), start + alignment - aligned);
+Address Addresses::reserve(std::size_t size, std::size_t alignment, Address at) {
+  Address found = map_nothing(at, size, 0);
+  if (found % alignment != 0) {
+    ::munmap(bytes_at(found), size);
+    const Address start = map_nothing(0, size + alignment, 0);
+    found = (start + alignment - 1) / alignment * alignment;
+    if (found > start) ::munmap(bytes_at(start), found - start);
+    ::munmap(bytes_at(found + size), start + alignment - found);
+  }
   std::lock_guard lock(mutex_);
-  reserved_[aligned] = size;
-  return aligned;
+  reserved_[found] = size;
+  return found;
 }
 
 void Addresses::unreserve(Address address, std::size_t size) {
   std::lock_guard lock(mutex_);
   const auto found = reserved_.find(address);
   if (found == reserved_.end() || found->second != size) refuse("the range was not reserved as such");
-  if (overlaps(address, size)) refuse("the range still holds mappings");
+  if (!overlapping(mapped_, {address, size}).empty()) refuse("the range still holds mappings");
   reserved_.erase(found);
   ::munmap(bytes_at(address), size);
 }
@@ -61,23 +65,26 @@ Handle Addresses::create(Ledger& ledger, std::size_t size) {
   File file(::memfd_create((std::string(kFileName) + std::to_string(ledger.capacity())).c_str(), MFD_CLOEXEC));
   if (file.get() < 0) refuse_by_errno("memfd_create");
   if (::ftruncate(file.get(), static_cast<off_t>(size)) != 0) refuse_by_errno("ftruncate");
-  const std::uint64_t inode = status_of(file.get()).st_ino;
-  if (!ledger.charge(inode, size)) throw Refused(kOutOfMemory, "the host device is full");
-  return enter(ledger, std::move(file), inode, size);
+  return enter(ledger, std::move(file), size);
 }
 
 Handle Addresses::import(Ledger& ledger, int file) {
-  const struct stat status = status_of(file);
   File copy(::fcntl(file, F_DUPFD_CLOEXEC, 0));
   if (copy.get() < 0) refuse_by_errno("fcntl");
-  const auto size = static_cast<std::size_t>(status.st_size);
-  ledger.charge_imported(status.st_ino, size);
-  return enter(ledger, std::move(copy), status.st_ino, size);
+  return enter(ledger, std::move(copy), 0);
 }
 
-Handle Addresses::enter(Ledger& ledger, File file, std::uint64_t inode, std::size_t size) {
+// `size`: of a new chunk. 0: the memory exists already.
+Handle Addresses::enter(Ledger& ledger, File file, std::size_t size) {
+  struct stat status{};
+  if (::fstat(file.get(), &status) != 0) refuse_by_errno("fstat");
+  const auto bytes = static_cast<std::size_t>(status.st_size);
+  if (size == 0)
+    ledger.charge_imported(status.st_ino, bytes);
+  else if (!ledger.charge(status.st_ino, bytes))
+    throw Refused(kOutOfMemory, "the host device is full");
   std::lock_guard lock(mutex_);
-  chunks_[++last_handle_] = {file.keep(), inode, size, &ledger};
+  chunks_.try_emplace(++last_handle_, std::move(file), status.st_ino, bytes, &ledger);
   return last_handle_;
 }
 
@@ -89,8 +96,8 @@ void Addresses::adopt(Handle handle) {
 
 Handle Addresses::retain(Address address) {
   std::lock_guard lock(mutex_);
-  auto found = mapped_.upper_bound(address);
-  if (found == mapped_.begin() || (--found)->first + found->second.size <= address) refuse("nothing is mapped there");
+  const auto found = entry_at(mapped_, address);
+  if (found == mapped_.end()) refuse("nothing is mapped there");
   ++chunks_.at(found->second.handle).references;
   return found->second.handle;
 }
@@ -105,7 +112,7 @@ void Addresses::release(Handle handle) {
 
 int Addresses::export_fd(Handle handle) {
   std::lock_guard lock(mutex_);
-  const int copy = ::fcntl(find(handle).file, F_DUPFD_CLOEXEC, 0);
+  const int copy = ::fcntl(find(handle).file.get(), F_DUPFD_CLOEXEC, 0);
   if (copy < 0) refuse_by_errno("fcntl");
   return copy;
 }
@@ -114,9 +121,9 @@ void Addresses::map(Address address, std::size_t size, Handle handle) {
   std::lock_guard lock(mutex_);
   Chunk& chunk = find(handle);
   if (size != chunk.size) refuse("a chunk is mapped whole");
-  if (!within_reservation(address, size)) refuse("the address was not reserved");
-  if (overlaps(address, size)) refuse("the range holds a mapping");
-  if (::mmap(bytes_at(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, chunk.file, 0) == MAP_FAILED)
+  if (!within_reservation({address, size})) refuse("the address was not reserved");
+  if (!overlapping(mapped_, {address, size}).empty()) refuse("the range holds a mapping");
+  if (::mmap(bytes_at(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, chunk.file.get(), 0) == MAP_FAILED)
     refuse_by_errno("mmap");
   mapped_[address] = {size, handle, false};
   ++chunk.mappings;
@@ -124,39 +131,41 @@ void Addresses::map(Address address, std::size_t size, Handle handle) {
 
 void Addresses::allow(Address address, std::size_t size) {
   std::lock_guard lock(mutex_);
-  check_whole_chunks(address, size);
+  check_whole_chunks({address, size});
   if (::mprotect(bytes_at(address), size, PROT_READ | PROT_WRITE) != 0) refuse_by_errno("mprotect");
-  for (auto entry = mapped_.lower_bound(address); entry != mapped_.end() && entry->first < address + size; ++entry)
-    entry->second.allowed = true;
+  for (auto& [begin, mapping] : overlapping(mapped_, {address, size})) mapping.allowed = true;
 }
 
-bool Addresses::unmap(Address address, std::size_t size) {
+void Addresses::unmap(Address address, std::size_t size) {
   std::unique_lock lock(mutex_);
-  const bool in_use = accessed(address, size);
-  left_.wait(lock, [&] { return !accessed(address, size); });
-  check_whole_chunks(address, size);
-  if (::mmap(bytes_at(address), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) ==
-      MAP_FAILED)
-    refuse_by_errno("mmap");
-  for (auto entry = mapped_.lower_bound(address); entry != mapped_.end() && entry->first < address + size;) {
-    const Handle handle = entry->second.handle;
-    entry = mapped_.erase(entry);
-    --chunks_.at(handle).mappings;
-    drop_if_unused(handle);
+  check_whole_chunks({address, size});
+  for (auto& [begin, mapping] : overlapping(mapped_, {address, size})) mapping.allowed = false;
+  left_.wait(lock, [&] { return !accessed({address, size}); });
+  map_nothing(address, size, MAP_FIXED);
+  const auto chunks = overlapping(mapped_, {address, size});
+  for (const auto& [begin, mapping] : chunks) {
+    --chunks_.at(mapping.handle).mappings;
+    drop_if_unused(mapping.handle);
   }
-  return !in_use;
+  mapped_.erase(chunks.begin(), chunks.end());
 }
 
-Addresses::Access Addresses::access(Address address, std::size_t size) {
-  std::lock_guard lock(mutex_);
-  if (!accessible(address, size)) return nullptr;
-  const auto entry = accessed_.insert(accessed_.end(), {address, address + size});
-  return {this, [entry](void* addresses) {
-            auto& all = *static_cast<Addresses*>(addresses);
-            std::lock_guard held(all.mutex_);
-            all.accessed_.erase(entry);
-            all.left_.notify_all();
-          }};
+Addresses::Access::Access(Addresses& all, Address address, std::size_t size)
+    : all_(all), range_([&] {
+        const std::lock_guard lock(all.mutex_);
+        began_legal_ = all.accessible({address, size});
+        return all.accessed_.insert(all.accessed_.end(), {address, began_legal_ ? size : 0});  // else it is not made
+      }()) {}
+
+Addresses::Access::~Access() {
+  const std::lock_guard lock(all_.mutex_);
+  all_.accessed_.erase(range_);
+  all_.left_.notify_all();
+}
+
+bool Addresses::Access::is_legal() const {
+  const std::lock_guard lock(all_.mutex_);
+  return began_legal_ && all_.accessible(*range_);
 }
 
 void Addresses::wait_for_accesses() {
@@ -173,47 +182,38 @@ Addresses::Chunk& Addresses::find(Handle handle) {
 void Addresses::drop_if_unused(Handle handle) {
   const Chunk& chunk = chunks_.at(handle);
   if (chunk.references > 0 || chunk.mappings > 0) return;
-  ::close(chunk.file);
   chunk.ledger->discharge(chunk.inode);
   chunks_.erase(handle);
 }
 
-bool Addresses::within_reservation(Address address, std::size_t size) const {
-  auto after = reserved_.upper_bound(address);
-  if (after == reserved_.begin()) return false;
-  --after;
-  return address + size <= after->first + after->second;
+bool Addresses::within_reservation(Range range) const {
+  const auto found = entry_at(reserved_, range.offset);
+  return found != reserved_.end() && range.end() <= found->first + found->second;
 }
 
-bool Addresses::overlaps(Address address, std::size_t size) const {
-  auto next = mapped_.lower_bound(address);
-  if (next != mapped_.end() && next->first < address + size) return true;
-  return next != mapped_.begin() && std::prev(next)->first + std::prev(next)->second.size > address;
-}
-
-bool Addresses::accessible(Address address, std::size_t size) const {
-  const Address end = address + size;
-  auto next = mapped_.upper_bound(address);
-  if (next != mapped_.begin()) --next;
-  for (; address < end; ++next) {
-    if (next == mapped_.end() || next->first > address) return false;
-    if (!next->second.allowed) return false;
-    address = next->first + next->second.size;
+bool Addresses::accessible(Range range) const {
+  std::size_t end = range.offset;
+  for (const auto& [begin, mapping] : overlapping(mapped_, range)) {
+    if (begin > end || !mapping.allowed) return false;
+    end = begin + mapping.size;
   }
-  return true;
+  return end >= range.end();
 }
 
-bool Addresses::accessed(Address address, std::size_t size) const {
-  return std::any_of(accessed_.begin(), accessed_.end(),
-                     [&](const Range& range) { return range.begin < address + size && range.end > address; });
+bool Addresses::accessed(Range range) const {
+  return std::any_of(accessed_.begin(), accessed_.end(), [&](const Range& each) {
+    return each.size > 0 && each.offset < range.end() && each.end() > range.offset;
+  });
 }
 
-void Addresses::check_whole_chunks(Address address, std::size_t size) const {
-  Address covered = address;
-  for (auto entry = mapped_.find(address);
-       entry != mapped_.end() && entry->first == covered && covered < address + size; ++entry)
-    covered += entry->second.size;
-  if (covered != address + size) refuse("the range is not made of whole mapped chunks");
+void Addresses::check_whole_chunks(Range range) const {
+  std::size_t covered = range.offset;
+  for (const auto& [begin, mapping] : overlapping(mapped_, range)) {
+    if (begin != covered) break;
+    covered += mapping.size;
+  }
+  if (covered != range.end() || !within_reservation(range))
+    refuse("the range is not made of whole mapped chunks of one reservation");
 }
 
 }  // namespace memsaver::host

@@ -9,12 +9,11 @@
 #include <cstdint>
 #include <list>
 #include <map>
-#include <memory>
 #include <mutex>
-#include <string>
 #include <unordered_map>
 
 #include "base/files.h"
+#include "base/ranges.h"
 #include "host/ledger.h"
 
 namespace memsaver::host {
@@ -30,7 +29,7 @@ class Addresses {
   Addresses(const Addresses&) = delete;
   Addresses& operator=(const Addresses&) = delete;
 
-  Address reserve(std::size_t size, std::size_t alignment);
+  Address reserve(std::size_t size, std::size_t alignment, Address at);  // `at`: there, if it is free. 0: anywhere
   void unreserve(Address address, std::size_t size);
 
   // Chunks by handle. A handle counts its references. The memory is freed when it has none and no mapping.
@@ -43,18 +42,28 @@ class Addresses {
 
   void map(Address address, std::size_t size, Handle handle);
   void allow(Address address, std::size_t size);
-  // False if work of the device was accessing the range. The call waits for this work, since a fault would end the
-  // process. On a GPU such work is an illegal access.
-  bool unmap(Address address, std::size_t size);
+  // Waits for accesses under way, since a fault would end the process. On a GPU they are illegal.
+  void unmap(Address address, std::size_t size);
 
-  // An access to a range, under way while the object lives. Null: a part of the range is not mapped, or has no access.
-  using Access = std::shared_ptr<void>;
-  Access access(Address address, std::size_t size);
+  // An access of work to a range, under way while the object lives.
+  class Access {
+   public:
+    Access(Addresses& all, Address address, std::size_t size);
+    ~Access();
+    Access(const Access&) = delete;
+    Access& operator=(const Access&) = delete;
+    bool is_legal() const;  // the whole range was mapped with access from the beginning until now
+
+   private:
+    Addresses& all_;
+    bool began_legal_ = false;
+    const std::list<Range>::iterator range_;
+  };
   void wait_for_accesses();  // until none is under way
 
  private:
   struct Chunk {
-    int file;
+    File file;
     std::uint64_t inode;  // its key in the ledger
     std::size_t size;
     Ledger* ledger;
@@ -66,19 +75,14 @@ class Addresses {
     Handle handle;
     bool allowed;
   };
-  struct Range {
-    Address begin;
-    Address end;
-  };
 
-  Handle enter(Ledger& ledger, File file, std::uint64_t inode, std::size_t size);
+  Handle enter(Ledger& ledger, File file, std::size_t size);
   Chunk& find(Handle handle);
   void drop_if_unused(Handle handle);
-  bool within_reservation(Address address, std::size_t size) const;
-  bool overlaps(Address address, std::size_t size) const;
-  bool accessible(Address address, std::size_t size) const;
-  bool accessed(Address address, std::size_t size) const;
-  void check_whole_chunks(Address address, std::size_t size) const;
+  bool within_reservation(Range range) const;
+  bool accessible(Range range) const;
+  bool accessed(Range range) const;
+  void check_whole_chunks(Range range) const;
 
   std::mutex mutex_;
   std::condition_variable left_;  // an access ended

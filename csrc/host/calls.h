@@ -16,6 +16,7 @@ struct Calls : cuda::Api {
   cuda::Result (*cuLaunchHostFunc)(cuda::Stream, void (*)(void*), void*) = nullptr;
   // Unlike CUDA's, it keeps memory and mappings: work that has not begun never runs, and a dead context lives again.
   cuda::Result (*cuDevicePrimaryCtxReset)(cuda::Device) = nullptr;
+  cuda::Device (*open)(std::size_t) = nullptr;  // as open() below
 };
 
 // Opens the device of this size. Returns its number among the host devices of this process. Throws DriverError.
@@ -24,6 +25,7 @@ const cuda::Platform& platform();
 
 }  // namespace memsaver::host
 
-// The tables of functions of this library, for tests, which replace entries. "host": memsaver::host::Calls; "cuda":
-// memsaver::cuda::Api, null without a CUDA driver; "files": memsaver::FileCalls; "clock": memsaver::ClockCalls.
+// The tables of functions of this library, for tests, which replace entries. "host": memsaver::host::Calls; "platform":
+// memsaver::cuda::Platform, of host devices; "cuda": memsaver::cuda::Api, null without a CUDA driver; "files":
+// memsaver::FileCalls; "clock": memsaver::ClockCalls.
 extern "C" __attribute__((visibility("default"))) void* memsaver_table(const char* name);

@@ -2,84 +2,80 @@
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <optional>
 #include <string_view>
-#include <unordered_map>
-#include <unordered_set>
 
 #include "base/files.h"
 
 namespace memsaver::host {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6d656d7361766531;  // also the version of the layout
-constexpr std::size_t kSpareEntries = 1024;           // for imports beyond one per chunk
+constexpr std::size_t kSpareEntries = 1024;  // for imports beyond one per chunk
 
-// The start time of a living process in clock ticks since boot, or 0 for a process that has ended or is a zombie.
-// nullopt if /proc cannot be read now, for example without a free descriptor: the process must not count as dead then,
-// since its memory would be given to others.
-std::optional<std::uint64_t> start_time_of(int pid) {
-  const std::optional<std::string> text = read_text("/proc/" + std::to_string(pid) + "/stat");
-  if (!text) return errno == ENOENT || errno == ESRCH ? std::optional<std::uint64_t>(0) : std::nullopt;
-  constexpr int kState = 3, kStartTime = 22;  // fields of /proc/PID/stat, counted from 1; the name is the second
-  std::size_t at = text->rfind(')');          // the name may hold spaces and brackets
-  for (int field = kState; field <= kStartTime && at != std::string::npos; ++field) {
-    at = text->find(' ', at + 1);
-    if (field != kState || at == std::string::npos) continue;
-    const char state = (*text)[at + 1];
-    if (state == 'Z' || state == 'X') return 0;
-  }
-  return at == std::string::npos ? 0 : std::strtoull(text->c_str() + at + 1, nullptr, 10);
-}
-
-std::string ledger_folder() {
+std::string folder_of_tables() {
   const char* folder = ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : std::getenv("TMPDIR");
   return folder != nullptr ? folder : "/tmp";
 }
 
-std::string ledger_names() { return "memsaver." + std::to_string(::getuid()) + "."; }
+// The first number is the version of the layout.
+std::string names_of_tables() { return "memsaver.2." + std::to_string(::getuid()) + "."; }
 
-// A process locks the tables that it uses, so that the last one removes a table. A killed process removes none: the
-// next one that opens any table does it.
+// Locks of bytes, which belong to a process: a forked child has none of them, and the kernel releases those of a
+// process that dies. They also end when the process closes any descriptor of the file.
 
-int lock(int file, int how) {
-  int code = 0;
-  do code = ::flock(file, how);
-  while (code != 0 && errno == EINTR);
-  return code;
+constexpr off_t kOpening = 0;  // held while a process opens or removes the table
+constexpr off_t kTable = 1;    // held while the table is read or changes
+constexpr off_t kAlive = 2;    // and `pid` more bytes: held by this process while it uses the table
+
+struct flock of_bytes(short type, off_t begin, off_t count) {
+  struct flock bytes{};
+  bytes.l_type = type;
+  bytes.l_whence = SEEK_SET;
+  bytes.l_start = begin;
+  bytes.l_len = count;  // 0: all that follow
+  return bytes;
 }
 
-// Opens a file and locks it. A process that ends may have removed it meanwhile.
-int open_in_use(const std::string& path) {
-  for (;;) {
-    File file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
-    if (file.get() < 0) refuse_by_errno("open");
-    if (lock(file.get(), LOCK_SH) != 0) refuse_by_errno("flock");
-    struct stat status{};
-    if (::fstat(file.get(), &status) != 0) refuse_by_errno("fstat");
-    if (status.st_uid != ::getuid())
-      throw Refused(kOperatingSystem, path + " belongs to user " + std::to_string(status.st_uid));
-    if (status.st_nlink > 0) return file.keep();
+void set_lock(int file, short type, off_t at) {
+  struct flock byte = of_bytes(type, at, 1);
+  while (::fcntl(file, F_SETLKW, &byte) != 0)
+    if (errno != EINTR) refuse_by_errno("fcntl");
+}
+
+// Whether another process holds a lock of these bytes.
+bool is_locked(int file, off_t begin, off_t count) {
+  struct flock bytes = of_bytes(F_WRLCK, begin, count);
+  return ::fcntl(file, F_GETLK, &bytes) != 0 || bytes.l_type != F_UNLCK;
+}
+
+struct stat status_of(int file) {
+  struct stat status{};
+  if (::fstat(file, &status) != 0) refuse_by_errno("fstat");
+  return status;
+}
+
+// Removes a table that no other process uses. This process uses it no more.
+void remove_unused(int file, const std::string& path) {
+  try {
+    set_lock(file, F_WRLCK, kOpening);
+    if (!is_locked(file, kAlive, 0) && status_of(file).st_nlink > 0) ::unlink(path.c_str());
+    set_lock(file, F_UNLCK, kOpening);
+  } catch (const Refused&) {
+    // The next process that opens a table removes it.
   }
 }
 
-// Removes a file that no process uses. This process uses it no more.
-void remove_unused(int file, const std::string& path) {
-  struct stat status{};
-  if (lock(file, LOCK_EX | LOCK_NB) == 0 && ::fstat(file, &status) == 0 && status.st_nlink > 0) ::unlink(path.c_str());
-}
-
+// A killed process removes no table: the next one that opens any table does it.
 void remove_left() {
-  const std::string folder = ledger_folder(), names = ledger_names();
+  const std::string folder = folder_of_tables(), names = names_of_tables();
   DIR* listed = ::opendir(folder.c_str());
   if (listed == nullptr) return;
   while (const dirent* entry = ::readdir(listed)) {
@@ -91,22 +87,38 @@ void remove_left() {
   ::closedir(listed);
 }
 
-// The tables in use, for the exit of the process: their objects are never destroyed.
-struct InUse {
+// Opens a table, which stays in use until the process ends.
+int open_in_use(const std::string& path) {
+  for (;;) {
+    File file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+    if (file.get() < 0) refuse_by_errno("open");
+    set_lock(file.get(), F_WRLCK, kOpening);
+    const struct stat status = status_of(file.get());
+    if (status.st_uid != ::getuid())
+      throw Refused(kOperatingSystem, path + " belongs to user " + std::to_string(status.st_uid));
+    if (status.st_nlink == 0) continue;  // a process that ended has removed it meanwhile
+    if (is_locked(file.get(), kAlive + ::getpid(), 1))
+      throw Refused(kOperatingSystem, "a process in another pid namespace uses " + path);
+    set_lock(file.get(), F_WRLCK, kAlive + ::getpid());
+    set_lock(file.get(), F_UNLCK, kOpening);
+    return file.keep();
+  }
+}
+
+// The tables of this process, to be removed at its exit: ledgers are never destroyed.
+struct Tables {
   std::mutex mutex;
   std::map<int, std::string> paths;  // by descriptor
-  const int pid = ::getpid();        // a forked child shares the locks of its parent
 };
 
-InUse& in_use() {
+Tables& tables() {
   static auto* all = [] {
+    remove_left();  // before this process has a table, whose locks would end
     std::atexit([] {
-      InUse& left = in_use();
-      const std::lock_guard lock(left.mutex);
-      if (::getpid() != left.pid) return;
-      for (const auto& [file, path] : left.paths) remove_unused(file, path);
+      const std::lock_guard lock(tables().mutex);
+      for (const auto& [file, path] : tables().paths) remove_unused(file, path);
     });
-    return new InUse;
+    return new Tables;
   }();
   return *all;
 }
@@ -118,117 +130,59 @@ void refuse_by_errno(const char* call) {
   throw Refused(error == ENOMEM ? kOutOfMemory : kOperatingSystem, std::string(call) + ": " + std::strerror(error));
 }
 
-struct Ledger::Header {
-  std::uint64_t magic;
-  std::uint64_t high_water;  // entries beyond it were never used
-};
-
-struct Ledger::Entry {
-  std::uint64_t inode;
-  std::uint64_t size;
-  std::uint64_t start_time;
-  Origin origin;
-  std::uint32_t pid;  // 0: free. Written last, cleared first: an entry that a crash interrupts is free.
-};
-
 class Ledger::Lock {
  public:
-  explicit Lock(Ledger& ledger) : ledger_(ledger), guard_(ledger.mutex_) {
-    while (set(F_WRLCK) != 0)
-      if (errno != EINTR) refuse_by_errno("fcntl");
-  }
-  ~Lock() { set(F_UNLCK); }
+  explicit Lock(Ledger& ledger) : ledger_(ledger), guard_(ledger.mutex_) { set_lock(ledger_.file_, F_WRLCK, kTable); }
+  ~Lock() { set_lock(ledger_.file_, F_UNLCK, kTable); }
 
  private:
-  // Not flock(): its lock belongs to the open file, so a forked child keeps it after the death of its parent.
-  int set(short type) {
-    struct flock whole_file{};
-    whole_file.l_type = type;
-    whole_file.l_whence = SEEK_SET;
-    return ::fcntl(ledger_.file_, F_SETLKW, &whole_file);
-  }
-
   Ledger& ledger_;
   std::lock_guard<std::mutex> guard_;
 };
 
 Ledger::Ledger(std::size_t capacity)
-    : capacity_(capacity),
-      entry_count_(2 * (capacity / kGranularity) + kSpareEntries),
-      file_size_(sizeof(Header) + entry_count_ * sizeof(Entry)),
-      start_time_(start_time_of(::getpid()).value_or(0)) {
-  if (start_time_ == 0) throw Refused(kOperatingSystem, "/proc has no start time of this process");
-  const auto boot = read_text("/proc/sys/kernel/random/boot_id");
-  if (!boot) refuse_by_errno("open");
-  name_ = boot->substr(0, boot->find('\n')) + "-" + std::to_string(::getuid()) + "-" + std::to_string(capacity_);
-  static const bool once = (remove_left(), true);
-  static_cast<void>(once);
-  path_ = ledger_folder() + "/" + ledger_names() + std::to_string(capacity);
-  file_ = open_in_use(path_);
+    : capacity_(capacity), entry_count_(2 * (capacity / kGranularity) + kSpareEntries) {
+  const std::string path = folder_of_tables() + "/" + names_of_tables() + std::to_string(capacity);
   {
-    InUse& all = in_use();
-    const std::lock_guard lock(all.mutex);
-    all.paths[file_] = path_;
+    const std::lock_guard lock(tables().mutex);
+    file_ = open_in_use(path);
+    tables().paths[file_] = path;
   }
-  struct stat status{};
-  if (::fstat(file_, &status) != 0) refuse_by_errno("fstat");
-  if (static_cast<std::size_t>(status.st_size) < file_size_ && ::ftruncate(file_, static_cast<off_t>(file_size_)) != 0)
+  const std::size_t size = sizeof(Header) + entry_count_ * sizeof(Entry);
+  if (static_cast<std::size_t>(status_of(file_).st_size) < size && ::ftruncate(file_, static_cast<off_t>(size)) != 0)
     refuse_by_errno("ftruncate");
-  void* memory = ::mmap(nullptr, file_size_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
+  void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
   if (memory == MAP_FAILED) refuse_by_errno("mmap");
   header_ = static_cast<Header*>(memory);
-  Lock lock(*this);
-  if (header_->magic != kMagic) {
-    std::memset(memory, 0, sizeof(Header));
-    header_->magic = kMagic;
-  }
+  const Lock lock(*this);
+  for (Entry& each : *this)
+    if (each.pid == static_cast<std::uint32_t>(::getpid())) each.pid = 0;  // of a dead process of this number
 }
-
-Ledger::~Ledger() {
-  if (header_ != nullptr) ::munmap(header_, file_size_);
-  InUse& all = in_use();
-  const std::lock_guard lock(all.mutex);
-  all.paths.erase(file_);
-  if (::getpid() == all.pid) remove_unused(file_, path_);
-  ::close(file_);
-}
-
-Ledger::Entry* Ledger::entries() const { return reinterpret_cast<Entry*>(header_ + 1); }
 
 bool Ledger::charge(std::uint64_t inode, std::size_t size) {
-  Lock lock(*this);
+  const Lock lock(*this);
   if (used_locked() + size > capacity_) {
     strike_dead_locked();
     if (used_locked() + size > capacity_) return false;
   }
-  enter_locked(inode, size, Origin::made);
+  enter_locked(inode, size, true);
   return true;
 }
 
 void Ledger::charge_imported(std::uint64_t inode, std::size_t size) {
-  Lock lock(*this);
-  enter_locked(inode, size, Origin::imported);
+  const Lock lock(*this);
+  enter_locked(inode, size, false);
 }
 
-void Ledger::adopt(std::uint64_t inode) {
-  Lock lock(*this);
-  Entry* table = entries();
-  for (std::size_t i = 0; i < header_->high_water; ++i)
-    if (table[i].pid == static_cast<std::uint32_t>(::getpid()) && table[i].inode == inode)
-      table[i].origin = Origin::adopted;
-}
-
-void Ledger::enter_locked(std::uint64_t inode, std::size_t size, Origin origin) {
-  Entry* table = entries();
+void Ledger::enter_locked(std::uint64_t inode, std::size_t size, bool is_owner) {
   for (int attempt = 0; attempt < 2; ++attempt) {
-    for (std::size_t i = 0; i < entry_count_; ++i) {
-      if (table[i].pid != 0) continue;
-      table[i].inode = inode;
-      table[i].size = size;
-      table[i].start_time = start_time_;
-      table[i].origin = origin;
-      __atomic_store_n(&table[i].pid, static_cast<std::uint32_t>(::getpid()), __ATOMIC_RELEASE);
-      if (i >= header_->high_water) header_->high_water = i + 1;
+    for (Entry* each = begin(); each != begin() + entry_count_; ++each) {
+      if (each->pid != 0) continue;
+      each->inode = inode;
+      each->size = size;
+      each->is_owner = is_owner;
+      __atomic_store_n(&each->pid, static_cast<std::uint32_t>(::getpid()), __ATOMIC_RELEASE);
+      if (each >= end()) header_->high_water = static_cast<std::uint64_t>(each - begin()) + 1;
       return;
     }
     strike_dead_locked();
@@ -236,87 +190,64 @@ void Ledger::enter_locked(std::uint64_t inode, std::size_t size, Origin origin) 
   throw Refused(kOperatingSystem, "the host device's ledger has no free entry");
 }
 
-void Ledger::discharge(std::uint64_t inode) {
-  Lock lock(*this);
-  Entry* table = entries();
-  const auto pid = static_cast<std::uint32_t>(::getpid());
-  for (std::size_t i = 0; i < header_->high_water; ++i) {
-    if (table[i].pid != pid || table[i].inode != inode) continue;
-    table[i].pid = 0;
-    break;
-  }
-  while (header_->high_water > 0 && table[header_->high_water - 1].pid == 0) --header_->high_water;
+Ledger::Entry* Ledger::own_locked(std::uint64_t inode) const {
+  return std::find_if(begin(), end(), [&](const Entry& each) {
+    return each.pid == static_cast<std::uint32_t>(::getpid()) && each.inode == inode;
+  });
 }
 
-std::size_t Ledger::used() {
-  Lock lock(*this);
+void Ledger::adopt(std::uint64_t inode) {
+  const Lock lock(*this);
+  if (Entry* own = own_locked(inode); own != end()) own->is_owner = true;
+}
+
+void Ledger::discharge(std::uint64_t inode) {
+  const Lock lock(*this);
+  if (Entry* own = own_locked(inode); own != end()) own->pid = 0;
+  while (header_->high_water > 0 && (end() - 1)->pid == 0) --header_->high_water;
+}
+
+std::size_t Ledger::free_bytes() {
+  const Lock lock(*this);
   strike_dead_locked();
-  return used_locked();
+  return capacity_ - std::min(used_locked(), capacity_);
+}
+
+std::unordered_map<std::uint64_t, const Ledger::Entry*> Ledger::owners_locked() const {
+  std::unordered_map<std::uint64_t, const Entry*> owners;
+  for (const Entry& each : *this) {
+    if (each.pid == 0) continue;
+    const Entry*& owner = owners[each.inode];
+    if (owner == nullptr || each.is_owner > owner->is_owner) owner = &each;
+  }
+  return owners;
 }
 
 std::size_t Ledger::used_locked() const {
-  const Entry* table = entries();
   std::size_t bytes = 0;
-  bool any_imported = false;
-  for (std::size_t i = 0; i < header_->high_water; ++i) {
-    if (table[i].pid == 0) continue;
-    if (table[i].origin == Origin::made) bytes += table[i].size;
-    any_imported = any_imported || table[i].origin != Origin::made;
-  }
-  if (!any_imported) return bytes;
-  // A chunk that several processes hold counts once, as long as one of them holds it.
-  std::unordered_set<std::uint64_t> seen;
-  bytes = 0;
-  for (std::size_t i = 0; i < header_->high_water; ++i)
-    if (table[i].pid != 0 && seen.insert(table[i].inode).second) bytes += table[i].size;
+  for (const auto& [inode, entry] : owners_locked()) bytes += entry->size;
   return bytes;
 }
 
 void Ledger::strike_dead_locked() {
-  Entry* table = entries();
-  std::map<std::uint32_t, std::optional<std::uint64_t>> alive;  // pid -> start time
-  for (std::size_t i = 0; i < header_->high_water; ++i) {
-    const std::uint32_t pid = table[i].pid;
-    if (pid == 0) continue;
-    auto [found, inserted] = alive.try_emplace(pid, 0);
-    if (inserted) found->second = start_time_of(static_cast<int>(pid));
-    const bool dead = found->second && *found->second != table[i].start_time;
-    if (dead) table[i].pid = 0;
+  std::map<std::uint32_t, bool> lives = {{static_cast<std::uint32_t>(::getpid()), true}};
+  for (Entry& each : *this) {
+    if (each.pid == 0) continue;
+    const auto [found, is_new] = lives.try_emplace(each.pid, false);
+    if (is_new) found->second = is_locked(file_, kAlive + static_cast<off_t>(each.pid), 1);
+    if (!found->second) each.pid = 0;
   }
-}
-
-std::vector<cuda::Process> Ledger::processes() {
-  Lock lock(*this);
-  strike_dead_locked();
-  std::map<int, std::size_t> bytes;
-  const Entry* table = entries();
-  for (std::size_t i = 0; i < header_->high_water; ++i)
-    if (table[i].pid != 0) bytes[static_cast<int>(table[i].pid)] += table[i].size;
-  std::vector<cuda::Process> found;
-  for (const auto& [pid, held] : bytes) found.push_back({pid, held});
-  return found;
 }
 
 std::vector<cuda::Holding> Ledger::holdings() {
-  Lock lock(*this);
+  const Lock lock(*this);
   strike_dead_locked();
-  const auto rank = [](const Entry& entry) {
-    return entry.origin == Origin::made ? 0 : entry.origin == Origin::adopted ? 1 : 2;
-  };
-  std::unordered_map<std::uint64_t, const Entry*> owners;  // by the chunk
-  const Entry* table = entries();
-  for (std::size_t i = 0; i < header_->high_water; ++i) {
-    if (table[i].pid == 0) continue;
-    const Entry*& owner = owners[table[i].inode];
-    const bool is_owner = owner == nullptr || rank(table[i]) < rank(*owner);
-    if (is_owner) owner = &table[i];
-  }
   std::map<int, cuda::Holding> found;
-  for (const auto& [inode, entry] : owners) {
+  for (const auto& [inode, entry] : owners_locked()) {
     const int pid = static_cast<int>(entry->pid);
     cuda::Holding& holding = found.try_emplace(pid, cuda::Holding{pid, 0, 0}).first->second;
     holding.bytes += entry->size;
-    if (entry->origin == Origin::imported) *holding.imported += entry->size;  // its owner has ended
+    if (entry->is_owner == 0) *holding.imported += entry->size;  // its owner has ended
   }
   std::vector<cuda::Holding> rows;
   for (const auto& [pid, holding] : found) rows.push_back(holding);

@@ -1,16 +1,17 @@
-// The memory use of the host device by process: a table in shared memory, written by all processes of a user.
+// The memory use of a host device by process: a table in shared memory, written by all processes of a user.
 //
-// Crash safety: an entry names its process by pid and start time. A process that runs out of memory removes the entries
-// of dead processes. The kernel releases the file lock of a process that dies.
+// Crash safety: each process locks a byte of the file as long as it lives. A process that runs out of memory removes
+// the entries of processes without a lock, and the last process removes the file.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
-#include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
+#include "base/errors.h"
 #include "driver/cuda_api.h"
 
 namespace memsaver::host {
@@ -24,13 +25,10 @@ constexpr cuda::Result kInvalidDevice = 101;
 constexpr cuda::Result kInvalidContext = 201;
 constexpr cuda::Result kOperatingSystem = 304;
 constexpr cuda::Result kIllegalAddress = 700;
-constexpr cuda::Result kAlreadyRegistered = 712;
-constexpr cuda::Result kNotRegistered = 713;
 
-// A call cannot be made. The entry points return its code (device.cpp).
-struct Refused : std::runtime_error {
-  Refused(cuda::Result result, const std::string& why) : std::runtime_error(why), code(result) {}
-  cuda::Result code;
+// A call cannot be made. The entry points return its code (calls.cpp).
+struct Refused : DriverError {
+  Refused(cuda::Result result, const std::string& why) : DriverError("a call of the host device", result, why) {}
 };
 [[noreturn]] void refuse_by_errno(const char* call);  // for the current `errno`
 
@@ -38,39 +36,41 @@ class Ledger {
  public:
   // Opens or makes the table of the device of this size. Processes that name the same size share one device.
   explicit Ledger(std::size_t capacity);
-  ~Ledger();
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
 
   std::size_t capacity() const { return capacity_; }
-  const std::string& name() const { return name_; }  // of the device, the same in every process
   // Adds an entry for a new chunk; false when the device is full. `inode` identifies the chunk across processes.
   bool charge(std::uint64_t inode, std::size_t size);
   void charge_imported(std::uint64_t inode, std::size_t size);  // the memory exists already: never refused
   void adopt(std::uint64_t inode);      // this process is the owner of imported memory from now on
   void discharge(std::uint64_t inode);  // removes one entry of this process
-  std::size_t used();
-  std::vector<cuda::Process> processes();
-  // Each chunk counts for one process: its owner (the maker, else an adopter), else the first that imported it.
+  std::size_t free_bytes();
+  // Each chunk counts for one process: its owner, else the first that imported it.
   std::vector<cuda::Holding> holdings();
 
  private:
-  struct Header;
-  struct Entry;
+  struct Entry {
+    std::uint64_t inode;
+    std::uint64_t size;
+    std::uint32_t is_owner;  // it has made the chunk, or adopted it
+    std::uint32_t pid;       // 0: free. Written last, cleared first: an entry that a crash interrupts is free.
+  };
+  struct Header {
+    std::uint64_t high_water;  // entries beyond it were never used
+  };
   class Lock;
 
   std::size_t used_locked() const;
+  std::unordered_map<std::uint64_t, const Entry*> owners_locked() const;  // by the chunk
   void strike_dead_locked();
-  enum class Origin : std::uint32_t { made, imported, adopted };  // of an entry; in shared memory
-  void enter_locked(std::uint64_t inode, std::size_t size, Origin origin);
-  Entry* entries() const;
+  void enter_locked(std::uint64_t inode, std::size_t size, bool is_owner);
+  Entry* own_locked(std::uint64_t inode) const;  // end(): this process has none of this chunk
+  Entry* begin() const { return reinterpret_cast<Entry*>(header_ + 1); }
+  Entry* end() const { return begin() + header_->high_water; }
 
-  std::size_t capacity_;
-  std::string name_;
-  std::size_t entry_count_;
-  std::size_t file_size_;
-  std::uint64_t start_time_;
-  std::string path_;
+  const std::size_t capacity_;
+  const std::size_t entry_count_;
   int file_ = -1;
   Header* header_ = nullptr;
   std::mutex mutex_;  // excludes other threads; the file lock excludes other processes

@@ -1,6 +1,7 @@
 // A queue of work on a host device, for a direction of the bus or for a stream.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -22,7 +23,8 @@ class Stream {
   std::uint64_t submitted() const;
   bool done(std::uint64_t number) const;  // whether the work up to this number, counted from 1, is done
   void wait(std::uint64_t number) const;
-  void abandon();  // work that has not begun never runs, and counts as done
+  void abandon();                       // work that has not begun never runs, and counts as done
+  std::atomic<bool> is_unused = false;  // it was destroyed, and can be created again
 
  private:
   void run();

@@ -13,16 +13,6 @@ std::atomic<std::size_t> unreleased = 0;
 
 }  // namespace
 
-std::atomic<bool> waiting_is_over = false;
-std::function<void()> between_looks = [] {};
-
-thread_local const std::atomic<bool>* WaitsEndWith::flag_ = nullptr;
-
-void WaitsEndWith::look() {
-  if (flag_ != nullptr && *flag_) throw Error("the call has failed for another device");
-  between_looks();
-}
-
 std::size_t chunk_class(std::size_t limit) {
   for (std::size_t size : kChunkClasses)
     if (size <= limit) return size;
@@ -30,49 +20,17 @@ std::size_t chunk_class(std::size_t limit) {
               std::to_string(kPage));
 }
 
-Chunk::Chunk(Chunk&& other) noexcept
-    : driver_(std::exchange(other.driver_, nullptr)),
-      source_(other.source_),
-      handle_(other.handle_),
-      size_(other.size_),
-      foreign_(other.foreign_) {}
-
-Chunk& Chunk::operator=(Chunk&& other) noexcept {
-  if (this != &other) {
-    reset();
-    driver_ = std::exchange(other.driver_, nullptr);
-    source_ = other.source_;
-    handle_ = other.handle_;
-    size_ = other.size_;
-    foreign_ = other.foreign_;
-  }
-  return *this;
-}
-
-Chunk::~Chunk() { reset(); }
-
-Chunk Chunk::on_loan_from(ChunkSource* source) && {
-  Chunk chunk(std::move(*this));
-  chunk.source_ = source;
-  return chunk;
-}
-
-Handle Chunk::keep() && {
-  driver_ = nullptr;
-  return handle_;
-}
-
 void Chunk::reset() noexcept {
-  Driver* driver = std::exchange(driver_, nullptr);
-  if (driver == nullptr) return;
-  if (source_ != nullptr) {
-    source_->take_back(Chunk(*driver, handle_, size_, nullptr, foreign_));
+  const Loan loan = std::exchange(loan_, {});
+  if (loan.driver == nullptr) return;
+  if (loan.source != nullptr) {
+    loan.source->take_back(Chunk(*loan.driver, loan.handle, loan.size, nullptr, loan.foreign));
     return;
   }
   try {
-    driver->release(handle_);
+    loan.driver->release(loan.handle);
   } catch (const std::exception&) {
-    unreleased += size_;  // the call may have been made: the number may be of another handle by now
+    unreleased += loan.size;  // the call may have been made: the number may be of another handle by now
   }
 }
 
@@ -86,27 +44,13 @@ std::size_t bytes_of(const Needs& needs) {
 
 OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::size_t needed, std::size_t more_free,
                                double waited_s) {
-  Supply supply{0, {}};
+  Supply supply{0};
   try {
     supply = source.look();
   } catch (const Error&) {
     // The shortage is reported also without figures.
   }
-  OutOfMemoryError::Holders holders;
-  for (const Driver::Process& process : supply.holders) holders.emplace_back(process.pid, process.bytes);
-  return {driver.name, needed, supply.free + more_free, std::move(holders), waited_s, std::move(supply.unused)};
-}
-
-bool RetainBudget::take(std::size_t bytes) {
-  std::lock_guard lock(mutex_);
-  if (held_ + bytes > limit_) return false;
-  held_ += bytes;
-  return true;
-}
-
-void RetainBudget::put(std::size_t bytes) {
-  std::lock_guard lock(mutex_);
-  held_ -= bytes;
+  return {driver.name, needed, supply.free + more_free, waited_s, std::move(supply.unused)};
 }
 
 class RetainedPool::Request final : public ChunkRequest {
@@ -164,7 +108,7 @@ void RetainedPool::take_back(Chunk chunk) noexcept {
     std::lock_guard lock(mutex_);
     idle_[size].push_back(std::move(chunk));
   } catch (const std::exception&) {
-    budget_.put(size);
+    budget_.held -= size;
   }
 }
 
@@ -174,7 +118,7 @@ Chunk RetainedPool::take_idle(std::size_t limit) {
     if (entry->first > limit || entry->second.empty()) continue;
     Chunk chunk = std::move(entry->second.back());
     entry->second.pop_back();
-    budget_.put(chunk.size());
+    budget_.held -= chunk.size();
     return chunk;
   }
   return Chunk();
@@ -207,6 +151,6 @@ std::size_t RetainedPool::idle_bytes() const {
   return bytes;
 }
 
-Supply RetainedPool::look() { return {driver_.memory().free + idle_bytes(), driver_.processes()}; }
+Supply RetainedPool::look() { return {driver_.memory().free + idle_bytes()}; }
 
 }  // namespace memsaver

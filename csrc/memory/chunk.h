@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/clock.h"
+#include "base/waits.h"
 #include "driver/driver.h"
 
 namespace memsaver {
@@ -24,30 +24,6 @@ constexpr std::array<std::size_t, 4> kChunkClasses = {1024 * kMiB, 256 * kMiB, 3
 // The largest class that is no larger than `limit`. `limit` is at least kPage.
 std::size_t chunk_class(std::size_t limit);
 
-// Set when the interpreter exits: all waits for memory and in queues end.
-extern std::atomic<bool> waiting_is_over;
-
-// Called by waiting threads every kBetweenLooks, with no lock held. An exception in it ends the wait: Ctrl-C in Python.
-extern std::function<void()> between_looks;
-constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
-
-// While it lives, waits of this thread for memory end when the flag is set. So a call with one thread for each device
-// fails as a whole. Null: no flag.
-class WaitsEndWith {
- public:
-  explicit WaitsEndWith(const std::atomic<bool>* flag) : former_(std::exchange(flag_, flag)) {}
-  ~WaitsEndWith() { flag_ = former_; }
-  WaitsEndWith(const WaitsEndWith&) = delete;
-  WaitsEndWith& operator=(const WaitsEndWith&) = delete;
-
-  // Calls between_looks(). Throws Error if the flag of this thread is set.
-  static void look();
-
- private:
-  static thread_local const std::atomic<bool>* flag_;
-  const std::atomic<bool>* const former_;
-};
-
 class ChunkSource;
 
 // One driver handle, on loan. The destructor returns it to its source, or without a source to the driver.
@@ -56,27 +32,38 @@ class Chunk {
  public:
   Chunk() = default;
   Chunk(Driver& driver, Handle handle, std::size_t size, ChunkSource* source, bool foreign = false)
-      : driver_(&driver), source_(source), handle_(handle), size_(size), foreign_(foreign) {}
-  Chunk(Chunk&& other) noexcept;
-  Chunk& operator=(Chunk&& other) noexcept;
-  ~Chunk();
+      : loan_{&driver, source, handle, size, foreign} {}
+  Chunk(Chunk&& other) noexcept : loan_(std::exchange(other.loan_, {})) {}
+  Chunk& operator=(Chunk&& other) noexcept {
+    if (this == &other) return *this;
+    reset();
+    loan_ = std::exchange(other.loan_, {});
+    return *this;
+  }
+  ~Chunk() { reset(); }
 
-  Handle handle() const { return handle_; }
-  std::size_t size() const { return size_; }
-  bool foreign() const { return foreign_; }
-  void set_foreign(bool foreign) { foreign_ = foreign; }
-  explicit operator bool() const { return driver_ != nullptr; }
-  Chunk on_loan_from(ChunkSource* source) &&;  // the same handle, to be returned to another source
-  Handle keep() &&;                            // the caller owns the handle from now on
+  Handle handle() const { return loan_.handle; }
+  std::size_t size() const { return loan_.size; }
+  bool foreign() const { return loan_.foreign; }
+  void set_foreign(bool foreign) { loan_.foreign = foreign; }
+  explicit operator bool() const { return loan_.driver != nullptr; }
+  Chunk on_loan_from(ChunkSource* source) && {  // the same handle, to be returned to another source
+    loan_.source = source;
+    return std::move(*this);
+  }
+  Handle keep() && { return std::exchange(loan_, {}).handle; }  // the caller owns the handle from now on
 
  private:
+  struct Loan {
+    Driver* driver = nullptr;
+    ChunkSource* source = nullptr;
+    Handle handle = 0;
+    std::size_t size = 0;
+    bool foreign = false;
+  };
   void reset() noexcept;
 
-  Driver* driver_ = nullptr;
-  ChunkSource* source_ = nullptr;
-  Handle handle_ = 0;
-  std::size_t size_ = 0;
-  bool foreign_ = false;
+  Loan loan_;
 };
 
 // The bytes of chunks whose release reported an error, over all devices. They may be lost until the process ends: an
@@ -110,11 +97,10 @@ class ChunkRequest {
   virtual void end() {}
 };
 
-// The available bytes of a source, and the holders of the rest.
+// The available bytes of a source, and memory that processes cache and do not use, as far as it is known.
 struct Supply {
   std::size_t free;
-  std::vector<Driver::Process> holders;
-  std::vector<Unused> unused = {};  // as far as it is known
+  std::vector<Unused> unused = {};
 };
 
 class ChunkSource {
@@ -136,27 +122,14 @@ OutOfMemoryError out_of_memory(const Driver& driver, ChunkSource& source, std::s
                                double waited_s = 0);
 
 // The budget of the option `retain`: idle chunks of the process, over all devices.
-class RetainBudget {
- public:
-  void set_limit(std::size_t bytes) {
-    std::lock_guard lock(mutex_);
-    limit_ = bytes;
-  }
-  std::size_t limit() const {
-    std::lock_guard lock(mutex_);
-    return limit_;
-  }
-  std::size_t held() const {
-    std::lock_guard lock(mutex_);
-    return held_;
-  }
-  bool take(std::size_t bytes);  // false: over the limit
-  void put(std::size_t bytes);
+struct RetainBudget {
+  std::atomic<std::size_t> limit = 0, held = 0;
 
- private:
-  mutable std::mutex mutex_;
-  std::size_t limit_ = 0;
-  std::size_t held_ = 0;
+  bool take(std::size_t bytes) {  // false: over the limit
+    if ((held += bytes) <= limit) return true;
+    held -= bytes;
+    return false;
+  }
 };
 
 // The driver as a source, with a pool of idle chunks up to the budget (0: none).

@@ -8,7 +8,8 @@
 #include <optional>
 #include <utility>
 
-#include "pool/link.h"
+#include "pool/queries.h"
+#include "pool/shared_pool.h"
 
 namespace memsaver {
 namespace {
@@ -46,7 +47,7 @@ std::optional<Piece> take_largest(std::vector<Piece>& pieces, Size size, std::si
 
 }  // namespace
 
-PoolRequest::PoolRequest(RequestHost& pool, const Needs& needs, Deadline deadline) : pool_(pool), deadline_(deadline) {
+PoolRequest::PoolRequest(SharedPool& pool, const Needs& needs, Deadline deadline) : pool_(pool), deadline_(deadline) {
   if (needs.empty()) return;
   std::lock_guard lock(pool_.mutex_);
   number_ = pool_.open_locked(*this);
@@ -61,7 +62,7 @@ void PoolRequest::end() {
   if (number_ == 0) return;
   std::lock_guard lock(pool_.mutex_);
   const std::uint64_t number = std::exchange(number_, 0);
-  pool_.close_locked(number);
+  pool_.requests_.erase(number);
   if (!disconnected_) pool_.send_locked(message_of(Kind::close, {number}));
   for (Grant& grant : std::exchange(grants_, {})) pool_.give_back_locked(grant);
 }
@@ -163,11 +164,11 @@ std::size_t PoolRequest::waiting_locked() const {
 bool PoolRequest::wait_locked(std::unique_lock<std::mutex>& lock) {
   if (!is_long_ && waiting_locked() > 0 && Clock::now() >= began_ + kLongWait) {
     is_long_ = true;
-    pool_.waits_long_locked();
+    queries().note("wait", pool_.driver_.name);
   }
   const bool notified = pool_.changed_.wait_for(lock, kBetweenLooks) == std::cv_status::no_timeout;
   if (!stalled_locked() && !complete_locked() && !refused_ && !disconnected_ &&
-      (Clock::now() > answered_ + kAnswerTimeout || pool_.is_silent_locked()))
+      (Clock::now() > answered_ + kAnswerTimeout || pool_.silent_))
     pool_.throw_unanswered_locked();
   return notified;
 }

@@ -2,11 +2,9 @@
 // the bytes that are still to be granted, and reports them with each answer.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "memory/chunk.h"
@@ -25,34 +23,13 @@ struct Grant {
 
 constexpr auto kLongWait = std::chrono::seconds(1);
 
-class PoolRequest;
-
-// The parts of a pool that its requests use. Methods named ..._locked need `mutex_` held.
-class RequestHost {
- public:
-  virtual ~RequestHost() = default;
-
- protected:
-  friend class PoolRequest;
-  virtual std::uint64_t open_locked(PoolRequest& request) = 0;  // returns its number. Throws BrokerError
-  virtual void close_locked(std::uint64_t number) = 0;
-  virtual void send_locked(wire::Message message) = 0;
-  virtual void give_back_locked(Grant grant) = 0;
-  virtual Chunk import(Grant grant) = 0;  // without the lock
-  virtual void waits_long_locked() = 0;   // a request has waited for kLongWait
-  [[noreturn]] virtual void throw_disconnected() const = 0;
-  [[noreturn]] virtual void throw_unanswered_locked() = 0;  // an answer is late, or was late and has not come since
-  virtual bool is_silent_locked() const = 0;                // whether throw_unanswered_locked() is to be called at once
-
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-};
+class SharedPool;
 
 // Guarded by its pool's mutex.
 class PoolRequest final : public ChunkRequest {
  public:
   // Opens a demand for these needs, if there are any. Throws BrokerError.
-  PoolRequest(RequestHost& pool, const Needs& needs, Deadline deadline);
+  PoolRequest(SharedPool& pool, const Needs& needs, Deadline deadline);
   ~PoolRequest() override;
   Chunk next(std::size_t limit, std::size_t fresh, bool wait) override;
   // Imports the granted chunks as well, so that next() without waiting makes no call of the driver.
@@ -85,7 +62,7 @@ class PoolRequest final : public ChunkRequest {
   }
   bool wait_locked(std::unique_lock<std::mutex>& lock);
 
-  RequestHost& pool_;
+  SharedPool& pool_;
   const Deadline deadline_;
   std::uint64_t number_ = 0;                      // 0: no demand was opened
   std::map<std::size_t, std::size_t> remaining_;  // bytes to be granted, by their limit, at the broker's last answer

@@ -9,7 +9,6 @@
 // opened are watched by pidfd.
 #pragma once
 
-#include <optional>
 #include <vector>
 
 #include "base/files.h"
@@ -23,16 +22,5 @@ void add_children(const std::vector<int>& pidfds);
 // Copies of the sentinel's read end and of the pidfds of those children that run, for a `sentinel` message. Throws
 // DriverError.
 std::vector<File> exit_descriptors();
-
-// Copies that exec closes. Throws DriverError if there are too few free descriptors.
-std::vector<File> copies_of(const std::vector<int>& descriptors);
-bool has_exited(int pidfd);
-
-// Whether children that are forked from now on close the descriptors of CUDA's devices and the sentinel at once. This
-// frees a dead process's memory earlier. It replaces no check, since other children may have been forked before.
-void set_close_on_fork(bool wanted);
-
-// Whether two descriptors of two processes are one open file. No value if the system does not permit the comparison.
-std::optional<bool> same_file(int pid, int descriptor, int other_pid, int other_descriptor);
 
 }  // namespace memsaver

@@ -16,15 +16,18 @@ using wire::message_of;
 
 constexpr auto kUsageTimeout = std::chrono::seconds(1);
 
-}  // namespace
-
 std::uint64_t drawn_number() {
   std::random_device source;
-  return ((std::uint64_t{source()} << 32) ^ source()) >> 1 | 1;
+  return ((std::uint64_t{source()} << 32) ^ source()) >> 1 | 1;  // never 0
 }
 
-SharedPool::SharedPool(Driver& driver, Residents& residents)
-    : driver_(driver), residents_(residents), client_(drawn_number()), bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+}  // namespace
+
+SharedPool::SharedPool(Driver& driver, std::function<void()> reclaim)
+    : driver_(driver),
+      reclaim_(std::move(reclaim)),
+      client_(drawn_number()),
+      bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (bell_.get() < 0) throw DriverError("eventfd", errno, "no descriptor is left");
 }
 
@@ -47,8 +50,6 @@ std::uint64_t SharedPool::open_locked(PoolRequest& request) {
   requests_[++last_number_] = &request;
   return last_number_;
 }
-
-void SharedPool::close_locked(std::uint64_t number) { requests_.erase(number); }
 
 void SharedPool::give_back_locked(Grant grant) {
   if (grant.file >= 0) ::close(grant.file);
@@ -81,7 +82,7 @@ void SharedPool::send_locked(Message message) {
 }
 
 std::unique_ptr<ChunkRequest> SharedPool::ask(const Needs& needs, Deadline deadline) {
-  return std::make_unique<PoolRequest>(static_cast<RequestHost&>(*this), needs, deadline);
+  return std::make_unique<PoolRequest>(*this, needs, deadline);
 }
 
 void SharedPool::take_back(Chunk chunk) noexcept {
@@ -144,20 +145,17 @@ Chunk SharedPool::import(Grant grant) {
   return Chunk(driver_, handle, grant.size, this, grant.foreign);
 }
 
-std::vector<Message> SharedPool::call_broker(Message message, Deadline deadline, const std::string& peer,
-                                             bool interruptible) {
+Message SharedPool::call_broker(Kind kind, Deadline deadline, bool interruptible) {
   std::unique_lock lock(mutex_);
   if (link_ == nullptr) throw_disconnected();
   if (silent_) throw_unanswered_locked();
   const std::uint64_t serial = ++last_number_;
-  message.words.insert(message.words.begin(), serial);
   Call& call = calls_[serial];  // a map keeps the addresses of its elements
-  const std::uint64_t connection = connections_;
-  send_locked(std::move(message));
+  send_locked(message_of(kind, {serial}));
   std::exception_ptr interrupt;
-  while (!call.answered && Clock::now() < deadline && !waiting_is_over && !interrupt) {
+  while (!call.ended && Clock::now() < deadline && !waiting_is_over && !interrupt) {
     changed_.wait_until(lock, std::min<Clock::time_point>(deadline, Clock::now() + kBetweenLooks));
-    if (!interruptible || call.answered) continue;
+    if (!interruptible || call.ended) continue;
     lock.unlock();
     try {
       between_looks();
@@ -166,16 +164,12 @@ std::vector<Message> SharedPool::call_broker(Message message, Deadline deadline,
     }
     lock.lock();
   }
-  Call answer = std::move(call);
+  Call answered = std::move(call);
   calls_.erase(serial);
-  const bool disconnected = link_ == nullptr || connections_ != connection;
-  if (answer.answered && !disconnected && answer.refusal == 0 && !interrupt) return std::move(answer.answer);
-  for (const Message& part : answer.answer)
-    if (part.kind == Kind::attached) detach_locked(part.words.at(1));  // the caller does not get it
   if (interrupt) std::rethrow_exception(interrupt);
-  if (answer.refusal != 0) throw Error(answer.answer.back().text);
-  if (disconnected) throw_disconnected();
-  throw BrokerError("no answer from " + peer + " at " + path_, path_);
+  if (answered.answer) return std::move(*answered.answer);
+  if (answered.ended) throw_disconnected();
+  throw BrokerError("no answer from the broker at " + path_, path_);
 }
 
 // Other processes can have the chunks that were given back at once, and not only after the next turn of the thread.
@@ -185,11 +179,8 @@ void SharedPool::settle() {
 }
 
 Supply SharedPool::look() {
-  const auto answers = call_broker(message_of(Kind::usage, {}), Clock::now() + kUsageTimeout, "the broker", false);
-  const std::vector<std::uint64_t>& usage = answers.back().words;
-  Supply supply{usage.at(1), {}};
-  for (std::size_t at = 3; at + 1 < usage.size(); at += 2)
-    supply.holders.push_back({static_cast<int>(usage[at]), usage[at + 1]});
+  const std::vector<std::uint64_t> usage = call_broker(Kind::usage, Clock::now() + kUsageTimeout, false).words;
+  Supply supply{usage.at(1)};
   std::lock_guard lock(mutex_);
   for (const Holder& holder : holders_)
     if (holder.unused.value_or(0) > 0) supply.unused.push_back({holder.pid, *holder.unused, holder.why});
@@ -206,33 +197,13 @@ std::pair<std::vector<SharedPool::Wait>, std::vector<SharedPool::Holder>> Shared
 }
 
 std::string SharedPool::status(Clock::duration timeout) {
-  return call_broker(message_of(Kind::status, {}), Clock::now() + timeout, "the broker", true).back().text;
+  return call_broker(Kind::status, Clock::now() + timeout, true).text;
 }
 
-void SharedPool::send_ledger(const std::string& text) { send(message_of(Kind::ledger, {}, text)); }
+void SharedPool::send_report(const std::string& text) { send(message_of(Kind::report, {}, text)); }
 
 void SharedPool::send_reclaimed(bool more, std::size_t unused, const std::string& why) {
   send(message_of(Kind::reclaimed, {more ? 1U : 0U, unused}, why));
-}
-
-AttachedMemory SharedPool::attach(std::uint64_t owner, int pid, std::uint64_t residence, const std::string& key,
-                                  Deadline deadline) {
-  const std::string peer = "process " + std::to_string(pid) + ", asked through the broker";
-  auto answers = call_broker(message_of(Kind::attach, {owner, static_cast<std::uint64_t>(pid), residence}, key),
-                             deadline, peer, true);
-  AttachedMemory memory;
-  for (Message& answer : answers) {
-    memory.attachment = answer.words.at(1);
-    std::size_t file = 0;
-    for (std::size_t at = 3; at + 2 < answer.words.size(); at += 3)
-      memory.parts.push_back({answer.words[at], answer.words[at + 2], std::move(answer.descriptors.at(file++))});
-  }
-  return memory;
-}
-
-void SharedPool::detach(std::uint64_t attachment) {
-  std::lock_guard lock(mutex_);
-  detach_locked(attachment);
 }
 
 std::size_t SharedPool::used_bytes() {
@@ -246,20 +217,6 @@ std::size_t SharedPool::used_bytes() {
 bool SharedPool::outlives_broker() {
   std::lock_guard lock(mutex_);
   return std::any_of(chunks_.begin(), chunks_.end(), [](const auto& each) { return each.second.is_older; });
-}
-
-bool SharedPool::lends(Handle chunk) {
-  std::lock_guard lock(mutex_);
-  const auto number = numbers_.find(chunk);
-  return number != numbers_.end() && chunks_.at(number->second).in_use;
-}
-
-void SharedPool::detach_locked(std::uint64_t attachment) {
-  attached_.erase(attachment);
-  if (link_ == nullptr)
-    detached_.push_back(attachment);
-  else
-    send_locked(message_of(Kind::detach, {attachment}));
 }
 
 }  // namespace memsaver

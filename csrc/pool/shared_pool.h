@@ -1,9 +1,8 @@
-// The pool that all processes on a GPU borrow from, on the side of a client: a source of chunks, and the requests for
-// attachments to memory of other processes.
+// The pool that all processes on a GPU borrow from, on the side of a client: a source of chunks.
 //
 // Threads: a thread of the pool reads the broker's messages. It holds `mutex_` for bookkeeping only, and no thread
 // waits for the broker, or calls the driver, with this lock held. Order of locks: Core::mutex, then `mutex_`. The
-// thread takes Core::mutex, through Residents, with neither held.
+// thread takes other locks, through `reclaim`, with neither held.
 //
 // Handles: each chunk is imported once, at its first grant. Its handle is kept when the chunk is given back, until the
 // broker sends `drop`. So a chunk that is granted again is only a number.
@@ -16,11 +15,11 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -32,61 +31,16 @@
 
 namespace memsaver {
 
-// A chunk, and its place in a region.
-struct Placed {
-  std::size_t offset;
-  Handle handle;
-  std::size_t size;
-};
-
-// The regions of this process that use a pool. Called by the pool's thread.
-class Residents {
+class SharedPool final : public ChunkSource {
  public:
-  struct Row {
-    std::string tag;
-    std::uint64_t allocated, mapped, backed_up, state, policy;
-  };
-  struct Attached {  // an attachment to memory of this process
-    std::uint64_t attachment;
-    int pid;
-    std::vector<Handle> chunks;
-  };
-  virtual ~Residents() = default;
-  virtual std::vector<Row> rows() = 0;
-  // Records an attachment to the chunks under these ranges of a region. `key`: see SharedPool::attach(). Throws Error
-  // if the region cannot be attached to.
-  virtual std::vector<Placed> attach(const std::string& key, std::uint64_t residence, std::uint64_t attachment,
-                                     int pid) = 0;
-  virtual void detach(std::uint64_t attachment) = 0;
-  // The broker asks for cached memory. Returns at once; send_reclaimed() follows.
-  virtual void reclaim() = 0;
-  virtual void waits_long() = 0;  // a call waits for memory for kLongWait. The pool is locked
-  virtual bool queried() = 0;     // the broker wants the ledger. Returns whether send_ledger() will be called
-  virtual std::vector<Attached> attachments() = 0;
-};
-
-// The result of attach().
-struct AttachedMemory {
-  struct Part {
-    std::size_t offset;
-    std::size_t size;
-    File file;
-  };
-  std::uint64_t attachment = 0;
-  std::vector<Part> parts;
-};
-
-std::uint64_t drawn_number();  // random, never 0
-
-class SharedPool final : public ChunkSource, private RequestHost {
- public:
-  SharedPool(Driver& driver, Residents& residents);
+  // `reclaim`: called by the pool's thread if the broker asks for cached memory. It returns at once, and
+  // send_reclaimed() follows.
+  SharedPool(Driver& driver, std::function<void()> reclaim);
 
   // Connects to the broker at this path, unless there is a connection. Throws BrokerError.
   void join(const std::string& path);
   bool joined();
-  void stop(Deadline deadline);                     // waits for the thread's end. waiting_is_over has to be set
-  std::uint64_t client() const { return client_; }  // the number of this process in the protocol
+  void stop(Deadline deadline);  // waits for the thread's end. waiting_is_over has to be set
 
   std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline) override;
   void take_back(Chunk chunk) noexcept override;
@@ -95,8 +49,8 @@ class SharedPool final : public ChunkSource, private RequestHost {
   Supply look() override;
   void settle() override;
 
-  std::string status(Clock::duration timeout = kAnswerTimeout);  // of the broker: JSON
-  void send_ledger(const std::string& text);
+  std::string status(Clock::duration timeout);                                 // of the broker: JSON
+  void send_report(const std::string& text);                                   // answers the broker's `query`
   void send_reclaimed(bool more, std::size_t unused, const std::string& why);  // answers the broker's `reclaim`
   // The calls of this process that wait for memory, and from whom, as far as the broker has told.
   struct Wait {
@@ -110,14 +64,8 @@ class SharedPool final : public ChunkSource, private RequestHost {
     std::string why;
   };
   std::pair<std::vector<Wait>, std::vector<Holder>> waits();
-  // Attaches to memory of another process. `key`: "tag\npolicy\noffset\nsize[\noffset\nsize]...". Throws Error if the
-  // owner refuses, and BrokerError if there is no answer before the deadline.
-  AttachedMemory attach(std::uint64_t owner, int pid, std::uint64_t residence, const std::string& key,
-                        Deadline deadline);
-  void detach(std::uint64_t attachment);
   std::size_t used_bytes();  // of chunks of the pool that are in use here
   bool outlives_broker();    // whether a chunk here is from before the present connection, if there is one
-  bool lends(Handle chunk);  // whether this chunk came from the pool and is in use here
 
  private:
   static constexpr std::chrono::milliseconds kSearch{100};  // between two searches for a new broker
@@ -128,27 +76,18 @@ class SharedPool final : public ChunkSource, private RequestHost {
     bool is_older = false;  // than the present connection, if there is one
   };
   using Entries = std::unordered_map<std::uint64_t, Entry>;  // by the broker's number of the chunk
-  struct Attacher {                                          // a process that is attached to memory of this one
-    Attacher(int number, std::vector<File> descriptors) : pid(number), files(std::move(descriptors)) {}
-    const int pid;
-    const std::vector<File> files;  // its pidfd, then the descriptors of its `sentinel` message
-  };
-  struct Call {  // a message that waits for its answer
-    bool answered = false;
-    std::uint64_t refusal = 0;  // its code
-    std::vector<wire::Message> answer;
+  struct Call {                                              // a message that waits for its answer
+    bool ended = false;                                      // answered, or disconnected
+    std::optional<wire::Message> answer;
   };
 
-  // Of RequestHost.
-  std::uint64_t open_locked(PoolRequest& request) override;
-  void close_locked(std::uint64_t number) override;
-  void send_locked(wire::Message message) override;
-  void give_back_locked(Grant grant) override;
-  Chunk import(Grant grant) override;
-  void waits_long_locked() override { residents_.waits_long(); }
-  [[noreturn]] void throw_disconnected() const override;
-  [[noreturn]] void throw_unanswered_locked() override;
-  bool is_silent_locked() const override { return silent_; }
+  friend class PoolRequest;
+  std::uint64_t open_locked(PoolRequest& request);  // returns its number. Throws BrokerError
+  void send_locked(wire::Message message);
+  void give_back_locked(Grant grant);
+  Chunk import(Grant grant);  // without the lock
+  [[noreturn]] void throw_disconnected() const;
+  [[noreturn]] void throw_unanswered_locked();  // an answer is late, or was late and has not come since
 
   // In shared_pool_thread.cpp: the thread, connections and their ends.
   void serve();
@@ -157,7 +96,6 @@ class SharedPool final : public ChunkSource, private RequestHost {
   std::unique_ptr<Link> connect(const std::string& path, bool* accepted = nullptr) const;
   void restore_state(std::unique_ptr<Link> connected);
   void send_inventory(Link& link, const std::vector<std::pair<std::uint64_t, Entry>>& entries) const;
-  void send_attachments_locked(Link& link, const std::vector<Residents::Attached>& attachments) const;
   void forget_returned_locked();
   void disconnect_locked(const std::string& reason);
   Entries::iterator forget_locked(Entries::iterator entry);
@@ -166,25 +104,21 @@ class SharedPool final : public ChunkSource, private RequestHost {
   void handle_grant(wire::Message message);
   void handle_refusal_locked(wire::Message message);
   void handle_answer_locked(wire::Message message);
-  void handle_attach_request(wire::Message message);
   void handle_holders_locked(const wire::Message& message);
   void handle_drop(const std::vector<std::uint64_t>& ids);
-  void add_attacher(std::uint64_t attachment, int pid, std::vector<File> files);
-  void remove_attacher(std::uint64_t attachment);
-  void send_report();
   void wake() const;
 
   void send(wire::Message message);
   void send_returned_locked();
-  std::vector<wire::Message> call_broker(wire::Message message, Deadline deadline, const std::string& peer,
-                                         bool interruptible);
-  void detach_locked(std::uint64_t attachment);
+  wire::Message call_broker(wire::Kind kind, Deadline deadline, bool interruptible);
 
   Driver& driver_;
-  Residents& residents_;
+  const std::function<void()> reclaim_;
   const std::uint64_t client_;
   const File bell_;        // an eventfd that wakes the thread
   std::mutex connecting_;  // held by the one thread that connects; taken before `mutex_`
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
   std::string path_;
   std::unique_ptr<Link> link_;     // null: no connection
   std::uint64_t connections_ = 0;  // so far, the present one included
@@ -197,12 +131,9 @@ class SharedPool final : public ChunkSource, private RequestHost {
   std::vector<std::uint64_t> returned_;  // words of the next `give_back`
   std::map<std::uint64_t, PoolRequest*> requests_;
   std::map<std::uint64_t, Call> calls_;
-  std::vector<Holder> holders_;                                   // of the last `holders`; empty while no request waits
-  std::set<std::uint64_t> attached_;                              // attachments to memory of others
-  std::map<std::uint64_t, std::shared_ptr<Attacher>> attachers_;  // by attachment
-  std::vector<std::uint64_t> detached_;                           // attachments that ended without a connection
-  std::uint64_t last_number_ = 0;                                 // of requests and calls
-  std::chrono::milliseconds search_ = kSearch;                    // until the next search for a broker
+  std::vector<Holder> holders_;                 // of the last `holders`; empty while no request waits
+  std::uint64_t last_number_ = 0;               // of requests and calls
+  std::chrono::milliseconds search_ = kSearch;  // until the next search for a broker
   Worker worker_;
 };
 

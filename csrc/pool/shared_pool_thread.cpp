@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "pool/queries.h"
 #include "pool/sentinel.h"
 #include "pool/shared_pool.h"
 
@@ -62,22 +63,14 @@ std::unique_ptr<Link> SharedPool::connect(const std::string& path, bool* accepte
   if (accepted != nullptr) *accepted = true;
   const auto pid = static_cast<std::uint64_t>(::getpid());
   link->send(message_of(Kind::hello, {wire::kVersion, client_, pid}, driver_.uuid()));
-  const Message welcome = link->expect(Kind::welcome, kAnswerTimeout);
-  if (welcome.words.empty()) throw BrokerError("the broker at " + path + " sent a welcome without a version", path);
-  const std::uint64_t version = welcome.words[0];
-  if (version != wire::kVersion)
-    throw BrokerError("the broker at " + path + " speaks version " + std::to_string(version) +
-                          " of the protocol and this process version " + std::to_string(wire::kVersion) +
-                          ": upgrade memsaver in " + (version > wire::kVersion ? "this process" : "the broker"),
-                      path);
+  link->expect(Kind::welcome, kAnswerTimeout);
   return link;
 }
 
-// Sends the chunks and attachments of this process to a broker that may be a new one. The chunks are exported without
-// the lock, since this takes the driver 0.1 to 0.4 ms for each of them. While `restoring_` is set, take_back() keeps
-// the handle of a chunk, and the chunk is given back to this broker after the inventory.
+// Sends the chunks of this process to a broker that may be a new one. The chunks are exported without the lock, since
+// this takes the driver 0.1 to 0.4 ms for each of them. While `restoring_` is set, take_back() keeps the handle of a
+// chunk, and the chunk is given back to this broker after the inventory.
 void SharedPool::restore_state(std::unique_ptr<Link> connected) {
-  const std::vector<Residents::Attached> attachments = residents_.attachments();
   Link& link = *connected;
   std::vector<std::pair<std::uint64_t, Entry>> entries;
   {
@@ -90,8 +83,6 @@ void SharedPool::restore_state(std::unique_ptr<Link> connected) {
     send_sentinel(link);
     send_inventory(link, entries);
     std::lock_guard lock(mutex_);
-    send_attachments_locked(link, attachments);
-    for (const std::uint64_t each : std::exchange(detached_, {})) link.send(message_of(Kind::detach, {each}));
     restoring_ = false;
     path_ = link.path;
     link_ = std::move(connected);
@@ -114,22 +105,6 @@ void SharedPool::send_inventory(Link& link, const std::vector<std::pair<std::uin
     if (part.descriptors.size() == wire::kMostChunks) link.send(std::exchange(part, message_of(Kind::inventory, {})));
   }
   link.send(std::move(part));  // fewer than kMostChunks: the end of the inventory
-}
-
-void SharedPool::send_attachments_locked(Link& link, const std::vector<Residents::Attached>& attachments) const {
-  for (const Residents::Attached& each : attachments) {
-    const auto attacher = attachers_.find(each.attachment);
-    if (attacher == attachers_.end()) continue;  // it has ended meanwhile
-    std::vector<std::uint64_t> words = {each.attachment, static_cast<std::uint64_t>(each.pid)};
-    for (const Handle chunk : each.chunks)
-      if (const auto found = numbers_.find(chunk); found != numbers_.end()) words.push_back(found->second);
-    Message message = message_of(Kind::restore, std::move(words));
-    std::vector<int> files;
-    for (const File& file : attacher->second->files) files.push_back(file.get());
-    message.descriptors = copies_of(files);
-    link.send(std::move(message));
-  }
-  link.send(message_of(Kind::attachments, {attached_.begin(), attached_.end()}));
 }
 
 // Forgets the chunks that are not in use here. Without a broker they belong to no process.
@@ -159,7 +134,7 @@ void SharedPool::disconnect_locked(const std::string& reason) {
   if (!restoring_) forget_returned_locked();
   for (auto& [id, entry] : chunks_) entry.is_older = true;
   for (auto& [number, request] : requests_) request->disconnected_locked();
-  for (auto& [number, call] : calls_) call.answered = true;
+  for (auto& [number, call] : calls_) call.ended = true;
   changed_.notify_all();
 }
 
@@ -241,19 +216,11 @@ void SharedPool::handle(Message message) {
   switch (message.kind) {
     case Kind::grant: return handle_grant(std::move(message));
     case Kind::drop: return handle_drop(message.words);
-    case Kind::query: return send_report();
-    case Kind::reclaim: return residents_.reclaim();
-    case Kind::attach_request: return handle_attach_request(std::move(message));
-    case Kind::detached:
-      residents_.detach(message.words.at(0));
-      remove_attacher(message.words.at(0));
-      return;
+    case Kind::query: queries().note("report", driver_.name); return;
+    case Kind::reclaim: return reclaim_();
     default: break;
   }
   std::lock_guard lock(mutex_);
-  if (!wire::is_defined(message.kind))
-    throw BrokerError(
-        "it sent a message of the unknown kind " + std::to_string(static_cast<std::uint32_t>(message.kind)), path_);
   if (message.kind == Kind::stalled) {
     const auto found = requests_.find(message.words.at(0));
     if (found != requests_.end())
@@ -262,7 +229,7 @@ void SharedPool::handle(Message message) {
     handle_holders_locked(message);
   } else if (message.kind == Kind::refused) {
     handle_refusal_locked(std::move(message));
-  } else {  // usage, status, attached, trimmed
+  } else {  // usage, status
     handle_answer_locked(std::move(message));
   }
   changed_.notify_all();
@@ -290,27 +257,16 @@ void SharedPool::handle_refusal_locked(Message message) {
   if (code == Refusal::over_capacity) {
     const auto found = requests_.find(number);
     if (found != requests_.end()) found->second->refused_locked();
-  } else if (code == Refusal::not_attached) {
-    const auto call = calls_.find(number);
-    if (call == calls_.end()) return;
-    call->second.refusal = message.words[0];
-    call->second.answer.push_back(std::move(message));
-    call->second.answered = true;
   } else {
     disconnect_locked("it refuses: " + message.text);
   }
 }
 
 void SharedPool::handle_answer_locked(Message message) {
-  if (message.words.empty()) return;
-  const auto call = calls_.find(message.words[0]);
-  if (call == calls_.end()) {  // its caller has stopped waiting
-    if (message.kind == Kind::attached) send_locked(message_of(Kind::detach, {message.words.at(1)}));
-    return;
-  }
-  if (message.kind == Kind::attached) attached_.insert(message.words.at(1));
-  call->second.answered = message.kind != Kind::attached || message.words.at(2) == 0;
-  call->second.answer.push_back(std::move(message));
+  const auto call = calls_.find(message.words.at(0));
+  if (call == calls_.end()) return;  // its caller has stopped waiting
+  call->second.answer = std::move(message);
+  call->second.ended = true;
 }
 
 void SharedPool::handle_grant(Message message) {
@@ -342,63 +298,6 @@ void SharedPool::handle_drop(const std::vector<std::uint64_t>& ids) {
   lock.unlock();
   release_handles();
   send(message_of(Kind::dropped, ids));  // after the release: the broker may give the memory to another process then
-}
-
-void SharedPool::send_report() {
-  Message message = message_of(Kind::report, {0});
-  for (const Residents::Row& row : residents_.rows()) {
-    if (8 * message.words.size() + message.text.size() > wire::kLongestPacket - 1024) break;
-    message.words.insert(message.words.end(), {row.allocated, row.mapped, row.backed_up, row.state, row.policy});
-    message.text += (message.words.size() > 6 ? "\n" : "") + row.tag;
-  }
-  message.words[0] = residents_.queried() ? 1 : 0;
-  send(std::move(message));
-}
-
-// Several attachments of one process share its descriptors.
-void SharedPool::add_attacher(std::uint64_t attachment, int pid, std::vector<File> files) {
-  std::lock_guard lock(mutex_);
-  for (const auto& [number, known] : attachers_) {
-    if (known->pid != pid || has_exited(known->files.front().get())) continue;
-    attachers_[attachment] = known;
-    return;
-  }
-  attachers_[attachment] = std::make_shared<Attacher>(pid, std::move(files));
-}
-
-void SharedPool::remove_attacher(std::uint64_t attachment) {
-  std::lock_guard lock(mutex_);
-  attachers_.erase(attachment);
-}
-
-void SharedPool::handle_attach_request(Message message) {
-  const std::uint64_t attachment = drawn_number();
-  const int pid = static_cast<int>(message.words.at(1));
-  try {
-    if (message.descriptors.empty()) throw Error("the broker sent no pidfd of process " + std::to_string(pid));
-    // First the attacher, since restore_state() may send the attachment as soon as the region has it.
-    add_attacher(attachment, pid, std::exchange(message.descriptors, {}));
-    const auto placed = residents_.attach(message.text, message.words.at(2), attachment, pid);
-    // A chunk that was freed meanwhile is given back to the broker before the answer, so it must not be in it.
-    std::lock_guard lock(mutex_);
-    std::vector<Message> answers;
-    answers.push_back(message_of(Kind::attach_reply, {message.words.at(0), attachment, 0}));
-    for (const Placed& chunk : placed) {
-      const auto number = numbers_.find(chunk.handle);
-      if (number == numbers_.end() || !chunks_.at(number->second).in_use)
-        throw Error("it holds memory that did not come from the shared pool, or that is being freed");
-      if (answers.back().words.size() >= 3 + 3 * wire::kMostChunks) {
-        answers.back().words[2] = 1;
-        answers.push_back(message_of(Kind::attach_reply, {message.words.at(0), attachment, 0}));
-      }
-      answers.back().words.insert(answers.back().words.end(), {chunk.offset, number->second, chunk.size});
-    }
-    for (Message& answer : answers) send_locked(std::move(answer));
-  } catch (const Error& error) {
-    residents_.detach(attachment);
-    remove_attacher(attachment);
-    send(message_of(Kind::attach_reply, {message.words.at(0), 0, 0}, error.what()));
-  }
 }
 
 }  // namespace memsaver

@@ -12,17 +12,15 @@ int runtime_malloc(void** data, size_t size);
 int runtime_free(void* data);
 int runtime_device(int* device);
 int runtime_memory(size_t* free_bytes, size_t* total);
-int runtime_last_error(void);
-int runtime_host_flags(unsigned* flags, void* data);
-int runtime_major(void);  // of the CUDA version; 0: unknown
 
 enum { kAllocated = 0, kRefused = 1, kNoMemory = 2, kNotUsable = 3 };  // as in csrc/torch/tagged_hooks.cpp
 
 typedef struct {
   // `policy`: 0 none, 1 host, 2 disk.
   int (*allocate)(const char* tag, int policy, int device, size_t size, void** data);
-  void (*release)(void* data);
+  bool (*release)(void* data);  // false: no region has this address
 } Core;
 
 // NULL: it cannot be loaded, and a line was printed once. `refuses`: the process needs it, since it runs Python.
-const Core* core(bool* refuses);
+const Core* load_core(bool* refuses);
+const Core* loaded_core(void);  // NULL: load_core() has not loaded it

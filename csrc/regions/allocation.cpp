@@ -131,12 +131,6 @@ void Region::find_more(std::size_t wanted, Deadline shortage, Deadline memory, D
 
 Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
   if (placed) throw Error("region '" + tag + "' has segments of torch's allocator, and takes no others");
-  std::optional<Wanted> wanted_by_this;  // while trim() moves contents
-  const auto waited_for_trim = [&] {
-    if (!wanted_by_this) wanted_by_this.emplace(*this);
-    return wanted_by_this->wait(now() + kShortageWait);
-  };
-  if (state_ != State::active) static_cast<void>(waited_for_trim());
   check_allocatable(size);
   device.resting.reap();
   const std::size_t wanted = size;
@@ -164,10 +158,6 @@ Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
       } catch (const ChunkUnavailable&) {
         // The layout has changed meanwhile: another thread freed a chunk that it used.
         if (all && ++tries < kTries) continue;
-      } catch (const RegionPausedError&) {
-        request.reset();
-        if (!waited_for_trim()) throw;
-        continue;
       }
       request.reset();                                   // its chunks count as free now
       if (!snug && (device.pooled || now() < memory)) {  // these give the whole demand or nothing
@@ -187,7 +177,6 @@ Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
     free(segment.offset);
     throw;
   }
-  if (device.parts.backup_ahead) device.arena.grow_ahead(device.to_back_up);
   return segment.offset;
 }
 
@@ -204,7 +193,7 @@ Chunk Region::next_or_end(ChunkRequest& request, std::size_t limit) const {
 Driver::Ticket Region::map_new(Range segment, ChunkRequest& request, bool snug) {
   const Remapping remapping(*this);
   check_allocatable(segment.size);  // a transition marks a region under the same lock
-  make_certain();
+  end_stranded();
   if (one_handle) sweep_with_lock();  // the chunk of a freed segment at these addresses has another size
   std::optional<Layout> layout;
   {
@@ -226,7 +215,6 @@ Driver::Ticket Region::map_new(Range segment, ChunkRequest& request, bool snug) 
   }
   std::lock_guard lock(device.mutex);
   segments_.add(segment);
-  count_locked();
   mapping.commit();
   return cleaned;
 }

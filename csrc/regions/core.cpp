@@ -96,9 +96,7 @@ Region& Core::region(const std::string& tag, const std::string& device_name, Reg
     regions_.push_back(std::make_unique<Region>(tag, on, options));
     made = entry->second = regions_.back().get();
   }
-  // Threads start here, because an allocation must not start a thread.
-  on.reclaimer.start();
-  if (options.policy == Policy::host) on.arena.start_background();
+  on.reclaimer.start();  // here, because an allocation must not start a thread
   refresh_peers();
   return *made;
 }
@@ -155,7 +153,8 @@ void Core::mark_lost(Device& dead) {
   std::lock_guard lock(mutex);
   dead.lost = true;
   for (const auto& region : regions_)
-    if (&region->device == &dead && region->is_at_rest()) region->lose();  // others: at the end of their transition
+    if (&region->device == &dead && region->is_at_rest())
+      region->write_state(State::lost);  // others: at the end of their transition
   changed.notify_all();
 }
 

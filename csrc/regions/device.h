@@ -28,7 +28,6 @@ struct ProcessParts {
   AddressIndex addresses;
   RetainBudget retain;
   HostBudget host_budget;
-  std::atomic<bool> backup_ahead = false;  // pinned host memory grows before a pause needs it
   // The longest wait of allocations, and of resumes without a bound of their own, for memory that others hold.
   std::atomic<double> memory_timeout_s = 0;
 };
@@ -43,6 +42,15 @@ struct Device {
         resting(*driver, parts.gate, mutex),
         reclaimer(*this) {}
 
+  // The shared pool, made at first use. Core::mutex is held.
+  SharedPool& shared_pool() {
+    if (shared == nullptr)
+      shared = std::make_unique<SharedPool>(*driver, [this] {
+        reclaimer.request(
+            [this](const Reclaimer::Rest& rest) { shared->send_reclaimed(rest.more, rest.unused, rest.why); });
+      });
+    return *shared;
+  }
   // The source of new chunks. Chunks of the other source return to it.
   ChunkSource& source() { return pooled ? static_cast<ChunkSource&>(*shared) : retained; }
   // The end of an allocation's wait for freed memory. A capture allows no wait.
@@ -69,8 +77,6 @@ struct Device {
   // Guards the bookkeeping of all regions on this device: segments, addresses, the lists of chunks. Never held over a
   // call of the driver or of a source, since threads that hold the GIL take it.
   std::mutex mutex;
-  // Bytes that the next pauses of all regions are expected to copy to the host.
-  std::atomic<std::size_t> to_back_up = 0;
   Resting resting;
   Reclaimer reclaimer;
   // Allocations that wait for cached memory of others. Their threads may hold torch's allocator, so no thread may wait

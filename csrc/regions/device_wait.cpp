@@ -5,7 +5,6 @@
 #include <condition_variable>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -102,7 +101,7 @@ void CaptureGate::Pass::end() {
   gate->changed_.notify_all();
 }
 
-std::atomic<bool> exit_has_begun = false;
+std::atomic<Deadline> device_waits_end = kNever;
 
 void wait_idle(Driver& driver, CaptureGate& gate, Deadline deadline, bool looks) {
   const Deadline began = now();
@@ -124,32 +123,20 @@ void wait_idle(Driver& driver, CaptureGate& gate, Deadline deadline, bool looks)
   if (inline_wait) run(driver, *pass, *wait, deadline);
   pass.reset();
   std::unique_lock lock(wait->mutex);
-  const Deadline last = std::max(deadline, began + kOneLook);
-  std::optional<Deadline> exit_seen;
-  const auto give_up = [&] { wait->abandoned = true; };
-  while (!wait->done) {
-    if (exit_has_begun && !exit_seen) exit_seen = now();
-    if (waiting_is_over || (exit_seen && now() - *exit_seen > kEnd)) {
-      give_up();
-      throw Error("the interpreter exits: the wait for " + driver.name + " was ended");
-    }
-    const Deadline at = now();
-    const Deadline end = wait->looked ? deadline : last;
-    if (at >= end) break;
-    const auto next_look = std::min<Clock::duration>(kBetweenLooks, end - at);
-    if (wait->ended.wait_for(lock, next_look) == std::cv_status::no_timeout || !looks) continue;
-    lock.unlock();
-    try {
-      between_looks();
-    } catch (...) {
-      give_up();
-      throw;
-    }
-    lock.lock();
+  const auto exits = [] { return waiting_is_over || now() >= device_waits_end.load(); };
+  const auto ended = [&] { return wait->done || exits(); };
+  try {
+    const auto looked = [&] { return ended() || wait->looked; };
+    if (wait_until(lock, wait->ended, std::max(deadline, began + kOneLook), looked, looks))
+      wait_until(lock, wait->ended, deadline, ended, looks);
+  } catch (...) {
+    wait->abandoned = true;
+    throw;
   }
-  if (wait->error) std::rethrow_exception(wait->error);
-  if (wait->idle) return;
-  give_up();
+  if (wait->done && wait->error) std::rethrow_exception(wait->error);
+  if (wait->done && wait->idle) return;
+  wait->abandoned = true;
+  if (exits()) throw Error("the interpreter exits: the wait for " + driver.name + " was ended");
   const std::chrono::duration<double> waited = now() - began;
   throw WaitTimeoutError("the work queued on " + driver.name + " did not end within the call's timeout", "device",
                          waited.count());

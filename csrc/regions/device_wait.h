@@ -7,8 +7,8 @@
 #include <cstddef>
 #include <mutex>
 
+#include "base/waits.h"
 #include "driver/driver.h"
-#include "memory/chunk.h"
 
 namespace memsaver {
 
@@ -40,8 +40,8 @@ class CaptureGate {
   std::size_t operations_ = 0;  // device-wide operations under way
 };
 
-// Set when the exit of the interpreter begins. Waits for a device then last at most kEnd more.
-extern std::atomic<bool> exit_has_begun;
+// All waits for a device end then: at most kEnd after the exit of the interpreter has begun.
+extern std::atomic<Deadline> device_waits_end;
 constexpr auto kEnd = std::chrono::seconds(4);
 
 // The shortest bound of a wait, up to the first query of the device. So a wait with the bound 0 still succeeds on an
@@ -50,7 +50,7 @@ constexpr auto kOneLook = std::chrono::milliseconds(250);
 
 // Waits for all work that was submitted so far to the device and to peers with access to its memory. Throws
 // WaitTimeoutError at the deadline, Error during a capture or when the interpreter exits, DriverError. `looks`: calls
-// between_looks(), which may take the GIL.
+// WaitsEndWith::look(), which may take the GIL.
 void wait_idle(Driver& driver, CaptureGate& gate, Deadline deadline, bool looks);
 
 }  // namespace memsaver

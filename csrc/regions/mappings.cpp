@@ -40,11 +40,6 @@ void Region::sweep_all() {
   sweep();
 }
 
-void Region::strand() {
-  std::lock_guard lock(device.mutex);
-  stranded_ = doubtful_ = true;
-}
-
 void Region::sweep_with_lock() {
   std::vector<Address> empty;
   bool had_dirty = false;
@@ -53,7 +48,7 @@ void Region::sweep_with_lock() {
     if (state_ != State::active) return;
     Ranges dirty = std::exchange(dirty_, {});
     if (!dirty.empty()) had_dirty = true;
-    if (std::exchange(stranded_, false)) {
+    if (stranded_.exchange(false)) {
       dirty.clear();
       for (const auto& [begin, chunk] : chunks_) dirty.push_back({begin, chunk.size()});
     }
@@ -64,10 +59,7 @@ void Region::sweep_with_lock() {
     }
   }
   std::vector<Chunk> freed;
-  if (unmap(empty, freed)) {
-    std::lock_guard lock(device.mutex);
-    stranded_ = true;
-  }
+  if (unmap(empty, freed)) strand();
   freed.clear();  // returned to their source now
   if (had_dirty) device.resting.sweep_ended();
 }
@@ -156,11 +148,6 @@ void Region::allow_again() {
   stale_ = false;
 }
 
-bool Region::lacks_access() const {
-  std::lock_guard lock(device.mutex);
-  return stale_ && state_ == State::active;
-}
-
 std::optional<DriverError> Region::unmap(const std::vector<Address>& chunks, std::vector<Chunk>& freed) {
   std::optional<DriverError> refusal;
   for (std::size_t i = 0, next = 0; i < chunks.size(); i = next) {
@@ -190,52 +177,6 @@ std::optional<DriverError> Region::unmap(const std::vector<Address>& chunks, std
   return refusal;
 }
 
-Chunk Region::exchange(Address begin, std::vector<Piece> pieces) {
-  Driver& driver = *device.driver;
-  std::size_t size = 0;
-  Handle handle = 0;
-  {
-    std::lock_guard lock(device.mutex);
-    size = chunks_.at(begin).size();
-    handle = chunks_.at(begin).handle();
-    for (Piece& piece : pieces) piece.chunk.set_foreign(chunks_.at(begin).foreign());  // they are copies of it
-  }
-  unmap_or_not(driver, begin, size);
-  std::size_t mapped = 0;
-  try {
-    for (; mapped < pieces.size(); ++mapped)
-      map_or_not(driver, pieces[mapped].slot.offset, pieces[mapped].slot.size, pieces[mapped].chunk.handle());
-    std::vector<Slot> slots;
-    for (const Piece& piece : pieces) slots.push_back(piece.slot);
-    allow(slots);
-  } catch (const DriverError&) {
-    constexpr int kAttempts = 2;  // a failed call is tried once more
-    for (int attempt = 1;; ++attempt) {
-      try {
-        for (; mapped > 0; --mapped) unmap_or_not(driver, pieces[mapped - 1].slot.offset, pieces[mapped - 1].slot.size);
-        map_or_not(driver, begin, size, handle);
-        driver.allow(begin, size);
-        break;
-      } catch (const DriverError&) {
-        if (attempt < kAttempts) continue;
-        contents_lost_ = true;
-        break;
-      }
-    }
-    throw;
-  }
-  std::lock_guard lock(device.mutex);
-  auto found = chunks_.find(begin);
-  Chunk former = std::move(found->second);
-  chunks_.erase(found);
-  mapped_ -= size;
-  for (Piece& piece : pieces) {
-    mapped_ += piece.slot.size;
-    chunks_[piece.slot.offset] = std::move(piece.chunk);
-  }
-  return former;
-}
-
 std::vector<Slot> Region::slots() const {
   std::lock_guard lock(device.mutex);
   std::vector<Slot> found;
@@ -243,20 +184,17 @@ std::vector<Slot> Region::slots() const {
   return found;
 }
 
-std::vector<Placed> Region::chunks_under(const Ranges& ranges) const {
-  std::map<Address, Placed> found;
+std::vector<Region::Placed> Region::chunks_under(Range range) const {
   std::lock_guard lock(device.mutex);
-  for (const Range& range : ranges)
-    for (const auto& [begin, chunk] : overlapping(chunks_, range)) found[begin] = {begin, chunk.handle(), chunk.size()};
-  std::vector<Placed> chunks;
-  for (const auto& [begin, chunk] : found) chunks.push_back(chunk);
-  return chunks;
+  std::vector<Placed> found;
+  for (const auto& [begin, chunk] : overlapping(chunks_, range)) found.push_back({begin, chunk.handle(), chunk.size()});
+  return found;
 }
 
-void Region::make_certain() {
-  if (!doubtful_) return;
-  allow(slots());
-  doubtful_ = false;
+void Region::end_stranded() {
+  if (!stranded_) return;
+  sweep_with_lock();
+  if (stranded_) allow(slots());
 }
 
 // Mappings that may be taken back

@@ -35,7 +35,7 @@ void Region::place(Range segment, std::vector<Chunk> chunks, bool may_begin_rese
   {
     const Remapping remapping(*this);
     check_allocatable(segment.size);  // a transition marks a region under the same lock
-    make_certain();
+    end_stranded();
     sweep_with_lock();  // for a dropped segment at this address
     {
       std::lock_guard lock(device.mutex);
@@ -56,7 +56,6 @@ void Region::place(Range segment, std::vector<Chunk> chunks, bool may_begin_rese
     device.parts.addresses.add(segment, *this);
     std::lock_guard lock(device.mutex);
     segments_.add(segment);
-    count_locked();
     mapping.commit();
   }
   try {

@@ -6,8 +6,8 @@
 #include <system_error>
 #include <utility>
 
+#include "pool/queries.h"
 #include "regions/core.h"
-#include "regions/queries.h"
 
 namespace memsaver {
 namespace {
@@ -30,20 +30,10 @@ std::string text_of(std::size_t bytes) {
 
 }  // namespace
 
-void Reclaimer::begin_locked() {
-  ++requested_;
-  changed_.notify_all();
-  start_locked();
-}
-
-void Reclaimer::start_locked() {
-  if (!worker_.started() && !stop_) worker_.start([this] { run(); });
-}
-
 void Reclaimer::start() {
   std::lock_guard lock(mutex_);
   try {
-    start_locked();
+    if (!worker_.started() && !stop_) worker_.start([this] { run(); });
   } catch (const std::system_error&) {
     // Without a thread the next call on this device checks the freed memory.
   }
@@ -58,27 +48,21 @@ void Reclaimer::freed() {
 void Reclaimer::request(std::function<void(const Rest&)> tell) {
   {
     std::lock_guard lock(mutex_);
-    try {
-      begin_locked();
+    if (worker_.started()) {
+      ++requested_;
       if (tell) tell_ = std::move(tell);
+      changed_.notify_all();
       return;
-    } catch (const std::system_error&) {
-      ended_ = requested_;
     }
   }
-  Rest none;
-  none.why = "no thread could be started to return it";
-  if (tell) tell(none);
+  if (tell) tell({});
 }
 
 bool Reclaimer::finish(Deadline deadline) {
   std::unique_lock lock(mutex_);
-  try {
-    begin_locked();
-  } catch (const std::system_error&) {
-    ended_ = requested_;
-    return false;
-  }
+  if (!worker_.started()) return false;
+  ++requested_;
+  changed_.notify_all();
   const std::uint64_t number = requested_;
   // The clock of the deadline may be virtual, the thread's work takes real time.
   const auto end = Clock::now() + std::max<Clock::duration>(deadline - now(), Clock::duration::zero());
@@ -180,7 +164,7 @@ void Reclaimer::run() {
       is_resting = rests();
     }
     lock.lock();
-    if (!captures && device_.waiting_allocations == 0) asks_python_ = cache_queries().note(device_.driver->name);
+    if (!captures && device_.waiting_allocations == 0) asks_python_ = queries().note("caches", device_.driver->name);
     std::optional<bool> told;  // whether Python had yet to answer when the rest was told
     while (!captures && !stop_ && (is_resting || asks_python_) && requested_ == number) {
       const bool asks = asks_python_;

@@ -3,8 +3,8 @@
 // mark. Nothing during a capture, nothing of a region that is not active, no chunk under a segment in use.
 //
 // A thread does this, because a sweep may wait for a driver call of another thread. Between the requests it returns
-// freed segments whose mark the device has passed. torch's pools are freed by a thread of Python (memsaver/_caches.py),
-// when it gets the GIL.
+// freed segments whose mark the device has passed. torch's pools are freed by a thread of Python
+// (memsaver/broker/queries.py), when it gets the GIL.
 #pragma once
 
 #include <atomic>
@@ -41,13 +41,11 @@ class Reclaimer {
   bool finish(Deadline deadline);
   // Called by the thread of Python, once for each query. `cached`: bytes of free blocks that torch keeps, and `why`.
   void python_is_done(std::size_t cached, const std::string& why);
-  void start();  // starts the thread, if it does not run
+  void start();  // starts the thread, if it does not run. Without it there is no region, and nothing to return
   void freed();  // a segment was freed on which the device may still work
   void stop(Deadline deadline);
 
  private:
-  void begin_locked();
-  void start_locked();  // throws std::system_error
   void run();
   void pass();
   bool rests();  // frees what can be freed now. Returns whether the device still works on some

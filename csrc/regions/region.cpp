@@ -20,119 +20,42 @@ Region::Region(std::string region_tag, Device& on_device, Options options)
       fill(options.fill),
       placed(options.placed),
       one_handle(options.one_handle),
-      most_slack_(options.most_slack),
-      expected_(options.policy) {}
+      most_slack_(options.most_slack) {}
 
 // It allows large chunks in large regions only.
 std::size_t Region::allowance(std::size_t live) const { return std::min({live, live / 20 + kAllowance, most_slack_}); }
 
 // States
 
-bool Region::is_at_rest() const { return state_ == State::active || state_ == State::paused; }
-
 void Region::write_state(State state) {
   std::lock_guard lock(device.mutex);
   state_ = state;
 }
 
-void Region::drain(bool to_trim) {
-  left_ = state_ == State::paused;
-  is_trimmed_ = to_trim;
-  write_state(State::draining);
-}
-
-void Region::leave() {
-  left_ = true;
-  write_state(State::pausing);
-}
-
-void Region::come() {
-  arrived_ = false;
-  write_state(State::resuming);
-}
-
 void Region::discard() { discarded_ = policy != Policy::none && allocated_bytes() > 0; }
 
-void Region::arrived() {
-  arrived_ = true;
-  discarded_ = false;
-  ++residence_;
-}
-
-void Region::settle() {
-  is_trimmed_ = false;
-  std::vector<Address> freed;
-  {
-    std::lock_guard lock(device.mutex);
-    const bool away = state_ == State::resuming ? !arrived_ : left_;
-    if (state_ != State::lost) state_ = away ? State::paused : State::active;
-    if (device.lost || contents_lost_) state_ = State::lost;
-    left_ = arrived_ = false;
-    if (chunks_.empty() && !std::exchange(dirty_, {}).empty()) device.resting.sweep_ended();
-    freed.swap(freed_meanwhile_);
-    for (const Address begin : freed) {
-      if (state_ == State::active && !placed) {
-        if (segments_.rest(begin)) device.resting.add_locked(*this, begin);
-      } else if (segments_.contains(begin)) {
-        forget_locked(begin);
-      }
+void Region::settle(State next) {
+  std::lock_guard lock(device.mutex);
+  if (state_ == State::resuming && next == State::active) {
+    discarded_ = false;
+    ++residence_;
+  }
+  state_ = device.lost || state_ == State::lost ? State::lost : next;
+  if (chunks_.empty() && !std::exchange(dirty_, {}).empty()) device.resting.sweep_ended();
+  for (const Address begin : std::exchange(freed_meanwhile_, {})) {
+    if (state_ == State::active && !placed) {
+      if (segments_.rest(begin)) device.resting.add_locked(*this, begin);
+    } else if (segments_.contains(begin)) {
+      forget_locked(begin);
     }
-    count_locked();
   }
 }
 
-Region::Wanted::Wanted(Region& region) : region_(region) {
-  std::lock_guard lock(core().mutex);
-  ++region_.wanted_;
-}
-
-Region::Wanted::~Wanted() {
-  std::lock_guard lock(core().mutex);
-  --region_.wanted_;
-  core().changed.notify_all();
-}
-
-bool Region::Wanted::wait(Deadline deadline) const {
-  const Deadline until = Clock::now() + (deadline - now());  // trim() takes real time, also where the clock is virtual
-  std::unique_lock lock(core().mutex);
-  core().changed.wait_until(lock, until, [this] { return !region_.is_trimmed_ || waiting_is_over; });
-  return region_.state_ == State::active;
-}
-
-void Region::lose() { write_state(State::lost); }
-
 // Backups
-
-std::shared_ptr<Backup> Region::backup() const {
-  std::lock_guard lock(device.mutex);
-  return backup_;
-}
 
 std::shared_ptr<Backup> Region::replace_backup(std::shared_ptr<Backup> backup) {
   std::lock_guard lock(device.mutex);
-  std::shared_ptr<Backup> former = std::exchange(backup_, std::move(backup));
-  count_locked();
-  return former;
-}
-
-bool Region::sealed() const {
-  if (!frozen) return false;
-  std::lock_guard lock(device.mutex);
-  return backup_ != nullptr;
-}
-
-void Region::expect_policy(Policy next) {
-  std::lock_guard lock(device.mutex);
-  expected_ = next;
-  count_locked();
-}
-
-void Region::count_locked() {
-  // Most of a placed region may be free blocks of the other allocator, which are not copied.
-  const bool copies = expected_ == Policy::host && !placed && !(frozen && backup_ != nullptr);
-  const std::size_t bytes = copies ? segments_.live_bytes() : 0;
-  device.to_back_up += bytes - counted_;
-  counted_ = bytes;
+  return std::exchange(backup_, std::move(backup));
 }
 
 // Segments
@@ -142,36 +65,10 @@ bool Region::owns(Address address) const {
   return placed ? segments_.any_within(address, address + 1) : !intersect(reserved_, {{address, 1}}).empty();
 }
 
-std::size_t Region::allocated_bytes() const {
-  std::lock_guard lock(device.mutex);
-  return segments_.live_bytes();
-}
-
-std::size_t Region::resting_bytes() const {
-  std::lock_guard lock(device.mutex);
-  return segments_.resting_bytes();
-}
-
-std::size_t Region::reserved_bytes() const {
-  std::lock_guard lock(device.mutex);
-  return placed ? segments_.live_bytes() : bytes_of(reserved_);
-}
-
-Ranges Region::live() const {
-  std::lock_guard lock(device.mutex);
-  return segments_.live();
-}
-
-Ranges Region::parts(const Ranges& ranges) const {
-  std::lock_guard lock(device.mutex);
-  return segments_.parts(ranges);
-}
-
 void Region::forget_locked(Address begin) {
   const Range freed = segments_.erase(begin);
   if (!placed) addresses_.put(freed);
   if (!chunks_.empty()) add_dirty_locked(freed);
-  count_locked();
 }
 
 void Region::add_dirty_locked(Range range) {
@@ -193,16 +90,10 @@ void Region::free(Address begin) {
       case State::active:
         if (!segments_.rest(begin)) return;
         device.resting.add_locked(*this, begin);
-        count_locked();
         break;
     }
   }
   device.resting.reap();
-}
-
-std::size_t Region::bound() const {
-  const std::size_t live = allocated_bytes();
-  return live + std::min(live / 20 + kAllowance, most_slack_);
 }
 
 // The end

@@ -9,7 +9,7 @@
 //   Core::mutex      states, users, leases and queues.
 //   Device::mutex    segments, addresses and the list of chunks.
 // A state is written with Core::mutex and Device::mutex held, so either lock is enough to read it. A transition owns
-// the chunks and the backup of a region from drain() or come() to settle(), and changes them without mapping_. The list
+// the chunks and the backup of a region from its mark to settle(), and changes them without mapping_. The list
 // of chunks is written under Device::mutex by the thread that holds mapping_, or by the owning transition. Both may
 // read it without the lock.
 #pragma once
@@ -24,6 +24,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "backup/backup.h"
@@ -62,21 +63,16 @@ class Region {
 
   // The state machine. The caller holds Core::mutex, and no lock after it in the order.
   //
-  //   active --drain--> draining --leave--> pausing --settle--> paused --come--> resuming --settle--> active
-  //                        |                                      ^                  |
-  //                        +--settle--> active                    +-----settle-------+
+  //   active ----> draining --commit--> pausing --settle--> paused ----> resuming --settle--> active
+  //                    |                                      ^              |
+  //                    +--settle--> active                    +---settle-----+
   //
-  // A paused region that still has chunks after a refusal can drain again. lose() is final.
+  // A paused region that still has chunks after a refusal can drain again. "lost" is final.
   State state() const { return state_; }
-  bool is_at_rest() const;
-  // A transition will pause it, or trim() moves its contents: no new launches, reads of the backup or allocations.
-  void drain(bool to_trim = false);
-  void leave();    // committed: it will be paused
-  void come();     // a transition will resume it
-  void settle();   // the transition has ended; leave() and arrived() determine the next state
-  void arrived();  // the resumed memory stays
-  void lose();
-  void discard();  // committed: this pause keeps no contents
+  bool is_at_rest() const { return state_ == State::active || state_ == State::paused; }
+  void write_state(State state);  // any but active and paused, into which settle() brings it
+  void settle(State next);        // the transition has ended; "active" after "resuming": the resumed memory stays
+  void discard();                 // committed: this pause keeps no contents
   // Whether a pause discarded contents that `policy` would have kept. Reset when the region has memory again.
   bool discarded() const { return discarded_; }
   // Changes on every resume. Tokens of shared tensors are valid only while it stays the same.
@@ -86,39 +82,22 @@ class Region {
   void enqueue(const void* transition) { queue_.push_back(transition); }
   void dequeue(const void* transition) { std::erase(queue_, transition); }
   bool is_first(const void* transition) const { return !queue_.empty() && queue_.front() == transition; }
-  // A use of the region that trim() must not refuse: a wait until the region is active again. While it lives, trim()
-  // ends after the chunk that it moves now, and goes on after the end of this object.
-  class Wanted {
-   public:
-    explicit Wanted(Region& region);  // no lock of the library is held
-    ~Wanted();
-    Wanted(const Wanted&) = delete;
-    Wanted& operator=(const Wanted&) = delete;
-    // Waits while trim() moves contents, up to the deadline. Returns whether the region is active.
-    bool wait(Deadline deadline) const;
-
-   private:
-    Region& region_;
-  };
-  bool is_wanted() const { return wanted_ > 0; }
   // Guarded launches, and reads of the backup: transitions wait for them. Core::mutex is held.
   void begin_use() { ++users_; }
   void end_use() { --users_; }
   bool in_use() const { return users_ > 0; }
-  // Other processes attached to the memory, by number: pauses wait for them. Core::mutex is held.
-  struct Lease {
-    int pid;
-    std::vector<Handle> chunks;
-  };
-  const std::map<std::uint64_t, Lease>& leases() const { return leases_; }
-  void lend(std::uint64_t lease, int pid, std::vector<Handle> chunks) { leases_[lease] = {pid, std::move(chunks)}; }
+  // The pids of processes that are attached to the memory, by lease: pauses wait for them. Core::mutex is held.
+  const std::map<std::uint64_t, int>& leases() const { return leases_; }
+  void lend(std::uint64_t lease, int pid) { leases_[lease] = pid; }
   void returned(std::uint64_t lease) { leases_.erase(lease); }
 
   // The backup of the current pause; of a frozen region, from its first pause on.
-  std::shared_ptr<Backup> backup() const;
+  std::shared_ptr<Backup> backup() const {
+    return locked([&] { return backup_; });
+  }
   std::shared_ptr<Backup> replace_backup(std::shared_ptr<Backup> backup);  // returns the former
-  bool sealed() const;              // frozen with a copy: it takes no allocations, since the copy would lack them
-  void expect_policy(Policy next);  // the expected policy of the next pause; Core::mutex is held
+  // Frozen with a copy: it takes no allocations, since the copy would lack them.
+  bool sealed() const { return frozen && backup() != nullptr; }
 
   // Segments, by their first address. If it throws RegionPausedError, OutOfMemoryError or an error of the source,
   // nothing has changed. `shortage`: the end of the wait for freed memory of this device. `memory`: the end of the wait
@@ -139,13 +118,23 @@ class Region {
   bool drop(Range segment);
   bool touches(Range range) const;  // whether a segment or a chunk is within these addresses
   bool owns(Address address) const;
-  std::size_t allocated_bytes() const;
-  std::size_t resting_bytes() const;
+  std::size_t allocated_bytes() const {
+    return locked([&] { return segments_.live_bytes(); });
+  }
+  std::size_t resting_bytes() const {
+    return locked([&] { return segments_.resting_bytes(); });
+  }
   std::size_t mapped_bytes() const { return mapped_; }
-  std::size_t reserved_bytes() const;
-  std::size_t largest_chunk() const;         // the largest class to be created for this region; 0: see one_handle
-  Ranges live() const;                       // segments in use, joined where they touch
-  Ranges parts(const Ranges& ranges) const;  // the parts of `ranges` within segments in use, not joined
+  std::size_t reserved_bytes() const {
+    return locked([&] { return placed ? segments_.live_bytes() : bytes_of(reserved_); });
+  }
+  std::size_t largest_chunk() const;  // the largest class to be created for this region; 0: see one_handle
+  Ranges live() const {               // segments in use, joined where they touch
+    return locked([&] { return segments_.live(); });
+  }
+  Ranges parts(const Ranges& ranges) const {  // the parts of `ranges` within segments in use, not joined
+    return locked([&] { return segments_.parts(ranges); });
+  }
   // The work on a freed segment has ended. Device::mutex is held; a call of sweep() without it follows.
   void forget_locked(Address begin);
   // Returns chunks that no segment needs. If another thread holds mapping_, that thread does it.
@@ -154,10 +143,10 @@ class Region {
   // mark_stale(): existing mappings lack the access of a new peer. allow_again() gives it if the region is active.
   void mark_stale();
   void allow_again();
-  bool lacks_access() const;  // whether it is active, and allow_again() has failed
-  void strand();              // the driver refused to unmap a chunk whose access is unknown
-  // Mapped bytes that trim() may leave.
-  std::size_t bound() const;
+  bool lacks_access() const {  // whether it is active, and allow_again() has failed
+    return locked([&] { return stale_ && state_ == State::active; });
+  }
+  void strand() { stranded_ = true; }  // the driver refused to unmap a chunk that no segment needs
   // Throws Error if a transition, a user, a reader or another process uses the region. Core::mutex is held.
   void check_unused() const;
   // Ends the region. Returns its addresses, for the caller to release. Throws Error if segments, users, leases or
@@ -181,15 +170,13 @@ class Region {
   // Unmaps these chunks and appends them to `freed`. Chunks that the driver refuses to unmap stay mapped. Returns the
   // first refusal.
   std::optional<DriverError> unmap(const std::vector<Address>& chunks, std::vector<Chunk>& freed);
-  // Replaces a chunk by pieces that hold the contents of its segments. For the owning transition. If the replacement
-  // fails, the chunk is mapped again; if this fails too, the region is lost. Returns the chunk.
-  struct Piece {
-    Slot slot;
-    Chunk chunk;
+  std::vector<Slot> slots() const;  // of all mapped chunks
+  struct Placed {                   // a chunk, and its place
+    std::size_t offset;
+    Handle handle;
+    std::size_t size;
   };
-  Chunk exchange(Address chunk, std::vector<Piece> pieces);
-  std::vector<Slot> slots() const;                               // of all mapped chunks
-  std::vector<Placed> chunks_under(const Ranges& ranges) const;  // by address, each once
+  std::vector<Placed> chunks_under(Range range) const;  // by address
 
   // The right to change the mappings of an active region: holds mapping_.
   class Remapping {
@@ -203,6 +190,11 @@ class Region {
   };
 
  private:
+  template <typename Read>
+  std::invoke_result_t<Read> locked(Read read) const {
+    const std::lock_guard lock(device.mutex);
+    return read();
+  }
   std::size_t allowance(std::size_t live) const;  // the limit of mapped bytes without a segment
   void check_allocatable(std::size_t size) const;
   Address take_addresses(std::size_t size);
@@ -216,7 +208,7 @@ class Region {
   // next one. Throws OutOfMemoryError for `wanted` bytes where nothing is left to try.
   void find_more(std::size_t wanted, Deadline shortage, Deadline memory, Deadline began, std::uint64_t seen,
                  Effort& effort);
-  void make_certain();  // gives access to mappings of which it is not known
+  void end_stranded();  // before new mappings: unmaps these chunks, or gives access to them, which may be missing
   Layout layout_locked(Ranges wanted, Ranges segments, std::size_t live, std::size_t slack, bool snug) const;
   Layout layout_of_new_locked(Range segment, bool snug) const;
   Needs needs_of(Range segment, bool snug) const;
@@ -225,22 +217,16 @@ class Region {
   Driver::Ticket map_new(Range segment, ChunkRequest& request, bool snug);
   Driver::Ticket clean_new(const std::vector<Slot>& slots);
   std::size_t unmapped_within(Address begin, Address end) const;  // bytes without a chunk
-  void count_locked();                                            // updates the device's to_back_up
   void sweep_with_lock();
   void add_dirty_locked(Range range);
   bool joins(Address end, Address next) const;
-  void write_state(State state);
 
   std::atomic<State> state_ = State::active;
   std::atomic<std::uint64_t> residence_ = 1;
-  bool left_ = false, arrived_ = false;
-  bool is_trimmed_ = false;              // drain(true) is under way. Guarded by Core::mutex
-  std::atomic<std::size_t> wanted_ = 0;  // objects of Wanted. Written under Core::mutex
   std::atomic<bool> discarded_ = false;
-  std::atomic<bool> contents_lost_ = false;  // an exchange of chunks could not be undone
   std::size_t users_ = 0;
   std::deque<const void*> queue_;
-  std::map<std::uint64_t, Lease> leases_;
+  std::map<std::uint64_t, int> leases_;
 
   mutable std::mutex mapping_;
   std::shared_ptr<Backup> backup_;
@@ -252,11 +238,8 @@ class Region {
   std::set<Address> seams_;               // of a placed region: segments that may begin a reservation
   Ranges dirty_;                          // ranges in which chunks may have become empty
   bool stale_ = false;                    // see mark_stale()
-  std::atomic<bool> doubtful_ = false;    // see strand()
-  bool stranded_ = false;                 // the driver refused to unmap a chunk that no segment needs
+  std::atomic<bool> stranded_ = false;    // see strand()
   const std::size_t most_slack_;
-  std::size_t counted_ = 0;  // this region's part of Device::to_back_up
-  Policy expected_;          // the expected policy of the next pause
   std::atomic<bool> closed_ = false;
   std::atomic<std::size_t> mapped_ = 0;
 };

@@ -1,6 +1,6 @@
 #include "regions/tagged.h"
 
-#include <algorithm>
+#include <map>
 #include <memory>
 
 namespace memsaver {
@@ -21,22 +21,15 @@ TaggedRegions& tagged_regions(const std::string& prefix) {
   return *found;
 }
 
-Region* TaggedRegions::active_locked(const std::string& tag, const std::string& device, Policy policy,
-                                     bool one_handle) const {
-  const auto several = by_tag_.find(tag);
-  if (several == by_tag_.end()) return nullptr;
-  // The first one, so that a tag has as few regions as it needs.
-  for (Region* region : several->second)
-    if (!region->closed() && region->device.driver->name == device && region->policy == policy &&
-        region->one_handle == one_handle && region->state() == State::active && aside_.find(region) == aside_.end())
-      return region;
-  return nullptr;
-}
-
 Region& TaggedRegions::active(const std::string& tag, const std::string& device, Policy policy, bool one_handle) {
-  const auto find = [&] {
+  // The first one, so that a tag has as few regions as it needs.
+  const auto find = [&]() -> Region* {
     std::lock_guard lock(mutex_);
-    return active_locked(tag, device, policy, one_handle);
+    for (const auto& [its, region] : regions_)
+      if (its == tag && !region->closed() && region->device.driver->name == device && region->policy == policy &&
+          region->one_handle == one_handle && region->state() == State::active && aside_.find(region) == aside_.end())
+        return region;
+    return nullptr;
   };
   if (Region* found = find()) return *found;
   Device& on = core().device(device);
@@ -49,29 +42,20 @@ Region& TaggedRegions::active(const std::string& tag, const std::string& device,
   Region& made = core().region(name, device,
                                {.policy = policy, .fill = Fill::zero, .most_slack = kSlack, .one_handle = one_handle});
   std::lock_guard lock(mutex_);
-  by_tag_[tag].push_back(&made);
+  regions_.emplace_back(tag, &made);
   return made;
 }
 
-std::vector<Region*> TaggedRegions::of(const std::string& tag) const {
-  std::lock_guard lock(mutex_);
-  const auto several = by_tag_.find(tag);
-  if (several == by_tag_.end()) return {};
-  std::vector<Region*> found = several->second;
-  std::erase_if(found, [](const Region* region) { return region->closed(); });
-  return found;
-}
-
 std::vector<std::pair<std::string, Region*>> TaggedRegions::all() const {
-  std::vector<std::pair<std::string, Region*>> found;
+  core();
   std::lock_guard lock(mutex_);
-  for (const auto& [tag, several] : by_tag_)
-    for (Region* region : several)
-      if (!region->closed()) found.emplace_back(tag, region);
+  std::vector<std::pair<std::string, Region*>> found = regions_;
+  std::erase_if(found, [](const auto& each) { return each.second->closed(); });
   return found;
 }
 
 void TaggedRegions::set_aside(const std::vector<Region*>& regions, bool is_aside) {
+  core();
   std::lock_guard lock(mutex_);
   for (const Region* region : regions)
     if (is_aside)

@@ -3,7 +3,6 @@
 // another, "{prefix}.{tag}.2". Memory that resumes without contents is zero.
 #pragma once
 
-#include <map>
 #include <mutex>
 #include <set>
 #include <string>
@@ -20,17 +19,15 @@ class TaggedRegions {
 
   // The active region of a tag with this policy on a device. Makes one if there is none. Throws as Core::region().
   Region& active(const std::string& tag, const std::string& device, Policy policy, bool one_handle = false);
-  std::vector<Region*> of(const std::string& tag) const;               // those that are not closed
-  std::vector<std::pair<std::string, Region*>> all() const;            // tag and region of each that is not closed
+  // Tag and region of each that is not closed. Throws in a forked child, as set_aside() does.
+  std::vector<std::pair<std::string, Region*>> all() const;
   void set_aside(const std::vector<Region*>& regions, bool is_aside);  // whether active() passes over them
 
  private:
-  Region* active_locked(const std::string& tag, const std::string& device, Policy policy, bool one_handle) const;
-
   const std::string prefix_;
   std::mutex making_;         // one region is made at a time. Taken before `mutex_`, by no thread with the GIL
   mutable std::mutex mutex_;  // taken before all locks of regions, and held for bookkeeping alone
-  std::map<std::string, std::vector<Region*>> by_tag_;
+  std::vector<std::pair<std::string, Region*>> regions_;  // each with its tag, in the order in which they were made
   std::set<const Region*> aside_;
 };
 

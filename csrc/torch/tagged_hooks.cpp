@@ -12,8 +12,8 @@
 namespace memsaver {
 namespace {
 
-constexpr int kAttempts =
-    100;  // an allocation that meets a pause takes another region; pauses do not follow so closely
+// An allocation that meets a pause takes another region. Pauses do not follow so closely.
+constexpr int kAttempts = 100;
 
 enum Result { kAllocated = 0, kInvalid = 1, kOutOfMemory = 2, kNotUsable = 3 };  // preload.c has the same
 
@@ -56,14 +56,18 @@ __attribute__((visibility("default"), used)) int memsaver_tagged_allocate(const 
   }
 }
 
-__attribute__((visibility("default"), used)) void memsaver_tagged_free(void* data) {
+// False: no region has this address, or this is a forked child, whose regions belong to the parent.
+__attribute__((visibility("default"), used)) bool memsaver_tagged_free(void* data) {
   using namespace memsaver;
-  if (!usable()) return;
+  if (!usable()) return false;
+  const auto address = reinterpret_cast<Address>(data);
+  Region* region = core().parts.addresses.at(address);
+  if (region == nullptr) return false;
   try {
-    const auto address = reinterpret_cast<Address>(data);
-    if (Region* region = core().parts.addresses.at(address)) region->free(address);
+    region->free(address);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "memsaver: %p could not be freed: %s\n", data, error.what());
   }
+  return true;
 }
 }

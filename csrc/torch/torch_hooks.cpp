@@ -78,9 +78,12 @@ void free_any(void* data, ssize_t, int, void*) {
 void* refuse(ssize_t, int, void*) { return nullptr; }
 void pass_over(void*, ssize_t, int, void*) {}
 
+// Torch has made a context there, so this opens the device quickly.
+Driver& gpu(int ordinal) { return *core().device("cuda:" + std::to_string(ordinal)).driver; }
+
 void* allocate_plain(ssize_t size, int ordinal, void*) {
   try {
-    return reinterpret_cast<void*>(allocate_whole(ordinal, static_cast<std::size_t>(size)));
+    return reinterpret_cast<void*>(gpu(ordinal).allocate(static_cast<std::size_t>(size)));
   } catch (const std::exception&) {
     return nullptr;
   }
@@ -89,7 +92,7 @@ void* allocate_plain(ssize_t size, int ordinal, void*) {
 void free_plain(void* data, ssize_t, int ordinal, void*) {
   if (data == nullptr || !usable()) return;
   try {
-    free_whole(ordinal, reinterpret_cast<Address>(data));
+    gpu(ordinal).free(reinterpret_cast<Address>(data));
   } catch (const std::exception&) {
     // The context is dead, and its memory with it.
   }

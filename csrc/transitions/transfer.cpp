@@ -1,7 +1,9 @@
 #include "transitions/transfer.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
+#include <set>
 #include <utility>
 
 #include "backup/disk_backup.h"
@@ -20,32 +22,17 @@ Range range_of(const std::vector<Slot>& neighbours) { return {neighbours.front()
 
 }  // namespace
 
-// The sizes of the outgoing chunks, before they are unmapped.
-class Transfer::Inventory {
- public:
-  void add(std::size_t size) { ++sizes_[size]; }
-  // Takes the largest size up to `limit`; 0 if there is none.
-  std::size_t take(std::size_t limit) {
-    auto found = sizes_.upper_bound(limit);
-    if (found == sizes_.begin()) return 0;
-    --found;
-    const std::size_t size = found->first;
-    if (--found->second == 0) sizes_.erase(found);
-    return size;
+// The sizes of the outgoing chunks that serve incoming regions, before they are unmapped.
+struct Transfer::Inventory : std::multiset<std::size_t> {
+  // Takes the largest size up to `limit` for a region; 0 if there is none.
+  std::size_t take_for(const Region& region, std::size_t limit) {
+    const auto beyond = upper_bound(limit);
+    if (region.one_handle || beyond == begin()) return 0;
+    return extract(std::prev(beyond)).value();
   }
-  std::size_t take_for(const Region& region, std::size_t limit) { return region.one_handle ? 0 : take(limit); }
   // Takes the smallest size, if it is at most `limit`; else 0.
-  std::size_t take_smallest(std::size_t limit) {
-    return sizes_.empty() || sizes_.begin()->first > limit ? 0 : take(sizes_.begin()->first);
-  }
-
- private:
-  std::map<std::size_t, std::size_t> sizes_;
+  std::size_t take_smallest(std::size_t limit) { return *begin() > limit ? 0 : extract(begin()).value(); }
 };
-
-void Transfer::add_leaving(Region& region, Policy policy, Ranges live, bool half_out) {
-  leaving_.push_back({.region = &region, .policy = policy, .live = std::move(live), .half_out = half_out});
-}
 
 void Transfer::add_coming(Region& region, bool restore) {
   Ranges wanted;
@@ -73,11 +60,11 @@ std::size_t Transfer::leaving_bytes() const {
 // contents.
 void Transfer::save_where(Leaving& leaving) {
   Region& region = *leaving.region;
-  if (leaving.half_out) {
+  if (leaving.continues) {
     leaving.backup = region.backup();
-    return;
-  }
-  if (region.sealed() && leaving.policy != Policy::none) {
+  } else if (leaving.policy == Policy::none) {
+    // The contents are discarded.
+  } else if (region.sealed()) {
     leaving.backup = region.backup();
     RangeSet copied;
     for (const Range& part : leaving.backup->parts()) copied.add(part);
@@ -85,14 +72,13 @@ void Transfer::save_where(Leaving& leaving) {
       throw Error(
           "region '" + region.tag +
           "' is frozen, and its copy lacks some of its allocations: call thaw(), and the next pause makes a new copy");
-    return;
-  }
-  if (leaving.policy == Policy::none || leaving.live.empty()) return;
-  if (leaving.policy == Policy::host) {
+  } else if (leaving.live.empty()) {
+    // There are none.
+  } else if (leaving.policy == Policy::host) {
     leaving.backup = std::make_shared<HostBackup>(device_.arena, leaving.live);
-    return;
+  } else {
+    leaving.backup = std::make_shared<DiskBackup>(device_.arena, device_.files, core().disk_directory(), leaving.live);
   }
-  leaving.backup = std::make_shared<DiskBackup>(device_.arena, device_.files, core().disk_directory(), leaving.live);
 }
 
 void Transfer::make_batches(Leaving& leaving) {
@@ -105,20 +91,19 @@ void Transfer::make_batches(Leaving& leaving) {
   }
 }
 
-void Transfer::wait_idle(Deadline whole) {
-  whole_ = whole;
+void Transfer::wait_idle() {
   if (leaving_.empty()) return;
   stages_.enter("device");
   losing_context([&] {
     check_backups();
     const std::uint64_t freed = device_.resting.frees();
-    device_.wait_idle(whole_);
+    device_.wait_idle(bounds_.whole);
     device_.resting.reap(freed);
   });
 }
 
-void Transfer::prepare(bool chunks, const Until& memory) {
-  losing_context([&] { reserve_and_start(chunks, memory); });
+void Transfer::prepare(bool chunks) {
+  losing_context([&] { reserve_and_start(chunks); });
 }
 
 template <typename Act>
@@ -136,14 +121,14 @@ void Transfer::check_backups() {
   std::size_t host_bytes = 0;
   for (Leaving& leaving : leaving_) {
     leaving.live = leaving.region->parts(leaving.live);
-    if (leaving.policy == Policy::host && !leaving.half_out && !leaving.region->sealed())
+    if (leaving.policy == Policy::host && !leaving.continues && !leaving.region->sealed())
       host_bytes += bytes_of(leaving.live);
   }
   device_.arena.check(host_bytes);  // for all regions together, before one of them takes memory
   for (Leaving& leaving : leaving_) save_where(leaving);
 }
 
-void Transfer::reserve_and_start(bool chunks, const Until& memory) {
+void Transfer::reserve_and_start(bool chunks) {
   if (!leaving_.empty()) {
     for (Leaving& leaving : leaving_) make_batches(leaving);
     // Regions without copies are unmapped first, so that their chunks serve incoming regions while others are copied
@@ -153,7 +138,7 @@ void Transfer::reserve_and_start(bool chunks, const Until& memory) {
   coming_.sort([](const Coming& a, const Coming& b) { return !a.wanted.empty() && b.wanted.empty(); });
   under_way_ = true;
   for (Coming& coming : coming_) open(coming);  // reserves threads and memory for reading
-  if (chunks) reserve_chunks(memory);
+  if (chunks) reserve_chunks();
   for (Leaving& leaving : leaving_) {
     if (!leaving.copies()) continue;
     stages_.enter("backup");
@@ -161,8 +146,8 @@ void Transfer::reserve_and_start(bool chunks, const Until& memory) {
     progress_.expect(leaving.backup->bytes() - leaving.saved_before);
     Ranges batches;
     for (const auto& batch : leaving.batches) batches.push_back(range_of(batch));
-    leaving.saver = leaving.backup->saver(*device_.driver, 0, std::move(batches), progress_);
-    const Deadline late = std::max(whole_, now() + kOneLook);
+    leaving.saver = leaving.backup->saver(*device_.driver, std::move(batches), progress_);
+    const Deadline late = std::max(bounds_.whole, now() + kOneLook);
     leaving.saver->start();  // may wait until host memory is made
     if (now() >= late)
       throw WaitTimeoutError(
@@ -172,10 +157,11 @@ void Transfer::reserve_and_start(bool chunks, const Until& memory) {
 
 // Repeats the attempt until the deadline: another borrower may have taken the last chunks that it needs.
 template <typename Attempt, typename GiveBack>
-void Transfer::with_chunks(const Until& memory, Attempt attempt, GiveBack give_back) {
+void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
   const std::size_t needed = missing_bytes(), going_out = leaving_bytes();
   if (needed > 0) stages_.enter("memory");
-  const Deadline deadline = memory(), began = now();  // in this order, so that a wait of 0 s has passed at its begin
+  const Deadline deadline = std::min(bounds_.whole, deadline_in(bounds_.memory_s));
+  const Deadline began = now();  // after it, so that a wait of 0 s has passed at its begin
   if (!device_.pooled && deadline > began && device_.driver->memory().free + device_.retained.idle_bytes() < needed)
     device_.reclaimer.request(nullptr);  // a broker asks this process as it asks the others
   bool reclaims = true;
@@ -200,13 +186,13 @@ void Transfer::with_chunks(const Until& memory, Attempt attempt, GiveBack give_b
     // Freed memory of this device is used as well. At the end of the wait, wait up to kShortageWait for its oldest
     // mark.
     const bool reclaimed =
-        never ? device_.resting.reclaim(std::min(whole_, now() + kShortageWait), seen) : device_.resting.reap();
+        never ? device_.resting.reclaim(std::min(bounds_.whole, now() + kShortageWait), seen) : device_.resting.reap();
     if (reclaimed) {
       device_.source().settle();
       continue;
     }
     if (never && std::exchange(reclaims, false)) {
-      device_.reclaimer.finish(std::min(whole_, now() + kShortageWait));
+      device_.reclaimer.finish(std::min(bounds_.whole, now() + kShortageWait));
       device_.source().settle();
       continue;
     }
@@ -223,7 +209,7 @@ Transfer::Inventory Transfer::inventory() const {
   Inventory found;
   for (const Leaving& leaving : leaving_) {
     if (leaving.region->one_handle) continue;  // its chunks return to the driver
-    for (const Slot& slot : leaving.region->slots()) found.add(slot.size);
+    for (const Slot& slot : leaving.region->slots()) found.insert(slot.size);
   }
   return found;
 }
@@ -244,13 +230,17 @@ Needs Transfer::needs(bool snug) const {
   return needs;
 }
 
-void Transfer::reserve_chunks(const Until& memory) {
-  with_chunks(
-      memory, [&](ChunkRequest& request, bool snug) { lay_out_promised(request, snug); }, [&] { places_.clear(); });
+void Transfer::reserve_chunks() {
+  const auto use = [&](Coming& coming, Slot slot, Chunk chunk) {
+    places_.push_back({&coming, slot, std::move(chunk)});
+  };
+  with_chunks([&](ChunkRequest& request, bool snug) { lay_out(request, snug, use); }, [&] { places_.clear(); });
 }
 
-// Plans outgoing chunks first, and takes chunks from the source for the rest.
-void Transfer::lay_out_promised(ChunkRequest& request, bool snug) {
+// Plans outgoing chunks first, and takes chunks from the source for the rest. `use` gets the places one after the
+// other, and their chunks: an empty one is an outgoing chunk.
+template <typename Use>
+void Transfer::lay_out(ChunkRequest& request, bool snug, Use use) {
   Inventory promised = inventory();
   for (Coming& coming : coming_) {
     const Region& region = *coming.region;
@@ -258,19 +248,19 @@ void Transfer::lay_out_promised(ChunkRequest& request, bool snug) {
     while (const auto gap = layout.next()) {
       std::size_t size = promised.take_for(region, gap->limit);
       Chunk chunk;
-      if (size == 0) {
+      if (size == 0 && !promised.empty() && !region.one_handle) {
         try {
           request.gather();
           chunk = request.next(gap->limit, region.largest_chunk(), false);
         } catch (const ChunkUnavailable&) {
           // On a full device use an outgoing chunk that is larger than needed, before waiting.
-          size = region.one_handle ? 0 : promised.take_smallest(gap->room);
-          if (size == 0) chunk = request.next(gap->limit, region.largest_chunk(), true);
+          size = promised.take_smallest(gap->room);
         }
-        if (chunk) size = chunk.size();
       }
+      if (size == 0 && !chunk) chunk = request.next(gap->limit, region.largest_chunk(), true);
+      if (chunk) size = chunk.size();
       layout.place(size);
-      places_.push_back({&coming, {gap->at, size}, std::move(chunk)});
+      use(coming, {gap->at, size}, std::move(chunk));
     }
   }
 }
@@ -282,10 +272,10 @@ void Transfer::commit() {
   }
 }
 
-void Transfer::run(const Until& memory) noexcept {
+void Transfer::run() noexcept {
   try {
     if (leaving_.empty() && places_.empty()) {
-      come_in_alone(memory);
+      with_chunks([&](ChunkRequest& request, bool snug) { come_in_alone(request, snug); }, [&] { undo(); });
     } else {
       for (Coming& coming : coming_) use_left_mapped(coming);
       for (Place& place : places_) {
@@ -325,11 +315,11 @@ void Transfer::let_go(Leaving& leaving) {
   }
   if (leaving.saver == nullptr) return;
   leaving.saver.reset();  // its threads write to `saved`
-  copied_ += leaving.backup->saved.bytes() - leaving.saved_before;
+  moved_.copied_bytes += leaving.backup->saved.bytes() - leaving.saved_before;
 }
 
 void Transfer::hand_on(Chunk chunk) {
-  released_ += chunk.size();
+  moved_.released_bytes += chunk.size();
   auto& places = waiting_[chunk.size()];
   if (failed_ || places.empty()) return;  // back to its source
   Place& place = *places.front();
@@ -342,25 +332,14 @@ void Transfer::hand_on(Chunk chunk) {
 }
 
 // For a resume alone: it can be undone without loss, so chunks are used one after the other.
-void Transfer::come_in_alone(const Until& memory) {
-  with_chunks(memory, [&](ChunkRequest& request, bool snug) { map_as_they_come(request, snug); }, [&] { undo(); });
-}
-
-void Transfer::map_as_they_come(ChunkRequest& request, bool snug) {
+void Transfer::come_in_alone(ChunkRequest& request, bool snug) {
   for (Coming& coming : coming_) {
     open(coming);
     use_left_mapped(coming);
-  }
-  for (Coming& coming : coming_) {
-    const Region& region = *coming.region;
     coming.to_come = std::numeric_limits<std::size_t>::max();  // not known yet
-    Layout layout = region.layout(snug);
-    while (const auto gap = layout.next()) {
-      Chunk chunk = request.next(gap->limit, region.largest_chunk(), true);
-      const Slot slot{gap->at, chunk.size()};
-      layout.place(slot.size);
-      put(coming, slot, std::move(chunk));
-    }
+  }
+  lay_out(request, snug, [&](Coming& coming, Slot slot, Chunk chunk) { put(coming, slot, std::move(chunk)); });
+  for (Coming& coming : coming_) {
     give_access(coming);
     coming.to_come = 0;
   }
@@ -370,7 +349,7 @@ void Transfer::map_as_they_come(ChunkRequest& request, bool snug) {
 void Transfer::open(Coming& coming) {
   Region& region = *coming.region;
   if (coming.loader == nullptr && !coming.wanted.empty())
-    coming.loader = region.backup()->loader(*device_.driver, 0, coming.wanted, progress_);
+    coming.loader = region.backup()->loader(*device_.driver, coming.wanted, progress_);
 }
 
 // Uses chunks that a refused unmap or a failed copy left mapped. Their access is unknown.
@@ -413,7 +392,7 @@ void Transfer::finish_coming() {
     if (coming.loader == nullptr) continue;
     coming.loader->finish();
     coming.loader.reset();
-    copied_ += bytes_of(coming.wanted);
+    moved_.copied_bytes += bytes_of(coming.wanted);
   }
   if (fills_) device_.driver->wait(device_.driver->mark(Direction::in));
   for (Coming& coming : coming_) coming.region->declare_clean(coming.region->slots());
@@ -422,7 +401,7 @@ void Transfer::finish_coming() {
 void Transfer::keep() {
   under_way_ = false;
   for (Coming& coming : coming_) {
-    restored_ += coming.mapping.commit();
+    moved_.restored_bytes += coming.mapping.commit();
     Region& region = *coming.region;
     if (coming.had_chunks) region.sweep_all();  // once the region is active
     std::shared_ptr<Backup> backup = region.replace_backup(nullptr);

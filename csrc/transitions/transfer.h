@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <deque>
 #include <exception>
-#include <functional>
 #include <list>
 #include <map>
 #include <memory>
@@ -20,32 +19,49 @@
 
 namespace memsaver {
 
+// The bounds of a transition's waits. The earliest one ends a wait.
+struct Bounds {
+  Deadline whole = kNever;  // up to the commit
+  double memory_s = 0;      // seconds, for memory that others hold
+  double readers_s = 0;     // seconds, for other processes that are attached
+};
+
+// A region to pause.
+struct Pause {
+  Region* region;
+  Policy policy;  // of this pause
+  Ranges live;    // the contents to keep
+};
+
 class Transfer {
  public:
-  Transfer(Device& device, Progress& progress, Stages& stages)
-      : device_(device), progress_(progress), stages_(stages) {}
+  struct Moved {
+    std::size_t released_bytes = 0;
+    std::size_t restored_bytes = 0;
+    std::size_t copied_bytes = 0;
+  };
+
+  Transfer(Device& device, Bounds bounds, Progress& progress, Stages& stages)
+      : device_(device), bounds_(bounds), progress_(progress), stages_(stages) {}
   ~Transfer() { undo(); }
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
 
-  // `policy`: of this pause. `live`: the contents to keep. `half_out`: the region is paused and has chunks left from a
-  // refusal.
-  void add_leaving(Region& region, Policy policy, Ranges live, bool half_out);
+  // `continues`: the region is paused, and has chunks left from a refusal.
+  void add_leaving(const Pause& pause, bool continues) { leaving_.push_back({pause, continues}); }
   void add_coming(Region& region, bool restore);
 
-  // Checks that there is room for the outgoing contents, and waits for the device up to `whole`. Called in the caller's
-  // thread, because only this thread handles signals.
-  void wait_idle(Deadline whole);
+  // Checks that there is room for the outgoing contents, and waits for the device. Called in the caller's thread,
+  // because only this thread handles signals.
+  void wait_idle();
   // Reserves host memory, files and chunks, and begins to copy out. If it throws, nothing has changed. `chunks`:
-  // reserve chunks here; else run() takes them one after the other. `memory` returns the end of the wait for chunks; it
-  // is called when this wait begins.
-  using Until = std::function<Deadline()>;
-  void prepare(bool chunks, const Until& memory);
+  // reserve chunks here; else run() takes them one after the other.
+  void prepare(bool chunks);
   // The commit: gives the outgoing regions their backups.
   void commit();
   // Unmaps outgoing chunks, maps and fills incoming regions. Errors are stored: outgoing regions continue after a
   // failure of incoming ones.
-  void run(const Until& memory) noexcept;
+  void run() noexcept;
   const std::exception_ptr& refused() const { return refused_; }  // an outgoing region kept some chunks
   const std::exception_ptr& failed() const { return failed_; }    // the incoming regions cannot resume
   // Either keeps the incoming chunks, or unmaps and returns them.
@@ -53,17 +69,12 @@ class Transfer {
   void undo() noexcept;
 
   Device& device() const { return device_; }
-  std::size_t released_bytes() const { return released_; }
-  std::size_t restored_bytes() const { return restored_; }
-  std::size_t copied_bytes() const { return copied_; }
+  const Moved& moved() const { return moved_; }
 
  private:
-  class Inventory;
-  struct Leaving {
-    Region* region;
-    Policy policy;
-    Ranges live;
-    bool half_out;
+  struct Inventory;
+  struct Leaving : Pause {
+    bool continues;
     std::shared_ptr<Backup> backup = nullptr;     // null: the contents are discarded
     std::vector<std::vector<Slot>> batches = {};  // neighbouring chunks
     std::unique_ptr<Saver> saver = nullptr;       // null: nothing to copy
@@ -89,20 +100,20 @@ class Transfer {
   template <typename Act>
   void losing_context(Act act);
   void check_backups();
-  void reserve_and_start(bool chunks, const Until& memory);
+  void reserve_and_start(bool chunks);
   std::size_t missing_bytes() const;
   std::size_t leaving_bytes() const;
   void save_where(Leaving& leaving);
   void make_batches(Leaving& leaving);
-  void reserve_chunks(const Until& memory);
+  void reserve_chunks();
   Inventory inventory() const;
   Needs needs(bool snug) const;
-  void lay_out_promised(ChunkRequest& request, bool snug);
-  void map_as_they_come(ChunkRequest& request, bool snug);
+  template <typename Use>
+  void lay_out(ChunkRequest& request, bool snug, Use use);
   template <typename Attempt, typename GiveBack>
-  void with_chunks(const Until& memory, Attempt attempt, GiveBack give_back);
+  void with_chunks(Attempt attempt, GiveBack give_back);
   void let_go(Leaving& leaving);
-  void come_in_alone(const Until& memory);
+  void come_in_alone(ChunkRequest& request, bool snug);
   void open(Coming& coming);
   void use_left_mapped(Coming& coming);
   void put(Coming& coming, Slot slot, Chunk chunk);
@@ -112,9 +123,9 @@ class Transfer {
   void finish_coming();
 
   Device& device_;
+  const Bounds bounds_;
   Progress& progress_;
   Stages& stages_;
-  Deadline whole_ = kNever;
   std::list<Leaving> leaving_;
   std::list<Coming> coming_;
   std::vector<Place> places_;
@@ -123,7 +134,7 @@ class Transfer {
   std::vector<std::shared_ptr<Backup>> dropped_;  // destroyed without the lock
   bool fills_ = false;                            // fills are queued
   bool under_way_ = false;                        // copies may be queued, and keep() was not called
-  std::size_t released_ = 0, restored_ = 0, copied_ = 0;
+  Moved moved_;
 };
 
 }  // namespace memsaver

@@ -15,7 +15,7 @@
 namespace memsaver {
 namespace {
 
-bool contains(const std::vector<Region*>& regions, const Region* region) {
+bool contains(const Transition::Regions& regions, const Region* region) {
   return std::find(regions.begin(), regions.end(), region) != regions.end();
 }
 
@@ -36,7 +36,7 @@ void side_by_side(const Things& things, bool together, Act act) {
   };
   const auto guarded = [&](std::size_t i) {
     try {
-      const WaitsEndWith flag(&failed);
+      const WaitsEndWith flag(failed);
       act(*things[i]);
     } catch (...) {
       fail(std::current_exception());
@@ -54,15 +54,14 @@ void side_by_side(const Things& things, bool together, Act act) {
     }
   }
   if (!things.empty()) guarded(0);
-  for (std::unique_lock lock(mutex); together && left > 0;) {
-    if (ended.wait_for(lock, kBetweenLooks) == std::cv_status::no_timeout) continue;
-    lock.unlock();
+  while (together) {
+    std::unique_lock lock(mutex);
     try {
-      between_looks();
+      wait_until(lock, ended, kNever, [&] { return left == 0; });
+      break;
     } catch (...) {
-      fail(std::current_exception());
+      fail(std::current_exception());  // the look held no lock
     }
-    lock.lock();
   }
   for (std::thread& thread : threads) thread.join();
   if (first) std::rethrow_exception(first);
@@ -70,19 +69,13 @@ void side_by_side(const Things& things, bool together, Act act) {
 
 }  // namespace
 
-Transition::Transition(std::vector<Region*> pause, std::vector<Region*> resume, Bounds bounds, bool to_trim)
-    : bounds_(bounds), to_trim_(to_trim), wanted_out_(std::move(pause)), wanted_in_(std::move(resume)) {
+Transition::Transition(Regions pause, Regions resume, Bounds bounds)
+    : bounds_(bounds), wanted_out_(std::move(pause)), wanted_in_(std::move(resume)) {
   std::lock_guard lock(core().mutex);
   for (auto* wanted : {&wanted_out_, &wanted_in_}) {
     std::erase_if(*wanted, [](const Region* region) { return region->closed(); });  // since the caller selected it
     for (Region* region : *wanted) region->enqueue(this);
   }
-}
-
-void Transition::leave_queues_locked() {
-  for (auto* wanted : {&wanted_out_, &wanted_in_})
-    for (Region* region : *wanted) region->dequeue(this);
-  core().changed.notify_all();
 }
 
 void Transition::abort() {
@@ -95,24 +88,10 @@ void Transition::abort() {
 }
 
 template <typename Ready>
-bool Transition::wait_until(std::unique_lock<std::mutex>& lock, Deadline deadline, Ready ready) const {
-  for (Deadline looked = now(); !ready();) {
-    if (waiting_is_over) throw Error("the interpreter exits: no transition can begin");
-    const Deadline at = now();
-    if (at >= deadline) return false;
-    if (!clock_is_virtual()) {
-      const auto next_look = std::min<Clock::duration>(kBetweenLooks, deadline - at);
-      core().changed.wait_for(lock, next_look);
-      if (now() - looked < kBetweenLooks) continue;
-      looked = now();
-    }
-    lock.unlock();
-    if (clock_is_virtual()) sleep_for(kBetweenLooks);
-    between_looks();
-    lock.lock();
-  }
+bool Transition::wait(std::unique_lock<std::mutex>& lock, Deadline deadline, Ready ready) const {
+  const bool is_ready = wait_until(lock, core().changed, deadline, ready);
   if (waiting_is_over) throw Error("the interpreter exits: no transition can begin");
-  return true;
+  return is_ready;
 }
 
 void Transition::throw_late(const char* stage, const std::string& why) const {
@@ -120,33 +99,35 @@ void Transition::throw_late(const char* stage, const std::string& why) const {
   throw WaitTimeoutError("the call's timeout has passed while " + why, stage, waited.count());
 }
 
-Deadline Transition::memory_deadline() const { return std::min(bounds_.whole, deadline_in(bounds_.memory_s)); }
-
 void Transition::wait_for_attached(std::unique_lock<std::mutex>& lock) const {
   const Deadline deadline = std::min(bounds_.whole, deadline_in(bounds_.readers_s));
   for (const Region* region : pausing_) {
-    if (wait_until(lock, deadline, [&] { return region->leases().empty(); })) continue;
+    if (wait(lock, deadline, [&] { return region->leases().empty(); })) continue;
     std::vector<int> pids;
-    for (const auto& [number, lease] : region->leases()) pids.push_back(lease.pid);
+    for (const auto& [lease, pid] : region->leases()) pids.push_back(pid);
     throw AttachedError("region '" + region->tag + "' cannot be paused: other processes are attached to it",
                         region->tag, std::move(pids));
   }
 }
 
 // Marks the regions that do not have the wanted state yet. Waits for threads that map memory in them.
-void Transition::mark(const std::vector<Region*>& wanted, bool out) {
-  for (Region* region : wanted) {
+void Transition::mark() {
+  for (Region* region : wanted_out_) {
     const Region::Remapping remapping(*region);
     std::lock_guard lock(core().mutex);
     // A paused region with chunks left from a refusal pauses again, to return them.
-    if (out && (region->state() == State::active || (region->state() == State::paused && region->mapped_bytes() > 0))) {
-      if (region->state() == State::paused) was_paused_.push_back(region);
-      region->drain(to_trim_);
-      pausing_.push_back(region);
-    } else if (!out && region->state() == State::paused) {
-      region->come();
-      resuming_.push_back(region);
-    }
+    const bool continues = region->state() == State::paused && region->mapped_bytes() > 0;
+    if (region->state() != State::active && !continues) continue;
+    if (continues) continued_.push_back(region);
+    pausing_.push_back(region);
+    region->write_state(State::draining);
+  }
+  for (Region* region : wanted_in_) {
+    const Region::Remapping remapping(*region);
+    std::lock_guard lock(core().mutex);
+    if (region->state() != State::paused) continue;
+    resuming_.push_back(region);
+    region->write_state(State::resuming);
   }
 }
 
@@ -155,12 +136,12 @@ void Transition::begin() {
   stages_.enter("queue");
   Core& all = core();
   all.refresh_peers();
-  const auto first = [this](const Region* region) { return region->is_first(this); };
   {
     std::unique_lock lock(all.mutex);
-    if (!wait_until(lock, bounds_.whole, [&] {
-          return std::all_of(wanted_out_.begin(), wanted_out_.end(), first) &&
-                 std::all_of(wanted_in_.begin(), wanted_in_.end(), first);
+    const auto is_first = [this](const Region* region) { return region->is_first(this); };
+    if (!wait(lock, bounds_.whole, [&] {
+          return std::all_of(wanted_out_.begin(), wanted_out_.end(), is_first) &&
+                 std::all_of(wanted_in_.begin(), wanted_in_.end(), is_first);
         }))
       throw_late("queue", "earlier transitions on the same regions were under way");
     for (const auto* wanted : {&wanted_out_, &wanted_in_})
@@ -171,53 +152,39 @@ void Transition::begin() {
                                       " died. Read backups with cpu_backup(), and start a new process",
                                   region->tag, "lost");
   }
-  if (!wanted_out_.empty() && all.parts.gate.capturing()) {
-    const bool any = std::any_of(wanted_out_.begin(), wanted_out_.end(), [](const Region* region) {
-      return region->state() == State::active || region->mapped_bytes() > 0;
-    });
-    if (any)
-      throw Error(
-          "a CUDA graph is being captured, and a pause would break it by its wait for the device: end the capture "
-          "first");
-  }
-  mark(wanted_out_, true);
-  mark(wanted_in_, false);
+  if (all.parts.gate.capturing() && std::any_of(wanted_out_.begin(), wanted_out_.end(), [](const Region* region) {
+        return region->state() == State::active || region->mapped_bytes() > 0;
+      }))
+    throw Error(
+        "a CUDA graph is being captured, and a pause would break it by its wait for the device: end the capture first");
+  mark();
   stages_.enter("readers");
   std::unique_lock lock(all.mutex);
   wait_for_attached(lock);
   stages_.enter("launches");
-  const auto unused = [](const Region* region) { return !region->in_use(); };
-  if (!wait_until(lock, bounds_.whole, [&] {
-        return std::all_of(pausing_.begin(), pausing_.end(), unused) &&
-               std::all_of(resuming_.begin(), resuming_.end(), unused);
+  const auto is_unused = [](const Region* region) { return !region->in_use(); };
+  if (!wait(lock, bounds_.whole, [&] {
+        return std::all_of(pausing_.begin(), pausing_.end(), is_unused) &&
+               std::all_of(resuming_.begin(), resuming_.end(), is_unused);
       }))
     throw_late("launches", "guarded launches or readers of backups were under way");
-}
-
-Transition::Transfers Transition::make_transfers(const std::vector<bool>& restore) {
-  std::map<Device*, std::unique_ptr<Transfer>> by_device;
-  const auto on = [&](const Region& region) -> Transfer& {
-    auto& transfer = by_device[&region.device];
-    if (transfer == nullptr) transfer = std::make_unique<Transfer>(region.device, *progress_, stages_);
-    return *transfer;
-  };
-  for (const Pause& pause : pauses_)
-    on(*pause.region).add_leaving(*pause.region, pause.policy, pause.live, contains(was_paused_, pause.region));
-  for (std::size_t i = 0; i < resuming_.size(); ++i) on(*resuming_[i]).add_coming(*resuming_[i], restore.at(i));
-  Transfers transfers;
-  for (auto& [device, transfer] : by_device) transfers.push_back(std::move(transfer));
-  return transfers;
 }
 
 void Transition::prepare(std::vector<Pause> pauses, const std::vector<bool>& restore, Progress::Report report) {
   pauses_ = std::move(pauses);
   progress_ = std::make_unique<Progress>(std::move(report));
   try {
-    transfers_ = make_transfers(restore);
-    for (const auto& transfer : transfers_) transfer->wait_idle(bounds_.whole);  // in all as long as the longest
-    side_by_side(transfers_, true, [&](Transfer& transfer) {
-      transfer.prepare(!pausing_.empty(), [this] { return memory_deadline(); });
-    });
+    std::map<Device*, std::unique_ptr<Transfer>> by_device;
+    const auto on = [&](const Region& region) -> Transfer& {
+      auto& transfer = by_device[&region.device];
+      if (transfer == nullptr) transfer = std::make_unique<Transfer>(region.device, bounds_, *progress_, stages_);
+      return *transfer;
+    };
+    for (const Pause& pause : pauses_) on(*pause.region).add_leaving(pause, contains(continued_, pause.region));
+    for (std::size_t i = 0; i < resuming_.size(); ++i) on(*resuming_[i]).add_coming(*resuming_[i], restore.at(i));
+    for (auto& [device, transfer] : by_device) transfers_.push_back(std::move(transfer));
+    for (const auto& transfer : transfers_) transfer->wait_idle();  // in all as long as the longest
+    side_by_side(transfers_, true, [&](Transfer& transfer) { transfer.prepare(!pausing_.empty()); });
   } catch (const WaitTimeoutError& error) {
     abort();
     const std::chrono::duration<double> waited = now() - began_;  // since the beginning of the call, not of this wait
@@ -226,51 +193,45 @@ void Transition::prepare(std::vector<Pause> pauses, const std::vector<bool>& res
     abort();
     throw;
   }
-  for (const Pause& pause : pauses_)
-    if (pause.policy == Policy::none && !contains(was_paused_, pause.region)) without_.push_back(pause.region);
 }
 
 Transition::Outcome Transition::run(const std::function<void()>& arrived) {
-  Transfers transfers = std::move(transfers_);
   {
     std::lock_guard lock(core().mutex);  // other threads may read the figures of a region in a transition
-    for (const auto& transfer : transfers) transfer->commit();
-    for (Region* region : pausing_) region->leave();
-    for (const Pause& pause : pauses_) pause.region->expect_policy(pause.policy);
-    for (Region* region : without_) region->discard();
-    gone_out_ = pausing_;
-    discarded_ = without_;
+    committed_ = true;
+    for (const auto& transfer : transfers_) transfer->commit();
+    for (Region* region : pausing_) region->write_state(State::pausing);
+    for (const Pause& pause : pauses_) {
+      if (pause.policy != Policy::none || contains(continued_, pause.region)) continue;
+      pause.region->discard();
+      discarded_.push_back(pause.region);
+    }
   }
   std::exception_ptr refused, failed;
   try {
     const bool resumes_alone = pausing_.empty();  // a resume alone waits for memory now, and can be interrupted
-    side_by_side(transfers, resumes_alone, [&](Transfer& transfer) {
-      transfer.run([this] { return memory_deadline(); });
+    side_by_side(transfers_, resumes_alone, [&](Transfer& transfer) {
+      transfer.run();
       if (transfer.failed()) std::rethrow_exception(transfer.failed());
     });
   } catch (...) {
     failed = std::current_exception();
   }
-  for (const auto& transfer : transfers)
-    if (!refused) refused = transfer->refused();
-
   Outcome outcome;
+  std::set<Device*> devices;
   if (!failed) {
     std::lock_guard lock(core().mutex);
-    for (const auto& transfer : transfers) transfer->keep();
-    for (Region* region : resuming_) region->arrived();
-    come_in_ = resuming_;
+    for (const auto& transfer : transfers_) transfer->keep();
+    arrived_ = true;
   }
-  for (const auto& transfer : transfers) {
-    outcome.released_bytes += transfer->released_bytes();
-    outcome.restored_bytes += transfer->restored_bytes();
-    outcome.copied_bytes += transfer->copied_bytes();
+  for (const auto& transfer : transfers_) {
+    if (!refused) refused = transfer->refused();
+    devices.insert(&transfer->device());
+    outcome.released_bytes += transfer->moved().released_bytes;
+    outcome.restored_bytes += transfer->moved().restored_bytes;
+    outcome.copied_bytes += transfer->moved().copied_bytes;
   }
-  outcome.paused = gone_out_;
-  outcome.resumed = come_in_;
-  std::set<Device*> devices;
-  for (const auto& transfer : transfers) devices.insert(&transfer->device());
-  transfers.clear();  // before the states change: chunks of failed resumes are unmapped here
+  transfers_.clear();  // before the states change: chunks of failed resumes are unmapped here
   for (Device* device : devices) device->source().settle();
   if (arrived && !failed) arrived();
   finish();
@@ -281,26 +242,27 @@ Transition::Outcome Transition::run(const std::function<void()>& arrived) {
 }
 
 void Transition::finish() {
-  std::vector<Region*> marked;
+  if (std::exchange(finished_, true)) return;
   {
     std::lock_guard lock(core().mutex);
-    for (auto* regions : {&pausing_, &resuming_})
-      for (Region* region : std::exchange(*regions, {})) {
-        region->settle();
-        marked.push_back(region);
-      }
-    leave_queues_locked();
+    for (Region* region : pausing_)
+      region->settle(committed_ || contains(continued_, region) ? State::paused : State::active);
+    for (Region* region : resuming_) region->settle(arrived_ ? State::active : State::paused);
+    for (const auto* wanted : {&wanted_out_, &wanted_in_})
+      for (Region* region : *wanted) region->dequeue(this);
+    core().changed.notify_all();
   }
   std::set<Device*> devices;
-  for (Region* region : marked) {
-    region->sweep();
-    try {
-      region->allow_again();  // for peers that are new since the transition began
-    } catch (const DriverError&) {
-      // The next call tries again.
+  for (const auto* marked : {&pausing_, &resuming_})
+    for (Region* region : *marked) {
+      region->sweep();
+      try {
+        region->allow_again();  // for peers that are new since the transition began
+      } catch (const DriverError&) {
+        // The next call tries again.
+      }
+      devices.insert(&region->device);
     }
-    devices.insert(&region->device);
-  }
   for (Device* device : devices) device->resting.reap();  // sets marks for segments that were freed meanwhile
 }
 

@@ -11,7 +11,6 @@
 
 #include <cstddef>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -24,44 +23,27 @@ namespace memsaver {
 
 class Transition {
  public:
-  struct Pause {
-    Region* region;
-    Policy policy;  // for this pause
-    Ranges live;    // the contents to keep
-  };
-  struct Outcome {
-    std::vector<Region*> paused;
-    std::vector<Region*> resumed;
-    std::size_t released_bytes = 0;
-    std::size_t restored_bytes = 0;
-    std::size_t copied_bytes = 0;
+  using Regions = std::vector<Region*>;
+  struct Outcome : Transfer::Moved {
     double seconds = 0;  // from begin()
   };
 
-  // The bounds of a call's waits. The earliest one ends a wait.
-  struct Bounds {
-    Deadline whole = kNever;  // up to the commit
-    double memory_s = 0;      // seconds, for memory that others hold
-    double readers_s = 0;     // seconds, for other processes that are attached
-  };
-
-  // `to_trim`: trim() will move the contents of the regions to pause, and abort() follows.
-  Transition(std::vector<Region*> pause, std::vector<Region*> resume, Bounds bounds, bool to_trim = false);
+  Transition(Regions pause, Regions resume, Bounds bounds);
   ~Transition() { abort(); }
 
   // Waits for earlier transitions on these regions, for processes that are attached to outgoing regions, and for
   // guarded launches. Regions that already have the wanted state are left out.
   void begin();
-  const std::vector<Region*>& pausing() const { return pausing_; }
-  const std::vector<Region*>& resuming() const { return resuming_; }
-  const std::vector<Region*>& was_paused() const { return was_paused_; }  // of pausing(): earlier pauses failed in part
-  const std::vector<Region*>& discarded() const { return discarded_; }    // whose contents run() discarded
+  const Regions& pausing() const { return pausing_; }
+  const Regions& resuming() const { return resuming_; }
+  const Regions& continued() const { return continued_; }  // of pausing(): earlier pauses failed in part
+  const Regions& discarded() const { return discarded_; }  // whose contents run() discarded
 
   // `pauses` has an entry for every region in pausing(). `restore` has one for every region in resuming(): whether its
   // contents are restored. Waits for the device and for memory. Nothing has changed when it returns or throws.
   void prepare(std::vector<Pause> pauses, const std::vector<bool>& restore, Progress::Report report);
-  // Commits and executes. `arrived` is called if all regions that resume have their contents, before they are active:
-  // nothing else uses them yet. It must not throw.
+  // Commits and executes. If it returns, all regions are in their new states. `arrived` is called if all regions that
+  // resume have their contents, before they are active: nothing else uses them yet. It must not throw.
   Outcome run(const std::function<void()>& arrived = {});
   // The stages so far. The waits are "queue", "readers", "launches", "device", "memory" and "backup". In "move" chunks
   // and contents move. Any thread may call this.
@@ -69,32 +51,26 @@ class Transition {
   void abort();  // leaves the queues, and undoes all steps that run() has not committed
 
  private:
-  using Transfers = std::vector<std::unique_ptr<Transfer>>;
   // False: the deadline has passed.
   template <typename Ready>
-  bool wait_until(std::unique_lock<std::mutex>& lock, Deadline deadline, Ready ready) const;
+  bool wait(std::unique_lock<std::mutex>& lock, Deadline deadline, Ready ready) const;
   void wait_for_attached(std::unique_lock<std::mutex>& lock) const;
   [[noreturn]] void throw_late(const char* stage, const std::string& why) const;
-  Deadline memory_deadline() const;
-  void mark(const std::vector<Region*>& wanted, bool out);
-  Transfers make_transfers(const std::vector<bool>& restore);
-  void finish();  // ends the marked states, leaves the queues, and handles frees that were made meanwhile
-  void leave_queues_locked();
+  void mark();
+  void finish();  // settles the marked regions, leaves the queues, and handles frees that were made meanwhile
 
   const Bounds bounds_;
-  const bool to_trim_;
   Stages stages_;  // transfers_ refer to it
   const Deadline began_ = now();
   Deadline begun_at_;  // begin()
-  std::vector<Region*> wanted_out_, wanted_in_;
-  std::vector<Region*> pausing_, resuming_;  // marked
-  std::vector<Region*> was_paused_;          // of pausing_, regions that were paused with chunks left from a refusal
-  std::vector<Region*> gone_out_, come_in_;  // reached their new state
-  std::vector<Region*> discarded_;
+  Regions wanted_out_, wanted_in_;
+  Regions pausing_, resuming_;  // marked
+  Regions continued_;           // of pausing_, those that were paused with chunks left from a refusal
+  Regions discarded_;
+  bool committed_ = false, arrived_ = false, finished_ = false;
   std::unique_ptr<Progress> progress_;
-  std::vector<Pause> pauses_;     // prepared
-  Transfers transfers_;           // prepared
-  std::vector<Region*> without_;  // whose contents run() will discard
+  std::vector<Pause> pauses_;                         // prepared
+  std::vector<std::unique_ptr<Transfer>> transfers_;  // prepared, one for each device
 };
 
 }  // namespace memsaver

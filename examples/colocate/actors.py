@@ -180,8 +180,6 @@ class EngineWorker(Worker):
         """Build the engine and capture its graphs. Returns the tags of its regions."""
         blocks = self.recipe.kv_blocks(self._own_bytes())
         config = replace(self.recipe.engine, num_blocks=blocks, seed=1000 * self.seed + self.rank)
-        # Its first pause discards them (see Loop.set_up): no host memory is pinned ahead.
-        memsaver.region("weights", device=str(self.device), backup="host").expect("none")
         self.engine = Engine(self.recipe.model, config, self.device)
         self.engine.capture()
         tags = ["weights", "buffers", "kv_cache"]

@@ -7,79 +7,61 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import logging
 import operator
-import threading
-import time
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from memsaver._adapter import Ranges
 from memsaver.errors import VerifyError
-from memsaver.regions import Region, outside
-
-log = logging.getLogger("memsaver")
+from memsaver.regions import Ranges, Region, outside
 
 _ROW = 8192  # bytes with one checksum
 _STEP = 1 << 30  # bytes at once: their sums take a thousandth of it on the device
+# Of paused regions: address, bytes and sums of each range. Changed by single operations, in any thread.
+_kept: WeakKeyDictionary[Region, list[tuple[int, int, Tensor]]] = WeakKeyDictionary()
 
 
-class Checksums:
-    """The checksums of paused regions."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: WeakKeyDictionary[Region, list[tuple[int, int, Tensor]]] = WeakKeyDictionary()
-
-    def record(self, region: Region, ranges: Ranges) -> None:
-        """Compute and keep the checksums of these ranges: (address, bytes). The region is mapped and unused."""
-        begin = time.perf_counter()
+def record(region: Region, ranges: Ranges | None) -> None:
+    """Computes and keeps the checksums of these ranges of a region that is mapped and unused. None: forgets them."""
+    _kept.pop(region, None)
+    if ranges is not None:
         parts = region._core.segments(ranges)
-        kept = [(address, nbytes, _sums(region.device, address, nbytes)) for address, nbytes in parts]
-        with self._lock:
-            self._kept[region] = kept
-        log.debug("checksums of region %r took %.3f s", region.tag, time.perf_counter() - begin)
-
-    def forget(self, region: Region) -> None:
-        with self._lock:
-            self._kept.pop(region, None)
-
-    def check(self, region: Region) -> None:
-        """Compare the contents with the checksums of the last pause, and drop these. A no-op if there are none.
-
-        Raises:
-            VerifyError: Contents differ.
-        """
-        with self._lock:
-            kept = self._kept.pop(region, [])
-        segments = region._core.segments()
-        for address, nbytes, before in kept:
-            at = bisect.bisect(segments, address, key=operator.itemgetter(0)) - 1
-            if at < 0 or address >= sum(segments[at]):
-                continue  # it was freed while the region was paused
-            differing = torch.nonzero(_sums(region.device, address, nbytes) != before)
-            if differing.numel():
-                raise _error(region, segments[at], address + int(differing[0]) * _ROW)
+        _kept[region] = [(address, nbytes, _sums(region.device, address, nbytes)) for address, nbytes in parts]
 
 
-def _error(region: Region, segment: tuple[int, int], at: int) -> VerifyError:
-    begin, nbytes = segment
-    return VerifyError(
-        f"the contents of region {region.tag!r} on {region.device} changed between its pause and its resume: the first "
-        f"difference is in the segment at {begin:#x} of {nbytes} bytes, within {_ROW} bytes from offset {at - begin}; "
-        "load the contents of the region again",
-        tag=region.tag,
-        segment=begin,
-        offset=at - begin,
-    )
+def forget_all() -> None:
+    _kept.clear()
+
+
+def check(region: Region) -> None:
+    """Compares the contents with the checksums of the last pause, and drops these. A no-op if there are none.
+
+    Raises VerifyError if contents differ.
+    """
+    segments = region._core.segments()
+    for address, nbytes, before in _kept.pop(region, []):
+        at = bisect.bisect(segments, address, key=operator.itemgetter(0)) - 1
+        if at < 0 or address >= sum(segments[at]):
+            continue  # it was freed while the region was paused
+        differing = torch.nonzero(_sums(region.device, address, nbytes) != before)
+        if differing.numel():
+            begin, size = segments[at]
+            offset = address + int(differing[0]) * _ROW - begin
+            raise VerifyError(
+                f"the contents of region {region.tag!r} on {region.device} changed between its pause and its resume: "
+                f"the first difference is in the segment at {begin:#x} of {size} bytes, within {_ROW} bytes from "
+                f"offset {offset}; load the contents of the region again",
+                tag=region.tag,
+                segment=begin,
+                offset=offset,
+            )
 
 
 @torch.no_grad()
 def _sums(device: str, address: int, nbytes: int) -> Tensor:
     """int64 [rows of 8 KiB, rounded up] on the CPU: the sum of each row's words; of the last row's bytes."""
-    with outside(), torch._C.DisableTorchFunction():
+    with outside():
         if device != "cpu":
             torch.cuda.synchronize(device)
         sums = []

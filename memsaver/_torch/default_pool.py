@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -12,15 +11,14 @@ import torch
 
 from memsaver import _core
 from memsaver._adapter import adapter, note, patch
-from memsaver._torch.pools import DEFAULT_POOL, LIBRARY, plain_allocator, snapshot
+from memsaver._torch.pools import DEFAULT_POOL, LIBRARY, plain_allocator
+from memsaver._torch.private import RELEASE, private
+from memsaver._torch.routes import empty_cache
 from memsaver._torch.side_pools import side_pools
-from memsaver._torch.versions import RELEASE
 from memsaver.broker import pool_client
-from memsaver.errors import Error, gib
+from memsaver.errors import Error
 from memsaver.policies import check_backup, check_tag, device_name
 from memsaver.regions import Region, all_regions, default_device, wrapper
-
-log = logging.getLogger("memsaver")
 
 _EXPANDABLE: Final = "expandable_segments"
 _PIECE: Final = "large_segment_size_mb"  # from torch 2.11 on
@@ -38,7 +36,8 @@ def default_pool(tag: str = "torch", device: str | torch.device | None = None, b
 
     While the region is paused or about to be, threads allocate from another pool, whose memory comes from the driver,
     beside regions and beside a shared pool. Threads inside ``torch.cuda.use_mem_pool()`` keep their pool: do not use
-    such pools while the region is paused. Tensors of the default pool must not be used then either.
+    such pools while the region is paused. Tensors of the default pool must not be used then either. A pause returns
+    free blocks first, so a resume takes memory for the blocks in use alone.
 
     The region cannot be entered or closed, and lasts as long as the process. ``torch.cuda.empty_cache()`` returns
     memory of the region while it is active. If there is no memory, torch frees its cached blocks and tries again then,
@@ -78,7 +77,8 @@ def default_pool(tag: str = "torch", device: str | torch.device | None = None, b
         raise Error(f"torch {torch.__version__} has no regions beside expandable segments: expected 2.10 or newer")
     with default_pools.making:
         default_pools.check(tag, name, backup)
-        former, settings = _settings(), _settings_with_segments()
+        former = _settings()
+        settings = _with_segments(former)
         torch.cuda.init()
         if (backend := torch.cuda.get_allocator_backend()) != "native":
             raise Error(f"torch's allocator is {backend!r}, expected 'native'")
@@ -88,12 +88,12 @@ def default_pool(tag: str = "torch", device: str | torch.device | None = None, b
         pool_client.join(name)
         patch(["captures"])
         router = adapter()
-        if settings is not None:
-            _apply(*settings)
+        if settings != former:
+            _set(settings)
         try:
             region = wrapper(_core.default_pool(tag, name, backup))
         except BaseException:
-            if settings is not None:
+            if settings != former:
                 _set(former)
             raise
         router.adopt_pool(region, DEFAULT_POOL)
@@ -125,16 +125,7 @@ class DefaultPools:
                 )
 
     def add(self, region: Region) -> None:
-        index = _index(region)
-        if index not in self._regions:
-            self._regions[index] = region
-            outside = sum(
-                segment["total_size"]
-                for segment in snapshot(DEFAULT_POOL)
-                if segment["device"] == index and tuple(segment["segment_pool_id"]) == DEFAULT_POOL
-            )
-            if outside:
-                log.info("torch has %s on %s already, which stay outside of %r", gib(outside), region.device, region)
+        self._regions.setdefault(_index(region), region)
 
     def among(self, regions: Iterable[Region]) -> list[Region]:
         return [each for each in regions if each in self._regions.values()]
@@ -143,9 +134,11 @@ class DefaultPools:
         return any(each.device == device and each.state == "active" for each in self._regions.values())
 
     def expect_pause(self, regions: Sequence[Region]) -> Callable[[], None]:
-        """Moves threads away for a pause that begins. They do not move back before the returned function was called.
+        """Lets all threads allocate from other pools before a pause, up to the call of the returned function or later.
 
-        Of regions without memory too: an earlier transition may resume them before the pause.
+        torch would hand out free blocks of a default pool, which have no memory while it is paused. Of regions without
+        memory too: an earlier transition may resume them before the pause. Raises Error during a capture: no pause is
+        possible then, and one that began all the same would leave threads there.
         """
         pause = object()
         self._expected[pause] = frozenset(_index(region) for region in self.among(regions))
@@ -154,19 +147,13 @@ class DefaultPools:
             self._expected.pop(pause, None)
 
         try:
-            self.move_threads_away(regions)
+            self._move_threads_away(regions)
         except BaseException:
-            end()
+            end()  # else threads would never move back
             raise
         return end
 
-    def move_threads_away(self, regions: Sequence[Region]) -> list[int]:
-        """Lets all threads allocate from another pool on the devices of these regions. Returns their numbers.
-
-        torch would hand out free blocks of the default pool, which have no memory while it is paused. Raises Error
-        during a capture: no pause is possible then, and one that began all the same would leave threads there.
-        """
-        moved = []
+    def _move_threads_away(self, regions: Sequence[Region]) -> None:
         with self._lock:
             for region in self.among(regions):
                 index = _index(region)
@@ -177,9 +164,8 @@ class DefaultPools:
                         f"region {region.tag!r}, torch's default pool, cannot be paused: a CUDA graph is being "
                         "captured; end the capture first"
                     )
+                empty_cache()  # free blocks would leave and come back
                 side_pools.begin(index, plain_allocator())
-                moved.append(index)
-        return moved
 
     def move_threads_back(self) -> None:
         with self._lock:
@@ -196,32 +182,6 @@ def _index(region: Region) -> int:
     return int(region.device.removeprefix("cuda:"))
 
 
-def _settings_with_segments() -> tuple[str, str] | None:
-    """torch's settings with expandable segments, in pieces that are whole chunks; and without the size of pieces, which
-    torch does not know before 2.11. None: nothing is missing. Raises memsaver.Error if the segments are turned off.
-    """
-    former = _settings()
-    plain = former.replace(" ", "").lower()
-    if f"{_EXPANDABLE}:false" in plain:
-        raise Error(f"torch's allocator settings are {former!r}, expected {_EXPANDABLE}:True or none")
-    missing = [] if f"{_EXPANDABLE}:true" in plain else [f"{_EXPANDABLE}:True"]
-    pieces = [] if _PIECE in plain else [f"{_PIECE}:{_PIECE_MIB}"]
-    if not missing and not pieces:
-        return None
-    base = [former] if former else []
-    return ",".join([*base, *missing, *pieces]), ",".join([*base, *missing])
-
-
-def _apply(settings: str, without_pieces: str) -> None:
-    try:
-        _set(settings)
-    except (ValueError, RuntimeError) as error:
-        if settings == without_pieces or _PIECE not in str(error):
-            raise Error(f"torch refuses expandable segments: {error}") from error
-        log.info("torch %s cannot change the size of its segments: their chunks have 2 MiB", torch.__version__)
-        _set(without_pieces)
-
-
 def _settings() -> str:
     """torch's settings. A call that sets some resets the others."""
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
@@ -229,8 +189,22 @@ def _settings() -> str:
     return next((value for name in _VARIABLES if (value := os.environ.get(name))), "")
 
 
+def _with_segments(former: str) -> str:
+    """torch's settings with expandable segments, in pieces of whole chunks. Raises Error if they are turned off."""
+    plain = former.replace(" ", "").lower()
+    if f"{_EXPANDABLE}:false" in plain:
+        raise Error(f"torch's allocator settings are {former!r}, expected {_EXPANDABLE}:True or none")
+    missing = [] if f"{_EXPANDABLE}:true" in plain else [f"{_EXPANDABLE}:True"]
+    if RELEASE >= (2, 11) and _PIECE not in plain:  # else the pieces have 2 MiB
+        missing.append(f"{_PIECE}:{_PIECE_MIB}")
+    return ",".join([*([former] if former else []), *missing])
+
+
 def _set(settings: str) -> None:
-    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):
-        torch._C._accelerator_setAllocatorSettings(settings)
-    else:
-        torch._C._cuda_cudaCachingAllocator_set_allocator_settings(settings)  # type: ignore[attr-defined]
+    name = "_accelerator_setAllocatorSettings"
+    if not hasattr(torch._C, name):
+        name = "_cuda_cudaCachingAllocator_set_allocator_settings"
+    try:
+        private(name)(settings)
+    except (ValueError, RuntimeError) as error:
+        raise Error(f"torch refuses the settings {settings!r} of its allocator: {error}") from error

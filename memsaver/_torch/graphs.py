@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,8 +11,9 @@ from typing import Any
 
 import torch
 
-from memsaver import _core, ledger, regions
+from memsaver import _core, regions
 from memsaver._adapter import adapter
+from memsaver._torch import captures
 from memsaver.errors import ConfigError, Error, RegionPausedError
 from memsaver.regions import Region, Selection
 
@@ -71,7 +71,7 @@ class CUDAGraph(torch.cuda.CUDAGraph):
             pool: The id of a memory pool. If it is that of a region's pool, the graph needs the region.
             kwargs: As for ``torch.cuda.CUDAGraph.capture_begin``.
         """
-        adapter().capture_begin(self, pool, partial(super().capture_begin, pool=pool, **kwargs))
+        captures.begin(self, pool, partial(super().capture_begin, pool=pool, **kwargs))
         region = adapter().graph_region(tuple(pool)) if pool is not None else None
         if region is not None:
             self._add_needs([region])
@@ -153,7 +153,6 @@ def graph(
     completed = False
     try:
         with (
-            ledger.measured("graphs", home.tag, home.device) as taken,
             regions.outside(),
             torch.cuda.device(device),
             # Backward on this thread too: autograd's own may lack a cuBLAS handle, which cannot be made in a capture.
@@ -166,7 +165,6 @@ def graph(
         if not completed:
             _clean_up(device, before)
     cuda_graph._add_needs(needed)
-    weakref.finalize(cuda_graph, taken.release).atexit = False
 
 
 def check_registration() -> None:

@@ -14,48 +14,36 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from memsaver import _adapter, _core
-from memsaver._adapter import Ranges
-from memsaver._torch.checksums import Checksums
+from memsaver import _core
+from memsaver._torch import captures
 from memsaver._torch.default_pool import default_pools
+from memsaver._torch.host_mode import HostMode, extent
 from memsaver._torch.ipc import patches
-from memsaver._torch.pools import EntryPoints, RegionPools, has_many_blocks, keep_forever, new_pool
+from memsaver._torch.pools import RegionPools, has_many_blocks, keep_forever, new_pool
+from memsaver._torch.private import private
 from memsaver._torch.routes import empty_cache, routes
 from memsaver._torch.side_pools import side_pools
-from memsaver.broker import caches
+from memsaver.broker import queries
 from memsaver.errors import Error, RegionPausedError, add_ledger
-from memsaver.regions import Region, owning
+from memsaver.regions import Ranges, Region, owning
 
 log = logging.getLogger("memsaver")
-
-_EMPTY_FACTORIES = {
-    torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted,
-    torch.Tensor.new_empty, torch.Tensor.new_empty_strided,
-}  # fmt: skip
-_FACTORIES = _EMPTY_FACTORIES | {
-    torch.arange, torch.eye, torch.full, torch.full_like, torch.linspace, torch.logspace, torch.ones, torch.ones_like,
-    torch.rand, torch.rand_like, torch.randint, torch.randint_like, torch.randn, torch.randn_like, torch.randperm,
-    torch.scalar_tensor, torch.tensor, torch.zeros, torch.zeros_like,
-    torch.Tensor.new_full, torch.Tensor.new_ones, torch.Tensor.new_tensor, torch.Tensor.new_zeros,
-}  # fmt: skip
 
 
 class Life:
     """An object of one thread, which goes away with the thread."""
 
 
-class Thread(threading.local):
+class Inside:
     """The regions that one thread has entered, innermost last (None: outside), and the pools of its allocations."""
 
-    def __init__(self) -> None:
-        self.life = Life()
+    def __init__(self, life: Life) -> None:
+        self.life = weakref.ref(life)
+        self.ident = threading.get_ident()  # a new thread may have the number of one that has ended
         self.entered: list[Region | None] = []
         self.pools: dict[Region, torch.cuda.MemPool] = {}  # lent to this thread
         self.routed: dict[torch.device, torch.cuda.MemPool] = {}
@@ -74,43 +62,10 @@ class Thread(threading.local):
         return found
 
 
-@dataclass(frozen=True)
-class Inside:
-    """A thread that is inside a region, for other threads. The lists and dictionaries are those of its ``Thread``."""
-
-    ident: int  # a new thread may have the number of one that has ended
-    life: weakref.ref[Life]
-    entered: list[Region | None]
-    pools: dict[Region, torch.cuda.MemPool]
-    routed: dict[torch.device, torch.cuda.MemPool]
-
-
-class HostMode(TorchFunctionMode):
-    """Moves CPU tensors from torch's factory functions into the host region that the thread has entered."""
-
-    def __init__(self, router: Router) -> None:
-        super().__init__()
-        self._router = router
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func in _FACTORIES and (not kwargs or kwargs.get("out") is None):
-            region = self._router.thread.innermost().get("cpu")
-            if region is not None:
-                self._place(region, made, copy=func not in _EMPTY_FACTORIES)
-        return made
-
-    def _place(self, region: Region, made: torch.Tensor, copy: bool) -> None:
-        if hasattr(made, "__tensor_flatten__"):  # a wrapper, such as DTensor: its parts have the memory
-            for part in (getattr(made, name) for name in made.__tensor_flatten__()[0]):
-                if isinstance(part, torch.Tensor):  # DTensor names its mesh there as well
-                    self._place(region, part, copy)
-        elif made.device.type == "cpu" and made.layout == torch.strided and made.numel():
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(made.size(), made.stride()))
-            placed = self._router.empty(region, (extent,), made.dtype).as_strided(made.size(), made.stride())
-            if copy:
-                placed.copy_(made.detach())
-            made.data = placed
+class Thread(threading.local):
+    def __init__(self) -> None:
+        self.life = Life()
+        self.inside = Inside(self.life)
 
 
 class Router:
@@ -120,20 +75,20 @@ class Router:
     """
 
     def __init__(self) -> None:
-        self.thread = Thread()
+        self._thread = Thread()
         self._lock = threading.RLock()
         self._pools: dict[Region, RegionPools] = {}
-        self._allocators: dict[EntryPoints, Any] = {}
-        self._inside: dict[int, Inside] = {}  # by the id of the list of entered regions
-        self._checksums = Checksums()
-        self.record_contents = self._checksums.record
-        self.check_contents = self._checksums.check
-        self.forget_contents = self._checksums.forget
-        self.withdraw = patches.withdraw
-        self._captures: dict[int, tuple[Callable[[], object], Any]] = {}  # by the id of the graph
+        self._inside: dict[int, Inside] = {}  # of threads that have entered a region, by the id of the object
         self._observes_captures = False
-        caches.start()
+        self.expect_pause = default_pools.expect_pause
+        self.withdraw = patches.withdraw
+        side_pools.took_precedence = self._prefer_regions
+        queries.start()
         atexit.register(self._keep_pools)
+
+    @property
+    def thread(self) -> Inside:
+        return self._thread.inside
 
     # Entering and leaving
 
@@ -158,18 +113,16 @@ class Router:
         self._pop(region)
         self.refresh()
         reason = _core.take_allocation_error()
-        if isinstance(error, torch.OutOfMemoryError):
-            if reason:
-                error.add_note(reason)
-            add_ledger(error, region.device)
-        if isinstance(error, torch.OutOfMemoryError) and region.state == "active" and region._core.sealed:
+        if not isinstance(error, torch.OutOfMemoryError):
+            return
+        if reason:
+            error.add_note(reason)
+        add_ledger(error, region.device)
+        if region.state != "active":
+            text = f"region {region.tag!r} is {region.state}: it was entered before, and cannot take allocations now"
+            raise RegionPausedError(text, tag=region.tag, state=region.state) from error
+        if region._core.sealed:
             raise Error(f"region {region.tag!r} is frozen and was copied meanwhile: it takes no allocations") from error
-        if isinstance(error, torch.OutOfMemoryError) and region.state != "active":
-            raise RegionPausedError(
-                f"region {region.tag!r} is {region.state}: it was entered before, and cannot take allocations now",
-                tag=region.tag,
-                state=region.state,
-            ) from error
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -184,17 +137,16 @@ class Router:
     def _push(self, region: Region | None) -> None:
         thread = self.thread
         thread.entered.append(region)
-        inside = Inside(threading.get_ident(), weakref.ref(thread.life), thread.entered, thread.pools, thread.routed)
         with self._lock:
-            self._inside[id(thread.entered)] = inside
+            self._inside[id(thread)] = thread
 
     def _pop(self, region: Region | None) -> None:
         """Removes the newest entry of this region: others may be newer, as with regions that overlap in coroutines."""
-        entered = self.thread.entered
-        del entered[len(entered) - 1 - entered[::-1].index(region)]
-        if not self.thread.entered:
+        thread = self.thread
+        del thread.entered[len(thread.entered) - 1 - thread.entered[::-1].index(region)]
+        if not thread.entered:
             with self._lock:
-                self._inside.pop(id(self.thread.entered), None)
+                self._inside.pop(id(thread), None)
 
     def _end_ended(self) -> None:
         """Takes threads that have ended out of the regions that they have not left, and ends torch's routes of them.
@@ -249,7 +201,7 @@ class Router:
         if region.state != "active" or region._core.sealed:
             device = torch.device(region.device)
             if device not in thread.refusing:
-                thread.refusing[device] = new_pool(_core.refusing_entry_points(), device, self._allocators)
+                thread.refusing[device] = new_pool(_core.refusing_entry_points(), device)
                 keep_forever(thread.refusing[device])
             return thread.refusing[device]
         if region not in thread.pools:
@@ -269,17 +221,21 @@ class Router:
     def _set_host_mode(self, on: bool) -> None:
         thread = self.thread
         if on and thread.host_mode is None:
-            thread.host_mode = HostMode(self)
+            thread.host_mode = HostMode(self._allocate_on_host)
             thread.host_mode.__enter__()
         elif not on and thread.host_mode is not None:
             mode, thread.host_mode = thread.host_mode, None
             mode.__exit__(None, None, None)
 
+    def _allocate_on_host(self, count: int, dtype: torch.dtype) -> torch.Tensor | None:
+        region = self.thread.innermost().get("cpu")
+        return None if region is None else self.empty(region, (count,), dtype)
+
     # Calls of regions and transitions
 
     def _of(self, region: Region) -> RegionPools:
         if region not in self._pools:
-            self._pools[region] = RegionPools(region, self._allocators)
+            self._pools[region] = RegionPools(region)
         return self._pools[region]
 
     def empty(self, region: Region, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
@@ -287,12 +243,11 @@ class Router:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype is {dtype!r}, expected a torch.dtype")
         count = math.prod(shape)
-        if count == 0:
-            with torch._C.DisableTorchFunction():
-                return torch.empty(tuple(shape), dtype=dtype, device=region.device)
-        if region.device != "cpu":
+        if region.device != "cpu" and count:
             with region:
                 return torch.empty(tuple(shape), dtype=dtype, device=region.device)
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype, device=region.device)
         nbytes = min(count * dtype.itemsize, sys.maxsize)  # no device has more
         return torch.from_dlpack(region._core.allocate_array(nbytes)).view(dtype).view(tuple(shape))
 
@@ -303,17 +258,16 @@ class Router:
         region = owning(address)
         if region is None:
             raise ValueError(f"the tensor, of shape {tuple(tensor.shape)} on {tensor.device}, is in no region")
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
-        nbytes = extent * tensor.dtype.itemsize
-        with torch._C.DisableTorchFunction():
-            if clone:
-                found = torch.empty(nbytes, dtype=torch.uint8)
-                region._core.backup_read(address, nbytes, found.data_ptr())
-            else:
-                found = torch.from_dlpack(region._core.backup_view(address, nbytes))
-            found = found.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
-            found = found.conj() if tensor.is_conj() else found
-            return torch._neg_view(found) if tensor.is_neg() else found
+        nbytes = extent(tensor) * tensor.dtype.itemsize
+        if clone:
+            with self.outside():
+                found = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            region._core.backup_read(address, nbytes, found.data_ptr())
+        else:
+            found = torch.from_dlpack(region._core.backup_view(address, nbytes))
+        found = found.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+        found = found.conj() if tensor.is_conj() else found
+        return torch._neg_view(found) if tensor.is_neg() else found
 
     def pool(self, region: Region) -> torch.cuda.MemPool:
         if region.device == "cpu":
@@ -336,7 +290,7 @@ class Router:
         """The ranges of the region in use: its segments without the free blocks of its pools. None: all segments."""
         with self._lock:
             pools = self._pools.get(region)
-            free = pools.free_blocks() if pools is not None and not pools.have_little_free else []
+            free = pools.free_blocks() if pools is not None else []
         if not free:
             return None
         return _subtract(region._core.live(), free)
@@ -365,50 +319,27 @@ class Router:
                             f"{_thread(inside.ident)} is inside region {held.tag!r}; it must leave first"
                         )
 
-    def expect_pause(self, regions: Sequence[Region]) -> Callable[[], None]:
-        """As move_threads_away(), up to the call of the returned function."""
-        before = self._other_pools()
-        end = default_pools.expect_pause(regions)
-        try:
-            self._prefer_regions(self._other_pools() - before)
-        except BaseException:
-            end()  # else threads would never move back
-            raise
-        return end
-
-    def move_threads_away(self, regions: Sequence[Region]) -> None:
-        """Lets all threads allocate from other pools, if default pools are among the regions to pause."""
-        self._prefer_regions(set(default_pools.move_threads_away(regions)))
-
-    def _other_pools(self) -> set[int]:
-        return {device.index for device in self.thread.routed if side_pools.has_begun(device.index)}
-
-    def _prefer_regions(self, moved: set[int]) -> None:
-        """Lets the regions that this thread is inside take precedence over the pools of all threads."""
-        if not side_pools.take_precedence:
-            return
-        for device, pool in self.thread.routed.items():
-            if device.index in moved:
-                routes.end(device.index, pool)
-                routes.begin(device.index, pool)
+    def _prefer_regions(self, index: int) -> None:
+        """Lets the region that this thread is inside take precedence over a pool of all threads that has begun."""
+        pool = self.thread.routed.get(torch.device("cuda", index))
+        if pool is not None:
+            routes.end(index, pool)
+            routes.begin(index, pool)
 
     def trim(self, regions: Sequence[Region], all_pools: bool = False) -> None:
-        """Drops idle pools with free blocks; with ``all_pools`` also those without, and graph pools without graphs."""
+        """Drops idle pools with free blocks; with ``all_pools`` also those without, and graph pools without graphs.
+
+        torch frees segments with the pools, and in empty_cache() those whose tensors have gone since.
+        """
         retired: dict[int, list[torch.cuda.MemPool]] = {}
         with self._lock:
             for region in regions:
                 if (pools := self._pools.get(region)) is not None:
                     retired.setdefault(pools.device.index, []).extend(pools.retire_idle(all_pools))
         for index, dropped in retired.items():
-            routes.drop(index, dropped)  # outside the lock: torch frees segments with the pools
-        if default_pools.among(regions):
+            routes.drop(index, dropped)  # outside the lock
+        if retired or default_pools.among(regions):
             empty_cache()
-        elif self._have_retired_segments(regions):
-            routes.empty_dropped()
-
-    def _have_retired_segments(self, regions: Sequence[Region]) -> bool:
-        with self._lock:
-            return any(region in self._pools and self._pools[region].has_retired_segments for region in regions)
 
     def return_caches(self, device: str) -> tuple[int, str]:
         """Returns free blocks of torch in active regions of a device, as trim() does.
@@ -425,14 +356,9 @@ class Router:
                 empty_cache()
         if not regions or has_many_blocks(torch.device(device)):
             return 0, ""
-        nbytes, reasons = 0, []
         with self._lock:
-            for region in regions:
-                pools = self._pools.get(region)
-                size, reason = pools.cached() if pools is not None else (0, "")
-                nbytes += size
-                reasons += [reason] if size and reason else []
-        return nbytes, ", ".join(reasons)
+            found = [self._pools[region].cached() for region in regions if region in self._pools]
+        return sum(nbytes for nbytes, _ in found), ", ".join(reason for _, reason in found if reason)
 
     def check_unused(self, region: Region) -> None:
         """Raises Error while a thread is inside the region, or a tensor or a graph has memory of it."""
@@ -450,85 +376,35 @@ class Router:
     def forget(self, region: Region) -> bool:
         """Drops the pools of a region that is about to be closed. torch releases their free segments.
 
-        Returns whether one of them lives on: the program has it from ``Region.pool``, and may allocate from it.
+        Returns whether the program may allocate from one of them later: it got the pool from ``Region.pool``.
         """
         with self._lock:
             pools = self._pools.pop(region, None)
-            retired = pools is not None and pools.has_retired
-        kept = False
-        if pools is not None:  # outside the lock
-            taken: list[Any] = pools.take_all()
-            taken.append(object())  # which has no reference beside those of a pool that is dropped
-            *counts, of_dropped = [sys.getrefcount(each) for each in taken]
-            kept = any(count > of_dropped for count in counts)
-            taken.pop()
-            routes.drop(pools.device.index, taken)
-        if retired:  # their segments are in torch's cache, and only torch lists them as free
-            empty_cache()
-        return kept
-
-    def is_entered(self, region: Region) -> bool:
-        """Whether any thread is inside the region."""
-        self._end_ended()
-        with self._lock:
-            return any(region in each.entered for each in self._inside.values())
+        if pools is None:
+            return False
+        had_graphs = pools.had_graphs
+        routes.drop(pools.device.index, pools.take_all())  # outside the lock
+        empty_cache()
+        return had_graphs
 
     def _keep_pools(self) -> None:
         for pools in self._pools.values():
-            pools.keep_forever()
+            for pool in pools.all():
+                keep_forever(pool)
 
     # Changes of torch, and captures
 
     def patch(self, names: Collection[str]) -> None:
         """Replaces functions of torch: see docs/what-it-touches.md. Again: no-op."""
-        if "captures" in names and not self._observes_captures:
-            self._observes_captures = True
-            self._observe_captures()
-        if "multiprocessing" in names:
-            patches.install()
-
-    def _observe_captures(self) -> None:
-        original_begin, original_end = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
-
-        def capture_begin(graph: torch.cuda.CUDAGraph, pool: Any = None, *args: Any, **kwargs: Any) -> None:
-            self.capture_begin(graph, pool, partial(original_begin, graph, pool, *args, **kwargs))
-
-        def capture_end(graph: torch.cuda.CUDAGraph) -> None:
-            self.capture_end(graph, partial(original_end, graph))
-
-        torch.cuda.CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign,assignment]
-        torch.cuda.CUDAGraph.capture_end = capture_end  # type: ignore[method-assign,assignment]
-        _adapter.note("captures")
-
-    def capture_begin(self, graph: torch.cuda.CUDAGraph, pool: Any, begin: Callable[[], None]) -> None:
-        """Begins a capture and tells the core of it: a device-wide wait would break a capture under way."""
-        if id(graph) in self._captures:  # a memsaver.CUDAGraph, whose method calls that of torch
-            begin()
-            return
-        _core.capture_begins()
-        ends = weakref.finalize(graph, self._capture_ended, id(graph))  # also when a graph goes away in mid-capture
-        ends.atexit = False
-        self._captures[id(graph)] = ends, pool
-        try:
-            begin()
-        except BaseException:
-            ends()
-            raise
+        with self._lock:
+            if "captures" in names and not self._observes_captures:
+                self._observes_captures = True
+                captures.observe(self._capture_failed)
+            if "multiprocessing" in names:
+                patches.install()
 
     def capture_end(self, graph: torch.cuda.CUDAGraph, end: Callable[[], None]) -> None:
-        ends, pool = self._captures.pop(id(graph), (lambda: None, None))
-        try:
-            end()
-        except BaseException:
-            if pool is not None:
-                self._capture_failed(graph, tuple(pool))
-            raise
-        finally:
-            ends()
-
-    def _capture_ended(self, key: int) -> None:
-        self._captures.pop(key, None)
-        _core.capture_ends()
+        captures.end(graph, end, self._capture_failed)
 
     def _capture_failed(self, graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int]) -> None:
         """Stops torch's routing to the pool of a capture that could not end.
@@ -539,13 +415,13 @@ class Router:
         region = self.graph_region(pool_id)
         if region is None:
             return
-        device = torch.device(region.device)
+        index = torch.device(region.device).index
         try:
-            torch._C._cuda_endAllocateToPool(device.index, pool_id)
+            private("_cuda_endAllocateToPool")(index, pool_id)
         except RuntimeError as error:
             if "not currently recording" not in str(error):  # from 2.13 on torch has ended it
                 raise
-        torch._C._cuda_releasePool(device.index, pool_id)
+        private("_cuda_releasePool")(index, pool_id)
         keep_forever(graph)
         with self._lock:
             self._of(region).replace_graph()
@@ -576,3 +452,6 @@ def _subtract(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]
         if at < end:
             left.append((at, end - at))
     return left
+
+
+router = Router()

@@ -1,4 +1,4 @@
-"""Clients of the broker, chunks of physical memory as the pool records them, and attachments to them."""
+"""Clients of the broker, and chunks of physical memory as the pool records them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memsaver import _core
-from memsaver.broker.connection import Connection
 from memsaver.broker.monitor import Process
 from memsaver.broker.protocol import Message
+from memsaver.broker.server import Connection
 from memsaver.process_names import UNKNOWN, given_name, process_name
 
 if TYPE_CHECKING:
@@ -34,14 +34,10 @@ class Client:
     held: dict[int, Chunk] = field(default_factory=dict)
     imported: dict[int, Chunk] = field(default_factory=dict)  # chunks of which it has a handle, held or not
     name: str = ""  # of its process, when it was last read
-    inventory: set[int] | None = None  # ids of chunks in its `inventory` messages so far; None: it is complete
-    attachments: set[int] | None = None  # ids that it has from an earlier broker; None: not reported
+    inventory: set[int] | None = field(default_factory=set)  # ids in its `inventory` so far; None: it is complete
     is_user: bool = False  # of memory, unlike an admin client
-    report: list[dict[str, Any]] = field(default_factory=list)
+    report: dict[str, Any] | None = None  # its last one: see memsaver/ledger/messages.py
     reported_at: float | None = None
-    ledger: dict[str, Any] | None = None  # its last one, as decoded
-    ledger_at: float | None = None
-    ledger_queried_at: float | None = None  # when a ledger was announced; None: none is outstanding
     queried_at: float | None = None  # when a report was requested; None: none is outstanding
 
     @property
@@ -80,19 +76,7 @@ class Chunk:
     demand: Demand | None = None  # the demand that this chunk was granted to, while it is held
     importers: set[Client] = field(default_factory=set)  # clients with a handle
     writer: int | None = None  # the id of the client whose bytes it holds, or SEVERAL; None: zeros of the driver
-    attachments: int = 0
     is_leaving: bool = False  # to the driver, once no client has a handle
-
-
-@dataclass(slots=True, eq=False)
-class Attachment:
-    """The use of an owner's chunks by another process."""
-
-    id: int
-    owner: Client
-    pid: int  # of the attached process
-    chunks: list[Chunk]
-    is_restored: bool = False  # made under an earlier broker
 
 
 Clients = dict[int, Client]  # by id

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from memsaver.broker import discovery
-from memsaver.errors import BrokerError
+from memsaver.broker import discovery, procfs, protocol
+from memsaver.errors import BrokerError, ConfigError
 
 LINGER_S = 30.0  # time without clients after which a broker ends that a client started
 _START_S = 30.0
@@ -23,82 +19,67 @@ _STOP_S = 10.0
 _LOG_BYTES = 1 << 20  # a longer log is truncated at the next start
 _TAIL_BYTES = 2000
 _POLL_S = 0.01
-_starting = threading.Lock()
+# Exits at once, so that the broker is no child of this process.
+_IN_BACKGROUND = """
+import subprocess, sys
+with open(sys.argv[1], "ab") as log:
+    print(subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL, stdout=log, stderr=log).pid)
+"""
+
+
+def mps_error(device: str) -> ConfigError:
+    return ConfigError(
+        f"the memory of {device} cannot be in a shared pool under MPS: one server process runs the kernels of all "
+        "processes, so the end of a process is not the end of its kernels",
+        option="pool",
+        value="shared",
+    )
 
 
 def ensure(uuid: str, device: str, capacity: int | None = None, timeout_s: float = _START_S) -> Path:
-    """Starts the broker of a device unless it runs, and returns its socket.
+    """Starts the broker of a device unless it runs, and returns its socket. It ends ``LINGER_S`` after its clients.
 
-    - ``uuid``: of the device, as its driver reports it; ``device``: ``"cuda:0"``, or ``"cpu"`` for the host driver's.
-    - ``capacity``: bytes, for a broker that is started; by default 90 % of a GPU.
-
-    Processes that call it at the same time get the same broker. Raises BrokerError, with the last lines of the broker's
-    log, and ConfigError.
+    The arguments and errors are those of ``start()``. Processes that call it at the same time get the same broker.
     """
     path = discovery.socket_path(uuid)
-    deadline = time.monotonic() + timeout_s
-    if discovery.accepts(path):
-        return path
-    with _exclusive(path, deadline):
-        if discovery.accepts(path):
-            return path
-        log = path.with_suffix(".log")
-        began = _open_log(log)
-        starter = _spawn(uuid, device, capacity, log)
-        while not discovery.accepts(path):
-            # The starter exits with 0 when the broker accepts clients, and with another status if it failed.
-            failed = starter.poll() not in (None, 0) and not discovery.is_locked(path)
-            if failed or time.monotonic() > deadline:
-                if starter.poll() is None:
-                    starter.kill()
-                    starter.wait()
-                text = _tail(log, began)
-                reason = "could not be started" if failed else f"does not accept clients after {timeout_s:g} s"
-                raise BrokerError(f"a broker for device {uuid} {reason}; its log, {log}: {text}", path=str(path))
-            time.sleep(_POLL_S)
-        starter.wait()
+    if not discovery.accepts(path):
+        start(uuid, device, capacity, LINGER_S, timeout_s)
     return path
 
 
-def detach(serve: Callable[[Callable[[Path], None]], int], timeout_s: float = _START_S) -> int:
-    """Runs ``serve`` in a child process in the background. Returns the exit status of this process.
+def start(
+    uuid: str, device: str, capacity: int | None, linger_s: float | None, timeout_s: float = _START_S
+) -> tuple[int, Path]:
+    """Starts a broker in the background. Returns its pid and its log, when it accepts clients.
 
-    ``serve`` gets a function, and calls it with the path of the broker's socket when clients are accepted. Then the
-    child replaces the caller's stdout and stderr by a log beside the socket, and this process returns. Errors of
-    ``serve`` before that go to the caller's stderr. If no clients are accepted after ``timeout_s``, as with a call of
-    the driver that hangs, the child is killed, and BrokerError raised.
+    - ``uuid``: of the device, as its driver reports it; ``device``: ``"cuda:0"``, or ``"cpu"`` for the host driver's.
+    - ``capacity``: bytes; by default 90 % of a GPU, or all of the host device.
+    - ``linger_s``: time without clients after which it ends. None: it runs until it is stopped.
 
-    Call it before the core is in use: a fork copies neither its threads nor the state of a driver.
+    If another broker of the device starts at the same time, this one exits. Raises BrokerError, with the last lines of
+    the broker's log, and ConfigError. A broker that accepts no clients after ``timeout_s`` is killed.
     """
-    ready, writer = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(writer)
-        if not select.select([ready], [], [], timeout_s)[0]:
-            os.kill(child, signal.SIGKILL)  # not waited for: the driver may keep it
-            text = f"the broker (pid {child}) does not accept clients after {timeout_s:g} s, and was killed"
-            raise BrokerError(text, path="")
-        if os.read(ready, 1):
-            return 0
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.setsid()
-    os.chdir("/")
-    _close_inherited({writer})
-
-    def on_ready(path: Path) -> None:
-        log = path.with_suffix(".log")
-        _open_log(log)
-        _redirect(log)
-        os.write(writer, b"1")
-        os.close(writer)
-
-    return serve(on_ready)
+    path = discovery.socket_path(uuid)
+    deadline = time.monotonic() + timeout_s
+    log = path.with_suffix(".log")
+    began = _open_log(log)
+    pid = _spawn(uuid, device, capacity, linger_s, log)
+    while not discovery.accepts(path):
+        failed = not procfs.is_alive(pid) and not discovery.is_locked(path)
+        if failed or time.monotonic() > deadline:
+            if not failed and procfs.is_alive(pid):
+                os.kill(pid, signal.SIGKILL)  # not waited for: a call of the driver may keep it
+            reason = "could not be started" if failed else f"does not accept clients after {timeout_s:g} s"
+            text = f"a broker for device {uuid} {reason}; its log, {log}: {_tail(log, began)}"
+            raise BrokerError(text, path=str(path))
+        time.sleep(_POLL_S)
+    return pid, log
 
 
 def stop(path: Path, timeout_s: float = _STOP_S) -> int:
     """Stops the broker at this socket, and waits for its end. Returns its pid. Raises BrokerError."""
     with discovery.connect(path) as channel:
-        pid = discovery.broker_pid(channel)
+        pid = protocol.peer(channel)[0]
     try:
         file = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -115,52 +96,6 @@ def stop(path: Path, timeout_s: float = _STOP_S) -> int:
     finally:
         os.close(file)
     return pid
-
-
-def _close_inherited(keep: set[int]) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) not in keep:
-            with contextlib.suppress(OSError):  # the descriptor of the directory itself
-                os.close(int(name))
-
-
-def _redirect(log: Path) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    null = os.open(os.devnull, os.O_RDONLY)
-    file = _opener(str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(null, 0)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(null)
-    os.close(file)
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path, deadline: float) -> Iterator[None]:
-    """Lets one thread of one process at a time start a broker at this path.
-
-    lockf() and not flock(): a lock of flock() belongs to the open file, so a forked child would keep it.
-    """
-    if not _starting.acquire(timeout=max(0.0, deadline - time.monotonic())):
-        raise BrokerError(f"another thread is still starting a broker at {path}", path=str(path))
-    try:
-        file = os.open(path.with_suffix(".start"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            while True:
-                try:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except OSError:
-                    if time.monotonic() > deadline:
-                        text = f"another process is still starting a broker at {path}"
-                        raise BrokerError(text, path=str(path)) from None
-                    time.sleep(_POLL_S)
-            yield
-        finally:
-            os.close(file)
-    finally:
-        _starting.release()
 
 
 def _open_log(log: Path) -> int:
@@ -181,7 +116,7 @@ def _tail(log: Path, began: int) -> str:
         return file.read().decode(errors="replace").strip() or "(empty)"
 
 
-def _spawn(uuid: str, device: str, capacity: int | None, log: Path) -> subprocess.Popen[bytes]:
+def _spawn(uuid: str, device: str, capacity: int | None, linger_s: float | None, log: Path) -> int:
     environment = {**os.environ, "MEMSAVER_POOL_DIR": str(discovery.root())}
     environment.pop("MEMSAVER_POOL", None)  # a broker is not a client
     # The same modules as here, independent of the working directory.
@@ -189,17 +124,11 @@ def _spawn(uuid: str, device: str, capacity: int | None, log: Path) -> subproces
     if device == "cpu":
         # The size identifies a device of the host driver. It is the last group of the UUID.
         environment["MEMSAVER_HOST_DEVICE"] = str(int(uuid.rpartition("-")[2], 16))
-    named = "cpu" if device == "cpu" else uuid
-    arguments = [sys.executable, "-m", "memsaver", "broker", "--detach", "--device", named, "--linger", str(LINGER_S)]
-    if capacity is not None:
-        arguments += ["--capacity", str(capacity)]
-    with open(log, "ab", opener=_opener) as errors:
-        return subprocess.Popen(
-            arguments,
-            env=environment,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,
-        )
+    command = [sys.executable, "-m", "memsaver", "broker", "--device", "cpu" if device == "cpu" else uuid]
+    for option, value in (("--capacity", capacity), ("--linger", linger_s)):
+        command += [] if value is None else [option, str(value)]
+    started = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _IN_BACKGROUND, str(log), *command],
+        env=environment, cwd="/", stdout=subprocess.PIPE, start_new_session=True, check=True,
+    )  # fmt: skip
+    return int(started.stdout)

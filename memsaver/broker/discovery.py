@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
 import socket
 import stat
-import struct
 import time
 from pathlib import Path
 
+from memsaver.broker import protocol
 from memsaver.errors import BrokerError, ConfigError
 
 _LONGEST_PATH = 107  # bytes in the address of a Unix socket
 _POLL_S = 0.01
-_CREDENTIALS = struct.Struct("3i")  # pid, user, group
 _LOCK_TRIES = 10
 _OF_JOB = "job-"
 _VARIABLE = "MEMSAVER_POOL_DIR"
@@ -61,27 +59,25 @@ def elsewhere() -> list[Path]:
 
 
 def _own(path: Path) -> Path:
-    named = os.environ.get(_VARIABLE)
-    source = f"; it comes from {_VARIABLE} in the environment" if named else ""
-
-    def complain(text: str) -> ConfigError:
-        return ConfigError(
-            f"the directory of shared pools' sockets, {path}, {text}{source}", option="pool_dir", value=named
-        )
-
+    wrong = ""
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            wrong = "is no directory"
+        elif status.st_uid != os.getuid():
+            wrong = f"belongs to user {status.st_uid}, not {os.getuid()}"
+        elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            wrong = f"can be written by others (mode {stat.S_IMODE(status.st_mode):o}, expected 700)"
     except FileExistsError:
-        raise complain("is no directory") from None
+        wrong = "is no directory"
     except OSError as error:
-        raise complain(f"cannot be used: {error.strerror}") from None
-    if not stat.S_ISDIR(status.st_mode):
-        raise complain("is no directory")
-    if status.st_uid != os.getuid():
-        raise complain(f"belongs to user {status.st_uid}, not {os.getuid()}")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise complain(f"can be written by others (mode {stat.S_IMODE(status.st_mode):o}, expected 700)")
+        wrong = f"cannot be used: {error.strerror}"
+    if wrong:
+        named = os.environ.get(_VARIABLE)
+        source = f"; it comes from {_VARIABLE} in the environment" if named else ""
+        text = f"the directory of shared pools' sockets, {path}, {wrong}{source}"
+        raise ConfigError(text, option="pool_dir", value=named)
     return path
 
 
@@ -97,19 +93,13 @@ def found() -> list[Path]:
 
 def connect(path: Path) -> socket.socket:
     """Connects to a broker. Raises BrokerError if none accepts."""
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    channel = protocol.new_socket()
     try:
         channel.connect(str(path))
     except OSError as error:
         channel.close()
         raise BrokerError(f"there is no broker at {path}: {error.strerror}", path=str(path)) from None
     return channel
-
-
-def broker_pid(channel: socket.socket) -> int:
-    """The pid of the broker at the other end of a connected socket."""
-    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[0])
 
 
 def accepts(path: Path) -> bool:
@@ -128,7 +118,7 @@ class Listener:
 
     def __init__(self, uuid: str) -> None:
         self.path = socket_path(uuid)
-        self._hidden = _checked(self.path.parent / f"new-{os.getpid()}")
+        hidden = _checked(self.path.parent / f"new-{os.getpid()}")
         self._lock = os.open(_lock_path(self.path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         if not _lock(self._lock):
             pid = os.read(self._lock, 32).decode(errors="replace").strip() or "?"
@@ -136,28 +126,16 @@ class Listener:
             raise BrokerError(f"device {uuid} has a broker already (pid {pid}, {self.path})", path=str(self.path))
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
-        self.channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self._hidden.unlink(missing_ok=True)
+        self.channel = protocol.new_socket()
+        hidden.unlink(missing_ok=True)
         # Renamed when it listens, which replaces the socket of a broker that has ended.
-        self.channel.bind(str(self._hidden))
-        self._hidden.chmod(0o600)
+        self.channel.bind(str(hidden))
+        hidden.chmod(0o600)
         self.channel.listen(4096)
-        self.channel.setblocking(False)
-        self._hidden.rename(self.path)
-
-    def hide(self) -> None:
-        """Removes the socket from its path, so that new clients do not find it."""
-        with contextlib.suppress(OSError):
-            self.path.rename(self._hidden)
-
-    def show(self) -> None:
-        """Puts the socket back to its path."""
-        with contextlib.suppress(OSError):
-            self._hidden.rename(self.path)
+        hidden.rename(self.path)
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)
-        self._hidden.unlink(missing_ok=True)
         self.channel.close()
         os.close(self._lock)
 

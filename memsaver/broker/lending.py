@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 
 from memsaver.broker import protocol
@@ -12,15 +11,12 @@ from memsaver.broker.pool import Pool
 from memsaver.broker.protocol import MOST_CHUNKS, MalformedError, Message
 from memsaver.broker.queue import Demand, OverCapacityError
 
-log = logging.getLogger("memsaver")
-
 
 class Lending:
     """Lends the chunks of a pool to clients."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._failure: str | None = None
 
     def serve(self) -> tuple[bool, bool]:
         """Performs one step of the pool. Returns whether another step is due now, and whether one is due soon."""
@@ -30,17 +26,8 @@ class Lending:
         for demand in (*result.completed, *result.stalled):
             words = (demand.request, demand.messages, *demand.remaining_by_limit)
             demand.client.send(Message("stalled", words))
-        _send_drops(result.drops)
-        if self._pool.failure != self._failure:
-            self._failure = self._pool.failure
-            log.info("the driver has memory again" if self._failure is None else f"no memory now: {self._failure}")
+        send_drops(result.drops)
         return result.has_more, result.retry
-
-    def release_idle(self, keep_bytes: int) -> int:
-        """Releases idle chunks to the driver until at most ``keep_bytes`` are idle. Returns the released bytes."""
-        released, drops = self._pool.release_idle(keep_bytes)
-        _send_drops(drops)
-        return released
 
     # Messages of clients
 
@@ -53,24 +40,20 @@ class Lending:
                 f"'inventory' has {len(words) // 2} chunks and {len(message.files)} descriptors, expected one of each, "
                 f"at most {MOST_CHUNKS}"
             )
-        files, message.files = message.files, []
-        try:
-            for chunk, size in zip(words[::2], words[1::2]):
-                if chunk in client.inventory:
-                    raise MalformedError(f"chunk {chunk} is in the inventory twice")
-                if self._pool.adopt(client, chunk, size, files[0]):
-                    files.pop(0)
-                else:
-                    os.close(files.pop(0))
-                client.inventory.add(chunk)
-        finally:
-            message.files = files
+        for chunk, size in zip(words[::2], words[1::2]):
+            if chunk in client.inventory:
+                raise MalformedError(f"chunk {chunk} is in the inventory twice")
+            taken = self._pool.adopt(client, chunk, size, message.files[0])
+            file = message.files.pop(0)
+            if not taken:
+                os.close(file)
+            client.inventory.add(chunk)
         client.is_user = True
         if len(words) // 2 < MOST_CHUNKS:  # a full packet may be followed by another
-            self._pool.finish_inventory(client)
+            listed, client.inventory = client.inventory, None
+            self._pool.keep_only(client, listed)
 
     def demand(self, client: Client, message: Message) -> None:
-        self._pool.finish_inventory(client)
         request = message.words[0]
         try:
             self._pool.queue.open(client, request, message.words[1:])
@@ -78,24 +61,23 @@ class Lending:
             client.send(protocol.refusal("over_capacity", request, str(error)))
 
     def exchange(self, client: Client, message: Message) -> None:
-        self._pool.finish_inventory(client)
         self._pool.queue.exchange(client, message.words[0], message.words[1:])
 
     def close(self, client: Client, message: Message) -> None:
         self._pool.queue.close(client, message.words[0])
 
     def give_back(self, client: Client, message: Message) -> None:
-        self._pool.finish_inventory(client)
         words = message.words
         self._pool.give_back(client, words[::2], {chunk for chunk, foreign in zip(words[::2], words[1::2]) if foreign})
 
     def dropped(self, client: Client, message: Message) -> None:
-        self._pool.finish_inventory(client)
         self._pool.drop(client, message.words)
 
     def trim(self, client: Client, message: Message) -> None:
         serial, keep = message.words
-        client.send(Message("trimmed", (serial, self.release_idle(keep))))
+        released, drops = self._pool.release_idle(keep)
+        send_drops(drops)
+        client.send(Message("trim", (serial, released)))
 
 
 def _send_grants(demand: Demand, grants: list[tuple[Chunk, int]]) -> None:
@@ -111,7 +93,8 @@ def _send_grants(demand: Demand, grants: list[tuple[Chunk, int]]) -> None:
         demand.client.send(Message("grant", words), files)
 
 
-def _send_drops(drops: list[tuple[Client, Chunk]]) -> None:
+def send_drops(drops: list[tuple[Client, Chunk]]) -> None:
+    """Requests clients to release their handles of chunks."""
     by_client: dict[Client, list[int]] = {}
     for client, chunk in drops:
         by_client.setdefault(client, []).append(chunk.id)

@@ -1,141 +1,199 @@
 """The process that owns a device's chunks and lends them. The protocol: csrc/pool/wire.h.
 
-One thread runs one loop: read all messages, serve demands, send. No call blocks on a client. The exit of a client is
-detected by a pidfd and not by its socket, which may be closed late (a forked child has a copy) or early (the client
-reconnects). The chunks of a client are reclaimed when nothing that it started can run any more: see monitor.py.
+One thread runs one loop: read all messages, serve demands, send. A client's chunks survive its connection, since it may
+reconnect. They are reclaimed when nothing that its process started can run any more: see monitor.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import resource
-import selectors
 import signal
-import socket
 import time
+from collections.abc import Callable
 from typing import Protocol
 
-from memsaver.broker.attachments import Attachments
-from memsaver.broker.clients import Clients
+from memsaver.broker.clients import Client, Clients
 from memsaver.broker.discovery import Listener
-from memsaver.broker.lending import Lending
-from memsaver.broker.monitor import ProcessMonitor
+from memsaver.broker.lending import Lending, send_drops
+from memsaver.broker.monitor import Process
 from memsaver.broker.pool import RETRY_S, Memory, Pool
+from memsaver.broker.protocol import MalformedError, Message, RefusedError
 from memsaver.broker.reclaim import Reclaim
-from memsaver.broker.server import Server
-from memsaver.broker.sessions import Sessions
-from memsaver.broker.status import StatusReporter
+from memsaver.broker.server import Connection, Server
+from memsaver.broker.status import DeviceMemory, StatusReporter
 from memsaver.errors import gib
 
 log = logging.getLogger("memsaver")
 
 
-class Device(Memory, Protocol):
+class Device(Memory, DeviceMemory, Protocol):
     """A device as a broker uses it: csrc/driver/physical.h."""
 
     def uuid(self) -> str: ...
     def total_bytes(self) -> int: ...
     def compute_pids(self) -> list[int]: ...
-    def holdings(self) -> list[tuple[int, int, int | None]]: ...
-    def lists_all(self) -> bool: ...
-    def used_bytes(self) -> int | None: ...
 
 
 class BrokerLoop:
-    """The broker of one device. Makes its parts and runs them.
+    """The broker of one device, and the service of its server.
 
     - ``name``: ``"cuda:0"`` or ``"cpu"``.
     - ``linger_s``: time without clients after which it ends. None: it runs until a signal.
     """
 
     def __init__(self, device: Device, name: str, capacity: int, listener: Listener, linger_s: float | None) -> None:
-        clients: Clients = {}
         self._name = name
         self._uuid = device.uuid()
         self._listener = listener
         self._linger_s = linger_s
-        self._is_stopping = False
-        self._reason = "no client needs it"
-        self._selector = selectors.DefaultSelector()
+        self._user_seen_at = time.monotonic()  # when a client that may use memory was disconnected last
+        self._end = ""  # the reason to stop
+        self._clients: Clients = {}
         self._pool = Pool(device, capacity)
-        self._monitor = ProcessMonitor(self._selector, device.compute_pids)
-        self._lending = Lending(self._pool)
-        self._reclaim = Reclaim(self._pool, clients)
-        self._status = StatusReporter(self._pool, clients, self._monitor, device, name, self._uuid, self._reclaim)
-        attachments = Attachments(self._pool, clients, self._monitor, name)
-        self._sessions = Sessions(
-            self._uuid, clients, self._pool, self._monitor, self._lending, attachments, self._status, self._reclaim
+        self._server = Server(listener.channel, self, device.compute_pids)
+        self._lending = lending = Lending(self._pool)
+        self._reclaim = Reclaim(self._pool, self._clients)
+        self._status = status = StatusReporter(
+            self._pool, self._clients, self._server.monitor, device, name, self._uuid, self._reclaim
         )
-        self._server = Server(listener, self._selector, self._sessions)
+        self._of_anybody: dict[str, Callable[[Client, Message], None]] = {
+            "usage": status.usage, "status": status.status, "trim": lending.trim,
+        }  # fmt: skip
+        self._of_users: dict[str, Callable[[Client, Message], None]] = {
+            "demand": lending.demand, "exchange": lending.exchange, "close": lending.close,
+            "give_back": lending.give_back, "dropped": lending.dropped, "report": status.report,
+            "reclaimed": self._reclaim.reclaimed,
+        }  # fmt: skip
+
+    def stop_on_signals(self) -> None:
+        """Makes SIGTERM, SIGINT and SIGHUP end ``run()``."""
+        signal.set_wakeup_fd(self._server.waker.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, _: self.stop(signal.Signals(number).name))
+
+    def stop(self, reason: str) -> None:
+        """Ends ``run()``, from any thread."""
+        self._end = reason
+        with contextlib.suppress(OSError):  # the loop is awake, or has ended
+            self._server.waker.send(b"1")
 
     def run(self) -> None:
-        """Runs until SIGTERM, SIGINT or SIGHUP, or until there has been no client for ``linger_s``."""
-        reader, writer = socket.socketpair()
-        reader.setblocking(False)
-        writer.setblocking(False)
-        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._stop)
-        self._selector.register(reader, selectors.EVENT_READ, lambda _: reader.recv(64))
+        """Runs until ``stop()``, or until there has been no client for ``linger_s``."""
         log.info("serving %s (%s), %s, at %s", self._name, self._uuid, gib(self._pool.capacity), self._listener.path)
         try:
-            timeout: float | None = 0.0
-            while not self._is_stopping:
-                for key, mask in self._selector.select(timeout):
-                    key.data(mask)
-                timeout = self._step()
+            wait_s: float | None = 0.0
+            while not self._end:
+                self._server.turn(wait_s)
+                wait_s = self._step()
         finally:
+            self._listener.close()
             self._server.close()
-            self._monitor.close()
             self._pool.close()
-        log.info("stopped serving %s: %s", self._name, self._reason)
-
-    def _stop(self, number: int, _: object) -> None:
-        self._is_stopping = True
-        self._reason = signal.Signals(number).name
+        log.info("stopped serving %s: %s", self._name, self._end)
 
     def _step(self) -> float | None:
-        """Acts on the messages that were read. Returns the time until the next step; None: until a message arrives."""
-        self._handle_exits()
+        """One step of each part after the messages of a turn. Returns the seconds until the next one."""
         is_due, is_due_soon = self._lending.serve()
         now = time.monotonic()
         self._reclaim.step(now)
         self._status.answer(now)
-        self._server.flush()
-        waits = [0.0] if is_due else []
-        if is_due_soon or self._server.has_unsent:
-            waits.append(RETRY_S)
-        waits += [
-            deadline - now for part in (self._status, self._monitor, self._reclaim) for deadline in part.deadlines()
-        ]
+        waits = [0.0] if is_due else [RETRY_S] if is_due_soon else []
+        waits += [deadline - now for part in (self._status, self._reclaim) for deadline in part.deadlines()]
         if self._linger_s is not None and not self._has_users():
-            waits.append(self._sessions.user_seen_at + self._linger_s - now)
-            if waits[-1] <= 0 and not self._has_late_users():
-                self._is_stopping = True
-        return max(0.0, min(waits)) if waits else None
-
-    def _handle_exits(self) -> None:
-        exited = self._monitor.take_exited()
-        self._server.close_ended()
-        for process in exited:
-            self._sessions.log_exit(process)
-        torn_down = self._monitor.take_torn_down()
-        for process in torn_down:
-            self._sessions.reclaim(process)
-        if (exited or torn_down) and not self._sessions.has_users:
-            self._lending.release_idle(0)  # the next process on this device may not use the pool
-
-    def _has_late_users(self) -> bool:
-        """Whether a client connected at the last moment. A later one finds no socket, and starts another broker."""
-        self._listener.hide()
-        self._server.accept()
-        if self._has_users():
-            self._listener.show()
-        return self._has_users()
+            waits.append(self._user_seen_at + self._linger_s - now)
+            if waits[-1] <= 0:  # a client that connects now sees the end of its connection, and starts another broker
+                self._end = "no client needs it"
+        return min(waits, default=None)
 
     def _has_users(self) -> bool:
         """Whether a client needs this broker. A connection before its ``hello`` counts, an admin client does not."""
-        return self._sessions.has_users or any(each.client is None for each in self._server.connections)
+        is_user = any(client.is_user for client in self._clients.values())
+        return is_user or any(each.session is None for each in self._server.connections)
+
+    # Of Service
+
+    def begin(self, connection: Connection, number: int, subject: str) -> int:
+        if subject != self._uuid:
+            raise RefusedError(f"this broker serves device {self._uuid}, not {subject}", "device")
+        client = self._clients.get(number)
+        if client is not None and client.process is not connection.process:
+            raise MalformedError(f"client {number} is process {client.pid}, not {connection.pid}")
+        if client is not None and client.connection is not None:
+            client.connection.is_ended = True
+            self._end_session(client)  # which may forget the client
+            client = self._clients.get(number)
+        if client is None:
+            client = self._clients[number] = Client(number, connection.process)
+            self._server.monitor.retain(client.process)
+            client.read_name()
+        client.connection = connection
+        client.inventory = set()
+        connection.session = client
+        return self._pool.capacity
+
+    def handle(self, connection: Connection, message: Message) -> None:
+        client: Client = connection.session
+        handler = self._of_anybody.get(message.kind)
+        if handler is None:
+            if not client.process.has_sentinel:
+                raise MalformedError(f"{message.kind!r} comes before 'sentinel'")
+            if client.inventory is not None:
+                if message.kind != "inventory":
+                    raise MalformedError(f"{message.kind!r} comes before the end of the inventory")
+                handler = self._lending.inventory
+            else:
+                handler = self._of_users.get(message.kind)
+        if handler is None:
+            raise MalformedError(f"{message.kind!r} is not a message that a client sends now")
+        handler(client, message)
+
+    def end(self, connection: Connection) -> None:
+        client: Client | None = connection.session
+        if client is None or client.is_user:
+            self._user_seen_at = time.monotonic()
+        if client is not None and client.connection is connection:
+            self._end_session(client)
+
+    def exited(self, process: Process) -> None:
+        self._user_seen_at = time.monotonic()
+        for client in self._clients_of(process):
+            if client.held:
+                log.info("process %d has exited, and held %s", process.pid, gib(client.held_bytes))
+        self._release_unneeded()
+
+    def gone(self, process: Process) -> None:
+        self._user_seen_at = time.monotonic()
+        for client in self._clients_of(process):
+            if client.held:
+                log.info("nothing of process %d can run any more, %s are free", process.pid, gib(client.held_bytes))
+            send_drops(self._pool.reclaim(client))
+            self._forget(client)
+        self._release_unneeded()
+
+    def _end_session(self, client: Client) -> None:
+        """Ends the demands, requests and reports of a client. It keeps its chunks."""
+        client.connection = None
+        client.queried_at = None
+        self._pool.queue.close_all(client)
+        self._status.cancel(client)
+        # A client drops its handle of a chunk before it gives the chunk back.
+        if not client.imported and not client.held:
+            self._forget(client)
+
+    def _forget(self, client: Client) -> None:
+        del self._clients[client.id]
+        self._reclaim.answers.pop(client.id, None)
+        self._server.monitor.release(client.process)
+
+    def _clients_of(self, process: Process) -> list[Client]:
+        return [client for client in self._clients.values() if client.process is process]
+
+    def _release_unneeded(self) -> None:
+        """Without users, idle chunks are released: the next process on this device may not use the pool."""
+        if not any(client.is_user for client in self._clients.values()):
+            send_drops(self._pool.release_idle(0)[1])
 
 
 def raise_descriptor_limit() -> None:

@@ -3,9 +3,9 @@
 A process has *exited* when its pidfd is readable. It is *torn down* when, in addition, its sentinels have hung up, the
 processes that may have its descriptors have exited, and the driver no longer lists it. csrc/pool/sentinel.h has the
 reasons.
-The processes that may have its descriptors are the children that it reported, those that a scan after its exit finds
-with a sentinel, and those that are exiting when the monitor waits for nothing else: an exiting process may close a
-sentinel before the driver's descriptors.
+The processes that may have its descriptors are the children that it reported, their descendants, those that a scan
+after its exit finds with a sentinel, and those that are exiting when its sentinels have hung up: an exiting process may
+close a sentinel before the driver's descriptors.
 """
 
 from __future__ import annotations
@@ -35,25 +35,15 @@ class Process:
     pid: int
     file: int  # its pidfd
     start: int = 0  # its start time by the system's clock; 0: unknown
-    uses: int = 0  # connections, clients and attachments that need its end
+    uses: int = 0  # connections and clients that need its end
     has_exited: bool = False
     has_sentinel: bool = False  # it has sent a sentinel
     sentinels: dict[int, int] = field(default_factory=dict)  # read ends that have not hung up, by inode
     # Pidfds, with their pids, of processes that may have its descriptors and have not exited.
     children: dict[int, int] = field(default_factory=dict)
-    unsearched: list[int] = field(default_factory=list)  # pids whose children are still to be found
     was_listed: bool = False  # by the driver, at the last query after its exit
     next_query_at: float = 0.0  # of the driver's list
     is_searched: bool = False  # after its sentinels hung up, the exiting processes were added to its children
-
-    @property
-    def has_descriptors_open(self) -> bool:
-        """Whether another process may hold the driver's descriptors that this one had."""
-        return bool(self.sentinels or self.children or self.unsearched)
-
-    def descriptors(self) -> list[int]:
-        """The descriptors by which another process can watch it as well."""
-        return [self.file, *self.sentinels.values(), *self.children]
 
 
 class ProcessMonitor:
@@ -64,10 +54,8 @@ class ProcessMonitor:
         self._compute_pids = compute_pids
         self._running: dict[int, Process] = {}
         self._new_exits: list[Process] = []  # not yet returned by take_exited()
-        self._exited: list[Process] = []  # returned, and neither in the next collection nor forgotten
-        self._tearing_down: dict[Process, None] = {}
+        self._tearing_down: dict[Process, None] = {}  # exited, and returned
         self._scan_at = 0.0  # when to scan next for the processes that hold a sentinel
-        self._scanned: set[int] = set()  # pids of the last scan
 
     def watch(self, pid: int) -> Process:
         """Watches a process for one more user. Raises OSError if it has exited or cannot be watched."""
@@ -105,63 +93,36 @@ class ProcessMonitor:
             if stat.S_ISFIFO(status.st_mode) and fcntl.fcntl(files[0], fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
                 self._add_sentinel(process, status.st_ino, files)
                 continue
-            pid = _pid_of(files[0])
+            try:
+                pid = procfs.pid_of(files[0])
+            except OSError as error:
+                raise ExhaustedError(f"a descriptor cannot be examined: {error.strerror}") from None
             if pid is None:
                 raise MalformedError("a descriptor is neither the read end of a pipe nor a pidfd")
-            self._add_child(process, pid, files)
-
-    def adopt(self, pid: int, files: list[int]) -> Process:
-        """Watches a process that an earlier broker watched, for one more user.
-
-        ``files``: the descriptors of ``Process.descriptors``, which are taken out of the list. The process may have
-        exited. Raises MalformedError, ExhaustedError, OSError.
-        """
-        if not files or _pid_of(files[0]) not in (pid, -1):  # -1: it was reaped
-            raise MalformedError(f"the first descriptor is no pidfd of process {pid}")
-        if not procfs.has_exited(files[0]):
-            process = self.watch(pid)
-            os.close(files.pop(0))
-        else:
-            inodes = {os.fstat(file).st_ino for file in files[1:]}
-            known = (*self._new_exits, *self._exited, *self._tearing_down)
-            same = [each for each in known if inodes & each.sentinels.keys()]
-            if same:
-                process = same[0]
-                os.close(files.pop(0))
-            else:
-                process = Process(pid, files.pop(0), has_exited=True)
-                self._begin_teardown(process)
-            process.uses += 1
-        try:
-            self.add_descriptors(process, files)
-        except BaseException:
-            self.release(process)
-            raise
-        return process
+            self._add_child(process, pid, files.pop(0))
 
     def take_exited(self) -> list[Process]:
         """The processes that have exited since the last call. Their kernels may still run."""
         exited, self._new_exits = self._new_exits, []
-        self._exited += exited
+        for process in exited:
+            self._tearing_down[process] = None
+            process.was_listed = process.pid in self._compute_pids()
+        if exited:
+            self._scan_at = 0.0
         return exited
 
     def take_torn_down(self) -> list[Process]:
         """The processes that were torn down since the last call. Nothing of them can run any more.
 
-        Processes without users are forgotten at their exit.
+        Processes without users are forgotten.
         """
-        exited, self._exited = self._exited, []
-        for process in exited:
-            if process.uses:
-                self._begin_teardown(process)
-            else:
-                self._forget(process)
+        for process in [each for each in self._tearing_down if not each.uses]:
+            del self._tearing_down[process]
+            self._forget(process)
         self._scan()
-        self._search_exiting()
         torn_down = []
         for process in list(self._tearing_down):
-            self._search_children(process)
-            if process.is_searched and not process.has_descriptors_open and not self._is_listed(process):
+            if process.is_searched and not process.children and not self._is_listed(process):
                 del self._tearing_down[process]
                 self._forget(process)
                 torn_down.append(process)
@@ -184,11 +145,10 @@ class ProcessMonitor:
         """Closes all descriptors."""
         for process in self._running.values():
             self._selector.unregister(process.file)
-        for process in (*self._running.values(), *self._new_exits, *self._exited, *self._tearing_down):
+        for process in (*self._running.values(), *self._new_exits, *self._tearing_down):
             self._forget(process)
         self._running.clear()
         self._new_exits.clear()
-        self._exited.clear()
         self._tearing_down.clear()
 
     def _add(self, pid: int, file: int) -> Process:
@@ -206,14 +166,6 @@ class ProcessMonitor:
         self._selector.unregister(process.file)
         process.has_exited = True
         self._new_exits.append(process)
-
-    def _begin_teardown(self, process: Process) -> None:
-        self._tearing_down[process] = None
-        self._scan_at = 0.0
-        self._scanned.clear()
-        process.was_listed = process.pid in self._compute_pids()
-        process.unsearched += process.children.values()  # which may have forked as well
-        self._search_children(process)
 
     def _is_listed(self, process: Process) -> bool:
         """Whether the driver listed it at the last query."""
@@ -234,7 +186,6 @@ class ProcessMonitor:
         file = files.pop(0)
         os.set_blocking(file, False)
         process.sentinels[inode] = file
-        process.is_searched = False
 
         def ready(_: int) -> None:
             if process.sentinels.get(inode) != file:
@@ -245,71 +196,57 @@ class ProcessMonitor:
 
         self._selector.register(file, selectors.EVENT_READ, ready)
 
-    def _add_child(self, process: Process, pid: int, files: list[int]) -> None:
-        is_known = any(number == pid and not procfs.has_exited(file) for file, number in process.children.items())
-        if pid == -1 or pid == process.pid or is_known or procfs.has_exited(files[0]):
-            os.close(files.pop(0))
+    def _add_child(self, process: Process, pid: int, file: int) -> None:
+        """Takes the pidfd of a process that may have descriptors of another one."""
+        is_known = any(number == pid and not procfs.has_exited(known) for known, number in process.children.items())
+        if pid == -1 or pid == process.pid or is_known or procfs.has_exited(file):
+            os.close(file)
             return
-        file = files.pop(0)
         process.children[file] = pid
 
         def ready(_: int) -> None:
-            if process.children.get(file) != pid or not procfs.has_exited(file):
-                return
-            del process.children[file]
-            self._unregister(file)
-            if not process.has_exited:
-                process.unsearched.append(process.pid)  # the child may have forked as well
-                self._search_children(process)
+            if process.children.get(file) == pid and procfs.has_exited(file):
+                del process.children[file]
+                self._unregister(file)
 
         self._selector.register(file, selectors.EVENT_READ, ready)
 
-    def _search_children(self, process: Process) -> None:
-        """Finds children that the process did not report. Without free descriptors the search is repeated later."""
-        with contextlib.suppress(OSError):
-            while process.unsearched:
-                for pid in procfs.inheritors(process.unsearched[0]):
-                    with contextlib.suppress(ProcessLookupError):
-                        self._add_child(process, pid, [os.pidfd_open(pid)])
-                process.unsearched.pop(0)
-
     def _scan(self) -> None:
-        """Finds the processes that hold a sentinel of an exited process. A scan that fails is repeated later."""
-        owners = {inode: each for each in self._tearing_down for inode in each.sentinels}
+        """Finds the processes that may have descriptors of exited ones. A scan that fails is repeated later.
+
+        One scan is enough after the sentinels have hung up: all holders of a sentinel are exiting or have exited then.
+        """
         begun = time.monotonic()
-        if not owners or begun < self._scan_at:
+        quiet = [each for each in self._tearing_down if not each.sentinels and not each.is_searched]
+        held = [each for each in self._tearing_down if each.sentinels] if begun >= self._scan_at else []
+        if not quiet and not held:
             return
         with contextlib.suppress(OSError):
-            pids = procfs.all_pids()
-            # A process without a sentinel does not get one later, except from its parent at the fork. So each process
-            # is examined once. A pid that was reused since the last scan would be missed, but pids are used in turn.
-            since = min(each.start for each in owners.values())
-            for inode, status in procfs.writers(owners, pids - self._scanned, since):
-                self._add_holder(owners[inode], status)
-            self._scanned = pids
+            for status, inodes in procfs.keepers({inode for each in held for inode in each.sentinels}):
+                for process in quiet:
+                    if not inodes and status.start >= process.start:  # a child does not start before its parent
+                        self._add_found(process, status.pid, status.start)
+                for process in held:
+                    if inodes & process.sentinels.keys():
+                        self._add_found(process, status.pid, status.start)
+            for process in (*quiet, *held):
+                for child in list(process.children.values()):
+                    for pid in procfs.inheritors(child):
+                        self._add_found(process, pid)
+            for process in quiet:
+                process.is_searched = True
         ended = time.monotonic()
         self._scan_at = ended + max(_SCAN_S, (ended - begun) / _SCAN_SHARE)
 
-    def _search_exiting(self) -> None:
-        """Finds the exiting processes that may have closed a sentinel, and not yet the driver's descriptors.
-
-        One search is enough, since all holders of a sentinel have closed it by now. Without free descriptors it is
-        repeated later.
-        """
-        quiet = [each for each in self._tearing_down if not each.has_descriptors_open and not each.is_searched]
-        if not quiet:
-            return
-        with contextlib.suppress(OSError):
-            found = procfs.exiting()
-            for process in quiet:
-                for status in found:
-                    if status.start >= process.start:  # a child does not start before its parent
-                        self._add_holder(process, status)
-                process.is_searched = True
-
-    def _add_holder(self, process: Process, status: procfs.Status) -> None:
+    def _add_found(self, process: Process, pid: int, start: int | None = None) -> None:
+        """``start``: of the process that was found, since another one may have its number now."""
         with contextlib.suppress(ProcessLookupError):
-            self._add_child(process, status.pid, [procfs.open_pidfd(status)])
+            file = os.pidfd_open(pid)
+            now = procfs.read(pid)
+            if now is None or start not in (None, now.start):
+                os.close(file)
+            else:
+                self._add_child(process, pid, file)
 
     def _unregister(self, file: int) -> None:
         self._selector.unregister(file)
@@ -321,10 +258,3 @@ class ProcessMonitor:
             self._unregister(file)
         process.sentinels.clear()
         process.children.clear()
-
-
-def _pid_of(file: int) -> int | None:
-    try:
-        return procfs.pid_of(file)
-    except OSError as error:
-        raise ExhaustedError(f"a descriptor cannot be examined: {error.strerror}") from None

@@ -4,8 +4,9 @@ The pool uses no sockets and never waits. ``serve()`` returns the messages that 
 
 A chunk is in one of these states::
 
-    idle ──serve──> held ──give_back, reclaim──> idle   once its attachments have ended
-     └─release──> leaving ──drop──> deleted             its bytes count until no client has a handle
+    idle ──serve──> held ──give_back──> idle
+     │               └─reclaim─┐
+     └─release─────────────────┴> leaving ──drop──> deleted   its bytes count until no client has a handle
 
 Demands are served in the order in which they were opened, and only the first one collects chunks: so no two demands can
 each hold half of the memory that the other one needs.
@@ -13,16 +14,19 @@ each hold half of the memory that the other one needs.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from memsaver.broker.clients import CLASS_NAMES, CLASSES, SEVERAL, Attachment, Chunk, Client
+from memsaver.broker.clients import CLASS_NAMES, CLASSES, SEVERAL, Chunk, Client
 from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError
 from memsaver.broker.queue import Demand, DemandQueue, Part
 from memsaver.errors import DriverError
+
+log = logging.getLogger("memsaver")
 
 RETRY_S = 0.02  # time until the next creation after the driver had no memory, and until the next step for a demand
 PATIENCE_S = 0.02  # time for which a large demand waits for large chunks while small ones are idle
@@ -58,26 +62,32 @@ class Pool:
         self.capacity = capacity
         self.queue = DemandQueue(capacity)
         self.chunks: dict[int, Chunk] = {}
-        self.attachments: dict[int, Attachment] = {}
         self.total_bytes = 0  # created or adopted, and not deleted
         self.idle_bytes = 0
         self.leaving_bytes = 0
         self.is_moving = False  # the first demand gets memory now, or waits a moment for large chunks on their way
-        self.failure: str | None = None  # error of the driver's last creation; None: it succeeded
         self._idle: dict[int, dict[int, Chunk]] = {size: {} for size in CLASSES}
         self._ceiling = CLASSES[0]  # the driver has no memory for larger chunks until then
         self._ceiling_until = 0.0
+        self._has_failed = False  # the driver's last creation
         self._dropped_at = -DROP_GRACE_S
 
     # Clients
 
-    def reclaim(self, client: Client) -> None:
-        """Takes all chunks of a client back. Nothing of its process may be able to run any more."""
+    def reclaim(self, client: Client) -> list[tuple[Client, Chunk]]:
+        """Takes all chunks of a client back. Nothing of its process may be able to run any more.
+
+        The chunks that it held are released: a process to which the client had lent memory may still use them, and the
+        driver gives their memory to nobody meanwhile. Returns the handles that clients have to drop.
+        """
+        drops: list[tuple[Client, Chunk]] = []
         held, client.held = client.held, {}
+        self._forget_handles(client, list(client.imported.values()))
         for chunk in held.values():
             self._return(chunk, SEVERAL)
-        self._forget_handles(client, list(client.imported.values()))
+            self._release(chunk, drops)
         self.queue.close_all(client)
+        return drops
 
     def adopt(self, client: Client, chunk_id: int, size: int, file: int) -> bool:
         """Records a chunk that a client holds.
@@ -100,13 +110,6 @@ class Pool:
         self.total_bytes += size
         self._hand(chunk, client)
         return True
-
-    def finish_inventory(self, client: Client) -> None:
-        """Ends the inventory that a client sends after ``welcome``. Its chunks that are not listed become idle."""
-        client.is_user = True
-        if client.inventory is not None:
-            listed, client.inventory = client.inventory, None
-            self.keep_only(client, listed)
 
     def keep_only(self, client: Client, ids: set[int]) -> None:
         """Takes all other chunks of a client back, and records that it has no handles of other chunks."""
@@ -163,10 +166,6 @@ class Pool:
             chunk.demand.granted -= chunk.size
             chunk.demand = None
         chunk.writer = writer
-        if not chunk.attachments:
-            self._add_idle(chunk)
-
-    def _add_idle(self, chunk: Chunk) -> None:
         self._idle[chunk.size][chunk.id] = chunk
         self.idle_bytes += chunk.size
 
@@ -202,33 +201,6 @@ class Pool:
         self.total_bytes -= chunk.size
         self.memory.close(chunk.file)
         self._ceiling = CLASSES[0]
-
-    # Attachments
-
-    def attach(self, attachment_id: int, owner: Client, pid: int, ids: Sequence[int]) -> Attachment:
-        """Records an attachment of a process to chunks of their holder. It replaces one with the same id."""
-        previous = self.attachments.get(attachment_id)
-        if previous is not None and previous.owner is not owner:
-            raise MalformedError(f"attachment {attachment_id} is another client's")
-        missing = [chunk_id for chunk_id in ids if chunk_id not in owner.held]
-        if missing:
-            raise MalformedError(f"chunk {missing[0]} is not held by the owner of attachment {attachment_id}")
-        chunks = [owner.held[chunk_id] for chunk_id in dict.fromkeys(ids)]
-        for chunk in chunks:
-            chunk.attachments += 1
-        if previous is not None:
-            self.detach(attachment_id)
-        self.attachments[attachment_id] = Attachment(attachment_id, owner, pid, chunks)
-        return self.attachments[attachment_id]
-
-    def detach(self, attachment_id: int) -> Attachment | None:
-        """Ends an attachment and returns it. None: there was none."""
-        ended = self.attachments.pop(attachment_id, None)
-        for chunk in ended.chunks if ended is not None else ():
-            chunk.attachments -= 1
-            if not chunk.attachments and chunk.holder is None:
-                self._add_idle(chunk)
-        return ended
 
     # Serving demands
 
@@ -312,11 +284,15 @@ class Pool:
                 file = self.memory.create(size)
             except DriverError as error:
                 # In most cases the device is full. After any error the pool continues with the chunks that it has.
-                self.failure = str(error)
+                if not self._has_failed:
+                    log.info("no memory now: %s", error)
+                self._has_failed = True
                 self._ceiling = next((smaller for smaller in CLASSES if smaller < size), 0)
                 self._ceiling_until = time.monotonic() + RETRY_S
                 continue
-            self.failure = None
+            if self._has_failed:
+                log.info("the driver has memory again")
+            self._has_failed = False
             chunk = Chunk(int.from_bytes(os.urandom(8), "little") >> 1, size, file)
             self.chunks[chunk.id] = chunk
             self.total_bytes += size
@@ -352,29 +328,6 @@ class Pool:
     def lacks_memory(self) -> bool:
         """Whether the driver has no memory for chunks. It is asked again after ``RETRY_S``."""
         return self._ceiling == 0
-
-    # Figures
-
-    def describe(self) -> dict[str, Any]:
-        """The pool's part of the status: see ``StatusReporter``."""
-        return {
-            "capacity_bytes": self.capacity,
-            "total_bytes": self.total_bytes,
-            "idle_bytes": self.idle_bytes,
-            "leaving_bytes": self.leaving_bytes,
-        }
-
-    def waiting(self, client: Client) -> list[dict[str, Any]]:
-        """The waiting demands of a client for the status, in the order of the queue."""
-        rows = []
-        for demand in self.queue.of(client):
-            needed, seconds = demand.granted + demand.remaining, round(time.monotonic() - demand.opened_at, 3)
-            rows.append({"needed_bytes": needed, "granted_bytes": demand.granted, "seconds": seconds})
-        return rows
-
-    def attached_bytes(self, pid: int) -> int:
-        attached = {chunk for each in self.attachments.values() if each.pid == pid for chunk in each.chunks}
-        return sum(chunk.size for chunk in attached)
 
 
 def _preference(nbytes: int) -> list[int]:

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
 import threading
 
-from memsaver import _core, ledger
-from memsaver.broker import caches
+from memsaver import _core
+from memsaver.broker import queries
 from memsaver.errors import BrokerError, ConfigError
 
 log = logging.getLogger("memsaver")
@@ -23,7 +22,6 @@ _lock = threading.Lock()
 _shared = False
 _capacity: int | None = None
 _has_sentinel = False
-_has_thread = False
 
 
 def set_pool(pool: str) -> None:
@@ -81,14 +79,13 @@ def connect(device: str) -> None:
 
     Raises BrokerError, and ConfigError if the device is under MPS.
     """
-    from memsaver.broker import daemon, discovery, procfs  # which take long to import
+    from memsaver.broker import daemon, discovery  # which take long to import
 
     with _lock:
         if _core.under_mps(device):
-            raise procfs.mps_error(device)
+            raise daemon.mps_error(device)
         _open_sentinel()
-        caches.start()
-        _serve_ledger()
+        queries.start()
         if not _core.connected(device):
             uuid = _core.device_uuid(device)
             path = daemon.ensure(uuid, device, _capacity)
@@ -99,16 +96,6 @@ def connect(device: str) -> None:
                     raise
                 # The broker was shutting down.
                 _core.connect(device, str(daemon.ensure(uuid, device, _capacity)))
-
-
-def _serve_ledger() -> None:
-    """Starts the thread that answers brokers with the ledger of this process, if it does not run."""
-    global _has_thread
-    if not _has_thread:
-        thread = threading.Thread(target=ledger.serve, name="memsaver-ledger", daemon=True)
-        thread.start()
-        atexit.register(caches.stop, thread)
-        _has_thread = True
 
 
 def open_sentinel() -> None:

@@ -1,4 +1,4 @@
-"""Messages between broker and clients, as packets of a Unix socket. csrc/pool/wire.h describes each of them."""
+"""Messages between brokers and clients, and between the owners and receivers of sent tensors: csrc/pool/wire.h."""
 
 from __future__ import annotations
 
@@ -19,30 +19,28 @@ MOST_DESCRIPTORS: int = _core.MOST_DESCRIPTORS
 MOST_CHUNKS: int = _core.MOST_CHUNKS
 HAS_DESCRIPTOR: int = _core.HAS_DESCRIPTOR
 FOREIGN: int = _core.FOREIGN
-STATES: tuple[str, ...] = _core.STATES  # a report has their indices
-BACKUPS: tuple[str, ...] = _core.BACKUPS
 
 _NAMES = {number: name for name, number in KINDS.items()}
 _REFUSAL_NAMES = {number: name for name, number in REFUSALS.items()}
 _HEAD = struct.Struct("<II")
 _WORD_BYTES = 8
+_CREDENTIALS = struct.Struct("3i")  # pid, user, group
 _KERNEL_MOST_DESCRIPTORS = 253
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_KERNEL_MOST_DESCRIPTORS * array.array("i").itemsize)
 
 # Words of each message of a client: fixed words, words of a group, and the least number of groups.
 _SHAPES = {
-    "hello": (3, 0, 0), "sentinel": (0, 0, 0), "inventory": (0, 2, 0), "restore": (2, 1, 0), "attachments": (0, 1, 0),
-    "demand": (1, 3, 1), "exchange": (1, 3, 1), "close": (1, 0, 0), "give_back": (0, 2, 0), "dropped": (0, 1, 0),
-    "usage": (1, 0, 0), "status": (1, 0, 0), "report": (1, 5, 0), "attach": (4, 0, 0),
-    "attach_reply": (3, 3, 0), "detach": (1, 0, 0), "trim": (2, 0, 0),
-    "ledger": (0, 0, 0), "reclaimed": (2, 0, 0),
+    "hello": (3, 0, 0), "sentinel": (0, 0, 0), "inventory": (0, 2, 0), "demand": (1, 3, 1), "exchange": (1, 3, 1),
+    "close": (1, 0, 0), "give_back": (0, 2, 0), "dropped": (0, 1, 0), "usage": (1, 0, 0), "status": (1, 0, 0),
+    "report": (0, 0, 0), "trim": (2, 0, 0), "reclaimed": (2, 0, 0),
+    "receive": (4, 0, 0), "chunks": (3, 0, 0), "release": (1, 0, 0),
 }  # fmt: skip
-_WITH_TEXT = {"hello", "report", "attach", "attach_reply", "ledger", "reclaimed"}
-_WITH_FILES = {"inventory", "restore", "sentinel"}
+_WITH_TEXT = {"hello", "report", "reclaimed", "receive"}
+_WITH_FILES = {"inventory", "sentinel"}
 
 
 class RefusedError(Exception):
-    """A message or a connection that the broker refuses. ``code``: a key of ``REFUSALS``."""
+    """A message or a connection that the server refuses. ``code``: a key of ``REFUSALS``."""
 
     def __init__(self, text: str, code: str) -> None:
         super().__init__(text)
@@ -84,6 +82,8 @@ class Message:
 def check_shape(message: Message) -> None:
     """Raises MalformedError if the words, text or files of a client's message do not fit its kind."""
     kind, count = message.kind, len(message.words)
+    if kind not in _SHAPES:
+        raise MalformedError(f"{kind!r} is not a message that a client sends")
     first, group, least = _SHAPES[kind]
     groups, rest = divmod(count - first, group) if group else (0, count - first)
     if rest or groups < least:
@@ -95,27 +95,6 @@ def check_shape(message: Message) -> None:
         raise MalformedError(f"{kind!r} has {len(message.files)} descriptors, expected none")
 
 
-def check_version(version: int) -> None:
-    """Raises RefusedError if a client has another version of the protocol than this broker."""
-    if version != VERSION:
-        older = "the broker" if version > VERSION else "the client"
-        raise RefusedError(
-            f"this broker speaks version {VERSION} of the protocol and the client version {version}: upgrade memsaver "
-            f"in {older}",
-            "version",
-        )
-
-
-def check_welcome(message: Message) -> None:
-    """Raises ValueError if a broker answered ``hello`` with another version than that of this client."""
-    version = message.words[0] if message.words else 0
-    if version != VERSION:
-        older = "this process" if version > VERSION else "the broker"
-        raise ValueError(
-            f"speaks version {version} of the protocol and this process version {VERSION}: upgrade memsaver in {older}"
-        )
-
-
 def refusal(code: str, request: int, text: str) -> Message:
     room = LONGEST_PACKET - _HEAD.size - 2 * _WORD_BYTES
     return Message("refused", (REFUSALS[code], request), text.encode()[:room].decode(errors="ignore"))
@@ -125,13 +104,20 @@ def refusal_name(code: int) -> str:
     return _REFUSAL_NAMES.get(code, str(code))
 
 
+def new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def peer(channel: socket.socket) -> tuple[int, int]:
+    """The pid and the user of the process at the other end. The pid is 0 if it is in another pid namespace."""
+    pid, user, _ = _CREDENTIALS.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, user
+
+
 def send(channel: socket.socket, packet: bytes, files: Sequence[int] = ()) -> None:
     """Sends one packet with descriptors. Sends all of it or raises OSError."""
-    if files:
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
-        channel.sendmsg([packet], [rights], socket.MSG_NOSIGNAL)
-    else:
-        channel.send(packet, socket.MSG_NOSIGNAL)
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+    channel.sendmsg([packet], rights, socket.MSG_NOSIGNAL)
 
 
 def receive(channel: socket.socket) -> Message | None:
@@ -144,25 +130,20 @@ def receive(channel: socket.socket) -> Message | None:
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             files.frombytes(data[: len(data) - len(data) % files.itemsize])
+    message = None
     try:
         if flags & socket.MSG_CTRUNC:  # not for lack of room: _ANCILLARY_BYTES holds the most that the kernel allows
             raise ExhaustedError("there is no free descriptor to receive another")
         if flags & socket.MSG_TRUNC:
             raise MalformedError(f"a packet is longer than {LONGEST_PACKET} bytes")
         message = _decode(packet) if packet else None
-    except BaseException:
-        _close(files)
-        raise
-    if message is None:
-        _close(files)
-    else:
+    finally:
+        if message is None:
+            for file in files:
+                os.close(file)
+    if message is not None:
         message.files = list(files)
     return message
-
-
-def _close(files: array.array[int]) -> None:
-    for file in files:
-        os.close(file)
 
 
 def _decode(packet: bytes) -> Message:

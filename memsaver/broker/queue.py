@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -39,7 +40,6 @@ class Demand:
     messages: int = 0  # received for this demand
     stall_reported: int = 0  # value of `messages` at the last `stalled` sent
     granted: int = 0  # bytes granted, and still held by the client
-    is_refused: bool = False
 
     @property
     def remaining(self) -> int:
@@ -61,7 +61,7 @@ class DemandQueue:
         self.waiting: list[Demand] = []  # open demands with remaining bytes, first in first out
         self._capacity = capacity
         self._open: dict[tuple[int, int], Demand] = {}  # by client id and request, until closed
-        self._opened = 0
+        self._opened = itertools.count()
         self._completed: list[Demand] = []  # completed by a message of the client, which has no answer yet
 
     def take_completed(self) -> list[Demand]:
@@ -69,27 +69,20 @@ class DemandQueue:
         completed, self._completed = self._completed, []
         return completed
 
-    def of(self, client: Client) -> list[Demand]:
-        """The waiting demands of a client, in the order of the queue."""
-        return [demand for demand in self.waiting if demand.client is client]
-
     def open(self, client: Client, request: int, words: Sequence[int]) -> None:
         """Opens a demand for parts of (limit, fresh, bytes). Raises OverCapacityError if it exceeds the capacity."""
         parts = _parse(words)
-        demand = self._open.get((client.id, request))
-        if demand is not None and (demand.parts or demand.is_refused):
+        if (client.id, request) in self._open:
             raise MalformedError(f"request {request} is open already")
-        self._opened += 1
-        demand = Demand(client, request, self._opened, now := time.monotonic(), now, messages=1)
-        self._open[client.id, request] = demand
         needed = sum(part.remaining for part in parts)
         if needed > self._capacity:
-            demand.is_refused = True
             raise OverCapacityError(
                 f"{gib(needed)} ({needed} bytes) needed, the pool's capacity is "
                 f"{gib(self._capacity)} ({self._capacity} bytes)"
             )
-        demand.parts.extend(parts)
+        now = time.monotonic()
+        demand = Demand(client, request, next(self._opened), now, now, deque(parts), messages=1)
+        self._open[client.id, request] = demand
         self.waiting.append(demand)
 
     def exchange(self, client: Client, request: int, words: Sequence[int]) -> None:
@@ -101,8 +94,6 @@ class DemandQueue:
         demand = self._open.get((client.id, request))
         if demand is None:
             raise MalformedError(f"there is no open request {request}")
-        if demand.is_refused:
-            return
         demand.messages += 1
         was_waiting = bool(demand.parts)
         _take_out(demand, sum(part.remaining for part in parts))

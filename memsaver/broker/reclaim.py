@@ -1,16 +1,14 @@
 """Reclaim on demand: while a demand waits, the clients return the memory that they cache and do not use.
 
 A round asks every client, that of the demand included, and ends when all have answered, or have left, or are late. Then
-the broker sends the holders of the rest to the client of the first demand. The next round follows after an interval,
-since caches fill again, captures end, and threads leave their regions.
+the broker sends the holders of the rest to the client of the first demand. The next round follows after a pause, since
+caches fill again, captures end, and threads leave their regions.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from memsaver import _core
 from memsaver.broker.clients import Client, Clients
@@ -38,101 +36,85 @@ class Reclaim:
     """Asks the clients of a pool for the memory that they cache, in rounds, while its first demand waits."""
 
     def __init__(self, pool: Pool, clients: Clients) -> None:
+        self.answers: dict[int, Answer] = {}  # the last ones, by client id
         self._pool = pool
         self._clients = clients
-        self._answers: dict[int, Answer] = {}  # the last ones, by client id
         self._asked: dict[int, Client] = {}  # of the round under way, without their last answer; by id
         self._begun_at = self._ended_at = 0.0  # the last round
+        self._answered_at = 0.0  # the last client
         self._next_at: float | None = None  # the next step
         self._pause_s = FIRST_PAUSE_S
-        self._head: Demand | None = None
-        self._messages = 0  # of the head when it was seen last
+        self._head: tuple[Demand, int] | None = None  # the first demand, and its messages, when it was seen last
         self._has_round = False  # a round has begun, or was under way, since the head waits
-        self._is_told = False  # the head's client has the holders as they are at the end of the round
-        self._is_told_more = False  # or as they were known before
-        self._answered_at = 0.0  # the last client
-        self._others_told: dict[tuple[int, int], int] = {}  # demands behind the head: messages when they were told
+        # What clients were told of their demands: the messages of a demand, and whether more comes. Without the head
+        # after an answer.
+        self._told: dict[Demand, tuple[int, bool]] = {}
 
     def step(self, now: float) -> None:
         """Begins and ends rounds. Called after each step of the pool."""
         self._next_at = None
         is_over = now >= self._begun_at + LONGEST_ROUND_S
         self._asked = {number: each for number, each in self._asked.items() if each.is_connected and not is_over}
-        if not self._pool.queue.waiting:
+        waiting = self._pool.queue.waiting
+        self._told = {demand: told for demand, told in self._told.items() if demand in waiting}
+        if not waiting:
             self._head = None
             return
-        head, *others = self._pool.queue.waiting
-        self._tell_others([demand for demand in others if demand.stall_reported == demand.messages])
+        head, *others = waiting
+        for demand in others:  # returned memory goes to the first demand
+            if demand.stall_reported == demand.messages:
+                self._tell(demand, more=False)
         if self._pool.is_moving:
             return
-        if head is not self._head or head.messages != self._messages:
-            self._head, self._messages = head, head.messages
+        if self._head != (head, head.messages):
+            self._head = (head, head.messages)
             self._pause_s = FIRST_PAUSE_S
             self._has_round = bool(self._asked)
-            self._is_told = self._is_told_more = False
-        if not self._asked and (self._is_told or not self._has_round) and now >= self._ended_at + self._pause_s:
+            self._told.pop(head, None)
+        is_told = self._told.get(head) == (head.messages, False)
+        if not self._asked and (is_told or not self._has_round) and now >= self._ended_at + self._pause_s:
             self._begin(head, now)
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        if self._has_round and not self._is_told:
-            self._end(head, now)
+            is_told = False
+        if self._has_round and not is_told:
+            # Memory that the clients have returned may still be on its way through the pool, or through the driver.
+            is_late = now < self._answered_at + 2 * RETRY_S and self._pool.lacks_memory
+            is_stalled = head.stall_reported == head.messages and not self._pool.may_proceed
+            more = bool(self._asked) or is_late or not is_stalled
+            self._tell(head, more)
+            if not more:
+                self._ended_at = now
         if self._asked:
             self._next_at = self._begun_at + LONGEST_ROUND_S
-        elif self._has_round and not self._is_told:
-            self._next_at = now + RETRY_S
-        else:
+        elif self._told.get(head) == (head.messages, False):
             self._next_at = self._ended_at + self._pause_s
-
-    def _end(self, head: Demand, now: float) -> None:
-        """Sends the holders and their bytes to the client of the first demand, at the end of a round and before."""
-        # Memory that the clients have returned may still be on its way through the pool, or through the driver.
-        is_late = now < self._answered_at + 2 * RETRY_S and self._pool.lacks_memory
-        is_stalled = head.stall_reported == head.messages and not self._pool.may_proceed
-        more = bool(self._asked) or is_late or not is_stalled
-        if more and self._is_told_more:
-            return
-        self._tell(head, more)
-        self._is_told_more = more
-        if not more:
-            self._is_told, self._ended_at = True, now
+        else:
+            self._next_at = now + RETRY_S
 
     def deadlines(self) -> list[float]:
         return [] if self._next_at is None else [self._next_at]
 
-    def forget(self, client: Client) -> None:
-        self._answers.pop(client.id, None)
-
-    def describe(self, client: Client) -> dict[str, Any]:
-        """The part of the status about a client: see ``StatusReporter``."""
-        answer = self._answers.get(client.id)
-        return {"unused_bytes": answer.unused if answer else None, "unused_why": answer.why if answer else ""}
-
     def _begin(self, head: Demand, now: float) -> None:
         self._begun_at = now
-        self._has_round, self._is_told, self._is_told_more = True, False, False
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._has_round = True
+        self._told.pop(head, None)
         for client in self._clients.values():
             if client.is_user and client.is_connected:
                 self._asked[client.id] = client
                 client.send(Message("reclaim", (head.remaining,)))
 
-    def _tell_others(self, demands: Sequence[Demand]) -> None:
-        """Tells the other demands that no memory comes for them: returned memory goes to the first demand."""
-        told = {}
-        for demand in demands:
-            key = (demand.client.id, demand.request)
-            told[key] = demand.messages
-            if self._others_told.get(key) != demand.messages:
-                self._tell(demand, more=False)
-        self._others_told = told
-
     def _tell(self, demand: Demand, more: bool) -> None:
-        client = demand.client
+        """Sends the holders and their bytes to the client of a demand, unless it has them."""
+        if self._told.get(demand) == (demand.messages, more):
+            return
+        self._told[demand] = (demand.messages, more)
         words, lines = [demand.request, int(more)], []
         for each in sorted(self._clients.values(), key=lambda each: -each.held_bytes)[:_MOST_HOLDERS]:
-            answer = self._answers.get(each.id)
+            answer = self.answers.get(each.id)
             if each.held_bytes:
                 words += (each.pid, each.held_bytes, answer.unused if answer else UNKNOWN)
                 lines.append(answer.why if answer else "")
-        client.send(Message("holders", words, "\n".join(lines)))
+        demand.client.send(Message("holders", words, "\n".join(lines)))
 
     # Messages of clients
 
@@ -140,9 +122,10 @@ class Reclaim:
         more, unused = message.words
         if more not in (0, 1):
             raise MalformedError(f"'more' of 'reclaimed' is {more}, expected 0 or 1")
-        self._answers[client.id] = Answer(unused, " ".join(message.text[:_LONGEST_TEXT].split()))
+        self.answers[client.id] = Answer(unused, " ".join(message.text[:_LONGEST_TEXT].split()))
         # The client of the demand is not waited for: the others may wait for one of its threads that allocates.
-        if not more or (self._head is not None and self._head.client is client):
+        if not more or (self._head is not None and self._head[0].client is client):
             self._asked.pop(client.id, None)
         self._answered_at = time.monotonic()
-        self._is_told_more = False
+        if self._head is not None and self._told.get(self._head[0], (0, False))[1]:
+            del self._told[self._head[0]]  # the client has the holders as they were

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch.distributed as distributed
 from torch.distributed import Store
 
-from memsaver._results import daemon
-from memsaver.distributed.leader import Leader
-from memsaver.distributed.link import Link
-from memsaver.distributed.liveness import Heart, Watch, identity
-from memsaver.distributed.liveness import hello as hello_of
-from memsaver.distributed.messages import dumps
-from memsaver.distributed.part import Part
-from memsaver.distributed.reports import Activity, Collector, Reporter, Silence
+from memsaver.distributed.liveness import Watch, hello, start_heart
+from memsaver.distributed.processes import Processes
 from memsaver.errors import Error
+from memsaver.guests.agreement import Agreement
+from memsaver.guests.store import StoreError, StoreLink
 from memsaver.policies import READERS_S, TurnBackup, TurnRestore, seconds
-from memsaver.turns.plan import Phases, Plan, check_mapping
-from memsaver.turns.ranks import METHODS, check_member
-from memsaver.turns.turn import Turn
+from memsaver.turns.plan import Phases, Plan
+from memsaver.turns.ranks import check_member
+from memsaver.turns.reports import Responder
+from memsaver.turns.turn import Turn, Turns
 
-_LAST_TURN_S = 60.0  # bound of the wait for the end of a turn that this process has left
+_STORE_S = 60.0  # for the store to answer at the start
 _CLOSE_S = 2.0  # bound of the wait for a heartbeat under way
 
 
 class Group:
     """The ranks of all roles in the processes of a torch.distributed job, and the phases that they enter together.
 
-    Every process makes the group, with its own members, and every process calls ``enter()``. Calls travel through
-    torch.distributed's store, so no process group is used: they may be suspended or closed. The process of rank 0 leads
-    the turns. Methods of members are called in the thread that called ``enter()``, one after the other.
+    Every process makes the group, with its own members, and every process calls ``enter()``. The processes agree
+    through torch.distributed's store, so no process group is used: they may be suspended or closed. Methods of members
+    are called in the thread that called ``enter()``, one after the other.
 
     The index of a rank in its role follows the order of the processes, and in a process the order of its members.
 
@@ -49,13 +44,11 @@ class Group:
         name: A name of the group in the store. Groups of one name are made in the same order in all processes.
         heartbeat_timeout: Seconds without a heartbeat after which a process on another host counts as ended. A process
             that holds the GIL sends none. Processes on the same host are looked up by their pid.
-        start_timeout: Seconds that ``enter()`` waits for processes that have not made the group. A process that ends
-            before it makes the group is named then, or at the ``timeout`` of the turn if that is earlier.
         roles: The members of this process by role, one or a list: objects that derive from ``Colocated`` or
-            ``AsyncColocated``, or that have ``pause(tags)`` and ``resume(tags)``, which may be called twice.
+            ``AsyncColocated``, or have their methods.
 
     Raises:
-        TypeError: An argument has a wrong type, or a member has no ``pause()`` or ``resume()``.
+        TypeError: An argument has a wrong type, or a member lacks a method of ``Colocated``.
         ValueError: No phase has tags, ``backup`` or ``restore`` does not fit the phases, ``rank`` is not within
             ``world_size``, or there is no store.
         memsaver.Error: The store cannot be reached.
@@ -88,43 +81,33 @@ class Group:
         world_size: int | None = None,
         name: str = "group",
         heartbeat_timeout: float = 8.0,
-        start_timeout: float = 600.0,
         **roles: Any,
     ) -> None:
         members = {role: _members_of(role, given) for role, given in roles.items()}
-        self._plan = Plan(phases, _all_roles(phases, roles), backup, restore)
-        silence, start = seconds(heartbeat_timeout, "heartbeat_timeout"), seconds(start_timeout, "start_timeout")
-        self._store, self._process, count = _joined(store, rank, world_size)  # the store may serve the other processes
-        until = time.monotonic() + start
-        made = Link(self._store, f"memsaver/{name}", until=until).count(f"made/{self._process}")
-        prefix = f"memsaver/{name}/{made}"
-        link = Link(self._store, prefix, until=until)
-        hello = {
-            **identity(),
-            "plan": {"phases": self._plan.phases, "backup": _plain(backup), "restore": _plain(restore)},
-            "roles": {role: [_methods(each) for each in found] for role, found in members.items()},
-        }
-        link.set(f"hello/{self._process}", dumps(hello))
-        activity = Activity(self._process)
-        collector = Collector(link, partial(hello_of, link), count, self._process)
-        silent = Silence(link, self._process, collector)
-        self._part = Part(link, self._process, members, Watch(link, silence, start), activity, silent)
-        self._leader: Leader | None = None
-        if self._process == 0:
-            leaders = Link(self._store, prefix, direct=True)
-            self._leader = Leader(leaders, count, self._plan, Watch(leaders, silence, start))
-        self._leading: threading.Thread | None = None
-        connect = partial(Link, self._store, prefix, direct=True)  # for a thread of its own
-        self._heart = Heart(connect(), self._process, Reporter(connect, activity).look)
-        self._stop = weakref.finalize(self, self._heart.stop.set)
-        self._turn = 0
-        self._failed: list[int] = []  # turns whose bodies failed here since the last turn
-        self._entered: str | None = None
+        self._plan = Plan(phases, None, backup, restore)
+        silence = seconds(heartbeat_timeout, "heartbeat_timeout")
+        store, process, count = _joined(store, rank, world_size)
+        until = time.monotonic() + _STORE_S
+        link = StoreLink(store, f"memsaver/{name}")
+        number = link.call(lambda keys: int(keys.add(f"made/{process}", 1)), until)
+        prefix = f"memsaver/{name}/{number}"
+        agreement = Agreement(store, prefix, process, count)
+        agreement.link.until = until
+        agreement.link.set(f"hello/{process}", hello())
+        watch = Watch(agreement.link, silence)
+        self._processes = processes = Processes(agreement, process, count, self._plan, members, watch)
+        self._turns = Turns(self._plan, processes)
+        self._store = store  # it may serve the other processes
+        own = StoreLink(store, prefix, direct=True)  # of a thread
+        look = Responder(own, str(process), lambda: processes.doing).look
+        self._heart, stop = start_heart(own, process, look)
+        self._stop = weakref.finalize(self, stop.set)
+        self._broken: str | None = None  # why no further turn can be entered: the store is lost
 
     @property
     def entered(self) -> str | None:
         """The phase of all ranks. None before the first phase, and after a turn that failed."""
-        return self._entered
+        return self._turns.entered
 
     def close(self) -> None:
         """Ends the heartbeats of this process. Afterwards ``enter()`` raises memsaver.Error.
@@ -137,7 +120,7 @@ class Group:
             >>> group.close()
         """
         self._stop()
-        self._heart.thread.join(_CLOSE_S)
+        self._heart.join(_CLOSE_S)
 
     def enter(
         self,
@@ -175,8 +158,8 @@ class Group:
                 Its attributes are ``phase``, ``role`` and ``rank``. If no single member is the reason, ``role`` is None
                 and ``rank`` is that of the process. ``report`` is the path of the report if a rank has not answered at
                 the deadline of the turn. The cause is chained: of a process that has ended a ``LostRankError``. Before
-                the commits, nothing has changed on any rank. If rank 0 or the store is lost, each rank completes the
-                pause that it has prepared if all ranks had prepared, or takes it back.
+                the commits, nothing has changed on any rank. If the store is lost, no phase can be entered any more.
+                A rank that has not learned that all ranks prepared takes its preparation back.
 
         Examples:
             >>> weights = memsaver.region("weights", device="cpu", backup="host")
@@ -194,37 +177,23 @@ class Group:
         options = self._plan.options(name, backup, restore, timeout, memory_timeout, reader_timeout)
         if not self._stop.alive:
             raise Error("this group is closed, expected a new one")
-        if self._part.broken is not None:
-            raise Error(f"this group can enter no phase any more: {self._part.broken}")
-        self._entered = None
-        self._turn += 1
-        number, failed = self._turn, list(self._failed)
-        given = {
-            "backup": options.backup, "restore": options.restore, "timeout": options.bounds.timeout,
-            "memory_timeout": options.memory_timeout, "reader_timeout": options.bounds.reader_timeout,
-        }  # fmt: skip
-        if self._leader is not None:
-            self._await_last_turn(self._leader, number, name, options.until)
-            self._leading = daemon(partial(self._leader.run, number, name, options), "memsaver leader")
-        fields = self._part.take(number, {"enter": name, "options": given, "failed": failed}, options.until)
-        del self._failed[: len(failed)]  # of a turn that failed the leader may have read nothing
-        self._entered = name
-        return Turn(**fields)._guarded(lambda _: self._failed.append(number))
-
-    def _await_last_turn(self, leader: Leader, number: int, phase: str, until: float | None) -> None:
-        """Waits until the end of the last turn has been sent to all. It may go on if this process has left it."""
-        if self._leading is None:
-            return
-        bound = time.monotonic() + _LAST_TURN_S
-        self._leading.join(max(0.0, (bound if until is None else min(until, bound)) - time.monotonic()))
-        if not self._leading.is_alive():
-            return
-        awaited = leader.awaited() or [0]
-        named = ", ".join(f"rank {process}" for process in awaited)
-        text = f"phase {phase!r} could not be entered: the last turn has not ended, since {named} has not answered"
-        error = Error(text, phase=phase, role=None, rank=awaited[0])
-        leader.refuse(number, error)
-        raise error
+        if self._broken is not None:
+            raise Error(f"this group can enter no phase any more: {self._broken}")
+        try:
+            turn = self._turns.enter(name, options)
+        except StoreError as error:
+            self._broken = str(error)
+            text = f"phase {name!r} could not be entered: {error}"
+            raise Error(text, phase=name, role=None, rank=None) from error
+        except Error:
+            if self._processes.interrupt is not None:
+                raise self._processes.interrupt from None
+            raise
+        finally:
+            self._processes.doing = "is outside of enter()"
+        if self._processes.interrupt is not None:
+            raise self._processes.interrupt
+        return turn
 
 
 def _joined(store: Store | None, rank: int | None, world_size: int | None) -> tuple[Store, int, int]:
@@ -245,25 +214,8 @@ def _joined(store: Store | None, rank: int | None, world_size: int | None) -> tu
     return store, rank, world_size
 
 
-def _all_roles(phases: Phases, own: Mapping[str, object]) -> list[str]:
-    """The roles of this process, and those of phases, which may be those of other processes."""
-    check_mapping(phases)
-    named = [role for by_role in phases.values() if isinstance(by_role, Mapping) for role in by_role]
-    return list(dict.fromkeys([*named, *own]))
-
-
 def _members_of(role: str, given: Any) -> list[Any]:
     members = list(given) if isinstance(given, (list, tuple)) else [given]
     for each in members:
         check_member(role, each)
     return members
-
-
-def _methods(member: Any) -> list[str]:
-    """The methods that a turn may call and that a member has."""
-    return [name for name in METHODS if callable(getattr(member, name, None))]
-
-
-def _plain(given: Any) -> Any:
-    """Mappings of any class as dicts, so that processes can compare them."""
-    return {key: _plain(value) for key, value in given.items()} if isinstance(given, Mapping) else given

@@ -3,89 +3,67 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from memsaver._results import daemon
 from memsaver.broker import procfs
-from memsaver.distributed.link import Link
-from memsaver.distributed.messages import LostRankError, loads
-from memsaver.errors import Error
+from memsaver.distributed.messages import LostRankError
+from memsaver.guests.store import StoreError, StoreLink
 
 _BEAT_S = 1.0
-_LOOK_S = 0.5
 
 
-def identity() -> dict[str, Any]:
+def hello() -> str:
     """This process, in a form that processes of the same host and pid namespace can look up."""
     status = procfs.read(os.getpid())
     start = status.start if status is not None else 0
-    return {"host": _host(), "name": socket.gethostname(), "pid": os.getpid(), "start": start}
+    return json.dumps({"host": _host(), "name": socket.gethostname(), "pid": os.getpid(), "start": start})
 
 
-def hello(link: Link, process: int) -> dict[str, Any] | None:
-    """The message of a process from the start of its group, with its identity. None: it has not made the group yet."""
-    found = link.get(f"hello/{process}")
-    return None if found is None else dict(loads(found))
+def start_heart(link: StoreLink, process: int, then: Callable[[], object]) -> tuple[threading.Thread, threading.Event]:
+    """Starts a thread that writes a heartbeat each second, until an event is set or the store has ended.
 
-
-class Heart:
-    """Writes a heartbeat to the store each second, in a thread, until ``stop`` is set or the store has ended.
-
-    ``link``: a direct one, of the thread alone. ``then``: called with it after each heartbeat.
+    ``link``: a direct one, of the thread. ``then``: called after each heartbeat. Neither refers to the group, which can
+    be collected meanwhile.
     """
+    stop = threading.Event()
 
-    def __init__(self, link: Link, process: int, then: Callable[[Link], object]) -> None:
-        self.stop = threading.Event()
-        # The thread does not refer to the group, which can be collected meanwhile.
-        self.thread = daemon(partial(_beat, link, process, then, self.stop), "memsaver heart", self.stop.set)
+    def beat() -> None:
+        count = 0
+        with contextlib.suppress(StoreError):  # without the store no process can be told
+            while not stop.wait(_BEAT_S if count else 0.0):
+                count += 1
+                link.set(f"beat/{process}", str(count))
+                then()
 
-
-def _beat(link: Link, process: int, then: Callable[[Link], object], stop: threading.Event) -> None:
-    count = 0
-    with contextlib.suppress(Error):  # without the store no process can be told
-        while not stop.wait(_BEAT_S if count else 0.0):
-            count += 1
-            link.set(f"beat/{process}", str(count))
-            then(link)
+    return daemon(beat, "memsaver heart", stop.set), stop
 
 
 class Watch:
-    """Finds out whether processes have ended, at most twice a second for each.
+    """Finds out whether processes have ended."""
 
-    ``start_timeout``: seconds from the first check of a process to its hello.
-    """
+    def __init__(self, link: StoreLink, heartbeat_timeout: float) -> None:
+        self._link, self._heartbeat_timeout, self._host = link, heartbeat_timeout, _host()
+        self._hellos: dict[int, dict[str, Any]] = {}
+        self._beats: dict[int, tuple[str | None, float]] = {}  # the last heartbeat, and when it was new
 
-    def __init__(self, link: Link, heartbeat_timeout: float, start_timeout: float) -> None:
-        self._link, self._heartbeat_timeout, self._start_timeout = link, heartbeat_timeout, start_timeout
-        self._host = _host()
-        self._looked: dict[int, float] = {}
-        self._awaited: dict[int, float] = {}  # when a process without a hello was first checked
-        self._beats: dict[int, tuple[bytes | None, float]] = {}  # the last heartbeat, and when it was new
-
-    def check(self, process: int, hello: Mapping[str, Any] | None) -> None:
-        """Raises LostRankError if a process has ended. ``hello``: its identity. None: it has not written it yet."""
-        now = time.monotonic()
+    def check(self, process: int) -> None:
+        """Raises LostRankError if a process that has made its group has ended."""
+        hello = self._hello(process)
         if hello is None:
-            waited = now - self._awaited.setdefault(process, now)
-            if waited >= self._start_timeout:
-                text = f"rank {process} has not made its group within start_timeout, {self._start_timeout:g} s"
-                raise LostRankError(f"{text}; has its process ended?", process=process)
             return
-        if now - self._looked.get(process, 0.0) < _LOOK_S:
-            return
-        self._looked[process] = now
         if hello["host"] == self._host:
             status = procfs.read(hello["pid"])
             if status is None or status.start != hello["start"] or not procfs.is_alive(hello["pid"]):
                 raise LostRankError(f"rank {process} has ended (pid {hello['pid']})", process=process)
             return
-        beat = self._link.get(f"beat/{process}")
+        now, beat = time.monotonic(), self._link.get(f"beat/{process}")
         last, since = self._beats.get(process, (None, now))
         if beat != last or process not in self._beats:
             self._beats[process] = (beat, now)
@@ -94,9 +72,19 @@ class Watch:
             raise LostRankError(text, process=process)
 
     def forget_silence(self) -> None:
-        """Heartbeats that were not read meanwhile count as new. The wait for a hello begins anew."""
+        """Heartbeats that were not read meanwhile count as new."""
         self._beats.clear()
-        self._awaited.clear()
+
+    def named(self, process: int) -> str:
+        """The process, for a report."""
+        hello = self._hello(process)
+        where = "which has not made its group" if hello is None else f"pid {hello['pid']} on {hello['name']}"
+        return f"rank {process}, {where}"
+
+    def _hello(self, process: int) -> dict[str, Any] | None:
+        if process not in self._hellos and (found := self._link.get(f"hello/{process}")) is not None:
+            self._hellos[process] = json.loads(found)
+        return self._hellos.get(process)
 
 
 def _host() -> str:

@@ -1,9 +1,8 @@
-"""Messages between ranks as JSON. A store has no authentication, so nothing is unpickled from it."""
+"""Values as JSON, with transitions and errors. A store has no authentication, so nothing is unpickled from it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -29,63 +28,54 @@ class LostRankError(errors.Error):
     process: int
 
 
-_RESULTS: dict[str, Callable[..., Any]] = {"Transition": Transition, "Ready": Ready}
-_ERRORS: dict[str, type[Exception]] = {
+_CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.Error)),
         LostRankError, AssertionError, KeyError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError,
+        Transition, Ready,
     )
 }  # fmt: skip
 
 
 def dumps(value: Any) -> str:
-    """Encodes JSON's types, tuples, transitions and errors. Of any other value its repr() arrives, as a string."""
-    return json.dumps(_packed(value), separators=(",", ":"))
+    """Encodes JSON's types, transitions and errors. Tuples arrive as lists, other values as their repr()."""
+    try:
+        return json.dumps(value, default=_packed, separators=(",", ":"))
+    except (TypeError, ValueError):  # keys that are no strings, and cycles
+        plain = errors.Error(f"{type(value).__name__}: {value}") if isinstance(value, Exception) else repr(value)
+        return json.dumps(plain, default=_packed)
 
 
-def loads(text: str | bytes) -> Any:
-    return _unpacked(json.loads(text))
+def loads(text: str) -> Any:
+    return json.loads(text, object_hook=_unpacked)
 
 
 def _packed(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, list):
-        return [_packed(each) for each in value]
-    if isinstance(value, tuple):
-        return {"tuple": [_packed(each) for each in value]}
-    if isinstance(value, dict):
-        return {"dict": [[_packed(key), _packed(each)] for key, each in value.items()]}
+    kind = type(value).__name__
     if isinstance(value, (Transition, Ready)):
-        return {type(value).__name__: _packed(asdict(value))}
-    if isinstance(value, BaseException):
-        return {"error": _packed(_described(value))}
-    return repr(value)
-
-
-def _described(error: BaseException) -> list[Any]:
-    kind = type(error).__name__
-    if _ERRORS.get(kind) is type(error):
-        return [kind, str(error.args[0]) if len(error.args) == 1 else str(error), dict(vars(error))]
+        return {"class": kind, "fields": asdict(value)}
+    if not isinstance(value, BaseException):
+        return repr(value)
+    if _CLASSES.get(kind) is type(value):
+        text = str(value.args[0]) if len(value.args) == 1 else str(value)
+        return {"class": kind, "text": text, "fields": vars(value)}
     # The class is not known everywhere, so its name is part of the text.
-    return ["Error", f"{kind}: {error}", {}]
+    return {"class": "Error", "text": f"{kind}: {value}", "fields": {}}
 
 
-def _unpacked(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_unpacked(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, packed),) = value.items()
-    content = _unpacked(packed)
-    if kind == "tuple":
-        return tuple(content)
-    if kind == "dict":
-        return dict(content)
-    if kind == "error":
-        name, text, fields = content
-        error = _ERRORS[name](text)
-        error.__dict__.update(fields)
+def _unpacked(found: dict[str, Any]) -> Any:
+    if found.keys() == {"class", "text", "fields"}:
+        kind, fields = _CLASSES[found["class"]], found["fields"]
+        error = kind(found["text"])
+        error.__dict__.update(
+            {
+                name: tuple(each) if isinstance(getattr(kind, name, None), tuple) else each
+                for name, each in fields.items()
+            }
+        )
         return error
-    return _RESULTS[kind](**content)
+    if found.keys() == {"class", "fields"}:
+        fields = {name: tuple(each) if isinstance(each, list) else each for name, each in found["fields"].items()}
+        return _CLASSES[found["class"]](**fields)
+    return found

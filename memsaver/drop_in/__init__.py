@@ -8,18 +8,35 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import Final, Literal
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final, Literal
 
 from memsaver._adapter import PATCHES, note, patch
 from memsaver.config import DROP_INS, parse_drop_in
-from memsaver.drop_in.errors import DropInError
+from memsaver.drop_in.memsaver_drop_in import when_imported
+from memsaver.errors import Error
+
+log = logging.getLogger("memsaver")
 
 State = Literal["waiting", "active", "stepped aside"]
+# Of a drop-in: a module, a function that is called after its import, and may return replaced names, and its look-up.
+Hook = tuple[str, Callable[[ModuleType], tuple[str, ...]], Callable[[str], ModuleSpec | None] | None]
 VARIABLE: Final = "MEMSAVER_DROP_IN"
+
+
+class DropInError(Error):
+    """A drop-in cannot take the place of a library, or its ranks do not agree.
+
+    Attributes:
+        rank: The rank that has no drop-in, or another one. None where the error concerns this process alone.
+    """
+
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,28 +102,26 @@ def install(name: str) -> None:
     library = import_module(f"memsaver.drop_in.{name}")
     version: str = library.version()
 
-    def activate(replace: Callable[[], tuple[str, ...]], logger: logging.Logger) -> None:
-        with _stepping_aside(name, version, mode):
-            _states[name] = DropIn(name, version, "active", replace())
+    def attempt(act: Callable[[Any], tuple[str, ...]], argument: Any) -> None:
+        """Calls a function, which may return replaced names. Its DropInError is a warning if the mode is "warn"."""
+        try:
+            replaced = act(argument)
+        except DropInError as error:
+            if mode != "warn":
+                _states.pop(name, None)
+                raise
+            _states[name] = DropIn(name, version, "stepped aside", reason=str(error))
+            # Not logged: a program without handlers of logging would not see it.
+            warnings.warn(str(_states[name]), RuntimeWarning, stacklevel=3)
+            return
+        if replaced:
+            _states[name] = DropIn(name, version, "active", replaced)
             patch(PATCHES)
-            logger.info("%s", _states[name])
+            getattr(argument, "logger", log).info("%s", _states[name])
 
-    with _stepping_aside(name, version, mode):
-        library.check(version)
+    attempt(library.check, version)
+    if name not in _states:
         _states[name] = DropIn(name, version, "waiting")
         note(name)
-        library.replace(activate)
-
-
-@contextmanager
-def _stepping_aside(name: str, version: str, mode: str) -> Iterator[None]:
-    """Turns a DropInError of the body into a warning if the mode is ``"warn"``."""
-    try:
-        yield
-    except DropInError as error:
-        if mode != "warn":
-            _states.pop(name, None)
-            raise
-        _states[name] = DropIn(name, version, "stepped aside", reason=str(error))
-        # Not logged: a program without handlers of logging would not see it.
-        warnings.warn(str(_states[name]), RuntimeWarning, stacklevel=2)
+        for module, callback, find in library.hooks():
+            when_imported(module, partial(attempt, callback), find)

@@ -1,28 +1,28 @@
-"""The ways to prepare drop-ins when Python starts: a file in the environment's site-packages, or a folder."""
+"""Programs with drop-ins: a file in the environment's site-packages, a folder for ``PYTHONPATH``, ``memsaver run``."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from memsaver import _core
 from memsaver.config import parse_drop_in
 
 FOLDER: Final = Path(__file__).parent / "start"  # for PYTHONPATH
+# Of torch_memory_saver's package and of the libraries to preload. They are apart in an editable installation.
+PACKAGES: Final = Path(__file__).parent / "tms" / "packages"
+LIBRARIES: Final = Path(_core.__file__).parent / "drop_in" / "tms" / "packages"
+_STEM: Final = "torch_memory_saver_hook_mode_"
+PRELOAD: Final = LIBRARIES / f"{_STEM}preload.abi3.so"
 
 # The file stays where memsaver was uninstalled: then it does nothing.
 _LINE = (
     'import os; os.environ.setdefault("MEMSAVER_DROP_IN", {value!r}) and __import__("importlib.util").util.find_spec('
     '"memsaver_drop_in") and __import__("memsaver_drop_in").start()\n'
 )
-
-
-def python_path(former: str = "") -> str:
-    """``PYTHONPATH`` with the folder first."""
-    others = [each for each in former.split(os.pathsep) if each and each != str(FOLDER)]
-    return os.pathsep.join([str(FOLDER), *others])
 
 
 def file() -> Path:
@@ -46,3 +46,45 @@ def remove() -> bool:
     found = file().exists()
     file().unlink(missing_ok=True)
     return found
+
+
+def python_path(former: str = "") -> str:
+    """``PYTHONPATH`` with the folder first."""
+    return _first(str(FOLDER), [each for each in former.split(os.pathsep) if each != str(FOLDER)])
+
+
+def preload_variable(library: str, former: str) -> str:
+    """``LD_PRELOAD`` with this library first. Other libraries stay, but for those of torch_memory_saver."""
+    return _first(library, [each for each in former.split(":") if not os.path.basename(each).startswith(_STEM)])
+
+
+def _first(path: str, others: list[str]) -> str:
+    return ":".join(filter(None, [path, *others]))
+
+
+def managed(backup: str, base: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a program whose memory is managed whole, with this policy.
+
+    ``base``: those of the caller. Other libraries to preload and other drop-ins stay. Raises ConfigError if
+    ``MEMSAVER_DROP_IN`` has a wrong value.
+    """
+    drop_in = base.get("MEMSAVER_DROP_IN", "")
+    if "tms" not in parse_drop_in(drop_in):
+        drop_in = ",".join(filter(None, [drop_in, "tms"]))
+    return {
+        **base,
+        "MEMSAVER_DROP_IN": drop_in,
+        "PYTHONPATH": python_path(base.get("PYTHONPATH", "")),
+        "LD_PRELOAD": preload_variable(str(PRELOAD), base.get("LD_PRELOAD", "")),
+        "TMS_INIT_ENABLE": "1",
+        "TMS_INIT_ENABLE_CPU_BACKUP": str(int(backup == "host")),
+        "TMS_INIT_ENABLE_DISK_BACKUP": str(int(backup == "disk")),
+    }
+
+
+def run(program: list[str], backup: str) -> None:
+    """Replaces this process by the program. It does not return.
+
+    Raises OSError if the program cannot be started, and ConfigError as managed().
+    """
+    os.execvpe(program[0], program, managed(backup, os.environ))

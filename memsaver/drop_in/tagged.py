@@ -33,7 +33,7 @@ class TaggedRegions:
 
     def of(self, tag: str) -> list[Region]:
         """All regions of a tag."""
-        return [wrapper(each) for each in self._core.of(tag)]
+        return [region for its, region in self.all() if its == tag]
 
     def all(self) -> list[tuple[str, Region]]:
         """Tag and region of each region."""

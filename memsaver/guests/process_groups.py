@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from concurrent.futures import wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,27 +15,27 @@ from torch.distributed import ProcessGroup, Store
 
 from memsaver._adapter import note
 from memsaver._guests import Guest
+from memsaver._results import Lane
 from memsaver.errors import Error
 from memsaver.guests.meeting import Meeting
 from memsaver.guests.reopening import ReopeningGroup
-from memsaver.guests.waits import current_device, within
 from memsaver.policies import seconds, several
 
 log = logging.getLogger("memsaver")
 
 _POLL_S = 0.001
+_WATCH_S = 0.1
 _installed: ProcessGroups | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Record:
     """A group that was wrapped, and the call that made its connections."""
 
     group: ReopeningGroup
     args: tuple[Any, ...]
     options: dict[str, Any]
-    device: int | None  # of CUDA, current when the group was made
-    seconds: list[float] = field(default_factory=list)  # of its last close, and of its last opening
+    device: int | None  # of CUDA: the one that the group is bound to, else the current one when it was made
 
 
 class ProcessGroups(Guest):
@@ -119,11 +120,6 @@ class ProcessGroups(Guest):
         """The names of the groups that are closed now, in the order in which they were made."""
         return [each.group.group_name for each in self._live() if not each.group.is_open]
 
-    @property
-    def seconds_by_group(self) -> dict[str, list[float]]:
-        """By group, the seconds of its last closing and, if it is open again, of its last opening."""
-        return {each.group.group_name: list(each.seconds) for each in self._live()}
-
     def prepare(self) -> None:
         """Waits until all collectives have ended.
 
@@ -194,8 +190,9 @@ class ProcessGroups(Guest):
             return made, store
         name = c10d._world.pg_names[made]
         group = ReopeningGroup(made, str(name), str(made.group_desc))
-        _replace(made, group)
-        self._records.append(_Record(group, args, options, _device(options.get("device_id"))))
+        _put(group, made)
+        bound = options.get("device_id")
+        self._records.append(_Record(group, args, options, _current_device() if bound is None else bound.index))
         return group, store
 
     def _is_chosen(self, made: ProcessGroup) -> bool:
@@ -210,30 +207,24 @@ class ProcessGroups(Guest):
 
     def _close(self, each: _Record, most: float, until: float) -> None:
         """Closes a group. Connections that are not closed at ``most`` are aborted: they need no other rank then."""
-        since = time.monotonic()
         connections = each.group.connections
         each.group.connections = None  # first: a call that is interrupted leaves the group closed
         try:
-            self._in_thread(connections.shutdown, most, each, "closed")
+            _within(connections.shutdown, most, each, "closed")
         except Exception as error:
             log.warning("process group %r is aborted: %s", each.group.group_name, error)
             try:
-                self._in_thread(connections.abort, until, each, "aborted")
+                _within(connections.abort, until, each, "aborted")
             except Exception as second:
                 log.error("process group %r was not aborted: %s", each.group.group_name, second)
-        each.seconds = [time.monotonic() - since]
 
     def _open(self, each: _Record, store: Store, meeting: Meeting, until: float) -> None:
-        since = time.monotonic()
-        each.group.connections = self._in_thread(
-            lambda: self._connect(each, store, meeting.round),
-            until,
-            each,
-            "opened",
-            discard=ProcessGroup.abort,
-            watch=lambda: meeting.check(until),
+        def connect() -> ProcessGroup:
+            return self._connect(each, store, meeting.round)
+
+        each.group.connections = _within(
+            connect, until, each, "opened", ProcessGroup.abort, lambda: meeting.check(until)
         )
-        each.seconds = [*each.seconds[:1], time.monotonic() - since]
 
     def _connect(self, each: _Record, store: Store, number: int) -> ProcessGroup:
         """Makes connections by torch's function, under a name of their own."""
@@ -245,14 +236,8 @@ class ProcessGroups(Guest):
                 args[_PLACES[name]] = value
         options.pop("pg_tag", None)  # torch returns an existing group of this tag
         made, _ = self._create(*args, **options)
-        _forget(made)
+        _put(None, made)
         return made
-
-    def _in_thread(self, function: Callable[[], Any], until: float, each: _Record, verb: str, **options: Any) -> Any:
-        """The result of a function on the group's device, within a bound."""
-        text = f"process group {each.group.group_name!r} could not be {verb}"
-        device = current_device() if each.device is None else each.device
-        return within(function, max(0.0, until - time.monotonic()), text, device=device, **options)
 
 
 _PLACES = {"backend": 3, "store": 4, "group_name": 5}  # among the arguments of torch's function
@@ -269,42 +254,65 @@ def _no_split_source(*_: Any) -> None:
     """Of a group; from torch 2.15 on also of a backend."""
 
 
-def _device(bound: torch.device | None) -> int | None:
-    """The device of a group on CUDA: the one that it is bound to, else the current one."""
-    return current_device() if bound is None else bound.index
+def _current_device() -> int | None:
+    """The device of CUDA that is current in this thread, or None before torch uses CUDA."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
-def _registers() -> list[dict[ProcessGroup, Any]]:
-    """torch's registers of groups by their object."""
+def _within(
+    function: Callable[[], Any],
+    until: float,
+    each: _Record,
+    verb: str,
+    discard: Callable[[Any], object] = lambda result: None,
+    watch: Callable[[], object] = lambda: None,
+) -> Any:
+    """The result of a call for a group in a thread of its own, since calls of torch cannot be interrupted.
+
+    Raises its error, or TimeoutError at ``until``. The thread then goes on, and the exit of the interpreter waits 2 s
+    for it at most. ``discard``: called with a result that comes too late. ``watch``: called every 0.1 s meanwhile; its
+    error ends the wait.
+    """
+    device = _current_device() if each.device is None else each.device
+    began = time.monotonic()
+
+    def run() -> Any:
+        if device is not None:
+            torch.cuda.set_device(device)  # it is of a thread
+        return function()
+
+    future = Lane("memsaver guest").submit(run)
+    try:
+        while wait([future], max(0.0, min(until - time.monotonic(), _WATCH_S))).not_done:
+            if time.monotonic() >= until:
+                took = round(max(0.0, until - began), 2)
+                raise TimeoutError(f"process group {each.group.group_name!r} could not be {verb} within {took:g} s")
+            watch()
+    except BaseException:
+        future.add_done_callback(lambda done: done.exception() or discard(done.result()))
+        raise
+    return future.result()
+
+
+def _put(new: ProcessGroup | None, old: ProcessGroup) -> None:
+    """Puts a group in the place of another one in torch's registers. None: only removes the other one."""
     world: Any = c10d._world
-    return [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag]
-
-
-def _replace(old: ProcessGroup, new: ProcessGroup) -> None:
-    """Puts ``new`` in the place of ``old`` in torch's registers."""
-    world = c10d._world
     name = world.pg_names[old]
-    for register in _registers():
+    for register in (
+        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
+    ):  # fmt: skip
         if old in register:
-            register[new] = register.pop(old)
-    for groups in world.tags_to_pg.values():
-        groups[:] = [new if each is old else each for each in groups]
-    c10d._unregister_process_group(name)
-    c10d._register_process_group(name, new)
-    note("process groups")
-
-
-def _forget(made: ProcessGroup) -> None:
-    """Removes a group from torch's registers. It stays open."""
-    world = c10d._world
-    name = world.pg_names[made]
-    for register in _registers():
-        register.pop(made, None)
+            value = register.pop(old)
+            if new is not None:
+                register[new] = value
     for tag, groups in list(world.tags_to_pg.items()):
-        groups[:] = [each for each in groups if each is not made]
+        groups[:] = [new if each is old else each for each in groups if each is not old or new is not None]
         if not groups:
             del world.tags_to_pg[tag]
     c10d._unregister_process_group(name)
+    if new is not None:
+        c10d._register_process_group(name, new)
+        note("process groups")
 
 
 def _listed(names: Iterable[object]) -> str:

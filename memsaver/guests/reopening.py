@@ -51,11 +51,6 @@ class ReopeningGroup(ProcessGroup):
         """Whether a collective has not ended whose Work object exists."""
         return any(not work.is_completed() for work in list(self._works))
 
-    def _noted(self, result: Any) -> Any:
-        if isinstance(result, Work):
-            self._works.add(result)
-        return result
-
     # Properties that torch also reads while the connections are closed.
 
     @property
@@ -102,22 +97,13 @@ class ReopeningGroup(ProcessGroup):
 
 def _forwarding(name: str) -> Callable[..., Any]:
     def forward(self: ReopeningGroup, *args: Any, **options: Any) -> Any:
-        return self._noted(getattr(self.connections, name)(*args, **options))
+        result = getattr(self.connections, name)(*args, **options)
+        if isinstance(result, Work):
+            self._works.add(result)
+        return result
 
     forward.__name__ = name
     return forward
-
-
-def _forward_all() -> None:
-    """Everything else that a group of this version of torch can do is done by the connections."""
-    for name in dir(ProcessGroup):
-        value = getattr(ProcessGroup, name)
-        if name in _OWN or name.startswith(("__", "_pybind11")) or isinstance(value, type):
-            continue
-        if callable(value):
-            setattr(ReopeningGroup, name, _forwarding(name))
-        elif isinstance(value, property):
-            setattr(ReopeningGroup, name, _forwarded_property(name))
 
 
 def _forwarded_property(name: str) -> property:
@@ -130,4 +116,12 @@ def _forwarded_property(name: str) -> property:
     return property(read, write)
 
 
-_forward_all()
+# Everything else that a group of this version of torch can do is done by the connections.
+for _name in dir(ProcessGroup):
+    _value = getattr(ProcessGroup, _name)
+    if _name in _OWN or _name.startswith(("__", "_pybind11")) or isinstance(_value, type):
+        continue
+    if callable(_value):
+        setattr(ReopeningGroup, _name, _forwarding(_name))
+    elif isinstance(_value, property):
+        setattr(ReopeningGroup, _name, _forwarded_property(_name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -43,9 +43,9 @@ class Workspaces(Guest):
             return
         if _core.capturing():
             raise Error("a graph is being captured, expected the pause after its end")
-        clear = _clear()
-        if clear is not None:
-            clear()
+        getattr(
+            torch._C, "_cuda_clearCublasWorkspaces", lambda: None
+        )()  # of both libraries; builds without CUDA lack it
         torch.cuda.empty_cache()
 
     def leave(self) -> None:
@@ -53,8 +53,3 @@ class Workspaces(Guest):
 
     def come_back(self) -> None:
         """Does nothing: torch makes workspaces when it needs them."""
-
-
-def _clear() -> Callable[[], None] | None:
-    """torch's function, of both libraries. Builds without CUDA lack it."""
-    return getattr(torch._C, "_cuda_clearCublasWorkspaces", None)

@@ -8,11 +8,10 @@ no row explains is ``"unknown"`` in a process whose bytes the driver lists, else
 from __future__ import annotations
 
 from memsaver.ledger.accounts import of_device, of_pool
-from memsaver.ledger.messages import decoded, encoded, for_error, read, serve
-from memsaver.ledger.own import measure_context, measured
+from memsaver.ledger.reports import REGION_FIELDS, decoded, encoded, for_error, read
 from memsaver.ledger.rows import Ledger, LedgerRow, described, lines
 
 __all__ = [
-    "Ledger", "LedgerRow", "decoded", "described", "encoded", "for_error", "lines", "measure_context",
-    "measured", "of_device", "of_pool", "read", "serve",
+    "REGION_FIELDS", "Ledger", "LedgerRow", "decoded", "described", "encoded", "for_error", "lines", "of_device",
+    "of_pool", "read",
 ]  # fmt: skip

@@ -69,9 +69,13 @@ def account(device: Device, reports: Iterable[Report], pool: PoolTotal | None) -
                 label = f"of pid {report.exited}, which has exited"
                 rows.append(LedgerRow(report.pid, report.name, "pool held", label, "", report.pooled))
             continue
-        rest = unexplained_bytes(device, report)
-        listed.pop(report.pid, None)
-        parts = [*_parts(report), ("unknown", "", "", rest or 0)]
+        own = [("pool held", "", "", report.pooled)] if report.parts is None else report.parts
+        found = listed.pop(report.pid, (0, 0) if device.lists_all else None)
+        imported = found[1] if report.imported is None and found is not None else report.imported
+        unexplained = 0  # also if the driver does not tell
+        if found is not None and imported is not None:
+            unexplained = found[0] - imported + report.pooled - sum(part[-1] for part in own if part[-1] > 0)
+        parts = [*own, ("unknown", "", "", unexplained)]
         contradicts |= any(part[-1] < 0 for part in parts)
         rows += [LedgerRow(report.pid, report.name, *part) for part in parts if part[-1] > 0]
     if pool is not None:
@@ -93,20 +97,6 @@ def account(device: Device, reports: Iterable[Report], pool: PoolTotal | None) -
             rows.append(LedgerRow(None, "", "unlisted", "", "", rest))
         rows = _reduced(rows, -rest)
     return Ledger(device.used_bytes, rows, not contradicts)
-
-
-def unexplained_bytes(device: Device, report: Report) -> int | None:
-    """The bytes of a process that it has no row for. Negative: figures contradict each other. None: unknown."""
-    missing = (report.pid, 0, 0) if device.lists_all else (report.pid, None, None)
-    _, nbytes, imported = next((each for each in device.holdings if each[0] == report.pid), missing)
-    elsewhere = imported if report.imported is None else report.imported
-    if nbytes is None or elsewhere is None:
-        return None
-    return nbytes - elsewhere + report.pooled - sum(part[-1] for part in _parts(report) if part[-1] > 0)
-
-
-def _parts(report: Report) -> list[Part]:
-    return [("pool held", "", "", report.pooled)] if report.parts is None else report.parts
 
 
 def _reduced(rows: list[LedgerRow], excess: int) -> list[LedgerRow]:
@@ -144,13 +134,14 @@ def of_device(used_bytes: int | None, holdings: Sequence[Holding], lists_all: bo
 
 
 def _report(client: Mapping[str, Any]) -> Report:
+    leaving = client["leaving_bytes"]
+    held_bytes = client["held_bytes"] + leaving
     if client["exited"]:
         keeper = next(iter(client["kept_by"]), client)
-        return Report(keeper["pid"], keeper["name"], None, None, client["held_bytes"], exited=client["pid"])
-    known = client.get("ledger")
-    report = Report(client["pid"], client["name"], None, None, client["held_bytes"])
+        return Report(keeper["pid"], keeper["name"], None, None, held_bytes, exited=client["pid"])
+    known = client["ledger"] if client["is_current"] else None  # else its memory may be another one now
+    report = Report(client["pid"], client["name"], None, None, held_bytes)
     if known is not None:
-        regions = [("region", row["tag"], row["state"], row["mapped_bytes"]) for row in client["regions"]]
-        report.parts = [*regions, *(tuple(row) for row in known["rows"])]
+        report.parts = [("pool held", "not dropped yet", "", leaving), *(tuple(row) for row in known["rows"])]
         report.imported = known["imported_bytes"]
     return report

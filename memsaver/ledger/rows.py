@@ -17,11 +17,11 @@ class LedgerRow:
     Attributes:
         pid: The process. None for memory of no process that is known.
         name: Its name, or ``"?"`` if the system does not return it. Empty without a process.
-        kind: ``"region"``, ``"retained"``, ``"torch allocated"``, ``"torch cached"``, ``"torch"`` (either of the two),
-            ``"guest"``, ``"context"``, ``"graphs"`` or another kind that was measured, ``"unknown"``, ``"process"``
-            (all of a process that reports nothing), ``"pool held"`` (chunks of a client of the pool that reports
-            nothing, or that has exited), ``"pool idle"`` or ``"unlisted"``.
-        label: The tag of the region, the name of the guest, or the name of the measurement. Else empty.
+        kind: ``"region"``, ``"retained"``, ``"torch"`` (its memory outside of regions), ``"guest"``, ``"unknown"`` (the
+            rest of a process: its context, graphs, NCCL), ``"process"`` (all of a process that reports nothing),
+            ``"pool held"`` (chunks of a client of the pool that reports nothing, or that has exited), ``"pool idle"``
+            or ``"unlisted"``.
+        label: The tag of the region, or the name of the guest. Else empty.
         state: The state of the region or guest. Else empty.
         bytes: Bytes of device memory.
 

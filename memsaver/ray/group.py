@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from memsaver.policies import READERS_S, TurnBackup, TurnRestore
-from memsaver.ray.ranks import ActorRank
+from memsaver.ray.ranks import ActorCaller, ActorRank
 from memsaver.ray.reports import Collector
 from memsaver.turns.plan import Phases, Plan
-from memsaver.turns.ranks import Rank
-from memsaver.turns.turn import Turn, TurnReport, Turns
+from memsaver.turns.turn import Turn, Turns
 
 _LOOK_LONGER_S = 30.0
 
@@ -29,12 +28,12 @@ class Group:
             in the place of the tags, or of the roles, is for all of them.
         restore: False for tags whose contents the phase overwrites: name of the phase -> role -> tag -> bool, with the
             same short forms.
-        roles: The members of each role, one or a list in the order of their ranks. They are Ray actors that derive from
-            ``Colocated`` or ``AsyncColocated``, or actors or objects of this process with ``pause(tags)`` and
-            ``resume(tags)`` that may be called twice. Objects are called in threads, and may return awaitables.
+        roles: The members of each role, one or a list in the order of their ranks: Ray actors or objects of this
+            process that derive from ``Colocated`` or ``AsyncColocated``, or have their methods. Objects are called in
+            threads.
 
     Raises:
-        TypeError: An argument has a wrong type, or a member has no ``pause()`` or ``resume()``.
+        TypeError: An argument has a wrong type, or a member lacks a method of ``Colocated``.
         ValueError: A role has no members, a phase has unknown roles or no phase has tags, or ``backup`` or ``restore``
             has unknown phases, roles or policies, or tags that do not pause or resume in the phase.
 
@@ -76,7 +75,8 @@ class Group:
         ranks = [rank for role, given in roles.items() for rank in _of_role(role, given)]
         self._plan = Plan(phases, roles, backup, restore)
         self._reports = Collector()
-        self._turns = Turns(self._plan, ranks, self._report)
+        self._caller = ActorCaller(ranks, self._reports.collect)
+        self._turns = Turns(self._plan, self._caller)
 
     @property
     def entered(self) -> str | None:
@@ -93,7 +93,7 @@ class Group:
 
         Raises:
             ValueError: There is no such rank.
-            TypeError: ``actor`` has no ``pause()`` or ``resume()``.
+            TypeError: ``actor`` lacks a method of ``Colocated``.
 
         Examples:
             >>> class Engine(memsaver.ray.Colocated):
@@ -105,7 +105,8 @@ class Group:
             >>> group.entered is None
             True
         """
-        self._turns.replace(ActorRank(role, rank, actor))
+        self._caller.replace(ActorRank(role, rank, actor))
+        self._turns.entered = None
 
     def enter(
         self,
@@ -127,10 +128,6 @@ class Group:
         overwrites contents that resumed with ``restore=False``: if the body raises, these tags count as not written.
         Phases in which they are resident are then refused, until a phase with ``restore=False`` for them.
 
-        Ranks without ``colocated_prepare()`` pause in one call after all others have prepared. Bounds, ``backup`` and
-        ``restore`` are passed to the methods of the ranks as keyword arguments if they are not the defaults. A method
-        without a parameter that the turn needs is an error of its rank.
-
         Args:
             name: The phase.
             backup: The policy of the tags that pause, for this turn: one for all roles, ``{role: policy}`` or
@@ -140,7 +137,8 @@ class Group:
             timeout: Seconds for the whole turn, up to the commit of the last rank. Each rank gets the rest of it for
                 its own call. If a rank has not answered by then while all prepare, the turn fails, and the rank aborts
                 its part when its drain or start has ended. Ranks that have committed have 30 s more to complete their
-                pauses and resumes; then the turn fails too. No phase can be entered until they have. None: no bound.
+                pauses and resumes; then the turn fails too. No phase can be entered until the rank has answered. None:
+                no bound.
             memory_timeout: Seconds to wait for memory that others hold. None: 60 for ranks that resume at the same time
                 as the pauses that release their memory, else 0.
             reader_timeout: Seconds for pauses to wait for attached processes.
@@ -155,8 +153,7 @@ class Group:
                 BackupError). Its attributes are ``phase``, ``role`` and ``rank``; the cause is chained. ``report`` is
                 the path of the report if a rank has not answered at the deadline of the turn. Before the
                 commits, nothing has changed on any rank. After a later failure the tags to pause are paused, and so are
-                the tags that had resumed. The other ranks are notified by ``colocated_failed()``. This phase, or
-                another, can be entered again.
+                the tags that had resumed. This phase, or another, can be entered again.
 
         Examples:
             >>> class Engine(memsaver.ray.Colocated):
@@ -174,11 +171,8 @@ class Group:
         options = self._plan.options(name, backup, restore, timeout, memory_timeout, reader_timeout)
         if options.completes_until is not None:  # the actors look a little longer than the turn waits
             seconds = options.completes_until - time.monotonic() + _LOOK_LONGER_S
-            self._reports.watch(self._turns.ranks, seconds)
+            self._reports.watch(self._caller.ranks, seconds)
         return self._turns.enter(name, options)
-
-    def _report(self, title: str, silent: Sequence[Rank]) -> TurnReport:
-        return self._reports.collect(title, self._turns.ranks, silent)
 
 
 def _of_role(role: str, given: Any) -> list[ActorRank]:

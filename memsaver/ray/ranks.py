@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from concurrent.futures import Future
 from typing import Any
 
-import ray
-from ray.actor import ActorClass
-from ray.exceptions import (
-    ActorUnavailableError,
-    GetTimeoutError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
+from ray.actor import ActorClass, ActorHandle
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from memsaver.turns.ranks import Call, LocalRank, NoAnswerError
+from memsaver.turns.calls import Caller, LocalRank
+from memsaver.turns.plan import TurnOptions
+from memsaver.turns.ranks import Call, Rank, Tags
+
+_RESTART_S = 60.0  # the calls of a rank may be refused for this long while it restarts
+_POLL_S = 0.05
 
 
 class ActorRank(LocalRank):
@@ -26,60 +24,50 @@ class ActorRank(LocalRank):
     """
 
     def __init__(self, role: str, index: int, actor: Any) -> None:
-        """Raises TypeError for a class, and for an object without pause() and resume()."""
+        """Raises TypeError for a class, and for an object without the methods of Colocated."""
         if isinstance(actor, ActorClass):
             raise TypeError(f"{actor!r} of the role {role!r} is a class, expected an instance of it")
         super().__init__(role, index, actor)
+        self.is_actor = isinstance(actor, ActorHandle)
+        self.is_new = True
 
-    def submit(self, method: str, *args: object, **options: object) -> Call:
-        bound = getattr(self.member, method)
-        if hasattr(bound, "remote"):
-            return _RemoteCall(bound.remote(*args, **options))
-        return super().submit(method, *args, **options)
+    def submit(self, call: Call) -> Future[Any]:
+        if not self.is_actor:
+            return super().submit(call)
+        future: Future[Any] = getattr(self.member, call.method).remote(*call.args, **call.options).future()
+        return future
 
-    def _settled(self, result: Any) -> Any:
-        return _RemoteCall(result).result() if isinstance(result, ray.ObjectRef) else super()._settled(result)
-
-    @property
-    def reports_start(self) -> bool:
-        return self.has("__ray_ready__")
-
-    def start(self) -> Call:
-        return self.submit("__ray_ready__")
-
-    def is_starting(self, error: Exception) -> bool:
-        """While an actor restarts, Ray may refuse its calls. During its __init__ they wait."""
-        return isinstance(error, ActorUnavailableError)
+    def failure(self, error: Exception) -> Exception:
+        cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
+        return cause if isinstance(cause, Exception) else error
 
     def is_lost(self, error: Exception) -> bool:
         # The calls of an actor that Ray's memory monitor has killed for good raise the second one, no RayActorError.
         return isinstance(error, (RayActorError, OutOfMemoryError))
 
-    def replacement(self, error: Exception) -> str | None:
-        return f"group.replace({self.role!r}, {self.index}, actor)" if self.is_lost(error) else None
-
     def described(self, error: Exception) -> str:
         """Of Ray's own errors, which have many lines, the first line."""
-        text = str(error).strip()
-        return f"{type(error).__name__}: {text.splitlines()[0] if isinstance(error, RayError) and text else text}"
+        if not isinstance(error, RayError):
+            return super().described(error)
+        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        remedy = f"; unless Ray restarts it: group.replace({self.role!r}, {self.index}, actor)"
+        return text + remedy if self.is_lost(error) else text
 
 
-class _RemoteCall:
-    def __init__(self, reference: Any) -> None:
-        self._reference = reference
+class ActorCaller(Caller):
+    """The caller of all actors. A turn begins when new and restarted actors have started, or at its bound."""
 
-    def result(self, timeout: float | None = None) -> Any:
-        try:
-            return ray.get(self._reference, timeout=timeout)
-        except GetTimeoutError as error:
-            raise NoAnswerError(str(error)) from None
-        except RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, Exception) else error) from None
-
-    @staticmethod
-    def ended(calls: Sequence[_RemoteCall], timeout: float | None) -> Collection[_RemoteCall]:
-        by_reference = {each._reference: each for each in calls}
-        references = list(by_reference)
-        ray.wait(references, num_returns=1, timeout=timeout)
-        done, _ = ray.wait(references, num_returns=len(references), timeout=0)
-        return [by_reference[reference] for reference in done]
+    def begin(self, turn: int, phase: str, options: TurnOptions, unwritten: Tags) -> tuple[Tags, set[Rank]]:
+        _, died = super().begin(turn, phase, options, unwritten)
+        deadline = time.monotonic() + _RESTART_S
+        deadline = deadline if options.until is None else min(deadline, options.until)
+        starting = [rank for rank in self.ranks if rank.is_actor and (rank.is_new or rank in died)]
+        while starting and time.monotonic() < deadline:
+            calls = {rank: Call("__ray_ready__") for rank in starting}
+            errors = self._collect(*self._start(calls), options.until).errors  # calls of the turn report them
+            # While an actor restarts, Ray may refuse its calls. During its __init__ they wait.
+            starting = [rank for rank in starting if isinstance(errors.get(rank), ActorUnavailableError)]
+            time.sleep(_POLL_S if starting else 0.0)
+        for rank in self.ranks:
+            rank.is_new = False
+        return unwritten, died

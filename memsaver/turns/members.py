@@ -1,4 +1,4 @@
-"""Base classes of actors with regions: transitions in one call, and a pause by prepare and commit."""
+"""Base classes of members with regions: transitions in one call, and a pause by prepare and commit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextvars
 import functools
 import inspect
-import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -20,8 +19,6 @@ from memsaver.policies import READERS_S, Backup, Bounds, Restore
 from memsaver.regions import Selection as Tags
 from memsaver.transitions import Prepared, Transition, in_thread, prepare_pause
 
-log = logging.getLogger("memsaver")
-
 _T = TypeVar("_T")
 
 
@@ -30,8 +27,6 @@ class Ready:
     """The result of ``colocated_prepare()``: the actor has prepared its part of a turn.
 
     Attributes:
-        halves: True: ``colocated_commit()`` completes the prepared pause. False: nothing is prepared, and the group
-            calls ``colocated_pause()``.
         moves: Whether a region that is to pause is resident.
         pooled: Whether the memory of all regions in the turn comes from shared pools, and no guest moves in it.
         discarded: Of the tags that are to resume, those whose contents an earlier pause discarded.
@@ -42,14 +37,22 @@ class Ready:
         ...         self.kv = memsaver.region("kv_cache", device="cpu")
         >>> engine = Engine()
         >>> engine.colocated_prepare(["kv_cache"])
-        Ready(halves=True, moves=True, pooled=False, discarded=())
+        Ready(moves=True, pooled=False, discarded=())
         >>> engine.colocated_abort()
     """
 
-    halves: bool
     moves: bool
     pooled: bool
     discarded: tuple[str, ...] = ()
+
+
+def _check_pause(cls: type) -> None:
+    # Ray's tracing wraps the methods of an actor's class, and AsyncColocated those of Colocated.
+    if inspect.unwrap(cls.pause) is not Colocated.pause:  # type: ignore[attr-defined]
+        raise TypeError(
+            f"{cls.__name__} overrides pause(), expected colocated_drain() for work before a pause, and "
+            "colocated_commit() for work after it"
+        )
 
 
 class Colocated:
@@ -58,9 +61,9 @@ class Colocated:
     Ray actors derive from it, and so can objects of the calling process. All results and errors pickle. A group calls
     ``resume()``, and pauses by ``colocated_prepare()`` and ``colocated_commit()``, so that all ranks pause or none.
 
-    Override ``colocated_drain()`` for work before regions pause, and ``resume()`` for work after they have resumed. If
-    an actor overrides ``pause()``, the group calls that method after all other ranks have prepared. Actors with
-    ``async def`` methods derive from ``AsyncColocated``.
+    Override ``colocated_drain()`` for work before regions pause, and ``resume()`` for work after they have resumed. A
+    class that overrides ``pause()``, which a group does not call, raises TypeError. Actors with ``async def`` methods
+    derive from ``AsyncColocated``.
 
     Examples:
         >>> class Engine(memsaver.ray.Colocated):
@@ -73,6 +76,10 @@ class Colocated:
         drain before ['weights']
         ('weights',)
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _check_pause(cls)
 
     def pause(
         self,
@@ -99,8 +106,7 @@ class Colocated:
         """
         since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
         names = _names(tags)
-        if names:
-            self.colocated_drain(names)
+        _drain(self, names)
         return memsaver.pause(names, backup=backup, **_pause_options(bounds.left(since)))
 
     def resume(
@@ -160,19 +166,17 @@ class Colocated:
 
         Raises:
             ValueError: A tag in ``coming`` has no region.
-            TypeError: ``backup`` is given, and the actor overrides ``pause()`` or ``colocated_pause()`` without this
-                parameter.
             memsaver.Error: As from ``memsaver.pause()`` before its commit. Nothing has changed.
         """
         since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
         halves = _halves(self)
         turn = halves.begin()
-        ready = _ready(self, tags, coming, backup)
-        if ready.halves:
-            names = _existing(tags)
-            if names:
-                self.colocated_drain(names)
-            halves.prepare(turn, names, _of_names(backup, tags, names), bounds.left(since))
+        ready, names = _ready(tags, coming), _existing(tags)
+        _drain(self, names)
+        if isinstance(backup, Mapping):
+            missing = set(tags) - set(names)  # they have no regions yet
+            backup = {tag: policy for tag, policy in backup.items() if tag not in missing} or None
+        halves.prepare(turn, names, backup, bounds.left(since))
         return ready
 
     def colocated_commit(self) -> Transition:
@@ -190,45 +194,11 @@ class Colocated:
         """Aborts the prepared pause, if there is one. Extend it if a drain has to be undone as well."""
         _halves(self).abort()
 
-    def colocated_pause(self, tags: Sequence[str], *, backup: Backup = None, **bounds: Any) -> Transition:
-        """Pauses in one call. A group calls it if the actor overrides ``pause()`` or this method.
 
-        Args:
-            tags: The tags to pause. Tags without regions are left out.
-            backup: As for ``pause()``.
-            bounds: ``timeout`` and ``reader_timeout`` as for ``pause()``, if the group has them.
-
-        Returns:
-            The transition.
-
-        Raises:
-            memsaver.Error: As from ``pause()``.
-        """
-        names = _existing(tags)
-        return self.pause(names, **_backup_option(_of_names(backup, tags, names)), **bounds)
-
-    def colocated_failed(self, role: str, rank: int, error: Exception) -> None:
-        """Reports that another rank could not enter a phase. To be overridden; this method logs the error.
-
-        Args:
-            role: The role of the rank that failed.
-            rank: Its index in the role.
-            error: Its error.
-        """
-        log.warning("%s %d failed in a transition: %s", role, rank, error)
-
-
-class _InThread(Colocated):
-    """An async actor, as the methods of ``Colocated`` see it in a thread: its coroutines run in its event loop."""
-
-    def __init__(self, actor: AsyncColocated, loop: asyncio.AbstractEventLoop) -> None:
-        self.actor, self._loop = actor, loop
-
-    def colocated_drain(self, tags: Sequence[str]) -> None:
-        asyncio.run_coroutine_threadsafe(self.actor.colocated_drain(tags), self._loop).result()
-
-    def pause(self, *args: Any, **options: Any) -> Transition:
-        return asyncio.run_coroutine_threadsafe(self.actor.pause(*args, **options), self._loop).result()
+def _drain(member: Colocated | AsyncColocated, tags: Sequence[str]) -> None:
+    draining = member.colocated_drain(tags) if tags else None
+    if isinstance(draining, Coroutine):  # this thread is that of a method of an async actor
+        asyncio.run_coroutine_threadsafe(draining, member.__dict__["_colocated_loop"]).result()
 
 
 def _coroutine(method: Callable[..., _T]) -> Callable[..., Coroutine[Any, Any, _T]]:
@@ -236,8 +206,8 @@ def _coroutine(method: Callable[..., _T]) -> Callable[..., Coroutine[Any, Any, _
 
     @functools.wraps(method)
     async def run(self: AsyncColocated, *args: Any, **options: Any) -> _T:
-        member, context = _InThread(self, asyncio.get_running_loop()), contextvars.copy_context()
-        call = functools.partial(context.run, method, member, *args, **options)
+        self.__dict__["_colocated_loop"] = asyncio.get_running_loop()
+        call = functools.partial(contextvars.copy_context().run, method, self, *args, **options)
         # Not the event loop's executor, whose threads may all be busy.
         return await asyncio.wrap_future(in_thread(call, "memsaver colocated"))
 
@@ -258,13 +228,15 @@ class AsyncColocated:
         ('weights',)
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _check_pause(cls)
+
     pause = _coroutine(Colocated.pause)
     resume = _coroutine(Colocated.resume)
     colocated_prepare = _coroutine(Colocated.colocated_prepare)
     colocated_commit = _coroutine(Colocated.colocated_commit)
     colocated_abort = _coroutine(Colocated.colocated_abort)
-    colocated_pause = _coroutine(Colocated.colocated_pause)
-    colocated_failed = _coroutine(Colocated.colocated_failed)
 
     async def colocated_drain(self, tags: Sequence[str]) -> None:
         """``Colocated.colocated_drain()`` as a coroutine."""
@@ -313,51 +285,19 @@ class _Halves:
 
 def _halves(actor: object) -> _Halves:
     """The actor's _Halves. Not made by an __init__, since derived classes need not call it."""
-    return _actor(actor).__dict__.setdefault("_colocated_halves", _Halves())
+    return actor.__dict__.setdefault("_colocated_halves", _Halves())
 
 
-def _actor(member: object) -> object:
-    return member.actor if isinstance(member, _InThread) else member
-
-
-def _ready(member: object, tags: Sequence[str], coming: Sequence[str], backup: Backup) -> Ready:
-    actor = _actor(member)
-    # Ray's tracing wraps the methods of an actor's class, and AsyncColocated those of Colocated.
-    methods = {name: inspect.unwrap(getattr(type(actor), name)) for name in ("colocated_pause", "pause")}
-    own = [name for name, method in methods.items() if method is not getattr(Colocated, name)]
-    if own and tags and backup is not None and not _takes_backup(methods[own[0]]):
-        raise TypeError(
-            f"{type(actor).__name__}.{own[0]}() has no parameter 'backup', expected one: this turn pauses "
-            f"{', '.join(map(repr, tags))} with backup={backup!r}"
-        )
+def _ready(tags: Sequence[str], coming: Sequence[str]) -> Ready:
     regions.find(coming)  # raises for tags without regions before any region pauses
     pausing, resuming = set(tags), set(coming)
     concerned = [each for each in regions.all_regions() if each.tag in pausing or each.tag in resuming]
     guests = _guests.tags() & (pausing | resuming)  # their memory is in no pool
     return Ready(
-        halves=not own,
         moves=any(each.tag in pausing and each.state != "paused" for each in concerned),
         pooled=not guests and all(_core.in_pool(device) for device in {each.device for each in concerned}),
         discarded=tuple(dict.fromkeys(each.tag for each in concerned if each.tag in resuming and each.discarded)),
     )
-
-
-def _takes_backup(method: Callable[..., object]) -> bool:
-    parameters = inspect.signature(method).parameters
-    return "backup" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-
-
-def _of_names(backup: Backup, tags: Sequence[str], names: Sequence[str]) -> Backup:
-    """The part of a backup for the tags in ``names``. The other tags have no regions yet."""
-    if not isinstance(backup, Mapping):
-        return backup
-    missing = set(tags) - set(names)
-    return {tag: policy for tag, policy in backup.items() if tag not in missing} or None
-
-
-def _backup_option(backup: Backup) -> dict[str, Any]:
-    """Left out if None, since an actor may override pause() without the parameter."""
-    return {} if backup is None else {"backup": backup}
 
 
 def _pause_options(bounds: Bounds) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from memsaver.policies import (
     Bounds,
     TurnBackup,
     TurnRestore,
-    as_option,
     joined,
     several,
     turn_backups,
@@ -29,10 +28,9 @@ _ANSWER_S = 1.0  # after a turn's timeout, the ranks' own errors may take this l
 
 @dataclass(frozen=True)
 class TurnOptions:
-    """The options of one turn. Ranks are passed those that are not the defaults."""
+    """The options of one turn. ``since``: when it began, by ``time.monotonic()``."""
 
     bounds: Bounds
-    memory_timeout: float | None  # None: the default, which is longer for a hand-over
     backup: Backups
     restore: Restores
     since: float
@@ -51,32 +49,20 @@ class TurnOptions:
         return self.restore.get(role, {}).get(tag, True)
 
     def of_pauses(self, role: str, tags: Sequence[str]) -> dict[str, Any]:
-        readers = self.bounds.reader_timeout
-        return {
-            **as_option("backup", self.backup.get(role, {}), tags),
-            **self._timeout(),
-            **({"reader_timeout": readers} if readers != READERS_S else {}),
-        }
+        bounds, chosen = self.bounds.left(self.since), self.backup.get(role, {})
+        backup = {tag: chosen[tag] for tag in tags if tag in chosen} or None
+        return {"backup": backup, "timeout": bounds.timeout, "reader_timeout": bounds.reader_timeout}
 
     def of_resumes(self, role: str, tags: Sequence[str], handover: bool) -> dict[str, Any]:
         """``handover``: another rank may release the memory in the same turn."""
-        memory_timeout = self.memory_timeout
-        if memory_timeout is None and handover:
-            memory_timeout = _HANDOVER_S
-        unrestored = {tag: False for tag in tags if not self.restores(role, tag)}
-        return {
-            **as_option("restore", unrestored, tags),
-            **self._timeout(),
-            **({"memory_timeout": memory_timeout} if memory_timeout is not None else {}),
-        }
-
-    def _timeout(self) -> dict[str, Any]:
-        rest = self.bounds.left(self.since).timeout
-        return {} if rest is None else {"timeout": rest}
+        bounds = self.bounds.left(self.since)
+        wait = _HANDOVER_S if bounds.memory_timeout is None and handover else bounds.memory_timeout
+        restore = {tag: self.restores(role, tag) for tag in tags}
+        return {"restore": restore, "timeout": bounds.timeout, "memory_timeout": wait}
 
 
 class Plan:
-    """The checked arguments of a group.
+    """The checked arguments of a group. ``roles``: those with members; None: they are not known.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -87,36 +73,27 @@ class Plan:
     def __init__(
         self,
         phases: Phases,
-        roles: Collection[str],
+        roles: Collection[str] | None,
         backup: Mapping[str, TurnBackup] | None = None,
         restore: Mapping[str, TurnRestore] | None = None,
     ) -> None:
-        self._roles = list(roles)
-        self.phases = _checked_phases(phases, self._roles)
-        self._backup: dict[str, Backups] = {
-            name: turn_backups(given, self.moves(name)[0], f"backup in phase {name!r}")
-            for name, given in self._by_phase("backup", backup)
-        }
-        self._restore: dict[str, Restores] = {
-            name: turn_restores(given, self.moves(name)[1], f"restore in phase {name!r}")
-            for name, given in self._by_phase("restore", restore)
-        }
+        self.phases = _checked_phases(phases, roles)
+        self.roles = list(
+            dict.fromkeys(role for each in self.phases.values() for role in each) if roles is None else roles
+        )
+        self.backup: dict[str, Backups] = self._by_phase("backup", backup, turn_backups, 0)
+        self.restore: dict[str, Restores] = self._by_phase("restore", restore, turn_restores, 1)
 
     def moves(self, name: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         """The tags that pause, and the tags that resume, by role."""
         if name not in self.phases:
-            raise ValueError(f"there is no phase {name!r}; there are {listed(self.phases)}")
-        coming = {role: self.phases[name].get(role, []) for role in self._roles}
+            raise ValueError(f"there is no phase {name!r}; there are {_listed(self.phases)}")
+        coming = {role: self.phases[name].get(role, []) for role in self.roles}
         leaving: dict[str, list[str]] = {}
-        for role in self._roles:
+        for role, staying in coming.items():
             named = dict.fromkeys(tag for phase in self.phases.values() for tag in phase.get(role, ()))
-            staying = set(coming[role])
-            leaving[role] = [tag for tag in named if tag not in staying]
+            leaving[role] = [tag for tag in named if tag not in set(staying)]
         return leaving, coming
-
-    def roles_in_phases(self) -> set[str]:
-        """The roles that have a tag in a phase."""
-        return {role for phase in self.phases.values() for role, tags in phase.items() if tags}
 
     def options(
         self,
@@ -130,43 +107,38 @@ class Plan:
         """The checked options of a turn that begins now."""
         pauses, resumes = self.moves(name)
         bounds = Bounds(timeout, memory_timeout, reader_timeout)
-        backups = joined(self._backup.get(name, {}), turn_backups(backup, pauses))
-        restores = joined(self._restore.get(name, {}), turn_restores(restore, resumes))
-        return TurnOptions(bounds, bounds.memory_timeout, backups, restores, time.monotonic())
+        backups = joined(self.backup.get(name, {}), turn_backups(backup, pauses))
+        restores = joined(self.restore.get(name, {}), turn_restores(restore, resumes))
+        return TurnOptions(bounds, backups, restores, time.monotonic())
 
-    def _by_phase(self, option: str, given: Mapping[str, Any] | None) -> Iterable[tuple[str, Any]]:
-        if given is None:
-            return ()
-        if not isinstance(given, Mapping):
+    def _by_phase(self, option: str, given: Any, checked: Callable[..., Any], side: int) -> dict[str, Any]:
+        """By phase, the checked values. ``side``: 0 for the tags that pause, 1 for those that resume."""
+        if not isinstance(given, (Mapping, type(None))):
             raise TypeError(f"{option} is {given!r}, expected a dict of phase -> role -> tag -> value")
-        for name in given:
+        for name in given or ():
             if name not in self.phases:
-                raise ValueError(f"{option} names the phase {name!r}, expected one of {listed(self.phases)}")
-        return given.items()
+                raise ValueError(f"{option} names the phase {name!r}, expected one of {_listed(self.phases)}")
+        found = dict(given or {}).items()
+        return {name: checked(each, self.moves(name)[side], f"{option} in phase {name!r}") for name, each in found}
 
 
-def listed(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def check_mapping(phases: Phases) -> None:
-    """Raises TypeError or ValueError unless ``phases`` is a mapping with entries."""
+def _checked_phases(phases: Phases, roles: Collection[str] | None) -> dict[str, dict[str, list[str]]]:
     if not isinstance(phases, Mapping):
         raise TypeError(f"phases is {phases!r}, expected a dict of name -> role -> tags")
     if not phases:
         raise ValueError("phases is empty, expected a dict of name -> role -> tags")
-
-
-def _checked_phases(phases: Phases, roles: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-    check_mapping(phases)
     checked: dict[str, dict[str, list[str]]] = {}
     for name, by_role in phases.items():
         if not isinstance(by_role, Mapping):
             raise TypeError(f"phase {name!r} is {by_role!r}, expected a dict of role -> tags")
         checked[name] = {}
         for role, tags in by_role.items():
-            if role not in roles:
-                raise ValueError(f"phase {name!r} names the role {role!r}, expected one of {listed(roles)}")
+            if roles is not None and role not in roles:
+                raise ValueError(f"phase {name!r} names the role {role!r}, expected one of {_listed(roles)}")
             checked[name][role] = list(dict.fromkeys(several(tags, f"phase {name!r} for {role!r}")))
     if not any(tags for by_role in checked.values() for tags in by_role.values()):
         raise ValueError("no phase names a tag, expected at least one")

@@ -1,8 +1,12 @@
-"""Reports of a turn that exceeds its deadline: the part of this process, and the file with all parts."""
+"""Reports of a turn that exceeds its deadline: the parts of all processes, and the file with them.
+
+A thread of each process looks for requests in a key-value store, so its part arrives while its main thread hangs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -12,77 +16,117 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from memsaver import _core, _results, config, ledger
-from memsaver._results import TransitionRecord
+from memsaver._results import TransitionRecord, daemon
 from memsaver.errors import Error
 
 log = logging.getLogger("memsaver")
 
+_T = TypeVar("_T")
+_PARTS_S = 4.0  # bound of the wait for the parts: a process looks for requests once a second
+_POLL_S = 0.05
 _KEPT = 50  # reports in the directory
 _LAST = 20  # transitions in a part that have ended
 _LONGEST = 200_000  # characters of a part
-_OWN_THREAD = "memsaver heart"  # it waits
-_files = threading.Lock()
-
-
-def directory() -> Path:
-    """The directory of the reports of this user. Made with mode 0700 if it is missing.
-
-    Raises memsaver.Error if it cannot be made, or if others can write to it.
-    """
-    chosen = config.report_dir()
-    path = Path(chosen) if chosen is not None else Path(tempfile.gettempdir()) / f"memsaver-reports-{os.getuid()}"
-    try:
-        path.mkdir(mode=0o700, parents=chosen is not None, exist_ok=True)
-        status = path.lstat()
-    except OSError as error:
-        raise Error(f"the directory {path} for reports cannot be made: {error.strerror}") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise Error(f"{path} is not a directory that this user alone can write to, expected one for reports")
-    return path
+_WHY = "it starts, is stopped, has ended, or a native call holds the GIL"  # a process sends no part
 
 
 def write(text: str) -> Path:
-    """Writes a report to a file of its own. Removes the oldest files. Raises memsaver.Error."""
-    with _files:
-        folder = directory()
-        name = f"turn-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        try:
-            for number in range(1000):
-                path = folder / f"{name}-{number}.txt"
-                with contextlib.suppress(FileExistsError):
-                    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-                    break
-            else:
-                raise Error(f"there are 1,000 files {name}-*.txt in {folder}, expected fewer reports in a second")
-            with open(file, "w", encoding="utf-8", errors="replace") as opened:
-                opened.write(text)
-            _remove_oldest(folder)
-        except OSError as error:
-            raise Error(f"no report could be written to {folder}: {error.strerror}") from error
-        return path
+    """Writes a report to a file of its own, in a directory of this user alone. Removes the oldest files.
 
-
-def save(title: str, author: str, lines: Sequence[str]) -> str | None:
-    """Writes the report of a turn. Returns the path of the file, or None if it cannot be written, which is logged."""
-    head = [title, f"written at {time.strftime('%Y-%m-%d %H:%M:%S %z')} by {author}"]
+    Raises memsaver.Error.
+    """
+    chosen = config.options().get("report_dir")
+    folder = Path(chosen) if chosen is not None else Path(tempfile.gettempdir()) / f"memsaver-reports-{os.getuid()}"
     try:
-        return str(write("\n".join([*head, *lines, ""])))
+        folder.mkdir(mode=0o700, parents=chosen is not None, exist_ok=True)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise Error(f"{folder} is not a directory that this user alone can write to, expected one for reports")
+        name = f"turn-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-"
+        file, path = tempfile.mkstemp(".txt", name, folder)
+        with open(file, "w", encoding="utf-8", errors="replace") as opened:
+            opened.write(text)
+        with contextlib.suppress(FileNotFoundError):  # another process removes files too
+            for each in sorted(folder.glob("turn-*.txt"), key=lambda each: each.stat().st_mtime)[:-_KEPT]:
+                each.unlink()
+    except OSError as error:
+        raise Error(f"no report could be written to {folder}: {error.strerror}") from error
+    return Path(path)
+
+
+class Mail(Protocol):
+    """A key-value store that all processes of a group reach. Its methods may raise any error."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get_all(self, keys: Sequence[str]) -> Sequence[str | bytes | None]: ...
+
+
+class Responder:
+    """Answers requests for the part of this process.
+
+    ``call``: returns the present call of the process in words, None if there is none.
+    """
+
+    def __init__(self, mail: Mail, name: str, call: Callable[[], str | None]) -> None:
+        self._mail, self._name, self._call = mail, name, call
+        self._seen: str | bytes | None = None
+
+    def look(self) -> None:
+        """If there is a new request, a thread sends the part. This one may have heartbeats to send."""
+        (request,) = self._mail.get_all(["report"])
+        if request is not None and request != self._seen:
+            self._seen = request
+            daemon(partial(self._send, json.loads(request)), "memsaver report")
+
+    def _send(self, request: str) -> None:
+        sent = {"request": request, "doing": described(self._call()), "text": part()}
+        try:
+            self._mail.set(f"part/{self._name}", json.dumps(sent))
+        except Exception as error:  # of the store
+            log.warning("no part of a report was sent: %s", error)
+
+
+def collect(
+    mail: Mail, title: str, author: str, names: Mapping[_T, str], own: Sequence[str] = ()
+) -> tuple[str | None, dict[_T, str]]:
+    """Asks processes for their parts, and writes the file.
+
+    ``names``: by process, its name in the store. ``own``: lines before the parts.
+
+    Returns:
+        The path of the file, or None if it cannot be written, which is logged. And by process with a part, its call.
+    """
+    parts: dict[_T, dict[str, str]] = {}
+    began, request = time.monotonic(), f"{author} {time.time_ns()}"
+    try:
+        if names:
+            mail.set("report", json.dumps(request))
+        while len(parts) < len(names) and time.monotonic() < began + _PARTS_S:
+            time.sleep(_POLL_S)
+            for each, found in zip(names, mail.get_all([f"part/{name}" for name in names.values()])):
+                sent = json.loads(found) if found is not None else {}
+                if sent.get("request") == request:
+                    parts[each] = sent
+    except Exception as error:  # of the store: the report has the parts so far
+        log.warning("no more parts of a report came: %s: %s", type(error).__name__, error)
+    lines = [title, f"written at {time.strftime('%Y-%m-%d %H:%M:%S %z')} by {author}", *own]
+    none = {"doing": f"has sent no part within {time.monotonic() - began:.1f} s", "text": _WHY}
+    for each in names:
+        sent = parts.get(each, none)
+        lines += ["", f"== {each} ==", f"it {sent['doing']}", sent["text"]]
+    doing = {each: sent["doing"] for each, sent in parts.items()}
+    try:
+        return str(write("\n".join([*lines, ""]))), doing
     except Error as error:
         log.error("the report of a turn that exceeded its deadline is lost: %s", error)
-        return None
-
-
-def _remove_oldest(folder: Path) -> None:
-    ages: list[tuple[float, Path]] = []
-    for each in folder.glob("turn-*.txt"):
-        with contextlib.suppress(FileNotFoundError):  # another process removes files too
-            ages.append((each.stat().st_mtime, each))
-    for _, each in sorted(ages)[:-_KEPT]:
-        each.unlink(missing_ok=True)
+        return None, doing
 
 
 def part() -> str:
@@ -91,27 +135,26 @@ def part() -> str:
     Raises nothing: an error takes the place of a part that cannot be read.
     """
     try:
-        return _part()
+        found = _results.history()
+        running = [each for each in found if each.outcome == "running"]
+        ended = [each for each in found if each.outcome != "running"][-_LAST:]
+        lines = [f"pid {os.getpid()} on {socket.gethostname()}", "transitions under way:"]
+        lines += [f"  {_line(each)}" for each in running] or ["  none"]
+        if any(each.stages and each.stages[-1].name == "memory" for each in running):
+            lines += ["memory:", *(f"  {each}" for each in _holders())]
+        lines += ["threads:", *_stacks()]
+        lines += [f"last {len(ended)} transitions:", *(f"  {_line(each)}" for each in ended)]
+        return "\n".join(lines)[:_LONGEST]
     except Exception as error:  # a report is written when something is wrong already
         return f"no part could be made: {type(error).__name__}: {error}"
 
 
-def _part() -> str:
-    found = _results.history()
-    running = [each for each in found if each.outcome == "running"]
-    ended = [each for each in found if each.outcome != "running"][-_LAST:]
-    lines = ["transitions under way:", *([f"  {_line(each)}" for each in running] or ["  none"])]
-    if any(_waits_for_memory(each) for each in running):
-        lines += ["memory:", *(f"  {each}" for each in _holders())]
-    lines += ["threads:", *_stacks()]
-    lines += [f"last {len(ended)} transitions:", *(f"  {_line(each)}" for each in ended)]
-    return "\n".join(lines)[:_LONGEST]
-
-
-def stage() -> str | None:
-    """The stages of the transitions under way, in words. None: there is none."""
-    running = [each for each in _results.history() if each.outcome == "running"]
-    return "; ".join(map(_stage, running)) or None
+def described(call: str | None) -> str:
+    """A call of this process, None if there is none, and the stages of its transitions."""
+    stages = "; ".join(_stage(each) for each in _results.history() if each.outcome == "running")
+    if call is None:
+        return f"answers: {stages or 'no transition is under way'}"
+    return f"{call}; {stages}" if stages else call
 
 
 def call_of(member: object, methods: Collection[str]) -> str | None:
@@ -123,52 +166,35 @@ def call_of(member: object, methods: Collection[str]) -> str | None:
         if ident == threading.get_ident():
             continue
         for frame in [each for each, _ in traceback.walk_stack(innermost)][::-1]:
-            if frame.f_code.co_name not in methods:
-                continue
-            caller = frame.f_locals.get("self")
-            if caller is member or getattr(caller, "actor", None) is member:  # that of an async member has a thread
+            if frame.f_code.co_name in methods and frame.f_locals.get("self") is member:
                 code = innermost.f_code
                 place = f"{code.co_name}() at {os.path.basename(code.co_filename)}:{innermost.f_lineno}"
                 return f"is in {frame.f_code.co_name}(): {place}"
     return None
 
 
-def host() -> str:
-    return socket.gethostname()
+def _moves(record: TransitionRecord, form: str, joint: str) -> str:
+    moves = (("pause", record.pause), ("resume", record.resume))
+    return joint.join(form.format(verb, ", ".join(map(repr, tags))) for verb, tags in moves if tags)
 
 
 def _stage(record: TransitionRecord) -> str:
-    what = [
-        f"the {verb} of {', '.join(map(repr, tags))}"
-        for verb, tags in (("pause", record.pause), ("resume", record.resume))
-        if tags
-    ]
+    moves = _moves(record, "the {} of {}", " with ")
     if not record.stages:
-        return f"{' with '.join(what)} has not begun"
+        return f"{moves} has not begun"
     last = record.stages[-1]
     guest = f" of {last.guest!r}" if last.guest is not None else ""
-    return f"{' with '.join(what)} is in the stage {last.name!r}{guest} since {last.seconds:.1f} s"
+    return f"{moves} is in the stage {last.name!r}{guest} since {last.seconds:.1f} s"
 
 
 def _line(record: TransitionRecord) -> str:
+    began = time.strftime("%H:%M:%S", time.localtime(record.began))
+    error = f": {record.error}" if record.error is not None else ""
+    took = f"{record.outcome} at {began} in {record.seconds:.3f} s in thread {record.thread!r}{error}"
     stages = ", ".join(
         f"{each.name}{'' if each.guest is None else f' ({each.guest})'} {each.seconds:.3f} s" for each in record.stages
     )
-    began = time.strftime("%H:%M:%S", time.localtime(record.began))
-    if record.outcome == "running":
-        return f"{record.number}: {_stage(record)}; began at {began} in thread {record.thread!r}; stages: {stages}"
-    tags = [
-        f"{verb} {', '.join(map(repr, given))}"
-        for verb, given in (("pause", record.pause), ("resume", record.resume))
-        if given
-    ]
-    error = f": {record.error}" if record.error is not None else ""
-    took = f"{record.outcome} at {began} in {record.seconds:.3f} s"
-    return f"{record.number}: {'; '.join(tags)}: {took}{error}; stages: {stages}"
-
-
-def _waits_for_memory(record: TransitionRecord) -> bool:
-    return bool(record.stages) and record.stages[-1].name == "memory"
+    return f"{record.number}: {_moves(record, '{} {}', '; ')}: {took}; stages: {stages}"
 
 
 def _holders() -> list[str]:
@@ -187,8 +213,7 @@ def _stacks() -> list[str]:
     main = threading.main_thread().ident
     lines: list[str] = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda each: each[0] != main):
-        if ident == threading.get_ident() or names.get(ident) == _OWN_THREAD:
-            continue
-        lines.append(f"  thread {names.get(ident, '?')!r}:")
-        lines += [f"    {line}" for each in traceback.format_stack(frame) for line in each.rstrip().splitlines()]
+        if ident != threading.get_ident():
+            lines.append(f"  thread {names.get(ident, '?')!r}:")
+            lines += [f"    {line}" for each in traceback.format_stack(frame) for line in each.rstrip().splitlines()]
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import importlib
 import json
 import os
@@ -11,17 +12,19 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import memsaver
 from benchmarks import __main__ as program
-from benchmarks import soak
+from benchmarks import driver_calls, soak
 from benchmarks.harness import command, machine
 from benchmarks.harness.processes import Failed, Process, ask_all, processes
 from benchmarks.harness.work import Contents, Work
-from tests.fake_cuda import run_on_fake
+from tests import gpus
 
 
 def status_of(*arguments: str) -> object:
@@ -147,18 +150,14 @@ def test_benchmarks_use_public_names_of_memsaver_alone() -> None:
                 assert node.attr != "_core", path
 
 
-def test_the_calls_of_the_driver_are_those_of_cuda() -> None:
-    done = run_on_fake(
-        """
-        import ctypes
-        from benchmarks import driver_calls
-        driver, context, base = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64()
-        assert driver.cuInit(0) == 0 and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
-        assert driver.cuCtxPushCurrent(context) == 0
-        total, zero = ctypes.c_size_t(8 << 20), ctypes.c_uint64(0)
-        assert driver.cuMemAddressReserve(ctypes.byref(base), total, ctypes.c_size_t(0), zero, zero) == 0
-        for _ in range(2):
-            print(sorted(driver_calls.cycle(driver, 0, base.value, 8 << 20, 2 << 20)))
-        """
-    )
-    assert done == "['create', 'map', 'release', 'set access', 'unmap']\n" * 2
+def test_the_calls_of_the_driver_are_those_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in gpus.environment().items():
+        monkeypatch.setenv(name, value)
+    base, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
+    names = ("cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease")
+    driver: Any = SimpleNamespace(**{name: gpus.driver_call(name) for name in names})
+    total = ctypes.c_size_t(8 << 20)
+    assert driver.cuMemAddressReserve(ctypes.byref(base), total, ctypes.c_size_t(0), zero, zero) == 0
+    for _ in range(2):
+        steps = driver_calls.cycle(driver, 0, base.value, 8 << 20, 2 << 20)
+        assert sorted(steps) == ["create", "map", "release", "set access", "unmap"]

@@ -34,11 +34,12 @@ SPOILED = """
 import gc, sys
 import memsaver.transitions
 real = memsaver.transitions.transition
-def spoiled(pause=(), resume=(), *given, **options):
+def spoiled(pause, resume, *given, **options):
     done = real(pause, resume, *given, **options)
     import torch
+    regions = resume.regions
     for each in gc.get_objects():
-        if type(each) is torch.Tensor and each.numel() and any(region.owns(each.data_ptr()) for region in resume):
+        if type(each) is torch.Tensor and each.numel() and any(region.owns(each.data_ptr()) for region in regions):
             each.view(-1)[each.numel() // 2] += 1
             break
     return done

@@ -55,17 +55,6 @@ TEST_CASE("arena: idle memory is used before more is made, also in pieces") {
   bench.arena.put(more);
 }
 
-TEST_CASE("arena: a copy from anywhere in an extent reaches to the end of its slab") {
-  Bench bench;
-  const HostArena::Extent extent = bench.arena.take_whole(4 * kMiB);
-  for (const std::size_t offset : {std::size_t{0}, std::size_t{1}, 4 * kMiB - 1}) {
-    const std::byte* end = bench.arena.slab_end(extent.data + offset);
-    CHECK(end > extent.data + offset);
-    CHECK(end <= extent.data + bench.arena.held_bytes());
-  }
-  bench.arena.put(extent);
-}
-
 TEST_CASE("arena: beyond the limit nothing is taken, and the error has the figures") {
   Bench bench(4 * kMiB);
   const HostArena::Extent extent = bench.arena.take_whole(4 * kMiB);
@@ -84,19 +73,6 @@ TEST_CASE("arena: beyond the limit nothing is taken, and the error has the figur
   bench.arena.put(extent);
   const HostArena::Extent again = bench.arena.take_whole(4 * kMiB);
   bench.arena.put(again);
-}
-
-TEST_CASE("arena: idle slabs go back to the system, those in use stay") {
-  Bench bench;
-  const HostArena::Extent kept = bench.arena.take_whole(2 * kMiB), gone = bench.arena.take_whole(6 * kMiB);
-  std::memset(kept.data, 7, kept.size);
-  bench.arena.put(gone);
-  CHECK(bench.arena.release_idle() == 6 * kMiB);
-  CHECK(bench.arena.held_bytes() == 2 * kMiB);
-  CHECK(kept.data[kept.size - 1] == std::byte{7});
-  bench.arena.put(kept);
-  CHECK(bench.arena.release_idle() == 2 * kMiB);
-  CHECK(bench.arena.held_bytes() == 0);
 }
 
 TEST_CASE("arena: memory that cannot be pinned is an error, and goes back") {

@@ -40,12 +40,6 @@ Ranges random_ranges(std::mt19937& random) {
   return found;
 }
 
-TEST_CASE("ranges: bytes and order") {
-  CHECK(bytes_of(Ranges{}) == 0);
-  CHECK(bytes_of({{0, 3}, {10, 4}}) == 7);
-  CHECK(pairs(sorted({{10, 1}, {0, 2}, {5, 3}})) == Pairs{{0, 2}, {5, 3}, {10, 1}});
-}
-
 TEST_CASE("ranges: an intersection keeps the borders of both") {
   CHECK(pairs(intersect({{0, 10}}, {{2, 3}, {5, 2}})) == Pairs{{2, 3}, {5, 2}});
   CHECK(pairs(intersect({{0, 5}, {5, 5}}, {{0, 10}})) == Pairs{{0, 5}, {5, 5}});
@@ -62,27 +56,6 @@ TEST_CASE("ranges: an intersection has the bytes that are in both") {
     for (std::size_t i = 0; i < kSpan; ++i) expected[i] = in_one[i] && in_other[i];
     REQUIRE(bits(intersect(one, other)) == expected);
   }
-}
-
-TEST_CASE("range set: ranges that touch or overlap are joined") {
-  RangeSet set;
-  set.add({10, 5});
-  set.add({20, 5});
-  CHECK(pairs(set.within({0, 100})) == Pairs{{10, 5}, {20, 5}});
-  set.add({15, 5});
-  CHECK(pairs(set.within({0, 100})) == Pairs{{10, 15}});
-  set.add({0, 50});
-  CHECK(pairs(set.within({0, 100})) == Pairs{{0, 50}});
-  set.add({60, 0});
-  CHECK(set.bytes() == 50);
-}
-
-TEST_CASE("range set: within() cuts at both ends") {
-  RangeSet set;
-  set.add({10, 10});
-  set.add({30, 10});
-  CHECK(pairs(set.within({15, 20})) == Pairs{{15, 5}, {30, 5}});
-  CHECK(set.within({20, 10}).empty());
 }
 
 TEST_CASE("range set: agrees with one bit for each byte") {
@@ -104,21 +77,6 @@ TEST_CASE("range set: agrees with one bit for each byte") {
       REQUIRE(set.bytes() == static_cast<std::size_t>(std::count(expected.begin(), expected.end(), true)));
     }
   }
-}
-
-TEST_CASE("free ranges: the smallest range that fits, and neighbours join") {
-  FreeRanges free;
-  CHECK_FALSE(free.take(1).has_value());
-  free.put({10, 1});
-  free.put({20, 4});
-  CHECK(free.take(1)->offset == 10);
-  CHECK(free.take(2)->offset == 20);
-  free.put({20, 1});
-  CHECK(free.take(2)->offset == 22);  // not the hole of one
-  free.put({22, 2});
-  free.put({21, 1});                  // between two
-  CHECK(free.take(4)->offset == 20);  // all joined
-  CHECK(free.bytes() == 0);
 }
 
 TEST_CASE("free ranges: agree with one bit for each byte") {

@@ -12,33 +12,6 @@ using test::Segment;
 
 constexpr auto kPatience = std::chrono::seconds(60);
 
-// The rests that a pass tells, and a wait for its last one.
-class Told {
- public:
-  std::function<void(const Reclaimer::Rest&)> tell() {
-    return [this](const Reclaimer::Rest& rest) {
-      std::lock_guard lock(mutex_);
-      rests_.push_back(rest);
-      changed_.notify_all();
-    };
-  }
-  Reclaimer::Rest last() {
-    std::unique_lock lock(mutex_);
-    CHECK(changed_.wait_for(lock, kPatience, [this] { return !rests_.empty() && !rests_.back().more; }));
-    return rests_.back();
-  }
-  Reclaimer::Rest first() {
-    std::unique_lock lock(mutex_);
-    CHECK(changed_.wait_for(lock, kPatience, [this] { return !rests_.empty(); }));
-    return rests_.front();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<Reclaimer::Rest> rests_;
-};
-
 TEST_CASE("reclaimer: freed memory comes back, and memory in use stays") {
   Region& region = fresh_region(Policy::none);
   const Segment kept(region, 3 * kMiB, 1);
@@ -51,44 +24,6 @@ TEST_CASE("reclaimer: freed memory comes back, and memory in use stays") {
   CHECK(region.mapped_bytes() < 40 * kMiB);
   CHECK(kept.intact());
   kept.free();
-  CHECK(test::device().reclaimer.finish(now() + kPatience));
-  CHECK(region.mapped_bytes() == 0);
-}
-
-TEST_CASE("reclaimer: the rest is told while the device works, and at the end") {
-  Region& region = fresh_region(Policy::none);
-  test::device();
-  const cuda::Stream stream = controls::new_stream();
-  const Segment held(region, 8 * kMiB, 3);
-  controls::launch_touch(stream, reinterpret_cast<Address>(held.data()), held.size(), kNever);
-  held.free();
-  Told told;
-  test::device().reclaimer.request(told.tell());
-  const Reclaimer::Rest first = told.first();
-  CHECK(first.more);
-  CHECK(first.unused == 8 * kMiB);
-  CHECK(first.why == "8.0 MiB on which the device still works");
-  CHECK(region.mapped_bytes() >= 8 * kMiB);
-  controls::release_stream(stream);
-  const Reclaimer::Rest last = told.last();
-  CHECK(last.unused == 0);
-  CHECK(last.why.empty());
-  CHECK(region.mapped_bytes() == 0);
-}
-
-TEST_CASE("reclaimer: a capture keeps everything") {
-  Region& region = fresh_region(Policy::none);
-  CaptureGate& gate = test::device().parts.gate;
-  gate.capture_begins();
-  const Segment held(region, 4 * kMiB, 4);
-  held.free();
-  Told told;
-  test::device().reclaimer.request(told.tell());
-  const Reclaimer::Rest rest = told.last();
-  CHECK(rest.why.starts_with("a graph is being captured"));
-  CHECK(region.mapped_bytes() >= 4 * kMiB);
-  gate.capture_ends();
-  test::device().resting.mark();
   CHECK(test::device().reclaimer.finish(now() + kPatience));
   CHECK(region.mapped_bytes() == 0);
 }

@@ -45,7 +45,6 @@ inline Device& device() {
     // Processes that name the same size share a device.
     if (all.host_device_bytes == 0) all.host_device_bytes = 258 * kMiB + static_cast<std::size_t>(::getpid()) % kPage;
   }
-  all.parts.backup_ahead = false;  // which takes host memory when it likes
   return all.device("cpu");
 }
 
@@ -79,8 +78,8 @@ class Mapped {
 // A fault armed for the length of a scope.
 class Armed {
  public:
-  explicit Armed(std::uint64_t nth, controls::Kind kind = controls::Kind::error) { controls::arm(nth, kind, ""); }
-  ~Armed() { controls::disarm(); }
+  explicit Armed(std::uint64_t nth) { controls_arm(nth, 0, ""); }
+  ~Armed() { controls_disarm(); }
   Armed(const Armed&) = delete;
   Armed& operator=(const Armed&) = delete;
 };
@@ -115,7 +114,7 @@ class Segment {
 inline Transition::Outcome move(const std::vector<Region*>& pause, const std::vector<Region*>& resume) {
   Transition transition(pause, resume, {});
   transition.begin();
-  std::vector<Transition::Pause> pauses;
+  std::vector<Pause> pauses;
   for (Region* region : transition.pausing()) pauses.push_back({region, region->policy, region->live()});
   transition.prepare(pauses, std::vector<bool>(transition.resuming().size(), true), {});
   return transition.run();

@@ -27,38 +27,6 @@ void free_all(const std::vector<Segment>& held) {
   for (const Segment& segment : held) segment.free();
 }
 
-TEST_CASE("transition: a pause gives all memory back, and a resume brings the contents") {
-  Driver& driver = test::driver();
-  Region& region = fresh_region(Policy::host);
-  const std::size_t free = driver.memory().free;
-  const std::vector<Segment> held = segments_of(region, 10);
-  const Transition::Outcome out = test::move({&region}, {});
-  CHECK(out.paused == std::vector<Region*>{&region});
-  CHECK(driver.memory().free == free);
-  CHECK(region.mapped_bytes() == 0);
-  const Transition::Outcome in = test::move({}, {&region});
-  CHECK(in.resumed == std::vector<Region*>{&region});
-  CHECK(intact(held));
-  free_all(held);
-}
-
-TEST_CASE("transition: a switch moves both at once") {
-  Region &one = fresh_region(Policy::host), &other = fresh_region(Policy::host);
-  const std::vector<Segment> first = segments_of(one, 20);
-  test::move({&one}, {});
-  const std::vector<Segment> second = segments_of(other, 30);
-  const Transition::Outcome there = test::move({&other}, {&one});
-  CHECK(there.copied_bytes > 0);
-  CHECK(intact(first));
-  CHECK(other.mapped_bytes() == 0);
-  test::move({&one}, {&other});
-  CHECK(intact(second));
-  test::move({}, {&one});
-  CHECK(intact(first));
-  free_all(first);
-  free_all(second);
-}
-
 TEST_CASE("transition: two threads pause and resume a region each") {
   std::vector<Region*> regions = {&fresh_region(Policy::host), &fresh_region(Policy::host)};
   std::vector<std::vector<Segment>> held;

@@ -1,32 +1,37 @@
 #include "controls.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <condition_variable>
-#include <cstring>
 #include <functional>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/files.h"
+#include "base/ranges.h"
 
 namespace memsaver::controls {
-namespace {
 
 using namespace cuda;
 
-constexpr Result kUnknownError = 999;
-constexpr Result kOutOfMemory = 2;
-constexpr Result kIllegalAddress = 700;
+bool (*may_access)(Device, DevicePointer, std::size_t) = [](Device, DevicePointer, std::size_t) { return true; };
+
+namespace {
+
+constexpr Result kInvalidValue = 1, kOutOfMemory = 2, kIllegalAddress = 700, kAlreadyRegistered = 712,
+                 kNotRegistered = 713, kUnknownError = 999;
 constexpr std::size_t kPage = std::size_t{2} << 20;
 constexpr auto kLook = std::chrono::milliseconds(1);  // a virtual clock and a dead context notify no thread
 
@@ -36,7 +41,7 @@ host::Calls device;            // its entries before they were replaced
 // Time
 
 std::atomic<bool> is_virtual = false;
-std::atomic<Clock::rep> passed = 0;  // virtual time since use_virtual_clock(true)
+std::atomic<Clock::rep> passed = 0;  // virtual time since it began
 std::atomic<Clock::rep> began = 0;
 
 Deadline time_now() { return is_virtual ? Deadline(Clock::duration(began + passed)) : Clock::now(); }
@@ -48,13 +53,25 @@ void time_sleep(Clock::duration duration) {
     std::this_thread::sleep_for(duration);
 }
 
+Clock::duration ticks(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+Deadline due_in(double seconds) { return seconds < 0 ? kNever : time_now() + ticks(seconds); }
+
 // Work. A kernel is a function on its stream, which waits until it is due and then acts through a stream of its own.
 
 struct Kernel {
+  Context context;
   Stream stream;
   Deadline due;
   bool cancelled = false;
   std::function<void()> act;  // may be null: it only waits
+};
+
+struct Origin {
+  Device device;
+  Stream through;  // the stream through which the kernels act
 };
 
 struct Mark {
@@ -67,24 +84,28 @@ std::mutex mutex;
 std::condition_variable changed;
 std::map<std::uint64_t, Kernel> kernels;  // that have not ended, by number
 std::uint64_t last_kernel = 0;
-std::map<Stream, Stream> streams;  // of tests, and the streams through which their kernels act
+std::map<Stream, Origin> streams;  // of tests
 std::map<Event, Mark> marks;
 Deadline last_mark = {};  // when all marks so far have passed
 std::atomic<Clock::rep> marks_delay = 0, copies_delay = 0, busy = 0;
 int captures = 0;
+std::vector<std::string> broke_captures;  // the calls
 bool capture_is_whole = true;
+thread_local int capture_mode = 0;
+std::map<std::size_t, std::size_t> pinned;         // host memory by address
 Result (*record_event)(Context, Event) = nullptr;  // the replaced entry, which support_record() takes away
 
 Deadline later(const std::atomic<Clock::rep>& delay) { return time_now() + Clock::duration(delay); }
 
-// The context of the host device that the driver opened first.
+Context context_of(Device number) {
+  Context context = nullptr;
+  device.cuDevicePrimaryCtxRetain(&context, number);
+  return context;
+}
+
 class Current {
  public:
-  Current() {
-    Context context = nullptr;
-    device.cuDevicePrimaryCtxRetain(&context, 0);
-    device.cuCtxPushCurrent(context);
-  }
+  explicit Current(Context context) { device.cuCtxPushCurrent(context); }
   ~Current() {
     Context context = nullptr;
     device.cuCtxPopCurrent(&context);
@@ -93,9 +114,22 @@ class Current {
   Current& operator=(const Current&) = delete;
 };
 
-bool is_lost() {
-  const Current current;
-  return device.cuMemAddressFree(0, 0) == kIllegalAddress;  // which is refused in a living context
+bool is_lost() { return device.cuMemAddressFree(0, 0) == kIllegalAddress; }  // refused in a current context that lives
+
+bool is_lost(Context context) {
+  const Current current(context);
+  return is_lost();
+}
+
+void kill(Context context) {
+  const Current current(context);
+  Stream stream = nullptr;
+  if (device.cuStreamCreate(&stream, kStreamNonBlocking) != kSuccess) return;
+  device.cuMemsetD8Async(0, 0, 1, stream);  // an illegal access
+  device.cuStreamSynchronize(stream);
+  device.cuStreamDestroy(stream);
+  const std::lock_guard lock(mutex);
+  changed.notify_all();
 }
 
 void run(void* data) {
@@ -104,7 +138,7 @@ void run(void* data) {
   Kernel& kernel = kernels.at(number);
   while (!kernel.cancelled && kernel.due > time_now()) {
     lock.unlock();
-    const bool lost = is_lost();
+    const bool lost = is_lost(kernel.context);
     lock.lock();
     if (lost) break;
     if (!kernel.cancelled && kernel.due > time_now()) changed.wait_for(lock, kLook);
@@ -117,32 +151,38 @@ void run(void* data) {
   changed.notify_all();
 }
 
+// On a stream whose context is current.
 void launch(Stream stream, Deadline due, std::function<void()> act) {
+  Context context = nullptr;
+  if (device.cuCtxPopCurrent(&context) != kSuccess) return;
+  device.cuCtxPushCurrent(context);
   std::uint64_t number = 0;
   {
     const std::lock_guard lock(mutex);
     number = ++last_kernel;
-    kernels[number] = {stream, due, false, std::move(act)};
+    kernels[number] = {context, stream, due, false, std::move(act)};
   }
-  const Current current;
   if (device.cuLaunchHostFunc(stream, &run, reinterpret_cast<void*>(number)) == kSuccess) return;
   const std::lock_guard lock(mutex);
   kernels.erase(number);
 }
 
-// Makes calls on the stream through which a stream's kernels act, and waits for their end.
+// A kernel that accesses a range of memory: it makes calls on the stream through which it acts, and waits for their
+// end.
 template <typename Calls>
-std::function<void()> acting_on(Stream stream, Calls make_calls) {
-  Stream through = nullptr;
+void launch_on(Stream stream, DevicePointer address, std::size_t size, double hold, Calls make_calls) {
+  Origin origin{};
   {
     const std::lock_guard lock(mutex);
-    through = streams.at(stream);
+    origin = streams.at(stream);
   }
-  return [=] {
-    const Current current;
-    make_calls(through);
-    device.cuStreamSynchronize(through);
-  };
+  const Context context = context_of(origin.device);
+  const Current current(context);
+  launch(stream, due_in(hold), [=] {
+    const Current acting(context);
+    if (!may_access(origin.device, address, size)) return kill(context);
+    make_calls(origin.through);
+  });
 }
 
 // The first kernel of each stream that a mark covers.
@@ -187,20 +227,13 @@ bool all_that_are_due(const Mark& mark) {
   return true;
 }
 
-Mark everything() {
+Mark everything(Stream stream = nullptr) {
   const std::lock_guard lock(mutex);
-  return {nullptr, last_kernel, {}};
+  return {stream, last_kernel, {}};
 }
 
 void wait_until(Deadline when) {
   if (const Clock::duration left = when - time_now(); left > Clock::duration::zero()) time_sleep(left);
-}
-
-bool breaks_a_capture() {
-  const std::lock_guard lock(mutex);
-  if (captures == 0) return false;
-  capture_is_whole = false;
-  return true;
 }
 
 void note(Event event, Stream stream, Deadline due) {
@@ -215,13 +248,24 @@ Mark mark_of(Event event) {
   return found == marks.end() ? Mark{nullptr, 0, {}} : found->second;
 }
 
-void delay_on(Stream stream) {
+// A copy between a stream's device and host memory. A GPU's driver refuses one over the border of two registrations.
+template <typename Copy>
+Result copied(Stream stream, const void* host, std::size_t size, Copy copy) {
+  if (host != nullptr) {
+    const Range range{reinterpret_cast<std::size_t>(host), size};
+    const std::lock_guard lock(mutex);
+    const auto found = overlapping(pinned, range);
+    if (!found.empty() &&
+        (found.front().first > range.offset || found.front().first + found.front().second < range.end()))
+      return kInvalidValue;
+  }
   if (copies_delay > 0) launch(stream, later(copies_delay), nullptr);
+  return copy();
 }
 
 void replace_by_work(host::Calls& calls) {
   calls.cuCtxSynchronize = []() -> Result {
-    if (breaks_a_capture()) return kStreamIsCapturing;
+    if (controls_break_capture("cuCtxSynchronize") != 0) return kStreamIsCapturing;
     Deadline until = later(busy);
     {
       const std::lock_guard lock(mutex);
@@ -233,10 +277,14 @@ void replace_by_work(host::Calls& calls) {
     return is_lost() ? kIllegalAddress : kSuccess;
   };
   calls.cuCtxRecordEvent = [](Context context, Event event) -> Result {
-    if (breaks_a_capture()) return kStreamIsCapturing;
+    if (controls_break_capture("cuCtxRecordEvent") != 0) return kStreamIsCapturing;
     const Result code = device.cuCtxRecordEvent(context, event);
     if (code == kSuccess) note(event, nullptr, std::max(later(marks_delay), later(busy)));
     return code;
+  };
+  calls.cuThreadExchangeStreamCaptureMode = [](int* mode) -> Result {
+    std::swap(*mode, capture_mode);
+    return kSuccess;
   };
   calls.cuEventRecord = [](Event event, Stream stream) -> Result {
     const Result code = device.cuEventRecord(event, stream);
@@ -244,6 +292,7 @@ void replace_by_work(host::Calls& calls) {
     return code;
   };
   calls.cuEventQuery = [](Event event) -> Result {
+    if (controls_forbids("cuEventQuery") != 0) return kStreamIsCapturing;
     const Mark mark = mark_of(event);
     if (is_virtual) {
       if (!all_that_are_due(mark)) return kNotReady;
@@ -253,6 +302,7 @@ void replace_by_work(host::Calls& calls) {
     return code == kSuccess && time_now() < mark.due ? kNotReady : code;
   };
   calls.cuEventSynchronize = [](Event event) -> Result {
+    if (controls_forbids("cuEventSynchronize") != 0) return kStreamIsCapturing;
     const Mark mark = mark_of(event);
     advance_to(mark);
     const Result code = device.cuEventSynchronize(event);
@@ -260,36 +310,59 @@ void replace_by_work(host::Calls& calls) {
     return code == kSuccess ? device.cuEventSynchronize(event) : code;
   };
   calls.cuStreamSynchronize = [](Stream stream) -> Result {
-    Mark mark = everything();
-    mark.stream = stream;
-    advance_to(mark);
+    if (controls_forbids("cuStreamSynchronize") != 0) return kStreamIsCapturing;
+    advance_to(everything(stream));
     return device.cuStreamSynchronize(stream);
   };
+  calls.cuMemHostRegister = [](void* host, std::size_t size, unsigned flags) -> Result {
+    if (controls_forbids("cuMemHostRegister") != 0) return kStreamIsCapturing;
+    if (const Result code = device.cuMemHostRegister(host, size, flags); code != kSuccess) return code;
+    const std::lock_guard lock(mutex);
+    const Range range{reinterpret_cast<std::size_t>(host), size};
+    if (!overlapping(pinned, range).empty()) return kAlreadyRegistered;
+    pinned[range.offset] = size;
+    return kSuccess;
+  };
+  calls.cuMemHostUnregister = [](void* host) -> Result {
+    if (controls_forbids("cuMemHostUnregister") != 0) return kStreamIsCapturing;
+    if (const Result code = device.cuMemHostUnregister(host); code != kSuccess) return code;
+    const std::lock_guard lock(mutex);
+    return pinned.erase(reinterpret_cast<std::size_t>(host)) > 0 ? kSuccess : kNotRegistered;
+  };
   calls.cuMemcpyDtoHAsync = [](void* to, DevicePointer from, std::size_t size, Stream stream) -> Result {
-    delay_on(stream);
-    return device.cuMemcpyDtoHAsync(to, from, size, stream);
+    return copied(stream, to, size, [=] { return device.cuMemcpyDtoHAsync(to, from, size, stream); });
   };
   calls.cuMemcpyHtoDAsync = [](DevicePointer to, const void* from, std::size_t size, Stream stream) -> Result {
-    delay_on(stream);
-    return device.cuMemcpyHtoDAsync(to, from, size, stream);
+    return copied(stream, from, size, [=] { return device.cuMemcpyHtoDAsync(to, from, size, stream); });
   };
   calls.cuMemcpyDtoDAsync = [](DevicePointer to, DevicePointer from, std::size_t size, Stream stream) -> Result {
-    delay_on(stream);
-    return device.cuMemcpyDtoDAsync(to, from, size, stream);
+    return copied(stream, nullptr, size, [=] { return device.cuMemcpyDtoDAsync(to, from, size, stream); });
   };
   calls.cuMemsetD8Async = [](DevicePointer to, unsigned char byte, std::size_t size, Stream stream) -> Result {
-    delay_on(stream);
-    return device.cuMemsetD8Async(to, byte, size, stream);
+    return copied(stream, nullptr, size, [=] { return device.cuMemsetD8Async(to, byte, size, stream); });
   };
 }
 
 // Failures
 
+enum Kind { kError, kMemory, kAfter, kLost };
+
+struct Call {
+  std::uint64_t count = 0;
+  bool is_held = false;
+  int stopped = 0;
+  Clock::duration delay{};
+  Result code = kSuccess;
+  std::uint64_t after = 0, times = 0;  // of failures with this code
+};
+
 struct Faults {
   std::mutex mutex;
-  std::atomic<std::uint64_t> calls = 0;
+  std::condition_variable changed;
+  std::map<std::string, Call, std::less<>> by_name;
+  std::uint64_t calls = 0;
   std::uint64_t fail_at = 0;  // 0: disarmed
-  Kind kind = Kind::error;
+  Kind kind = kError;
   std::string only;
 };
 
@@ -298,41 +371,65 @@ Faults& faults() {
   return *all;
 }
 
-// Whether this call fails.
-bool fails(const char* name, Kind& kind) {
+Call& call_of(Faults& all, std::string_view name) {
+  const auto found = all.by_name.find(name);
+  return found != all.by_name.end() ? found->second : all.by_name[std::string(name)];
+}
+
+struct Failure {
+  Kind kind = kError;
+  Result code = kSuccess;  // success: the call does not fail
+};
+
+// Whether a call fails. `is_counted`: controls_arm() counts it.
+Failure failure_of(const char* name, bool is_counted) {
   Faults& all = faults();
-  const std::lock_guard lock(all.mutex);
-  if (!all.only.empty() && all.only != name) return false;
-  if (++all.calls != all.fail_at) return false;
+  std::unique_lock lock(all.mutex);
+  Call& call = call_of(all, name);
+  ++call.count;
+  if (call.delay > Clock::duration::zero()) {
+    lock.unlock();
+    std::this_thread::sleep_for(call.delay);
+    lock.lock();
+  }
+  call.stopped += call.is_held;
+  const bool was_held = call.is_held;
+  all.changed.wait(lock, [&] { return !call.is_held; });
+  call.stopped -= was_held;
+  if (call.times > 0 && call.after == 0) {
+    --call.times;
+    return {kError, call.code};
+  }
+  if (call.after > 0) --call.after;
+  if (!is_counted || (!all.only.empty() && all.only != name) || ++all.calls != all.fail_at) return {};
   all.fail_at = 0;
-  kind = all.kind;
-  return true;
+  const bool is_full = all.kind == kMemory && std::string_view(name) == "cuMemCreate";
+  return {all.kind, all.kind == kLost ? kIllegalAddress : is_full ? kOutOfMemory : kUnknownError};
 }
 
 // Calls that can fail: those that change the device or wait for it.
-bool is_counted(const char* name) {
-  static constexpr const char* kNames[] = {"cuCtxRecordEvent",
-                                           "cuCtxSynchronize",
-                                           "cuEventRecord",
-                                           "cuEventSynchronize",
-                                           "cuMemAddressFree",
-                                           "cuMemAddressReserve",
-                                           "cuMemCreate",
-                                           "cuMemExportToShareableHandle",
-                                           "cuMemHostRegister",
-                                           "cuMemHostUnregister",
-                                           "cuMemImportFromShareableHandle",
-                                           "cuMemMap",
-                                           "cuMemRelease",
-                                           "cuMemSetAccess",
-                                           "cuMemUnmap",
-                                           "cuMemcpyDtoDAsync",
-                                           "cuMemcpyDtoHAsync",
-                                           "cuMemcpyHtoDAsync",
-                                           "cuMemsetD8Async",
-                                           "cuStreamSynchronize"};
-  return std::any_of(std::begin(kNames), std::end(kNames),
-                     [name](const char* each) { return !std::strcmp(name, each); });
+bool is_counted(std::string_view name) {
+  static constexpr std::string_view kNames[] = {"cuCtxRecordEvent",
+                                                "cuCtxSynchronize",
+                                                "cuEventRecord",
+                                                "cuEventSynchronize",
+                                                "cuMemAddressFree",
+                                                "cuMemAddressReserve",
+                                                "cuMemCreate",
+                                                "cuMemExportToShareableHandle",
+                                                "cuMemHostRegister",
+                                                "cuMemHostUnregister",
+                                                "cuMemMap",
+                                                "cuMemImportFromShareableHandle",
+                                                "cuMemRelease",
+                                                "cuMemSetAccess",
+                                                "cuMemUnmap",
+                                                "cuMemcpyDtoDAsync",
+                                                "cuMemcpyDtoHAsync",
+                                                "cuMemcpyHtoDAsync",
+                                                "cuStreamSynchronize",
+                                                "cuMemsetD8Async"};
+  return std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames);
 }
 
 struct Injected {
@@ -349,17 +446,16 @@ struct Before {
 
 template <typename Calls, typename... Arguments>
 Result make(const char* name, Result (*call)(Arguments...), std::type_identity_t<Arguments>... arguments) {
-  Kind kind = Kind::error;
   const std::string_view which = name;
   const auto all = std::make_tuple(arguments...);
   if constexpr (sizeof...(Arguments) == 1 && (std::is_same_v<Arguments, AllocationHandle> && ...)) {
     if (which == "cuMemRelease" && std::exchange(only_retained, 0) == std::get<0>(all)) return call(arguments...);
   }
-  if (!is_counted(name) || !fails(name, kind)) return call(arguments...);
-  if (kind == Kind::lost) kill_context();
-  const bool is_full = kind == Kind::memory && which == "cuMemCreate";
-  last = {kind == Kind::lost ? kIllegalAddress : is_full ? kOutOfMemory : kUnknownError, "injected"};
-  if (kind != Kind::after) return last.code;
+  const Failure failure = failure_of(name, is_counted(which));
+  if (failure.code == kSuccess) return call(arguments...);
+  if (failure.kind == kLost) kill(context_of(0));
+  last = {failure.code, "injected"};
+  if (failure.kind != kAfter) return last.code;
   if (const Result code = call(arguments...); code != kSuccess) return code;
   // The caller has no result to give back.
   const Calls& before = Before<Calls>::calls;
@@ -397,16 +493,43 @@ void replace_by_failing(Calls& calls) {
   };
 }
 
-FileCalls files;  // before they were replaced
+// Files
 
-bool fails_with_an_error(const char* name) {
-  Kind kind = Kind::error;
-  return fails(name, kind);
+FileCalls files;  // before they were replaced
+std::string system_files;
+
+bool fails(const char* name) {
+  errno = EIO;
+  return failure_of(name, true).code != kSuccess;
+}
+
+void replace_files(FileCalls& calls) {
+  files = calls;
+  calls = {.open = [](const char* path, int flags) -> int {
+             std::string folder;
+             {
+               const std::lock_guard lock(mutex);
+               folder = system_files;
+             }
+             const int found = folder.empty() ? -1 : files.open((folder + path).c_str(), flags);
+             return found >= 0 ? found : files.open(path, flags);
+           },
+           .mkostemp = [](char* path, int flags) { return fails("open") ? -1 : files.mkostemp(path, flags); },
+           .posix_fallocate =
+               [](int file, off_t begin, off_t size) {
+                 return fails("posix_fallocate") ? EIO : files.posix_fallocate(file, begin, size);
+               },
+           .pwrite = [](int file, const void* data, std::size_t size, off_t offset) -> ssize_t {
+             return fails("pwrite") ? -1 : files.pwrite(file, data, size, offset);
+           },
+           .pread = [](int file, void* data, std::size_t size, off_t offset) -> ssize_t {
+             return fails("pread") ? -1 : files.pread(file, data, size, offset);
+           }};
 }
 
 }  // namespace
 
-void install(FindTable find_table) {
+host::Calls& install(FindTable find_table) {
   static std::once_flag once;
   std::call_once(once, [=] {
     table = static_cast<host::Calls*>(find_table("host"));
@@ -414,138 +537,178 @@ void install(FindTable find_table) {
     replace_by_work(*table);
     replace_by_failing(*table);
     record_event = table->cuCtxRecordEvent;
-    auto& file_calls = *static_cast<FileCalls*>(find_table("files"));
-    files = file_calls;
-    file_calls = {[](char* path, int flags) {
-                    if (!fails_with_an_error("open")) return files.mkostemp(path, flags);
-                    errno = EIO;
-                    return -1;
-                  },
-                  [](int file, off_t begin, off_t size) {
-                    return fails_with_an_error("posix_fallocate") ? EIO : files.posix_fallocate(file, begin, size);
-                  },
-                  [](int file, const void* data, std::size_t size, off_t offset) -> ssize_t {
-                    if (!fails_with_an_error("pwrite")) return files.pwrite(file, data, size, offset);
-                    errno = EIO;
-                    return -1;
-                  },
-                  [](int file, void* data, std::size_t size, off_t offset) -> ssize_t {
-                    if (!fails_with_an_error("pread")) return files.pread(file, data, size, offset);
-                    errno = EIO;
-                    return -1;
-                  }};
+    replace_files(*static_cast<FileCalls*>(find_table("files")));
     *static_cast<ClockCalls*>(find_table("clock")) = {&time_now, &time_sleep, [] { return is_virtual.load(); }};
   });
+  return *table;
 }
 
-bool install_cuda(FindTable find_table) {
+}  // namespace memsaver::controls
+
+using namespace memsaver;
+using namespace memsaver::controls;
+
+extern "C" {
+
+void controls_install(void* find_table) { install(reinterpret_cast<FindTable>(find_table)); }
+
+int controls_install_cuda(void* find_table) {
   static const bool done = [=] {
-    auto* cuda = static_cast<Api*>(find_table("cuda"));
+    auto* cuda = static_cast<Api*>(reinterpret_cast<FindTable>(find_table)("cuda"));
     if (cuda != nullptr) replace_by_failing(*cuda);
     return cuda != nullptr;
   }();
   return done;
 }
 
-void arm(std::uint64_t nth, Kind kind, const char* only) {
+void controls_arm(std::uint64_t nth, int kind, const char* only) {
   Faults& all = faults();
   const std::lock_guard lock(all.mutex);
   all.calls = 0;
   all.fail_at = nth;
-  all.kind = kind;
+  all.kind = static_cast<Kind>(kind);
   all.only = only;
 }
 
-void disarm() { arm(0, Kind::error, ""); }
+std::uint64_t controls_calls() {
+  const std::lock_guard lock(faults().mutex);
+  return faults().calls;
+}
 
-std::uint64_t calls() { return faults().calls; }
+void controls_fail(const char* name, int code, std::uint64_t times, std::uint64_t after) {
+  const std::lock_guard lock(faults().mutex);
+  Call& call = call_of(faults(), name);
+  call.code = code, call.times = times, call.after = after;
+}
 
-Stream new_stream() {
-  const Current current;
+void controls_delay(const char* name, double seconds) {
+  const std::lock_guard lock(faults().mutex);
+  call_of(faults(), name).delay = ticks(seconds);
+}
+
+void controls_hold(const char* name, int on) {
+  const std::lock_guard lock(faults().mutex);
+  call_of(faults(), name).is_held = on != 0;
+  faults().changed.notify_all();
+}
+
+int controls_stopped(const char* name) {
+  const std::lock_guard lock(faults().mutex);
+  return call_of(faults(), name).stopped;
+}
+
+std::uint64_t controls_count(const char* name) {
+  const std::lock_guard lock(faults().mutex);
+  return call_of(faults(), name).count;
+}
+
+void controls_disarm() {
+  controls_arm(0, kError, "");
+  const std::lock_guard lock(faults().mutex);
+  for (auto& [name, call] : faults().by_name) call.is_held = false, call.delay = {}, call.times = call.after = 0;
+  faults().changed.notify_all();
+}
+
+void controls_system_files(const char* folder) {
+  const std::lock_guard lock(mutex);
+  system_files = folder;
+}
+
+int controls_device(std::size_t bytes) { return device.open(bytes); }
+
+void* controls_stream(int number) {
+  const Current current(context_of(number));
   Stream made = nullptr, through = nullptr;
   device.cuStreamCreate(&made, kStreamNonBlocking);
   device.cuStreamCreate(&through, kStreamNonBlocking);
   const std::lock_guard lock(mutex);
-  streams[made] = through;
+  streams[made] = {number, through};
   return made;
 }
 
-void launch_write(Stream stream, DevicePointer address, std::size_t size, unsigned char byte, Deadline due) {
-  launch(stream, due, acting_on(stream, [=](Stream through) {
-           if (size > 0) device.cuMemsetD8Async(address, byte, size, through);
-         }));
-}
-
-void launch_touch(Stream stream, DevicePointer address, std::size_t size, Deadline due) {
-  launch(stream, due, acting_on(stream, [=](Stream through) {
-           thread_local char byte;
-           for (std::size_t at = 0; at < size; at += kPage) device.cuMemcpyDtoHAsync(&byte, address + at, 1, through);
-           if (size > 0) device.cuMemcpyDtoHAsync(&byte, address + size - 1, 1, through);
-         }));
-}
-
-void launch_read(Stream stream, DevicePointer address, std::size_t size, Deadline due, void* found, int* is_there) {
-  launch(stream, due, [=, act = acting_on(stream, [=](Stream through) {
-                            if (size > 0) device.cuMemcpyDtoHAsync(found, address, size, through);
-                          })] {
-    act();
-    if (!is_lost()) __atomic_store_n(is_there, 1, __ATOMIC_RELEASE);
+void controls_write(void* stream, DevicePointer address, std::size_t size, int byte, double hold) {
+  launch_on(stream, address, size, hold, [=](Stream through) {
+    device.cuMemsetD8Async(address, static_cast<unsigned char>(byte), size, through);
+    device.cuStreamSynchronize(through);
   });
 }
 
-void release_stream(Stream stream) {
+void controls_touch(void* stream, DevicePointer address, std::size_t size, double hold) {
+  launch_on(stream, address, size, hold, [=](Stream through) {
+    thread_local char byte;
+    for (std::size_t at = 0; at < size; at += kPage) device.cuMemcpyDtoHAsync(&byte, address + at, 1, through);
+    if (size > 0) device.cuMemcpyDtoHAsync(&byte, address + size - 1, 1, through);
+    device.cuStreamSynchronize(through);
+  });
+}
+
+void controls_read(void* stream, DevicePointer address, std::size_t size, double hold, void* found, int* is_there) {
+  launch_on(stream, address, size, hold, [=](Stream through) {
+    device.cuMemcpyDtoHAsync(found, address, size, through);
+    if (device.cuStreamSynchronize(through) == kSuccess) __atomic_store_n(is_there, 1, __ATOMIC_RELEASE);
+  });
+}
+
+void controls_release(void* stream) {
+  std::map<Stream, Origin> released;
   {
     const std::lock_guard lock(mutex);
     for (auto& [number, kernel] : kernels)
-      if (kernel.stream == stream) kernel.due = {};
+      if (stream == nullptr || kernel.stream == stream) kernel.due = {};
+    for (const auto& [each, origin] : streams)
+      if (stream == nullptr || each == stream) released[each] = origin;
     changed.notify_all();
   }
-  const Current current;
-  device.cuStreamSynchronize(stream);
-}
-
-void release_streams() {
-  std::vector<Stream> all;
-  {
-    const std::lock_guard lock(mutex);
-    for (auto& [number, kernel] : kernels) kernel.due = {};
-    changed.notify_all();
-    for (const auto& [stream, through] : streams) all.push_back(stream);
+  for (const auto& [each, origin] : released) {
+    const Current current(context_of(origin.device));
+    device.cuStreamSynchronize(each);
   }
-  for (Stream each : all) release_stream(each);
 }
 
-void delay_marks(Clock::duration time) { marks_delay = time.count(); }
-void delay_copies(Clock::duration time) { copies_delay = time.count(); }
-void keep_busy(Clock::duration time) { busy = time.count(); }
-void support_record(bool on) { table->cuCtxRecordEvent = on ? record_event : nullptr; }
+void controls_delay_marks(double seconds) { marks_delay = ticks(seconds).count(); }
+void controls_delay_copies(double seconds) { copies_delay = ticks(seconds).count(); }
+void controls_keep_busy(double seconds) { busy = ticks(seconds).count(); }
+void controls_support_record(int on) { table->cuCtxRecordEvent = on != 0 ? record_event : nullptr; }
 
-void begin_capture() {
+void controls_begin_capture() {
   const std::lock_guard lock(mutex);
   if (captures++ == 0) capture_is_whole = true;
 }
 
-bool end_capture() {
+int controls_end_capture() {
   const std::lock_guard lock(mutex);
   --captures;
   return capture_is_whole;
 }
 
-void kill_context() {
-  const Current current;
-  Stream stream = nullptr;
-  if (device.cuStreamCreate(&stream, kStreamNonBlocking) != kSuccess) return;
-  device.cuMemsetD8Async(0, 0, 1, stream);  // an illegal access
-  device.cuStreamSynchronize(stream);
-  device.cuStreamDestroy(stream);
+int controls_capture_is_whole() {
   const std::lock_guard lock(mutex);
-  changed.notify_all();
+  return capture_is_whole;
 }
 
-bool context_lost() { return is_lost(); }
+int controls_break_capture(const char* call) {
+  const std::lock_guard lock(mutex);
+  if (captures == 0) return 0;
+  capture_is_whole = false;
+  broke_captures.emplace_back(call);
+  return 1;
+}
 
-void reset() {
-  std::map<Stream, Stream> gone;
+int controls_forbids(const char* call) { return capture_mode != kCaptureRelaxed && controls_break_capture(call) != 0; }
+
+const char* controls_broken() {
+  thread_local std::string text;
+  text.clear();
+  const std::lock_guard lock(mutex);
+  for (const std::string& each : broke_captures) text += each + " ";
+  return text.c_str();
+}
+
+void controls_kill(int number) { kill(context_of(number)); }
+int controls_is_lost(int number) { return is_lost(context_of(number)); }
+
+void controls_reset() {
+  std::map<Stream, Origin> gone;
   {
     const std::lock_guard lock(mutex);
     for (auto& [number, kernel] : kernels) kernel.cancelled = true;
@@ -553,74 +716,39 @@ void reset() {
     marks.clear();
     last_mark = {};
     captures = 0;
+    broke_captures.clear();
     changed.notify_all();
   }
   marks_delay = copies_delay = busy = 0;
-  support_record(true);
-  const Current current;
-  for (const auto& [stream, through] : gone) {
-    device.cuStreamDestroy(stream);
-    device.cuStreamDestroy(through);
+  controls_support_record(1);
+  for (const auto& [stream, origin] : gone)
+    for (Stream each : {stream, origin.through}) device.cuStreamDestroy(each);
+  int count = 0;
+  device.cuDeviceGetCount(&count);
+  for (int number = 0; number < count; ++number) {
+    const Context context = context_of(number);
+    if (!is_lost(context)) continue;
+    device.cuDevicePrimaryCtxReset(number);
+    const std::lock_guard lock(mutex);
+    std::erase_if(kernels, [=](const auto& each) { return each.second.context == context; });  // abandoned ones
   }
-  if (!is_lost()) return;
-  device.cuDevicePrimaryCtxReset(0);
-  const std::lock_guard lock(mutex);
-  kernels.clear();  // those that were abandoned
 }
 
-void use_virtual_clock(bool on) {
-  if (on && !is_virtual) {
+void controls_use_virtual_clock(int on) {
+  if (on != 0 && !is_virtual) {
     began = Clock::now().time_since_epoch().count();
     passed = 0;
   }
-  is_virtual = on;
+  is_virtual = on != 0;
 }
 
-namespace {
-
-Deadline due_in(double seconds) {  // negative: never
-  return seconds < 0 ? kNever
-                     : time_now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+std::size_t controls_pinned() {
+  const std::lock_guard lock(mutex);
+  std::size_t bytes = 0;
+  for (const auto& [address, size] : pinned) bytes += size;
+  return bytes;
 }
 
-Clock::duration ticks(double seconds) {
-  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-}
-
-}  // namespace
-}  // namespace memsaver::controls
-
-// For Python (tests/controls.py).
-using namespace memsaver::controls;
-
-extern "C" {
-void controls_install(void* find_table) { install(reinterpret_cast<FindTable>(find_table)); }
-int controls_install_cuda(void* find_table) { return install_cuda(reinterpret_cast<FindTable>(find_table)); }
-void controls_arm(std::uint64_t nth, int kind, const char* only) { arm(nth, static_cast<Kind>(kind), only); }
-void controls_disarm() { disarm(); }
-std::uint64_t controls_calls() { return calls(); }
-void* controls_new_stream() { return new_stream(); }
-void controls_write(void* stream, DevicePointer address, std::size_t size, int byte, double hold) {
-  launch_write(stream, address, size, static_cast<unsigned char>(byte), due_in(hold));
-}
-void controls_touch(void* stream, DevicePointer address, std::size_t size, double hold) {
-  launch_touch(stream, address, size, due_in(hold));
-}
-void controls_read(void* stream, DevicePointer address, std::size_t size, double hold, void* found, int* is_there) {
-  launch_read(stream, address, size, due_in(hold), found, is_there);
-}
-void controls_release_stream(void* stream) { release_stream(stream); }
-void controls_release_streams() { release_streams(); }
-void controls_delay_marks(double seconds) { delay_marks(ticks(seconds)); }
-void controls_delay_copies(double seconds) { delay_copies(ticks(seconds)); }
-void controls_keep_busy(double seconds) { keep_busy(ticks(seconds)); }
-void controls_support_record(int on) { support_record(on != 0); }
-void controls_begin_capture() { begin_capture(); }
-int controls_end_capture() { return end_capture(); }
-void controls_kill_context() { kill_context(); }
-int controls_context_lost() { return context_lost(); }
-void controls_reset() { reset(); }
-void controls_use_virtual_clock(int on) { use_virtual_clock(on != 0); }
 double controls_now() { return std::chrono::duration<double>(time_now().time_since_epoch()).count(); }
 void controls_pass(double seconds) { time_sleep(ticks(seconds)); }
 }

@@ -1,4 +1,4 @@
-// A CUDA runtime that takes memory of the heap, and a program's calls of it: with -DCALLER the library that calls.
+// A CUDA runtime that takes memory of the heap. With -DCALLER a library that calls it, with -DPROGRAM a program.
 #include <stddef.h>
 #include <stdlib.h>
 
@@ -8,8 +8,16 @@ int cudaFree(void* data);
 
 int call_malloc(void** data, size_t size) { return cudaMalloc(data, size); }
 int call_free(void* data) { return cudaFree(data); }
+#elif defined(PROGRAM)
+int cudaMalloc(void** data, size_t size);
+int seen_mallocs(void);
+
+int main(void) {
+  void* data = NULL;
+  return !(cudaMalloc(&data, 64) == 0 && seen_mallocs() == 1);
+}
 #else
-static int mallocs, frees, device;
+static int mallocs, frees;
 static size_t free_bytes = 1 << 30;
 
 int cudaMalloc(void** data, size_t size) {
@@ -25,7 +33,7 @@ int cudaFree(void* data) {
 }
 
 int cudaGetDevice(int* current) {
-  *current = device;
+  *current = 0;
   return 0;
 }
 
@@ -35,15 +43,7 @@ int cudaMemGetInfo(size_t* available, size_t* total) {
   return 0;
 }
 
-int cudaGetLastError(void) { return 77; }
-
-int cudaHostGetFlags(unsigned* flags, void* data) {
-  *flags = data != NULL;
-  return 0;
-}
-
 int seen_mallocs(void) { return mallocs; }
 int seen_frees(void) { return frees; }
-void set_device(int number) { device = number; }
 void set_free(size_t nbytes) { free_bytes = nbytes; }
 #endif

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import pytest
+
+from memsaver import drop_in, regions
+from memsaver.drop_in.vllm import sources
 
 CUMEM = "vllm/device_allocator/cumem.py"
 WORKER = "vllm/v1/worker/gpu_worker.py"
-MODULES = {
-    "vllm/__init__.py": "",
-    "vllm/distributed/__init__.py": "",
+MODULES = {  # and an empty __init__.py in each folder without one
     "vllm/distributed/parallel_state.py": """
 class GroupCoordinator:
     rank: int
@@ -33,7 +39,6 @@ class AllocationData:
     CUMEM: """
 import atexit
 import logging
-from vllm.device_allocator import AllocationData
 
 logger = logging.getLogger("vllm")
 cumem_available = True
@@ -50,16 +55,8 @@ class CuMemAllocator:
 
     @staticmethod
     def get_instance():
-        assert cumem_available
-        if CuMemAllocator.instance is None:
-            CuMemAllocator.instance = CuMemAllocator()
-            atexit.register(CuMemAllocator._shutdown_singleton)
+        CuMemAllocator.instance = CuMemAllocator.instance or CuMemAllocator()
         return CuMemAllocator.instance
-
-    @staticmethod
-    def _shutdown_singleton():
-        if CuMemAllocator.instance is not None:
-            CuMemAllocator.instance.release_pools()
 
     def __init__(self):
         self.pointer_to_data = {}
@@ -70,6 +67,9 @@ class CuMemAllocator:
     def get_current_usage(self):
         return len(self.pointer_to_data)
 
+    def close(self):
+        self.release_pools()
+
     def sleep(self, offload_tags=None):
         for data in self.pointer_to_data.values():
             unmap_and_release(data.handle)
@@ -78,8 +78,6 @@ class CuMemAllocator:
         for data in self.pointer_to_data.values():
             create_and_map(data.handle)
 """,
-    "vllm/v1/__init__.py": "",
-    "vllm/v1/executor/__init__.py": "",
     "vllm/v1/executor/multiproc_executor.py": """
 import threading
 
@@ -87,7 +85,6 @@ class MultiprocExecutor:
     def monitor(self, read):
         threading.Thread(target=read, name="DeathPipeMonitor").start()
 """,
-    "vllm/v1/worker/__init__.py": "",
     "vllm/v1/worker/worker_base.py": """
 class WorkerBase:
     def __init__(self, vllm_config, rank):
@@ -127,13 +124,15 @@ class Worker(WorkerBase):
         assert freed_bytes >= 0, "Memory usage increased after sleeping."
         logger.info("asleep")
 """,
-    "vllm/config/__init__.py": "",
     "vllm/config/vllm.py": """
+import dataclasses
+from typing import Any
+
+@dataclasses.dataclass
 class VllmConfig:
-    def __init__(self, model_config, parallel_config, kv_transfer_config=None):
-        self.model_config = model_config
-        self.parallel_config = parallel_config
-        self.kv_transfer_config = kv_transfer_config
+    model_config: Any
+    parallel_config: Any
+    kv_transfer_config: Any = None
 """,
     "vllm/config/model.py": """
 class ModelConfig:
@@ -155,32 +154,63 @@ class ParallelConfig:
 """,
     "vllm/model_executor/layers/mla.py": "",
     "vllm/model_executor/layers/attention/mla_attention.py": "",
-    "vllm/model_executor/layers/fused_moe/__init__.py": "",
+    "vllm/model_executor/layers/fused_moe/layer.py": "",
 }
+Load = Callable[..., ModuleType]
 
 
-def write(folder: Path, version: str = "9.9.9") -> None:
-    """Write the package and its metadata."""
+def write(folder: Path) -> None:
+    """Write the package and its metadata, with the version 9.9.9."""
     for name, text in MODULES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    info = folder / f"vllm-{version}.dist-info"
+        for parent in path.relative_to(folder).parents[:-1]:
+            (folder / parent / "__init__.py").touch()
+    info = folder / "vllm-9.9.9.dist-info"
     info.mkdir()
-    info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.9.9\n")
 
 
-def worker(
-    rank: int = 0, world_size: int = 1, data_parallel_rank: int = 0, transfer: Any = None, cumem: bool = True
-) -> Any:
-    """A worker of the package, which is imported here."""
-    config = importlib.import_module("vllm.config.vllm")
-    model = importlib.import_module("vllm.config.model").ModelConfig()
-    parallel = importlib.import_module("vllm.config.parallel").ParallelConfig()
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Imports the module of the allocator with the drop-in installed."""
+    write(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MEMSAVER_DROP_IN", "vllm")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(drop_in, "_states", {})
+
+    def load(more: str = "") -> ModuleType:
+        """``more`` stands at the end of the module."""
+        path = tmp_path / CUMEM
+        path.write_text(path.read_text() + more)
+        drop_in.install("vllm")
+        return importlib.import_module(sources.MODULE)
+
+    yield load
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+    for region in regions.all_regions():
+        if region.tag.startswith("vllm."):
+            region.resume()
+            region.close()
+
+
+def worker(rank: int = 0, world_size: int = 1, replica: int = 0, transfer: Any = None, cumem: bool = True) -> Any:
+    """A worker of the package, which is imported here. ``transfer``: the name of a KV connector; "": of none."""
+    from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.config.model import ModelConfig
+    from vllm.config.parallel import ParallelConfig
+    from vllm.config.vllm import VllmConfig
+    from vllm.v1.worker.gpu_worker import Worker
+
+    model, parallel, kv = ModelConfig(), ParallelConfig(), None if transfer is None else KVTransferConfig()
     model.enable_cumem_allocator = cumem
-    parallel.world_size, parallel.data_parallel_rank = world_size, data_parallel_rank
-    made = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
-    return made(config.VllmConfig(model, parallel, transfer), local_rank=rank, rank=rank, distributed_init_method="")
+    parallel.world_size, parallel.data_parallel_rank = world_size, replica
+    if kv is not None:
+        kv.kv_connector = transfer or None
+    return Worker(VllmConfig(model, parallel, kv), local_rank=rank, rank=rank, distributed_init_method="")
 
 
 def before(folder: Path) -> str:

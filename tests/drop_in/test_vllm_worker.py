@@ -1,10 +1,17 @@
-"""The calls of vLLM's worker: KV transfer, errors on several ranks, shared pools. Threads stand for ranks."""
+"""The calls of vLLM's worker: KV transfer, agreement and errors of several ranks, shared pools, the end of the engine.
+
+Threads stand for ranks, and for vLLM's reader of the executor's pipe.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,35 +20,109 @@ import torch.distributed as dist
 
 import memsaver
 from memsaver import drop_in
-from memsaver.drop_in.errors import DropInError
+from memsaver.drop_in import DropInError
 from memsaver.drop_in.vllm import ranks
-from memsaver.drop_in.vllm import worker as worker_calls
+from memsaver.drop_in.vllm import worker as calls
 from memsaver.errors import OutOfMemoryError
 from tests.drop_in import fake_vllm
-from tests.drop_in.test_vllm_allocator import Load, load
-from tests.support import MIB
+from tests.drop_in.fake_vllm import Load, load
+from tests.support import MIB, Fill, Hooks
 
 __all__ = ["load"]  # a fixture
 
 Workers = list[Any]
+Be = Callable[..., None]
 
 
 @pytest.fixture
-def workers(load: Load, monkeypatch: pytest.MonkeyPatch) -> Workers:
-    """The workers of three ranks, in one process, with one store."""
-    load()
-    workers = [fake_vllm.worker(rank, 3) for rank in range(3)]
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process with a shared pool."""
+    monkeypatch.setattr(calls, "shares", lambda: True)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    return workers
+    return store
 
 
-def wake(workers: Workers, errors: Sequence[Exception | None] = (None, None, None)) -> list[Any]:
-    return call(workers, "wake_up", errors)
+def step_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    aside = drop_in.DropIn("vllm", "9.9.9", "stepped aside", reason="another patch")
+    monkeypatch.setitem(drop_in._states, "vllm", aside)
 
 
-def call(workers: Workers, method: str, errors: Sequence[Exception | None], *args: Any) -> list[Any]:
-    """The results or errors of a call of all ranks."""
+# Agreement
+
+
+@pytest.fixture
+def be(load: Load, store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Be:
+    """Goes on as the process of a rank of the world group, whose ranks are 4 and 5. It begins as rank 4."""
+    load()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    own = drop_in.status()["vllm"]
+
+    def be(rank: int, all_ranks: Sequence[int] = (4, 5), **changes: Any) -> None:
+        from vllm.distributed import parallel_state
+
+        parallel_state._WORLD = SimpleNamespace(rank=rank, ranks=list(all_ranks))
+        monkeypatch.setitem(drop_in._states, "vllm", drop_in.DropIn(**{**vars(own), **changes}))
+        monkeypatch.setattr(ranks, "_last", None)
+
+    be(4)
+    return be
+
+
+def test_ranks_of_each_process_group_are_compared(be: Be, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks.publish()
+    be(5)
+    ranks.check()
+    second = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: second)
+    with pytest.raises(DropInError, match="rank 4 has no drop-in"):
+        ranks.check()
+
+
+def test_rank_without_drop_in_is_named_by_each_check(be: Be) -> None:
+    for _ in range(2):
+        with pytest.raises(DropInError, match="rank 5 has no drop-in: set MEMSAVER_DROP_IN") as raised:
+            ranks.check()
+        assert raised.value.rank == 5
+    be(5)
+    ranks.publish()
+    be(4)
+    ranks.check()
+
+
+def test_rank_with_another_version_is_named(be: Be) -> None:
+    ranks.publish()
+    be(5, version="0.26.0")
+    with pytest.raises(DropInError, match=r"rank 4 has the drop-in .*9.9.9.*, and rank 5 has .*0.26.0") as raised:
+        ranks.check()
+    assert raised.value.rank == 4
+
+
+def test_errors_name_the_rank_and_the_call(be: Be) -> None:
+    for prefix in ("rank 4, wake-up of weights: ", ""):
+        with pytest.raises(OutOfMemoryError, match=f"^{prefix}3 GiB are missing$"):
+            with ranks.naming("wake-up of weights"):
+                raise OutOfMemoryError("3 GiB are missing")
+        be(4, [4])  # there is one rank: it compares nothing
+        ranks.check()
+
+
+# Errors of several ranks
+
+
+@pytest.fixture
+def workers(load: Load, store: dist.Store) -> Workers:
+    """The workers of three ranks, in one process, with one store."""
+    load()
+    return [fake_vllm.worker(rank, 3) for rank in range(3)]
+
+
+def call(workers: Workers, *errors: Exception | None, method: str = "wake_up", args: tuple[Any, ...] = ()) -> Any:
+    """The results or errors of a call of all ranks, of which some have errors."""
 
     def answer(worker: Any, error: Exception | None) -> Any:
         worker.error = error
@@ -51,70 +132,70 @@ def call(workers: Workers, method: str, errors: Sequence[Exception | None], *arg
             return raised
 
     with ThreadPoolExecutor(len(workers)) as threads:
-        return list(threads.map(answer, workers, errors))
-
-
-def test_calls_that_succeed_return_on_all_ranks(workers: Workers) -> None:
-    for _ in range(3):
-        assert wake(workers) == ["awake"] * 3
+        return list(threads.map(answer, workers, [*errors, *[None] * (len(workers) - len(errors))]))
 
 
 @pytest.mark.parametrize("failing", [(0,), (1,), (0, 1), (0, 2), (0, 1, 2)])
 def test_last_rank_raises_the_errors_of_all(workers: Workers, failing: tuple[int, ...]) -> None:
     errors = [OutOfMemoryError(f"rank {rank}: full") if rank in failing else None for rank in range(3)]
-    answers = wake(workers, errors)
+    answers = call(workers, *errors)
     assert not any(isinstance(answer, Exception) for answer in answers[:2])
     assert str(answers[2]) == "; ".join(f"rank {rank}: full" for rank in failing)
-    assert wake(workers) == ["awake"] * 3  # the next call has answers of its own
+    for _ in range(2):  # the next calls have answers of their own
+        assert call(workers) == ["awake"] * 3
 
 
-def test_error_of_the_last_rank_alone_keeps_its_type(workers: Workers) -> None:
+def test_errors_keep_their_type_or_get_the_rank(workers: Workers) -> None:
     error = OutOfMemoryError("full")
-    assert wake(workers, [None, None, error]) == ["awake", "awake", error]
-
-
-def test_errors_of_others_than_memsaver_get_the_rank(workers: Workers) -> None:
-    answers = wake(workers, [None, AssertionError("asleep"), AssertionError()])
+    assert call(workers, None, None, error) == ["awake", "awake", error]
+    answers = call(workers, None, AssertionError("asleep"), AssertionError())
     assert str(answers[2]) == "rank 1, wake_up: AssertionError: asleep; rank 2, wake_up: AssertionError: "
+    answers = call(workers, error, method="discard", args=("kv_cache",))
+    assert answers[:2] == [None, "discarded"] and str(answers[2]) == "full"
 
 
 def test_rank_that_does_not_end_is_named(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_ANSWER_S", 0.05)
-    with pytest.raises(RuntimeError, match="^rank 0 has not ended its wake_up within 0 s after the last rank; rank 1"):
+    text = "^rank 0 has not ended its wake_up within 0 s after the last rank; rank 1"
+    with pytest.raises(RuntimeError, match=text):
         workers[2].wake_up()
 
 
 def test_rank_without_drop_in_is_not_waited_for(workers: Workers) -> None:
-    errors: list[Exception | None] = [None, *(DropInError("rank 0 has no drop-in", rank=0) for _ in range(2))]
-    assert wake(workers[1:], errors[1:]) == errors[1:]
+    errors = [DropInError("rank 0 has no drop-in", rank=0) for _ in range(2)]
+    assert call(workers[1:], *errors) == errors
 
 
 class OwnExecutor(type("MultiprocExecutor", (), {})):  # type: ignore[misc]
     """An executor that a framework derives from vLLM's."""
 
 
-@pytest.mark.parametrize("backend", ["ray", OwnExecutor])
-def test_executors_that_call_all_ranks_get_one_error(workers: Workers, backend: Any) -> None:
-    for each in workers:
-        each.parallel_config.distributed_executor_backend = backend
-    answers = wake(workers, [OutOfMemoryError("rank 0: full"), None, None])
-    assert answers[:2] == [None, "awake"] and str(answers[2]) == "rank 0: full"
-
-
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("distributed_executor_backend", "external_launcher"), ("distributed_executor_backend", int), ("world_size", 1)],
+    ("name", "value", "is_one"),
+    [
+        ("distributed_executor_backend", "ray", True),
+        ("distributed_executor_backend", OwnExecutor, True),
+        ("distributed_executor_backend", "external_launcher", False),
+        ("distributed_executor_backend", int, False),
+        ("world_size", 1, False),
+    ],
 )
-def test_each_rank_with_a_caller_of_its_own_raises_its_error(workers: Workers, name: str, value: Any) -> None:
-    errors = [OutOfMemoryError("full"), None, None]
+def test_one_caller_gets_one_error_and_each_rank_of_several_its_own(
+    workers: Workers, name: str, value: Any, is_one: bool
+) -> None:
+    error = OutOfMemoryError("rank 0: full")
     for each in workers:
         setattr(each.parallel_config, name, value)
-    assert wake(workers, errors) == [errors[0], "awake", "awake"]
+    answers = call(workers, error)
+    if is_one:
+        assert answers[:2] == [None, "awake"] and str(answers[2]) == "rank 0: full"
+    else:
+        assert answers == [error, "awake", "awake"]
 
 
 def test_engines_of_data_parallel_ranks_do_not_answer_each_other(workers: Workers) -> None:
-    others = [fake_vllm.worker(rank, 3, data_parallel_rank=1) for rank in range(3)]
-    answers = wake([*workers, *others], [OutOfMemoryError("rank 0: full"), *[None] * 5])
+    others = [fake_vllm.worker(rank, 3, replica=1) for rank in range(3)]
+    answers = call([*workers, *others], OutOfMemoryError("rank 0: full"))
     assert str(answers[2]) == "rank 0: full" and answers[3:] == ["awake"] * 3
 
 
@@ -133,41 +214,36 @@ def test_store_that_has_ended_is_named(workers: Workers, monkeypatch: pytest.Mon
         workers[2].wake_up()
 
 
-def test_discard_that_fails_on_a_rank_is_one_error_too(workers: Workers) -> None:
-    answers = call(workers, "discard", [OutOfMemoryError("rank 0: full"), None, None], ("kv_cache",))
-    assert answers[:2] == [None, "discarded"] and str(answers[2]) == "rank 0: full"
-
-
-class Transfer:
-    """vLLM's KVTransferConfig."""
-
-    def __init__(self, is_kv_transfer_instance: bool = True) -> None:
-        self.kv_connector, self.is_kv_transfer_instance = "NixlConnector", is_kv_transfer_instance
+# KV transfer
 
 
 @pytest.fixture(autouse=True)
 def no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_calls, "transfers_kv", False)
+    monkeypatch.setattr(calls, "transfers_kv", False)
 
 
 @pytest.mark.parametrize("mode", ["vllm", "vllm:warn"])
+@pytest.mark.usefixtures("shared")
 def test_kv_transfer_from_a_shared_pool_is_refused_when_the_worker_is_made(
     load: Load, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.setenv("MEMSAVER_DROP_IN", mode)
-    monkeypatch.setattr(worker_calls, "shares", lambda: True)
     drop_in.install("vllm")
     assert drop_in.status()["vllm"].state == "waiting"  # as in a worker's process: its allocator comes later
     for _ in range(2):
-        with pytest.raises(DropInError, match="KV connector 'NixlConnector'.*without MEMSAVER_POOL=shared, without"):
-            fake_vllm.worker(transfer=Transfer())
+        with pytest.raises(DropInError, match="KV connector 'NixlConnector'.*without MEMSAVER_POOL=shared, witho"):
+            fake_vllm.worker(transfer="NixlConnector")
         load()
         assert drop_in.status()["vllm"].state == "active"
+    for options in ({"transfer": ""}, {"transfer": "NixlConnector", "cumem": False}):  # not of memory in a region
+        assert fake_vllm.worker(**options).wake_up() == "awake"
+    step_aside(monkeypatch)
+    assert fake_vllm.worker(transfer="NixlConnector").wake_up() == "awake"
 
 
 def test_kv_cache_that_is_transferred_has_one_handle_for_each_segment(load: Load) -> None:
     allocator = load().CuMemAllocator.get_instance()
-    fake_vllm.worker(transfer=Transfer())
+    fake_vllm.worker(transfer="NixlConnector")
     with allocator.use_memory_pool("weights"):
         weights = torch.ones(40 * MIB)
     with allocator.use_memory_pool("kv_cache"):
@@ -182,42 +258,122 @@ def test_kv_cache_that_is_transferred_has_one_handle_for_each_segment(load: Load
     assert bool((weights == 1).all()) and not any(each.any() for each in cache)
 
 
-def test_kv_transfer_from_other_memory_is_accepted(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+# A sleep that ends with less free memory of the driver
+
+
+@pytest.fixture
+def worker(load: Load) -> Any:
     load()
-    assert fake_vllm.worker(transfer=Transfer(is_kv_transfer_instance=False)).wake_up() == "awake"
-    assert fake_vllm.worker(transfer=Transfer(), cumem=False).wake_up() == "awake"
-    aside = drop_in.DropIn("vllm", "9.9.9", "stepped aside", reason="another patch")
-    monkeypatch.setitem(drop_in._states, "vllm", aside)
-    assert fake_vllm.worker(transfer=Transfer()).wake_up() == "awake"
+    return fake_vllm.worker()
 
 
-class TestWorker:
-    @pytest.fixture
-    def worker(self, load: Load) -> Any:
-        load()
-        worker = fake_vllm.worker()
-        worker.freed_bytes = -1
-        return worker
-
-    def test_shared_pool_may_take_memory_of_the_driver_during_a_sleep(
-        self, worker: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        monkeypatch.setattr("memsaver.drop_in.vllm.worker.shares", lambda: True)
-        with caplog.at_level(logging.INFO, "vllm"):
-            worker.sleep(level=2)
-        assert "is in the shared pool, not in the driver" in caplog.text
-        with pytest.raises(AssertionError, match="level is unknown"):
-            worker.sleep(level=3)
-
-    def test_without_a_shared_pool_the_assertion_stays(self, worker: Any) -> None:
-        with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
-            worker.sleep(level=1)
-        worker.freed_bytes = 0
+@pytest.mark.usefixtures("shared")
+def test_shared_pool_may_take_memory_of_the_driver_during_a_sleep(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.freed_bytes = -1
+    with caplog.at_level(logging.INFO, "vllm"):
+        worker.sleep(level=2)
+    assert "is in the shared pool, not in the driver" in caplog.text
+    with pytest.raises(AssertionError, match="level is unknown"):
+        worker.sleep(level=3)
+    step_aside(monkeypatch)
+    with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
         worker.sleep(level=1)
 
-    def test_drop_in_that_stepped_aside_changes_nothing(self, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("memsaver.drop_in.vllm.worker.shares", lambda: True)
-        aside = drop_in.DropIn("vllm", "9.9.9", "stepped aside", reason="another patch")
-        monkeypatch.setitem(drop_in._states, "vllm", aside)
-        with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
-            worker.sleep(level=1)
+
+def test_without_a_shared_pool_the_assertion_stays(worker: Any) -> None:
+    worker.sleep(level=1)
+    worker.freed_bytes = -1
+    with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
+        worker.sleep(level=1)
+
+
+# The end of vLLM's engine ends a worker's wait for memory, with a shared pool
+
+
+class Pipe:
+    """The reader of the pipe, and vLLM's handler of SIGTERM, which does nothing once the pipe is closed."""
+
+    def __init__(self, name: str = "DeathPipeMonitor") -> None:
+        self.closed = threading.Event()
+        self.signals: list[int] = []
+        self.reader = threading.Thread(target=self.closed.wait, name=name, daemon=True)
+        self.reader.start()
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.closed.is_set():
+            self.signals.append(number)
+
+    def close(self) -> None:
+        self.closed.set()
+        self.reader.join()
+
+
+# The end of vLLM's engine ends a worker's wait for memory, with a shared pool
+
+
+"""The end of vLLM's engine ends a worker's wait for memory, with a shared pool."""
+
+
+@pytest.fixture
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
+    monkeypatch.setattr(calls, "_monitor", None)
+    pipe = Pipe()
+    previous = signal.signal(signal.SIGTERM, pipe.handle)
+    yield pipe
+    signal.signal(signal.SIGTERM, previous)
+    pipe.close()
+
+
+@pytest.mark.parametrize("moment", ["before the call", "during the wait"])
+@pytest.mark.usefixtures("shared")
+def test_wait_for_memory_ends_with_the_engine(
+    worker: Any, pipe: Pipe, make: Callable[..., memsaver.Region], moment: str
+) -> None:
+    region = make()
+    address = Hooks(region).alloc(MIB)
+    region.pause()
+    assert worker.wake_up() == "awake"  # an earlier call
+    worker.parallel_config.world_size = 2  # the last rank would wait for the answer of this one
+
+    def wait() -> None:
+        if moment == "during the wait":
+            threading.Timer(0.2, pipe.closed.set).start()
+        region.resume(memory_timeout=60.0)
+
+    worker.call = wait
+    if moment == "before the call":
+        pipe.close()
+    with Fill(), pytest.raises(calls.EndedError, match="vLLM's engine has ended or shuts down"):
+        worker.wake_up()
+    assert region.state == "paused"
+    assert signal.getsignal(signal.SIGTERM) == pipe.handle
+    region.resume()
+    Hooks(region).free(address)
+
+
+@pytest.mark.usefixtures("shared")
+def test_signal_reaches_the_handler_of_vllm_while_the_engine_runs(worker: Any, pipe: Pipe) -> None:
+    worker.call = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    assert worker.wake_up() == "awake"
+    assert pipe.signals == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == pipe.handle
+
+
+@pytest.mark.parametrize("place", ["another thread", "process without a pipe", "process without a shared pool"])
+@pytest.mark.usefixtures("shared")
+def test_handler_stays_in(worker: Any, pipe: Pipe, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    worker.call = lambda: found.append(signal.getsignal(signal.SIGTERM))
+    if place == "process without a pipe":
+        pipe.reader.name = "another"
+    if place == "process without a shared pool":
+        monkeypatch.setattr(calls, "shares", lambda: False)
+    if place == "another thread":
+        thread = threading.Thread(target=worker.wake_up)
+        thread.start()
+        thread.join()
+    else:
+        worker.wake_up()
+    assert found == [pipe.handle]

@@ -22,7 +22,7 @@ print("ready", flush=True)
 for line in sys.stdin:
     command = line.split()
     if command[0] == "overwrite":
-        taken = 0
+        taken, taking = 0, []
         size = 1 << 30
         while size >= 32 << 20:
             try:
@@ -31,10 +31,10 @@ for line in sys.stdin:
                 size //= 2
                 continue
             block.random_()
-            held.append(block)
+            taking.append(block)
             taken += size
         torch.cuda.synchronize()
-        held.clear()
+        block = taking = None
         torch.cuda.empty_cache()
         print(taken, flush=True)
     elif command[0] == "hold":  # all but this many bytes

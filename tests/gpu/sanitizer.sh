@@ -27,9 +27,7 @@ memcheck() {
 files=(tests/gpu/test_transitions.py tests/gpu/test_graphs.py)
 case $mode in
   quick)
-    chosen="in_flight or pausing_twice or retained_chunks or four_threads"
-    chosen+=" or failed_capture or during_a_capture or middle_of_a_capture or refuses_arguments"
-    chosen+=" or (left_together and host) or did_not_begin"
+    chosen="in_flight or failed_capture or during_a_capture or did_not_begin"
     memcheck "$python" -m pytest -q -p no:cacheprovider "${files[@]}" tests/gpu/test_under_fire.py -k "$chosen" "$@"
     ;;
   all)

@@ -1,4 +1,4 @@
-"""The engine on a GPU: the compiled kernel, and graphs against eager steps, across pauses."""
+"""The engine on a GPU: compiled kernels, and graphs against eager steps, across pauses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.examples.engine_support import MakeEngine, engine_maker
 from tests.examples.kernel_cases import (
     DTYPES,
     LARGE_OPS_CASES,
-    OPS_CASES,
     PAGED_TOLERANCE,
     check_fused,
     dense_prefill,
@@ -43,14 +42,18 @@ MODEL = ModelConfig(
 )
 TAGS = ["weights", "kv_cache", "buffers", "cuda_graph"]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=64)
+TOLERANCE = {**PAGED_TOLERANCE, "fp32": 5e-6}
+# The interpreter runs the kernels with other sizes and types (tests/examples). Compiling one takes seconds.
+SIZES = [  # dtype, heads, kv heads, head dimension, tokens in a block
+    ("bf16", 16, 8, 128, 16),
+    ("fp16", 14, 2, 64, 32),
+    ("fp32", 3, 1, 80, 8),
+    ("bf16", 2, 1, 256, 16),
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size"),
-    [(8, 2, 64, 16), (4, 4, 128, 16), (14, 2, 64, 32), (16, 8, 128, 16), (3, 1, 80, 8)],
-)
-def test_triton_equals_torch(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
+@pytest.mark.parametrize(("dtype_name", "heads", "kv_heads", "head_dim", "block_size"), SIZES[:3])
+def test_paged_decode_equals_torch(dtype_name: str, heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
     generator = torch.Generator("cuda").manual_seed(heads)
     lengths = [0, 1, block_size, block_size + 1, 333, 2048, 4095]
     blocks_each = -(-max(lengths) // block_size)
@@ -58,33 +61,57 @@ def test_triton_equals_torch(dtype: torch.dtype, heads: int, kv_heads: int, head
     order = torch.randperm(num_blocks - 1, generator=generator, device="cuda", dtype=torch.int32) + 1
     table = order.view(len(lengths), blocks_each)
     shape = (2, num_blocks, block_size, kv_heads, head_dim)
-    k_cache, v_cache = torch.randn(shape, generator=generator, device="cuda").to(dtype)
+    k_cache, v_cache = torch.randn(shape, generator=generator, device="cuda").to(DTYPES[dtype_name])
     lengths_B = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     for row, length in enumerate(lengths):  # blocks that are not live must not affect the result
         slots = (table[row].long()[:, None] * block_size + torch.arange(block_size, device="cuda")).flatten()
         k_cache.flatten(0, 1)[slots[length:]] = float("nan")
         v_cache.flatten(0, 1)[slots[length:]] = float("nan")
-    q = torch.randn(len(lengths), heads, head_dim, generator=generator, device="cuda").to(dtype)
+    q = torch.randn(len(lengths), heads, head_dim, generator=generator, device="cuda").to(DTYPES[dtype_name])
     out = attention.paged_decode(q, k_cache, v_cache, table, lengths_B)
     expected = attention.paged_decode_torch(q.float(), k_cache.float(), v_cache.float(), table, lengths_B)
-    tolerance = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
-    torch.testing.assert_close(out.float(), expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(out.float(), expected, rtol=0, atol=TOLERANCE[dtype_name])
     assert not out[0].any()
 
 
-@pytest.mark.parametrize("dtype_name", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size"),
-    [(8, 2, 64, 16), (4, 4, 128, 16), (14, 2, 64, 32), (16, 8, 128, 16), (3, 1, 80, 8), (2, 1, 256, 16)],
-)
+@pytest.mark.parametrize(("dtype_name", "heads", "kv_heads", "head_dim", "block_size"), SIZES)
 def test_paged_prefill_equals_dense(dtype_name: str, heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
     chunks = [(1, 1), (1, 700), (70, 70), (127, 128), (128, 1000), (129, 129), (300, 2048), (513, 1025)]
     inputs = prefill_inputs(dtype_name, heads, kv_heads, head_dim, block_size, chunks, "cuda")
     out = attention.paged_prefill(*inputs)
-    tolerance = {**PAGED_TOLERANCE, "fp32": 5e-6}[dtype_name]
+    tolerance = TOLERANCE[dtype_name]
     torch.testing.assert_close(out.double(), dense_prefill(*inputs), rtol=0, atol=tolerance)
     gathered = attention.paged_prefill_torch(*inputs)
     torch.testing.assert_close(gathered.double(), out.double(), rtol=0, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("case", ["norm of an odd size", "norm of nothing", *LARGE_OPS_CASES])
+def test_fused_kernels_equal_torch(case: str) -> None:
+    from examples.colocate.engine.kernels import fused
+
+    for dtype_name in ("bf16", "fp32"):
+        check_fused(fused, case, dtype_name, "cuda")
+
+
+def test_caches_beyond_32_bit_indices_are_addressed_correctly() -> None:
+    heads, kv_heads, head_dim, block_size = 32, 8, 128, 16
+    num_blocks = (1 << 31) // (block_size * kv_heads * head_dim) + 2
+    k_cache, v_cache = torch.empty(
+        2, num_blocks, block_size, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda"
+    )  # 8.6 GB
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = torch.randn(3, 2, heads, head_dim, generator=generator, device="cuda").bfloat16()
+    k, v = k[:, :kv_heads], v[:, :kv_heads]
+    last = num_blocks - 1
+    ops.write_kv(k_cache, v_cache, k, v, last * block_size + torch.arange(2, device="cuda"))
+    assert torch.equal(k_cache[last, :2], k)
+    assert torch.equal(v_cache[last, :2], v)
+    table = torch.full((1, 1), last, dtype=torch.int32, device="cuda")
+    lengths_B = torch.tensor([2], dtype=torch.int32, device="cuda")
+    out = attention.paged_decode(q[:1], k_cache, v_cache, table, lengths_B)
+    k_part, v_part = (cache[last:].float() for cache in (k_cache, v_cache))
+    expected = attention.paged_decode_torch(q[:1].float(), k_part, v_part, torch.zeros_like(table), lengths_B)
+    torch.testing.assert_close(out.float(), expected, rtol=0, atol=1.6e-2)
 
 
 @pytest.fixture
@@ -103,7 +130,7 @@ def greedy(engine: Engine, count: int, use_graphs: bool) -> list[list[int]]:
 
 
 def overwrite_free_memory() -> None:
-    """Fills the free memory of the device with bytes that are NaN in every floating type, then frees it."""
+    """Fills free memory of the device with bytes that are NaN in every floating type, then frees it."""
     free, _ = torch.cuda.mem_get_info()
     filler = torch.full((min(free - (1 << 30), 8 << 30),), 0xFF, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
@@ -207,32 +234,3 @@ def test_all_permanent_tensors_are_in_regions(make_engine: MakeEngine) -> None:
     assert outside(engine) - before < 192 << 20  # workspaces of cuBLAS; the KV cache alone is more
     assert engine.runner.kv_cache.nbytes > 192 << 20
     assert memsaver.pause(TAGS).released_bytes >= weights + engine.runner.kv_cache.nbytes
-
-
-@pytest.mark.parametrize("dtype_name", DTYPES)
-@pytest.mark.parametrize("case", [*OPS_CASES, *LARGE_OPS_CASES])
-def test_fused_kernels_equal_torch(case: str, dtype_name: str) -> None:
-    from examples.colocate.engine.kernels import fused
-
-    check_fused(fused, case, dtype_name, "cuda")
-
-
-def test_caches_beyond_32_bit_indices_are_addressed_correctly() -> None:
-    heads, kv_heads, head_dim, block_size = 32, 8, 128, 16
-    num_blocks = (1 << 31) // (block_size * kv_heads * head_dim) + 2
-    k_cache, v_cache = torch.empty(
-        2, num_blocks, block_size, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda"
-    )  # 8.6 GB
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = torch.randn(3, 2, heads, head_dim, generator=generator, device="cuda").bfloat16()
-    k, v = k[:, :kv_heads], v[:, :kv_heads]
-    last = num_blocks - 1
-    ops.write_kv(k_cache, v_cache, k, v, last * block_size + torch.arange(2, device="cuda"))
-    assert torch.equal(k_cache[last, :2], k)
-    assert torch.equal(v_cache[last, :2], v)
-    table = torch.full((1, 1), last, dtype=torch.int32, device="cuda")
-    lengths_B = torch.tensor([2], dtype=torch.int32, device="cuda")
-    out = attention.paged_decode(q[:1], k_cache, v_cache, table, lengths_B)
-    k_part, v_part = (cache[last:].float() for cache in (k_cache, v_cache))
-    expected = attention.paged_decode_torch(q[:1].float(), k_part, v_part, torch.zeros_like(table), lengths_B)
-    torch.testing.assert_close(out.float(), expected, rtol=0, atol=1.6e-2)

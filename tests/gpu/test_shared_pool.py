@@ -1,4 +1,4 @@
-"""Processes that borrow from one pool on a CUDA device: hand-overs, attachments, and killed processes."""
+"""Processes that borrow from one pool on a CUDA device: hand-overs, sent tensors, and killed processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from tests.support import GIB, MIB, until
 pytestmark = pytest.mark.gpu
 
 CAPACITY = 2 * GIB
-CLIENT_KILLS, BROKER_KILLS = 30, 10
+CLIENT_KILLS, BROKER_KILLS = 20, 6
 IMPORTS = "from tests.gpu.pool_clients import *"
 
 
@@ -29,40 +28,32 @@ def broker() -> Iterator[Running]:
         yield running
 
 
-def settled(broker: Running) -> dict[str, Any]:
-    until(lambda: is_whole(broker.status()))
-    return broker.status()
-
-
 def pids(broker: Running) -> set[int]:
     return {row["pid"] for row in broker.status()["clients"]}
 
 
-def held(broker: Running, worker: Worker) -> int:
-    return broker.row(worker.pid)["held_bytes"]
-
-
-def hand_over(owner: Worker, other: Worker, what: str) -> None:
-    owner.run("memsaver.configure(patches='multiprocessing')")
-    text = owner.run(f"print(bytes(ForkingPickler.dumps({what})).hex())")
-    other.run(f"tensors = pickle.loads(bytes.fromhex({text!r}))")
-
-
-@pytest.mark.parametrize("backup", ["host", "none"])
-def test_memory_goes_from_process_to_process_and_contents_stay(broker: Running, backup: str) -> None:
-    made = f"numbers = Numbers('numbers', {1536 * MIB}, {backup!r}, {{}})"
-    with Worker(broker, IMPORTS, made.format(1), "memsaver.pause()") as one, Worker(broker, IMPORTS) as two:
+def test_memory_and_contents_go_from_process_to_process(broker: Running) -> None:
+    """Also what a captured graph needs, which refuses meanwhile."""
+    made = f"numbers = Numbers('numbers', {1536 * MIB}, 'host', {{}})"
+    captured = "graph, result, expected = captured_sum()"
+    with Worker(broker, IMPORTS, captured, made.format(1), "memsaver.pause()") as one, Worker(broker, IMPORTS) as two:
         two.run(made.format(2))
-        for turn in range(6):
+        for turn in range(4):
             source, target = (two, one) if turn % 2 == 0 else (one, two)
+            if target is one:
+                assert one.fails("graph.replay()").startswith("RegionPausedError")
             target.send("memsaver.resume(memory_timeout=60)")
             until(lambda: broker.row(target.pid)["waiting"])  # noqa: B023
             source.run("memsaver.pause()")
             target.answer()
-            target.run("numbers.check()" if backup == "host" else f"numbers.fill({turn}); numbers.check()")
-        status = settled(broker)
+            target.run("numbers.check()")
+            if target is one:
+                one.run("result.zero_(); graph.replay(); torch.cuda.synchronize()")
+                one.run("assert torch.equal(result.cpu(), expected)")
+        until(lambda: is_whole(broker.status()))
+        status = broker.status()
         assert status["total_bytes"] <= CAPACITY
-        assert status["idle_bytes"] + held(broker, two) == status["total_bytes"]
+        assert status["idle_bytes"] + broker.row(two.pid)["held_bytes"] == status["total_bytes"]
         assert one.run("print(unreleased())") == two.run("print(unreleased())") == "0"
 
 
@@ -91,46 +82,6 @@ def test_memory_of_one_job_is_zero_in_the_next(monkeypatch: pytest.MonkeyPatch) 
                 assert worker.run(count) == "0"
 
 
-def test_a_captured_graph_replays_after_its_memory_was_another_processs(broker: Running) -> None:
-    with Worker(broker, IMPORTS, "graph, result, expected = captured_sum()") as one, Worker(broker, IMPORTS) as two:
-        one.run("memsaver.pause()")
-        two.run(f"numbers = Numbers('all', {CAPACITY})")
-        for turn in range(3):
-            assert one.fails("graph.replay()").startswith("RegionPausedError")
-            two.run("numbers.check(); memsaver.pause()")
-            one.run("memsaver.resume(memory_timeout=60); result.zero_(); graph.replay(); torch.cuda.synchronize()")
-            one.run("assert torch.equal(result.cpu(), expected); memsaver.pause()")
-            two.run(f"memsaver.resume(memory_timeout=60); numbers.fill({turn})")
-
-
-def test_views_of_fused_weights_are_shared_without_a_copy(broker: Running) -> None:
-    with Worker(broker, IMPORTS) as owner, Worker(broker, IMPORTS) as other:
-        owner.run("region = memsaver.region('weights', DEVICE, 'host')")
-        owner.run("qkv = region.empty((3072, 1024), torch.bfloat16).zero_(); q, k, v = qkv.split(1024)")
-        owner.run(
-            "gate_up = region.empty((2, 4096, 1024), torch.bfloat16).zero_(); scale = region.empty((), torch.float32)"
-        )
-        owner.run("named = {'q': q, 'k': k, 'v': v, 'gate': gate_up[0], 'up': gate_up[1], 'scale': scale.fill_(0.5)}")
-        hand_over(owner, other, "named")
-        other.run("assert all(t.is_cuda and (t == 0).all() for name, t in tensors.items() if name != 'scale')")
-        other.run("assert tensors['q'].dtype == torch.bfloat16 and tensors['scale'].item() == 0.5")
-        other.run("[t.fill_(n + 1) for n, t in enumerate(tensors.values())]; torch.cuda.synchronize()")
-        assert "AttachedError" in owner.fails("memsaver.pause(reader_timeout=0.2)")
-        owner.run("assert all((t == n + 1).all() for n, t in enumerate(named.values()))")
-        owner.run("assert torch.equal(qkv[1024:2048], k) and (gate_up[1] == 5).all()")
-        other.run("del tensors; gc.collect()")
-        owner.run("memsaver.pause(reader_timeout=30); memsaver.resume(memory_timeout=30)")
-        owner.run("assert all((t == n + 1).all() for n, t in enumerate(named.values()))")
-
-
-def test_detaching_waits_for_kernels_of_the_attached_process(broker: Running) -> None:
-    with Worker(broker, IMPORTS) as owner, Worker(broker, IMPORTS) as other:
-        owner.run(f"numbers = Numbers('weights', {512 * MIB}, 'host')")
-        hand_over(owner, other, "numbers.tensor")
-        other.run("torch.cuda._sleep(1_000_000_000); tensors.fill_(5); del tensors; gc.collect()")
-        owner.run("assert (numbers.tensor == 5).all(); memsaver.pause(reader_timeout=30)")
-
-
 def test_the_next_owners_bytes_are_untouched_by_a_killed_clients_kernels(broker: Running) -> None:
     """No child holds the driver's descriptors here; tests/gpu/test_under_fire.py has clients with one."""
     with Worker(broker, IMPORTS) as victim, Worker(broker, IMPORTS) as heir:
@@ -143,9 +94,9 @@ def test_the_next_owners_bytes_are_untouched_by_a_killed_clients_kernels(broker:
         assert victim.run("print(is_busy())") == "True"
         victim.kill()
         heir.answer()
-        for _ in range(6):
+        for _ in range(10):
             heir.run("numbers.check()")
-            time.sleep(0.5)
+            time.sleep(0.1)
         assert victim.pid not in pids(broker)
 
 
@@ -175,7 +126,8 @@ def test_clients_killed_at_random_moments_leave_the_pool_consistent(
 
 def check_all(broker: Running) -> None:
     """All is there, and a client that comes can have it."""
-    status = settled(broker)
+    until(lambda: is_whole(broker.status()))
+    status = broker.status()
     assert status["idle_bytes"] == status["total_bytes"] <= CAPACITY
     with Worker(broker, IMPORTS) as claimant:
         claimant.run(f"numbers = Numbers('all', {CAPACITY}, 'none', 9)")

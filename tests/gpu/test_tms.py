@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from memsaver.drop_in.startup import python_path
-from memsaver.drop_in.tms.launch import LIBRARY, environment
-from tests.support import run_python
+from memsaver.drop_in.startup import PRELOAD, managed, python_path
+from tests.support import Peer, run_python
 
 pytestmark = pytest.mark.gpu
 
@@ -24,10 +25,40 @@ def used():
 
 def tag(tensor):
     return getattr(regions.owning(tensor.data_ptr()), "tag", None)
+
+def states(*tensors):
+    return {regions.owning(each.data_ptr()).state for each in tensors if tag(each)}
 """
-# A trainer of slime: nothing in it but the calls of the saver names memsaver.
-TRAINER = """
-def run(sleeps):
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[Peer]:
+    """A process that is managed whole. At the end it exits while it is paused."""
+    with Peer(**managed("host", {})) as peer:
+        run(peer, COMMON)
+        yield peer
+        run(peer, """
+kept = torch.ones(MIB, device="cuda")
+pool = torch.cuda.MemPool()
+with torch.cuda.use_mem_pool(pool):
+    theirs = torch.ones(MIB, device="cuda")
+saver.pause()
+later = torch.ones(MIB, device="cuda")
+torch.cuda.empty_cache()
+""")  # fmt: skip
+        assert peer.process.stdin is not None
+        peer.process.stdin.close()
+        assert peer.process.wait(60) == 0
+
+
+def run(peer: Peer, program: str) -> None:
+    peer.run(f"exec({program!r}, globals())")
+
+
+def test_trainer_of_slime_sleeps_after_each_step_with_equal_losses(whole: Peer) -> None:
+    """Nothing in it but the calls of the saver names memsaver."""
+    run(whole, """
+def trained(sleeps):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(8)], torch.nn.BatchNorm1d(2048)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -43,24 +74,6 @@ def run(sleeps):
         if sleeps:
             sleeps(model)
     return losses
-"""
-
-
-def run(program: str, whole: bool) -> str:
-    variables = (
-        environment("host", {})
-        if whole
-        else {"LD_PRELOAD": str(LIBRARY), "MEMSAVER_DROP_IN": "tms", "PYTHONPATH": python_path()}
-    )
-    done = run_python(COMMON + TRAINER + program, **variables)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_trainer_of_slime_sleeps_after_each_step_with_equal_losses() -> None:
-    run("""
-outside = torch.full((4 * MIB,), 3.0).pin_memory()
-expected = None
 
 def sleeps(model):
     tensors = [*model.parameters(), *model.buffers()]
@@ -79,32 +92,32 @@ def sleeps(model):
         del on_gpu
     saver.resume()
 
-kept = run(sleeps)
-assert kept == run(None), kept
-""", whole=True)  # fmt: skip
+kept = trained(sleeps)
+assert kept == trained(None), kept
+""")  # fmt: skip
 
 
-def test_no_block_of_a_paused_segment_is_handed_out() -> None:
-    run("""
+def test_no_block_of_a_paused_segment_is_handed_out(whole: Peer) -> None:
+    run(whole, """
 held, cached = [], []
 for size in (512, 4096, 65536, MIB, 3 * MIB, 24 * MIB):
     for number in range(16):
         (held if number % 2 else cached).append(torch.full((size,), number, dtype=torch.uint8, device="cuda"))
 sizes = [each.numel() for each in cached]
 cached.clear()
+
+def allocate(stream):
+    try:
+        with torch.cuda.stream(stream):
+            made = [torch.full((size,), 5, dtype=torch.uint8, device="cuda") for size in sizes]
+            stream.synchronize()
+            found.extend(made)
+    except BaseException as error:
+        errors.append(error)
+
 for _ in range(3):
     saver.pause()
     found, errors = [], []
-
-    def allocate(stream):
-        try:
-            with torch.cuda.stream(stream):
-                made = [torch.full((size,), 5, dtype=torch.uint8, device="cuda") for size in sizes]
-                stream.synchronize()
-                found.extend(made)
-        except BaseException as error:
-            errors.append(error)
-
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         thread = threading.Thread(target=allocate, args=(stream,))
         thread.start(); thread.join()
@@ -115,19 +128,19 @@ for _ in range(3):
         allocate(torch.cuda.current_stream())
         assert tag(found[-1]).startswith("tms.scratch"), tag(found[-1])
     assert not errors, errors
-    states = {regions.owning(each.data_ptr()).state for each in found if tag(each)}
-    assert states == {"active"}, states
+    assert states(*found) == {"active"}
     saver.resume()
     assert all(bool((each == 5).all()) for each in found)
     assert all(bool((each == 2 * (number % 8) + 1).all()) for number, each in enumerate(held))
-    del found
+    found.clear()
 again = torch.ones(MIB, device="cuda")
 assert tag(again) == "tms.default", tag(again)
-""", whole=True)  # fmt: skip
+held.clear()
+""")  # fmt: skip
 
 
-def test_second_pause_takes_what_was_allocated_since_the_first() -> None:
-    run("""
+def test_second_pause_takes_what_was_allocated_since_the_first(whole: Peer) -> None:
+    run(whole, """
 first = torch.full((MIB,), 1.0, device="cuda")
 saver.pause()
 second = torch.full((MIB,), 2.0, device="cuda")
@@ -135,52 +148,15 @@ scratch = torch.full((MIB,), 9.0, device="cuda")
 del scratch  # cached in a segment that the second pause takes
 saver.pause()
 third = torch.full((MIB,), 3.0, device="cuda")
-assert regions.owning(third.data_ptr()).state == "active"
-assert {regions.owning(each.data_ptr()).state for each in (first, second)} == {"paused"}
+assert states(third) == {"active"} and states(first, second) == {"paused"}
 saver.resume()
 for value, tensor in ((1, first), (2, second), (3, third)):
     assert bool((tensor == value).all()), value
-""", whole=True)  # fmt: skip
-
-
-def test_process_ends_while_it_is_paused() -> None:
-    run("""
-kept = torch.ones(MIB, device="cuda")
-pool = torch.cuda.MemPool()
-with torch.cuda.use_mem_pool(pool):
-    theirs = torch.ones(MIB, device="cuda")
-saver.pause()
-later = torch.ones(MIB, device="cuda")
-torch.cuda.empty_cache()
-""", whole=True)  # fmt: skip
-
-
-def test_free_blocks_are_not_copied() -> None:
-    run("""
-from memsaver import transitions
-kept = torch.full((64 * MIB,), 7, dtype=torch.uint8, device="cuda")
-cached = torch.full((1024 * MIB,), 9, dtype=torch.uint8, device="cuda")
-del cached
-seen = []
-original = transitions.pause
-transitions.pause = lambda chosen: seen.append(original(chosen))
-saver.pause()
-assert seen[0].copied_bytes < 128 * MIB and seen[0].released_bytes >= 1088 * MIB, seen
-saver.resume()
-assert bool((kept == 7).all())
-with saver.region("weights", enable_cpu_backup=True):
-    weights = torch.full((64 * MIB,), 7, dtype=torch.uint8, device="cuda")
-    scratch = torch.full((512 * MIB,), 7, dtype=torch.uint8, device="cuda")
-    del scratch
-saver.pause("weights")
-assert seen[1].copied_bytes < 128 * MIB, seen
-saver.resume("weights")
-assert bool((weights == 7).all())
-""", whole=True)  # fmt: skip
+""")  # fmt: skip
 
 
 def test_nested_pool_of_another_library_wins_in_a_region() -> None:
-    run("""
+    program = COMMON + """
 pool = torch.cuda.MemPool()
 with saver.region("kv_cache"):
     ours = torch.zeros(MIB, device="cuda")
@@ -190,4 +166,6 @@ with saver.region("kv_cache"):
 mine = {segment["address"] for segment in pool.snapshot()}
 inside = lambda tensor: any(s["address"] <= tensor.data_ptr() < s["address"] + s["total_size"] for s in pool.snapshot())
 assert mine and inside(theirs) and not inside(ours) and not inside(after)
-""", whole=False)  # fmt: skip
+"""  # fmt: skip
+    done = run_python(program, LD_PRELOAD=str(PRELOAD), MEMSAVER_DROP_IN="tms", PYTHONPATH=python_path())
+    assert done.returncode == 0, done.stderr

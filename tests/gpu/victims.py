@@ -26,7 +26,7 @@ class Victim:
         self.moment = moment
         self.child: int | None = None
         code = f"from tests.gpu.victims import live; live({nbytes}, {fork!r}, {moment!r})"
-        settings = {**environment, "MEMSAVER_POOL": "shared", "MEMSAVER_BACKUP_AHEAD": "0"}
+        settings = {**environment, "MEMSAVER_POOL": "shared"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], env=settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

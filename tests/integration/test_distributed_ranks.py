@@ -16,7 +16,7 @@ import torch.distributed as distributed
 
 import memsaver
 from memsaver.distributed import Colocated, Group, LostRankError
-from tests.ranks_support import ranks
+from tests.ranks_support import ranks, store_server
 from tests.ray_support import Buffer
 from tests.support import MIB, fresh_device
 
@@ -48,7 +48,6 @@ class Member(Colocated):
 @pytest.fixture(autouse=True)
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMSAVER_HOST_DEVICE", fresh_device())
-    monkeypatch.setenv("MEMSAVER_BACKUP_AHEAD", "off")
 
 
 def _joined(rank: int, port: int) -> tuple[Group, Member]:
@@ -61,10 +60,6 @@ def _joined(rank: int, port: int) -> tuple[Group, Member]:
     group.enter("rollout", timeout=60)
     assert member.buffer.region.state == ("active" if rank < 2 else "paused")
     return group, member
-
-
-def _store() -> distributed.TCPStore:
-    return distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
 
 
 def _die(rank: int, port: int, victim: int, step: str) -> None:
@@ -84,11 +79,9 @@ def _die(rank: int, port: int, victim: int, step: str) -> None:
     assert member.buffer.holds(1)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("step", ["drain", "commit"])
+@pytest.mark.parametrize(("victim", "step"), [(0, "drain"), (1, "commit")])
 def test_a_rank_killed_in_a_half_of_the_turn_is_named_on_the_others(victim: int, step: str) -> None:
-    store = _store()
-    with ranks(_die, 3, store.port, victim, step, killed=[victim]):
+    with store_server() as (_, port), ranks(_die, 3, port, victim, step, killed=[victim]):
         pass
 
 
@@ -106,21 +99,10 @@ def _lose_store(rank: int, port: int, directory: str) -> None:
 
 
 def test_a_store_that_ends_is_named_on_all_ranks(tmp_path: Path) -> None:
-    program = (
-        "import time, torch.distributed as distributed\n"
-        "store = distributed.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-        "print(store.port, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            with ranks(_lose_store, 3, int(server.stdout.readline()), str(tmp_path)) as processes:
-                while len(list(tmp_path.iterdir())) < 3:
-                    assert all(process.exitcode is None for process in processes)
-                server.kill()
-        finally:
-            server.kill()
+    with store_server() as (server, port), ranks(_lose_store, 3, port, str(tmp_path)) as processes:
+        while len(list(tmp_path.iterdir())) < 3:
+            assert all(process.exitcode is None for process in processes)
+        server.kill()
 
 
 def test_the_example_runs_under_torchrun() -> None:

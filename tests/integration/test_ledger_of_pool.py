@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from memsaver import ledger
-from memsaver.broker import protocol
-from memsaver.broker.admin import AdminClient
-from memsaver.broker.protocol import Message
+import memsaver
+from memsaver import _core, ledger
 from memsaver.ledger import Ledger
+from tests import gpus
 from tests.broker_support import PATIENCE_S, Running
-from tests.fake_cuda import run_on_fake
+from tests.gpus import GpuBroker
 from tests.pool_support import Worker
-from tests.support import MIB, PAGE, Peer, run_python, until
+from tests.support import MIB, Peer, run_python, until
 
 MEDIUM = 32 * MIB
 Sums = dict[tuple[int | None, str, str], int]  # bytes by pid, kind and label
@@ -113,7 +112,6 @@ def test_memory_that_another_process_is_attached_to_counts_for_its_owner(
     one.run("import torch.multiprocessing; from multiprocessing.reduction import ForkingPickler")
     sent = one.run("print(ForkingPickler.dumps(tensor).hex())")
     two.run(f"import pickle; view = pickle.loads(bytes.fromhex('{sent}'))")
-    assert broker.row(two.pid)["attached_bytes"] > 0
     expected[one.pid, "region", "a"] = mapped(one, "a")
     check_everywhere(broker, expected, one, two)
     two.run("del view")
@@ -158,22 +156,19 @@ def test_chunks_of_a_broker_that_died_count_for_their_holders(broker: Running, o
     check_everywhere(broker, regions, one, two)
 
 
-def test_a_client_that_holds_the_gil_has_its_last_report(broker: Running, one: Worker, tmp_path: Path) -> None:
-    """Its regions are as they are now, since no thread needs the GIL for them."""
-    check = {(one.pid, "region", "a"): mapped(one, "a")}
-    until(lambda: broker.row(one.pid)["ledger"] is not None)
-    assert sums(seen_by_broker(broker)).items() >= check.items()
+def test_a_client_that_holds_the_gil_counts_by_its_chunks(broker: Running, one: Worker, tmp_path: Path) -> None:
+    """Its report could be of other memory than it has now."""
+    held = broker.row(one.pid)["held_bytes"]
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     one.run(f"import ctypes, os; file = os.open({str(pipe)!r}, os.O_RDWR); python = ctypes.PyDLL(None)")
     one.send("python.read(file, ctypes.create_string_buffer(1), 1)")  # with the GIL
-    for _ in range(3):
-        found = broker.status()
-    assert sums(ledger.of_pool(found)).items() >= check.items()
+    until(lambda: not broker.row(one.pid)["is_current"])
+    assert sums(seen_by_broker(broker)).items() >= {(one.pid, "pool held", ""): held}.items()
     with pipe.open("wb") as file:
         file.write(b"1")
     one.answer()
-    assert sums(seen_by_broker(broker)).items() >= check.items()
+    until(lambda: sums(seen_by_broker(broker)).items() >= {(one.pid, "region", "a"): mapped(one, "a")}.items())
 
 
 def test_a_client_ends_while_its_ledger_is_made(broker: Running) -> None:
@@ -182,17 +177,17 @@ def test_a_client_ends_while_its_ledger_is_made(broker: Running) -> None:
 import threading, time
 import memsaver
 from memsaver import _core
-from memsaver.ledger import own
+from memsaver.ledger import reports
 memsaver.configure(pool="shared")
 region = memsaver.region("a", device="cpu")
 
-def slow(figure, device, missing):
+def slow(device, inside):
     end = time.monotonic() + 0.5
-    while threading.current_thread().name == "memsaver-ledger" and time.monotonic() < end:
+    while threading.current_thread().name == "memsaver-queries" and time.monotonic() < end:
         _core.ledger_figures(device)
-    return missing
+    return 0
 
-own.torchs = slow
+reports._torch_bytes = slow
 memsaver.stats()  # which does not wait so long
 """
     names = ("MEMSAVER_HOST_DEVICE", "MEMSAVER_POOL_DIR")
@@ -200,106 +195,42 @@ memsaver.stats()  # which does not wait so long
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# On the fake CUDA driver
+# On a GPU that is made up
 
 
-def test_the_rows_of_a_client_on_a_gpu() -> None:
+@pytest.fixture
+def gpu_broker(tmp_path: Path) -> Iterator[GpuBroker]:
+    with GpuBroker(tmp_path, gpus.gpu(context=300 * MIB, occupied=1024 * MIB)) as running:
+        yield running
+
+
+@pytest.mark.gpus
+@pytest.mark.isolated
+def test_the_rows_of_a_client_on_a_gpu(gpu_broker: GpuBroker) -> None:
     """NVML lists the chunks for no client while the broker lives, and later for the client that has one. No process
     knows the time from which it is so. So memory beside the rows is unlisted from the end of the broker on.
     """
-    run_on_fake(
-        """
-import os, subprocess, sys, tempfile
-import memsaver
-from memsaver import _core
-from memsaver.broker import daemon, discovery
-from tests.fake_cuda import control
-from tests.fake_cuda.control import Segment
-from tests.support import MIB, until
+    device, me = gpu_broker.device, os.getpid()
 
-USED = 1331 * MIB  # the fake counts no chunks of other processes
-me = os.getpid()
+    def rows() -> dict[str, int]:
+        found = memsaver.stats().devices[device].ledger
+        assert sum(row.bytes for row in found.rows) == found.used_bytes and found.is_consistent, found
+        kinds = [(row.kind if row.pid in (me, None) else f"{row.kind} of another") for row in found.rows]
+        assert len(set(kinds)) == len(kinds)
+        return dict(zip(kinds, (row.bytes // MIB for row in found.rows)))
 
-
-def start():
-    command = [sys.executable, "-m", "memsaver", "broker", "--detach", "--device", "0", "--capacity", "1GiB"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    [found] = discovery.found()
-    return found
-
-
-def rows():
-    found = memsaver.stats().devices["cuda:0"].ledger
-    assert sum(row.bytes for row in found.rows) == found.used_bytes == USED and found.is_consistent, found
-    kinds = [(row.kind if row.pid in (me, None) else f"{row.kind} of another") for row in found.rows]
-    assert len(set(kinds)) == len(kinds)
-    return dict(zip(kinds, (row.bytes // MIB for row in found.rows)))
-
-
-with tempfile.TemporaryDirectory(prefix="ms") as folder:
-    os.environ["MEMSAVER_POOL_DIR"] = folder
-    path = start()
-    try:
-        memsaver.configure(pool="shared")
-        region = memsaver.region("kv", device="cuda:0")
-        segment = Segment(region, 64 * MIB)
-        control.take(0, 7 * MIB)
-        both = {"context": 300, "unknown": 7, "unlisted": 1024 - 64}
-        assert region.mapped_bytes == 64 * MIB and rows() == {"region": 64, **both}, rows()
-        region.pause()
-        until(lambda: rows() == {"pool idle of another": 64, **both})
-        region.resume()
-        assert rows() == {"region": 64, **both}, rows()
-        daemon.stop(path)
-        until(lambda: not _core.connected("cuda:0"))
-        control.end_makers()
-        both = {"context": 300, "unlisted": 1024 - 64 + 7}
-        assert rows() == {"region": 64, **both}, rows()
-        start()
-        until(lambda: _core.connected("cuda:0"))
-        assert rows() == {"region": 64, **both}, rows()
-    finally:
-        daemon.stop(path)
-""",
-        context="300MiB",
-        occupied="1GiB",
-    )
-
-
-# Messages of clients
-
-
-PATIENT = """
-import sys
-from memsaver import cli
-from memsaver.broker import status
-status.REPORTS_S = 60.0
-sys.exit(cli.main())
-"""
-
-
-def test_a_status_waits_for_an_announced_ledger(broker: Running) -> None:
-    broker.kill()
-    broker.program = ["-c", PATIENT]
-    broker.start()
-    client = broker.client()
-    text = json.dumps({"imported_bytes": None, "rows": [["context", "", "", PAGE]]})
-    with AdminClient(broker.path) as admin:
-        admin._channel.settimeout(PATIENCE_S)
-        protocol.send(admin._channel, Message("status", (7,)).encode())
-        client.hear("query")
-        client.say("report", 1)
-        client.look()  # the broker has handled the report
-        client.say("ledger", text=text)
-        status = json.loads(admin._receive().text)
-    assert [row["ledger"] for row in status["clients"]] == [json.loads(text)]
-
-
-def test_a_malformed_ledger_ends_its_connection_alone(broker: Running, one: Worker) -> None:
-    client = broker.client()
-    client.say("ledger", text="[" * 10_000)
-    assert client.is_refused()[0] == "malformed"
-    other = broker.client()
-    other.say("ledger", text='{"imported_bytes": 0, "rows": [["a"]]}')
-    assert other.is_refused()[0] == "malformed"
-    assert broker.row(one.pid)["connected"]
+    region = memsaver.region("kv", device=device)
+    segment = gpus.Segment(region, 64 * MIB)
+    gpus.take(device, 8 * MIB)
+    both = {"unknown": 300 + 8, "unlisted": 1024}
+    assert region.mapped_bytes == segment.nbytes and rows() == {"region": 64, **both}
+    region.pause()
+    until(lambda: rows() == {"pool idle of another": 64, **both})
+    region.resume()
+    assert rows() == {"region": 64, **both}
+    gpu_broker.stop()
+    both = {"unlisted": 1024 + 308}
+    assert rows() == {"region": 64, **both}
+    gpu_broker.start()
+    until(lambda: _core.connected(device))
+    assert rows() == {"region": 64, **both}

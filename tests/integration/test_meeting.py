@@ -14,16 +14,22 @@ import pytest
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 import memsaver
-from memsaver.guests import meeting as module
+from memsaver.guests import store as store_module
+from memsaver.guests.agreement import Agreement
 from memsaver.guests.meeting import Meeting
 
 LONG_S = 60.0  # for what succeeds
-SHORT_S = 0.2  # for what fails
+SHORT_S = 0.1  # for what fails
 _T = TypeVar("_T")
 
 
+@pytest.fixture
+def store() -> Store:
+    return HashStore()
+
+
 @pytest.fixture(params=["hash", "file", "tcp"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     made: dict[str, Callable[[], Store]] = {
         "hash": HashStore,
         "file": lambda: FileStore(str(tmp_path / "store"), 1),
@@ -67,74 +73,38 @@ def opened(ranks: list[Meeting]) -> int:
     return number
 
 
-def keys(rank: Meeting) -> Any:
-    """The connection of a rank."""
-    return rank._link.call(lambda store: store, within(LONG_S))
-
-
-def join(rank: Meeting) -> None:
-    rank._link.call(rank._join, within(LONG_S))
-
-
 def close(ranks: list[Meeting]) -> None:
     for each in ranks:
         each.close(within(LONG_S))
 
 
-def test_all_ranks_open_in_the_same_round_again_and_again(store: Store) -> None:
-    ranks = meetings(store, 3)
+def test_all_ranks_open_in_the_same_round_again_and_again(any_store: Store) -> None:
+    ranks = meetings(any_store, 3)
     numbers = []
     for _ in range(3):
         close(ranks)
         numbers.append(opened(ranks))
+        if not isinstance(any_store, FileStore):  # it deletes no keys
+            assert not [key for key in any_store.list_keys() if "key of torch" in key]  # type: ignore[attr-defined]
+        ranks[0].store_of_round(within(LONG_S)).set("key of torch", "")
     assert numbers == sorted(set(numbers))
 
 
 # Ranks that give up
 
 
-class Without:
-    """A store that lacks calls."""
-
-    def __init__(self, store: Any, *missing: str) -> None:
-        self.store, self.missing = store, missing
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self.missing:
-            raise AttributeError(name)
-        return getattr(self.store, name)
-
-    def delete_key(self, key: str) -> bool:
-        if "delete_key" in self.missing:
-            raise NotImplementedError("no deletion")
-        return bool(self.store.delete_key(key))
-
-
 def test_rank_that_gave_up_is_not_counted(store: Store) -> None:
     ranks = meetings(store, 2)
     for each, other in ((0, 1), (1, 0), (1, 0), (0, 1)):
-        with pytest.raises(TimeoutError, match=f"the ranks {other} did not come back within 0.2 s"):
+        with pytest.raises(TimeoutError, match=f"the ranks {other} did not come back within 0.1 s"):
             ranks[each].gather(within(SHORT_S))
     opened(ranks)
-
-
-def test_ranks_with_time_left_meet_one_that_gave_up_and_came_again(store: Store) -> None:
-    ranks = meetings(store, 3)
-    (waiting,) = started(lambda: ranks[0].gather(within(LONG_S)))
-    while not ranks[0].round and not waiting.done():
-        time.sleep(0.001)
-    for _ in range(2):
-        with pytest.raises(TimeoutError):
-            ranks[1].gather(within(SHORT_S))
-    number = gather(ranks[1:])
-    assert waiting.result(LONG_S) == number
-    settle(ranks)
 
 
 def test_rank_whose_withdrawal_was_lost_is_not_counted_twice(store: Store) -> None:
     """It has joined a round, and ended its attempt without a word."""
     ranks = meetings(store, 2)
-    join(ranks[0])
+    Agreement(store, "test", 0, 2).answer((1, 1), True)
     with pytest.raises(TimeoutError, match="the ranks 1 did not come back"):
         ranks[0].gather(within(SHORT_S))
     opened(ranks)
@@ -182,25 +152,8 @@ def test_open_groups_are_not_intact_once_another_rank_opens_its_own(store: Store
     assert not ranks[0].is_intact(within(LONG_S))
 
 
-def test_interrupted_rank_gives_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = meetings(store, 2)
-
-    class Interrupted:
-        def sleep(self, until: float) -> None:
-            assert ranks[0].round  # it waits for the other rank
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "Pace", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        ranks[0].gather(within(LONG_S))
-    monkeypatch.undo()
-    with pytest.raises(TimeoutError, match="the ranks 0 did not come back"):
-        ranks[1].gather(within(SHORT_S))
-    opened(ranks)
-
-
 class Trial:
-    """Ranks that fail at random. ``ends``: by round, what each rank's attempt in it came to."""
+    """Ranks that fail and are interrupted at random. ``ends``: by round, what each rank's attempt in it came to."""
 
     def __init__(self, store: Store, size: int) -> None:
         self.ranks = meetings(store, size)
@@ -209,15 +162,21 @@ class Trial:
 
     def attempts(self, each: Meeting, chance: random.Random) -> None:
         for _ in range(8):
+            interrupts = chance.random() < 0.2
+            if interrupts:
+                each._agreement.wait = _interrupted  # type: ignore[method-assign, assignment]
             try:
                 number = each.gather(within(chance.choice([0, 0.01, 0.1])))
-            except TimeoutError:
+            except (TimeoutError, KeyboardInterrupt):
                 continue
+            finally:
+                each._agreement.__dict__.pop("wait", None)
             end = chance.random()
             if end < 0.3:
                 done = each.give_up(OSError("random"))
             else:
                 try:
+                    each.check(within(LONG_S))
                     each.settle(within(chance.choice([0, 0.1])))
                     done = True
                 except memsaver.Error:
@@ -228,55 +187,54 @@ class Trial:
                 each.close(within(LONG_S))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_after_random_failures_all_ranks_open_together(store: Store, seed: int) -> None:
-    trial = Trial(store, 4)
-    chances = [random.Random(10 * seed + rank) for rank in range(4)]
-    together(*(lambda e=e, c=c: trial.attempts(e, c) for e, c in zip(trial.ranks, chances)))  # type: ignore[misc]
-    assert all(len(done) == 1 for done in trial.ends.values()), trial.ends  # on all ranks, or on none
-    opened(trial.ranks)
+def _interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_after_random_failures_all_ranks_open_together(any_store: Store) -> None:
+    for seed in range(4 if isinstance(any_store, HashStore) else 1):
+        trial = Trial(any_store, 4)
+        chances = [random.Random(10 * seed + rank) for rank in range(4)]
+        together(*(lambda t=trial, e=e, c=c: t.attempts(e, c) for e, c in zip(trial.ranks, chances)))  # type: ignore[misc]
+        assert all(len(done) == 1 for done in trial.ends.values()), trial.ends  # on all ranks, or on none
+        opened(trial.ranks)
 
 
 # Stores that fail
 
 
-def test_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ANSWER_S", SHORT_S)
-    (rank,) = meetings(HashStore(), 1)
-    end = threading.Event()
+class Silent:
+    """The connection of a rank to a store, whose calls named in `silent` do not end before the end of the test."""
 
-    class Silent:
-        def __getattr__(self, name: str) -> Any:
-            end.wait()
+    def __init__(self, rank: Meeting, end: threading.Event, *silent: str) -> None:
+        link = rank._agreement.link
+        self._store, self._end, self._silent = link.call(lambda store: store, within(LONG_S)), end, silent
+        link._connected[:] = [self]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._silent:
+            self._end.wait()
             raise OSError("the end of the test")
+        return getattr(self._store, name)
 
-    class SilentLater(Without):
-        def check(self, names: list[str]) -> bool:
-            if rank.round == 2:  # which it has joined
-                end.wait()
-            return bool(self.store.check(names))
 
-        def compare_set(self, key: str, expected: str, wanted: str) -> Any:
-            if key == "2/gathered":
-                end.wait()
-            return self.store.compare_set(key, expected, wanted)
-
+def test_store_that_does_not_answer_is_an_error_within_a_bound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "ANSWER_S", SHORT_S)
+    (rank,) = meetings(store, 1)
+    end = threading.Event()
     try:
         for call in (rank.gather, rank.is_intact):
-            keys(rank)
-            rank._link._connected[:] = [Silent()]
+            Silent(rank, end, "check", "get")
             with pytest.raises(memsaver.Error, match="torch.distributed's store has not answered within"):
                 call(within(SHORT_S))
-        keys(rank)
-        rank._link._connected[:] = [Silent()]
+        Silent(rank, end, "set")
         rank.close(within(SHORT_S))  # a pause does not need the store
         opened([rank])  # by a new connection
-        rank._link._connected[:] = [SilentLater(keys(rank))]
+        Silent(rank, end, "compare_set")  # after it has joined a round
         with pytest.raises(memsaver.Error, match="has not answered"):
             rank.gather(within(SHORT_S))
-        decision = module._decision(keys(rank), "2/gathered")
-        assert decision is not None
-        assert decision.startswith("rank 0 gave up: Error")
+        reason = Agreement(store, "test", 0, 1).last()[0].reason
+        assert reason.startswith("rank 0 gave up: StoreError")  # by a new connection
     finally:
         end.set()
 

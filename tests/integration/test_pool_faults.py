@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.broker_support import Running
-from tests.pool_support import Worker, is_whole
-from tests.support import MIB, until
+from tests.broker_support import Local, Running
+from tests.pool_support import Worker, chunks_of, descriptors_of, mappings_of, rss_bytes, settled
+from tests.support import MIB, PAGE, until
 
-CLIENT_KILLS = 100 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
-BROKER_KILLS = 20 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
+CLIENT_KILLS = 60 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
+BROKER_KILLS = 16 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
 FIRST_SEED = int(os.environ.get("MEMSAVER_TEST_SEED", "0"))
 CAPACITY = 64 * MIB  # less than two clients would sometimes like to have
 PATIENCE_S = 60.0
@@ -68,14 +68,6 @@ class Survivors:
                 pass
 
 
-def settled(broker: Running) -> dict[str, Any]:
-    """The status, once the pool is whole."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_whole(status := broker.status()):
-        assert time.monotonic() < deadline, f"not whole within {PATIENCE_S} s: {status}"
-    return status
-
-
 def check_all(broker: Running, claimant: Worker) -> None:
     """With everybody at rest: all is there, once, and a client that comes can have it."""
     status = settled(broker)
@@ -85,17 +77,19 @@ def check_all(broker: Running, claimant: Worker) -> None:
 
 
 def test_clients_killed_at_random_moments_leave_the_pool_consistent(broker: Running, tmp_path: Path) -> None:
-    with (
-        Survivors(broker, tmp_path / "halt", 1) as survivors,
-        Worker(broker) as nursery,
-        Worker(broker) as claimant,
-    ):
-        for begin in range(FIRST_SEED, FIRST_SEED + CLIENT_KILLS, 50):
+    with Survivors(broker, tmp_path / "halt", 1) as survivors, Worker(broker) as claimant:
+        for begin in range(FIRST_SEED, FIRST_SEED + CLIENT_KILLS, 30):
             survivors.go(begin)
-            for seed in range(begin, min(begin + 50, FIRST_SEED + CLIENT_KILLS)):
-                pid, ended = map(int, nursery.run(f"print(client_dies({seed}))").split())
-                assert ended == -signal.SIGKILL, f"seed {seed}: the client ended with {ended}"
-                until(lambda: pid not in books(broker)[1], PATIENCE_S)  # noqa: B023
+            for seed in range(begin, min(begin + 30, FIRST_SEED + CLIENT_KILLS)):
+                choose = random.Random(seed)
+                with Worker(broker) as victim:
+                    if choose.random() < 0.85:
+                        victim.run("region = memsaver.region('host', 'cpu', 'host')")
+                    victim.send(f"moves({seed})")
+                    time.sleep(choose.random() * 0.03)
+                    assert victim.is_there(), f"seed {seed}: the client has ended"
+                    victim.kill()
+                until(lambda: victim.pid not in books(broker)[1], PATIENCE_S)  # noqa: B023
             survivors.rest()
             check_all(broker, claimant)
 
@@ -104,9 +98,9 @@ def test_brokers_killed_at_random_moments_leave_contents_intact(broker: Running,
     with Survivors(broker, tmp_path / "halt", 2) as survivors, Worker(broker) as claimant:
         claimant.run("region = memsaver.region('claim')")
         pids = {worker.pid for worker in (*survivors.workers, claimant)}
-        for begin in range(FIRST_SEED, FIRST_SEED + BROKER_KILLS, 10):
+        for begin in range(FIRST_SEED, FIRST_SEED + BROKER_KILLS, 8):
             survivors.go(begin)
-            for seed in range(begin, min(begin + 10, FIRST_SEED + BROKER_KILLS)):
+            for seed in range(begin, min(begin + 8, FIRST_SEED + BROKER_KILLS)):
                 until(lambda: pids <= books(broker)[1], PATIENCE_S)
                 choose = random.Random(seed)
                 time.sleep(choose.random() * 0.05)
@@ -127,15 +121,54 @@ def test_brokers_killed_at_random_moments_leave_contents_intact(broker: Running,
 
 
 @pytest.mark.parametrize("kind", ["error", "memory"])
-@pytest.mark.parametrize("move", ["pause", "resume", "switch", "allocate", "free"])
-@pytest.mark.parametrize("backup", ["none", "host"])
-def test_a_call_that_fails_loses_nothing(broker: Running, move: str, backup: str, kind: str) -> None:
-    with Worker(broker) as worker:
-        failed = worker.run(f"print(sweep({move!r}, {backup!r}, {kind!r}))")
-        assert int(failed) > 0
-        worker.run("memsaver.pause()")
-        settled(broker)
-        assert broker.row(worker.pid)["held_bytes"] == 0
-    with Worker(broker) as claimant:
-        until(lambda: worker.pid not in books(broker)[1], PATIENCE_S)
-        claimant.run(f"claim({CAPACITY})")
+def test_a_call_that_fails_loses_nothing(kind: str) -> None:
+    with Local(CAPACITY) as broker, Worker(broker) as worker:
+        for backup in ("none", "host"):
+            for move in ("pause", "resume", "switch", "allocate", "free"):
+                if backup == "none" and move in ("allocate", "free"):
+                    continue  # as with a backup
+                assert int(worker.run(f"print(sweep({move!r}, {backup!r}, {kind!r}))")) > 0
+                worker.run("memsaver.pause()")
+                settled(broker)
+                assert broker.row(worker.pid)["held_bytes"] == 0
+        worker.kill()
+        until(lambda: not broker.status()["clients"], PATIENCE_S)
+        with Worker(broker) as claimant:
+            claimant.run(f"claim({CAPACITY})")
+
+
+# Many turns
+
+CLIENTS = 8
+CHUNKS = 3  # enough for one client, and for a part of another's need
+TURNS = int(os.environ.get("MEMSAVER_TEST_TURNS", "400"))
+WARM_UP = 30  # of each client: descriptors have arrived, allocators have their caches
+GROWTH = 2 * MIB  # of a process's memory: a margin for allocators and the interpreter
+# M_MMAP_THRESHOLD: freed arrays go back to the system, also below used memory in the heap.
+LARGE_ARRAYS_ARE_MAPPED = f"ctypes.CDLL(None).mallopt(-3, {MIB})"
+
+
+def test_eight_clients_keep_contents_over_many_turns() -> None:
+    """Nothing grows. ``MEMSAVER_TEST_TURNS=10000`` takes longer."""
+    with Running(str(CHUNKS * PAGE)) as broker, ExitStack() as stack:
+        made = "held = hold('turns', PAGE + 4096, 'host', {})"  # of two chunks
+        workers = [
+            stack.enter_context(Worker(broker, LARGE_ARRAYS_ARE_MAPPED, made.format(number), "memsaver.pause()"))
+            for number in range(CLIENTS)
+        ]
+        pids = [broker.process.pid, *(worker.pid for worker in workers)]
+        for turns in (WARM_UP, TURNS // CLIENTS):
+            before = {pid: (descriptors_of(pid) - chunks_of(pid), mappings_of(pid), rss_bytes(pid)) for pid in pids}
+            for worker in workers:
+                worker.send(f"take_turns(held, {turns})")
+            for worker in workers:
+                worker.answer()
+            settled(broker)
+        status = broker.status()
+        assert status["idle_bytes"] == status["total_bytes"] == int(workers[0].run("print(used_bytes())"))
+        assert len(status["clients"]) == CLIENTS
+        for pid, (descriptors, mappings, nbytes) in before.items():
+            until(lambda: descriptors_of(pid) - chunks_of(pid) <= descriptors)  # noqa: B023 - a connection closes late
+            # The broker has the handle of a chunk beside its descriptor, which is a descriptor on the host device.
+            assert chunks_of(pid) <= 2 * CHUNKS and mappings_of(pid) <= mappings + 16, pid
+            assert rss_bytes(pid) - nbytes <= GROWTH, pid

@@ -1,287 +1,292 @@
-"""Real Ray actors that take turns on a host device that cannot hold them all."""
+"""Groups of real Ray actors, in one cluster. Most turns are on a host device that cannot hold all ranks."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
-import signal
+import re
+import shutil
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 ray = pytest.importorskip("ray", reason="needs ray")
 
-import torch  # noqa: E402
-
 import memsaver  # noqa: E402
-from memsaver.ray import Colocated, Group  # noqa: E402
-from tests.ray_support import cluster_of_one_machine  # noqa: E402
+from memsaver import config  # noqa: E402
+from memsaver.broker.admin import AdminClient  # noqa: E402
+from memsaver.ray import AsyncColocated, Group  # noqa: E402
+from memsaver.turns import plan as plan_module  # noqa: E402
+from memsaver.turns import reports  # noqa: E402
+from tests.ray_support import Buffer, Member, cluster_of_one_machine, look, use  # noqa: E402
+from tests.support import MIB, fresh_device, until  # noqa: E402
 
-MIB = 1 << 20
 DEVICE_BYTES = 162 * MIB  # a size of its own: processes that name the same size share the device
-SHARE_BYTES = 64 * MIB  # of one rank, in whole chunks: two fit, three do not
-PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params", "scratch"]}}
-
-Spawn = Callable[..., list[Any]]
-Ranks = tuple[list[Any], list[Any]]  # the engines and the trainers
-Colocation = tuple[Group, list[Any], list[Any]]
+ENGINE, TRAINER = 64 * MIB, 128 * MIB  # two engines fit, but no engine beside the trainer
+PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}, "none": {}}
+START_S = 1.0
 
 
-class Worker(Colocated):
-    """A rank with one tensor that is backed up and one that is not."""
-
-    def __init__(self, backed_up: str, discarded: str) -> None:
-        self.tags = (backed_up, discarded)
-        self.told: list[tuple[str, int, str]] = []
-        self.breaks = False
-
-    def make(self, seed: int) -> int:
-        backed_up, discarded = self.tags
-        self.tensor = memsaver.region(backed_up, device="cpu", backup="host").empty(SHARE_BYTES // 2, torch.uint8)
-        self.scratch = memsaver.region(discarded, device="cpu").empty(SHARE_BYTES // 2, torch.uint8)
-        self.fill(seed)
-        return self.tensor.data_ptr()
-
-    def fill(self, seed: int) -> None:
-        self.tensor.random_(generator=torch.Generator().manual_seed(seed))
-
-    def intact(self, seed: int) -> bool:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.equal(self.tensor, torch.empty_like(self.tensor).random_(generator=generator))
-
-    def address(self) -> int:
-        return self.tensor.data_ptr()
-
-    def states(self) -> dict[str, str]:
-        return {each.tag: each.state for each in memsaver.regions.all_regions()}
-
-    def free_bytes(self) -> int | None:
-        memsaver.region(self.tags[0], device="cpu", backup="host")
-        return memsaver.stats().devices["cpu"].free_bytes
-
-    def break_next_resume(self) -> None:
-        self.breaks = True
-
-    def resume(self, tags: Any = None, restore: Any = True, **bounds: Any) -> memsaver.Transition:
-        if self.breaks:
-            self.breaks = False
-            raise memsaver.BackupError("broken for the test", needed_bytes=1, held_bytes=0)
-        return super().resume(tags, restore=restore, **bounds)
-
-    def colocated_failed(self, role: str, rank: int, error: Exception) -> None:
-        self.told.append((role, rank, type(error).__name__))
-
-    def heard(self) -> list[tuple[str, int, str]]:
-        told, self.told = self.told, []
-        return told
-
-    def pid(self) -> int:
-        return os.getpid()
+class Slow(Member):
+    def __init__(self, *arguments: Any) -> None:
+        time.sleep(START_S)
+        super().__init__(*arguments)
 
 
-class Bystander:
-    """Not derived from Colocated: it has only the methods that a group needs."""
+class Hanging(Member):
+    """Hangs in the drain, or with a guest that leaves, as long as there is a file of that name."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, list[str]]] = []
+    def __init__(self, folder: str, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.folder = folder
 
-    def pause(self, tags: list[str]) -> None:
-        self.calls.append(("pause", tags))
+        class Leaves(memsaver.Guest):
+            def leave(guest) -> None:  # noqa: N805
+                self.hang("leave")
 
-    def resume(self, tags: list[str]) -> None:
-        self.calls.append(("resume", tags))
+            def come_back(guest) -> None:  # noqa: N805
+                pass
 
-    def seen(self) -> list[tuple[str, list[str]]]:
-        return self.calls
+        memsaver.register(Leaves("connections", "weights"))
+
+    def hang(self, name: str) -> None:
+        while os.path.exists(f"{self.folder}/{name}"):
+            time.sleep(0.01)
+
+    def colocated_drain(self, tags: Any) -> None:
+        self.hang("drain")
+
+
+class Async(AsyncColocated):
+    def __init__(self, device: str, tag: str, nbytes: int) -> None:
+        use(device)
+        self.buffer = Buffer(tag, nbytes)
+        self.buffer.fill(1)
+        self.drained = 0
+
+    async def look(self) -> tuple[str, bool, int]:
+        state = self.buffer.region.state
+        return state, state != "active" or self.buffer.holds(1), self.drained
+
+    async def hold(self) -> None:
+        """As a launch does that uses the region: a pause waits for its end."""
+        assert memsaver._core.acquire([self.buffer.region._core]) is None
+
+    async def let_go(self) -> None:
+        memsaver._core.release([self.buffer.region._core])
+
+    async def colocated_drain(self, tags: Any) -> None:
+        await asyncio.sleep(0)
+        self.drained += 1
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
-    variables = {"MEMSAVER_HOST_DEVICE": str(DEVICE_BYTES), "OMP_NUM_THREADS": "1"}
-    with cluster_of_one_machine(runtime_env={"env_vars": variables}):
+    with cluster_of_one_machine():
         yield
 
 
-@contextmanager
-def spawning() -> Iterator[Spawn]:
-    """Makes actors that end with the block."""
+@pytest.fixture(autouse=True)
+def report_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setitem(config._values, "report_dir", str(tmp_path / "reports"))
+    return tmp_path / "reports"
+
+
+Spawn = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def spawn(cluster: None) -> Iterator[Spawn]:
+    """Makes actors that end with the file."""
     actors = []
 
-    def make(kind: type, count: int, *args: object) -> list[Any]:
-        new = [ray.remote(kind).options(num_cpus=0).remote(*args) for _ in range(count)]
-        actors.extend(new)
-        return new
+    def make(kind: type, *args: object, **options: object) -> Any:
+        actors.append(ray.remote(kind).options(num_cpus=0, **options).remote(*args))
+        return actors[-1]
 
     yield make
     for actor in actors:
         ray.kill(actor)
 
 
-@pytest.fixture
-def spawn() -> Iterator[Spawn]:
-    with spawning() as make:
-        yield make
-
-
 @pytest.fixture(scope="module")
-def ranks(cluster: None) -> Iterator[Ranks]:
-    """Two engines and two trainers with contents, all paused."""
-    with spawning() as make:
-        engines, trainers = make(Worker, 2, "weights", "kv_cache"), make(Worker, 2, "params", "scratch")
-        for actors, seed in ((engines, 10), (trainers, 20)):
-            ray.get([each.make.remote(seed + rank) for rank, each in enumerate(actors)])
-            ray.get([each.pause.remote() for each in actors])
-        yield engines, trainers
+def ranks(spawn: Spawn) -> tuple[list[Any], Any]:
+    """Two engines and a trainer with contents, all paused."""
+    device = str(DEVICE_BYTES)
+    engines = [spawn(Member, device, "weights", ENGINE, 10 + rank) for rank in range(2)]
+    ray.get([each.pause.remote() for each in engines])
+    trainer = spawn(Member, device, "params", TRAINER, 20)
+    ray.get(trainer.pause.remote())
+    return engines, trainer
 
 
-@pytest.fixture
-def colocated(ranks: Ranks) -> Iterator[Colocation]:
-    """A group of these ranks in the "rollout" phase: there is room for one pair. Afterwards all is free again."""
-    engines, trainers = ranks
-    group = Group(engine=engines, trainer=trainers, phases={**PHASES, "none": {}})
-    with group.enter("rollout"):
-        yield group, engines, trainers
-    with group.enter("none"):
-        pass
-
-
-def test_roles_take_turns_and_keep_addresses_and_contents(colocated: Colocation) -> None:
-    group, engines, trainers = colocated
-    addresses = ray.get([each.address.remote() for each in engines + trainers])
-    for _ in range(2):
-        with group.enter("train") as outcome:
-            assert group.entered == "train"
-            assert ray.get([each.intact.remote(20 + rank) for rank, each in enumerate(trainers)]) == [True, True]
-            assert ray.get(engines[0].states.remote())["weights"] == "paused"
-            assert [set(each.resumed) for each in outcome.resumed["trainer"]] == [{"params", "scratch"}] * 2
-            assert [each.paused for each in outcome.paused["engine"]] == [("weights",)] * 2
-            assert sum(each.restored_bytes for each in outcome.transitions) >= 2 * SHARE_BYTES
-            assert ray.get(engines[0].free_bytes.remote()) < SHARE_BYTES
-        with group.enter("rollout") as outcome:
-            assert ray.get([each.intact.remote(10 + rank) for rank, each in enumerate(engines)]) == [True, True]
-            assert outcome.seconds > 0
-    assert ray.get([each.address.remote() for each in engines + trainers]) == addresses
-    with group.enter("none"):
-        assert ray.get(engines[0].free_bytes.remote()) == DEVICE_BYTES
-    assert ray.get(engines[0].states.remote()) == {"weights": "paused", "kv_cache": "paused"}
-
-
-def test_the_error_of_one_rank_undoes_the_turn_and_can_be_retried(colocated: Colocation) -> None:
-    group, engines, trainers = colocated
-    ray.get(trainers[1].break_next_resume.remote())
-    with pytest.raises(memsaver.Error, match="phase 'train'.*trainer 1.*'params', 'scratch'.*broken for") as raised:
-        with group.enter("train"):
-            pytest.fail("entered")
+def fails(group: Group, name: str, text: str, **options: Any) -> Any:
+    with pytest.raises(memsaver.Error, match=text) as raised, group.enter(name, **options):
+        pytest.fail("entered")
+    assert group.entered is None
     error: Any = raised.value
-    assert (error.phase, error.role, error.rank) == ("train", "trainer", 1)
+    assert error.phase == name
+    return error
+
+
+def test_roles_take_turns_and_keep_addresses_and_contents(ranks: tuple[list[Any], Any]) -> None:
+    engines, trainer = ranks
+    group = Group(engine=engines, trainer=trainer, phases=PHASES)
+    addresses = ray.get([each.do.remote("self.buffer.address") for each in (*engines, trainer)])
+    for _ in range(2):
+        with group.enter("rollout") as turn:
+            assert look(*engines, trainer) == ["active", "active", "paused"]
+            assert [each.resumed for each in turn.resumed["engine"]] == [("weights",)] * 2
+        with group.enter("train") as turn:
+            assert group.entered == "train"
+            assert look(*engines, trainer) == ["paused", "paused", "active"]
+            assert [each.paused for each in turn.paused["engine"]] == [("weights",)] * 2
+            assert sum(each.restored_bytes for each in turn.transitions) >= TRAINER
+            assert turn.seconds >= turn.pause_seconds + turn.resume_seconds > 0 and not turn.side_by_side
+    assert ray.get([each.do.remote("self.buffer.address") for each in (*engines, trainer)]) == addresses
+    group.enter("none")
+    assert look(*engines, trainer) == ["paused"] * 3
+
+
+def test_a_class_and_an_actor_that_is_no_member_are_refused(ranks: tuple[list[Any], Any]) -> None:
+    for actor, text in ((ray.remote(Member), "is a class"), (object(), r"has no pause\(\)")):
+        with pytest.raises(TypeError, match=text):
+            Group(engine=[ranks[0][0], actor], phases=PHASES | {"train": {}})
+
+
+def test_the_error_of_one_rank_undoes_the_turn_and_can_be_retried(ranks: tuple[list[Any], Any]) -> None:
+    engines, trainer = ranks
+    group = Group(engine=engines, trainer=trainer, phases=PHASES)
+    ray.get(engines[1].set.remote(breaks=True))
+    error = fails(group, "rollout", "phase 'rollout'.*engine 1.*'weights'.*broken for the test")
+    assert (error.role, error.rank) == ("engine", 1)
     assert isinstance(error.__cause__, memsaver.BackupError)
     assert pickle.loads(pickle.dumps(error)).rank == 1
-    assert group.entered is None
-    others = [engines[0], engines[1], trainers[0]]
-    assert ray.get([each.heard.remote() for each in others]) == [[("trainer", 1, "BackupError")]] * 3
-    assert ray.get(trainers[1].heard.remote()) == []
-    assert set(ray.get(trainers[0].states.remote()).values()) == {"paused"}
-    with group.enter("train"):
-        assert ray.get([each.intact.remote(20 + rank) for rank, each in enumerate(trainers)]) == [True, True]
-    assert group.entered == "train"
+    assert look(*engines, trainer) == ["paused"] * 3
+    group.enter("rollout")
+    assert look(*engines, trainer) == ["active", "active", "paused"]
+    group.enter("none")
 
 
-def test_a_turn_without_memory_names_the_holder_and_can_be_retried(colocated: Colocation, spawn: Spawn) -> None:
-    group, engines, _ = colocated
-    (stranger,) = spawn(Worker, 1, "stranger", "stranger_scratch")
-    ray.get(stranger.make.remote(1))
-    with pytest.raises(memsaver.Error, match="trainer . could not resume.*OutOfMemoryError") as raised:
-        with group.enter("train"):
-            pytest.fail("entered")
-    cause = raised.value.__cause__
+def test_a_turn_without_memory_names_the_holder_and_can_be_retried(ranks: tuple[list[Any], Any]) -> None:
+    engines, trainer = ranks
+    ray.get(engines[0].resume.remote())
+    group = Group(trainer=trainer, phases={"train": {"trainer": ["params"]}, "none": {}})
+    cause = fails(group, "train", "trainer 0 could not resume.*OutOfMemoryError").__cause__
     assert isinstance(cause, memsaver.OutOfMemoryError)
     assert cause.free_bytes < cause.needed_bytes
-    assert ray.get(engines[0].free_bytes.remote()) == DEVICE_BYTES - SHARE_BYTES  # the trainer that fitted is out again
-    leaves = stranger.pause.remote()
+    leaves = engines[0].pause.remote()
     with group.enter("train", memory_timeout=30.0):
-        assert ray.get(leaves).released_bytes == SHARE_BYTES
+        assert ray.get(leaves).released_bytes == ENGINE
+    group.enter("none")
 
 
-def test_a_dead_actor_gives_a_clear_error(spawn: Spawn) -> None:
-    first, second = spawn(Worker, 2, "params", "scratch")
-    group = Group(trainer=[first, second], phases={"train": {"trainer": ["params"]}, "none": {}})
-    ray.get(second.make.remote(1))
-    with group.enter("none"):
-        pass
-    os.kill(ray.get(first.pid.remote()), signal.SIGKILL)
+def test_an_actor_that_dies_is_named_and_joins_again(spawn: Spawn) -> None:
+    device = fresh_device()
+    engine = spawn(Member, device, "weights", MIB, max_restarts=1)
+    trainer = spawn(Member, device, "params", MIB)
+    group = Group(engine=engine, trainer=trainer, phases=PHASES)
+    group.enter("rollout")
+    ray.get(engine.set.remote(dies="commit"))
+    error = fails(group, "train", "engine 0 could not pause 'weights': Actor")
+    assert isinstance(error.__cause__, ray.exceptions.RayActorError)
+    assert (error.role, error.rank) == ("engine", 0)
+    assert look(trainer) == ["paused"]
+    for name, states in (("train", ["paused", "active"]), ("rollout", ["active", "paused"])):
+        group.enter(name)  # the restarted actor's region is active: it leaves
+        assert look(engine, trainer) == states
+    ray.kill(engine)
     for _ in range(2):
-        with pytest.raises(memsaver.Error, match="trainer 0 could not prepare to resume 'params': .*died") as raised:
-            with group.enter("train"):
-                pytest.fail("entered")
-        error: Any = raised.value
-        assert isinstance(error.__cause__, ray.exceptions.RayActorError)
-        assert (error.role, error.rank) == ("trainer", 0)
-    assert ray.get(second.states.remote()) == {"params": "paused", "scratch": "active"}
-    assert len(ray.get(second.heard.remote())) == 2
+        error = fails(group, "none", r"engine 0 could not .*died.*; unless Ray .*: group.replace\('engine', 0, actor\)")
+    begin = time.perf_counter()
+    group.replace("engine", 0, spawn(Slow, device, "weights", MIB))
+    with group.enter("none") as turn:  # its start is no part of the turn
+        assert turn.seconds < time.perf_counter() - begin - START_S
+        assert turn.paused["engine"][0].paused == ("weights",)
 
 
-def test_a_turn_pauses_missing_regions_but_does_not_resume_them(spawn: Spawn) -> None:
-    engines, (trainer,) = spawn(Worker, 1, "weights", "kv_cache"), spawn(Worker, 1, "params", "scratch")
-    group = Group(engine=engines, trainer=trainer, phases=PHASES)
-    ray.get(trainer.make.remote(1))
-    with group.enter("train"):  # the engine has no regions yet
-        pass
-    with pytest.raises(memsaver.Error, match="engine 0.*no region 'weights'") as raised, group.enter("rollout"):
-        pytest.fail("entered")
-    assert isinstance(raised.value.__cause__, ValueError)
-    assert ray.get(trainer.states.remote()) == {"params": "active", "scratch": "active"}  # no pause for it
+def test_an_async_actor_goes_on_serving(spawn: Spawn) -> None:
+    device = fresh_device()
+    engine = spawn(Async, device, "weights", MIB)
+    group = Group(engine=engine, phases=PHASES | {"train": {"engine": []}})
+    group.enter("rollout")
+    ray.get(engine.hold.remote())
+    with ThreadPoolExecutor(1) as caller:
+        entering = caller.submit(group.enter, "train")
+        until(lambda: ray.get(engine.look.remote())[2] == 1)
+        for _ in range(20):  # the pause waits, and other methods answer
+            assert ray.get(engine.look.remote())[0] in ("active", "pausing")
+        assert not entering.done()
+        ray.get(engine.let_go.remote())
+        assert [each.paused for each in entering.result(60).transitions] == [("weights",)]
+    assert ray.get(engine.resume.remote(["weights"])).resumed == ("weights",)
+    assert look(engine) == ["active"]
+    ray.get(engine.hold.remote())
+    pausing = engine.pause.remote(["weights"])
+    until(lambda: ray.get(engine.look.remote())[0] == "pausing")
+    ray.get(engine.let_go.remote())
+    assert ray.get(pausing).paused == ("weights",)
 
 
-def test_members_need_only_pause_and_resume(spawn: Spawn) -> None:
-    (bystander,) = spawn(Bystander, 1)
-    group = Group(engine=bystander, phases={"on": {"engine": ["a"]}, "off": {}})
-    with group.enter("on"), group.enter("off"):
-        pass
-    assert ray.get(bystander.seen.remote()) == [("resume", ["a"]), ("pause", ["a"])]
+def test_actors_that_hang_in_each_half_lead_to_a_report(
+    spawn: Spawn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report_dir: Path
+) -> None:
+    monkeypatch.setattr(plan_module, "_COMPLETE_S", 0.0)
+    monkeypatch.setattr(plan_module, "_ANSWER_S", 0.0)
+    monkeypatch.setattr(reports, "_PARTS_S", 60.0)
+    device = fresh_device()
+    engines = [spawn(Member, device, "weights", MIB), spawn(Hanging, str(tmp_path), device, "weights", MIB)]
+    group = Group(engine=engines, phases=PHASES | {"train": {"engine": []}})
+    group.enter("rollout")
+    (tmp_path / "leave").touch()
+    error = fails(group, "none", "engine 1 could not pause 'weights': WaitTimeoutError", timeout=2.0)
+    place = r"; it is in colocated_commit\(\): \w+\(\) at .*\.py:\d+; the pause of 'weights' is in "
+    assert re.search(place, str(error)), error
+    assert "is in the stage 'guests leave' of 'connections' since" in str(error)
+    assert str(error).endswith(f"; report: {error.report}") and Path(error.report).parent == report_dir
+    _, driver, zero, one = Path(error.report).read_text().split("\n== ")
+    assert driver.startswith(f"the process of the group ==\npid {os.getpid()} on ")
+    assert zero.startswith("engine 0 ==\nit answers") and "pause 'weights': done" in zero
+    assert one.startswith("engine 1 ==\nit is in colocated_commit()") and "in hang\n" in one
+    fails(group, "none", "engine 1 has not answered a call of an earlier turn", timeout=2.0)
+    (tmp_path / "leave").unlink()
+    until(lambda: look(*engines) == ["paused", "paused"])
+    group.enter("rollout", timeout=60.0)
+
+    (tmp_path / "drain").touch()
+    error = fails(group, "none", "engine 1 could not prepare to pause 'weights'", timeout=2.0)
+    place = r"; it is in colocated_prepare\(\): hang\(\) at test_ray\.py:\d+; report: "
+    assert re.search(place, str(error)), error
+    assert "in colocated_drain\n" in Path(error.report).read_text()
+    (tmp_path / "drain").unlink()
+    assert look(*engines) == ["active", "active"]  # the actor has taken its preparation back
+    group.enter("none", timeout=60.0)
 
 
-def test_wrong_arguments_raise_and_name_the_expectation(spawn: Spawn) -> None:
-    (actor,) = spawn(Bystander, 1)
-    phases: Any
-    roles: Any
-    for error, text, phases, roles in [
-        (ValueError, "no roles", PHASES, {}),
-        (ValueError, "'engine' has no members", PHASES, {"engine": []}),
-        (TypeError, "no pause\\(\\)", PHASES, {"engine": [object()]}),
-        (TypeError, "is a class", PHASES, {"engine": [Bystander]}),
-        (TypeError, "is a class", PHASES, {"engine": ray.remote(Bystander)}),
-        (ValueError, "phases is empty", {}, {"engine": actor}),
-        (ValueError, "no phase names a tag", {"on": {}}, {"engine": actor}),
-        (ValueError, "names the role 'trainer', expected one of 'engine'", PHASES, {"engine": actor}),
-        (TypeError, "expected a list of tags", {"on": {"engine": "weights"}}, {"engine": actor}),
-        (TypeError, "expected a string", {"on": {"engine": [1]}}, {"engine": actor}),
-        (
-            TypeError,
-            "phase 'on' for 'engine' has \\['a'\\], expected a string",
-            {"on": {"engine": [["a"]]}},
-            {"engine": actor},
-        ),
-        (TypeError, "expected a dict", {"on": ["weights"]}, {"engine": actor}),
-        (TypeError, "expected a dict", ["on"], {"engine": actor}),
-    ]:
-        with pytest.raises(error, match=text):
-            Group(phases=phases, **roles)
-
-    group = Group(engine=actor, phases={"on": {"engine": ["a"]}})
-    options: Any
-    for error, text, name, options in [
-        (ValueError, "no phase 'off'; there are 'on'", "off", {}),
-        (ValueError, "^timeout is -1, expected seconds of 0 or more", "on", {"timeout": -1}),
-        (ValueError, "^memory_timeout is nan, expected seconds of 0 or more", "on", {"memory_timeout": float("nan")}),
-        (TypeError, "^reader_timeout is '1', expected seconds", "on", {"reader_timeout": "1"}),
-        (TypeError, "^reader_timeout is None, expected seconds", "on", {"reader_timeout": None}),
-        (ValueError, "role 'x', expected one of 'engine'", "on", {"restore": {"x": True}}),
-        (TypeError, "expected True or False", "on", {"restore": "engine"}),
-    ]:
-        with pytest.raises(error, match=text), group.enter(name, **options):
-            pytest.fail("entered")
-    assert ray.get(actor.seen.remote()) == []
+def test_the_actors_of_a_ray_job_use_its_broker_by_runtime_env(spawn: Spawn) -> None:
+    pools = Path(tempfile.mkdtemp(prefix="pool", dir="/tmp"))  # short: a socket's path holds 107 bytes
+    variables = {
+        "MEMSAVER_POOL": "shared", "MEMSAVER_POOL_CAPACITY": "64MiB", "MEMSAVER_POOL_DIR": str(pools),
+        "MEMSAVER_JOB": "of-ray", "MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_BACKUP_AHEAD": "off",
+    }  # fmt: skip
+    options = {"runtime_env": {"env_vars": variables}}
+    engine = spawn(Member, "", "weights", 40 * MIB, **options)  # each has more than a half of the pool
+    ray.get(engine.pause.remote())
+    trainer = spawn(Member, "", "params", 40 * MIB, **options)
+    ray.get(trainer.pause.remote())
+    group = Group(engine=engine, trainer=trainer, phases=PHASES)
+    for phase, states in (("rollout", ["active", "paused"]), ("train", ["paused", "active"])):
+        assert group.enter(phase).side_by_side
+        assert look(engine, trainer) == states
+    (path,) = pools.glob("*/*.sock")
+    with AdminClient(path) as admin:
+        assert (path.parent.name, len(admin.status()["clients"])) == ("job-of-ray", 2)
+    shutil.rmtree(pools)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +12,9 @@ import pytest
 import memsaver
 from memsaver.broker.protocol import Message
 from memsaver.broker.reclaim import UNKNOWN
-from tests.broker_support import Client, Running
+from tests.broker_support import Client, Local
 from tests.pool_support import Worker, running
-from tests.support import GIB, MIB, PAGE, until
+from tests.support import MIB, PAGE, until
 
 CAPACITY = 256 * MIB
 MOST = 192 * MIB
@@ -24,23 +23,25 @@ POOLS = "from tests import torch_pools; from tests.torch_pools import cached"
 CACHED = f"region = memsaver.region('trainer', 'cpu'); cached(region, {MOST})"
 PAUSED = f"held = hold('engine', {MOST}, 'host'); memsaver.pause()"
 RESUME = "memsaver.resume(memory_timeout=60); held.check()"
+# Work on the trainer's blocks for so many seconds. None: until it is released.
+WORK = "controls.stream_touch(stream, region._core.live()[0][0], {}, {})"
 
 
 @pytest.fixture
-def broker() -> Iterator[Running]:
-    with running(CAPACITY) as made:
-        yield made
+def broker() -> Iterator[Local]:
+    with Local(CAPACITY) as local:
+        yield local
 
 
 @pytest.fixture
-def engine(broker: Running) -> Iterator[Worker]:
+def engine(broker: Local) -> Iterator[Worker]:
     with Worker(broker, PAUSED) as worker:
         yield worker
 
 
 @pytest.fixture
-def trainer(broker: Running, engine: Worker) -> Iterator[Worker]:
-    with Worker(broker, POOLS) as worker:
+def trainer(broker: Local, engine: Worker) -> Iterator[Worker]:
+    with Worker(broker, POOLS, "from tests import controls; stream = controls.stream_create()") as worker:
         yield worker
 
 
@@ -50,8 +51,8 @@ def hold_the_gil(worker: Worker, pipe: Path) -> None:
     held = pipe.with_name("held")
     os.mkfifo(held)
     worker.run(f"tell, until_byte = (os.open(path, os.O_RDWR) for path in ({str(held)!r}, {str(pipe)!r}))")
-    worker.run("from tests.torch_segments import library; python = ctypes.PyDLL(library())")
-    worker.send("python.fake_hold(tell, until_byte)")
+    worker.run("python, byte = ctypes.PyDLL(None), ctypes.create_string_buffer(1)")
+    worker.send("os.write(tell, byte); python.read(until_byte, byte, ctypes.c_size_t(1))")
     with held.open("rb") as file:
         file.read(1)
 
@@ -62,19 +63,6 @@ def let_go(worker: Worker, pipe: Path) -> None:
     worker.answer()
 
 
-def heard(client: Client, kind: str) -> Message:
-    """The next message of this kind. Others are left out."""
-    while (message := client.hear("stalled", "grant", "reclaim", "holders")).kind != kind:
-        pass
-    return message
-
-
-def answer(client: Client) -> None:
-    """Answers a `reclaim` that has come, or comes."""
-    heard(client, "reclaim")
-    client.say("reclaimed", 0, 0)
-
-
 def mapped(worker: Worker, tag: str = "trainer") -> int:
     return int(worker.run(f"print(memsaver.region({tag!r}, 'cpu').mapped_bytes)"))
 
@@ -83,7 +71,7 @@ def mapped(worker: Worker, tag: str = "trainer") -> int:
 
 
 def test_free_blocks_of_torch_come_back_when_the_gil_is_free(
-    broker: Running, engine: Worker, trainer: Worker, tmp_path: Path
+    broker: Local, engine: Worker, trainer: Worker, tmp_path: Path
 ) -> None:
     trainer.run(CACHED)
     hold_the_gil(trainer, tmp_path / "pipe")
@@ -97,11 +85,8 @@ def test_free_blocks_of_torch_come_back_when_the_gil_is_free(
     trainer.run(f"pool = torch_pools.lend(region); assert pool.malloc({MOST})")
 
 
-def test_blocks_come_only_after_the_queued_work(broker: Running, engine: Worker, trainer: Worker) -> None:
-    trainer.run(CACHED)
-    trainer.run("from tests import controls; stream = controls.stream_create()")
-    trainer.run("[address] = [begin for begin, _ in region._core.live()]")
-    trainer.run(f"controls.stream_touch(stream, address, {MOST}, None)")
+def test_blocks_come_only_after_the_queued_work(broker: Local, engine: Worker, trainer: Worker) -> None:
+    trainer.run(f"{CACHED}; {WORK.format(MOST, None)}")
     engine.send(RESUME)
     until(lambda: "still works" in broker.row(trainer.pid)["unused_why"])
     assert mapped(trainer) >= MOST
@@ -122,66 +107,57 @@ def test_blocks_of_tensors_stay(engine: Worker, trainer: Worker) -> None:
     # When the tensor is freed, the next call that waits gets its block as well, though its pool is gone.
     engine.run("memsaver.pause()")
     trainer.run("torch_pools.free(kept)")
-    engine.run("memsaver.configure(); more = memsaver.region('more', 'cpu'); memsaver.resume(memory_timeout=60)")
+    engine.run("more = memsaver.region('more', 'cpu'); memsaver.resume(memory_timeout=60)")
     engine.run(f"hooks = Hooks(more); assert hooks.alloc({48 * MIB})")
     until(lambda: mapped(trainer) == 0)
 
 
-def test_retained_chunks_come_back(broker: Running, engine: Worker) -> None:
+def test_retained_chunks_come_back() -> None:
     """They are the driver's, which then has room for chunks of the pool."""
-    size = int(broker.environment["MEMSAVER_HOST_DEVICE"])
-    assert broker.run("trim").returncode == 0  # the idle chunks of the engine's pause
-    with Worker(broker, MEMSAVER_POOL="process") as other:
-        rest = (size - MOST // 2) // PAGE * PAGE - broker.status()["total_bytes"]
-        other.run(f"memsaver.configure(retain={rest}); big = Hooks(region := memsaver.region('big', 'cpu'))")
-        other.run(f"assert big.alloc({rest - 64 * MIB}); memsaver.pause()")
-        other.run("memsaver.configure(pool='shared')")
-        retained = "print(_core.ledger_figures('cpu')['retained_bytes'])"  # stats() counts those of the present source
-        assert int(other.run(retained)) > 0
-        engine.run("memsaver.resume(memory_timeout=20); held.check()")
-        assert int(other.run(retained)) == 0
+    with running(CAPACITY) as broker, Worker(broker, PAUSED) as engine:
+        size = int(broker.environment["MEMSAVER_HOST_DEVICE"])
+        assert broker.run("trim").returncode == 0  # the idle chunks of the engine's pause
+        with Worker(broker, MEMSAVER_POOL="process") as other:
+            rest = (size - MOST // 2) // PAGE * PAGE - broker.status()["total_bytes"]
+            other.run(f"memsaver.configure(retain={rest}); big = Hooks(region := memsaver.region('big', 'cpu'))")
+            other.run(f"assert big.alloc({rest - 64 * MIB}); memsaver.pause()")
+            other.run("memsaver.configure(pool='shared')")
+            retained = "print(_core.ledger_figures('cpu')['retained_bytes'])"  # stats() has those of the present source
+            assert int(other.run(retained)) > 0
+            engine.run("memsaver.resume(memory_timeout=20); held.check()")
+            assert int(other.run(retained)) == 0
 
 
-def test_an_allocation_gets_what_others_cache(engine: Worker, trainer: Worker) -> None:
-    trainer.run(CACHED)
-    engine.run(f"more = Hooks(memsaver.region('more', 'cpu')); assert more.alloc({128 * MIB})")
-
-
-def test_an_allocation_waits_for_queued_work_of_others(engine: Worker, trainer: Worker) -> None:
-    """It waits at most a second, which the messages alone may take on a loaded machine. Then torch would ask again."""
-    trainer.run(CACHED)
-    trainer.run("stream = controls.stream_create(); [address] = [begin for begin, _ in region._core.live()]")
-    trainer.run(f"controls.stream_touch(stream, address, {MOST}, 0.2)")
+def test_an_allocation_gets_what_others_cache(broker: Local, engine: Worker, trainer: Worker) -> None:
+    """At once, and after queued work: it waits at most a second, which the messages alone may take. Then torch would
+    ask again. Without cached memory it ends as soon as the others have answered.
+    """
     engine.run("more = Hooks(memsaver.region('more', 'cpu'))")
-    until(lambda: engine.run(f"print(more.alloc({128 * MIB}))") != "None", within_s=20)
-
-
-def test_an_allocation_fails_at_once_if_nothing_is_cached(broker: Running, engine: Worker) -> None:
-    """It ends as soon as the others have answered: the bound is in the order of messages, not of time."""
+    for work in ("", f"; {WORK.format(MOST, 0.2)}"):
+        trainer.run(CACHED + work)
+        until(lambda: engine.run(f"print(address := more.alloc({128 * MIB}))") != "None", within_s=20)
+        engine.run("more.free(address)")
     with Worker(broker) as other:
-        other.run(f"held = hold('other', {MOST})")
-        assert engine.run(f"more = Hooks(memsaver.region('more', 'cpu')); print(more.alloc({128 * MIB}))") == "None"
-        assert other.run("held.check()") == ""
+        until(lambda: other.run(f"print(Hooks(memsaver.region('other', 'cpu')).alloc({MOST}))") != "None")
+        assert engine.run(f"print(more.alloc({128 * MIB}))") == "None"
 
 
-def test_a_resume_takes_the_free_blocks_of_its_own_process(broker: Running, engine: Worker) -> None:
+@pytest.mark.parametrize("pool", ["shared", "process"])
+def test_a_resume_takes_the_free_blocks_of_its_own_process(pool: str) -> None:
     """Without a wait for others, and while it waits for others."""
-    engine.run(POOLS)
-    for timeout_s in (0, 60):
-        engine.run(CACHED)
-        engine.run(f"memsaver.resume('engine', memory_timeout={timeout_s}); held.check(); memsaver.pause('engine')")
-
-
-def test_a_resume_without_a_pool_takes_the_free_blocks_of_its_own_process(broker: Running) -> None:
-    with Worker(broker, POOLS, PAUSED, CACHED, MEMSAVER_POOL="process") as worker:
-        worker.run("from tests.support import Fill; fill = Fill()")
-        worker.run("memsaver.resume('engine', memory_timeout=0); held.check(); fill.close()")
+    with running(CAPACITY) as place, Worker(place, POOLS, PAUSED, MEMSAVER_POOL=pool) as worker:
+        worker.run("from tests.support import Fill")
+        for timeout_s in (0, 60):
+            worker.run(CACHED)
+            worker.run("fill = Fill()")  # of the device, without which no chunk of the pool can be made
+            worker.run(f"memsaver.resume('engine', memory_timeout={timeout_s}); held.check()")
+            worker.run("fill.close(); memsaver.pause('engine')")
 
 
 # Memory that stays
 
 
-def test_nothing_comes_back_during_a_capture(broker: Running, engine: Worker, trainer: Worker) -> None:
+def test_nothing_comes_back_during_a_capture(broker: Local, engine: Worker, trainer: Worker) -> None:
     trainer.run(CACHED)
     trainer.run("_core.capture_begins()")
     engine.send("memsaver.resume(memory_timeout=600); held.check()")
@@ -192,7 +168,7 @@ def test_nothing_comes_back_during_a_capture(broker: Running, engine: Worker, tr
     engine.answer()
 
 
-def test_contents_of_paused_regions_stay(broker: Running, engine: Worker, trainer: Worker) -> None:
+def test_contents_of_paused_regions_stay(broker: Local, engine: Worker, trainer: Worker) -> None:
     trainer.run("region = memsaver.region('trainer', 'cpu', 'host'); torch_pools.use()")
     trainer.run("pool = torch_pools.lend(region)")
     trainer.run(f"kept = pool.malloc({64 * MIB}); ctypes.memset(kept, 9, {64 * MIB})")
@@ -204,7 +180,7 @@ def test_contents_of_paused_regions_stay(broker: Running, engine: Worker, traine
     trainer.run(f"region.resume(); assert ctypes.string_at(kept, {64 * MIB}) == bytes([9]) * {64 * MIB}")
 
 
-def test_a_pool_in_use_stays(broker: Running, engine: Worker, trainer: Worker) -> None:
+def test_a_pool_in_use_stays(engine: Worker, trainer: Worker) -> None:
     """A thread is inside the region."""
     trainer.run(CACHED)
     trainer.run("pool = torch_pools.lend(region)")
@@ -217,25 +193,18 @@ def test_a_pool_in_use_stays(broker: Running, engine: Worker, trainer: Worker) -
 # The holders
 
 
-def test_a_waiting_call_says_from_whom_it_waits_for_what(broker: Running, engine: Worker, trainer: Worker) -> None:
-    trainer.run(CACHED)
-    trainer.run("from tests import controls; stream = controls.stream_create()")
-    trainer.run("[address] = [begin for begin, _ in region._core.live()]")
-    trainer.run(f"controls.stream_touch(stream, address, {MOST}, None)")
-    engine.run("import logging, threading; records = []; handler = logging.Handler()")
+def test_a_waiting_call_says_from_whom_it_waits_for_what(broker: Local, engine: Worker, trainer: Worker) -> None:
+    trainer.run(f"{CACHED}; {WORK.format(MOST, None)}")
+    engine.run("import logging, threading; records, result = [], []; handler = logging.Handler()")
     engine.run("handler.emit = lambda record: records.append(record.getMessage())")
     engine.run("logging.getLogger('memsaver').addHandler(handler); logging.getLogger('memsaver').setLevel('INFO')")
-    engine.run("result = []")
-    engine.run(
-        "thread = threading.Thread(target=lambda: result.append(raised(lambda: memsaver.resume(memory_timeout=5))))"
-    )
-    engine.run("thread.start()")
+    engine.run("wait = lambda: result.append(raised(lambda: memsaver.resume(memory_timeout=3)))")
+    engine.run("thread = threading.Thread(target=wait); thread.start()")
     pools = "memsaver.stats().devices['cpu'].pool"
     until(lambda: engine.run(f"print([each.why for each in {pools}.holds_up])").count("still works"))
     assert int(engine.run(f"print({pools}.waiting_bytes)")) > 0
     # The process that waits is none of the holders, with the chunks that its demand has collected and those in use.
-    assert engine.run(f"print({{each.pid for each in [*{pools}.holders, *{pools}.holds_up]}})") == f"{{{trainer.pid}}}"
-    until(lambda: "still works" in broker.run("top").stdout)
+    assert engine.run(f"print({{each.pid for each in {pools}.holds_up}})") == f"{{{trainer.pid}}}"
     until(lambda: engine.run("print(records)") != "[]")
     [line] = json.loads(engine.run("import json; print(json.dumps(records))"))
     assert f"(pid {engine.pid})" not in line
@@ -252,68 +221,48 @@ def test_a_waiting_call_says_from_whom_it_waits_for_what(broker: Running, engine
 # Messages
 
 
-def test_the_holders_are_named_when_all_have_answered() -> None:
-    with Running() as broker:
-        one, two = broker.client(), broker.client()
-        held = one.borrow(GIB)
-        request = two.want(GIB)
-        assert two.hear("stalled").words[0] == request
-        assert list(heard(one, "reclaim").words) == [GIB]
-        answer(two)
-        one.say("reclaimed", 1, 5, text="still\nat work")
+def heard(client: Client, kind: str) -> Message:
+    """The next message of this kind. Others are left out."""
+    while (message := client.hear("stalled", "grant", "reclaim", "holders")).kind != kind:
+        pass
+    return message
+
+
+def answer(client: Client) -> None:
+    """Answers a `reclaim` that has come, or comes."""
+    heard(client, "reclaim")
+    client.say("reclaimed", 0, 0)
+
+
+def test_the_holders_are_named_when_all_have_answered(broker: Local) -> None:
+    one, two, three = broker.client(), broker.client(), broker.client()
+    held = one.borrow(CAPACITY)
+    request = two.want(CAPACITY)
+    assert two.hear("stalled").words[0] == request
+    assert list(heard(one, "reclaim").words) == [CAPACITY]
+    answer(two)
+    heard(three, "reclaim")
+    three.hang_up()  # it is not waited for
+    one.say("reclaimed", 1, 5, text="still\nat work")
+    message = heard(two, "holders")
+    while message.text != "still at work":
+        assert message.words[1] == 1
         message = heard(two, "holders")
-        while message.text != "still at work":
-            assert message.words[1] == 1
-            message = heard(two, "holders")
-        assert list(message.words) == [request, 1, os.getpid(), GIB, 5]
-        one.say("reclaimed", 0, 3, text="kept")
+    assert list(message.words) == [request, 1, os.getpid(), CAPACITY, 5]
+    one.say("reclaimed", 0, 3, text="kept")
+    message = heard(two, "holders")
+    while message.words[1]:
         message = heard(two, "holders")
-        assert (list(message.words), message.text) == ([request, 0, os.getpid(), GIB, 3], "kept")
-        list(heard(one, "reclaim").words)  # asked again
-        one.give(held)
-        assert two.take(GIB)
+    assert (list(message.words), message.text) == ([request, 0, os.getpid(), CAPACITY, 3], "kept")
+    heard(one, "reclaim")  # asked again
+    one.give(held)
+    assert two.take(CAPACITY)
 
 
-def test_a_client_that_leaves_is_not_waited_for() -> None:
-    with Running() as broker:
-        one, two, three = broker.client(), broker.client(), broker.client()
-        one.borrow(GIB)
-        two.want(PAGE, PAGE)
-        heard(three, "reclaim")
-        answer(one)
-        answer(two)
-        three.hang_up()
-        while heard(two, "holders").words[1]:
-            pass
-
-
-def test_what_comes_back_is_for_the_first_demand() -> None:
-    with Running() as broker:
-        one, two, three = broker.client(), broker.client(), broker.client()
-        one.borrow(GIB)
-        two.want(PAGE, PAGE)
-        heard(one, "reclaim")
-        request = three.want(PAGE, PAGE)
-        assert list(heard(three, "holders").words) == [request, 0, os.getpid(), GIB, UNKNOWN]
-
-
-def test_a_malformed_answer_ends_its_connection_alone() -> None:
-    with Running() as broker:
-        one, two = broker.client(), broker.client()
-        one.say("reclaimed", 2, 0)
-        assert one.is_refused()[0] == "malformed"
-        two.borrow(PAGE, PAGE)
-
-
-def test_rounds_come_less_and_less_often() -> None:
-    with Running() as broker:
-        one, two = broker.client(), broker.client()
-        one.borrow(GIB)
-        two.want(PAGE, PAGE)
-        times = []
-        for _ in range(5):
-            heard(one, "reclaim")
-            times.append(time.monotonic())
-            one.say("reclaimed", 0, 0)
-            answer(two)
-        assert times == sorted(times)
+def test_what_comes_back_is_for_the_first_demand(broker: Local) -> None:
+    one, two, three = broker.client(), broker.client(), broker.client()
+    one.borrow(CAPACITY)
+    two.want(PAGE, PAGE)
+    heard(one, "reclaim")
+    request = three.want(PAGE, PAGE)
+    assert list(heard(three, "holders").words) == [request, 0, os.getpid(), CAPACITY, UNKNOWN]

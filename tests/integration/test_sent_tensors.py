@@ -1,28 +1,21 @@
-"""Tensors of regions sent by torch.multiprocessing: their contents, leases, and refusals, with and without a broker."""
+"""Tensors of regions sent by torch.multiprocessing: their contents, leases, and refusals."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import signal
-import struct
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.multiprocessing as mp
 
-import memsaver
 from tests.broker_support import Running
 from tests.pool_support import Worker, chunks_of, descriptors_of, is_whole, mappings_of, running
-from tests.support import MIB, until
+from tests.support import MIB, environment, until
 
 CAPACITY = 128 * MIB
 IMPORTS = (
-    "import gc, torch; from torch.multiprocessing import reductions; from memsaver._torch.ipc import handle, patches",
-    "from memsaver._torch.ipc import receiver",
+    "import gc, torch; from torch.multiprocessing import reductions; from memsaver._torch.ipc import patches, receiver",
     "from multiprocessing.reduction import ForkingPickler",
     "dumps = lambda value: print(bytes(ForkingPickler.dumps(value)).hex())",
     # torch.multiprocessing's functions for CUDA, with storages of the host.
@@ -33,15 +26,24 @@ IMPORTS = (
 )
 
 
-@pytest.fixture(params=["process", "shared"])
+@pytest.fixture
 def pool(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    """The source of the owner's chunks: ``"process"``, or the parameter of a test."""
+    return str(getattr(request, "param", "process"))
+
+
+in_both_pools = pytest.mark.parametrize("pool", ["process", "shared"], indirect=True)
+in_a_shared_pool = pytest.mark.parametrize("pool", ["shared"], indirect=True)
 
 
 @pytest.fixture
-def broker() -> Iterator[Running]:
-    with running(CAPACITY) as started:
-        yield started
+def broker(pool: str) -> Iterator[Running]:
+    """The broker of a shared pool. Without one, only the environment of the processes."""
+    if pool == "shared":
+        with running(CAPACITY) as started:
+            yield started
+    else:
+        yield SimpleNamespace(environment=environment())  # type: ignore[misc]
 
 
 @pytest.fixture
@@ -53,8 +55,9 @@ def owner(broker: Running, pool: str) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def other(broker: Running, pool: str) -> Iterator[Worker]:
-    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool, MEMSAVER_PATCHES="multiprocessing") as worker:
+def other(broker: Running) -> Iterator[Worker]:
+    """A receiver, which is no client of a pool, and in which the first receipt prepares torch."""
+    with Worker(broker, *IMPORTS, MEMSAVER_POOL="process") as worker:
         yield worker
 
 
@@ -68,9 +71,15 @@ def hand_over(owner: Worker, other: Worker, what: str, name: str = "got") -> Non
     other.run(f"{name} = pickle.loads(sent)")
 
 
+def pause_in_thread(owner: Worker) -> None:
+    owner.run("import threading; paused = threading.Thread(target=memsaver.pause); paused.start()")
+    until(lambda: owner.run("print(region.state)") == "pausing")
+
+
 # Contents
 
 
+@in_both_pools
 def test_both_processes_have_the_same_memory(owner: Worker, other: Worker) -> None:
     hand_over(owner, other, "weights")
     other.run("assert torch.equal(got, torch.arange(60.0).view(3, 4, 5)); got[1] = -1")
@@ -110,58 +119,25 @@ def test_tensors_of_one_storage_arrive_with_one_storage(owner: Worker, other: Wo
     other.run("assert more.untyped_storage()._cdata == got['all'].untyped_storage()._cdata")
 
 
-# By machine: seccomp, and pidfd_getfd, ptrace, process_vm_readv, process_vm_writev and kcmp.
-CALLS = {"x86_64": (317, (438, 101, 310, 311, 312)), "aarch64": (277, (438, 117, 270, 271, 272))}
-
-
-def deny_debugging() -> None:
-    """From now on no thread may make the calls that containers permit with the capability SYS_PTRACE alone."""
-    seccomp, denied = CALLS[platform.machine()]
-    load, refuse, permit = (0x20, 0, 0, 0), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)  # 0x50001: EPERM
-    compare = [(0x15, len(denied) - number, 0, call) for number, call in enumerate(denied)]
-    steps = (load, *compare, permit, refuse)
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in steps))
-    program = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code))
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
-    assert libc.syscall(seccomp, 1, 1, program) == 0, os.strerror(ctypes.get_errno())  # a filter for all threads
-    for call in denied:
-        assert libc.syscall(call, -1, 0, 0, 0, 0) == -1 and ctypes.get_errno() == 1
-
-
-@pytest.mark.skipif(platform.machine() not in CALLS, reason="the numbers of the calls are not known")
-def test_tensors_arrive_in_containers_without_sys_ptrace(owner: Worker, other: Worker) -> None:
-    for each in (owner, other):
-        each.run("from tests.integration.test_sent_tensors import deny_debugging; deny_debugging()")
-    hand_over(owner, other, "weights")
-    other.run("got.fill_(7); del got")
-    owner.run("memsaver.pause(reader_timeout=30); memsaver.resume(); assert (weights == 7).all()")
-
-
 def test_other_memory_at_the_same_address_is_another_storage(owner: Worker, other: Worker) -> None:
-    owner.run("one = region.empty((1000,), torch.float32).fill_(1); where = one.data_ptr()")
+    """After a pause, and after a free."""
+    make = "one = region.empty((1000,), torch.float32).fill_({})"
+    owner.run(f"{make.format(1)}; where = one.data_ptr()")
     send(owner, other, "one")
+    other.run("old = [sent]")
     owner.run("del one; memsaver.pause(); memsaver.resume()")
-    owner.run("two = region.empty((1000,), torch.float32).fill_(2); assert two.data_ptr() == where")
-    other.run("old = sent")
-    hand_over(owner, other, "two")
-    other.run("assert (got == 2).all()")
-    assert other.fails("pickle.loads(old)").startswith("ReceiveError")
-
-
-def test_memory_that_was_freed_and_allocated_again_has_another_token(owner: Worker, other: Worker) -> None:
-    owner.run("one = region.empty((1000,), torch.float32).fill_(1); where = one.data_ptr()")
+    owner.run(f"{make.format(2)}; assert one.data_ptr() == where")
     hand_over(owner, other, "one")
-    other.run("old = sent; del got")
+    other.run("assert (got == 2).all(); old.append(sent); del got")
     owner.run("del one")
-    taken = "two = region.empty((1000,), torch.float32).fill_(2); print(two.data_ptr() == where)"
-    until(lambda: owner.run(taken) == "True")
-    hand_over(owner, other, "two")
-    other.run("assert (got == 2).all()")
-    assert other.fails("pickle.loads(old)").startswith("ReceiveError")
+    until(lambda: owner.run(f"{make.format(3)}; print(one.data_ptr() == where)") == "True")
+    hand_over(owner, other, "one")
+    other.run("assert (got == 3).all()")
+    for each in range(2):
+        assert other.fails(f"pickle.loads(old[{each}])").startswith("ReceiveError")
 
 
-@pytest.mark.parametrize("pool", ["process"])
+@in_both_pools
 def test_a_storage_of_several_chunks_comes_in_several_messages(owner: Worker, other: Worker) -> None:
     owner.run("from memsaver._torch.ipc import server; server.CHUNKS_AT_ONCE = 1")
     owner.run("large = region.empty((75 << 18,), torch.float32); large.copy_(torch.arange(75 << 18))")
@@ -172,59 +148,28 @@ def test_a_storage_of_several_chunks_comes_in_several_messages(owner: Worker, ot
 
 
 def test_torch_passes_the_handles_as_its_own(owner: Worker, other: Worker) -> None:
-    """SGLang replaces the seventh value, vLLM and verl set it, and all of them call the function themselves."""
-    hand_over(owner, other, "cuda(weights)", "pair")
-    other.run("args = list(pair[1]); args[6] = 5; got = pair[0](*args); assert got.sum() == 1770; got.fill_(3)")
+    """SGLang replaces the seventh value, vLLM and verl set it, and all of them call the function themselves. Some
+    serializers know no subclasses of bytes.
+    """
+    owner.run("pair = cuda(weights); plain = [bytes(each) if isinstance(each, bytes) else each for each in pair[1]]")
+    hand_over(owner, other, "(pair, plain)", "pair")
+    other.run("args = list(pair[0][1]); args[6] = 5; got = pair[0][0](*args); assert got.sum() == 1770; got.fill_(3)")
+    other.run("more = reductions.rebuild_cuda_tensor(*pair[1]); assert (more == 3).all()")
     owner.run("assert (weights == 3).all()")
     # A second send of the storage: torch releases the counter of a storage that it has.
     hand_over(owner, other, "cuda(weights[1])", "pair")
     other.run("row = rebuilt(pair); assert row.untyped_storage()._cdata == got.untyped_storage()._cdata")
-    owner.run("del weights")
-    other.run("del got; gc.collect(); assert (row == 3).all()")
+    owner.run("del weights, pair, plain")
+    other.run("del got, more; gc.collect(); assert (row == 3).all()")
     assert int(owner.run("print(region.allocated_bytes)")) > 0
     other.run("del row, args, pair")
     until(lambda: owner.run("print(region.allocated_bytes)") == "0")
-
-
-def test_handles_survive_serializers_that_know_no_subclasses_of_bytes(owner: Worker, other: Worker) -> None:
-    owner.run("pair = cuda(weights); plain = [bytes(each) if isinstance(each, bytes) else each for each in pair[1]]")
-    hand_over(owner, other, "plain")
-    other.run("own = memsaver.region('own', 'cpu').empty((1,))")
-    other.run("tensor = reductions.rebuild_cuda_tensor(*got); assert tensor.sum() == 1770")
 
 
 def test_a_process_receives_its_own_storage(owner: Worker) -> None:
     owner.run("got = pickle.loads(bytes(ForkingPickler.dumps(weights)))")
     owner.run("assert got.data_ptr() == weights.data_ptr(); pair = cuda(weights); assert rebuilt(pair).sum() == 1770")
     owner.run("memsaver.pause(reader_timeout=5)")
-
-
-def _receive(queue: Any, answers: Any) -> None:
-    for factor in (2, 3):
-        tensor = queue.get()
-        tensor.mul_(factor)
-        del tensor
-        answers.put(factor)
-    answers.get()
-
-
-@pytest.mark.isolated
-def test_a_queue_of_torch_passes_tensors_of_regions() -> None:
-    memsaver.configure(patches="multiprocessing")
-    region = memsaver.region("weights", device="cpu", backup="host")
-    tensor = region.empty((1000,), torch.float32).fill_(1)
-    context = mp.get_context("spawn")
-    queue, answers = context.Queue(), context.Queue()
-    process = context.Process(target=_receive, args=(queue, answers))
-    process.start()
-    for factor, expected in ((2, 2.0), (3, 6.0)):
-        queue.put(tensor)
-        assert answers.get(timeout=60) == factor
-        assert (tensor == expected).all() and region.owns(tensor.data_ptr())
-    region.pause(reader_timeout=60)  # the process still runs
-    answers.put(None)
-    process.join()
-    assert process.exitcode == 0
 
 
 # Events
@@ -235,11 +180,9 @@ SENDER_EVENTS = (
     "name = lambda event: events.setdefault(b'%d' % len(events), weakref.ref(event)) and b'%d' % (len(events) - 1)",
     "patches._event_on = lambda device: (event := Event(), name(event)); patches._wait_for_stream = waits.append",
     "there = lambda names: [each for each in names if events[each]() is not None]",
-    "kept = lambda: print(len(there(events)))",
 )
 RECEIVER_EVENTS = (
-    "from memsaver._torch.ipc import receiver; opened, is_there = [], True",
-    "receiver.wait_for = lambda device, event: opened.append(event) or is_there",
+    "opened, is_there = [], True; receiver.wait_for = lambda device, event: opened.append(event) or is_there",
 )
 
 
@@ -249,8 +192,13 @@ def with_events(owner: Worker, other: Worker) -> None:
             worker.run(statement)
 
 
-def test_the_events_of_a_large_message_are_kept_until_its_receipt(owner: Worker, other: Worker) -> None:
+def test_the_events_of_sends_are_kept_until_their_receipt(owner: Worker, other: Worker) -> None:
     with_events(owner, other)
+    for _ in range(3):
+        hand_over(owner, other, "[cuda(weights[:1]), cuda(weights[1:])]", "pairs")
+        other.run("got = [rebuilt(pair) for pair in pairs]; opened.clear()")
+        assert owner.run("print(len(there(events)))") == "2"
+    owner.run("assert len(events) == 6 and not waits")
     hand_over(owner, other, "[cuda(weights.view(-1)[at % 60 :]) for at in range(100)]", "pairs")
     other.run("got = [rebuilt(pair) for pair in pairs]; assert got[7].sum() == 1770 - 21")
     names = other.run("assert len(opened) == 100; print([each for each in opened if each])")
@@ -258,43 +206,33 @@ def test_the_events_of_a_large_message_are_kept_until_its_receipt(owner: Worker,
     owner.run("assert len(waits) == 36, waits")  # for views without an event
 
 
-def test_a_sender_that_never_pauses_keeps_no_events_of_what_was_received(owner: Worker, other: Worker) -> None:
-    with_events(owner, other)
-    for _ in range(3):
-        hand_over(owner, other, "[cuda(weights[:1]), cuda(weights[1:])]", "pairs")
-        other.run("got = [rebuilt(pair) for pair in pairs]")
-        assert owner.run("kept()") == "2"
-    owner.run("assert len(events) == 6 and not waits")
-
-
 def test_a_receiver_without_the_event_lets_the_sender_wait(owner: Worker, other: Worker) -> None:
     with_events(owner, other)
-    owner.run("work = []; server._wait_for_work = work.append")
+    owner.run("work, wait = [], server._wait_for_work; server._wait_for_work = work.append")
     send(owner, other, "weights")
     other.run("got = pickle.loads(sent); is_there = False")
     owner.run("assert not work")
     other.run("again = pickle.loads(sent); del got, again; gc.collect(); got = pickle.loads(sent)")
     owner.run("assert work == ['cpu'] * 2, work")
-
-
-def test_the_sender_waits_for_its_device_outside_of_captures(owner: Worker) -> None:
-    owner.run("from types import SimpleNamespace; from memsaver._torch.ipc import server; waits = []")
-    owner.run("torch.cuda.synchronize = waits.append; server._wait_for_work('cuda:1'); assert waits == ['cuda:1']")
-    owner.run("server._core = SimpleNamespace(capturing=lambda: True)")
-    assert "captures a graph" in owner.fails("server._wait_for_work('cuda:1')")
+    # Outside of captures.
+    owner.run("torch.cuda.synchronize = waits.append; wait('cuda:1'); assert waits == ['cuda:1']")
+    owner.run("import types; server._core = types.SimpleNamespace(capturing=lambda: True)")
+    assert "captures a graph" in owner.fails("wait('cuda:1')")
     owner.run("assert error.reason == 'event' and len(waits) == 1")
 
 
 # Other tensors
 
 
-def test_tensors_outside_of_regions_are_sent_by_torch(owner: Worker, other: Worker) -> None:
+def test_tensors_outside_of_regions_are_sent_by_torch(owner: Worker) -> None:
     owner.run("plain = torch.ones(4); kind, args = reductions.reduce_storage(plain.untyped_storage())")
     assert owner.run("print(kind.__module__, kind.__name__)") == "torch.multiprocessing.reductions rebuild_storage_fd"
     owner.run("kind, args = reductions.reduce_storage(torch.empty(0).untyped_storage())")
     assert owner.run("print(kind.__name__)") == "rebuild_storage_empty"
-    owner.run("error = raised(plain.untyped_storage()._share_cuda_, RuntimeError)")
-    assert owner.run("print(type(error).__name__)") == "RuntimeError"
+    owner.run("raised(plain.untyped_storage()._share_cuda_, RuntimeError)")
+    # In a forked child, as workers of a DataLoader do.
+    owner.run("child = os.fork() or (ForkingPickler.dumps(plain), os._exit(0))")
+    assert owner.run("print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))") == "0"
 
 
 def test_reductions_that_are_registered_again_keep_regions_in_place(owner: Worker, other: Worker) -> None:
@@ -304,39 +242,29 @@ def test_reductions_that_are_registered_again_keep_regions_in_place(owner: Worke
     owner.run("assert (weights == 0).all() and region.owns(weights.data_ptr())")
 
 
-def test_a_forked_child_sends_tensors_as_without_memsaver(owner: Worker) -> None:
-    """As workers of a DataLoader do."""
-    owner.run("plain = torch.ones(4)")
-    owner.run("child = os.fork() or (ForkingPickler.dumps(plain), os._exit(0))")
-    assert owner.run("print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))") == "0"
-
-
-def test_a_forked_child_cannot_receive(owner: Worker, other: Worker) -> None:
+def test_a_forked_child_cannot_receive_and_frees_nothing_of_its_parent(owner: Worker, other: Worker) -> None:
+    """Another thread may have held the lock of torch's allocator at the fork."""
     hand_over(owner, other, "weights")
     other.run("read, write = os.pipe()")
     other.run("child = os.fork() or (os.write(write, str(raised(lambda: pickle.loads(sent))).encode()), os._exit(0))")
     assert "forked" in other.run("print(os.read(read, 10000).decode())")
-    other.run("os.waitpid(child, 0); assert got.sum() == 1770; del got")
-    owner.run("memsaver.pause(reader_timeout=30)")
-
-
-def test_a_forked_child_frees_nothing_of_its_parent(owner: Worker, other: Worker) -> None:
-    """Another thread may have held the lock of torch's allocator at the fork."""
+    # Memory of a receiver that could not be unmapped.
+    other.run("import weakref; memory = type('Memory', (), {})(); weak = weakref.ref(memory)")
+    other.run("patches._receiver._mapped.append(memory); del memory")
+    other.run("again = os.fork() or os._exit(weak() is None)")
+    assert other.run("print([os.waitpid(each, 0)[1] for each in (child, again)])") == "[0, 0]"
+    other.run("assert got.sum() == 1770; del got")
     send(owner, other, "weights")
     owner.run("weak = reductions.StorageWeakRef(weights.untyped_storage()); del weights; gc.collect()")
     # Its thread's frame would stay in the child, with all that it refers to.
-    owner.run("patches._servers._server.stop()")
+    owner.run("patches._sender.owner.stop()")
     owner.run("child = os.fork() or (gc.collect(), os._exit(weak.expired()))")
     assert owner.run("print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), weak.expired())") == "0 False"
-    # Memory of a receiver that could not be unmapped.
-    other.run("own = memsaver.region('own', 'cpu').empty((1,)); memory = type('Memory', (), {})()")
-    other.run("import weakref; weak = weakref.ref(memory); patches._receiver._mapped.append(memory); del memory")
-    other.run("child = os.fork() or os._exit(weak() is None)")
-    assert other.run("print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))") == "0"
 
 
 def test_the_same_pid_in_another_container_is_another_process(owner: Worker, other: Worker) -> None:
-    other.run("own = memsaver.region('own', 'cpu').empty((4,)); ForkingPickler.dumps(own)")  # it has sent tensors too
+    other.run("memsaver.configure(patches='multiprocessing'); own = memsaver.region('own', 'cpu').empty((4,))")
+    other.run("ForkingPickler.dumps(own)")  # it has sent tensors too
     other.run(f"import types; patches.os = types.SimpleNamespace(getpid=lambda: {owner.pid})")
     hand_over(owner, other, "[weights, weights[1]]")
     other.run("assert got[0].sum() == 1770; more = pickle.loads(sent)")
@@ -353,45 +281,58 @@ def test_a_received_tensor_is_not_sent_on(owner: Worker, other: Worker) -> None:
 # Leases
 
 
-def test_a_pause_waits_for_the_receiver_and_goes_on(owner: Worker, other: Worker) -> None:
-    hand_over(owner, other, "weights")
-    owner.run("import threading; paused = threading.Thread(target=memsaver.pause); paused.start()")
-    until(lambda: owner.run("print(region.state)") == "pausing")
-    other.run("assert got.sum() == 1770; got.fill_(2)")
-    other.run("del got")
-    owner.run("paused.join(); assert region.state == 'paused'; memsaver.resume(); assert (weights == 2).all()")
-
-
-def test_nobody_receives_during_a_pause(broker: Running, owner: Worker, other: Worker, pool: str) -> None:
-    hand_over(owner, other, "weights")
-    with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool, MEMSAVER_PATCHES="multiprocessing") as third:
-        send(owner, third, "weights")
-        owner.run("import threading; paused = threading.Thread(target=memsaver.pause); paused.start()")
-        until(lambda: owner.run("print(region.state)") == "pausing")
-        text = third.fails("pickle.loads(sent)")
-        assert text.startswith("RegionPausedError") and "'weights'" in text
-        assert third.run("print(repickled(error).state)") == "pausing"
-        other.run("del got")
-        owner.run("paused.join()")
-        text = third.fails("pickle.loads(sent)")
-        assert text.startswith("RegionPausedError") and "have to be sent again" in text
-
-
-def test_a_pause_that_times_out_names_the_receivers(owner: Worker, other: Worker) -> None:
-    hand_over(owner, other, "[weights, region.empty((4,), torch.float32)]")
-    text = owner.fails("memsaver.pause('weights', reader_timeout=0.1)")
-    assert text.startswith("AttachedError") and f"(pid {other.pid})" in text and "'weights'" in text
-    assert owner.run("print(region.state)") == "active"
-    send(owner, other, "weights")  # it goes on as before
-    other.run("again = pickle.loads(sent); assert again.sum() == 1770; del got, again")
-    owner.run("memsaver.pause('weights', reader_timeout=30)")
-
-
-def test_the_pause_of_another_region_does_not_wait(owner: Worker, other: Worker) -> None:
+def test_a_pause_waits_for_the_receiver_and_goes_on(broker: Running, owner: Worker, other: Worker) -> None:
+    """Nobody receives meanwhile, and the pause of another region does not wait."""
     owner.run("kv = memsaver.region('kv', 'cpu'); cache = kv.empty((16,), torch.float32)")
     hand_over(owner, other, "weights")
     owner.run("memsaver.pause('kv', reader_timeout=0.1)")
-    other.run("assert got.sum() == 1770")
+    with Worker(broker, *IMPORTS, MEMSAVER_POOL="process") as third:
+        send(owner, third, "weights")
+        pause_in_thread(owner)
+        text = third.fails("pickle.loads(sent)")
+        assert text.startswith("RegionPausedError") and "'weights'" in text
+        assert third.run("print(repickled(error).state)") == "pausing"
+        other.run("assert got.sum() == 1770; got.fill_(2); del got")
+        owner.run("paused.join(); assert region.state == 'paused'")
+        text = third.fails("pickle.loads(sent)")
+        assert text.startswith("RegionPausedError") and "have to be sent again" in text
+    owner.run("memsaver.resume(); assert (weights == 2).all()")
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        "memsaver.pause('weights', reader_timeout=0.1)",
+        "memsaver.switch(pause='weights', resume='coming', reader_timeout=0.1)",
+        "memsaver.pause('weights', timeout=0.1, reader_timeout=1e9)",
+        "memsaver.transitions.prepare_pause('weights', reader_timeout=0.1)",
+    ],
+    ids=["pause", "switch", "whole", "prepare_pause"],
+)
+def test_a_pause_that_times_out_names_the_receivers(owner: Worker, other: Worker, move: str) -> None:
+    hand_over(owner, other, "[weights, region.empty((4,), torch.float32)]")
+    owner.run("coming = memsaver.region('coming', 'cpu'); coming.pause()")
+    text = owner.fails(move)
+    assert text.startswith("AttachedError") and f"(pid {other.pid})" in text and "'weights'" in text
+    assert text.endswith(" (stage 'readers'); nothing has changed")
+    assert owner.run("e = repickled(error); print(e.tag, e.stage, e.holders)").startswith(
+        f"weights readers [({other.pid}, "
+    )
+    assert owner.run("print(region.state, coming.state)") == "active paused"
+    send(owner, other, "weights")  # it goes on as before
+    other.run("again = pickle.loads(sent); assert again.sum() == 1770; del got, again")
+    owner.run(move.replace("0.1", "30") + (".commit()" if "prepare" in move else ""))
+    assert owner.run("print(region.state)") == "paused"
+
+
+def test_a_region_that_others_are_attached_to_is_not_closed(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    owner.run("del weights")
+    assert "'weights'" in owner.fails("region.close()")
+    other.run("assert got.sum() == 1770; del got")
+    # The owner learns of the end of an attachment a moment later.
+    until(lambda: owner.run("with contextlib.suppress(memsaver.Error): region.close(); print('closed')") == "closed")
+    assert owner.fails("print(region.state)") == "Error: region 'weights' was closed"
 
 
 def test_a_killed_receiver_does_not_block_the_owner(owner: Worker, other: Worker) -> None:
@@ -415,48 +356,54 @@ def test_the_pause_waits_for_a_child_of_a_killed_receiver(owner: Worker, other: 
     owner.answer()
 
 
+@in_a_shared_pool
 def test_the_memory_of_a_killed_owner_stays_with_the_receiver(broker: Running, owner: Worker, other: Worker) -> None:
+    """The receiver's process has no part in the pool. Other processes get all other memory of the device."""
     hand_over(owner, other, "weights")
-    owner.kill()
-    other.run("assert torch.equal(got, torch.arange(60.0).view(3, 4, 5)); got.fill_(1)")
-    other.run("del got")
+    with Worker(broker, "region = memsaver.region('other', 'cpu')") as claimant:  # for which the pool keeps idle chunks
+        owner.kill()
+        until(lambda: [row["pid"] for row in broker.status()["clients"]] == [claimant.pid])
+        claimant.run(f"claim({2 * MIB})")
+        other.run("assert torch.equal(got, torch.arange(60.0).view(3, 4, 5)); got.fill_(1)")
+        claimant.run(f"claim({CAPACITY})")
+        other.run("assert (got == 1).all(); del got")
     text = other.fails("pickle.loads(sent)")
     assert text.startswith("ReceiveError") and str(owner.pid) in text
     assert other.run("print(repickled(error).reason, error.pid)") == f"exited {owner.pid}"
     until(lambda: chunks_of(other.pid) == 0)
+
+
+@in_a_shared_pool
+def test_a_lease_outlives_the_broker(broker: Running, owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    broker.kill()
+    other.run("got.fill_(4)")
+    owner.run("assert (weights == 4).all()")
+    assert owner.fails("memsaver.pause(reader_timeout=0.1)").startswith("AttachedError")
+    broker.start()
+    until(lambda: len(broker.status()["clients"]) == 1)
+    assert owner.fails("memsaver.pause(reader_timeout=0.1)").startswith("AttachedError")
+    other.run("got.fill_(5); del got")
+    owner.run("memsaver.pause(reader_timeout=30); memsaver.resume(memory_timeout=10); assert (weights == 5).all()")
     until(lambda: is_whole(broker.status()))
 
 
-def test_a_receiver_keeps_the_storage_and_its_end_frees_it(owner: Worker, other: Worker) -> None:
-    owner.run("block = region.empty((1 << 20,), torch.float32).fill_(3)")
-    before = int(owner.run("print(region.allocated_bytes)"))
-    hand_over(owner, other, "block")
-    owner.run("del block; gc.collect()")
-    other.run("assert (got == 3).all()")
-    assert int(owner.run("print(region.allocated_bytes)")) == before
-    other.run("del got")
-    until(lambda: int(owner.run("print(region.allocated_bytes)")) == before - (4 << 20))
-    assert other.fails("pickle.loads(sent)").startswith("ReceiveError")
-    assert other.run("print(error.reason)") == "unknown"
-
-
-def test_each_send_keeps_the_storage_until_its_receipt(owner: Worker, other: Worker) -> None:
-    owner.run("block = region.empty((1 << 20,), torch.float32).fill_(3)")
+def test_a_storage_is_kept_from_each_send_to_its_receipt_and_by_receivers(owner: Worker, other: Worker) -> None:
+    send(owner, other, "weights")  # which the owner keeps
+    other.run("for _ in range(3): got = pickle.loads(sent); assert got.sum() == 1770; del got; gc.collect()")
+    owner.run("del weights; block = region.empty((1 << 20,), torch.float32).fill_(3)")
     send(owner, other, "block")
     other.run("first = sent")
     send(owner, other, "block[1:]")
     owner.run("del block; gc.collect()")
     other.run("got = pickle.loads(first); del got; gc.collect()")
-    until(lambda: owner.run("print(len(patches._servers._server._claims))") == "0")
-    other.run("got = pickle.loads(sent); assert (got == 3).all(); del got")
-    until(lambda: int(owner.run("print(region.allocated_bytes)")) < 4 << 20)
-
-
-def test_a_handle_is_received_as_often_as_the_owner_keeps_the_tensor(owner: Worker, other: Worker) -> None:
-    send(owner, other, "weights")
-    for _ in range(3):
-        other.run("got = pickle.loads(sent); assert got.sum() == 1770; del got; gc.collect()")
-    owner.run("memsaver.pause(reader_timeout=30)")
+    until(lambda: owner.run("print(len(patches._sender.owner.claims))") == "0")
+    other.run("got = pickle.loads(sent); again = pickle.loads(sent); assert (got == 3).all()")
+    assert int(owner.run("print(region.allocated_bytes)")) == 4 << 20
+    other.run("del got, again")
+    until(lambda: owner.run("print(region.allocated_bytes)") == "0")
+    assert other.fails("pickle.loads(sent)").startswith("ReceiveError")
+    assert other.run("print(error.reason)") == "unknown"
 
 
 def test_what_was_sent_and_not_received_is_kept_until_a_pause(owner: Worker, other: Worker) -> None:
@@ -474,47 +421,44 @@ def test_nothing_is_left_of_many_receipts(owner: Worker, other: Worker) -> None:
     def state() -> tuple[int, ...]:
         return tuple(look(each.pid) for each in (owner, other) for look in (descriptors_of, chunks_of, mappings_of))
 
-    def once() -> None:
-        hand_over(owner, other, "[weights, region.empty((100,), torch.float32).fill_(1)]")
-        other.run("assert got[0].sum() == 1770 and got[1].sum() == 100; del got, sent; gc.collect()")
+    def receive(times: int) -> None:
+        for _ in range(times):
+            hand_over(owner, other, "[weights, region.empty((100,), torch.float32).fill_(1)]")
+            other.run("assert got[0].sum() == 1770 and got[1].sum() == 100; del got, sent; gc.collect()")
+        until(lambda: other.run("print(patches._receiver._received)") == "set()")
+        owner.run("memsaver.pause(reader_timeout=30); memsaver.resume()")
+        # A receiver releases its claim after it has left the memory, for which the pause waits.
+        left = "print(len(patches._sender.owner.claims), len(patches._sender.sent._by_token))"
+        until(lambda: owner.run(left) == "0 0")
 
-    for _ in range(3):
-        once()
-    until(lambda: other.run("print(patches._receiver._received)") == "set()")
-    owner.run("memsaver.pause(reader_timeout=30); memsaver.resume()")
+    receive(3)
     before = state()
-    for _ in range(30):
-        once()
-    owner.run("memsaver.pause(reader_timeout=30); memsaver.resume()")
-    # A receiver releases its claim after it has left the memory, for which the pause waits.
-    left = "print(len(patches._servers._server._claims), len(patches._servers.sent._by_token))"
-    until(lambda: owner.run(left) == "0 0")
+    receive(20)
     until(lambda: all(now <= then + 4 for now, then in zip(state(), before)))
+
+
+def test_memory_that_the_driver_does_not_unmap_keeps_its_lease(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "weights")
+    other.run("from tests import controls; controls.arm(1, 'error', 'cuMemUnmap'); del got; gc.collect()")
+    until(lambda: other.run("print(len(patches._receiver._mapped))") == "1")
+    assert owner.fails("memsaver.pause(reader_timeout=0.1)").startswith("AttachedError")
 
 
 # Refusals
 
 
-def test_sending_from_a_paused_region_raises(owner: Worker) -> None:
-    owner.run("memsaver.pause()")
-    for call in ("ForkingPickler.dumps(weights)", "cuda(weights)"):
-        text = owner.fails(call)
-        assert text.startswith("RegionPausedError") and "send its tensors" in text
-
-
-def test_a_frozen_region_sends_until_its_contents_are_kept(owner: Worker, other: Worker) -> None:
+def test_paused_frozen_and_earlier_contents_are_not_sent(owner: Worker, other: Worker) -> None:
     owner.run("frozen = memsaver.region('frozen', 'cpu', 'host', frozen=True); f = frozen.empty((4,)).fill_(1)")
     hand_over(owner, other, "f")
     other.run("assert got.sum() == 4; del got")
-    owner.run("frozen.pause(reader_timeout=30); frozen.resume()")
-    assert "thaw()" in owner.fails("ForkingPickler.dumps(f)")
-
-
-def test_a_tensor_of_an_earlier_residence_is_refused(owner: Worker, other: Worker) -> None:
     send(owner, other, "weights")
-    owner.run("memsaver.pause()")
+    owner.run("memsaver.pause(reader_timeout=30)")
+    for call in ("ForkingPickler.dumps(weights)", "cuda(weights)"):
+        text = owner.fails(call)
+        assert text.startswith("RegionPausedError") and "send its tensors" in text
     assert other.fails("pickle.loads(sent)").startswith("RegionPausedError")
     owner.run("memsaver.resume()")
+    assert "thaw()" in owner.fails("ForkingPickler.dumps(f)")
     text = other.fails("pickle.loads(sent)")
     assert text.startswith("ReceiveError") and "residence 1, now 2" in text
     assert other.run("print(repickled(error).reason, error.pid)") == f"stale {owner.pid}"
@@ -522,45 +466,35 @@ def test_a_tensor_of_an_earlier_residence_is_refused(owner: Worker, other: Worke
     other.run("assert got.sum() == 1770")
 
 
-def test_a_wrong_token_is_refused(owner: Worker, other: Worker) -> None:
+def test_a_wrong_token_or_device_is_refused(owner: Worker, other: Worker) -> None:
     send(owner, other, "weights")
-    token = owner.run("print(next(iter(patches._servers.sent._by_token)))")
-    other.run(f"sent = sent.replace({token!r}.encode(), b'0' * 32)")
-    text = other.fails("pickle.loads(sent)")
+    token = owner.run("print(next(iter(patches._sender.sent._by_token)))")
+    text = other.fails(f"pickle.loads(sent.replace({token!r}.encode(), b'0' * 32))")
     assert text.startswith("ReceiveError") and "the token is wrong" in text
+    uuid = owner.run("print(_core.device_uuid('cpu'))")
+    text = other.fails(f"pickle.loads(sent.replace({uuid!r}.encode(), {'x' * len(uuid)!r}.encode()))")
+    assert text.startswith("ReceiveError") and "x" * len(uuid) in text and "does not see" in text
+    assert other.run("print(error.reason)") == "device"
     owner.run("memsaver.pause(reader_timeout=0)")
 
 
-def test_a_device_that_is_not_seen_is_named(owner: Worker, other: Worker) -> None:
-    send(owner, other, "weights")
-    uuid = owner.run("print(_core.device_uuid('cpu'))")
-    other.run(f"sent = sent.replace({uuid!r}.encode(), {'x' * len(uuid)!r}.encode())")
-    text = other.fails("pickle.loads(sent)")
-    assert text.startswith("ReceiveError") and "x" * len(uuid) in text and "does not see" in text
-    assert other.run("print(error.reason)") == "device"
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused(owner: Worker, other: Worker) -> None:
+def test_another_user_is_refused(broker: Running, owner: Worker, other: Worker) -> None:
+    """By the receiver, by the owner, and where another user has the name of an owner that has exited."""
     send(owner, other, "weights")
     other.run("_core.device_uuid('cpu'); os.seteuid(65534)")
     text = other.fails("pickle.loads(sent)")
     assert text.startswith("ReceiveError") and "expected user" in text
     assert other.run("print(error.reason)") == "user"
-    # The owner refuses as well.
-    other.run("from memsaver._torch.ipc import receiver; from types import SimpleNamespace")
-    other.run("receiver.os = SimpleNamespace(geteuid=lambda: 0)")
+    other.run("from memsaver.broker import caller; import types; own = caller.os")
+    other.run("caller.os = types.SimpleNamespace(geteuid=lambda: 0, getpid=os.getpid)")
     assert f"process {other.pid} belongs to user 65534" in other.fails("pickle.loads(sent)")
     owner.run("memsaver.pause(reader_timeout=0)")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_the_name_of_a_dead_owner_serves_no_other_user(broker: Running, owner: Worker, other: Worker) -> None:
-    send(owner, other, "weights")
-    address = owner.run("print(patches._servers.address())")
+    address = owner.run("print(patches._sender.address())")
     owner.kill()
-    with Worker(broker, "from memsaver._torch.ipc import packets; listener = packets.new_socket()") as thief:
-        thief.run(f"os.seteuid(65534); listener.bind(packets.bound_name({address!r})); listener.listen(1)")
+    other.run("os.seteuid(0); caller.os = own")
+    with Worker(broker, "from memsaver.broker import protocol; listener = protocol.new_socket()") as thief:
+        thief.run(f"os.seteuid(65534); listener.bind(chr(0) + {address!r}); listener.listen(1)")
         text = other.fails("pickle.loads(sent)")
         assert text.startswith("ReceiveError") and "belongs to user 65534" in text
 
@@ -581,42 +515,25 @@ def test_an_owner_that_does_not_answer_is_named_and_can_be_asked_again(owner: Wo
 def second(broker: Running, pool: str) -> Iterator[Worker]:
     """Another owner."""
     with Worker(broker, *IMPORTS, MEMSAVER_POOL=pool, MEMSAVER_PATCHES="multiprocessing") as worker:
-        worker.run(
-            "region = memsaver.region('second', 'cpu', 'host'); block = region.empty((8,), torch.float32).fill_(2)"
-        )
+        worker.run("region = memsaver.region('second', 'cpu', 'host')")
+        worker.run("block, more = (region.empty((8,), torch.float32).fill_(2) for _ in range(2))")
         yield worker
 
 
-# A thread of the receiver that waits for the answer of a stopped owner.
-WAITING = "import threading; waiting = threading.Thread(target=lambda: late.append(pickle.loads(sent)))"
-
-
-def test_an_owner_that_does_not_answer_delays_no_receipts_from_others(
-    owner: Worker, second: Worker, other: Worker
-) -> None:
-    send(owner, other, "weights")
-    other.run("first = sent; receiver.ANSWER_S = 20")
-    send(second, other, "block")
-    owner.stop()
-    other.run(f"{WAITING.replace('sent', 'first')}; late = []; waiting.start()")
-    until(lambda: other.run("print(patches._receiver._thread is not None)") == "True")
-    other.run("got = pickle.loads(sent); assert got.sum() == 16 and waiting.is_alive()")
-    owner.go_on()
-    other.run("waiting.join(); assert late[0].sum() == 1770")
-
-
-def test_an_owner_that_does_not_answer_delays_no_releases_for_others(
-    owner: Worker, second: Worker, other: Worker
-) -> None:
+def test_an_owner_that_does_not_answer_delays_nothing_of_others(owner: Worker, second: Worker, other: Worker) -> None:
     hand_over(second, other, "block", "block")
     hand_over(owner, other, "weights", "rest")
-    owner.run("more = region.empty((4,), torch.float32).fill_(3)")
-    send(owner, other, "more")
-    other.run("receiver.ANSWER_S = 60")
+    owner.run("late = region.empty((4,), torch.float32).fill_(3)")
+    send(owner, other, "late")
+    other.run("first = sent; receiver.ANSWER_S = 60; late = []")
+    send(second, other, "more")
     owner.stop()
-    other.run(f"{WAITING}; late = []; waiting.start()")
-    until(lambda: other.run("print(any(each._lock.locked() for each in patches._receiver._owners.values()))") == "True")
-    other.run("del rest; gc.collect(); time.sleep(0.1); del block; gc.collect()")
+    # A thread that waits for the answer of a stopped owner.
+    other.run("import threading; waiting = threading.Thread(target=lambda: late.append(pickle.loads(first)))")
+    other.run("waiting.start()")
+    until(lambda: other.run("print(any(each.lock.locked() for each in patches._receiver._owners.values()))") == "True")
+    other.run("got = pickle.loads(sent); assert got.sum() == 16; del got")  # a receipt
+    other.run("del rest; gc.collect(); time.sleep(0.1); del block; gc.collect()")  # releases
     second.run("memsaver.pause(reader_timeout=20)")
     other.run("assert waiting.is_alive()")
     owner.go_on()
@@ -624,54 +541,37 @@ def test_an_owner_that_does_not_answer_delays_no_releases_for_others(
     owner.run("memsaver.pause(reader_timeout=30)")  # the release was sent later
 
 
-# No free descriptor for a socket.
-EXHAUSTED = (
-    "from memsaver._torch.ipc import packets; import errno; socket_of, tries = packets.new_socket, []",
-    "def exhausted(): tries.append(1); raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))",
-)
-
-
-def test_a_receipt_without_a_free_descriptor_is_an_error(owner: Worker, other: Worker) -> None:
-    send(owner, other, "weights")
-    for statement in (*EXHAUSTED, "packets.new_socket = exhausted"):
-        other.run(statement)
+def test_a_process_without_free_descriptors_raises_and_sends_its_releases_later(owner: Worker, other: Worker) -> None:
+    hand_over(owner, other, "[weights, region.empty((4,), torch.float32)]")
+    other.run("from memsaver.broker import protocol; import errno; socket_of, tries = protocol.new_socket, []")
+    other.run("def exhausted(): tries.append(1); raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))")
+    other.run("protocol.new_socket = exhausted; [each.close() for each in patches._receiver._owners.values()]")
     text = other.fails("pickle.loads(sent)")
     assert text.startswith("ReceiveError") and "Too many open files" in text
     assert other.run("print(repickled(error).reason, error.pid)") == f"exhausted {owner.pid}"
-    other.run("packets.new_socket = socket_of; got = pickle.loads(sent); assert got.sum() == 1770")
-
-
-def test_a_release_without_a_free_descriptor_is_sent_later(owner: Worker, other: Worker) -> None:
-    hand_over(owner, other, "[weights, region.empty((4,), torch.float32)]")
-    for statement in (*EXHAUSTED, "packets.new_socket = exhausted"):
-        other.run(statement)
-    other.run("[owner] = patches._receiver._owners.values(); owner.close(); del got, owner; gc.collect()")
+    other.run("del got, error; gc.collect()")
     until(lambda: other.run("print(len(tries) > 2)") == "True")
-    other.run("packets.new_socket = socket_of")
+    other.run("protocol.new_socket = socket_of")
     owner.run("memsaver.pause(reader_timeout=30)")
 
 
-def test_an_owner_without_free_descriptors_logs_it_once_and_accepts_later(owner: Worker, other: Worker) -> None:
+def test_an_owner_without_free_descriptors_refuses_and_can_be_asked_again(owner: Worker, other: Worker) -> None:
     send(owner, other, "weights")
-    for statement in (
-        *EXHAUSTED,
-        "import logging; records = []; handler = logging.Handler(); handler.emit = records.append",
-        "logging.getLogger('memsaver').addHandler(handler); server = patches._servers._server; real = server._listener",
-        "accept = lambda: exhausted() if len(tries) < 5 else real.accept()",
-        "import types; server._listener = types.SimpleNamespace(accept=accept)",
-    ):
-        owner.run(statement)
+    owner.run("import resource; limit = resource.getrlimit(resource.RLIMIT_NOFILE)")
+    owner.run("resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1, limit[1]))")
+    text = other.fails("pickle.loads(sent)")
+    assert text.startswith("ReceiveError") and f"process {owner.pid} is out of file descriptors" in text
+    assert other.run("print(error.reason)") == "exhausted"
+    owner.run("resource.setrlimit(resource.RLIMIT_NOFILE, limit)")
     other.run("got = pickle.loads(sent); assert got.sum() == 1770")
-    assert owner.run("print(len(tries), [each.getMessage() for each in records])").startswith("5 ['the receivers of")
-    owner.run("assert len(records) == 1; server._listener = real")
 
 
 def test_the_sockets_of_owners_that_have_exited_are_closed(owner: Worker, second: Worker, other: Worker) -> None:
     hand_over(second, other, "block")
-    other.run("del got; [old] = patches._receiver._owners.values(); channel = old._channel")
+    other.run("del got; [old] = patches._receiver._owners.values()")
     second.kill()
     hand_over(owner, other, "weights")
-    other.run("assert channel.fileno() < 0 and len(patches._receiver._owners) == 1")
+    other.run("assert old._caller.has_ended and len(patches._receiver._owners) == 1")
 
 
 @pytest.mark.parametrize("kind", ["error", "memory"])
@@ -692,14 +592,15 @@ def test_each_failing_call_of_the_receivers_driver_leaves_nothing(owner: Worker,
     until(lambda: chunks_of(other.pid) == 0)
 
 
-def test_strangers_do_not_disturb_the_owner(owner: Worker, other: Worker) -> None:
+def test_strangers_do_not_disturb_the_owner(broker: Running, owner: Worker, other: Worker) -> None:
     hand_over(owner, other, "weights")
-    other.run("from memsaver._torch.ipc import packets")
-    address = owner.run("print(patches._servers.address())")
-    for message in ("b'nonsense'", "b'[]'", "b'{}'", 'b\'{"op": "chunks", "claim": 5, "at": 0}\'', "b'x' * 70000"):
-        other.run(f"stranger = packets.new_socket(); stranger.connect(packets.bound_name({address!r}))")
-        other.run(f"stranger.send({message})")
-        answer = other.run("print(stranger.recv(10000))")
-        assert answer == "b''" or "malformed" in answer
+    address, claim = owner.run("print(patches._sender.address(), *patches._sender.owner.claims)").split()
+    with Worker(broker, "from memsaver.broker import caller", MEMSAVER_POOL="process") as third:
+        third.run(f"_core.open_sentinel(); files = _core.exit_descriptors(); address = chr(0) + {address!r}")
+        for message in ("'usage', 1", "'chunks', 1, 5, 0", "'receive', 1, 2, 3, 1", f"'release', {claim}"):
+            third.run("stranger = caller.Caller(address, '', 10.0); stranger.tell('sentinel', files=files)")
+            third.run(f"stranger.tell({message})")
+            assert third.run("print(raised(lambda: stranger.answer(1, ''), caller.CallError).reason)") == "malformed"
+    assert owner.fails("memsaver.pause(reader_timeout=0)").startswith("AttachedError")
     other.run("assert got.sum() == 1770; del got")
     owner.run("memsaver.pause(reader_timeout=30)")

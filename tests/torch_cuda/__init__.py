@@ -1,9 +1,9 @@
 """torch's own CUDA builds without a GPU: its allocator, pools, expandable segments, streams and captures run.
 
 ``make test-torch VERSIONS="2.11.0 2.13.0"`` downloads the wheels (tools/torch_wheels.py) and runs the tests here with
-each. Programs run in processes of their own: the driver is tests/fake_cuda, the CUDA runtime is
-tests/fake_cuda/fake_runtime.cpp over it, and each other function of NVIDIA's libraries refuses. Kernels do nothing, so
-programs write and read contents by copies.
+each. Programs run in processes of their own: the driver is that of tests/gpus.py, the CUDA runtime is
+tests/device/runtime.cpp over it, and each other function of NVIDIA's libraries refuses. Kernels do nothing, so programs
+write and read contents by copies.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from tests import fake_cuda
-from tests.support import ROOT
+from tests import controls, gpus
+from tests.support import GIB, ROOT
 from tests.support import environment as with_paths
 from tools.torch_wheels import folder
 
@@ -41,7 +41,7 @@ def release(version: str) -> tuple[int, int]:
 def runtime(version: str) -> Path:
     """The folder with the libraries that a version of torch loads beside its own."""
     libraries = sorted((folder(version) / "torch" / "lib").glob("*.so*"))
-    source = fake_cuda.HERE / "fake_runtime.cpp"
+    source = ROOT / "tests" / "device" / "runtime.cpp"
     text = source.read_bytes() + Path(__file__).read_bytes()
     target = ROOT / "build" / "torch_cuda" / f"{version}-{hashlib.sha256(text).hexdigest()[:16]}"
     if target.exists():
@@ -52,7 +52,7 @@ def runtime(version: str) -> Path:
     number = {"12": 12080, "13": 13000}[cudart.rpartition(".")[2]]
     made = Path(tempfile.mkdtemp(dir=target.parent))  # several runs may build it at once
     compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
-    flags = ["-std=c++20", "-O1", "-fPIC", f"-DFAKE_RUNTIME_VERSION={number}"]
+    flags = ["-std=c++20", "-O1", "-fPIC", f"-DRUNTIME_VERSION={number}"]
     _run(compiler, *flags, "-c", str(source), "-o", str(made / "runtime.o"))
     defined = _run("nm", "--defined-only", "--extern-only", str(made / "runtime.o"))
     own = {name for name in (line.split()[-1] for line in defined) if _FUNCTION.match(name)}
@@ -99,12 +99,8 @@ def _wanted(libraries: list[Path]) -> dict[str, str]:
                 found[name.partition("@")[0]] = name.partition("@")[2].lstrip("@")
             elif kind != "U":
                 defined.add(name.partition("@")[0])
-    driver = {line.split()[-1] for line in _run("nm", "--dynamic", "--defined-only", str(_driver()))}
-    return {name: node for name, node in found.items() if name not in defined | driver}
-
-
-def _driver() -> Path:
-    return fake_cuda.folder() / fake_cuda.DRIVER[0]
+    driver = _run("nm", "--dynamic", "--defined-only", str(controls.folder() / "libcuda.so.1"))
+    return {name: node for name, node in found.items() if name not in defined | {line.split()[-1] for line in driver}}
 
 
 def _refusal(name: str) -> str:
@@ -115,9 +111,9 @@ def _refusal(name: str) -> str:
     return f"int {name}() {{ return {code}; }}\n"
 
 
-def environment(version: str, **options: Any) -> dict[str, str]:
-    """The environment of a process with this torch. ``options``: see tests/fake_cuda."""
-    found = fake_cuda.environment(**{"memory": "4GiB", **options})
+def environment(version: str, count: int = 1, memory: int = 4 * GIB) -> dict[str, str]:
+    """The environment of a process with this torch, on so many GPUs of this size."""
+    found = gpus.environment(gpus.entries(range(count), memory))
     libraries = os.pathsep.join([str(runtime(version)), found["LD_LIBRARY_PATH"]])
     paths = os.pathsep.join(filter(None, [str(folder(version)), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     found |= {"LD_LIBRARY_PATH": libraries, "CUDA_MODULE_LOADING": "LAZY"}
@@ -131,14 +127,16 @@ import faulthandler, gc, sys, threading, time
 faulthandler.enable()
 faulthandler.dump_traceback_later(100, exit=True)
 import torch, memsaver
+from tests import controls, gpus
 from tests.torch_cuda.programs import *
 """
+LATE = "controls.copies_delay(0.001)\n"
 
 
-def run(version: str, source: str, *, begin: str = BEGIN, **options: Any) -> str:
-    """Runs a program that must succeed. Returns its stdout."""
+def run(version: str, source: str, *, begin: str = BEGIN, late: bool = False, **options: Any) -> str:
+    """Runs a program that must succeed. Returns its stdout. ``late``: its copies end late."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", begin + textwrap.dedent(source)],
+        [sys.executable, "-W", "ignore", "-c", begin + LATE * late + textwrap.dedent(source)],
         env=environment(version, **options),
         capture_output=True,
         text=True,

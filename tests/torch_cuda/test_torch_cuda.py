@@ -57,7 +57,7 @@ def test_contents_return_and_graphs_replay(version: str) -> None:
         memsaver.trim()
         assert weights.mapped_bytes == 0
         """,
-        late=1,
+        late=True,
     )
 
 
@@ -115,7 +115,7 @@ def test_the_default_pool_leaves_and_returns(with_default_pool: str) -> None:
         memsaver.resume()
         assert holds(inner, 6)
         """,
-        late=1,
+        late=True,
     )
 
 
@@ -215,8 +215,8 @@ def test_threads_and_streams_beside_pauses(with_default_pool: str) -> None:
             each.join(20)
         assert not errors, errors[0]
         """,
-        late=1,
-        memory="140GiB",
+        late=True,
+        memory=140 << 30,
     )
 
 
@@ -357,7 +357,6 @@ def test_no_call_of_the_library_breaks_a_capture(version: str) -> None:
         version,
         f"default = {release(version) >= (2, 10)}"
         + """
-from tests.fake_cuda import control
 if default:
     memsaver.default_pool()
 weights, kv = memsaver.region("w", backup="host"), memsaver.region("kv")
@@ -407,9 +406,9 @@ while threads[1].is_alive():
 stop = True
 for each in threads:
     each.join()
-assert not errors and control.broken() == [], (errors, control.broken())
+assert not errors and controls.broken() == [], (errors, controls.broken())
 """,
-        late=1,
+        late=True,
     )
 
 
@@ -417,7 +416,6 @@ def test_the_harness_breaks_a_capture_by_a_wait(version: str) -> None:
     run(
         version,
         """
-        from tests.fake_cuda import control
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             graph.capture_begin()
@@ -431,7 +429,7 @@ def test_the_harness_breaks_a_capture_by_a_wait(version: str) -> None:
                 raise AssertionError("the capture is whole")
             except RuntimeError as error:
                 assert "during capture" in str(error), error
-        assert control.broken() == ["cuCtxSynchronize"]
+        assert controls.broken() == ["cuCtxSynchronize"]
         """,
     )
 
@@ -462,12 +460,11 @@ def test_empty_cache_of_other_threads_beside_a_pause(with_default_pool: str) -> 
         torch.cuda.empty_cache()
         assert region.mapped_bytes == region.allocated_bytes == 0
         """,
-        late=1,
+        late=True,
     )
 
 
 def test_a_full_device_raises_torchs_own_error(version: str) -> None:
-    """Page tables take memory of the device as well."""
     run(
         version,
         """
@@ -485,8 +482,7 @@ def test_a_full_device_raises_torchs_own_error(version: str) -> None:
             held.append(torch.empty(20 * MIB, dtype=torch.uint8, device="cuda"))
         region.pause(), region.resume()
         """,
-        memory="1GiB",
-        page_table="4MiB",
+        memory=1 << 30,
     )
 
 
@@ -494,15 +490,14 @@ def test_copies_between_default_pools_of_two_devices(with_default_pool: str) -> 
     run(
         with_default_pool,
         """
-        from tests.fake_cuda import control
         early = full(5, 9, "cuda:0")
         regions = [memsaver.default_pool(device=f"cuda:{index}") for index in (0, 1)]
         first, second = full(50, 1, "cuda:0"), full(50, 2, "cuda:1")
         second.copy_(first)  # makes torch give each device access to the other's memory
         assert holds(second, 1)
-        access = lambda tensor: control.access(tensor.data_ptr(), tensor.numel())
+        access = lambda tensor: gpus.may_access(["cuda:0", "cuda:1"], tensor.data_ptr(), tensor.numel())
         before = access(first), access(second)
-        assert before[0] == [0, 1], before
+        assert before[0] == ["cuda:0", "cuda:1"], before
         memsaver.pause("torch")
         beside = full(20, 4, "cuda:0")
         memsaver.resume("torch")
@@ -516,7 +511,7 @@ def test_copies_between_default_pools_of_two_devices(with_default_pool: str) -> 
         memsaver.resume(regions[0])
         assert holds(first, 1)
         """,
-        devices=2,
+        count=2,
     )
 
 

@@ -1,4 +1,4 @@
-"""The public contract: names, arguments, errors, options, figures and phases."""
+"""The public contract: names, conventions of calls, arguments, errors, figures, phases, forks."""
 
 from __future__ import annotations
 
@@ -8,37 +8,106 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Callable
+import typing
+import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+import torch
 
 import memsaver
 from memsaver import _core, errors
-from memsaver.config import parse_size
+from memsaver.transitions import prepare_pause
 from tests import controls
-from tests.support import GIB, MIB, PAGE, Fill, blocks, run_clean, run_python
+from tests.public_api import NOT_CONSTRUCTIBLE, Name, public_names, signature
+from tests.support import GIB, MIB, blocks, run_clean
 
 HAS_RAY = find_spec("ray") is not None
 if HAS_RAY:
-    from memsaver.ray import AsyncColocated, Colocated
+    from memsaver.ray import AsyncColocated, Colocated, Group
 
 Make = Callable[..., memsaver.Region]
+Call = Callable[..., Any]
 
 
-def test_the_names_of_the_contract_are_there() -> None:
-    for name in memsaver.__all__:
-        if name not in ("CUDAGraph", "graph"):  # these load torch
-            assert getattr(memsaver, name) is not None
-    for kind in ("OutOfMemoryError", "RegionPausedError", "DriverError", "BackupError", "ConfigError"):
-        assert issubclass(getattr(memsaver, kind), memsaver.Error)
+@pytest.fixture(autouse=True)
+def no_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memsaver.transitions, "_phases", {})
+
+
+# Conventions
+
+READERS = ["timeout", "reader_timeout"]
+MEMORY = ["timeout", "memory_timeout"]
+ALL = ["timeout", "memory_timeout", "reader_timeout"]
+# The calls that move regions, with their bounds.
+VERBS: dict[Call, list[str]] = {
+    memsaver.pause: READERS, prepare_pause: READERS, memsaver.Region.pause: READERS,
+    memsaver.resume: MEMORY, memsaver.Region.resume: MEMORY, memsaver.switch: ALL, memsaver.start: ALL,
+    memsaver.phase: ALL, memsaver.define_phase: [], memsaver.trim: ["timeout"],
+}  # fmt: skip
+for actors in (Colocated, AsyncColocated) if HAS_RAY else ():
+    VERBS |= {actors.pause: READERS, actors.colocated_prepare: READERS, actors.resume: MEMORY}
+BY_POSITION = {"self", "tags", "coming", "name", "resident"}
+ORDER = ["backup", "restore", *ALL, "progress"]
+
+
+def options(verb: Call) -> list[str]:
+    return [each.name for each in signature(verb).parameters.values() if each.kind is each.KEYWORD_ONLY]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__qualname__)
+def test_bounds_have_the_same_names_order_and_defaults_everywhere(verb: Call) -> None:
+    parameters = signature(verb).parameters
+    found = {name: each for name, each in parameters.items() if "timeout" in name}
+    assert list(found) == VERBS[verb]
+    defaults = {"timeout": None, "memory_timeout": None, "reader_timeout": 60.0}
+    for name, parameter in found.items():
+        assert (parameter.kind, parameter.default) == (inspect.Parameter.KEYWORD_ONLY, defaults[name])
+    ordered = [name for name in options(verb) if name in ORDER]
+    assert ordered == sorted(ordered, key=ORDER.index)
+    assert {name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD} <= BY_POSITION
+
+
+def test_calls_for_the_same_have_the_same_options() -> None:
+    assert options(memsaver.graph) == ["needs", "stream", "capture_error_mode"]
+    assert options(memsaver.switch) == options(memsaver.start)
+    for verb in ("pause", "resume"):
+        expected = options(getattr(memsaver, verb))
+        assert options(getattr(memsaver.Region, verb)) == expected
+        for base in (Colocated, AsyncColocated) if HAS_RAY else ():
+            assert options(getattr(base, verb)) == expected[:-1]  # progress does not pass from process to process
+    if HAS_RAY:
+        assert {each for each in ORDER if each in options(Group.enter)} == {*ORDER} - {"progress"}
+
+
+def has_any(hint: Any) -> bool:
+    """Whether a value of this type can be of any type. The values of a dictionary may."""
+    if hint is Any:
+        return True
+    if isinstance(hint, TypeVar):
+        return False
+    parts, origin = typing.get_args(hint), typing.get_origin(hint)
+    return any(map(has_any, parts[:1] if isinstance(origin, type) and issubclass(origin, Mapping) else parts))
+
+
+@pytest.mark.parametrize("name", public_names(), ids=str)
+def test_public_names_have_types_and_no_internal_parameters(name: Name) -> None:
+    assert name.value is not None
+    if not name.is_class:
+        assert not has_any(name.returns())
+    if name.value not in NOT_CONSTRUCTIBLE and not name.is_property:
+        assert not [
+            each for each in signature(name.value if name.is_class else name.function).parameters if each[0] == "_"
+        ]
+
+
+def test_there_are_no_other_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         memsaver.nothing  # noqa: B018
-
-
-def test_importing_memsaver_ray_without_ray_names_the_extra() -> None:
     out = run_clean("""
         import sys
         sys.modules["ray"] = None
@@ -67,123 +136,123 @@ def test_the_process_never_prints(capfd: pytest.CaptureFixture[str], make: Make)
 
 
 def test_a_program_without_handlers_of_logging_prints_no_warnings() -> None:
-    assert run_clean('import logging, memsaver; logging.getLogger("memsaver").warning("a text")') == ""
-
-
-def test_an_import_in_the_exit_of_the_interpreter_is_quiet() -> None:
-    assert (
-        run_clean("import atexit, threading; atexit.register(lambda: print(__import__('memsaver').__name__))")
-        == "memsaver\n"
-    )
-
-
-def test_transitions_are_logged(caplog: pytest.LogCaptureFixture, make: Make) -> None:
-    region = make()
-    with caplog.at_level("DEBUG", logger="memsaver"):
-        region.pause()
-    assert region.tag in caplog.text
+    """Also where it imports memsaver at its exit."""
+    said = run_clean("""
+        import atexit, logging, threading
+        atexit.register(lambda: print(__import__("memsaver").__name__))
+        atexit.register(lambda: logging.getLogger("memsaver").warning("a text"))
+        atexit.register(lambda: __import__("memsaver"))
+    """)
+    assert said == "memsaver\n"
 
 
 # Regions
 
 
 def test_a_region_is_got_or_made_by_tag_and_device(tag: str) -> None:
-    made = memsaver.region(tag, device="cpu", backup="host")
+    made = memsaver.region(tag, device=torch.device("cpu"), backup="host")
     assert memsaver.region(tag, device="cpu") is memsaver.region(tag, device="cpu", backup="host") is made
     assert (made.tag, made.device, made.backup) == (tag, "cpu", "host")
     assert repr(made) == f"<memsaver.Region {tag!r} on cpu, backup='host', active>"
-
-
-@pytest.mark.parametrize(("made", "asked"), [("host", "none"), ("none", "host"), ("host", "disk")])
-def test_another_policy_for_a_tag_is_refused_and_makes_no_region(tag: str, made: str, asked: str) -> None:
-    """A second region would take the tensors of calls that name the tag alone, and could discard them."""
-    first = memsaver.region(tag, device="cpu", backup=made)
-    count = len(memsaver.regions.all_regions())
-    with pytest.raises(ValueError, match=f"^backup is '{asked}', but region '{tag}' was made with '{made}'$"):
-        memsaver.region(tag, device="cpu", backup=asked)
-    assert memsaver.region(tag, device="cpu") is first
-    assert len(memsaver.regions.all_regions()) == count
-    first.close()
-    assert memsaver.region(tag, device="cpu", backup="none").backup == "none"
-
-
-def test_the_default_device_is_cuda_if_there_is_one(tag: str) -> None:
-    expected = "cuda:0" if _core.cuda_device_count() else "cpu"
-    assert memsaver.region(tag).device == expected
-
-
-def test_a_device_can_be_a_torch_device(tag: str) -> None:
-    import torch
-
-    assert memsaver.region(tag, device=torch.device("cpu")) is memsaver.region(tag, device="cpu")
-
-
-def test_a_region_without_cuda_is_an_error_that_names_it(tag: str) -> None:
-    count = _core.cuda_device_count()
-    with pytest.raises((ValueError, memsaver.DriverError)):
-        memsaver.region(tag, device=f"cuda:{count}")
-    with pytest.raises((ValueError, memsaver.DriverError)):
-        memsaver.region(tag, device="cuda:99999999999999999999")
-    assert tag not in {region.tag for region in memsaver.regions.all_regions()}
-
-
-def test_a_host_region_has_no_pool_for_graphs(make: Make) -> None:
+    assert memsaver.region(f"{tag} default").device == ("cuda:0" if _core.cuda_device_count() else "cpu")
     with pytest.raises(memsaver.Error, match="host"):
-        _ = make().pool
+        _ = made.pool
 
 
 @pytest.mark.parametrize(
-    ("kind", "call"),
+    ("made", "asked"),
     [
-        (TypeError, lambda tag: memsaver.region(None)),  # type: ignore[arg-type]
-        (TypeError, lambda tag: memsaver.region(3)),  # type: ignore[arg-type]
-        (ValueError, lambda tag: memsaver.region("")),
-        (ValueError, lambda tag: memsaver.region("x", device="tpu")),
-        (ValueError, lambda tag: memsaver.region("x", device="cuda:one")),
-        (ValueError, lambda tag: memsaver.region("x", device="cpu:0")),
-        (ValueError, lambda tag: memsaver.region("x", device="cpu", backup="floppy")),
-        (ValueError, lambda tag: memsaver.pause("no such tag")),
-        (ValueError, lambda tag: memsaver.resume([tag, "no such tag"])),
-        (ValueError, lambda tag: memsaver.trim("no such tag")),
-        (ValueError, lambda tag: memsaver.switch(pause=tag, resume="no such tag")),
-        (TypeError, lambda tag: memsaver.pause([tag, 3])),  # type: ignore[list-item]
-        (TypeError, lambda tag: memsaver.pause(3)),  # type: ignore[call-overload]
-        (ValueError, lambda tag: memsaver.pause(tag, backup="floppy")),
-        (ValueError, lambda tag: memsaver.switch(pause=tag, resume=tag)),
-        (ValueError, lambda tag: memsaver.switch(pause=None, resume=tag)),
+        ({"backup": "host"}, {"backup": "none"}),
+        ({}, {"backup": "host"}),
+        ({"backup": "host"}, {"frozen": True}),
+        ({"fill": "zero"}, {"fill": "keep"}),
+        ({}, {"one_handle": True}),
     ],
 )
-def test_wrong_arguments_are_refused_before_anything_changes(
-    make: Make, kind: type[Exception], call: Callable[[str], object]
+def test_another_policy_for_a_tag_is_refused_and_makes_no_region(
+    tag: str, made: dict[str, Any], asked: dict[str, Any]
 ) -> None:
+    """A second region would take the tensors of calls that name the tag alone, and could discard them."""
+    first = memsaver.region(tag, device="cpu", **made)
+    count = len(memsaver.regions.all_regions())
+    ((option, given),) = asked.items()
+    has = getattr(first, option)
+    with pytest.raises(ValueError, match=f"^{option} is {given!r}, but region '{tag}' was made with {has!r}$"):
+        memsaver.region(tag, device="cpu", **asked)
+    assert memsaver.region(tag, device="cpu", **made) is memsaver.region(tag, device="cpu") is first
+    assert len(memsaver.regions.all_regions()) == count
+    first.close()
+    assert memsaver.region(tag, device="cpu").backup == "none"
+
+
+def test_a_device_that_is_not_there_is_an_error_that_names_it_and_a_remedy(tag: str) -> None:
+    for device in (f"cuda:{_core.cuda_device_count()}", "cuda:99999999999999999999"):
+        with pytest.raises((ValueError, memsaver.DriverError)):
+            memsaver.region(tag, device=device)
+    if not _core.cuda_device_count():
+        with pytest.raises(memsaver.DriverError, match="use device='cpu', the host driver, or install NVIDIA's driver"):
+            memsaver.region(tag, device="cuda")
+    assert tag not in {region.tag for region in memsaver.regions.all_regions()}
+
+
+# Arguments
+
+WRONG: list[tuple[type[Exception], str, Call]] = [
+    (TypeError, "tag is None", lambda region: memsaver.region(None)),  # type: ignore[arg-type]
+    (ValueError, "tag is ''", lambda region: memsaver.region("")),
+    (ValueError, "device is 'tpu'", lambda region: memsaver.region("x", device="tpu")),
+    (ValueError, "device is 'cuda:one'", lambda region: memsaver.region("x", device="cuda:one")),
+    (ValueError, "device is 'cpu:0'", lambda region: memsaver.region("x", device="cpu:0")),
+    (ValueError, "did you mean backup='host'", lambda region: memsaver.region("x", device="host")),
+    (ValueError, "backup is 'floppy'", lambda region: memsaver.region("x", device="cpu", backup="floppy")),
+    (ValueError, "frozen is True and backup is 'none'", lambda region: memsaver.region("x", device="cpu", frozen=True)),
+    (TypeError, "frozen is 1", lambda region: memsaver.region("x", frozen=1)),  # type: ignore[arg-type]
+    (TypeError, "one_handle is 1", lambda region: memsaver.region("x", one_handle=1)),  # type: ignore[arg-type]
+    (ValueError, "fill is 'old'", lambda region: memsaver.region("x", fill="old")),
+    (ValueError, "there is no region 'x'; there are .*'tag", lambda region: memsaver.pause("x")),
+    (ValueError, "there is no region 'x'", lambda region: memsaver.resume([region.tag, "x"])),
+    (ValueError, "there is no region 'x'", lambda region: memsaver.trim("x")),
+    (ValueError, "there is no region 'x'", lambda region: memsaver.switch(pause=region, resume="x")),
+    (ValueError, "backup is 'floppy'", lambda region: memsaver.pause(region, backup="floppy")),
+    (ValueError, "to be paused and resumed at once", lambda region: memsaver.switch(pause=region.tag, resume=region)),
+    (ValueError, "to be paused and resumed at once", lambda region: memsaver.switch(pause=None, resume=region)),
+    (ValueError, "shape is", lambda region: region.empty((2, -1))),
+    (TypeError, "shape is", lambda region: region.empty((2.0,))),
+    (TypeError, "shape is", lambda region: region.empty((True,))),
+    (TypeError, "shape is", lambda region: region.empty("ab")),
+    (TypeError, "dtype is", lambda region: region.empty(3, "float32")),
+    (TypeError, "name is 1", lambda region: memsaver.define_phase(1, [])),  # type: ignore[arg-type]
+    (TypeError, "expected something to call", lambda region: memsaver.define_phase("a", [], on_enter=3)),  # type: ignore[arg-type]
+    (TypeError, "expected something to call", lambda region: memsaver.define_phase("a", [], on_exit=3)),  # type: ignore[arg-type]
+    # At the call, before a with statement enters it.
+    (ValueError, "there is no phase 'a'; there are 'b'", lambda region: memsaver.phase("a")),
+    (ValueError, "backup is 'floppy', expected one of", lambda region: memsaver.phase("b", backup="floppy")),
+]
+
+
+def test_wrong_arguments_are_refused_before_anything_changes(make: Make) -> None:
     region = make("host")
     held = blocks(region, [MIB])
+    memsaver.define_phase("b", [])
     controls.disarm()
-    with pytest.raises(kind):
-        call(region.tag)
+    for kind, text, call in WRONG:
+        with pytest.raises(kind, match=text):
+            call(region)
+    selections: list[tuple[str, Call]] = [
+        ("tags", memsaver.pause), ("tags", memsaver.resume), ("tags", memsaver.trim),
+        ("pause", lambda wrong: memsaver.switch(pause=wrong)), ("resume", lambda wrong: memsaver.start(resume=wrong)),
+        ("resident", lambda wrong: memsaver.define_phase("wrong", wrong)),
+    ]  # fmt: skip
+    for name, call in selections:
+        for wrong in (3, {region.tag: 1}):
+            text = f"{name} is {wrong!r}, expected a tag, a Region, or several of either"
+            with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
+                call(wrong)
+        with pytest.raises(TypeError, match=f"{name} has 3, expected a tag or a Region"):
+            call([region.tag, 3])
     assert controls.calls() == 0
     assert region.state == "active"
     held[0].check()
-
-
-READERS = ("timeout", "reader_timeout")
-MEMORY = ("timeout", "memory_timeout")
-ALL = ("timeout", "memory_timeout", "reader_timeout")
-BOUNDED = {
-    memsaver.pause: READERS, memsaver.transitions.prepare_pause: READERS, memsaver.Region.pause: READERS,
-    memsaver.resume: MEMORY, memsaver.Region.resume: MEMORY, memsaver.switch: ALL, memsaver.phase: ALL,
-}  # fmt: skip
-for actors in (Colocated, AsyncColocated) if HAS_RAY else ():
-    BOUNDED |= {actors.pause: READERS, actors.colocated_prepare: READERS, actors.resume: MEMORY}
-
-
-@pytest.mark.parametrize("call", BOUNDED, ids=lambda call: call.__qualname__)
-def test_bounds_have_the_same_names_order_and_defaults_everywhere(call: Callable[..., object]) -> None:
-    found = {name: each for name, each in inspect.signature(call).parameters.items() if "timeout" in name}
-    assert tuple(found) == BOUNDED[call]
-    defaults = {"timeout": None, "memory_timeout": None, "reader_timeout": 60.0}
-    for name, parameter in found.items():
-        assert (parameter.kind, parameter.default) == (inspect.Parameter.KEYWORD_ONLY, defaults[name])
 
 
 @pytest.mark.parametrize(
@@ -197,15 +266,17 @@ def test_wrong_bounds_are_refused_by_name_before_anything_changes(
     held = blocks(region, [MIB])
     other.pause()
     memsaver.define_phase("on", resident=[other.tag])
-    memsaver.define_phase("off", resident=[region.tag])
-    calls: list[tuple[Callable[..., object], tuple[str, ...]]] = [
-        (partial(memsaver.pause, region.tag), READERS),
-        (partial(memsaver.transitions.prepare_pause, region.tag), READERS),
+    calls: list[tuple[Call, list[str]]] = [
+        (partial(memsaver.pause, region), READERS),
+        (partial(prepare_pause, region), READERS),
         (region.pause, READERS),
-        (partial(memsaver.resume, other.tag), MEMORY),
+        (partial(memsaver.resume, other), MEMORY),
         (other.resume, MEMORY),
-        (partial(memsaver.switch, pause=region.tag, resume=other.tag), ALL),
-        (lambda **bounds: memsaver.phase("on", **bounds).__enter__(), ALL),
+        (partial(memsaver.switch, pause=region, resume=other), ALL),
+        (partial(memsaver.start, pause=region, resume=other), ALL),
+        (partial(memsaver.phase, "on"), ALL),
+        (region.close, ["timeout"]),
+        (memsaver.trim, ["timeout"]),
     ]
     if HAS_RAY:
         actor = Colocated()
@@ -227,32 +298,29 @@ def test_wrong_bounds_are_refused_by_name_before_anything_changes(
     held[0].check()
 
 
-def test_an_unknown_tag_names_the_known_ones(make: Make) -> None:
-    tag = make().tag
-    with pytest.raises(ValueError, match="there is no region 'nothing'") as caught:
-        memsaver.pause("nothing")
-    assert repr(tag) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape"), [(ValueError, (2, -1)), (TypeError, (2.0,)), (TypeError, (True,)), (TypeError, "ab")]
-)
-def test_invalid_shapes_raise(make: Make, kind: type[Exception], shape: Any) -> None:
-    with pytest.raises(kind, match="shape is"):
-        make().empty(shape)
-
-
-def test_an_invalid_dtype_raises(make: Make) -> None:
-    with pytest.raises(TypeError, match="dtype is"):
-        make().empty(3, "float32")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("endless", [math.inf, 10**400])
-def test_a_bound_can_be_endless(make: Make, endless: float) -> None:
+def test_a_bound_can_be_endless(make: Make) -> None:
     region = make()
-    assert region.pause(timeout=endless, reader_timeout=endless).paused == (region.tag,)
-    assert region.resume(timeout=endless, memory_timeout=endless).resumed == (region.tag,)
-    assert region.pause(timeout=None).paused == (region.tag,)
+    for endless in (math.inf, 10**400):
+        assert region.pause(timeout=endless, reader_timeout=endless).paused == (region.tag,)
+        assert region.resume(timeout=endless, memory_timeout=endless).resumed == (region.tag,)
+
+
+def test_tags_and_regions_select_regions(make: Make) -> None:
+    first, second = make("host"), make()
+
+    def states() -> tuple[str, str]:
+        return first.state, second.state
+
+    memsaver.pause(first)
+    assert states() == ("paused", "active")
+    memsaver.pause([first.tag, second.tag])
+    assert states() == ("paused", "paused")
+    memsaver.resume([second])
+    assert states() == ("paused", "active")
+    memsaver.switch(pause=second, resume=first)
+    assert states() == ("active", "paused")
+    memsaver.resume([first.tag, second, second, second.tag])
+    assert states() == ("active", "active")
 
 
 # Errors
@@ -262,19 +330,8 @@ def test_a_bound_can_be_endless(make: Make, endless: float) -> None:
     "error",
     [
         memsaver.Error("plain"),
-        memsaver.OutOfMemoryError(
-            "full",
-            device="cpu",
-            needed_bytes=1,
-            free_bytes=2,
-            regions=[{"tag": "a"}],
-            processes=[(1, "init", 3)],
-            outside_bytes=4,
-        ),
         memsaver.RegionPausedError("away", tag="a", state="paused"),
-        memsaver.WaitTimeoutError("late", stage="queue", waited_s=1.5),
         memsaver.AttachedError("read", tag="a", holders=[(1, "init")]),
-        memsaver.DriverError("refused", call="map", code=1, message="no"),
         memsaver.BackupError("short", needed_bytes=1, held_bytes=2),
         memsaver.ConfigError("wrong", option="retain", value=-1),
     ],
@@ -283,9 +340,7 @@ def test_a_bound_can_be_endless(make: Make, endless: float) -> None:
 def test_errors_pickle_whole(error: memsaver.Error) -> None:
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         copy = pickle.loads(pickle.dumps(error, protocol))
-        assert type(copy) is type(error)
-        assert str(copy) == str(error) != ""
-        assert vars(copy) == vars(error)
+        assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
         assert getattr(copy, "stage", None) == getattr(error, "stage", None)
 
 
@@ -312,8 +367,7 @@ def test_errors_of_the_core_pickle_whole(make: Make) -> None:
     for error in raised:
         copy = pickle.loads(pickle.dumps(error))
         assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
-    assert {"call", "code", "message"} <= set(vars(raised[1]))
-    assert set(vars(raised[0])) == set(memsaver.OutOfMemoryError.__annotations__)
+        assert set(vars(error)) == set(vars(type(error)).get("__annotations__", ())) - set(vars(memsaver.Error))
 
 
 def test_errors_at_a_bound_name_the_stage_and_that_nothing_has_changed() -> None:
@@ -328,121 +382,10 @@ def test_errors_at_a_bound_name_the_stage_and_that_nothing_has_changed() -> None
     assert str(read) == f"region 'a' cannot be paused: {name} (pid {pid}) (stage 'readers'); nothing has changed"
 
 
-def test_out_of_memory_counts_bytes_of_this_process_outside_of_regions(make: Make) -> None:
-    region, idle = make(), make()
-    held = blocks(region, [40 * MIB]) + blocks(idle, [32 * MIB])
-    memsaver.configure(retain="1GiB")
-    idle.pause()  # its chunks are retained
-    before = memsaver.stats().asdict()["devices"]["cpu"]
-    lost = _core.unreleased_bytes()  # which other files left
-    for leave in (before["free_bytes"], PAGE):
-        taken = before["free_bytes"] - leave
-        with Fill(leave=leave):
-            assert memsaver.stats().devices["cpu"].own_bytes == before["own_bytes"] + taken
-            with pytest.raises(memsaver.OutOfMemoryError) as caught:
-                region.empty(8 * GIB)
-        assert caught.value.outside_bytes == taken + lost
-        said = errors.gib(taken + lost) if taken + lost else "nothing"
-        assert f"{region.tag} (active) {errors.gib(region.mapped_bytes)}" in str(caught.value)
-        assert f", outside of regions {said}; other processes on the device: " in str(caught.value)
-    rows = [line.split() for line in str(memsaver.stats()).splitlines()]
-    sizes = [part for nbytes in (region.allocated_bytes, region.mapped_bytes, 0) for part in errors.gib(nbytes).split()]
-    assert [region.tag, "active", "none", *sizes] in rows
-    mapped = sum(row["mapped_bytes"] for row in before["regions"])
-    assert before["own_bytes"] == mapped + before["retained_bytes"] + lost
-    assert before["retained_bytes"] > 0
-    del held
-
-
-def test_out_of_memory_reports_unknown_bytes_of_this_process() -> None:
-    fields = {
-        "device": "cuda:0", "needed_bytes": 2 * GIB, "free_bytes": MIB, "waited_s": 0.0, "regions": [],
-        "processes": [], "unused": [], "own_bytes": None, "retained_bytes": 0,
-    }  # fmt: skip
-    error = errors.make("OutOfMemoryError", "", fields)
-    assert isinstance(error, memsaver.OutOfMemoryError)
-    assert error.outside_bytes is None
-    assert set(vars(error)) == set(memsaver.OutOfMemoryError.__annotations__)
-    assert str(error) == (
-        f"out of memory on cuda:0 (stage 'memory'): 2.00 GiB ({2 * GIB} bytes) needed, 1.0 MiB ({MIB} bytes) free; "
-        "this process: regions nothing, outside of regions an unknown amount (torch's default pool, contexts, NCCL); "
-        "other processes on the device: none seen; nothing has changed"
-    )
-
-
-# Options
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        (0, 0), (4096, 4096), ("0", 0), ("4096", 4096), ("64GiB", 64 * GIB), ("64 GiB", 64 * GIB), (" 2gib ", 2 * GIB),
-        ("1.5GiB", GIB + GIB // 2), ("512M", 512 * MIB), ("512 MB", 512 * MIB), ("1KiB", 1024), ("1kb", 1024),
-        ("7b", 7), ("2TiB", 2048 * GIB), ("64G", 64 * GIB), ("64GB", 64 * GIB), ("64Gi", 64 * GIB), ("64g", 64 * GIB),
-        ("64Mi", 64 * MIB), ("64MiB", 64 * MIB), ("1T", 1024 * GIB), ("0.1K", 102), ("1048576T", 1 << 60),
-    ],
-)  # fmt: skip
-def test_sizes_are_integers_or_strings(text: int | str, nbytes: int) -> None:
-    assert parse_size(text, "retain") == nbytes
-
-
-@pytest.mark.parametrize(
-    "value",
-    [-1, 1.5, True, None, "", "-1", "many", "5 parsecs", "1..5GiB", "1KK", "1GBi", "1e9", "٣G", "1048577T", 1 << 70]
-    + ["9" * 400],
-)
-def test_invalid_sizes_raise(value: Any) -> None:
-    before = memsaver.stats().options
-    with pytest.raises(memsaver.ConfigError, match="^retain is .*, expected bytes .* such as '64GiB'") as caught:
-        memsaver.configure(retain=value)
-    assert (caught.value.option, caught.value.value) == ("retain", value)
-    assert memsaver.stats().options == before
-
-
-def test_the_host_device_has_the_size_that_was_set_before_its_first_use() -> None:
-    out = run_clean("""
-        import memsaver
-        memsaver.configure(host_device="100MiB")
-        memsaver.configure(host_device="150MiB")
-        memsaver.region("a", device="cpu")
-        memsaver.configure(host_device="150MiB")
-        try:
-            memsaver.configure(host_device="100MiB")
-        except memsaver.ConfigError as error:
-            print(error)
-        print(memsaver.stats().devices["cpu"].total_bytes)
-    """)
-    refusal, total = out.splitlines()
-    assert f"to {100 * MIB} bytes after the host device came into use with {150 * MIB} bytes" in refusal
-    assert int(total) == 150 * MIB
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "text"),
-    [
-        ("MEMSAVER_RETAIN", "plenty", "retain is 'plenty', expected bytes as an integer of 0 or more, or a size such"),
-        ("MEMSAVER_HOST_DEVICE", "1MiB", "host_device is '1MiB', expected at least 2 MiB"),
-        ("MEMSAVER_POOL", "ours", "pool is 'ours', expected one of 'process', 'shared'"),
-        ("MEMSAVER_VERIFY", "perhaps", "verify is 'perhaps', expected True or False"),
-        (
-            "MEMSAVER_DISK_DIR",
-            "/no/such",
-            "disk_dir is '/no/such', expected a directory that can be written to; it does not exist",
-        ),
-    ],
-)
-def test_a_wrong_option_in_the_environment_is_named(variable: str, value: str, text: str) -> None:
-    done = run_python("import memsaver", **{variable: value})
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert f"ConfigError: {text}" in last
-    assert last.endswith(f"; it comes from {variable} in the environment")
-
-
 # Figures
 
 
-def test_stats_are_ready_for_json(make: Make) -> None:
+def test_stats_are_ready_for_json_and_a_table_for_readers(make: Make) -> None:
     region = make("host")
     held = blocks(region, [3 * MIB])
     region.pause()
@@ -452,58 +395,42 @@ def test_stats_are_ready_for_json(make: Make) -> None:
     assert device["uuid"] == _core.open_driver("cpu").uuid()
     assert 0 < device["free_bytes"] <= device["total_bytes"]
     assert device["host_used_bytes"] >= 3 * MIB
+    assert found["unreleased_bytes"] == _core.unreleased_bytes()  # which other files left
     row = next(row for row in device["regions"] if row["tag"] == region.tag)
     assert row == {
         "tag": region.tag, "backup": "host", "state": "paused", "frozen": False, "allocated_bytes": 3 * MIB,
         "mapped_bytes": 0, "backup_bytes": 3 * MIB,
     }  # fmt: skip
-    assert found["unreleased_bytes"] == _core.unreleased_bytes()  # which other files left
+    rows = [line.split() for line in str(memsaver.stats()).splitlines()]
+    assert [region.tag, "paused", "host", "3.0", "MiB", "0.0", "MiB", "3.0", "MiB"] in rows
     region.resume()
     held[0].check()
-
-
-def test_stats_show_only_devices_in_use() -> None:
-    assert run_clean("import memsaver; print(memsaver.stats().asdict()['devices'])") == "{}\n"
+    assert run_clean("import memsaver; print(memsaver.stats().asdict()['devices'])") == "{}\n", "those in use alone"
 
 
 # Phases
 
 
-@pytest.fixture(autouse=True)
-def no_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memsaver.transitions, "_phases", {})
-
-
 def test_a_phase_makes_exactly_its_regions_resident(make: Make) -> None:
     weights, cache, params, free = make("host"), make(), make("host"), make()
-    memsaver.define_phase("rollout", resident=[weights.tag, cache.tag])
-    memsaver.define_phase("train", resident=(params.tag,))
+    seen: list[Any] = []
+
+    def look() -> None:
+        seen.append(tuple(each.state for each in (weights, cache, params)))
+
+    memsaver.define_phase("rollout", [weights.tag, cache], on_enter=look, on_exit=look)
+    memsaver.define_phase("train", params)
     with memsaver.phase("rollout") as moved:
-        assert [each.state for each in (weights, cache, params)] == ["active", "active", "paused"]
         assert moved.paused == (params.tag,)
-    assert params.state == "paused"  # leaving moves nothing
+    assert seen == [("active", "active", "paused")] * 2  # leaving moves nothing
+    with pytest.raises(KeyError), memsaver.phase("rollout"):
+        raise KeyError
+    assert len(seen) == 4
     with memsaver.phase("train") as moved:
-        assert [each.state for each in (weights, cache, params)] == ["paused", "paused", "active"]
+        look()
+        assert seen[-1] == ("paused", "paused", "active")
         assert set(moved.paused) == {weights.tag, cache.tag} and moved.resumed == (params.tag,)
     assert free.state == "active"  # no phase names it
-
-
-def test_hooks_of_a_phase_run_inside_it(make: Make) -> None:
-    one, two = make(), make()
-    seen: list[Any] = []
-    memsaver.define_phase(
-        "one",
-        resident=[one.tag],
-        on_enter=lambda: seen.append(("enter", one.state, two.state)),
-        on_exit=lambda: seen.append(("exit", one.state)),
-    )
-    memsaver.define_phase("two", resident=[two.tag])
-    with memsaver.phase("one"):
-        seen.append("inside")
-    assert seen == [("enter", "active", "paused"), "inside", ("exit", "active")]
-    with pytest.raises(KeyError), memsaver.phase("one"):
-        raise KeyError
-    assert seen[-1] == ("exit", "active")
 
 
 def test_a_phase_can_be_defined_before_its_regions_and_again(fresh_tag: Callable[[], str], make: Make) -> None:
@@ -511,58 +438,73 @@ def test_a_phase_can_be_defined_before_its_regions_and_again(fresh_tag: Callable
     memsaver.define_phase("a", resident=[early])
     with pytest.raises(ValueError, match="there is no region"), memsaver.phase("a"):
         pass
-    region, other = make(tag=early), make(tag=late)
-    memsaver.define_phase("b", resident=[late])
-    with memsaver.phase("a"):
-        assert (region.state, other.state) == ("active", "paused")
-    memsaver.define_phase("a", resident=[late, early])
+    region = make(tag=early)
+    memsaver.define_phase("b", resident=late)
+    with memsaver.phase("a"):  # the tag of the other phase has no region
+        assert region.state == "active"
+    other = make(tag=late)
+    memsaver.define_phase("a", resident=[late, region])
     with memsaver.phase("a"):
         assert (region.state, other.state) == ("active", "active")
-
-
-def test_entering_a_phase_ignores_tags_of_other_phases_without_regions(
-    fresh_tag: Callable[[], str], make: Make
-) -> None:
-    region = make()
-    memsaver.define_phase("a", resident=[region.tag])
-    memsaver.define_phase("b", resident=[fresh_tag()])
-    with memsaver.phase("a"):
-        assert region.state == "active"
-
-
-def test_wrong_phases_are_refused() -> None:
-    # At the call, before a with statement enters it.
-    with pytest.raises(ValueError, match="there is no phase 'a'; there are none"):
-        memsaver.phase("a")
+    region.close()
+    with memsaver.phase("a"):  # without the region that was closed
+        assert other.state == "active"
+    memsaver.define_phase("a", [])
     memsaver.define_phase("b", [])
-    with pytest.raises(ValueError, match="backup is 'floppy', expected one of"):
-        memsaver.phase("b", backup="floppy")
-    with pytest.raises(ValueError, match="timeout is -1"):
-        memsaver.phase("b", timeout=-1)
-    wrong: list[tuple[Any, ...]] = [(1, []), ("a", {"tag": 1}), ("a", [1]), ("a", None)]
-    for arguments in wrong:
-        with pytest.raises(TypeError):
-            memsaver.define_phase(*arguments)
-    for hook in ("on_enter", "on_exit"):
-        with pytest.raises(TypeError, match="expected something to call"):
-            memsaver.define_phase("a", [], **{hook: 3})  # type: ignore[arg-type]
+    with memsaver.phase("a"):  # no phase names it any more
+        assert other.state == "active"
+
+
+def test_an_inner_phase_that_pauses_the_outer_one_warns(make: Make) -> None:
+    one, two = make(), make()
+    memsaver.define_phase("a", one)
+    memsaver.define_phase("b", two)
+    memsaver.define_phase("both", [one, two])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with memsaver.phase("a"):
+            pass
+        with memsaver.phase("b"):
+            pass
+        with memsaver.phase("a"), memsaver.phase("both"):
+            pass
+        with memsaver.phase("a"):
+            with pytest.raises(RuntimeWarning), memsaver.phase("b"):
+                pass
+            assert (one.state, two.state) == ("active", "paused")  # the warning comes before the transition
+    with memsaver.phase("a"):
+        with pytest.warns(RuntimeWarning, match="phase 'b' is entered inside phase 'a' and pauses") as caught:
+            with memsaver.phase("b"):
+                pass
+        assert repr(one.tag) in str(caught[0].message)
+        assert caught[0].filename == __file__
+        assert one.state == "paused"
+    memsaver.resume()
 
 
 # Fork and exit
 
 
 def test_a_forked_child_gets_a_clear_error_and_exits_normally() -> None:
+    """A child that was forked before the first use has the library to itself."""
     out = run_clean("""
         import gc, os, signal, threading, memsaver
+        from importlib._bootstrap import _ModuleLockManager
+        early = os.fork()
         region = memsaver.region("a", device="cpu", backup="host")
         held = region._core.allocate_array(5 << 20)
+        if not early:
+            region.pause()
+            region.resume()
+            raise SystemExit
+        assert os.waitpid(early, 0)[1] == 0
         paused = memsaver.region("b", device="cpu")
         paused.pause()
         before = memsaver.stats().devices["cpu"].free_bytes
         held_here, let_go = threading.Event(), threading.Event()
 
         def hold():  # as a thread that makes or closes a region, and as one that loads torch
-            with memsaver.regions._registry, memsaver._adapter._loading:
+            with memsaver.regions._registry, _ModuleLockManager("memsaver._torch.routing"):
                 held_here.set()
                 let_go.wait()
 
@@ -574,7 +516,7 @@ def test_a_forked_child_gets_a_clear_error_and_exits_normally() -> None:
             calls = [
                 lambda: memsaver.region("a", device="cpu"), lambda: memsaver.region("c", device="cpu"), region.close,
                 lambda: memsaver.pause("a"), lambda: memsaver.switch(pause="a"), region.pause, region.__enter__,
-                memsaver.outside, memsaver.pause, memsaver.resume, memsaver.stats,
+                lambda: memsaver.start(pause="a"), memsaver.outside, memsaver.pause, memsaver.resume, memsaver.stats,
                 lambda: memsaver.configure(retain=1), lambda: region._core.allocate_array(1),
                 lambda: memsaver._core.open_driver("cpu"), lambda: region.state, memsaver.trim,
                 lambda: memsaver._core.capture_begins(), lambda: memsaver._core.acquire([region._core]),
@@ -595,16 +537,3 @@ def test_a_forked_child_gets_a_clear_error_and_exits_normally() -> None:
         region.resume()
     """)
     assert out == "0\nTrue\n"
-
-
-def test_a_child_forked_before_first_use_has_the_library_to_itself() -> None:
-    run_clean("""
-        import os, memsaver
-        child = os.fork()
-        region = memsaver.region("a", device="cpu", backup="host")
-        held = region._core.allocate_array(1)
-        region.pause()
-        region.resume()
-        if child:
-            assert os.waitpid(child, 0)[1] == 0
-    """)

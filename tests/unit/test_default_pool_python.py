@@ -26,14 +26,13 @@ class MadeUpRegion:
     device: str = "cuda:0"
     state: str = "active"
     tag: str = "torch"
+    backup: str = "host"
 
 
 class MadeUpSidePools:
     def __init__(self) -> None:
-        self.begun: list[int] = []
-        self.ended: list[int] = []
         self.now: set[int] = set()
-        self.calls: list[Any] = []  # in order
+        self.calls: list[tuple[str, int]] = []
 
     def has_begun(self, index: int) -> bool:
         return index in self.now
@@ -41,12 +40,10 @@ class MadeUpSidePools:
     def begin(self, index: int, allocator: object) -> None:
         assert allocator == "plain", "of torch's own allocator"
         self.calls.append(("begin", index))
-        self.begun.append(index)
         self.now.add(index)
 
     def end(self, index: int) -> None:
         self.calls.append(("end", index))
-        self.ended.append(index)
         self.now.discard(index)
 
 
@@ -54,34 +51,38 @@ class MadeUpSidePools:
 def side(monkeypatch: pytest.MonkeyPatch) -> MadeUpSidePools:
     made = MadeUpSidePools()
     monkeypatch.setattr(module, "side_pools", made)
-    monkeypatch.setattr(module, "snapshot", lambda pool_id: [])
     monkeypatch.setattr(module, "plain_allocator", lambda: "plain")
     return made
 
 
 @pytest.fixture
-def pools(side: MadeUpSidePools) -> Iterator[tuple[DefaultPools, Any, Any]]:
+def pools(side: MadeUpSidePools) -> tuple[DefaultPools, Any, Any]:
     made, first, second = DefaultPools(), MadeUpRegion("cuda:0"), MadeUpRegion("cuda:1")
     made.add(first)  # type: ignore[arg-type]
     made.add(second)  # type: ignore[arg-type]
-    yield made, first, second
+    return made, first, second
 
 
 def test_threads_move_for_the_devices_of_paused_default_pools_alone(side: MadeUpSidePools, pools: Any) -> None:
     made, first, second = pools
-    assert made.move_threads_away([MadeUpRegion("cuda:0")]) == [] == side.begun
-    assert made.move_threads_away([second]) == [1]
-    assert made.move_threads_away([first, second]) == [0], "the threads of device 1 have moved"
+    made.expect_pause([MadeUpRegion("cuda:0")])()
+    assert side.calls == []
+    for state in ("paused", "resuming", "lost"):  # without memory
+        first.state = state
+        made.expect_pause([first])()
+    assert side.calls == []
+    first.state = "active"
+    made.expect_pause([second])()
+    made.expect_pause([first, second])()
+    assert side.calls == [("begin", 1), ("begin", 0)], "the threads of device 1 have moved"
     first.state, second.state = "pausing", "paused"
     made.move_threads_back()
-    assert side.ended == []
     first.state = "active"  # the pause was given up
     made.move_threads_back()
-    assert side.ended == [0]
     second.state = "active"
     made.move_threads_back()
     made.move_threads_back()
-    assert side.ended == [0, 1]
+    assert side.calls[2:] == [("end", 0), ("end", 1)]
 
 
 def test_threads_stay_away_while_a_pause_is_expected(side: MadeUpSidePools, pools: Any) -> None:
@@ -89,33 +90,33 @@ def test_threads_stay_away_while_a_pause_is_expected(side: MadeUpSidePools, pool
     made, first, _ = pools
     end = made.expect_pause([first])
     made.move_threads_back()
-    assert side.ended == []
     other = made.expect_pause([first])
     end()
     made.move_threads_back()
-    assert side.ended == [] and side.begun == [0]
+    assert side.calls == [("begin", 0)]
     other()
     made.move_threads_back()
-    assert side.ended == [0]
+    assert side.calls == [("begin", 0), ("end", 0)]
+    # An earlier transition resumes the region before the pause.
+    first.state, side.now = "resuming", {0}
+    end = made.expect_pause([first])
+    first.state = "active"
+    made.move_threads_back()
+    assert side.now == {0}
+    end()
 
 
-def test_threads_stay_away_between_a_resume_and_the_pause_behind_it(
-    make: Make, monkeypatch: pytest.MonkeyPatch, tag: str
-) -> None:
-    """Else torch could take a piece in the moment at which the region is active, and map it after the pause began."""
-    region = make(tag=tag)
-    memsaver.pause(tag)
-    adapter()
-    expected: list[Any] = []
-
-    def expect(regions: Any) -> Callable[[], None]:
-        expected.append(regions)
-        return lambda: None
-
-    monkeypatch.setattr(default_pools, "expect_pause", expect)
-    memsaver.pause(tag)
-    assert expected == [[region]]
-    memsaver.resume(tag)
+def test_no_thread_moves_during_a_capture(side: MadeUpSidePools, pools: Any) -> None:
+    made, first, _ = pools
+    _core.capture_begins()
+    try:
+        with pytest.raises(memsaver.Error, match="a CUDA graph is being captured"):
+            made.expect_pause([first])
+    finally:
+        _core.capture_ends()
+    side.begin(0, "plain")
+    made.move_threads_back()
+    assert side.calls == [("begin", 0), ("end", 0)], "nothing is expected any more"
 
 
 def test_a_dropped_pause_may_end_in_any_line(side: MadeUpSidePools, pools: Any) -> None:
@@ -143,78 +144,44 @@ def test_a_dropped_pause_may_end_in_any_line(side: MadeUpSidePools, pools: Any) 
     thread = threading.Thread(target=act, daemon=True)
     thread.start()
     thread.join(60)
-    assert not thread.is_alive() and side.ended == [0]
+    assert not thread.is_alive() and side.calls[-1] == ("end", 0)
     while left:
         left.pop()()
     made.move_threads_back()
-    assert side.ended == [0, 1]
-
-
-def test_a_second_call_needs_the_same_arguments_and_a_new_tag(
-    pools: Any, make: Make, monkeypatch: pytest.MonkeyPatch, tag: str
-) -> None:
-    made, first, _ = pools
-    first.tag, first.backup = "torch", "host"
-    made.check("torch", "cuda:0", "host")
-    with pytest.raises(ValueError, match="the default pool of cuda:0 is region 'torch' with 'host'"):
-        made.check("torch", "cuda:0", "none")
-    with pytest.raises(ValueError, match="the default pool of cuda:0 is region 'torch'"):
-        made.check("other", "cuda:0", "host")
-    made.check(tag, "cpu", "host")
-    make(tag=tag)
-    with pytest.raises(ValueError, match=f"tag is '{tag}', which has a region on cpu, expected a new tag"):
-        made.check(tag, "cpu", "host")
-
-
-def test_no_thread_moves_during_a_capture_or_for_a_region_without_memory(side: MadeUpSidePools, pools: Any) -> None:
-    made, first, _ = pools
-    _core.capture_begins()
-    try:
-        for move in (made.move_threads_away, made.expect_pause):
-            with pytest.raises(memsaver.Error, match="a CUDA graph is being captured"):
-                move([first])
-        made.move_threads_away([MadeUpRegion("cuda:0")])  # no default pool
-        assert side.calls == []
-    finally:
-        _core.capture_ends()
-    made.move_threads_away([first])
-    made.move_threads_back()
-    assert side.ended == [0], "nothing is expected any more"
-    for state in ("paused", "resuming", "lost"):
-        first.state = state
-        assert made.move_threads_away([first]) == []
+    assert side.now == set()
 
 
 def test_threads_move_before_the_pause_and_back_after_the_resume(
     make: Make, monkeypatch: pytest.MonkeyPatch, tag: str
 ) -> None:
     region, seen = make(tag=tag), list[str]()
-    adapter()  # without it there is no torch, and no thread to move
-
-    def away(regions: Any) -> list[int]:
-        seen.append(region.state)
-        return []
+    router: Any = adapter()  # without it there is no torch, and no thread to move
 
     def expect(regions: Any) -> Callable[[], None]:
+        if not regions:  # of a resume
+            return lambda: None
+        assert list(regions) == [region]
         seen.append("expected " + region.state)
         return lambda: seen.append("ended " + region.state)
 
-    monkeypatch.setattr(default_pools, "expect_pause", expect)
-    monkeypatch.setattr(default_pools, "move_threads_away", away)
+    monkeypatch.setattr(router, "expect_pause", expect)
     monkeypatch.setattr(default_pools, "move_threads_back", lambda: seen.append("back " + region.state))
     memsaver.pause(tag)
-    assert seen == ["expected active", "pausing", "ended paused", "back paused"]
+    assert seen == ["expected active", "ended paused", "back paused"]
+    del seen[:]
+    memsaver.pause(tag)  # an earlier transition may resume it before
+    assert seen[0] == "expected paused"
     del seen[:]
     memsaver.resume(tag)
     assert seen[-1] == "back active"
     del seen[:]
     memsaver.transitions.prepare_pause(tag).abort()
-    assert seen == ["expected active", "pausing", "ended active", "back active"]
+    assert seen == ["expected active", "ended active", "back active"]
     del seen[:]
     dropped = memsaver.transitions.prepare_pause(tag)
     del dropped
     gc.collect()
-    assert seen[:2] == ["expected active", "pausing"] and seen[2].startswith("ended")
+    assert seen[0] == "expected active" and seen[1].startswith("ended")
 
 
 @contextmanager
@@ -237,75 +204,38 @@ def thread_inside(region: memsaver.Region) -> Iterator[int | None]:
         thread.join()
 
 
-def test_a_pause_that_is_refused_moves_no_thread(make: Make, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
-    region = make(tag=tag)
-    monkeypatch.setattr(default_pools, "expect_pause", lambda regions: pytest.fail("a thread is inside the region"))
-    with thread_inside(region), pytest.raises(memsaver.Error, match="is inside it"):
-        memsaver.transitions.prepare_pause(tag)
-
-
 def test_a_default_pool_is_not_paused_while_another_thread_is_inside_a_region_of_its_device(
     make: Make, monkeypatch: pytest.MonkeyPatch, tag: str
 ) -> None:
     torchs, other = make(tag=tag), make(tag=tag + "-other")
+    router: Any = adapter()
     monkeypatch.setattr(default_pools, "_regions", {0: torchs})
-    monkeypatch.setattr(default_pools, "expect_pause", lambda regions: lambda: None)
-    monkeypatch.setattr(default_pools, "move_threads_away", lambda regions: [])
     monkeypatch.setattr(default_pools, "move_threads_back", lambda: None)
+    monkeypatch.setattr(router, "expect_pause", lambda regions: pytest.fail("no thread moves"))
     with thread_inside(other) as ident:
         with pytest.raises(memsaver.Error, match=rf"thread {ident} \('.+'\) is inside region '{tag}-other'"):
             memsaver.pause(tag)
         assert torchs.state == "active"
+    monkeypatch.setattr(router, "expect_pause", lambda regions: lambda: None)
     with other:
         memsaver.pause(tag)
     memsaver.resume(tag)
 
 
-SIZES = "large_segment_size_mb:32"
+# Arguments and settings
 
 
-@pytest.mark.parametrize(
-    ("former", "expected"),
-    [
-        ("", f"expandable_segments:True,{SIZES}"),
-        ("max_split_size_mb:512", f"max_split_size_mb:512,expandable_segments:True,{SIZES}"),
-        ("expandable_segments: True", f"expandable_segments: True,{SIZES}"),
-        ("expandable_segments:true,large_segment_size_mb:256", None),
-        ("large_segment_size_mb:256", "large_segment_size_mb:256,expandable_segments:True"),
-    ],
-)
-def test_settings_of_torch_are_kept(former: str, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(module, "_settings", lambda: former)
-    monkeypatch.setattr(module, "_set", made.append)
-    found = module._settings_with_segments()
-    assert (found is None) == (expected is None)
-    if found is not None:
-        module._apply(*found)
-    assert made == ([] if expected is None else [expected])
-
-
-def test_a_torch_without_the_size_of_pieces_gets_expandable_segments_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-
-    def set_all(settings: str) -> None:
-        if "large_segment_size_mb" in settings:
-            raise ValueError("Unrecognized key 'large_segment_size_mb' in Accelerator allocator config.")
-        made.append(settings)
-
-    monkeypatch.setattr(module, "_settings", lambda: "max_split_size_mb:64")
-    monkeypatch.setattr(module, "_set", set_all)
-    found = module._settings_with_segments()
-    assert found is not None
-    module._apply(*found)
-    assert made == ["max_split_size_mb:64,expandable_segments:True"]
-
-
-@pytest.mark.parametrize("settings", ["expandable_segments:False", "expandable_segments: false,max_split_size_mb:64"])
-def test_segments_that_the_user_turned_off_are_not_turned_on(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_settings", lambda: settings)
-    with pytest.raises(memsaver.Error, match="expandable_segments: ?[Ff]alse"):
-        module._settings_with_segments()
+def test_a_second_call_needs_the_same_arguments_and_a_new_tag(pools: Any, make: Make, tag: str) -> None:
+    made, *_ = pools
+    made.check("torch", "cuda:0", "host")
+    with pytest.raises(ValueError, match="the default pool of cuda:0 is region 'torch' with 'host'"):
+        made.check("torch", "cuda:0", "none")
+    with pytest.raises(ValueError, match="the default pool of cuda:0 is region 'torch'"):
+        made.check("other", "cuda:0", "host")
+    made.check(tag, "cpu", "host")
+    make(tag=tag)
+    with pytest.raises(ValueError, match=f"tag is '{tag}', which has a region on cpu, expected a new tag"):
+        made.check(tag, "cpu", "host")
 
 
 def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,3 +248,30 @@ def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "default_device", lambda: "cpu")
     with pytest.raises(ValueError, match="there is no CUDA device: torch has a default pool on CUDA devices alone"):
         memsaver.default_pool()
+
+
+SIZES = "large_segment_size_mb:32"
+
+
+@pytest.mark.parametrize(
+    ("release", "former", "expected"),
+    [
+        ((2, 11), "", f"expandable_segments:True,{SIZES}"),
+        ((2, 11), "max_split_size_mb:512", f"max_split_size_mb:512,expandable_segments:True,{SIZES}"),
+        ((2, 11), "expandable_segments: True", f"expandable_segments: True,{SIZES}"),
+        ((2, 11), "expandable_segments:true,large_segment_size_mb:256", None),
+        ((2, 11), "large_segment_size_mb:256", "large_segment_size_mb:256,expandable_segments:True"),
+        ((2, 10), "max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"),
+    ],
+)
+def test_settings_of_torch_are_kept(
+    release: tuple[int, int], former: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RELEASE", release)
+    assert module._with_segments(former) == (former if expected is None else expected)
+
+
+@pytest.mark.parametrize("settings", ["expandable_segments:False", "expandable_segments: false,max_split_size_mb:64"])
+def test_segments_that_the_user_turned_off_are_not_turned_on(settings: str) -> None:
+    with pytest.raises(memsaver.Error, match="expandable_segments: ?[Ff]alse"):
+        module._with_segments(settings)

@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,89 +19,81 @@ from benchmarks import __main__ as benchmarks
 from benchmarks.harness.command import Options
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
+PAGES = {
+    str(page.relative_to(ROOT)): page.read_text()
+    for pattern in ("*.md", "docs/*.md", "examples/**/*.md")
+    for page in sorted(ROOT.glob(pattern))
+}
+PAST = ("CHANGELOG.md", "docs/log.md")  # history names files and commands of its time
 TESTS = {
     name
     for path in ROOT.glob("tests/**/test_*.py")
     for name in re.findall(r"^def (test_\w+)", path.read_text(), flags=re.MULTILINE)
 }
 SOURCES = [
-    str(path.relative_to(ROOT))
+    f"/{path.relative_to(ROOT)}"
     for folder in ("memsaver", "csrc", "examples", "benchmarks", "tests", "tools")
     for path in (ROOT / folder).rglob("*.*")
     if path.suffix in (".py", ".h", ".cpp", ".sh")
 ]
+MODULES = ("memsaver", "memsaver.ray", "memsaver.guests", "memsaver.distributed")
 # Pages with figures that are measured here; each section names its origin.
-MEASURED = [ROOT / "README.md", ROOT / "docs/benchmarks.md"]
+MEASURED = ["README.md", "docs/benchmarks.md"]
 # Pages with figures in their text; the page names hardware and date once.
 REPORTING = [
-    *(ROOT / f"docs/{name}.md" for name in ("design", "frameworks", "log", "shared-pool")),
-    *(ROOT / f"examples/colocate/{name}.md" for name in ("README", "graphs")),
+    *(f"docs/{name}.md" for name in ("design", "frameworks", "log", "shared-pool")),
+    *(f"examples/colocate/{name}.md" for name in ("README", "graphs")),
 ]
 # Pages without figures.
-EXPLAINING = [ROOT / f"docs/{name}.md" for name in ("index", "limits")]
+EXPLAINING = ["docs/index.md", "docs/limits.md"]
 FIGURE = re.compile(r"\d (?:ms|us|s|GB/s|tokens/s|%|times)\b|\d %")
+HARDWARE, DATE = r"\bH[12]00s?\b", r"\b20\d\d-\d\d-\d\d\b"
 MOST_LINES_OF_README = 120
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+each_page = pytest.mark.parametrize("page", PAGES)
 
 
 def _without_code(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def _anchors(page: Path) -> set[str]:
-    titles = re.findall(r"^#+ (.*)", _without_code(page.read_text()), flags=re.MULTILINE)
+def _anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.*)", _without_code(text), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def _snippets(page: Path) -> list[str]:
-    return [
-        textwrap.dedent(block)
-        for block in re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    ]
-
-
-def _sections(page: Path) -> dict[str, str]:
-    parts = re.split(r"^## (.*)\n", page.read_text(), flags=re.MULTILINE)
-    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2]))}
+def _snippets(text: str) -> list[str]:
+    found = re.findall(r"^ *```python\n(.*?)^ *```", text, flags=re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(block) for block in found]
 
 
 def _exported(module: str) -> set[str]:
+    if module == "memsaver.ray":
+        pytest.importorskip("ray")
     return set(importlib.import_module(module).__all__)
 
 
 @each_page
-def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+def test_links_and_names_of_tests_and_files_exist(page: str) -> None:
+    text = PAGES[page]
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith(("http:", "https:")):
             continue
         path, _, anchor = target.partition("#")
-        there = (page.parent / path).resolve() if path else page
+        there = (ROOT / page).parent / path if path else ROOT / page
         assert there.exists(), target
-        assert not anchor or anchor in _anchors(there), target
-
-
-@each_page
-def test_tests_that_are_named_exist(page: Path) -> None:
-    named = set(re.findall(r"`(test_\w+)`", page.read_text()))
-    assert named <= TESTS
-
-
-@each_page
-def test_source_files_that_are_named_exist(page: Path) -> None:
-    if page.name in ("CHANGELOG.md", "log.md"):  # history names files that are gone
-        return
+        assert not anchor or anchor in _anchors(there.read_text()), target
+    assert set(re.findall(r"`(test_\w+)`", text)) <= TESTS
     # "run as" names the program of a run at a commit, which may be gone.
-    text = re.sub(r"run as `[\w/]+\.py`(?: and `[\w/]+\.py`)?", "", page.read_text())
-    for name in re.findall(r"`([\w/]+\.(?:py|h|cpp|sh))`", text):
-        assert any(f"/{path}".endswith(f"/{name}") for path in SOURCES), name
+    text = re.sub(r"run as `[\w/]+\.py`(?: and `[\w/]+\.py`)?", "", text)
+    for name in re.findall(r"`([\w/]+\.(?:py|h|cpp|sh))`", text) if page not in PAST else ():
+        assert any(path.endswith(f"/{name}") for path in SOURCES), name
 
 
 @each_page
-def test_commands_that_are_named_exist(page: Path) -> None:
-    text = page.read_text()
-    if page.name not in ("CHANGELOG.md", "log.md"):  # history names commands of its time
+def test_commands_that_are_named_exist(page: str) -> None:
+    text = PAGES[page]
+    if page not in PAST:
         assert "python benchmarks/" not in text
         for command in re.findall(r"python -m benchmarks\s+([^`|]+)`", text):
             name, *options = shlex.split(command)
@@ -121,134 +112,85 @@ def test_commands_that_are_named_exist(page: Path) -> None:
     assert set(asked) <= targets
 
 
-def test_each_benchmark_is_named_in_a_page() -> None:
-    pages = "\n".join(page.read_text() for page in PAGES)
+@each_page
+def test_snippets_parse_and_their_calls_match_signatures(page: str) -> None:
+    for snippet in _snippets(PAGES[page]):
+        for node in ast.walk(ast.parse(snippet)):
+            if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+                assert {name.name for name in node.names} <= _exported(node.module)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "memsaver":
+                assert node.attr in _exported("memsaver"), f"memsaver.{node.attr} in {page}"
+            if not isinstance(node, ast.Call) or any(isinstance(each, ast.Starred) for each in node.args):
+                continue
+            if isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "memsaver":
+                named = {each.arg: None for each in node.keywords if each.arg is not None}
+                try:
+                    inspect.signature(getattr(memsaver, node.func.attr)).bind(*node.args, **named)
+                except TypeError as error:
+                    raise AssertionError(f"{ast.unparse(node)}: {error}") from error
+
+
+def test_benchmarks_and_their_results_are_named_in_a_page() -> None:
+    pages = "\n".join(PAGES.values())
     for name in benchmarks.names():
         assert f"`python -m benchmarks {name}" in pages, f"is {name} a benchmark, or a part of benchmarks/harness?"
+    for each in (ROOT / "benchmarks/results").iterdir():
+        assert f"benchmarks/results/{each.name})" in pages, each
 
 
-def test_each_result_is_linked_in_a_page() -> None:
-    pages = "\n".join(page.read_text() for page in PAGES)
-    files = (ROOT / "benchmarks/results").iterdir()
-    assert [each.name for each in files if f"benchmarks/results/{each.name})" not in pages] == []
+def test_figures_have_their_origin() -> None:
+    for page in MEASURED:
+        sections = re.split(r"^## ", PAGES[page], flags=re.MULTILINE)
+        measured = [each for each in sections if FIGURE.search(_without_code(each))]
+        assert measured
+        for text in measured:
+            for part in (r"python (-m benchmarks \w+|-m examples)", HARDWARE, DATE):
+                assert re.search(part, text), (page, part, text)
+            assert re.search(r"commits? .*\b[0-9a-f]{7}\b|commits below", text), (page, text)
+    for page in REPORTING:
+        assert re.search(HARDWARE, PAGES[page]) and re.search(DATE, PAGES[page]), page
+    for page in EXPLAINING:
+        assert FIGURE.search(_without_code(PAGES[page])) is None, page
 
 
-@each_page
-def test_snippets_parse_and_their_calls_match_signatures(page: Path) -> None:
-    for snippet in _snippets(page):
-        for node in ast.walk(ast.parse(snippet)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "memsaver":
-                assert node.attr in _exported("memsaver"), f"memsaver.{node.attr} in {page.name}"
-            if isinstance(node, ast.ImportFrom) and node.module == "memsaver.ray":
-                pytest.importorskip("ray")
-                assert {name.name for name in node.names} <= _exported("memsaver.ray")
-            if isinstance(node, ast.ImportFrom) and node.module == "memsaver.guests":
-                assert {name.name for name in node.names} <= _exported("memsaver.guests")
-            if isinstance(node, ast.ImportFrom) and node.module == "memsaver.distributed":
-                assert {name.name for name in node.names} <= _exported("memsaver.distributed")
-            if isinstance(node, ast.Call):
-                _check_call(node)
-
-
-def _check_call(call: ast.Call) -> None:
-    function = call.func
-    if not (isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)):
-        return
-    if function.value.id != "memsaver" or any(isinstance(each, ast.Starred) for each in call.args):
-        return
-    named = {each.arg: None for each in call.keywords if each.arg is not None}
-    try:
-        inspect.signature(getattr(memsaver, function.attr)).bind(*call.args, **named)
-    except TypeError as error:
-        raise AssertionError(f"{ast.unparse(call)}: {error}") from error
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES_OF_README
-
-
-@pytest.mark.parametrize("page", MEASURED, ids=lambda page: page.name)
-def test_a_section_with_figures_names_command_hardware_date_and_commit(page: Path) -> None:
-    found = 0
-    for title, text in _sections(page).items():
-        if FIGURE.search(_without_code(text)) is None:
-            continue
-        found += 1
-        assert re.search(r"python (-m benchmarks \w+|-m examples)", text), title
-        assert re.search(r"\bH[12]00s?\b", text), title
-        assert re.search(r"\b20\d\d-\d\d-\d\d\b", text), title
-        assert re.search(r"commits? .*\b[0-9a-f]{7}\b|commits below", text), title
-    assert found > 0
-
-
-@pytest.mark.parametrize("page", REPORTING, ids=lambda page: str(page.relative_to(ROOT)))
-def test_pages_that_report_figures_name_hardware_and_date(page: Path) -> None:
-    text = page.read_text()
-    assert re.search(r"\bH[12]00s?\b", text)
-    assert re.search(r"\b20\d\d-\d\d-\d\d\b", text)
-
-
-@pytest.mark.parametrize("page", EXPLAINING, ids=lambda page: page.name)
-def test_explanatory_pages_have_no_figures(page: Path) -> None:
-    assert FIGURE.search(_without_code(page.read_text())) is None
-
-
-def test_the_page_of_promises_names_existing_tests() -> None:
-    rows = [line for line in (ROOT / "docs/promises.md").read_text().splitlines() if line.startswith("| ")]
+def test_each_promise_names_a_test() -> None:
+    rows = [line for line in PAGES["docs/promises.md"].splitlines() if line.startswith("| ")]
     rows = [line for line in rows if not line.startswith("| promise")]
     assert len(rows) > 25
     assert all("`test_" in line for line in rows)
 
 
-def _reference() -> Iterator[tuple[str, str]]:
-    for name in re.findall(r"^::: (\S+)", (ROOT / "docs/reference.md").read_text(), flags=re.MULTILINE):
-        module, _, attribute = name.rpartition(".")
-        yield module, attribute
-
-
 def test_the_reference_has_every_public_name() -> None:
-    assert {name for module, name in _reference() if module == "memsaver"} == _exported("memsaver")
-    assert {name for module, name in _reference() if module == "memsaver.guests"} == _exported("memsaver.guests")
-    pytest.importorskip("ray")
-    assert {name for module, name in _reference() if module == "memsaver.ray"} == _exported("memsaver.ray")
-    # The other names of memsaver.distributed are classes of memsaver.ray as well.
-    assert {name for module, name in _reference() if module == "memsaver.distributed"} == {"Group", "LostRankError"}
-    shared = _exported("memsaver.distributed") - {"Group", "LostRankError"}
+    names = [each.rpartition(".") for each in re.findall(r"^::: (\S+)", PAGES["docs/reference.md"], flags=re.MULTILINE)]
+    shared = _exported("memsaver.distributed") & _exported("memsaver.ray") - {"Group"}
     assert all(getattr(memsaver.distributed, name) is getattr(memsaver.ray, name) for name in shared)
+    for module in MODULES:
+        expected = _exported(module) - (shared if module == "memsaver.distributed" else set())
+        assert {name for parent, _, name in names if parent == module} == expected, module
 
 
-def test_the_site_has_every_page() -> None:
+def test_pages_are_short_linked_and_complete() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= MOST_LINES_OF_README
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
     listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
-    pages = {page.name for page in ROOT.glob("docs/*.md")}
     assert listed == pages, f"the nav of mkdocs.yml has not exactly the pages of docs/: {sorted(listed ^ pages)}"
-
-
-def test_the_first_page_links_every_page() -> None:
-    linked = set(re.findall(r"\]\(([\w-]+\.md)", (ROOT / "docs/index.md").read_text()))
-    assert linked == {page.name for page in ROOT.glob("docs/*.md")} - {"index.md"}
-
-
-def test_the_source_tree_has_every_folder() -> None:
-    text = (ROOT / "docs/source-tree.md").read_text()
+    assert set(re.findall(r"\]\(([\w-]+\.md)", PAGES["docs/index.md"])) == pages - {"index.md"}
     for parent in ("csrc", "memsaver"):
-        folders = {path.parent for pattern in ("*.py", "*.cpp") for path in (ROOT / parent).glob(f"*/{pattern}")}
-        for folder in folders:
+        for folder in {path.parent for suffix in ("py", "cpp") for path in (ROOT / parent).glob(f"*/*.{suffix}")}:
             name = str(folder.relative_to(ROOT))
-            assert f"`{name}`" in text or f"`{name.replace('/', '.')}`" in text, name
+            named = {f"`{name}`", f"`{name.replace('/', '.')}`"}
+            assert any(each in PAGES["docs/source-tree.md"] for each in named), name
+    assert any(each in (ROOT / "examples/two_processes.py").read_text() for each in _snippets(PAGES["README.md"]))
 
 
 def test_the_tutorial_runs_without_a_gpu() -> None:
-    program = "\n".join(_snippets(ROOT / "docs/index.md"))
+    program = "\n".join(_snippets(PAGES["docs/index.md"]))
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_readme_shows_the_example_of_two_processes() -> None:
-    assert any(each in (ROOT / "examples/two_processes.py").read_text() for each in _snippets(ROOT / "README.md"))
-
-
 @pytest.mark.gpu
 def test_the_quick_start_of_the_readme_runs_on_a_gpu() -> None:
-    program = next(snippet for snippet in _snippets(ROOT / "README.md") if "CUDAGraph" in snippet)
+    program = next(snippet for snippet in _snippets(PAGES["README.md"]) if "CUDAGraph" in snippet)
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -6,29 +6,21 @@ import asyncio
 import doctest
 import gc
 import inspect
-import marshal
 import os
-import pickle
 import re
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import memsaver
-from memsaver.broker import daemon, discovery
 from tests.public_api import NOT_CONSTRUCTIBLE, Name, public_names, signature
 
 PUBLIC = public_names()
 SECTIONS = {"Args", "Attributes", "Returns", "Yields", "Raises", "Examples"}
 # An example is required of functions, of classes, and of the methods of these classes.
-WITH_EXAMPLES = {"Region", "TransitionFuture", "Stats", "Group"}
+WITH_EXAMPLES = {"Region", "TransitionFuture", "Group"}
 
 each_name = pytest.mark.parametrize("name", PUBLIC, ids=str)
 
@@ -130,63 +122,31 @@ def test_async_actor_has_the_methods_of_colocated(name: Name) -> None:
 
 
 def requires_example(name: Name) -> bool:
-    return name.owner is None or (name.owner.__name__ in WITH_EXAMPLES and not name.is_property)
+    if name.owner is None:
+        return not name.name.startswith("memsaver.figures.")
+    return name.owner.__name__ in WITH_EXAMPLES and not name.is_property
 
 
 def example(name: Name) -> doctest.DocTest:
-    scope = {
-        "memsaver": memsaver,
-        "torch": torch,
-        "asyncio": asyncio,
-        "os": os,
-        "run_in_another_process": run_in_another_process,
-    }
+    scope = {"memsaver": memsaver, "torch": torch, "asyncio": asyncio, "os": os}
     return doctest.DocTestParser().get_doctest(docstring(name), scope, name.name, None, None)
 
 
-def run_in_another_process(function: Callable[..., object], *args: object) -> None:
-    program = (
-        "import marshal, pickle, sys, types, memsaver, torch\n"
-        "code, args = pickle.load(sys.stdin.buffer)\n"
-        "types.FunctionType(marshal.loads(code), {'memsaver': memsaver, 'torch': torch})(*args)\n"
-    )
-    sent = pickle.dumps((marshal.dumps(function.__code__), args))
-    root = Path(memsaver.__file__).parents[1]
-    subprocess.run([sys.executable, "-c", program], input=sent, cwd=root, check=True, timeout=60)
-
-
-def _marked(name: Name) -> Any:
-    text = docstring(name)
-    marks = []
-    if 'device="cuda"' in text.partition("Examples:")[2]:
-        marks.append(pytest.mark.gpu)
-    if 'pool="shared"' in text.partition("Examples:")[2]:  # the choice of the pool is the process's
-        marks.append(pytest.mark.isolated)
-    return pytest.param(name, marks=marks, id=name.name)
-
-
-def run_example(name: Name) -> None:
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
-    output: list[str] = []
-    result = runner.run(example(name), out=output.append)
-    assert result.failed == 0, "".join(output)
+def marked(name: Name) -> Any:
+    needs_gpu = 'device="cuda"' in docstring(name).partition("Examples:")[2]
+    return pytest.param(name, marks=[pytest.mark.gpu] if needs_gpu else [], id=name.name)
 
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Regions and phases of one example are not there in the next one, nor are brokers."""
+    """Regions and phases of one example are not there in the next one."""
     before = memsaver.regions.all_regions()
     monkeypatch.setattr(memsaver.transitions, "_phases", {})
-    with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ms-"))  # a short path, for the socket
-        monkeypatch.setenv("MEMSAVER_POOL_DIR", directory)
-        yield
-        gc.collect()
-        for region in memsaver.regions.all_regions():
-            if region not in before:
-                region.close()
-        for path in discovery.found():
-            daemon.stop(path)
+    yield
+    gc.collect()
+    for region in memsaver.regions.all_regions():
+        if region not in before:
+            region.close()
 
 
 EXAMPLES = [each for each in PUBLIC if example(each).examples]
@@ -198,6 +158,9 @@ def test_functions_and_classes_have_examples() -> None:
 
 
 @pytest.mark.usefixtures("clean")
-@pytest.mark.parametrize("name", [_marked(each) for each in EXAMPLES])
+@pytest.mark.parametrize("name", [marked(each) for each in EXAMPLES])
 def test_example_gives_the_results_that_it_shows(name: Name) -> None:
-    run_example(name)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
+    output: list[str] = []
+    result = runner.run(example(name), out=output.append)
+    assert result.failed == 0, "".join(output)

@@ -1,9 +1,10 @@
-"""Ranks that do not answer in the second half of a turn, with members of this process."""
+"""Answers of a group's ranks: errors, hangs, bounds and interrupts, with members of this process."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,84 +14,45 @@ pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
 from memsaver import config  # noqa: E402
-from memsaver.ray import Group, Ready  # noqa: E402
+from memsaver.ray import AsyncColocated, Colocated, Group  # noqa: E402
+from memsaver.turns import calls as calls_module  # noqa: E402
 from memsaver.turns import plan as plan_module  # noqa: E402
+from tests.group_support import Halved  # noqa: E402
 from tests.support import run_clean, until  # noqa: E402
 
 PHASES = {"on": {"engine": ["a"]}, "off": {}}
 
 
-class Member:
-    """``held``: by method, what each call waits for."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.held: dict[str, threading.Event] = {}
-
-    def _note(self, call: str) -> None:
-        if call in self.held:
-            assert self.held[call].wait(60)
-        self.calls.append(call)
-
-    def pause(self, tags: list[str], **_: Any) -> None:
-        self._note("pause")
-
-    def resume(self, tags: list[str], **_: Any) -> None:
-        self._note("resume")
-
-    def colocated_prepare(self, tags: list[str], coming: list[str], **_: Any) -> Ready:
-        return Ready(halves=True, moves=True, pooled=False)
-
-    def colocated_commit(self) -> None:
-        self._note("commit")
-
-    def colocated_abort(self) -> None:
-        self._note("abort")
-
-
 @pytest.fixture(autouse=True)
-def report_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(config._values, "report_dir", str(tmp_path / "reports"))
+    monkeypatch.setattr(plan_module, "_COMPLETE_S", 0.0)
+    monkeypatch.setattr(plan_module, "_ANSWER_S", 0.0)
+    monkeypatch.setattr(calls_module, "_LATE_S", 0.0)
 
 
 @pytest.fixture
-def members() -> Iterator[list[Member]]:
-    made = [Member(), Member()]
+def members() -> Iterator[list[Any]]:
+    made = [Halved(), Halved()]
     yield made
     for each in made:
-        for event in each.held.values():
-            event.set()
+        each.let_go()
 
 
 @pytest.fixture
-def group(members: list[Member], monkeypatch: pytest.MonkeyPatch) -> Group:
-    monkeypatch.setattr(plan_module, "_COMPLETE_S", 0.0)
+def group(members: list[Any]) -> Group:
     return Group(engine=members, phases=PHASES)
 
 
-@pytest.mark.parametrize("call, phase", [("commit", "off"), ("resume", "on")])
-def test_a_member_that_hangs_after_the_commit_ends_the_turn_and_refuses_the_next_one(
-    group: Group, members: list[Member], call: str, phase: str
-) -> None:
-    group.enter("on")
-    members[1].held[call] = threading.Event()
-    with pytest.raises(memsaver.Error, match="engine 1 could not .*it has not answered .stage 'answer'") as raised:
-        group.enter(phase, timeout=2.0)
-    assert isinstance(raised.value.__cause__, memsaver.WaitTimeoutError)
+def fails(group: Group, name: str, text: str, **options: Any) -> Any:
+    with pytest.raises(memsaver.Error, match=text) as raised:
+        group.enter(name, **options)
     assert group.entered is None
-    for name in PHASES:
-        with pytest.raises(memsaver.Error) as raised:
-            group.enter(name)
-        text = f"phase {name!r} could not be entered: engine 1 has not answered a call of an earlier turn"
-        error: Any = raised.value
-        assert (str(error), error.phase, error.role, error.rank) == (text, name, "engine", 1)
-    members[1].held[call].set()
-    until(lambda: call in members[1].calls[-1:])
-    until(lambda: _enters(group, phase))
+    return raised.value
 
 
-def _enters(group: Group, name: str) -> bool:
-    """The answer may arrive after the end of the method."""
+def enters(group: Group, name: str) -> bool:
+    """The answer of a call may arrive after the end of the method."""
     try:
         return group.enter(name).phase == name
     except memsaver.Error as error:
@@ -98,68 +60,172 @@ def _enters(group: Group, name: str) -> bool:
         return False
 
 
-def test_contents_of_a_late_resume_count_as_not_written(members: list[Member], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "_COMPLETE_S", 0.0)
-    group = Group(engine=members[0], phases=PHASES)
+def test_a_rank_that_cannot_prepare_leaves_the_others_as_they_were(group: Group, members: list[Any]) -> None:
+    members[1].errors["prepare"] = ValueError("not now")
+    error = fails(group, "off", "engine 1 could not prepare to pause 'a': ValueError: not now")
+    assert (error.phase, error.role, error.rank) == ("off", "engine", 1)
+    assert [each.seen() for each in members] == [["prepare", "abort"]] * 2
     group.enter("off")
-    members[0].held["resume"] = threading.Event()
-    with pytest.raises(memsaver.Error, match="engine 0 could not resume"):
-        group.enter("on", timeout=2.0, restore=False)
-    members[0].held.pop("resume").set()
-    until(lambda: _enters(group, "off"))
-    with pytest.raises(memsaver.Error, match="the phase that was to write them failed"):
-        group.enter("on")
+    assert [each.seen() for each in members] == [["prepare", "commit"]] * 2
+
+
+def test_an_interrupt_aborts_the_prepared_ranks(group: Group, members: list[Any]) -> None:
+    group.enter("on")
+    members[1].errors["prepare"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        group.enter("off")
+    until(lambda: all(each.seen()[-1:] == ["abort"] for each in members[:1]))
+    until(lambda: enters(group, "off"))
+
+
+def test_members_get_the_bounds_of_the_caller(group: Group, members: list[Any]) -> None:
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({}, (None, None, 60.0)),
+        ({"timeout": 50.0, "memory_timeout": 5.0, "reader_timeout": 2.0}, (50.0, 5.0, 2.0)),
+    ]
+    for given, passed in cases:
+        for name in ("on", "off"):
+            group.enter(name, **given)
+        timeout, memory_timeout, reader_timeout = passed
+        pause = {"backup": None, "reader_timeout": reader_timeout}
+        resume = {"restore": {"a": True}, "memory_timeout": memory_timeout}
+        for each in members:
+            for (method, _, options), expected in zip(each.calls, (pause, resume, pause, {})):
+                found = options.pop("timeout", None)
+                assert found is timeout or method == "commit" or 0 < found <= timeout
+                assert options == expected
+            each.seen()
+
+
+def test_a_member_that_does_not_answer_ends_the_turn_at_its_bound(group: Group, members: list[Any]) -> None:
+    members[1].hold("prepare")
+    error = fails(group, "off", "engine 1 could not prepare .* has not answered .stage 'answer'", timeout=0.05)
+    cause = error.__cause__
+    assert (error.role, error.rank) == ("engine", 1)
+    assert isinstance(cause, memsaver.WaitTimeoutError) and cause.stage == "answer"
+    assert [each.seen() for each in members] == [["prepare", "abort"], ["prepare"]]
+    members[1].let_go()  # and takes its preparation back
+    until(lambda: members[1].calls)
+    assert members[1].seen() == ["abort"]
+    until(lambda: enters(group, "off"))
+    assert [each.seen() for each in members] == [["prepare", "commit"]] * 2
+
+
+@pytest.mark.parametrize("method, phase", [("commit", "off"), ("resume", "on")])
+def test_a_member_that_hangs_after_the_commit_ends_the_turn_and_refuses_the_next_one(
+    group: Group, members: list[Any], method: str, phase: str
+) -> None:
+    group.enter("on")
+    members[1].hold(method)
+    error = fails(group, phase, "engine 1 could not .*it has not answered .stage 'answer'", timeout=0.5)
+    assert isinstance(error.__cause__, memsaver.WaitTimeoutError)
+    for name in PHASES:
+        error = fails(group, name, "engine 1")
+        text = f"phase {name!r} could not be entered: engine 1 has not answered a call of an earlier turn"
+        assert (str(error), error.phase, error.role, error.rank) == (text, name, "engine", 1)
+    members[1].let_go()
+    until(lambda: enters(group, phase))
+
+
+def test_contents_of_a_late_resume_count_as_not_written(group: Group, members: list[Any]) -> None:
+    group.enter("off")
+    members[0].hold("resume")
+    fails(group, "on", "engine 0 could not resume", timeout=0.5, restore=False)
+    members[0].let_go()
+    until(lambda: enters(group, "off"))
+    fails(group, "on", "the phase that was to write them failed")
     group.enter("on", restore=False)
 
 
-def test_members_pause_again_with_the_time_of_the_whole_turn(members: list[Member]) -> None:
+def test_members_pause_again_with_the_time_of_the_whole_turn(
+    group: Group, members: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A resume that has used all of it leaves nothing to the pauses that take the others back."""
-    given: list[float] = []
+    monkeypatch.setattr(plan_module, "_COMPLETE_S", 30.0)
 
-    def resume(tags: list[str], timeout: float) -> None:
+    def resume(tags: list[str], timeout: float, **options: Any) -> None:
         threading.Event().wait(timeout)
         raise OSError("not now")
 
-    def pause(tags: list[str], timeout: float) -> None:
-        given.append(timeout)
-
-    group = Group(engine=members, phases=PHASES)
     group.enter("off")
-    members[0].pause, members[1].resume = pause, resume  # type: ignore[method-assign, assignment]
-    with pytest.raises(memsaver.Error, match="engine 1 could not resume 'a': OSError: not now"):
-        group.enter("on", timeout=1.0)
-    assert len(given) == 1 and given[0] > 0
+    members[1].resume = resume
+    members[0].seen()
+    fails(group, "on", "engine 1 could not resume 'a': OSError: not now", timeout=0.5)
+    (again,) = [options for method, _, options in members[0].calls if method == "pause"]
+    assert again["timeout"] > 0
 
 
-def test_another_member_takes_the_place_of_one_that_hangs() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "_COMPLETE_S", 0.0)
-        hanging = Member()
-        group = Group(engine=hanging, phases=PHASES)
-        hanging.held["resume"] = threading.Event()
-        with pytest.raises(memsaver.Error, match="engine 0 could not resume"):
-            group.enter("on", timeout=1.0)
-        group.replace("engine", 0, Member())
-        assert group.enter("on").phase == "on"
-        hanging.held["resume"].set()
+def test_another_member_takes_the_place_of_one_that_hangs(group: Group, members: list[Any]) -> None:
+    members[0].hold("resume")
+    fails(group, "on", "engine 0 could not resume", timeout=0.5)
+    with pytest.raises(ValueError, match="there is no 'engine' 3; there are 'engine 0', 'engine 1'"):
+        group.replace("engine", 3, Halved())
+    group.replace("engine", 0, Halved())
+    assert group.enter("on").phase == "on"
+
+
+def test_a_prepared_pause_is_left_to_the_next_group_or_aborted(make: Callable[..., Any]) -> None:
+    region = make("host")
+    engine = Colocated()
+    assert engine.colocated_prepare([region.tag]).moves
+    assert region.state == "pausing"
+    phases: dict[str, Any] = {"on": {"engine": [region.tag]}, "off": {}}
+    Group(engine=engine, phases=phases).enter("on")
+    assert region.state == "active"
+    engine.colocated_abort()
+    with pytest.raises(memsaver.Error, match="nothing is prepared here"):
+        engine.colocated_commit()
+    # Tags without regions are left out of a pause, and are an error of a resume before any region pauses.
+    group = Group(engine=engine, phases={"other": {"engine": ["nobody"]}, **phases})
+    group.enter("off")
+    group.enter("on")
+    fails(group, "other", "engine 0 could not prepare to pause .*no region 'nobody'")
+    assert region.state == "active"
+
+
+def test_an_actor_that_drains_while_its_turn_is_taken_back_stays_as_it_was(make: Callable[..., Any]) -> None:
+    class Draining(AsyncColocated):
+        def __init__(self) -> None:
+            self.drains, self.let_go = asyncio.Event(), asyncio.Event()
+
+        async def colocated_drain(self, tags: Any) -> None:
+            self.drains.set()
+            await self.let_go.wait()
+
+    region = make()
+
+    async def turn() -> None:
+        actor = Draining()
+        preparing = asyncio.create_task(actor.colocated_prepare([region.tag]))
+        await actor.drains.wait()
+        await actor.colocated_abort()
+        actor.let_go.set()
+        with pytest.raises(memsaver.Error, match="taken back while the actor drained"):
+            await preparing
+        assert region.state == "active"
+        assert (await actor.colocated_prepare([region.tag])).moves
+        assert region.state == "pausing"
+        await actor.colocated_abort()
+
+    asyncio.run(turn())
+    assert region.state == "active"
 
 
 def test_the_process_ends_while_a_member_hangs() -> None:
     out = run_clean("""
-        import time, memsaver
+        import time, memsaver, memsaver.turns.members
+        from memsaver.turns.calls import Caller, LocalRank
         from memsaver.turns.plan import Plan
-        from memsaver.turns.ranks import LocalRank
         from memsaver.turns.turn import Turns
 
-        class Hanging:
-            def pause(self, tags, **options):
+        class Hanging(memsaver.turns.members.Colocated):
+            def colocated_drain(self, tags):
                 time.sleep(1e6)
 
-            def resume(self, tags, **options):
-                pass
+        memsaver.region("a", device="cpu")
 
         plan = Plan({"on": {"engine": ["a"]}, "off": {}}, ["engine"])
-        turns = Turns(plan, [LocalRank("engine", 0, Hanging())])
+        turns = Turns(plan, Caller([LocalRank("engine", 0, Hanging())]))
         try:
             turns.enter("off", plan.options("off", timeout=0.1))
         except memsaver.Error as error:

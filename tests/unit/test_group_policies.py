@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
-from memsaver.ray import AsyncColocated, Colocated, Group, Ready  # noqa: E402
+from memsaver.ray import AsyncColocated, Colocated, Group  # noqa: E402
+from tests.group_support import Halved  # noqa: E402
 from tests.support import MIB, Block, host_used_bytes  # noqa: E402
 
 Make = Callable[..., memsaver.Region]
@@ -48,59 +49,6 @@ class Side(Colocated):
     def colocated_drain(self, tags: Any) -> None:
         if self.fails == "drain":
             raise OSError("not now")
-
-
-class AsyncSide(AsyncColocated):
-    def __init__(self, region: memsaver.Region) -> None:
-        self.region = region
-
-
-class Recorder:
-    """A member that is no Colocated. It writes down its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, list[str], dict[str, Any]]] = []
-
-    def pause(self, tags: list[str], **options: Any) -> None:
-        self.calls.append(("pause", tags, options))
-
-    def resume(self, tags: list[str], **options: Any) -> None:
-        self.calls.append(("resume", tags, options))
-
-
-class Halved(Recorder):
-    def colocated_prepare(self, tags: list[str], coming: list[str], **options: Any) -> Ready:
-        self.calls.append(("prepare", tags, options))
-        return Ready(halves=True, moves=True, pooled=False)
-
-    def colocated_commit(self) -> None: ...
-
-    def colocated_abort(self) -> None: ...
-
-
-class Old(Side):
-    """Overrides pause() as it was before it had a backup."""
-
-    def pause(self, tags: Any = None, *, timeout: Any = None) -> Any:  # type: ignore[override]
-        return super().pause(tags, timeout=timeout)
-
-
-class OldInOnePiece(Side):
-    def colocated_pause(self, tags: Any) -> Any:  # type: ignore[override]
-        return super().colocated_pause(tags)
-
-
-class Whole(Side):
-    def pause(self, tags: Any = None, backup: Any = None, **bounds: Any) -> Any:
-        return super().pause(tags, backup=backup, **bounds)
-
-
-class Bare:
-    """The least that a member can be."""
-
-    def pause(self, tags: list[str]) -> None: ...
-
-    def resume(self, tags: list[str]) -> None: ...
 
 
 def renamed(given: Any, names: dict[str, str]) -> Any:
@@ -160,9 +108,7 @@ def pair(make: Make) -> Pair:
     return Pair(make, backup=BACKUP, restore=RESTORE)
 
 
-@pytest.mark.parametrize("kind", [Side, Whole])
-def test_a_group_copies_only_the_contents_that_its_policies_keep(make: Make, kind: type[Side]) -> None:
-    pair = Pair(make, kind, backup=BACKUP, restore=RESTORE)
+def test_a_group_copies_only_the_contents_that_its_policies_keep(pair: Pair) -> None:
     for _ in range(2):
         assert pair.enter("train")[0] == 2 * MIB  # graphs, without the weights
         assert (pair.weights.discarded, pair.graphs.discarded) == (True, False)
@@ -278,83 +224,75 @@ def test_a_new_member_has_contents_of_its_own(pair: Pair, make: Make) -> None:
     pair.enter("rollout")
 
 
-def test_members_get_one_policy_or_a_mapping_by_tag() -> None:
-    halved, whole = Halved(), Recorder()
+def test_members_get_their_policies_by_tag() -> None:
+    member = Halved()
     phases = {"on": {"engine": ["a", "b"], "other": ["c"]}, "off": {}}
-    group = Group(engine=[halved, whole], other=Recorder(), phases=phases, backup={"off": {"engine": {"a": "none"}}})
-    for backup, restore, told in [
-        (None, None, ({"backup": {"a": "none"}}, {})),
-        ({"engine": {"b": "none"}}, {"engine": {"b": False}}, ({"backup": "none"}, {"restore": {"b": False}})),
-        ({"engine": "host"}, {"engine": False}, ({"backup": "host"}, {"restore": False})),
-        ("disk", False, ({"backup": "disk"}, {"restore": False})),
-        ({"other": "none"}, {"other": False}, ({"backup": {"a": "none"}}, {})),
-        (None, {"engine": {"a": False, "b": True}}, ({"backup": {"a": "none"}}, {"restore": {"a": False}})),
-        (None, True, ({"backup": {"a": "none"}}, {})),
+    group = Group(engine=member, other=Halved(), phases=phases, backup={"off": {"engine": {"a": "none"}}})
+    for backup, restore, kept, restored in [
+        (None, None, {"a": "none"}, {"a": True, "b": True}),
+        ({"engine": {"b": "none"}}, {"engine": {"b": False}}, {"a": "none", "b": "none"}, {"a": True, "b": False}),
+        ({"engine": "host"}, {"engine": False}, {"a": "host", "b": "host"}, {"a": False, "b": False}),
+        ("disk", False, {"a": "disk", "b": "disk"}, {"a": False, "b": False}),
+        ({"other": "none"}, {"other": False}, {"a": "none"}, {"a": True, "b": True}),
     ]:
-        with group.enter("off", backup=backup), group.enter("on", restore=restore):
-            pass
-        assert whole.calls == [("pause", ["a", "b"], told[0]), ("resume", ["a", "b"], told[1])]
-        assert halved.calls == [("prepare", ["a", "b"], told[0]), ("prepare", [], {}), ("resume", ["a", "b"], told[1])]
-        whole.calls, halved.calls = [], []
+        group.enter("off", backup=backup)
+        group.enter("on", restore=restore)
+        assert [options["backup"] for method, _, options in member.calls if method == "prepare"] == [kept, None]
+        assert [options["restore"] for method, _, options in member.calls if method == "resume"] == [restored]
+        member.calls = []
 
 
-@pytest.mark.parametrize(("kind", "method"), [(Old, "Old.pause"), (OldInOnePiece, "OldInOnePiece.colocated_pause")])
-def test_an_actor_whose_pause_takes_no_backup_is_named_before_anything_leaves(
-    make: Make, kind: type[Side], method: str
-) -> None:
-    pair = Pair(make, kind, backup=BACKUP, restore=RESTORE)
-    error = pair.refuses("train", "engine 0 could not prepare to pause")
-    assert isinstance(error.__cause__, TypeError)
-    assert str(error.__cause__).startswith(f"{method}() has no parameter 'backup', expected one: this turn pauses 'tag")
-    assert pair.states == ["active", "active", "paused"]
-    pair.check()
-    # Without a policy of the turn it is called as ever.
-    pair = Pair(make, kind)
-    assert pair.enter("train")[0] == 3 * MIB
-    pair.enter("rollout")
-    pair.check()
-
-
-def test_a_member_whose_pause_takes_no_backup_is_named() -> None:
-    group = Group(engine=Bare(), phases={"on": {"engine": ["a"]}, "off": {}}, backup={"off": "none"})
-    with group.enter("on"):
-        pass
-    with pytest.raises(memsaver.Error, match="engine 0 could not pause 'a': TypeError: .*unexpected .*'backup'"):
-        with group.enter("off"):
-            pytest.fail("entered")
+@pytest.mark.parametrize("base", [Colocated, AsyncColocated])
+def test_a_class_that_overrides_pause_is_refused(base: type) -> None:
+    with pytest.raises(TypeError, match=r"Old overrides pause\(\), expected colocated_drain"):
+        type("Old", (base,), {"pause": lambda self, tags=None: None})
 
 
 def test_an_async_actor_takes_policies(make: Make) -> None:
+    class AsyncSide(AsyncColocated):
+        pass
+
     region = make("host")
     block = Block(region, MIB)
-    group = Group(
-        engine=AsyncSide(region),
-        phases={"on": {"engine": [region.tag]}, "off": {}},
-        backup={"off": {"engine": {region.tag: "none"}}},
-    )
-    with group.enter("off") as turn:
-        assert ([each.copied_bytes for each in turn.transitions], region.discarded) == ([0], True)
-    with pytest.raises(memsaver.Error, match="a pause kept no backup"), group.enter("on"):
-        pytest.fail("entered")
+    backup = {"off": {"engine": {region.tag: "none"}}}
+    group = Group(engine=AsyncSide(), phases={"on": {"engine": [region.tag]}, "off": {}}, backup=backup)
+    turn = group.enter("off")
+    assert ([each.copied_bytes for each in turn.transitions], region.discarded) == ([0], True)
+    with pytest.raises(memsaver.Error, match="a pause kept no backup"):
+        group.enter("on")
     with group.enter("on", restore=False):
         block.fill(2)
-    with group.enter("off", backup="host") as turn:
-        assert [each.copied_bytes for each in turn.transitions] == [MIB]
-    with group.enter("on"):
-        block.check()
+    assert [each.copied_bytes for each in group.enter("off", backup="host").transitions] == [MIB]
+    group.enter("on")
+    block.check()
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "policies"),
-    [
+def test_wrong_arguments_of_a_group_are_refused() -> None:
+    engine, given = Halved(), {"engine": Halved(), "trainer": Halved(), "phases": PHASES}
+    one: Any
+    for kind, text, one in [
+        (ValueError, "no roles", {"engine": None, "trainer": None}),
+        (ValueError, "the role 'engine' has no members", {"engine": []}),
+        (
+            TypeError,
+            ".* of the role 'engine' has no pause\\(\\), expected an object that derives from Colocated",
+            {"engine": object()},
+        ),
+        (TypeError, ".* is a class", {"engine": [Halved]}),
+        (ValueError, "phases is empty", {"phases": {}}),
+        (TypeError, "phases is .*, expected a dict", {"phases": ["on"]}),
+        (TypeError, "phase 'on' is .*, expected a dict", {"phases": {"on": ["weights"]}}),
+        (ValueError, "no phase names a tag", {"phases": {"on": {}}}),
+        (
+            ValueError,
+            "phase 'on' names the role 'x', expected one of 'engine', 'trainer'",
+            {"phases": {"on": {"x": []}}},
+        ),
+        (TypeError, "phase 'on' for 'engine' is 'a', expected a list of tags", {"phases": {"on": {"engine": "a"}}}),
+        (TypeError, "phase 'on' for 'engine' has 1, expected a string", {"phases": {"on": {"engine": [1]}}}),
         (TypeError, "backup is 'none', expected a dict of phase -> role -> tag", {"backup": "none"}),
         (TypeError, "restore is False, expected a dict of phase -> role -> tag", {"restore": False}),
         (ValueError, "backup names the phase 'x', expected one of 'rollout', 'train'", {"backup": {"x": "none"}}),
-        (
-            ValueError,
-            "backup in phase 'train' names the role 'x', expected one of 'engine', 'trainer'",
-            {"backup": {"train": {"x": "none"}}},
-        ),
         (
             ValueError,
             "backup in phase 'train' of 'engine' names the tag 'x', expected one that pauses: 'weights', 'graphs'",
@@ -362,65 +300,27 @@ def test_an_async_actor_takes_policies(make: Make) -> None:
         ),
         (
             ValueError,
-            "backup in phase 'sync' of 'engine' names the tag 'weights', expected one that pauses: 'graphs'",
-            {"backup": {"sync": {"engine": {"weights": "none"}}}},
-        ),
-        (
-            ValueError,
-            "backup in phase 'train' of 'engine' for 'weights' is 'x', expected one of 'none', ",
-            {"backup": {"train": {"engine": {"weights": "x"}}}},
-        ),
-        (
-            ValueError,
             "restore in phase 'sync' of 'engine' names the tag 'graphs', expected one that resumes: 'weights'",
             {"restore": {"sync": {"engine": {"graphs": False}}}},
         ),
-        (
-            ValueError,
-            "restore in phase 'train' of 'engine' names the tag 'weights', expected one that resumes: none does",
-            {"restore": {"train": {"engine": {"weights": False}}}},
-        ),
-        (
-            TypeError,
-            "restore in phase 'sync' of 'engine' for 'weights' is 'none', expected True or False",
-            {"restore": {"sync": {"engine": {"weights": "none"}}}},
-        ),
         (TypeError, "restore in phase 'sync' is 0, expected True or False", {"restore": {"sync": 0}}),
-    ],
-)
-def test_wrong_policies_of_a_group_are_refused(kind: type[Exception], text: str, policies: Any) -> None:
-    with pytest.raises(kind, match="^" + text):
-        Group(engine=Recorder(), trainer=Recorder(), phases=PHASES, **policies)
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "policies"),
-    [
+    ]:
+        chosen = {name: value for name, value in {**given, **one}.items() if value is not None}
+        with pytest.raises(kind, match="^" + text):
+            Group(**chosen)
+    group = Group(engine=engine, trainer=Halved(), phases=PHASES)
+    for kind, text, one in [
+        (ValueError, "there is no phase 'x'; there are 'rollout', ", {"name": "x"}),
+        (ValueError, "timeout is -1, expected seconds of 0 or more", {"timeout": -1}),
+        (ValueError, "memory_timeout is nan, expected seconds of 0 or more", {"memory_timeout": float("nan")}),
+        (TypeError, "reader_timeout is None, expected seconds", {"reader_timeout": None}),
         (ValueError, "backup is 'x', expected one of 'none', ", {"backup": "x"}),
         (ValueError, "backup names the role 'x', expected one of 'engine', 'trainer'", {"backup": {"x": "none"}}),
-        (ValueError, "backup of 'engine' is 'x', expected one of", {"backup": {"engine": "x"}}),
-        (
-            ValueError,
-            "backup names the role 'trainer', expected one with a tag that pauses",
-            {"backup": {"trainer": "none"}},
-        ),
-        (
-            ValueError,
-            "restore names the role 'engine', expected one with a tag that resumes",
-            {"restore": {"engine": False}},
-        ),
-        (
-            ValueError,
-            "backup of 'trainer' names the tag 'params', .*: none does",
-            {"backup": {"trainer": {"params": "none"}}},
-        ),
+        (ValueError, "backup names the role 'trainer', expected one with .* pauses", {"backup": {"trainer": "none"}}),
+        (ValueError, "restore names the role 'engine', expected one with .* resumes", {"restore": {"engine": False}}),
         (TypeError, "restore of 'engine' is None, expected True or False", {"restore": {"engine": None}}),
         (ValueError, "restore of 'trainer' names the tag 'x', .*: 'params'", {"restore": {"trainer": {"x": False}}}),
-    ],
-)
-def test_wrong_policies_of_a_turn_are_refused(kind: type[Exception], text: str, policies: Any) -> None:
-    engine = Recorder()
-    group = Group(engine=engine, trainer=Recorder(), phases=PHASES)
-    with pytest.raises(kind, match="^" + text), group.enter("train", **policies):
-        pytest.fail("entered")
+    ]:
+        with pytest.raises(kind, match="^" + text):
+            group.enter(**{"name": "train", **one})
     assert engine.calls == []

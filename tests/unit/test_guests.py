@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 
 import memsaver
-from memsaver import _guests
 from memsaver.transitions import prepare_pause
 from tests import controls
 from tests.support import MIB, Block, host_held_bytes, host_used_bytes
@@ -19,19 +19,21 @@ Make = Callable[..., memsaver.Region]
 
 
 class Visitor(memsaver.Guest):
-    """Writes its calls to a common list. ``failing``: the calls that raise."""
+    """Writes its calls to a common list. ``failing``: by call, the error that it raises."""
 
     def __init__(self, name: str, tags: str | list[str], calls: list[str], *, order: int = 0) -> None:
         super().__init__(name, tags, order=order)
         self.calls = calls
-        self.failing: set[str] = set()
+        self.failing: dict[str, BaseException] = {}
+        self.is_here = True
         self.on_call: Callable[[str], object] = lambda call: None
 
     def _called(self, call: str) -> None:
         self.calls.append(f"{self.name} {call}")
         self.on_call(call)
         if call in self.failing:
-            raise OSError(f"no {call}")
+            raise self.failing[call]
+        self.is_here = self.is_here if call == "prepare" else call == "come back"
 
     def prepare(self) -> None:
         self._called("prepare")
@@ -76,9 +78,6 @@ def moves(calls: list[str]) -> list[str]:
     return [each for each in calls if not each.endswith("prepare")]
 
 
-# Order
-
-
 def test_guests_leave_in_order_before_the_regions_and_come_back_in_reverse(
     make: Make, visit: Visit, calls: list[str]
 ) -> None:
@@ -89,8 +88,7 @@ def test_guests_leave_in_order_before_the_regions_and_come_back_in_reverse(
     visit("second", region.tag)
     mapped: list[int] = []
     late.on_call = lambda call: mapped.append(region.mapped_bytes)
-    done = region.pause()
-    assert done.paused == (region.tag,)
+    assert region.pause().paused == (region.tag,)
     assert calls[:3] == ["first prepare", "second prepare", "late prepare"]
     assert calls[3:] == ["first leave", "second leave", "late leave"]
     assert mapped[-1] > 0  # the region was still there
@@ -100,37 +98,72 @@ def test_guests_leave_in_order_before_the_regions_and_come_back_in_reverse(
     assert calls == ["late come back", "second come back", "first come back"]
 
 
-def test_a_second_pause_and_a_second_resume_call_no_guest(make: Make, visit: Visit, calls: list[str]) -> None:
-    region = make()
-    visit("guest", region.tag)
-    region.pause()
-    region.pause()
-    region.resume()
-    region.resume()
-    assert moves(calls) == ["guest leave", "guest come back"]
+class World:
+    """Regions, a tag without one, and guests with two of the tags each. Calls fail at random, and are repeated.
+
+    ``paused``: the tags that are paused.
+    """
+
+    def __init__(self, make: Make, visit: Visit, alone: str) -> None:
+        regions = [make("host") for _ in range(3)]
+        self.blocks = [Block(each, (1 + number) * MIB, seed=number) for number, each in enumerate(regions)]
+        self.regions = {each.tag: each for each in regions}
+        self.tags = [alone, *self.regions]
+        self.guests = [visit(f"{number}", self.tags[number : number + 2]) for number in range(4)]
+        self.paused: set[str] = set()
+
+    def step(self, chance: random.Random) -> None:
+        tags = chance.sample(self.tags, chance.randint(1, 4))
+        share = chance.choice([0.0, 0.5, 1.0])
+        pause = [tag for tag in tags if chance.random() < share]
+        resume = [tag for tag in tags if tag not in pause]
+        guest, call = chance.choice(self.guests), chance.choice(["prepare", "leave", "come back"])
+        how: Any = chance.choice([None, OSError("not now"), KeyboardInterrupt(), "driver"])
+        if how == "driver":
+            controls.arm(chance.randint(1, 3))
+        elif how is not None:
+            guest.failing = {call: how}
+        begun = len(guest.calls)
+        repeats = True
+        try:
+            memsaver.switch(pause=pause, resume=resume)
+        except (memsaver.Error, KeyboardInterrupt):
+            if how == "driver" or call != "come back":
+                self.check(self.guests[1:])
+                repeats = self.tags[0] in tags or chance.random() < 0.5
+        else:
+            repeats = False
+            self.paused = (self.paused | set(pause)) - set(resume)
+        guest.failing = {}
+        controls.disarm()
+        called = [each.split() for each in moves(guest.calls[begun:])]
+        left = [name for name, verb, *_ in called if verb == "leave"]
+        came = [name for name, verb, *_ in called if verb == "come"]
+        assert left == sorted(left) and came == sorted(came, reverse=True)
+        if repeats:
+            memsaver.switch(pause=pause, resume=resume)
+            self.paused = (self.paused | set(pause)) - set(resume)
+        self.paused = (self.paused - set(self.regions)) | self.paused_regions()
+        self.check(self.guests)
+        for block in self.blocks:
+            if block.region.state == "active":
+                block.check()
+
+    def paused_regions(self) -> set[str]:
+        return {tag for tag, region in self.regions.items() if region.state == "paused"}
+
+    def check(self, guests: list[Visitor]) -> None:
+        """A guest is away exactly while all of its tags are paused."""
+        paused, found = self.paused_regions() | (self.paused - set(self.regions)), states()
+        for guest in guests:
+            assert found[guest.name] == ("away" if paused >= set(guest.tags) else "here")
+            assert guest.is_here == (found[guest.name] == "here")
 
 
-def test_guest_of_several_tags_is_away_while_all_of_them_are_paused(make: Make, visit: Visit, calls: list[str]) -> None:
-    first, second = make(), make()
-    visit("guest", [first.tag, second.tag])
-    first.pause()
-    assert calls == []
-    second.pause()
-    assert moves(calls) == ["guest leave"]
-    first.resume()
-    assert moves(calls) == ["guest leave", "guest come back"]
-    second.resume()
-    assert moves(calls) == ["guest leave", "guest come back"]
-
-
-def test_switch_moves_guests_of_both_sides(make: Make, visit: Visit, calls: list[str]) -> None:
-    leaving, coming = make(), make()
-    visit("leaving", leaving.tag)
-    visit("coming", coming.tag)
-    coming.pause()
-    del calls[:]
-    memsaver.switch(pause=leaving, resume=coming)
-    assert calls == ["leaving prepare", "leaving leave", "coming come back"]
+def test_guests_are_away_exactly_while_their_tags_are_paused(make: Make, visit: Visit, tag: str) -> None:
+    world = World(make, visit, tag)
+    for seed in range(400):
+        world.step(random.Random(seed))
 
 
 # Tags without regions
@@ -138,24 +171,16 @@ def test_switch_moves_guests_of_both_sides(make: Make, visit: Visit, calls: list
 
 def test_tag_of_a_guest_alone_is_paused_and_resumed_by_its_name(visit: Visit, tag: str, calls: list[str]) -> None:
     visit("guest", tag)
+    with pytest.raises(ValueError, match="paused and resumed at once"):
+        memsaver.switch(pause=tag, resume=tag)
+    with pytest.raises(ValueError, match=f"there is no region 'nobody'.*{tag}"):
+        memsaver.pause("nobody")
+    assert calls == []
     assert memsaver.pause(tag).paused == (tag,)
     assert memsaver.pause(tag).paused == ()
     assert states() == {"guest": "away"}
     assert memsaver.switch(resume=tag).resumed == (tag,)
     assert moves(calls) == ["guest leave", "guest come back"]
-
-
-def test_tag_of_a_guest_on_both_sides_of_a_switch_raises(visit: Visit, tag: str, calls: list[str]) -> None:
-    visit("guest", tag)
-    with pytest.raises(ValueError, match="paused and resumed at once"):
-        memsaver.switch(pause=tag, resume=tag)
-    assert calls == []
-
-
-def test_unknown_tag_still_raises_and_names_tags_of_guests(visit: Visit, tag: str) -> None:
-    visit("guest", tag)
-    with pytest.raises(ValueError, match=f"there is no region 'nobody'.*{tag}"):
-        memsaver.pause("nobody")
 
 
 # Failures
@@ -166,7 +191,7 @@ def test_guest_that_cannot_leave_aborts_the_pause(make: Make, visit: Visit, call
     region = make("host")
     block = Block(region, MIB)
     visit("first", region.tag)
-    visit("second", region.tag).failing = {call}
+    visit("second", region.tag).failing = {call: OSError(f"no {call}")}
     visit("third", region.tag)
     with pytest.raises(memsaver.GuestError, match=f"guest 'second' could not {call}: OSError: no {call}") as raised:
         region.pause()
@@ -179,17 +204,6 @@ def test_guest_that_cannot_leave_aborts_the_pause(make: Make, visit: Visit, call
     block.check()
 
 
-def test_failed_leave_forgets_its_tags(make: Make, visit: Visit, calls: list[str]) -> None:
-    """Otherwise the pause of the other tag would make the first guest leave, though its own tag is resident."""
-    first, second = make(), make()
-    visit("shared", [first.tag, second.tag])
-    visit("guest", first.tag).failing = {"leave"}
-    with pytest.raises(memsaver.GuestError):
-        first.pause()
-    second.pause()
-    assert states()["shared"] == "here"
-
-
 def test_guest_that_cannot_come_back_is_named_and_a_repeated_resume_continues(
     make: Make, visit: Visit, calls: list[str]
 ) -> None:
@@ -199,13 +213,13 @@ def test_guest_that_cannot_come_back_is_named_and_a_repeated_resume_continues(
     visit("third", region.tag)
     region.pause()
     del calls[:]
-    second.failing = {"come back"}
+    second.failing = {"come back": OSError("not now")}
     with pytest.raises(memsaver.GuestError, match="guest 'second' could not come back: OSError") as raised:
         region.resume()
     assert (raised.value.guest, raised.value.stage) == ("second", "come back")
     assert region.state == "active"
     assert states() == {"first": "away", "second": "away", "third": "here"}
-    second.failing = set()
+    second.failing = {}
     region.resume()
     assert calls == ["third come back", "second come back", "second come back", "first come back"]
     assert set(states().values()) == {"here"}
@@ -222,35 +236,6 @@ def test_guests_stay_if_memory_cannot_be_reserved(make: Make, visit: Visit, call
     held.check()
 
 
-def test_guests_stay_away_if_memory_is_short_in_a_resume(make: Make, visit: Visit, calls: list[str]) -> None:
-    region = make()
-    block = Block(region, 8 * MIB)
-    visit("guest", region.tag)
-    region.pause()
-    controls.arm(1)
-    with pytest.raises(memsaver.Error):
-        region.resume()
-    controls.disarm()
-    assert moves(calls) == ["guest leave"]
-    region.resume()
-    assert moves(calls) == ["guest leave", "guest come back"]
-    assert block.tensor.data_ptr() == block.address
-
-
-def test_interrupt_in_leave_undoes_what_has_left(make: Make, visit: Visit, calls: list[str]) -> None:
-    def interrupted(call: str) -> None:
-        if call == "leave":
-            raise KeyboardInterrupt
-
-    region = make("host")
-    visit("first", region.tag)
-    visit("second", region.tag).on_call = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        region.pause()
-    assert set(states().values()) == {"here"}
-    assert region.state == "active"
-
-
 def test_failed_resume_leaves_its_tag_paused(make: Make, visit: Visit, calls: list[str]) -> None:
     """Otherwise the guest would stay, though all of its tags are paused."""
     first, second = make(), make()
@@ -265,31 +250,6 @@ def test_failed_resume_leaves_its_tag_paused(make: Make, visit: Visit, calls: li
     second.pause()
     assert moves(calls) == ["guest leave"]
     assert held.tensor.data_ptr() == held.address
-
-
-def test_interrupt_after_the_guests_left_brings_them_back(
-    make: Make, visit: Visit, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The signal comes before the regions pause."""
-
-    def interrupted(moves: Any, pausing: set[str]) -> None:
-        leave(moves, pausing)
-        raise KeyboardInterrupt
-
-    region, other = make(), make()
-    visit("guest", region.tag)
-    visit("shared", [region.tag, other.tag])
-    leave = _guests.Moves.leave
-    with monkeypatch.context() as patch:
-        patch.setattr(_guests.Moves, "leave", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            region.pause()
-    assert region.state == "active"
-    assert moves(calls) == ["guest leave", "guest come back"]
-    other.pause()
-    assert states() == {"guest": "here", "shared": "here"}
-    region.pause()
-    assert states() == {"guest": "away", "shared": "away"}
 
 
 def test_guest_stays_away_after_a_pause_that_failed_in_its_second_half(
@@ -341,15 +301,6 @@ def test_phases_move_guests_with_their_tags(
     assert moves(calls) == ["of region leave", "of name leave", "of name come back", "of region come back"]
 
 
-def test_transition_in_the_background_moves_guests(make: Make, visit: Visit) -> None:
-    region = make("host")
-    visit("guest", region.tag)
-    region.pause(wait=False).result(60)
-    assert states() == {"guest": "away"}
-    region.resume(wait=False).result(60)
-    assert states() == {"guest": "here"}
-
-
 def test_another_transition_of_guests_waits_at_most_for_its_timeout(make: Make, visit: Visit) -> None:
     first, second = make(), make()
     inside, proceed = threading.Event(), threading.Event()
@@ -361,7 +312,7 @@ def test_another_transition_of_guests_waits_at_most_for_its_timeout(make: Make, 
 
     visit("slow", first.tag).on_call = stay
     visit("other", second.tag)
-    pausing = first.pause(wait=False)
+    pausing = memsaver.start(pause=first)
     assert inside.wait(60)
     assert states()["slow"] == "leaving"
     try:
@@ -389,7 +340,7 @@ def test_the_bound_of_a_resume_ends_its_wait_for_guests_after_the_commit_too(mak
 
     def begin(done: int, total: int) -> None:
         if not moving:  # the resume of the other region moves contents
-            moving.append(first.pause(wait=False))
+            moving.append(memsaver.start(pause=first))
             assert inside.wait(60)
 
     visit("slow", first.tag).on_call = stay
@@ -431,22 +382,18 @@ def test_stats_list_guests_in_their_order(visit: Visit, fresh_tag: Callable[[], 
     assert memsaver.stats().asdict()["guests"][0]["name"] == "first"
 
 
-def test_guest_that_is_away_can_be_removed(make: Make, calls: list[str]) -> None:
+def test_guest_that_is_away_can_be_removed(make: Make, visit: Visit, calls: list[str]) -> None:
     region = make()
     guest = Visitor("guest", region.tag, calls)
     memsaver.register(guest)
+    with pytest.raises(ValueError, match="there is a guest 'guest'"):
+        memsaver.register(Visitor("guest", region.tag, calls))
     region.pause()
     memsaver.unregister(guest)
     region.resume()
     assert moves(calls) == ["guest leave"]
     with pytest.raises(ValueError, match="'guest' is not registered"):
         memsaver.unregister(guest)
-
-
-def test_second_guest_of_a_name_is_refused(visit: Visit, tag: str, calls: list[str]) -> None:
-    visit("guest", tag)
-    with pytest.raises(ValueError, match="there is a guest 'guest'"):
-        memsaver.register(Visitor("guest", tag, calls))
 
 
 @pytest.mark.parametrize(

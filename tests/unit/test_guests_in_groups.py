@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,14 @@ def pair(make: Make, tag: str) -> Iterator[Pair]:
     made.close()
 
 
+def fails(pair: Pair, name: str, text: str, stage: str, **options: Any) -> Any:
+    pair.by_name.refusing = {stage}
+    with pytest.raises(memsaver.Error, match=text) as raised:
+        pair.group.enter(name, **options)
+    pair.by_name.refusing = set()
+    return raised.value.__cause__
+
+
 def test_turns_move_guests_with_their_tags(pair: Pair, tag: str) -> None:
     turn = pair.group.enter("rollout")
     assert turn.paused["trainer"][0].paused == (pair.params.tag, tag)
@@ -78,21 +87,14 @@ def test_turns_move_guests_with_their_tags(pair: Pair, tag: str) -> None:
 
 
 def test_guest_that_refuses_in_the_first_half_ends_the_turn_before_anything_changes(pair: Pair) -> None:
-    pair.by_name.refusing = {"prepare"}
-    with pytest.raises(memsaver.Error, match="trainer 0 could not prepare to pause.*guest 'by name' could not prepare"):
-        pair.group.enter("rollout")
-    assert pair.states() == ["here", "here"]
-    assert pair.params.state == "active"
-
-
-def test_guest_that_cannot_leave_keeps_its_rank_as_it_was(pair: Pair) -> None:
     pair.group.enter("train")
-    pair.by_name.refusing = {"leave"}
-    with pytest.raises(memsaver.Error, match="trainer 0 could not pause.*guest 'by name' could not leave"):
-        pair.group.enter("rollout")
+    fails(pair, "rollout", "trainer 0 could not prepare to pause.*guest 'by name' could not prepare", "prepare")
     assert pair.states() == ["here", "here"]
     assert (pair.params.state, pair.weights.state) == ("active", "paused")
-    pair.by_name.refusing = set()
+    # One that refuses after the commit keeps its rank as it was.
+    fails(pair, "rollout", "trainer 0 could not pause.*guest 'by name' could not leave", "leave")
+    assert pair.states() == ["here", "here"]
+    assert (pair.params.state, pair.weights.state) == ("active", "paused")
     pair.group.enter("rollout")
     assert (pair.params.state, pair.weights.state) == ("paused", "active")
     pair.blocks[0].check()
@@ -100,27 +102,16 @@ def test_guest_that_cannot_leave_keeps_its_rank_as_it_was(pair: Pair) -> None:
 
 def test_guest_that_cannot_come_back_fails_the_turn_and_the_next_turn_continues(pair: Pair) -> None:
     pair.group.enter("rollout")
-    pair.by_name.refusing = {"come back"}
-    with pytest.raises(
-        memsaver.Error, match="trainer 0 could not resume.*guest 'by name' could not come back"
-    ) as error:
-        pair.group.enter("train")
-    cause = error.value.__cause__
+    cause = fails(pair, "train", "trainer 0 could not resume.*guest 'by name' could not come back", "come back")
     assert isinstance(cause, memsaver.GuestError) and cause.resumed == (pair.params.tag,)
     assert (pair.params.state, pair.weights.state) == ("paused", "paused")  # the memory is free for any phase
     pair.group.enter("rollout")
-    pair.by_name.refusing = set()
     pair.group.enter("train")
     assert pair.states() == ["here", "here"]
     pair.blocks[1].check()
-
-
-def test_contents_that_a_failed_resume_left_undefined_are_refused_later(pair: Pair) -> None:
+    # Contents that such a resume left undefined are refused later.
     pair.group.enter("rollout")
-    pair.by_name.refusing = {"come back"}
-    with pytest.raises(memsaver.Error, match="could not come back"):
-        pair.group.enter("train", restore=False)
-    pair.by_name.refusing = set()
+    fails(pair, "train", "could not come back", "come back", restore=False)
     with pytest.raises(memsaver.Error, match="the phase that was to write them failed"):
         pair.group.enter("train")
     pair.group.enter("train", restore=False)

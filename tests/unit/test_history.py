@@ -42,7 +42,7 @@ def slow(tag: str) -> Iterator[Slow]:
     memsaver.unregister(guest)
 
 
-def names(record: memsaver.TransitionRecord) -> list[str]:
+def names(record: memsaver.figures.TransitionRecord) -> list[str]:
     return [each.name for each in record.stages]
 
 
@@ -71,9 +71,9 @@ def test_the_transition_under_way_is_in_the_history_with_its_stage(make: Make) -
     region = make("host")
     core = region._core
     assert _core.acquire([core]) is None  # as a guarded launch
-    moving = region.pause(wait=False)
+    moving = memsaver.start(pause=region)
     until(lambda: names(memsaver.history()[-1])[-1:] == ["launches"])
-    behind = region.resume(wait=False)
+    behind = memsaver.start(resume=region)
     until(lambda: names(memsaver.history()[-1]) == ["queue"])
     running = memsaver.history()[-2:]
     assert [each.outcome for each in running] == ["running", "running"]
@@ -85,7 +85,7 @@ def test_the_transition_under_way_is_in_the_history_with_its_stage(make: Make) -
 
 
 def test_stages_of_guests_have_their_names(slow: Slow, tag: str) -> None:
-    moving = memsaver.pause(tag, wait=False)
+    moving = memsaver.start(pause=tag)
     assert slow.leaves.wait(60)
     last = memsaver.history()[-1].stages[-1]
     assert (last.name, last.guest) == ("guests leave", "slow")
@@ -129,7 +129,7 @@ def test_a_prepared_pause_is_running_until_it_is_committed_aborted_or_dropped(ma
         assert region.state == "active"
         assert memsaver.history()[-1].outcome == "aborted"
         region.pause()
-        region.resume(wait=False).result(60)
+        memsaver.start(resume=region).result(60)
         assert [each for each in gc.get_objects() if isinstance(each, Move) and id(each) not in earlier] == []
     finally:
         gc.enable()

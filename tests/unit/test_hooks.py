@@ -7,8 +7,6 @@ import random
 import threading
 from collections.abc import Callable
 
-import pytest
-
 import memsaver
 from memsaver import _core
 from tests.support import PAGE, Fill, Hooks, free_bytes, functions, run_clean
@@ -28,46 +26,29 @@ def test_the_entry_point_selects_the_region_of_an_allocation(make: Make) -> None
     assert (one.allocated_bytes, two.allocated_bytes) == (0, 0)
 
 
-def test_a_failed_allocation_returns_null(make: Make) -> None:
-    region = make()
+def test_a_failed_allocation_returns_null_and_wrong_frees_are_ignored(make: Make) -> None:
+    region = make("host")
     hooks = Hooks(region)
     for nbytes in (0, -1, 1 << 40, (1 << 63) - 1):
         assert hooks.alloc(nbytes) is None
-    with Fill(leave=PAGE):
-        assert hooks.alloc(PAGE + 1) is None
-        address = hooks.alloc(PAGE)
-        assert address is not None
-    assert region.allocated_bytes == PAGE
-    hooks.free(address)
-
-
-def test_a_paused_region_gives_null_and_takes_frees(make: Make) -> None:
-    region = make("host")
-    hooks = Hooks(region)
-    first, second = hooks.alloc(PAGE), hooks.alloc(PAGE)
-    region.pause()
-    assert hooks.alloc(PAGE) is None
-    hooks.free(first)
-    assert region.allocated_bytes == PAGE
-    region.resume()
-    assert hooks.alloc(PAGE) == first
-    hooks.free(first)
-    hooks.free(second)
-
-
-def test_frees_of_unknown_pointers_are_ignored(make: Make) -> None:
-    region = make()
-    hooks = Hooks(region)
-    address = hooks.alloc(2 * PAGE)
-    assert address is not None
+    with Fill(leave=2 * PAGE):
+        assert hooks.alloc(2 * PAGE + 1) is None
+        first, second = hooks.alloc(PAGE), hooks.alloc(PAGE)
+        assert first is not None and second is not None
     own = ctypes.create_string_buffer(100)
-    for pointer in (None, 1, ctypes.addressof(own), address + 512, address + (1 << 40)):
+    for pointer in (None, 1, ctypes.addressof(own), first + 512, first + (1 << 40)):
         hooks.free(pointer)
     assert region.allocated_bytes == 2 * PAGE
-    hooks.free(address)
-
-
-def test_the_refusing_entry_points_return_null() -> None:
+    region.pause()
+    assert hooks.alloc(PAGE) is None
+    for _ in range(2):  # the second one is of an unknown pointer
+        hooks.free(first)
+        assert region.allocated_bytes == PAGE
+    region.resume()
+    assert hooks.alloc(PAGE) == first
+    for pointer in (first, first, second):
+        hooks.free(pointer)
+    assert (region.allocated_bytes, region.mapped_bytes) == (0, 0)
     alloc, free = functions(_core.refusing_entry_points())
     assert alloc(PAGE, 0, None) is None
     free(None, 0, 0, None)
@@ -132,40 +113,24 @@ def test_thousands_of_regions_have_entry_points_and_then_comes_a_clear_error() -
     assert out.startswith("4096 region 'one too many' is one too many")
 
 
-def test_frees_while_the_interpreter_goes_down_are_harmless() -> None:
+def test_frees_in_a_forked_child_and_while_the_interpreter_goes_down_are_harmless() -> None:
     run_clean("""
-        import atexit, ctypes, memsaver
-        region = memsaver.region("a", device="cpu")
+        import atexit, ctypes, os, sys, memsaver
+        region = memsaver.region("a", device="cpu", backup="host")
         alloc, free = region._core.entry_points()
         alloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(alloc)
         free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(free)
         addresses = [alloc(2 << 20, 0, None) for _ in range(10)]
-        atexit.register(lambda: [free(address, 2 << 20, 0, None) for address in addresses[:5]])
-        class Late:
-            def __init__(self): self.free = free
-            def __del__(self): self.free(addresses_of_late, 2 << 20, 0, None)
-        addresses_of_late = addresses[7]
-        import sys
-        sys.late = Late()
-        region.pause()
-    """)
-
-
-@pytest.mark.parametrize("backup", ["none", "host"])
-def test_frees_in_a_forked_child_are_harmless(backup: str) -> None:
-    run_clean(f"""
-        import ctypes, os, memsaver
-        region = memsaver.region("a", device="cpu", backup={backup!r})
-        alloc, free = region._core.entry_points()
-        alloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(alloc)
-        free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(free)
-        address = alloc(2 << 20, 0, None)
         child = os.fork()
         if child == 0:
-            free(address, 2 << 20, 0, None)
+            free(addresses[0], 2 << 20, 0, None)
             os._exit(0 if alloc(2 << 20, 0, None) is None else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert region.allocated_bytes == 2 << 20
-        free(address, 2 << 20, 0, None)
-        assert region.allocated_bytes == 0
+        assert region.allocated_bytes == 20 << 20
+        atexit.register(lambda: [free(address, 2 << 20, 0, None) for address in addresses[:5]])
+        class Late:
+            def __init__(self): self.free, self.address = free, addresses[7]
+            def __del__(self): self.free(self.address, 2 << 20, 0, None)
+        sys.late = Late()
+        region.pause()
     """)

@@ -1,7 +1,8 @@
 """An interrupt at each place where Python looks at signals leaves no call blocked, and loses no contents.
 
 CPython looks at signals at the entry of a function, at jumps backward, and after calls of functions in C. A trace
-function raises KeyboardInterrupt at the n-th such place in memsaver's code, for each n.
+function raises KeyboardInterrupt at the n-th such place in memsaver's code, for each n. A line that runs often counts
+twice.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dis
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +18,10 @@ import pytest
 
 import memsaver
 from memsaver import _guests, _moves, transitions
+from memsaver._adapter import adapter
+from memsaver.turns.calls import Caller, LocalRank
 from memsaver.turns.members import Colocated
 from memsaver.turns.plan import Plan
-from memsaver.turns.ranks import LocalRank
 from memsaver.turns.turn import Turns
 from tests.support import MIB, Block, until
 
@@ -33,6 +36,7 @@ class Interrupts:
 
     def __init__(self, n: int) -> None:
         self._left = n
+        self._visits: Counter[tuple[Any, int]] = Counter()
         self._came_from_python = False
         self.at: str | None = None
 
@@ -59,8 +63,9 @@ class Interrupts:
                 before, last = last, code[frame.f_lasti]
                 was_python, self._came_from_python = self._came_from_python, False
                 if before in PLACES and not (was_python and before in CALLS):
-                    self._left -= 1
-                    if self._left == 0:
+                    self._visits[frame.f_code, frame.f_lasti] += 1
+                    self._left -= self._visits[frame.f_code, frame.f_lasti] <= 2
+                    if self._left == 0 and self.at is None:
                         sys.settrace(None)
                         self.at = f"{os.path.relpath(frame.f_code.co_filename, FOLDER)}:{frame.f_lineno}"
                         raise KeyboardInterrupt
@@ -80,6 +85,7 @@ class Visitor(memsaver.Guest):
 @pytest.fixture
 def regions(fresh_tag: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[memsaver.Region]]:
     """Two regions of which one has a backup, with guests and phases."""
+    adapter()  # a module that is imported later would keep the function that is patched here
     monkeypatch.setattr(transitions, "_phases", {})
     found = [memsaver.region(fresh_tag(), device="cpu", backup=backup) for backup in ("host", "none")]
     guests = [Visitor("first", found[0].tag), Visitor("both", [each.tag for each in found])]
@@ -92,11 +98,6 @@ def regions(fresh_tag: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> It
     yield found
     for guest in guests:
         memsaver.unregister(guest)
-
-
-def there_and_back(first: memsaver.Region, second: memsaver.Region) -> None:
-    memsaver.pause([first, second])
-    memsaver.resume([first, second])
 
 
 def phase(first: memsaver.Region, second: memsaver.Region) -> None:
@@ -112,7 +113,7 @@ def switch(first: memsaver.Region, second: memsaver.Region) -> None:
 
 
 def background(first: memsaver.Region, second: memsaver.Region) -> None:
-    moving = memsaver.pause([first, second], wait=False)
+    moving = memsaver.start(pause=[first, second])
     moving.result(BOUND_S)
 
 
@@ -120,7 +121,7 @@ def close(first: memsaver.Region, second: memsaver.Region) -> None:
     memsaver.region(f"{first.tag} closed", device="cpu").close()
 
 
-@pytest.mark.parametrize("call", [there_and_back, phase, switch, background, close], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", [phase, switch, background, close], ids=lambda call: call.__name__)
 def test_an_interrupt_at_any_place_blocks_no_later_call(
     regions: list[memsaver.Region], call: Callable[[memsaver.Region, memsaver.Region], None]
 ) -> None:
@@ -140,10 +141,10 @@ def test_an_interrupt_at_any_place_blocks_no_later_call(
             break
         where = f"interrupted at place {n}, {interrupts.at}, {kept!r}"
         try:
-            memsaver.resume([first, second], timeout=BOUND_S)
             memsaver.pause([first, second], timeout=BOUND_S)
             memsaver.resume([first, second], timeout=BOUND_S)
-            memsaver.region(f"{first.tag} closed", device="cpu").close(timeout=BOUND_S)
+            if call is close:
+                memsaver.region(f"{first.tag} closed", device="cpu").close(timeout=BOUND_S)
         except memsaver.Error as error:
             pytest.fail(f"{where}: {error}")
         assert [each["state"] for each in _guests.rows()] == ["here", "here"], where
@@ -167,10 +168,11 @@ def test_an_interrupt_at_any_place_of_a_turn_leaves_no_unwritten_contents_in_use
         backup={"train": {"engine": "none"}},
         restore={"sync": {"engine": False}},
     )
-    turns = Turns(plan, [LocalRank("engine", 0, Colocated()), LocalRank("trainer", 0, Colocated())])
+    caller = Caller([LocalRank("engine", 0, Colocated()), LocalRank("trainer", 0, Colocated())])
+    turns = Turns(plan, caller)
 
     def enter(name: str) -> None:
-        until(lambda: not turns.late or all(call.ended([call], 0.0) for call in turns.late.values()))
+        until(lambda: all(call.done() for call in caller.late))
         turns.enter(name, plan.options(name, timeout=BOUND_S))
 
     n, kept = 0, []

@@ -184,24 +184,22 @@ def test_an_exiting_process_that_was_never_seen_with_the_sentinel_is_waited_for(
     os.close(go)
 
 
-@pytest.mark.parametrize("found", ["writers", "exiting"])
+@pytest.mark.parametrize("was_exiting", [False, True], ids=["holder", "exiting"])
 @pytest.mark.parametrize("is_reused", [False, True], ids=["same", "reused"])
 def test_a_pid_reused_after_a_scan_is_not_waited_for(
-    world: World, monkeypatch: pytest.MonkeyPatch, found: str, is_reused: bool
+    world: World, monkeypatch: pytest.MonkeyPatch, was_exiting: bool, is_reused: bool
 ) -> None:
     process, write = world.client()
     other = world.fork(lambda: os.close(write))
     status = status_of(other)
     if is_reused:  # the one that was found is another
         status = dataclasses.replace(status, start=status.start + 1)
-    if found == "writers":
-        monkeypatch.setattr(procfs, "writers", lambda inodes, *_: [(inode, status) for inode in inodes])
-    else:
-        monkeypatch.setattr(procfs, "exiting", lambda: [status])
+    monkeypatch.setattr(procfs, "keepers", lambda inodes: [(status, set() if was_exiting else set(inodes))])
     world.kill(process.pid)
     world.turn(lambda: world.said)
     os.close(write)
     world.turn(lambda: not process.sentinels)
+    monkeypatch.setattr(procfs, "keepers", lambda inodes: [(status, set())] if was_exiting else [])
     world.turn()
     assert (("gone", process.pid) in world.said) is is_reused
     if not is_reused:
@@ -216,46 +214,44 @@ def test_a_process_that_exits_and_is_older_than_a_client_is_not_waited_for(
     status = status_of(world.fork(lambda: os.close(write)))
     assert 0 < process.start <= status.start
     older = dataclasses.replace(status, start=process.start - 1)
-    monkeypatch.setattr(procfs, "exiting", lambda: [older])
-    monkeypatch.setattr(procfs, "open_pidfd", lambda status: os.pidfd_open(status.pid))
+    monkeypatch.setattr(procfs, "keepers", lambda inodes: [(older, set())])
+    monkeypatch.setattr(procfs, "read", lambda pid: older)
     os.close(write)
     world.kill(process.pid)
     world.turn(lambda: len(world.said) == 2)
 
 
-def test_scans_are_periodic_and_read_only_new_processes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scans_are_periodic_and_one_comes_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     scans: list[set[int]] = []
 
-    def note(inodes: Iterable[int], pids: Iterable[int], since: int = 0) -> list[tuple[int, procfs.Status]]:
-        scans.append(set(pids))
+    def keepers(inodes: Iterable[int]) -> list[tuple[procfs.Status, set[int]]]:
+        scans.append(set(inodes))
         return []
 
-    monkeypatch.setattr(procfs, "writers", note)
+    monkeypatch.setattr(procfs, "keepers", keepers)
     process, write = world.client()
     world.kill(process.pid)
     world.turn(lambda: world.said)
-    assert os.getpid() in scans[0]
+    assert scans == [set(process.sentinels)]
     assert world.monitor.deadlines() == [world.monitor._scan_at]
     world.monitor._scan_at = time.monotonic() + 3600
-    count = len(scans)
-    for _ in range(100):
-        world.look()
-    assert len(scans) == count
-    late = world.fork()
+    world.look()
+    assert len(scans) == 1
     world.monitor._scan_at = 0
     world.look()
-    assert len(scans) == count + 1 and late in scans[-1] and os.getpid() not in scans[-1]
+    assert len(scans) == 2
     world.monitor._scan_at = time.monotonic() + 3600
     other, second = world.client()
     world.kill(other.pid)
     world.turn(lambda: len(world.said) == 2)
-    assert os.getpid() in scans[-1]  # at once, and at all
+    assert scans[2:] == [{*process.sentinels, *other.sentinels}]
     for file in (write, second):
         os.close(file)
 
 
-@pytest.mark.parametrize("name", ["writers", "exiting", "open_pidfd"])
+@pytest.mark.parametrize("name", ["keepers", "pidfd_open"])
 def test_a_failed_scan_is_repeated(world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Also the one after the sentinel has hung up."""
     process, write = world.client()
     child = world.fork(closes_on_signal(write))
 
@@ -263,22 +259,21 @@ def test_a_failed_scan_is_repeated(world: World, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.EMFILE, "too many open files")
 
     with monkeypatch.context() as now:
-        now.setattr(procfs, name, exhausted)
-        if name == "exiting":
-            now.setattr(procfs, "writers", lambda *_: [])
+        now.setattr(procfs if name == "keepers" else os, name, exhausted)
         world.kill(process.pid)
         world.turn(lambda: world.said)
         world.turn()
         os.close(write)
-        if name == "exiting":
-            os.kill(child, signal.SIGUSR1)
-            world.turn(lambda: not process.sentinels)
-            world.turn()
-            assert world.monitor.deadlines()
         assert len(world.said) == 1 and world.monitor.keepers_of(process) == []
-    if name != "exiting":
-        world.turn(lambda: world.monitor.keepers_of(process) == [child])
+    world.turn(lambda: world.monitor.keepers_of(process) == [child])
+    with monkeypatch.context() as now:
+        now.setattr(procfs, "keepers", exhausted)
+        os.kill(child, signal.SIGUSR1)
+        world.turn(lambda: not process.sentinels)
         world.kill(child)
+        world.turn(lambda: not process.children)
+        world.turn()
+        assert len(world.said) == 1 and world.monitor.deadlines()
     world.turn(lambda: len(world.said) == 2)
 
 
@@ -334,23 +329,18 @@ def test_a_pid_that_the_driver_lists_later_is_another_process(world: World, monk
 def test_a_child_of_a_named_child_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was forked after the client had named its children, and has no sentinel."""
     child, grandchild = world.fork(), world.fork()
-    heirs: dict[int, list[int]] = {}
+    heirs = {child: [grandchild]}
     monkeypatch.setattr(procfs, "inheritors", lambda pid: heirs.get(pid, []))
     process, write = world.client(os.pidfd_open(child))
     os.close(write)
-    heirs[process.pid] = [grandchild]
-    world.kill(child)  # while the client lives
-    world.turn(lambda: grandchild in process.children.values())
-    late = world.fork()
-    heirs[grandchild] = [late]
     world.kill(process.pid)
     world.turn(lambda: world.said)
-    assert sorted(process.children.values()) == sorted([grandchild, late])
-    for pid in (grandchild, late):
+    assert sorted(process.children.values()) == sorted([child, grandchild])
+    for pid in (child, grandchild):
         assert len(world.said) == 1
         world.kill(pid)
         world.turn(lambda: pid not in process.children.values())  # noqa: B023
-    assert len(world.said) == 2
+    world.turn(lambda: len(world.said) == 2)
 
 
 def test_a_reused_pid_is_watched_as_a_new_process(world: World) -> None:
@@ -364,31 +354,6 @@ def test_a_reused_pid_is_watched_as_a_new_process(world: World) -> None:
     world.turn(lambda: len(world.said) == 2)
 
 
-@pytest.mark.parametrize("lives", [True, False], ids=["lives", "has died"])
-def test_a_new_broker_adopts_a_process_by_its_earlier_descriptors(world: World, lives: bool) -> None:
-    process, write = world.client()
-    later = World()
-    evidence = list(map(os.dup, process.descriptors()))
-    again = list(map(os.dup, process.descriptors()))
-    if not lives:
-        world.kill(process.pid)
-    try:
-        adopted = later.monitor.adopt(process.pid, evidence)
-        assert evidence == [] and adopted.has_exited is not lives
-        assert later.monitor.adopt(process.pid, again) is adopted and again == []
-        if lives:
-            world.kill(process.pid)
-            later.turn(lambda: later.said)
-        later.turn()
-        assert ("gone", process.pid) not in later.said
-        os.close(write)
-        later.turn(lambda: ("gone", process.pid) in later.said)
-    finally:
-        later.close()
-    with pytest.raises(MalformedError, match=f"no pidfd of process {process.pid}"):
-        later.monitor.adopt(process.pid, [])
-
-
 def test_invalid_descriptors_of_a_process_are_malformed(world: World) -> None:
     process, write = world.client()
     file = os.open("/dev/null", os.O_RDONLY)
@@ -396,7 +361,5 @@ def test_invalid_descriptors_of_a_process_are_malformed(world: World) -> None:
         world.monitor.add_descriptors(process, [file])
     with pytest.raises(MalformedError, match="neither"):
         world.monitor.add_descriptors(process, [write])  # which the broker would hold itself
-    with pytest.raises(MalformedError, match="no pidfd of process 1"):
-        world.monitor.adopt(1, list(process.descriptors()))
     os.close(file)
     os.close(write)

@@ -19,28 +19,21 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_version_stands_in_one_place() -> None:
+def test_version_and_requirements_are_the_same_everywhere() -> None:
     assert PROJECT["project"]["dynamic"] == ["version"]
-    assert "version" not in PROJECT["project"]
     assert PROJECT["tool"]["scikit-build"]["metadata"]["version"]["input"] == "memsaver/__init__.py"
     assert re.fullmatch(r"\d+\.\d+\.\d+", memsaver.__version__)
     assert memsaver.__version__ in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_required_python_is_the_same_everywhere() -> None:
     assert PROJECT["project"]["requires-python"] == ">=3.11"
     assert PROJECT["tool"]["ruff"]["target-version"] == "py311"
     assert set(re.findall(r"find_package\(Python (\S+)", (ROOT / "CMakeLists.txt").read_text())) == {"3.11"}
     assert "sys.version_info < (3, 11)" in (ROOT / "Makefile").read_text()
     for page in ("README.md", "CONTRIBUTING.md"):
         assert re.findall(r"Python (3\.\d+) or newer", (ROOT / page).read_text()) == ["3.11"]
-    oldest = [
+    versions = [
         each for each in PROJECT["project"]["classifiers"] if each.startswith("Programming Language :: Python :: 3.")
     ]
-    assert oldest[0].endswith("3.11")
-
-
-def test_torch_is_an_extra() -> None:
+    assert versions[0].endswith("3.11")
     assert not [each for each in PROJECT["project"]["dependencies"] if each.startswith("torch")]
     assert PROJECT["project"]["optional-dependencies"]["torch"] == ["torch>=2.8"]
 

@@ -1,69 +1,47 @@
-"""The bookkeeping of a shared pool, over memory that is only counted."""
+"""The choices of a shared pool, over memory that is only counted: sizes, order, patience. test_pool_machine.py has the
+bookkeeping.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Sequence
-from typing import cast
 
 import pytest
 
 from memsaver.broker import pool as pools
 from memsaver.broker.clients import CLASSES, PAGE, Chunk, Client
-from memsaver.broker.connection import Connection
-from memsaver.broker.monitor import Process
 from memsaver.broker.pool import Pool, ServeResult
-from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError, Message
-from memsaver.broker.queue import OverCapacityError
+from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, Message
 from memsaver.broker.reclaim import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reclaim
-from memsaver.errors import DriverError
+from tests.broker_support import CountedMemory, made
 
 GIB, LARGE, MEDIUM, SMALL = CLASSES
 CAPACITY = 4 * GIB
 
 
-class FakeMemory:
-    """Descriptors are numbers; ``room``: the bytes that other programs leave free."""
-
-    def __init__(self, room: int = 1 << 60) -> None:
-        self.room = room
-        self.sizes: dict[int, int] = {}
-        self.calls = 0
-        self._files = itertools.count(100)
-
-    def create(self, size: int) -> int:
-        self.calls += 1
-        if size > self.free_bytes():
-            raise DriverError("create failed with code 2: full", call="create", code=2, message="full")
-        file = next(self._files)
-        self.sizes[file] = size
-        return file
-
-    def adopt(self, file: int, size: int) -> None:
-        if file < 0:
-            raise DriverError("import failed with code 1: no", call="import", code=1, message="no")
-        assert file not in self.sizes
-        self.sizes[file] = size
-
-    def close(self, file: int) -> None:
-        del self.sizes[file]
-
-    def free_bytes(self) -> int:
-        return self.room - sum(self.sizes.values())
+@pytest.fixture
+def memory() -> CountedMemory:
+    return CountedMemory(CAPACITY)
 
 
 @pytest.fixture
-def memory() -> FakeMemory:
-    return FakeMemory()
-
-
-@pytest.fixture
-def pool(memory: FakeMemory, monkeypatch: pytest.MonkeyPatch) -> Pool:
+def pool(memory: CountedMemory, monkeypatch: pytest.MonkeyPatch) -> Pool:
     monkeypatch.setattr(pools, "RETRY_S", 0.0)  # a full driver is asked again each time
     monkeypatch.setattr(pools, "PATIENCE_S", 0.0)
     monkeypatch.setattr(pools, "DROP_GRACE_S", 3600.0)  # unless a test says otherwise, clients answer
     return Pool(memory, CAPACITY)
+
+
+@pytest.fixture
+def one() -> Client:
+    return made(1)
+
+
+@pytest.fixture
+def two() -> Client:
+    return made(2)
 
 
 def settle(pool: Pool) -> ServeResult:
@@ -110,26 +88,6 @@ def give(pool: Pool, chunks: Sequence[Chunk]) -> None:
         pool.give_back(chunk.holder, [chunk.id])
 
 
-def client(number: int) -> Client:
-    """A connected client. The pool does not use its connection."""
-    return Client(number, Process(number, -1), cast(Connection, object()))
-
-
-def disconnect(pool: Pool, one: Client) -> None:
-    one.connection = None
-    pool.queue.close_all(one)
-
-
-@pytest.fixture
-def one() -> Client:
-    return client(1)
-
-
-@pytest.fixture
-def two() -> Client:
-    return client(2)
-
-
 @pytest.mark.parametrize(
     ("entry", "sizes"),
     [
@@ -156,13 +114,9 @@ def test_of_idle_chunks_the_fitting_class_comes_first_then_larger_then_smaller(
     assert granted(settle(pool)) == [LARGE, GIB]
     want(pool, two, (GIB, LARGE, MEDIUM + 2 * SMALL))
     assert granted(settle(pool)) == [MEDIUM, SMALL, SMALL]
-
-
-def test_an_idle_chunk_that_is_larger_than_the_limit_is_not_taken(pool: Pool, one: Client, two: Client) -> None:
-    give(pool, borrow(pool, one, LARGE))
-    want(pool, two, (MEDIUM, MEDIUM, LARGE))
+    pool.give_back(two, list(two.held))
+    want(pool, one, (MEDIUM, MEDIUM, LARGE))  # not above the limit
     assert granted(settle(pool)) == [MEDIUM] * 8
-    assert pool.idle_bytes == LARGE
 
 
 def test_of_equal_chunks_those_come_first_that_the_client_knows(pool: Pool, one: Client, two: Client) -> None:
@@ -175,21 +129,6 @@ def test_of_equal_chunks_those_come_first_that_the_client_knows(pool: Pool, one:
     assert [flags for *_, flags in served.grants] == [0, 0]
     want(pool, one, (MEDIUM, MEDIUM, 2 * MEDIUM))
     assert [flags for *_, flags in settle(pool).grants] == [HAS_DESCRIPTOR | FOREIGN] * 2
-
-
-def test_only_the_head_of_the_queue_collects(pool: Pool, one: Client, two: Client) -> None:
-    three = client(3)
-    held = borrow(pool, one, GIB, GIB, GIB, GIB)
-    want(pool, two, (GIB, GIB, 3 * GIB))
-    want(pool, three, (GIB, GIB, GIB))
-    served = settle(pool)
-    assert [demand.client for demand in served.stalled] == [two, three]
-    for chunk in held[:3]:
-        give(pool, [chunk])
-        assert granted(settle(pool), three) == []
-    assert two.held_bytes == 3 * GIB
-    give(pool, held[3:])
-    assert granted(settle(pool), three) == [GIB]
 
 
 def test_a_stalled_demand_is_reported_once_for_each_message(pool: Pool, one: Client, two: Client) -> None:
@@ -222,85 +161,59 @@ def test_an_exchanged_part_of_a_demand_is_served_before_its_rest(pool: Pool, one
     assert two.held_bytes == 2 * LARGE + 3 * SMALL
 
 
-def test_the_end_of_a_demand_is_reported_to_its_client(pool: Pool, one: Client) -> None:
-    """By its last grant, or by itself where there is none."""
-    request = want(pool, one, (GIB, GIB, 4 * GIB))
-    served = settle(pool)
-    demand = served.grants[-1][0]
-    assert (demand.request, demand.messages, demand.remaining_by_limit, served.completed) == (request, 1, [], [])
-    pool.queue.exchange(one, request, [SMALL, SMALL, SMALL])  # there is no room for it
-    served = settle(pool)
-    assert (served.grants, [(demand.messages, demand.remaining_by_limit) for demand in served.completed]) == (
-        [],
-        [(2, [])],
-    )
-    assert settle(pool).completed == []
-    pool.queue.exchange(one, request, [SMALL, SMALL, SMALL])
-    pool.queue.close(one, request)
-    assert settle(pool).completed == []
-
-
-def test_a_served_demand_that_asks_for_more_keeps_its_place_in_the_queue(pool: Pool, one: Client, two: Client) -> None:
-    """Behind one that waits for its chunks it would wait for ever."""
-    request = want(pool, one, (GIB, GIB, 3 * GIB))
-    settle(pool)
-    want(pool, two, (GIB, GIB, 4 * GIB))
-    settle(pool)
-    assert two.held_bytes == GIB
-    pool.queue.exchange(one, request, [GIB, GIB, GIB])
-    settle(pool)
-    pool.give_back(two, list(two.held))
-    assert granted(settle(pool)) == [GIB]
-    assert one.held_bytes == 4 * GIB
-
-
-def test_closing_a_demand_keeps_granted_chunks(pool: Pool, one: Client, two: Client) -> None:
-    borrow(pool, one, GIB, GIB, GIB)
-    request = want(pool, two, (GIB, GIB, 2 * GIB))
-    three = client(3)
-    want(pool, three, (GIB, GIB, GIB))
-    settle(pool)
-    pool.queue.close(two, request)
-    pool.queue.close(two, request)  # it may have been closed or served before
-    assert two.held_bytes == GIB
-    pool.give_back(two, list(two.held))
-    assert granted(settle(pool), three) == [GIB]
-
-
-def test_a_demand_beyond_the_capacity_of_the_pool_is_refused(pool: Pool, one: Client) -> None:
-    with pytest.raises(OverCapacityError, match=f"5.00 GiB .{5 * GIB} bytes. needed, .* 4.00 GiB .{CAPACITY} bytes"):
-        want(pool, one, (GIB, GIB, 5 * GIB))
-    assert settle(pool).grants == []
-    request = want(pool, one, (GIB, GIB, 4 * GIB))
-    settle(pool)
-    pool.queue.exchange(one, request, [SMALL, SMALL, SMALL])  # said before it heard of the last grant
-    served = settle(pool)
-    assert served.grants == [] and [demand.remaining for demand in served.completed] == [0]
-    assert one.held_bytes == 4 * GIB
-
-
-def test_chunks_too_large_for_the_head_are_broken_up(pool: Pool, memory: FakeMemory, one: Client, two: Client) -> None:
-    give(pool, borrow(pool, one, GIB, GIB, GIB, GIB))
-    want(pool, two, (SMALL, SMALL, 2 * SMALL))
-    served = settle(pool)
-    assert served.grants == []
-    assert served.stalled == []  # there is hope
-    [(member, chunk)] = served.drops
-    assert (member, chunk.size, pool.leaving_bytes) == (one, GIB, GIB)
-    assert pool.serve().drops == []  # one is enough
-    assert len(memory.sizes) == 4  # its bytes are not free while somebody has a handle
-    pool.drop(one, [chunk.id])
-    assert granted(settle(pool)) == [SMALL, SMALL]
-    assert pool.total_bytes == 3 * GIB + 2 * SMALL
-
-
 def test_the_smallest_sufficient_chunk_is_broken_up(pool: Pool, one: Client, two: Client) -> None:
-    held = borrow(pool, one, GIB, GIB, GIB, *[LARGE] * 3, *[MEDIUM] * 8)
-    give(pool, held)
-    pool.reclaim(one)
+    give(pool, borrow(pool, one, GIB, GIB, GIB, *[LARGE] * 3, *[MEDIUM] * 8))
     want(pool, two, (SMALL, SMALL, 10 * SMALL))
+    served = settle(pool)
+    assert served.grants == [] and served.stalled == []  # there is hope
+    [(member, chunk)] = served.drops
+    assert (member, chunk.size, pool.leaving_bytes) == (one, MEDIUM, MEDIUM)
+    assert pool.serve().drops == []  # one is enough
+    pool.drop(one, [chunk.id])  # its bytes are free when nobody has a handle
     assert granted(settle(pool)) == [SMALL] * 10
     assert pool.total_bytes == CAPACITY - MEDIUM + 10 * SMALL
+
+
+def test_a_client_that_does_not_drop_a_chunk_is_reported_as_stalled(
+    pool: Pool, one: Client, two: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give(pool, borrow(pool, one, GIB, GIB, GIB, GIB))
+    want(pool, two, (SMALL, SMALL, SMALL))
+    assert settle(pool).stalled == []
+    monkeypatch.setattr(pools, "DROP_GRACE_S", 0.0)
+    served = settle(pool)
+    assert [demand.client for demand in served.stalled] == [two]
+    assert len(served.drops) == 1  # another one is tried
+
+
+def test_a_full_driver_leads_to_smaller_chunks_and_to_idle_ones(
+    pool: Pool, memory: CountedMemory, one: Client, two: Client
+) -> None:
+    memory.room = LARGE + MEDIUM
+    want(pool, one, (GIB, GIB, GIB))
+    served = settle(pool)
+    assert granted(served) == [LARGE, MEDIUM]
+    assert served.retry and len(served.stalled) == 1
+    memory.room += LARGE
+    assert granted(settle(pool)) == [LARGE]
+    pool.queue.close_all(one)
+    give(pool, list(one.held.values()))
+    pool.keep_only(one, set())  # no handle delays it
+    want(pool, two, (SMALL, SMALL, 2 * SMALL))  # below the capacity, and the driver has nothing
+    assert granted(settle(pool)) == [SMALL, SMALL]
+
+
+def test_trim_releases_small_chunks_first_and_keeps_the_given_bytes(
+    pool: Pool, memory: CountedMemory, one: Client
+) -> None:
+    give(pool, borrow(pool, one, GIB, LARGE, SMALL, SMALL))
+    gone, drops = pool.release_idle(GIB)
+    assert gone == LARGE + 2 * SMALL
+    assert pool.idle_bytes == GIB
+    assert {chunk.size for _, chunk in drops} == {LARGE, SMALL}
+    assert pool.release_idle(GIB) == (0, [])
+    pool.drop(one, [chunk.id for _, chunk in drops])
+    assert pool.total_bytes == sum(memory.sizes.values()) == GIB
 
 
 def test_a_new_head_of_the_queue_does_not_wait_out_the_pause_of_the_last_one(
@@ -322,9 +235,13 @@ def test_a_new_head_of_the_queue_does_not_wait_out_the_pause_of_the_last_one(
 
     request = want(pool, two, (GIB, GIB, GIB))
     settle(pool)
+    pauses = []
     for _ in range(12):
         assert is_asked()
-        [now] = reclaim.deadlines()
+        [after] = reclaim.deadlines()
+        pauses.append(after - now)
+        now = after
+    assert pauses == sorted(pauses) and pauses[-1] == pytest.approx(LONGEST_PAUSE_S)
     now -= LONGEST_PAUSE_S / 2
     assert not is_asked()
     pool.queue.close(two, request)
@@ -335,201 +252,6 @@ def test_a_new_head_of_the_queue_does_not_wait_out_the_pause_of_the_last_one(
     assert not is_asked()  # from here on the pauses grow again
     now += FIRST_PAUSE_S
     assert is_asked()
-
-
-def test_a_client_that_does_not_drop_a_chunk_is_reported_as_stalled(
-    pool: Pool, one: Client, two: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    give(pool, borrow(pool, one, GIB, GIB, GIB, GIB))
-    want(pool, two, (SMALL, SMALL, SMALL))
-    assert settle(pool).stalled == []
-    monkeypatch.setattr(pools, "DROP_GRACE_S", 0.0)
-    served = settle(pool)
-    assert [demand.client for demand in served.stalled] == [two]
-    assert len(served.drops) == 1  # another one is tried
-
-
-def test_a_handle_that_is_dropped_unasked_is_sent_again(pool: Pool, one: Client) -> None:
-    [chunk] = borrow(pool, one, MEDIUM)
-    pool.drop(one, [chunk.id])
-    give(pool, [chunk])
-    pool.drop(one, [chunk.id, 12345])
-    want(pool, one, (MEDIUM, MEDIUM, MEDIUM))
-    [(_, again, flags)] = settle(pool).grants
-    assert (again, flags) == (chunk, HAS_DESCRIPTOR)
-
-
-def test_a_full_driver_leads_to_smaller_chunks(pool: Pool, memory: FakeMemory, one: Client) -> None:
-    memory.room = LARGE + MEDIUM
-    want(pool, one, (GIB, GIB, GIB))
-    served = settle(pool)
-    assert granted(served) == [LARGE, MEDIUM]
-    assert served.retry
-    assert len(served.stalled) == 1
-    memory.room += LARGE
-    assert granted(settle(pool)) == [LARGE]
-
-
-def test_idle_chunks_go_where_the_driver_is_full_below_the_capacity(
-    pool: Pool, memory: FakeMemory, one: Client, two: Client
-) -> None:
-    memory.room = GIB
-    give(pool, borrow(pool, one, GIB))
-    pool.reclaim(one)
-    want(pool, two, (MEDIUM, MEDIUM, MEDIUM))
-    assert granted(settle(pool)) == [MEDIUM]
-
-
-def test_trim_releases_small_chunks_first_and_keeps_the_given_bytes(
-    pool: Pool, memory: FakeMemory, one: Client
-) -> None:
-    give(pool, borrow(pool, one, GIB, LARGE, SMALL, SMALL))
-    gone, drops = pool.release_idle(GIB)
-    assert gone == LARGE + 2 * SMALL
-    assert pool.idle_bytes == GIB
-    assert {chunk.size for _, chunk in drops} == {LARGE, SMALL}
-    assert pool.release_idle(GIB) == (0, [])
-    pool.drop(one, [chunk.id for _, chunk in drops])
-    assert pool.total_bytes == sum(memory.sizes.values()) == GIB
-
-
-def test_bytes_of_another_client_are_flagged_until_a_client_has_zeroed_them(
-    pool: Pool, one: Client, two: Client
-) -> None:
-    [chunk] = borrow(pool, one, MEDIUM)
-
-    def flag_for(member: Client) -> bool:
-        want(pool, member, (MEDIUM, MEDIUM, MEDIUM))
-        [(_, again, flags)] = settle(pool).grants
-        assert again is chunk
-        return bool(flags & FOREIGN)
-
-    give(pool, [chunk])
-    assert not flag_for(one)
-    give(pool, [chunk])
-    assert flag_for(two)
-    pool.give_back(two, [chunk.id], foreign={chunk.id})  # it has zeroed nothing
-    assert flag_for(two)
-    pool.give_back(two, [chunk.id], foreign={chunk.id})
-    assert flag_for(one)  # since the other one may have written to a part of it
-    give(pool, [chunk])
-    assert not flag_for(one)
-    pool.keep_only(one, set())  # it reconnects, and its message about the return was lost
-    assert flag_for(one)
-    pool.reclaim(one)
-    assert flag_for(client(one.id))
-
-
-def test_a_leased_chunk_stays_out_until_its_leases_end(pool: Pool, one: Client, two: Client) -> None:
-    [chunk] = borrow(pool, one, GIB)
-    for lease in (7, 8):
-        pool.attach(lease, one, 100 + lease, [chunk.id])
-    assert pool.attached_bytes(107) == GIB
-    pool.reclaim(one)
-    assert pool.idle_bytes == 0
-    pool.detach(7)
-    pool.detach(7)
-    assert (pool.idle_bytes, pool.attached_bytes(107)) == (0, 0)
-    pool.detach(8)
-    assert pool.idle_bytes == GIB
-    want(pool, two, (GIB, GIB, GIB))
-    assert granted(settle(pool)) == [GIB]
-
-
-def test_leases_are_of_chunks_of_their_owner(pool: Pool, one: Client, two: Client) -> None:
-    [chunk] = borrow(pool, one, GIB)
-    with pytest.raises(MalformedError, match="not held by the owner"):
-        pool.attach(7, two, 100, [chunk.id])
-    pool.attach(7, one, 100, [chunk.id])
-    pool.attach(7, one, 100, [chunk.id, chunk.id])  # said again after the owner came back
-    assert chunk.attachments == 1
-    with pytest.raises(MalformedError, match="another"):
-        pool.attach(7, two, 100, [])
-
-
-def test_a_rejoining_client_holds_the_chunks_it_names(pool: Pool, one: Client) -> None:
-    chunks = borrow(pool, one, GIB, LARGE, MEDIUM)
-    give(pool, chunks[2:])
-    disconnect(pool, one)
-    assert pool.adopt(one, chunks[0].id, GIB, 5) is False
-    pool.keep_only(one, {chunks[0].id})
-    assert set(one.held) == set(one.imported) == {chunks[0].id}
-    assert pool.idle_bytes == LARGE + MEDIUM
-
-
-def test_chunks_of_an_earlier_broker_are_adopted_even_beyond_the_capacity(
-    pool: Pool, memory: FakeMemory, one: Client, two: Client
-) -> None:
-    for number in range(5):
-        assert pool.adopt(one, 900 + number, GIB, number) is True
-    pool.keep_only(one, {900 + number for number in range(5)})
-    assert (pool.total_bytes, one.held_bytes) == (5 * GIB, 5 * GIB)
-    want(pool, two, (GIB, GIB, GIB))
-    assert settle(pool).grants == []
-    pool.give_back(one, [900])
-    [(_, chunk, flags)] = settle(pool).grants
-    assert (chunk.id, flags) == (900, HAS_DESCRIPTOR | FOREIGN)
-    assert pool.available_bytes() == 0
-    with pytest.raises(MalformedError, match="adopted"):
-        pool.adopt(two, 1000, GIB, -1)
-    with pytest.raises(MalformedError, match="not held by this client"):
-        pool.adopt(two, 901, GIB, 50)
-    with pytest.raises(MalformedError, match="not held by this client"):
-        pool.adopt(one, 901, LARGE, 50)
-    with pytest.raises(MalformedError, match="expected one of"):
-        pool.adopt(one, 1001, GIB + 1, 50)
-    with pytest.raises(MalformedError, match="not held by this client"):
-        pool.give_back(two, [901])
-
-
-def test_chunks_beyond_the_capacity_are_released_when_idle(
-    pool: Pool, memory: FakeMemory, one: Client, two: Client
-) -> None:
-    """A client fills the new broker's capacity, and then another brings its chunks of the old broker."""
-    chunks = borrow(pool, one, GIB, GIB, GIB, GIB)
-    for number in range(3):
-        pool.adopt(two, 900 + number, GIB, number)
-    pool.keep_only(two, {900, 901, 902})
-    assert pool.total_bytes == 7 * GIB
-    want(pool, one, (GIB, GIB, GIB))
-    pool.give_back(two, [900])
-    assert granted(settle(pool), one) == [GIB]  # waiting demands come first
-    pool.give_back(two, [901, 902])
-    served = settle(pool)
-    assert [(member, chunk.size) for member, chunk in served.drops] == [(two, GIB)] * 2
-    assert (pool.idle_bytes, pool.leaving_bytes) == (0, 2 * GIB)
-    assert settle(pool).drops == []
-    pool.drop(two, [901, 902])
-    give(pool, chunks)
-    [(member, chunk)] = settle(pool).drops
-    pool.drop(member, [chunk.id])
-    assert settle(pool).drops == []
-    assert (pool.total_bytes, pool.idle_bytes, pool.leaving_bytes) == (CAPACITY, 3 * GIB, 0)
-    check_books(pool, memory, [one, two])
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [(GIB + 1, GIB, GIB), (GIB, 3, GIB), (LARGE, GIB, GIB), (GIB, GIB, 0), (GIB, GIB, PAGE + 1), (0, 0, PAGE)],
-)
-def test_invalid_demands_are_malformed(pool: Pool, one: Client, entry: tuple[int, int, int]) -> None:
-    with pytest.raises(MalformedError):
-        want(pool, one, entry)
-    assert settle(pool).stalled == []
-
-
-def check_books(pool: Pool, memory: FakeMemory, members: Sequence[Client]) -> None:
-    chunks = list(pool.chunks.values())
-    assert sorted(chunk.file for chunk in chunks) == sorted(memory.sizes)
-    assert sum(chunk.size for chunk in chunks) == pool.total_bytes <= pool.capacity
-    idle = [chunk for chunk in chunks if chunk.holder is None and not chunk.is_leaving and not chunk.attachments]
-    assert sum(chunk.size for chunk in idle) == pool.idle_bytes
-    assert sum(chunk.size for chunk in chunks if chunk.is_leaving) == pool.leaving_bytes
-    for member in members:
-        assert all(chunk.holder is member for chunk in member.held.values())
-        assert all(member in chunk.importers for chunk in member.imported.values())
-    assert sum(len(member.held) for member in members) == sum(chunk.holder is not None for chunk in chunks)
-    assert sum(len(member.imported) for member in members) == sum(len(chunk.importers) for chunk in chunks)
 
 
 def test_turns_on_a_full_pool_do_not_break_it_up(
@@ -548,8 +270,7 @@ def test_turns_on_a_full_pool_do_not_break_it_up(
         settle(pool)
         for chunk_id in list(giver.held):
             pool.give_back(giver, [chunk_id])
-            dropped = settle(pool).drops
-            for member, chunk in dropped:
+            for member, chunk in settle(pool).drops:
                 pool.drop(member, [chunk.id])
         with monkeypatch.context() as later:
             later.setattr(pools, "PATIENCE_S", 0.0)  # a moment has passed
@@ -560,3 +281,12 @@ def test_turns_on_a_full_pool_do_not_break_it_up(
         pool.queue.close(taker, request)
         counts.append(len(pool.chunks))
     assert len(set(counts[6:])) == 1
+
+
+def test_the_end_of_a_demand_is_not_reported_to_an_exited_client(pool: Pool, one: Client) -> None:
+    """A client asks for more than the pool has left, and exits before the next step."""
+    request = want(pool, one, (GIB, GIB, CAPACITY))
+    settle(pool)
+    pool.queue.exchange(one, request, [PAGE, PAGE, PAGE])
+    pool.reclaim(one)
+    assert pool.serve().completed == []

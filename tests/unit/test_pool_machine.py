@@ -22,16 +22,15 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from memsaver.broker import pool as pools
 from memsaver.broker import queue as demand_books
 from memsaver.broker.clients import CLASSES, PAGE, Chunk, Client
-from memsaver.broker.connection import Connection
-from memsaver.broker.monitor import Process
 from memsaver.broker.pool import Pool, ServeResult
 from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError
 from memsaver.broker.queue import OverCapacityError
-from memsaver.errors import DriverError
+from memsaver.broker.server import Connection
+from tests.broker_support import PLENTY, CountedMemory, made
 
 EXPLORE = int(os.environ.get("MEMSAVER_TEST_EXPLORE", "0"))
 SETTINGS = settings(
-    max_examples=EXPLORE or 400,
+    max_examples=EXPLORE or 150,
     stateful_step_count=50,
     deadline=None,
     derandomize=not EXPLORE,
@@ -43,40 +42,8 @@ SETTINGS = settings(
 
 GIB, LARGE, MEDIUM, SMALL = CLASSES
 CAPACITY = GIB + LARGE + 4 * MEDIUM
-PLENTY = 1 << 40
 CLIENTS = 3
-DEAD = -5  # a client that exited with the chunk
 STEPS = 5000  # of the pool, which a demand takes at most
-
-
-class CountedMemory:
-    """Descriptors are numbers; ``room`` is left by other programs."""
-
-    def __init__(self) -> None:
-        self.room = PLENTY
-        self.sizes: dict[int, int] = {}
-        self._files = itertools.count(100)
-
-    def create(self, size: int) -> int:
-        if size > self.free_bytes():
-            raise DriverError("create failed with code 2: full", call="create", code=2, message="full")
-        assert sum(self.sizes.values()) + size <= CAPACITY, "more was made than the capacity"
-        file = next(self._files)
-        self.sizes[file] = size
-        return file
-
-    def adopt(self, file: int, size: int) -> None:
-        assert file not in self.sizes
-        self.sizes[file] = size
-
-    def close(self, file: int) -> None:
-        del self.sizes[file]
-
-    def free_bytes(self) -> int:
-        return max(0, self.room - sum(self.sizes.values()))
-
-    def new_file(self) -> int:
-        return next(self._files)
 
 
 @dataclass(eq=False)
@@ -87,7 +54,6 @@ class Order:
     number: int  # by opening
     left: int
     most: int  # the largest limit so far
-    refused: bool = False
     chunks: set[Chunk] = field(default_factory=set)  # brought by it, and held since
 
     @property
@@ -106,11 +72,6 @@ class Model:
     foreign: set[Chunk] = field(default_factory=set)  # granted with bytes of others
     to_drop: list[Chunk] = field(default_factory=list)
     orders: dict[int, Order] = field(default_factory=dict)
-
-
-def made(number: int) -> Client:
-    """A connected client. The pool does not use its connection."""
-    return Client(number, Process(number, -1), cast(Connection, object()))
 
 
 @st.composite
@@ -136,15 +97,15 @@ class Books(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         for module in (pools, demand_books):
             self.patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.at))
-        self.memory = CountedMemory()
+        self.memory = CountedMemory(CAPACITY)
         self.pool = Pool(self.memory, CAPACITY)
         self.clients: dict[int, Model] = {}
         self.requests = itertools.count(1)
         self.numbers = itertools.count(1)
         self.strangers = itertools.count(1 << 40)  # ids of chunks of an earlier broker
-        self.leases: dict[int, tuple[Model, list[Chunk]]] = {}
         self.uncertain: set[Chunk] = set()  # returned by the end of a connection
-        self.bytes_of: dict[Chunk, set[int]] = {}  # the clients whose bytes a chunk holds, and DEAD
+        self.bytes_of: dict[Chunk, set[int]] = {}  # the clients whose bytes a chunk holds
+        self.dead: set[Chunk] = set()  # which a client held when it exited
 
     @initialize()
     def begin(self) -> None:
@@ -156,9 +117,6 @@ class Books(RuleBasedStateMachine):
     def waiting(self) -> list[tuple[Model, Order]]:
         orders = [(each, order) for each in self.clients.values() for order in each.orders.values() if order.left]
         return sorted(orders, key=lambda pair: pair[1].number)
-
-    def lent(self, chunk: Chunk) -> int:
-        return sum(chunk in chunks for _, chunks in self.leases.values())
 
     def returned(self, client: Model, chunk: Chunk) -> None:
         client.held.remove(chunk)
@@ -176,7 +134,7 @@ class Books(RuleBasedStateMachine):
             assert (demand.client, demand.request) == (client.client, order.request), "another one came first"
             assert client.connected
             assert not any(chunk in each.held for each in self.clients.values()), "a chunk has two holders"
-            assert not self.lent(chunk), "a chunk that is lent was granted"
+            assert chunk not in self.dead, "a chunk was granted that a process may still use"
             assert chunk.size <= min(order.most, order.left)
             assert bool(flags & HAS_DESCRIPTOR) == (chunk not in client.known)
             writers = self.bytes_of.setdefault(chunk, set())
@@ -261,10 +219,9 @@ class Books(RuleBasedStateMachine):
         """Its process has gone."""
         client = self.clients.pop(number, None)
         if client is not None:
-            self.pool.reclaim(client.client)
-            for chunk in list(client.held):
-                self.bytes_of[chunk].add(DEAD)
-                self.returned(client, chunk)
+            self.dead |= client.held
+            for member, chunk in self.pool.reclaim(client.client):
+                self.dropped_by_pool(member, chunk)
 
     @rule(number=clients, taken=st.integers(0, 1))
     def bring_a_chunk_of_another(self, number: int, taken: int) -> None:
@@ -283,16 +240,15 @@ class Books(RuleBasedStateMachine):
         client = self.clients.get(number)
         if client is None or not client.connected:
             return
-        order = Order(next(self.requests), next(self.numbers), 0, max(limit for limit, _, _ in wish))
-        client.orders[order.request] = order
         needed = sum(left for _, _, left in wish)
-        try:
-            self.pool.queue.open(client.client, order.request, [word for entry in wish for word in entry])
-            order.left = needed
-            assert needed <= CAPACITY, "a demand beyond the capacity"
-        except OverCapacityError:
-            assert needed > CAPACITY
-            order.refused = True
+        order = Order(next(self.requests), next(self.numbers), needed, max(limit for limit, _, _ in wish))
+        words = [word for entry in wish for word in entry]
+        if needed > CAPACITY:
+            with pytest.raises(OverCapacityError):
+                self.pool.queue.open(client.client, order.request, words)
+        else:
+            self.pool.queue.open(client.client, order.request, words)
+            client.orders[order.request] = order
 
     @precondition(lambda self: any(client.orders for client in self.clients.values()))
     @rule(number=clients, which=indices, wish=wishes)
@@ -302,8 +258,6 @@ class Books(RuleBasedStateMachine):
             return
         client = self.clients[number]
         self.pool.queue.exchange(client.client, order.request, [word for entry in wish for word in entry])
-        if order.refused:
-            return
         needed = sum(left for _, _, left in wish)
         kept = order.left - min(needed, order.left)
         order.left = kept + min(needed, max(0, CAPACITY - order.granted - kept))
@@ -367,26 +321,6 @@ class Books(RuleBasedStateMachine):
         client.known -= set(chunks)
         client.to_drop = [chunk for chunk in client.to_drop if chunk not in chunks]
 
-    @rule(number=clients, lease=st.integers(1, 3), which=some_of)
-    def lend(self, number: int, lease: int, which: set[int]) -> None:
-        client = self.clients.get(number)
-        if client is None:
-            return
-        chunks = self.pick(client.held, which)
-        if lease in self.leases and self.leases[lease][0].client is not client.client:
-            with pytest.raises(MalformedError):
-                self.pool.attach(lease, client.client, 77, [chunk.id for chunk in chunks])
-            return
-        self.pool.attach(lease, client.client, 77, [chunk.id for chunk in chunks])
-        self.leases[lease] = client, chunks
-
-    @precondition(lambda self: self.leases)
-    @rule(which=indices)
-    def end_lease(self, which: int) -> None:
-        lease = sorted(self.leases)[which % len(self.leases)]
-        assert self.pool.detach(lease) is not None
-        del self.leases[lease]
-
     @rule(keep=st.sampled_from([0, MEDIUM, LARGE, GIB]))
     def trim(self, keep: int) -> None:
         before = self.pool.idle_bytes
@@ -442,8 +376,7 @@ class Books(RuleBasedStateMachine):
         idle = [chunk for shelf in pool._idle.values() for chunk in shelf.values()]
         held = [chunk for client in self.clients.values() for chunk in client.held]
         leaving = [chunk for chunk in chunks if chunk.is_leaving]
-        lent = [chunk for chunk in chunks if chunk.holder is None and self.lent(chunk) and not chunk.is_leaving]
-        places = Counter(id(chunk) for group in (idle, held, leaving, lent) for chunk in group)
+        places = Counter(id(chunk) for group in (idle, held, leaving) for chunk in group)
         assert places == Counter(id(chunk) for chunk in chunks), "a chunk is in two places, or in none"
         assert (pool.total_bytes, pool.idle_bytes, pool.leaving_bytes) == tuple(
             sum(chunk.size for chunk in group) for group in (chunks, idle, leaving)
@@ -455,7 +388,6 @@ class Books(RuleBasedStateMachine):
             assert all(chunk.holder is client.client for chunk in client.held)
             assert client.client.held_bytes == sum(chunk.size for chunk in client.held)
         for chunk in chunks:
-            assert chunk.attachments == self.lent(chunk)
             assert chunk.importers == {client.client for client in self.clients.values() if chunk in client.known}
             assert chunk.importers or not chunk.is_leaving, "a chunk of which there is no handle has not gone"
 
@@ -466,16 +398,13 @@ class Books(RuleBasedStateMachine):
         expected = [(client.client.id, order.request, order.left) for client, order in self.waiting()]
         assert queued == expected
         for client, order in self.waiting():
-            rows = self.pool.waiting(client.client)
-            assert order.left + order.granted in [row["needed_bytes"] for row in rows]
+            demands = [each for each in self.pool.queue.waiting if each.client is client.client]
+            assert order.left + order.granted in [each.granted + each.remaining for each in demands]
 
     def teardown(self) -> None:
         try:
             for number in list(self.clients):
                 self.leave(number)
-            for lease in list(self.leases):
-                self.pool.detach(lease)
-            self.leases.clear()
             self.pool.release_idle(0)
             assert not self.memory.sizes, "memory is left when all have left"
             assert not self.pool.serve().grants
@@ -485,15 +414,3 @@ class Books(RuleBasedStateMachine):
 
 def test_the_pool_agrees_with_the_messages_to_clients() -> None:
     run_machine(Books, settings=SETTINGS)
-
-
-def test_the_end_of_a_demand_is_not_reported_to_an_exited_client() -> None:
-    """Found by the machine: a client asks for more than the pool has left, and exits before the next step."""
-    pool = Pool(CountedMemory(), CAPACITY)
-    member = made(1)
-    pool.queue.open(member, 1, [GIB, GIB, CAPACITY])
-    while pool.serve().has_more:
-        pass
-    pool.queue.exchange(member, 1, [PAGE, PAGE, PAGE])
-    pool.reclaim(member)
-    assert pool.serve().completed == []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 
@@ -48,7 +49,6 @@ def test_a_backup_without_a_thread_to_spare_touches_its_memory_itself() -> None:
     said = run_clean(
         """
         import os, re, resource, time, memsaver
-        memsaver.configure(backup_ahead=False)  # which has a thread of its own
         region = memsaver.region("a", device="cpu")
         before = len(os.listdir("/proc/self/task"))
         while len(os.listdir("/proc/self/task")) == before:  # a wait that needs a thread leaves it for later waits
@@ -105,7 +105,7 @@ print(child, flush=True)
 while True:
     driver.memory()
 """
-    for attempt in range(5):  # most of the time the holder is under the lock
+    for attempt in range(3):  # most of the time the holder is under the lock
         parent = subprocess.Popen(
             [sys.executable, "-c", holder],
             env=environment(MEMSAVER_HOST_DEVICE=device),
@@ -118,46 +118,10 @@ while True:
             time.sleep(0.02 + 0.0013 * attempt)
             parent.kill()
             parent.wait()
-            subprocess.run(
-                [sys.executable, "-c", "import memsaver; memsaver._core.open_driver('cpu').memory()"],
-                env=environment(MEMSAVER_HOST_DEVICE=device),
-                timeout=20,
-                check=True,
-            )
+            run_clean("import memsaver; memsaver._core.open_driver('cpu').memory()", MEMSAVER_HOST_DEVICE=device)
         finally:
-            subprocess.run(["kill", "-9", str(child)], check=True)
+            os.kill(child, signal.SIGKILL)
             parent.stdout.close()
-
-
-def test_stats_do_not_block_python_while_the_arena_grows(make: Make) -> None:
-    region = make("host")
-    held = region._core.allocate_array(700 * MIB)
-    slowest = 0.0
-    done = threading.Event()
-
-    def tick() -> None:
-        nonlocal slowest
-        while not done.is_set():
-            begun = time.perf_counter()
-            time.sleep(0.001)
-            slowest = max(slowest, time.perf_counter() - begun)
-
-    def look() -> None:
-        while not done.is_set():
-            memsaver.stats()
-
-    threads = [threading.Thread(target=tick), threading.Thread(target=look)]
-    for thread in threads:
-        thread.start()
-    begun = time.perf_counter()
-    region.pause()
-    seconds = time.perf_counter() - begun
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert slowest < max(0.1, seconds / 2)
-    region.resume()
-    del held
 
 
 def test_a_failed_import_closes_its_descriptor() -> None:

@@ -33,19 +33,21 @@ def held(make: Make) -> Iterator[memsaver.Region]:
 
 
 def test_part_has_the_transition_under_way_with_its_stage_and_the_stacks(held: memsaver.Region) -> None:
-    assert reports.stage() is None
-    moving = held.pause(wait=False)
+    assert reports.described(None) == "answers: no transition is under way"
+    moving = memsaver.start(pause=held)
     try:
-        until(lambda: "'launches'" in (reports.stage() or ""))
-        stage = reports.stage()
-        assert stage is not None and stage.startswith(f"the pause of {held.tag!r} is in the stage 'launches' since ")
+        until(lambda: "'launches'" in reports.described(None))
+        stage = f"is in enter(); the pause of {held.tag!r} is in the stage 'launches' since "
+        assert reports.described("is in enter()").startswith(stage)
         found: list[str] = []
         thread = threading.Thread(target=lambda: found.append(reports.part()))
         thread.start()
         thread.join(60)
         (part,) = found
         under_way, rest = part.split("threads:")
-        assert "the pause of" in under_way and "in thread 'MainThread'; stages: queue 0.0" in under_way
+        assert under_way.startswith(f"pid {os.getpid()} on ")
+        assert f"pause {held.tag!r}: running at " in under_way
+        assert "in thread 'MainThread'; stages: queue 0.0" in under_way
         assert "  thread 'MainThread':" in rest
         assert "in test_part_has_the_transition_under_way_with_its_stage_and_the_stacks" in rest
         assert "  thread 'memsaver transition':" in rest
@@ -90,8 +92,8 @@ def test_part_names_the_holders_of_memory_for_which_a_transition_waits(make: Mak
     block, held = region.empty(8 << 20), other.empty(2 << 20)
     region.pause()
     with Fill():
-        moving = region.resume(memory_timeout=60, wait=False)
-        until(lambda: "'memory'" in (reports.stage() or ""))
+        moving = memsaver.start(resume=region, memory_timeout=60)
+        until(lambda: "'memory'" in reports.described(None))
         part = reports.part()
         assert "memory:\n  cpu: " in part
         memory = part.partition("memory:\n")[2].partition("threads:\n")[0]

@@ -23,7 +23,7 @@ def stream() -> Iterator[int]:
     stream = controls.stream_create()
     yield stream
     assert not controls.context_lost()  # no kernel lost its memory
-    controls.stream_release_all()
+    controls.stream_release(0)
 
 
 def free_under_a_kernel(stream: int, block: Block, hold: float | None) -> float:

@@ -1,9 +1,10 @@
-"""The bytes of a region that are copied, by the figures and lists of torch's allocator, which are made up here."""
+"""torch's pools over regions and its routes to pools, with calls, figures and lists of torch that are made up."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +12,14 @@ import pytest
 import torch
 
 import memsaver
+from memsaver import _core
 from memsaver._adapter import adapter
 from memsaver._torch import pools as torch_pools
+from memsaver._torch import routes as torch_routes
 from memsaver._torch import routing
 from memsaver._torch.pools import RegionPools
+from memsaver._torch.private import private
+from memsaver._torch.routes import Routes
 from tests.support import MIB, functions
 
 Make = Callable[..., memsaver.Region]
@@ -24,78 +29,70 @@ BYTES = 100 * MIB
 class MadeUpPool:
     id = (7, 7)
 
+    def use_count(self) -> int:
+        return 1
 
-@pytest.fixture(params=[BYTES, 2 * MIB], ids=["large segment", "small segments"])
-def region(monkeypatch: pytest.MonkeyPatch, tag: str, request: pytest.FixtureRequest) -> Iterator[memsaver.Region]:
-    """A region of one large segment or of segments for small blocks, in a made-up torch pool with free bytes in it."""
+
+@pytest.fixture
+def region(monkeypatch: pytest.MonkeyPatch, tag: str) -> Iterator[memsaver.Region]:
+    """A region in a pool of torch, of whose block the first 2 MiB are free."""
     region = memsaver.region(tag, device="cpu")
-    held = [region.empty(request.param, torch.uint8) for _ in range(BYTES // request.param)]
-    region.held = held  # type: ignore[attr-defined]
-    pools = RegionPools(region, {})
+    held = region.empty(BYTES, torch.uint8)
+    pools = RegionPools(region)
     pools._idle = [MadeUpPool()]  # type: ignore[list-item]
-    monkeypatch.setitem(adapter()._pools, region, pools)  # type: ignore[attr-defined]
+    router: Any = adapter()
+    monkeypatch.setattr(router, "_pools", {region: pools})
+    blocks = [
+        {"address": held.data_ptr(), "size": 2 * MIB, "state": "inactive"},
+        {"address": held.data_ptr() + 2 * MIB, "size": BYTES - 2 * MIB, "state": "active_allocated"},
+    ]
+    monkeypatch.setattr(torch_pools, "snapshot", lambda pool_id: [{"blocks": blocks if pool_id == (7, 7) else []}])
+    monkeypatch.setattr(routing, "has_many_blocks", lambda device: False)
     yield region
-    held.clear()  # regions live as long as the process
 
 
-def kind_of(region: memsaver.Region) -> str:
-    """torch's name for the blocks of the region's segments."""
-    return "small_pool" if len(region.held) > 1 else "large_pool"  # type: ignore[attr-defined]
-
-
-def free_in_torch(
-    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region, listed: int, anywhere: dict[str, int]
-) -> list[Any]:
-    """``listed`` bytes free in the region's pool, ``anywhere`` by kind in all pools. Returns the lists made."""
-    made: list[Any] = []
-    address = region.held[0].data_ptr()  # type: ignore[attr-defined]
-
-    def snapshot(pool_id: Any) -> list[dict[str, Any]]:
-        made.append(pool_id)
-        blocks = [{"address": address, "size": listed, "state": "inactive"}] if listed else []
-        blocks.append({"address": address + listed, "size": BYTES - listed, "state": "active_allocated"})
-        return [{"blocks": blocks}]
-
-    def stats(device: Any) -> dict[str, Any]:
-        kinds = ("small_pool", "large_pool")
-        reserved = {kind: {"current": 3 * BYTES} for kind in kinds}
-        active = {kind: {"current": 3 * BYTES - anywhere.get(kind, 0)} for kind in kinds}
-        return {"reserved_bytes": reserved, "active_bytes": active}
-
-    monkeypatch.setattr(torch_pools, "snapshot", snapshot)
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
-    return made
-
-
-def test_free_blocks_are_not_copied(monkeypatch: pytest.MonkeyPatch, region: memsaver.Region) -> None:
-    made = free_in_torch(monkeypatch, region, listed=2 * MIB, anywhere={kind_of(region): 2 * MIB})
+def test_free_blocks_are_not_copied(region: memsaver.Region) -> None:
     assert region.pause(backup="host").copied_bytes == BYTES - 2 * MIB
-    assert made == [MadeUpPool.id]
 
 
-def test_few_free_bytes_are_copied_without_listing_blocks(
-    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region
+@pytest.mark.parametrize("capturing", [False, True])
+def test_free_blocks_are_returned_outside_of_captures(
+    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region, capturing: bool
 ) -> None:
-    made = free_in_torch(monkeypatch, region, listed=MIB, anywhere={kind_of(region): MIB})
-    assert region.pause(backup="host").copied_bytes == BYTES
-    assert made == []
+    router: Any = adapter()
+    trimmed: list[Any] = []
+    monkeypatch.setattr(routing._core, "capturing", lambda: capturing)
+    monkeypatch.setattr(router, "trim", trimmed.append)
+    assert router.return_caches("cpu") == (2 * MIB, "")
+    assert trimmed == ([] if capturing else [[region]])
+    router._pools[region]._lent = [router._pools[region]._idle.pop()]
+    assert router.return_caches("cpu") == (2 * MIB, f"a thread is inside region {region.tag!r}")
+    region.pause()
+    assert router.return_caches("cpu") == (0, "")
 
 
-def test_free_blocks_are_listed_if_any_pool_may_have_some(
-    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region
+@pytest.mark.parametrize("has_graphs", [True, False])
+def test_a_pool_that_outlives_its_region_allocates_in_no_other(
+    monkeypatch: pytest.MonkeyPatch, make: Make, has_graphs: bool
 ) -> None:
-    made = free_in_torch(monkeypatch, region, listed=0, anywhere={kind_of(region): BYTES})
-    assert region.pause(backup="host").copied_bytes == BYTES
-    assert made == [MadeUpPool.id]
-
-
-def test_free_bytes_of_other_kinds_than_the_regions_do_not_count(
-    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region
-) -> None:
-    other = {"small_pool": "large_pool", "large_pool": "small_pool"}[kind_of(region)]
-    made = free_in_torch(monkeypatch, region, listed=0, anywhere={other: 3 * BYTES})
-    assert region.pause(backup="host").copied_bytes == BYTES
-    assert made == []
+    """A program may keep the pool that ``Region.pool`` returned. Its entry point is not that of the next region."""
+    router: Any = adapter()
+    monkeypatch.setattr(torch_pools, "snapshot", lambda pool_id: [])
+    monkeypatch.setattr(torch_routes, "RELEASE", (2, 13))
+    region = make()
+    points = region._core.entry_points()
+    pools = router._of(region)
+    monkeypatch.setattr(pools, "_make", MadeUpPool)
+    pools.take_back(pools.lend())
+    if has_graphs:
+        assert pools.graph.id == MadeUpPool.id
+    region.close()
+    following = make()
+    assert (following._core.entry_points() == points) is not has_graphs
+    if has_graphs:
+        assert functions(points)[0](MIB, 0, None) is None
+        assert "was closed" in _core.take_allocation_error()
+    following.close()
 
 
 @pytest.mark.parametrize("takes", [(), ("numbers",), ("numbers", "False")], ids=str)
@@ -106,53 +103,108 @@ def test_a_list_of_blocks_keeps_references(monkeypatch: pytest.MonkeyPatch, take
         return []
 
     monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
-    torch_pools._references_taken.cache_clear()
+    torch_pools._takes_references.cache_clear()
     first, second = int("300001"), int("300002")  # numbers that no other code refers to
     pool_id = first, second
     expected, of_false = (sys.getrefcount(first), sys.getrefcount(second)), sys.getrefcount(False)
     for _ in range(300):
         torch_pools.snapshot(pool_id)
     assert (sys.getrefcount(first), sys.getrefcount(second)) == expected
-    assert abs(sys.getrefcount(False) - of_false) < 100
-    torch_pools._references_taken.cache_clear()
+    assert sys.getrefcount(False) > of_false - 100  # which other threads take and release meanwhile
+    torch_pools._takes_references.cache_clear()
 
 
-@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "dropped"])
-def test_a_pool_that_outlives_its_region_allocates_in_no_other(
-    monkeypatch: pytest.MonkeyPatch, make: Make, keeps: bool
+def test_a_function_that_torch_lacks_is_named() -> None:
+    with pytest.raises(memsaver.Error, match="has no torch._C._cuda_nothing, expected a build of torch 2.8 or newer"):
+        private("_cuda_nothing")
+
+
+# Routes
+
+THREAD, ALL = "thread", "all"
+
+
+class Pool:
+    def __init__(self, number: int, torch_calls: TorchCalls) -> None:
+        self.id = (0, number)
+        # torch's destructor asserts this.
+        weakref.finalize(self, torch_calls.destroyed, number)
+
+
+class TorchCalls:
+    """Each route by the number of its pool, and the pools that were destroyed with the routes at that time."""
+
+    def __init__(self) -> None:
+        self.routes: dict[int, str] = {}
+        self.gone: list[tuple[int, dict[int, str]]] = []
+        self.without_route_of_all = 0
+        self.released: list[int] = []
+
+    def begin(self, kind: str) -> object:
+        def call(index: int, pool_id: tuple[int, int]) -> None:
+            assert pool_id[1] not in self.routes
+            self.routes[pool_id[1]] = kind
+
+        return call
+
+    def end(self, index: int, pool_id: tuple[int, int]) -> None:
+        del self.routes[pool_id[1]]
+        self.without_route_of_all += ALL not in self.routes.values()
+
+    def destroyed(self, number: int) -> None:
+        self.gone.append((number, dict(self.routes)))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> TorchCalls:
+    found = TorchCalls()
+    replaced = {
+        "_cuda_beginAllocateCurrentThreadToPool": found.begin(THREAD), "_cuda_beginAllocateToPool": found.begin(ALL),
+        "_cuda_endAllocateToPool": found.end,
+        "_cuda_releasePool": lambda index, pool_id: found.released.append(pool_id[1]),
+    }  # fmt: skip
+    for name, call in replaced.items():
+        monkeypatch.setattr(torch._C, name, call, raising=False)
+    monkeypatch.setattr(torch_routes, "RELEASE", (2, 13))
+    return found
+
+
+def test_pools_are_destroyed_beside_routes(calls: TorchCalls) -> None:
+    """The route of all threads does not end meanwhile: a thread without the GIL would get blocks of the paused pool."""
+    routes, thread = Routes(), Pool(9, calls)
+    routes.begin(0, thread)
+    routes.begin_for_all(0, Pool(1, calls))
+    dropped = [Pool(2, calls)]
+    routes.drop(0, dropped)
+    assert dropped == [] and calls.gone == [(2, {9: THREAD, 1: ALL})] and calls.without_route_of_all == 0
+    routes.begin_for_all(0, Pool(3, calls))
+    assert calls.routes == {9: THREAD, 3: ALL} and calls.without_route_of_all == 0
+    routes.end(0, thread)
+    routes.end_for_all(0)
+    assert [number for number, _ in calls.gone] == [2, 1, 3]
+
+
+def test_torch_up_to_2_12_empties_pools_that_are_never_destroyed(
+    calls: TorchCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program may keep the pool that ``Region.pool`` returned. Its entry point is not that of the next region."""
-    router: Any = adapter()
-    monkeypatch.setattr(torch_pools, "snapshot", lambda pool_id: [])
-    region = make()
-    points = region._core.entry_points()
-    pools = router._of(region)
-    monkeypatch.setattr(pools, "_make", lambda: type("Pool", (), {"id": (0, 1), "use_count": lambda self: 1})())
-    pool = pools.graph
-    if not keeps:
-        del pool
-    region.close()
-    following = make()
-    assert (following._core.entry_points() == points) is not keeps
-    if keeps:
-        assert functions(points)[0](MIB, 0, None) is None
-    following.close()
+    """It ends the process in the destructor while any thread of the process is routed."""
+    emptied: list[list[int]] = []
+    monkeypatch.setattr(torch_routes, "RELEASE", (2, 12))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(list(calls.released)))
+    routes = Routes()
+    for first in (1, 3):
+        routes.drop(2, [Pool(first, calls), Pool(first + 1, calls)])
+    assert calls.gone == [] and calls.routes == {}
+    assert emptied == [[1, 2], [1, 2, 3, 4]]
 
 
-@pytest.mark.parametrize(("capturing", "trims"), [(False, True), (True, False)], ids=["idle", "capture"])
-def test_free_blocks_are_returned_outside_of_captures(
-    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region, capturing: bool, trims: bool
-) -> None:
-    router: Any = adapter()
-    trimmed: list[Any] = []
-    free_in_torch(monkeypatch, region, listed=2 * MIB, anywhere={})
-    monkeypatch.setattr(routing._core, "capturing", lambda: capturing)
-    monkeypatch.setattr(routing, "has_many_blocks", lambda device: False)
-    monkeypatch.setattr(router, "_pools", {region: router._pools[region]})
-    monkeypatch.setattr(router, "trim", trimmed.append)
-    assert router.return_caches("cpu") == (2 * MIB, "")
-    assert trimmed == ([[region]] if trims else [])
-    router._pools[region]._lent = [router._pools[region]._idle.pop()]
-    assert router.return_caches("cpu") == (2 * MIB, f"a thread is inside region {region.tag!r}")
-    region.pause()
-    assert router.return_caches("cpu") == (0, "")
+def test_no_pool_is_dropped_during_a_capture(calls: TorchCalls) -> None:
+    routes = Routes()
+    _core.capture_begins()
+    try:
+        routes.drop(0, [Pool(1, calls)])
+        assert calls.gone == []
+    finally:
+        _core.capture_ends()
+    routes.drop(0, [])
+    assert calls.gone == [(1, {})]

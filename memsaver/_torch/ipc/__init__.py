@@ -2,8 +2,7 @@
 
 - ``handle``: the bytes that torch sends in the place of CUDA's own handle.
 - ``sent``: the storages that this process has sent.
-- ``server``: serves their chunks to receivers.
-- ``packets``: the messages between both.
+- ``server``: lends their chunks to receivers, as a service of memsaver/broker/server.py.
 - ``receiver``: the storages that this process has received.
 - ``patches``: the functions of torch that call all of these.
 """

@@ -18,10 +18,10 @@ from torch.multiprocessing import reductions
 from memsaver import _adapter, _core, regions
 from memsaver._torch.ipc.handle import Handle, Place, parsed
 from memsaver._torch.ipc.receiver import Receiver
-from memsaver._torch.ipc.server import Servers
+from memsaver._torch.ipc.server import Sender
 from memsaver.errors import Error
 
-_servers = Servers()
+_sender = Sender()
 _receiver = Receiver()
 _lock = threading.Lock()
 _is_installed = False
@@ -41,13 +41,13 @@ def install() -> None:
 
 def withdraw(region: regions.Region) -> None:
     """Refuses the handles of a region that was paused."""
-    _servers.sent.withdraw(region)
+    _sender.sent.withdraw(region)
 
 
 def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
-    _servers.reset_in_child()
+    _sender.reset_in_child()
     _receiver.reset_in_child()
 
 
@@ -125,9 +125,9 @@ def _region_of(storage: torch.UntypedStorage) -> regions.Region | None:
 
 def _sent(storage: torch.UntypedStorage, region: regions.Region) -> tuple[Handle, Handle]:
     """The handle of the storage, equal for all of its sends, and that of this send, which has the event."""
-    address = _servers.address()
+    address = _sender.address()
     event, event_handle = _event_on(region.device)
-    sent, is_kept = _servers.sent.add(storage, region, event)
+    sent, is_kept = _sender.sent.add(storage, region, event)
     if not is_kept:
         _wait_for_stream(region.device)
         event_handle = b""
@@ -165,19 +165,19 @@ def _wait_for_stream(device: str) -> None:
 
 
 def _received(place: Place, event: bytes) -> torch.UntypedStorage:
-    if not _servers.is_own(place.address):
+    if not _sender.is_own(place.address):
         return _receiver.receive(place, event)
-    sent = _servers.sent.claim(place.token, place.tag, place.backup, place.residence)  # its own
+    sent = _sender.sent.claim(place.token, place.backup, place.tag, place.residence)  # its own
     try:
         storage = sent.storage
         assert storage is not None  # since it is claimed
         return storage
     finally:
-        _servers.sent.unclaim(sent)
+        _sender.sent.unclaim(sent)
 
 
 def _received_again(place: Place, event: bytes) -> None:
-    if _servers.is_own(place.address):
+    if _sender.is_own(place.address):
         _received(place, event)
     else:
         _receiver.acknowledge(place, event)

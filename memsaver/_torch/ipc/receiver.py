@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
+import json
 import logging
-import os
 import queue
 import secrets
-import select
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,12 +15,12 @@ from typing import Any
 
 import torch
 
-from memsaver import _core
-from memsaver._torch.ipc import packets
+from memsaver import _core, errors
 from memsaver._torch.ipc.handle import Place
-from memsaver._torch.ipc.packets import Message
 from memsaver._torch.pools import keep_forever
 from memsaver.broker import pool_client
+from memsaver.broker.caller import Caller, CallError
+from memsaver.broker.protocol import MOST_DESCRIPTORS, Message
 from memsaver.errors import Error, ReceiveError
 
 log = logging.getLogger("memsaver")
@@ -32,7 +29,6 @@ ANSWER_S = 10.0  # for an answer of the sender
 _EXIT_S = 1.0  # for the thread's end at the interpreter's exit
 _BRIEFLY_S = 0.05  # for a thread that asks the same owner, before the releases for other owners
 _AGAIN_S = 0.05  # between two tries of a release
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _CAPTURE_S = 0.02  # between two looks for the end of a capture, in which no wait for the device is possible
 
 
@@ -40,211 +36,102 @@ class Owner:
     """The connection to the owner of received storages. It is made by the first use, and again after its end."""
 
     def __init__(self, place: Place) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._address = place.address
         self._pid = place.pid
-        self._serial = 0  # of the last message
-        self._channel: socket.socket | None = None
-        self._has_ended = False
+        self._caller: Caller | None = None
 
-    def connect(self) -> None:
-        with self._turn():
-            pass
+    @contextlib.contextmanager
+    def turn(self, wait_s: float | None = None) -> Iterator[Caller]:
+        """Holds the connection for a message. Raises the owner's error, and ReceiveError if it does not answer.
 
-    def call(self, message: Message) -> Message:
-        """The answer. Raises the owner's error, and ReceiveError if it has exited or does not answer."""
-        with self._turn() as deadline:
-            self._ask(message)
-            answer, received = self._answer(deadline)
-        packets.close(received)
-        return answer
-
-    def post(self, message: Message) -> None:
-        """Sends a message without an answer. It waits neither for other threads nor for an owner that reads nothing."""
-        with self._turn(_BRIEFLY_S):
-            self._ask(message, timeout_s=0.0)
-
-    def borrow(self, claim: int, layout: Message, device: str) -> Any:
-        """Maps the chunks of a claim. The owner exports the next ones while this process maps."""
-        memory = _core.borrow(device, layout["first"], layout["span"])
+        ``wait_s``: the bound of the wait for other threads, by default that of an answer.
+        """
         try:
-            with self._turn() as deadline:
-                at, count = 0, layout["count"]
-                self._ask({"op": "chunks", "claim": claim, "at": at})
+            if not self.lock.acquire(timeout=ANSWER_S if wait_s is None else wait_s):
+                raise CallError("timeout", f"did not answer another thread within {ANSWER_S:g} s")
+            try:
+                if self._caller is None or self._caller.has_ended:
+                    self._caller = self._connected()
+                self._caller.timeout_s = ANSWER_S
+                yield self._caller
+            finally:
+                self.lock.release()
+        except CallError as error:
+            raise self._error(error) from None
+
+    def borrow(self, claim: int, place: Place, is_ready: bool, device: str) -> Any:
+        """Claims a storage, and maps its chunks."""
+        with self.turn() as caller:
+            first, span, count = _received(caller, claim, place, is_ready).words[1:]
+            memory = _core.borrow(device, first, span)
+            try:
+                at = 0
                 while at < count:
-                    answer, files = self._answer(deadline)
+                    answer = caller.call("chunks", claim, at, answer="slots")
                     try:
-                        slots = [tuple(slot) for slot in answer["slots"]]
-                        at += len(slots)
-                        if at < count:
-                            self._ask({"op": "chunks", "claim": claim, "at": at})
-                        memory.map(slots, files)
+                        words = answer.words[1:]
+                        at += len(words) // 2
+                        memory.map(list(zip(words[::2], words[1::2])), answer.files)
                     finally:
-                        packets.close(files)
-            memory.allow()
-        except BaseException:
-            memory.leave(idle=True)  # nothing has used it
-            raise
+                        answer.close()
+                memory.allow()
+            except BaseException:
+                memory.leave(idle=True)  # nothing has used it
+                raise
         return memory
 
     def has_ended(self) -> bool:
         """Whether the connection was made and has ended. It closes the socket of an owner that has exited."""
-        if not self._lock.acquire(blocking=False):
+        if not self.lock.acquire(blocking=False):
             return False  # in use
         try:
-            if self._channel is not None:
-                poll = select.poll()
-                poll.register(self._channel, 0)  # POLLHUP is always reported
-                if poll.poll(0):
-                    self.close()
-            return self._has_ended
+            return self._caller is not None and self._caller.has_ended
         finally:
-            self._lock.release()
-
-    @contextlib.contextmanager
-    def _turn(self, wait_s: float | None = None) -> Iterator[float]:
-        """Holds the connection for a message. Yields the deadline of its answer.
-
-        The deadline leaves out the wait for other threads, since the owner is not late because of them. ``wait_s``:
-        the bound of this wait, by default that of the answer.
-        """
-        if not self._lock.acquire(timeout=ANSWER_S if wait_s is None else wait_s):
-            raise self._late()
-        try:
-            deadline = time.monotonic() + ANSWER_S
-            if self._channel is None:
-                self._connect(deadline)
-            yield deadline
-        finally:
-            self._lock.release()
-
-    def _connect(self, deadline: float) -> None:
-        self._has_ended = False
-        try:
-            self._channel = packets.new_socket()
-            self._channel.settimeout(ANSWER_S)
-            self._channel.connect(packets.bound_name(self._address))
-            _, user = packets.peer(self._channel)
-            # The name of an owner that has exited is free for other users.
-            if user != os.geteuid():
-                raise ReceiveError(
-                    f"the socket of the sender, process {self._pid}, belongs to user {user}, expected user "
-                    f"{os.geteuid()}",
-                    reason="user",
-                )
-            pool_client.open_sentinel()
-            files = _core.exit_descriptors()
-            try:
-                self._ask({"op": "hello", "version": packets.VERSION}, files)
-            finally:
-                packets.close(files)
-            _, received = self._answer(deadline)
-            packets.close(received)
-        except (TimeoutError, BlockingIOError):
-            self.close()
-            raise self._late() from None
-        except OSError as error:
-            if error.errno in _EXHAUSTED:
-                self.close()
-                raise self._exhausted(error) from None
-            raise self._exited(str(error.strerror)) from None
-        except BaseException:
-            self.close()
-            raise
+            self.lock.release()
 
     def close(self) -> None:
-        self._has_ended = True
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        if self._caller is not None:
+            self._caller.close()
 
-    def _ask(self, message: Message, files: list[int] | None = None, timeout_s: float | None = None) -> None:
-        channel = self._connected()
-        self._serial += 1
+    def _connected(self) -> Caller:
+        pool_client.open_sentinel()
+        caller = Caller(f"\0{self._address}", "", ANSWER_S)
+        message = Message("sentinel", files=_core.exit_descriptors())
         try:
-            channel.settimeout(ANSWER_S if timeout_s is None else timeout_s)
-            packets.send(channel, {**message, "serial": self._serial}, files or [])
-        except (TimeoutError, BlockingIOError):  # it has stopped, with many unread messages
-            raise self._late() from None
-        except OSError as error:
-            raise self._refused() or self._exited(str(error.strerror)) from None
+            for at in range(0, len(message.files), MOST_DESCRIPTORS):
+                caller.tell("sentinel", files=message.files[at : at + MOST_DESCRIPTORS])
+        finally:
+            message.close()
+        return caller
 
-    def _answer(self, deadline: float) -> tuple[Message, list[int]]:
-        """The answer to the last message, and its descriptors, which the caller closes."""
-        channel = self._connected()
-        while True:
-            try:
-                # At least a moment: with a timeout of 0 the socket would not wait at all.
-                channel.settimeout(max(0.001, deadline - time.monotonic()))
-                message, files = packets.receive(channel)
-            except TimeoutError:
-                raise self._late() from None
-            except (OSError, ValueError) as error:
-                raise self._exited(str(error)) from None
-            if message is None:
-                raise self._exited("the connection was closed")
-            if "error" in message:  # without a serial if the connection was refused
-                packets.close(files)
-                if message.get("serial") in (None, self._serial):
-                    raise self._error(message)
-            elif message.get("serial") == self._serial:
-                return message, files
-            packets.close(files)  # late: its caller has stopped waiting
+    def _error(self, error: CallError) -> Error:
+        if error.reason != "failed":
+            text = f"the sender, process {self._pid}, {error}"
+            if error.reason == "exited":
+                text += ", expected the process that sent the tensor to run, in the same network namespace"
+            return ReceiveError(text, reason=error.reason, pid=self._pid)
+        message = json.loads(str(error))
+        kind = getattr(errors, message["error"], Error)
+        found: Error = kind(message["text"], **message["fields"])
+        if isinstance(found, ReceiveError):
+            found.pid = self._pid
+        return found
 
-    def _connected(self) -> socket.socket:
-        if self._channel is None:
-            raise self._exited("the connection was closed")
-        return self._channel
 
-    def _refused(self) -> Error | None:
-        """The error with which the owner has closed the connection, if there is one."""
-        with contextlib.suppress(OSError, ValueError):
-            message, files = packets.receive(self._connected())
-            packets.close(files)
-            if message is not None and "error" in message:
-                self.close()
-                return self._error(message)
-        return None
-
-    def _error(self, message: Message) -> Error:
-        error = packets.to_error(message)
-        if isinstance(error, ReceiveError):
-            error.pid = self._pid
-        return error
-
-    def _late(self) -> ReceiveError:
-        return ReceiveError(
-            f"the sender, process {self._pid}, did not answer within {ANSWER_S:g} s, expected an answer of its thread",
-            reason="timeout",
-            pid=self._pid,
-        )
-
-    def _exhausted(self, error: OSError) -> ReceiveError:
-        return ReceiveError(
-            f"this process cannot connect to the sender, process {self._pid}: {error.strerror}, expected a free "
-            "descriptor: close files, or raise the limit (ulimit -n)",
-            reason="exhausted",
-            pid=self._pid,
-        )
-
-    def _exited(self, why: str) -> ReceiveError:
-        self.close()
-        return ReceiveError(
-            f"the sender, process {self._pid}, cannot be reached ({why}), expected the process that sent the tensor to "
-            "run, in the same network namespace",
-            reason="exited",
-            pid=self._pid,
-        )
+def _received(caller: Caller, claim: int, place: Place, is_ready: bool) -> Message:
+    names = "\n".join((place.token, place.backup, place.tag))
+    return caller.call("receive", claim, place.residence, int(is_ready), text=names, answer="lent")
 
 
 class _Use:
     """Keeps memory mapped while a storage uses it: the array that torch's storage is made of refers to it."""
 
-    def __init__(self, receiver: Receiver, place: Place, device: str, claim: int) -> None:
+    def __init__(self, receiver: Receiver, place: Place, device: str) -> None:
         self.receiver = receiver
         self.place = place
         self.device = device
-        self.claim = claim
+        self.claim = secrets.randbits(62) | 1
         self.memory: Any = None  # None: nothing was mapped
         self.cdata = 0  # of the storage
         self.has_ended = False
@@ -257,6 +144,11 @@ class _Use:
             self.receiver.ended(self)
 
     __del__ = end
+
+    def warn_once(self, error: Exception) -> None:
+        if not self.has_failed:
+            self.has_failed = True
+            log.warning("the use of a received tensor has not ended yet, and is tried again: %s", error)
 
 
 class Receiver:
@@ -275,44 +167,24 @@ class Receiver:
 
         Raises ReceiveError, RegionPausedError, DriverError, and memsaver.Error in a forked child.
         """
-        _core.regions()  # raises in a forked child
-        device = device_of(place)
-        is_ready = wait_for(device, event)
-        owner = self._owner(place)
-        owner.connect()  # before there is a claim to release
-        use = _Use(self, place, device, secrets.randbits(62) | 1)
+        owner, is_ready = self._begin(place, event)
+        use = _Use(self, place, device_of(place))
         try:
-            return self._storage(owner, use, is_ready)
+            use.memory = owner.borrow(use.claim, place, is_ready, use.device)
+            with torch._C.DisableTorchFunction():
+                storage = torch.from_dlpack(use.memory.array(place.offset, place.nbytes, use)).untyped_storage()
         except BaseException:
             use.end()  # now, not when a traceback drops its references
             raise
-
-    def _storage(self, owner: Owner, use: _Use, is_ready: bool) -> torch.UntypedStorage:
-        place, device = use.place, use.device
-        layout = owner.call(_receive(place, use.claim, is_ready))
-        if "key" in layout:
-            pool_client.connect(device)
-            bound = ANSWER_S
-            use.memory = _core.attach(device, layout["owner"], place.pid, place.residence, layout["key"], bound)
-        else:
-            use.memory = owner.borrow(use.claim, layout, device)
-        with torch._C.DisableTorchFunction():
-            storage = torch.from_dlpack(use.memory.array(place.offset, place.nbytes, use)).untyped_storage()
         use.cdata = storage._cdata
         self._received.add(use.cdata)
         return storage
 
     def acknowledge(self, place: Place, event: bytes) -> None:
         """Tells the owner that one more send of a storage was received, which this process has already."""
-        device = device_of(place)
-        is_ready = wait_for(device, event)
-        owner = self._owner(place)
-        owner.connect()
-        use = _Use(self, place, device, secrets.randbits(62) | 1)
-        try:
-            owner.call(_receive(place, use.claim, is_ready))
-        finally:
-            use.end()  # the thread repeats a release that does not succeed
+        owner, is_ready = self._begin(place, event)
+        with owner.turn() as caller:
+            _received(caller, 0, place, is_ready)
 
     def has(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._received
@@ -334,6 +206,15 @@ class Receiver:
         if self._thread is not None:
             atexit.unregister(self._stop)
         self.__init__()  # type: ignore[misc]
+
+    def _begin(self, place: Place, event: bytes) -> tuple[Owner, bool]:
+        """The owner, and whether this process waits for the owner's work by itself."""
+        _core.regions()  # raises in a forked child
+        is_ready = wait_for(device_of(place), event)
+        owner = self._owner(place)
+        with owner.turn():  # connects before there is a claim to release
+            pass
+        return owner, is_ready
 
     def _owner(self, place: Place) -> Owner:
         """The connection to an owner. A slow owner does not delay requests to other owners."""
@@ -375,68 +256,47 @@ class Receiver:
         late: set[str] = set()  # owners, by address: one try for each
         for use in uses:
             try:
-                if use.memory is not None and not self._unmap(use, use.device in idle):
-                    continue
                 if use.memory is not None:
+                    if not self._unmap(use, use.device in idle):
+                        continue
                     idle.add(use.device)
                     use.memory = None
                 if use.place.address in late or not self._release(use):
                     late.add(use.place.address)
                     again.append(use)
             except Exception as error:
-                _warn_once(use, error)
+                use.warn_once(error)
                 again.append(use)
         return again
 
     def _unmap(self, use: _Use, is_idle: bool) -> bool:
-        try:
-            _leave_between_captures(use.memory, is_idle)
-            return True
-        except Error as error:
+        while True:
+            try:
+                if use.memory.leave(is_idle):
+                    return True
+                why = "the driver refuses to unmap it"
+            except Error as error:
+                if _core.capturing():
+                    time.sleep(_CAPTURE_S)
+                    continue
+                why = str(error)
             # It may still be mapped, so the lease lasts as long as the process.
-            log.warning("the memory of a received tensor stays mapped: %s", error)
+            log.warning("the memory of a received tensor stays mapped: %s", why)
             self._mapped.append(use.memory)
             return False
 
     def _release(self, use: _Use) -> bool:
         """Sends a release. False: it has to be sent later. An owner that has exited needs none."""
         try:
-            self._owner(use.place).post({"op": "release", "claim": use.claim})
+            # It waits neither for other threads nor for an owner that reads nothing.
+            with self._owner(use.place).turn(_BRIEFLY_S) as caller:
+                caller.tell("release", use.claim, timeout_s=0.0)
         except ReceiveError as error:
             return error.reason not in ("timeout", "exhausted")
         except Error as error:  # this process lacks descriptors, for instance
-            _warn_once(use, error)
+            use.warn_once(error)
             return False
         return True
-
-
-def _warn_once(use: _Use, error: Exception) -> None:
-    if not use.has_failed:
-        use.has_failed = True
-        log.warning("the use of a received tensor has not ended yet, and is tried again: %s", error)
-
-
-def _leave_between_captures(memory: Any, is_idle: bool) -> None:
-    while True:
-        try:
-            memory.leave(is_idle)
-            return
-        except Error:
-            if not _core.capturing():
-                raise
-            time.sleep(_CAPTURE_S)
-
-
-def _receive(place: Place, claim: int, is_ready: bool) -> Message:
-    return {
-        "op": "receive",
-        "claim": claim,
-        "token": place.token,
-        "tag": place.tag,
-        "backup": place.backup,
-        "residence": place.residence,
-        "ready": is_ready,
-    }
 
 
 def wait_for(device: str, event: bytes) -> bool:

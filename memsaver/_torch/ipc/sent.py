@@ -89,7 +89,7 @@ class SentStorages:
         del opened
         return sent, is_kept
 
-    def claim(self, token: str, tag: str, backup: str, residence: int) -> Sent:
+    def claim(self, token: str, backup: str, tag: str, residence: int) -> Sent:
         """Counts one receiver.
 
         Raises RegionPausedError if the region is paused, and ReceiveError if the storage cannot be received any more.

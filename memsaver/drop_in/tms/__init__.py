@@ -2,57 +2,58 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from memsaver.drop_in.errors import DropInError
-from memsaver.drop_in.imports import when_imported
-from memsaver.drop_in.tms import sglang
+from memsaver.drop_in import DropInError, Hook
+from memsaver.drop_in.memsaver_drop_in import when_imported
+from memsaver.drop_in.startup import PACKAGES
 
 PACKAGE: Final = "torch_memory_saver"
-VERSION: Final = "0.0.10"  # of the API
-FOLDER: Final = Path(__file__).parent / "packages"  # holds the package, apart from site-packages
+# Processes of SGLang receive weights from others, through torch.multiprocessing. SGLang's unpickler refuses classes and
+# functions of modules that are not in its list.
+SGLANG: Final = "sglang.srt.utils.common"
+HANDLES: Final = "memsaver._torch.ipc."  # of the names in a pickled handle
 
 
 def version() -> str:
-    return VERSION
+    """Of the API."""
+    return "0.0.10"
 
 
-def check(version: str) -> None:
+def check(version: str) -> tuple[()]:
     """Raises DropInError if the original package has been imported."""
     if PACKAGE in sys.modules:
         raise DropInError(
             f"{PACKAGE} ({getattr(sys.modules[PACKAGE], '__file__', None)}) is imported already: set MEMSAVER_DROP_IN "
             "before Python starts"
         )
+    return ()
 
 
-def replace(activate: Callable[[Callable[[], tuple[str, ...]], logging.Logger], None]) -> None:
-    """Lets the next import of the package find memsaver's."""
-    sys.meta_path.insert(0, _Finder())
-
-    def imported(module: ModuleType) -> None:
-        activate(lambda: (PACKAGE,), logging.getLogger("memsaver"))
-
-    when_imported(PACKAGE, imported)
-    sglang.allow_handles()
+def hooks() -> list[Hook]:
+    """The next import of the package finds memsaver's."""
     if os.environ.get("TMS_INIT_ENABLE"):
-        when_imported("torch", _prepare)
+        when_imported("torch", _manage)  # with its errors, in the mode "warn" too
+    return [(PACKAGE, lambda module: (PACKAGE,), _find), (SGLANG, _allow_handles, None)]
 
 
-def _prepare(torch: ModuleType) -> None:
-    from memsaver.drop_in.tms.process import prepare
-
-    prepare()
+def _find(name: str) -> ModuleSpec | None:
+    return PathFinder.find_spec(name, [str(PACKAGES)])
 
 
-class _Finder(MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return PathFinder.find_spec(name, [str(FOLDER)]) if name == PACKAGE else None
+def _manage(torch: ModuleType) -> None:
+    from memsaver.drop_in.tms.routing import manage
+
+    manage()
+
+
+def _allow_handles(module: ModuleType) -> tuple[()]:
+    unpickler = getattr(module, "SafeUnpickler", None)
+    prefixes = getattr(unpickler, "ALLOWED_MODULE_PREFIXES", None)
+    if isinstance(prefixes, set):  # else this version of SGLang has no such list
+        prefixes.add(HANDLES)
+    return ()

@@ -3,82 +3,90 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from importlib import import_module
 from typing import Any, Final
 
-from memsaver import _core
-from memsaver.drop_in.errors import DropInError
+from memsaver._results import in_thread
+from memsaver.drop_in import DropInError
+from memsaver.drop_in.startup import LIBRARIES
 
-FOLDER: Final = Path(_core.__file__).parent / "drop_in" / "tms" / "packages"
-_STEM: Final = "torch_memory_saver_hook_mode_"
-TORCH_MODE: Final = FOLDER / "torch_memory_saver_hook_mode_torch.abi3.so"
+log = logging.getLogger("memsaver")
 
-
-def preload_variable(library: str, former: str) -> str:
-    """``LD_PRELOAD`` with this library first. Other libraries stay, but for those of torch_memory_saver."""
-    others = [each for each in former.split(":") if each and not os.path.basename(each).startswith(_STEM)]
-    return ":".join([library, *others])
+_FLAGS: Final = ("interesting_region", "enable_cpu_backup", "enable_disk_backup", "retain_cpu_backup")
+_NAMES: Final = ("current_tag", "cpu_backup_backend")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Tag and policy of allocations. ``backend``: the kind of host memory, by torch_memory_saver's name."""
+    """The settings of a thread's allocations.
+
+    Attributes:
+        tag: Of their region.
+        cpu_backup: Whether a pause keeps the contents in host memory.
+        disk_backup: Whether a pause keeps the contents on disk.
+        backend: The kind of host memory, by torch_memory_saver's name.
+        interesting: Whether they lie in a region.
+    """
 
     tag: str = "default"
     cpu_backup: bool = False
     disk_backup: bool = False
     backend: str = "pinned"
+    interesting: bool = True
 
     @property
     def policy(self) -> str:
         return "host" if self.cpu_backup else "disk" if self.disk_backup else "none"
 
 
-class _Calls(ctypes.Structure):
-    """The functions that the library calls in Python."""
+def _c_function(name: str) -> Any:
+    """``tms_pause`` or ``tms_resume``. It returns 0 if it succeeds: C code gets no exceptions."""
 
-    _fields_ = (
-        ("pause", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)),
-        ("resume", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)),
-        ("set_disk_dir", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)),
-        ("backup", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)),
-        ("retain", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)),
-    )
+    def call(tag: bytes | None) -> int:
+        try:
+            saver = import_module("torch_memory_saver").torch_memory_saver
+            getattr(saver, name)(tag and tag.decode())
+            return 0
+        except Exception:
+            log.exception("tms_%s", name)
+            return 1
+
+    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)(call)
 
 
-_served: list[_Calls] = []  # C code has pointers to their functions
+_C_FUNCTIONS = _c_function("pause"), _c_function("resume")  # kept, since the library has pointers to them
 
 
 class Library:
-    """torch_memory_saver's ``BinaryWrapper``: ``cdll`` has its C functions."""
+    """torch_memory_saver's ``BinaryWrapper``: ``cdll`` has its C functions.
+
+    ``initial``: the settings of a thread that has entered no region, by the variables. Raises DropInError if one has a
+    wrong value. The original ends the process.
+    """
 
     def __init__(self, cdll: Any) -> None:
         self.cdll = cdll
-        for kind in ("interesting_region", "enable_cpu_backup", "enable_disk_backup", "retain_cpu_backup"):
-            getattr(cdll, f"tms_set_{kind}").argtypes = [ctypes.c_bool]
-            getattr(cdll, f"tms_get_{kind}").restype = ctypes.c_bool
-        for kind in ("current_tag", "cpu_backup_backend"):
-            getattr(cdll, f"tms_set_{kind}").argtypes = [ctypes.c_char_p]
-            getattr(cdll, f"tms_get_{kind}").restype = ctypes.c_char_p
-        cdll.tms_set_disk_backup_dir.argtypes = [ctypes.c_char_p]
+        for names, kind in (_FLAGS, ctypes.c_bool), (_NAMES, ctypes.c_char_p):
+            for name in names:
+                getattr(cdll, f"tms_set_{name}").argtypes = [kind]
+                getattr(cdll, f"tms_get_{name}").restype = kind
         for name in ("tms_pause", "tms_resume"):
             getattr(cdll, name).argtypes = [ctypes.c_char_p]
-            getattr(cdll, name).restype = ctypes.c_int
         cdll.set_memory_margin_bytes.argtypes = [ctypes.c_uint64]
-        cdll.tms_get_cpu_backup_pointer.argtypes = [ctypes.POINTER(ctypes.c_uint8), ctypes.c_uint64]
-        cdll.tms_get_cpu_backup_pointer.restype = ctypes.POINTER(ctypes.c_uint8)
-        cdll.memsaver_preload_calls.argtypes = [ctypes.POINTER(_Calls)]
+        cdll.memsaver_preload_problem.restype = ctypes.c_char_p
+        if (problem := cdll.memsaver_preload_problem()) is not None:
+            raise DropInError(problem.decode())
+        cdll.memsaver_preload_calls(*_C_FUNCTIONS)
+        self.initial = in_thread(self.settings, "memsaver settings").result()  # a new thread has them
 
     @classmethod
     def preloaded(cls) -> Library:
-        """The library in ``LD_PRELOAD``.
-
-        Raises DropInError if the process was started without it.
-        """
+        """The library in ``LD_PRELOAD``. Raises DropInError if the process was started without it."""
         cdll = ctypes.CDLL(None)
         if not hasattr(cdll, "memsaver_preload_calls"):
             raise DropInError(
@@ -91,62 +99,32 @@ class Library:
     @classmethod
     def beside(cls) -> Library:
         """The library of the hook mode ``"torch"``: it routes nothing."""
-        return cls(ctypes.CDLL(str(TORCH_MODE)))
+        return cls(ctypes.CDLL(str(LIBRARIES / "torch_memory_saver_hook_mode_torch.abi3.so")))
 
-    def serve(self, calls: Any) -> None:
-        """Gives the functions that C code may call, of an object with the methods of ``_Calls``, to the library."""
-        given = _Calls(*(kind(getattr(calls, name)) for name, kind in _Calls._fields_))
-        _served.append(given)
-        self.cdll.memsaver_preload_calls(ctypes.byref(given))
-
-    # The settings of the thread
-
-    @property
-    def interesting(self) -> bool:
-        return bool(self.cdll.tms_get_interesting_region())
-
-    @property
     def settings(self) -> Settings:
+        """Those of the calling thread."""
         get = self.cdll
         return Settings(
             get.tms_get_current_tag().decode(),
-            bool(get.tms_get_enable_cpu_backup()),
-            bool(get.tms_get_enable_disk_backup()),
+            get.tms_get_enable_cpu_backup(),
+            get.tms_get_enable_disk_backup(),
             get.tms_get_cpu_backup_backend().decode(),
+            get.tms_get_interesting_region(),
         )
 
-    def set_config(
-        self,
-        *,
-        tag: str,
-        interesting_region: bool,
-        enable_cpu_backup: bool,
-        cpu_backup_backend: str | None = None,
-        enable_disk_backup: bool = False,
-    ) -> None:
-        """Sets the tag and the policy of the thread's allocations. torch_memory_saver's method of this name."""
-        self.cdll.tms_set_current_tag(tag.encode())
-        self.cdll.tms_set_interesting_region(interesting_region)
-        self.cdll.tms_set_enable_cpu_backup(enable_cpu_backup)
-        if cpu_backup_backend is not None:
-            self.cdll.tms_set_cpu_backup_backend(cpu_backup_backend.encode())
-        self.cdll.tms_set_enable_disk_backup(enable_disk_backup)
-
     @contextmanager
-    def applied(self, settings: Settings, interesting: bool = True) -> Iterator[None]:
-        """Applies settings to the thread within the with statement."""
-        former, was_interesting = self.settings, self.interesting
-        self._apply(settings, interesting)
+    def applied(self, settings: Settings) -> Iterator[None]:
+        """Applies settings to the calling thread within the with statement."""
+        former = self.settings()
+        self._apply(settings)
         try:
             yield
         finally:
-            self._apply(former, was_interesting)
+            self._apply(former)
 
-    def _apply(self, settings: Settings, interesting: bool) -> None:
-        self.set_config(
-            tag=settings.tag,
-            interesting_region=interesting,
-            enable_cpu_backup=settings.cpu_backup,
-            cpu_backup_backend=settings.backend,
-            enable_disk_backup=settings.disk_backup,
-        )
+    def _apply(self, settings: Settings) -> None:
+        self.cdll.tms_set_current_tag(settings.tag.encode())
+        self.cdll.tms_set_enable_cpu_backup(settings.cpu_backup)
+        self.cdll.tms_set_enable_disk_backup(settings.disk_backup)
+        self.cdll.tms_set_cpu_backup_backend(settings.backend.encode())
+        self.cdll.tms_set_interesting_region(settings.interesting)

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from memsaver import _core, config
 from memsaver._adapter import adapter
 from memsaver._torch.pools import keep_forever
 from memsaver._torch.routes import routes
 from memsaver._torch.side_pools import side_pools
-from memsaver.drop_in.errors import DropInError
+from memsaver.drop_in import DropInError
 from memsaver.drop_in.tagged import index_of
 from memsaver.drop_in.tms.library import Library, Settings
-from memsaver.drop_in.tms.regions import saver_regions
+from memsaver.drop_in.tms.regions import check_allocator, saver_regions
 from memsaver.regions import Region, outside
 
-
-class Routing(Protocol):
-    """A hook mode of torch_memory_saver."""
-
-    library: Library
-
-    def into(self, settings: Settings) -> AbstractContextManager[Any]: ...
-    def outside(self) -> AbstractContextManager[Any]: ...
-    def set_margin(self, nbytes: int) -> None: ...
+log = logging.getLogger("memsaver")
 
 
 class TorchRouting:
@@ -44,7 +39,7 @@ class TorchRouting:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        with self.library.applied(self.library.settings, interesting=False), outside():
+        with self.library.applied(dataclasses.replace(self.library.settings(), interesting=False)), outside():
             yield
 
     def set_margin(self, nbytes: int) -> None:
@@ -81,7 +76,7 @@ class PreloadRouting:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        with self.library.applied(self.library.settings, interesting=False):
+        with self.library.applied(dataclasses.replace(self.library.settings(), interesting=False)):
             if not torch.cuda.is_initialized():
                 yield
                 return
@@ -132,14 +127,35 @@ class PreloadRouting:
             return self._pools[region]
 
 
-def check_allocator() -> None:
-    """Raises DropInError if torch's allocator is set to take memory without cudaMalloc."""
-    settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # also those of memsaver.default_pool()
-    values = {name: os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
-    values["torch's allocator settings"] = settings() if settings is not None else ""
-    for name, value in values.items():
-        if "expandable_segments:true" in value.replace(" ", "").lower() or "cudaMallocAsync" in value:
-            raise DropInError(
-                f"{name} is {value!r}: torch then takes memory without cudaMalloc, which hook mode 'preload' cannot "
-                "see. Unset expandable_segments and the backend, or set torch_memory_saver.hook_mode = 'torch'"
-            )
+def set_disk_dir(path: str | os.PathLike[str]) -> None:
+    """The directory of backups on disk. It is created if it does not exist."""
+    os.makedirs(path, exist_ok=True)
+    config.configure(disk_dir=os.fspath(path))
+
+
+def set_initial_disk_dir(initial: Settings) -> None:
+    """Sets the directory that the variables name, or the default of torch_memory_saver where backups need one."""
+    directory = os.environ.get("TMS_DISK_BACKUP_DIR")
+    if directory or (initial.disk_backup and config.options().get("disk_dir") is None):
+        set_disk_dir(directory or "/tmp")
+
+
+def manage() -> None:
+    """Readies a process that is managed whole (``TMS_INIT_ENABLE``), when torch has been imported."""
+    if not Library.beside().initial.interesting:
+        return
+    initial = Library.preloaded().initial
+    check_allocator()
+    set_initial_disk_dir(initial)
+
+    def ready() -> None:
+        check_allocator()
+        # torch calls this within its first set_device(N), while the current device is another one: a region there would
+        # make a context on a device that the process does not use. The core makes regions as allocations come.
+        if _core.cuda_device_count() == 1:
+            saver_regions.by_settings(initial)
+        adapter()  # observes captures from now on
+        log.info("memsaver manages the whole process, with the policy %r", initial.policy)
+
+    if torch.version.cuda is not None:
+        torch.cuda._lazy_call(ready)  # type: ignore[attr-defined]

@@ -14,12 +14,9 @@ from memsaver import transitions
 from memsaver._torch.backups import cpu_backup
 from memsaver._torch.graphs import check_registration
 from memsaver.broker import pool_client
-from memsaver.drop_in.tms.calls import Calls
-from memsaver.drop_in.tms.library import Library, Settings
-from memsaver.drop_in.tms.process import DefaultPool, initial_settings, set_disk_dir
-from memsaver.drop_in.tms.regions import saver_regions
-from memsaver.drop_in.tms.retained import Retained
-from memsaver.drop_in.tms.routing import PreloadRouting, Routing, TorchRouting
+from memsaver.drop_in.tms.library import Settings
+from memsaver.drop_in.tms.regions import DefaultPool, Retained, saver_regions
+from memsaver.drop_in.tms.routing import PreloadRouting, TorchRouting, set_disk_dir, set_initial_disk_dir
 from memsaver.regions import Region, owning
 
 HOOK_MODES: Final = ("preload", "torch")
@@ -34,13 +31,9 @@ class TorchMemorySaver:
     paused tag, a resume of an active one, and ``get_cpu_backup()`` of a tensor outside of regions.
     """
 
-    _impl: TorchMemorySaverImpl | None
-    _impl_ctor_kwargs: dict[str, Any]
-
     def __init__(self) -> None:
-        self._impl_ctor_kwargs = {}
-        self._impl = None
-        self._retained = Retained()
+        self._impl_ctor_kwargs: dict[str, Any] = {}
+        self._impl: TorchMemorySaverImpl | None = None
         self._moving = threading.RLock()  # held over a pause and over a resume
 
     # Settings
@@ -72,13 +65,13 @@ class TorchMemorySaver:
     @property
     def retain_cpu_backup(self) -> bool:
         """Whether get_cpu_backup() finds the contents of the last pause after the resume: TMS_RETAIN_CPU_BACKUP."""
-        return self._retained.wanted
+        return bool(self._ensure_initialized().routing.library.cdll.tms_get_retain_cpu_backup())
 
     @retain_cpu_backup.setter
     def retain_cpu_backup(self, wanted: bool) -> None:
         if not isinstance(wanted, bool):
             raise TypeError(f"retain_cpu_backup is {wanted!r}, expected True or False")
-        self._retained.wanted = wanted
+        self._ensure_initialized().routing.library.cdll.tms_set_retain_cpu_backup(wanted)
 
     def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
         """The directory of backups on disk. It is created if it does not exist."""
@@ -148,8 +141,7 @@ class TorchMemorySaver:
     def pause(self, tag: str | None = None) -> None:
         """Releases the memory of a tag, or of all tags if it is None or empty. An unknown tag is a no-op.
 
-        Raises:
-            memsaver.Error: As :func:`memsaver.pause`.
+        Raises as :func:`memsaver.pause`.
         """
         impl = self._ensure_initialized()
         with self._moving:
@@ -158,33 +150,31 @@ class TorchMemorySaver:
             for device in {each.device for each in chosen}:
                 pool_client.join(device)
             with impl.default_pool.leaving(chosen):
-                self._retained.drop(chosen)
+                impl.retained.drop(chosen)
                 transitions.pause(chosen)
 
     def resume(self, tag: str | None = None) -> None:
         """Maps the memory of a tag again, or of all tags, with the contents that were kept.
 
-        Waits up to a minute for memory that other processes hold: callers of the original end if a resume fails.
-
-        Raises:
-            memsaver.Error: As :func:`memsaver.resume`.
+        Waits up to a minute for memory that other processes hold: callers of the original end if a resume fails. Raises
+        as :func:`memsaver.resume`.
         """
         impl = self._ensure_initialized()
         with self._moving:
             chosen = [each for each in self._chosen(tag) if each.state != "active"]
-            self._retained.keep(chosen)
+            if self.retain_cpu_backup:
+                impl.retained.keep(chosen)
             try:
                 transitions.resume(chosen, memory_timeout=_MEMORY_S)
             finally:  # some errors come when the regions are active
                 impl.default_pool.return_threads()
             if not self.retain_cpu_backup:
-                impl.regions.release_backups(chosen)
+                saver_regions.release_backups(chosen)
 
     def _chosen(self, tag: str | None) -> list[Region]:
         if tag is not None and not isinstance(tag, str):
             raise TypeError(f"tag is {tag!r}, expected a string or None")
-        regions = self._ensure_initialized().regions
-        return regions.of(tag) if tag else [each for _, each in regions.all()]
+        return saver_regions.of(tag) if tag else [each for _, each in saver_regions.all()]
 
     def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
         """The contents of a tensor whose region is paused.
@@ -206,15 +196,12 @@ class TorchMemorySaver:
         if region is None or region.backup == "disk":
             return None
         if region.state == "active":
-            return self._retained.find(x, region, clone=not zero_copy)
+            found = self._ensure_initialized().retained.find(x, region)
+            return found if found is None or zero_copy else found.clone()
         return cpu_backup(x, clone=not zero_copy)
 
     def _settings(self, tag: str, cpu: bool, disk: bool, backend: str | None) -> Settings:
-        """The settings of a region with these options.
-
-        Raises TypeError, ValueError, or AssertionError as the original.
-        """
-        self._check_backend(backend)
+        """The settings of a region with these options. Raises as region()."""
         if not isinstance(tag, str):
             raise TypeError(f"tag is {tag!r}, expected a string")
         assert not (cpu and disk), "enable_cpu_backup and enable_disk_backup are both set, expected one at most"
@@ -222,10 +209,8 @@ class TorchMemorySaver:
             raise ValueError(f"cpu_backup_backend is {backend!r}, expected 'pinned', 'mmap' or None")
         if backend is not None and not cpu:
             raise ValueError(f"cpu_backup_backend {backend!r} requires enable_cpu_backup")
-        return Settings(tag, cpu, disk, backend or self._ensure_initialized().initial.backend)
-
-    def _check_backend(self, backend: str | None) -> None:
-        """Raises ValueError for a kind of host memory that the device does not have."""
+        initial = self._ensure_initialized().initial
+        return Settings(tag, cpu, disk, backend or initial.backend)
 
     def _ensure_initialized(self) -> TorchMemorySaverImpl:
         with self._moving:
@@ -239,11 +224,9 @@ class TorchMemorySaverImpl:
     """The state of the saver from its first use on."""
 
     def __init__(self, hook_mode: str = "preload") -> None:
-        self.initial = initial_settings()
-        self.regions = saver_regions
-        self.routing: Routing = PreloadRouting() if hook_mode == "preload" else TorchRouting()
-        self.default_pool = DefaultPool()
-        self._binary_wrapper: Library = self.routing.library  # by its original name: callers use its C functions
-        self._binary_wrapper.serve(Calls())
-        if directory := os.environ.get("TMS_DISK_BACKUP_DIR"):
-            set_disk_dir(directory)
+        self.routing: PreloadRouting | TorchRouting = PreloadRouting() if hook_mode == "preload" else TorchRouting()
+        self.initial = self.routing.library.initial
+        self.default_pool = DefaultPool(self.initial)
+        self.retained = Retained()
+        self._binary_wrapper = self.routing.library  # by its original name: callers use its C functions
+        set_initial_disk_dir(self.initial)

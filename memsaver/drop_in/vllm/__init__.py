@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from types import ModuleType
 
-from memsaver.drop_in.errors import DropInError
-from memsaver.drop_in.imports import when_imported
+from memsaver.drop_in import DropInError, Hook
 from memsaver.drop_in.vllm import sources, worker
 
-# Packages that replace methods of CuMemAllocator by functions over the handles of its C library.
-_OTHER_PATCHES = ("unsloth_zoo",)
+# A package that replaces methods of CuMemAllocator by functions over the handles of its C library.
+_OTHER_PATCH = "unsloth_zoo"
 
 
 def version() -> str:
     return metadata.version("vllm")
 
 
-def check(version: str) -> None:
+def check(version: str) -> tuple[()]:
     """Raises DropInError unless the allocator of the installed vLLM can be replaced."""
     check_patches()
     try:
@@ -29,28 +26,23 @@ def check(version: str) -> None:
         raise DropInError(
             f"{error}. Use another version of vLLM, or MEMSAVER_DROP_IN=vllm:warn to go on without memsaver"
         ) from None
+    return ()
 
 
 def check_patches() -> None:
     """Raises DropInError if another package that patches the allocator has been imported."""
-    present = [name for name in _OTHER_PATCHES if name in sys.modules]
-    if present:
+    if _OTHER_PATCH in sys.modules:
         raise DropInError(
-            f"{present[0]} patches {sources.MODULE} as well; import it in another process, or unset MEMSAVER_DROP_IN"
+            f"{_OTHER_PATCH} patches {sources.MODULE} as well; import it in another process, or unset MEMSAVER_DROP_IN"
         )
 
 
-def replace(activate: Callable[[Callable[[], tuple[str, ...]], logging.Logger], None]) -> None:
-    """Replaces the allocator as soon as its module is imported, which loads CUDA: not before."""
+def hooks() -> list[Hook]:
+    """The allocator is replaced as soon as its module is imported, which loads CUDA: not before."""
+    return [(sources.MODULE, _replace_allocator, None), (sources.WORKER_MODULE, worker.install, None)]
 
-    def install(module: ModuleType) -> None:
-        from memsaver.drop_in.vllm import allocator
 
-        def replace_names() -> tuple[str, ...]:
-            check_patches()
-            return allocator.install(module)
+def _replace_allocator(module: ModuleType) -> tuple[str, ...]:
+    from memsaver.drop_in.vllm import allocator
 
-        activate(replace_names, module.logger)
-
-    when_imported(sources.MODULE, install)
-    when_imported(sources.WORKER_MODULE, worker.install)
+    return allocator.install(module)

@@ -7,57 +7,91 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from memsaver import drop_in
-from memsaver.drop_in.errors import DropInError
+from memsaver.drop_in import DropInError
 from memsaver.errors import Error
 
-if TYPE_CHECKING:
-    from memsaver.guests.store import StoreLink
-
-_T = TypeVar("_T")
 _PREFIX = "memsaver/drop_in/vllm"
 _ANSWER_S = 300.0  # seconds in which each rank has to end a sleep or wake-up after the last rank did
 _STORE_S = 60.0  # for the store to answer
-# The stores of the process groups of the last calls: another group has another store.
-_linked: tuple[Any, StoreLink] | None = None
-_published_in: Any = None
-_checked_in: Any = None
+_last: _Store | None = None
+
+
+class _Store:
+    """The store of a process group, and the part of the agreement that it has."""
+
+    def __init__(self, store: Any) -> None:
+        from memsaver.guests.store import StoreLink
+
+        self.store, self._link = store, StoreLink(store, _PREFIX)
+        self.has_published = self.was_checked = False
+
+    def set(self, key: str, text: str) -> None:
+        self._call(lambda keys: keys.set(key, text))
+
+    def get(self, key: str) -> str | None:
+        found = self._call(lambda keys: keys.get(key) if keys.check([key]) else None)
+        return None if found is None else str(found.decode())
+
+    def delete(self, key: str) -> None:
+        self._call(lambda keys: keys.delete_key(key))
+
+    def _call(self, function: Callable[[Any], Any]) -> Any:
+        return self._link.call(function, time.monotonic() + _STORE_S)
+
+
+def _store() -> _Store:
+    """The store of torch.distributed. Another process group has another one."""
+    global _last
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    if _last is None or _last.store is not store:
+        _last = _Store(store)
+    return _last
+
+
+def _world() -> tuple[int, list[int]] | None:
+    """This rank and all ranks of vLLM's world group. None without one, or with one rank."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    from vllm.distributed import parallel_state
+
+    group = parallel_state._WORLD  # get_world_group() asserts that there is one
+    return None if group is None or len(group.ranks) == 1 else (group.rank, list(group.ranks))
 
 
 def publish() -> None:
-    """Write this rank's drop-in into the store of torch.distributed. A no-op where there is one rank."""
-    global _published_in
-    found = _ranks()
-    if found is None or found[0] is _published_in:
-        return
-    store, rank, _ = found
-    _call(store, lambda keys: keys.set(str(rank), _own()))
-    _published_in = store
+    """Write this rank's drop-in into the store. A no-op where there is one rank."""
+    world = _world()
+    if world is not None and not (store := _store()).has_published:
+        store.set(str(world[0]), _own())
+        store.has_published = True
 
 
 def check() -> None:
-    """Compare the drop-ins of all ranks of vLLM's world group, at the first call for a process group.
+    """Compare the drop-ins of all ranks, at the first call for a process group.
 
     Raises:
         DropInError: A rank has none, or one of another version. It names the rank.
     """
-    global _checked_in
-    found = _ranks()
-    if found is None or found[0] is _checked_in:
+    world = _world()
+    if world is None or (store := _store()).was_checked:
         return
     publish()
-    store, rank, ranks = found
+    rank, ranks = world
     for other in ranks:
         # Each rank publishes when it allocates its weights, long before the first sleep.
-        theirs, ours = _call(store, partial(_read, str(other))), _own()
+        theirs, ours = store.get(str(other)), _own()
         if theirs is None:
             raise DropInError(f"rank {other} has no drop-in: set {drop_in.VARIABLE} in its environment too", rank=other)
         if theirs != ours:
             raise DropInError(f"rank {other} has the drop-in {theirs}, and rank {rank} has {ours}", rank=other)
-    _checked_in = store
+    store.was_checked = True
 
 
 @contextmanager
@@ -66,9 +100,9 @@ def naming(call: str) -> Iterator[None]:
     try:
         yield
     except Error as error:
-        found = _ranks()
-        if found is not None:
-            error.args = (f"rank {found[1]}, {call}: {error}",)
+        world = _world()
+        if world is not None:
+            error.args = (f"rank {world[0]}, {call}: {error}",)
         raise
 
 
@@ -82,12 +116,9 @@ def settle(worker: Any, call: str, error: Exception | None, logger: logging.Logg
     Args:
         worker: vLLM's worker.
         call: Its method: ``"sleep"`` or ``"wake_up"``.
-        error: The error of the method on this rank. None: it has returned.
+        error: The error of the method on this rank. None: it has returned. It is raised where this rank is the only
+            one, or each rank has a caller of its own.
         logger: vLLM's logger.
-
-    Raises:
-        Exception: ``error``, where this rank is the only one, or each rank has a caller of its own.
-        memsaver.Error: On the last rank: the errors of all ranks.
     """
     parallel = worker.parallel_config
     last = parallel.world_size - 1
@@ -96,16 +127,16 @@ def settle(worker: Any, call: str, error: Exception | None, logger: logging.Logg
         if error is not None:
             raise error
         return
-    import torch.distributed as dist
-
-    found = _ranks()
-    first = found[1] - worker.rank if found is not None else 0  # ranks of the world group, as in other errors
-    text = "" if error is None else _text(error, first + worker.rank, call)
-    store = dist.distributed_c10d._get_default_store()
+    store, world = _store(), _world()
+    first = world[0] - worker.rank if world is not None else 0  # ranks of the world group, as in other errors
+    if error is None or isinstance(error, Error):  # naming() has added the rank
+        text = "" if error is None else str(error)
+    else:
+        text = f"rank {first + worker.rank}, {call}: {type(error).__name__}: {error}"
     worker._memsaver_calls = number = getattr(worker, "_memsaver_calls", 0) + 1
     keys = [f"{parallel.data_parallel_rank}/{number}/{rank}" for rank in range(last)]
     if worker.rank != last:
-        _call(store, lambda found: found.set(keys[worker.rank], text))
+        store.set(keys[worker.rank], text)
         if error is not None:
             logger.error("memsaver: %s failed; rank %d raises the error", call, first + last, exc_info=error)
         return
@@ -124,46 +155,20 @@ def _has_one_caller(backend: Any) -> bool:
     return backend in ("mp", "ray")
 
 
-def _text(error: Exception, rank: int, call: str) -> str:
-    if isinstance(error, Error):  # naming() has added the rank
-        return str(error)
-    return f"rank {rank}, {call}: {type(error).__name__}: {error}"
-
-
-def _answer(store: Any, key: str, rank: int, call: str, deadline: float) -> str:
+def _answer(store: _Store, key: str, rank: int, call: str, deadline: float) -> str:
     """The text of a rank's error, or nothing."""
     from memsaver.guests.store import Pace
 
     pace = Pace()
     try:
-        while (text := _call(store, partial(_taken, key))) is None:
+        while (text := store.get(key)) is None:
             if time.monotonic() >= deadline:
                 return f"rank {rank} has not ended its {call} within {_ANSWER_S:.0f} s after the last rank"
             pace.sleep(deadline)
+        store.delete(key)
         return text
     except Error as error:
         return f"the result of {call} on rank {rank} is unknown: {error}"
-
-
-def _call(store: Any, function: Callable[[Any], _T]) -> _T:
-    """Calls a function with a connection to the store."""
-    from memsaver.guests.store import StoreLink
-
-    global _linked
-    if _linked is None or _linked[0] is not store:
-        _linked = store, StoreLink(store, _PREFIX)
-    return _linked[1].call(function, time.monotonic() + _STORE_S)
-
-
-def _read(key: str, store: Any) -> str | None:
-    return str(store.get(key).decode()) if store.check([key]) else None
-
-
-def _taken(key: str, store: Any) -> str | None:
-    text = _read(key, store)
-    if text is not None:
-        store.delete_key(key)
-    return text
 
 
 def _own() -> str:
@@ -171,17 +176,3 @@ def _own() -> str:
 
     status = drop_in.status()["vllm"]
     return json.dumps({"memsaver": __version__, "vllm": status.version, "replaced": status.replaced})
-
-
-def _ranks() -> tuple[Any, int, list[int]] | None:
-    """The store, this rank, and all ranks. None without a world group, or with one rank."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    from vllm.distributed import parallel_state
-
-    group = parallel_state._WORLD  # get_world_group() asserts that there is one
-    if group is None or len(group.ranks) == 1:
-        return None
-    return dist.distributed_c10d._get_default_store(), group.rank, list(group.ranks)

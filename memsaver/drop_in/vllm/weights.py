@@ -11,25 +11,47 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.multiprocessing  # registers the reducers of tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memsaver.drop_in.errors import DropInError
-from memsaver.drop_in.vllm.sources import PROCESSED
+from memsaver.drop_in import DropInError
+from memsaver.drop_in.vllm import sources, version
 
 Spec = tuple[tuple[int, ...], str]  # shape, and dtype such as "bfloat16"
 
 
-class LoadableModel(Protocol):
-    """A model of vLLM."""
+class WeightReceiver:
+    """Lets another process on the device write the weights of a vLLM worker.
 
-    def load_weights(self, weights: Any) -> Any: ...
-    def parameters(self) -> Iterator[torch.Tensor]: ...
-    def buffers(self) -> Iterator[torch.Tensor]: ...
-    def modules(self) -> Iterator[Any]: ...
+    A worker extension of vLLM: ``worker_extension_cls="memsaver.drop_in.vllm.weights.WeightReceiver"``.
+
+    Example::
+
+        specs = {name: (tuple(each.shape), "bfloat16") for name, each in trained.items()}
+        plans = llm.collective_rpc("memsaver_weight_plan", args=(specs,))
+        with attached(plans[rank]) as weights:     # in the trainer, on the device of this rank
+            weights.write(trained)
+    """
+
+    def memsaver_weight_plan(self, specs: dict[str, Spec]) -> bytes:
+        """The plan of this rank, pickled: vLLM's own serialization would make a dict of it.
+
+        Args:
+            specs: Shape and dtype of each weight of the checkpoint, by its name there.
+
+        Raises:
+            DropInError: The model is quantized, a weight cannot be written in place, or this version of vLLM has other
+                modules of layers than memsaver knows.
+        """
+        worker: Any = self
+        sources.check(version(), sources.PROCESSED)
+        quantization = worker.model_config.quantization
+        if quantization is not None:
+            raise DropInError(f"the model is quantized ({quantization}): use vLLM's own load_weights")
+        return bytes(ForkingPickler.dumps(make_plan(worker.get_model(), specs)))
 
 
 @dataclass(frozen=True)
@@ -38,114 +60,32 @@ class Piece:
 
     Attributes:
         weight: Name in the checkpoint.
+        target: A view of a parameter.
         offset: First element of the part within the weight.
-        shape: Shape of the part, in elements.
-        stride: Strides of the part within the contiguous weight, in elements.
-        target: Name of the target.
+        stride: Strides of the part within the contiguous weight, in elements. Its shape is that of the target.
         fill: The value that the target gets instead of a part of the weight, as rows of padding do. None: no fill.
     """
 
     weight: str
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    target: str
+    target: torch.Tensor
+    offset: int = 0
+    stride: tuple[int, ...] = ()
     fill: float | None = None
 
 
-@dataclass(frozen=True)
 class WeightPlan:
-    """The pieces of one rank of vLLM, and their targets. It can be pickled.
-
-    Attributes:
-        specs: Shape and dtype by name of each weight of the checkpoint.
-        pieces: All copies that a load of the checkpoint makes on this rank.
-        targets: The tensors of the parameters by name, as ``ForkingPickler`` pickles them. Valid until the next pause
-            of the weights.
-    """
-
-    specs: dict[str, Spec]
-    pieces: tuple[Piece, ...]
-    targets: bytes
-
-
-def find_pieces(model: LoadableModel, specs: Mapping[str, Spec]) -> tuple[list[Piece], dict[str, torch.Tensor]]:
-    """The copies that ``model.load_weights`` makes for a checkpoint of these weights. No weight changes.
+    """The writes that a load of a checkpoint makes on one rank of vLLM.
 
     Args:
-        model: A model of vLLM, on this rank.
-        specs: Shape and dtype by name.
-
-    Returns:
-        The pieces, and the targets by name: views of the model's parameters.
-
-    Raises:
-        DropInError: A weight is computed before it is stored, as quantization does, or not stored at all. Or vLLM
-            processes the weights of a layer after a load: latent attention and mixtures of experts.
+        specs: Shape and dtype by name of each weight of the checkpoint.
+        pieces: The writes. Their targets are valid until the next pause of the weights.
     """
-    for module in model.modules():
-        if any(each.__module__.startswith(tuple(PROCESSED)) for each in type(module).__mro__):
-            name = type(module).__name__
-            raise DropInError(f"vLLM processes the weights of {name} after a load: use vLLM's own load_weights")
-    sources = {
-        name: torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
-        for name, (shape, dtype) in specs.items()
-    }
-    by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
-    recorder = _Recorder(model)
-    try:
-        with torch.no_grad(), recorder:
-            model.load_weights(recorder.each(sources))
-    except (NotImplementedError, RuntimeError) as error:  # torch's, for the values of a tensor without memory
-        if isinstance(error, DropInError):
-            raise
-        raise DropInError(f"load_weights reads the values of a weight, and no plan can be made: {error}") from error
-    pieces, targets = [], {}
-    for number, write in enumerate(each for each in recorder.writes if each.target.numel()):
-        targets[str(number)] = write.target
-        pieces.append(_piece(write, str(number), by_storage))
-    unused = sorted(specs.keys() - {piece.weight for piece in pieces if piece.fill is None})
-    if unused:
-        raise DropInError(f"load_weights stores nothing of {', '.join(map(repr, unused[:4]))} ({len(unused)} in all)")
-    return pieces, targets
 
-
-def _piece(write: _Write, target: str, by_storage: Mapping[int, str]) -> Piece:
-    if write.source is None:
-        return Piece(write.weight, 0, tuple(write.target.shape), (), target, write.fill)
-    name = by_storage.get(write.source.untyped_storage()._cdata)
-    if name is None:
-        raise DropInError(
-            f"load_weights computes a tensor of shape {tuple(write.source.shape)} before it stores it (quantization or "
-            "another dtype than the model's): such weights cannot be written in place"
-        )
-    if write.source.dtype != write.target.dtype:
-        raise DropInError(
-            f"{name!r} is {write.source.dtype} and its parameter {write.target.dtype}: expected the same dtype"
-        )
-    source = write.source.expand(write.target.shape)  # copy_() broadcasts
-    return Piece(name, int(source.storage_offset()), tuple(source.shape), tuple(source.stride()), target)
-
-
-def make_plan(model: LoadableModel, specs: Mapping[str, Spec]) -> WeightPlan:
-    """:func:`find_pieces`, with the targets for another process.
-
-    Raises:
-        DropInError: As find_pieces().
-    """
-    pieces, targets = find_pieces(model, specs)
-    plain = {name: (tuple(shape), dtype) for name, (shape, dtype) in specs.items()}
-    return WeightPlan(plain, tuple(pieces), bytes(ForkingPickler.dumps(targets)))
-
-
-class AttachedWeights:
-    """The targets of a plan, mapped in this process. See :func:`attached`."""
-
-    def __init__(self, plan: WeightPlan, targets: Mapping[str, torch.Tensor]) -> None:
-        self._specs, self._targets = plan.specs, targets
-        self._by_weight: dict[str, list[Piece]] = {}
-        for piece in plan.pieces:
-            self._by_weight.setdefault(piece.weight, []).append(piece)
+    def __init__(self, specs: Mapping[str, Spec], pieces: list[Piece]) -> None:
+        self._specs = {name: (tuple(shape), dtype) for name, (shape, dtype) in specs.items()}
+        self._pieces: dict[str, list[Piece]] = {name: [] for name in specs}
+        for piece in pieces:
+            self._pieces[piece.weight].append(piece)
 
     @torch.no_grad()
     def write(self, weights: Mapping[str, torch.Tensor]) -> int:
@@ -163,15 +103,14 @@ class AttachedWeights:
         """
         for name, tensor in weights.items():
             self._check(name, tensor)
-        pieces = [piece for name in weights for piece in self._by_weight[name]]
+        pieces = [piece for name in weights for piece in self._pieces[name]]
         for piece in pieces:
             if piece.fill is not None:
-                self._targets[piece.target].fill_(piece.fill)
+                piece.target.fill_(piece.fill)
         copies = [piece for piece in pieces if piece.fill is None]
-        targets = [self._targets[piece.target] for piece in copies]
         parts = [_part(weights[each.weight], each) for each in copies]
         if copies:
-            torch._foreach_copy_(targets, parts)
+            torch._foreach_copy_([each.target for each in copies], parts)
         return sum(part.nbytes for part in parts)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
@@ -183,42 +122,63 @@ class AttachedWeights:
         if not tensor.is_contiguous():
             raise ValueError(f"{name!r} has strides {tensor.stride()}; expected a contiguous tensor")
 
+    def drop(self) -> None:
+        """Drops the targets."""
+        self._pieces.clear()
+
 
 def _part(weight: torch.Tensor, piece: Piece) -> torch.Tensor:
     """The part of a weight that is copied. as_strided() counts from the begin of the storage."""
-    return weight.as_strided(piece.shape, piece.stride, weight.storage_offset() + piece.offset)
+    return weight.as_strided(piece.target.shape, piece.stride, weight.storage_offset() + piece.offset)
 
 
 @contextmanager
-def attached(plan: WeightPlan | bytes) -> Iterator[AttachedWeights]:
+def attached(plan: bytes) -> Iterator[WeightPlan]:
     """The weights of one rank of vLLM, to be written by this process, without a copy in between.
 
     Args:
-        plan: Of a rank on the same device: as it is, or pickled, as ``memsaver_weight_plan`` returns it.
+        plan: Of a rank on the same device, as ``memsaver_weight_plan`` returns it.
 
     Raises:
         memsaver.ReceiveError: The weights were paused after the plan was made, or vLLM does not answer.
         memsaver.RegionPausedError: They are paused.
     """
-    if isinstance(plan, bytes):
-        plan = pickle.loads(plan)
-    if not isinstance(plan, WeightPlan):
-        raise TypeError(f"plan is a {type(plan).__name__}, expected the result of memsaver_weight_plan")
-    targets: dict[str, torch.Tensor] = pickle.loads(plan.targets)
+    found = pickle.loads(plan)
+    if not isinstance(found, WeightPlan):
+        raise TypeError(f"plan holds a {type(found).__name__}, expected the result of memsaver_weight_plan")
     try:
-        yield AttachedWeights(plan, targets)
+        yield found
     finally:
-        targets.clear()  # a pause of vLLM waits for the end of these
+        found.drop()  # a pause of vLLM waits for the end of the targets
 
 
-@dataclass(frozen=True)
-class _Write:
-    """A write of ``load_weights`` into a parameter, while it loads ``weight``: a copy, or a fill."""
+def make_plan(model: torch.nn.Module, specs: Mapping[str, Spec]) -> WeightPlan:
+    """The writes that ``model.load_weights`` makes for a checkpoint of these weights. No weight changes.
 
-    weight: str
-    target: torch.Tensor
-    source: torch.Tensor | None
-    fill: float | None = None
+    Args:
+        model: A model of vLLM, on this rank.
+        specs: Shape and dtype by name.
+
+    Raises:
+        DropInError: A weight is computed before it is stored, as quantization does, or not stored at all. Or vLLM
+            processes the weights of a layer after a load: latent attention and mixtures of experts.
+    """
+    for module in model.modules():
+        if any(each.__module__.startswith(tuple(sources.PROCESSED)) for each in type(module).__mro__):
+            name = type(module).__name__
+            raise DropInError(f"vLLM processes the weights of {name} after a load: use vLLM's own load_weights")
+    recorder = _Recorder(model, specs)
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(recorder.weights())  # type: ignore[operator]
+    except (NotImplementedError, RuntimeError) as error:  # torch's, for the values of a tensor without memory
+        if isinstance(error, DropInError):
+            raise
+        raise DropInError(f"load_weights reads the values of a weight, and no plan can be made: {error}") from error
+    unused = sorted(specs.keys() - {piece.weight for piece in recorder.pieces if piece.fill is None})
+    if unused:
+        raise DropInError(f"load_weights stores nothing of {', '.join(map(repr, unused[:4]))} ({len(unused)} in all)")
+    return WeightPlan(specs, recorder.pieces)
 
 
 class _Recorder(TorchDispatchMode):
@@ -226,16 +186,20 @@ class _Recorder(TorchDispatchMode):
 
     _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: torch.nn.Module, specs: Mapping[str, Spec]) -> None:
         super().__init__()
-        self.writes: list[_Write] = []
+        self.pieces: list[Piece] = []
+        self._sources = {
+            name: torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
+            for name, (shape, dtype) in specs.items()
+        }
+        self._names = {_storage(tensor): name for name, tensor in self._sources.items()}
+        self._held = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._loading = ""
-        held = [*model.parameters(), *model.buffers()]
-        self._held = {tensor.untyped_storage()._cdata for tensor in held}
 
-    def each(self, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights, for ``load_weights``."""
-        for name, weight in weights.items():
+        for name, weight in self._sources.items():
             self._loading = name
             yield name, weight
 
@@ -243,14 +207,34 @@ class _Recorder(TorchDispatchMode):
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if target is not None and target.device.type != "meta" and func._schema.is_mutable:
             if func is torch.ops.aten.copy_.default and args[1].device.type == "meta":
-                self.writes.append(_Write(self._loading, target, args[1]))
+                self._copied(target, args[1])
                 return target
-            if target.untyped_storage()._cdata in self._held:
+            if _storage(target) in self._held:
                 if func not in self._FILLS:
                     raise DropInError(
                         f"load_weights changes a parameter by {func}: such weights cannot be written in place"
                     )
                 value = 0.0 if func is torch.ops.aten.zero_.default else float(args[1])
-                self.writes.append(_Write(self._loading, target, None, value))
+                self._note(Piece(self._loading, target, fill=value))
                 return target
         return func(*args, **(kwargs or {}))
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        name = self._names.get(_storage(source))
+        if name is None:
+            raise DropInError(
+                f"load_weights computes a tensor of shape {tuple(source.shape)} before it stores it (quantization or "
+                "another dtype than the model's): such weights cannot be written in place"
+            )
+        if source.dtype != target.dtype:
+            raise DropInError(f"{name!r} is {source.dtype} and its parameter {target.dtype}: expected the same dtype")
+        source = source.expand(target.shape)  # copy_() broadcasts
+        self._note(Piece(name, target, int(source.storage_offset()), tuple(source.stride())))
+
+    def _note(self, piece: Piece) -> None:
+        if piece.target.numel():
+            self.pieces.append(piece)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -5,9 +5,9 @@ from .utils import is_xpu
 __all__ = ["empty_cache", "get_and_print_gpu_memory", "get_device", "is_xpu"]
 
 
-def get_device(index: int | None = None) -> str:
+def get_device() -> str:
     """Name of a GPU for torch."""
-    return "cuda" if index is None else f"cuda:{index}"
+    return "cuda"
 
 
 def empty_cache() -> None:

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from memsaver.drop_in.tms.library import FOLDER
+from memsaver.drop_in.startup import LIBRARIES
 
 
 @contextmanager
@@ -33,17 +33,9 @@ def get_binary_path_from_package(stem: str) -> Path:
     """
     import torch
 
-    suffix = "" if getattr(torch.version, "hip", None) else f"_cu{_detect_cuda_major()}"
+    major = (torch.version.cuda or "13").partition(".")[0]
     package = Path(__file__).parent
-    # The last one differs from the second in an editable installation.
-    folders = (package, package.parent, FOLDER)
-    found = next(filter(None, (sorted(folder.glob(f"{stem}{suffix}.*so")) for folder in folders)), [])
-    assert len(found) == 1, f"expected one library {stem}{suffix} in {folders}, found {found}"
+    folders = (package, package.parent, LIBRARIES)  # the last two differ in an editable installation
+    found = next(filter(None, (sorted(folder.glob(f"{stem}_cu{major}.*so")) for folder in folders)), [])
+    assert len(found) == 1, f"expected one library {stem}_cu{major} in {folders}, found {found}"
     return found[0]
-
-
-def _detect_cuda_major() -> int:
-    """13 for a build of torch without CUDA."""
-    import torch
-
-    return int((torch.version.cuda or "13").partition(".")[0])

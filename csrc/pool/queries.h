@@ -1,0 +1,32 @@
+// Requests of threads of the core to a thread of Python. A thread that must not wait for the GIL only notes them.
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+
+namespace memsaver {
+
+class Queries {
+ public:
+  // Notes a query about a device. Returns whether a thread has called next(), and answers.
+  // "caches": return the memory that torch caches, see regions/reclaimer.h. "report": send the broker a report of this
+  // process. "wait": a call has waited long for memory of the shared pool.
+  bool note(const std::string& kind, const std::string& device);
+  // Waits for a query and returns it; nullopt: the interpreter exits.
+  std::optional<std::pair<std::string, std::string>> next();
+  void stop();  // ends next(), for good
+
+ private:
+  std::mutex mutex_;  // no other lock is taken under it
+  std::condition_variable changed_;
+  std::set<std::pair<std::string, std::string>> noted_;
+  bool served_ = false, stopped_ = false;
+};
+
+Queries& queries();  // never destroyed, as Core
+
+}  // namespace memsaver

@@ -1,0 +1,140 @@
+"""The client's end of a connection to a server (``server.py``) that answers questions."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import select
+import time
+
+from memsaver.broker import protocol
+from memsaver.broker.protocol import Message, RefusedError
+
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class CallError(Exception):
+    """The server does not answer, or refuses.
+
+    ``reason``: ``"timeout"``, ``"exited"``, ``"exhausted"`` for this process's descriptors, or a key of ``REFUSALS``.
+    The text has no subject: ``"did not answer within 10 s"``.
+    """
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class Caller:
+    """A connection, for one thread at a time. Each call and the constructor take ``timeout_s`` at most.
+
+    - ``address``: a path, or a name in the system's abstract namespace, which begins with a zero byte.
+    - ``subject``: the text of ``hello``.
+
+    All methods raise CallError. After any but ``"timeout"`` and the refusal of one message, the connection is closed.
+    """
+
+    def __init__(self, address: str, subject: str, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._serial = 0
+        try:
+            self._channel = protocol.new_socket()
+        except OSError as error:
+            raise CallError("exhausted", f"cannot be reached: {error.strerror}, expected a free descriptor") from None
+        try:
+            self._channel.settimeout(timeout_s)
+            self._channel.connect(address)
+            user = protocol.peer(self._channel)[1]
+            if user != os.geteuid():  # the name of a process that has exited is free for other users
+                raise CallError("user", f"belongs to user {user}, expected user {os.geteuid()}")
+            self._send(Message("hello", (protocol.VERSION, secrets.randbits(63), os.getpid()), subject))
+            self._answer("welcome", None)
+        except OSError as error:
+            self.close()
+            late = isinstance(error, TimeoutError | BlockingIOError)
+            raise self._late() if late else CallError("exited", f"cannot be reached ({error.strerror})") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, kind: str, *words: int, text: str = "", answer: str = "") -> Message:
+        """Asks a question, and waits for the answer of this kind, by default that of the question."""
+        return self.answer(self.ask(kind, *words, text=text), answer or kind)
+
+    def ask(self, kind: str, *words: int, text: str = "") -> int:
+        """Sends a message whose first word is a new serial, which is returned."""
+        self._serial += 1
+        self._send(Message(kind, (self._serial, *words), text))
+        return self._serial
+
+    def answer(self, serial: int, kind: str) -> Message:
+        """The answer to a question. Answers to earlier ones, for which no caller waits any more, are skipped."""
+        return self._answer(kind, serial)
+
+    def tell(self, kind: str, *words: int, files: list[int] | None = None, timeout_s: float | None = None) -> None:
+        """Sends a message without an answer."""
+        self._send(Message(kind, words, files=files or []), timeout_s)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the connection is closed. Closes that to a server that has exited."""
+        if self._channel.fileno() >= 0:
+            poll = select.poll()
+            poll.register(self._channel, 0)  # POLLHUP is always reported
+            if not poll.poll(0):
+                return False
+            self.close()
+        return True
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _send(self, message: Message, timeout_s: float | None = None) -> None:
+        try:
+            self._channel.settimeout(self.timeout_s if timeout_s is None else timeout_s)
+            protocol.send(self._channel, message.encode(), message.files)
+        except (TimeoutError, BlockingIOError):  # it has stopped, with many unread messages
+            raise self._late() from None
+        except OSError:
+            self._answer("", None)  # raises the refusal that ended the connection, or its end
+
+    def _answer(self, kind: str, serial: int | None) -> Message:
+        """The next message of a kind; of all with a serial, the one with this serial. No kind: refusals alone."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            message = self._receive(deadline)
+            if message.kind == "refused":
+                code, request = message.words
+                if request in (0, serial):
+                    if not request:
+                        self.close()
+                    raise CallError(protocol.refusal_name(code), message.text)
+            elif kind and (serial is None or (message.words and message.words[0] == serial)):
+                if message.kind == kind:
+                    return message
+                self.close()
+                message.close()
+                raise CallError("malformed", f"sent {message.kind!r}, expected {kind!r}")
+            message.close()
+
+    def _receive(self, deadline: float) -> Message:
+        message = None
+        try:
+            # At least a moment: with a timeout of 0 the socket would not wait at all.
+            self._channel.settimeout(max(0.001, deadline - time.monotonic()))
+            message = protocol.receive(self._channel)
+        except (TimeoutError, BlockingIOError):
+            raise self._late() from None
+        except RefusedError as error:
+            self.close()
+            raise CallError(error.code, f"sent a message that cannot be read: {error}") from None
+        except OSError:
+            pass
+        if message is None:
+            self.close()
+            raise CallError("exited", "has ended the connection")
+        return message
+
+    def _late(self) -> CallError:
+        return CallError("timeout", f"did not answer within {self.timeout_s:g} s")
