@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
+from ray.exceptions import GetTimeoutError
 
 from .engine import Completion, SamplingParams
 from .grpo import group_advantages
 from .task import Problem, Task
 from .trainer import Sample
+
+
+class HungError(RuntimeError):
+    """An actor has not answered in time."""
+
+
+def answers(calls: Sequence[Any], what: str, seconds: float) -> list[Any]:
+    """The results of calls to the actors of a role, by rank. Raises HungError, which names the ranks that hang."""
+    try:
+        found: list[Any] = ray.get(list(calls), timeout=seconds)
+        return found
+    except GetTimeoutError:
+        _, late = ray.wait(list(calls), num_returns=len(calls), timeout=0)
+        ranks = ", ".join(str(rank) for rank, call in enumerate(calls) if call in late)
+        raise HungError(f"{what}() of rank {ranks} has not answered in {seconds:g} s") from None
 
 
 @dataclass(frozen=True)
@@ -32,32 +48,30 @@ class Rollout:
 class Rollouts:
     """All engines together: each gets a part of the problems."""
 
-    def __init__(self, engines: Sequence[Any], task: Task, temperature: float) -> None:
-        """`temperature`: of sampled completions."""
+    def __init__(self, engines: Sequence[Any], task: Task, temperature: float, answer_within: float = 600.0) -> None:
+        """`temperature`: of sampled completions. `answer_within`: seconds."""
         self.engines, self.task, self.temperature = list(engines), task, temperature
+        self.answer_within = answer_within
 
-    def complete(
-        self,
-        problems: Sequence[Problem],
-        group: int = 1,
-        greedy: bool = False,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> list[Completion]:
+    def sampling(self, greedy: bool) -> SamplingParams:
+        temperature = 0.0 if greedy else self.temperature
+        return SamplingParams(temperature, self.task.max_new_tokens, stop_tokens=self.task.tokenizer.stop_tokens)
+
+    def prompts(self, problems: Sequence[Problem]) -> list[list[int]]:
+        return [self.task.tokenizer.encode_prompt(problem.prompt) for problem in problems]
+
+    def complete(self, problems: Sequence[Problem], group: int = 1, greedy: bool = False) -> list[Completion]:
         """`group` completions of each problem, side by side, in the order of the problems.
 
-        An engine gets whole groups, and so computes a prompt once. `meanwhile` is called once, while the engines work.
+        An engine gets whole groups, and so computes a prompt once.
         """
-        task, count = self.task, len(self.engines)
-        sampling = SamplingParams(
-            0.0 if greedy else self.temperature, task.max_new_tokens, stop_tokens=task.tokenizer.stop_tokens
-        )
-        prompts = [task.tokenizer.encode_prompt(problem.prompt) for problem in problems]
+        count, sampling = len(self.engines), self.sampling(greedy)
+        prompts = self.prompts(problems)
         calls = [
             engine.generate.remote([prompt for prompt in prompts[rank::count] for _ in range(group)], sampling)
             for rank, engine in enumerate(self.engines)
         ]
-        meanwhile()
-        dealt = ray.get(calls)
+        dealt = answers(calls, "engine.generate", self.answer_within)
         return [
             dealt[index % count][index // count * group + each]
             for index in range(len(prompts))
@@ -78,12 +92,10 @@ class Rollouts:
         """Of greedy completions of all held-out problems."""
         return self.rewards(self.task.held_out, self.complete(self.task.held_out, greedy=True))
 
-    def rollout(
-        self, prompts: int, group: int, zero_advantages: bool, meanwhile: Callable[[], None] = lambda: None
-    ) -> Rollout:
+    def rollout(self, prompts: int, group: int, zero_advantages: bool) -> Rollout:
         """Sampled completions, `group` of each of so many training problems, with their advantages."""
         problems = self.task.sample(prompts)
-        completions = self.complete(problems, group, meanwhile=meanwhile)
+        completions = self.complete(problems, group)
         rewards = torch.tensor(self.rewards(problems, completions))
         advantages = group_advantages(rewards.view(prompts, group), zero_advantages).flatten().tolist()
         samples = [

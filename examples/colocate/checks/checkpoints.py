@@ -10,14 +10,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from .report import StepRow
-from .trainer import CheckpointError
-from .trainer.checkpoint import METADATA
+from ..trainer import CheckpointError
+from ..trainer.checkpoint import METADATA
 
 VERSION = 1
 _KEPT = 2
@@ -32,15 +31,17 @@ class LoopState:
     """The state of a run after `step` steps, without the trainer's. Learning rates follow from `step`.
 
     `settings`: the settings that the curve depends on, see `settings_of`. `task`: the state of the task's random
-    numbers. `engines`: those of each rank's sampler. `rows`, `held_out`: the curve so far.
+    numbers. `engines`: those of each rank's sampler. `warm`: rewards of the held-out problems after the warm-up.
+    `statistics`, `counts`: of all steps so far.
     """
 
     step: int
     settings: dict[str, Any]
     task: list[Any]
     engines: list[list[int]]
-    rows: list[StepRow]
-    held_out: dict[str, float]
+    warm: list[float]
+    statistics: dict[str, float]
+    counts: dict[str, int]
 
     def check(self, settings: Mapping[str, Any], where: str) -> None:
         """Raise CheckpointError, naming the first difference, for a run with other settings."""
@@ -53,23 +54,17 @@ class LoopState:
 class Checkpoints:
     """The checkpoints of one run. The last two are kept."""
 
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
-    def check_start(self, settings: Mapping[str, Any], resume: bool, kills: Sequence[tuple[str, int]]) -> None:
+    def check_start(self, settings: Mapping[str, Any], resume: bool) -> None:
         """Check, before a run starts, that it can go on from the newest checkpoint, or that there is none to keep.
 
-        Raises CheckpointError for other settings, and for a folder with checkpoints without `resume`. Raises ValueError
-        for a kill (role, step) in a step that the checkpoint has behind it.
+        Raises CheckpointError for other settings, and for a folder with checkpoints without `resume`.
         """
         if resume:
             path, state = self.newest()
             state.check(settings, str(path))
-            for role, step in kills:
-                if step <= state.step:
-                    raise ValueError(
-                        f"--kill: {role}:{step}, expected a step after that of {str(path)!r}, {state.step}"
-                    )
         elif (found := self.latest()) is not None:
             raise CheckpointError(f"there is {str(found)!r} already; expected a folder without, or --resume")
 
@@ -141,8 +136,7 @@ def read(path: Path) -> LoopState:
         version = found.pop("version")
         if version != VERSION:
             raise CheckpointError(f"{str(file)!r} has version {version!r}; expected {VERSION}")
-        rows = [StepRow(**row) for row in found.pop("rows")]
-        return LoopState(**found, rows=rows)
+        return LoopState(**found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{str(file)!r} cannot be read: {error!r}; expected the file of a run") from error
 
