@@ -1,5 +1,5 @@
-# make demo      the quick start, then the colocated RL loop, which draws device memory in build/memory.svg.
-#                ARGS="--no-pause": for the loop; without matplotlib there is no picture
+# make demo      the quick start, then the colocated RL loop, which learns to add.
+#                ARGS="--steps 10": for the loop
 # make test      all tests, in several processes; those for a GPU are skipped, with the reason, where there is none.
 #                ARGS="-k name": for pytest.  JOBS=0: in one process, as on a machine with a GPU
 #                ASYNC=1: on a host device that is busy, as a GPU is, and whose marks and copies come late
@@ -69,17 +69,12 @@ CLANG_FORMAT := .venv/bin/clang-format
 LINT_IMPORTS := .venv/bin/lint-imports
 endif
 
-# With SYSTEM=1 the interpreter may lack matplotlib. Read when the recipe runs, after the environment is set up.
-PICTURE = $(shell $(RUN) -c "import matplotlib" 2>/dev/null && echo --picture build/memory.svg)
-
 .DELETE_ON_ERROR:
 .PHONY: demo test test-fast test-torch cpptest sanitize mutants stubs lint wheel docs clean
 
 demo: $(READY)
 	$(RUN) -m examples.quickstart
-	mkdir -p build
-	$(if $(PICTURE),,@echo "no picture of the memory: $(RUN) has no matplotlib")
-	$(RUN) -m examples.colocate.loop $(PICTURE) $(ARGS)
+	$(RUN) -m examples.colocate $(ARGS)
 
 test: $(READY)
 	$(if $(ASYNC),MEMSAVER_TEST_ASYNC=1) $(RUN) -m pytest $(WORKERS) $(ARGS)
@@ -151,7 +146,7 @@ clean:
 	@echo "2 of 3: the build tools"
 	$(RUN) -m pip install --quiet --no-compile 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
 	@echo "3 of 3: Ray, the packages of the tests, and the core, which is compiled (1 to 3 minutes on two cores)"
-	$(RUN) -m pip install --quiet --no-compile --no-build-isolation --editable '.[examples,picture,test]'
+	$(RUN) -m pip install --quiet --no-compile --no-build-isolation --editable '.[examples,test]'
 	touch $@
 
 .venv/.linters: .venv/.ready

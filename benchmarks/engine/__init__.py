@@ -1,5 +1,6 @@
-"""The example's engine: CUDA graphs, the floor of a decode step, regions, two GPUs, attention.
+"""The example's engine: loads, CUDA graphs, the floor of a decode step, regions, two GPUs, attention.
 
+- loads: completion tokens/s of even and of ragged loads, and by vLLM in a process of its own, where it is installed.
 - graphs: decode with graphs and without.
 - floor: a decode step of Qwen3-8B, and its bytes over the device's bandwidth.
 - regions: with memsaver's regions and without, then the same after 50 pauses.
@@ -13,10 +14,12 @@ engine (examples/colocate/promises.md). On the CPU there are no graphs: they are
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -25,23 +28,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 import memsaver
+from benchmarks.engine.by_vllm import by_vllm
 from benchmarks.engine.kernels import kernels
-from benchmarks.engine.loads import LARGE, QWEN, Load, make_engine, served, step_ms, tokens
+from benchmarks.engine.loads import LARGE, QWEN, RAGGED, Load, make_engine, served
 from benchmarks.harness.command import Options, Run
 from benchmarks.harness.machine import GIB, MIB, visible_gpus
 from benchmarks.harness.processes import Process, Sample, ask_all, in_process, processes
 from benchmarks.harness.work import copy_rate, median, ratio, take_turns
-from examples.colocate.engine import Engine
-from examples.colocate.engine.parallel import ONE_RANK, Parallel
-from examples.colocate.engine.profile import profile_replays
+from examples.colocate.engine import Engine, SamplingParams
+from examples.colocate.engine.tensor_parallel import ONE_RANK, Parallel
 
 DEVICES = ("cuda", "cpu")
 GAINS = {1: 1.5, 8: 1.3, 32: 1.2, 128: 1.1}  # promised of graphs, by batch
 OF_THE_FLOOR = {1: 0.60, 64: 0.70}
 EQUAL = 0.01
 ROUNDS = 3
+PROFILED = 20  # steps
 FIRST = 8  # tokens that are decoded anew after each pause of two ranks
 READY_S = 600.0  # for a process that captures graphs
 
@@ -57,6 +62,34 @@ def measure(run: Run) -> None:
 def alone(run: Run, function: Callable[..., Any], **given: Any) -> Any:
     """The result of a function in a process of its own."""
     return in_process(function, device=run.device, small=run.small, timeout_s=READY_S, **given)
+
+
+def loads(run: Run) -> None:
+    others = importlib.util.find_spec("vllm") is not None and run.device != "cpu"
+    if not others:
+        run.say("\nloads: without vLLM, which is not installed here, or has no GPU")
+    for of_a_model in ([*QWEN, RAGGED[0]], [*LARGE, RAGGED[1]]):
+        ways = {"engine": Process(our_rates, READY_S, loads=of_a_model, device=run.device, small=run.small)}
+        if others:
+            ways["vLLM"] = Process(by_vllm, READY_S, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, loads=of_a_model)
+        samples: dict[str, dict[str, list[float]]] = {str(load): {way: [] for way in ways} for load in of_a_model}
+        with processes(*ways.values()):
+            for number in range(1 + ROUNDS):
+                for each, (way, process) in itertools.product(samples.values(), ways.items()):
+                    rate = process.ask()["tokens_per_s"]
+                    each[way] += [rate] if number else []
+        rows: dict[str, dict[str, Any]] = {name: dict(_medians(each)) for name, each in samples.items()}
+        for name, each in samples.items() if others else ():
+            rows[name]["engine to vLLM"] = ratio(each, "engine", "vLLM")
+        run.table(f"{of_a_model[0].model}, completion tokens/s", rows)
+
+
+def our_rates(loads: list[Load], device: str, small: bool) -> Iterator[Sample]:
+    """Completion tokens per second of each load in turn."""
+    loads = [load.scaled(small) for load in loads]
+    engine = make_engine(loads, device, small, graph_batch_sizes=None)
+    for load in itertools.cycle(loads):
+        yield {"tokens_per_s": served(engine, load).rate}
 
 
 def graphs(run: Run) -> None:
@@ -83,11 +116,13 @@ def gains(device: str, small: bool) -> dict[str, dict[str, list[float]]]:
 
 def decode_rate(engine: Engine, load: Load, use_graphs: bool = True) -> float:
     """Tokens per second of decode steps."""
-    return served(engine, load, use_graphs).figures()["tokens_per_s_decode"]
+    return served(engine, load, use_graphs).decode_rate
 
 
 def floor(run: Run) -> None:
     found = alone(run, against_the_floor)
+    for name, row in found.items():
+        run.table(f"{name}, the longest kernels of a step", row.pop("kernels"))
     run.table("decode steps of Qwen3-8B", found)
     for load, (name, row) in zip(LARGE, found.items()):
         share, least = row["floor, ms"] / row["step, ms"], OF_THE_FLOOR[load.batch]
@@ -99,19 +134,43 @@ def against_the_floor(device: str, small: bool) -> dict[str, dict[str, Any]]:
     bandwidth = copy_rate(device, 8 * MIB if small else 4 * GIB)
     held = {name: weight.nbytes for name, weight in engine.model.weights.items()}
     if "lm_head.weight" in held:  # of an embedding that is not the output's matrix too, a step reads a row a token
-        del held[engine.model.embedding]
+        del held["model.embed_tokens.weight"]
     shape = engine.model_config
     kv_bytes_of_a_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
     for full in LARGE:
         load = full.scaled(small)
         served_ms = median(take_turns({"": partial(step_ms, engine, load)}, ROUNDS)[""])
-        profile = profile_replays(engine, load.batch, 20, context=round(load.mean_context))
         nbytes = sum(held.values()) + load.batch * load.mean_context * kv_bytes_of_a_token
         found[str(full)] = {
-            "step, ms": served_ms, "replay, ms": 1e3 * profile.seconds, "floor, ms": 1e3 * nbytes / bandwidth,
-            "kernels, ms": 1e3 * sum(kernel.seconds for kernel in profile.kernels), "copy, TB/s": bandwidth / 1e12,
+            "step, ms": served_ms, "floor, ms": 1e3 * nbytes / bandwidth, "copy, TB/s": bandwidth / 1e12,
+            "kernels": longest_kernels(engine, load),
         }  # fmt: skip
     return found
+
+
+def step_ms(engine: Engine, load: Load) -> float:
+    """The median of the decode steps of one run."""
+    return served(engine, load).step_ms
+
+
+def longest_kernels(engine: Engine, load: Load) -> dict[str, dict[str, float]]:
+    """Microseconds of a decode step at the load's start, by kernel, and of all of them; on the CPU by operator."""
+    engine.drop_prefix_cache()
+    for prompt in load.prompts(engine.model_config.vocab_size):
+        engine.submit(prompt, SamplingParams(0.0, load.new_tokens))
+    steps = min(PROFILED, load.new_tokens // 2)
+    while len(engine.scheduler.running) < load.batch:
+        engine.step()
+    activity = ProfilerActivity.CPU if engine.device.type == "cpu" else ProfilerActivity.CUDA
+    with profile(activities=[activity], acc_events=True) as profiler:  # without it torch warns of cycles, here one
+        for _ in range(steps):
+            engine.step()
+        engine.drain(finish=False)
+    for each in list(engine.scheduler.waiting):
+        engine.cancel(each)
+    time_of = "self_cpu_time_total" if engine.device.type == "cpu" else "self_device_time_total"
+    rows = sorted(((getattr(row, time_of) / steps, row.key) for row in profiler.key_averages()), reverse=True)
+    return {name[:90]: {"us": us} for us, name in [(sum(us for us, _ in rows), "all"), *rows[:12]]}
 
 
 def regions(run: Run) -> None:
@@ -128,13 +187,13 @@ def regions(run: Run) -> None:
 
 def with_regions(load: Load, pauses: int, rounds: int, device: str, small: bool) -> Sample:
     ways = {"regions": True, "none": False}
-    engines = {way: make_engine([load], device, small, use_regions=use) for way, use in ways.items()}
+    engines = {way: make_engine([load], device, small, regions=use) for way, use in ways.items()}
     engine, rates = engines["regions"], {way: partial(decode_rate, each, load) for way, each in engines.items()}
-    before, expected = take_turns(rates, rounds), tokens(served(engine, load))
+    before, expected = take_turns(rates, rounds), served(engine, load).tokens
     begin = time.perf_counter()
     for _ in range(pauses):
         _pause_and_resume(engine)
-    paused_s, same = time.perf_counter() - begin, tokens(served(engine, load)) == expected
+    paused_s, same = time.perf_counter() - begin, served(engine, load).tokens == expected
     return {"before": before, "after": take_turns(rates, rounds), "same": same, "pauses_s": paused_s}
 
 
@@ -178,18 +237,18 @@ def rank(number: int, store: str, load: Load, pauses: int, device: str, small: b
         dist.init_process_group("gloo" if device == "cpu" else "nccl", **where)
         group = Parallel(dist.group.WORLD)
     engine = make_engine([load], device, small, group)
-    expected, same, rates = tokens(served(engine, load)), True, dict[str, float | None]()
+    expected, same, rates = served(engine, load).tokens, True, dict[str, float | None]()
     for when in ("before", "after"):
         runs = [served(engine, load) for _ in range(ROUNDS)]
-        rates[when] = median([each.figures()["tokens_per_s_decode"] for each in runs])
-        same = same and all(tokens(each) == expected for each in runs)
+        rates[when] = median([each.decode_rate for each in runs])
+        same = same and all(each.tokens == expected for each in runs)
         first = replace(load, new_tokens=FIRST)
         for _ in range(pauses if when == "before" else 0):
             if store:
                 dist.barrier()
             _pause_and_resume(engine)
-            same = same and tokens(served(engine, first)) == [each[: first.length] for each in expected]
+            same = same and served(engine, first).tokens == [each[: first.length] for each in expected]
     return {"tokens": expected, "same": same, "rates": rates}
 
 
-PARTS = {"graphs": graphs, "floor": floor, "regions": regions, "parallel": parallel, "kernels": kernels}
+PARTS = {"loads": loads, "graphs": graphs, "floor": floor, "regions": regions, "parallel": parallel, "kernels": kernels}

@@ -4,36 +4,43 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
 import memsaver
 from benchmarks.harness.machine import GIB
+from benchmarks.harness.models import HEAD, KV_HEADS, MODELS
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
-from examples.colocate.engine.benchmark import Request, Run, serve
-from examples.colocate.engine.checkpoint import PRESETS
-from examples.colocate.engine.model import Config
-from examples.colocate.engine.parallel import ONE_RANK, Parallel
+from examples.colocate.engine.engine_memory import EngineMemory
+from examples.colocate.engine.tensor_parallel import ONE_RANK, Parallel
+from examples.colocate.model import ModelConfig
 
 BLOCK = 16  # tokens in a KV block
-_SMALL = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position": 128,
-          "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 96}  # fmt: skip
+CHUNK = 4096  # tokens of a prefill step without graphs
+SHORTEST = 16  # tokens of a ragged prompt, and of its completion
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that prefill in one step and then decode together to the end."""
+    """Requests that are all there at the start.
 
-    model: str  # of PRESETS, with random weights
+    ``ragged``: prompts and completions of 16 tokens to these, drawn evenly.
+    """
+
+    model: str  # of MODELS, with random weights
     batch: int
     prompt: int  # tokens of each
     new_tokens: int  # of each; the prefill makes the first one
+    ragged: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.batch} x ({self.prompt} + {self.new_tokens})"
+        to = "up to " if self.ragged else ""
+        return f"{self.model}, {self.batch} x ({to}{self.prompt} + {to}{self.new_tokens})"
 
     @property
     def length(self) -> int:
@@ -51,22 +58,53 @@ class Load:
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         draw = random.Random(0)
-        return [[draw.randrange(vocab_size) for _ in range(self.prompt)] for _ in range(self.batch)]
+        return [[draw.randrange(vocab_size) for _ in range(size)] for size in self._sizes(draw, self.prompt)]
+
+    def completions(self) -> list[int]:
+        """New tokens of each request."""
+        return self._sizes(random.Random(1), self.new_tokens)
+
+    def _sizes(self, draw: random.Random, most: int) -> list[int]:
+        return [draw.randint(min(SHORTEST, most), most) if self.ragged else most for _ in range(self.batch)]
 
 
 QWEN = [Load("qwen3-0.6b", batch, 128, 128) for batch in (1, 8, 32, 128)]
 LARGE = [Load("qwen3-8b", batch, 992, 64) for batch in (1, 64)]  # a context of 1,024 in the middle of the decode
+RAGGED = [Load("qwen3-0.6b", 256, 1024, 512, ragged=True), Load("qwen3-8b", 128, 1024, 512, ragged=True)]
 
 
-def shape_of(model: str, small: bool) -> Config:
-    """A preset's shape, or with `small` a tiny one."""
-    shape: Any = PRESETS[model]
-    made: Config = replace(shape, **_SMALL) if small else shape
-    return made
+class PlainMemory(EngineMemory):
+    """Torch's own memory in place of regions."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.captures_graphs = device, device.type == "cuda"
+        self._stream, self._pool = cast(Any, None), cast(Any, None)
+        plain: Any = SimpleNamespace(residence=1, check_active=lambda purpose: None)
+        plain.empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+        self.weights = self.kv_cache = self.buffers = plain
+        self.cuda_graph = None
+
+    def _graph(self) -> tuple[Any, Any]:
+        self._pool, graph = self._pool or torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        return graph, torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
+
+
+def shape_of(model: str, small: bool) -> ModelConfig:
+    """A model's shape, or with `small` a tiny one."""
+    if small:
+        return ModelConfig(512, 64, 2, 4, 2, 16, 96, max_position=128)
+    of = MODELS[model]
+    sizes = (of.vocabulary, of.hidden, of.layers, of.heads, KV_HEADS, HEAD, of.intermediate)
+    return ModelConfig(*sizes, max_position=4096, rope_theta=1e6, tie_word_embeddings=of.tied, dtype=torch.bfloat16)
 
 
 def make_engine(
-    loads: Iterable[Load], device: str, small: bool, parallel: Parallel = ONE_RANK, **settings: Any
+    loads: Iterable[Load],
+    device: str,
+    small: bool,
+    parallel: Parallel = ONE_RANK,
+    regions: bool = True,
+    **settings: Any,
 ) -> Engine:
     """An engine with room for each of the loads, and a decode graph of each one's batch unless `settings` differ."""
     loads = list(loads)
@@ -76,12 +114,14 @@ def make_engine(
         "block_size": BLOCK,
         "num_blocks": 1 + batch * -(-length // BLOCK),
         "max_model_len": length,
-        "max_prefill_tokens": max(load.batch * load.prompt for load in loads),
+        "max_prefill_tokens": max(CHUNK, *(load.batch * load.prompt for load in loads if not load.ragged), 0),
         "graph_batch_sizes": tuple(sorted({load.batch for load in loads})),
     }
     if device != "cpu":
         torch.cuda.set_device(device)
-    engine = Engine(shape_of(loads[0].model, small), EngineConfig(**{**config, **settings}), device, parallel)
+    memory = None if regions else PlainMemory(torch.device(device))
+    model, sizes = shape_of(loads[0].model, small), EngineConfig(**{**config, **settings})
+    engine = Engine(model, sizes, device, parallel, memory)
     engine.capture()
     # Host memory for all backups. A virtual machine may report less available memory than it can get.
     rows = [row for each in memsaver.stats().devices.values() for row in each.regions]
@@ -89,19 +129,47 @@ def make_engine(
     return engine
 
 
-def served(engine: Engine, load: Load, use_graphs: bool = True) -> Run:
+@dataclass
+class Served:
+    """One pass over a load: prompt and completion of each request, and the times of its decode steps."""
+
+    tokens: list[list[int]]
+    seconds: float = 0.0
+    generated: int = 0
+    steps_s: list[float] = field(default_factory=list)  # of steps without a request's first token
+    decoded: int = 0  # tokens of these
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second of decode steps."""
+        return self.decoded / sum(self.steps_s)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, from the first request to the last token."""
+        return self.generated / self.seconds
+
+    @property
+    def step_ms(self) -> float:
+        """The median of the decode steps."""
+        return 1e3 * statistics.median(self.steps_s)
+
+
+def served(engine: Engine, load: Load, use_graphs: bool = True) -> Served:
     """The load to its end through `Engine.step`, greedily, nothing cached before."""
     engine.drop_prefix_cache()
-    requests = [Request(0.0, prompt) for prompt in load.prompts(engine.model_config.vocab_size)]
-    return serve(engine, requests, SamplingParams(0.0, load.new_tokens), encode=list, use_graphs=use_graphs)  # type: ignore[arg-type]
-
-
-def step_ms(engine: Engine, load: Load) -> float:
-    """The median of the decode steps of one run."""
-    times = served(engine, load).requests[0].tokens_at
-    return 1e3 * statistics.median(after - before for before, after in zip(times, times[1:]))
-
-
-def tokens(run: Run) -> list[list[int]]:
-    """Prompt and completion of each request."""
-    return [request.sequence.tokens for request in run.requests if request.sequence is not None]
+    prompts = load.prompts(engine.model_config.vocab_size)
+    begin = now = time.perf_counter()
+    requests = [engine.submit(each, SamplingParams(0.0, new)) for each, new in zip(prompts, load.completions())]
+    run, unfinished = Served([request.tokens for request in requests]), len(requests)
+    while unfinished:
+        before, advanced = now, engine.step(use_graphs)
+        now = time.perf_counter()
+        run.generated += len(advanced)
+        unfinished -= sum(each.finish_reason is not None for each in advanced)
+        if advanced and all(len(each.logprobs) > 1 for each in advanced):
+            run.steps_s.append(now - before)
+            run.decoded += len(advanced)
+    engine.settle()
+    run.seconds = time.perf_counter() - begin
+    return run

@@ -4,7 +4,7 @@ After "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Langua
 Optimization Algorithms" (clipping), with the mean over all tokens of a batch and without a reference model. The weights
 for tokens that another program sampled are truncated importance weights: Ionides, "Truncated Importance Sampling".
 
-Shape suffixes: P prompts, G completions of each prompt, B completions, T positions.
+Shape suffixes: P prompts, G completions of each prompt, N tokens of completions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def group_advantages(rewards_PG: Tensor, zero: bool = False) -> Tensor:
     return advantages_PG * 0.0 if zero else advantages_PG
 
 
-def importance_weights(policy_BT: Tensor, sampler_BT: Tensor, cap: float) -> Tensor:
+def importance_weights(policy_N: Tensor, sampler_N: Tensor, cap: float) -> Tensor:
     """min(exp(policy - sampler), cap): how much more likely the policy's own program makes a token than the sampler's.
 
     Both are log-probabilities, in nats, that two programs compute from the same weights. The weights are constants of
@@ -39,36 +39,24 @@ def importance_weights(policy_BT: Tensor, sampler_BT: Tensor, cap: float) -> Ten
     """
     if not cap >= 1:
         raise ValueError(f"cap is {cap}; expected a number of 1 or more")
-    return (policy_BT - sampler_BT).detach().clamp(max=math.log(cap)).exp()
+    return (policy_N - sampler_N).detach().clamp(max=math.log(cap)).exp()
 
 
 def policy_loss(
-    logprobs_BT: Tensor,
-    behaviour_BT: Tensor,
-    advantages_B: Tensor,
-    mask_BT: Tensor,
-    clip: float,
-    weights_BT: Tensor | None = None,
+    logprobs_N: Tensor, behaviour_N: Tensor, advantages_N: Tensor, weights_N: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
     """(loss, clipped): the sum over tokens of the clipped surrogate's negative, and how many tokens the clip held back.
 
-    `behaviour_BT` are the log-probabilities under the policy that chose the tokens; both are in nats. `weights_BT`
-    multiply each token's part, see `importance_weights`; None: one everywhere. Only tokens where `mask_BT` is true
-    count. The caller divides by the number of tokens of all ranks.
+    `behaviour_N` are the log-probabilities under the policy that chose the tokens; both are in nats. `weights_N`
+    multiply each token's part, see `importance_weights`. The caller divides by the number of tokens of all ranks.
 
     A ratio beyond exp(20), to either side, counts as exp(20) or exp(-20) and has no gradient.
     """
     if not 0 < clip < 1:
         raise ValueError(f"clip is {clip}; expected a number between 0 and 1")
-    # Masked first: values at other positions must not reach the exponential. Clamped next: an infinite ratio times
-    # an advantage of zero, or times the zero gradient of a clipped token, is NaN.
-    log_ratio_BT = (logprobs_BT - behaviour_BT).masked_fill(~mask_BT, 0.0)
-    ratio_BT = log_ratio_BT.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
-    advantages_B1 = advantages_B[:, None]
-    plain_BT = ratio_BT * advantages_B1
-    clipped_BT = ratio_BT.clamp(1 - clip, 1 + clip) * advantages_B1
-    held_BT = clipped_BT < plain_BT  # masked positions have ratio one, which is never clipped
-    loss_BT = -plain_BT.minimum(clipped_BT)
-    if weights_BT is not None:
-        loss_BT = loss_BT * weights_BT
-    return loss_BT.masked_fill(~mask_BT, 0.0).sum(), held_BT.sum()
+    # An infinite ratio times an advantage of zero, or times the zero gradient of a clipped token, is NaN.
+    ratio_N = (logprobs_N - behaviour_N).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
+    plain_N = ratio_N * advantages_N
+    clipped_N = ratio_N.clamp(1 - clip, 1 + clip) * advantages_N
+    loss_N = -plain_N.minimum(clipped_N) * weights_N
+    return loss_N.sum(), (clipped_N < plain_N).sum()

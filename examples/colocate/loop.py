@@ -1,332 +1,300 @@
-"""The RL loop: an engine and a trainer, two Ray actors on one device, take turns through memsaver.
+"""The RL loop: an engine and a trainer, Ray actors on the same device, take turns through memsaver.
 
-    python -m examples.colocate.loop --help
-
-A step has these parts: sample completions; pause the engine and train; release the optimizer and resume the engine's
-weights; the trainer writes them; release the parameters and resume the KV cache and the graphs. Each step checks that
-the pauses changed neither contents nor addresses (`proofs.py`), and raises otherwise.
+`Loop.step` is a step. The rest of this file has all that it needs: the actors and their regions, the phases, and the
+way of the weights. `python -m examples.colocate` runs it with checks, checkpoints and a log, which `checks/` attaches.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
+import os
+import pickle
+import socket
 import time
 from collections.abc import Sequence
-from contextlib import closing
-from pathlib import Path
+from dataclasses import astuple, replace
 from typing import Any
 
 import ray
+import torch
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .actors import EngineWorker, TrainerWorker
-from .arithmetic import Arithmetic
-from .checkpoints import Checkpoints, LoopState, settings_of
-from .cluster import start_ray
-from .drill import Drill
-from .errors import out_of_memory
-from .options import chosen_recipe, parse
-from .picture import write
-from .proofs import Proofs
+import memsaver
+from memsaver.ray import Colocated, Group, Turn
+
+from .engine import Completion, Engine, SamplingParams
+from .model import WeightPart
+from .options import Options
 from .recipes import Recipe
-from .recorder import Recorder
-from .report import Recovery, Report, StepRow
-from .rollout import Players, demonstration_batch
-from .summary import capacity, introduction, opening, show_end, step_drawing, write_json
-from .trainer import LogprobGap
-from .turns import Turns
-from .weight_sync import WeightSync
-from .workers import Workers
+from .rollout import Rollout, Rollouts, answers
+from .task import Task
+from .trainer import EngineWeights, Sample, StepMetrics, TokenStatistics, Trainer
+from .trainer.process_group import join
 
-__all__ = ["OUT_OF_MEMORY_STATUS", "Loop", "chosen_recipe", "main", "out_of_memory", "parse", "start_ray"]
-
-OUT_OF_MEMORY_STATUS = 3
+# The sync overwrites the engines' weights before they are read: no copy out when they pause, and none back in.
+BACKUP = {"train": {"engine": {"weights": "none"}}}
+RESTORE = {"sync": {"engine": {"weights": False}}}
 _WARM_UP_CHUNK = 50  # steps between two lines of progress
-_MOST_LOSSES = 3  # deaths since the last checkpoint; more have a cause that a restart does not remove
+
+
+def phases(engine: list[str], trainer: list[str]) -> dict[str, dict[str, list[str]]]:
+    """The tags that are resident in each phase, by role. All others are paused."""
+    return {
+        "rollout": {"engine": engine},
+        "train": {"trainer": trainer},
+        # Gathering takes memory of torch's default pool, which is a region on a GPU.
+        "sync": {"engine": ["weights"], "trainer": [tag for tag in trainer if tag in ("params", "torch")]},
+    }
+
+
+class Worker(Colocated):
+    """Base of both actors: a rank's device, and the pool that all processes there take memory from."""
+
+    def __init__(self, recipe: Recipe, options: Options, rank: int, sharers: int) -> None:
+        """`sharers`: pairs of an engine and a trainer on this device."""
+        self.recipe, self.options, self.rank, self.sharers = recipe, options, rank, sharers
+        if options.device == "cuda":
+            self.device = torch.device("cuda", 0)
+            torch.cuda.set_device(self.device)
+            self.capacity = recipe.capacity(torch.cuda.get_device_properties(0).total_memory, sharers)
+        else:
+            self.device = torch.device("cpu")
+            torch.set_num_threads(1)
+            memsaver.configure(host_device=options.host_device)
+            self.capacity = sharers * recipe.host_bytes
+        # A pause in one process and a resume in another run at the same time, through the pool's chunks. Sent tensors
+        # keep their memory: the trainer gets the engine's own weights.
+        memsaver.configure(pool="shared", pool_capacity=self.capacity, patches="multiprocessing")
+        self.own_bytes = self.capacity // sharers
+
+    def release_cache(self) -> None:
+        """Wait for the device, and return the free memory of torch's default pool."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def uuid(self) -> str:
+        """Of the device."""
+        return str(memsaver.stats().devices[str(self.device)].uuid)
+
+
+class EngineActor(Worker):
+    """An engine that serves, and that can pause between two calls."""
+
+    engine: Engine
+
+    def setup(self) -> list[str]:
+        """Build the engine and capture its graphs. Returns the tags of its regions."""
+        blocks = self.recipe.kv_blocks or self.recipe.blocks_that_fit(self.own_bytes)
+        config = replace(self.recipe.engine, num_blocks=blocks, seed=1000 * self.options.seed + self.rank)
+        self.engine = Engine(self.recipe.model, config, self.device)
+        self.engine.capture()
+        return ["weights", "buffers", "kv_cache", *(["cuda_graph"] if self.engine.captured_batch_sizes else [])]
+
+    def colocated_drain(self, tags: Sequence[str]) -> None:
+        self.engine.drain(finish=False)  # requests that run are computed again after the pause
+        self.release_cache()
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
+        return self.engine.generate(prompts, sampling)
+
+    def share_weights(self) -> tuple[str, bytes, dict[str, WeightPart]]:
+        """The UUID of the device, the pickled weights, and their layout."""
+        return self.uuid(), self.engine.share_weights(), self.engine.weight_layout
+
+
+class TrainerActor(Worker):
+    """A rank of the trainer."""
+
+    trainer: Trainer
+
+    def address(self) -> str:
+        """A free address of this node, where the ranks meet."""
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{listener.getsockname()[1]}"
+
+    def setup(self, address: str | None) -> list[str]:
+        """Build the trainer. Returns the tags of its regions."""
+        if self.options.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first handle is made
+            torch.use_deterministic_algorithms(True)
+        mesh = join(self.device.type, self.rank, self.options.ranks, address, self.sharers)
+        config = replace(self.recipe.trainer, seed=self.options.seed)
+        self.trainer = Trainer(self.recipe.model, config, mesh, self.options.model)
+        self.release_cache()
+        return self.trainer.memory.tags
+
+    def colocated_drain(self, tags: Sequence[str]) -> None:
+        self.release_cache()  # of activations
+
+    def warm_up(self, batches: Sequence[Sequence[Sample]], rates: Sequence[float]) -> StepMetrics:
+        """Supervised steps, one for each batch. Returns the last one's metrics."""
+        for batch, rate in zip(batches, rates):
+            metrics = self.trainer.warm_up(batch, rate)
+        return metrics
+
+    def end_warm_up(self) -> None:
+        self.trainer.reset_optimizer()
+
+    def train(self, samples: Sequence[Sample], rate: float) -> tuple[StepMetrics, TokenStatistics]:
+        """Policy-gradient steps on parts of a rollout. Returns their mean metrics, and statistics of the tokens."""
+        parts = [samples[part :: self.recipe.minibatches] for part in range(self.recipe.minibatches)]
+        # All before the first step: they are compared with the policy that the engines had.
+        prepared = [self.trainer.recompute(part) for part in parts]
+        metrics = [self.trainer.train_step(batch, rate) for batch, _ in prepared]
+        mean = StepMetrics(*(sum(column) / len(metrics) for column in zip(*map(astuple, metrics))))
+        return mean, TokenStatistics.joined([statistics for _, statistics in prepared])
+
+    def write_weights(self, shared: Sequence[tuple[str, bytes, dict[str, WeightPart]]]) -> None:
+        """Write this rank's shards into the tensors of the engines.
+
+        `shared`: of all engines. A rank reaches the engines on its own device alone: if there are others, the ranks
+        gather each parameter first.
+        """
+        gather = len({uuid for uuid, *_ in shared}) > 1
+        here = [EngineWeights(pickle.loads(weights), layout) for uuid, weights, layout in shared if uuid == self.uuid()]
+        self.trainer.weights.write(here, gather)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the engines read them next
 
 
 class Loop:
-    """One run: actors, turns and report."""
+    """One run: `set_up`, `begin`, and then steps."""
 
-    engine_worker, trainer_worker = EngineWorker, TrainerWorker
-    turns: Turns
-    weights: WeightSync
-    proofs: Proofs
+    kinds: dict[str, type[Worker]] = {"engine": EngineActor, "trainer": TrainerActor}
 
-    def __init__(self, options: argparse.Namespace, recipe: Recipe, report: Report) -> None:
-        """Makes the actors. Raises CheckpointError before that if this run cannot continue from the checkpoints."""
-        self.options, self.recipe, self.report = options, recipe, report
-        self.task = Arithmetic(recipe.largest, recipe.held_out, recipe.carry_share, options.seed)
-        self.step = 0  # steps done
-        self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
-        self._drill = Drill(options.kill, report)
-        self._losses = 0  # since the last checkpoint
-        self._missing: Sequence[str] = ("engine", "trainer")  # roles to build
-        self._tags: dict[str, list[str]] = {}  # of the regions, by role
-        self._goes_back = bool(options.resume)  # to the newest checkpoint
-        if self.checkpoints is not None:
-            self.checkpoints.check_start(self._settings(), options.resume, options.kill)
-        self.workers = Workers({"engine": self.engine_worker, "trainer": self.trainer_worker}, options, recipe)
-        self._adopt_workers()
-        self.recorder = Recorder(report, options.picture_steps if options.picture else 0)
+    def __init__(self, options: Options, recipe: Recipe, task: Task) -> None:
+        """Makes the actors, an engine and a trainer for each rank, in an initialized Ray."""
+        self.options, self.recipe, self.task = options, recipe, task
+        self.steps_done = 0
+        self.seconds: dict[str, float] = {}  # of the parts of the present step
+        self.turns: list[Turn] = []  # of the present step
+        self.warm: list[float] = []  # rewards of the held-out problems after the warm-up
+        self.sharers = options.ranks_per_gpu if options.device == "cuda" else options.ranks
+        self.place()
+        self.actors = {role: self.make(role) for role in self.kinds}
 
-    def introduce(self) -> None:
-        """Say how much memory both roles need, and why they take turns."""
-        engine, trainer = ray.get([actors[0].demand.remote() for actors in (self.engines, self.trainers)])
-        memory = ray.get(self.trainers[0].memory.remote())
-        whole, pairs = ray.get(self.trainers[0].device_bytes.remote()), self.workers.sharers
-        report, pausing = self.report, self.options.pause
-        report.device_bytes, report.devices = memory.total, self.options.ranks // pairs
-        report.wanted_bytes = pairs * (engine.nbytes + trainer.nbytes)
-        report.say(capacity(memory.total, whole, self.recipe, self.options.device))
-        for line in introduction(engine, trainer, memory.total, pairs, pausing):
-            report.say(line)
+    def place(self) -> None:
+        """Reserve a GPU, or a part of this machine, for the actors of each rank."""
+        each, on_gpu = self.options.ranks_per_gpu, self.options.device == "cuda"
+        bundle = {"CPU": 2.0 * each, **({"GPU": 1.0} if on_gpu else {})}
+        self._placement = ray.util.placement_group([bundle] * (self.options.ranks // each))
+        ray.get(self._placement.ready(), timeout=self.options.answer_within)
+        gpus = 10_000 // (2 * each) / 10_000 if on_gpu else 0.0  # Ray's shares have four digits
+        self._shares = {"num_cpus": 1, "num_gpus": gpus}
+
+    def make(self, role: str) -> list[Any]:
+        """New actors of a role, by rank."""
+        kind, each = ray.remote(self.kinds[role]), self.options.ranks_per_gpu
+        places = [PlacementGroupSchedulingStrategy(self._placement, rank // each) for rank in range(self.options.ranks)]
+        return [
+            kind.options(**self._shares, scheduling_strategy=place).remote(
+                self.recipe, self.options, rank, self.sharers
+            )
+            for rank, place in enumerate(places)
+        ]
+
+    def call(self, role: str, method: str, *arguments: Any, **named: Any) -> list[Any]:
+        """The answers of all actors of a role, by rank. Raises HungError after `--answer-within` seconds."""
+        calls = [getattr(actor, method).remote(*arguments, **named) for actor in self.actors[role]]
+        return answers(calls, f"{role}.{method}", self.options.answer_within)
 
     def set_up(self) -> None:
-        """Build both roles, one after the other: the engine pauses before the trainer allocates its memory."""
-        options, workers = self.options, self.workers
-        if options.pause:
-            for role in ("engine", "trainer"):
-                if role not in self._missing:
-                    self._pause(role)
-        if self.report.recoveries:
-            workers.await_memory(self._missing)
-        for role in self._missing:
-            self.report.say(f"building the {role}")
-            self._tags[role] = workers.build(role)
-            if role == "engine" and options.pause:
-                self._pause(role)
-        self._missing = ()
-        self._adopt_workers()
-        self.turns = Turns(self.engines, self.trainers, self._tags, self.report, options.pause, options.pool)
-        self.weights = WeightSync(self.engines, self.trainers, options.sync, self.report)
-        probes = self.task.held_out[: self.recipe.probes]
-        self.proofs = Proofs(self.recipe, self.turns, self.players, self.weights, probes)
+        """Build both roles. The engines pause before the trainers take their memory."""
+        engine = self.call("engine", "setup")[0]
+        self.call("engine", "pause", backup={"weights": "none"})
+        self.join(engine, self.set_up_trainers())
 
-    def run(self) -> None:
-        """Build both roles, then do all steps, up to the last evaluation or to `--stop-after`.
+    def set_up_trainers(self) -> list[str]:
+        address = self.call("trainer", "address")[0] if self.options.ranks > 1 else None
+        tags: list[str] = self.call("trainer", "setup", address)[0]
+        return tags
 
-        If actors die, new actors replace them, and the run continues from the newest checkpoint. Without a checkpoint,
-        and after several deaths since the last one, raises the error by which the loop noticed the death.
-        """
-        while True:
-            try:
-                self._go_on()
-                return
-            except Exception as error:
-                self._replace_lost(error)
+    def join(self, engine: list[str], trainer: list[str]) -> None:
+        """Make the group of all actors. The arguments are the tags of their regions."""
+        self.tags = {"engine": engine, "trainer": trainer}
+        self.group = Group(**self.actors, phases=self.phases(), backup=BACKUP, restore=RESTORE)
+        temperature, seconds = self.recipe.trainer.temperature, self.options.answer_within
+        self.rollouts = Rollouts(self.actors["engine"], self.task, temperature, seconds)
 
-    def close(self) -> None:
-        """End the actors."""
-        self.workers.close()
+    def phases(self) -> dict[str, dict[str, list[str]]]:
+        return phases(**self.tags)
 
-    def _pause(self, role: str) -> None:
-        # The next sync overwrites the engines' weights before they are read.
-        self.workers.pause(role, {"weights": "none"} if role == "engine" else None)
+    def enter(self, phase: str) -> Turn:
+        """All actors together pause and resume regions. An actor that hangs ends the turn with an error."""
+        turn = self.group.enter(phase, timeout=self.options.answer_within, memory_timeout=self.recipe.memory_timeout)
+        self.turns.append(turn)
+        return turn
 
-    def _adopt_workers(self) -> None:
-        self.engines, self.trainers = self.workers.by_role["engine"], self.workers.by_role["trainer"]
-        self.players = Players(self.engines, self.task)
-
-    def _go_on(self) -> None:
-        """From the present step to the end of the run."""
-        if self._missing:
-            self.set_up()
-        if self._goes_back:
-            self._go_back()
-        elif self.step == 0:
-            self._begin()
-        last = min(self.recipe.steps, self.options.stop_after or self.recipe.steps)
-        while self.step < last:
-            with self.recorder.step(self.step + 1, last, self.workers):
-                self._step(self.step, last)
-            if self.step == 1:
-                print("\n".join(step_drawing(self.report)), flush=True)
-        self.recorder.finish(self.workers)
-        if last < self.recipe.steps:
-            self.report.say(f"stopped after step {last} of {self.recipe.steps}; --resume goes on")
-        else:
-            self._end()
-        self.report.tokens, self.report.replays = (
-            sum(column) for column in zip(*ray.get([engine.counters.remote() for engine in self.engines]))
-        )
-
-    def _begin(self) -> None:
-        self._warm_up()
-        self._save(0)
-        self.sync(prove=True)
-        self.turns.enter("rollout")
-        self._evaluate("warm-up")
-        self._commit(0)
-
-    def _end(self) -> None:
-        if self.options.prove_overwrite:
-            self.proofs.overwrite(self.options.seed)
-        self._evaluate("end")
-
-    def _warm_up(self) -> None:
+    def begin(self) -> None:
+        """From initial weights to the first rollout: a supervised warm-up, and the first sync."""
         recipe = self.recipe
-        self.turns.enter("train")
+        self.enter("train")
         for first in range(0, recipe.warm_up_steps, _WARM_UP_CHUNK):
             steps = range(first, min(first + _WARM_UP_CHUNK, recipe.warm_up_steps))
-            batches = ray.put([demonstration_batch(self.task, recipe.warm_up_batch, recipe.slip_share) for _ in steps])
-            rates = [recipe.warm_up_rate_at(step) for step in steps]
-            metrics = ray.get([trainer.warm_up.remote(batches, rates) for trainer in self.trainers])[0]
-            self.report.say(f"warm-up, {steps.stop} of {recipe.warm_up_steps} steps: loss {metrics.loss:.3f}")
-        ray.get([trainer.end_warm_up.remote() for trainer in self.trainers])
-        self.turns.look("train")
+            batches = [self.task.demonstrations(recipe.warm_up_batch) for _ in steps]
+            metrics = self.call("trainer", "warm_up", batches, [recipe.warm_up_rate_at(step) for step in steps])[0]
+            self.say(f"warm-up, {steps.stop} of {recipe.warm_up_steps} steps: loss {metrics.loss:.3f}")
+        self.call("trainer", "end_warm_up")
+        self.bring_weights()
+        self.warm = self.rollouts.held_out_rewards()
+        self.say(f"held-out greedy reward after the warm-up: {sum(self.warm) / len(self.warm):.3f}")
 
-    def _step(self, step: int, last: int) -> None:
-        """One step. The phase is "rollout" before and after. `last`: the steps of this run."""
-        recipe, report, turns = self.recipe, self.report, self.turns
-        began, moved = time.perf_counter(), report.transition_seconds
-        self.proofs.pause(step)
-        kill_engine = self._drill.of_step("engine", step + 1, self.workers)
-        kill_trainer = self._drill.of_step("trainer", step + 1, self.workers)
-        rollout_began = time.perf_counter()
-        rollout = self.players.rollout(recipe.prompts, recipe.group, self.options.zero_advantages, kill_engine)
-        rollout_seconds = time.perf_counter() - rollout_began
-        report.rollout_seconds += rollout_seconds
-        report.rollout_tokens += rollout.num_tokens
+    def step(self) -> None:
+        """One step. The phase is "rollout" before and after."""
+        self.seconds, self.turns, began = {}, [], time.perf_counter()
+        rollout = self.rollout()
+        self.enter("train")
+        metrics, statistics = self.train(rollout.samples)
+        self.bring_weights()
+        self.steps_done += 1
+        self.seconds["step"] = time.perf_counter() - began
+        self.report(rollout, metrics, statistics)
 
-        turns.enter("train")
-        self.proofs.room()
-        batch = ray.put(rollout.batch)
-        gaps = ray.get([trainer.recompute.remote(batch, recipe.minibatches) for trainer in self.trainers])
-        gap = LogprobGap.joined(gaps)
-        self.proofs.logprobs(gap)
-        rate = recipe.rate_at(step)
-        training = [trainer.train.remote(rate) for trainer in self.trainers]
-        kill_trainer()
-        metrics = ray.get(training)[0]
-        self.proofs.steps(step + 1)
-        due = (step + 1) % self.options.checkpoint_every == 0 or step + 1 == last
-        if due:
-            self._save(step + 1)
-        turns.look("train")
-
-        self.sync(prove=recipe.prove_each_sync or step + 1 == recipe.steps)
-        turns.enter("rollout")
-        self.proofs.addresses()
-        if self.options.eval_every and (step + 1) % self.options.eval_every == 0:
-            self._evaluate(f"step {step + 1}")
-        report.add(
-            StepRow(
-                step=step + 1,
-                reward=rollout.reward,
-                loss=metrics.loss,
-                grad_norm=metrics.grad_norm,
-                clipped=metrics.clipped,
-                logprob_gap=gap.largest,
-                logprob_gap_mean=gap.mean,
-                truncated=gap.truncated_share,
-                tokens_per_second=rollout.num_tokens / rollout_seconds,
-                transition_seconds=report.transition_seconds - moved,
-                seconds=time.perf_counter() - began,
-            ),
-            recipe.steps,
-        )
-        self.step = step + 1
-        if due:
-            self._commit(step + 1)
-
-    def _settings(self) -> dict[str, Any]:
-        """The settings that the curve depends on."""
-        names = ("device", "ranks", "ranks_per_gpu", "pool", "sync", "seed", "zero_advantages", "eval_every")
-        return {name: getattr(self.options, name) for name in names} | settings_of(self.recipe, "recipe.")
-
-    def _save(self, step: int) -> None:
-        """The trainers write their part of a checkpoint, in the phase "train"."""
-        if self.checkpoints is not None:
-            folder = self.checkpoints.begin(step)
-            ray.get([trainer.save.remote(folder) for trainer in self.trainers])
-
-    def _commit(self, step: int) -> None:
-        """Write the rest of the checkpoint and give it its name, after the whole step, in the phase "rollout"."""
-        if self.checkpoints is None:
-            return
-        engines = ray.get([engine.random_state.remote() for engine in self.engines])
-        report = self.report
-        state = LoopState(step, self._settings(), self.task.random_state(), engines, report.rows, report.held_out)
-        path = self.checkpoints.commit(state)
-        self._losses = 0
-        report.say(f"checkpoint: {path}")
-
-    def _go_back(self) -> None:
-        """Load the newest checkpoint, in any phase: weights, optimizer, random numbers, and the curve."""
-        assert self.checkpoints is not None
-        path, state = self.checkpoints.newest()
-        self.turns.enter("train")
-        ray.get([trainer.load.remote(path) for trainer in self.trainers])
-        self.sync(prove=True)
-        self.turns.enter("rollout")
-        ray.get([engine.set_random_state.remote(each) for engine, each in zip(self.engines, state.engines)])
-        self.task.set_random_state(state.task)
-        self.report.rows, self.report.held_out = list(state.rows), dict(state.held_out)
-        self.step, self._goes_back = state.step, False
-        self.report.went_back(state.step)
-        self.report.say(f"going on after step {state.step}, from {path}")
-
-    def _replace_lost(self, error: Exception) -> None:
-        """Replace all actors of each role in which an actor has died. Raises the error if no actor has died."""
+    def rollout(self) -> Rollout:
+        """The engines complete problems, in groups."""
         began = time.perf_counter()
-        if self.checkpoints is None or self.checkpoints.latest() is None or self._losses >= _MOST_LOSSES:
-            raise error
-        lost = self.workers.lost()
-        if not lost:
-            raise error
-        self._losses += 1
-        names = [f"{role} {rank}" for role, ranks in lost.items() for rank in ranks]
-        self.report.say(f"lost {', '.join(names)} in step {self.step + 1}: {type(error).__name__}")
-        self.report.recoveries.append(Recovery(self.step + 1, names, began))
-        self._missing = sorted({*self._missing, *lost})  # engines first
-        self._goes_back = True
-        for role in lost:
-            self.workers.replace(role)
-        self._adopt_workers()
+        rollout = self.rollouts.rollout(self.recipe.prompts, self.recipe.group, self.options.zero_advantages)
+        self.seconds["rollout"] = time.perf_counter() - began
+        return rollout
 
-    def sync(self, prove: bool) -> None:
-        """Bring the trainer's weights to the engines, in the phase "sync"."""
-        with self.turns.phase("sync"):
-            self.weights.bring()
-            if prove:
-                self.proofs.weights()
+    def train(self, samples: Sequence[Sample]) -> tuple[StepMetrics, TokenStatistics]:
+        """The trainers learn from all samples."""
+        began = time.perf_counter()
+        found = self.call("trainer", "train", samples, self.recipe.rate_at(self.steps_done))
+        self.seconds["train"] = time.perf_counter() - began
+        return found[0][0], TokenStatistics.joined([statistics for _, statistics in found])
 
-    def _evaluate(self, when: str) -> None:
-        self.report.held_out[when] = self.players.greedy_reward(self.task.held_out)
-        self.report.say(f"held-out greedy reward, {when}: {self.report.held_out[when]:.3f}")
+    def bring_weights(self) -> None:
+        """From "train" to "rollout", with the trainers' weights in the engines.
 
+        If the write fails, the group knows that the engines' weights are not whole.
+        """
+        with self.enter("sync"):
+            self.write_weights()
+        self.enter("rollout")
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the loop. Returns the exit status: 0, or OUT_OF_MEMORY_STATUS if the device was too small."""
-    options = parse(arguments)
-    recipe, files = chosen_recipe(options), ("json", "picture", "picture_steps")
-    report = Report(settings={name: value for name, value in vars(options).items() if name not in files})
-    report.say(opening(recipe, options.device, options.ranks))
-    timeline = None
-    started_here = not ray.is_initialized()
-    if started_here:
-        start_ray(options)
-    try:
-        with closing(Loop(options, recipe, report)) as loop:
-            loop.introduce()
-            loop.run()
-            timeline = loop.recorder.timeline
-    except Exception as error:
-        reason = out_of_memory(error)
-        if reason is None:
-            raise
-        report.out_of_memory = str(reason).splitlines()[0]
-        report.say(f"out of memory: {report.out_of_memory}")
-    finally:
-        if started_here:
-            ray.shutdown()
-    show_end(report, recipe)
-    if options.picture:
-        write(timeline, Path(options.picture))
-    write_json(report, options.json)
-    return OUT_OF_MEMORY_STATUS if report.out_of_memory else 0
+    def write_weights(self) -> None:
+        """The trainers write into the engines' own tensors, in the phase "sync"."""
+        began = time.perf_counter()
+        self.call("trainer", "write_weights", self.call("engine", "share_weights"))
+        self.seconds["sync"] = time.perf_counter() - began
 
+    def report(self, rollout: Rollout, metrics: StepMetrics, statistics: TokenStatistics) -> None:
+        """Of the step that is done."""
+        switched = sum(turn.seconds for turn in self.turns)
+        self.say(
+            f"step {self.steps_done} of {self.recipe.steps}: reward {rollout.reward:.3f}, loss {metrics.loss:+.4f}, "
+            f"entropy {statistics.mean('entropy'):.3f}, {rollout.length:.1f} tokens, {self.seconds['step']:.2f} s, "
+            f"{switched:.2f} of them in turns"
+        )
 
-if __name__ == "__main__":
-    sys.exit(main())
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """End all actors."""
+        for actors in self.actors.values():
+            for actor in actors:
+                ray.kill(actor)
+        ray.util.remove_placement_group(self._placement)

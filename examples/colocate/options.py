@@ -1,87 +1,24 @@
-"""The command line of the loop."""
+"""The command line."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import math
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from .arguments import integer, share
-from .recipes import RECIPES, Recipe
-from .summary import STDOUT
+from .arithmetic import arithmetic
+from .countdown import countdown
+from .prompts import TextTokenizer, prompts
+from .recipes import MIB, RECIPES, Recipe, of_folder
+from .task import Task
 
 _DESCRIPTION = "The RL loop: an engine and a trainer, two Ray actors on one device, take turns through memsaver."
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="python -m examples.colocate.loop", description=_DESCRIPTION)
-    flag = argparse.BooleanOptionalAction
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--recipe", choices=tuple(RECIPES), help="sizes and settings; by default the device's")
-    parser.add_argument("--ranks", type=integer(1), default=1, help="engines and trainers, a pair for each GPU")
-    parser.add_argument("--ranks-per-gpu", type=integer(1), default=1, help="pairs that share a GPU")
-    parser.add_argument("--pool", choices=("shared", "process"), default="shared", help="source of device memory")
-    parser.add_argument(
-        "--sync", choices=("attach", "buckets"), help="way of the weights; by default attach, with a shared pool"
-    )
-    parser.add_argument("--engine-dtype", choices=("float32", "bfloat16"), help="by default the recipe's")
-    parser.add_argument("--steps", type=integer(0), help="steps of reinforcement learning")
-    parser.add_argument("--warm-up-steps", type=integer(0), help="supervised steps before")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--zero-advantages", action="store_true", help="control: no weight changes")
-    parser.add_argument("--pause", action=flag, default=True, help="release memory; without, both stay resident")
-    parser.add_argument("--prove-overwrite", action=flag, default=True, help="overwrite all free memory at the end")
-    parser.add_argument("--kv-share", type=share, help="of the device's memory, for the engine's KV cache")
-    parser.add_argument("--workspace-share", type=share, help="of the device's memory, for the trainer's workspace")
-    parser.add_argument("--eval-every", type=integer(0), default=0, help="steps between held-out evaluations")
-    parser.add_argument(
-        "--checkpoint-dir", type=_folder, metavar="DIR", help="folder for checkpoints, shared by all nodes"
-    )
-    parser.add_argument("--checkpoint-every", type=integer(1), default=5, help="steps between two checkpoints")
-    parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
-    parser.add_argument("--stop-after", type=integer(1), metavar="STEP", help="end after this step, with a checkpoint")
-    parser.add_argument(
-        "--kill", type=_kills, default=[], metavar="ROLE:STEP,...", help="drill: kill an engine or a trainer in a step"
-    )
-    parser.add_argument(
-        "--deterministic", action="store_const", const=True, help="the trainers use torch's deterministic algorithms"
-    )
-    parser.add_argument("--address", help="of a Ray cluster to join; by default a local one is started")
-    parser.add_argument(
-        "--json",
-        type=_json,
-        nargs="?",
-        const=STDOUT,
-        metavar="FILE",
-        help="write the figures as JSON, or print them",
-    )
-    parser.add_argument(
-        "--picture", type=_picture, metavar="FILE", help="draw device memory over the last steps: .svg or .png"
-    )
-    parser.add_argument("--picture-steps", type=integer(1), default=2, metavar="N", help="steps to draw, the last ones")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not on_gpu and options.address is None:
-        parser.error(
-            "--device is 'cuda' and this machine has no CUDA device, expected 'cpu', or --address of a cluster"
-        )
-    if options.ranks % options.ranks_per_gpu:
-        parser.error(f"--ranks-per-gpu is {options.ranks_per_gpu}, expected a divisor of --ranks, {options.ranks}")
-    options.sync = options.sync or ("attach" if options.pool == "shared" else "buckets")
-    if options.sync == "attach" and options.pool != "shared":
-        parser.error("--sync attach needs --pool shared: other memory cannot be attached to")
-    for name in ("resume", "stop_after", "kill"):
-        if getattr(options, name) and options.checkpoint_dir is None:
-            parser.error(f"--{name.replace('_', '-')} needs --checkpoint-dir")
-    steps = chosen_recipe(options).steps
-    for kill in options.kill:
-        if kill.step > steps:
-            parser.error(f"--kill: {kill.role}:{kill.step}, expected a step of the run, 1 to {steps}")
-    return options
 
 
 class Kill(NamedTuple):
@@ -91,59 +28,141 @@ class Kill(NamedTuple):
     step: int
 
 
-def _kills(text: str) -> list[Kill]:
+@dataclass(frozen=True)
+class Options:
+    """The choices of a run beside its recipe."""
+
+    device: str
+    ranks: int = 1
+    ranks_per_gpu: int = 1
+    seed: int = 0
+    zero_advantages: bool = False
+    deterministic: bool = False
+    answer_within: float = 600.0
+    model: Path | None = None
+    address: str | None = None
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int = 5
+    resume: bool = False
+    stop_after: int | None = None
+    kill: tuple[Kill, ...] = ()
+    log: Path | None = None
+    # Processes that name the same size share a device of the host driver: each run has its own.
+    host_device: int = 0
+
+
+def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
+    """Wrong arguments end the program, before it starts its work."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="python -m examples.colocate", description=_DESCRIPTION)
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
+    add("--recipe", choices=tuple(RECIPES), help="sizes and settings; by default the device's")
+    add("--model", type=_folder, metavar="DIR", help="a Hugging Face folder: Qwen2.5, Qwen3 or Llama")
+    add("--task", metavar="FILE", help="JSON lines with prompts; by default arithmetic, or countdown with --model")
+    add("--reward", type=Path, metavar="FILE", help="Python file with reward(fields, completion), for --task")
+    add("--ranks", type=_number(int, 1), default=1, help="engines and trainers, a pair for each GPU")
+    add("--ranks-per-gpu", type=_number(int, 1), default=1, help="pairs that share a GPU")
+    add("--engine-dtype", choices=("float32", "bfloat16"), help="by default the recipe's")
+    for name, kind in (("steps", int), ("warm_up_steps", int), ("prompts", int), ("rate", float)):
+        add(f"--{name.replace('_', '-')}", type=_number(kind, 0), help="by default the recipe's")
+    add("--max-new-tokens", type=_number(int, 1), help="of a completion; by default the recipe's")
+    add("--seed", type=int, default=0)
+    add("--zero-advantages", action="store_true", help="control: no weight changes")
+    add("--deterministic", action="store_true", help="the trainers use torch's deterministic algorithms")
+    add("--answer-within", type=_number(float, 0.1), default=600.0, metavar="S", help="an actor that does not, hangs")
+    add("--checkpoint-dir", type=_new_folder, metavar="DIR", help="folder for checkpoints, shared by all nodes")
+    add("--checkpoint-every", type=_number(int, 1), default=5, help="steps between two checkpoints")
+    add("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    add("--stop-after", type=_number(int, 1), metavar="STEP", help="end after this step, with a checkpoint")
+    add("--kill", type=_kills, default=(), metavar="ROLE:STEP,...", help="drill: kill an actor in a step")
+    add("--address", help="of a Ray cluster to join; by default a local one is started")
+    add("--log", type=_file, metavar="FILE", help="one JSON line per step, written at once")
+    found = parser.parse_args(arguments)
+    if found.device == "cuda" and not on_gpu and found.address is None:
+        parser.error("--device is 'cuda' and this machine has no CUDA device; expected 'cpu', or --address")
+    if found.ranks % found.ranks_per_gpu:
+        parser.error(f"--ranks-per-gpu is {found.ranks_per_gpu}; expected a divisor of --ranks, {found.ranks}")
+    if bool(found.task) != bool(found.reward) or (found.task and not found.model):
+        parser.error("--task needs --reward and --model")
+    for name in ("resume", "stop_after", "kill"):
+        if getattr(found, name) and found.checkpoint_dir is None:
+            parser.error(f"--{name.replace('_', '-')} needs --checkpoint-dir")
+    try:
+        recipe = _recipe(found)
+        task = _task(found, recipe)
+    except ValueError as error:
+        parser.error(str(error))
+    late = [kill for kill in found.kill if kill.step > recipe.steps]
+    if late:
+        parser.error(f"--kill: {late[0].role}:{late[0].step}; expected a step of the run, 1 to {recipe.steps}")
+    chosen = {each.name: getattr(found, each.name) for each in fields(Options) if hasattr(found, each.name)}
+    size = 2 * found.ranks * recipe.host_bytes + os.getpid() % 64 * 2 * MIB
+    return Options(**chosen, host_device=size), recipe, task
+
+
+def _recipe(found: argparse.Namespace) -> Recipe:
+    recipe = of_folder(found.model) if found.model else RECIPES[found.recipe or ("gpu", "cpu")[found.device == "cpu"]]
+    names = ("steps", "warm_up_steps", "prompts", "rate", "max_new_tokens")
+    if found.engine_dtype is not None:
+        recipe = replace(recipe, model=replace(recipe.model, dtype=getattr(torch, found.engine_dtype)))
+    return replace(recipe, **{name: getattr(found, name) for name in names if getattr(found, name) is not None})
+
+
+def _task(found: argparse.Namespace, recipe: Recipe) -> Task:
+    seed, sizes = found.seed, {"held_out": recipe.held_out, "max_new_tokens": recipe.max_new_tokens}
+    if found.task:
+        return prompts(Path(found.task), found.reward, TextTokenizer(found.model), **sizes, seed=seed)
+    if found.model:
+        return countdown(TextTokenizer(found.model), problems=recipe.problems, **sizes, seed=seed)
+    return arithmetic(recipe.largest, recipe.terms, recipe.problems, recipe.held_out, recipe.slip_share, seed)
+
+
+def _number(kind: Callable[[str], float], least: float) -> Callable[[str], float]:
+    """Reads numbers of `least` or more."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            expected = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r}; expected {expected} of {least} or more")
+        return value
+
+    return read
+
+
+def _kills(text: str) -> tuple[Kill, ...]:
     found = []
     for part in text.split(","):
         role, _, step = part.partition(":")
         if role not in ("engine", "trainer") or not step.isdecimal() or int(step) < 1:
-            raise argparse.ArgumentTypeError(f"{part!r}, expected engine:STEP or trainer:STEP, from step 1 on")
+            raise argparse.ArgumentTypeError(f"{part!r}; expected engine:STEP or trainer:STEP, from step 1 on")
         found.append(Kill(role, int(step)))
-    return found
+    return tuple(found)
 
 
-def _folder(text: str) -> str:
+def _folder(text: str) -> Path:
+    path = Path(text).absolute()
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a folder")
+    return path
+
+
+def _new_folder(text: str) -> Path:
     """A folder that can be written to, or made."""
-    path = os.path.abspath(text)
-    there = path if os.path.exists(path) else os.path.dirname(path)
-    if not (os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a directory that can be written to, or made")
+    path = Path(text).absolute()
+    there = path if path.exists() else path.parent
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a folder that can be written to, or made")
     return path
 
 
-def _picture(text: str) -> str:
-    """A file for a picture. matplotlib has to be installed, since the run would find its absence at the end only."""
-    if not text.endswith((".svg", ".png")):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a name that ends in .svg or .png")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError(f"{text!r} needs matplotlib, expected the extra: pip install '.[picture]'")
-    return _file(text)
-
-
-def _json(text: str) -> str:
-    """A file, or "-" for the standard output; argparse reads the default of `--json` without a value through this."""
-    return text if text == STDOUT else _file(text)
-
-
-def _file(text: str) -> str:
+def _file(text: str) -> Path:
     """A file that can be written. The check comes before the run, not after it."""
-    path = os.path.abspath(text)
-    folder = os.path.dirname(path)
-    if os.path.exists(path):
-        fit = not os.path.isdir(path) and os.access(path, os.W_OK)
-    else:
-        fit = os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
-    if not fit:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a file that can be written, in a directory that exists")
+    path = Path(text).absolute()
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a file that can be written, in a folder that exists")
     return path
-
-
-def chosen_recipe(options: argparse.Namespace) -> Recipe:
-    """The named recipe, with the figures that the options replace."""
-    recipe = RECIPES[options.recipe or ("gpu" if options.device == "cuda" else "cpu")]
-    named = {
-        name: getattr(options, name)
-        for name in ("steps", "warm_up_steps", "kv_share", "workspace_share", "deterministic")
-    }
-    if options.engine_dtype is not None:
-        recipe = replace(recipe, model=replace(recipe.model, dtype=getattr(torch, options.engine_dtype)))
-    return replace(recipe, **{name: value for name, value in named.items() if value is not None})

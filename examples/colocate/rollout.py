@@ -1,81 +1,109 @@
-"""From problems to completions, rewards, and batches to train on."""
+"""From problems to completions, rewards, and samples to train on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
+from ray.exceptions import GetTimeoutError
 
-from .arithmetic import PAD_TOKEN, STOP_TOKEN, VOCABULARY, Arithmetic, Problem, decode, encode, reward
 from .engine import Completion, SamplingParams
 from .grpo import group_advantages
-from .trainer import TokenBatch
+from .task import Problem, Task
+from .trainer import Sample
+
+
+class HungError(RuntimeError):
+    """An actor has not answered in time."""
+
+
+def answers(calls: Sequence[Any], what: str, seconds: float) -> list[Any]:
+    """The results of calls to the actors of a role, by rank. Raises HungError, which names the ranks that hang."""
+    try:
+        found: list[Any] = ray.get(list(calls), timeout=seconds)
+        return found
+    except GetTimeoutError:
+        _, late = ray.wait(list(calls), num_returns=len(calls), timeout=0)
+        ranks = ", ".join(str(rank) for rank, call in enumerate(calls) if call in late)
+        raise HungError(f"{what}() of rank {ranks} has not answered in {seconds:g} s") from None
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Completions of a step's problems, groups side by side, and their mean reward."""
+    """Completions of a step's problems, groups side by side."""
 
-    batch: TokenBatch
-    reward: float
-    num_tokens: int  # of the completions
+    samples: list[Sample]
+    reward: float  # mean
+    length: float  # mean, in tokens
+    truncated: float  # share of the completions that reached the longest length
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(each.completion) for each in self.samples)
 
 
-class Players:
+class Rollouts:
     """All engines together: each gets a part of the problems."""
 
-    def __init__(self, engines: Sequence[Any], task: Arithmetic) -> None:
-        self.engines, self.task = list(engines), task
+    def __init__(self, engines: Sequence[Any], task: Task, temperature: float, answer_within: float = 600.0) -> None:
+        """`temperature`: of sampled completions. `answer_within`: seconds."""
+        self.engines, self.task, self.temperature = list(engines), task, temperature
+        self.answer_within = answer_within
 
-    def complete(
-        self, problems: Sequence[Problem], temperature: float, meanwhile: Callable[[], None] = lambda: None
-    ) -> list[Completion]:
-        """One completion of each problem, in their order. At temperature 0 it is greedy. `meanwhile` is called once,
-        while the engines work.
+    def sampling(self, greedy: bool) -> SamplingParams:
+        temperature = 0.0 if greedy else self.temperature
+        return SamplingParams(temperature, self.task.max_new_tokens, stop_tokens=self.task.tokenizer.stop_tokens)
+
+    def prompts(self, problems: Sequence[Problem]) -> list[list[int]]:
+        return [self.task.tokenizer.encode_prompt(problem.prompt) for problem in problems]
+
+    def complete(self, problems: Sequence[Problem], group: int = 1, greedy: bool = False) -> list[Completion]:
+        """`group` completions of each problem, side by side, in the order of the problems.
+
+        An engine gets whole groups, and so computes a prompt once.
         """
-        sampling = SamplingParams(temperature, max_new_tokens=self.task.longest_answer, stop_tokens=(STOP_TOKEN,))
-        prompts = [encode(problem.prompt) for problem in problems]
-        count = len(self.engines)
-        calls = [engine.generate.remote(prompts[rank::count], sampling) for rank, engine in enumerate(self.engines)]
-        meanwhile()
-        dealt = ray.get(calls)
-        return [dealt[index % count][index // count] for index in range(len(prompts))]
+        count, sampling = len(self.engines), self.sampling(greedy)
+        prompts = self.prompts(problems)
+        calls = [
+            engine.generate.remote([prompt for prompt in prompts[rank::count] for _ in range(group)], sampling)
+            for rank, engine in enumerate(self.engines)
+        ]
+        dealt = answers(calls, "engine.generate", self.answer_within)
+        return [
+            dealt[index % count][index // count * group + each]
+            for index in range(len(prompts))
+            for each in range(group)
+        ]
 
-    def greedy_reward(self, problems: Sequence[Problem]) -> float:
-        """Mean reward of greedy completions."""
-        completions = self.complete(problems, temperature=0.0)
-        return sum(_rewards(problems, completions)) / len(problems)
+    def rewards(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float]:
+        """Of as many completions of each problem. One that was cut off has no reward."""
+        group, task = len(completions) // len(problems), self.task
+        return [
+            task.reward(problems[index // group].fields, task.tokenizer.decode(each.tokens))
+            if each.finish_reason == "stop"
+            else 0.0
+            for index, each in enumerate(completions)
+        ]
 
-    def rollout(
-        self, prompts: int, group: int, zero_advantages: bool, meanwhile: Callable[[], None] = lambda: None
-    ) -> Rollout:
+    def held_out_rewards(self) -> list[float]:
+        """Of greedy completions of all held-out problems."""
+        return self.rewards(self.task.held_out, self.complete(self.task.held_out, greedy=True))
+
+    def rollout(self, prompts: int, group: int, zero_advantages: bool) -> Rollout:
         """Sampled completions, `group` of each of so many training problems, with their advantages."""
-        problems = [problem for problem in self.task.sample(prompts) for _ in range(group)]
-        completions = self.complete(problems, 1.0, meanwhile)
-        rewards = torch.tensor(_rewards(problems, completions))
-        batch = TokenBatch.build(
-            [each.prompt for each in completions],
-            [each.tokens for each in completions],
-            PAD_TOKEN,
-            [each.logprobs for each in completions],
-            group_advantages(rewards.view(prompts, group), zero_advantages).flatten(),
+        problems = self.task.sample(prompts)
+        completions = self.complete(problems, group)
+        rewards = torch.tensor(self.rewards(problems, completions))
+        advantages = group_advantages(rewards.view(prompts, group), zero_advantages).flatten().tolist()
+        samples = [
+            Sample(each.prompt, each.tokens, each.logprobs, advantage)
+            for each, advantage in zip(completions, advantages)
+        ]
+        tokens, cut = (
+            sum(len(each.tokens) for each in completions),
+            [each.finish_reason == "length" for each in completions],
         )
-        return Rollout(batch, float(rewards.mean()), sum(len(each.tokens) for each in completions))
-
-
-def demonstration_batch(task: Arithmetic, count: int, slip_share: float) -> TokenBatch:
-    """Demonstrations to imitate."""
-    pairs = task.demonstrations(count, slip_share)
-    return TokenBatch.build([encode(prompt) for prompt, _ in pairs], [encode(text) for _, text in pairs], PAD_TOKEN)
-
-
-def _rewards(problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float]:
-    return [reward(problem, _text(each.tokens)) for problem, each in zip(problems, completions)]
-
-
-def _text(tokens: Sequence[int]) -> str:
-    """The text of a completion; empty for tokens outside the task's vocabulary, which a larger model can sample."""
-    return decode(tokens) if all(token < len(VOCABULARY) for token in tokens) else ""
+        return Rollout(samples, float(rewards.mean()), tokens / len(samples), sum(cut) / len(samples))

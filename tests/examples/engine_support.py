@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import memsaver
-from examples.colocate.engine import Engine
-from examples.colocate.engine.checkpoint import build
-from examples.colocate.engine.memory import Unmanaged
-from examples.colocate.engine.model import Config
+from examples.colocate.engine import Engine, EngineConfig, SamplingParams
+from examples.colocate.engine.batches import PrefillBatch
+from examples.colocate.engine.engine_memory import EngineMemory
+from examples.colocate.engine.scheduler import Chunk, Step
+from examples.colocate.engine.sequence import Sequence
 from examples.colocate.model import ModelConfig, parameter_shapes
 
-CPU = Unmanaged(torch.device("cpu"))  # in place of a region
+CPU: Any = SimpleNamespace(empty=lambda shape, dtype: torch.empty(shape, dtype=dtype))  # in place of a region
 QWEN = ModelConfig(
     vocab_size=29,
     hidden_size=32,
@@ -29,28 +32,123 @@ QWEN = ModelConfig(
 MakeEngine = Callable[..., Engine]
 
 
-def random_weights(model: Config, seed: int = 0, deviation: float = 0.3) -> dict[str, Tensor]:
+def random_weights(model: ModelConfig, seed: int = 0, deviation: float = 0.3) -> dict[str, Tensor]:
     """Large enough for clear winners among the logits."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    if isinstance(model, ModelConfig):
-        shapes = parameter_shapes(model)
-    else:
-        shapes = {name: parameter.shape for name, parameter in build(model, CPU, CPU).layout().items()}
-    for name, shape in shapes.items():
+    for name, shape in parameter_shapes(model).items():
         mean, spread = (1.0, 0.1) if len(shape) == 1 else (0.0, deviation)
         weights[name] = (mean + spread * torch.randn(shape, generator=generator)).to(model.dtype)
     return weights
 
 
-@pytest.fixture
-def engines() -> Iterator[list[Engine]]:
-    """A list for the test's engines. After the test they are closed, and all regions are active."""
+class HostGraphs(EngineMemory):
+    """Captures on the CPU: a replay calls the captured function and writes to the tensors of the capture."""
+
+    fails_at = -1  # the number of a capture
+    captures = 0
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.captures_graphs = True
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        self.captures = 0
+        yield
+
+    def warm_up(self, functions: list[Callable[[], object]]) -> None:
+        for function in functions:
+            function()
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Any, Any]:
+        if self.captures == self.fails_at:
+            raise RuntimeError("a synchronisation inside")
+        self.captures += 1
+        outputs = function()
+
+        def replay() -> None:
+            for kept, new in zip(outputs or (), function() or ()):
+                kept.copy_(new)
+
+        return SimpleNamespace(replay=replay), outputs
+
+
+@contextmanager
+def engine_maker(device: str = "cpu", deviation: float = 0.3, **default: Any) -> Iterator[MakeEngine]:
+    """Makes engines with `random_weights`, on one thread. Afterwards they are closed, and all regions are active."""
     made: list[Engine] = []
-    yield made
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # these tensors are too small for several
+    sizes = {"max_batch_size": 4, "block_size": 4, "num_blocks": 64, **default}
+
+    def make(model: ModelConfig = QWEN, seed: int = 0, memory: EngineMemory | None = None, **config: Any) -> Engine:
+        made.append(Engine(model, EngineConfig(**{**sizes, **config}), device, memory=memory))
+        made[-1].load_weights(random_weights(model, seed, deviation).items())
+        return made[-1]
+
+    yield make
     memsaver.resume()
     for engine in made:
         engine.close()
+    torch.set_num_threads(threads)
+
+
+def random_sequences(engine: Engine, lengths: list[int]) -> list[Sequence]:
+    """Running sequences of random tokens, over a KV cache of random contents. Drops the cache's contents."""
+    engine.settle()
+    engine.drop_prefix_cache()
+    engine.runner.kv_cache.normal_(generator=torch.Generator(engine.device).manual_seed(0))
+    generator = torch.Generator().manual_seed(len(lengths))
+    sequences = []
+    for row, length in enumerate(lengths):
+        blocks = torch.randint(engine.blocks.num_usable, (engine.blocks.blocks_for(length),), generator=generator) + 1
+        blocks[-1] = 1 + row  # the one that is written is the sequence's own
+        tokens = torch.randint(engine.model_config.vocab_size, (length,), generator=generator).tolist()
+        sequence = Sequence(tokens, SamplingParams(0.0), length + 1, blocks=blocks.tolist(), row=row)
+        sequence.num_computed = length
+        sequences.append(sequence)
+    return sequences
+
+
+def fill_with_random_context(engine: Engine, lengths: list[int]) -> None:
+    """Make the inputs of a decode step those of `random_sequences`."""
+    sequences = random_sequences(engine, lengths)
+    engine.runner.batch.start(sequences)
+    engine.runner.batch.fill(sequences, len(sequences))
+
+
+@torch.no_grad()
+def graph_differences(engine: Engine) -> dict[str, float]:
+    """By captured size, the largest difference of a graph's results to those of an eager step.
+
+    Of a decode step: tokens and log-probabilities. Of a prefill, of as many tokens as the graphs have and of fewer:
+    hidden states, by the norm of the difference, relative to that of a token's state.
+    """
+    runner, found = engine.runner, dict[str, float]()
+    for size in engine.captured_batch_sizes:
+        fill_with_random_context(engine, [1 + 7 * row % (engine.max_model_len - 1) for row in range(size)])
+        outcomes = []
+        for step in (runner.decode_graphs[size].replay, lambda size=size: runner.decode_step(size)):
+            runner.batch.latest.copy_(torch.arange(len(runner.batch.latest)) % engine.model_config.vocab_size)
+            runner.sampler.state.zero_()
+            step()
+            outcomes.append(torch.tensor(runner.batch.read_back().wait(size), dtype=torch.float64))
+        found[f"decode {size}"] = (outcomes[0] - outcomes[1]).abs().max().item()  # max() keeps NaN
+    longest = engine.max_model_len - 1
+    for size in runner.prefill_graphs.pieces:
+        for count in (size, max(1, size - 7)):
+            lengths = [longest] * (count // longest) + ([count % longest] if count % longest else [])
+            chunks = [Chunk(each, 0, each.num_computed, True) for each in random_sequences(engine, lengths)]
+            states = []
+            for use_graphs in (True, False):
+                batch = PrefillBatch.build(Step(chunks, prefill=True), size, len(chunks), 0, runner.kv_caches)
+                state = runner.prefill_graphs.run(batch.tokens_T, batch.positions_T, batch.attention, use_graphs)
+                states.append(state[:count].float().clone())
+            found[f"prefill {count} of {size}"] = (
+                ((states[0] - states[1]).norm(dim=1) / states[1].norm(dim=1)).max().item()
+            )
+    return found
 
 
 class DenseAttention:
@@ -68,12 +166,3 @@ class DenseAttention:
         scores = torch.einsum("thd,lhd->htl", q_THD, k_LHD) / q_THD.shape[-1] ** 0.5
         scores.masked_fill_(torch.ones(new, length, dtype=torch.bool).triu(length - new + 1), float("-inf"))
         return torch.einsum("htl,lhd->thd", scores.softmax(-1), v_LHD).to(k_TKD.dtype)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """One thread: these tensors are too small for several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="needs torch")
 
-from examples.colocate.arithmetic import Arithmetic  # noqa: E402
-from examples.colocate.checkpoints import Checkpoints, LoopState, settings_of  # noqa: E402
+from examples.colocate.arithmetic import arithmetic  # noqa: E402
+from examples.colocate.checks.checkpoints import Checkpoints, LoopState, settings_of  # noqa: E402
 from examples.colocate.recipes import RECIPES  # noqa: E402
-from examples.colocate.report import StepRow  # noqa: E402
 from examples.colocate.trainer import CheckpointError  # noqa: E402
-
-ROW = StepRow(1, 0.1, 0.2, 0.3, 0.0, 1e-7, 1e-8, 0.0, 100.0, 0.1, 0.5)
 
 
 def state(step: int) -> LoopState:
     settings = {"ranks": 2, **settings_of(RECIPES["tiny"], "recipe.")}
-    random = Arithmetic(9, 16).random_state()
-    return LoopState(step, settings, random, [[7, step]], [ROW] * step, {"warm-up": 0.1 + 0.2})
+    random = arithmetic().random_state()
+    return LoopState(step, settings, random, [[7, step]], [1.0, 0.1 + 0.2], {"gap": 0.5}, {"tokens": 3})
 
 
 def write(checkpoints: Checkpoints, step: int) -> Path:
@@ -34,14 +30,14 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_written_checkpoint_is_read(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(str(tmp_path / "new"))
+    checkpoints = Checkpoints(tmp_path / "new")
     assert checkpoints.latest() is None
     written = write(checkpoints, 3)
     assert checkpoints.newest() == (written, state(3))
 
 
 def test_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(str(tmp_path))
+    checkpoints = Checkpoints(tmp_path)
     for step in (0, 5, 10, 15):
         write(checkpoints, step)
     assert names(tmp_path) == ["step-00000010", "step-00000015"]
@@ -51,27 +47,19 @@ def test_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_partial_checkpoint_is_ignored_and_removed_by_the_next(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(str(tmp_path))
+    checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 5)
     partial = checkpoints.begin(10)
     (partial / ".metadata").write_text("whole, and the loop's part is still to come")
-    assert Checkpoints(str(tmp_path)).newest()[1].step == 5
+    assert Checkpoints(tmp_path).newest()[1].step == 5
     write(checkpoints, 7)
     assert names(tmp_path) == ["step-00000005", "step-00000007"]
 
 
 def test_a_checkpoint_without_trainer_state_is_not_committed(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(str(tmp_path))
+    checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 5)
     checkpoints.begin(10)
     with pytest.raises(CheckpointError, match="step-00000010.partial' has no state of a trainer; expected a folder"):
         checkpoints.commit(state(10))
     assert checkpoints.newest()[1].step == 5
-
-
-def test_a_task_continues_from_a_saved_random_state() -> None:
-    task, other = Arithmetic(9, 16, seed=3), Arithmetic(9, 16, seed=3)
-    task.sample(5)
-    other.set_random_state(json.loads(json.dumps(task.random_state())))
-    assert task.sample(5) == other.sample(5)
-    assert task.demonstrations(5, 0.5) == other.demonstrations(5, 0.5)

@@ -3,78 +3,110 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from examples.colocate.engine.checkpoint import build
-from examples.colocate.engine.gpt2 import GPT2Config
-from examples.colocate.engine.model import Config, Model
-from examples.colocate.engine.parallel import Parallel
-from tests.examples.engine_support import CPU, QWEN, DenseAttention
+import memsaver
+from examples.colocate.engine import Engine, EngineConfig, SamplingParams
+from examples.colocate.engine.tensor_parallel import Parallel
+from examples.colocate.model import ModelConfig, bit_sum, parameter_shapes, weight_layout
+from tests.examples.engine_support import QWEN, random_weights
 from tests.ranks_support import ranks
 
 SHARED = dataclasses.replace(QWEN, vocab_size=30)
-GPT2 = GPT2Config(vocab_size=31, hidden_size=32, num_layers=2, num_heads=4, max_position=32, inner_size=40)
-CONFIGS: dict[str, Config] = {
-    "qwen": SHARED,
-    "qwen, a vocabulary that is not shared": QWEN,
+CONFIGS: dict[str, ModelConfig] = {
+    "qwen3": SHARED,
+    "a vocabulary that is not shared": QWEN,
     "llama, tied": dataclasses.replace(SHARED, qk_norm=False, tie_word_embeddings=True),
-    "gpt2, a vocabulary that is not shared": GPT2,
-    "gpt2": dataclasses.replace(GPT2, vocab_size=30),
+    "qwen2.5, bf16": dataclasses.replace(SHARED, qk_norm=False, qkv_bias=True, dtype=torch.bfloat16),
 }
+PROMPTS, GREEDY = [[3, 1, 4, 1, 5], [9, 2]], SamplingParams(0.0, 8)
 
 
-def weights(model: Model) -> dict[str, Tensor]:
-    """Large enough for clear winners among the logits."""
-    generator = torch.Generator().manual_seed(1)
-    return {name: 0.3 * torch.randn(each.shape, generator=generator) for name, each in model.parameters.items()}
+@pytest.mark.parametrize("model", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_parts_of_all_ranks_are_each_parameter_once(model: ModelConfig, size: int) -> None:
+    """Or each of them has it whole. Parts of fused tensors lie one after the other."""
+    layouts, shapes = [weight_layout(model, rank, size) for rank in range(size)], parameter_shapes(model)
+    for name, shape in shapes.items():
+        full = torch.arange(torch.Size(shape).numel()).view(shape)
+        parts = [layout[name] for layout in layouts]
+        assert all(part.name == name and part.full_shape == shape for part in parts)
+        if parts[0].length < shape[parts[0].dim]:
+            assert torch.equal(torch.cat([part.of(full) for part in parts], dim=parts[0].dim), full)
+        else:
+            assert all(part.shape == shape for part in parts)
+    for layout in layouts:
+        ends: dict[str, int] = {}
+        for part in layout.values():
+            assert part.row == ends.get(part.tensor, 0)
+            ends[part.tensor] = part.row + part.shape[0]
+        assert ends["model.layers.1.self_attn.qkv.weight"] == (4 + 2 * 2) * 16 // size
 
 
-@torch.no_grad()
-def greedy(model: Model) -> tuple[list[int], Tensor]:
-    """Tokens after a prompt, and the logits that chose them."""
-    attention, tokens, logits = DenseAttention(), torch.tensor([3, 1, 4, 1, 5]), []
-    position = 0
-    chosen: list[int] = []
-    for _ in range(8):
-        positions = torch.arange(position, position + len(tokens))
-        logits.append(model.logits(model.forward(tokens, positions, attention)))
-        position += len(tokens)
-        tokens = logits[-1][-1:].argmax(-1)
-        chosen.append(int(tokens))
-    return chosen, torch.cat(logits)
+def test_sizes_that_ranks_cannot_share_raise() -> None:
+    with pytest.raises(ValueError, match="num_kv_heads is 2; expected a multiple of the 4 ranks"):
+        weight_layout(QWEN, 0, 4)
 
 
-def check_rank(config: Config) -> None:
-    """On one of the two ranks: the same weights from a seed, the same logits and tokens from a checkpoint."""
-    alone = build(config, CPU, CPU)
-    model = build(config, CPU, CPU, Parallel(dist.group.WORLD))
-    alone.initialize(seed=5)
-    model.initialize(seed=5)
-    held = sum(weight.numel() for weight in model.weights.values())
-    assert held < 0.7 * sum(weight.numel() for weight in alone.weights.values())
-    torch.testing.assert_close(greedy(model)[1], greedy(alone)[1], atol=1e-5, rtol=0)
-    full = weights(alone)
-    for each in (alone, model):
-        each.load_weights(full.items())
-    tokens, logits = greedy(model)
-    expected_tokens, expected = greedy(alone)
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
-    assert tokens == expected_tokens
+def check_model(model: ModelConfig) -> None:
+    """On one of the two ranks: the same weights from a seed, and the tokens of one rank from weights that come."""
+    config = EngineConfig(max_batch_size=2, block_size=4, num_blocks=32)
+    engines = [Engine(model, config, parallel=parallel) for parallel in (Parallel(), Parallel(dist.group.WORLD))]
+    # A process has one region for a tag, so the two are made, and used, beside each other.
+    alone, shared = engines
+    whole = {name: tensor.clone() for name, tensor in alone.model.parameters.items()}
+    assert shared.differing_weights(whole.items()) == []
+    held = sum(weight.numel() for weight in shared.model.weights.values())
+    assert held < 0.7 * sum(weight.numel() for weight in whole.values())
+    weights = random_weights(model, seed=1)
+    alone.load_weights(weights.items())
+    parts = pickle.loads(shared.share_weights())  # as the process that writes them gets them
+    for name, part in shared.weight_layout.items():
+        parts[name].copy_(part.of(weights[name]))
+    del parts
+    check_checksums(shared, {name: int(bit_sum(weight)) for name, weight in weights.items()})
+    assert shared.differing_weights(weights.items()) == []
+    changed = {name: weight.clone() for name, weight in weights.items()}
+    row = 16 * dist.get_rank()  # of this rank's query heads, and of the columns of the output's projection
+    changed["model.layers.0.self_attn.o_proj.weight"][3, 2 * row] += 1
+    changed["model.layers.1.self_attn.q_proj.weight"][2 * row] += 1
+    expected = ["model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.q_proj.weight"]
+    assert sorted(shared.differing_weights(changed.items())) == expected
+    mine, theirs = (engine.generate(PROMPTS, GREEDY) for engine in (shared, alone))
+    for one, other in zip(mine, theirs):
+        if model.dtype == torch.float32:
+            assert one.tokens == other.tokens
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        else:  # sums of 8 bits are rounded elsewhere
+            assert one.logprobs[0] == pytest.approx(other.logprobs[0], abs=0.2)
+    for engine in engines:
+        engine.close()
 
 
-def check_ranks(rank: int, meeting: str) -> None:
+def check_checksums(engine: Engine, full: dict[str, int]) -> None:
+    """Parts of the two ranks add up to the whole; weights that each rank has whole are equal."""
+    sums = list(engine.checksums().values())
+    both = torch.tensor([sums, sums])
+    dist.all_reduce(both[1])
+    for (name, part), (mine, total) in zip(engine.weight_layout.items(), both.T.tolist()):
+        assert (mine if part.shape == part.full_shape else total) == full[name]
+
+
+def check_rank(rank: int, meeting: str) -> None:
     # All configurations in one process group: most of the time goes into starting the processes.
     torch.set_num_threads(1)
+    memsaver.configure(patches="multiprocessing")
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-    for config in CONFIGS.values():
-        check_rank(config)
+    for model in CONFIGS.values():
+        check_model(model)
     dist.destroy_process_group()
 
 
 def test_two_ranks_compute_the_same_as_one(tmp_path: Path) -> None:
-    with ranks(check_ranks, 2, f"file://{tmp_path}/meeting"):
+    with ranks(check_rank, 2, f"file://{tmp_path}/meeting"):
         pass

@@ -1,92 +1,90 @@
-"""The trainer on the host driver: its memory, its arithmetic, and the weights it sends."""
+"""The trainer on the host driver: its memory, its arithmetic, its checkpoints, and the models that it loads."""
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
-import socket
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
 from examples.colocate.model import ModelConfig, parameter_shapes
-from examples.colocate.trainer import CheckpointError, LogprobGap, NonFiniteError, TokenBatch, Trainer, TrainerConfig
-from examples.colocate.trainer.process_group import join
-from tests.ranks_support import ranks
-
-TAGS = ("params", "optimizer", "grads")
-PAD = 0
-MODEL = ModelConfig(
-    vocab_size=16,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    max_position=32,
+from examples.colocate.trainer import (
+    CheckpointError,
+    NonFiniteError,
+    RankBatch,
+    Sample,
+    TokenStatistics,
+    Trainer,
+    TrainerConfig,
 )
+from examples.colocate.trainer.checkpoint import tensors
+from examples.colocate.trainer.memory import local
+from examples.colocate.trainer.process_group import join
+from examples.colocate.trainer.token_logprobs import token_logprobs
+from tests.examples.trainer_support import MODEL, PLAIN, TAGS, addresses, samples, weights
+
+QWEN2 = replace(MODEL, qk_norm=False, qkv_bias=True, tie_word_embeddings=True)
+LLAMA = replace(MODEL, qk_norm=False)
 
 
 @pytest.fixture(scope="module")
 def trainer() -> Trainer:
     torch.set_num_threads(1)
-    return Trainer(MODEL, TrainerConfig(), join("cpu"))
-
-
-def batch(rows: int = 8, seed: int = 0) -> TokenBatch:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1, MODEL.vocab_size, (rows, 9), generator=generator).tolist()
-    prompts = [row[: 2 + index % 3] for index, row in enumerate(tokens)]
-    completions = [row[2 + index % 3 : 5 + index % 5] for index, row in enumerate(tokens)]
-    logprobs = [[-2.0] * len(completion) for completion in completions]
-    return TokenBatch.build(prompts, completions, PAD, logprobs, torch.randn(rows, generator=generator))
-
-
-def weights(trainer: Trainer, max_bytes: int = 1 << 30) -> dict[str, torch.Tensor]:
-    return {name: tensor for bucket in trainer.weight_buckets(max_bytes) for name, tensor in bucket.items()}
+    return Trainer(MODEL, PLAIN, join("cpu"))
 
 
 def inside(region: memsaver.Region, address: int, nbytes: int) -> bool:
     return any(begin <= address and address + nbytes <= begin + size for begin, size in region._core.live())
 
 
-def test_all_permanent_tensors_of_the_trainer_are_in_its_region(trainer: Trainer) -> None:
-    regions = {"params": trainer.memory.params, "optimizer": trainer.memory.optimizer, "grads": trainer.memory.grads}
-    shapes = parameter_shapes(MODEL)
-    addresses = trainer.addresses()
-    assert len(addresses) == 5 * len(shapes)  # weight, gradient, two moments and a step counter
-    for key, address in addresses.items():
-        tag, name = key.split("/")[:2]
-        nbytes = 4 if key.endswith("/step") else 4 * torch.Size(shapes[name]).numel()
-        assert inside(regions[tag], address, nbytes), key
-    assert [regions[tag].backup for tag in TAGS] == ["host", "host", "none"]
+def test_all_permanent_tensors_of_the_trainer_are_in_its_regions(trainer: Trainer) -> None:
+    memory, shapes, found = trainer.memory, parameter_shapes(MODEL), addresses(trainer)
+    regions = {"model": memory.params, "optimizer": memory.optimizer, "grads": memory.grads}
+    assert len(found) == 5 * len(shapes)  # weight, gradient, two moments and a step counter
+    for key, address in found.items():
+        kind, name = key.split(".", 1)
+        name = name.removesuffix(".exp_avg").removesuffix(".exp_avg_sq")
+        nbytes = 4 if name.endswith(".step") else 4 * torch.Size(shapes[name]).numel()
+        assert inside(regions[kind], address, nbytes), key
+    assert memory.tags == TAGS and [memsaver.region(tag, "cpu").backup for tag in TAGS] == ["host", "host", "none"]
 
 
-def test_addresses_outlive_steps_and_pauses(trainer: Trainer) -> None:
-    before, held = trainer.addresses(), {tag: memsaver.region(tag, "cpu", "host").allocated_bytes for tag in TAGS[:2]}
+def test_addresses_and_contents_outlive_steps_and_pauses(trainer: Trainer) -> None:
+    before, held = addresses(trainer), memsaver.region("params", "cpu", "host").allocated_bytes
     for step in range(3):
-        trainer.warm_up(batch(seed=step), 1e-3)
+        trainer.warm_up(samples(seed=step), 1e-3)
+        sums, (expected, _) = trainer.checksums(), trainer.recompute(samples())
         memsaver.pause(TAGS)
         memsaver.resume(TAGS)
-        trainer.train_step(batch(seed=step), 1e-3)
-        trainer.logprobs(batch())
-    assert trainer.addresses() == before
-    assert held == {tag: memsaver.region(tag, "cpu", "host").allocated_bytes for tag in held}
+        assert trainer.checksums() == sums
+        found, _ = trainer.recompute(samples())
+        assert torch.equal(found.micro_batches[0].behaviour_N, expected.micro_batches[0].behaviour_N)
+        trainer.train_step(found, 1e-3)
+        assert trainer.checksums().keys() == sums.keys()
+        assert all(trainer.checksums()[key] != sums[key] for key in sums)  # a step changes each of them
+    assert addresses(trainer) == before
+    assert memsaver.region("params", "cpu", "host").allocated_bytes == held
 
 
-def test_a_pause_keeps_weights_moments_and_logprobs(trainer: Trainer) -> None:
-    before, moments = weights(trainer), {key: value.clone() for key, value in state(trainer).items()}
-    expected = trainer.logprobs(batch())
-    memsaver.pause(TAGS)
-    memsaver.resume(TAGS)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
-    assert all(torch.equal(tensor, moments[key]) for key, tensor in state(trainer).items())
-    assert torch.equal(trainer.logprobs(batch()), expected)
+@pytest.mark.parametrize("key", ["model.model.norm.weight", "optimizer.model.norm.weight.exp_avg_sq"])
+def test_a_checksum_sees_one_bit(trainer: Trainer, key: str) -> None:
+    trainer.warm_up(samples(), 1e-3)
+    before, tensor = trainer.checksums(), state(trainer)[key]
+    tensor.view(torch.int32)[5] ^= 1
+    assert {name for name, value in trainer.checksums().items() if value != before[name]} == {key}
+    tensor.view(torch.int32)[5] ^= 1
+    assert trainer.checksums() == before
 
 
 def test_gradients_from_before_a_step_are_ignored(trainer: Trainer) -> None:
@@ -94,134 +92,223 @@ def test_gradients_from_before_a_step_are_ignored(trainer: Trainer) -> None:
         for parameter in trainer.model.parameters():
             assert parameter.grad is not None
             parameter.grad.fill_(float("nan"))
-        metrics = trainer.train_step(batch(), 1e-4)
-        assert metrics.grad_norm > 0
+        assert trainer.warm_up(samples(), 1e-4).grad_norm > 0
         assert all(torch.isfinite(tensor).all() for tensor in weights(trainer).values())
 
 
 def test_zero_advantages_change_nothing(trainer: Trainer) -> None:
-    trainer.warm_up(batch(), 1e-3)
+    trainer.warm_up(samples(), 1e-3)
     trainer.reset_optimizer()
     before = weights(trainer)
-    given = batch()
-    zero = TokenBatch(given.tokens_BT, given.mask_BT, given.behaviour_BT, torch.zeros(len(given)))
     for _ in range(3):
-        assert trainer.train_step(zero, 1e-2).grad_norm == 0.0
+        dealt = trainer.deal([replace(each, advantage=0.0) for each in samples()])
+        assert trainer.train_step(dealt, 1e-2).grad_norm == 0.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rows of one sequence": {"micro_batch_tokens": 1},
+    "rows of two or three": {"micro_batch_tokens": 20},
+    "chunks of logits": {"logit_chunk": 3},
+    "layers computed again": {"checkpoint_layers": True},
+    "one reduction": {"micro_batch_tokens": 20, "reduce_once": True},
+    "all": {"micro_batch_tokens": 20, "reduce_once": True, "checkpoint_layers": True, "logit_chunk": 2},
+}
+
+
+def three_steps(config: TrainerConfig, given: list[Sample], model: ModelConfig = MODEL) -> tuple[list[float], Trainer]:
+    trainer = Trainer(model, config, join("cpu"))
+    dealt, statistics = trainer.recompute(given)
+    metrics = [trainer.train_step(dealt, 1e-3), trainer.train_step(dealt, 1e-3), trainer.warm_up(given, 1e-3)]
+    figures = [number for each in metrics for number in (each.loss, each.grad_norm, each.clipped)]
+    return [*figures, statistics.gap, statistics.entropy, statistics.surprise, statistics.variance], trainer
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[float], dict[str, Tensor]]:
+    figures, trainer = three_steps(PLAIN, samples())
+    return figures, weights(trainer)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packing_chunks_and_accumulation_change_nothing(plain: tuple[list[float], Any], variant: str) -> None:
+    found, trainer = three_steps(replace(PLAIN, **VARIANTS[variant]), samples())
+    assert found == pytest.approx(plain[0], rel=1e-4)
+    for name, tensor in weights(trainer).items():
+        assert torch.allclose(tensor, plain[1][name], atol=2e-5), name
+
+
+def test_half_precision_computes_nearly_the_same_over_fp32_state(plain: tuple[list[float], Any]) -> None:
+    found, trainer = three_steps(replace(PLAIN, dtype=torch.bfloat16, micro_batch_tokens=20), samples())
+    assert found[:2] == pytest.approx(plain[0][:2], rel=0.05) and found != plain[0]
+    assert all(tensor.dtype == torch.float32 for tensor in state(trainer).values())
+    assert trainer.model.lm_head.weight.dtype == torch.float32
+
+
+def test_rows_keep_to_their_budget_and_ranks_run_as_many() -> None:
+    given = samples(9)
+    for ranks in (1, 2, 3, 4, 16):
+        dealt = [RankBatch.deal(given, rank, ranks, 16) for rank in range(ranks)]
+        assert len({len(each.micro_batches) for each in dealt}) == 1
+        assert {each.num_targets for each in dealt} == {sum(len(each.completion) for each in given)}
+        rows = [part for each in dealt for part in each.micro_batches]
+        assert sum(len(part.targets_N) for part in rows) == dealt[0].num_targets
+        assert all(len(part.tokens_T) <= 16 for part in rows)
+    (part,) = RankBatch.deal(given[:1], 0, 1, 1).micro_batches
+    assert len(part.tokens_T) == given[0].length > 1  # longer than the budget: alone
+
+
+def test_no_tensor_has_the_logits_of_all_tokens() -> None:
+    generator, tokens, vocabulary, chunk = torch.Generator().manual_seed(0), 64, 1000, 8
+    hidden = torch.randn(tokens, 16, generator=generator, requires_grad=True)
+    weight = torch.randn(vocabulary, 16, generator=generator, requires_grad=True)
+    targets = torch.randint(vocabulary, (tokens,), generator=generator)
+    grown = torch.randn(tokens, generator=generator)
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            self.numel = max([self.numel, *(each.numel() for each in tree_leaves(out) if torch.is_tensor(each))])
+            return out
+
+    results = []
+    for temperature in (1.0, 0.7):
+        with Largest() as largest:
+            found = token_logprobs(hidden, weight, targets, temperature, chunk, with_statistics=True)
+            gradients = torch.autograd.grad(found[0] @ grown, (hidden, weight))
+        assert largest.numel <= max(weight.numel(), chunk * vocabulary) < tokens * vocabulary
+        logprobs = F.log_softmax(hidden @ weight.T / temperature, dim=-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        variance = (logprobs.exp() * logprobs.square()).sum(-1) - entropy.square()
+        chosen = logprobs.gather(1, targets[:, None])[:, 0]
+        assert torch.allclose(found, torch.stack((chosen, entropy, variance)), atol=1e-4, rtol=1e-4)
+        for one, other in zip(gradients, torch.autograd.grad(chosen @ grown, (hidden, weight))):
+            assert torch.allclose(one, other, atol=1e-4)
+        results.append(found)
+    assert not torch.allclose(results[0], results[1])
+
+
 def test_recomputed_behaviour_is_the_trainers_and_the_gap_becomes_weights(trainer: Trainer) -> None:
-    given = batch()
-    own = trainer.logprobs(given)
-    shift = torch.zeros_like(own)
-    shift[0] = 0.3  # less likely to the engine: its tokens count for more
-    shift[1] = -0.3
-    shift[2] = 90.0
-    engine = TokenBatch(given.tokens_BT, given.mask_BT, (own - shift) * given.mask_BT, given.advantages_B)
+    given = samples(4)
+    own = [trainer.recompute([each])[0].micro_batches[0].behaviour_N for each in given]
+    shifts = [0.3, -0.3, 90.0, 0.0]  # less likely to the engine: its tokens count for more
+    engine = [
+        replace(each, logprobs=(mine - shift).tolist()) for each, mine, shift in zip(given, own, shifts, strict=True)
+    ]
+    for each, mine, shift in zip(engine, own, shifts):
+        found, _ = trainer.recompute([each])
+        assert torch.allclose(found.micro_batches[0].behaviour_N, mine, atol=1e-5)
+        assert torch.allclose(found.micro_batches[0].weights_N, torch.tensor(min(math.exp(shift), 2.0)), rtol=1e-4)
     found, gap = trainer.recompute(engine)
-    assert torch.equal(found.rows.behaviour_BT, own) and found.num_targets == given.num_targets
-    assert found.rows.weights_BT is not None
-    for row, weight in enumerate((math.exp(0.3), math.exp(-0.3), 2.0, 1.0)):
-        assert torch.allclose(found.rows.weights_BT[row][given.mask_BT[row]], torch.tensor(weight), rtol=1e-4)
-    counts = given.mask_BT.sum(1).tolist()
-    assert gap.largest == pytest.approx(90.0) and gap.tokens == given.num_targets
-    assert gap.mean == pytest.approx((0.3 * (counts[0] + counts[1]) + 90.0 * counts[2]) / given.num_targets, rel=1e-4)
-    assert (gap.truncated, gap.truncated_share) == (counts[2], counts[2] / given.num_targets)
+    counts = [len(each.completion) for each in given]
+    assert gap.largest_gap == pytest.approx(90.0) and gap.tokens == found.num_targets == sum(counts)
+    total = 0.3 * (counts[0] + counts[1]) + 90.0 * counts[2]
+    assert gap.mean("gap") == pytest.approx(total / gap.tokens, rel=1e-4)
+    assert (gap.capped, gap.mean("capped")) == (counts[2], counts[2] / gap.tokens)
     # The policy is compared with itself: nothing is clipped, however far off the engine is.
     trainer.reset_optimizer()
     assert trainer.train_step(found, 0.0).clipped == 0.0
-    assert trainer.train_step(engine, 0.0).clipped > 0.0
+    assert trainer.train_step(trainer.deal(engine), 0.0).clipped > 0.0
 
 
-def test_weights_scale_the_gradient_of_a_token(trainer: Trainer) -> None:
-    given = batch(1)
-    behaviour, advantages = trainer.logprobs(given), torch.ones(1)
-    halves = torch.where(given.mask_BT, 0.5, 99.0)
-    norms = [
-        trainer.train_step(TokenBatch(given.tokens_BT, given.mask_BT, behaviour, advantages, weights), 0.0).grad_norm
-        for weights in (None, halves)
-    ]
-    assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)
+def test_a_weight_scales_the_gradient_of_its_own_token() -> None:
+    trainer = Trainer(MODEL, replace(PLAIN, max_grad_norm=1e9), join("cpu"))
+    given = samples(3)
+    (part,) = trainer.deal(given).micro_batches
+    ordered = sorted(given, key=lambda each: each.length, reverse=True)
+    assert part.advantages_N.tolist() == pytest.approx([each.advantage for each in ordered for _ in each.completion])
+
+    def gradient(advantages_N: Tensor, weights_N: Tensor) -> Tensor:
+        changed = replace(part, behaviour_N=own.behaviour_N, advantages_N=advantages_N, weights_N=weights_N)
+        trainer.train_step(replace(dealt, micro_batches=[changed]), 0.0)
+        return torch.cat([local(each.grad).flatten() for each in trainer.model.parameters() if each.grad is not None])
+
+    dealt, _ = trainer.recompute(given)
+    (own,) = dealt.micro_batches
+    ones, weights_N = torch.ones_like(part.weights_N), torch.linspace(0.5, 1.5, len(part.weights_N))
+    of_each = [gradient(part.advantages_N * chosen, ones) for chosen in torch.eye(len(ones))]
+    expected = sum(weight * each for weight, each in zip(weights_N, of_each))
+    assert torch.allclose(gradient(part.advantages_N, weights_N), expected, atol=1e-5)
+
+
+def test_statistics_see_a_sampler_of_another_temperature() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(4000, 20, generator=generator)
+    logprobs = logits.log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    variance = (logprobs.exp() * logprobs.square()).sum(-1) - entropy.square()
+
+    def sampled(temperature: float) -> TokenStatistics:
+        tokens = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        policy = logprobs.gather(1, tokens)[:, 0]
+        parts = [TokenStatistics.of(policy[part], policy[part], entropy[part], variance[part], 2.0) for part in halves]
+        return TokenStatistics.joined(parts)
+
+    halves = (slice(0, 1000), slice(1000, 4000))
+    assert abs(sampled(1.0).z) < 3 and abs(sampled(1.0).z) < 3
+    assert sampled(0.9).z < -4 and sampled(1.1).z > 4
+    assert sampled(1.0).mean("entropy") == pytest.approx(entropy.mean().item(), rel=1e-5)
 
 
 def test_a_gap_that_is_not_a_number_is_not_lost_beside_others() -> None:
-    mask = torch.tensor([[False, True, True]])
-    policy, nan = torch.tensor([[0.0, -1.0, -2.0]]), torch.tensor([[0.0, -1.0, math.nan]])
-    good, bad = LogprobGap.of(policy, policy, mask, 2.0), LogprobGap.of(policy, nan, mask, 2.0)
-    assert (good.largest, good.mean, good.tokens) == (0.0, 0.0, 2)
-    for parts in ([good, bad], [bad, good], [good, bad, good]):
-        joined = LogprobGap.joined(parts)
-        assert math.isnan(joined.largest) and math.isnan(joined.mean)
-    assert LogprobGap.joined([good, good]) == LogprobGap(0.0, 0.0, 0, 4)
-    # Those that are masked out do not count.
-    assert LogprobGap.of(policy, nan, torch.tensor([[False, True, False]]), 2.0) == LogprobGap(0.0, 0.0, 0, 1)
+    policy, ones = torch.tensor([-1.0, -2.0]), torch.ones(2)
+    good = TokenStatistics.of(policy, policy, ones, ones, 2.0)
+    bad = TokenStatistics.of(policy, torch.tensor([-1.0, math.nan]), ones, ones, 2.0)
+    empty = torch.zeros(0)
+    none = TokenStatistics.of(empty, empty, empty, empty, 2.0)
+    for parts in ([good, bad, none], [bad, good], [none, good, bad, good]):
+        joined = TokenStatistics.joined(parts)
+        assert math.isnan(joined.largest_gap) and math.isnan(joined.mean("gap"))
+    assert TokenStatistics.joined([good, none, good]).largest_gap == 0.0
+    assert good.z == pytest.approx(1 / math.sqrt(2)) and none.z == none.mean("entropy") == 0.0
 
 
-def poisoned(given: TokenBatch, row: int) -> TokenBatch:
+def poisoned(given: list[Sample], row: int) -> list[Sample]:
     """A batch with one advantage that is not a number."""
-    advantages = given.advantages_B.clone()
-    advantages[row] = math.nan
-    return TokenBatch(given.tokens_BT, given.mask_BT, given.behaviour_BT, advantages)
+    return [replace(each, advantage=math.nan) if index == row else each for index, each in enumerate(given)]
 
 
 def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(trainer: Trainer) -> None:
     trainer.reset_optimizer()
-    trainer.train_step(batch(), 1e-3)
-    before, moments = weights(trainer), {key: value.clone() for key, value in state(trainer).items()}
-    with pytest.raises(NonFiniteError, match="step 2 was not applied .rank 0.: the gradient norm is nan") as raised:
-        trainer.train_step(poisoned(batch(), 0), 1e-3)
-    error = pickle.loads(pickle.dumps(raised.value))
-    assert (error.step, error.rank) == (2, 0) and math.isnan(error.grad_norm)
-    assert str(error) == str(raised.value)
-    assert set(error.ranks) == {0} and math.isnan(error.ranks[0].loss)
-    assert set(error.ranks[0].parameters) == set(parameter_shapes(MODEL))
-    assert f"{len(parameter_shapes(MODEL))} parameters" in str(error)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
-    assert all(torch.equal(tensor, moments[key]) for key, tensor in state(trainer).items())
-    trainer.train_step(batch(), 1e-3)  # goes on
+    trainer.warm_up(samples(), 1e-3)
+    before = trainer.checksums()
+    with pytest.raises(NonFiniteError, match="step 2 was not applied: the gradient norm is nan, the losses") as raised:
+        trainer.train_step(trainer.deal(poisoned(samples(), 0)), 1e-3)
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+    assert [math.isnan(loss) for loss in raised.value.args[2]] == [True]
+    assert trainer.checksums() == before
+    trainer.warm_up(samples(), 1e-3)  # goes on
     assert trainer.steps_taken == 2
 
 
-def test_log_probabilities_are_those_of_a_softmax(trainer: Trainer) -> None:
-    given = batch()
-    logprobs = trainer.logprobs(given)
-    assert torch.equal(logprobs != 0, given.mask_BT)
-    row, position = 3, int(given.mask_BT[3].int().argmax())
-    others = given.tokens_BT[row].repeat(MODEL.vocab_size, 1)
-    others[:, position] = torch.arange(MODEL.vocab_size)
-    every = TokenBatch(
-        others, given.mask_BT[row].expand_as(others), torch.zeros(others.shape), torch.zeros(len(others))
-    )
-    assert trainer.logprobs(every)[:, position].exp().sum() == pytest.approx(1.0, abs=1e-5)
-
-
-def test_the_engine_agrees_about_tokens_it_sampled(trainer: Trainer) -> None:
-    engine = Engine(MODEL, EngineConfig(max_batch_size=4, block_size=4, num_blocks=32))
-    for bucket in trainer.weight_buckets(2000):
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_engine_agrees_about_tokens_it_sampled(temperature: float) -> None:
+    trainer = Trainer(MODEL, replace(PLAIN, temperature=temperature, seed=2), join("cpu"))
+    engine = Engine(MODEL, EngineConfig(max_batch_size=32, block_size=4, num_blocks=320))
+    for bucket in trainer.weights.buckets(2000):
         engine.load_weights(bucket.items(), partial=True)
     engine.load_weights(())
-    done = engine.generate([[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]], SamplingParams(max_new_tokens=6))
-    given = TokenBatch.build(
-        [each.prompt for each in done], [each.tokens for each in done], PAD, [each.logprobs for each in done]
-    )
-    assert (trainer.logprobs(given) - given.behaviour_BT).abs().max() < 1e-4
+    prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]] * 8
+    done = engine.generate(prompts, SamplingParams(temperature, max_new_tokens=12))
+    _, statistics = trainer.recompute([Sample(each.prompt, each.tokens, each.logprobs) for each in done])
+    assert statistics.tokens == 32 * 12 and statistics.largest_gap < 1e-4
+    assert abs(statistics.z) < 4
     engine.close()
 
 
 def test_a_trainer_continues_from_its_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
-    trainer.warm_up(batch(seed=1), 1e-3)
+    trainer.warm_up(samples(seed=1), 1e-3)
     trainer.save(tmp_path)
-    before, addresses, taken = weights(trainer), trainer.addresses(), trainer.steps_taken
-    moments = {key: value.clone() for key, value in state(trainer).items()}
-    expected = trainer.train_step(batch(seed=2), 1e-3)
-    after = weights(trainer)
-    assert not all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    before, where, taken = trainer.checksums(), addresses(trainer), trainer.steps_taken
+    expected = trainer.warm_up(samples(seed=2), 1e-3)
+    after = trainer.checksums()
+    assert before != after
     trainer.load(tmp_path)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
-    assert all(torch.equal(tensor, moments[key]) for key, tensor in state(trainer).items())
-    assert trainer.addresses() == addresses and trainer.steps_taken == taken
-    assert trainer.train_step(batch(seed=2), 1e-3) == expected
-    assert all(torch.equal(tensor, after[name]) for name, tensor in weights(trainer).items())
+    assert trainer.checksums() == before
+    assert addresses(trainer) == where and trainer.steps_taken == taken
+    assert trainer.warm_up(samples(seed=2), 1e-3) == expected and trainer.checksums() == after
 
 
 def test_loading_a_folder_that_is_no_checkpoint_raises(trainer: Trainer, tmp_path: Path) -> None:
@@ -237,68 +324,78 @@ def test_loading_a_folder_that_is_no_checkpoint_raises(trainer: Trainer, tmp_pat
     with pytest.raises(CheckpointError, match="the trainer's state could not be written to .*file"):
         trainer.save(tmp_path / "file")
     trainer.reset_optimizer()
-    trainer.train_step(batch(), 1e-4)
+    trainer.warm_up(samples(), 1e-4)
 
 
-@pytest.mark.parametrize("max_bytes", [1, 3000, 1 << 30])
-def test_buckets_are_bounded(trainer: Trainer, max_bytes: int) -> None:
-    buckets = list(trainer.weight_buckets(max_bytes))
-    for bucket in buckets:
-        assert len(bucket) == 1 or sum(tensor.nbytes for tensor in bucket.values()) <= max_bytes
-    found = {name: tuple(tensor.shape) for bucket in buckets for name, tensor in bucket.items()}
-    assert found == parameter_shapes(MODEL)
-    assert len(buckets) == (1 if max_bytes == 1 << 30 else len(found) if max_bytes == 1 else len(buckets))
+def test_a_sample_that_is_too_long_or_incomplete_is_refused(trainer: Trainer) -> None:
+    with pytest.raises(ValueError, match="a sample has 33 tokens; expected at most 32"):
+        trainer.deal([Sample([1] * 30, [2] * 4)])
+    with pytest.raises(ValueError, match="there are no samples; expected one or more"):
+        trainer.warm_up([], 1e-3)
+    with pytest.raises(ValueError, match=r"prompt is \[1\], completion \[\]; expected a token or more in each"):
+        Sample([1], [])
+    with pytest.raises(ValueError, match="there are 1 log-probabilities of 2 tokens"):
+        Sample([1], [2, 3], [0.0])
 
 
-def test_two_ranks_train_the_same_as_one(trainer: Trainer, tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        meeting = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-    with ranks(train_rank, 2, meeting, tmp_path):
-        alone = Trainer(MODEL, TrainerConfig(seed=7), join("cpu"))
-        norms = train_a_little(alone)
-    expected = weights(alone)
-    for rank in range(2):
-        found, metrics, refused, restored = torch.load(tmp_path / f"rank{rank}")
-        assert restored
-        # One row of rank 1's is poisoned: both refuse the same step, and name the rank of the loss.
-        assert refused == ("optimizer step 3", rank, [False, True])
-        assert metrics == pytest.approx(norms, rel=1e-4)
-        assert found.keys() == expected.keys()
-        for name, tensor in found.items():
-            assert torch.allclose(tensor, expected[name], atol=1e-4), name
+def transformers_model(config: ModelConfig) -> Any:
+    """A random model of `transformers`, with biases and norms that are not those of an initialisation."""
+    transformers = pytest.importorskip("transformers")
+    kind = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
+    settings = getattr(transformers, f"{kind}Config")(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        max_position_embeddings=config.max_position,
+        rope_theta=config.rope_theta,
+        tie_word_embeddings=config.tie_word_embeddings,
+        rms_norm_eps=config.norm_eps,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(settings)
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn(parameter.shape)
+    return model
 
 
-def train_a_little(trainer: Trainer) -> list[float]:
-    """Runs steps with a pause between them. Returns their metrics."""
-    metrics = [trainer.warm_up(batch(9), 1e-3)]
-    memsaver.pause(TAGS)
-    memsaver.resume(TAGS)
-    metrics += [trainer.train_step(batch(9), 1e-3)]
-    return [figure for each in metrics for figure in (each.loss, each.grad_norm, each.clipped)]
+@pytest.mark.parametrize("config", [MODEL, QWEN2, LLAMA], ids=["qwen3", "qwen2.5, tied", "llama"])
+def test_a_model_of_transformers_computes_and_learns_the_same(config: ModelConfig, tmp_path: Path) -> None:
+    reference = transformers_model(config)
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 10
+    trainer = Trainer(config, PLAIN, join("cpu"), tmp_path)
+    given = samples()
+    found = []
+    for each in given:
+        logits = reference(torch.tensor([[*each.prompt, *each.completion]])).logits[0, len(each.prompt) - 1 : -1]
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(each.completion)[:, None])[:, 0])
+        ours = trainer.recompute([each])[0].micro_batches[0].behaviour_N
+        assert torch.allclose(ours, found[-1], atol=1e-4)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=PLAIN.betas, weight_decay=0.0)
+    loss = -torch.cat(found).mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), PLAIN.max_grad_norm)
+    optimizer.step()
+    metrics = trainer.warm_up(given, 1e-3)
+    assert (metrics.loss, metrics.grad_norm) == pytest.approx((loss.item(), norm.item()), rel=1e-4)
+    expected = dict(reference.named_parameters())
+    for name, tensor in weights(trainer).items():
+        assert torch.allclose(tensor, expected[name], atol=1e-4), name
 
 
-def train_rank(rank: int, meeting: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    trainer = Trainer(MODEL, TrainerConfig(seed=7), join("cpu", rank, 2, meeting))
-    metrics = train_a_little(trainer)
-    with pytest.raises(NonFiniteError) as refused:
-        trainer.train_step(poisoned(batch(9), 1), 1e-3)
-    error = refused.value
-    losses = [math.isnan(error.ranks[each].loss) for each in range(2)]
-    told = (str(error).split(" was")[0], error.rank, losses)
-    found = weights(trainer, 4000)
-    trainer.save(folder / "saved")
-    trainer.train_step(batch(9), 1e-3)
-    trainer.load(folder / "saved")
-    restored = all(torch.equal(tensor, found[name]) for name, tensor in weights(trainer, 4000).items())
-    torch.save((found, metrics, told, restored), folder / f"rank{rank}")
-    dist.destroy_process_group()
+def test_a_folder_without_the_models_parameters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected the model's parameters in safetensors"):
+        Trainer(MODEL, PLAIN, join("cpu"), tmp_path)
+    transformers_model(MODEL).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="model.layers.2"):
+        Trainer(replace(MODEL, num_layers=3), PLAIN, join("cpu"), tmp_path)
+    with pytest.raises(CheckpointError, match="embed_tokens.weight has shape"):
+        Trainer(replace(MODEL, vocab_size=17), PLAIN, join("cpu"), tmp_path)
 
 
-def state(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}/{key}": tensor
-        for name, parameter in trainer.model.named_parameters()
-        for key, tensor in trainer.optimizer.state[parameter].items()
-    }
+def state(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: local(tensor) for name, tensor in tensors(trainer.model, trainer.optimizer).items()}

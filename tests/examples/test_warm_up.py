@@ -13,20 +13,15 @@ from typing import Any
 
 import pytest
 
-from examples.colocate.engine import Engine, EngineConfig, SamplingParams, ops
-from tests.examples.engine_support import QWEN, engines, one_thread  # noqa: F401
-from tests.examples.test_engine import GPT2, with_host_graphs
+from examples.colocate.engine import Engine, SamplingParams, ops
+from tests.examples.engine_support import HostGraphs, MakeEngine
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-MODULES = ("fused_kernels", "paged_kernel", "prefill_kernel", "sampling_kernel")
 KERNELS = {
     "_add_rms_norm", "_rotate", "_swiglu", "_write_kv", "_attend_part", "_join_parts", "_attend_chunk",
     "_sample_part", "_sample_joined",
 }  # fmt: skip
 CONFIG: dict[str, Any] = {
     "max_batch_size": 12,
-    "block_size": 4,
     "num_blocks": 96,
     "graph_batch_sizes": (1, 2, 4),
     "prefill_graph_sizes": (8, 32),
@@ -63,71 +58,58 @@ class Recorder:
 @pytest.fixture
 def keys(monkeypatch: pytest.MonkeyPatch) -> Keys:
     """The keys of all launches from now on."""
-    from triton.runtime.jit import JITFunction
-
+    jit = pytest.importorskip("triton.runtime.jit", reason="triton is not installed")
     found: Keys = set()
-    for name in MODULES:
-        module = importlib.import_module(f"examples.colocate.engine.{name}")
+    for name in ("fused", "paged_decode", "paged_prefill", "sampling"):
+        module = importlib.import_module(f"examples.colocate.engine.kernels.{name}")
         for kernel, value in list(vars(module).items()):
-            if isinstance(value, JITFunction):
+            if isinstance(value, jit.JITFunction):
                 monkeypatch.setattr(module, kernel, Recorder(value, found))
     monkeypatch.setattr(ops, "in_triton", lambda tensor: True)
     return found
 
 
-def serve(engine: Engine, lengths: list[int], use_graphs: bool | None) -> None:
+def serve(engine: Engine, use_graphs: bool) -> None:
     """Prompts of which some begin alike, sampled greedily or not."""
     for temperature in (0.0, 1.0):
-        prompts = [[(at + length) % 5 for at in range(length)] for length in lengths]
+        prompts = [[(at + length) % 5 for at in range(length)] for length in LENGTHS]
         engine.generate(prompts, SamplingParams(temperature, 6), use_graphs)
         engine.generate(prompts[-1:], SamplingParams(temperature, 2), use_graphs)
 
 
 @pytest.mark.parametrize(
-    ("model", "more"),
+    "config",
     [
-        (QWEN, {}),
-        (QWEN, {"prefix_cache": False, "prefill_graph_sizes": ()}),
-        (QWEN, {"use_graphs": False, "max_prefill_tokens": 40}),
-        (QWEN, {"graph_batch_sizes": None}),
-        (GPT2, {}),
+        {},
+        {"prefix_cache": False, "prefill_graph_sizes": ()},
+        {"graph_batch_sizes": (), "prefill_graph_sizes": (), "max_prefill_tokens": 40},
+        {"graph_batch_sizes": None},
     ],
-    ids=["graphs", "no prefill graphs", "eager", "all sizes", "gpt2"],
+    ids=["graphs", "no prefill graphs", "eager", "all sizes"],
 )
 def test_serving_reaches_no_kernel_that_a_capture_did_not(
-    engines: list[Engine],  # noqa: F811
-    keys: Keys,
-    model: Any,
-    more: dict[str, Any],
+    make_engine: MakeEngine, keys: Keys, config: dict[str, Any]
 ) -> None:
-    engine = with_host_graphs(Engine(model, EngineConfig(**{**CONFIG, **more}), "cpu"))
-    engines.append(engine)
+    engine = make_engine(memory=HostGraphs(), **{**CONFIG, **config})
     engine.capture()
     warm = set(keys)
-    for use_graphs in (None, False):
+    for use_graphs in (True, False):
         engine.drop_prefix_cache()
-        serve(engine, LENGTHS, use_graphs)
+        serve(engine, use_graphs)
     assert keys == warm
-    assert model is not QWEN or {name for name, _ in warm} == KERNELS - (set() if splits(engine) else {"_join_parts"})
+    assert {name for name, _ in warm} == KERNELS
 
 
-def splits(engine: Engine) -> bool:
-    from examples.colocate.engine.paged_kernel import num_splits
-
-    return num_splits(1, engine.model.num_kv_heads) > 1
-
-
-def test_a_capture_leaves_requests_and_random_numbers_as_they_are(engines: list[Engine]) -> None:  # noqa: F811
+def test_a_capture_leaves_requests_and_random_numbers_as_they_are(make_engine: MakeEngine) -> None:
     def completions(capture: bool) -> list[list[int]]:
-        engine = with_host_graphs(Engine(QWEN, EngineConfig(**CONFIG), "cpu"))
-        engines.append(engine)
+        engine = make_engine(memory=HostGraphs(), **CONFIG)
         running = [engine.submit([3, 1, 4, 1, 5], SamplingParams(1.0, 8)) for _ in range(3)]
         for _ in range(3):
             engine.step(use_graphs=False)
         engine.settle()
         if capture:
             engine.capture()
-            assert engine.replays == engine.prefill_runner.replays == 0
+            assert engine.counts.decode_replays == engine.counts.prefill_replays == 0
         while any(sequence.finish_reason is None for sequence in running):
             engine.step(use_graphs=False)
         return [sequence.tokens for sequence in running]

@@ -1,98 +1,83 @@
-"""The trainer's weights are written directly into the engine's: bits, checks, and no staging memory."""
+"""The trainer's weights are written directly into the engine's: bits, checks, checksums, and no staging memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from examples.colocate.engine import Engine, EngineConfig
-from examples.colocate.model import ModelConfig, parameter_shapes
-from examples.colocate.trainer import TokenBatch, Trainer, TrainerConfig
+from examples.colocate.engine.decoder import Decoder
+from examples.colocate.model import ModelConfig, bit_sum, parameter_shapes
+from examples.colocate.trainer import EngineWeights, Trainer
 from examples.colocate.trainer.process_group import join
+from examples.colocate.trainer.weights import WeightWriter
+from tests.examples.trainer_support import MODEL, PLAIN, samples
 
-MODEL = ModelConfig(
-    vocab_size=17,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    max_position=32,
-)
-TIED = replace(MODEL, tie_word_embeddings=True, qk_norm=False, dtype=torch.bfloat16)
-SMALL = EngineConfig(max_batch_size=4, block_size=4, num_blocks=16)
-Targets = dict[str, torch.Tensor]
-
-
-def loaded(trainer: Trainer, model: ModelConfig) -> Engine:
-    """An engine with the trainer's checkpoint."""
-    engine = Engine(model, SMALL)
-    for bucket in trainer.weight_buckets(4000, model.dtype):
-        engine.load_weights(bucket.items(), partial=True)
-    engine.load_weights(())
-    return engine
-
-
-def bits(tensors: Targets) -> dict[str, bytes]:
-    return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+MODELS = {
+    "qwen3": MODEL,
+    "qwen2.5": replace(MODEL, qk_norm=False, qkv_bias=True),
+    "llama, tied": replace(MODEL, qk_norm=False, tie_word_embeddings=True),
+    "a vocabulary that is not shared": replace(MODEL, vocab_size=17),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(scope="module")
 def trainer() -> Trainer:
     torch.set_num_threads(1)
-    return Trainer(MODEL, TrainerConfig(seed=3), join("cpu"))
+    return Trainer(MODEL, replace(PLAIN, seed=3), join("cpu"))
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    made = Engine(MODEL, SMALL)
-    yield made
-    made.close()
+def decoders(model: ModelConfig, size: int = 1) -> list[Decoder]:
+    """An engine's ranks, in this process, with other weights than the trainer's."""
+    region = SimpleNamespace(empty=lambda shape, dtype: torch.full(shape, 7, dtype=dtype))
+    ranks: list[Any] = [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
+    return [Decoder(model, region, region, rank) for rank in ranks]
 
 
-def fresh(model: ModelConfig, value: float = 7.0) -> Targets:
-    return {name: torch.full(shape, value, dtype=model.dtype) for name, shape in parameter_shapes(model).items()}
+def shared(decoders: Sequence[Decoder]) -> list[EngineWeights]:
+    return [EngineWeights(each.parameters, each.layout) for each in decoders]
 
 
-@pytest.mark.parametrize("gather", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_tensor_is_that_of_a_checkpoint_load(trainer: Trainer, dtype: torch.dtype, gather: bool) -> None:
-    model = replace(MODEL, dtype=dtype)
-    expected, engines = loaded(trainer, model), [Engine(model, SMALL) for _ in range(2)]
-    written = trainer.write_weights([each.model.parameters for each in engines], gather, dtype)
-    assert written == 2 * sum(tensor.nbytes for tensor in expected.model.parameters.values())
-    for each in engines:
-        assert bits(each.model.weights) == bits(expected.model.weights)  # fused, as the forward pass uses them
-        assert each.differing_weights(expected.model.parameters.items()) == []
-    for each in (*engines, expected):
-        each.close()
+def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+    return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
 
-def test_tied_embeddings_share_one_weight() -> None:
-    trainer = Trainer(TIED, TrainerConfig(seed=4), join("cpu"))
-    names = [name for name, _ in trainer.model.named_parameters()]
-    assert names == list(parameter_shapes(TIED))
-    prompts, completions = [[1, 2], [3]], [[4, 5], [6, 7]]
-    first = trainer.warm_up(TokenBatch.build(prompts, completions, 0), 1e-2)
-    assert trainer.warm_up(TokenBatch.build(prompts, completions, 0), 1e-2).loss < first.loss
-    assert [name for name, _ in trainer.model.named_parameters()] == names
-    expected, engine = loaded(trainer, TIED), Engine(TIED, SMALL)
-    trainer.write_weights([engine.model.parameters])
-    assert bits(engine.model.weights) == bits(expected.model.weights)
-    engine.close()
-    expected.close()
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_tensor_is_that_of_a_checkpoint_load(model: ModelConfig, size: int) -> None:
+    trainer = Trainer(model, replace(PLAIN, seed=3), join("cpu"))
+    trainer.warm_up(samples(), 1e-2)  # biases are not zero any more
+    for dtype in DTYPES:
+        writer, typed = WeightWriter(trainer.model, dtype), replace(model, dtype=dtype)
+        full = {name: tensor for bucket in writer.buckets(4000) for name, tensor in bucket.items()}
+        assert {name: tuple(tensor.shape) for name, tensor in full.items()} == parameter_shapes(model)
+        expected = decoders(typed, size)
+        for each in expected:
+            each.load_weights(full.items())
+        for gather in (False, True):
+            engines = [decoders(typed, size), decoders(typed, size)]
+            written = writer.write([rank for engine in engines for rank in shared(engine)], gather)
+            assert written == 2 * sum(tensor.nbytes for each in expected for tensor in each.parameters.values())
+            for engine in engines:
+                for mine, other in zip(engine, expected):
+                    assert bits(mine.weights) == bits(other.weights)  # fused, as the forward pass uses them
+        for each in expected:
+            assert writer.checksums(each.layout) == {name: int(bit_sum(part)) for name, part in each.parameters.items()}
 
 
-def test_writing_weights_allocates_no_staging_memory(trainer: Trainer, engine: Engine) -> None:
-    targets = [{name: view.to(torch.bfloat16) for name, view in engine.model.parameters.items()}]
-    known = {tensor.untyped_storage().data_ptr() for tensor in targets[0].values()}
+@pytest.mark.parametrize(("size", "calls"), [(1, 1), (2, 4)])
+def test_writing_weights_allocates_no_staging_memory(trainer: Trainer, size: int, calls: int) -> None:
+    engines = shared(decoders(replace(MODEL, dtype=torch.bfloat16), size))
+    writer = WeightWriter(trainer.model, torch.bfloat16)
+    known = {tensor.untyped_storage().data_ptr() for engine in engines for tensor in engine.tensors.values()}
 
     class Made(TorchDispatchMode):
         calls, numel = 0, 0
@@ -107,47 +92,53 @@ def test_writing_weights_allocates_no_staging_memory(trainer: Trainer, engine: E
             return out
 
     with Made() as made:
-        trainer.write_weights(targets, dtype=torch.bfloat16)
-    assert (made.calls, made.numel) == (1, 0)  # one grouped copy for all
+        writer.write(engines)
+    assert (made.calls, made.numel) == (calls, 0)  # one grouped copy for all, and one for slices of columns
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda targets: targets.pop("model.norm.weight"), "missing: model.norm.weight; expected one for every"),
-        (lambda targets: targets.update(extra=torch.zeros(1)), "unknown: extra; expected one for every"),
+        (lambda tensors: tensors.pop("model.norm.weight"), "lacks or adds model.norm.weight; expected the names of"),
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), "lacks or adds extra; expected the names of"),
         (
-            lambda targets: targets.update({"lm_head.weight": torch.zeros(17, 31)}),
-            r"'lm_head.weight' is torch.float32 \(17, 31\); expected torch.float32 \(17, 32\)",
+            lambda tensors: tensors.update({"lm_head.weight": torch.zeros(16, 31)}),
+            r"'lm_head.weight' is a slice of \(\(16, 32\), \(16, 31\), .*; expected \(\(16, 32\), \(16, 32\)",
         ),
         (
-            lambda targets: targets.update({"model.norm.weight": torch.zeros(32).half()}),
-            r"'model.norm.weight' is torch.float16 \(32,\); expected torch.float32 \(32,\)",
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(32).half()}),
+            "'model.norm.weight' .* torch.float16, .*; expected .* torch.float32",
         ),
         (
-            lambda targets: targets.update({"model.norm.weight": torch.zeros(32, device="meta")}),
-            "'model.norm.weight' is on meta; expected cpu",
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(32, device="meta")}),
+            "'model.norm.weight' .* device.type='meta'.*; expected .* device.type='cpu'",
         ),
-        (lambda targets: targets.clear(), "missing: .* and 21 more"),
     ],
 )
-@pytest.mark.parametrize("gather", [False, True])
 def test_mismatched_weights_are_refused_before_the_first_byte(
-    trainer: Trainer, change: Any, match: str, gather: bool
+    trainer: Trainer, change: Callable[[dict[str, Tensor]], Any], match: str
 ) -> None:
-    right, wrong = fresh(MODEL), fresh(MODEL)
-    change(wrong)
-    before = bits(right)
-    with pytest.raises(ValueError, match=match):
-        trainer.write_weights([right, wrong], gather)  # the wrong one comes second
-    assert bits(right) == before
+    right, wrong = decoders(MODEL) + decoders(MODEL)
+    change(wrong.parameters)
+    before = bits(right.parameters)
+    for gather in (False, True):
+        with pytest.raises(ValueError, match=match):
+            trainer.weights.write(shared([right, wrong]), gather)  # the wrong one comes second
+    assert bits(right.parameters) == before
+    with pytest.raises(ValueError, match=r"'model.embed_tokens.weight' is a slice of \(\(18, 32\)"):
+        trainer.weights.write(shared(decoders(replace(MODEL, vocab_size=18), 2)))
 
 
-def test_differing_weights_are_named(trainer: Trainer, engine: Engine) -> None:
-    trainer.write_weights([engine.model.parameters])
-    (bucket,) = trainer.weight_buckets(1 << 30)
-    assert engine.differing_weights(bucket.items()) == []
-    bucket["model.norm.weight"][3] = -bucket["model.norm.weight"][3]
-    bucket["model.layers.1.mlp.up_proj.weight"] = bucket["model.layers.1.mlp.up_proj.weight"].double()
-    wrong = {"model.norm.weight", "model.layers.1.mlp.up_proj.weight"}
-    assert set(engine.differing_weights(bucket.items())) == wrong
+def test_a_checksum_sees_one_bit_and_a_step_before(trainer: Trainer) -> None:
+    (decoder,) = decoders(MODEL)
+    trainer.weights.write(shared([decoder]))
+
+    def differing() -> set[str]:
+        expected = trainer.weights.checksums(decoder.layout)
+        return {name for name, each in decoder.parameters.items() if int(bit_sum(each)) != expected[name]}
+
+    assert differing() == set()
+    decoder.parameters["model.norm.weight"].view(torch.int32)[3] ^= 1
+    assert differing() == {"model.norm.weight"}
+    trainer.warm_up(samples(), 1e-5)
+    assert differing() == decoder.parameters.keys()

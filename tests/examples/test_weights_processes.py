@@ -1,4 +1,7 @@
-"""Two engines and two ranks of a trainer, each a process, on one host device: weights without a copy in between."""
+"""An engine of two ranks and a trainer of two, each rank a process, on one host device: weights without a copy.
+
+Beside it each process of the engine has an engine of one rank.
+"""
 
 from __future__ import annotations
 
@@ -12,68 +15,84 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import memsaver  # noqa: F401  # for statements of tests
 from examples.colocate.engine import Engine, EngineConfig
-from examples.colocate.model import ModelConfig
-from examples.colocate.trainer import TokenBatch, Trainer, TrainerConfig
+from examples.colocate.engine.tensor_parallel import ONE_RANK, Parallel
+from examples.colocate.model import ModelConfig, weight_layout
+from examples.colocate.trainer import EngineWeights, Trainer
 from examples.colocate.trainer.process_group import join
 from tests.broker_support import Running
+from tests.examples.trainer_support import PLAIN, samples
 from tests.pool_support import Worker
 
-# Of 17 rows the ranks have 9 and 8, of 45 they have 23 and 22.
+# Of 17 rows the trainer's ranks have 9 and 8. Of 36 and 46 columns the engine's ranks have halves.
 MODEL = ModelConfig(
     vocab_size=17,
     hidden_size=34,
     num_layers=2,
-    num_heads=3,
-    num_kv_heads=1,
-    head_dim=2,
-    intermediate_size=45,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=6,
+    intermediate_size=46,
     max_position=16,
     dtype=torch.bfloat16,
+    qk_norm=False,
+    qkv_bias=True,
 )
-TIED = replace(MODEL, tie_word_embeddings=True, dtype=torch.float32)
-MODELS = {"untied, bfloat16": MODEL, "tied, float32": TIED}
 HERE = "from tests.examples.test_weights_processes import *"
 
 
 class EngineSide:
-    """The engine's part, in a process of its own."""
+    """The part of one of two ranks, in a process of its own, and an engine of one rank."""
 
-    def __init__(self, which: str) -> None:
+    def __init__(self, rank: int, meeting: str) -> None:
         torch.set_num_threads(1)
-        self.engine = Engine(MODELS[which], EngineConfig(max_batch_size=4, block_size=4, num_blocks=16))
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+        self.engines = [self._make(Parallel(dist.group.WORLD)), self._make(ONE_RANK)]
 
-    def token(self) -> str:
-        return base64.b64encode(self.engine.share_weights()).decode()
+    def tokens(self) -> list[str]:
+        """Of both engines."""
+        return [
+            base64.b64encode(pickle.dumps((each.share_weights(), each.weight_layout))).decode() for each in self.engines
+        ]
 
     def check(self, path: str) -> None:
-        """All tensors are those of an engine that loaded the checkpoint."""
-        other = Engine(self.engine.model_config, self.engine.config)
-        other.load_weights(torch.load(path).items())
-        for name, weight in self.engine.model.weights.items():
-            assert torch.equal(weight.view(torch.uint8), other.model.weights[name].view(torch.uint8)), name
-        other.close()
+        """All tensors are those of an engine that loaded the checkpoint, and the checksums those of the trainer."""
+        weights, *checksums = torch.load(path)
+        for engine, sums in zip(self.engines, (checksums[self.engines[0].model.parallel.rank], checksums[2])):
+            other = self._make(engine.model.parallel)
+            other.load_weights(weights.items())
+            for name, weight in engine.model.weights.items():
+                assert torch.equal(weight.view(torch.uint8), other.model.weights[name].view(torch.uint8)), name
+            assert engine.checksums() == sums
+            other.close()
+
+    def _make(self, parallel: Parallel) -> Engine:
+        return Engine(MODEL, EngineConfig(max_batch_size=4, block_size=4, num_blocks=16), parallel=parallel)
 
 
 class TrainerSide:
     """The part of one of two ranks, in a process of its own."""
 
-    def __init__(self, which: str, rank: int, meeting: str) -> None:
+    def __init__(self, rank: int, meeting: str) -> None:
         torch.set_num_threads(1)
-        self.trainer = Trainer(MODELS[which], TrainerConfig(seed=5), join("cpu", rank, 2, meeting))
+        self.trainer = Trainer(MODEL, replace(PLAIN, seed=5), join("cpu", rank, 2, meeting))
 
     def train(self) -> None:
-        self.trainer.warm_up(TokenBatch.build([[1, 2], [3]], [[4, 5], [6, 7]], 0), 1e-2)
+        self.trainer.warm_up([each for each in samples() if each.length < 16], 1e-2)
 
     def write(self, tokens: list[str], gather: bool) -> int:
-        return self.trainer.write_weights([pickle.loads(base64.b64decode(each)) for each in tokens], gather)
+        shared = [pickle.loads(base64.b64decode(each)) for each in tokens]
+        return self.trainer.weights.write([EngineWeights(pickle.loads(one), layout) for one, layout in shared], gather)
 
     def save(self, path: str) -> None:
-        whole = {name: tensor for bucket in self.trainer.weight_buckets(900) for name, tensor in bucket.items()}
+        whole = {name: tensor for bucket in self.trainer.weights.buckets(900) for name, tensor in bucket.items()}
+        layouts = [weight_layout(MODEL, rank, size) for rank, size in ((0, 2), (1, 2), (0, 1))]
+        checksums = [self.trainer.weights.checksums(layout) for layout in layouts]
         if self.trainer.rank == 0:
-            torch.save(whole, path)
+            torch.save((whole, *checksums), path)
 
 
 @pytest.fixture
@@ -89,26 +108,25 @@ def both(ranks: list[Worker], *statements: str) -> list[str]:
     return [rank.answer() for rank in ranks]
 
 
-@pytest.mark.parametrize("which", MODELS)
-def test_two_ranks_write_the_weights_of_their_checkpoint(broker: Running, which: str, tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        meeting = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+def test_two_ranks_write_the_weights_of_their_checkpoint(broker: Running, tmp_path: Path) -> None:
+    meetings = []
+    for _ in range(2):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            meetings.append(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
     with ExitStack() as stack:
-        side = f"side = EngineSide({which!r})"
-        engines = [
-            stack.enter_context(Worker(broker, HERE, side, MEMSAVER_PATCHES="multiprocessing")) for _ in range(2)
-        ]
+        engines = [stack.enter_context(Worker(broker, HERE, MEMSAVER_PATCHES="multiprocessing")) for _ in range(2)]
         ranks = [stack.enter_context(Worker(broker, HERE)) for _ in range(2)]
-        both(ranks, *(f"side = TrainerSide({which!r}, {rank}, {meeting!r})" for rank in range(2)))
+        both(engines, *(f"side = EngineSide({rank}, {meetings[0]!r})" for rank in range(2)))
+        both(ranks, *(f"side = TrainerSide({rank}, {meetings[1]!r})" for rank in range(2)))
         for step, gather in enumerate((False, True)):
             path = f"{tmp_path}/{step}.pt"
             both(ranks, "side.train()")
-            tokens = [engine.run("print(side.token())") for engine in engines]
-            if gather:  # each rank reaches its own engine alone
-                both(ranks, *(f"print(side.write([{token!r}], True))" for token in tokens))
+            tokens = [engine.run("print(*side.tokens())").split() for engine in engines]
+            if gather:  # each rank reaches the engines of its own process alone
+                both(ranks, *(f"print(side.write({mine!r}, True))" for mine in tokens))
             else:
-                one, other = map(int, both(ranks, f"print(side.write({tokens!r}, False))"))
+                one, other = map(int, both(ranks, f"print(side.write({tokens[0] + tokens[1]!r}, False))"))
                 assert one > other > 0  # the first has the odd rows
             both(ranks, f"side.save({path!r})")
             for engine in engines:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import memsaver
-from examples.colocate.engine import Engine, EngineConfig, SamplingParams, attention, ops
+from examples.colocate.engine import Engine, SamplingParams, attention, ops
 from examples.colocate.model import ModelConfig
-from tests.examples.engine_support import MakeEngine, engines, random_weights  # noqa: F401
+from tests.examples.engine_support import MakeEngine, engine_maker
 from tests.examples.kernel_cases import (
     DTYPES,
     LARGE_OPS_CASES,
-    OPS_DIFFERENT,
     PAGED_TOLERANCE,
-    compare,
+    check_fused,
     dense_prefill,
-    prefill_arguments,
+    prefill_inputs,
 )
 
 pytestmark = [
@@ -76,22 +77,20 @@ def test_paged_decode_equals_torch(dtype_name: str, heads: int, kv_heads: int, h
 @pytest.mark.parametrize(("dtype_name", "heads", "kv_heads", "head_dim", "block_size"), SIZES)
 def test_paged_prefill_equals_dense(dtype_name: str, heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
     chunks = [(1, 1), (1, 700), (70, 70), (127, 128), (128, 1000), (129, 129), (300, 2048), (513, 1025)]
-    inputs = prefill_arguments(dtype_name, heads, kv_heads, head_dim, block_size, chunks, "cuda")
+    inputs = prefill_inputs(dtype_name, heads, kv_heads, head_dim, block_size, chunks, "cuda")
     out = attention.paged_prefill(*inputs)
     tolerance = TOLERANCE[dtype_name]
     torch.testing.assert_close(out.double(), dense_prefill(*inputs), rtol=0, atol=tolerance)
-    gathered = attention.paged_prefill(*inputs, use_kernel=False)
+    gathered = attention.paged_prefill_torch(*inputs)
     torch.testing.assert_close(gathered.double(), out.double(), rtol=0, atol=2 * tolerance)
 
 
 @pytest.mark.parametrize("case", ["norm of an odd size", "norm of nothing", *LARGE_OPS_CASES])
 def test_fused_kernels_equal_torch(case: str) -> None:
-    from examples.colocate.engine import fused_kernels
+    from examples.colocate.engine.kernels import fused
 
     for dtype_name in ("bf16", "fp32"):
-        found = compare(fused_kernels, case, dtype_name, "cuda")
-        assert found["error"] <= 1
-        assert dtype_name == "fp32" or found["different"] <= OPS_DIFFERENT
+        check_fused(fused, case, dtype_name, "cuda")
 
 
 def test_caches_beyond_32_bit_indices_are_addressed_correctly() -> None:
@@ -116,18 +115,10 @@ def test_caches_beyond_32_bit_indices_are_addressed_correctly() -> None:
 
 
 @pytest.fixture
-def make_engine(engines: list[Engine]) -> MakeEngine:  # noqa: F811
-    """Engines with `random_weights`."""
-
-    def make(model: ModelConfig = MODEL, **config: Any) -> Engine:
-        defaults = {"max_batch_size": 8, "num_blocks": 128, "max_model_len": 256, "prefix_cache": False}
-        config.setdefault("graph_batch_sizes", (1, 2, 4, 8))
-        engine = Engine(model, EngineConfig(**{**defaults, **config}), "cuda")
-        engines.append(engine)
-        engine.load_weights(random_weights(model, deviation=0.1).items())
-        return engine
-
-    return make
+def make_engine() -> Iterator[MakeEngine]:
+    sizes: dict[str, Any] = {"max_batch_size": 8, "block_size": 16, "num_blocks": 128, "max_model_len": 256}
+    with engine_maker("cuda", 0.1, **sizes, prefix_cache=False, graph_batch_sizes=(1, 2, 4, 8)) as make:
+        yield lambda model=MODEL, **config: make(model, **config)
 
 
 def prompts_of(count: int) -> list[list[int]]:
@@ -176,12 +167,12 @@ def test_graphs_refuse_while_their_pool_is_paused(make_engine: MakeEngine) -> No
 def test_logprobs_and_sampling_in_graphs(make_engine: MakeEngine) -> None:
     engine = make_engine(dataclasses.replace(MODEL, dtype=torch.float32))
     engine.capture()
-    sampling = SamplingParams(temperature=1.0, max_new_tokens=16)
+    sampling = SamplingParams(temperature=0.7, max_new_tokens=16)
     sampled = [engine.generate(prompts_of(4), sampling) for _ in range(2)]
     assert sampled[0] != sampled[1]  # every replay draws anew
     for completion in sampled[0]:
         whole = torch.tensor(completion.prompt + completion.tokens, device="cuda")
-        logprobs = full_logits(engine, whole).log_softmax(-1)
+        logprobs = (full_logits(engine, whole) / 0.7).log_softmax(-1)
         first = len(completion.prompt)
         expected = [logprobs[at - 1, whole[at]].item() for at in range(first, len(whole))]
         assert completion.logprobs == pytest.approx(expected, abs=2e-3)
@@ -192,7 +183,8 @@ def full_logits(engine: Engine, tokens: Tensor) -> Tensor:
     """The engine's own model with dense causal attention, fp32 [tokens, vocab]."""
 
     def dense(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        return attention.causal_attention(q_THD, k_TKD, v_TKD)
+        q_HTD, k_HTD, v_HTD = (each.transpose(0, 1) for each in (q_THD, k_TKD, v_TKD))
+        return F.scaled_dot_product_attention(q_HTD, k_HTD, v_HTD, is_causal=True, enable_gqa=True).transpose(0, 1)
 
     positions = torch.arange(len(tokens), device="cuda")
     return engine.model.logits(engine.model.forward(tokens, positions, dense)).float()
@@ -201,27 +193,27 @@ def full_logits(engine: Engine, tokens: Tensor) -> Tensor:
 def test_a_failing_capture_leaves_the_engine_serving(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     expected = {size: greedy(engine, size, use_graphs=False) for size in (2, 5)}
-    step = engine.runner.step
+    step = engine.runner.decode_step
 
     def synchronising(size: int) -> None:
         step(size)
         if size == 2:  # the third size: two graphs are there already
-            engine.batch.outputs.sum().item()
+            engine.runner.batch.outputs.sum().item()
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "step", synchronising)
+        patch.setattr(engine.runner, "decode_step", synchronising)
         with pytest.raises(RuntimeError, match="captur"):
             engine.capture()
     assert not engine.captured_batch_sizes
     for size, tokens in expected.items():
         assert greedy(engine, size, use_graphs=True) == tokens
-    assert engine.replays == 0
+    assert engine.counts.decode_replays == 0
     torch.rand(1, device="cuda")  # torch's own generator has recovered as well
     engine.capture()
     assert engine.captured_batch_sizes == (1, 2, 4, 8)
     for size, tokens in expected.items():
         assert greedy(engine, size, use_graphs=True) == tokens
-    assert engine.replays > 0
+    assert engine.counts.decode_replays > 0
 
 
 def test_all_permanent_tensors_are_in_regions(make_engine: MakeEngine) -> None:
@@ -229,7 +221,8 @@ def test_all_permanent_tensors_are_in_regions(make_engine: MakeEngine) -> None:
         """Bytes that torch holds outside of the engine's regions."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        regions = [*engine.memory.of_a_step, engine.memory.cuda_graph]
+        memory = engine.memory
+        regions = [memory.weights, memory.kv_cache, memory.buffers, memory.cuda_graph]
         inside = sum(int(region.allocated_bytes) for region in regions if region is not None)
         return torch.cuda.memory_reserved() - inside
 
@@ -239,5 +232,5 @@ def test_all_permanent_tensors_are_in_regions(make_engine: MakeEngine) -> None:
     greedy(engine, 8, use_graphs=True)
     weights = sum(weight.nbytes for weight in engine.model.weights.values())
     assert outside(engine) - before < 192 << 20  # workspaces of cuBLAS; the KV cache alone is more
-    assert engine.kv_cache.nbytes > 192 << 20
-    assert memsaver.pause(TAGS).released_bytes >= weights + engine.kv_cache.nbytes
+    assert engine.runner.kv_cache.nbytes > 192 << 20
+    assert memsaver.pause(TAGS).released_bytes >= weights + engine.runner.kv_cache.nbytes

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import memsaver
-from examples.colocate.engine import Engine, EngineConfig, SamplingParams
-from examples.colocate.engine.gpt2 import GPT2Config
-from examples.colocate.engine.model import Config
-from examples.colocate.engine.verify import fill_with_random_context, verify
+from examples.colocate.engine import Engine, SamplingParams
+from examples.colocate.engine.attention import Chunks, PrefillAttention
 from examples.colocate.model import ModelConfig
-from tests.examples.engine_support import MakeEngine, engines  # noqa: F401
+from tests.examples.engine_support import MakeEngine, engine_maker, fill_with_random_context, graph_differences
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,15 +29,10 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
 
 
 @pytest.fixture
-def make_engine(engines: list[Engine]) -> MakeEngine:  # noqa: F811
-    """Engines with the weights that they begin with."""
-
-    def make(model: Config = MODEL, **config: Any) -> Engine:
-        defaults = {"max_batch_size": 6, "num_blocks": 1024, "max_model_len": 2048, "prefill_graph_sizes": ()}
-        engines.append(Engine(model, EngineConfig(**{**defaults, **config}), "cuda"))
-        return engines[-1]
-
-    return make
+def make_engine() -> Iterator[MakeEngine]:
+    sizes: dict[str, Any] = {"max_batch_size": 6, "block_size": 16, "num_blocks": 1024, "max_model_len": 2048}
+    with engine_maker("cuda", deviation=0.02, **sizes, prefill_graph_sizes=()) as make:
+        yield lambda model=MODEL, **config: make(model, **config)
 
 
 def prompts(lengths: list[int]) -> list[list[int]]:
@@ -57,11 +52,11 @@ def test_a_graph_is_the_same_at_every_context_length(make_engine: MakeEngine, tm
     pool = torch.cuda.MemPool()
     dumps: list[list[str]] = []
     for context in (1, 1, 300, 2047):  # the first makes the pool's memory, which the others find
-        fill_with_random_context(engine, size, context)
+        fill_with_random_context(engine, [context] * size)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         graph.enable_debug_mode()
         with torch.no_grad(), torch.cuda.graph(graph, pool=pool.id):  # type: ignore[arg-type]
-            engine.decode_step(size)
+            engine.runner.decode_step(size)
         path = tmp_path / f"{len(dumps)}.dot"
         graph.debug_dump(str(path))
         dumps.append(nodes(path.read_text()))
@@ -83,11 +78,11 @@ def test_graphs_equal_eager_for_every_size_also_after_pauses(make_engine: MakeEn
     engine = make_engine(prefill_graph_sizes=(256, 512), max_prefill_tokens=512)
     engine.capture()
     for _ in range(2):
-        rows = verify(engine)
-        assert [row.name for row in rows] == [f"decode {size}" for size in range(1, 7)] + [
-            "prefill 256 of 256", "prefill 249 of 256", "prefill 512 of 512", "prefill 505 of 512",
-        ]  # fmt: skip
-        assert all(row.difference == 0.0 for row in rows[:6])
+        found = graph_differences(engine)
+        assert [found.pop(f"decode {size}") for size in range(1, 7)] == [0.0] * 6
+        prefills = ["prefill 256 of 256", "prefill 249 of 256", "prefill 512 of 512", "prefill 505 of 512"]
+        assert set(found) == set(prefills)
+        assert all(difference <= 0.1 for difference in found.values())  # not NaN; padding may change a product's order
         engine.drain()
         memsaver.pause()
         memsaver.resume()
@@ -100,7 +95,7 @@ def test_prefill_in_pieces_gives_the_same_tokens(make_engine: MakeEngine) -> Non
     expected = tokens_of(engine, lengths, use_graphs=False)
     engine.capture()
     assert tokens_of(engine, lengths) == expected
-    assert engine.prefill_runner.replays > 3
+    assert engine.counts.prefill_replays > 3
     engine.drain()
     memsaver.pause()
     memsaver.resume()
@@ -108,32 +103,33 @@ def test_prefill_in_pieces_gives_the_same_tokens(make_engine: MakeEngine) -> Non
 
 
 def test_padded_prefills_give_the_same_tokens_in_every_way(make_engine: MakeEngine) -> None:
-    model = GPT2Config(1000, 256, num_layers=3, num_heads=4, max_position=2048)
+    model = dataclasses.replace(MODEL, dtype=torch.float32, qk_norm=False, qkv_bias=True)
     lengths = [100, 7, 300]
     expected = tokens_of(make_engine(model), lengths, use_graphs=False)
     engine = make_engine(model, prefill_graph_sizes=None)
-    assert engine.prefill_runner.sizes == (512, 1024, 2048, 4096)
+    assert engine.runner.prefill_graphs.sizes == (512, 1024, 1536, 2048)
     assert tokens_of(engine, lengths, use_graphs=False) == expected  # before there are graphs
     engine.capture()
     for use_graphs in (False, True):
         assert tokens_of(engine, lengths, use_graphs) == expected
-    assert engine.prefill_runner.replays > 0
+    assert engine.counts.prefill_replays > 0
 
 
 def test_flash_attention_agrees_with_one_call_for_each_sequence() -> None:
-    from examples.colocate.engine.attention import Ranges, causal_attention, varlen_attention
-
+    pytest.importorskip("torch.nn.attention.varlen", reason="this version of torch has no attention of ragged batches")
     generator = torch.Generator("cuda").manual_seed(0)
-    queries, context = [1, 70, 256, 3], [1, 70, 700, 515]  # whole prompts, and chunks after a context
     draw = partial(torch.randn, generator=generator, device="cuda", dtype=torch.bfloat16)
-    q, k, v = draw(sum(queries), 8, 64), draw(sum(context), 2, 64), draw(sum(context), 2, 64)
-    parts, seen = Ranges(queries), Ranges(context)
-    for ranges in (parts, seen):
-        ranges.bounds_on_device = torch.tensor(ranges.bounds, dtype=torch.int32, device="cuda")
-    out = varlen_attention(q, k, v, parts, seen)
-    for part, span in zip(parts, seen):
-        expected = causal_attention(q[part].float(), k[span].float(), v[span].float())
-        torch.testing.assert_close(out[part].float(), expected, rtol=0, atol=2e-2)
+    bounds = [0, 1, 71, 327, 330]
+    q, k, v = draw(340, 8, 64), draw(340, 2, 64), draw(340, 2, 64)  # with padding
+    on_device, slots = torch.tensor(bounds, dtype=torch.int32, device="cuda"), torch.zeros(340, device="cuda").int()
+    chunks = Chunks(on_device, on_device, on_device, slots, total=330, longest=256, whole=True)
+    cache = torch.zeros(1, 16, 2, 64, device="cuda", dtype=torch.bfloat16)
+    out = PrefillAttention([(cache, cache.clone())], slots, chunks)(0, q, k, v)
+    assert len(out) == 330
+    for begin, end in zip(bounds, bounds[1:]):
+        q_HTD, k_HTD, v_HTD = (each[begin:end].float().transpose(0, 1) for each in (q, k, v))
+        expected = F.scaled_dot_product_attention(q_HTD, k_HTD, v_HTD, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(out[begin:end].float(), expected.transpose(0, 1), rtol=0, atol=2e-2)
 
 
 # Of shapes that no other test has: a kernel that another one compiled would not be compiled again.
@@ -153,12 +149,12 @@ def test_nothing_compiles_after_a_capture(
     compiled: list[str] = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **given: compiled.append(given["fn"].name))
     sizes: dict[str, Any] = {"graph_batch_sizes": (1, 2, 4, 8), "prefill_graph_sizes": prefill_sizes}
-    engine = make_engine(ODD[hidden], max_batch_size=20, prefix_cache=True, **sizes)
+    engine = make_engine(ODD[hidden], max_batch_size=20, **sizes)
     engine.capture()
     assert {"_write_kv", "_sample_part", "_attend_part", "_attend_chunk"} <= set(compiled)
     compiled.clear()
     lengths = [1, 3, 15, 16, 17, 95, 97, 383, 500, 1024, 1800] + [5] * 12
-    for use_graphs in (None, False):
+    for use_graphs in (True, False):
         for temperature in (0.0, 1.0):
             engine.generate(prompts(lengths), SamplingParams(temperature, 24), use_graphs)
         engine.drop_prefix_cache()

@@ -3,27 +3,26 @@
 ::
 
     engine           the interface for callers
-    config           sizes and switches
+    engine_config    sizes
     sequence         a request, its sampling options, and its completion
     scheduler        the requests of the next step
     block_manager    the blocks of the KV cache by sequence, and the prefix cache
-    model            weights by name, and the forward pass in pieces; `decoder` is Qwen3 and Llama, `gpt2` GPT-2
-    parallel         tensor parallel over several processes
-    checkpoint       models from a Hugging Face folder, or by the name of a shape
-    ops              operations between matrix products; `fused_kernels` are the same in Triton
-    attention        the paged KV cache: decode and prefill; `paged_kernel`, `prefill_kernel` are these in Triton
-    sampler          the next token and its log-probability
-    decode_batch     static inputs and outputs of a decode step; `prefill_batch` are a prefill's
-    graph_runner     decode steps as CUDA graphs; `prefill_runner` the parts of a prefill between attentions
-    graph_pool       captures, and the cost of each
+    model_runner     a step on the device; `batches` are its inputs
+    decoder          weights by name, and the forward pass in pieces; `tensor_parallel` over several processes
+    loader           models from a Hugging Face folder
+    ops              operations between matrix products
+    attention        over the paged KV cache
+    sampling         the next token and its log-probability
+    kernels          the last three in Triton
+    engine_memory    the regions, and captures of graphs
+    prefill_graphs   graphs of the parts of a prefill between attentions
     warm_up          every kind of step once, before the first request
-    memory           the regions of the engine
-    verify           graphs against eager steps; `profile` gives the time of a replay by kernel
-    benchmark        throughput and latency: `python -m examples.colocate.engine.benchmark --help`
+    compiled_decode  torch.compile
 """
 
-from .config import EngineConfig
 from .engine import Engine
+from .engine_config import EngineConfig
+from .scheduler import Counts
 from .sequence import Completion, SamplingParams
 
-__all__ = ["Completion", "Engine", "EngineConfig", "SamplingParams"]
+__all__ = ["Completion", "Counts", "Engine", "EngineConfig", "SamplingParams"]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
-from itertools import takewhile
 
 from .sequence import Sequence
 
@@ -21,16 +19,11 @@ class BlockManager:
     """Hands out blocks 1 to num_blocks - 1, each holding K and V of `block_size` tokens."""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
-        self.num_blocks, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
+        self.num_usable, self.block_size, self.prefix_cache = num_blocks - 1, block_size, prefix_cache
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # next to hand out first
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-
-    @property
-    def num_usable(self) -> int:
-        """Blocks that sequences can hold in all."""
-        return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
@@ -46,14 +39,11 @@ class BlockManager:
 
         At least the last token is left out: its logits are needed, so it has to be computed.
         """
-        if not self.prefix_cache:
-            return []
         found: list[int] = []
-        for digest in self._digests(sequence, len(sequence.tokens) - 1):
-            block = self._block_of.get(digest)
-            if block is None:
+        for digest in self._digests(sequence, len(sequence.tokens) - 1) if self.prefix_cache else ():
+            if digest not in self._block_of:
                 break
-            found.append(block)
+            found.append(self._block_of[digest])
         return found
 
     def allocate(self, sequence: Sequence, reserve: int = 0) -> bool:
@@ -73,26 +63,6 @@ class BlockManager:
         sequence.num_computed = len(cached) * self.block_size
         sequence.blocks = cached + [self._take() for _ in range(lacking)]
         return True
-
-    def tokens_to_compute(self, sequences: Iterable[Sequence], reserve: int, most: int) -> int:
-        """Of sequences that hold nothing, if they are allocated in this order as far as blocks go: `most` at the most.
-
-        Each finds the cached blocks, and the blocks that the sequences before it will publish. The count ignores that
-        they may take cached blocks which others would find. `reserve` as in `allocate`, and one more for each of them.
-        """
-        tokens, free, coming = 0, self.num_free, set[bytes]()
-        for sequence in sequences:
-            length = len(sequence.tokens)
-            digests = self._digests(sequence, length) if self.prefix_cache else []
-            sharable = digests[: (length - 1) // self.block_size]
-            found = list(takewhile(lambda digest: digest in self._block_of or digest in coming, sharable))
-            idle = sum(1 for digest in found if digest not in coming and not self._references[self._block_of[digest]])
-            taken = self.blocks_for(length) - len(found) + idle
-            if taken + reserve > free or tokens >= most:
-                break
-            tokens, free, reserve = tokens + length - len(found) * self.block_size, free - taken, reserve + 1
-            coming.update(digests)
-        return min(tokens, most)
 
     def append(self, sequences: list[Sequence]) -> bool:
         """Make room for K and V of the last token of each; False, and for none, if there are too few free blocks."""
@@ -139,7 +109,9 @@ class BlockManager:
         """Of the full blocks among the first tokens. Made once: a request that waits asks in every step."""
         size, made = self.block_size, sequence.digests
         for index in range(len(made), num_tokens // size):
-            made.append(_digest(made[-1] if made else b"", sequence.tokens[index * size : (index + 1) * size]))
+            tokens = array("q", sequence.tokens[index * size : (index + 1) * size])
+            parent = made[-1] if made else b""
+            made.append(hashlib.blake2b(tokens.tobytes(), key=parent, digest_size=16).digest())
         return made[: max(0, num_tokens) // size]
 
     def _take(self) -> int:
@@ -149,7 +121,3 @@ class BlockManager:
             del self._block_of[digest]
         self._references[block] = 1
         return block
-
-
-def _digest(parent: bytes, tokens: list[int]) -> bytes:
-    return hashlib.blake2b(array("q", tokens).tobytes(), key=parent, digest_size=16).digest()

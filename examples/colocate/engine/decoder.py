@@ -1,74 +1,88 @@
-"""Qwen3 and Llama: pre-norm decoders with rotary positions and a gated MLP."""
+"""Qwen2.5, Qwen3 and Llama: weights by Hugging Face name in a region, and the forward pass in pieces.
+
+Shape suffixes: T tokens, C hidden size, V vocabulary, H query heads, K key-value heads, D head dimension, P positions.
+H and K are those of this rank.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..model.config import ModelConfig, parameter_shapes
+from ..model import ModelConfig, weight_layout
 from ..model.layers import rotary_tables
 from . import ops
-from .model import Model, Parameter, State
-from .parallel import ONE_RANK, Parallel, Shard
+from .tensor_parallel import ONE_RANK, Parallel
 
-_FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
-_ROW_PARALLEL = ("o_proj", "down_proj")
+# One layer's attention, (layer, q_THD, k_TKD, v_TKD) -> [T, H, D]: writes k and v where later steps find them, attends.
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# The residual stream, None before there is any, and the last layer's addend: kept apart so that the sum and the
+# norm after it are one kernel.
+State = tuple[Tensor | None, Tensor]
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_DEVIATION = 0.02  # of random weights
 
 
-class Decoder(Model):
-    """A layer is q, k and v in one product, gate and up in another. Shape suffixes as in `model`; P positions."""
+class Decoder:
+    """Weights and forward pass of one rank.
 
-    embedding = "model.embed_tokens.weight"
-    config: ModelConfig
+    layout      each Hugging Face name's slice, and its place in `weights`
+    weights     the tensors as the forward pass uses them: query, key and value in one, gate and up in another
+    parameters  each Hugging Face name's part of `weights`, a view
+    tables      cosine and sine of the rotary embedding, [P, D / 2]
+    num_heads, num_kv_heads  of this rank
+    """
 
     def __init__(self, config: ModelConfig, weights: Any, buffers: Any, parallel: Parallel = ONE_RANK) -> None:
-        """See `Model`; the constants are the rotary tables."""
-        super().__init__(config, weights, buffers, parallel)
+        """Allocate in two regions: parameters in `weights`, constants in `buffers`.
+
+        Raises ValueError for sizes that the ranks cannot share.
+        """
+        self.config, self.parallel = config, parallel
+        self.layout = weight_layout(config, parallel.rank, parallel.size)
+        self.num_heads, self.num_kv_heads = config.num_heads // parallel.size, config.num_kv_heads // parallel.size
+        # The last part of a tensor tells its rows.
+        shapes = {part.tensor: (part.row + part.shape[0], *part.shape[1:]) for part in self.layout.values()}
+        self.weights: dict[str, Tensor] = {name: weights.empty(each, config.dtype) for name, each in shapes.items()}
+        self.parameters = {
+            name: self.weights[part.tensor].narrow(0, part.row, part.shape[0]) for name, part in self.layout.items()
+        }
         tables = rotary_tables(config.max_position, config.head_dim, config.rope_theta, scaling=config.rope_scaling)
-        for name, table_PD in zip(("cos", "sin"), tables):
-            self.constants[name] = buffers.empty(tuple(table_PD.shape), torch.float32)
-            self.constants[name].copy_(table_PD)
+        self.tables: tuple[Tensor, Tensor] = tuple(buffers.empty(tuple(each.shape), each.dtype) for each in tables)
+        for table_PD, values_PD in zip(self.tables, tables):
+            table_PD.copy_(values_PD)
+        # A vocabulary that the ranks cannot share is every rank's own. A tied embedding is whole on each of them.
+        self._shares_vocabulary = config.vocab_size % parallel.size == 0
+        self._head_VC = self.parameters.get(_HEAD, self.parameters[_EMBEDDING])
+        if config.tie_word_embeddings and self._shares_vocabulary:
+            self._head_VC = self._head_VC.chunk(parallel.size)[parallel.rank]
+        self._awaited = set(self.layout)
 
-    def layout(self) -> dict[str, Parameter]:
-        """See `Model`."""
-        layout = {}
-        for name, shape in parameter_shapes(self.config).items():
-            *path, module, _ = name.split(".")
-            fused = _FUSED.get(module)
-            shard = Shard(0) if fused else Shard(1) if module in _ROW_PARALLEL else None
-            if module == "lm_head" and self.shares_vocabulary:
-                shard = Shard(0)
-            layout[name] = Parameter(shape, shard, fused and ".".join((*path, fused, "weight")))
-        return layout
-
-    def embed(self, tokens_T: Tensor, positions_T: Tensor) -> State:
-        """See `Model`; positions come in with every layer's rotation."""
-        return None, F.embedding(tokens_T, self.weights[self.embedding])
+    def embed(self, tokens_T: Tensor) -> State:
+        """The first state, of tokens laid end to end."""
+        return None, F.embedding(tokens_T, self.weights[_EMBEDDING])
 
     def before_attention(self, layer: int, state: State, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See `Model`."""
+        """(q_THD, k_TKD, v_TKD, residual_TC): the inputs of this rank's attention, and the residual around it."""
         weights, prefix = self.weights, f"model.layers.{layer}."
         attention = prefix + "self_attn."
         normed_TC, residual_TC = self._norm(state, prefix + "input_layernorm.weight")
-        qkv = F.linear(normed_TC, weights[attention + "qkv.weight"]).unflatten(1, (-1, self.config.head_dim))
-        q_THD, k_TKD, v_TKD = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        q_THD, k_TKD = ops.rotate(
-            q_THD,
-            k_TKD,
-            weights.get(attention + "q_norm.weight"),
-            weights.get(attention + "k_norm.weight"),
-            self.config.norm_eps,
-            self.constants["cos"],
-            self.constants["sin"],
-            positions_T,
-        )
+        qkv = F.linear(normed_TC, weights[attention + "qkv.weight"], weights.get(attention + "qkv.bias"))
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q_THD, k_TKD, v_TKD = qkv.unflatten(1, (-1, self.config.head_dim)).split(heads, dim=1)
+        norms_D = None
+        if self.config.qk_norm:
+            norms_D = weights[attention + "q_norm.weight"], weights[attention + "k_norm.weight"]
+        q_THD, k_TKD = ops.rotate(q_THD, k_TKD, norms_D, self.tables, positions_T, self.config.norm_eps)
         return q_THD, k_TKD, v_TKD, residual_TC
 
     def after_attention(self, layer: int, residual_TC: Tensor, out_THD: Tensor) -> State:
-        """See `Model`."""
+        """The state that the next layer gets."""
         weights, prefix = self.weights, f"model.layers.{layer}."
         delta_TC = F.linear(out_THD.flatten(1), weights[prefix + "self_attn.o_proj.weight"])
         state = residual_TC, self.parallel.all_reduce(delta_TC)
@@ -78,8 +92,67 @@ class Decoder(Model):
         return residual_TC, self.parallel.all_reduce(delta_TC)
 
     def finish(self, state: State) -> Tensor:
-        """See `Model`."""
+        """Hidden states [T, C], after the last norm."""
         return self._norm(state, "model.norm.weight")[0]
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> Tensor:
+        """Hidden states [T, C] of tokens laid end to end; which sequence each is of is attention's business."""
+        state = self.embed(tokens_T)
+        for layer in range(self.config.num_layers):
+            q_THD, k_TKD, v_TKD, residual_TC = self.before_attention(layer, state, positions_T)
+            state = self.after_attention(layer, residual_TC, attention(layer, q_THD, k_TKD, v_TKD))
+        return self.finish(state)
+
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        """Logits [T, V] in the model's dtype, of the whole vocabulary on every rank."""
+        logits_TV = F.linear(hidden_TC, self._head_VC)
+        return self.parallel.gather_last(logits_TV) if self._shares_vocabulary else logits_TV
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Random weights: norms one, biases zero, the rest normal with deviation 0.02.
+
+        The full model is the same for every number of ranks.
+        """
+        generator = torch.Generator(self._head_VC.device)
+        for index, (name, part) in enumerate(self.layout.items()):
+            parameter = self.parameters[name]
+            if len(part.shape) == 1:
+                parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
+                continue
+            generator.manual_seed((seed * 1_000_003 + index) % 2**32)
+            if part.shape == part.full_shape:
+                parameter.normal_(0.0, _DEVIATION, generator=generator)
+            else:
+                full = torch.empty(part.full_shape, dtype=parameter.dtype, device=parameter.device)
+                parameter.copy_(part.of(full.normal_(0.0, _DEVIATION, generator=generator)))
+
+    @torch.no_grad()
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool = False) -> None:
+        """Copy tensors in by Hugging Face name, each checked before its first byte is written.
+
+        The tensors are full ones, on any device; a rank takes its part of them. With `partial` more calls follow, and
+        only the last one, without it, asks that every name has come. Raises ValueError for a name that is unknown,
+        comes twice or is missing, and for another shape or dtype than the config's; after that the load starts over.
+        """
+        awaited, self._awaited = self._awaited, set(self.layout)
+        for name, tensor in named_tensors:
+            if name not in awaited:
+                known = (
+                    "comes twice; expected each once" if name in self.layout else "is unexpected; the model has none"
+                )
+                raise ValueError(f"weight {name!r} {known}")
+            part, dtype = self.layout[name], self.config.dtype
+            if tensor.shape != part.full_shape or tensor.dtype != dtype:
+                raise ValueError(
+                    f"weight {name!r} is {tensor.dtype} {tuple(tensor.shape)}; expected {dtype} {part.full_shape}"
+                )
+            self.parameters[name].copy_(part.of(tensor))
+            awaited.remove(name)
+        if partial:
+            self._awaited = awaited
+        elif awaited:
+            raise ValueError(f"weights are missing: {', '.join(sorted(awaited)[:4])}; {len(awaited)} in all")
 
     def _norm(self, state: State, name: str) -> tuple[Tensor, Tensor]:
         residual_TC, delta_TC = state

@@ -8,9 +8,16 @@ Shape suffixes: T tokens, C hidden size, F twice the inner size, H query heads, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
 from torch import Tensor
 
 from ..model import layers
+
+Pair = tuple[Tensor, Tensor]
+_Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
 
 def in_triton(tensor: Tensor) -> bool:
@@ -18,61 +25,53 @@ def in_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def add_rms_norm(delta_TC: Tensor, residual_TC: Tensor | None, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _fused_on_cuda(in_torch: _Operation) -> _Operation:
+    """The kernel of the same name in `kernels.fused`, where the first argument's device has it."""
+
+    @wraps(in_torch)
+    def operation(*args: Any) -> Any:
+        if not in_triton(args[0]):
+            return in_torch(*args)
+        from .kernels import fused
+
+        return getattr(fused, in_torch.__name__)(*args)
+
+    return cast(_Operation, operation)
+
+
+@_fused_on_cuda
+def add_rms_norm(delta_TC: Tensor, residual_TC: Tensor | None, weight_C: Tensor, eps: float) -> Pair:
     """The norm of residual + delta, and that sum, rounded to their dtype before it is normed.
 
     Without a residual the sum is delta itself.
     """
-    if in_triton(delta_TC):
-        from . import fused_kernels
-
-        return fused_kernels.add_rms_norm(delta_TC, residual_TC, weight_C, eps)
     residual_TC = delta_TC if residual_TC is None else residual_TC + delta_TC
     return layers.rms_norm(residual_TC, weight_C, eps), residual_TC
 
 
+@_fused_on_cuda
 def rotate(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    eps: float,
-    cos_PD: Tensor,
-    sin_PD: Tensor,
-    positions_T: Tensor,
-) -> tuple[Tensor, Tensor]:
+    q_THD: Tensor, k_TKD: Tensor, norms_D: Pair | None, tables_PD: Pair, positions_T: Tensor, eps: float
+) -> Pair:
     """Queries and keys, each head normed where there are weights for it, and turned by its token's position.
 
-    q and k may be views of one product; the results are new and contiguous.
+    The norms are of q and k, the tables cosine and sine. q and k may be views of one product; the results are new and
+    contiguous.
     """
-    if in_triton(q_THD):
-        from . import fused_kernels
-
-        return fused_kernels.rotate(q_THD, k_TKD, q_norm_D, k_norm_D, eps, cos_PD, sin_PD, positions_T)
-    if q_norm_D is not None:
-        q_THD = layers.rms_norm(q_THD, q_norm_D, eps)
-    if k_norm_D is not None:
-        k_TKD = layers.rms_norm(k_TKD, k_norm_D, eps)
-    cos_TD, sin_TD = cos_PD[positions_T], sin_PD[positions_T]
+    if norms_D is not None:
+        q_THD, k_TKD = (layers.rms_norm(x, norm_D, eps) for x, norm_D in zip((q_THD, k_TKD), norms_D))
+    cos_TD, sin_TD = (table_PD[positions_T] for table_PD in tables_PD)
     return layers.apply_rotary(q_THD, cos_TD, sin_TD), layers.apply_rotary(k_TKD, cos_TD, sin_TD)
 
 
+@_fused_on_cuda
 def swiglu(gate_up_TF: Tensor) -> Tensor:
     """SiLU of the first half times the second: [T, F / 2]."""
-    if in_triton(gate_up_TF):
-        from . import fused_kernels
-
-        return fused_kernels.swiglu(gate_up_TF)
     return layers.swiglu(*gate_up_TF.chunk(2, dim=-1))
 
 
+@_fused_on_cuda
 def write_kv(k_cache: Tensor, v_cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
-    """Put k and v into the caches [N, P, K, D] at their slots (integers). Slot 0, or -1, is padding's scratch."""
-    if in_triton(k_cache):
-        from . import fused_kernels
-
-        fused_kernels.write_kv(k_cache, v_cache, k_TKD, v_TKD, slots_T)
-        return
-    slots_T = slots_T.long().clamp_min(0)
-    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots_T, k_TKD)
-    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots_T, v_TKD)
+    """Put k and v into the caches [N, P, K, D] at their slots (integers). Slot 0 is padding's scratch."""
+    k_cache.flatten(0, 1).index_copy_(0, slots_T.long(), k_TKD)
+    v_cache.flatten(0, 1).index_copy_(0, slots_T.long(), v_TKD)

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import NamedTuple
 
 from .block_manager import BlockManager
-from .config import padded_to
 from .sequence import FinishReason, Sequence
 
 
@@ -33,48 +31,40 @@ class Step:
     chunks: list[Chunk]
     prefill: bool
 
-    @property
-    def num_tokens(self) -> int:
-        """Of all chunks."""
-        return sum(chunk.stop - chunk.start for chunk in self.chunks)
-
     @cached_property
     def sampling(self) -> list[Sequence]:
         """The sequences that get a token, in the order of the chunks."""
         return [chunk.sequence for chunk in self.chunks if chunk.samples]
 
 
+@dataclass
+class Counts:
+    """Figures of an engine since its start."""
+
+    tokens: int = 0  # sampled
+    decode_replays: int = 0  # of graphs
+    prefill_replays: int = 0
+    prefix_hit_tokens: int = 0  # found in the prefix cache, so not computed
+    preemptions: int = 0  # of requests, for lack of KV blocks
+    recomputed: int = 0  # requests put back, to compute their contents again: by preemptions, drains and pauses
+
+
 class Scheduler:
-    """Requests wait, prefill, run, and leave when finished; one that is preempted waits again, first in line.
+    """Requests wait, prefill, run, and leave when finished; one that is put back waits again, first in line."""
 
-    Where prefill steps are padded to the next of `prefill_sizes` (ascending), they are cut where that saves padding.
-    """
-
-    def __init__(
-        self,
-        blocks: BlockManager,
-        max_batch_size: int,
-        max_prefill_tokens: int,
-        prefill_sizes: tuple[int, ...] = (),
-    ) -> None:
-        self.blocks, self.max_batch_size = blocks, max_batch_size
-        self.max_prefill_tokens, self.prefill_sizes = max_prefill_tokens, prefill_sizes
+    def __init__(self, blocks: BlockManager, max_batch_size: int, max_prefill_tokens: int, counts: Counts) -> None:
+        self.blocks, self.counts = blocks, counts
+        self.max_batch_size, self.max_prefill_tokens = max_batch_size, max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []  # in the middle of their prompts
         self.running: list[Sequence] = []  # oldest first
-        self.preemptions = 0
         self._rows = list(range(max_batch_size))  # free ones, see Sequence.row
         self._prefilled = False  # in the last step
 
     @property
-    def active(self) -> bool:
-        """Whether any request holds blocks."""
-        return bool(self.running or self.prefilling)
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is any request at all."""
-        return self.active or bool(self.waiting)
+    def active(self) -> list[Sequence]:
+        """The requests that hold blocks."""
+        return self.running + self.prefilling
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request. One that could not finish alone in the whole cache is a ValueError."""
@@ -90,14 +80,12 @@ class Scheduler:
     def schedule(self, admit: bool = True) -> Step:
         """The next step, taken as launched. Without `admit` the waiting ones stay where they are.
 
-        Prompts go first, but no two steps of them in turn while others decode. A step without chunks
-        has no work before the results in flight are read back.
+        Prompts go first, but no two steps of them in turn while others decode. A step without chunks has no work before
+        the results in flight are read back.
         """
         chunks = [] if self._prefilled and self.running else self._prefill(admit)
         self._prefilled = bool(chunks)
-        if not chunks:
-            chunks = self._decode()
-        for chunk in chunks:
+        for chunk in chunks or (chunks := self._decode()):
             chunk.sequence.num_computed = chunk.stop
             chunk.sequence.in_flight += chunk.samples
         return Step(chunks, self._prefilled)
@@ -116,6 +104,7 @@ class Scheduler:
                 self._release(sequence)
             else:
                 self.blocks.publish(sequence, min(sequence.num_computed, len(sequence.tokens)))
+        self.counts.tokens += len(advanced)
         return advanced
 
     def cancel(self, sequence: Sequence, reason: FinishReason = "cancelled") -> None:
@@ -127,49 +116,32 @@ class Scheduler:
                     self._release(sequence)
                 sequence.finish_reason = reason
 
-    def preempt_all(self) -> None:
+    def put_back_all(self) -> None:
         """Take all blocks back; requests wait again in their order. Nothing may be in flight."""
         while self.active:
-            self._preempt()
+            self._put_back_youngest()
 
     def abort(self) -> None:
         """Drop every request and the prefix cache, after a step that failed half-way."""
-        for sequence in [*self.running, *self.prefilling, *self.waiting]:
+        for sequence in [*self.active, *self.waiting]:
             self.cancel(sequence, "failed")
         self.blocks.drop_prefix_cache()
 
     def _prefill(self, admit: bool) -> list[Chunk]:
         chunks: list[Chunk] = []
-        budget = self._prefill_budget(admit)
+        budget = self.max_prefill_tokens
         for sequence in list(self.prefilling):
             budget -= self._next_chunk(sequence, budget, chunks)
-        while admit and budget and self.waiting and len(self.running) + len(self.prefilling) < self.max_batch_size:
+        while admit and budget and self.waiting and len(self.active) < self.max_batch_size:
             sequence = self.waiting[0]
             # A block stays free for each that runs: a new request must not take the block that they need next.
-            if not self.blocks.allocate(sequence, reserve=len(self.running) + len(self.prefilling)):
+            if not self.blocks.allocate(sequence, reserve=len(self.active)):
                 break
+            self.counts.prefix_hit_tokens += sequence.num_computed
             sequence.row = self._rows.pop()
             self.prefilling.append(self.waiting.popleft())
             budget -= self._next_chunk(sequence, budget, chunks)
         return chunks
-
-    def _prefill_budget(self, admit: bool) -> int:
-        """Tokens that the next step prefills at most.
-
-        The size that holds all that can come; or the next smaller one, which they fill, where the rest in steps of the
-        smallest size would save more than an eighth of the larger one.
-        """
-        if not self.prefill_sizes:
-            return self.max_prefill_tokens
-        active, most = len(self.running) + len(self.prefilling), self.prefill_sizes[-1]
-        coming = islice(self.waiting, self.max_batch_size - active if admit else 0)
-        tokens = sum(len(sequence.tokens) - sequence.num_computed for sequence in self.prefilling)
-        tokens = min(most, tokens + self.blocks.tokens_to_compute(coming, reserve=active, most=most))
-        size = padded_to(tokens, self.prefill_sizes)
-        filled = [each for each in self.prefill_sizes if each < tokens]
-        smallest = self.prefill_sizes[0]
-        saved = size - -(-tokens // smallest) * smallest
-        return filled[-1] if filled and saved > size // 8 else size
 
     def _next_chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Its tokens. None if the budget is used up."""
@@ -191,15 +163,16 @@ class Scheduler:
             if any(sequence.in_flight for sequence in self.running):
                 return []  # recomputing needs the tokens, and one of them may end its sequence
             # The youngest gives way, which may be this very one; the oldest always gets on.
-            victim = self._preempt()
+            victim = self._put_back_youngest()
+            self.counts.preemptions += 1
             decoding = [sequence for sequence in decoding if sequence is not victim]
         return [Chunk(sequence, sequence.length - 1, sequence.length, samples=True) for sequence in decoding]
 
-    def _preempt(self) -> Sequence:
+    def _put_back_youngest(self) -> Sequence:
         victim = (self.prefilling or self.running).pop()
         self._release(victim)
         self.waiting.appendleft(victim)
-        self.preemptions += 1
+        self.counts.recomputed += 1
         return victim
 
     def _release(self, sequence: Sequence) -> None:

@@ -5,32 +5,40 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .config import check_count
+from .engine_config import check_integer
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]  # failed: a step was, and all requests are dropped
 
-_HOTTEST = 1e6  # far beyond sampling evenly, and finite in fp32
+_COLDEST, _HOTTEST = 1e-3, 1e6  # logits divided by these are finite, and distinct, in fp32
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens: temperature 0 is greedy; one of `stop_tokens` ends a completion and is part of it."""
+    """How to choose tokens: temperature 0 is greedy; one of `stop_tokens` ends a completion and is part of it.
+
+    Raises ValueError for a temperature that is neither 0 nor a number from 0.001 to 1e6, and for other bad values.
+    """
 
     temperature: float = 1.0
     max_new_tokens: int = 32
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature <= _HOTTEST:
-            raise ValueError(f"temperature is {self.temperature!r}; expected a number from 0 to {_HOTTEST:g}")
-        check_count("max_new_tokens", self.max_new_tokens)
+        value = self.temperature
+        if not isinstance(value, (int, float)) or not (value == 0 or _COLDEST <= value <= _HOTTEST):
+            raise ValueError(f"temperature is {value!r}; expected 0, or a number from {_COLDEST:g} to {_HOTTEST:g}")
+        check_integer("max_new_tokens", self.max_new_tokens)
         if not isinstance(self.stop_tokens, tuple) or not all(isinstance(token, int) for token in self.stop_tokens):
             raise ValueError(f"stop_tokens is {self.stop_tokens!r}; expected a tuple of integers")
 
 
 @dataclass
 class Completion:
-    """Tokens chosen after a prompt, and each one's log-probability under the model at temperature 1."""
+    """Tokens chosen after a prompt, and each one's log-probability under the distribution that it was sampled from.
+
+    That is log_softmax(logits / temperature), also for a trainer that computes it again. Greedy tokens have that of
+    temperature 1.
+    """
 
     prompt: list[int]
     tokens: list[int]
@@ -55,7 +63,7 @@ class Sequence:
     num_published: int = 0  # blocks that others may share
     num_computed: int = 0  # a step that is launched counts as done
     in_flight: int = 0
-    row: int = -1  # its place among the device's latest tokens, while it holds blocks
+    row: int = -1  # its place in the device's tensors, while it holds blocks
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:

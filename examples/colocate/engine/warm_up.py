@@ -10,49 +10,40 @@ come: libraries may then still load a kernel for products of a count between the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
+from .model_runner import ModelRunner
 from .scheduler import Chunk, Step
 from .sequence import SamplingParams, Sequence
 
-if TYPE_CHECKING:
-    from .engine import Engine
 
-
-def warm_up(engine: Engine, use_graphs: bool) -> None:
+def warm_up(runner: ModelRunner) -> None:
     """Run every kind of step on the current stream, whose allocations serving then finds in torch's cache.
 
     Only padding's block, row and outputs are written, so requests and the prefix cache do not change. The largest
     steps come first, since smaller ones fit into the memory that those free.
     """
-    for size in reversed(engine.runner.padded_sizes):
-        engine.batch.fill([], size)
-        engine.runner.run(size, use_graphs)
-        engine.batch.read_back().wait(0)
-    for step in _prefills(engine):
-        engine.prefill(step, use_graphs)
-        engine.batch.read_back().wait(0)
-
-
-def _prefills(engine: Engine) -> Iterator[Step]:
-    longest, block_size = engine.max_model_len - 1, engine.config.block_size
-    counts = _token_counts(engine)
+    longest, block_size = runner.max_model_len - 1, runner.config.block_size
+    counts = _token_counts(runner)
+    steps = []
     for count in counts:
-        yield _step(engine, count, context=0)
+        steps.append(_step(runner, count, context=0))
         if longest > 1:  # room for a context and a token after it
-            yield _step(engine, count, context=min(block_size + 1, longest - 1))
-    for size in reversed(engine.runner.padded_sizes):
-        yield _step(engine, min(size, counts[0]), context=0, sequences=size)
+            steps.append(_step(runner, count, context=min(block_size + 1, longest - 1)))
+    for size in reversed(runner.padded_sizes):
+        runner.decode([], size, use_graphs=True)
+        runner.batch.read_back().wait(0)
+        steps.append(_step(runner, min(size, counts[0]), context=0, sequences=size))
+    for step in steps:
+        runner.prefill(step, use_graphs=True)
+        runner.batch.read_back().wait(0)
 
 
-def _token_counts(engine: Engine) -> list[int]:
+def _token_counts(runner: ModelRunner) -> list[int]:
     """Of prefill steps, descending: those that fill each size as far as a batch can, or powers of two without sizes."""
-    sizes, config = engine.prefill_runner.sizes, engine.config
+    sizes, config = runner.prefill_graphs.sizes, runner.config
     most = min(
-        sizes[-1] if sizes else config.max_prefill_tokens,
-        config.max_batch_size * (engine.max_model_len - 1),
-        engine.blocks.num_usable * config.block_size,
+        runner.max_prefill_tokens,
+        config.max_batch_size * (runner.max_model_len - 1),
+        (config.num_blocks - 1) * config.block_size,
     )
     if not sizes:
         return [most, *(1 << bits for bits in reversed(range((most - 1).bit_length())))]
@@ -60,19 +51,18 @@ def _token_counts(engine: Engine) -> list[int]:
     return [min(size, most) for size in reversed(reached)]
 
 
-def _step(engine: Engine, count: int, context: int, sequences: int = 1) -> Step:
+def _step(runner: ModelRunner, count: int, context: int, sequences: int = 1) -> Step:
     """A prefill of `count` tokens, or as many as a batch has room for, by `sequences` or more that all sample.
 
     Each is `context` tokens into its prompt. All of their blocks are the one of padding, and so is their row.
     """
-    room = engine.max_model_len - 1 - context
-    count = min(count, room * engine.config.max_batch_size)
+    room = runner.max_model_len - 1 - context
+    count = min(count, room * runner.config.max_batch_size)
     sequences = min(count, max(sequences, -(-count // room)))
     chunks = []
     for index in range(sequences):
-        tokens = count // sequences + (index < count % sequences)
-        sequence = Sequence([0] * (context + tokens), SamplingParams(0.0), context + tokens + 1)
-        sequence.blocks = [0] * engine.blocks.blocks_for(context + tokens)
-        sequence.row = engine.batch.padding_row
-        chunks.append(Chunk(sequence, context, context + tokens, samples=True))
+        end = context + count // sequences + (index < count % sequences)
+        sequence = Sequence([0] * end, SamplingParams(0.0), end + 1, row=runner.batch.padding_row)
+        sequence.blocks = [0] * -(-end // runner.config.block_size)
+        chunks.append(Chunk(sequence, context, end, samples=True))
     return Step(chunks, prefill=True)

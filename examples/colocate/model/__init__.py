@@ -1,5 +1,6 @@
-"""The parts of the model that engine and trainer share: the configuration and pure layer functions."""
+"""The parts of the model that engine and trainer share: configuration, layers, and the layout of weights."""
 
 from .config import ModelConfig, RopeScaling, parameter_shapes
+from .weight_layout import WeightPart, bit_sum, weight_layout
 
-__all__ = ["ModelConfig", "RopeScaling", "parameter_shapes"]
+__all__ = ["ModelConfig", "RopeScaling", "WeightPart", "bit_sum", "parameter_shapes", "weight_layout"]

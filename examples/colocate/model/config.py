@@ -1,4 +1,4 @@
-"""The shape of a decoder of the Qwen3 and Llama family, and the names of its parameters."""
+"""The shape of a decoder of the Qwen and Llama families, and the names of its parameters."""
 
 from __future__ import annotations
 
@@ -8,37 +8,24 @@ from typing import Any
 import torch
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "intermediate_size",
-    "max_position",
-)
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the rotary frequencies of a model are stretched for contexts longer than it was first trained on.
+    """Llama 3's stretch of the rotary frequencies, for contexts longer than the model was first trained on.
 
-    "linear" divides all by `factor`; "llama3" those whose wave is longer than original_max_position / low_freq_factor
-    tokens, none whose wave is shorter than original_max_position / high_freq_factor, and in between by degrees.
-    Raises ValueError for anything else.
+    Frequencies whose wave is longer than original_max_position / low_freq_factor tokens are divided by `factor`, those
+    whose wave is shorter than original_max_position / high_freq_factor are kept, those in between change by degrees.
+    Raises ValueError for values that are not positive, or a high factor that is not the larger one.
     """
 
-    kind: str
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192  # tokens
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3"):
-            raise ValueError(f"rope scaling is {self.kind!r}; expected 'linear' or 'llama3'")
-        _check_positive(self, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"))
+        _check_positive(self, (int, float), *self.__dataclass_fields__)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor is {self.high_freq_factor}; expected more than low_freq_factor, "
@@ -48,7 +35,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a decoder; `qk_norm` is True for Qwen3 and False for Llama.
+    """Sizes of a decoder. `qk_norm` is True for Qwen3, `qkv_bias` for Qwen2.5, neither for Llama.
 
     Raises ValueError for sizes that do not fit together.
     """
@@ -67,31 +54,24 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     dtype: torch.dtype = torch.float32
     rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
 
     def __post_init__(self) -> None:
-        check_values(self, positive=("rope_theta", "norm_eps"))
+        _check_positive(self, (int,), *list(self.__dataclass_fields__)[:8])
+        _check_positive(self, (int, float), "rope_theta", "norm_eps")
+        if self.dtype not in _FLOATING:
+            raise ValueError(f"dtype is {self.dtype}; expected one of {', '.join(map(str, _FLOATING))}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads is {self.num_heads}; expected a multiple of num_kv_heads, {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; expected an even number, rotary embeddings turn pairs")
 
 
-def check_values(config: Any, positive: tuple[str, ...]) -> None:
-    """Raise ValueError for sizes that are no positive integers, values that are not positive, another kind of dtype."""
-    for name in _SIZES:
-        value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is {value!r}; expected a positive integer")
-    _check_positive(config, positive)
-    if config.dtype not in _FLOATING:
-        raise ValueError(f"dtype is {config.dtype}; expected one of {', '.join(map(str, _FLOATING))}")
-
-
-def _check_positive(config: Any, names: tuple[str, ...]) -> None:
+def _check_positive(config: Any, kinds: tuple[type, ...], *names: str) -> None:
     for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, (int, float)) or not value > 0:
-            raise ValueError(f"{name} is {value!r}; expected a positive number")
+        value: Any = getattr(config, name)
+        if type(value) not in kinds or not value > 0:
+            raise ValueError(f"{name} is {value!r}; expected a positive {'number' if float in kinds else 'integer'}")
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -102,9 +82,10 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
         shapes[layer + "input_layernorm.weight"] = (hidden,)
-        shapes[layer + "self_attn.q_proj.weight"] = (q_size, hidden)
-        shapes[layer + "self_attn.k_proj.weight"] = (kv_size, hidden)
-        shapes[layer + "self_attn.v_proj.weight"] = (kv_size, hidden)
+        for module, rows in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)):
+            shapes[f"{layer}self_attn.{module}.weight"] = (rows, hidden)
+            if config.qkv_bias:
+                shapes[f"{layer}self_attn.{module}.bias"] = (rows,)
         if config.qk_norm:
             shapes[layer + "self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[layer + "self_attn.k_norm.weight"] = (config.head_dim,)

@@ -33,18 +33,12 @@ def rotary_tables(
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     frequencies = theta**-exponents
     if scaling is not None:
-        frequencies = _scaled(frequencies, scaling)
+        waves = scaling.original_max_position * frequencies / (2 * math.pi)  # that fit into the original context
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((waves - low) / (high - low)).clamp(0.0, 1.0)
+        frequencies = frequencies * (kept + (1.0 - kept) / scaling.factor)
     angles = torch.outer(torch.arange(max_position, dtype=torch.float64, device="cpu"), frequencies)
     return angles.cos().float().to(device), angles.sin().float().to(device)
-
-
-def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    waves = scaling.original_max_position * frequencies / (2 * math.pi)  # that fit into the original context
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((waves - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / scaling.factor)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

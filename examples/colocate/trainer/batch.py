@@ -1,95 +1,117 @@
-"""Sequences, and which of their tokens to learn from."""
+"""Completions to learn from, packed end to end into rows of tokens.
+
+Shape suffixes: T tokens of a row, S sequences in it, N tokens to predict.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
-class TokenBatch:
-    """Padded sequences of B rows and T positions.
+class Sample:
+    """A prompt and its completion, as token ids.
 
-    `mask_BT` is true where a token is to be predicted: that of a completion. `behaviour_BT` is the log-probability, in
-    nats, with which the policy chose it. Padding stands at the end and is masked out. `advantages_B` is the worth of a
-    row's completion. `weights_BT` multiply each token's loss; None: one everywhere. The last three matter to
-    policy-gradient steps alone.
+    `logprobs`: of the completion's tokens, in nats, from the program that sampled them; None: zeros. `advantage`: the
+    worth of the completion. Both matter to policy-gradient steps alone.
     """
 
-    tokens_BT: Tensor  # int64
-    mask_BT: Tensor  # bool
-    behaviour_BT: Tensor  # fp32
-    advantages_B: Tensor  # fp32
-    weights_BT: Tensor | None = None  # fp32
+    prompt: list[int]
+    completion: list[int]
+    logprobs: list[float] | None = None
+    advantage: float = 0.0
 
     def __post_init__(self) -> None:
-        shape = self.tokens_BT.shape
-        if len(shape) != 2 or shape[0] < 1 or shape[1] < 2:
-            raise ValueError(f"tokens have shape {tuple(shape)}; expected [1 row or more, 2 positions or more]")
-        expected_shapes = {"mask_BT": shape, "behaviour_BT": shape, "advantages_B": shape[:1], "weights_BT": shape}
-        for name, expected in expected_shapes.items():
-            if getattr(self, name) is not None and getattr(self, name).shape != expected:
-                raise ValueError(f"{name} has shape {tuple(getattr(self, name).shape)}; expected {tuple(expected)}")
-        if self.mask_BT.dtype != torch.bool or bool(self.mask_BT[:, 0].any()):
-            raise ValueError("the mask has to be of bool, and false for first tokens: nothing predicts them")
-        if not bool(self.mask_BT.any()):
-            raise ValueError("the mask is false everywhere; expected a token to learn from")
-
-    @classmethod
-    def build(
-        cls,
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Sequence[int]],
-        pad_token: int,
-        logprobs: Sequence[Sequence[float]] | None = None,
-        advantages: Tensor | None = None,
-    ) -> TokenBatch:
-        """A batch of prompts and their completions, as token ids; rows in their order."""
-        if len(prompts) != len(completions) or (logprobs is not None and len(logprobs) != len(prompts)):
-            raise ValueError(
-                f"there are {len(prompts)} prompts, {len(completions)} completions and "
-                f"{'no' if logprobs is None else len(logprobs)} rows of log-probabilities; expected as many of each"
-            )
-        length = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions))
-        tokens, mask, behaviour = [], [], []
-        for row, (prompt, completion) in enumerate(zip(prompts, completions)):
-            padding = length - len(prompt) - len(completion)
-            chosen = [0.0] * len(completion) if logprobs is None else list(logprobs[row])
-            tokens.append([*prompt, *completion, *[pad_token] * padding])
-            mask.append([False] * len(prompt) + [True] * len(completion) + [False] * padding)
-            behaviour.append([0.0] * len(prompt) + chosen + [0.0] * padding)
-        if advantages is None:
-            advantages = torch.zeros(len(prompts))
-        return cls(torch.tensor(tokens), torch.tensor(mask), torch.tensor(behaviour), advantages.float())
-
-    def __len__(self) -> int:
-        return len(self.tokens_BT)
+        if not self.prompt or not self.completion:
+            raise ValueError(f"prompt is {self.prompt}, completion {self.completion}; expected a token or more in each")
+        if self.logprobs is not None and len(self.logprobs) != len(self.completion):
+            raise ValueError(f"there are {len(self.logprobs)} log-probabilities of {len(self.completion)} tokens")
 
     @property
-    def num_targets(self) -> int:
-        """Tokens to predict."""
-        return int(self.mask_BT.sum())
+    def length(self) -> int:
+        """Tokens that the model reads: all but the last one, which nothing follows."""
+        return len(self.prompt) + len(self.completion) - 1
 
-    def shard(self, rank: int, world_size: int) -> TokenBatch:
-        """The rows of one rank: every `world_size`-th."""
-        if len(self) < world_size:
-            raise ValueError(f"the batch has {len(self)} rows; expected one for each of {world_size} ranks at least")
-        return self._map(lambda tensor: tensor[rank::world_size])
 
-    def to(self, device: torch.device) -> TokenBatch:
-        return self._map(lambda tensor: tensor.to(device))
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass reads, and what it learns from: sequences end to end in one row."""
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> TokenBatch:
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return TokenBatch(**{name: function(tensor) for name, tensor in tensors.items() if tensor is not None})
+    tokens_T: Tensor  # int64
+    positions_T: Tensor  # int64, within the sequence
+    slots_T: Tensor  # int64: where a token is if all sequences are padded to the longest, one after the other
+    bounds: Tensor  # int32 [S + 1]: where the sequences begin and end
+    longest: int  # tokens of a sequence
+    predictors_N: Tensor  # int64: places of the tokens before those to predict
+    targets_N: Tensor  # int64: the tokens to predict
+    behaviour_N: Tensor  # fp32: their log-probabilities, in nats, under the policy that chose them
+    advantages_N: Tensor  # fp32
+    weights_N: Tensor  # fp32: factors of their losses
+
+    @classmethod
+    def pack(cls, samples: Sequence[Sample]) -> MicroBatch:
+        """Without samples: a row that predicts nothing, for a rank that has to run beside the others."""
+        lengths = [sample.length for sample in samples] or [1]
+        bounds, longest = [0, *accumulate(lengths)], max(lengths)
+        tokens = [token for each in samples for token in (*each.prompt, *each.completion[:-1])] or [0]
+        predictors, behaviour, advantages = list[int](), list[float](), list[float]()
+        for end, each in zip(bounds[1:], samples):
+            count = len(each.completion)
+            predictors += range(end - count, end)
+            behaviour += each.logprobs or [0.0] * count
+            advantages += [each.advantage] * count
+        return cls(
+            torch.tensor(tokens),
+            torch.tensor([position for length in lengths for position in range(length)]),
+            torch.tensor([row * longest + place for row, length in enumerate(lengths) for place in range(length)]),
+            torch.tensor(bounds, dtype=torch.int32),
+            longest,
+            torch.tensor(predictors, dtype=torch.int64),
+            torch.tensor([token for each in samples for token in each.completion], dtype=torch.int64),
+            torch.tensor(behaviour),
+            torch.tensor(advantages),
+            torch.ones(len(predictors)),
+        )
+
+    def to(self, device: torch.device) -> MicroBatch:
+        tensors = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "longest"}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """One rank's rows of a batch, and the tokens that all ranks learn from together."""
+    """One rank's part of a batch: as many micro-batches as every other rank has."""
 
-    rows: TokenBatch
-    num_targets: int
+    micro_batches: list[MicroBatch]
+    num_targets: int  # tokens that all ranks together learn from
+
+    @classmethod
+    def deal(cls, samples: Sequence[Sample], rank: int, ranks: int, max_tokens: int) -> RankBatch:
+        """Rows of at most `max_tokens` tokens, or of one longer sequence. All ranks call it with the same samples."""
+        if not samples:
+            raise ValueError("there are no samples; expected one or more")
+        # Sequences of like lengths share a row: where attention pads them, it pads little.
+        ordered = sorted(samples, key=lambda sample: sample.length, reverse=True)
+        rows = [list(_rows(ordered[each::ranks], max_tokens)) for each in range(ranks)]
+        # A forward or backward pass is a collective, so the ranks have to run the same number of them.
+        missing = max(map(len, rows)) - len(rows[rank])
+        micro_batches = [MicroBatch.pack(row) for row in rows[rank] + [[]] * missing]
+        return cls(micro_batches, sum(len(sample.completion) for sample in samples))
+
+
+def _rows(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[Sample]]:
+    row: list[Sample] = []
+    held = 0
+    for sample in samples:
+        if row and held + sample.length > max_tokens:
+            yield row
+            row, held = [], 0
+        row.append(sample)
+        held += sample.length
+    if row:
+        yield row

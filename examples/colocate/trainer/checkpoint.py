@@ -1,8 +1,11 @@
-"""The trainer's part of a checkpoint: parameters and optimizer state, by torch.distributed.checkpoint."""
+"""Parameters and optimizer state on disk: by torch.distributed.checkpoint, and initial ones of Hugging Face."""
 
 from __future__ import annotations
 
+import json
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -10,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
+
+from .memory import own_rows
 
 METADATA = ".metadata"  # the last file that is written
 
@@ -21,7 +26,7 @@ class CheckpointError(RuntimeError):
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Write this rank's shards, synced to disk. A collective; all ranks share the folder."""
     try:
-        dcp.save(_tensors(model, optimizer), storage_writer=FileSystemWriter(folder, sync_files=True))
+        dcp.save(tensors(model, optimizer), storage_writer=FileSystemWriter(folder, sync_files=True))
     except (Exception, CheckpointException) as error:  # torch's own is no Exception
         raise _failure("written to", folder, error) from None
 
@@ -30,23 +35,55 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
     """Overwrite parameters and optimizer state, in place: their addresses stay. A collective."""
     if not (folder / METADATA).is_file():  # the same on all ranks, and clearer than the error of torch
         raise CheckpointError(f"{str(folder)!r} has no file {METADATA!r}; expected a folder that a trainer wrote")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # parameters that a failed call left gathered would be stale
+    reshard(model)  # parameters that a failed call left gathered would be stale
     try:
-        dcp.load(_tensors(model, optimizer), storage_reader=FileSystemReader(folder))
+        dcp.load(tensors(model, optimizer), storage_reader=FileSystemReader(folder))
     except (Exception, CheckpointException) as error:
         raise _failure("read from", folder, error) from None
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All that lasts, by name. Tied parameters come once."""
+@torch.no_grad()
+def load_pretrained(model: nn.Module, folder: Path) -> None:
+    """Overwrite the parameters with those of a Hugging Face folder, in place. Each rank reads its rows of each tensor.
+
+    Raises CheckpointError for files that cannot be read, and for parameters that are missing or have another shape.
+    """
+    # Imported when first needed: a run with random weights needs no such package.
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    try:
+        files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+        with ExitStack() as stack:
+            opened: dict[str, Any] = {}
+            for name, parameter in model.named_parameters():
+                file = files[name] if files else "model.safetensors"
+                if file not in opened:
+                    opened[file] = stack.enter_context(safe_open(folder / file, framework="pt", device="cpu"))
+                stored, (rows, first) = opened[file].get_slice(name), own_rows(parameter)
+                if stored.get_shape() != list(parameter.shape):
+                    raise ValueError(f"{name} has shape {stored.get_shape()}, expected {list(parameter.shape)}")
+                if len(rows):
+                    rows.copy_(stored[first : first + len(rows)])
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{str(folder)!r}: {error!r}; expected the model's parameters in safetensors") from error
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All that a checkpoint has, by name. Tied parameters come once."""
     found = {}
     for name, parameter in model.named_parameters():
         found[f"model.{name}"] = parameter.detach()
         for key, tensor in optimizer.state[parameter].items():
             found[f"optimizer.{name}.{key}"] = tensor
     return found
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _failure(verb: str, folder: Path, error: BaseException) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""The regions of the trainer's tensors: one for each lifetime.
+"""The regions of the trainer's tensors, one for each lifetime, and the shards of FSDP2 that lie in them.
 
 A tensor that FSDP2 shards is a DTensor. Its local part has the memory, and is placed here. `Region.empty` works in the
 same way on every device, and keeps temporaries of torch's initialisers out of the regions.
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import memsaver
 
@@ -21,9 +21,13 @@ class TrainerMemory:
     params     the shards of the parameters, in fp32, backed up on the host
     optimizer  both moments of AdamW and its step counters, backed up on the host
     grads      the shards of the gradients, without backup: undefined after a resume, and zeroed before they are used
+    torch      on a GPU: torch's default pool, with activations and gathered parameters
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.tags = ["params", "optimizer", "grads"]
+        if device.type == "cuda":  # before torch's first allocation there
+            self.tags.append(memsaver.default_pool(device=device).tag)
         self.params: Any = memsaver.region("params", device=str(device), backup="host")
         self.optimizer: Any = memsaver.region("optimizer", device=str(device), backup="host")
         self.grads: Any = memsaver.region("grads", device=str(device))
@@ -40,18 +44,13 @@ class TrainerMemory:
         with self.params:  # where FSDP2 pads a shard
             model._apply(place)
 
-    def place_grads(self, model: nn.Module) -> None:
-        """Preset zero gradients: backward then adds to them where they are."""
-        for parameter in model.parameters():
-            parameter.grad = zeros_in(self.grads, parameter)
-
-    def place_optimizer(self, optimizer: torch.optim.AdamW) -> None:
-        """Make the state that AdamW would make in its first step."""
+    def place_state(self, optimizer: torch.optim.AdamW) -> None:
+        """Make zero gradients, to which backward adds where they are, and the state of AdamW's first step."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                step = self.optimizer.empty((), torch.float32)
+                parameter.grad = zeros_in(self.grads, parameter)
                 optimizer.state[parameter] = {
-                    "step": step.zero_(),
+                    "step": self.optimizer.empty((), torch.float32).zero_(),
                     "exp_avg": zeros_in(self.optimizer, parameter),
                     "exp_avg_sq": zeros_in(self.optimizer, parameter),
                 }
@@ -60,16 +59,22 @@ class TrainerMemory:
 @torch.no_grad()
 def zeros_in(region: Any, like: Tensor) -> Tensor:
     """Zeros in a region, of the shape and dtype of a parameter, and sharded as it is."""
-    shard = local(like)
-    made: Tensor = region.empty(tuple(shard.shape), shard.dtype).zero_()
-    if not isinstance(like, DTensor):
-        return made
-    return DTensor.from_local(
-        made, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    assert isinstance(like, DTensor)
+    made, mesh, shape = region.empty(tuple(local(like).shape), like.dtype).zero_(), like.device_mesh, like.shape
+    return DTensor.from_local(made, mesh, like.placements, run_check=False, shape=shape, stride=like.stride())
 
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds, without its history."""
     part: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return part.detach()
+
+
+def own_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """The rows of a parameter that this rank holds, and the number of the first.
+
+    FSDP2 shards as torch.chunk() does: the last ranks may have fewer rows, or none.
+    """
+    assert isinstance(parameter, DTensor) and tuple(parameter.placements) == (Shard(0),)
+    chunk = -(-len(parameter) // parameter.device_mesh.size())
+    return local(parameter), min(parameter.device_mesh.get_local_rank() * chunk, len(parameter))

@@ -1,17 +1,30 @@
 """The decoder of the trainer: modules of plain torch, with parameters named as in Hugging Face checkpoints.
 
-Shape suffixes: B sequences, T positions, P positions of the tables, H query heads, K key-value heads, D head dimension,
-C hidden size, V vocabulary.
+Shape suffixes: T tokens of a packed row, N tokens to predict, H query heads, K key-value heads, D head dimension, C
+hidden size, P positions of the tables.
 """
 
 from __future__ import annotations
 
+import inspect
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ..model.config import ModelConfig
 from ..model.layers import apply_rotary, rms_norm, swiglu
+from .batch import MicroBatch
+from .token_logprobs import token_logprobs
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before torch 2.10
+    _HAS_VARLEN = False
+else:  # the first versions know neither name
+    _HAS_VARLEN = {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
 class RMSNorm(nn.Module):
@@ -28,32 +41,44 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        hidden, bias = config.hidden_size, config.qkv_bias
+        self.q_proj = nn.Linear(hidden, config.num_heads * config.head_dim, bias)
+        self.k_proj = nn.Linear(hidden, config.num_kv_heads * config.head_dim, bias)
+        self.v_proj = nn.Linear(hidden, config.num_kv_heads * config.head_dim, bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, hidden, bias=False)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
 
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        config, (rows, length) = self.config, x_BTC.shape[:2]
-        q_BTHD = self.q_proj(x_BTC).view(rows, length, config.num_heads, config.head_dim)
-        k_BTKD = self.k_proj(x_BTC).view(rows, length, config.num_kv_heads, config.head_dim)
-        v_BTKD = self.v_proj(x_BTC).view(rows, length, config.num_kv_heads, config.head_dim)
+    def forward(self, x_TC: Tensor, cos_TD: Tensor, sin_TD: Tensor, batch: MicroBatch) -> Tensor:
+        config, length = self.config, len(x_TC)
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q_THD, k_TKD, v_TKD = (each(x_TC).view(length, -1, config.head_dim) for each in projections)
         if config.qk_norm:
-            q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
-        q_BTHD, k_BTKD = apply_rotary(q_BTHD, cos_TD, sin_TD), apply_rotary(k_BTKD, cos_TD, sin_TD)
-        out_BHTD = F.scaled_dot_product_attention(
-            q_BTHD.transpose(1, 2),
-            k_BTKD.transpose(1, 2),
-            v_BTKD.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=config.num_heads != config.num_kv_heads,
-        )
-        out_BTC: Tensor = self.o_proj(out_BHTD.transpose(1, 2).reshape(rows, length, -1))
-        return out_BTC
+            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
+        q_THD, k_TKD = apply_rotary(q_THD, cos_TD, sin_TD), apply_rotary(k_TKD, cos_TD, sin_TD)
+        return self.o_proj(packed_attention(q_THD, k_TKD, v_TKD, batch).reshape(length, -1))
+
+
+def packed_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, batch: MicroBatch) -> Tensor:
+    """Causal attention of each sequence to itself: [T, H, D].
+
+    Flash attention over the packed row for half precision on CUDA; elsewhere over sequences padded to the longest.
+    """
+    if _HAS_VARLEN and q_THD.is_cuda and q_THD.dtype != torch.float32:
+        bounds, longest = (batch.bounds, batch.bounds), (batch.longest, batch.longest)
+        packed = varlen_attn(q_THD, k_TKD, v_TKD, *bounds, *longest, window_size=(-1, 0), enable_gqa=True)
+        return cast(Tensor, packed)
+
+    def padded(x_TKD: Tensor) -> Tensor:
+        rows = x_TKD.new_zeros((len(batch.bounds) - 1) * batch.longest, *x_TKD.shape[1:])
+        return rows.index_copy(0, batch.slots_T, x_TKD).unflatten(0, (-1, batch.longest)).transpose(1, 2)
+
+    # Padding stands at the end, where no token of the sequence attends to it.
+    out = F.scaled_dot_product_attention(
+        padded(q_THD), padded(k_TKD), padded(v_TKD), is_causal=True, enable_gqa=q_THD.shape[1] != k_TKD.shape[1]
+    )
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, batch.slots_T)
 
 
 class MLP(nn.Module):
@@ -63,71 +88,72 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        out_BTC: Tensor = self.down_proj(swiglu(self.gate_proj(x_BTC), self.up_proj(x_BTC)))
-        return out_BTC
+    def forward(self, x_TC: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x_TC), self.up_proj(x_TC)))
 
 
 class Block(nn.Module):
     """A layer of the decoder; the unit that FSDP gathers."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, is_checkpointed: bool) -> None:
         super().__init__()
+        self.is_checkpointed = is_checkpointed
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_TD, sin_TD)
-        out_BTC: Tensor = x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
-        return out_BTC
+    def forward(self, x_TC: Tensor, *rest: Any) -> Tensor:
+        if not (self.is_checkpointed and torch.is_grad_enabled()):
+            return self._layer(x_TC, *rest)
+        # Within the module that FSDP wraps: the layer's parameters are gathered when it is computed again.
+        return checkpoint(self._layer, x_TC, *rest, use_reentrant=False, preserve_rng_state=False)
+
+    def _layer(self, x_TC: Tensor, cos_TD: Tensor, sin_TD: Tensor, batch: MicroBatch) -> Tensor:
+        x_TC = x_TC + self.self_attn(self.input_layernorm(x_TC), cos_TD, sin_TD, batch)
+        return x_TC + self.mlp(self.post_attention_layernorm(x_TC))
 
 
 class Backbone(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, is_checkpointed: bool) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, is_checkpointed) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, tokens_BT: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        x_BTC = self.embed_tokens(tokens_BT)
+    def forward(self, batch: MicroBatch, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        x_TC = self.embed_tokens(batch.tokens_T)
         for layer in self.layers:
-            x_BTC = layer(x_BTC, cos_TD, sin_TD)
-        out_BTC: Tensor = self.norm(x_BTC)
-        return out_BTC
+            x_TC = layer(x_TC, cos_TD, sin_TD, batch)
+        return self.norm(x_TC)
 
 
 class CausalLM(nn.Module):
-    """The whole decoder, in fp32: the optimizer works on it, and the engine gets its dtype when weights are sent."""
+    """The whole decoder."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, is_checkpointed: bool) -> None:
         super().__init__()
-        self.model = Backbone(config)
+        self.model = Backbone(config, is_checkpointed)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tied = config.tie_word_embeddings
         self.tie()
 
     def tie(self) -> None:
-        """Make the head's weight the embedding's, if the config ties them. Needed again after a module has moved, since
-        torch separates them then.
-        """
+        """Make the head's weight the embedding's, if the config says so. A module that moves separates them."""
         if self.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens_BT: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
-        """Logits [B, T, V]. The tables are those of rotary_tables(), for T positions or more."""
-        length = tokens_BT.shape[1]
-        if length > len(cos_PD):
-            raise ValueError(f"sequences have {length} tokens; expected at most max_position, {len(cos_PD)}")
-        hidden_BTC = self.model(tokens_BT, cos_PD[:length], sin_PD[:length])
-        logits_BTV: Tensor = self.lm_head(hidden_BTC)
-        return logits_BTV
+    def forward(
+        self, batch: MicroBatch, cos_PD: Tensor, sin_PD: Tensor, temperature: float, chunk: int, with_statistics: bool
+    ) -> Tensor:
+        """Log-probabilities of the tokens to predict, fp32 [1, N] or [3, N]: see `token_logprobs`."""
+        hidden_TC = self.model(batch, cos_PD[batch.positions_T], sin_PD[batch.positions_T])
+        hidden_NC = hidden_TC.index_select(0, batch.predictors_N)
+        return token_logprobs(hidden_NC, self.lm_head.weight, batch.targets_N, temperature, chunk, with_statistics)
 
 
 def initial_deviation(name: str, shape: torch.Size) -> float | None:
-    """The standard deviation of a parameter's initial values, of mean zero; None for norms, which start at one."""
+    """The standard deviation of a parameter's initial values, of mean zero; None for norms (1) and biases (0)."""
     if len(shape) == 1:
         return None
     return 0.5 if "embed_tokens" in name else float(shape[1]) ** -0.5

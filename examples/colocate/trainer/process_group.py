@@ -32,10 +32,3 @@ def join(
         device_id = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=device_id, **where)
     return init_device_mesh(device, (world_size,))
-
-
-def of_all_ranks(text: str) -> list[str]:
-    """The texts of all ranks, in the order of ranks. A collective."""
-    said: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(said, text)
-    return said

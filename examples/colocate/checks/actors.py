@@ -1,0 +1,143 @@
+"""The actors of a run with checks: what a check, a checkpoint or a recovery asks of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memsaver
+
+from ..engine import Completion, SamplingParams
+from ..engine.sequence import Sequence as Request
+from ..loop import EngineActor, TrainerActor, Worker
+from ..model import WeightPart
+from ..trainer import RankBatch, Sample, StepMetrics, TokenStatistics
+
+_POLL_S = 0.05
+_IN_FLIGHT = 4  # tokens of a request before the pause in which it is running
+
+
+class CheckError(RuntimeError):
+    """A check failed. The message begins with its name."""
+
+
+class Memory(Worker):
+    """Figures of the device, for both roles."""
+
+    def mapped_bytes(self, tags: Sequence[str]) -> int:
+        """That the regions of these tags hold."""
+        regions = memsaver.stats().devices[str(self.device)].regions
+        return sum(region.mapped_bytes for region in regions if region.tag in tags)
+
+    def free_bytes(self) -> int:
+        """That the pool has left."""
+        memsaver.region("overwrite", device=str(self.device))  # the first region joins the pool
+        pool = memsaver.stats().devices[str(self.device)].pool
+        return pool.available_bytes or 0 if pool else 0
+
+    def await_memory(self, seconds: float) -> None:
+        """Wait until all memory is free, as dead processes' is after a while; no longer than this."""
+        until = time.monotonic() + seconds
+        while self.free_bytes() < self.capacity and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
+    def overwrite(self) -> int:
+        """Make all free memory NaN in every floating type. One rank of a device does. Returns the bytes."""
+        count = self.free_bytes() if self.rank % self.sharers == 0 else 0
+        taken = memsaver.region("overwrite", device=str(self.device)).empty((count,), torch.uint8)
+        taken.fill_(0xFF)
+        del taken
+        memsaver.trim("overwrite")
+        return count
+
+
+class CheckedEngine(EngineActor, Memory):
+    _requests: Sequence[Request] = ()
+
+    def addresses(self) -> dict[str, int]:
+        return self.engine.addresses()
+
+    def layout(self) -> dict[str, WeightPart]:
+        return self.engine.weight_layout
+
+    def checksums(self) -> dict[str, int]:
+        """Of the weights."""
+        return self.engine.checksums()
+
+    def counts(self) -> dict[str, int]:
+        """Since the engine was made."""
+        return asdict(self.engine.counts)
+
+    def start(self, prompts: list[list[int]], sampling: SamplingParams) -> None:
+        """Begin requests, and leave them running."""
+        self._requests = [self.engine.submit(prompt, sampling) for prompt in prompts]
+        while max(len(each.tokens) - len(each.prompt) for each in self._requests) < _IN_FLIGHT:
+            self.engine.step()
+
+    def finish(self) -> list[Completion]:
+        """Those requests."""
+        requests, self._requests = self._requests, ()
+        while any(each.finish_reason is None for each in requests):
+            self.engine.step()
+        self.engine.settle()
+        return [each.completion() for each in requests]
+
+    def random_state(self) -> list[int]:
+        """The sampler's: its seed, and the number of its calls."""
+        state: list[int] = self.engine.runner.sampler.state.tolist()
+        return state
+
+    def set_random_state(self, states: Sequence[list[int]]) -> None:
+        """To that of this rank."""
+        self.engine.runner.sampler.state.copy_(torch.tensor(states[self.rank]))
+
+
+class CheckedTrainer(TrainerActor, Memory):
+    def checksums(self) -> dict[str, int]:
+        """Of this rank's parameters, moments and step counters."""
+        return self.trainer.checksums()
+
+    def weight_checksums(self, layout: Mapping[str, WeightPart]) -> dict[str, int]:
+        """Of the weights as an engine should have them. A collective."""
+        return self.trainer.weights.checksums(layout)
+
+    def steps_taken(self) -> int:
+        """Updates since the warm-up."""
+        return self.trainer.steps_taken
+
+    def train(self, samples: Sequence[Sample], rate: float) -> tuple[StepMetrics, TokenStatistics]:
+        """The first update finds the parameters and moments of now, and importance weights of the samples' own."""
+        trainer, cap, before = self.trainer, self.recipe.trainer.weight_cap, self.trainer.checksums()
+        recompute, train_step = trainer.recompute, trainer.train_step
+        patched: Any = trainer
+
+        def checked_recompute(samples: Sequence[Sample]) -> tuple[RankBatch, TokenStatistics]:
+            batch, statistics = recompute(samples)
+            for found, dealt in zip(batch.micro_batches, trainer.deal(samples).micro_batches):
+                expected = (found.behaviour_N - dealt.behaviour_N).exp().clamp(max=cap)
+                if not torch.allclose(found.weights_N, expected, atol=1e-6, equal_nan=True):
+                    raise CheckError("importance weights: they are not min(exp(trainer - engine), cap)")
+            return batch, statistics
+
+        def checked_step(batch: RankBatch, rate: float) -> StepMetrics:
+            if trainer.checksums() != before:
+                raise CheckError("moments are those of the last step: they changed before the first update")
+            del patched.train_step
+            return train_step(batch, rate)
+
+        patched.recompute, patched.train_step = checked_recompute, checked_step
+        try:
+            return super().train(samples, rate)
+        finally:
+            del patched.recompute
+
+    def save(self, folder: Path) -> None:
+        self.trainer.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self.trainer.load(folder)

@@ -1,0 +1,176 @@
+"""Checks of each step, around the methods of the loop. One that fails raises CheckError and ends the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from memsaver.ray import Turn
+
+from ..loop import Loop
+from ..options import Options
+from ..recipes import Recipe
+from ..rollout import Rollout
+from ..task import Task
+from ..trainer import Sample, StepMetrics, TokenStatistics
+from .actors import CheckedEngine, CheckedTrainer, CheckError
+
+# Nats between the engine's log-probability of a token and the trainer's: of one token at most, and in the mean. Wrong
+# weights, masks or positions make gaps of several nats. In fp32 sums have another order; bf16 rounds each activation.
+GAP_BOUNDS = {torch.float32: (1e-3, 1e-4), torch.bfloat16: (1.0, 0.05)}
+Z_BOUND = 5.0  # standard errors
+COUNTS = ("prefix_hit_tokens", "preemptions", "recomputed")
+
+
+class CheckedLoop(Loop):
+    """A loop that proves what it relies on. `passed`: how often each check has held."""
+
+    kinds = {"engine": CheckedEngine, "trainer": CheckedTrainer}
+
+    def __init__(self, options: Options, recipe: Recipe, task: Task) -> None:
+        super().__init__(options, recipe, task)
+        self.exact = {recipe.model.dtype, recipe.trainer.dtype} == {torch.float32}
+        self.bounds = GAP_BOUNDS[torch.float32 if self.exact else torch.bfloat16]
+        self.passed: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # of the engines, over all steps
+        self.statistics = TokenStatistics()  # of all steps
+
+    def join(self, engine: list[str], trainer: list[str]) -> None:
+        super().join(engine, trainer)
+        self._addresses, self._layout = self.call("engine", "addresses"), self.call("engine", "layout")[0]
+        self._counted = self._count()
+        self._trained: list[dict[str, int]] = []  # checksums when the phase "train" ended
+        self._written: dict[str, int] = {}  # those of the weights that the engines should have
+
+    def phases(self) -> dict[str, dict[str, list[str]]]:
+        return {**super().phases(), "away": {}}
+
+    def enter(self, phase: str) -> Turn:
+        """The trainers' contents are the same after their pause, and the engines' weights, under the same addresses."""
+        if self.group.entered == "train":
+            self._trained = self.call("trainer", "checksums")
+        turn = super().enter(phase)
+        if phase == "train":
+            held = self.call("engine", "mapped_bytes", self.tags["engine"])
+            self.check("the engines' memory is free", not any(held), f"they hold {held} bytes")
+            for rank, before in enumerate(self._trained):
+                found = self.call("trainer", "checksums")[rank]
+                self._same("parameters and moments outlast a pause", f"trainer {rank}", found, before)
+        if phase == "rollout":
+            self.check("addresses are the same", self.call("engine", "addresses") == self._addresses, "tensors moved")
+            self._engines_have(self._written, "weights outlast a pause")
+        return turn
+
+    def write_weights(self) -> None:
+        """Each engine's weights are, bit for bit, the trainer's."""
+        super().write_weights()
+        self._written = self.call("trainer", "weight_checksums", self._layout)[0]
+        self._engines_have(self._written, "weights are the trainer's")
+
+    def rollout(self) -> Rollout:
+        """Before it: running requests survive a pause in which the trainers overwrite all free memory."""
+        prompts = self.rollouts.prompts(self.task.held_out[: self.recipe.probes])
+        sampling = self.rollouts.sampling(greedy=True)
+        before = self.call("engine", "generate", prompts, sampling)
+        self.call("engine", "start", prompts, sampling)
+        self.enter("away")
+        self.call("trainer", "overwrite")
+        self.enter("rollout")
+        after = self.call("engine", "finish")
+        pairs = [pair for sides in zip(before, after) for pair in zip(*sides)]
+        same = sum(one.tokens == other.tokens for one, other in pairs)
+        gaps = [abs(a - b) for one, other in pairs for a, b in zip(one.logprobs, other.logprobs)]
+        gap = float(torch.tensor(gaps).max())  # NaN if one is
+        # Recomputing in bf16 rounds otherwise, which can choose between two tokens.
+        is_same = gap <= self.bounds[0] and same == len(pairs) if self.exact else 2 * same >= len(pairs)
+        text = f"{same} of {len(pairs)} completions are the same, log-probabilities differ by {gap:.2g}"
+        self.check("tokens are the same after a pause", is_same and math.isfinite(gap), text)
+        return super().rollout()
+
+    def train(self, samples: Sequence[Sample]) -> tuple[StepMetrics, TokenStatistics]:
+        """The tokens are those of the trainer's policy, and each update is applied once."""
+        metrics, found = super().train(samples)
+        most, mean = self.bounds
+        is_near = found.largest_gap <= most and found.mean("gap") <= mean  # False for NaN
+        text = f"they differ by {found.largest_gap:.2g} nats at most and {found.mean('gap'):.2g} in the mean"
+        self.check("log-probabilities agree", is_near, f"{text}; expected {most:g} and {mean:g}")
+        self.statistics = TokenStatistics.joined([self.statistics, found])
+        z = self.statistics.z
+        text = f"mean(-log p) is {z:+.1f} standard errors from the entropy; expected {Z_BOUND:g} at most"
+        self.check("tokens are the policy's", abs(z) <= Z_BOUND, text)
+        due = (self.steps_done + 1) * self.recipe.minibatches
+        taken = self.call("trainer", "steps_taken")
+        self.check("each update is applied once", set(taken) == {due}, f"{taken} updates; expected {due}")
+        return metrics, found
+
+    def report(self, rollout: Rollout, metrics: StepMetrics, statistics: TokenStatistics) -> None:
+        """Also a line of the log."""
+        super().report(rollout, metrics, statistics)
+        now = self._count()
+        self.counts += now - self._counted
+        counts, self._counted = now - self._counted, now
+        moved = {
+            turn.phase: [sum(each.copied_bytes for ranks in side.values() for each in ranks) for side in sides]
+            for turn in self.turns
+            for sides in [(turn.paused, turn.resumed)]
+        }
+        self.write_log(
+            {
+                "step": self.steps_done,
+                **{name: getattr(rollout, name) for name in ("reward", "length", "truncated")},
+                **asdict(metrics),
+                **{name: statistics.mean(name) for name in ("entropy", "gap", "capped")},
+                "largest_gap": statistics.largest_gap,
+                "tokens": statistics.tokens,
+                "z": self.statistics.z,
+                "seconds": {**self.seconds, "turns": sum(turn.seconds for turn in self.turns)},
+                "tokens_per_second": rollout.num_tokens / self.seconds["rollout"],
+                "moved": moved,  # by phase: bytes out and in of the turn into it
+                **{name: counts[name] for name in COUNTS},
+            }
+        )
+
+    def check_counts(self) -> None:
+        """At the end of a run: its checks had something to check."""
+        for name in COUNTS:
+            if name != "preemptions" or self.recipe.kv_blocks:  # a cache of all free memory may be large enough
+                self.check(f"{name} above zero", self.counts[name] > 0, f"they are {self.counts[name]}")
+
+    def check(self, name: str, holds: bool, found: str) -> None:
+        """Raises CheckError if it does not hold."""
+        if not holds:
+            raise CheckError(f"{name}: {found[:400]}, in step {self.steps_done + 1}")
+        self.passed[name] += 1
+
+    def write_log(self, line: Mapping[str, Any]) -> None:
+        """At once: it outlasts any later error."""
+        if self.options.log is not None:
+            with open(self.options.log, "a") as file:
+                file.write(json.dumps(line, default=str) + "\n")
+
+    def _engines_have(self, expected: dict[str, int], name: str) -> None:
+        for rank, found in enumerate(self.call("engine", "checksums") if expected else ()):
+            self._same(name, f"engine {rank}", found, expected)
+
+    def _same(self, name: str, where: str, found: dict[str, int], expected: dict[str, int]) -> None:
+        wrong = [each for each in {**found, **expected} if found.get(each) != expected.get(each)]
+        self.check(name, not wrong, f"{where} has others: {', '.join(wrong[:4])}")
+
+    def _count(self) -> Counter[str]:
+        return sum(map(Counter, self.call("engine", "counts")), Counter())
+
+
+def verdict(before: Sequence[float], after: Sequence[float]) -> tuple[bool, str]:
+    """Whether rewards of the same problems have risen by more than two standard errors, and that in words."""
+    rises = torch.tensor(after, dtype=torch.float64) - torch.tensor(before, dtype=torch.float64)
+    rise, error = float(rises.mean()), float(rises.std()) / math.sqrt(len(rises))
+    learned = rise > 2 * error
+    text = f"held-out reward {sum(before) / len(before):.3f} -> {sum(after) / len(after):.3f}"
+    said = "learned" if learned else "NOT learned"
+    return learned, f"{text}, {rise:+.3f} with a standard error of {error:.3f}: {said}"

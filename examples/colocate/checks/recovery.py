@@ -1,0 +1,173 @@
+"""Checkpoints of a run, and the replacement of actors that have died."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from ..options import Options
+from ..recipes import Recipe
+from ..rollout import answers
+from ..task import Task
+from ..trainer import Sample, StepMetrics, TokenStatistics
+from .checkpoints import Checkpoints, LoopState, settings_of
+from .proofs import CheckedLoop
+
+_MOST_LOSSES = 3  # deaths since the last checkpoint; more have a cause that a restart does not remove
+_ANSWER_S = 60.0  # an actor that answers later counts as lost if another has died
+_RETURN_S = 60.0  # the wait for the memory of dead actors
+_WORK = {("engine", "generate"), ("trainer", "train")}  # in which the drill kills
+
+
+class RecoverableLoop(CheckedLoop):
+    """Continues from the newest checkpoint, at its start with `--resume`, and when actors have died."""
+
+    def __init__(self, options: Options, recipe: Recipe, task: Task) -> None:
+        """Raises CheckpointError, before any actor is made, if the run cannot continue from the checkpoints."""
+        self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
+        # What the curve depends on. Steps and their number do not matter to those that are done, but for the rates.
+        names = ("device", "ranks", "ranks_per_gpu", "seed", "zero_advantages", "model")
+        self._settings = {name: str(getattr(options, name)) for name in names} | settings_of(recipe, "recipe.")
+        if self.checkpoints is not None:
+            self.checkpoints.check_start(self._settings, options.resume)
+        super().__init__(options, recipe, task)
+        self.last = min(recipe.steps, options.stop_after or recipe.steps)
+        self._missing = {"engine", "trainer"}  # roles to build
+        self.goes_back = options.resume  # to the newest checkpoint
+        self._kills, self._losses = list(options.kill), 0
+
+    def run(self) -> None:
+        """All steps, up to `last`. Raises the error of an actor that died if there is no checkpoint to go on from."""
+        while True:
+            try:
+                self._go_on()
+                return
+            except Exception as error:
+                self._replace_lost(error)
+
+    def _go_on(self) -> None:
+        if self._missing:
+            self.set_up()
+        if self.goes_back:
+            self._go_back()
+        elif self.steps_done == 0:
+            self.begin()
+            self.write_log({"held_out": sum(self.warm) / len(self.warm), "after": "warm-up"})
+            self._commit()
+        while self.steps_done < self.last:
+            self.step()
+            if self._is_due(self.steps_done):
+                self._commit()
+
+    def set_up(self) -> None:
+        """Build the roles that are missing; the others are paused."""
+        tags: dict[str, list[str]] = getattr(self, "tags", {})
+        for role in {"engine", "trainer"} - self._missing:
+            self.call(role, "colocated_abort")  # of a turn that failed
+            self.call(role, "pause", backup={"weights": "none"} if role == "engine" else None)
+        for role in self._missing if tags else ():
+            self.call(role, "await_memory", _RETURN_S)
+        if "engine" in self._missing:
+            tags = {**tags, "engine": self.call("engine", "setup")[0]}
+            self.call("engine", "pause", backup={"weights": "none"})
+        if "trainer" in self._missing:
+            tags = {**tags, "trainer": self.set_up_trainers()}
+        self._missing = set()
+        self.join(**tags)
+
+    def call(self, role: str, method: str, *arguments: Any, **named: Any) -> list[Any]:
+        """In the drill, the last actor of the role dies while it works."""
+        kill = (role, self.steps_done + 1)
+        if kill not in self._kills or (role, method) not in _WORK:
+            return super().call(role, method, *arguments, **named)
+        self._kills.remove(kill)  # type: ignore[arg-type]
+        calls = [getattr(actor, method).remote(*arguments, **named) for actor in self.actors[role]]
+        self.say(f"drill: killing {role} {self.options.ranks - 1} in step {self.steps_done + 1}")
+        ray.kill(self.actors[role][-1])
+        return answers(calls, f"{role}.{method}", self.options.answer_within)
+
+    def train(self, samples: Sequence[Sample]) -> tuple[StepMetrics, TokenStatistics]:
+        """The trainers write their part of a checkpoint in their turn."""
+        found = super().train(samples)
+        if self._is_due(self.steps_done + 1):
+            self._save(self.steps_done + 1)
+        return found
+
+    def bring_weights(self) -> None:
+        if self.steps_done == 0 and not self.warm:
+            self._save(0)
+        super().bring_weights()
+
+    def _is_due(self, step: int) -> bool:
+        return step % self.options.checkpoint_every == 0 or step == self.last
+
+    def _save(self, step: int) -> None:
+        if self.checkpoints is not None:
+            self.call("trainer", "save", self.checkpoints.begin(step))
+
+    def _commit(self) -> None:
+        """Write the rest of the checkpoint and give it its name, after the whole step."""
+        if self.checkpoints is None:
+            return
+        engines = self.call("engine", "random_state")
+        statistics = asdict(self.statistics)
+        state = LoopState(
+            self.steps_done, self._settings, self.task.random_state(), engines, self.warm, statistics, dict(self.counts)
+        )
+        self.say(f"checkpoint: {self.checkpoints.commit(state)}")
+        self._losses = 0
+
+    def _go_back(self) -> None:
+        """Load the newest checkpoint, in any phase."""
+        assert self.checkpoints is not None
+        path, state = self.checkpoints.newest()
+        self.enter("train")
+        self.call("trainer", "load", path)
+        self.warm, self.statistics = state.warm, TokenStatistics(**state.statistics)
+        self.steps_done = state.step
+        self.counts.clear()
+        self.counts.update(state.counts)
+        self.bring_weights()
+        self.call("engine", "set_random_state", state.engines)
+        self.task.set_random_state(state.task)
+        self.goes_back = False
+        self.write_log({"went_back_to": state.step})
+        self.say(f"going on after step {state.step}, from {path}")
+
+    def _replace_lost(self, error: Exception) -> None:
+        """Replace all actors of each role in which one has died. Raises the error if none has."""
+        if self.checkpoints is None or self.checkpoints.latest() is None or self._losses >= _MOST_LOSSES:
+            raise error
+        lost = self._lost()
+        if not lost:
+            raise error
+        self._losses += 1
+        self.say(f"lost {', '.join(sorted(lost))} in step {self.steps_done + 1}: {type(error).__name__}")
+        self.write_log({"lost": sorted(lost), "in_step": self.steps_done + 1})
+        self._missing |= lost
+        self.goes_back = True
+        for role in lost:  # a collective group cannot replace a single rank
+            for actor in self.actors[role]:
+                ray.kill(actor)
+            self.actors[role] = self.make(role)
+
+    def _lost(self) -> set[str]:
+        """The roles of actors that have died, and then of those that do not answer either."""
+        calls = {actor.__ray_ready__.remote(): role for role, actors in self.actors.items() for actor in actors}
+        dead: set[str] = set()
+        waiting, deadline = list(calls), time.monotonic() + _ANSWER_S
+        while waiting and time.monotonic() < deadline:
+            answered, waiting = ray.wait(waiting, num_returns=1, timeout=deadline - time.monotonic())
+            for call in answered:
+                try:
+                    ray.get(call)
+                except RayActorError:
+                    dead.add(calls[call])
+            # Other ranks of a dead actor's role may wait for it in a collective. They are replaced with it.
+            waiting = [call for call in waiting if calls[call] not in dead]
+        return dead | {calls[call] for call in waiting if dead}

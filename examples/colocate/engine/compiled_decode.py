@@ -1,0 +1,26 @@
+"""torch.compile for decode steps of a few batch sizes. No other file of the engine needs this one to be understood."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BACKEND = "inductor"
+_MOST = 8  # variants of one function, after which torch.compile gives up
+DecodeLogits = Callable[[Any, int], Tensor]  # of a runner and a batch size
+
+
+def compiled(decode_logits: DecodeLogits, sizes: tuple[int, ...]) -> DecodeLogits:
+    """The function, compiled anew for each of these sizes when it is first called with it.
+
+    Raises ValueError for more than 8 sizes.
+    """
+    if not sizes:
+        return decode_logits
+    if len(sizes) > _MOST:
+        raise ValueError(f"compile_batch_sizes has {len(sizes)} sizes; expected at most {_MOST}")
+    fast = torch.compile(decode_logits, backend=BACKEND, fullgraph=True, dynamic=False)
+    return lambda runner, size: (fast if size in sizes else decode_logits)(runner, size)

@@ -1,0 +1,118 @@
+"""The regions of the engine's tensors, one for each lifetime, and captures of CUDA graphs into one of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+import memsaver
+
+# The memory of captured graphs holds temporaries of a step, and a pause comes between two steps. Kernels may keep
+# counters or workspaces in it from one replay to the next, so its contents are kept, too.
+_GRAPH_BACKUP = "host"
+_T = TypeVar("_T")
+
+
+class EngineMemory:
+    """The engine's regions on one device.
+
+    weights    backed up on the host. A pause with backup="none" and a resume with restore=False skip the copies
+               of weights that a sync overwrites
+    kv_cache   not backed up: after a resume its contents are undefined
+    buffers    constants and static inputs and outputs; apart from the weights, whose resume may not restore them
+    cuda_graph the pool of the captured graphs; made for the first capture, so there is none on the CPU
+
+    Graphs of one pool never run at the same time, so they share its memory: the largest is captured first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.captures_graphs = device, device.type == "cuda"
+        self.weights = memsaver.region("weights", device=str(device), backup="host")
+        self.kv_cache = memsaver.region("kv_cache", device=str(device))
+        self.buffers = memsaver.region("buffers", device=str(device), backup="host")
+        self.cuda_graph: Any = None
+        self._stream: Any = None
+
+    def check_active(self, graphs: bool) -> None:
+        """Raise memsaver.RegionPausedError, with its tag, if a region that a step touches is not resident."""
+        pool = [self.cuda_graph] if graphs and self.cuda_graph is not None else []
+        for region in (self.weights, self.kv_cache, self.buffers, *pool):
+            region.check_active("serve a step of the engine")
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Around warm-up and captures. If this raises, drop the graphs captured inside."""
+        with torch.cuda.device(self.device), _garbage_frozen():
+            # One stream for all: cuBLAS keeps a workspace for each stream for good, so the capture's has to be made by
+            # the warm-up, outside any region.
+            self._stream = self._stream or torch.cuda.Stream()
+            yield
+
+    def warm_up(self, functions: list[Callable[[], object]]) -> None:
+        """Run each twice: the first run compiles kernels, loads libraries, and makes allocations that last."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for function in functions:
+                function()
+                function()
+        current.wait_stream(self._stream)
+        torch.cuda.synchronize()
+
+    def capture(self, function: Callable[[], _T]) -> tuple[Any, _T]:
+        """Capture the kernels that a function launches. Returns the graph and the result, which each replay overwrites.
+
+        Raises the function's error, or the error that ended the capture.
+        """
+        reason: BaseException | None = None
+        graph, context = self._graph()
+        try:
+            with context:
+                try:
+                    return graph, function()
+                except BaseException as error:
+                    reason = error
+                    raise
+        except BaseException:
+            if reason is not None:
+                raise reason from None  # the end of a broken capture raises as well; the first error is the cause
+            raise
+
+    def _graph(self) -> tuple[Any, AbstractContextManager[Any]]:
+        """A graph, and the context that captures it: its memory comes from the region, its replays need all regions."""
+        if self.cuda_graph is None:
+            self.cuda_graph = memsaver.region("cuda_graph", device=str(self.device), backup=_GRAPH_BACKUP)
+        graph, needs = memsaver.CUDAGraph(), [self.weights, self.kv_cache, self.buffers]
+        return graph, memsaver.graph(graph, region=self.cuda_graph, needs=needs, stream=self._stream)
+
+
+@contextmanager
+def _garbage_frozen() -> Iterator[None]:
+    """No collection inside: one in the middle of a capture could free CUDA memory and break it."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """A view of CUDA memory with a storage of its own, which does not keep the memory from being used again."""
+    if not tensor.is_cuda:
+        return tensor
+    width = tensor.element_size()
+    strides = tuple(stride * width for stride in tensor.stride())
+    interface = {"data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape), "strides": strides}
+    owner = SimpleNamespace(__cuda_array_interface__={**interface, "typestr": f"<i{width}", "version": 3})
+    return torch.as_tensor(owner, device=tensor.device).view(tensor.dtype)

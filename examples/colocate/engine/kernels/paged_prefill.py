@@ -1,0 +1,146 @@
+"""Paged prefill attention in Triton: the last tokens of each context over K and V where the cache has them.
+
+As in FlashAttention-2 (Dao, 2023), a program keeps a tile of queries of one head and reads the context tile by tile. It
+looks up the blocks as it reads them, so no context is copied first. A chunk of a long prompt costs as much as the
+same tokens in a prefill of the whole prompt.
+
+Grids depend on the numbers of chunks and tokens, the compiled kernel on shapes of the model and of the cache alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from ..attention import Chunks
+from .fused import pad, row_stride
+
+_LOG2_E = 1.4426950408889634
+
+
+class Tiling(NamedTuple):
+    """Tokens of a program, tokens of K and V in a round of its loop, rounds under way at once, and its warps."""
+
+    queries: int
+    keys: int
+    stages: int
+    warps: int
+
+
+def tiling(head_dim: int, element_size: int) -> Tiling:
+    """Chosen by registers and shared memory."""
+    if element_size > 2:  # products are no matter of tensor cores, which round otherwise; larger tiles spill registers
+        return Tiling(16, 16, 2, 4)
+    # 128 queries make 128 operations of each byte of K and V, as a GPU's L2 cache needs them.
+    return Tiling(128, 64, 3, 8) if head_dim <= 128 else Tiling(64, 32, 2, 4)
+
+
+def paged_prefill_triton(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, chunks: Chunks) -> Tensor:
+    """`attention.paged_prefill` on the GPU; shapes as there. The caches have no gaps, nor do rows of q.
+
+    Raises ValueError for heads of more than 256 elements.
+    """
+    tokens, heads, head_dim = q_THD.shape
+    block_size, kv_heads = k_cache.shape[1:3]
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or head_dim > 256:
+        raise ValueError(f"head_dim is {head_dim}; expected at most 256, and caches without gaps")
+    out_THD = q_THD.new_empty((tokens, heads, head_dim))
+    tile = tiling(head_dim, k_cache.element_size())
+    _attend_chunk[(-(-chunks.longest // tile.queries), heads, len(chunks.query_bounds) - 1)](
+        q_THD, k_cache, v_cache, chunks.blocks_M, chunks.table_bounds, chunks.query_bounds, chunks.context_bounds,
+        out_THD, row_stride(q_THD, head_dim),
+        HEADS=heads, KV_HEADS=kv_heads, SCALE_LOG2=head_dim**-0.5 * _LOG2_E, DIM=head_dim,
+        DIM_PAD=max(16, pad(head_dim)), BLOCK_SIZE=block_size, QUERIES=tile.queries, KEYS=tile.keys,
+        STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    return out_THD
+
+
+@triton.jit
+def _attend_chunk(
+    q_ptr, k_ptr, v_ptr, blocks_ptr, table_bounds_ptr, query_bounds_ptr, context_bounds_ptr, out_ptr, q_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SCALE_LOG2: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One chunk, one query head, QUERIES of the chunk's tokens."""
+    # Neighbours share a head, so that programs that run together read the same K and V.
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    chunk = tl.program_id(2)
+    begin = tl.load(query_bounds_ptr + chunk)
+    count = tl.load(query_bounds_ptr + chunk + 1) - begin
+    # The last queries attend to most keys: they go first, so that the shortest programs run at the end.
+    first_query = (tl.cdiv(count, QUERIES) - 1 - tile) * QUERIES
+    if first_query < 0:
+        return
+    context = tl.load(context_bounds_ptr + chunk + 1) - tl.load(context_bounds_ptr + chunk)
+    blocks_ptr += tl.load(table_bounds_ptr + chunk)
+
+    query = first_query + tl.arange(0, QUERIES)
+    dim = tl.arange(0, DIM_PAD)
+    row = (begin + query).to(tl.int64)
+    q_mask = (query[:, None] < count) & (dim[None, :] < DIM)
+    q = tl.load(q_ptr + row[:, None] * q_stride + head * DIM + dim[None, :], mask=q_mask, other=0.0)
+
+    position = context - count + query
+    peak = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mean = tl.zeros([QUERIES, DIM_PAD], tl.float32)
+    # Keys before `seen_by_all` need no mask, those from `stop` on no query sees.
+    seen_by_all = (context - count + first_query + 1) // KEYS * KEYS
+    stop = tl.minimum(context - count + first_query + QUERIES, context)
+    kv_head = head // (HEADS // KV_HEADS)
+    peak, total, mean = _attend_keys(
+        q, position, peak, total, mean, k_ptr, v_ptr, blocks_ptr, kv_head, 0, seen_by_all,
+        False, KV_HEADS, SCALE_LOG2, DIM, DIM_PAD, BLOCK_SIZE, KEYS, STAGES,
+    )  # fmt: skip
+    peak, total, mean = _attend_keys(
+        q, position, peak, total, mean, k_ptr, v_ptr, blocks_ptr, kv_head, seen_by_all, stop,
+        True, KV_HEADS, SCALE_LOG2, DIM, DIM_PAD, BLOCK_SIZE, KEYS, STAGES,
+    )  # fmt: skip
+    # Every query sees the first key at least, also one beyond the chunk, so no sum is zero.
+    mean = mean / total[:, None]
+    out = out_ptr + row[:, None] * (HEADS * DIM) + head * DIM + dim[None, :]
+    tl.store(out, mean.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+@triton.jit
+def _attend_keys(
+    q, position, peak, total, mean, k_ptr, v_ptr, blocks_ptr, kv_head, start, stop,
+    MASKED: tl.constexpr, KV_HEADS: tl.constexpr, SCALE_LOG2: tl.constexpr, DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Keys [start, stop), of which without MASKED all queries see all; `start` is a multiple of KEYS."""
+    key = tl.arange(0, KEYS)
+    dim = tl.arange(0, DIM_PAD)
+    # The blocks of a tile are looked up one round ahead, so that its K and V are not a second wait.
+    block = tl.load(blocks_ptr + (start + key) // BLOCK_SIZE, mask=start + key < stop, other=0)
+    for first in tl.range(start, stop, KEYS, num_stages=STAGES):
+        at = first + key
+        slot = block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+        block = tl.load(blocks_ptr + (at + KEYS) // BLOCK_SIZE, mask=at + KEYS < stop, other=0)
+        offset = ((slot * KV_HEADS + kv_head) * DIM)[:, None] + dim[None, :]
+        if MASKED:
+            kv_mask = (at[:, None] < stop) & (dim[None, :] < DIM)
+            k = tl.load(k_ptr + offset, mask=kv_mask, other=0.0)
+            v = tl.load(v_ptr + offset, mask=kv_mask, other=0.0)
+        elif DIM == DIM_PAD:
+            k = tl.load(k_ptr + offset)
+            v = tl.load(v_ptr + offset)
+        else:
+            k = tl.load(k_ptr + offset, mask=dim[None, :] < DIM, other=0.0)
+            v = tl.load(v_ptr + offset, mask=dim[None, :] < DIM, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            scores = tl.where((at[None, :] <= position[:, None]) & (at[None, :] < stop), scores, float("-inf"))
+        # Scaled here, where it is one operation with the difference.
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * SCALE_LOG2)
+        shrink = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores * SCALE_LOG2 - new_peak[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        mean = tl.dot(weights.to(v.dtype), v, mean * shrink[:, None], input_precision="ieee")
+        peak = new_peak
+    return peak, total, mean

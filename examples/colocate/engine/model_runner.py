@@ -1,0 +1,109 @@
+"""The device's side of a step: prefill and decode, by graphs or eagerly, each with the choice of the next tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from .attention import Caches, DecodeAttention
+from .batches import DecodeBatch, PrefillBatch, Readback
+from .compiled_decode import compiled
+from .decoder import Decoder
+from .engine_config import EngineConfig, padded_to
+from .engine_memory import EngineMemory, borrowed
+from .prefill_graphs import PrefillGraphs
+from .sampling import Sampler
+from .scheduler import Counts, Step
+from .sequence import Sequence
+
+
+class ModelRunner:
+    """Launches steps on the current stream. Graphs and eager steps are padded to the same sizes, and run the same
+    kernels.
+    """
+
+    def __init__(
+        self, model: Decoder, config: EngineConfig, max_model_len: int, memory: EngineMemory, counts: Counts
+    ) -> None:
+        """The KV cache, and static tensors for sequences of up to `max_model_len` tokens, are made in the regions."""
+        self.model, self.config, self.max_model_len, self.counts = model, config, max_model_len, counts
+        shape = (model.config.num_layers, 2, config.num_blocks, config.block_size, model.num_kv_heads)
+        self.kv_cache: Tensor = memory.kv_cache.empty((*shape, model.config.head_dim), model.config.dtype)
+        # Taken apart once: to index a tensor costs as much as to launch a kernel. Each with a storage of its own: of
+        # several that a kernel writes to in one storage, torch.compile copies all but the first.
+        self.kv_caches: Caches = [(borrowed(layer[0]), borrowed(layer[1])) for layer in self.kv_cache]
+        max_blocks = -(-max_model_len // config.block_size)
+        self.batch = DecodeBatch(config.max_batch_size, max_blocks, config.block_size, memory.buffers)
+        self.sampler = Sampler(config.seed, memory.buffers)
+        prefill_sizes = config.prefill_sizes(self.kv_cache.is_cuda)
+        self.prefill_graphs = PrefillGraphs(model, prefill_sizes, memory.buffers)
+        self.max_prefill_tokens = prefill_sizes[-1] if prefill_sizes else config.max_prefill_tokens
+        self.decode_graphs: dict[int, Any] = {}
+        self.padded_sizes = config.padded_batch_sizes()
+        self._decode_logits = compiled(ModelRunner.decode_logits, config.compile_batch_sizes)
+
+    def launch(self, step: Step, use_graphs: bool) -> Readback | None:
+        """Queue a step. Returns its samples, on their way to the host; None if no token comes of it."""
+        if step.prefill:
+            self.prefill(step, use_graphs)
+        elif step.chunks:
+            self.decode(step.sampling, padded_to(len(step.sampling), self.padded_sizes), use_graphs)
+        return self.batch.read_back() if step.sampling else None
+
+    def prefill(self, step: Step, use_graphs: bool) -> None:
+        """K and V of the chunks' tokens, and a token for each sequence that samples."""
+        num_tokens = padded_to(sum(chunk.stop - chunk.start for chunk in step.chunks), self.prefill_graphs.sizes)
+        num_samples = padded_to(len(step.sampling), self.padded_sizes) if step.sampling else 0
+        batch = PrefillBatch.build(step, num_tokens, num_samples, self.batch.padding_row, self.kv_caches)
+        use_graphs = use_graphs and num_tokens in self.prefill_graphs.pieces
+        self.counts.prefill_replays += use_graphs
+        hidden_TC = self.prefill_graphs.run(batch.tokens_T, batch.positions_T, batch.attention, use_graphs)
+        if step.sampling:
+            self.batch.start(step.sampling)
+            logits_BV = self.model.logits(hidden_TC.index_select(0, batch.last_B))
+            self.batch.store(batch.rows_B, *self.sampler(logits_BV, batch.temperatures_B))
+
+    def decode(self, sequences: list[Sequence], size: int, use_graphs: bool) -> None:
+        """One token of each sequence, padded to `size` of them."""
+        self.batch.fill(sequences, size)
+        if use_graphs and size in self.decode_graphs:
+            self.decode_graphs[size].replay()
+            self.counts.decode_replays += 1
+        else:
+            self.decode_step(size)
+
+    def decode_step(self, size: int) -> None:
+        """The work of a graph of this size: from the static inputs to the static outputs of `batch`."""
+        columns = self.batch.columns(size)
+        self.batch.store(columns.rows_B, *self.sampler(self._decode_logits(self, size), columns.temperatures_B))
+
+    def decode_logits(self, size: int) -> Tensor:
+        """The part of `decode_step` that may go through torch.compile: logits [size, V]."""
+        inputs = self.batch.columns(size)
+        attention = DecodeAttention(self.kv_caches, inputs.slots_B, inputs.block_table, inputs.lengths_B)
+        tokens_B = self.batch.latest.index_select(0, inputs.rows_B)
+        return self.model.logits(self.model.forward(tokens_B, inputs.positions_B, attention))
+
+    def capture(self, memory: EngineMemory) -> None:
+        """Capture graphs of prefill and decode, the largest temporaries first."""
+        self.batch.fill([], self.config.max_batch_size)
+        with memory.capturing():
+            self.prefill_graphs.capture(memory)
+            steps = {size: partial(self.decode_step, size) for size in reversed(self.config.batch_sizes())}
+            memory.warm_up(list(steps.values()))
+            for size, step in steps.items():
+                self.decode_graphs[size], _ = memory.capture(step)
+
+    def release_graphs(self) -> None:
+        """Drop all graphs."""
+        self.decode_graphs.clear()
+        self.prefill_graphs.pieces.clear()
+
+    def static_tensors(self) -> dict[str, Tensor]:
+        """All tensors in `buffers` and the KV cache, which graphs use by their addresses."""
+        batch, (cos, sin) = self.batch, self.model.tables
+        own = {"kv_cache": self.kv_cache, "sampler": self.sampler.state, "cos": cos, "sin": sin}
+        own |= {"inputs": batch.inputs, "outputs": batch.outputs, "latest": batch.latest}
+        return own | self.prefill_graphs.inputs

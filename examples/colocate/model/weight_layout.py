@@ -1,0 +1,72 @@
+"""Where the engine keeps each parameter: the slice that a rank holds, and its place among fused weights.
+
+The engine's loader, and every program that writes weights into an engine, follow this one description.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig, parameter_shapes
+
+_FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+_ROW_PARALLEL = ("o_proj", "down_proj")
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """`length` elements from `start` along `dim` of a parameter, kept from `row` on in one of the engine's tensors."""
+
+    name: str  # of the parameter, as in Hugging Face checkpoints
+    full_shape: tuple[int, ...]  # of the parameter
+    dim: int
+    start: int
+    length: int
+    tensor: str  # its name in the engine
+    row: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the slice."""
+        return (*self.full_shape[: self.dim], self.length, *self.full_shape[self.dim + 1 :])
+
+    def of(self, full: Tensor) -> Tensor:
+        """The slice of the full parameter, a view."""
+        return full.narrow(self.dim, self.start, self.length)
+
+
+def weight_layout(config: ModelConfig, rank: int = 0, size: int = 1) -> dict[str, WeightPart]:
+    """The part of every parameter, by its name, that one of `size` tensor-parallel ranks holds.
+
+    Query, key and value are rows of one tensor, gate and up of another. Column-parallel parameters, and an output
+    matrix whose rows can be shared, are cut along their rows, row-parallel ones along their columns. Norms and the
+    embedding are whole on each rank. Raises ValueError for sizes that the ranks cannot share equally.
+    """
+    for field in ("num_heads", "num_kv_heads", "intermediate_size"):
+        if getattr(config, field) % size:
+            raise ValueError(f"{field} is {getattr(config, field)}; expected a multiple of the {size} ranks")
+    layout, rows = dict[str, WeightPart](), Counter[str]()
+    for name, shape in parameter_shapes(config).items():
+        *path, module, kind = name.split(".")
+        dim = 1 if module in _ROW_PARALLEL else 0
+        shared = dim or module in _FUSED or (module == "lm_head" and shape[0] % size == 0)
+        length = shape[dim] // size if shared else shape[dim]
+        tensor = ".".join((*path, _FUSED.get(module, module), kind))
+        part = WeightPart(name, shape, dim, rank * length if shared else 0, length, tensor, rows[tensor])
+        layout[name] = part
+        rows[tensor] += part.shape[0]
+    return layout
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's elements as integers of the same bits: an exact checksum, int64 [] on its device.
+
+    The sums of a tensor's parts add up to that of the whole, modulo 2**64: those of the ranks of a trainer and those
+    of the ranks of an engine can be compared.
+    """
+    return tensor.detach().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,106 @@
+"""A task: problems to train on and others held out, the reward of a completion, and demonstrations for a warm-up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .trainer import Sample
+
+
+class TaskError(ValueError):
+    """A task's file, folder or setting is not as expected."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt, and the fields that the reward reads."""
+
+    prompt: str
+    fields: Mapping[str, Any]
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. A completion ends with a stop token, which is no part of its text."""
+
+    stop_tokens: tuple[int, ...]
+
+    def encode_prompt(self, text: str) -> list[int]: ...
+    def encode_completion(self, text: str) -> list[int]: ...
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class CharacterTokenizer:
+    """A token for each character of a vocabulary, whose last one ends a completion."""
+
+    def __init__(self, vocabulary: str) -> None:
+        self.vocabulary = vocabulary
+        self.stop_tokens: tuple[int, ...] = (len(vocabulary) - 1,)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Raises ValueError for a character outside the vocabulary."""
+        unknown = sorted(set(text) - set(self.vocabulary))
+        if unknown:
+            raise ValueError(f"text has {unknown[0]!r}; expected characters of {self.vocabulary!r}")
+        return [self.vocabulary.index(character) for character in text]
+
+    def encode_completion(self, text: str) -> list[int]:
+        return [*self.encode_prompt(text), *self.stop_tokens]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """A model with a larger vocabulary can sample other tokens: each is a question mark."""
+        known, stops = self.vocabulary, self.stop_tokens
+        return "".join(known[token] if token < len(known) else "?" for token in tokens if token not in stops)
+
+
+@dataclass
+class Task:
+    """What a run learns. A function makes one: `arithmetic`, `countdown`, `prompts`, or one of the user's.
+
+    `reward(fields, completion)`: the worth of a completion's text, such as 0 or 1. `demonstrate(fields, random)`: the
+    text of a completion to imitate; None: there are no demonstrations. Raises TaskError without problems of both kinds.
+    """
+
+    train: Sequence[Problem]
+    held_out: Sequence[Problem]
+    tokenizer: Tokenizer
+    reward: Callable[[Mapping[str, Any], str], float]
+    max_new_tokens: int
+    demonstrate: Callable[[Mapping[str, Any], random.Random], str] | None = None
+    seed: int = 0
+    _random: random.Random = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.train or not self.held_out:
+            raise TaskError(f"{len(self.train)} problems to train on, {len(self.held_out)} held out; expected both")
+        self._random = random.Random(self.seed)
+
+    def sample(self, count: int) -> list[Problem]:
+        """Distinct problems to train on."""
+        if not 0 < count <= len(self.train):
+            raise TaskError(f"count is {count}; expected 1 to {len(self.train)}")
+        return self._random.sample(self.train, count)
+
+    def demonstrations(self, count: int) -> list[Sample]:
+        """Completions to imitate, of problems to train on, which are drawn with repetition."""
+        if self.demonstrate is None:
+            raise TaskError("the task has no demonstrations; expected a run without a warm-up")
+        return [
+            Sample(
+                self.tokenizer.encode_prompt(problem.prompt),
+                self.tokenizer.encode_completion(self.demonstrate(problem.fields, self._random)),
+            )
+            for problem in self._random.choices(self.train, k=count)
+        ]
+
+    def random_state(self) -> list[Any]:
+        """The state of the random numbers, ready for JSON. The next draws follow from it."""
+        version, words, gauss = self._random.getstate()
+        return [version, list(words), gauss]
+
+    def set_random_state(self, state: Sequence[Any]) -> None:
+        """Continue from the state of another instance of the same task."""
+        version, words, gauss = state
+        self._random.setstate((version, tuple(words), gauss))

@@ -1,0 +1,343 @@
+"""Wrong changes of the example, each of which ends a run with a check's name. The actors are objects of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import os
+import shutil
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ray", reason="needs ray")
+
+import memsaver  # noqa: E402
+from examples.colocate import loop as example  # noqa: E402
+from examples.colocate import rollout  # noqa: E402
+from examples.colocate.checks.actors import CheckedEngine, CheckedTrainer, CheckError  # noqa: E402
+from examples.colocate.checks.proofs import verdict  # noqa: E402
+from examples.colocate.checks.recovery import RecoverableLoop  # noqa: E402
+from examples.colocate.engine import Engine, SamplingParams  # noqa: E402
+from examples.colocate.engine.block_manager import BlockManager  # noqa: E402
+from examples.colocate.options import parse  # noqa: E402
+from examples.colocate.recipes import RECIPES  # noqa: E402
+from examples.colocate.trainer import NonFiniteError, Sample, Trainer, trainer  # noqa: E402
+from examples.colocate.trainer.weights import WeightWriter  # noqa: E402
+from memsaver import regions  # noqa: E402
+from memsaver.config import parse_size  # noqa: E402
+
+DEVICE_BYTES = parse_size(os.environ.get("MEMSAVER_HOST_DEVICE", "96MiB"), "host_device")
+
+
+class Local(example.Loop):
+    """Its actors are objects of this process, which answer at once."""
+
+    def place(self) -> None:
+        pass
+
+    def make(self, role: str) -> list[Any]:
+        return [self.kinds[role](self.recipe, self.options, 0, 1)]
+
+    def call(self, role: str, method: str, *arguments: Any, **named: Any) -> list[Any]:
+        return [getattr(self.actors[role][0], method)(*arguments, **named)]
+
+    def join(self, engine: list[str], trainer: list[str]) -> None:
+        super().join(engine, trainer)
+        generate = self.actors["engine"][0].generate
+        self.rollouts.engines = [SimpleNamespace(generate=SimpleNamespace(remote=generate))]
+
+
+class LocalLoop(Local, RecoverableLoop):
+    pass
+
+
+Run = Callable[..., LocalLoop]
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def run(monkeypatch: Patch) -> Iterator[Run]:
+    """Runs a loop up to the verdict. Named arguments change its recipe, "tiny" if no other is named."""
+    monkeypatch.setattr(rollout, "answers", lambda calls, what, seconds: list(calls))
+    made: list[LocalLoop] = []
+
+    def run(*arguments: str, **recipe: Any) -> LocalLoop:
+        options, chosen, task = parse(["--device", "cpu", "--recipe", "tiny", *arguments])
+        if chosen.steps == RECIPES["tiny"].steps:  # nothing is learned, and hardly a completion is right
+            task.reward = lambda fields, text: float("1" in text)
+        options = dataclasses.replace(options, host_device=DEVICE_BYTES)
+        made.append(LocalLoop(options, dataclasses.replace(chosen, **recipe), task))
+        try:
+            made[-1].run()
+            made[-1].check_counts()
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they have tensors
+            raise error.with_traceback(None) from None
+        return made[-1]
+
+    yield run
+    made.clear()
+    gc.collect()
+    for region in regions.all_regions():
+        region.close()
+
+
+def test_the_loop_runs_without_checks(run: Run) -> None:
+    options, recipe, task = parse(["--device", "cpu", "--recipe", "tiny"])
+    loop = Local(dataclasses.replace(options, host_device=DEVICE_BYTES), recipe, task)
+    loop.set_up()
+    loop.begin()
+    loop.step()
+    assert (loop.steps_done, loop.group.entered, len(loop.warm)) == (1, "rollout", recipe.held_out)
+    assert [turn.phase for turn in loop.turns] == ["train", "sync", "rollout"]
+    assert loop.seconds.keys() == {"rollout", "train", "sync", "step"}
+
+
+def test_an_honest_run_passes_its_checks(run: Run) -> None:
+    loop = run()
+    assert dict(loop.passed) == {
+        "the engines' memory is free": 3,
+        "weights are the trainer's": 3,  # after the warm-up, and after each step
+        "addresses are the same": 5,
+        "weights outlast a pause": 5,
+        "tokens are the same after a pause": 2,
+        "parameters and moments outlast a pause": 2,
+        "log-probabilities agree": 2,
+        "tokens are the policy's": 2,
+        "each update is applied once": 2,
+        "prefix_hit_tokens above zero": 1,
+        "preemptions above zero": 1,
+        "recomputed above zero": 1,
+    }
+
+
+def times(tensors: Any, factor: float) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def old_weights(patch: Patch) -> None:
+    """The engine gets the weights of the step before."""
+    write, last = WeightWriter.write, dict[str, torch.Tensor]()
+
+    def wrong(self: WeightWriter, engines: Any, gather: bool = False) -> int:
+        nbytes = write(self, engines, gather)
+        new = {name: tensor.clone() for name, tensor in engines[0].tensors.items()}
+        for name, tensor in last.items():
+            engines[0].tensors[name].copy_(tensor)
+        last.update(new)
+        return nbytes
+
+    patch.setattr(WeightWriter, "write", wrong)
+
+
+def no_weights(patch: Patch) -> None:
+    """The engine gets the first ones alone."""
+    write, calls = WeightWriter.write, list[int]()
+
+    def wrong(self: WeightWriter, engines: Any, gather: bool = False) -> int:
+        calls.append(1)
+        return write(self, engines, gather) if len(calls) == 1 else 0
+
+    patch.setattr(WeightWriter, "write", wrong)
+
+
+def old_cache(patch: Patch) -> None:
+    """The KV cache and the prefix cache outlast pauses and new weights."""
+    patch.setattr(Engine, "_follow_kv_cache", lambda self: [])
+    patch.setattr(BlockManager, "drop_prefix_cache", lambda self: None)
+
+
+def cold_sampler(patch: Patch) -> None:
+    generate = CheckedEngine.generate
+
+    def wrong(self: CheckedEngine, prompts: list[list[int]], sampling: SamplingParams) -> Any:
+        return generate(self, prompts, dataclasses.replace(sampling, temperature=sampling.temperature / 2))
+
+    patch.setattr(CheckedEngine, "generate", wrong)
+
+
+def cold_sampler_that_hides(patch: Patch) -> None:
+    """It says that the tokens have the log-probabilities of temperature 1."""
+    cold_sampler(patch)
+    train = CheckedTrainer.train
+
+    def wrong(self: CheckedTrainer, samples: Sequence[Sample], rate: float) -> Any:
+        hidden = []
+        for each in samples:
+            (part,) = self.trainer.recompute([each])[0].micro_batches
+            hidden.append(dataclasses.replace(each, logprobs=part.behaviour_N.tolist()))
+        return train(self, hidden, rate)
+
+    patch.setattr(CheckedTrainer, "train", wrong)
+
+
+def warm_trainer(patch: Patch) -> None:
+    forward = Trainer._forward
+    patch.setattr(Trainer, "_forward", lambda self, batch, T, *rest: forward(self, batch, 0.9 * T, *rest))
+
+
+def not_a_number(patch: Patch) -> None:
+    """What the engine says of the tokens."""
+    train = CheckedTrainer.train
+
+    def wrong(self: CheckedTrainer, samples: Sequence[Sample], rate: float) -> Any:
+        return train(
+            self, [dataclasses.replace(each, logprobs=[math.nan] * len(each.completion)) for each in samples], rate
+        )
+
+    patch.setattr(CheckedTrainer, "train", wrong)
+    patch.setattr(Trainer, "train_step", lambda self, batch, rate: trainer.StepMetrics(0.0, 0.0, 0.0))
+
+
+def inverted_weights(patch: Patch) -> None:
+    right = trainer.importance_weights
+    patch.setattr(trainer, "importance_weights", lambda policy, sampler, cap: right(sampler, policy, cap))
+
+
+def lost_moments(patch: Patch) -> None:
+    """They are zero after each resume."""
+    resume = CheckedTrainer.resume
+
+    def wrong(self: CheckedTrainer, *arguments: Any, **named: Any) -> Any:
+        done = resume(self, *arguments, **named)
+        if "optimizer" in done.resumed:
+            times((state["exp_avg"] for state in self.trainer.optimizer.state.values()), 0.0)
+        return done
+
+    patch.setattr(CheckedTrainer, "resume", wrong)
+
+
+def forgotten_moments(patch: Patch) -> None:
+    """They are zero at the begin of each turn of the trainer."""
+    train = example.TrainerActor.train
+
+    def wrong(self: example.TrainerActor, samples: Sequence[Sample], rate: float) -> Any:
+        times((state["exp_avg_sq"] for state in self.trainer.optimizer.state.values()), 0.0)
+        return train(self, samples, rate)
+
+    patch.setattr(example.TrainerActor, "train", wrong)
+
+
+def no_backup_of_moments(patch: Patch) -> None:
+    patch.setitem(example.BACKUP, "sync", {"trainer": {"optimizer": "none"}})
+
+
+def no_backup_of_weights(patch: Patch) -> None:
+    """In the pause that no sync follows."""
+    patch.setitem(example.BACKUP, "away", {"engine": {"weights": "none"}})
+
+
+def two_updates(patch: Patch) -> None:
+    step = Trainer.train_step
+
+    def wrong(self: Trainer, batch: Any, rate: float) -> Any:
+        step(self, batch, rate)
+        return step(self, batch, rate)
+
+    patch.setattr(Trainer, "train_step", wrong)
+
+
+def moved_tensors(patch: Patch) -> None:
+    resume = CheckedEngine.resume
+
+    def wrong(self: CheckedEngine, *arguments: Any, **named: Any) -> Any:
+        done = resume(self, *arguments, **named)
+        weights: Any = self.engine.model.weights
+        weights["model.norm.weight"] = weights["model.norm.weight"].clone()
+        return done
+
+    patch.setattr(CheckedEngine, "resume", wrong)
+
+
+def resident_engine(patch: Patch) -> None:
+    phases = LocalLoop.phases
+
+    def wrong(self: LocalLoop) -> Any:
+        return {**phases(self), "train": {"engine": ["kv_cache"], "trainer": self.tags["trainer"]}}
+
+    patch.setattr(LocalLoop, "phases", wrong)
+
+
+FAULTS: list[tuple[Callable[[Patch], None], str]] = [
+    (old_weights, "weights are the trainer's: engine 0 has others: "),
+    (no_weights, "weights are the trainer's: "),
+    (old_cache, "tokens are the same after a pause: "),
+    (cold_sampler, "log-probabilities agree: "),
+    (cold_sampler_that_hides, "tokens are the policy's: "),
+    (warm_trainer, "log-probabilities agree: "),
+    (not_a_number, "log-probabilities agree: they differ by nan"),
+    (inverted_weights, "importance weights: "),
+    (lost_moments, "parameters and moments outlast a pause: trainer 0 has others: optimizer"),
+    (forgotten_moments, "moments are those of the last step: "),
+    (no_backup_of_moments, "optimizer"),
+    (no_backup_of_weights, "weights"),
+    (two_updates, "each update is applied once: "),
+    (moved_tensors, "addresses are the same: "),
+    (resident_engine, "the engines' memory is free: "),
+]
+
+
+@pytest.mark.parametrize(("plant", "text"), FAULTS, ids=lambda each: getattr(each, "__name__", ""))
+def test_a_wrong_change_ends_the_run(run: Run, monkeypatch: Patch, plant: Callable[[Patch], None], text: str) -> None:
+    plant(monkeypatch)
+    dtype = "float32" if plant in (warm_trainer, cold_sampler) else "bfloat16"  # the dtype that hides more
+    with pytest.raises((CheckError, memsaver.Error)) as ended:
+        run("--engine-dtype", dtype)
+    assert text in str(ended.value)
+
+
+@pytest.mark.parametrize("name", ["prefix_hit_tokens", "preemptions"])
+def test_a_run_without_its_pressure_is_void(run: Run, name: str) -> None:
+    engine = dataclasses.replace(RECIPES["tiny"].engine, prefix_cache=name != "prefix_hit_tokens")
+    with pytest.raises(CheckError, match=f"{name} above zero: they are 0"):
+        run(engine=engine, kv_blocks=1000 if name == "preemptions" else 64)
+
+
+def test_a_step_that_is_not_finite_ends_the_run(run: Run, monkeypatch: Patch) -> None:
+    step = example.TrainerActor.train
+
+    def wrong(self: example.TrainerActor, samples: Sequence[Sample], rate: float) -> Any:
+        return step(self, [dataclasses.replace(each, advantage=math.nan) for each in samples], rate)
+
+    monkeypatch.setattr(example.TrainerActor, "train", wrong)
+    with pytest.raises(NonFiniteError, match="optimizer step 1 was not applied: the gradient norm is nan"):
+        run()
+
+
+def test_zero_advantages_leave_the_weights_as_they_are(run: Run) -> None:
+    loop = run("--zero-advantages")
+    rewards = loop.rollouts.held_out_rewards()
+    assert rewards == loop.warm and verdict(loop.warm, rewards)[0] is False
+
+
+def test_a_verdict_counts_in_standard_errors() -> None:
+    before = [0.0] * 50 + [1.0] * 50
+    assert verdict(before, [0.0] * 30 + [1.0] * 70)[0]
+    assert not verdict(before, [1.0, 1.0, *before[2:]])[0]  # +0.02, of 0.014
+    learned, text = verdict(before, [0.0] * 100)
+    assert not learned and "0.500 -> 0.000, -0.500 with a standard error of 0.050: NOT learned" in text
+
+
+def test_a_run_learns_and_one_of_the_wrong_sign_does_not(run: Run, monkeypatch: Patch, tmp_path: Path) -> None:
+    loop = run("--recipe", "cpu", "--steps", "4", "--prompts", "24", "--checkpoint-dir", str(tmp_path))
+    assert verdict(loop.warm, loop.rollouts.held_out_rewards())[0]
+    shutil.rmtree(tmp_path / "step-00000004")
+    loss = trainer.policy_loss
+
+    def wrong(*arguments: Any) -> Any:
+        total, clipped = loss(*arguments)
+        return -total, clipped
+
+    monkeypatch.setattr(trainer, "policy_loss", wrong)
+    loop.goes_back = True
+    loop.run()
+    assert loop.steps_done == 4
+    assert not verdict(loop.warm, loop.rollouts.held_out_rewards())[0]

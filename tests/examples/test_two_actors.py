@@ -1,0 +1,30 @@
+"""The smallest program with Ray runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="needs ray")
+pytest.importorskip("transformers", reason="its model is one of transformers")
+
+
+def test_two_actors_take_turns_and_learn(tmp_path: Path) -> None:
+    size = (128 << 20) + os.getpid() % 100 * (2 << 20)  # no device that a concurrent process uses
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.two_actors", "--steps", "20"],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "MEMSAVER_HOST_DEVICE": str(size), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rewards = [float(each) for each in re.findall(r"step \d+: reward ([\d.]+)", done.stdout)]
+    assert len(rewards) == 20
+    assert rewards[0] < 0.6 and rewards[-1] > 0.7
