@@ -64,7 +64,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     add("--ranks", type=_number(int, 1), default=1, help="engines and trainers, a pair for each GPU")
     add("--ranks-per-gpu", type=_number(int, 1), default=1, help="pairs that share a GPU")
     add("--engine-dtype", choices=("float32", "bfloat16"), help="by default the recipe's")
-    for name, kind in (("steps", int), ("warm_up_steps", int), ("prompts", int), ("rate", float)):
+    for name, kind in (("steps", int), ("warm_up_steps", int), ("prompts", int), ("held_out", int), ("rate", float)):
         add(f"--{name.replace('_', '-')}", type=_number(kind, 0), help="by default the recipe's")
     add("--max-new-tokens", type=_number(int, 1), help="of a completion; by default the recipe's")
     add("--seed", type=int, default=0)
@@ -103,7 +103,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
 
 def _recipe(found: argparse.Namespace) -> Recipe:
     recipe = of_folder(found.model) if found.model else RECIPES[found.recipe or ("gpu", "cpu")[found.device == "cpu"]]
-    names = ("steps", "warm_up_steps", "prompts", "rate", "max_new_tokens")
+    names = ("steps", "warm_up_steps", "prompts", "held_out", "rate", "max_new_tokens")
     if found.engine_dtype is not None:
         recipe = replace(recipe, model=replace(recipe.model, dtype=getattr(torch, found.engine_dtype)))
     return replace(recipe, **{name: getattr(found, name) for name in names if getattr(found, name) is not None})

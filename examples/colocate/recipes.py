@@ -47,7 +47,9 @@ class Recipe:
     minibatches: int = 2  # steps of the optimizer for each rollout
     rate: float = 1.5e-3
     # Memory
-    host_bytes: int = 16 * MIB  # that a pair may take of the host driver's device; on CUDA the GPU's own counts
+    host_bytes: int = (
+        10 * MIB
+    )  # of the host device, for a pair: less than both roles need. On CUDA the GPU's own counts
     outside_bytes: int = 6 * GIB  # of a GPU, for a pair: contexts, and torch's default pool of the engine
     memory_timeout: float = 60.0  # seconds to wait for memory that another actor releases
     probes: int = 8  # requests that are running in a pause of each step

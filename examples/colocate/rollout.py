@@ -9,6 +9,7 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import GetTimeoutError
+from torch import Tensor
 
 from .engine import Completion, SamplingParams
 from .grpo import group_advantages
@@ -36,9 +37,14 @@ class Rollout:
     """Completions of a step's problems, groups side by side."""
 
     samples: list[Sample]
-    reward: float  # mean
+    rewards: Tensor  # of the completions: fp32 [prompts, group]
     length: float  # mean, in tokens
     truncated: float  # share of the completions that reached the longest length
+
+    @property
+    def reward(self) -> float:
+        """The mean."""
+        return float(self.rewards.mean())
 
     @property
     def num_tokens(self) -> int:
@@ -96,8 +102,8 @@ class Rollouts:
         """Sampled completions, `group` of each of so many training problems, with their advantages."""
         problems = self.task.sample(prompts)
         completions = self.complete(problems, group)
-        rewards = torch.tensor(self.rewards(problems, completions))
-        advantages = group_advantages(rewards.view(prompts, group), zero_advantages).flatten().tolist()
+        rewards = torch.tensor(self.rewards(problems, completions)).view(prompts, group)
+        advantages = group_advantages(rewards, zero_advantages).flatten().tolist()
         samples = [
             Sample(each.prompt, each.tokens, each.logprobs, advantage)
             for each, advantage in zip(completions, advantages)
@@ -106,4 +112,4 @@ class Rollouts:
             sum(len(each.tokens) for each in completions),
             [each.finish_reason == "length" for each in completions],
         )
-        return Rollout(samples, float(rewards.mean()), tokens / len(samples), sum(cut) / len(samples))
+        return Rollout(samples, rewards, tokens / len(samples), sum(cut) / len(samples))

@@ -1,4 +1,4 @@
-"""Wrong changes of the example, each of which ends a run with a check's name. The actors are objects of one process."""
+"""The loop with actors that are objects of one process: each wrong change ends a run with the name of a check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from examples.colocate import rollout  # noqa: E402
 from examples.colocate.checks.actors import CheckedEngine, CheckedTrainer, CheckError  # noqa: E402
 from examples.colocate.checks.proofs import verdict  # noqa: E402
 from examples.colocate.checks.recovery import RecoverableLoop  # noqa: E402
-from examples.colocate.engine import Engine, SamplingParams  # noqa: E402
+from examples.colocate.engine import Engine, EngineConfig, SamplingParams  # noqa: E402
 from examples.colocate.engine.block_manager import BlockManager  # noqa: E402
 from examples.colocate.options import parse  # noqa: E402
 from examples.colocate.recipes import RECIPES  # noqa: E402
@@ -70,7 +70,9 @@ def run(monkeypatch: Patch) -> Iterator[Run]:
 
     def run(*arguments: str, **recipe: Any) -> LocalLoop:
         options, chosen, task = parse(["--device", "cpu", "--recipe", "tiny", *arguments])
-        if chosen.steps == RECIPES["tiny"].steps:  # nothing is learned, and hardly a completion is right
+        if (
+            chosen.warm_up_steps == RECIPES["tiny"].warm_up_steps
+        ):  # nothing is learned, and hardly a completion is right
             task.reward = lambda fields, text: float("1" in text)
         options = dataclasses.replace(options, host_device=DEVICE_BYTES)
         made.append(LocalLoop(options, dataclasses.replace(chosen, **recipe), task))
@@ -108,6 +110,7 @@ def test_an_honest_run_passes_its_checks(run: Run) -> None:
         "addresses are the same": 5,
         "weights outlast a pause": 5,
         "tokens are the same after a pause": 2,
+        "advantages are of the group": 2,
         "parameters and moments outlast a pause": 2,
         "log-probabilities agree": 2,
         "tokens are the policy's": 2,
@@ -177,6 +180,12 @@ def cold_sampler_that_hides(patch: Patch) -> None:
         return train(self, hidden, rate)
 
     patch.setattr(CheckedTrainer, "train", wrong)
+
+
+def wrong_groups(patch: Patch) -> None:
+    """Each completion has the advantage of one of another group."""
+    right = rollout.group_advantages
+    patch.setattr(rollout, "group_advantages", lambda rewards, zero: right(rewards, zero).roll(1, 0))
 
 
 def warm_trainer(patch: Patch) -> None:
@@ -272,6 +281,7 @@ FAULTS: list[tuple[Callable[[Patch], None], str]] = [
     (old_cache, "tokens are the same after a pause: "),
     (cold_sampler, "log-probabilities agree: "),
     (cold_sampler_that_hides, "tokens are the policy's: "),
+    (wrong_groups, "advantages are of the group: "),
     (warm_trainer, "log-probabilities agree: "),
     (not_a_number, "log-probabilities agree: they differ by nan"),
     (inverted_weights, "importance weights: "),
@@ -341,3 +351,37 @@ def test_a_run_learns_and_one_of_the_wrong_sign_does_not(run: Run, monkeypatch: 
     loop.run()
     assert loop.steps_done == 4
     assert not verdict(loop.warm, loop.rollouts.held_out_rewards())[0]
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "Qwen2"])
+def test_a_model_of_a_folder_runs_with_the_users_prompts(run: Run, tmp_path: Path, kind: str) -> None:
+    """bf16 on both sides. The model is random: the reward is for any completion that ends."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = ["<eos>", *"0123456789+=?"]
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(zip(words, range(len(words)))), unk_token="?"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>").save_pretrained(tmp_path)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": len(words)}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    settings = getattr(transformers, f"{kind}Config")(**sizes, **heads, head_dim=8)
+    getattr(transformers, f"{kind}ForCausalLM")(settings).save_pretrained(tmp_path)
+    (tmp_path / "prompts").write_text("\n".join(f'{{"prompt": "{a}+{b}="}}' for a in range(9) for b in range(9)))
+    (tmp_path / "reward.py").write_text("def reward(fields, text): return 1 - len(text) / 16")
+    task = ("--task", str(tmp_path / "prompts"), "--reward", str(tmp_path / "reward.py"), "--held-out", "9")
+    small = {"engine": EngineConfig(max_batch_size=16, block_size=2), "kv_blocks": 80, "host_bytes": 16 << 20}
+    loop = run(
+        "--model",
+        str(tmp_path),
+        *task,
+        "--steps",
+        "3",
+        "--rate",
+        "1e-3",
+        "--prompts",
+        "8",
+        "--max-new-tokens",
+        "16",
+        **small,
+    )
+    assert loop.recipe.model.dtype == loop.recipe.trainer.dtype == torch.bfloat16
+    assert loop.passed["weights are the trainer's"] == 4 and loop.statistics.mean("gap") > 0

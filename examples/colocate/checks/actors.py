@@ -19,7 +19,7 @@ from ..model import WeightPart
 from ..trainer import RankBatch, Sample, StepMetrics, TokenStatistics
 
 _POLL_S = 0.05
-_IN_FLIGHT = 4  # tokens of a request before the pause in which it is running
+_IN_FLIGHT = 4  # steps of requests before the pause in which they are running
 
 
 class CheckError(RuntimeError):
@@ -76,7 +76,7 @@ class CheckedEngine(EngineActor, Memory):
     def start(self, prompts: list[list[int]], sampling: SamplingParams) -> None:
         """Begin requests, and leave them running."""
         self._requests = [self.engine.submit(prompt, sampling) for prompt in prompts]
-        while max(len(each.tokens) - len(each.prompt) for each in self._requests) < _IN_FLIGHT:
+        for _ in range(_IN_FLIGHT):  # each step is a prefill of some, or a token of each that runs
             self.engine.step()
 
     def finish(self) -> list[Completion]:

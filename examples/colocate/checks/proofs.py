@@ -91,7 +91,13 @@ class CheckedLoop(Loop):
         is_same = gap <= self.bounds[0] and same == len(pairs) if self.exact else 2 * same >= len(pairs)
         text = f"{same} of {len(pairs)} completions are the same, log-probabilities differ by {gap:.2g}"
         self.check("tokens are the same after a pause", is_same and math.isfinite(gap), text)
-        return super().rollout()
+        rollout = super().rollout()
+        if not self.options.zero_advantages:
+            advantages = torch.tensor([each.advantage for each in rollout.samples]).view_as(rollout.rewards)
+            better = rollout.rewards - rollout.rewards.mean(1, keepdim=True)
+            wrong = int((better.sign() != advantages.sign()).sum())
+            self.check("advantages are of the group", wrong == 0, f"{wrong} have another sign than reward - mean")
+        return rollout
 
     def train(self, samples: Sequence[Sample]) -> tuple[StepMetrics, TokenStatistics]:
         """The tokens are those of the trainer's policy, and each update is applied once."""
