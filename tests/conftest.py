@@ -45,7 +45,7 @@ def _why_no_gpu() -> str | None:
 
 def _is_apart(item: pytest.Item) -> bool:
     marks = {mark.name for mark in item.iter_markers()}
-    return bool(marks & {"isolated", "gpus"}) and "PYTEST_APART" not in os.environ
+    return bool(marks & {"isolated", "alone", "gpus"}) and "PYTEST_APART" not in os.environ
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,8 +72,8 @@ _texts: dict[str, str | None] = {}  # of tests that failed in a process of their
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is marked ``isolated`` in a process of its own, with a device of its own. Those marked ``gpus``
-    run in one process for all of a file.
+    """Runs a test that is marked ``isolated`` in a process of its own, with a device of its own. Those marked ``alone``
+    or ``gpus`` run in one process for all of a file.
     """
     if not _is_apart(pyfuncitem):
         return None
@@ -82,9 +82,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         together = [pyfuncitem.nodeid]
         if pyfuncitem.get_closest_marker("isolated") is None:
             file = [item for item in pyfuncitem.session.items if item.path == pyfuncitem.path]
-            file = [
-                item for item in file if item.get_closest_marker("gpus") and not item.get_closest_marker("isolated")
-            ]
+            mark = "gpus" if on_gpus else "alone"
+            file = [item for item in file if item.get_closest_marker(mark) and not item.get_closest_marker("isolated")]
             together = [item.nodeid for item in file]
         _texts.update(_run_apart(pyfuncitem.config.rootpath, together, on_gpus))
     text = _texts.pop(pyfuncitem.nodeid)  # a test that is repeated runs again

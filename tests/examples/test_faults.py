@@ -33,6 +33,8 @@ from examples.colocate.trainer.weights import WeightWriter  # noqa: E402
 from memsaver import regions  # noqa: E402
 from memsaver.config import parse_size  # noqa: E402
 
+pytestmark = pytest.mark.alone  # the loop turns its process into a client of a small shared pool
+
 DEVICE_BYTES = parse_size(os.environ.get("MEMSAVER_HOST_DEVICE", "96MiB"), "host_device")
 
 
