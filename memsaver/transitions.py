@@ -432,7 +432,7 @@ def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
     live tensor stays whole. A pause and a resume lay the chunks of a region out anew.
 
     A pool of torch cannot shrink, so a new pool takes its place. Segments with live tensors are freed after the tensors
-    by ``torch.cuda.empty_cache()``. Pools with graphs are not changed.
+    by ``torch.cuda.empty_cache()``. Pools with graphs are not changed. torch may empty its other caches as well.
 
     Args:
         tags: A tag, a Region, several of either, or None for all regions.
