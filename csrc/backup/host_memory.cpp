@@ -96,7 +96,7 @@ std::optional<std::string> cgroup_path(const std::string& groups, const Version&
   return std::nullopt;
 }
 
-// What a limit leaves until nine tenths of `total` are in use.
+// The bytes of a limit that are left until nine tenths of `total` are in use.
 std::size_t left_of(std::size_t available, std::size_t total) {
   return available - std::min(available, total / kFreePart);
 }

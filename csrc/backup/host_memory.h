@@ -30,7 +30,7 @@ class HostBudget {
  public:
   static constexpr std::size_t kLargestSlab = std::size_t{1} << 30;  // one registration each
 
-  // Without a limit: what host_memory_left() says.
+  // Without a limit: the bytes of host_memory_left().
   void set_limit(std::optional<std::size_t> bytes);
   void use_nodes_with_cpus();  // counts these nodes alone from here on: others may be memory of a GPU
   // Both throw BackupError, with the figures, if `bytes` exceed the budget. check() takes nothing.

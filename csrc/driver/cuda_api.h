@@ -135,7 +135,7 @@ struct Holding {
   std::optional<std::size_t> imported = std::nullopt;
 };
 
-// A kind of device: the driver's calls, and what these do not tell.
+// A kind of device: the driver's calls, and the facts that no call returns.
 struct Platform {
   const Api& api;
   const char* uuid_prefix;

@@ -19,7 +19,7 @@ constexpr std::string_view kFileName = "memsaver-";
 
 [[noreturn]] void refuse(const std::string& why) { throw Refused(kInvalidValue, why); }
 
-// Addresses without memory and without access. MAP_FIXED: in the place of what is there.
+// Addresses without memory and without access. MAP_FIXED: it replaces the former mapping.
 Address map_nothing(Address at, std::size_t size, int fixed) {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | fixed;
   void* memory = ::mmap(bytes_at(at), size, PROT_NONE, flags, -1, 0);

@@ -1,4 +1,4 @@
-"""The actors of a run with checks: what a check, a checkpoint or a recovery asks of them."""
+"""The actors of a run with checks: the methods for checks, checkpoints and recovery."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ COUNTS = ("prefix_hit_tokens", "preemptions", "recomputed")
 
 
 class CheckedLoop(Loop):
-    """A loop that proves what it relies on. `passed`: how often each check has held."""
+    """A loop that checks its own assumptions. `passed`: how often each check has held."""
 
     kinds = {"engine": CheckedEngine, "trainer": CheckedTrainer}
 
