@@ -16,12 +16,14 @@ import memsaver
 from .checks.actors import CheckError
 from .checks.proofs import verdict
 from .checks.recovery import RecoverableLoop
+from .model.folder import FolderError
 from .options import Options, parse
 from .rollout import HungError
 from .trainer import CheckpointError, NonFiniteError
 
 FAILED, NOT_LEARNED = 1, 4  # exit statuses
-_EXPECTED = (CheckError, CheckpointError, HungError, NonFiniteError, memsaver.Error)  # they explain themselves
+# They explain themselves.
+_EXPECTED = (CheckError, CheckpointError, FolderError, HungError, NonFiniteError, memsaver.Error)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,8 +10,8 @@ import torch
 
 from .arithmetic import VOCABULARY
 from .engine import EngineConfig
-from .engine.loader import load_config
 from .model import ModelConfig, parameter_shapes
+from .model.folder import load_config
 from .trainer import TrainerConfig
 
 MIB = 1 << 20

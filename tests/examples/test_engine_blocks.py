@@ -181,7 +181,7 @@ def test_requests_that_are_put_back_keep_their_order() -> None:
     each = [sequence([token] * 3) for token in range(4)]
     queued(scheduler, *each)
     run(scheduler, scheduler.schedule())
-    assert scheduler.running == each[:1] and scheduler.prefilling == each[1:2]
+    assert scheduler.running == each[:2] and scheduler.decoding == each[:1]
     scheduler.put_back_all()
     assert list(scheduler.waiting) == each and scheduler.blocks.num_free == 32
     assert (scheduler.counts.recomputed, scheduler.counts.preemptions) == (2, 0)
@@ -202,13 +202,13 @@ def test_random_requests_end_with_all_blocks_and_rows_free(seed: int) -> None:
     requests = [sequence([draw.randrange(2) for _ in range(draw.randint(1, 9))], new=1 + at % 7) for at in range(40)]
     queued(scheduler, *requests)
     cancelled, late = draw.sample(requests, 4), Step([], prefill=False)
-    while scheduler.waiting or scheduler.active:
+    while scheduler.waiting or scheduler.running:
         step = scheduler.schedule()
         assert step.chunks or late.chunks
-        for request in scheduler.active:
+        for request in scheduler.running:
             assert 0 not in request.blocks and len(set(request.blocks)) == len(request.blocks)
             assert len(request.blocks) * 2 >= request.num_computed
-        assert len({request.row for request in scheduler.active}) == len(scheduler.active) <= 3
+        assert len({request.row for request in scheduler.running}) == len(scheduler.running) <= 3
         if cancelled and draw.random() < 0.1:
             scheduler.cancel(cancelled.pop())
         run(scheduler, late, token=draw.randrange(2))

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
 from examples.colocate.model import ModelConfig, parameter_shapes
+from examples.colocate.model.folder import FolderError
 from examples.colocate.trainer import (
     CheckpointError,
     NonFiniteError,
@@ -287,9 +288,7 @@ def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(trainer: Train
 def test_the_engine_agrees_about_tokens_it_sampled(temperature: float) -> None:
     trainer = Trainer(MODEL, replace(PLAIN, temperature=temperature, seed=2), join("cpu"))
     engine = Engine(MODEL, EngineConfig(max_batch_size=32, block_size=4, num_blocks=320))
-    for bucket in trainer.weights.buckets(2000):
-        engine.load_weights(bucket.items(), partial=True)
-    engine.load_weights(())
+    engine.load_weights(weights(trainer).items())
     prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]] * 8
     done = engine.generate(prompts, SamplingParams(temperature, max_new_tokens=12))
     _, statistics = trainer.recompute([Sample(each.prompt, each.tokens, each.logprobs) for each in done])
@@ -388,12 +387,12 @@ def test_a_model_of_transformers_computes_and_learns_the_same(config: ModelConfi
 
 
 def test_a_folder_without_the_models_parameters_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="expected the model's parameters in safetensors"):
+    with pytest.raises(FolderError, match="expected the model's parameters in safetensors"):
         Trainer(MODEL, PLAIN, join("cpu"), tmp_path)
     transformers_model(MODEL).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="model.layers.2"):
+    with pytest.raises(FolderError, match="model.layers.2"):
         Trainer(replace(MODEL, num_layers=3), PLAIN, join("cpu"), tmp_path)
-    with pytest.raises(CheckpointError, match="embed_tokens.weight has shape"):
+    with pytest.raises(FolderError, match="embed_tokens.weight has shape"):
         Trainer(replace(MODEL, vocab_size=17), PLAIN, join("cpu"), tmp_path)
 
 

@@ -18,7 +18,7 @@ from examples.colocate.model import ModelConfig, bit_sum, parameter_shapes
 from examples.colocate.trainer import EngineWeights, Trainer
 from examples.colocate.trainer.process_group import join
 from examples.colocate.trainer.weights import WeightWriter
-from tests.examples.trainer_support import MODEL, PLAIN, samples
+from tests.examples.trainer_support import MODEL, PLAIN, samples, weights
 
 MODELS = {
     "qwen3": MODEL,
@@ -57,7 +57,7 @@ def test_every_tensor_is_that_of_a_checkpoint_load(model: ModelConfig, size: int
     trainer.warm_up(samples(), 1e-2)  # biases are not zero any more
     for dtype in DTYPES:
         writer, typed = WeightWriter(trainer.model, dtype), replace(model, dtype=dtype)
-        full = {name: tensor for bucket in writer.buckets(4000) for name, tensor in bucket.items()}
+        full = {name: tensor.to(dtype) for name, tensor in weights(trainer).items()}
         assert {name: tuple(tensor.shape) for name, tensor in full.items()} == parameter_shapes(model)
         expected = decoders(typed, size)
         for each in expected:

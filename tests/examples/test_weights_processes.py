@@ -24,7 +24,7 @@ from examples.colocate.model import ModelConfig, weight_layout
 from examples.colocate.trainer import EngineWeights, Trainer
 from examples.colocate.trainer.process_group import join
 from tests.broker_support import Running
-from tests.examples.trainer_support import PLAIN, samples
+from tests.examples.trainer_support import PLAIN, samples, weights
 from tests.pool_support import Worker
 
 # Of 17 rows the trainer's ranks have 9 and 8. Of 36 and 46 columns the engine's ranks have halves.
@@ -88,7 +88,7 @@ class TrainerSide:
         return self.trainer.weights.write([EngineWeights(pickle.loads(one), layout) for one, layout in shared], gather)
 
     def save(self, path: str) -> None:
-        whole = {name: tensor for bucket in self.trainer.weights.buckets(900) for name, tensor in bucket.items()}
+        whole = weights(self.trainer)
         layouts = [weight_layout(MODEL, rank, size) for rank, size in ((0, 2), (1, 2), (0, 1))]
         checksums = [self.trainer.weights.checksums(layout) for layout in layouts]
         if self.trainer.rank == 0:

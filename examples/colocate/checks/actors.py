@@ -89,12 +89,12 @@ class CheckedEngine(EngineActor, Memory):
 
     def random_state(self) -> list[int]:
         """The sampler's: its seed, and the number of its calls."""
-        state: list[int] = self.engine.runner.sampler.state.tolist()
+        state: list[int] = self.engine.random_state.tolist()
         return state
 
     def set_random_state(self, states: Sequence[list[int]]) -> None:
         """To that of this rank."""
-        self.engine.runner.sampler.state.copy_(torch.tensor(states[self.rank]))
+        self.engine.random_state.copy_(torch.tensor(states[self.rank]))
 
 
 class CheckedTrainer(TrainerActor, Memory):

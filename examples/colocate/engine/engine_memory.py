@@ -48,11 +48,17 @@ class EngineMemory:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Around warm-up and captures. If this raises, drop the graphs captured inside."""
-        with torch.cuda.device(self.device), _garbage_frozen():
-            # One stream for all: cuBLAS keeps a workspace for each stream for good, so the capture's has to be made by
-            # the warm-up, outside any region.
-            self._stream = self._stream or torch.cuda.Stream()
+        # One stream for all: cuBLAS keeps a workspace for each stream for good, so the capture's has to be made by the
+        # warm-up, outside any region.
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # a collection in the middle of a capture could free CUDA memory and break it
+        try:
             yield
+        finally:
+            gc.enable()
+            gc.unfreeze()
 
     def warm_up(self, functions: list[Callable[[], object]]) -> None:
         """Run each twice: the first run compiles kernels, loads libraries, and makes allocations that last."""
@@ -70,19 +76,18 @@ class EngineMemory:
 
         Raises the function's error, or the error that ended the capture.
         """
-        reason: BaseException | None = None
+        reasons: list[BaseException] = []
         graph, context = self._graph()
         try:
             with context:
                 try:
                     return graph, function()
                 except BaseException as error:
-                    reason = error
+                    reasons.append(error)
                     raise
-        except BaseException:
-            if reason is not None:
-                raise reason from None  # the end of a broken capture raises as well; the first error is the cause
-            raise
+        except BaseException as end:
+            # The end of a broken capture raises as well; the first error is the cause.
+            raise (*reasons, end)[0] from None
 
     def _graph(self) -> tuple[Any, AbstractContextManager[Any]]:
         """A graph, and the context that captures it: its memory comes from the region, its replays need all regions."""
@@ -90,21 +95,6 @@ class EngineMemory:
             self.cuda_graph = memsaver.region("cuda_graph", device=str(self.device), backup=_GRAPH_BACKUP)
         graph, needs = memsaver.CUDAGraph(), [self.weights, self.kv_cache, self.buffers]
         return graph, memsaver.graph(graph, region=self.cuda_graph, needs=needs, stream=self._stream)
-
-
-@contextmanager
-def _garbage_frozen() -> Iterator[None]:
-    """No collection inside: one in the middle of a capture could free CUDA memory and break it."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if enabled:
-            gc.enable()
 
 
 def borrowed(tensor: Tensor) -> Tensor:

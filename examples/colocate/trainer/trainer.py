@@ -146,12 +146,6 @@ class Trainer:
         sums = torch.stack([bit_sum(local(tensor)) for tensor in tensors.values()])
         return dict(zip(tensors, sums.tolist()))
 
-    def release_activations(self) -> None:
-        """Wait for the device, and release the free memory of torch's default pool."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-
     def _forward(self, batch: MicroBatch, temperature: float, with_statistics: bool = False) -> Tensor:
         """Log-probabilities of a micro-batch, and statistics: see `token_logprobs`."""
         on_device, chunk = batch.to(self.device), self.config.logit_chunk

@@ -1,8 +1,8 @@
-"""The weights for engines: written into their tensors, slice by slice, or sent in buckets of bounded size."""
+"""The weights for engines, written into their tensors slice by slice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,21 +60,6 @@ class WeightWriter:
         sums = torch.stack([bit_sum(part.to(self._dtype)) for part in parts])
         dist.all_reduce(sums)
         return dict(zip(layout, sums.tolist()))
-
-    @torch.no_grad()
-    def buckets(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Full tensors on the CPU by name, at most `max_bytes` at a time or one larger tensor. A collective.
-
-        For engines whose memory no other process can write.
-        """
-        bucket: dict[str, Tensor] = {}
-        for name in self._parameters:
-            full = self._gathered(name).cpu()
-            if bucket and sum(each.nbytes for each in bucket.values()) + full.nbytes > max_bytes:
-                yield bucket
-                bucket = {}
-            bucket[name] = full
-        yield bucket
 
     def _gathered(self, name: str) -> Tensor:
         """The full parameter, cast before it is sent: 16 bits halve the traffic of 32."""
