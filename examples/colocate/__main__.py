@@ -61,7 +61,7 @@ def start_ray(options: Options) -> None:
     """Join the cluster at `--address`, or start a local one with a CPU for each actor."""
     # Without this, Ray hides the GPUs from actors that request no share of a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    cpus = max(os.cpu_count() or 1, 2 * options.ranks)
+    cpus = max(os.cpu_count() or 1, 2 * options.pairs)
     local = {} if options.address else {"num_cpus": cpus, "include_dashboard": False}
     ray.init(address=options.address or "local", logging_level=logging.ERROR, **local)
 

@@ -30,7 +30,7 @@ from examples.colocate.options import parse  # noqa: E402
 from examples.colocate.recipes import RECIPES  # noqa: E402
 from examples.colocate.trainer import NonFiniteError, Sample, Trainer, trainer  # noqa: E402
 from examples.colocate.trainer.weights import WeightWriter  # noqa: E402
-from memsaver import regions  # noqa: E402
+from memsaver import _guests, regions  # noqa: E402
 from memsaver.config import parse_size  # noqa: E402
 
 pytestmark = pytest.mark.alone  # the loop turns its process into a client of a small shared pool
@@ -91,6 +91,8 @@ def run(monkeypatch: Patch) -> Iterator[Run]:
     gc.collect()
     for region in regions.all_regions():
         region.close()
+    for entry in list(_guests._entries.values()):
+        memsaver.unregister(entry.guest)
 
 
 def test_the_loop_runs_without_checks(run: Run) -> None:
@@ -104,23 +106,40 @@ def test_the_loop_runs_without_checks(run: Run) -> None:
     assert loop.seconds.keys() == {"rollout", "train", "sync", "step"}
 
 
+HONEST = {
+    "the engines' memory is free": 3,
+    "weights are the trainer's": 3,  # after the warm-up, and after each step
+    "addresses are the same": 5,
+    "weights outlast a pause": 5,
+    "tokens are the same after a pause": 2,
+    "advantages are of the group": 2,
+    "parameters and moments outlast a pause": 2,
+    "log-probabilities agree": 2,
+    "tokens are the policy's": 2,
+    "each update is applied once": 2,
+    "prefix_hit_tokens above zero": 1,
+    "preemptions above zero": 1,
+    "recomputed above zero": 1,
+}
+
+
 def test_an_honest_run_passes_its_checks(run: Run) -> None:
-    loop = run()
-    assert dict(loop.passed) == {
-        "the engines' memory is free": 3,
-        "weights are the trainer's": 3,  # after the warm-up, and after each step
-        "addresses are the same": 5,
-        "weights outlast a pause": 5,
-        "tokens are the same after a pause": 2,
-        "advantages are of the group": 2,
-        "parameters and moments outlast a pause": 2,
-        "log-probabilities agree": 2,
-        "tokens are the policy's": 2,
-        "each update is applied once": 2,
-        "prefix_hit_tokens above zero": 1,
-        "preemptions above zero": 1,
-        "recomputed above zero": 1,
-    }
+    assert dict(run().passed) == HONEST
+
+
+@pytest.mark.parametrize("saver", ["resident", "to-cpu"])
+def test_the_checks_hold_with_each_saver(run: Run, saver: str) -> None:
+    found, void = (
+        run("--memory", saver),
+        {"resident": "the engines' memory is free", "to-cpu": "addresses are the same"},
+    )
+    assert found.passed == {name: count for name, count in HONEST.items() if name != void[saver]}
+
+
+def test_torch_memory_saver_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--device", "cpu", "--memory", "torch_memory_saver"])
+    assert "--memory torch_memory_saver needs a GPU and the package torch_memory_saver" in capsys.readouterr().err
 
 
 def times(tensors: Any, factor: float) -> None:

@@ -30,12 +30,16 @@ class Memory(Worker):
     """Figures of the device, for both roles."""
 
     def mapped_bytes(self, tags: Sequence[str]) -> int:
-        """That the regions of these tags hold."""
-        regions = memsaver.stats().devices[str(self.device)].regions
-        return sum(region.mapped_bytes for region in regions if region.tag in tags)
+        """That the regions of these tags hold, or the guests of another saver."""
+        stats = memsaver.stats()
+        regions = stats.devices[str(self.device)].regions if str(self.device) in stats.devices else []
+        held = sum(region.mapped_bytes for region in regions if region.tag in tags)
+        return held + sum(guest.nbytes or 0 for guest in stats.guests if guest.name in tags)
 
     def free_bytes(self) -> int:
-        """That the pool has left."""
+        """That the pool has left. Other savers have none."""
+        if not self.in_regions:
+            return 0
         memsaver.region("overwrite", device=str(self.device))  # the first region joins the pool
         pool = memsaver.stats().devices[str(self.device)].pool
         return pool.available_bytes or 0 if pool else 0
@@ -43,12 +47,14 @@ class Memory(Worker):
     def await_memory(self, seconds: float) -> None:
         """Wait until all memory is free, as dead processes' is after a while; no longer than this."""
         until = time.monotonic() + seconds
-        while self.free_bytes() < self.capacity and time.monotonic() < until:
+        while self.in_regions and self.free_bytes() < self.capacity and time.monotonic() < until:
             time.sleep(_POLL_S)
 
     def overwrite(self) -> int:
         """Make all free memory NaN in every floating type. One rank of a device does. Returns the bytes."""
         count = self.free_bytes() if self.rank % self.sharers == 0 else 0
+        if count == 0:
+            return 0
         taken = memsaver.region("overwrite", device=str(self.device)).empty((count,), torch.uint8)
         taken.fill_(0xFF)
         del taken
@@ -61,9 +67,6 @@ class CheckedEngine(EngineActor, Memory):
 
     def addresses(self) -> dict[str, int]:
         return self.engine.addresses()
-
-    def layout(self) -> dict[str, WeightPart]:
-        return self.engine.weight_layout
 
     def checksums(self) -> dict[str, int]:
         """Of the weights."""

@@ -31,11 +31,13 @@ class EngineMemory:
     Graphs of one pool never run at the same time, so they share its memory: the largest is captured first.
     """
 
+    region: Any = staticmethod(memsaver.region)
+
     def __init__(self, device: torch.device) -> None:
         self.device, self.captures_graphs = device, device.type == "cuda"
-        self.weights = memsaver.region("weights", device=str(device), backup="host")
-        self.kv_cache = memsaver.region("kv_cache", device=str(device))
-        self.buffers = memsaver.region("buffers", device=str(device), backup="host")
+        self.weights: Any = self.region("weights", device=str(device), backup="host")
+        self.kv_cache: Any = self.region("kv_cache", device=str(device))
+        self.buffers: Any = self.region("buffers", device=str(device), backup="host")
         self.cuda_graph: Any = None
         self._stream: Any = None
 
@@ -77,7 +79,7 @@ class EngineMemory:
         Raises the function's error, or the error that ended the capture.
         """
         reasons: list[BaseException] = []
-        graph, context = self._graph()
+        graph, context = self.graph()
         try:
             with context:
                 try:
@@ -89,7 +91,7 @@ class EngineMemory:
             # The end of a broken capture raises as well; the first error is the cause.
             raise (*reasons, end)[0] from None
 
-    def _graph(self) -> tuple[Any, AbstractContextManager[Any]]:
+    def graph(self) -> tuple[Any, AbstractContextManager[Any]]:
         """A graph, and the context that captures it: its memory comes from the region, its replays need all regions."""
         if self.cuda_graph is None:
             self.cuda_graph = memsaver.region("cuda_graph", device=str(self.device), backup=_GRAPH_BACKUP)

@@ -53,17 +53,25 @@ class Trainer:
     addresses. Only these and the rotary tables outlast a call. `weights` brings the parameters to engines.
     """
 
-    def __init__(self, model: ModelConfig, config: TrainerConfig, mesh: DeviceMesh, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: TrainerConfig,
+        mesh: DeviceMesh,
+        folder: Path | None = None,
+        memory: TrainerMemory | None = None,
+    ) -> None:
         """`mesh` has one dimension; its process group has to exist (see `process_group`).
 
-        `folder`: of a Hugging Face checkpoint with the initial parameters; None: random ones.
+        `folder`: of a Hugging Face checkpoint with the initial parameters; None: random ones. `memory`: by default in
+        memsaver's regions.
         """
         self.model_config, self.config = model, config
         self.device = torch.device(mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
-        self.memory = TrainerMemory(self.device)
+        self.memory = memory or TrainerMemory(self.device)
         with torch.device("meta"):
             self.model = CausalLM(model, config.checkpoint_layers)
         # Inputs are not cast: the rotary tables stay in fp32, as those of the engine.
