@@ -79,13 +79,14 @@ class CheckedEngine(EngineActor, Memory):
         for _ in range(_IN_FLIGHT):  # each step is a prefill of some, or a token of each that runs
             self.engine.step()
 
-    def finish(self) -> list[Completion]:
-        """Those requests."""
+    def finish(self) -> list[tuple[int, Completion]]:
+        """Those requests, each with the number of its tokens at the pause."""
         requests, self._requests = self._requests, ()
+        had = [len(each.logprobs) for each in requests]
         while any(each.finish_reason is None for each in requests):
             self.engine.step()
         self.engine.settle()
-        return [each.completion() for each in requests]
+        return [(count, each.completion()) for count, each in zip(had, requests)]
 
     def random_state(self) -> list[int]:
         """The sampler's: its seed, and the number of its calls."""
