@@ -12,8 +12,7 @@ import torch
 
 import memsaver
 
-from ..engine import Completion, SamplingParams
-from ..engine.sequence import Sequence as Request
+from ..engine import Completion, Engine, SamplingParams
 from ..loop import EngineActor, TrainerActor, Worker
 from ..model import WeightPart
 from ..trainer import RankBatch, Sample, StepMetrics, TokenStatistics
@@ -57,7 +56,7 @@ class Memory(Worker):
 
 
 class CheckedEngine(EngineActor, Memory):
-    _requests: Sequence[Request] = ()
+    _requests: Sequence[Any] = ()
 
     def addresses(self) -> dict[str, int]:
         return self.engine.addresses()
@@ -90,11 +89,13 @@ class CheckedEngine(EngineActor, Memory):
 
     def random_state(self) -> list[int]:
         """The sampler's: its seed, and the number of its calls."""
+        assert isinstance(self.engine, Engine)
         state: list[int] = self.engine.runner.sampler.state.tolist()
         return state
 
     def set_random_state(self, states: Sequence[list[int]]) -> None:
         """To that of this rank."""
+        assert isinstance(self.engine, Engine)
         self.engine.runner.sampler.state.copy_(torch.tensor(states[self.rank]))
 
 

@@ -53,6 +53,9 @@ class CheckedLoop(Loop):
     def phases(self) -> dict[str, dict[str, list[str]]]:
         return {**super().phases(), "away": {}}
 
+    def backups(self) -> dict[str, dict[str, dict[str, str]]]:
+        return {**super().backups(), "away": {"engine": {self.tags["engine"][0]: "host"}}}  # no sync follows
+
     def enter(self, phase: str) -> Turn:
         """The trainers' contents are the same after their pause, and the engines' weights, under the same addresses."""
         if self.group.entered == "train":
