@@ -31,21 +31,9 @@ from .rollout import Rollout, Rollouts, answers
 from .task import Task
 from .trainer import EngineWeights, Sample, StepMetrics, TokenStatistics, Trainer
 from .trainer.process_group import join
+from .vllm_engine import VllmEngine
 
-# The sync overwrites the engines' weights before they are read: no copy out when they pause, and none back in.
-BACKUP = {"train": {"engine": {"weights": "none"}}}
-RESTORE = {"sync": {"engine": {"weights": False}}}
 _WARM_UP_CHUNK = 50  # steps between two lines of progress
-
-
-def phases(engine: list[str], trainer: list[str]) -> dict[str, dict[str, list[str]]]:
-    """The tags that are resident in each phase, by role. All others are paused."""
-    return {
-        "rollout": {"engine": engine},
-        "train": {"trainer": trainer},
-        # Gathering takes memory of torch's default pool, which is a region on a GPU.
-        "sync": {"engine": ["weights"], "trainer": [tag for tag in trainer if tag in ("params", "torch")]},
-    }
 
 
 class Worker(Colocated):
@@ -90,10 +78,10 @@ class Worker(Colocated):
 class EngineActor(Worker):
     """An engine that serves, or a rank of one with tensor parallel, and that can pause between two calls."""
 
-    engine: Engine
+    engine: Engine | VllmEngine
 
     def setup(self, addresses: Sequence[str]) -> list[str]:
-        """Build the engine and capture its graphs. Returns the tags of its regions.
+        """Build the engine and capture its graphs. Returns the tags of its regions, of the weights first.
 
         `addresses`: of all ranks of all engines; those of an engine meet at the first one's.
         """
@@ -102,10 +90,13 @@ class EngineActor(Worker):
         mesh = join(self.device.type, rank, size, addresses[number * size], self.sharers) if size > 1 else None
         blocks = recipe.kv_blocks or recipe.blocks_that_fit(self.own_bytes, size, saver == "resident")
         config = replace(recipe.engine, num_blocks=blocks, seed=1000 * self.options.seed + number)
-        parallel = Parallel(mesh.get_group() if mesh else None)
-        self.engine = Engine(recipe.model, config, self.device, parallel, engine_memory(saver, self.device))
+        if self.options.engine == "vllm":
+            self.engine = VllmEngine(recipe.model, config, self.options.model)
+        else:
+            parallel = Parallel(mesh.get_group() if mesh else None)
+            self.engine = Engine(recipe.model, config, self.device, parallel, engine_memory(saver, self.device))
         self.engine.capture()
-        return ["weights", "buffers", "kv_cache", *(["cuda_graph"] if self.engine.captured_batch_sizes else [])]
+        return list(self.engine.tags)
 
     def colocated_drain(self, tags: Sequence[str]) -> None:
         self.engine.drain(finish=False)  # requests that run are computed again after the pause
@@ -124,6 +115,7 @@ class EngineActor(Worker):
 
     def take_weights(self, sent: Sequence[bytes]) -> None:
         """The result of `TrainerActor.send_weights`."""
+        assert isinstance(self.engine, Engine)
         self.engine.drop_prefix_cache()
         for name, weight in pickle.loads(sent[self.rank]).items():
             self.engine.model.parameters[name].copy_(weight)
@@ -237,7 +229,7 @@ class Loop:
 
     def set_up_engines(self) -> list[str]:
         tags: list[str] = self.call("engine", "setup", self.call("engine", "address"))[0]
-        self.call("engine", "pause", tags, backup=BACKUP["train"]["engine"] if self.in_regions else None)
+        self.call("engine", "pause", backup={tags[0]: "none"} if self.in_regions else None)
         return tags
 
     def set_up_trainers(self) -> list[str]:
@@ -247,13 +239,21 @@ class Loop:
     def join(self, engine: list[str], trainer: list[str]) -> None:
         """Make the group of all actors. The arguments are the tags of their regions."""
         self.tags = {"engine": engine, "trainer": trainer}
-        backup, restore = (BACKUP, RESTORE) if self.in_regions else (None, None)
-        self.group = Group(**self.actors, phases=self.phases(), backup=backup, restore=restore)
+        restore = {"sync": {"engine": {engine[0]: False}}} if self.in_regions else None  # which overwrites the weights
+        self.group = Group(**self.actors, phases=self.phases(), backup=self.backups(), restore=restore)
         temperature, seconds = self.recipe.trainer.temperature, self.options.answer_within
         self.rollouts = Rollouts(self.actors["engine"], self.task, temperature, seconds, self.options.engine_ranks)
 
     def phases(self) -> dict[str, dict[str, list[str]]]:
-        return phases(**self.tags)
+        """The tags that are resident in each phase, by role. All others are paused."""
+        engine, trainer = self.tags["engine"], self.tags["trainer"]
+        # Gathering takes memory of torch's default pool, which is a region on a GPU.
+        sync = {"engine": engine[:1], "trainer": [tag for tag in trainer if tag in ("params", "torch")]}
+        return {"rollout": {"engine": engine}, "train": {"trainer": trainer}, "sync": sync}
+
+    def backups(self) -> dict[str, dict[str, dict[str, str]]]:
+        """Other policies than those of the regions: the sync overwrites the engines' weights before they are read."""
+        return {"train": {"engine": {self.tags["engine"][0]: "none"}}} if self.in_regions else {}
 
     def enter(self, phase: str) -> Turn:
         """All actors together pause and resume regions. An actor that hangs ends the turn with an error."""

@@ -10,7 +10,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from ..loop import BACKUP
 from ..options import Options
 from ..recipes import Recipe
 from ..rollout import answers
@@ -70,7 +69,7 @@ class RecoverableLoop(CheckedLoop):
         tags: dict[str, list[str]] = getattr(self, "tags", {})
         for role in {"engine", "trainer"} - self._missing:
             self.call(role, "colocated_abort")  # of a turn that failed
-            self.call(role, "pause", backup=BACKUP["train"]["engine"] if role == "engine" and self.in_regions else None)
+            self.call(role, "pause", backup={tags[role][0]: "none"} if role == "engine" and self.in_regions else None)
         for role in self._missing if tags else ():
             self.call(role, "await_memory", _RETURN_S)
         if "engine" in self._missing:
