@@ -85,6 +85,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     for name, kind in (("steps", int), ("warm_up_steps", int), ("prompts", int), ("held_out", int), ("rate", float)):
         add(f"--{name.replace('_', '-')}", type=_number(kind, 0), help="by default the recipe's")
     add("--max-new-tokens", type=_number(int, 1), help="of a completion; by default the recipe's")
+    add("--kv-blocks", type=_number(int, 2), help="of each engine; by default the recipe's, or all that fit")
     add("--seed", type=int, default=0)
     add("--zero-advantages", action="store_true", help="control: no weight changes")
     add("--deterministic", action="store_true", help="the trainers use torch's deterministic algorithms")
@@ -131,7 +132,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
 
 def _recipe(found: argparse.Namespace) -> Recipe:
     recipe = of_folder(found.model) if found.model else RECIPES[found.recipe or ("gpu", "cpu")[found.device == "cpu"]]
-    names = ("steps", "warm_up_steps", "prompts", "held_out", "rate", "max_new_tokens")
+    names = ("steps", "warm_up_steps", "prompts", "held_out", "rate", "max_new_tokens", "kv_blocks")
     if found.engine_dtype is not None:
         recipe = replace(recipe, model=replace(recipe.model, dtype=getattr(torch, found.engine_dtype)))
     return replace(recipe, **{name: getattr(found, name) for name in names if getattr(found, name) is not None})

@@ -97,7 +97,7 @@ def of_folder(folder: Path) -> Recipe:
         steps=50,
         prompts=64,
         rate=1e-6,
-        host_bytes=16 * MIB + trainer_bytes * 5 // 4 // (2 * MIB) * (2 * MIB),
+        host_bytes=64 * MIB + trainer_bytes * 5 // 4 // (2 * MIB) * (2 * MIB),
         outside_bytes=8 * GIB,
     )
 
