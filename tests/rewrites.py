@@ -531,7 +531,7 @@ REWRITES = [
         "examples/colocate/trainer/weights.py",
         "slice(first - part.start, last - part.start)",
         "slice(first - begin, last - begin)",
-        ["examples/test_trainer_ranks.py::test_two_ranks_gather_the_cast_of_the_whole"],
+        ["examples/test_weights_processes.py::test_one_and_two_ranks_write_the_weights_of_their_checkpoint"],
     ),
     Rewrite(
         "a_checksum_is_of_one_rank",
@@ -539,7 +539,7 @@ REWRITES = [
         "examples/colocate/trainer/weights.py",
         "        dist.all_reduce(sums)\n",
         "",
-        ["examples/test_trainer_ranks.py::test_two_ranks_gather_the_cast_of_the_whole"],
+        ["examples/test_weights_processes.py::test_one_and_two_ranks_write_the_weights_of_their_checkpoint"],
     ),
     Rewrite(
         "a_completion_that_was_cut_off_is_rewarded",

@@ -16,16 +16,10 @@ import torch
 from examples.colocate.engine.decoder import Decoder
 from examples.colocate.model.folder import FolderError, load_config, named_tensors
 from tests.examples.engine_support import CPU, DenseAttention
-
-transformers = pytest.importorskip("transformers", reason="these checkpoints are written, and checked, by transformers")
+from tests.examples.model_support import save_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
     "max_position_embeddings": 64,
     "initializer_range": 0.2,  # large enough for clear winners among the logits
 }
@@ -52,21 +46,18 @@ Save = Callable[..., tuple[Path, Any]]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Save:
-    """A case's checkpoint, written once, and its model, whose norms and biases are not left at ones and zeros."""
+    """A case's checkpoint, written once, and its model."""
 
     @functools.cache
     def make(case: str, dtype: torch.dtype = torch.float32) -> tuple[Path, Any]:
         kind, settings, saving = CASES[case]
-        config_class, model_class = (getattr(transformers, kind + part) for part in ("Config", "ForCausalLM"))
-        config = config_class(**SIZES, **settings, attn_implementation="eager", bos_token_id=0, eos_token_id=[7, 8])
-        torch.manual_seed(0)
-        reference = model_class(config).eval()
-        for parameter in reference.parameters():
-            if parameter.dim() == 1:
-                parameter.data += 0.3 * torch.randn(parameter.shape)
-            parameter.data = parameter.data.to(dtype)  # the parameters alone: rotary frequencies stay exact
         folder = tmp_path_factory.mktemp("checkpoint")
-        reference.save_pretrained(folder, **saving)
+        more = {"attn_implementation": "eager", "bos_token_id": 0, "eos_token_id": [7, 8]}
+        reference = save_model(folder, kind, saving, **SIZES, **settings, **more)
+        if dtype != torch.float32:
+            for parameter in reference.parameters():  # these alone: rotary frequencies stay exact
+                parameter.data = parameter.data.to(dtype)
+            reference.save_pretrained(folder, **saving)
         return folder, reference
 
     make("qwen3")

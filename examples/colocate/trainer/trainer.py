@@ -78,7 +78,7 @@ class Trainer:
         precision = MixedPrecisionPolicy(config.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in self.model.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
-        self._sharded = fully_shard(self.model, mesh=mesh, mp_policy=precision)
+        fully_shard(self.model, mesh=mesh, mp_policy=precision)
         self.memory.place_params(self.model)
         self.model.tie()
         if folder is None:
@@ -174,9 +174,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=False)  # in place, and needed: a resume left them undefined
         sums_R3 = torch.zeros(self.world_size, 3, device=self.device)  # of each rank: loss, clipped tokens, not finite
         loss, clipped, wrong = sums_R3[self.rank]
-        for index, part in enumerate(batch.micro_batches):
-            is_last = index + 1 == len(batch.micro_batches)
-            self._sharded.set_requires_gradient_sync(is_last or not self.config.reduce_once)
+        for part in batch.micro_batches:
             part = part.to(self.device)
             part_loss, part_clipped = loss_of(part, self._forward(part, temperature)[0])
             # FSDP averages over ranks, but the loss is the mean over all tokens.
