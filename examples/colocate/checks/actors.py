@@ -13,9 +13,10 @@ import torch
 import memsaver
 
 from ..engine import Completion, Engine, SamplingParams
-from ..loop import EngineActor, TrainerActor, Worker
+from ..loop import EngineActor, TrainerActor
 from ..model import WeightPart
 from ..trainer import RankBatch, Sample, StepMetrics, TokenStatistics
+from ..worker import Worker
 
 _POLL_S = 0.05
 _IN_FLIGHT = 4  # steps of requests before the pause in which they are running
