@@ -531,7 +531,7 @@ REWRITES = [
         "examples/colocate/trainer/weights.py",
         "slice(first - part.start, last - part.start)",
         "slice(first - begin, last - begin)",
-        ["examples/test_weights_processes.py::test_one_and_two_ranks_write_the_weights_of_their_checkpoint"],
+        ["examples/test_weights.py::test_every_tensor_is_that_of_a_checkpoint_load"],
     ),
     Rewrite(
         "a_checksum_is_of_one_rank",
