@@ -347,8 +347,8 @@ REWRITES = [
         "refused_unmaps_end_the_lease",
         "sent tensors: the lease ends although the driver refused to unmap the memory",
         "memsaver/_torch/ipc/receiver.py",
-        "                if use.memory.leave(is_idle):\n                    return True\n",
-        "                use.memory.leave(is_idle)\n                return True\n",
+        "if not use.memory.leave(use.device in idle):",
+        "if use.memory.leave(use.device in idle) is None:",
         ["integration/test_sent_tensors.py::test_memory_that_the_driver_does_not_unmap_keeps_its_lease"],
     ),
     # Guests
