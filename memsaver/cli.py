@@ -16,7 +16,7 @@ from typing import Any
 from memsaver import _adapter, _core, ledger
 from memsaver._adapter import TOUCHES
 from memsaver.broker import daemon, discovery
-from memsaver.broker.admin import AdminClient
+from memsaver.broker.caller import AdminClient
 from memsaver.broker.clients import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
 from memsaver.config import parse_drop_in, parse_seconds, parse_size, settings

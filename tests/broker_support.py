@@ -21,7 +21,7 @@ import pytest
 from memsaver import _core
 from memsaver.broker import clients as pool_clients
 from memsaver.broker import discovery, protocol
-from memsaver.broker.admin import AdminClient
+from memsaver.broker.caller import AdminClient
 from memsaver.broker.loop import BrokerLoop
 from memsaver.broker.monitor import Process
 from memsaver.broker.protocol import Message

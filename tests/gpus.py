@@ -36,7 +36,7 @@ import numpy as np
 import memsaver
 from memsaver import _core
 from memsaver.broker import daemon, discovery
-from memsaver.broker.admin import AdminClient
+from memsaver.broker.caller import AdminClient
 from tests import controls
 from tests.support import until
 

@@ -1,17 +1,20 @@
-"""The client's end of a connection to a server (``server.py``) that answers questions."""
+"""The client's end of a connection to a server (``server.py``) that answers questions, also of an administrator."""
 
 from __future__ import annotations
 
-import errno
+import json
 import os
 import secrets
 import select
 import time
+from pathlib import Path
+from typing import Any
 
 from memsaver.broker import protocol
 from memsaver.broker.protocol import Message, RefusedError
+from memsaver.errors import BrokerError
 
-_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_ADMIN_S = 10.0
 
 
 class CallError(Exception):
@@ -138,3 +141,39 @@ class Caller:
 
     def _late(self) -> CallError:
         return CallError("timeout", f"did not answer within {self.timeout_s:g} s")
+
+
+class AdminClient:
+    """A connection to the broker at ``path``. It uses no memory of the pool. All methods raise BrokerError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._caller = Caller(str(path), path.stem, _ADMIN_S)
+        except CallError as error:
+            raise self._error(error) from None
+
+    def status(self) -> dict[str, Any]:
+        """The status of the pool: see ``StatusReporter``."""
+        answer: dict[str, Any] = json.loads(self._call("status").text)
+        return answer
+
+    def release_idle(self, keep_bytes: int = 0) -> int:
+        """Releases idle chunks to the driver until at most ``keep_bytes`` are idle. Returns the released bytes."""
+        return self._call("trim", keep_bytes).words[1]
+
+    def __enter__(self) -> AdminClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._caller.close()
+
+    def _call(self, kind: str, *words: int) -> Message:
+        try:
+            return self._caller.call(kind, *words)
+        except CallError as error:
+            self._caller.close()
+            raise self._error(error) from None
+
+    def _error(self, error: CallError) -> BrokerError:
+        return BrokerError(f"the broker at {self.path} {error}", path=str(self.path))

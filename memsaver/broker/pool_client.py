@@ -18,7 +18,7 @@ log = logging.getLogger("memsaver")
 
 POOLS = ("process", "shared")
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _shared = False
 _capacity: int | None = None
 _has_sentinel = False
@@ -84,7 +84,7 @@ def connect(device: str) -> None:
     with _lock:
         if _core.under_mps(device):
             raise daemon.mps_error(device)
-        _open_sentinel()
+        open_sentinel()
         queries.start()
         if not _core.connected(device):
             uuid = _core.device_uuid(device)
@@ -99,32 +99,27 @@ def connect(device: str) -> None:
 
 
 def open_sentinel() -> None:
-    """Opens the sentinel, if it is not open yet. Raises BrokerError."""
-    with _lock:
-        _open_sentinel()
-
-
-def _open_sentinel() -> None:
-    """Opens the sentinel: others detect by it that this process and its forked children have exited.
+    """Opens the sentinel, if it is not open: others detect by it that this process and its forked children have exited.
 
     See csrc/pool/sentinel.h. Children that are forked from now on inherit it. Earlier children that may have inherited
-    descriptors of the driver are passed to brokers by their pidfds.
+    descriptors of the driver are passed to brokers by their pidfds. Raises BrokerError.
     """
     global _has_sentinel
-    if _has_sentinel:
-        return
     from memsaver.broker import procfs
 
-    _core.open_sentinel()
-    files: list[int] = []
-    try:
-        for pid in procfs.inheritors(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                files.append(os.pidfd_open(pid))
-    except OSError as error:
-        for file in files:
-            os.close(file)
-        text = f"the children of process {os.getpid()} cannot be watched: {error.strerror}"
-        raise BrokerError(text, path="") from None
-    _core.add_children(files)
-    _has_sentinel = True
+    with _lock:
+        if _has_sentinel:
+            return
+        _core.open_sentinel()
+        files: list[int] = []
+        try:
+            for pid in procfs.inheritors(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    files.append(os.pidfd_open(pid))
+        except OSError as error:
+            for file in files:
+                os.close(file)
+            text = f"the children of process {os.getpid()} cannot be watched: {error.strerror}"
+            raise BrokerError(text, path="") from None
+        _core.add_children(files)
+        _has_sentinel = True
