@@ -15,8 +15,7 @@ from typing import Any
 
 from memsaver import _adapter, _core, ledger
 from memsaver._adapter import TOUCHES
-from memsaver.broker import daemon, discovery
-from memsaver.broker.caller import AdminClient
+from memsaver.broker import caller, daemon, discovery
 from memsaver.broker.clients import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
 from memsaver.config import parse_drop_in, parse_seconds, parse_size, settings
@@ -137,8 +136,7 @@ def _broker(options: argparse.Namespace) -> int:
 
 def _stop(options: argparse.Namespace) -> int:
     for path in _paths(options.device):
-        with AdminClient(path) as client:
-            device = client.status()["device"]
+        device = caller.status(path)["device"]
         print(f"{device} ({path.stem}): stopped the broker with pid {daemon.stop(path)}")
     return 0
 
@@ -249,8 +247,8 @@ def _touched(as_json: bool) -> int:
 
 def _trim(options: argparse.Namespace) -> int:
     for path in _paths(options.device):
-        with AdminClient(path) as client:
-            print(f"{client.status()['device']} ({path.stem}): {gib(client.release_idle(options.keep))} given back")
+        device = caller.status(path)["device"]
+        print(f"{device} ({path.stem}): {gib(caller.release_idle(path, options.keep))} given back")
     return 0
 
 
@@ -279,8 +277,7 @@ def _top(options: argparse.Namespace) -> int:
         note = str(error)
     pools = []
     for path in paths:
-        with AdminClient(path) as client:
-            status = client.status()
+        status = caller.status(path)
         pools.append({**status, "ledger": dataclasses.asdict(ledger.of_pool(status))})
     devices = [_figures(name) for name in _without_pool(options.device, {pool["uuid"] for pool in pools})]
     if options.json:

@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 
 from memsaver import _core
 from memsaver.broker import queries
 from memsaver.errors import BrokerError, ConfigError
-
-log = logging.getLogger("memsaver")
 
 POOLS = ("process", "shared")
 
@@ -39,8 +36,6 @@ def set_pool(pool: str) -> None:
         for device in devices:
             connect(device)
     for device in devices:
-        if pool == "shared":
-            _warn_of_unpooled(device)
         _core.use_pool(device, pool == "shared")
     _shared = pool == "shared"
 
@@ -57,21 +52,7 @@ def join(device: str) -> None:
     """
     if _shared and not _core.in_pool(device):
         connect(device)
-        _warn_of_unpooled(device)
         _core.use_pool(device, True)
-
-
-def _warn_of_unpooled(device: str) -> None:
-    """Names the regions that have memory of the driver, before a device joins its pool."""
-    if _core.in_pool(device):
-        return
-    outside = [each.tag for each in _core.regions() if each.device == device and each.mapped_bytes]
-    if outside:
-        log.warning(
-            "pool='shared' was set after the regions %s: their memory stays outside the pool until they are paused and "
-            "resumed",
-            ", ".join(map(repr, outside)),
-        )
 
 
 def connect(device: str) -> None:

@@ -21,7 +21,7 @@ ray = pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
 from memsaver import config  # noqa: E402
-from memsaver.broker.caller import AdminClient  # noqa: E402
+from memsaver.broker import caller  # noqa: E402
 from memsaver.ray import AsyncColocated, Group  # noqa: E402
 from memsaver.ray.ranks import MemberRank  # noqa: E402
 from memsaver.turns import plan as plan_module  # noqa: E402
@@ -290,6 +290,5 @@ def test_the_actors_of_a_ray_job_use_its_broker_by_runtime_env(spawn: Spawn) -> 
         assert group.enter(phase).side_by_side
         assert look(engine, trainer) == states
     (path,) = pools.glob("*/*.sock")
-    with AdminClient(path) as admin:
-        assert (path.parent.name, len(admin.status()["clients"])) == ("job-of-ray", 2)
+    assert (path.parent.name, len(caller.status(path)["clients"])) == ("job-of-ray", 2)
     shutil.rmtree(pools)

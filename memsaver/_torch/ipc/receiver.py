@@ -19,8 +19,8 @@ from memsaver._results import daemon
 from memsaver._torch.ipc.handle import Place
 from memsaver._torch.pools import keep_forever
 from memsaver.broker import pool_client
-from memsaver.broker.caller import Caller, CallError
-from memsaver.broker.protocol import MOST_DESCRIPTORS, Message
+from memsaver.broker.caller import Caller
+from memsaver.broker.protocol import MOST_DESCRIPTORS, Message, RefusedError
 from memsaver.errors import Error, ReceiveError
 
 log = logging.getLogger("memsaver")
@@ -47,7 +47,7 @@ class Owner:
         """
         try:
             if not self.lock.acquire(timeout=ANSWER_S if wait_s is None else wait_s):
-                raise CallError("timeout", f"did not answer another thread within {ANSWER_S:g} s")
+                raise RefusedError(f"did not answer another thread within {ANSWER_S:g} s", "timeout")
             try:
                 if self._caller is None or self._caller.has_ended:
                     self._caller = self._connected()
@@ -55,7 +55,7 @@ class Owner:
                 yield self._caller
             finally:
                 self.lock.release()
-        except CallError as error:
+        except RefusedError as error:
             raise self._error(error) from None
 
     def receive(self, claim: int, place: Place) -> tuple[int, int, int]:
@@ -110,12 +110,12 @@ class Owner:
             message.close()
         return caller
 
-    def _error(self, error: CallError) -> Error:
-        if error.reason != "failed":
+    def _error(self, error: RefusedError) -> Error:
+        if error.code != "failed":
             text = f"the sender, process {self._pid}, {error}"
-            if error.reason == "exited":
+            if error.code == "exited":
                 text += ", expected the process that sent the tensor to run, in the same network namespace"
-            return ReceiveError(text, reason=error.reason, pid=self._pid)
+            return ReceiveError(text, reason=error.code, pid=self._pid)
         message = json.loads(str(error))
         kind = getattr(errors, message["error"], Error)
         found: Error = kind(message["text"], **message["fields"])
