@@ -285,7 +285,7 @@ def _top(options: argparse.Namespace) -> int:
             print(f"memsaver: {note}", file=sys.stderr)
         print(json.dumps({"pools": pools, "devices": devices}))
         return 0
-    parts = [*([[note]] if note else []), *map(_lines, pools), *map(_lines_of_device, devices)]
+    parts = [*([[note]] if note else []), *map(_lines, [*pools, *devices])]
     print("\n\n".join("\n".join(part) for part in parts))
     return 0
 
@@ -308,17 +308,16 @@ def _figures(name: str) -> dict[str, Any]:
     return {"device": name, **sizes, "ledger": dataclasses.asdict(account)}
 
 
-def _lines_of_device(device: dict[str, Any]) -> list[str]:
-    head = f"{device['device']} ({device['uuid']}), {gib(device['total_bytes'])}, without a shared pool"
-    return [head, *_table(device["ledger"], [])]
-
-
-def _lines(pool: dict[str, Any]) -> list[str]:
-    free = pool["capacity_bytes"] - pool["total_bytes"] + pool["idle_bytes"]
+def _lines(found: dict[str, Any]) -> list[str]:
+    """A shared pool, or a device without one."""
+    head = f"{found['device']} ({found['uuid']})"
+    if "clients" not in found:
+        return [f"{head}, {gib(found['total_bytes'])}, without a shared pool", *_table(found["ledger"], [])]
+    free = found["capacity_bytes"] - found["total_bytes"] + found["idle_bytes"]
     return [
-        f"{pool['device']} ({pool['uuid']}), broker pid {pool['pid']}",
-        f"  capacity {gib(pool['capacity_bytes'])}, free {gib(free)}, of that {gib(pool['idle_bytes'])} idle",
-        *_table(pool["ledger"], pool["clients"]),
+        f"{head}, broker pid {found['pid']}",
+        f"  capacity {gib(found['capacity_bytes'])}, free {gib(free)}, of that {gib(found['idle_bytes'])} idle",
+        *_table(found["ledger"], found["clients"]),
     ]
 
 
