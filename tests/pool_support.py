@@ -33,14 +33,7 @@ import memsaver
 from memsaver import _core
 from tests import controls
 from tests.broker_support import Broker, Local, Running
-from tests.support import (  # noqa: F401 - statements of workers name them
-    MIB,
-    PAGE,
-    Hooks,
-    end_main_thread,
-    environment,
-    until,
-)
+from tests.support import MIB, PAGE, Hooks, end_main_thread, environment, until  # noqa: F401 - statements of workers name them
 
 SECOND_S = 1.0  # within which a pool is whole again after an exit
 
