@@ -283,10 +283,6 @@ def test_copies_of_one_direction_run_in_order(bench: Bench) -> None:
     assert np.array_equal(bench.read(address, PAGE), expected)
 
 
-def test_the_nearest_memory_is_a_node_or_unknown(bench: Bench) -> None:
-    assert -1 <= bench.driver.host_node() < 1024
-
-
 def test_mapping_where_nothing_is_reserved_is_refused(bench: Bench) -> None:
     handle = bench.create(2 * PAGE)
     address = bench.driver.reserve(PAGE)
