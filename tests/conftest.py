@@ -99,7 +99,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         report = item.config.hook.pytest_report_from_serializable(config=item.config, data=each)
         hook.pytest_runtest_logreport(report=report)
     if not text:
-        raise pytest.exit.Exception(f"{item.nodeid} ended its process with the status {status}")
+        call = pytest.CallInfo.from_call(lambda: pytest.fail(f"the process ended with the status {status}"), "call")
+        hook.pytest_runtest_logreport(report=pytest.TestReport.from_item_and_call(item, call))
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 
