@@ -431,17 +431,6 @@ def virtual_time() -> Iterator[None]:
     controls.virtual_clock(False)
 
 
-def test_a_kernel_runs_when_its_stream_is_released(memory: Memory) -> None:
-    stream, other = controls.stream_create(), controls.stream_create()
-    memory.write(stream, 1)
-    read = controls.stream_read(stream, memory.address + 100, 50)
-    memory.write(stream, 2)
-    controls.stream_release(other)
-    assert (memory.first(), read.bytes()) == (0, None)
-    controls.stream_release(stream)
-    assert (memory.first(), read.bytes()) == (2, b"\1" * 50)
-
-
 def test_a_record_covers_the_kernels_launched_before_it(memory: Memory) -> None:
     driver = memory.bench.driver
     first, second = controls.stream_create(), controls.stream_create()
@@ -454,15 +443,6 @@ def test_a_record_covers_the_kernels_launched_before_it(memory: Memory) -> None:
     assert ticket.done() and not later.done()
     controls.stream_release(0)
     assert later.done()
-
-
-def test_synchronize_waits_for_all_streams(memory: Memory, virtual_time: None) -> None:
-    began = controls.clock_now()
-    for hold in (3, 7):
-        memory.write(controls.stream_create(), hold, hold)
-    memory.bench.driver.synchronize()
-    assert controls.clock_now() - began == pytest.approx(7)
-    assert memory.first() == 7
 
 
 def every_call(memory: Memory) -> dict[str, Callable[[], object]]:
