@@ -56,7 +56,7 @@ from tests.support import (
 
 EXPLORE = int(os.environ.get("MEMSAVER_TEST_EXPLORE", "0"))
 SETTINGS = settings(
-    max_examples=EXPLORE or 40,
+    max_examples=EXPLORE or 60,
     stateful_step_count=40,
     deadline=None,
     derandomize=not EXPLORE,
