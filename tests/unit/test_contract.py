@@ -222,9 +222,6 @@ WRONG: list[tuple[type[Exception], str, Call]] = [
     (TypeError, "shape is", lambda region: region.empty((True,))),
     (TypeError, "shape is", lambda region: region.empty("ab")),
     (TypeError, "dtype is", lambda region: region.empty(3, "float32")),
-    (TypeError, "expected something to call", lambda region: memsaver.define_phase("a", [], on_enter=3)),  # type: ignore[arg-type]
-    (TypeError, "expected something to call", lambda region: memsaver.define_phase("a", [], on_exit=3)),  # type: ignore[arg-type]
-    (TypeError, "progress is 3, expected something to call", lambda region: memsaver.start(pause=region, progress=3)),  # type: ignore[arg-type]
     (TypeError, "progress is 'yes', expected something to call", lambda region: region.resume(progress="yes")),
     (TypeError, "name is 1", lambda region: memsaver.define_phase(1, [])),  # type: ignore[arg-type]
     (TypeError, "expected something to call", lambda region: memsaver.define_phase("a", [], on_enter=3)),  # type: ignore[arg-type]
