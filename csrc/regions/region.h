@@ -201,23 +201,21 @@ class Region {
   std::size_t allowance(std::size_t live) const;  // the limit of mapped bytes without a segment
   void check_allocatable(std::size_t size) const;
   Address take_addresses(std::size_t size);
-  bool gather_from_others(ChunkRequest& request);
-  // Maps a segment with the chunks of a demand, after a wait for all of them up to the demand's deadline.
-  Driver::Ticket wait_and_map(Range segment, ChunkRequest& request, const Needs& needs);
-  // An attempt to get memory takes the memory at hand, or asks other processes for memory that they cache, or waits for
-  // memory that others hold.
-  enum class Effort { none, asks_others, waits };
-  // Makes the next attempt more likely to succeed than one that saw `seen`. `effort`: of this attempt, and then of the
+  std::vector<Chunk> take(const Needs& needs, Deadline deadline, WaitFor wait);
+  // Takes the chunks of a demand for `wanted` bytes and gives them to `use`, again and again until it returns true.
+  // False: the layout has changed since the demand. Throws OutOfMemoryError.
+  template <typename NeedsOf, typename Use>
+  void with_chunks(std::size_t wanted, Deadline shortage, Deadline memory, NeedsOf needs_of, Use use);
+  // Makes the next attempt more likely to succeed than one that saw `seen`. `wait`: of this attempt, and then of the
   // next one. Throws OutOfMemoryError for `wanted` bytes where nothing is left to try.
   void find_more(std::size_t wanted, Deadline shortage, Deadline memory, Deadline began, std::uint64_t seen,
-                 Effort& effort);
+                 WaitFor& wait);
   void end_stranded();  // before new mappings: unmaps these chunks, or gives access to them, which may be missing
   Layout layout_locked(Ranges wanted, Ranges segments, std::size_t live, std::size_t slack, bool snug) const;
   Layout layout_of_new_locked(Range segment, bool snug) const;
   Needs needs_of(Range segment, bool snug) const;
-  Chunk next_or_end(ChunkRequest& request, std::size_t limit) const;
-  // Returns the mark of the zeros under the segment; null: there are none.
-  Driver::Ticket map_new(Range segment, ChunkRequest& request, bool snug);
+  // Maps a segment. False: its layout needs other chunks. `cleaned`: the mark of zeros under it, if there are any.
+  bool map_new(Range segment, std::vector<Chunk> chunks, bool snug, Driver::Ticket& cleaned);
   Driver::Ticket clean_new(const std::vector<Slot>& slots);
   std::size_t unmapped_within(Address begin, Address end) const;  // bytes without a chunk
   void sweep_with_lock();

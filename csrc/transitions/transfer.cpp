@@ -235,14 +235,13 @@ void Transfer::lay_out(ChunkRequest& request, bool snug, Use use) {
       Chunk chunk;
       if (size == 0 && !promised.empty() && !region.one_handle) {
         try {
-          request.gather();
-          chunk = request.next(gap->limit, region.largest_chunk(), false);
+          chunk = request.next(gap->limit, region.largest_chunk(), WaitFor::none);
         } catch (const ChunkUnavailable&) {
           // On a full device use an outgoing chunk that is larger than needed, before waiting.
           size = promised.take_smallest(gap->room);
         }
       }
-      if (size == 0 && !chunk) chunk = request.next(gap->limit, region.largest_chunk(), true);
+      if (size == 0 && !chunk) chunk = request.next(gap->limit, region.largest_chunk(), WaitFor::memory);
       if (chunk) size = chunk.size();
       layout.place(size);
       use(coming, {gap->at, size}, std::move(chunk));
