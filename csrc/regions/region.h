@@ -39,27 +39,22 @@ constexpr std::size_t kGuard = kPage;  // behind each reserved range, so that tw
 constexpr std::size_t kAnySlack = std::size_t{1} << 60;
 using Slot = Range;  // the addresses of a chunk in a region
 
-class Region {
- public:
-  struct Options {
-    Policy policy = Policy::none;
-    bool frozen = false;  // the contents do not change after the first copy
-    Fill fill = Fill::clean;
-    std::size_t most_slack =
-        kAnySlack;            // the limit of mapped bytes without a segment, beside that of the region's size
-    bool placed = false;      // another allocator chooses the addresses of the segments: see place()
-    bool one_handle = false;  // each segment has one chunk of its own, of the driver, of its size in whole pages
-  };
+struct RegionOptions {
+  const Policy policy = Policy::none;
+  const bool frozen = false;  // the contents do not change after the first copy
+  const Fill fill = Fill::clean;
+  // The limit of mapped bytes without a segment, beside that of the region's size.
+  const std::size_t most_slack = kAnySlack;
+  const bool placed = false;      // another allocator chooses the addresses of the segments: see place()
+  const bool one_handle = false;  // each segment has one chunk of its own, of the driver, of its size in whole pages
+};
 
-  Region(std::string tag, Device& device, Options options);
+class Region : public RegionOptions {
+ public:
+  Region(std::string tag, Device& device, const RegionOptions& options);
 
   const std::string tag;
   Device& device;
-  const Policy policy;
-  const bool frozen;
-  const Fill fill;
-  const bool placed;
-  const bool one_handle;
 
   // The state machine. The caller holds Core::mutex, and no lock after it in the order.
   //
@@ -240,7 +235,6 @@ class Region {
   Ranges dirty_;                          // ranges in which chunks may have become empty
   bool stale_ = false;                    // see mark_stale()
   std::atomic<bool> stranded_ = false;    // see strand()
-  const std::size_t most_slack_;
   std::atomic<bool> closed_ = false;
   std::atomic<std::size_t> mapped_ = 0;
 };

@@ -88,9 +88,7 @@ class Armed {
 inline Region& fresh_region(Policy policy) {
   static std::atomic<std::size_t> number = 0;
   device();
-  Region::Options options;
-  options.policy = policy;
-  return core().region("tag" + std::to_string(++number), "cpu", options);
+  return core().region("tag" + std::to_string(++number), "cpu", {.policy = policy});
 }
 
 // A segment, and the bytes that it should hold.
