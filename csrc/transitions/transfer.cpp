@@ -40,7 +40,6 @@ void Transfer::add_coming(Region& region, bool restore) {
   if (restore && backup != nullptr) wanted = intersect(backup->saved.within(kEverywhere), region.live());
   // Chunks that a refused pause left mapped and not saved have their contents: they are neither copied in nor filled.
   const bool fills = (region.fill == Fill::zero || region.fill == Fill::poison) && (!restore || backup == nullptr);
-  progress_.expect(bytes_of(wanted));
   coming_.push_back({.region = &region, .wanted = std::move(wanted), .fills = fills, .mapping = Mapping(region)});
 }
 
@@ -133,10 +132,9 @@ void Transfer::reserve_and_start(bool chunks) {
     if (!leaving.copies()) continue;
     stages_.enter("backup");
     leaving.saved_before = leaving.backup->saved.bytes();
-    progress_.expect(leaving.backup->bytes() - leaving.saved_before);
     Ranges batches;
     for (const auto& batch : leaving.batches) batches.push_back(range_of(batch));
-    leaving.saver = leaving.backup->saver(*device_.driver, std::move(batches), progress_);
+    leaving.saver = leaving.backup->saver(*device_.driver, std::move(batches));
     const Deadline late = std::max(bounds_.whole, now() + kOneLook);
     leaving.saver->start();  // may wait until host memory is made
     if (now() >= late)
@@ -333,7 +331,7 @@ void Transfer::come_in_alone(ChunkRequest& request, bool snug) {
 void Transfer::open(Coming& coming) {
   Region& region = *coming.region;
   if (coming.loader == nullptr && !coming.wanted.empty())
-    coming.loader = region.backup()->loader(*device_.driver, coming.wanted, progress_);
+    coming.loader = region.backup()->loader(*device_.driver, coming.wanted);
 }
 
 // Uses chunks that a refused unmap or a failed copy left mapped. Their access is unknown.

@@ -114,7 +114,7 @@ inline Transition::Outcome move(const std::vector<Region*>& pause, const std::ve
   transition.begin();
   std::vector<Pause> pauses;
   for (Region* region : transition.pausing()) pauses.push_back({region, region->policy, region->live()});
-  transition.prepare(pauses, std::vector<bool>(transition.resuming().size(), true), {});
+  transition.prepare(pauses, std::vector<bool>(transition.resuming().size(), true));
   return transition.run();
 }
 
