@@ -67,7 +67,7 @@ class PoolRequest final : public ChunkRequest {
   Clock::time_point answered_;                    // time of the last answer; at first, of the last message
   const Clock::time_point began_ = Clock::now();
   bool is_hopeless_ = false;  // others have returned their cached memory, since the last grant and the last message
-  bool is_long_ = false;      // reported by waits_long_locked()
+  bool is_long_ = false;      // and a thread of Python was told
   std::vector<Grant> grants_;
   bool nothing_since_exchange_ = false;  // no chunk was granted since the last `exchange`
   bool refused_ = false, disconnected_ = false;

@@ -168,7 +168,7 @@ class Region : public RegionOptions {
   void declare_clean(const std::vector<Slot>& slots);
   // Unmaps these chunks and appends them to `freed`. Chunks that the driver refuses to unmap stay mapped. Returns the
   // first refusal.
-  std::optional<DriverError> unmap(const std::vector<Address>& chunks, std::vector<Chunk>& freed);
+  std::optional<DriverError> unmap(const std::vector<Slot>& slots, std::vector<Chunk>& freed);
   std::vector<Slot> slots() const;  // of all mapped chunks
   struct Placed {                   // a chunk, and its place
     std::size_t offset, size;
@@ -215,7 +215,7 @@ class Region : public RegionOptions {
   std::size_t unmapped_within(Address begin, Address end) const;  // bytes without a chunk
   void sweep_with_lock();
   void add_dirty_locked(Range range);
-  bool joins(Address end, Address next) const;
+  Ranges runs(const std::vector<Slot>& slots) const;
 
   std::atomic<State> state_ = State::active;
   std::atomic<std::uint64_t> residence_ = 1;

@@ -286,9 +286,7 @@ void Transfer::let_go(Leaving& leaving) {
     std::vector<Chunk> freed;
     try {
       if (leaving.saver != nullptr) leaving.saver->wait(batch);
-      std::vector<Address> offsets;
-      for (const Slot& slot : leaving.batches[batch]) offsets.push_back(slot.offset);
-      if (const auto error = leaving.region->unmap(offsets, freed); error && !refused_)
+      if (const auto error = leaving.region->unmap(leaving.batches[batch], freed); error && !refused_)
         refused_ = std::make_exception_ptr(*error);
     } catch (...) {
       if (!refused_) refused_ = std::current_exception();
