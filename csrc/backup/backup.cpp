@@ -3,21 +3,6 @@
 #include <utility>
 
 namespace memsaver {
-namespace {
-
-Ranges joined(const Ranges& parts) {
-  Ranges runs;
-  for (const Range& part : parts) {
-    if (!runs.empty() && runs.back().end() == part.offset)
-      runs.back().size += part.size;
-    else
-      runs.push_back(part);
-  }
-  return runs;
-}
-
-}  // namespace
-
 Backup::Backup(Ranges parts) : parts_(std::move(parts)), runs_(joined(parts_)), bytes_(bytes_of(parts_)) {}
 
 bool drain_copies(Driver& driver) noexcept {
