@@ -474,7 +474,8 @@ def build() -> None:
     }
     defined = [f"-D{option}={value}" for option, value in options.items()]
     subprocess.run([cmake, "-S", write_sources(), "-B", BUILD, "--log-level=NOTICE", *defined], check=True)
-    subprocess.run([cmake, "--build", BUILD, "--parallel", str(os.cpu_count())], check=True)
+    targets = ["_core", "memsaver_tests"]
+    subprocess.run([cmake, "--build", BUILD, "--parallel", str(os.cpu_count()), "--target", *targets], check=True)
     (core,) = BUILD.glob("_core*.so")
     (BUILD / "site").mkdir(exist_ok=True)
     (BUILD / "site" / "sitecustomize.py").write_text(REDIRECT.format(core=str(core)))
