@@ -137,6 +137,19 @@ def test_a_device_without_descriptors_has_plain_chunks_and_no_shared_pool(platfo
     assert gpus.used_bytes(device) == 0
 
 
+def test_memory_of_the_broker_is_a_descriptor() -> None:
+    memory = _core.open_cuda_memory(gpus.ordinal(gpu(memory=8 * MIB)))
+    file = memory.create(4 * MIB)
+    assert refused(lambda: memory.create(6 * MIB)).code == 2
+    controls.fail("cuMemExportToShareableHandle", 999)
+    assert refused(lambda: memory.create(PAGE)).code == 999
+    assert memory.used_bytes() == memory.total_bytes() - memory.free_bytes() == 4 * MIB
+    memory.close(file)
+    assert memory.used_bytes() == 0
+    with pytest.raises(ValueError, match=f"descriptor {file} is not one of this memory"):
+        memory.close(file)
+
+
 def test_an_mps_server_is_known_by_the_attribute_or_by_its_pipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
