@@ -29,21 +29,9 @@ from .rollout import Rollout, Rollouts, answers
 from .task import Task
 from .trainer import EngineWeights, Sample, StepMetrics, TokenStatistics, Trainer
 from .trainer.process_group import join
+from .vllm_engine import VllmEngine
 
-# The sync overwrites the engines' weights before they are read: no copy out when they pause, and none back in.
-BACKUP = {"train": {"engine": {"weights": "none"}}}
-RESTORE = {"sync": {"engine": {"weights": False}}}
 _WARM_UP_CHUNK = 50  # steps between two lines of progress
-
-
-def phases(engine: list[str], trainer: list[str]) -> dict[str, dict[str, list[str]]]:
-    """The tags that are resident in each phase, by role. All others are paused."""
-    return {
-        "rollout": {"engine": engine},
-        "train": {"trainer": trainer},
-        # Gathering takes memory of torch's default pool, which is a region on a GPU.
-        "sync": {"engine": ["weights"], "trainer": [tag for tag in trainer if tag in ("params", "torch")]},
-    }
 
 
 class Worker(Colocated):
@@ -80,15 +68,18 @@ class Worker(Colocated):
 class EngineActor(Worker):
     """An engine that serves, and that can pause between two calls."""
 
-    engine: Engine
+    engine: Engine | VllmEngine
 
     def setup(self) -> list[str]:
-        """Build the engine and capture its graphs. Returns the tags of its regions."""
+        """Build the engine and capture its graphs. Returns the tags of its regions, of the weights first."""
         blocks = self.recipe.kv_blocks or self.recipe.blocks_that_fit(self.own_bytes)
         config = replace(self.recipe.engine, num_blocks=blocks, seed=1000 * self.options.seed + self.rank)
-        self.engine = Engine(self.recipe.model, config, self.device)
+        if self.options.engine == "vllm":
+            self.engine = VllmEngine(self.recipe.model, config, self.options.model)
+        else:
+            self.engine = Engine(self.recipe.model, config, self.device)
         self.engine.capture()
-        return ["weights", "buffers", "kv_cache", *(["cuda_graph"] if self.engine.captured_batch_sizes else [])]
+        return list(self.engine.tags)
 
     def colocated_drain(self, tags: Sequence[str]) -> None:
         self.engine.drain(finish=False)  # requests that run are computed again after the pause
@@ -202,7 +193,7 @@ class Loop:
     def set_up(self) -> None:
         """Build both roles. The engines pause before the trainers take their memory."""
         engine = self.call("engine", "setup")[0]
-        self.call("engine", "pause", backup={"weights": "none"})
+        self.call("engine", "pause", backup={engine[0]: "none"})
         self.join(engine, self.set_up_trainers())
 
     def set_up_trainers(self) -> list[str]:
@@ -213,12 +204,21 @@ class Loop:
     def join(self, engine: list[str], trainer: list[str]) -> None:
         """Make the group of all actors. The arguments are the tags of their regions."""
         self.tags = {"engine": engine, "trainer": trainer}
-        self.group = Group(**self.actors, phases=self.phases(), backup=BACKUP, restore=RESTORE)
+        restore = {"sync": {"engine": {engine[0]: False}}}  # which overwrites the weights
+        self.group = Group(**self.actors, phases=self.phases(), backup=self.backups(), restore=restore)
         temperature, seconds = self.recipe.trainer.temperature, self.options.answer_within
         self.rollouts = Rollouts(self.actors["engine"], self.task, temperature, seconds)
 
     def phases(self) -> dict[str, dict[str, list[str]]]:
-        return phases(**self.tags)
+        """The tags that are resident in each phase, by role. All others are paused."""
+        engine, trainer = self.tags["engine"], self.tags["trainer"]
+        # Gathering takes memory of torch's default pool, which is a region on a GPU.
+        sync = {"engine": engine[:1], "trainer": [tag for tag in trainer if tag in ("params", "torch")]}
+        return {"rollout": {"engine": engine}, "train": {"trainer": trainer}, "sync": sync}
+
+    def backups(self) -> dict[str, dict[str, dict[str, str]]]:
+        """Other policies than those of the regions: the sync overwrites the engines' weights before they are read."""
+        return {"train": {"engine": {self.tags["engine"][0]: "none"}}}
 
     def enter(self, phase: str) -> Turn:
         """All actors together pause and resume regions. An actor that hangs ends the turn with an error."""

@@ -39,6 +39,7 @@ class Options:
     zero_advantages: bool = False
     deterministic: bool = False
     answer_within: float = 600.0
+    engine: str = "own"
     model: Path | None = None
     address: str | None = None
     checkpoint_dir: Path | None = None
@@ -59,6 +60,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     add("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
     add("--recipe", choices=tuple(RECIPES), help="sizes and settings; by default the device's")
     add("--model", type=_folder, metavar="DIR", help="a Hugging Face folder: Qwen2.5, Qwen3 or Llama")
+    add("--engine", choices=("own", "vllm"), default="own", help="vllm needs --model and a GPU")
     add("--task", metavar="FILE", help="JSON lines with prompts; by default arithmetic, or countdown with --model")
     add("--reward", type=Path, metavar="FILE", help="Python file with reward(fields, completion), for --task")
     add("--ranks", type=_number(int, 1), default=1, help="engines and trainers, a pair for each GPU")
@@ -85,6 +87,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
         parser.error(f"--ranks-per-gpu is {found.ranks_per_gpu}; expected a divisor of --ranks, {found.ranks}")
     if bool(found.task) != bool(found.reward) or (found.task and not found.model):
         parser.error("--task needs --reward and --model")
+    if found.engine == "vllm" and (found.device != "cuda" or found.model is None or found.checkpoint_dir is not None):
+        parser.error("--engine is 'vllm'; expected it with --device cuda and --model, and without --checkpoint-dir")
     for name in ("resume", "stop_after", "kill"):
         if getattr(found, name) and found.checkpoint_dir is None:
             parser.error(f"--{name.replace('_', '-')} needs --checkpoint-dir")

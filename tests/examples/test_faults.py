@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ import memsaver  # noqa: E402
 from examples.colocate import loop as example  # noqa: E402
 from examples.colocate import rollout  # noqa: E402
 from examples.colocate.checks.actors import CheckedEngine, CheckedTrainer, CheckError  # noqa: E402
-from examples.colocate.checks.proofs import verdict  # noqa: E402
+from examples.colocate.checks.proofs import CheckedLoop, verdict  # noqa: E402
 from examples.colocate.checks.recovery import RecoverableLoop  # noqa: E402
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams  # noqa: E402
 from examples.colocate.engine.block_manager import BlockManager  # noqa: E402
@@ -237,13 +237,18 @@ def forgotten_moments(patch: Patch) -> None:
     patch.setattr(example.TrainerActor, "train", wrong)
 
 
+def change_backups(patch: Patch, phase: str, backup: dict[str, dict[str, str]]) -> None:
+    backups = CheckedLoop.backups
+    patch.setattr(CheckedLoop, "backups", lambda self: {**backups(self), phase: backup})
+
+
 def no_backup_of_moments(patch: Patch) -> None:
-    patch.setitem(example.BACKUP, "sync", {"trainer": {"optimizer": "none"}})
+    change_backups(patch, "sync", {"trainer": {"optimizer": "none"}})
 
 
 def no_backup_of_weights(patch: Patch) -> None:
     """In the pause that no sync follows."""
-    patch.setitem(example.BACKUP, "away", {"engine": {"weights": "none"}})
+    change_backups(patch, "away", {"engine": {"weights": "none"}})
 
 
 def two_updates(patch: Patch) -> None:
@@ -261,7 +266,7 @@ def moved_tensors(patch: Patch) -> None:
 
     def wrong(self: CheckedEngine, *arguments: Any, **named: Any) -> Any:
         done = resume(self, *arguments, **named)
-        weights: Any = self.engine.model.weights
+        weights = cast(Any, self.engine).model.weights
         weights["model.norm.weight"] = weights["model.norm.weight"].clone()
         return done
 

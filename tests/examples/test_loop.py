@@ -162,6 +162,7 @@ def test_an_actor_that_hangs_is_named_after_a_bound() -> None:
     [
         ("--steps -1", "--steps: '-1'; expected an integer of 0 or more"),
         ("--ranks 3 --ranks-per-gpu 2", "--ranks-per-gpu is 2; expected a divisor of --ranks, 3"),
+        ("--engine vllm", "--engine is 'vllm'; expected it with --device cuda and --model"),
         ("--log .", "--log: '.'; expected a file that can be written"),
         ("--checkpoint-dir old", "--checkpoint-dir: 'old'; expected a folder that can be written to"),
         ("--resume", "--resume needs --checkpoint-dir"),

@@ -12,8 +12,7 @@ import torch
 
 import memsaver
 
-from ..engine import Completion, SamplingParams
-from ..engine.sequence import Sequence as Request
+from ..engine import Completion, Engine, SamplingParams
 from ..loop import EngineActor, TrainerActor, Worker
 from ..model import WeightPart
 from ..trainer import RankBatch, Sample, StepMetrics, TokenStatistics
@@ -57,7 +56,7 @@ class Memory(Worker):
 
 
 class CheckedEngine(EngineActor, Memory):
-    _requests: Sequence[Request] = ()
+    _requests: Sequence[Any] = ()
 
     def addresses(self) -> dict[str, int]:
         return self.engine.addresses()
@@ -79,21 +78,24 @@ class CheckedEngine(EngineActor, Memory):
         for _ in range(_IN_FLIGHT):  # each step is a prefill of some, or a token of each that runs
             self.engine.step()
 
-    def finish(self) -> list[Completion]:
-        """Those requests."""
+    def finish(self) -> list[tuple[int, Completion]]:
+        """Those requests, each with the number of its tokens at the pause."""
         requests, self._requests = self._requests, ()
+        had = [len(each.logprobs) for each in requests]
         while any(each.finish_reason is None for each in requests):
             self.engine.step()
         self.engine.settle()
-        return [each.completion() for each in requests]
+        return [(count, each.completion()) for count, each in zip(had, requests)]
 
     def random_state(self) -> list[int]:
         """The sampler's: its seed, and the number of its calls."""
+        assert isinstance(self.engine, Engine)
         state: list[int] = self.engine.runner.sampler.state.tolist()
         return state
 
     def set_random_state(self, states: Sequence[list[int]]) -> None:
         """To that of this rank."""
+        assert isinstance(self.engine, Engine)
         self.engine.runner.sampler.state.copy_(torch.tensor(states[self.rank]))
 
 

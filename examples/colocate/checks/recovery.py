@@ -69,12 +69,12 @@ class RecoverableLoop(CheckedLoop):
         tags: dict[str, list[str]] = getattr(self, "tags", {})
         for role in {"engine", "trainer"} - self._missing:
             self.call(role, "colocated_abort")  # of a turn that failed
-            self.call(role, "pause", backup={"weights": "none"} if role == "engine" else None)
+            self.call(role, "pause", backup={tags[role][0]: "none"} if role == "engine" else None)
         for role in self._missing if tags else ():
             self.call(role, "await_memory", _RETURN_S)
         if "engine" in self._missing:
             tags = {**tags, "engine": self.call("engine", "setup")[0]}
-            self.call("engine", "pause", backup={"weights": "none"})
+            self.call("engine", "pause", backup={tags["engine"][0]: "none"})
         if "trainer" in self._missing:
             tags = {**tags, "trainer": self.set_up_trainers()}
         self._missing = set()

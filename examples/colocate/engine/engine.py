@@ -67,6 +67,12 @@ class Engine:
         self._warm = False
 
     @property
+    def tags(self) -> tuple[str, ...]:
+        """Of the regions; that of the weights comes first."""
+        graphs = ("cuda_graph",) if self.captured_batch_sizes else ()
+        return ("weights", "buffers", "kv_cache", *graphs)
+
+    @property
     def captured_batch_sizes(self) -> tuple[int, ...]:
         """Batch sizes that have a graph, ascending; none on the CPU."""
         return tuple(sorted(self.runner.decode_graphs))

@@ -79,13 +79,16 @@ class WeightPlan:
     Args:
         specs: Shape and dtype by name of each weight of the checkpoint.
         pieces: The writes. Their targets are valid until the next pause of the weights.
+
+    Attributes:
+        pieces: The writes by weight.
     """
 
     def __init__(self, specs: Mapping[str, Spec], pieces: list[Piece]) -> None:
         self._specs = {name: (tuple(shape), dtype) for name, (shape, dtype) in specs.items()}
-        self._pieces: dict[str, list[Piece]] = {name: [] for name in specs}
+        self.pieces: dict[str, list[Piece]] = {name: [] for name in specs}
         for piece in pieces:
-            self._pieces[piece.weight].append(piece)
+            self.pieces[piece.weight].append(piece)
 
     @torch.no_grad()
     def write(self, weights: Mapping[str, torch.Tensor]) -> int:
@@ -103,7 +106,7 @@ class WeightPlan:
         """
         for name, tensor in weights.items():
             self._check(name, tensor)
-        pieces = [piece for name in weights for piece in self._pieces[name]]
+        pieces = [piece for name in weights for piece in self.pieces[name]]
         for piece in pieces:
             if piece.fill is not None:
                 piece.target.fill_(piece.fill)
@@ -124,7 +127,7 @@ class WeightPlan:
 
     def drop(self) -> None:
         """Drops the targets."""
-        self._pieces.clear()
+        self.pieces.clear()
 
 
 def _part(weight: torch.Tensor, piece: Piece) -> torch.Tensor:

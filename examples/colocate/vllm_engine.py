@@ -1,0 +1,165 @@
+"""vLLM in the place of the example's engine: the calls of `Engine` that the loop makes, in the process of the actor."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing  # registers the reducers of tensors
+
+from .engine import Completion, EngineConfig, SamplingParams
+from .engine.scheduler import Counts
+from .model import ModelConfig, WeightPart, bit_sum, parameter_shapes, weight_layout
+
+_BLOCK = 16  # tokens of a KV block
+_METRICS = {"vllm:prefix_cache_hits": "prefix_hit_tokens", "vllm:num_preemptions": "preemptions"}
+
+
+@dataclass
+class Request:
+    """A request in vLLM, as far as its outputs have come."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: Any = None
+
+    def take(self, output: Any) -> None:
+        """All tokens so far. vLLM's outputs are cumulative."""
+        found = output.outputs[0]
+        self.tokens, self.finish_reason = list(found.token_ids), found.finish_reason
+        self.logprobs = [each[token].logprob for token, each in zip(self.tokens, found.logprobs)]
+
+    def completion(self) -> Completion:
+        return Completion(self.prompt, self.tokens, self.logprobs, self.finish_reason)
+
+
+class VllmEngine:
+    """Generates completions with vLLM. Its weights have any values until the first sync, in bf16.
+
+    Its sleep mode is memsaver's drop-in, so that the group pauses and resumes its regions as all others. A pause of
+    the weights may lose their contents: `share_weights` writes the constants again that lie among them.
+    """
+
+    tags = ("vllm.weights", "vllm.kv_cache")
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, folder: Path | None) -> None:
+        """`config`: sizes, of which blocks of KV are counted in tokens. `folder`: with the model's config.json."""
+        os.environ["MEMSAVER_DROP_IN"] = "vllm"  # read when vLLM is imported
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        import vllm
+
+        from memsaver.drop_in.vllm.weights import make_plan
+
+        self.model_config, self._vllm = model, vllm
+        token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 2
+        self._llm = vllm.LLM(
+            str(folder),
+            skip_tokenizer_init=True,
+            load_format="dummy",  # the first sync writes the weights
+            dtype="bfloat16",
+            max_model_len=model.max_position,
+            max_num_seqs=config.max_batch_size,
+            block_size=_BLOCK,
+            kv_cache_memory_bytes=config.num_blocks * config.block_size * token_bytes,
+            gpu_memory_utilization=0.05,  # of the driver's free memory; the pool's idle memory does not count there
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled
+            enable_sleep_mode=True,
+            disable_log_stats=False,
+            seed=config.seed % (1 << 32),
+        )
+        self._number, self._running, self._put_back, self._was_drained = 0, dict[str, Request](), 0, False
+        self.weight_layout: dict[str, WeightPart] = weight_layout(model)
+        (self._model,) = self._llm.apply_model(lambda model: model)
+        self._constants = {name: each.clone() for name, each in self._model.named_buffers()}
+        specs = {name: (shape, "bfloat16") for name, shape in parameter_shapes(model).items()}
+        pieces = [piece for each in make_plan(self._model, specs).pieces.values() for piece in each]
+        # With one rank each parameter is copied whole. Some have rows of padding beside it.
+        self._parameters = {each.weight: each.target for each in pieces if each.fill is None}
+        self._padding = [(each.target, each.fill) for each in pieces if each.fill is not None]
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
+        """Complete prompts of token ids, in their order."""
+        self._wake()
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        found = [Request(prompt) for prompt in prompts]
+        for request, output in zip(found, self._llm.generate(given, self._sampling(sampling), use_tqdm=False)):
+            request.take(output)
+        return [request.completion() for request in found]
+
+    def submit(self, prompt: list[int], sampling: SamplingParams) -> Request:
+        """Queue one request; `step` works on it until its `finish_reason` is set."""
+        self._number += 1
+        self._llm.llm_engine.add_request(f"own-{self._number}", {"prompt_token_ids": prompt}, self._sampling(sampling))
+        return self._running.setdefault(f"own-{self._number}", Request(prompt))
+
+    def step(self) -> None:
+        self._wake()
+        for output in self._llm.llm_engine.step():
+            request = self._running[output.request_id]
+            request.take(output)
+            if request.finish_reason is not None:
+                del self._running[output.request_id]
+
+    def settle(self) -> None:
+        """vLLM ends a step in flight by itself."""
+
+    def drain(self, finish: bool = True) -> None:
+        """Drop the prefix cache. With `finish` False running requests are put back, and computed anew later."""
+        while finish and self._running:
+            self.step()
+        self._put_back += len(self._running)
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._was_drained = True
+
+    def capture(self) -> None:
+        """vLLM has captured its graphs."""
+
+    def share_weights(self) -> bytes:
+        """Offer the weights to a process that writes new ones, as `Engine.share_weights` does."""
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(self._constants[name])
+        for rows, value in self._padding:
+            rows.fill_(value)
+        return bytes(ForkingPickler.dumps(self._parameters))
+
+    def checksums(self) -> dict[str, int]:
+        """The `bit_sum` of each parameter, by Hugging Face name."""
+        sums = torch.stack([bit_sum(each) for each in self._parameters.values()])
+        return dict(zip(self._parameters, sums.tolist()))
+
+    def addresses(self) -> dict[str, int]:
+        """Of all parameters and constants."""
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        return {name: tensor.data_ptr() for name, tensor in named}
+
+    @property
+    def counts(self) -> Counts:
+        """Since the start, as vLLM's metrics have them."""
+        found = Counter[str]()
+        for each in self._llm.get_metrics():
+            if each.name in _METRICS:
+                found[_METRICS[each.name]] += each.value
+        recomputed, put_back = found.pop("preemptions", 0), self._put_back  # vLLM counts both as preemptions
+        return Counts(**found, recomputed=recomputed, preemptions=recomputed - put_back)
+
+    def _wake(self) -> None:
+        """After a pause: tables of the addresses of blocks lie among the KV cache, which has lost its contents."""
+        if self._was_drained:
+            self._llm.collective_rpc(lambda worker: worker.model_runner.post_kv_cache_wake_up())
+        self._was_drained = False
+
+    def _sampling(self, sampling: SamplingParams) -> Any:
+        return self._vllm.SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_new_tokens,
+            stop_token_ids=list(sampling.stop_tokens),
+            ignore_eos=True,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+        )
