@@ -455,7 +455,7 @@ def region(
             raise ValueError("frozen is True and backup is 'none', expected a backup that keeps frozen contents")
         pool_client.join(name)
         found = wrapper(_core.region(tag, name, backup or "none", bool(frozen), fill or _NO_FILL, bool(one_handle)))
-        _observe_captures(name)
+        observe_captures(name)
     for option, given, has in (
         ("backup", backup, found.backup),
         ("frozen", frozen, found.frozen),
@@ -467,7 +467,7 @@ def region(
     return found
 
 
-def _observe_captures(device: str) -> None:
+def observe_captures(device: str) -> None:
     """Loads the adapter, which observes captures, if the program asks for it and torch can capture on the device."""
     if "captures" in wanted() and device != "cpu" and "torch" in sys.modules:
         adapter()
@@ -483,18 +483,6 @@ def owning(address: int) -> Region | None:
     """The region that an address lies in, or None."""
     core = _core.region_at(address)
     return None if core is None else wrapper(core)
-
-
-def tagged(regions: Any, tag: str, device: str, backup: str, one_handle: bool) -> Region:
-    """The active region of a tag in a ``_core.TaggedRegions``, on a device. Makes one if there is none.
-
-    Raises as region().
-    """
-    check_tag(tag)
-    pool_client.join(device)
-    found = wrapper(regions.active(tag, device, backup, one_handle))
-    _observe_captures(device)
-    return found
 
 
 Selection = str | Region | Iterable[str | Region] | None

@@ -76,7 +76,8 @@ def test_free_blocks_of_torch_come_back_when_the_gil_is_free(
     trainer.run(CACHED)
     hold_the_gil(trainer, tmp_path / "pipe")
     engine.send(RESUME)
-    until(lambda: "GIL" in broker.row(trainer.pid)["unused_why"])
+    # The reason may come from the trainer's own demand, before that of the engine is open.
+    until(lambda: broker.row(engine.pid)["waiting"] and "GIL" in broker.row(trainer.pid)["unused_why"])
     assert broker.row(engine.pid)["waiting"]
     let_go(trainer, tmp_path / "pipe")
     engine.answer()
