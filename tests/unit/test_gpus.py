@@ -105,9 +105,12 @@ def test_each_segment_has_one_handle_with_all_types_that_the_driver_makes(option
         memsaver.trim()
     # One that waited for memory as well.
     taken, looks = gpus.take(device, 200 * MIB), controls.count("cuMemGetInfo")
-    giver = threading.Thread(
-        target=lambda: (until(lambda: controls.count("cuMemGetInfo") > looks + 9), gpus.give(device, taken))
-    )
+
+    def give() -> None:
+        until(lambda: controls.count("cuMemGetInfo") > looks + 9)
+        gpus.give(device, taken)
+
+    giver = threading.Thread(target=give)
     memsaver.configure(memory_timeout=60)
     giver.start()
     waited = Segment(region, 34 * MIB)
