@@ -19,7 +19,7 @@ from memsaver.policies import BACKUPS, READERS_S, Backup, Bounds, Restore, check
 if TYPE_CHECKING:
     import torch
 
-    from memsaver.transitions import Progress, Transition
+    from memsaver.transitions import Transition
 
 _NO_FILL, *FILLS = _core.FILLS
 Ranges = list[tuple[int, int]]  # addresses, or offsets within a region, and bytes
@@ -147,7 +147,6 @@ class Region:
         backup: Backup = None,
         timeout: float | None = None,
         reader_timeout: float = READERS_S,
-        progress: Progress | None = None,
     ) -> Transition:
         """Releases the region's memory and keeps its addresses, as ``memsaver.pause()`` does, with its errors.
 
@@ -155,7 +154,6 @@ class Region:
             backup: The policy of this pause. None: the region's own.
             timeout: Seconds for the whole call up to its commit. None: no bound.
             reader_timeout: Seconds to wait for other processes that are attached to the region.
-            progress: Called with the bytes copied and the bytes to copy.
 
         Returns:
             The transition.
@@ -170,7 +168,7 @@ class Region:
 
         bounds = Bounds(timeout, reader_timeout=reader_timeout)
         _ = self._core  # raises if the region was closed
-        return transition(Chosen([self]), NOTHING, bounds, backup=backup, progress=progress)
+        return transition(Chosen([self]), NOTHING, bounds, backup=backup)
 
     def resume(
         self,
@@ -178,7 +176,6 @@ class Region:
         restore: Restore = True,
         timeout: float | None = None,
         memory_timeout: float | None = None,
-        progress: Progress | None = None,
     ) -> Transition:
         """Maps memory and copies back the contents, as ``memsaver.resume()`` does, with its errors.
 
@@ -186,7 +183,6 @@ class Region:
             restore: False leaves the contents undefined, for a region that is about to be overwritten.
             timeout: Seconds for the whole call up to its commit. None: no bound.
             memory_timeout: Seconds to wait for memory that others hold.
-            progress: Called with the bytes copied and the bytes to copy.
 
         Returns:
             The transition.
@@ -201,7 +197,7 @@ class Region:
 
         bounds = Bounds(timeout, memory_timeout)
         _ = self._core
-        return transition(NOTHING, Chosen([self]), bounds, restore=restore, progress=progress)
+        return transition(NOTHING, Chosen([self]), bounds, restore=restore)
 
     def thaw(self) -> None:
         """Drops the copy of a frozen region, so that its contents may change. Its next pause makes another copy.

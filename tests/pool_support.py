@@ -94,16 +94,6 @@ def used_bytes() -> int:
     return int(total - free)
 
 
-def stay_until(path: str) -> Callable[[int, int], None]:
-    """A progress function that lets a transition's last copy end when there is a file."""
-
-    def progress(done: int, total: int) -> None:
-        while done == total and not os.path.exists(path):
-            time.sleep(0.002)
-
-    return progress
-
-
 def fork_sleeper() -> int:
     """A child that holds every descriptor of this process."""
     child = os.fork()

@@ -134,8 +134,12 @@ def test_an_allocation_gets_what_others_cache(broker: Local, engine: Worker, tra
     """
     engine.run("more = Hooks(memsaver.region('more', 'cpu'))")
     for work in ("", f"; {WORK.format(MOST, 0.2)}"):
-        trainer.run(CACHED + work)
-        until(lambda: engine.run(f"print(address := more.alloc({128 * MIB}))") != "None", within_s=20)
+
+        def gets(work: str = work) -> bool:
+            trainer.run(CACHED + work)  # what an attempt before has asked for has come back
+            return engine.run(f"print(address := more.alloc({128 * MIB}))") != "None"
+
+        until(gets, within_s=20)
         engine.run("more.free(address)")
     with Worker(broker) as other:
         until(lambda: other.run(f"print(Hooks(memsaver.region('other', 'cpu')).alloc({MOST}))") != "None")

@@ -32,8 +32,8 @@ def error(region):
         pass
 
 def turn(region):
-    region.pause(progress=lambda done, total: None)
-    region.resume(progress=lambda done, total: None)
+    region.pause()
+    region.resume()
 
 def trim(region):
     memsaver.trim([region])
