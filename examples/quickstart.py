@@ -53,7 +53,7 @@ def main() -> int:
     held = weights.mapped_bytes + kv_cache.mapped_bytes
 
     # Pause. The driver has the memory back. A use of the paused regions raises an error.
-    paused = memsaver.pause(progress=show_progress)
+    paused = memsaver.pause()
     free = report(f"pause: {', '.join(paused.paused)}; {paused.copied_bytes // MIB} MiB copied out", paused.seconds)
     try:
         if ON_GPU:
@@ -80,7 +80,7 @@ def main() -> int:
     other.pause()
 
     # Resume. The addresses are the same, the weights have their contents, and the graph replays.
-    resumed = memsaver.resume(paused.paused, progress=show_progress)
+    resumed = memsaver.resume(paused.paused)
     report(f"resume: {', '.join(resumed.resumed)}; {resumed.copied_bytes // MIB} MiB copied in", resumed.seconds)
     if outputs is not None:
         outputs.zero_()
@@ -108,11 +108,6 @@ def capture(forward: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], Tensor
         return outputs
 
     return run, outputs
-
-
-def show_progress(done: int, total: int) -> None:
-    """Show the progress of the copies on one line."""
-    print(f"\r{done // MIB:>7} of {total // MIB} MiB copied", end="" if done < total else "\n", flush=True)
 
 
 def report(event: str, seconds: float | None = None) -> int:

@@ -20,8 +20,6 @@ log = logging.getLogger("memsaver")
 
 _verify = False
 _AWAY = ("paused", "lost")  # states of regions without memory
-Progress = Callable[[int, int], object]
-"""Called with the bytes copied and the bytes to copy."""
 
 
 def set_verify(wanted: bool) -> None:
@@ -52,12 +50,10 @@ class Move:
         bounds: Bounds,
         backup: Mapping[str, str],
         restore: Mapping[str, bool],
-        progress: Progress | None,
     ) -> None:
         """``backup`` and ``restore`` are by tag. The default of ``backup`` is the region's own policy."""
         self._pause, self._pause_guests = set(pause.regions), pause.guests
         self._thread, self._backup, self._restore = thread, backup, restore
-        self._report = _Report(progress) if progress is not None else None
         until = None if bounds.timeout is None else time.monotonic() + bounds.timeout
         self.recorder = _results.Recorder(pause.tags, resume.tags)
         self.recorder.core_stages = partial(_stages_of, weakref.ref(self))
@@ -102,7 +98,7 @@ class Move:
                 torch.check_pausable(leaving, self._thread)
             self._guests.prepare(self._paused_tags())
             live = [_live(each) if policy != "none" else [] for each, policy in zip(leaving, kept)]
-            move.prepare(kept, live, restored, self._report)
+            move.prepare(kept, live, restored)
             self._restored = [each for each, wanted in zip(move.resuming, restored) if wanted]
             self._record_contents(leaving, kept, live)  # from here on nothing uses the regions
         except BackupError as error:
@@ -149,8 +145,6 @@ class Move:
             restored_bytes=outcome.restored_bytes,
             copied_bytes=outcome.copied_bytes,
         )
-        if self._report is not None and self._report.interrupt is not None:
-            raise self._report.interrupt
         return outcome
 
     def _commit(self) -> Transition:
@@ -232,22 +226,6 @@ def _is_away(each: Region) -> bool:
 def active(regions: Iterable[Region]) -> list[Region]:
     """Those that are active. Regions that another thread has closed since they were selected have nothing to pause."""
     return [each for each in regions if not each._handle.closed and each._handle.state == "active"]
-
-
-class _Report:
-    """The progress function for the core. Catches the exceptions of the caller's function, which the core cannot."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self.interrupt: BaseException | None = None  # such as Ctrl-C: raised when the transition has ended
-
-    def __call__(self, done: int, total: int) -> None:
-        try:
-            self._progress(done, total)
-        except Exception:
-            log.exception("the progress function of a transition failed")
-        except BaseException as error:
-            self.interrupt = error
 
 
 def _away_tags() -> dict[str, bool]:

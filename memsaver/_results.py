@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-_EXIT_S = 2.0  # at the exit of the interpreter, for calls of daemon threads under way
+_EXIT_S = 4.0  # at the exit of the interpreter, for calls of daemon threads under way
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ _daemons: dict[threading.Thread, Callable[[], object]] = {}  # that run, and the
 
 
 def daemon(function: Callable[[], object], name: str, stop: Callable[[], object] = lambda: None) -> threading.Thread:
-    """Runs a function in a thread for which the exit of the interpreter waits 2 s at most. It calls ``stop`` first.
+    """Runs a function in a thread for which the exit of the interpreter waits 4 s at most. It calls ``stop`` first.
 
     A thread that returns from a call of torch after the end of the interpreter has begun aborts the process.
     """

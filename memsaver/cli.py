@@ -15,8 +15,7 @@ from typing import Any
 
 from memsaver import _adapter, _core, ledger
 from memsaver._adapter import TOUCHES
-from memsaver.broker import daemon, discovery
-from memsaver.broker.admin import AdminClient
+from memsaver.broker import caller, daemon, discovery
 from memsaver.broker.clients import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
 from memsaver.config import parse_drop_in, parse_seconds, parse_size, settings
@@ -137,8 +136,7 @@ def _broker(options: argparse.Namespace) -> int:
 
 def _stop(options: argparse.Namespace) -> int:
     for path in _paths(options.device):
-        with AdminClient(path) as client:
-            device = client.status()["device"]
+        device = caller.status(path)["device"]
         print(f"{device} ({path.stem}): stopped the broker with pid {daemon.stop(path)}")
     return 0
 
@@ -249,8 +247,8 @@ def _touched(as_json: bool) -> int:
 
 def _trim(options: argparse.Namespace) -> int:
     for path in _paths(options.device):
-        with AdminClient(path) as client:
-            print(f"{client.status()['device']} ({path.stem}): {gib(client.release_idle(options.keep))} given back")
+        device = caller.status(path)["device"]
+        print(f"{device} ({path.stem}): {gib(caller.release_idle(path, options.keep))} given back")
     return 0
 
 
@@ -279,8 +277,7 @@ def _top(options: argparse.Namespace) -> int:
         note = str(error)
     pools = []
     for path in paths:
-        with AdminClient(path) as client:
-            status = client.status()
+        status = caller.status(path)
         pools.append({**status, "ledger": dataclasses.asdict(ledger.of_pool(status))})
     devices = [_figures(name) for name in _without_pool(options.device, {pool["uuid"] for pool in pools})]
     if options.json:
@@ -288,7 +285,7 @@ def _top(options: argparse.Namespace) -> int:
             print(f"memsaver: {note}", file=sys.stderr)
         print(json.dumps({"pools": pools, "devices": devices}))
         return 0
-    parts = [*([[note]] if note else []), *map(_lines, pools), *map(_lines_of_device, devices)]
+    parts = [*([[note]] if note else []), *map(_lines, [*pools, *devices])]
     print("\n\n".join("\n".join(part) for part in parts))
     return 0
 
@@ -311,17 +308,16 @@ def _figures(name: str) -> dict[str, Any]:
     return {"device": name, **sizes, "ledger": dataclasses.asdict(account)}
 
 
-def _lines_of_device(device: dict[str, Any]) -> list[str]:
-    head = f"{device['device']} ({device['uuid']}), {gib(device['total_bytes'])}, without a shared pool"
-    return [head, *_table(device["ledger"], [])]
-
-
-def _lines(pool: dict[str, Any]) -> list[str]:
-    free = pool["capacity_bytes"] - pool["total_bytes"] + pool["idle_bytes"]
+def _lines(found: dict[str, Any]) -> list[str]:
+    """A shared pool, or a device without one."""
+    head = f"{found['device']} ({found['uuid']})"
+    if "clients" not in found:
+        return [f"{head}, {gib(found['total_bytes'])}, without a shared pool", *_table(found["ledger"], [])]
+    free = found["capacity_bytes"] - found["total_bytes"] + found["idle_bytes"]
     return [
-        f"{pool['device']} ({pool['uuid']}), broker pid {pool['pid']}",
-        f"  capacity {gib(pool['capacity_bytes'])}, free {gib(free)}, of that {gib(pool['idle_bytes'])} idle",
-        *_table(pool["ledger"], pool["clients"]),
+        f"{head}, broker pid {found['pid']}",
+        f"  capacity {gib(found['capacity_bytes'])}, free {gib(free)}, of that {gib(found['idle_bytes'])} idle",
+        *_table(found["ledger"], found["clients"]),
     ]
 
 

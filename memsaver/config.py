@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from memsaver import _adapter, _core, _moves
 from memsaver.broker import pool_client
@@ -318,8 +318,7 @@ def options() -> dict[str, Any]:
     return dict(_values)
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """The value of an option, and its source: ``"default"``, the name of the variable, or ``"configure()"``."""
 
     option: Option
@@ -329,11 +328,11 @@ class Setting:
 
 def settings() -> list[Setting]:
     """All options in alphabetical order, with their values and sources."""
-    return [_setting(OPTIONS[name]) for name in sorted(OPTIONS)]
-
-
-def _setting(option: Option) -> Setting:
-    if option.apply is None:
-        value = option.parse(os.environ.get(option.variable, ""), option.name)
-        return Setting(option, value, "default" if value is None else option.variable)
-    return Setting(option, _values.get(option.name, option.default), _sources.get(option.name, "default"))
+    found = []
+    for name, option in sorted(OPTIONS.items()):
+        value, source = _values.get(name, option.default), _sources.get(name, "default")
+        if option.apply is None:
+            value = option.parse(os.environ.get(option.variable, ""), name)
+            source = "default" if value is None else option.variable
+        found.append(Setting(option, value, source))
+    return found

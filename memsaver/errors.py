@@ -221,8 +221,6 @@ class ReceiveError(Error):
             device. ``"user"``, ``"pid_namespace"``, ``"version"``: sender and receiver belong to several users, pid
             namespaces or versions of the protocol. ``"malformed"``: the sender could not read a message.
             ``"exhausted"``: the sender could not watch this process, or this process has no free descriptor.
-            ``"event"``: the tensor was received more often than it was sent, and the sender could not wait for its work
-            on it.
         pid: The process that sent the tensor. None in the sender itself.
     """
 

@@ -19,7 +19,7 @@ from memsaver.policies import BACKUPS, READERS_S, Backup, Bounds, Restore, check
 if TYPE_CHECKING:
     import torch
 
-    from memsaver.transitions import Progress, Transition
+    from memsaver.transitions import Transition
 
 _NO_FILL, *FILLS = _core.FILLS
 Ranges = list[tuple[int, int]]  # addresses, or offsets within a region, and bytes
@@ -147,7 +147,6 @@ class Region:
         backup: Backup = None,
         timeout: float | None = None,
         reader_timeout: float = READERS_S,
-        progress: Progress | None = None,
     ) -> Transition:
         """Releases the region's memory and keeps its addresses, as ``memsaver.pause()`` does, with its errors.
 
@@ -155,7 +154,6 @@ class Region:
             backup: The policy of this pause. None: the region's own.
             timeout: Seconds for the whole call up to its commit. None: no bound.
             reader_timeout: Seconds to wait for other processes that are attached to the region.
-            progress: Called with the bytes copied and the bytes to copy.
 
         Returns:
             The transition.
@@ -170,7 +168,7 @@ class Region:
 
         bounds = Bounds(timeout, reader_timeout=reader_timeout)
         _ = self._core  # raises if the region was closed
-        return transition(Chosen([self]), NOTHING, bounds, backup=backup, progress=progress)
+        return transition(Chosen([self]), NOTHING, bounds, backup=backup)
 
     def resume(
         self,
@@ -178,7 +176,6 @@ class Region:
         restore: Restore = True,
         timeout: float | None = None,
         memory_timeout: float | None = None,
-        progress: Progress | None = None,
     ) -> Transition:
         """Maps memory and copies back the contents, as ``memsaver.resume()`` does, with its errors.
 
@@ -186,7 +183,6 @@ class Region:
             restore: False leaves the contents undefined, for a region that is about to be overwritten.
             timeout: Seconds for the whole call up to its commit. None: no bound.
             memory_timeout: Seconds to wait for memory that others hold.
-            progress: Called with the bytes copied and the bytes to copy.
 
         Returns:
             The transition.
@@ -201,7 +197,7 @@ class Region:
 
         bounds = Bounds(timeout, memory_timeout)
         _ = self._core
-        return transition(NOTHING, Chosen([self]), bounds, restore=restore, progress=progress)
+        return transition(NOTHING, Chosen([self]), bounds, restore=restore)
 
     def thaw(self) -> None:
         """Drops the copy of a frozen region, so that its contents may change. Its next pause makes another copy.
@@ -459,7 +455,7 @@ def region(
             raise ValueError("frozen is True and backup is 'none', expected a backup that keeps frozen contents")
         pool_client.join(name)
         found = wrapper(_core.region(tag, name, backup or "none", bool(frozen), fill or _NO_FILL, bool(one_handle)))
-        _observe_captures(name)
+        observe_captures(name)
     for option, given, has in (
         ("backup", backup, found.backup),
         ("frozen", frozen, found.frozen),
@@ -471,7 +467,7 @@ def region(
     return found
 
 
-def _observe_captures(device: str) -> None:
+def observe_captures(device: str) -> None:
     """Loads the adapter, which observes captures, if the program asks for it and torch can capture on the device."""
     if "captures" in wanted() and device != "cpu" and "torch" in sys.modules:
         adapter()
@@ -487,18 +483,6 @@ def owning(address: int) -> Region | None:
     """The region that an address lies in, or None."""
     core = _core.region_at(address)
     return None if core is None else wrapper(core)
-
-
-def tagged(regions: Any, tag: str, device: str, backup: str, one_handle: bool) -> Region:
-    """The active region of a tag in a ``_core.TaggedRegions``, on a device. Makes one if there is none.
-
-    Raises as region().
-    """
-    check_tag(tag)
-    pool_client.join(device)
-    found = wrapper(regions.active(tag, device, backup, one_handle))
-    _observe_captures(device)
-    return found
 
 
 Selection = str | Region | Iterable[str | Region] | None

@@ -11,7 +11,6 @@ from typing import Any
 from memsaver import _guests, policies, regions
 from memsaver._adapter import loaded
 from memsaver._moves import Move, active
-from memsaver._moves import Progress as Progress
 from memsaver._results import Transition as Transition
 from memsaver._results import TransitionFuture as TransitionFuture
 from memsaver._results import in_thread as in_thread
@@ -25,7 +24,6 @@ def pause(
     backup: Backup = None,
     timeout: float | None = None,
     reader_timeout: float = READERS_S,
-    progress: Progress | None = None,
 ) -> Transition:
     """Releases the device memory of regions and keeps their addresses, after waiting for the device's work.
 
@@ -41,8 +39,6 @@ def pause(
         timeout: Seconds for the whole call up to its commit, with all of its waits. None: no bound.
         reader_timeout: Seconds to wait for other processes that have tensors of the regions. Of two bounds the earlier
             one ends the wait.
-        progress: Called with the bytes copied and the bytes to copy, several times a second and at the end. Exceptions
-            from it are logged.
 
     Returns:
         The transition.
@@ -64,7 +60,7 @@ def pause(
         ('weights', 'kv_cache')
     """
     bounds = Bounds(timeout, reader_timeout=reader_timeout)
-    return transition(choose(tags), NOTHING, bounds, backup=backup, progress=progress)
+    return transition(choose(tags), NOTHING, bounds, backup=backup)
 
 
 def resume(
@@ -73,7 +69,6 @@ def resume(
     restore: Restore = True,
     timeout: float | None = None,
     memory_timeout: float | None = None,
-    progress: Progress | None = None,
 ) -> Transition:
     """Maps memory under the addresses of paused regions, and copies back the contents that have a backup.
 
@@ -86,7 +81,6 @@ def resume(
         timeout: Seconds for the whole call up to its commit. None: no bound.
         memory_timeout: Seconds to wait for memory that others hold. 0: no wait. None: as
             ``configure(memory_timeout=...)`` says. Of two bounds the earlier one ends the wait.
-        progress: As for ``pause()``.
 
     Returns:
         The transition.
@@ -106,7 +100,7 @@ def resume(
         ('weights',)
     """
     bounds = Bounds(timeout, memory_timeout)
-    return transition(NOTHING, choose(tags), bounds, restore=restore, progress=progress)
+    return transition(NOTHING, choose(tags), bounds, restore=restore)
 
 
 def switch(
@@ -118,7 +112,6 @@ def switch(
     timeout: float | None = None,
     memory_timeout: float | None = None,
     reader_timeout: float = READERS_S,
-    progress: Progress | None = None,
 ) -> Transition:
     """Pauses and resumes regions in one transition. Contents are copied in both directions at once.
 
@@ -133,7 +126,6 @@ def switch(
         timeout: Seconds for the whole call up to its commit. None: no bound.
         memory_timeout: As for ``resume()``.
         reader_timeout: As for ``pause()``.
-        progress: As for ``pause()``.
 
     Returns:
         The transition.
@@ -152,7 +144,7 @@ def switch(
     """
     bounds = Bounds(timeout, memory_timeout, reader_timeout)
     leaving, coming = choose(pause, "pause"), choose(resume, "resume")
-    return transition(leaving, coming, bounds, backup=backup, restore=restore, progress=progress)
+    return transition(leaving, coming, bounds, backup=backup, restore=restore)
 
 
 def start(
@@ -164,7 +156,6 @@ def start(
     timeout: float | None = None,
     memory_timeout: float | None = None,
     reader_timeout: float = READERS_S,
-    progress: Progress | None = None,
 ) -> TransitionFuture:
     """Starts the transition of ``switch()`` in the background.
 
@@ -178,7 +169,6 @@ def start(
         timeout: As for ``switch()``. The seconds begin with this call.
         memory_timeout: As for ``switch()``.
         reader_timeout: As for ``switch()``.
-        progress: As for ``switch()``.
 
     Returns:
         The future of the transition, whose ``result()`` and ``await`` raise its errors.
@@ -196,7 +186,7 @@ def start(
     leaving, coming = choose(pause, "pause"), choose(resume, "resume")
     future = TransitionFuture()
     # To be taken once: after an interrupt its thread may run or not.
-    queued = [_queued(leaving, coming, bounds, backup, restore, progress, thread=None)]
+    queued = [_queued(leaving, coming, bounds, backup, restore, thread=None)]
     try:
         in_thread(lambda: _run(queued.pop()), "memsaver transition", future)
     except BaseException as error:
@@ -214,10 +204,9 @@ def transition(
     *,
     backup: Backup = None,
     restore: Restore = True,
-    progress: Progress | None = None,
 ) -> Transition:
     """Changes the state of regions. See ``switch()``. A tag of guests moves only if it is among those of a side."""
-    move = _queued(pause, resume, bounds, backup, restore, progress, threading.get_ident())
+    move = _queued(pause, resume, bounds, backup, restore, threading.get_ident())
     try:
         return _run(move)
     except BaseException as error:
@@ -232,7 +221,6 @@ def _queued(
     bounds: Bounds,
     backup: Backup,
     restore: Restore,
-    progress: Progress | None,
     thread: int | None,
 ) -> Move | None:
     """Checks the arguments, and queues the transition at its regions. None: there is nothing to move.
@@ -241,8 +229,6 @@ def _queued(
     """
     kept = policies.backups(backup, pause.tags)
     restored = policies.restores(restore, resume.tags)
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress is {progress!r}, expected something to call, or None")
     coming = set(resume.regions)
     both = [each.tag for each in pause.regions if each in coming] + sorted(pause.guests & resume.guests)
     if both:
@@ -251,7 +237,7 @@ def _queued(
         return None
     if (torch := loaded()) is not None:  # an early error; prepare() checks again
         torch.check_pausable(active(pause.regions), thread)
-    return Move(pause, resume, thread, bounds, kept, restored, progress)
+    return Move(pause, resume, thread, bounds, kept, restored)
 
 
 def _run(move: Move | None) -> Transition:
@@ -304,7 +290,7 @@ def prepare_pause(
     The arguments and the errors are those of ``pause()`` up to its commit.
     """
     bounds = Bounds(timeout, reader_timeout=reader_timeout)
-    move = _queued(choose(tags), NOTHING, bounds, backup, True, None, threading.get_ident())
+    move = _queued(choose(tags), NOTHING, bounds, backup, True, threading.get_ident())
     if move is not None:
         try:
             move.prepare()
@@ -363,7 +349,6 @@ def phase(
     timeout: float | None = None,
     memory_timeout: float | None = None,
     reader_timeout: float = READERS_S,
-    progress: Progress | None = None,
 ) -> AbstractContextManager[Transition]:
     """Enters a phase in a with statement: of all regions in any phase, exactly those of this phase are resident.
 
@@ -377,7 +362,6 @@ def phase(
         timeout: Seconds for the transition up to its commit. None: no bound.
         memory_timeout: Seconds to wait for memory that others hold, as for ``memsaver.resume()``.
         reader_timeout: Seconds to wait for attached processes.
-        progress: Called with the bytes copied and the bytes to copy.
 
     Returns:
         A context manager. Its value is the transition into the phase.
@@ -401,7 +385,7 @@ def phase(
     bounds = Bounds(timeout, memory_timeout, reader_timeout)
     if isinstance(backup, str):
         check_backup(backup)
-    return _entered_phase(name, bounds, backup=backup, restore=restore, progress=progress)
+    return _entered_phase(name, bounds, backup=backup, restore=restore)
 
 
 @contextmanager

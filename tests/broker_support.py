@@ -19,9 +19,8 @@ from typing import Any, cast
 import pytest
 
 from memsaver import _core
+from memsaver.broker import caller, discovery, protocol
 from memsaver.broker import clients as pool_clients
-from memsaver.broker import discovery, protocol
-from memsaver.broker.admin import AdminClient
 from memsaver.broker.loop import BrokerLoop
 from memsaver.broker.monitor import Process
 from memsaver.broker.protocol import Message
@@ -189,8 +188,7 @@ class Broker:
         return self.clients[-1]
 
     def status(self) -> dict[str, Any]:
-        with AdminClient(self.path) as admin:
-            return admin.status()
+        return caller.status(self.path)
 
     def row(self, pid: int) -> dict[str, Any]:
         return next(row for row in self.status()["clients"] if row["pid"] == pid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ.setdefault("MEMSAVER_HOST_DEVICE", str((2 << 30) + os.getpid() % 1000 * (2 << 20)))
 
 import pytest  # noqa: E402
+from _pytest.runner import runtestprotocol  # noqa: E402
 
 import memsaver  # noqa: E402
 from memsaver import _core  # noqa: E402
@@ -49,6 +51,8 @@ def _is_apart(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_APART" in os.environ:
+        items.sort(key=_leaves_it_unusable, reverse=True)  # a fork needs a process that has not used the library
     for item in items:
         if isinstance(item, pytest.Function) and _is_apart(item):
             item.fixturenames.clear()  # the other process makes them
@@ -67,24 +71,55 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # objects of the imports stay out of each test's collection
 
 
+def _leaves_it_unusable(item: pytest.Item) -> bool:
+    return item.get_closest_marker("isolated") is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """In a process apart, an ``isolated`` test runs in a child that is forked before the process uses the library."""
+    if "PYTEST_APART" not in os.environ or not _leaves_it_unusable(item):
+        return None
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        reports = runtestprotocol(item, nextitem=None, log=False)
+        found = [item.config.hook.pytest_report_to_serializable(config=item.config, report=each) for each in reports]
+        with open(write, "w") as pipe:
+            pipe.write(json.dumps(found))
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    hook = item.ihook
+    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for each in json.loads(text) if text else ():
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=each)
+        hook.pytest_runtest_logreport(report=report)
+    if not text:
+        call = pytest.CallInfo.from_call(lambda: pytest.fail(f"the process ended with the status {status}"), "call")
+        hook.pytest_runtest_logreport(report=pytest.TestReport.from_item_and_call(item, call))
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
 _texts: dict[str, str | None] = {}  # of tests that failed in a process of their own, by id; None: they passed
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is marked ``isolated`` in a process of its own, with a device of its own. Those marked ``alone``
-    or ``gpus`` run in one process for all of a file.
+    """Runs a test that is marked ``alone``, ``gpus`` or ``isolated`` apart: in one process for all of a file, with a
+    device of its own, or in a child of this process.
     """
     if not _is_apart(pyfuncitem):
         return None
     on_gpus = pyfuncitem.get_closest_marker("gpus") is not None
     if pyfuncitem.nodeid not in _texts:
-        together = [pyfuncitem.nodeid]
-        if pyfuncitem.get_closest_marker("isolated") is None:
-            file = [item for item in pyfuncitem.session.items if item.path == pyfuncitem.path]
-            mark = "gpus" if on_gpus else "alone"
-            file = [item for item in file if item.get_closest_marker(mark) and not item.get_closest_marker("isolated")]
-            together = [item.nodeid for item in file]
+        file = [item for item in pyfuncitem.session.items if item.path == pyfuncitem.path]
+        file = [item for item in file if isinstance(item, pytest.Function) and _is_apart(item)]
+        together = [item.nodeid for item in file if (item.get_closest_marker("gpus") is not None) == on_gpus]
         _texts.update(_run_apart(pyfuncitem.config.rootpath, together, on_gpus))
     text = _texts.pop(pyfuncitem.nodeid)  # a test that is repeated runs again
     if text is not None:

@@ -35,8 +35,7 @@ import numpy as np
 
 import memsaver
 from memsaver import _core
-from memsaver.broker import daemon, discovery
-from memsaver.broker.admin import AdminClient
+from memsaver.broker import caller, daemon, discovery
 from tests import controls
 from tests.support import until
 
@@ -215,8 +214,7 @@ class GpuBroker:
         until(lambda: not _core.connected(self.device))
 
     def status(self) -> dict[str, Any]:
-        with AdminClient(self.path) as admin:
-            return admin.status()
+        return caller.status(self.path)
 
     def held_bytes(self) -> int:
         """Of this process."""

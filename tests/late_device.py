@@ -21,13 +21,8 @@ KERNEL_S = 0.006  # longer than LATE_S, for which an idle device looks busy
 FREED_AT_ONCE = "it expects freed memory to be there for the next allocation at once"
 # Tests that cannot run on such a device.
 EXEMPT = {
-    "test_regions.py::test_freed_segments_are_used_again": FREED_AT_ONCE,
-    "test_regions.py::test_retained_chunks_too_large_to_be_used_make_room_for_small_ones": FREED_AT_ONCE,
     "test_transitions.py::test_memory_freed_during_a_capture_is_reused_after_its_end": FREED_AT_ONCE,
     "test_transitions.py::test_a_capture_that_torch_did_not_begin_can_be_announced": FREED_AT_ONCE,
-    "test_transitions.py::test_a_bound_of_zero_raises_if_the_call_would_wait": "its device is never idle",
-    "test_transitions.py::test_waits_for_the_device_share_threads": "threads for freed memory come and go",
-    "test_faults.py::test_a_half_paused_region_can_be_resumed_instead": "it counts the calls of a pause without rests",
 }
 
 _stream: int | None = None

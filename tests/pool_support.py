@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import gc
 import json
 import os
 import pickle
@@ -33,14 +34,7 @@ import memsaver
 from memsaver import _core
 from tests import controls
 from tests.broker_support import Broker, Local, Running
-from tests.support import (  # noqa: F401 - statements of workers name them
-    MIB,
-    PAGE,
-    Hooks,
-    end_main_thread,
-    environment,
-    until,
-)
+from tests.support import MIB, PAGE, Hooks, end_main_thread, environment, until  # noqa: F401 - statements of workers name them
 
 SECOND_S = 1.0  # within which a pool is whole again after an exit
 
@@ -98,16 +92,6 @@ def used_bytes() -> int:
     """Of the host device, by its ledger, of all processes."""
     free, total = _core.open_driver("cpu").memory()
     return int(total - free)
-
-
-def stay_until(path: str) -> Callable[[int, int], None]:
-    """A progress function that lets a transition's last copy end when there is a file."""
-
-    def progress(done: int, total: int) -> None:
-        while done == total and not os.path.exists(path):
-            time.sleep(0.002)
-
-    return progress
 
 
 def fork_sleeper() -> int:
@@ -270,6 +254,8 @@ def nurse(file: int) -> None:
 
     import memsaver._torch.ipc.patches  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # a collection in a worker would copy the pages of all of torch's objects
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no test reads their exit status
     channel = socket.socket(fileno=file)
     while True:
@@ -288,16 +274,18 @@ def _live(file: int, settings: dict[str, str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     faulthandler.enable(2)  # a worker that ends by a signal says where
     os.environ.update(settings)
-    try:
-        memsaver.config.from_environment()
-        scope = dict(globals())
-        with os.fdopen(file, "r") as lines, os.fdopen(os.dup(file), "w") as sys.stdout:
-            for line in lines:
-                exec(line, scope)
-                print("<done>", flush=True)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+    memsaver.config.from_environment()
+    scope = dict(globals())
+    lines = os.fdopen(file, "r")
+    sys.stdout = os.fdopen(os.dup(file), "w")
+    for line in lines:
+        try:
+            exec(line, scope)
+        except BaseException:
+            traceback.print_exc(file=sys.stdout)  # answer() has it
+            sys.stdout.flush()
+            os._exit(1)
+        print("<done>", flush=True)
     os._exit(0)
 
 

@@ -2,35 +2,13 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <vector>
 
-#include "base/clock.h"
 #include "base/ranges.h"
 #include "driver/driver.h"
 
 namespace memsaver {
-
-// Counts the bytes that a transition copies, and calls the report every kBetweenReports.
-class Progress {
- public:
-  using Report = std::function<void(std::size_t done, std::size_t total)>;
-
-  explicit Progress(Report report) : report_(std::move(report)) {}
-  void expect(std::size_t bytes);  // more bytes to copy; called before the first of them is copied
-  void add(std::size_t bytes);     // bytes that were copied
-
- private:
-  mutable std::mutex mutex_;
-  Report report_;
-  std::size_t total_ = 0;
-  std::size_t done_ = 0;
-  std::size_t reported_ = 0;
-  std::mutex reporting_;  // taken before mutex_, and held during the report: several threads copy
-  Clock::time_point last_ = Clock::now();
-};
 
 // Copies out. Batches are ranges of addresses, in order. The destructor ends copies under way.
 class Saver {
@@ -64,9 +42,9 @@ class Backup {
   bool complete() const { return saved.covers(parts_); }
   RangeSet saved;  // ranges that have arrived; the contents of all others exist in the region alone
 
-  virtual std::unique_ptr<Saver> saver(Driver& driver, Ranges batches, Progress& progress) = 0;
+  virtual std::unique_ptr<Saver> saver(Driver& driver, Ranges batches) = 0;
   // Loads the part of `saved` that lies in `wanted`.
-  virtual std::unique_ptr<Loader> loader(Driver& driver, Ranges wanted, Progress& progress) = 0;
+  virtual std::unique_ptr<Loader> loader(Driver& driver, Ranges wanted) = 0;
   // A saved range within one part: view() as memory at a fixed place as long as the backup lives, read() as a copy.
   // Both throw BackupError.
   virtual std::byte* view(Range range) = 0;

@@ -64,8 +64,8 @@ Ranges ranges_of(const std::vector<DiskBackup::Piece>& pieces) {
 class DiskCopies final : public Saver, public Loader {
  public:
   // `ranges`: the batches to save, or the contents to load.
-  DiskCopies(DiskBackup& backup, Driver& driver, Direction direction, Ranges ranges, Progress& progress)
-      : backup_(backup), driver_(driver), direction_(direction), ranges_(std::move(ranges)), progress_(progress) {
+  DiskCopies(DiskBackup& backup, Driver& driver, Direction direction, Ranges ranges)
+      : backup_(backup), driver_(driver), direction_(direction), ranges_(std::move(ranges)) {
     for (std::size_t block = 0; block < backup.blocks(); ++block) {
       const Ranges here = ranges_of(backup.pieces(block));
       if (direction == Direction::out ? !backup.saved.covers(here) : !intersect(ranges_, here).empty())
@@ -159,12 +159,8 @@ class DiskCopies final : public Saver, public Loader {
       drain_copies(driver_);
       copy();  // a failed call is tried once more
     }
-    const Ranges ranges = ranges_of(pieces);
-    {
-      std::lock_guard lock(mutex_);
-      for (const Range& range : ranges) backup_.saved.add(range);
-    }
-    progress_.add(bytes_of(ranges));
+    std::lock_guard lock(mutex_);
+    for (const Range& range : ranges_of(pieces)) backup_.saved.add(range);
   }
 
   void load(std::size_t block, const Staging& staging) {
@@ -187,14 +183,12 @@ class DiskCopies final : public Saver, public Loader {
                        driver_.copy_in(part.offset + done, host, size);
                      });
     driver_.wait(driver_.mark(Direction::in));
-    progress_.add(bytes_of(here));
   }
 
   DiskBackup& backup_;
   Driver& driver_;
   const Direction direction_;
   const Ranges ranges_;
-  Progress& progress_;
   std::vector<std::size_t> blocks_;
   std::vector<std::unique_ptr<Staging>> staging_;
   std::vector<std::thread> threads_;
@@ -265,12 +259,12 @@ void DiskBackup::load(std::size_t block, std::byte* memory) const {
                 " differs from the one that was written");
 }
 
-std::unique_ptr<Saver> DiskBackup::saver(Driver& driver, Ranges batches, Progress& progress) {
-  return std::make_unique<DiskCopies>(*this, driver, Direction::out, std::move(batches), progress);
+std::unique_ptr<Saver> DiskBackup::saver(Driver& driver, Ranges batches) {
+  return std::make_unique<DiskCopies>(*this, driver, Direction::out, std::move(batches));
 }
 
-std::unique_ptr<Loader> DiskBackup::loader(Driver& driver, Ranges wanted, Progress& progress) {
-  auto copies = std::make_unique<DiskCopies>(*this, driver, Direction::in, std::move(wanted), progress);
+std::unique_ptr<Loader> DiskBackup::loader(Driver& driver, Ranges wanted) {
+  auto copies = std::make_unique<DiskCopies>(*this, driver, Direction::in, std::move(wanted));
   copies->start();
   return copies;
 }

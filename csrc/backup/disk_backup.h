@@ -55,8 +55,8 @@ class DiskBackup final : public Backup {
   void load(std::size_t block, std::byte* memory) const;
   HostArena& staging() const { return staging_; }
 
-  std::unique_ptr<Saver> saver(Driver& driver, Ranges batches, Progress& progress) override;
-  std::unique_ptr<Loader> loader(Driver& driver, Ranges wanted, Progress& progress) override;
+  std::unique_ptr<Saver> saver(Driver& driver, Ranges batches) override;
+  std::unique_ptr<Loader> loader(Driver& driver, Ranges wanted) override;
   std::byte* view(Range range) override;
   void read(Range range, std::byte* to) override;
 

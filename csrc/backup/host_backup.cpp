@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
 
 namespace memsaver {
 namespace {
@@ -13,8 +12,8 @@ constexpr std::size_t kAhead = 3;
 
 class HostSaver final : public Saver {
  public:
-  HostSaver(HostBackup& backup, Driver& driver, Ranges batches, Progress& progress)
-      : backup_(backup), driver_(driver), batches_(std::move(batches)), progress_(progress) {
+  HostSaver(HostBackup& backup, Driver& driver, Ranges batches)
+      : backup_(backup), driver_(driver), batches_(std::move(batches)) {
     for (const Range& batch : batches_) todo_.push_back(backup_.saved.missing_from(intersect(backup_.runs(), {batch})));
   }
 
@@ -44,7 +43,6 @@ class HostSaver final : public Saver {
       driver_.wait(queue(batch));  // the contents are still in the region: copy again
     }
     for (const Range& range : todo_[batch]) backup_.saved.add(range);
-    progress_.add(bytes_of(todo_[batch]));
   }
 
  private:
@@ -62,47 +60,26 @@ class HostSaver final : public Saver {
   HostBackup& backup_;
   Driver& driver_;
   const Ranges batches_;
-  Progress& progress_;
   std::vector<Ranges> todo_;
   std::vector<Driver::Ticket> tickets_;  // null: nothing to copy
 };
 
 class HostLoader final : public Loader {
  public:
-  HostLoader(HostBackup& backup, Driver& driver, Ranges wanted, Progress& progress)
-      : backup_(backup), driver_(driver), wanted_(std::move(wanted)), progress_(progress) {}
+  HostLoader(HostBackup& backup, Driver& driver, Ranges wanted)
+      : backup_(backup), driver_(driver), wanted_(std::move(wanted)) {}
 
   void add(Range memory) override {
-    const Ranges here = intersect(wanted_, {memory});
-    if (here.empty()) return;
-    for (const HostBackup::Piece& piece : backup_.pieces(here)) driver_.copy_in(piece.offset, piece.host, piece.size);
-    under_way_.push_back({driver_.mark(Direction::in), bytes_of(here)});
-    while (!under_way_.empty() && driver_.done(under_way_.front().ticket)) settle();
+    for (const HostBackup::Piece& piece : backup_.pieces(intersect(wanted_, {memory})))
+      driver_.copy_in(piece.offset, piece.host, piece.size);
   }
 
-  void finish() override {
-    while (!under_way_.empty()) {
-      driver_.wait(under_way_.front().ticket);
-      settle();
-    }
-  }
+  void finish() override { driver_.wait(driver_.mark(Direction::in)); }
 
  private:
-  struct Copy {
-    Driver::Ticket ticket;
-    std::size_t bytes;
-  };
-
-  void settle() {
-    progress_.add(under_way_.front().bytes);
-    under_way_.pop_front();
-  }
-
   HostBackup& backup_;
   Driver& driver_;
   const Ranges wanted_;
-  Progress& progress_;
-  std::deque<Copy> under_way_;
 };
 
 }  // namespace
@@ -155,12 +132,12 @@ std::vector<HostBackup::Piece> HostBackup::pieces(const Ranges& ranges) const {
   return found;
 }
 
-std::unique_ptr<Saver> HostBackup::saver(Driver& driver, Ranges batches, Progress& progress) {
-  return std::make_unique<HostSaver>(*this, driver, std::move(batches), progress);
+std::unique_ptr<Saver> HostBackup::saver(Driver& driver, Ranges batches) {
+  return std::make_unique<HostSaver>(*this, driver, std::move(batches));
 }
 
-std::unique_ptr<Loader> HostBackup::loader(Driver& driver, Ranges wanted, Progress& progress) {
-  return std::make_unique<HostLoader>(*this, driver, std::move(wanted), progress);
+std::unique_ptr<Loader> HostBackup::loader(Driver& driver, Ranges wanted) {
+  return std::make_unique<HostLoader>(*this, driver, std::move(wanted));
 }
 
 std::byte* HostBackup::view(Range range) {

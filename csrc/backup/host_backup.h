@@ -26,8 +26,8 @@ class HostBackup final : public Backup {
   void place(std::size_t end);            // takes memory for all contents before this offset. Throws BackupError
   std::vector<Piece> pieces(const Ranges& ranges) const;
 
-  std::unique_ptr<Saver> saver(Driver& driver, Ranges batches, Progress& progress) override;
-  std::unique_ptr<Loader> loader(Driver& driver, Ranges wanted, Progress& progress) override;
+  std::unique_ptr<Saver> saver(Driver& driver, Ranges batches) override;
+  std::unique_ptr<Loader> loader(Driver& driver, Ranges wanted) override;
   std::byte* view(Range range) override;
   void read(Range range, std::byte* to) override;
 

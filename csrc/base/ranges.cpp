@@ -16,6 +16,17 @@ Ranges sorted(Ranges ranges) {
   return ranges;
 }
 
+Ranges joined(const Ranges& ranges) {
+  Ranges found;
+  for (const Range& range : ranges) {
+    if (!found.empty() && found.back().end() == range.offset)
+      found.back().size += range.size;
+    else
+      found.push_back(range);
+  }
+  return found;
+}
+
 Ranges intersect(const Ranges& one, const Ranges& other) {
   Ranges found;
   if (one.empty() || other.empty()) return found;

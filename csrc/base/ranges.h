@@ -22,6 +22,7 @@ using Ranges = std::vector<Range>;  // by offset, without overlaps, unless said 
 
 std::size_t bytes_of(const Ranges& ranges);
 Ranges sorted(Ranges ranges);
+Ranges joined(const Ranges& ranges);  // those that touch
 // The intersection. Borders of both are kept: ranges that touch are not joined.
 Ranges intersect(const Ranges& one, const Ranges& other);
 

@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <iterator>
 #include <string_view>
@@ -45,18 +44,6 @@ Api load() {
   check(api, "cuInit", api.cuInit(0));
   return api;
 }
-
-// NVML's structure for one process, second version.
-struct NvmlProcess {
-  unsigned pid;
-  unsigned long long used_bytes;
-  unsigned gpu_instance;
-  unsigned compute_instance;
-};
-
-struct NvmlMemory {
-  unsigned long long total, free, used;
-};
 
 struct Nvml {
   int (*device_by_uuid)(const char*, void**) = nullptr;
@@ -175,14 +162,7 @@ std::string uuid_of(const Platform& platform, Device device) {
   const Api& api = platform.api;
   Uuid id{};
   check(api, "cuDeviceGetUuid", api.cuDeviceGetUuid(&id, device));
-  std::string text(platform.uuid_prefix);
-  for (int i = 0; i < 16; ++i) {
-    char byte[3];
-    std::snprintf(byte, sizeof byte, "%02x", id.bytes[i]);
-    text += byte;
-    if (i == 3 || i == 5 || i == 7 || i == 9) text += '-';
-  }
-  return text;
+  return platform.uuid_prefix + text_of(id);
 }
 
 std::size_t total_memory(const Api& api, Device device) {

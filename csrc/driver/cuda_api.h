@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <memory>
 #include <optional>
 #include <string>
@@ -50,6 +51,28 @@ struct Uuid {
   unsigned char bytes[16];
 };
 static_assert(sizeof(AllocationProp) == 32 && sizeof(AccessDesc) == 12 && sizeof(Uuid) == 16, "the driver's layout");
+
+// NVML's structure for one process, second version.
+struct NvmlProcess {
+  unsigned pid;
+  unsigned long long used_bytes;
+  unsigned gpu_instance;
+  unsigned compute_instance;
+};
+struct NvmlMemory {
+  unsigned long long total, free, used;
+};
+
+inline std::string text_of(const Uuid& id) {
+  std::string text;
+  for (int i = 0; i < 16; ++i) {
+    char byte[3];
+    std::snprintf(byte, sizeof byte, "%02x", id.bytes[i]);
+    text += byte;
+    if (i == 3 || i == 5 || i == 7 || i == 9) text += '-';
+  }
+  return text;
+}
 
 constexpr int kLocationDevice = 1;
 constexpr int kAllocationPinned = 1;

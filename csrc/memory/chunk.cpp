@@ -47,8 +47,8 @@ class RetainedPool::Request final : public ChunkRequest {
   Request(RetainedPool& pool, std::size_t bytes, Deadline deadline)
       : pool_(pool), missing_(bytes), deadline_(deadline) {}
 
-  Chunk next(std::size_t limit, std::size_t fresh, bool wait) override {
-    if (wait) wait_for_all();
+  Chunk next(std::size_t limit, std::size_t fresh, WaitFor wait) override {
+    if (wait == WaitFor::memory) wait_for_all();
     if (fresh == 0) return pool_.make_whole(limit);
     // Idle chunks first, also small ones: creating memory beside idle memory would hold more than is needed.
     if (Chunk chunk = pool_.take_idle(limit)) return std::move(chunk).on_loan_from(&pool_);
@@ -65,8 +65,6 @@ class RetainedPool::Request final : public ChunkRequest {
       }
     }
   }
-
-  bool gather() override { return false; }
 
  private:
   // Waits for the whole need first. Two processes that collect chunks one by one could each hold a half and block each

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -79,23 +80,34 @@ struct Need {
 using Needs = std::vector<Need>;
 std::size_t bytes_of(const Needs& needs);
 
-// An open demand at a source, which gives chunks one after the other. The destructor cancels the demand.
+// The wait for a chunk: for the source's answer alone; while other processes return memory that they cache; or for
+// memory that others hold. The last two end at the deadline of the demand.
+enum class WaitFor { none, caches, memory };
+
+// An open demand at a source, which gives chunks one after the other. The destructor ends the demand. Chunks that
+// return to the source earlier may be given to it again.
 class ChunkRequest {
  public:
   virtual ~ChunkRequest() = default;
   // A chunk of at most `limit` bytes; a new one has at most `fresh` bytes. `fresh` 0: one new handle of `limit` bytes,
-  // for export to libraries, which returns to the driver; the driver's source alone has such. If `wait`, waits up to
-  // the deadline of ask(). Throws ChunkUnavailable if there is none.
-  virtual Chunk next(std::size_t limit, std::size_t fresh, bool wait) = 0;
-  // Waits until the source has given all chunks that it can give now, without regard to the deadline. Callers then call
-  // next() without waiting, under a lock. False: the chunks are fewer than the demand, or only next() can find out.
-  virtual bool gather() = 0;
-  // As gather(), and then waits up to the deadline while other processes return memory that they cache.
-  virtual bool gather_from_others() { return gather(); }
-  // Ends the demand. Chunks that return to the source from here on are for other demands. Callers call it before they
-  // return chunks of a demand that is not met. No other function may be called after it.
-  virtual void end() {}
+  // for export to libraries, which returns to the driver; the driver's source alone has such. Throws ChunkUnavailable
+  // if there is none. Called without a lock.
+  virtual Chunk next(std::size_t limit, std::size_t fresh, WaitFor wait) = 0;
 };
+
+// Removes and returns the largest of these pieces up to `limit`, the first one of equal ones.
+template <typename Piece, typename Size>
+std::optional<Piece> take_largest(std::vector<Piece>& pieces, Size size, std::size_t limit) {
+  auto best = pieces.end();
+  for (auto piece = pieces.begin(); piece != pieces.end(); ++piece) {
+    const std::size_t bytes = std::invoke(size, *piece);
+    if (bytes <= limit && (best == pieces.end() || bytes > std::invoke(size, *best))) best = piece;
+  }
+  if (best == pieces.end()) return std::nullopt;
+  std::optional<Piece> found(std::move(*best));
+  pieces.erase(best);
+  return found;
+}
 
 // The available bytes of a source, and memory that processes cache and do not use, as far as it is known.
 struct Supply {
@@ -106,8 +118,8 @@ struct Supply {
 class ChunkSource {
  public:
   virtual ~ChunkSource() = default;
-  // Opens a demand. `needs`: the expected calls of next(), as far as they are known. This function, next(wait = true)
-  // and look() are called without a lock.
+  // Opens a demand. `needs`: the expected calls of next(), as far as they are known. This function and look() are
+  // called without a lock.
   virtual std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline) = 0;
   virtual void take_back(Chunk chunk) noexcept = 0;    // called by the destructor of a chunk; `chunk` has no source
   virtual std::size_t give_up(std::size_t bytes) = 0;  // releases idle chunks to the driver; returns their bytes

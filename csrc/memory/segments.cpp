@@ -26,18 +26,6 @@ Range Segments::erase(Address begin) {
   return erased;
 }
 
-Ranges Segments::live() const {
-  Ranges found;
-  for (const auto& [begin, segment] : segments_) {
-    if (segment.use == Use::resting) continue;
-    if (!found.empty() && found.back().end() == begin)
-      found.back().size += segment.size;
-    else
-      found.push_back({begin, segment.size});
-  }
-  return found;
-}
-
 Ranges Segments::parts(const Ranges& ranges) const {
   Ranges live;
   for (const auto& [begin, segment] : segments_)

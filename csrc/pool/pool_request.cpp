@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <functional>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -31,20 +30,6 @@ Needs merged(const Needs& needs) {
   return found;
 }
 
-// Removes and returns the largest of these pieces up to `limit`, the first one of equal ones.
-template <typename Piece, typename Size>
-std::optional<Piece> take_largest(std::vector<Piece>& pieces, Size size, std::size_t limit) {
-  auto best = pieces.end();
-  for (auto piece = pieces.begin(); piece != pieces.end(); ++piece) {
-    const std::size_t bytes = std::invoke(size, *piece);
-    if (bytes <= limit && (best == pieces.end() || bytes > std::invoke(size, *best))) best = piece;
-  }
-  if (best == pieces.end()) return std::nullopt;
-  std::optional<Piece> found(std::move(*best));
-  pieces.erase(best);
-  return found;
-}
-
 }  // namespace
 
 PoolRequest::PoolRequest(SharedPool& pool, const Needs& needs, Deadline deadline) : pool_(pool), deadline_(deadline) {
@@ -54,21 +39,16 @@ PoolRequest::PoolRequest(SharedPool& pool, const Needs& needs, Deadline deadline
   send_parts_locked(Kind::demand, merged(needs));
 }
 
-// The members' end returns the chunks that were not taken.
-PoolRequest::~PoolRequest() { end(); }
-
 // The broker learns the end before the chunks return: it would grant them to this demand again.
-void PoolRequest::end() {
+PoolRequest::~PoolRequest() {
   if (number_ == 0) return;
   std::lock_guard lock(pool_.mutex_);
-  const std::uint64_t number = std::exchange(number_, 0);
-  pool_.requests_.erase(number);
-  if (!disconnected_) pool_.send_locked(message_of(Kind::close, {number}));
-  for (Grant& grant : std::exchange(grants_, {})) pool_.give_back_locked(grant);
+  pool_.requests_.erase(number_);
+  if (!disconnected_) pool_.send_locked(message_of(Kind::close, {number_}));
+  for (Grant& grant : grants_) pool_.give_back_locked(grant);
 }
 
-Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, bool wait) {
-  if (std::optional<Chunk> chunk = take_largest(chunks_, &Chunk::size, limit)) return std::move(*chunk);
+Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, WaitFor wait) {
   std::unique_lock lock(pool_.mutex_);
   for (;;) {
     if (disconnected_) pool_.throw_disconnected();
@@ -77,8 +57,10 @@ Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, bool wait) {
       return pool_.import(*grant);
     }
     if (refused_) throw ChunkNeverAvailable("ask", "more than the shared pool has in all");
-    if (!wait || number_ == 0) throw ChunkUnavailable("ask", "the shared pool has granted no such chunk");
-    if (!expects_locked(limit)) {  // all granted chunks, and all that are to come, may be too large for this place
+    if (number_ == 0 || (wait == WaitFor::none && (stalled_locked() || complete_locked() || waiting_is_over)))
+      throw ChunkUnavailable("ask", "the shared pool has granted no such chunk");
+    if (wait != WaitFor::none && !expects_locked(limit)) {
+      // All granted chunks, and all that are to come, may be too large for this place.
       if (!give_back_largest_locked() && nothing_since_exchange_)
         throw ChunkNeverAvailable("ask", "the layout needs more than the shared pool has in all");
       const std::size_t size = chunk_class(limit);
@@ -87,7 +69,7 @@ Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, bool wait) {
     }
     if (stalled_locked()) {
       if (give_back_largest_locked()) continue;  // the broker may replace it by smaller chunks
-      if (Clock::now() >= deadline_ || waiting_is_over)
+      if (Clock::now() >= deadline_ || waiting_is_over || (wait == WaitFor::caches && is_hopeless_))
         throw ChunkUnavailable("ask", "the shared pool has no free chunk");
     }
     if (wait_locked(lock)) continue;
@@ -95,29 +77,6 @@ Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, bool wait) {
     WaitsEndWith::look();
     lock.lock();
   }
-}
-
-// `others`: the end of the wait for other processes.
-bool PoolRequest::gather_until(Deadline others) {
-  std::unique_lock lock(pool_.mutex_);
-  bool all = true;
-  while (!complete_locked() && !refused_ && !disconnected_) {
-    const bool waits = !is_hopeless_ && now() < others;
-    if ((stalled_locked() && !waits) || waiting_is_over) {
-      all = false;
-      break;
-    }
-    wait_locked(lock);
-  }
-  while (!grants_.empty() && !disconnected_) {
-    const Grant grant = grants_.back();
-    grants_.pop_back();
-    lock.unlock();
-    chunks_.push_back(pool_.import(grant));
-    lock.lock();
-  }
-  if (disconnected_) pool_.throw_disconnected();
-  return all && !refused_;
 }
 
 void PoolRequest::granted_locked(Grant grant) {

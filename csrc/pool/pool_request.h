@@ -31,11 +31,7 @@ class PoolRequest final : public ChunkRequest {
   // Opens a demand for these needs, if there are any. Throws BrokerError.
   PoolRequest(SharedPool& pool, const Needs& needs, Deadline deadline);
   ~PoolRequest() override;
-  Chunk next(std::size_t limit, std::size_t fresh, bool wait) override;
-  // Imports the granted chunks as well, so that next() without waiting makes no call of the driver.
-  bool gather() override { return gather_until(Deadline::min()); }
-  bool gather_from_others() override { return gather_until(deadline_); }
-  void end() override;
+  Chunk next(std::size_t limit, std::size_t fresh, WaitFor wait) override;
 
   // Called by the pool's thread.
   void granted_locked(Grant grant);
@@ -51,7 +47,6 @@ class PoolRequest final : public ChunkRequest {
   double seconds_locked() const { return std::chrono::duration<double>(Clock::now() - began_).count(); }
 
  private:
-  bool gather_until(Deadline others);
   void send_parts_locked(wire::Kind kind, const Needs& needs);
   bool give_back_largest_locked();
   bool stalled_locked() const { return stalled_messages_ == sent_messages_; }
@@ -72,9 +67,8 @@ class PoolRequest final : public ChunkRequest {
   Clock::time_point answered_;                    // time of the last answer; at first, of the last message
   const Clock::time_point began_ = Clock::now();
   bool is_hopeless_ = false;  // others have returned their cached memory, since the last grant and the last message
-  bool is_long_ = false;      // reported by waits_long_locked()
+  bool is_long_ = false;      // and a thread of Python was told
   std::vector<Grant> grants_;
-  std::vector<Chunk> chunks_;            // used by the caller's thread only
   bool nothing_since_exchange_ = false;  // no chunk was granted since the last `exchange`
   bool refused_ = false, disconnected_ = false;
 };

@@ -78,10 +78,9 @@
 //   trim      serial, bytes                        the released bytes
 //
 //   receiver -> owner, see memsaver/_torch/ipc
-//   receive   serial, claim, residence, ready      claims a storage. `claim`: a random number of the receiver; 0: it
-//                                                  has the storage already. `ready` 1: it waits for the owner's work
-//                                                  by itself. text: the storage's token, policy and tag, a line each
-//                                                  -> lent
+//   receive   serial, claim, residence             claims a storage. `claim`: a random number of the receiver; 0: it
+//                                                  has the storage already. text: the storage's token, the device's
+//                                                  UUID and the tag, a line each -> lent
 //   chunks    serial, claim, first                 -> slots, from the chunk with this index on
 //   release   claim                                also of a claim that was refused. Claims outlive a connection
 //
@@ -99,7 +98,7 @@
 
 namespace memsaver::wire {
 
-constexpr std::uint64_t kVersion = 10;
+constexpr std::uint64_t kVersion = 11;
 constexpr std::uint64_t kUnknown = ~std::uint64_t{0};         // bytes that are not known
 constexpr std::size_t kLongestPacket = std::size_t{1} << 16;  // bytes
 constexpr std::size_t kMostDescriptors = 250;                 // in one packet; the kernel allows 253

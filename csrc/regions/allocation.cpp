@@ -13,37 +13,14 @@ constexpr int kTries = 8;                                   // of an allocation,
 constexpr std::size_t kNoneAllowed = std::size_t{1} << 61;  // exceeds every allowance, so that no chunk has slack
 constexpr auto kNextWait = std::chrono::milliseconds(2);    // after one in which others took the memory
 
-// The chunks of a whole demand, taken before a lock is held.
-class Collected final : public ChunkRequest {
- public:
-  // Waits up to the deadline of the demand. Throws ChunkUnavailable.
-  Collected(ChunkRequest& request, const Needs& needs) : request_(request) {
-    try {
-      for (const Need& need : needs)
-        for (std::size_t left = need.bytes; left > 0; left -= chunks_.back().size())
-          chunks_.push_back(request.next(chunk_class(std::min(need.limit, left)), need.fresh, true));
-    } catch (...) {
-      request_.end();  // before the chunks return to the source
-      throw;
-    }
-  }
-  ~Collected() override { request_.end(); }
-
-  Chunk next(std::size_t limit, std::size_t, bool) override {
-    auto best = chunks_.end();
-    for (auto chunk = chunks_.begin(); chunk != chunks_.end(); ++chunk)
-      if (chunk->size() <= limit && (best == chunks_.end() || chunk->size() > best->size())) best = chunk;
-    if (best == chunks_.end()) throw ChunkUnavailable("ask", "the layout has changed");
-    Chunk chunk = std::move(*best);
-    chunks_.erase(best);
-    return chunk;
-  }
-  bool gather() override { return true; }
-  void end() override { request_.end(); }
-
- private:
-  ChunkRequest& request_;
-  std::vector<Chunk> chunks_;
+// While it lives, an allocation waits for other processes.
+struct Waiting {
+  Waiting(std::atomic<std::size_t>& of, bool waits) : count(of), by(waits ? 1 : 0) { count += by; }
+  ~Waiting() { count -= by; }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+  std::atomic<std::size_t>& count;
+  const std::size_t by;
 };
 
 }  // namespace
@@ -84,49 +61,55 @@ Address Region::take_addresses(std::size_t size) {
   }
 }
 
-namespace {
-
-struct Waiting {
-  explicit Waiting(std::atomic<std::size_t>& of) : count(of) { ++count; }
-  ~Waiting() { --count; }
-  Waiting(const Waiting&) = delete;
-  Waiting& operator=(const Waiting&) = delete;
-  std::atomic<std::size_t>& count;
-};
-
-}  // namespace
-
-bool Region::gather_from_others(ChunkRequest& request) {
-  const Waiting counted(device.waiting_allocations);
-  return request.gather_from_others();
-}
-
-Driver::Ticket Region::wait_and_map(Range segment, ChunkRequest& request, const Needs& needs) {
-  std::optional<Waiting> counted(std::in_place, device.waiting_allocations);
-  Collected collected(request, needs);
-  counted.reset();
-  return map_new(segment, collected, true);
+// All chunks of a demand, or none.
+std::vector<Chunk> Region::take(const Needs& needs, Deadline deadline, WaitFor wait) {
+  const Waiting counted(device.waiting_allocations, wait != WaitFor::none);
+  std::vector<Chunk> chunks;  // outlives the demand, which would get the chunks again that return while it is open
+  const auto request = device.source().ask(needs, deadline);
+  for (const Need& each : needs)
+    for (std::size_t left = each.bytes; left > 0; left -= chunks.back().size()) {
+      const std::size_t limit = std::min(each.limit, left);
+      chunks.push_back(request->next(each.fresh == 0 ? limit : chunk_class(limit), each.fresh, wait));
+    }
+  return chunks;
 }
 
 void Region::find_more(std::size_t wanted, Deadline shortage, Deadline memory, Deadline began, std::uint64_t seen,
-                       Effort& effort) {
+                       WaitFor& wait) {
   if (device.resting.reclaim(shortage, seen)) {
     device.source().settle();
-    return;
-  }
-  if (now() < memory && !waiting_is_over) {
-    if (std::exchange(effort, Effort::waits) == Effort::waits) {  // others have taken the memory meanwhile
+  } else if (now() < memory && !waiting_is_over) {
+    if (std::exchange(wait, WaitFor::memory) == WaitFor::memory) {  // others have taken the memory meanwhile
       WaitsEndWith::look();
       sleep_for(kNextWait);
     }
-    return;
+  } else if (wait == WaitFor::none && device.pooled && now() < shortage) {
+    wait = WaitFor::caches;
+  } else {
+    const std::chrono::duration<double> waited = wait != WaitFor::none ? now() - began : Clock::duration::zero();
+    throw device.out_of_memory(wanted, 0, waited.count());
   }
-  if (effort == Effort::none && device.pooled && now() < shortage) {
-    effort = Effort::asks_others;
-    return;
+}
+
+template <typename NeedsOf, typename Use>
+void Region::with_chunks(std::size_t wanted, Deadline shortage, Deadline memory, NeedsOf needs_of, Use use) {
+  const Deadline began = now();
+  WaitFor wait = WaitFor::none;
+  int tries = 0;
+  for (bool snug = false;;) {
+    const std::uint64_t seen = device.resting.given_back();
+    const Needs needs = needs_of(snug);
+    try {
+      if (use(take(needs, wait == WaitFor::memory ? memory : shortage, wait), snug)) return;
+      if (++tries < kTries) continue;
+    } catch (const ChunkNeverAvailable&) {
+      if (wait == WaitFor::memory) memory = Deadline::min();  // more than a shared pool has in all
+    } catch (const ChunkUnavailable&) {
+      // The exact layout may need less memory.
+    }
+    if (std::exchange(snug, true) || bytes_of(needs_of(true)) == bytes_of(needs))
+      find_more(wanted, shortage, memory, began, seen, wait);
   }
-  const std::chrono::duration<double> waited = effort != Effort::none ? now() - began : Clock::duration::zero();
-  throw device.out_of_memory(wanted, 0, waited.count());
 }
 
 Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
@@ -139,33 +122,9 @@ Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
   const Range segment{take_addresses(size), size};  // not a segment yet
   Driver::Ticket cleaned;
   try {
-    int tries = 0;
-    const Deadline began = now();
-    Effort effort = Effort::none;
-    for (bool snug = false;;) {
-      const std::uint64_t seen = device.resting.given_back();
-      const Needs needs = needs_of(segment, snug);
-      const bool waits = effort == Effort::waits;
-      auto request = device.source().ask(needs, waits ? memory : effort == Effort::asks_others ? shortage : now());
-      bool all = false;
-      if (effort == Effort::none) all = request->gather();
-      if (effort == Effort::asks_others) all = gather_from_others(*request);
-      try {
-        cleaned = waits ? wait_and_map(segment, *request, needs) : map_new(segment, *request, snug);
-        break;
-      } catch (const ChunkNeverAvailable&) {
-        if (waits) memory = Deadline::min();  // more than a shared pool has in all
-      } catch (const ChunkUnavailable&) {
-        // The layout has changed meanwhile: another thread freed a chunk that it used.
-        if (all && ++tries < kTries) continue;
-      }
-      request.reset();                                   // its chunks count as free now
-      if (!snug && (device.pooled || now() < memory)) {  // these give the whole demand or nothing
-        snug = true;
-        continue;
-      }
-      find_more(wanted, shortage, memory, began, seen, effort);
-    }
+    with_chunks(
+        wanted, shortage, memory, [&](bool snug) { return needs_of(segment, snug); },
+        [&](std::vector<Chunk> chunks, bool snug) { return map_new(segment, std::move(chunks), snug, cleaned); });
   } catch (...) {
     std::lock_guard lock(device.mutex);
     addresses_.put(segment);
@@ -180,17 +139,7 @@ Address Region::allocate(std::size_t size, Deadline shortage, Deadline memory) {
   return segment.offset;
 }
 
-// The next chunk of a demand. If there is none, the demand ends before the chunks so far return to the source.
-Chunk Region::next_or_end(ChunkRequest& request, std::size_t limit) const {
-  try {
-    return request.next(limit, largest_chunk(), false);
-  } catch (const ChunkUnavailable&) {
-    request.end();
-    throw;
-  }
-}
-
-Driver::Ticket Region::map_new(Range segment, ChunkRequest& request, bool snug) {
+bool Region::map_new(Range segment, std::vector<Chunk> chunks, bool snug, Driver::Ticket& cleaned) {
   const Remapping remapping(*this);
   check_allocatable(segment.size);  // a transition marks a region under the same lock
   end_stranded();
@@ -202,13 +151,13 @@ Driver::Ticket Region::map_new(Range segment, ChunkRequest& request, bool snug) 
       layout = layout_of_new_locked(segment, snug);
   }
   Mapping mapping(*this);
-  Driver::Ticket cleaned;
   if (layout) {
     while (const auto gap = layout->next()) {
-      Chunk chunk = next_or_end(request, gap->limit);
-      const Slot slot{gap->at, chunk.size()};
+      std::optional<Chunk> chunk = take_largest(chunks, &Chunk::size, gap->limit);
+      if (!chunk) return false;
+      const Slot slot{gap->at, chunk->size()};
       layout->place(slot.size);
-      mapping.add(slot, std::move(chunk));
+      mapping.add(slot, std::move(*chunk));
     }
     allow(mapping.slots());
     cleaned = clean_new(mapping.slots());
@@ -216,7 +165,7 @@ Driver::Ticket Region::map_new(Range segment, ChunkRequest& request, bool snug) 
   std::lock_guard lock(device.mutex);
   segments_.add(segment);
   mapping.commit();
-  return cleaned;
+  return true;
 }
 
 // Segments at addresses that another allocator has chosen
@@ -224,25 +173,16 @@ Driver::Ticket Region::map_new(Range segment, ChunkRequest& request, bool snug) 
 std::vector<Chunk> Region::borrow(std::size_t size, Deadline shortage) {
   check_allocatable(size);
   device.resting.reap();
-  const Deadline began = now();
-  for (Effort effort = Effort::none;;) {
-    const std::uint64_t seen = device.resting.given_back();
-    Needs needs;
-    for (std::size_t left = size; left > 0; left -= needs.back().bytes) needs.push_back(need(chunk_class(left)));
-    const bool asks_others = effort == Effort::asks_others;
-    auto request = device.source().ask(needs, asks_others ? shortage : now());
-    static_cast<void>(asks_others ? gather_from_others(*request) : request->gather());
-    try {
-      std::vector<Chunk> chunks;
-      for (std::size_t left = size; left > 0; left -= chunks.back().size())
-        chunks.push_back(next_or_end(*request, chunk_class(left)));
-      return chunks;
-    } catch (const ChunkUnavailable&) {
-      // The chunks so far return to the source.
-    }
-    request.reset();
-    find_more(size, shortage, Deadline::min(), began, seen, effort);
-  }
+  Needs needs;
+  for (std::size_t left = size; left > 0; left -= needs.back().bytes) needs.push_back(need(chunk_class(left)));
+  std::vector<Chunk> found;
+  with_chunks(
+      size, shortage, Deadline::min(), [&](bool) { return needs; },
+      [&](std::vector<Chunk> chunks, bool) {
+        found = std::move(chunks);
+        return true;
+      });
+  return found;
 }
 
 void Region::place(Range segment, std::vector<Chunk> chunks, bool may_begin_reservation) {

@@ -79,7 +79,7 @@ std::vector<Device*> Core::all_devices() {
   return found;
 }
 
-Region& Core::region(const std::string& tag, const std::string& device_name, Region::Options options) {
+Region& Core::region(const std::string& tag, const std::string& device_name, const RegionOptions& options) {
   Device& on = device(device_name);
   if (Region* known = find(tag, on)) return *known;
   if (options.policy == Policy::disk) disk_directory();
@@ -175,13 +175,8 @@ void Core::refresh_peers() {
 }
 
 void Core::give_access(Device& device) {
-  std::vector<int> wanted = device.driver->peer_candidates();
-  {
-    std::lock_guard lock(mutex);
-    if (wanted == device.peers && !device.has_stale) return;
-  }
   const std::lock_guard one_at_a_time(refreshing_);
-  wanted = device.driver->peer_candidates();  // another thread may have changed the peers meanwhile
+  std::vector<int> wanted = device.driver->peer_candidates();
   bool is_new = false;
   {
     std::lock_guard lock(mutex);

@@ -31,7 +31,7 @@ class Core {
   Device& device(const std::string& name);  // opens it at first use
   std::vector<Device*> all_devices();
   // The region of this tag and device. The options apply if it is new.
-  Region& region(const std::string& tag, const std::string& device_name, Region::Options options);
+  Region& region(const std::string& tag, const std::string& device_name, const RegionOptions& options);
   Region* find(const std::string& tag, const Device& device);
   std::vector<Region*> regions_of(const Device& device);
   std::vector<Region*> all_regions();

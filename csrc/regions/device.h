@@ -45,11 +45,7 @@ struct Device {
 
   // The shared pool, made at first use. Core::mutex is held.
   SharedPool& shared_pool() {
-    if (shared == nullptr)
-      shared = std::make_unique<SharedPool>(*driver, [this] {
-        reclaimer.request(
-            [this](const Reclaimer::Rest& rest) { shared->send_reclaimed(rest.more, rest.unused, rest.why); });
-      });
+    if (shared == nullptr) shared = std::make_unique<SharedPool>(*driver, [this] { reclaimer.request(true); });
     return *shared;
   }
   // The source of new chunks. Chunks of the other source return to it.

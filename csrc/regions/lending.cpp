@@ -56,12 +56,9 @@ void BorrowedMemory::map(Slot slot, int file) {
 }
 
 void BorrowedMemory::allow() {
-  for (std::size_t at = 0; at < mapped_.size();) {  // one call serves a run of chunks
-    const std::size_t begin = mapped_[at].slot.offset;
-    std::size_t end = begin;
-    for (; at < mapped_.size() && mapped_[at].slot.offset == end; ++at) end += mapped_[at].slot.size;
-    device_.driver->allow(address_of(begin), end - begin);
-  }
+  Ranges slots;
+  for (const Part& part : mapped_) slots.push_back(part.slot);
+  for (const Range& run : joined(slots)) device_.driver->allow(address_of(run.offset), run.size);
 }
 
 bool BorrowedMemory::leave(bool idle) {

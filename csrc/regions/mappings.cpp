@@ -41,7 +41,7 @@ void Region::sweep_all() {
 }
 
 void Region::sweep_with_lock() {
-  std::vector<Address> empty;
+  std::vector<Slot> empty;
   bool had_dirty = false;
   {
     std::lock_guard lock(device.mutex);
@@ -54,8 +54,8 @@ void Region::sweep_with_lock() {
     }
     for (const Range& range : sorted(std::move(dirty))) {
       for (const auto& [begin, chunk] : overlapping(chunks_, range))
-        if ((empty.empty() || empty.back() < begin) && !segments_.any_within(begin, begin + chunk.size()))
-          empty.push_back(begin);
+        if ((empty.empty() || empty.back().offset < begin) && !segments_.any_within(begin, begin + chunk.size()))
+          empty.push_back({begin, chunk.size()});
     }
   }
   std::vector<Chunk> freed;
@@ -71,35 +71,30 @@ void Region::map(Slot slot, Chunk chunk) {
   chunks_[slot.offset] = std::move(chunk);
 }
 
-// Whether one call of the driver can serve both: one that crosses the end of a reservation is not defined.
-bool Region::joins(Address end, Address next) const {
-  if (end != next || !placed) return end == next;
+// Chunks side by side, which one call of the driver can serve: one that crosses the end of a reservation is not
+// defined.
+Ranges Region::runs(const std::vector<Slot>& slots) const {
+  Ranges found;
   std::lock_guard lock(device.mutex);
-  return !seams_.contains(next);
+  for (const Slot& slot : slots) {
+    if (!found.empty() && found.back().end() == slot.offset && !seams_.contains(slot.offset))
+      found.back().size += slot.size;
+    else
+      found.push_back(slot);
+  }
+  return found;
 }
 
 void Region::allow(const std::vector<Slot>& slots) {
-  for (std::size_t i = 0; i < slots.size();) {
-    Address end = slots[i].offset;
-    std::size_t next = i;
-    do end += slots[next++].size;
-    while (next < slots.size() && joins(end, slots[next].offset));
-    device.driver->allow(slots[i].offset, end - slots[i].offset);
-    i = next;
-  }
+  for (const Range& run : runs(slots)) device.driver->allow(run.offset, run.size);
 }
 
 bool Region::clean(const std::vector<Slot>& slots, const Ranges& contents) {
-  Ranges runs;
-  for (const Slot& slot : slots) {
-    if (fill == Fill::keep || !chunks_.at(slot.offset).foreign()) continue;
-    if (!runs.empty() && joins(runs.back().end(), slot.offset))
-      runs.back().size += slot.size;
-    else
-      runs.push_back(slot);
-  }
+  std::vector<Slot> foreign;
+  for (const Slot& slot : slots)
+    if (fill != Fill::keep && chunks_.at(slot.offset).foreign()) foreign.push_back(slot);
   bool filled = false;
-  for (const Range& run : runs) {
+  for (const Range& run : runs(foreign)) {
     RangeSet covered;
     for (const Range& part : intersect(contents, {run})) covered.add(part);
     Ranges parts = covered.missing_from({run});
@@ -148,23 +143,22 @@ void Region::allow_again() {
   stale_ = false;
 }
 
-std::optional<DriverError> Region::unmap(const std::vector<Address>& chunks, std::vector<Chunk>& freed) {
+std::optional<DriverError> Region::unmap(const std::vector<Slot>& slots, std::vector<Chunk>& freed) {
   std::optional<DriverError> refusal;
-  for (std::size_t i = 0, next = 0; i < chunks.size(); i = next) {
-    Address end = chunks[i];
-    do end += chunks_.at(chunks[next++]).size();
-    while (next < chunks.size() && joins(end, chunks[next]));
-    const std::vector<Address> run(chunks.begin() + static_cast<std::ptrdiff_t>(i),
-                                   chunks.begin() + static_cast<std::ptrdiff_t>(next));
-    std::vector<Address> gone;
+  for (const Range& run : runs(slots)) {
+    std::optional<DriverError> error;
     try {
-      device.driver->unmap(run.front(), end - run.front());
-      gone = run;
-    } catch (const DriverError& error) {
-      // The call may have been made, also for some of the chunks alone.
-      for (const Address chunk : run)
-        if (!error.context_lost && !device.driver->is_mapped(chunk)) gone.push_back(chunk);
-      if (gone.size() < run.size() && !refusal) refusal = error;
+      device.driver->unmap(run.offset, run.size);
+    } catch (const DriverError& thrown) {
+      error = thrown;
+    }
+    // After an error the call may have been made, also for some of the chunks alone.
+    std::vector<Address> gone;
+    for (const auto& [chunk, mapped] : overlapping(chunks_, run)) {
+      if (!error || (!error->context_lost && !device.driver->is_mapped(chunk)))
+        gone.push_back(chunk);
+      else if (!refusal)
+        refusal = error;
     }
     std::lock_guard lock(device.mutex);
     for (const Address chunk : gone) {
@@ -200,10 +194,8 @@ void Region::end_stranded() {
 // Mappings that may be taken back
 
 void Mapping::undo() {
-  std::vector<Address> chunks;
-  for (const Slot& slot : std::exchange(slots_, {})) chunks.push_back(slot.offset);
   std::vector<Chunk> freed;  // returned to their source at the end of the scope
-  if (region_->unmap(chunks, freed)) region_->strand();
+  if (region_->unmap(std::exchange(slots_, {}), freed)) region_->strand();
 }
 
 void Mapping::add(Slot slot, Chunk chunk) {

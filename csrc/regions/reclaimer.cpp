@@ -45,17 +45,17 @@ void Reclaimer::freed() {
   changed_.notify_all();
 }
 
-void Reclaimer::request(std::function<void(const Rest&)> tell) {
+void Reclaimer::request(bool tells) {
   {
     std::lock_guard lock(mutex_);
     if (worker_.started()) {
       ++requested_;
-      if (tell) tell_ = std::move(tell);
+      tells_ |= tells;
       changed_.notify_all();
       return;
     }
   }
-  if (tell) tell({});
+  if (tells) device_.shared->send_reclaimed(false, 0, "");
 }
 
 bool Reclaimer::finish(Deadline deadline) {
@@ -99,10 +99,9 @@ bool Reclaimer::rests() {
   return std::any_of(regions.begin(), regions.end(), [](const Region* region) { return region->resting_bytes() > 0; });
 }
 
-Reclaimer::Rest Reclaimer::rest(bool asks_python, bool is_resting) {
-  Rest found;
-  found.more = asks_python || is_resting;
-  std::size_t resting = 0, beside = 0;
+// Sends the bytes that no tensor uses and that stay, with the reasons.
+void Reclaimer::tell(bool asks_python, bool is_resting) {
+  std::size_t unused = 0, resting = 0, beside = 0;
   for (const Region* region : core().regions_of(device_)) {
     if (region->state() != State::active) continue;
     const std::size_t rests = region->resting_bytes(), mapped = region->mapped_bytes();
@@ -110,25 +109,25 @@ Reclaimer::Rest Reclaimer::rest(bool asks_python, bool is_resting) {
     resting += rests;
     if (mapped > used) beside += mapped - used;
   }
-  std::optional<std::size_t> cached;
-  std::string why;
+  std::size_t cached = 0;
+  std::string why_cached;
   {
     std::lock_guard lock(mutex_);
     cached = cached_;
-    why = why_cached_;
+    if (!why_cached_.empty()) why_cached = " (" + why_cached_ + ")";
   }
+  std::string why;
+  const auto say = [&](const std::string& reason) { why += (why.empty() ? "" : ", ") + reason; };
   const auto add = [&](std::size_t bytes, const std::string& reason) {
-    if (bytes == 0) return;
-    found.unused += bytes;
-    found.why += (found.why.empty() ? "" : ", ") + text_of(bytes) + " " + reason;
+    unused += bytes;
+    if (bytes > 0) say(text_of(bytes) + " " + reason);
   };
-  if (device_.parts.gate.capturing()) found.why = "a graph is being captured";
+  if (device_.parts.gate.capturing()) say("a graph is being captured");
   add(resting, "on which the device still works");
-  add(cached.value_or(0), "that torch caches" + (why.empty() ? why : " (" + why + ")"));
-  if (asks_python)
-    found.why += found.why.empty() ? "torch's cache waits for the GIL" : ", torch's cache waits for the GIL";
+  add(cached, "that torch caches" + why_cached);
+  if (asks_python) say("torch's cache waits for the GIL");
   add(beside, "in chunks that tensors use as well");
-  return found;
+  device_.shared->send_reclaimed(asks_python || is_resting, unused, why);
 }
 
 void Reclaimer::run() {
@@ -152,11 +151,11 @@ void Reclaimer::run() {
     }
     if (stop_) return;
     const std::uint64_t number = requested_;
-    std::function<void(const Rest&)> tell = std::exchange(tell_, nullptr);
+    const bool tells = std::exchange(tells_, false);
     // A capture allows no mark, and Python frees nothing then. The broker asks again.
     const bool captures = device_.parts.gate.capturing();
     asks_python_ = false;
-    cached_.reset();
+    cached_ = 0;
     lock.unlock();
     bool is_resting = false;
     if (!captures) {
@@ -169,7 +168,7 @@ void Reclaimer::run() {
     while (!captures && !stop_ && (is_resting || asks_python_) && requested_ == number) {
       const bool asks = asks_python_;
       lock.unlock();
-      if (tell && told != asks) tell(rest(asks, is_resting));
+      if (tells && told != asks) tell(asks, is_resting);
       told = asks;
       lock.lock();
       changed_.wait_for(lock, kLook);
@@ -178,14 +177,14 @@ void Reclaimer::run() {
       lock.lock();
     }
     if (requested_ != number && !stop_) {  // the next pass tells as well
-      if (!tell_) tell_ = std::move(tell);
+      tells_ |= tells;
       continue;
     }
     ended_ = number;
     changed_.notify_all();
-    if (!tell || stop_) continue;
+    if (!tells || stop_) continue;
     lock.unlock();
-    tell(rest(false, false));
+    tell(false, false);
     lock.lock();
   }
 }

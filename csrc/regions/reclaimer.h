@@ -11,9 +11,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <mutex>
-#include <optional>
 #include <string>
 
 #include "base/clock.h"
@@ -25,19 +23,13 @@ struct Device;
 
 class Reclaimer {
  public:
-  // The memory that stays after a pass.
-  struct Rest {
-    bool more = false;       // more will come back by itself: the device still works on it, or Python is asked
-    std::size_t unused = 0;  // bytes that no tensor uses and that stay
-    std::string why;         // the parts of `unused` with their reasons; empty if there are none
-  };
-
   explicit Reclaimer(Device& device) : device_(device) {}
 
-  // Both begin a pass. request(): returns at once; `tell` is called with the rest when the first part of the pass is
-  // over, and, if more was to come, when Python has answered and at its end. finish(): waits for the end, up to the
-  // deadline; the caller holds no lock, torch's included. Returns whether the pass has ended.
-  void request(std::function<void(const Rest&)> tell);
+  // Both begin a pass. request(): returns at once. `tells`: the broker of the shared pool learns the memory that stays,
+  // when the first part of the pass is over, and, if more was to come, when Python has answered and at the end.
+  // finish(): waits for the end, up to the deadline; the caller holds no lock, torch's included. Returns whether the
+  // pass has ended.
+  void request(bool tells);
   bool finish(Deadline deadline);
   // Called by the thread of Python, once for each query. `cached`: bytes of free blocks that torch keeps, and `why`.
   void python_is_done(std::size_t cached, const std::string& why);
@@ -49,15 +41,15 @@ class Reclaimer {
   void run();
   void pass();
   bool rests();  // frees what can be freed now. Returns whether the device still works on some
-  Rest rest(bool asks_python, bool is_resting);
+  void tell(bool asks_python, bool is_resting);
 
   Device& device_;
   std::mutex mutex_;  // taken under Device::mutex too. No other lock is taken under it but that of the queries
   std::condition_variable changed_;
-  std::function<void(const Rest&)> tell_;
+  bool tells_ = false;                       // at the end of the next pass
   std::uint64_t requested_ = 0, ended_ = 0;  // passes
   bool asks_python_ = false;                 // and it has not answered yet
-  std::optional<std::size_t> cached_;        // its last answer; nullopt: none
+  std::size_t cached_ = 0;                   // of its last answer
   std::string why_cached_;
   bool freed_ = false;  // segments may rest
   bool stop_ = false;

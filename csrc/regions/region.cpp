@@ -12,18 +12,11 @@ constexpr std::size_t kAllowance = 48 * kMiB;
 
 }  // namespace
 
-Region::Region(std::string region_tag, Device& on_device, Options options)
-    : tag(std::move(region_tag)),
-      device(on_device),
-      policy(options.policy),
-      frozen(options.frozen),
-      fill(options.fill),
-      placed(options.placed),
-      one_handle(options.one_handle),
-      most_slack_(options.most_slack) {}
+Region::Region(std::string region_tag, Device& on_device, const RegionOptions& options)
+    : RegionOptions(options), tag(std::move(region_tag)), device(on_device) {}
 
 // It allows large chunks in large regions only.
-std::size_t Region::allowance(std::size_t live) const { return std::min({live, live / 20 + kAllowance, most_slack_}); }
+std::size_t Region::allowance(std::size_t live) const { return std::min({live, live / 20 + kAllowance, most_slack}); }
 
 // States
 

@@ -39,27 +39,22 @@ constexpr std::size_t kGuard = kPage;  // behind each reserved range, so that tw
 constexpr std::size_t kAnySlack = std::size_t{1} << 60;
 using Slot = Range;  // the addresses of a chunk in a region
 
-class Region {
- public:
-  struct Options {
-    Policy policy = Policy::none;
-    bool frozen = false;  // the contents do not change after the first copy
-    Fill fill = Fill::clean;
-    std::size_t most_slack =
-        kAnySlack;            // the limit of mapped bytes without a segment, beside that of the region's size
-    bool placed = false;      // another allocator chooses the addresses of the segments: see place()
-    bool one_handle = false;  // each segment has one chunk of its own, of the driver, of its size in whole pages
-  };
+struct RegionOptions {
+  const Policy policy = Policy::none;
+  const bool frozen = false;  // the contents do not change after the first copy
+  const Fill fill = Fill::clean;
+  // The limit of mapped bytes without a segment, beside that of the region's size.
+  const std::size_t most_slack = kAnySlack;
+  const bool placed = false;      // another allocator chooses the addresses of the segments: see place()
+  const bool one_handle = false;  // each segment has one chunk of its own, of the driver, of its size in whole pages
+};
 
-  Region(std::string tag, Device& device, Options options);
+class Region : public RegionOptions {
+ public:
+  Region(std::string tag, Device& device, const RegionOptions& options);
 
   const std::string tag;
   Device& device;
-  const Policy policy;
-  const bool frozen;
-  const Fill fill;
-  const bool placed;
-  const bool one_handle;
 
   // The state machine. The caller holds Core::mutex, and no lock after it in the order.
   //
@@ -173,7 +168,7 @@ class Region {
   void declare_clean(const std::vector<Slot>& slots);
   // Unmaps these chunks and appends them to `freed`. Chunks that the driver refuses to unmap stay mapped. Returns the
   // first refusal.
-  std::optional<DriverError> unmap(const std::vector<Address>& chunks, std::vector<Chunk>& freed);
+  std::optional<DriverError> unmap(const std::vector<Slot>& slots, std::vector<Chunk>& freed);
   std::vector<Slot> slots() const;  // of all mapped chunks
   struct Placed {                   // a chunk, and its place
     std::size_t offset, size;
@@ -201,28 +196,26 @@ class Region {
   std::size_t allowance(std::size_t live) const;  // the limit of mapped bytes without a segment
   void check_allocatable(std::size_t size) const;
   Address take_addresses(std::size_t size);
-  bool gather_from_others(ChunkRequest& request);
-  // Maps a segment with the chunks of a demand, after a wait for all of them up to the demand's deadline.
-  Driver::Ticket wait_and_map(Range segment, ChunkRequest& request, const Needs& needs);
-  // An attempt to get memory takes the memory at hand, or asks other processes for memory that they cache, or waits for
-  // memory that others hold.
-  enum class Effort { none, asks_others, waits };
-  // Makes the next attempt more likely to succeed than one that saw `seen`. `effort`: of this attempt, and then of the
+  std::vector<Chunk> take(const Needs& needs, Deadline deadline, WaitFor wait);
+  // Takes the chunks of a demand for `wanted` bytes and gives them to `use`, again and again until it returns true.
+  // False: the layout has changed since the demand. Throws OutOfMemoryError.
+  template <typename NeedsOf, typename Use>
+  void with_chunks(std::size_t wanted, Deadline shortage, Deadline memory, NeedsOf needs_of, Use use);
+  // Makes the next attempt more likely to succeed than one that saw `seen`. `wait`: of this attempt, and then of the
   // next one. Throws OutOfMemoryError for `wanted` bytes where nothing is left to try.
   void find_more(std::size_t wanted, Deadline shortage, Deadline memory, Deadline began, std::uint64_t seen,
-                 Effort& effort);
+                 WaitFor& wait);
   void end_stranded();  // before new mappings: unmaps these chunks, or gives access to them, which may be missing
   Layout layout_locked(Ranges wanted, Ranges segments, std::size_t live, std::size_t slack, bool snug) const;
   Layout layout_of_new_locked(Range segment, bool snug) const;
   Needs needs_of(Range segment, bool snug) const;
-  Chunk next_or_end(ChunkRequest& request, std::size_t limit) const;
-  // Returns the mark of the zeros under the segment; null: there are none.
-  Driver::Ticket map_new(Range segment, ChunkRequest& request, bool snug);
+  // Maps a segment. False: its layout needs other chunks. `cleaned`: the mark of zeros under it, if there are any.
+  bool map_new(Range segment, std::vector<Chunk> chunks, bool snug, Driver::Ticket& cleaned);
   Driver::Ticket clean_new(const std::vector<Slot>& slots);
   std::size_t unmapped_within(Address begin, Address end) const;  // bytes without a chunk
   void sweep_with_lock();
   void add_dirty_locked(Range range);
-  bool joins(Address end, Address next) const;
+  Ranges runs(const std::vector<Slot>& slots) const;
 
   std::atomic<State> state_ = State::active;
   std::atomic<std::uint64_t> residence_ = 1;
@@ -242,7 +235,6 @@ class Region {
   Ranges dirty_;                          // ranges in which chunks may have become empty
   bool stale_ = false;                    // see mark_stale()
   std::atomic<bool> stranded_ = false;    // see strand()
-  const std::size_t most_slack_;
   std::atomic<bool> closed_ = false;
   std::atomic<std::size_t> mapped_ = 0;
 };

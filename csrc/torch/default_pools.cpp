@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "regions/core.h"
+#include "torch/torch_hooks.h"
 
 namespace memsaver {
 namespace {
@@ -103,6 +104,7 @@ std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordi
   }
   try {
     unreserve_late();
+    const TorchAllocation under_way;
     Piece piece{region, size, region->borrow(size, deadline_on(region->device))};
     const std::lock_guard lock(mutex_);
     made = kMark | ++last_;

@@ -40,7 +40,6 @@ void Transfer::add_coming(Region& region, bool restore) {
   if (restore && backup != nullptr) wanted = intersect(backup->saved.within(kEverywhere), region.live());
   // Chunks that a refused pause left mapped and not saved have their contents: they are neither copied in nor filled.
   const bool fills = (region.fill == Fill::zero || region.fill == Fill::poison) && (!restore || backup == nullptr);
-  progress_.expect(bytes_of(wanted));
   coming_.push_back({.region = &region, .wanted = std::move(wanted), .fills = fills, .mapping = Mapping(region)});
 }
 
@@ -133,10 +132,9 @@ void Transfer::reserve_and_start(bool chunks) {
     if (!leaving.copies()) continue;
     stages_.enter("backup");
     leaving.saved_before = leaving.backup->saved.bytes();
-    progress_.expect(leaving.backup->bytes() - leaving.saved_before);
     Ranges batches;
     for (const auto& batch : leaving.batches) batches.push_back(range_of(batch));
-    leaving.saver = leaving.backup->saver(*device_.driver, std::move(batches), progress_);
+    leaving.saver = leaving.backup->saver(*device_.driver, std::move(batches));
     const Deadline late = std::max(bounds_.whole, now() + kOneLook);
     leaving.saver->start();  // may wait until host memory is made
     if (now() >= late)
@@ -155,7 +153,7 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
   const Deadline deadline = std::min(bounds_.whole, deadline_in(bounds_.memory_s));
   const Deadline began = now();  // after it, so that a wait of 0 s has passed at its begin
   if (!device_.pooled && deadline > began && device_.driver->memory().free + device_.retained.idle_bytes() < needed)
-    device_.reclaimer.request(nullptr);  // a broker asks this process as it asks the others
+    device_.reclaimer.request(false);  // a broker asks this process as it asks the others
   bool reclaims = true;
   for (bool snug = false;;) {
     bool never = false;
@@ -235,14 +233,13 @@ void Transfer::lay_out(ChunkRequest& request, bool snug, Use use) {
       Chunk chunk;
       if (size == 0 && !promised.empty() && !region.one_handle) {
         try {
-          request.gather();
-          chunk = request.next(gap->limit, region.largest_chunk(), false);
+          chunk = request.next(gap->limit, region.largest_chunk(), WaitFor::none);
         } catch (const ChunkUnavailable&) {
           // On a full device use an outgoing chunk that is larger than needed, before waiting.
           size = promised.take_smallest(gap->room);
         }
       }
-      if (size == 0 && !chunk) chunk = request.next(gap->limit, region.largest_chunk(), true);
+      if (size == 0 && !chunk) chunk = request.next(gap->limit, region.largest_chunk(), WaitFor::memory);
       if (chunk) size = chunk.size();
       layout.place(size);
       use(coming, {gap->at, size}, std::move(chunk));
@@ -289,9 +286,7 @@ void Transfer::let_go(Leaving& leaving) {
     std::vector<Chunk> freed;
     try {
       if (leaving.saver != nullptr) leaving.saver->wait(batch);
-      std::vector<Address> offsets;
-      for (const Slot& slot : leaving.batches[batch]) offsets.push_back(slot.offset);
-      if (const auto error = leaving.region->unmap(offsets, freed); error && !refused_)
+      if (const auto error = leaving.region->unmap(leaving.batches[batch], freed); error && !refused_)
         refused_ = std::make_exception_ptr(*error);
     } catch (...) {
       if (!refused_) refused_ = std::current_exception();
@@ -334,7 +329,7 @@ void Transfer::come_in_alone(ChunkRequest& request, bool snug) {
 void Transfer::open(Coming& coming) {
   Region& region = *coming.region;
   if (coming.loader == nullptr && !coming.wanted.empty())
-    coming.loader = region.backup()->loader(*device_.driver, coming.wanted, progress_);
+    coming.loader = region.backup()->loader(*device_.driver, coming.wanted);
 }
 
 // Uses chunks that a refused unmap or a failed copy left mapped. Their access is unknown.

@@ -67,8 +67,7 @@ class Transfer {
     std::size_t copied_bytes = 0;
   };
 
-  Transfer(Device& device, Bounds bounds, Progress& progress, Stages& stages)
-      : device_(device), bounds_(bounds), progress_(progress), stages_(stages) {}
+  Transfer(Device& device, Bounds bounds, Stages& stages) : device_(device), bounds_(bounds), stages_(stages) {}
   ~Transfer() { undo(); }
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
@@ -147,7 +146,6 @@ class Transfer {
 
   Device& device_;
   const Bounds bounds_;
-  Progress& progress_;
   Stages& stages_;
   std::list<Leaving> leaving_;
   std::list<Coming> coming_;

@@ -170,14 +170,13 @@ void Transition::begin() {
     throw_late("launches", "guarded launches or readers of backups were under way");
 }
 
-void Transition::prepare(std::vector<Pause> pauses, const std::vector<bool>& restore, Progress::Report report) {
+void Transition::prepare(std::vector<Pause> pauses, const std::vector<bool>& restore) {
   pauses_ = std::move(pauses);
-  progress_ = std::make_unique<Progress>(std::move(report));
   try {
     std::map<Device*, std::unique_ptr<Transfer>> by_device;
     const auto on = [&](const Region& region) -> Transfer& {
       auto& transfer = by_device[&region.device];
-      if (transfer == nullptr) transfer = std::make_unique<Transfer>(region.device, bounds_, *progress_, stages_);
+      if (transfer == nullptr) transfer = std::make_unique<Transfer>(region.device, bounds_, stages_);
       return *transfer;
     };
     for (const Pause& pause : pauses_) on(*pause.region).add_leaving(pause, contains(continued_, pause.region));

@@ -40,7 +40,7 @@ class Transition {
 
   // `pauses` has an entry for every region in pausing(). `restore` has one for every region in resuming(): whether its
   // contents are restored. Waits for the device and for memory. Nothing has changed when it returns or throws.
-  void prepare(std::vector<Pause> pauses, const std::vector<bool>& restore, Progress::Report report);
+  void prepare(std::vector<Pause> pauses, const std::vector<bool>& restore);
   // Commits and executes. If it returns, all regions are in their new states. `arrived` is called if all regions that
   // resume have their contents, before they are active: nothing else uses them yet. It must not throw.
   Outcome run(const std::function<void()>& arrived = {});
@@ -67,7 +67,6 @@ class Transition {
   Regions continued_;           // of pausing_, those that were paused with chunks left from a refusal
   Regions discarded_;
   bool committed_ = false, arrived_ = false, finished_ = false;
-  std::unique_ptr<Progress> progress_;
   std::vector<Pause> pauses_;                         // prepared
   std::vector<std::unique_ptr<Transfer>> transfers_;  // prepared, one for each device
 };

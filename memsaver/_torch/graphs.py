@@ -1,10 +1,14 @@
-"""CUDA graphs with their memory in a region. A replay raises while a region that the graph needs has no memory."""
+"""CUDA graphs with their memory in a region. A replay raises while a region that the graph needs has no memory.
+
+The core is told of captures by torch: a device-wide wait would break one under way.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,10 +16,13 @@ from typing import Any
 import torch
 
 from memsaver import _core, regions
-from memsaver._adapter import adapter
-from memsaver._torch import captures
+from memsaver._adapter import adapter, note
 from memsaver.errors import ConfigError, Error, RegionPausedError
 from memsaver.regions import Region, Selection
+
+_under_way: dict[int, tuple[weakref.finalize[Any, Any], Any]] = {}  # the end and the pool, by the id of the graph
+Failed = Callable[[torch.cuda.CUDAGraph, tuple[int, int]], object]
+"""Called with a graph whose capture could not end, and the id of its pool."""
 
 
 class CUDAGraph(torch.cuda.CUDAGraph):
@@ -71,7 +78,7 @@ class CUDAGraph(torch.cuda.CUDAGraph):
             pool: The id of a memory pool. If it is that of a region's pool, the graph needs the region.
             kwargs: As for ``torch.cuda.CUDAGraph.capture_begin``.
         """
-        captures.begin(self, pool, partial(super().capture_begin, pool=pool, **kwargs))
+        _begin_capture(self, pool, partial(super().capture_begin, pool=pool, **kwargs))
         region = adapter().graph_region(tuple(pool)) if pool is not None else None
         if region is not None:
             self._add_needs([region])
@@ -203,3 +210,52 @@ def _clean_up(device: torch.device, before: torch.cuda.Stream) -> None:
     torch.cuda.set_stream(before)
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
+
+
+def _begin_capture(graph: torch.cuda.CUDAGraph, pool: Any, call: Callable[[], None]) -> None:
+    """Begins a capture by a function of torch."""
+    if id(graph) in _under_way:  # a memsaver.CUDAGraph, whose method calls that of torch
+        call()
+        return
+    _core.capture_begins()
+    ends = weakref.finalize(graph, _ended, id(graph))  # also when a graph goes away in mid-capture
+    ends.atexit = False
+    _under_way[id(graph)] = ends, pool
+    try:
+        call()
+    except BaseException:
+        ends()
+        raise
+
+
+def end_capture(graph: torch.cuda.CUDAGraph, call: Callable[[], None], failed: Failed) -> None:
+    """Ends a capture by a function of torch."""
+    ends, pool = _under_way.pop(id(graph), (lambda: None, None))
+    try:
+        call()
+    except BaseException:
+        if pool is not None:
+            failed(graph, tuple(pool))
+        raise
+    finally:
+        ends()
+
+
+def _ended(key: int) -> None:
+    _under_way.pop(key, None)
+    _core.capture_ends()
+
+
+def observe_captures(failed: Failed) -> None:
+    """Extends the methods of torch.cuda.CUDAGraph: see docs/what-it-touches.md."""
+    original_begin, original_end = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
+
+    def capture_begin(graph: torch.cuda.CUDAGraph, pool: Any = None, *args: Any, **kwargs: Any) -> None:
+        _begin_capture(graph, pool, partial(original_begin, graph, pool, *args, **kwargs))
+
+    def capture_end(graph: torch.cuda.CUDAGraph) -> None:
+        end_capture(graph, partial(original_end, graph), failed)
+
+    torch.cuda.CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign,assignment]
+    torch.cuda.CUDAGraph.capture_end = capture_end  # type: ignore[method-assign,assignment]
+    note("captures")

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from memsaver import _core
-from memsaver._torch import captures
 from memsaver._torch.default_pool import default_pools
+from memsaver._torch.graphs import end_capture, observe_captures
 from memsaver._torch.host_mode import HostMode, extent
 from memsaver._torch.ipc import patches
 from memsaver._torch.pools import RegionPools, has_many_blocks, keep_forever, new_pool, private
@@ -398,12 +398,12 @@ class Router:
         with self._lock:
             if "captures" in names and not self._observes_captures:
                 self._observes_captures = True
-                captures.observe(self._capture_failed)
+                observe_captures(self._capture_failed)
             if "multiprocessing" in names:
                 patches.install()
 
     def capture_end(self, graph: torch.cuda.CUDAGraph, end: Callable[[], None]) -> None:
-        captures.end(graph, end, self._capture_failed)
+        end_capture(graph, end, self._capture_failed)
 
     def _capture_failed(self, graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int]) -> None:
         """Stops torch's routing to the pool of a capture that could not end.

@@ -1,29 +1,20 @@
-"""The client's end of a connection to a server (``server.py``) that answers questions."""
+"""The client's end of a connection to a server (``server.py``) that answers questions, also of an administrator."""
 
 from __future__ import annotations
 
-import errno
+import json
 import os
 import secrets
 import select
 import time
+from pathlib import Path
+from typing import Any
 
 from memsaver.broker import protocol
-from memsaver.broker.protocol import Message, RefusedError
+from memsaver.broker.protocol import MalformedError, Message, RefusedError
+from memsaver.errors import BrokerError
 
-_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-class CallError(Exception):
-    """The server does not answer, or refuses.
-
-    ``reason``: ``"timeout"``, ``"exited"``, ``"exhausted"`` for this process's descriptors, or a key of ``REFUSALS``.
-    The text has no subject: ``"did not answer within 10 s"``.
-    """
-
-    def __init__(self, reason: str, text: str) -> None:
-        super().__init__(text)
-        self.reason = reason
+_ADMIN_S = 10.0
 
 
 class Caller:
@@ -32,7 +23,9 @@ class Caller:
     - ``address``: a path, or a name in the system's abstract namespace, which begins with a zero byte.
     - ``subject``: the text of ``hello``.
 
-    All methods raise CallError. After any but ``"timeout"`` and the refusal of one message, the connection is closed.
+    All methods raise RefusedError, whose ``code`` is also ``"timeout"``, ``"exited"``, or ``"exhausted"`` for this
+    process's descriptors. Its text has no subject: ``"did not answer within 10 s"``. After any but ``"timeout"`` and
+    the refusal of one message, the connection is closed.
     """
 
     def __init__(self, address: str, subject: str, timeout_s: float) -> None:
@@ -41,36 +34,33 @@ class Caller:
         try:
             self._channel = protocol.new_socket()
         except OSError as error:
-            raise CallError("exhausted", f"cannot be reached: {error.strerror}, expected a free descriptor") from None
+            raise RefusedError(
+                f"cannot be reached: {error.strerror}, expected a free descriptor", "exhausted"
+            ) from None
         try:
             self._channel.settimeout(timeout_s)
             self._channel.connect(address)
             user = protocol.peer(self._channel)[1]
             if user != os.geteuid():  # the name of a process that has exited is free for other users
-                raise CallError("user", f"belongs to user {user}, expected user {os.geteuid()}")
+                raise RefusedError(f"belongs to user {user}, expected user {os.geteuid()}", "user")
             self._send(Message("hello", (protocol.VERSION, secrets.randbits(63), os.getpid()), subject))
-            self._answer("welcome", None)
+            self.answer("welcome", None)
         except OSError as error:
             self.close()
             late = isinstance(error, TimeoutError | BlockingIOError)
-            raise self._late() if late else CallError("exited", f"cannot be reached ({error.strerror})") from None
+            raise self._late() if late else RefusedError(f"cannot be reached ({error.strerror})", "exited") from None
         except BaseException:
             self.close()
             raise
 
     def call(self, kind: str, *words: int, text: str = "", answer: str = "") -> Message:
-        """Asks a question, and waits for the answer of this kind, by default that of the question."""
-        return self.answer(self.ask(kind, *words, text=text), answer or kind)
+        """Asks a question, and waits for the answer of this kind, by default that of the question.
 
-    def ask(self, kind: str, *words: int, text: str = "") -> int:
-        """Sends a message whose first word is a new serial, which is returned."""
+        Answers to earlier ones, for which no caller waits any more, are skipped.
+        """
         self._serial += 1
         self._send(Message(kind, (self._serial, *words), text))
-        return self._serial
-
-    def answer(self, serial: int, kind: str) -> Message:
-        """The answer to a question. Answers to earlier ones, for which no caller waits any more, are skipped."""
-        return self._answer(kind, serial)
+        return self.answer(answer or kind, self._serial)
 
     def tell(self, kind: str, *words: int, files: list[int] | None = None, timeout_s: float | None = None) -> None:
         """Sends a message without an answer."""
@@ -97,9 +87,9 @@ class Caller:
         except (TimeoutError, BlockingIOError):  # it has stopped, with many unread messages
             raise self._late() from None
         except OSError:
-            self._answer("", None)  # raises the refusal that ended the connection, or its end
+            self.answer("", None)  # raises the refusal that ended the connection, or its end
 
-    def _answer(self, kind: str, serial: int | None) -> Message:
+    def answer(self, kind: str, serial: int | None) -> Message:
         """The next message of a kind; of all with a serial, the one with this serial. No kind: refusals alone."""
         deadline = time.monotonic() + self.timeout_s
         while True:
@@ -109,13 +99,13 @@ class Caller:
                 if request in (0, serial):
                     if not request:
                         self.close()
-                    raise CallError(protocol.refusal_name(code), message.text)
+                    raise RefusedError(message.text, protocol.refusal_name(code))
             elif kind and (serial is None or (message.words and message.words[0] == serial)):
                 if message.kind == kind:
                     return message
                 self.close()
                 message.close()
-                raise CallError("malformed", f"sent {message.kind!r}, expected {kind!r}")
+                raise MalformedError(f"sent {message.kind!r}, expected {kind!r}")
             message.close()
 
     def _receive(self, deadline: float) -> Message:
@@ -128,13 +118,38 @@ class Caller:
             raise self._late() from None
         except RefusedError as error:
             self.close()
-            raise CallError(error.code, f"sent a message that cannot be read: {error}") from None
+            raise RefusedError(f"sent a message that cannot be read: {error}", error.code) from None
         except OSError:
             pass
         if message is None:
             self.close()
-            raise CallError("exited", "has ended the connection")
+            raise RefusedError("has ended the connection", "exited")
         return message
 
-    def _late(self) -> CallError:
-        return CallError("timeout", f"did not answer within {self.timeout_s:g} s")
+    def _late(self) -> RefusedError:
+        return RefusedError(f"did not answer within {self.timeout_s:g} s", "timeout")
+
+
+def status(path: Path) -> dict[str, Any]:
+    """The status of the pool of the broker at ``path``: see ``StatusReporter``. Raises BrokerError."""
+    found: dict[str, Any] = json.loads(_asked(path, "status").text)
+    return found
+
+
+def release_idle(path: Path, keep_bytes: int = 0) -> int:
+    """Releases idle chunks to the driver until at most ``keep_bytes`` are idle. Returns the released bytes.
+
+    Raises BrokerError.
+    """
+    return _asked(path, "trim", keep_bytes).words[1]
+
+
+def _asked(path: Path, kind: str, *words: int) -> Message:
+    try:
+        caller = Caller(str(path), path.stem, _ADMIN_S)
+        try:
+            return caller.call(kind, *words)
+        finally:
+            caller.close()
+    except RefusedError as error:
+        raise BrokerError(f"the broker at {path} {error}", path=str(path)) from None

@@ -30,7 +30,7 @@ class Lending:
         for demand in (*result.completed, *result.stalled):
             words = (demand.request, demand.messages, *demand.remaining_by_limit)
             demand.client.send(Message("stalled", words))
-        send_drops(result.drops)
+        self._send_drops()
         return result.has_more, result.retry
 
     # Messages of clients
@@ -49,7 +49,7 @@ class Lending:
         client.is_user = True
         if len(words) // 2 < MOST_CHUNKS:  # a full packet may be followed by another
             listed, client.inventory = client.inventory, None
-            send_drops(self._pool.keep_only(client, listed))
+            self._pool.keep_only(client, listed)
 
     def demand(self, client: Client, message: Message) -> None:
         request = message.words[0]
@@ -67,7 +67,7 @@ class Lending:
     def give_back(self, client: Client, message: Message) -> None:
         words = message.words
         foreign = {chunk for chunk, is_foreign in zip(words[::2], words[1::2]) if is_foreign}
-        send_drops(self._pool.give_back(client, words[::2], foreign))
+        self._pool.give_back(client, words[::2], foreign)
 
     def dropped(self, client: Client, message: Message) -> None:
         self._pool.drop(client, message.words)
@@ -88,9 +88,18 @@ class Lending:
 
     def trim(self, client: Client, message: Message) -> None:
         serial, keep = message.words
-        released, drops = self._pool.release_idle(keep)
-        send_drops(drops)
+        released = self._pool.release_idle(keep)
+        self._send_drops()
         client.send(Message("trim", (serial, released)))
+
+    def _send_drops(self) -> None:
+        """Requests clients to release their handles of chunks."""
+        by_client: dict[Client, list[int]] = {}
+        for client, chunk in self._pool.take_drops():
+            by_client.setdefault(client, []).append(chunk.id)
+        for client, ids in by_client.items():
+            for at in range(0, len(ids), MOST_CHUNKS):
+                client.send(Message("drop", ids[at : at + MOST_CHUNKS]))
 
 
 def _send_grants(demand: Demand, grants: list[tuple[Chunk, int]]) -> None:
@@ -105,13 +114,3 @@ def _send_grants(demand: Demand, grants: list[tuple[Chunk, int]]) -> None:
                 assert chunk.file is not None, "a chunk of an earlier broker is granted"
                 files.append(chunk.file)
         demand.client.send(Message("grant", words), files)
-
-
-def send_drops(drops: list[tuple[Client, Chunk]]) -> None:
-    """Requests clients to release their handles of chunks."""
-    by_client: dict[Client, list[int]] = {}
-    for client, chunk in drops:
-        by_client.setdefault(client, []).append(chunk.id)
-    for client, ids in by_client.items():
-        for at in range(0, len(ids), MOST_CHUNKS):
-            client.send(Message("drop", ids[at : at + MOST_CHUNKS]))

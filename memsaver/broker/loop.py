@@ -12,38 +12,31 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from memsaver.broker.clients import Client, Clients
 from memsaver.broker.discovery import Listener
-from memsaver.broker.lending import Lending, send_drops
+from memsaver.broker.lending import Lending
 from memsaver.broker.monitor import Process
-from memsaver.broker.pool import RETRY_S, Memory, Pool
+from memsaver.broker.pool import RETRY_S, Pool
 from memsaver.broker.protocol import MalformedError, Message, RefusedError
 from memsaver.broker.reclaim import Reclaim
 from memsaver.broker.server import Connection, Server
-from memsaver.broker.status import DeviceMemory, StatusReporter
+from memsaver.broker.status import StatusReporter
 from memsaver.errors import gib
 
 log = logging.getLogger("memsaver")
 
 
-class Device(Memory, DeviceMemory, Protocol):
-    """A device as a broker uses it: csrc/driver/physical.h."""
-
-    def uuid(self) -> str: ...
-    def total_bytes(self) -> int: ...
-    def compute_pids(self) -> list[int]: ...
-
-
 class BrokerLoop:
     """The broker of one device, and the service of its server.
 
+    - ``device``: its memory, see csrc/driver/physical.h.
     - ``name``: ``"cuda:0"`` or ``"cpu"``.
     - ``linger_s``: time without clients after which it ends. None: it runs until a signal.
     """
 
-    def __init__(self, device: Device, name: str, capacity: int, listener: Listener, linger_s: float | None) -> None:
+    def __init__(self, device: Any, name: str, capacity: int, listener: Listener, linger_s: float | None) -> None:
         self._name = name
         self._uuid = device.uuid()
         self._listener = listener
@@ -168,7 +161,7 @@ class BrokerLoop:
         for client in self._clients_of(process):
             if client.held:
                 log.info("nothing of process %d can run any more, %s are free", process.pid, gib(client.held_bytes))
-            send_drops(self._pool.reclaim(client))
+            self._pool.reclaim(client)
             self._forget(client)
         self._release_unneeded()
 
@@ -193,7 +186,7 @@ class BrokerLoop:
     def _release_unneeded(self) -> None:
         """Without users, idle chunks are released: the next process on this device may not use the pool."""
         if not any(client.is_user for client in self._clients.values()):
-            send_drops(self._pool.release_idle(0)[1])
+            self._pool.release_idle(0)
 
 
 def raise_descriptor_limit() -> None:

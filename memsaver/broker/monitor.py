@@ -18,9 +18,10 @@ import stat
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from memsaver.broker import procfs
-from memsaver.broker.protocol import ExhaustedError, MalformedError
+from memsaver.broker.protocol import MalformedError, RefusedError
 
 QUERY_S = 0.01  # between two queries of the driver's list
 _SCAN_S = 0.02  # between two scans for the processes that hold a sentinel
@@ -64,7 +65,8 @@ class ProcessMonitor:
             self._record_exit(process)  # and another process has its number
             process = None
         if process is None:
-            process = self._add(pid, os.pidfd_open(pid))
+            process = self._running[pid] = Process(pid, os.pidfd_open(pid))
+            self._selector.register(process.file, selectors.EVENT_READ, partial(self._ready, process))
             with contextlib.suppress(OSError):
                 status = procfs.read(pid)
                 process.start = 0 if status is None else status.start
@@ -86,7 +88,7 @@ class ProcessMonitor:
     def add_descriptors(self, process: Process, files: list[int]) -> None:
         """Takes the descriptors of a ``sentinel`` message out of a list.
 
-        Raises MalformedError for other descriptors, and ExhaustedError.
+        Raises MalformedError for other descriptors, and RefusedError if one cannot be examined.
         """
         while files:
             status = os.fstat(files[0])
@@ -96,7 +98,7 @@ class ProcessMonitor:
             try:
                 pid = procfs.pid_of(files[0])
             except OSError as error:
-                raise ExhaustedError(f"a descriptor cannot be examined: {error.strerror}") from None
+                raise RefusedError(f"a descriptor cannot be examined: {error.strerror}", "exhausted") from None
             if pid is None:
                 raise MalformedError("a descriptor is neither the read end of a pipe nor a pidfd")
             self._add_child(process, pid, files.pop(0))
@@ -151,15 +153,9 @@ class ProcessMonitor:
         self._new_exits.clear()
         self._tearing_down.clear()
 
-    def _add(self, pid: int, file: int) -> Process:
-        process = self._running[pid] = Process(pid, file)
-
-        def ready(_: int) -> None:
-            if self._running.get(pid) is process:  # else its watch ended earlier in this turn
-                self._record_exit(process)
-
-        self._selector.register(file, selectors.EVENT_READ, ready)
-        return process
+    def _ready(self, process: Process, _: int) -> None:
+        if self._running.get(process.pid) is process:  # else its watch ended earlier in this turn
+            self._record_exit(process)
 
     def _record_exit(self, process: Process) -> None:
         del self._running[process.pid]

@@ -50,7 +50,6 @@ class ServeResult:
     grants: list[tuple[Demand, Chunk, int]] = field(default_factory=list)  # with flags; a demand's grants in a row
     completed: list[Demand] = field(default_factory=list)  # demands that are complete without a further grant
     stalled: list[Demand] = field(default_factory=list)
-    drops: list[tuple[Client, Chunk]] = field(default_factory=list)
     has_more: bool = False  # the next step is due now
     retry: bool = False  # the next step is due after RETRY_S
 
@@ -72,22 +71,21 @@ class Pool:
         self._ceiling_until = 0.0
         self._has_failed = False  # the driver's last creation
         self._dropped_at = -DROP_GRACE_S
+        self._drops: list[tuple[Client, Chunk]] = []  # handles that clients have to release, not yet taken
 
     # Clients
 
-    def reclaim(self, client: Client) -> list[tuple[Client, Chunk]]:
+    def reclaim(self, client: Client) -> None:
         """Takes all chunks of a client back. Nothing of its process may be able to run any more.
 
         The chunks that it held are released: a process to which the client had lent memory may still use them, and the
-        driver gives their memory to nobody meanwhile. Returns the handles that clients have to drop.
+        driver gives their memory to nobody meanwhile.
         """
-        drops: list[tuple[Client, Chunk]] = []
         held, client.held = client.held, {}
         self._forget_handles(client, list(client.imported.values()))
         for chunk in held.values():
-            self._return(chunk, SEVERAL, drops, leaves=True)
+            self._return(chunk, SEVERAL, leaves=True)
         self.queue.close_all(client)
-        return drops
 
     def adopt(self, client: Client, chunk_id: int, size: int) -> None:
         """Records a chunk that a client holds, of this broker or of an earlier one."""
@@ -103,32 +101,22 @@ class Pool:
         self.total_bytes += size
         self._hand(chunk, client)
 
-    def keep_only(self, client: Client, ids: set[int]) -> list[tuple[Client, Chunk]]:
-        """Takes all other chunks of a client back, and records that it has no handles of other chunks.
-
-        Returns the handles that clients have to drop.
-        """
-        drops: list[tuple[Client, Chunk]] = []
+    def keep_only(self, client: Client, ids: set[int]) -> None:
+        """Takes all other chunks of a client back, and records that it has no handles of other chunks."""
         self._forget_handles(client, [chunk for chunk in client.imported.values() if chunk.id not in ids])
         for chunk in [chunk for chunk in client.held.values() if chunk.id not in ids]:
             del client.held[chunk.id]
-            self._return(chunk, SEVERAL, drops)
-        return drops
+            self._return(chunk, SEVERAL)
 
     # Chunks
 
-    def give_back(self, client: Client, ids: Sequence[int], foreign: Container[int] = ()) -> list[tuple[Client, Chunk]]:
-        """Takes chunks back. Those in `foreign` may still hold bytes of other clients.
-
-        Returns the handles that clients have to drop.
-        """
-        drops: list[tuple[Client, Chunk]] = []
+    def give_back(self, client: Client, ids: Sequence[int], foreign: Container[int] = ()) -> None:
+        """Takes chunks back. Those in `foreign` may still hold bytes of other clients."""
         for chunk_id in ids:
             chunk = client.held.pop(chunk_id, None)
             if chunk is None:
                 raise MalformedError(f"chunk {chunk_id} is not held by this client")
-            self._return(chunk, SEVERAL if chunk_id in foreign else client.id, drops)
-        return drops
+            self._return(chunk, SEVERAL if chunk_id in foreign else client.id)
 
     def drop(self, client: Client, ids: Sequence[int]) -> None:
         """Records that a client has released its handles of these chunks, with or without a request.
@@ -137,20 +125,24 @@ class Pool:
         """
         self._forget_handles(client, [client.imported[chunk_id] for chunk_id in ids if chunk_id in client.imported])
 
-    def release_idle(self, keep_bytes: int) -> tuple[int, list[tuple[Client, Chunk]]]:
+    def take_drops(self) -> list[tuple[Client, Chunk]]:
+        """The handles that clients have to release, since the last call."""
+        drops, self._drops = self._drops, []
+        return drops
+
+    def release_idle(self, keep_bytes: int) -> int:
         """Releases idle chunks to the driver, small ones first, until at most ``keep_bytes`` are idle.
 
-        Returns the released bytes, and the handles that clients have to drop.
+        Returns the released bytes.
         """
         released = 0
-        drops: list[tuple[Client, Chunk]] = []
         for size in reversed(CLASSES):
             for chunk in list(self._idle[size].values()):
                 if self.idle_bytes <= keep_bytes:
-                    return released, drops
+                    return released
                 released += size
-                self._release(chunk, drops)
-        return released, drops
+                self._release(chunk)
+        return released
 
     def available_bytes(self) -> int:
         """Idle bytes, and bytes that the driver can provide."""
@@ -163,7 +155,7 @@ class Pool:
                 self.memory.close(chunk.file)
         self.chunks.clear()
 
-    def _return(self, chunk: Chunk, writer: int, drops: list[tuple[Client, Chunk]], leaves: bool = False) -> None:
+    def _return(self, chunk: Chunk, writer: int, leaves: bool = False) -> None:
         chunk.holder = None
         if chunk.demand is not None:
             chunk.demand.granted -= chunk.size
@@ -172,7 +164,7 @@ class Pool:
         self._idle[chunk.size][chunk.id] = chunk
         self.idle_bytes += chunk.size
         if leaves or chunk.file is None:  # without a descriptor no other client can get it
-            self._release(chunk, drops)
+            self._release(chunk)
 
     def _remove_idle(self, chunk: Chunk) -> None:
         del self._idle[chunk.size][chunk.id]
@@ -183,13 +175,13 @@ class Pool:
         chunk.importers.add(client)
         client.held[chunk.id] = client.imported[chunk.id] = chunk
 
-    def _release(self, chunk: Chunk, drops: list[tuple[Client, Chunk]]) -> None:
+    def _release(self, chunk: Chunk) -> None:
         self._remove_idle(chunk)
         chunk.is_leaving = True
         self.leaving_bytes += chunk.size
         if chunk.importers:
             self._dropped_at = time.monotonic()
-            drops += [(client, chunk) for client in chunk.importers]
+            self._drops += [(client, chunk) for client in chunk.importers]
         else:
             self._delete(chunk)
 
@@ -221,7 +213,7 @@ class Pool:
             # Clients of an earlier broker may have brought more than the capacity, each at its own time.
             excess = self.total_bytes - self.leaving_bytes - self.capacity
             if excess > 0 and self.idle_bytes:
-                result.drops += self.release_idle(max(0, self.idle_bytes - excess))[1]
+                self.release_idle(max(0, self.idle_bytes - excess))
             return result
         head = waiting[0]
         result.has_more = self._create(head, result)
@@ -230,7 +222,7 @@ class Pool:
         # are usually on their way.
         is_patient = head.remaining >= CLASSES[0] and time.monotonic() < head.granted_at + PATIENCE_S
         if not result.has_more and not is_patient:
-            result.has_more = self._collect(head, result, smaller=True) or self._break_up(head, result)
+            result.has_more = self._collect(head, result, smaller=True) or self._break_up(head)
         self.is_moving = result.has_more or is_patient
         for demand in waiting:
             # The demands behind the first one may be first in a moment.
@@ -306,7 +298,7 @@ class Pool:
             return True
         return False
 
-    def _break_up(self, demand: Demand, result: ServeResult) -> bool:
+    def _break_up(self, demand: Demand) -> bool:
         """Releases idle chunks that are too large for a demand, as all idle ones are at this point.
 
         Returns whether bytes became free at once.
@@ -318,7 +310,7 @@ class Pool:
         while lacking > 0 and self.idle_bytes:
             sizes = [size for size in CLASSES if self._idle[size]]
             size = min((size for size in sizes if size >= lacking), default=sizes[0])
-            self._release(min(self._idle[size].values(), key=_release_cost), result.drops)
+            self._release(min(self._idle[size].values(), key=_release_cost))
             lacking -= size
         return self.total_bytes < before
 

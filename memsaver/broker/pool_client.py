@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 
@@ -14,11 +13,9 @@ from memsaver import _core
 from memsaver.broker import queries
 from memsaver.errors import BrokerError, ConfigError
 
-log = logging.getLogger("memsaver")
-
 POOLS = ("process", "shared")
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _shared = False
 _capacity: int | None = None
 _has_sentinel = False
@@ -39,8 +36,6 @@ def set_pool(pool: str) -> None:
         for device in devices:
             connect(device)
     for device in devices:
-        if pool == "shared":
-            _warn_of_unpooled(device)
         _core.use_pool(device, pool == "shared")
     _shared = pool == "shared"
 
@@ -57,21 +52,7 @@ def join(device: str) -> None:
     """
     if _shared and not _core.in_pool(device):
         connect(device)
-        _warn_of_unpooled(device)
         _core.use_pool(device, True)
-
-
-def _warn_of_unpooled(device: str) -> None:
-    """Names the regions that have memory of the driver, before a device joins its pool."""
-    if _core.in_pool(device):
-        return
-    outside = [each.tag for each in _core.regions() if each.device == device and each.mapped_bytes]
-    if outside:
-        log.warning(
-            "pool='shared' was set after the regions %s: their memory stays outside the pool until they are paused and "
-            "resumed",
-            ", ".join(map(repr, outside)),
-        )
 
 
 def connect(device: str) -> None:
@@ -84,7 +65,7 @@ def connect(device: str) -> None:
     with _lock:
         if _core.under_mps(device):
             raise daemon.mps_error(device)
-        _open_sentinel()
+        open_sentinel()
         queries.start()
         if not _core.connected(device):
             uuid = _core.device_uuid(device)
@@ -99,32 +80,27 @@ def connect(device: str) -> None:
 
 
 def open_sentinel() -> None:
-    """Opens the sentinel, if it is not open yet. Raises BrokerError."""
-    with _lock:
-        _open_sentinel()
-
-
-def _open_sentinel() -> None:
-    """Opens the sentinel: others detect by it that this process and its forked children have exited.
+    """Opens the sentinel, if it is not open: others detect by it that this process and its forked children have exited.
 
     See csrc/pool/sentinel.h. Children that are forked from now on inherit it. Earlier children that may have inherited
-    descriptors of the driver are passed to brokers by their pidfds.
+    descriptors of the driver are passed to brokers by their pidfds. Raises BrokerError.
     """
     global _has_sentinel
-    if _has_sentinel:
-        return
     from memsaver.broker import procfs
 
-    _core.open_sentinel()
-    files: list[int] = []
-    try:
-        for pid in procfs.inheritors(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                files.append(os.pidfd_open(pid))
-    except OSError as error:
-        for file in files:
-            os.close(file)
-        text = f"the children of process {os.getpid()} cannot be watched: {error.strerror}"
-        raise BrokerError(text, path="") from None
-    _core.add_children(files)
-    _has_sentinel = True
+    with _lock:
+        if _has_sentinel:
+            return
+        _core.open_sentinel()
+        files: list[int] = []
+        try:
+            for pid in procfs.inheritors(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    files.append(os.pidfd_open(pid))
+        except OSError as error:
+            for file in files:
+                os.close(file)
+            text = f"the children of process {os.getpid()} cannot be watched: {error.strerror}"
+            raise BrokerError(text, path="") from None
+        _core.add_children(files)
+        _has_sentinel = True

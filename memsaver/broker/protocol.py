@@ -33,7 +33,7 @@ _SHAPES = {
     "hello": (3, 0, 0), "sentinel": (0, 0, 0), "inventory": (0, 2, 0), "demand": (1, 3, 1), "exchange": (1, 3, 1),
     "close": (1, 0, 0), "give_back": (0, 2, 0), "dropped": (0, 1, 0), "usage": (1, 0, 0), "status": (1, 0, 0),
     "report": (0, 0, 0), "trim": (2, 0, 0), "reclaimed": (2, 0, 0), "descriptors": (1, 1, 1),
-    "receive": (4, 0, 0), "chunks": (3, 0, 0), "release": (1, 0, 0),
+    "receive": (3, 0, 0), "chunks": (3, 0, 0), "release": (1, 0, 0),
 }  # fmt: skip
 _WITH_TEXT = {"hello", "report", "reclaimed", "receive"}
 _WITH_FILES = {"sentinel"}
@@ -52,13 +52,6 @@ class MalformedError(RefusedError):
 
     def __init__(self, text: str) -> None:
         super().__init__(text, "malformed")
-
-
-class ExhaustedError(RefusedError):
-    """This process has no free descriptors, so that the kernel discarded those of a packet."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text, "exhausted")
 
 
 @dataclass(slots=True)
@@ -123,7 +116,7 @@ def send(channel: socket.socket, packet: bytes, files: Sequence[int] = ()) -> No
 def receive(channel: socket.socket) -> Message | None:
     """Receives the next message. None: the peer has closed its end (an empty packet reads the same).
 
-    Raises MalformedError, ExhaustedError, and the errors of recvmsg(). No descriptor is left open then.
+    Raises RefusedError, and the errors of recvmsg(). No descriptor is left open then.
     """
     packet, ancillary, flags, _ = channel.recvmsg(LONGEST_PACKET, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
     files = array.array("i")
@@ -133,7 +126,7 @@ def receive(channel: socket.socket) -> Message | None:
     message = None
     try:
         if flags & socket.MSG_CTRUNC:  # not for lack of room: _ANCILLARY_BYTES holds the most that the kernel allows
-            raise ExhaustedError("there is no free descriptor to receive another")
+            raise RefusedError("there is no free descriptor to receive another", "exhausted")
         if flags & socket.MSG_TRUNC:
             raise MalformedError(f"a packet is longer than {LONGEST_PACKET} bytes")
         message = _decode(packet) if packet else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -10,12 +9,11 @@ from collections.abc import Callable
 
 from memsaver import _core, ledger
 from memsaver._adapter import loaded
+from memsaver._results import daemon
 from memsaver.errors import gib
 from memsaver.process_names import process_name
 
 log = logging.getLogger("memsaver")
-
-_EXIT_S = 4.0  # for the end of the thread
 
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
@@ -26,15 +24,7 @@ def start() -> None:
     global _thread
     with _lock:
         if _thread is None:
-            _thread = threading.Thread(target=_serve, name="memsaver-queries", daemon=True)
-            _thread.start()
-            atexit.register(_stop, _thread)
-
-
-def _stop(thread: threading.Thread) -> None:
-    """Ends the thread before the interpreter, which would stop it at an arbitrary place."""
-    _core.stop_queries()
-    thread.join(_EXIT_S)
+            _thread = daemon(_serve, "memsaver-queries", _core.stop_queries)
 
 
 def _serve() -> None:

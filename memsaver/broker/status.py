@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import time
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from memsaver import ledger
 from memsaver.broker import protocol
@@ -24,14 +25,7 @@ REPORTS_S = 0.2  # time for which a status waits for reports
 _MOST_HOLDINGS = 500
 
 
-class DeviceMemory(Protocol):
-    """The driver's figures of a device: csrc/driver/physical.h."""
-
-    def holdings(self) -> list[tuple[int, int, int | None]]: ...
-    def lists_all(self) -> bool: ...
-    def used_bytes(self) -> int | None: ...
-
-
+@dataclass
 class StatusReporter:
     """Answers requests for the status of a pool. ``device``, ``uuid``: of its memory. ``memory``: the driver's figures.
 
@@ -55,24 +49,14 @@ class StatusReporter:
     the driver when clients have dropped their handles.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        clients: Clients,
-        monitor: ProcessMonitor,
-        memory: DeviceMemory,
-        device: str,
-        uuid: str,
-        reclaim: Reclaim,
-    ) -> None:
-        self._pool = pool
-        self._clients = clients
-        self._monitor = monitor
-        self._memory = memory
-        self._device = device
-        self._uuid = uuid
-        self._reclaim = reclaim
-        self._requests: list[tuple[Client, int]] = []  # with their serials
+    pool: Pool
+    clients: Clients
+    monitor: ProcessMonitor
+    memory: Any  # of the device: csrc/driver/physical.h
+    device: str
+    uuid: str
+    reclaim: Reclaim
+    _requests: list[tuple[Client, int]] = field(default_factory=list)  # with their serials
 
     def answer(self, now: float) -> None:
         """Answers the requests if all reports have come, or are late."""
@@ -92,20 +76,20 @@ class StatusReporter:
 
     def _awaited(self, now: float) -> list[float]:
         """The deadlines of the reports that are waited for."""
-        queried = (each.queried_at for each in self._clients.values() if each.is_connected)
+        queried = (each.queried_at for each in self.clients.values() if each.is_connected)
         return [at + REPORTS_S for at in queried if at is not None and now < at + REPORTS_S]
 
     def _text(self) -> str:
-        rows = [self._row(client) for client in self._clients.values() if client.is_user]
+        rows = [self._row(client) for client in self.clients.values() if client.is_user]
         rows.sort(key=lambda row: row["pid"])
         status = {
-            "device": self._device,
-            "uuid": self._uuid,
+            "device": self.device,
+            "uuid": self.uuid,
             "pid": os.getpid(),
-            "capacity_bytes": self._pool.capacity,
-            "total_bytes": self._pool.total_bytes,
-            "idle_bytes": self._pool.idle_bytes,
-            "leaving_bytes": self._pool.leaving_bytes,
+            "capacity_bytes": self.pool.capacity,
+            "total_bytes": self.pool.total_bytes,
+            "idle_bytes": self.pool.idle_bytes,
+            "leaving_bytes": self.pool.leaving_bytes,
             "device_memory": self._device_memory(),
             "clients": rows,
         }
@@ -121,7 +105,7 @@ class StatusReporter:
     def _row(self, client: Client) -> dict[str, Any]:
         now, reported_at, report = time.monotonic(), client.reported_at, client.report or {"regions": []}
         client.read_name()
-        answer = self._reclaim.answers.get(client.id)
+        answer = self.reclaim.answers.get(client.id)
         return {
             "pid": client.pid,
             "name": client.name,
@@ -133,14 +117,14 @@ class StatusReporter:
             ),
             "connected": client.is_connected,
             "exited": client.process.has_exited,
-            "kept_by": [{"pid": pid, "name": process_name(pid)} for pid in self._monitor.keepers_of(client.process)],
+            "kept_by": [{"pid": pid, "name": process_name(pid)} for pid in self.monitor.keepers_of(client.process)],
             "waiting": [
                 {
                     "needed_bytes": demand.granted + demand.remaining,
                     "granted_bytes": demand.granted,
                     "seconds": round(now - demand.opened_at, 3),
                 }
-                for demand in self._pool.queue.waiting
+                for demand in self.pool.queue.waiting
                 if demand.client is client
             ],
             "unused_bytes": answer.unused if answer else None,
@@ -152,7 +136,7 @@ class StatusReporter:
         }
 
     def _device_memory(self) -> dict[str, Any]:
-        memory = self._memory
+        memory = self.memory
         try:
             return {
                 "used_bytes": memory.used_bytes(),
@@ -160,13 +144,13 @@ class StatusReporter:
                 "lists_all": memory.lists_all(),
             }
         except DriverError as error:
-            log.warning("the driver's figures of %s: %s", self._device, error)
+            log.warning("the driver's figures of %s: %s", self.device, error)
             return {"used_bytes": None, "holdings": [], "lists_all": False}
 
     # Messages of clients
 
     def usage(self, client: Client, message: Message) -> None:
-        client.send(Message("usage", (message.words[0], self._pool.available_bytes(), self._pool.capacity)))
+        client.send(Message("usage", (message.words[0], self.pool.available_bytes(), self.pool.capacity)))
 
     def report(self, client: Client, message: Message) -> None:
         try:
@@ -178,7 +162,7 @@ class StatusReporter:
 
     def status(self, client: Client, message: Message) -> None:
         now = time.monotonic()
-        for each in self._clients.values():
+        for each in self.clients.values():
             if each.is_user and each.is_connected and each.queried_at is None:
                 each.queried_at = now
                 each.send(Message("query"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memsaver import _core
+from memsaver.broker import pool_client
 from memsaver.policies import check_tag
-from memsaver.regions import Region, default_device, tagged, wrapper
+from memsaver.regions import Region, default_device, observe_captures, wrapper
 
 
 def index_of(region: Region) -> int:
@@ -27,9 +28,13 @@ class TaggedRegions:
         Raises:
             TypeError, ValueError: The tag is no string, or too long.
         """
-        if isinstance(tag, str):
-            check_tag(f"{self._prefix}.{tag}")
-        return tagged(self._core, tag, default_device(), backup, one_handle)
+        check_tag(tag)
+        check_tag(f"{self._prefix}.{tag}")
+        device = default_device()
+        pool_client.join(device)
+        found = wrapper(self._core.active(tag, device, backup, one_handle))
+        observe_captures(device)
+        return found
 
     def of(self, tag: str) -> list[Region]:
         """All regions of a tag."""

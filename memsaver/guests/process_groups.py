@@ -266,7 +266,7 @@ def _within(
 ) -> Any:
     """The result of a call for a group in a thread of its own, since calls of torch cannot be interrupted.
 
-    Raises its error, or TimeoutError at ``until``. The thread then goes on, and the exit of the interpreter waits 2 s
+    Raises its error, or TimeoutError at ``until``. The thread then goes on, and the exit of the interpreter waits 4 s
     for it at most. ``discard``: called with a result that comes too late. ``watch``: called every 0.1 s meanwhile; its
     error ends the wait.
     """

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memsaver.errors import gib
 
+_MOST_KINDS = 8  # of one process
 Part = tuple[str, str, str, int]  # kind, label, state, bytes
 
 
@@ -58,31 +59,24 @@ def lines(ledger: Ledger, most: int = 10) -> list[str]:
     by_process: dict[tuple[int | None, str], list[LedgerRow]] = {}
     for row in ledger.rows:
         by_process.setdefault((row.pid, row.name), []).append(row)
-    groups = sorted(by_process.items(), key=lambda group: -_sum(group[1]))
-    shown = groups if len(groups) <= most else groups[: most - 1]
-    found = [f"{_process(*key)} {gib(_sum(rows))}: {', '.join(_kinds(rows))}" for key, rows in shown]
-    if len(groups) > len(shown):
-        found.append(f"{len(groups) - len(shown)} more {gib(sum(_sum(rows) for _, rows in groups[len(shown) :]))}")
-    return found
+    found = []
+    for (pid, name), rows in by_process.items():
+        process = "no listed process" if pid is None else f"{name} (pid {pid})"
+        kinds = _largest([(described(row), row.bytes, "") for row in rows], _MOST_KINDS)
+        found.append((process, sum(row.bytes for row in rows), f": {', '.join(kinds)}"))
+    return _largest(found, most)
 
 
-def _process(pid: int | None, name: str) -> str:
-    return "no listed process" if pid is None else f"{name} (pid {pid})"
-
-
-def _kinds(rows: Sequence[LedgerRow], most: int = 8) -> list[str]:
-    ranked = sorted(rows, key=lambda row: -row.bytes)
+def _largest(parts: Iterable[tuple[str, int, str]], most: int) -> list[str]:
+    """Texts before and after bytes, the largest first. Those beyond ``most`` share the last text."""
+    ranked = sorted(parts, key=lambda part: -part[1])
     shown = ranked if len(ranked) <= most else ranked[: most - 1]
-    texts = [f"{described(row)} {gib(row.bytes)}" for row in shown]
-    if len(ranked) > len(shown):
-        texts.append(f"{len(ranked) - len(shown)} more {gib(_sum(ranked[len(shown) :]))}")
+    texts = [f"{before} {gib(nbytes)}{after}" for before, nbytes, after in shown]
+    if rest := [nbytes for _, nbytes, _ in ranked[len(shown) :]]:
+        texts.append(f"{len(rest)} more {gib(sum(rest))}")
     return texts
 
 
 def described(row: LedgerRow) -> str:
     """A row's kind, label and state: ``region kv_cache (active)``."""
     return " ".join(filter(None, [row.kind, row.label, row.state and f"({row.state})"]))
-
-
-def _sum(rows: Iterable[LedgerRow]) -> int:
-    return sum(row.bytes for row in rows)

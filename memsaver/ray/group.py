@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memsaver.policies import READERS_S, TurnBackup, TurnRestore
-from memsaver.ray.ranks import ActorCaller, ActorRank
+from memsaver.ray.ranks import Caller, MemberRank
 from memsaver.ray.reports import Collector
 from memsaver.turns.plan import Phases, Plan
 from memsaver.turns.turn import Turn, Turns
@@ -69,7 +69,7 @@ class Group:
         ranks = [rank for role, given in roles.items() for rank in _of_role(role, given)]
         self._plan = Plan(phases, roles, backup, restore)
         self._reports = Collector()
-        self._caller = ActorCaller(ranks, self._reports.collect)
+        self._caller = Caller(ranks, self._reports.collect)
         self._turns = Turns(self._plan, self._caller)
 
     @property
@@ -94,7 +94,7 @@ class Group:
             >>> group = memsaver.ray.Group(engine=Engine(), phases={"rollout": {"engine": ["weights"]}})
             >>> group.replace("engine", 0, Engine())
         """
-        self._caller.replace(ActorRank(role, rank, actor))
+        self._caller.replace(MemberRank(role, rank, actor))
         self._turns.entered = None
 
     def enter(
@@ -158,8 +158,8 @@ class Group:
         return self._turns.enter(name, options)
 
 
-def _of_role(role: str, given: Any) -> list[ActorRank]:
+def _of_role(role: str, given: Any) -> list[MemberRank]:
     actors = list(given) if isinstance(given, (list, tuple)) else [given]
     if not actors:
         raise ValueError(f"the role {role!r} has no members, expected one or more")
-    return [ActorRank(role, rank, actor) for rank, actor in enumerate(actors)]
+    return [MemberRank(role, rank, actor) for rank, actor in enumerate(actors)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.experimental import internal_kv
 
-from memsaver.ray.ranks import ActorRank
+from memsaver.ray.ranks import MemberRank
 from memsaver.turns import reports
 from memsaver.turns.ranks import METHODS, Call, Rank, TurnReport
 
@@ -44,7 +44,7 @@ class Collector:
         self._group = uuid.uuid4().hex
         self._names: dict[Rank, str] = {}  # in the keys; an actor that was replaced may still write under its own
 
-    def watch(self, ranks: Sequence[ActorRank], seconds: float) -> None:
+    def watch(self, ranks: Sequence[MemberRank], seconds: float) -> None:
         """The actors look for requests for so long. A restarted actor has forgotten it, so each turn calls this."""
         self._names = {rank: self._names.get(rank) or uuid.uuid4().hex for rank in ranks if rank.is_actor}
         for rank in ranks:
@@ -54,7 +54,7 @@ class Collector:
                 except Exception as error:  # of Ray: the turn reports a dead actor
                     log.debug("%s does not look for requests of reports: %s", rank, error)
 
-    def collect(self, title: str, silent: Sequence[ActorRank]) -> TurnReport:
+    def collect(self, title: str, silent: Sequence[MemberRank]) -> TurnReport:
         mail = _Mail(self._group)
         own = ["", "== the process of the group ==", reports.part()]
         path, doing = reports.collect(mail, title, "the process of the group", self._names, own)

@@ -56,8 +56,8 @@ class Colocated:
 
     A group calls ``resume()``, and pauses by ``colocated_prepare()`` and ``colocated_commit()``, so that all ranks
     pause or none. Override ``colocated_drain()`` for work before regions pause, and ``resume()`` for work after they
-    have resumed. A class that overrides ``pause()``, which a group does not call, raises TypeError. Actors with
-    ``async def`` methods derive from ``AsyncColocated``.
+    have resumed. A class that overrides ``pause()``, which a group calls to undo a resume alone, raises TypeError.
+    Actors with ``async def`` methods derive from ``AsyncColocated``.
 
     Examples:
         >>> class Engine(memsaver.ray.Colocated):

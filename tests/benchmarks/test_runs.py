@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import pytest
 
@@ -49,19 +51,61 @@ for module in list(sys.modules.values()):
 """
 
 
-def ran(line: str, folder: Path, **variables: str) -> tuple[int, dict[str, Any], str]:
-    """Exit status, JSON line and everything that was printed."""
+# One process for all runs: the server of its processes loads each module once.
+PROGRAM = """
+import contextlib, io, json, sys
+from benchmarks.__main__ import main
+from benchmarks.harness.processes import CONTEXT
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "memsaver.distributed"])
+if __name__ == "__main__":
+    for line in sys.stdin:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            code = main(line.split())
+        print(json.dumps([code, out.getvalue()]), flush=True)
+"""
+Ran = Callable[[str], tuple[int, dict[str, Any], str]]
+
+
+@contextmanager
+def runner(folder: Path, **variables: str) -> Iterator[Ran]:
+    """A function that runs a benchmark. Returns the exit status, the JSON line and everything that was printed."""
     environ = {**os.environ, "MEMSAVER_TEST_COMMIT": "abc1234", "OMP_NUM_THREADS": "1", **variables}
     environ.pop("MEMSAVER_HOST_DEVICE", None)  # a run has one of its own
-    command = [sys.executable, "-m", "benchmarks", *line.split(), "--device", "cpu"]
-    command += ["--disk-dir", str(folder)] if line.startswith("disk") else []
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=400)
-    return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+    (folder / "program.py").write_text(PROGRAM)
+    environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
+    command = [sys.executable, "-m", "program"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env=environ, text=True, **pipes) as process:
+        asked, answered = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
+
+        def ran(line: str) -> tuple[int, dict[str, Any], str]:
+            given = f"{line} --device cpu" + (f" --disk-dir {folder}" if line.startswith("disk") else "")
+            print(given, file=asked, flush=True)
+            code, text = json.loads(answered.readline())
+            return code, json.loads(text.splitlines()[-1]), text
+
+        yield ran
+        asked.close()
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+    with runner(tmp_path_factory.mktemp("runs")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def ran_spoiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+    folder = tmp_path_factory.mktemp("spoiled")
+    (folder / "sitecustomize.py").write_text(SPOILED)
+    with runner(folder) as made:
+        yield made
 
 
 @pytest.mark.parametrize("line", RUNS, ids=lambda line: line.split(" ")[0])
-def test_a_small_run_prints_its_tables_and_a_json_line(line: str, tmp_path: Path) -> None:
-    code, found, text = ran(line, tmp_path)
+def test_a_small_run_prints_its_tables_and_a_json_line(line: str, ran: Ran) -> None:
+    code, found, text = ran(line)
     assert (code, found["failures"]) == (0, []), text
     assert len(FIELDS) == 13 and set(FIELDS) <= set(found) and found["commit"] == "abc1234"
     assert found["benchmark"] in line and found["device"].startswith("host, ") and found["options"]["small"]
@@ -73,7 +117,6 @@ SPOILT = ["pause_resume --scale 0.001 --cycles 1 --only switch", "soak --turns 2
 
 
 @pytest.mark.parametrize("line", SPOILT, ids=lambda line: line.split(" ")[0])
-def test_a_run_fails_if_a_resume_changes_a_bit(line: str, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(SPOILED)
-    code, found, text = ran(line, tmp_path, PYTHONPATH=str(tmp_path))
+def test_a_run_fails_if_a_resume_changes_a_bit(line: str, ran_spoiled: Ran) -> None:
+    code, found, text = ran_spoiled(line)
     assert code == 1 and any("contents of" in each for each in found["failures"]), text

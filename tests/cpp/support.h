@@ -88,9 +88,7 @@ class Armed {
 inline Region& fresh_region(Policy policy) {
   static std::atomic<std::size_t> number = 0;
   device();
-  Region::Options options;
-  options.policy = policy;
-  return core().region("tag" + std::to_string(++number), "cpu", options);
+  return core().region("tag" + std::to_string(++number), "cpu", {.policy = policy});
 }
 
 // A segment, and the bytes that it should hold.
@@ -116,7 +114,7 @@ inline Transition::Outcome move(const std::vector<Region*>& pause, const std::ve
   transition.begin();
   std::vector<Pause> pauses;
   for (Region* region : transition.pausing()) pauses.push_back({region, region->policy, region->live()});
-  transition.prepare(pauses, std::vector<bool>(transition.resuming().size(), true), {});
+  transition.prepare(pauses, std::vector<bool>(transition.resuming().size(), true));
   return transition.run();
 }
 

@@ -409,35 +409,19 @@ Failure failure_of(const char* name, bool is_counted) {
 
 // Calls that can fail: those that change the device or wait for it.
 bool is_counted(std::string_view name) {
-  static constexpr std::string_view kNames[] = {"cuCtxRecordEvent",
-                                                "cuCtxSynchronize",
-                                                "cuEventRecord",
-                                                "cuEventSynchronize",
-                                                "cuMemAddressFree",
-                                                "cuMemAddressReserve",
-                                                "cuMemCreate",
-                                                "cuMemExportToShareableHandle",
-                                                "cuMemHostRegister",
-                                                "cuMemHostUnregister",
-                                                "cuMemMap",
-                                                "cuMemImportFromShareableHandle",
-                                                "cuMemRelease",
-                                                "cuMemSetAccess",
-                                                "cuMemUnmap",
-                                                "cuMemcpyDtoDAsync",
-                                                "cuMemcpyDtoHAsync",
-                                                "cuMemcpyHtoDAsync",
-                                                "cuStreamSynchronize",
-                                                "cuMemsetD8Async"};
-  return std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames);
+  static constexpr std::string_view kNames =
+      " cuCtxRecordEvent cuCtxSynchronize cuEventRecord cuEventSynchronize cuMemAddressFree cuMemAddressReserve "
+      "cuMemCreate cuMemExportToShareableHandle cuMemHostRegister cuMemHostUnregister cuMemImportFromShareableHandle "
+      "cuMemMap cuMemRelease cuMemSetAccess cuMemUnmap cuMemcpyDtoDAsync cuMemcpyDtoHAsync cuMemcpyHtoDAsync "
+      "cuMemsetD8Async cuStreamSynchronize ";
+  return kNames.find(" " + std::string(name) + " ") != std::string_view::npos;
 }
 
 struct Injected {
   Result code = kSuccess;
   const char* text = nullptr;
 };
-thread_local Injected last;                       // of this thread, for cuGetErrorString
-thread_local AllocationHandle only_retained = 0;  // by cuMemRetainAllocationHandle, which asks whether memory is mapped
+thread_local Injected last;  // of this thread, for cuGetErrorString
 
 template <typename Calls>
 struct Before {
@@ -448,9 +432,6 @@ template <typename Calls, typename... Arguments>
 Result make(const char* name, Result (*call)(Arguments...), std::type_identity_t<Arguments>... arguments) {
   const std::string_view which = name;
   const auto all = std::make_tuple(arguments...);
-  if constexpr (sizeof...(Arguments) == 1 && (std::is_same_v<Arguments, AllocationHandle> && ...)) {
-    if (which == "cuMemRelease" && std::exchange(only_retained, 0) == std::get<0>(all)) return call(arguments...);
-  }
   const Failure failure = failure_of(name, is_counted(which));
   if (failure.code == kSuccess) return call(arguments...);
   if (failure.kind == kLost) kill(context_of(0));
@@ -485,11 +466,6 @@ void replace_by_failing(Calls& calls) {
     if (last.code != code) return Before<Calls>::calls.cuGetErrorString(code, text);
     *text = std::exchange(last, {}).text;
     return kSuccess;
-  };
-  calls.cuMemRetainAllocationHandle = [](AllocationHandle* handle, void* address) -> Result {
-    const Result code = Before<Calls>::calls.cuMemRetainAllocationHandle(handle, address);
-    if (code == kSuccess) only_retained = *handle;
-    return code;
   };
 }
 

@@ -16,7 +16,6 @@
 #include <set>
 #include <sstream>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -344,32 +343,16 @@ Result cuMemFree(DevicePointer address) {
 Result gpus_not_supported() { return kNotSupported; }
 
 Result cuGetProcAddress_v2(const char* name, void** entry, int version, Flags, int* found) {
-  *entry = nullptr;
-#define MEMSAVER_ENTRY(call, least, ...) \
-  if (std::strcmp(name, #call) == 0 && version >= least) *entry = reinterpret_cast<void*>(host_calls().call);
+  static void* const own = [] {
+    Dl_info info{};
+    ::dladdr(reinterpret_cast<void*>(&cuGetProcAddress_v2), &info);
+    return ::dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+  }();
+  *entry = ::dlsym(own, name);
+#define MEMSAVER_ENTRY(call, least, ...)                                        \
+  if (*entry == nullptr && std::strcmp(name, #call) == 0 && version >= (least)) \
+    *entry = reinterpret_cast<void*>(host_calls().call);
   MEMSAVER_CUDA_CALLS(MEMSAVER_ENTRY, MEMSAVER_ENTRY)
-#undef MEMSAVER_ENTRY
-#define MEMSAVER_ENTRY(call)                                                                                   \
-  static_assert(std::is_same_v<decltype(&call), decltype(Api::call)>, "the signature that the core asks for"); \
-  if (std::strcmp(name, #call) == 0) *entry = reinterpret_cast<void*>(&call);
-  MEMSAVER_ENTRY(cuDeviceGetCount)
-  MEMSAVER_ENTRY(cuDeviceGet)
-  MEMSAVER_ENTRY(cuDeviceGetUuid)
-  MEMSAVER_ENTRY(cuDeviceTotalMem)
-  MEMSAVER_ENTRY(cuDeviceGetAttribute)
-  MEMSAVER_ENTRY(cuDeviceCanAccessPeer)
-  MEMSAVER_ENTRY(cuDevicePrimaryCtxRetain)
-  MEMSAVER_ENTRY(cuDevicePrimaryCtxRelease)
-  MEMSAVER_ENTRY(cuDevicePrimaryCtxGetState)
-  MEMSAVER_ENTRY(cuMemGetInfo)
-  MEMSAVER_ENTRY(cuMemGetAllocationGranularity)
-  MEMSAVER_ENTRY(cuMemCreate)
-  MEMSAVER_ENTRY(cuMemMap)
-  MEMSAVER_ENTRY(cuMemSetAccess)
-  MEMSAVER_ENTRY(cuMemUnmap)
-  MEMSAVER_ENTRY(cuMemcpyDtoDAsync)
-  MEMSAVER_ENTRY(cuMemAlloc)
-  MEMSAVER_ENTRY(cuMemFree)
 #undef MEMSAVER_ENTRY
   if (std::strcmp(name, "cuCtxRecordEvent") == 0 && exists(0) && option(0, "record", 1) == 0) *entry = nullptr;
   if (std::strcmp(name, "cuLaunchHostFunc") == 0) *entry = reinterpret_cast<void*>(host_calls().cuLaunchHostFunc);
@@ -385,33 +368,15 @@ Result cuGetProcAddress_v2(const char* name, void** entry, int version, Flags, i
 
 // NVML. The handle of a device is its ordinal and one more.
 
-struct NvmlProcess {
-  unsigned pid;
-  unsigned long long used_bytes;
-  unsigned gpu_instance;
-  unsigned compute_instance;
-};
-
-struct NvmlMemory {
-  unsigned long long total, free, used;
-};
-
 int nvmlInit_v2() { return 0; }
 
 int nvmlDeviceGetHandleByUUID(const char* uuid, void** device) {
   constexpr int kNoDevice = 6;
   for (std::size_t i = 0; i < gpus().size(); ++i) {
     const auto ordinal = static_cast<Device>(i);
-    std::string name = option(ordinal, "mig") != 0 ? "MIG-" : "GPU-";
     Uuid id{};
     cuDeviceGetUuid(&id, ordinal);
-    for (int byte = 0; byte < 16; ++byte) {
-      char digits[4];
-      std::snprintf(digits, sizeof digits, "%02x%s", id.bytes[byte],
-                    byte >= 3 && byte <= 9 && byte % 2 == 1 ? "-" : "");
-      name += digits;
-    }
-    if (name != uuid) continue;
+    if ((option(ordinal, "mig") != 0 ? "MIG-" : "GPU-") + text_of(id) != uuid) continue;
     *device = reinterpret_cast<void*>(i + 1);
     return 0;
   }

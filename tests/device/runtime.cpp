@@ -14,7 +14,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -129,7 +128,6 @@ std::recursive_mutex mutex;
 std::vector<Stream*> streams;
 std::map<int, Stream*> default_streams;
 std::map<const char*, std::size_t> pinned;  // memory of the host
-std::set<void*> host_allocated;
 std::uint64_t last_capture = 0;
 
 Stream* new_stream(int device, bool blocking, int priority) {
@@ -356,8 +354,6 @@ Error cudaDeviceCanAccessPeer(int* can, int device, int peer) {
 }
 Error cudaDeviceEnablePeerAccess(int peer, unsigned) { return context_of(peer) == nullptr ? note(kInvalidDevice) : 0; }
 Error cudaDeviceSynchronize() { return in_context("cuCtxSynchronize"); }
-Error cudaProfilerStart() { return 0; }
-Error cudaProfilerStop() { return 0; }
 Error cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version, unsigned long long flags,
                                        int* result) {
   int status = 0;
@@ -594,22 +590,12 @@ Error __cudaGetKernel(void** kernel, const void* function) {
   *kernel = const_cast<void*>(function);
   return 0;
 }
-void** __cudaRegisterFatBinary(void*) {
-  static void* handle = nullptr;
-  return &handle;
-}
-void __cudaRegisterFatBinaryEnd(void**) {}
-void __cudaUnregisterFatBinary(void**) {}
-void __cudaRegisterFunction() {}
-void __cudaRegisterVar() {}
-char __cudaInitModule(void**) { return 0; }
 Error cudaFuncGetAttributes(char* found, const void*) {
   const int threads = 1024;
   std::memset(found, 0, 64);
   std::memcpy(found + 24, &threads, sizeof threads);
   return 0;
 }
-Error cudaFuncSetAttribute(const void*, int, int) { return 0; }
 Error cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, std::size_t, unsigned) {
   *blocks = 1;
   return 0;

@@ -151,7 +151,7 @@ def test_after_random_failures_all_ranks_have_paused_or_none(
     phases = {"rollout": {"engine": ["weights"], "judge": ["head"]}, "train": {"trainer": ["params"]}}
     job = make_job(any_store, [{"engine": 0, "judge": 1}, {"trainer": 2}, {}], phases)
     chance, sizes = random.Random(1), []
-    for number in range(60 if isinstance(any_store, distributed.HashStore) else 10):
+    for number in range(30 if isinstance(any_store, distributed.HashStore) else 10):
         name = ("train", "rollout")[number % 2]
         rank, how = chance.randrange(3), chance.choice(["error", "interrupt", "wait", "done", "none"])
         agreement: Any = job.groups[rank]._processes._agreement

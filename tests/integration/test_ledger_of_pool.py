@@ -137,18 +137,12 @@ def test_a_process_outside_of_the_pool_sees_each_byte_once(broker: Running, one:
 
 
 def test_chunks_of_a_broker_that_died_count_for_their_holders(broker: Running, one: Worker, two: Worker) -> None:
-    regions: Sums = {
-        (one.pid, "region", "a"): mapped(one, "a"),
-        (two.pid, "region", "c"): mapped(two, "c"),
-    }
+    regions: Sums = {(one.pid, "region", "a"): mapped(one, "a"), (two.pid, "region", "c"): mapped(two, "c")}
     broker.kill()
     until(lambda: one.run("print(_core.connected('cpu'))") == "False")
     until(lambda: used_bytes(one) == sum(regions.values()))  # the clients drop their handles of idle chunks
     found = seen_by(one)
-    assert sums(found) == {
-        (one.pid, "region", "a"): mapped(one, "a"),
-        (two.pid, "process", ""): mapped(two, "c"),
-    }
+    assert sums(found) == {(one.pid, "region", "a"): mapped(one, "a"), (two.pid, "process", ""): mapped(two, "c")}
     assert found.is_consistent and found.used_bytes == used_bytes(one)
     broker.start()
     until(lambda: {row["pid"] for row in broker.status()["clients"]} == {one.pid, two.pid})

@@ -19,8 +19,8 @@ from tests.broker_support import Local, Running
 from tests.pool_support import Worker, chunks_of, descriptors_of, mappings_of, rss_bytes, settled
 from tests.support import MIB, PAGE, until
 
-CLIENT_KILLS = 60 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
-BROKER_KILLS = 16 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
+CLIENT_KILLS = 30 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
+BROKER_KILLS = 8 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
 FIRST_SEED = int(os.environ.get("MEMSAVER_TEST_SEED", "0"))
 CAPACITY = 64 * MIB  # less than two clients would sometimes like to have
 PATIENCE_S = 60.0
@@ -141,7 +141,7 @@ def test_a_call_that_fails_loses_nothing(kind: str) -> None:
 
 CLIENTS = 8
 CHUNKS = 3  # enough for one client, and for a part of another's need
-TURNS = int(os.environ.get("MEMSAVER_TEST_TURNS", "400"))
+TURNS = int(os.environ.get("MEMSAVER_TEST_TURNS", "240"))
 WARM_UP = 30  # of each client: descriptors have arrived, allocators have their caches
 GROWTH = 2 * MIB  # of a process's memory: a margin for allocators and the interpreter
 # M_MMAP_THRESHOLD: freed arrays go back to the system, also below used memory in the heap.

@@ -21,9 +21,9 @@ ray = pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
 from memsaver import config  # noqa: E402
-from memsaver.broker.admin import AdminClient  # noqa: E402
+from memsaver.broker import caller  # noqa: E402
 from memsaver.ray import AsyncColocated, Group  # noqa: E402
-from memsaver.ray.ranks import ActorRank  # noqa: E402
+from memsaver.ray.ranks import MemberRank  # noqa: E402
 from memsaver.turns import plan as plan_module  # noqa: E402
 from memsaver.turns import reports  # noqa: E402
 from tests.ray_support import Buffer, Member, cluster_of_one_machine, look, use  # noqa: E402
@@ -161,7 +161,7 @@ def test_roles_take_turns_and_keep_addresses_and_contents(ranks: tuple[list[Any]
 
 def test_an_actor_that_rays_memory_monitor_kills_is_a_dead_rank(ranks: tuple[list[Any], Any]) -> None:
     """Its calls raise no RayActorError."""
-    rank, error = ActorRank("engine", 0, ranks[0][0]), ray.exceptions.OutOfMemoryError("killed")
+    rank, error = MemberRank("engine", 0, ranks[0][0]), ray.exceptions.OutOfMemoryError("killed")
     assert rank.is_lost(error) and "group.replace('engine', 0, actor)" in rank.described(error)
 
 
@@ -290,6 +290,5 @@ def test_the_actors_of_a_ray_job_use_its_broker_by_runtime_env(spawn: Spawn) -> 
         assert group.enter(phase).side_by_side
         assert look(engine, trainer) == states
     (path,) = pools.glob("*/*.sock")
-    with AdminClient(path) as admin:
-        assert (path.parent.name, len(admin.status()["clients"])) == ("job-of-ray", 2)
+    assert (path.parent.name, len(caller.status(path)["clients"])) == ("job-of-ray", 2)
     shutil.rmtree(pools)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import memsaver
 from memsaver.distributed import Colocated, Group, liveness
 from memsaver.turns import plan as plan_module
 from memsaver.turns import reports
+from tests import controls
 from tests.ranks_support import ranks, store_server
 from tests.ray_support import Buffer
 from tests.support import MIB, fresh_device
@@ -79,8 +81,13 @@ class Member(Colocated):
     def resume(self, *args: Any, **options: Any) -> Any:
         if self.hangs == "copy":
             self.hangs = ""
-            return memsaver.resume(*args, progress=lambda done, total: self.stop.wait(), **options)
+            controls.hold("cuEventSynchronize")
+            threading.Thread(target=self._end_copy).start()
         return super().resume(*args, **options)
+
+    def _end_copy(self) -> None:
+        self.stop.wait()
+        controls.go_on("cuEventSynchronize")
 
 
 @pytest.fixture(autouse=True)

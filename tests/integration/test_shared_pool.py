@@ -73,20 +73,19 @@ def test_an_allocation_waits_for_a_pause_in_another_process_up_to_the_option(bro
         two.run(f"raised(lambda: hold('c', {LARGE}), MemoryError)")
 
 
-def test_a_resume_takes_chunks_before_the_pause_that_gives_them_has_ended(tmp_path: Path) -> None:
-    """100 MiB out against 100 MiB in, in a pool of 128 MiB."""
+def test_a_resume_takes_chunks_before_the_pause_that_gives_them_has_ended() -> None:
+    """100 MiB out against 100 MiB in, in a pool of 128 MiB. The pause stops at the copy of its second region."""
     with (
         Local(128 * MIB) as broker,
         Worker(broker, "held = hold('a', 100 * MIB, 'host', 1)", "memsaver.pause()") as one,
-        Worker(broker, "held = hold('b', 100 * MIB, 'host', 2)") as two,
+        Worker(broker, "lost = hold('b', 50 * MIB)", "held = hold('c', 50 * MIB, 'host', 2)") as two,
     ):
         one.send("memsaver.resume(memory_timeout=60); held.check()")
         until(lambda: is_waiting(broker, one))
-        two.send(f"memsaver.pause(progress=stay_until({str(tmp_path / 'go')!r}))")
+        two.run("controls.hold('cuEventSynchronize'); moving = memsaver.start(pause=None)")
         until(lambda: held(broker, one) > 0)
         assert held(broker, two) > 0 and is_waiting(broker, one)
-        (tmp_path / "go").touch()
-        two.answer()
+        two.run("controls.go_on('cuEventSynchronize'); moving.result()")
         one.answer()
         assert held(broker, two) == 0
 

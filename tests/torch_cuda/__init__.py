@@ -104,10 +104,10 @@ def _wanted(libraries: list[Path]) -> dict[str, str]:
 
 
 def _refusal(name: str) -> str:
-    """A function that tells that it is not supported. cuBLAS launches kernels alone, and they do nothing."""
+    """A function that tells that it is not supported, or does nothing: cuBLAS launches kernels alone."""
     if re.search(r"(String|ErrorName)$|GetLastError$", name):
         return f'const char* {name}() {{ return "not made up"; }}\n'
-    code = 0 if name.startswith("cublas") else 801
+    code = 0 if re.match(r"cublas|__cuda(Register|Unregister|InitModule)|cudaProfiler|cudaFuncSet", name) else 801
     return f"int {name}() {{ return {code}; }}\n"
 
 

@@ -44,14 +44,7 @@ SYSTEM = {
     r"\bMAP_FIXED\b": {"pinned_memory", "addresses"},
     r"\bmmap\(": {"pinned_memory", "addresses", "ledger"},
     r"\bp(?:read|write)\b": {"files"},
-    r"\bstd::thread\b": {
-        "pinned_memory",
-        "threads",
-        "stream",
-        "disk_backup",
-        "resting",
-    }
-    | {"transition"},
+    r"\bstd::thread\b": {"pinned_memory", "threads", "stream", "disk_backup", "resting"} | {"transition"},
     r"#include <nanobind|#include <Python\.h>": {path.stem for path in (ROOT / "csrc" / "bindings").iterdir()},
     r"\b(?:gil_scoped_\w+|PyGILState_Ensure|PyEval_RestoreThread|PyErr_CheckSignals|PyObject_Call\w*)": {"gil"},
     # These have no caller that takes an error.

@@ -1,12 +1,10 @@
-"""Transitions in the background: order, results and errors; and the progress that all transitions report."""
+"""Transitions in the background: order, results and errors."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -188,110 +186,3 @@ def test_the_process_exits_after_pending_transitions() -> None:
         sys.exit(0)
     """)
     assert said == "paused active\n"
-
-
-# Progress
-
-
-Reports = list[tuple[int, int]]
-each_backup = pytest.mark.parametrize("backup", ["host", "disk"])
-
-
-def check_reports(reports: Reports, copied: int) -> None:
-    assert reports
-    done = [each for each, _ in reports]
-    assert done == sorted(done)
-    assert all(0 < each <= total == copied for each, total in reports)
-    assert reports[-1] == (copied, copied)
-
-
-@each_backup
-def test_progress_ends_at_the_copied_bytes(make: Make, tmp_path: Path, backup: str) -> None:
-    """Several threads write and read a file, and each of them could call progress."""
-    memsaver.configure(disk_dir=tmp_path)
-    region = make(backup)
-    held = blocks(region, [100, 70 * MIB, 5 * MIB])
-    starts: list[Callable[..., memsaver.Transition]] = [
-        region.pause, region.resume,
-        lambda **options: memsaver.start(pause=region, **options).result(),
-        lambda **options: memsaver.start(resume=region, **options).result(),
-    ]  # fmt: skip
-    for move in starts:
-        reports: Reports = []
-        inside = together = 0
-        another = threading.Event()
-
-        def note(done: int, total: int, to: Reports = reports, another: threading.Event = another) -> None:
-            nonlocal inside, together
-            inside += 1
-            if inside > 1:
-                together += 1
-                another.set()
-            elif not to:
-                another.wait(0.1)  # time for another call to overlap
-            to.append((done, total))
-            inside -= 1
-
-        done = move(progress=note)
-        assert done.copied_bytes == region.allocated_bytes and not together
-        check_reports(reports, done.copied_bytes)
-    for block in held:
-        block.check()
-
-
-def test_progress_of_a_switch_counts_both_directions_and_can_ask_for_figures(make: Make) -> None:
-    out, back, lost, other = make("host"), make("host"), make("none"), make("host")
-    held = blocks(out, [70 * MIB]) + blocks(back, [90 * MIB], seed=5) + blocks(other, [MIB], seed=6)
-    kept = blocks(lost, [9 * MIB])
-    back.pause()
-    reports: Reports = []
-    seen: set[tuple[str, str]] = set()
-
-    def look(done: int, total: int) -> None:
-        memsaver.stats()
-        other.pause()
-        other.resume()
-        seen.add((out.state, back.state))
-        reports.append((done, total))
-
-    done = memsaver.switch(pause=[out, lost], resume=back, progress=look)
-    assert done.copied_bytes == 160 * MIB
-    assert seen == {("pausing", "resuming")}
-    check_reports(reports, 160 * MIB)
-    memsaver.switch(pause=kept[0].region, resume=out)
-    for block in held:
-        block.check()
-
-
-@each_backup
-def test_an_exception_in_progress_is_logged_and_an_interrupt_is_raised_at_the_end(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, backup: str
-) -> None:
-    memsaver.configure(disk_dir=tmp_path)
-    region = make(backup)
-    block = Block(region, 70 * MIB)
-
-    def fail(done: int, total: int) -> None:
-        raise LookupError("of the caller's own")
-
-    def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    for move in (region.pause, region.resume):
-        caplog.clear()
-        assert move(progress=fail).copied_bytes == 70 * MIB
-        assert "of the caller's own" in caplog.text
-        assert all(record.levelname == "ERROR" for record in caplog.records if record.exc_info)
-    block.check()
-    with pytest.raises(KeyboardInterrupt):
-        region.pause(progress=interrupt)
-    assert (region.state, region.mapped_bytes) == ("paused", 0)
-    with pytest.raises(KeyboardInterrupt):
-        region.resume(progress=interrupt)
-    assert (region.state, region.backup_bytes) == ("active", 0)
-    block.check()
-    with pytest.raises(KeyboardInterrupt):
-        memsaver.start(pause=region, progress=interrupt).result()
-    assert region.state == "paused"
-    region.resume()
-    block.check()

@@ -51,7 +51,7 @@ VERBS: dict[Call, list[str]] = {
 for actors in (Colocated, AsyncColocated) if HAS_RAY else ():
     VERBS |= {actors.pause: READERS, actors.colocated_prepare: READERS, actors.resume: MEMORY}
 BY_POSITION = {"self", "tags", "coming", "name", "resident"}
-ORDER = ["backup", "restore", *ALL, "progress"]
+ORDER = ["backup", "restore", *ALL]
 
 
 def options(verb: Call) -> list[str]:
@@ -78,9 +78,9 @@ def test_calls_for_the_same_have_the_same_options() -> None:
         expected = options(getattr(memsaver, verb))
         assert options(getattr(memsaver.Region, verb)) == expected
         for base in (Colocated, AsyncColocated) if HAS_RAY else ():
-            assert options(getattr(base, verb)) == expected[:-1]  # progress does not pass from process to process
+            assert options(getattr(base, verb)) == expected
     if HAS_RAY:
-        assert {each for each in ORDER if each in options(Group.enter)} == {*ORDER} - {"progress"}
+        assert {each for each in ORDER if each in options(Group.enter)} == {*ORDER}
 
 
 def has_any(hint: Any) -> bool:
@@ -222,14 +222,9 @@ WRONG: list[tuple[type[Exception], str, Call]] = [
     (TypeError, "shape is", lambda region: region.empty((True,))),
     (TypeError, "shape is", lambda region: region.empty("ab")),
     (TypeError, "dtype is", lambda region: region.empty(3, "float32")),
-    (TypeError, "expected something to call", lambda region: memsaver.define_phase("a", [], on_enter=3)),  # type: ignore[arg-type]
-    (TypeError, "expected something to call", lambda region: memsaver.define_phase("a", [], on_exit=3)),  # type: ignore[arg-type]
-    (TypeError, "progress is 3, expected something to call", lambda region: memsaver.start(pause=region, progress=3)),  # type: ignore[arg-type]
-    (TypeError, "progress is 'yes', expected something to call", lambda region: region.resume(progress="yes")),
     (TypeError, "name is 1", lambda region: memsaver.define_phase(1, [])),  # type: ignore[arg-type]
     (TypeError, "expected something to call", lambda region: memsaver.define_phase("a", [], on_enter=3)),  # type: ignore[arg-type]
     (TypeError, "expected something to call", lambda region: memsaver.define_phase("a", [], on_exit=3)),  # type: ignore[arg-type]
-    (TypeError, "progress is 3, expected something to call", lambda region: memsaver.start(pause=region, progress=3)),  # type: ignore[arg-type]
     (ValueError, "to be paused and resumed at once", lambda region: memsaver.start(pause=region, resume=region)),
     # At the call, before a with statement enters it.
     (ValueError, "there is no phase 'a'; there are 'b'", lambda region: memsaver.phase("a")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import pytest
 import memsaver
 from memsaver import _core
 from tests import controls
-from tests.support import MIB, PAGE, Fill, descriptors, environment, fresh_device, run_python, until
+from tests.support import MIB, PAGE, descriptors, environment, fresh_device, run_python
 
 DEVICES = ["cpu"] + (["cuda:0"] if _core.cuda_device_count() else [])
 HOST = ["cpu"]
@@ -97,18 +98,161 @@ def record(driver: Any) -> _core.WorkMark:
     return mark
 
 
-def test_reserved_addresses_are_aligned_and_apart(bench: Bench) -> None:
-    first, second = bench.reserve(PAGE), bench.reserve(3 * PAGE)
-    assert first % PAGE == 0 and second % PAGE == 0
-    assert first + PAGE <= second or second + 3 * PAGE <= first
+class Calls:
+    """Random calls on a few pages of addresses, and a model of their results. Memory has a number: several handles and
+    addresses may have the same. ``exact``: the host driver, which also refuses calls that CUDA leaves undefined.
+    """
+
+    PAGES = 12
+
+    def __init__(self, bench: Bench, exact: bool, seed: int) -> None:
+        self.bench, self.driver, self.exact = bench, bench.driver, exact
+        self.random, self.bytes = random.Random(seed), np.random.default_rng(seed)
+        self.base = bench.reserve(self.PAGES * PAGE)
+        self.handles: dict[int, int] = {}  # numbers of their memory
+        self.pages: dict[int, int] = {}  # of each memory
+        self.imported: set[int] = set()
+        self.contents: dict[tuple[int, int], np.ndarray[Any, Any]] = {}  # by memory and page
+        self.mapped: list[tuple[int, int] | None] = [None] * self.PAGES  # memory and its page, by page
+        self.waits_for_access: set[int] = set()  # pages
+        self.free = bench.free()
+
+    def address(self, page: int) -> int:
+        return self.base + page * PAGE
+
+    def create(self) -> None:
+        if len(self.handles) < 8:
+            pages = self.random.choice((1, 2, 4))
+            number = max(self.pages, default=0) + 1
+            self.handles[self.driver.create(pages * PAGE)] = number
+            self.pages[number] = pages
+
+    def share(self) -> None:
+        handle = self.random.choice([*self.handles])
+        if handle in self.imported:  # a process that borrows memory cannot send it on
+            error = refused(lambda: self.driver.export_fd(handle))
+            assert error.code == 1 and "invalid argument" in str(error)
+            return
+        file = self.driver.export_fd(handle)
+        other = self.driver.import_fd(file)
+        os.close(file)
+        self.handles[other] = self.handles[handle]
+        self.imported.add(other)
+
+    def release(self) -> None:
+        handle = self.random.choice([*self.handles])
+        self.driver.release(handle)
+        del self.handles[handle]
+        self.imported.discard(handle)
+        if self.exact:
+            refused(lambda: self.driver.release(handle))
+            refused(lambda: self.driver.export_fd(1 << 40))  # which does not exist
+            refused(lambda: self.driver.map(self.base, PAGE, 1 << 40))
+
+    def map(self) -> None:
+        handle = self.random.choice([*self.handles])
+        number = self.handles[handle]
+        pages = self.pages[number]
+        asked = self.random.choice((pages, pages, pages, pages + 1, *([pages - 1] if self.exact and pages > 1 else [])))
+        first = self.random.randrange(self.PAGES - asked + 1)
+        where = range(first, first + asked)
+        if asked != pages or any(self.mapped[page] for page in where):
+            refused(lambda: self.driver.map(self.address(first), asked * PAGE, handle))
+            return
+        self.driver.map(self.address(first), asked * PAGE, handle)
+        self.mapped[first : first + pages] = [(number, page) for page in range(pages)]
+        self.waits_for_access |= set(where)
+
+    def unmap(self) -> None:
+        """One call for several whole chunks. No part of a chunk can be unmapped."""
+        first = self.random.randrange(self.PAGES)
+        last = min(self.PAGES - 1, first + self.random.randrange(5))
+        found = self.mapped[first : last + 1]
+        whole = [each for each in found if each is not None]
+        if len(whole) == len(found) and whole[0][1] == 0 and whole[-1][1] == self.pages[whole[-1][0]] - 1:
+            self.driver.unmap(self.address(first), len(found) * PAGE)
+            self.mapped[first : last + 1] = [None] * len(found)
+            self.waits_for_access -= set(range(first, last + 1))
+        elif self.exact or len(whole) == len(found):
+            refused(lambda: self.driver.unmap(self.address(first), len(found) * PAGE))
+
+    def run(self) -> range:
+        """Adjacent mapped pages, which can be reached: one call gives access to several chunks."""
+        first = self.random.choice([page for page, found in enumerate(self.mapped) if found] or [0])
+        last = first
+        while last < self.PAGES and self.mapped[last] is not None:
+            last += 1
+        begin = first
+        while begin < last and self.mapped[begin][1] != 0:  # type: ignore[index]
+            begin -= 1
+        if begin < last:
+            self.driver.allow(self.address(begin), (last - begin) * PAGE)
+            for page in self.waits_for_access & set(range(begin, last)):
+                if self.mapped[page] not in self.contents:
+                    self.write_page(page)
+            self.waits_for_access -= set(range(begin, last))
+        return range(begin, last)
+
+    def write_page(self, page: int) -> None:
+        data = self.bytes.integers(0, 256, PAGE, np.uint8)
+        self.bench.write(self.address(page), data)
+        self.contents[self.mapped[page]] = data  # type: ignore[index]
+
+    def write(self) -> None:
+        pages = self.run()
+        if not pages:
+            return
+        begin = self.random.randrange(len(pages) * PAGE)
+        data = self.bytes.integers(
+            0, 256, min(len(pages) * PAGE - begin, self.random.choice((1, 777, PAGE + 12345))), np.uint8
+        )
+        at = self.address(pages[0]) + begin
+        how = self.random.choice(("copy_in", "fill", "copy_within"))
+        if how == "copy_in":
+            self.bench.write(at, data)
+        elif how == "fill":
+            data[:] = self.random.choice((0, 7, 0xFF))
+            self.driver.fill(at, data.size, data[0])
+        else:
+            data = self.bench.read(self.address(pages[0]), min(data.size, begin))
+            self.driver.copy_within(at, self.address(pages[0]), data.size)
+        self.driver.finish_copies()
+        offset = begin
+        while data.size:
+            part = data[: PAGE - offset % PAGE]
+            memory = self.mapped[pages[offset // PAGE]]
+            self.contents[memory][offset % PAGE : offset % PAGE + part.size] = part  # type: ignore[index]
+            offset, data = offset + part.size, data[part.size :]
+
+    def check(self) -> None:
+        pages = self.run()
+        for page in pages:
+            assert np.array_equal(self.bench.read(self.address(page), PAGE), self.contents[self.mapped[page]])  # type: ignore[index]
+        if self.exact:
+            living = {*self.handles.values(), *(each[0] for each in self.mapped if each)}
+            assert self.bench.free() == self.free - sum(self.pages[number] for number in living) * PAGE
+            if any(self.mapped):
+                refused(lambda: self.driver.unreserve(self.base, self.PAGES * PAGE))
+
+    def close(self) -> None:
+        for page, found in enumerate(self.mapped):
+            if found is not None and found[1] == 0:
+                self.driver.unmap(self.address(page), self.pages[found[0]] * PAGE)
+        for handle in self.handles:
+            self.driver.release(handle)
 
 
-def test_copy_out_returns_the_bytes_of_copy_in(bench: Bench) -> None:
-    address = bench.reserve(2 * PAGE)
-    bench.map(address, 2 * PAGE, bench.create(2 * PAGE))
-    data = random_bytes(PAGE + 12345)
-    bench.write(address + 777, data)
-    assert np.array_equal(bench.read(address + 777, data.nbytes), data)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_calls_give_the_results_of_a_model(bench: Bench, seed: int) -> None:
+    files = descriptors()
+    calls = Calls(bench, bench.driver.name == "cpu", seed)
+    steps = [calls.create, calls.share, calls.release, calls.map, calls.map, calls.unmap, calls.write, calls.check]
+    for _ in range(150):
+        step = calls.random.choice(steps)
+        if calls.handles or step in (calls.create, calls.check):
+            step()
+    calls.close()
+    assert calls.exact is False or (bench.free(), descriptors()) == (calls.free, files)
 
 
 def test_a_mark_covers_the_copies_queued_before_it(bench: Bench) -> None:
@@ -139,176 +283,11 @@ def test_copies_of_one_direction_run_in_order(bench: Bench) -> None:
     assert np.array_equal(bench.read(address, PAGE), expected)
 
 
-@pytest.mark.parametrize("byte", [0, 0xFF])
-def test_fill_writes_every_byte(bench: Bench, byte: int) -> None:
-    size = 3 * PAGE
-    address = bench.reserve(size)
-    for at in range(0, size, PAGE):
-        bench.map(address + at, PAGE, bench.create(PAGE))
-    bench.write(address, random_bytes(size))
-    bench.driver.fill(address, size, byte)
-    bench.driver.finish_copies()
-    assert np.array_equal(bench.read(address, size), np.full(size, byte, np.uint8))
-
-
-def test_the_nearest_memory_is_a_node_or_unknown(bench: Bench) -> None:
-    assert -1 <= bench.driver.host_node() < 1024
-
-
-def test_data_survives_remapping_a_handle_to_another_address(bench: Bench) -> None:
-    before, after = bench.reserve(PAGE), bench.reserve(PAGE)
-    handle = bench.create(PAGE)
-    bench.map(before, PAGE, handle, unmap=False)
-    data = random_bytes(PAGE)
-    bench.write(before, data)
-    bench.driver.unmap(before, PAGE)
-    bench.map(after, PAGE, handle)
-    assert np.array_equal(bench.read(after, PAGE), data)
-
-
-def test_two_addresses_of_one_handle_are_the_same_memory(bench: Bench) -> None:
-    first, second = bench.reserve(PAGE), bench.reserve(PAGE)
-    handle = bench.create(PAGE)
-    bench.map(first, PAGE, handle)
-    bench.map(second, PAGE, handle)
-    data = random_bytes(PAGE)
-    bench.write(first, data)
-    assert np.array_equal(bench.read(second, PAGE), data)
-
-
-def test_an_address_can_be_mapped_again(bench: Bench) -> None:
-    address = bench.reserve(PAGE)
-    contents = [random_bytes(PAGE, seed) for seed in range(2)]
-    handles = [bench.create(PAGE) for _ in contents]
-    for _ in range(3):
-        for handle, data in zip(handles, contents):
-            bench.map(address, PAGE, handle, unmap=False)
-            bench.write(address, data)
-            assert np.array_equal(bench.read(address, PAGE), data)
-            bench.driver.unmap(address, PAGE)
-
-
-def test_mapping_over_a_mapping_is_refused(bench: Bench) -> None:
-    address = bench.reserve(2 * PAGE)
-    bench.map(address, PAGE, bench.create(PAGE))
-    small, large = bench.create(PAGE), bench.create(2 * PAGE)
-    data = random_bytes(PAGE)
-    bench.write(address, data)
-    refused(lambda: bench.driver.map(address, PAGE, small))
-    refused(lambda: bench.driver.map(address, 2 * PAGE, large))
-    assert np.array_equal(bench.read(address, PAGE), data)
-
-
-def test_mapping_a_size_other_than_the_chunks_is_refused(bench: Bench) -> None:
-    address = bench.reserve(4 * PAGE)
-    handle = bench.create(2 * PAGE)
-    refused(lambda: bench.driver.map(address, 4 * PAGE, handle))
-
-
-@host_only
-def test_mapping_a_part_of_a_chunk_is_refused(bench: Bench) -> None:
-    address = bench.reserve(2 * PAGE)
-    handle = bench.create(2 * PAGE)
-    refused(lambda: bench.driver.map(address, PAGE, handle))
-
-
 def test_mapping_where_nothing_is_reserved_is_refused(bench: Bench) -> None:
     handle = bench.create(2 * PAGE)
     address = bench.driver.reserve(PAGE)
     bench.driver.unreserve(address, PAGE)
     refused(lambda: bench.driver.map(address, 2 * PAGE, handle))
-
-
-def test_one_unmap_serves_several_whole_chunks(bench: Bench) -> None:
-    address = bench.reserve(7 * PAGE)
-    at = address
-    contents = []
-    for seed, pages in enumerate((2, 1, 4)):
-        bench.map(at, pages * PAGE, bench.create(pages * PAGE), unmap=False)
-        contents.append((at, random_bytes(pages * PAGE, seed)))
-        bench.write(*contents[-1])
-        at += pages * PAGE
-    for where, data in contents:
-        assert np.array_equal(bench.read(where, data.nbytes), data)
-    bench.driver.unmap(address, 7 * PAGE)
-    bench.map(address, 2 * PAGE, bench.create(2 * PAGE))
-
-
-def test_one_allow_call_covers_several_chunks(bench: Bench) -> None:
-    address = bench.reserve(2 * PAGE)
-    for at in (address, address + PAGE):
-        bench.driver.map(at, PAGE, bench.create(PAGE))
-    bench.driver.allow(address, 2 * PAGE)
-    data = random_bytes(2 * PAGE)
-    bench.write(address, data)
-    assert np.array_equal(bench.read(address, 2 * PAGE), data)
-    bench.driver.unmap(address, 2 * PAGE)
-
-
-@pytest.mark.parametrize(("begin", "pages"), [(0, 1), (1, 1), (1, 2), (0, 3)])
-def test_no_part_of_a_chunk_can_be_unmapped(bench: Bench, begin: int, pages: int) -> None:
-    address = bench.reserve(4 * PAGE)
-    for at in (address, address + 2 * PAGE):
-        bench.map(at, 2 * PAGE, bench.create(2 * PAGE))
-    data = random_bytes(4 * PAGE)
-    bench.write(address, data)
-    refused(lambda: bench.driver.unmap(address + begin * PAGE, pages * PAGE))
-    assert np.array_equal(bench.read(address, 4 * PAGE), data)
-
-
-@host_only
-def test_unmapping_unmapped_memory_is_refused(bench: Bench) -> None:
-    address = bench.reserve(2 * PAGE)
-    refused(lambda: bench.driver.unmap(address, PAGE))
-    bench.map(address, PAGE, bench.create(PAGE))
-    refused(lambda: bench.driver.unmap(address, 2 * PAGE))
-
-
-def test_an_imported_descriptor_maps_the_same_memory(bench: Bench) -> None:
-    address, other = bench.reserve(PAGE), bench.reserve(PAGE)
-    handle = bench.create(PAGE)
-    bench.map(address, PAGE, handle)
-    file = bench.driver.export_fd(handle)
-    try:
-        imported = bench.own(bench.driver.import_fd(file))
-    finally:
-        os.close(file)
-    bench.map(other, PAGE, imported)
-    data = random_bytes(PAGE)
-    bench.write(address, data)
-    assert np.array_equal(bench.read(other, PAGE), data)
-    error = refused(lambda: bench.driver.export_fd(imported))  # a process that only borrows memory cannot send it on
-    assert error.code == 1 and "invalid argument" in str(error)
-
-
-def test_an_importer_keeps_the_memory(bench: Bench) -> None:
-    address = bench.reserve(PAGE)
-    handle = bench.driver.create(PAGE)
-    bench.driver.map(address, PAGE, handle)
-    bench.driver.allow(address, PAGE)
-    data = random_bytes(PAGE)
-    bench.write(address, data)
-    file = bench.driver.export_fd(handle)
-    imported = bench.own(bench.driver.import_fd(file))
-    os.close(file)
-    bench.driver.unmap(address, PAGE)
-    bench.driver.release(handle)
-    bench.map(address, PAGE, imported)
-    assert np.array_equal(bench.read(address, PAGE), data)
-
-
-@host_only
-def test_shared_memory_is_counted_once(bench: Bench) -> None:
-    before = bench.free()
-    handle = bench.driver.create(2 * PAGE)
-    file = bench.driver.export_fd(handle)
-    imported = bench.driver.import_fd(file)
-    os.close(file)
-    assert bench.free() == before - 2 * PAGE
-    bench.driver.release(handle)
-    assert bench.free() == before - 2 * PAGE
-    bench.driver.release(imported)
-    assert bench.free() == before
 
 
 @host_only
@@ -318,42 +297,6 @@ def test_importing_other_descriptors_is_refused(bench: Bench, tmp_path: Path) ->
     assert refused(lambda: bench.driver.import_fd(1 << 20)).code == 1
 
 
-@host_only
-def test_descriptors_go_with_the_memory(bench: Bench) -> None:
-    before = descriptors()
-    handles = [bench.driver.create(PAGE) for _ in range(8)]
-    for handle in handles:
-        bench.driver.release(handle)
-    assert descriptors() == before
-
-
-def test_free_memory_goes_down_and_up_again(bench: Bench) -> None:
-    size = 64 * MIB
-    free, total = bench.driver.memory()
-    assert 0 < free <= total
-    handle = bench.driver.create(size)
-    held = bench.free()
-    bench.driver.release(handle)
-    assert held <= free - size
-    assert bench.free() >= held + size
-
-
-def test_memory_released_while_mapped_stays_until_it_is_unmapped(bench: Bench) -> None:
-    size = 64 * MIB
-    address = bench.reserve(size)
-    handle = bench.driver.create(size)
-    bench.driver.map(address, size, handle)
-    bench.driver.allow(address, size)
-    held = bench.free()
-    data = random_bytes(PAGE)
-    bench.write(address, data)
-    bench.driver.release(handle)
-    assert bench.free() < held + size
-    assert np.array_equal(bench.read(address, PAGE), data)
-    bench.driver.unmap(address, size)
-    assert bench.free() >= held + size
-
-
 def test_creating_beyond_the_device_says_out_of_memory(bench: Bench) -> None:
     beyond = (bench.driver.memory()[1] // PAGE + 1) * PAGE
     error = refused(lambda: bench.driver.create(beyond))
@@ -361,37 +304,10 @@ def test_creating_beyond_the_device_says_out_of_memory(bench: Bench) -> None:
 
 
 @host_only
-def test_a_full_device_refuses_memory_until_some_is_released(bench: Bench) -> None:
-    with Fill(leave=PAGE):
-        handle = bench.driver.create(PAGE)
-        assert bench.free() == 0
-        assert refused(lambda: bench.driver.create(PAGE)).code == 2
-        bench.driver.release(handle)
-        bench.create(PAGE)
-
-
-@host_only
 @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE + 4096])
 def test_sizes_that_are_not_whole_pages_are_refused(bench: Bench, size: int) -> None:
     assert refused(lambda: bench.driver.create(size)).call == "cuMemCreate"
     assert refused(lambda: bench.driver.reserve(size)).call == "cuMemAddressReserve"
-
-
-@host_only
-def test_handles_that_do_not_exist_are_refused(bench: Bench) -> None:
-    address = bench.reserve(PAGE)
-    handle = bench.driver.create(PAGE)
-    bench.driver.release(handle)
-    refused(lambda: bench.driver.release(handle))
-    refused(lambda: bench.driver.map(address, PAGE, handle))
-    refused(lambda: bench.driver.export_fd(handle))
-
-
-@host_only
-def test_addresses_that_hold_a_mapping_cannot_be_given_up(bench: Bench) -> None:
-    address = bench.reserve(PAGE)
-    bench.map(address, PAGE, bench.create(PAGE))
-    refused(lambda: bench.driver.unreserve(address, PAGE))
 
 
 @pytest.mark.parametrize("step", ["reserved", "mapped", "unmapped"])
@@ -415,23 +331,8 @@ def test_touching_host_memory_without_access_ends_in_a_fault(step: str) -> None:
     assert done.returncode == -signal.SIGSEGV
 
 
-@host_only
-def test_host_memory_is_plain_memory_of_the_process(bench: Bench) -> None:
-    address = bench.reserve(PAGE)
-    bench.map(address, PAGE, bench.create(PAGE))
-    ctypes.memset(address, 42, PAGE)
-    assert (bench.read(address, PAGE) == 42).all()
-
-
 def test_a_device_is_known_by_its_uuid(bench: Bench) -> None:
     assert bench.driver.uuid() == _core.open_driver(bench.driver.name).uuid() != ""
-
-
-def test_work_that_was_waited_for_is_done(bench: Bench) -> None:
-    bench.driver.synchronize()
-    ticket = bench.driver.record()
-    if ticket is not None:
-        until(ticket.done)
 
 
 def test_a_device_that_does_not_exist_is_refused() -> None:
@@ -530,17 +431,6 @@ def virtual_time() -> Iterator[None]:
     controls.virtual_clock(False)
 
 
-def test_a_kernel_runs_when_its_stream_is_released(memory: Memory) -> None:
-    stream, other = controls.stream_create(), controls.stream_create()
-    memory.write(stream, 1)
-    read = controls.stream_read(stream, memory.address + 100, 50)
-    memory.write(stream, 2)
-    controls.stream_release(other)
-    assert (memory.first(), read.bytes()) == (0, None)
-    controls.stream_release(stream)
-    assert (memory.first(), read.bytes()) == (2, b"\1" * 50)
-
-
 def test_a_record_covers_the_kernels_launched_before_it(memory: Memory) -> None:
     driver = memory.bench.driver
     first, second = controls.stream_create(), controls.stream_create()
@@ -553,32 +443,6 @@ def test_a_record_covers_the_kernels_launched_before_it(memory: Memory) -> None:
     assert ticket.done() and not later.done()
     controls.stream_release(0)
     assert later.done()
-
-
-def test_synchronize_waits_for_all_streams(memory: Memory, virtual_time: None) -> None:
-    began = controls.clock_now()
-    for hold in (3, 7):
-        memory.write(controls.stream_create(), hold, hold)
-    memory.bench.driver.synchronize()
-    assert controls.clock_now() - began == pytest.approx(7)
-    assert memory.first() == 7
-
-
-def test_synchronize_waits_until_another_thread_releases_the_stream(memory: Memory) -> None:
-    stream = controls.stream_create()
-    found: list[int] = []
-
-    def wait() -> None:
-        memory.bench.driver.synchronize()
-        found.append(memory.first())
-
-    memory.write(stream, 1)
-    thread = threading.Thread(target=wait)
-    thread.start()
-    memory.write(stream, 2)  # which may be behind the wait
-    controls.stream_release(stream)
-    thread.join()
-    assert found in ([1], [2])
 
 
 def every_call(memory: Memory) -> dict[str, Callable[[], object]]:
@@ -680,13 +544,6 @@ def test_a_killed_context_ends_a_wait_with_an_error(memory: Memory) -> None:
     assert errors[0].code == refused(ticket.done).code == 700
     assert memory.first() == 0
     assert_lost(memory)
-
-
-def test_a_driver_without_records_returns_none(memory: Memory) -> None:
-    controls.record_supported(False)
-    assert memory.bench.driver.record() is None
-    controls.record_supported(True)
-    assert record(memory.bench.driver).done()
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="the tables are in another folder")

@@ -32,7 +32,7 @@ from tests.support import (
 
 Make = Callable[..., memsaver.Region]
 KINDS = ["error", "memory", "after"]
-SIZES = [3 * MIB, 40 * MIB, 5 * MIB, 100, 2 * MIB]  # the second goes: chunks with a gap take more calls
+SIZES = [MIB, 34 * MIB, 3 * MIB, 100, 2 * MIB]  # the second goes: chunks with a gap take more calls
 
 
 @pytest.fixture
@@ -93,11 +93,17 @@ REGIONS = {
     "disk": Kind("disk", retain="1GiB"),
     "disk, frozen": Kind("disk", {"frozen": True}, retain="1GiB"),
 }
-each_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
+# The code of a full device concerns the creation of chunks, which is the same with each option.
+FAILURES = [
+    pytest.param(region, kind, id=f"{name}-{kind}")
+    for name, region in REGIONS.items()
+    for kind in KINDS
+    if kind != "memory" or name in ("none", "host", "none, retained")
+]
+each_failure = pytest.mark.parametrize(("region", "kind"), FAILURES)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@each_region
+@each_failure
 def test_a_pause_survives_a_failure_of_any_driver_call(make: Make, ledger: Ledger, region: Kind, kind: str) -> None:
     """Another pause continues after the failure, and so does a resume, in turns."""
     kept, held = region.make(make)
@@ -141,8 +147,7 @@ def test_a_pause_survives_a_failure_of_any_driver_call(make: Make, ledger: Ledge
     ledger.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@each_region
+@each_failure
 def test_a_resume_survives_a_failure_of_any_driver_call(make: Make, ledger: Ledger, region: Kind, kind: str) -> None:
     kept, held = region.make(make)
     kept.pause()
@@ -171,7 +176,7 @@ def test_a_resume_survives_a_failure_of_any_driver_call(make: Make, ledger: Ledg
     ("room", "kind"),
     [("full", "error"), ("retained", "error"), ("free", "error"), ("free", "memory"), ("free", "after")],
 )
-@pytest.mark.parametrize(("leaving", "coming"), [("none", "host"), ("host", "host"), ("host", "disk")])
+@pytest.mark.parametrize(("leaving", "coming"), [("none", "host"), ("host", "disk")])
 def test_a_switch_survives_a_failure_of_any_driver_call(
     make: Make, ledger: Ledger, room: str, kind: str, leaving: str, coming: str
 ) -> None:

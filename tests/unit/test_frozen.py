@@ -9,16 +9,7 @@ import torch
 
 import memsaver
 from tests import controls
-from tests.support import (
-    KIB,
-    MIB,
-    PAGE,
-    Hooks,
-    blocks,
-    descriptors,
-    host_held_bytes,
-    host_used_bytes,
-)
+from tests.support import KIB, MIB, PAGE, Hooks, blocks, descriptors, host_held_bytes, host_used_bytes
 
 Make = Callable[..., memsaver.Region]
 SIZES = [5 * MIB, 100, 33 * MIB, 700 * KIB + 1]

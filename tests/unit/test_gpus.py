@@ -103,6 +103,20 @@ def test_each_segment_has_one_handle_with_all_types_that_the_driver_makes(option
         other.resume()
         del block
         memsaver.trim()
+    # One that waited for memory as well.
+    taken, looks = gpus.take(device, 200 * MIB), controls.count("cuMemGetInfo")
+
+    def give() -> None:
+        until(lambda: controls.count("cuMemGetInfo") > looks + 9)
+        gpus.give(device, taken)
+
+    giver = threading.Thread(target=give)
+    memsaver.configure(memory_timeout=60)
+    giver.start()
+    waited = Segment(region, 34 * MIB)
+    giver.join()
+    memsaver.configure(memory_timeout=0)
+    assert len({handle_at(waited.address + page * PAGE) for page in range(17)}) == 1
 
 
 # The attribute is 0; or it is 1, and cuMemCreate refuses with one of these codes.
@@ -126,6 +140,19 @@ def test_a_device_without_descriptors_has_plain_chunks_and_no_shared_pool(platfo
     assert gpus.used_bytes(device) == 0
 
 
+def test_memory_of_the_broker_is_a_descriptor() -> None:
+    memory = _core.open_cuda_memory(gpus.ordinal(gpu(memory=8 * MIB)))
+    file = memory.create(4 * MIB)
+    assert refused(lambda: memory.create(6 * MIB)).code == 2
+    controls.fail("cuMemExportToShareableHandle", 999)
+    assert refused(lambda: memory.create(PAGE)).code == 999
+    assert memory.used_bytes() == memory.total_bytes() - memory.free_bytes() == 4 * MIB
+    memory.close(file)
+    assert memory.used_bytes() == 0
+    with pytest.raises(ValueError, match=f"descriptor {file} is not one of this memory"):
+        memory.close(file)
+
+
 def test_an_mps_server_is_known_by_the_attribute_or_by_its_pipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,8 +164,9 @@ def test_an_mps_server_is_known_by_the_attribute_or_by_its_pipe(
         (-1, tmp_path / "none", False),
     ):
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(folder))
-        memory = _core.open_cuda_memory(gpus.ordinal(gpu(mps=mps)))
-        assert memory.under_mps() == expected, (mps, folder)
+        device = gpu(mps=mps)
+        memory = _core.open_cuda_memory(gpus.ordinal(device))
+        assert memory.under_mps() == _core.under_mps(device) == expected, (mps, folder)
 
 
 def test_chunks_that_were_exportable_stay_so() -> None:
@@ -327,6 +355,7 @@ def test_nvml_knows_a_device_by_its_uuid_or_its_mig_uuid(mig: int) -> None:
     controls.kill_context(device)
     assert driver.memory() == (free, total) and 0 < free < total
     assert _core.open_cuda_memory(gpus.ordinal(device)).free_bytes() == free
+    assert _core.cuda_uuid(gpus.ordinal(device)) == driver.uuid()
     assert segment.nbytes
 
 
@@ -612,6 +641,7 @@ def test_the_rows_of_a_gpu_that_lists_its_processes() -> None:
         (None, "unlisted"): 28 * MIB,
     }
     assert rows_of(device) == expected
+    assert _core.open_cuda_memory(gpus.ordinal(device)).compute_pids() == [me, 4711]
     gpus.take(device, 8 * MIB)
     expected[me, "unknown"] += 8 * MIB
     assert rows_of(device) == expected

@@ -15,7 +15,7 @@ pytest.importorskip("ray", reason="needs ray")
 import memsaver  # noqa: E402
 from memsaver import config  # noqa: E402
 from memsaver.ray import AsyncColocated, Colocated, Group  # noqa: E402
-from memsaver.turns import calls as calls_module  # noqa: E402
+from memsaver.ray import ranks as ranks_module  # noqa: E402
 from memsaver.turns import plan as plan_module  # noqa: E402
 from tests.group_support import Halved  # noqa: E402
 from tests.support import run_clean, until  # noqa: E402
@@ -28,7 +28,7 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(config._values, "report_dir", str(tmp_path / "reports"))
     monkeypatch.setattr(plan_module, "_COMPLETE_S", 0.0)
     monkeypatch.setattr(plan_module, "_ANSWER_S", 0.0)
-    monkeypatch.setattr(calls_module, "_LATE_S", 0.0)
+    monkeypatch.setattr(ranks_module, "_LATE_S", 0.0)
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_an_actor_that_drains_while_its_turn_is_taken_back_stays_as_it_was(make:
 def test_the_process_ends_while_a_member_hangs() -> None:
     out = run_clean("""
         import time, memsaver, memsaver.turns.members
-        from memsaver.turns.calls import Caller, LocalRank
+        from memsaver.ray.ranks import Caller, MemberRank
         from memsaver.turns.plan import Plan
         from memsaver.turns.turn import Turns
 
@@ -225,7 +225,7 @@ def test_the_process_ends_while_a_member_hangs() -> None:
         memsaver.region("a", device="cpu")
 
         plan = Plan({"on": {"engine": ["a"]}, "off": {}}, ["engine"])
-        turns = Turns(plan, Caller([LocalRank("engine", 0, Hanging())]))
+        turns = Turns(plan, Caller([MemberRank("engine", 0, Hanging())]))
         try:
             turns.enter("off", plan.options("off", timeout=0.1))
         except memsaver.Error as error:

@@ -69,10 +69,7 @@ class Pair:
         self.tags = {name: region.tag for name, region in regions.items()}
         self.weights, self.graphs, self.params = (regions[tag] for tag in ("weights", "graphs", "params"))
         self.group = Group(
-            engine=self.engine,
-            trainer=self.trainer,
-            phases=renamed(PHASES, self.tags),
-            **renamed(policies, self.tags),
+            engine=self.engine, trainer=self.trainer, phases=renamed(PHASES, self.tags), **renamed(policies, self.tags)
         )
         self.enter("rollout")
 

@@ -13,7 +13,7 @@ import pytest
 import memsaver
 from memsaver.transitions import prepare_pause
 from tests import controls
-from tests.support import MIB, Block, host_held_bytes, host_used_bytes
+from tests.support import MIB, Block, host_held_bytes, host_used_bytes, until
 
 Make = Callable[..., memsaver.Region]
 
@@ -265,10 +265,11 @@ def test_a_bound_ends_the_wait_for_guests_before_and_after_the_commit(make: Make
             inside.set()
             assert proceed.wait(60)
 
-    def begin(done: int, total: int) -> None:
-        if not moving:  # the resume of the other region moves contents
-            moving.append(memsaver.start(pause=first))
-            assert inside.wait(60)
+    def begin() -> None:
+        until(lambda: controls.stopped("cuEventSynchronize"))  # the resume of the other region moves contents
+        moving.append(memsaver.start(pause=first))
+        assert inside.wait(60)
+        controls.go_on("cuEventSynchronize")
 
     visit("slow", first.tag).on_call = stay
     visit("other", second.tag)
@@ -276,7 +277,9 @@ def test_a_bound_ends_the_wait_for_guests_before_and_after_the_commit(make: Make
     second.pause()
     try:
         with pytest.raises(memsaver.WaitTimeoutError, match="stage 'guests'.*; the regions are active, and another"):
-            second.resume(timeout=0.5, progress=begin)
+            controls.hold("cuEventSynchronize")
+            threading.Thread(target=begin).start()
+            second.resume(timeout=0.5)
         with pytest.raises(memsaver.WaitTimeoutError, match="stage 'guests'.*; nothing has changed") as raised:
             third.pause(timeout=0.01)
         assert (raised.value.stage, third.state, states()["slow"]) == ("guests", "active", "leaving")

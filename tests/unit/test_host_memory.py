@@ -11,16 +11,7 @@ import pytest
 
 import memsaver
 from tests import controls
-from tests.support import (
-    GIB,
-    KIB,
-    MIB,
-    PAGE,
-    blocks,
-    drop_backups,
-    host_held_bytes,
-    run_clean,
-)
+from tests.support import GIB, KIB, MIB, PAGE, blocks, drop_backups, host_held_bytes, run_clean
 
 Make = Callable[..., memsaver.Region]
 
@@ -134,7 +125,7 @@ def test_a_fresh_process_holds_no_more_than_its_live_bytes() -> None:
         assert memsaver.stats().devices["cpu"].host_held_bytes == 0
         region.pause()
         print(live, memsaver.stats().devices["cpu"].host_held_bytes)
-        """,
+        """
     )
     live, holds = map(int, said.split())
     assert live <= holds <= 1.02 * live + 64 * MIB

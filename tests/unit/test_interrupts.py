@@ -19,7 +19,6 @@ import pytest
 import memsaver
 from memsaver import _guests, _moves, transitions
 from memsaver._adapter import adapter
-from memsaver.turns.calls import Caller, LocalRank
 from memsaver.turns.members import Colocated
 from memsaver.turns.plan import Plan
 from memsaver.turns.turn import Turns
@@ -168,7 +167,8 @@ def test_an_interrupt_at_any_place_of_a_turn_leaves_no_unwritten_contents_in_use
         backup={"train": {"engine": "none"}},
         restore={"sync": {"engine": False}},
     )
-    caller = Caller([LocalRank("engine", 0, Colocated()), LocalRank("trainer", 0, Colocated())])
+    ranks = pytest.importorskip("memsaver.ray.ranks", reason="needs ray", exc_type=ModuleNotFoundError)
+    caller = ranks.Caller([ranks.MemberRank(role, 0, Colocated()) for role in ("engine", "trainer")])
     turns = Turns(plan, caller)
 
     def enter(name: str) -> None:

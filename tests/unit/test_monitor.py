@@ -277,22 +277,6 @@ def test_a_failed_scan_is_repeated(world: World, monkeypatch: pytest.MonkeyPatch
     world.turn(lambda: len(world.said) == 2)
 
 
-def test_children_that_were_named_are_waited_for(world: World) -> None:
-    children = [world.fork(), world.fork()]
-    process, write = world.client(*map(os.pidfd_open, (*children, children[0])))
-    assert sorted(process.children.values()) == sorted(children)
-    os.close(write)
-    world.kill(process.pid)
-    world.turn(lambda: world.said)
-    assert world.monitor.keepers_of(process) == sorted(children)
-    for child in children:
-        assert len(world.said) == 1
-        world.kill(child)
-        world.turn(lambda: child not in process.children.values())  # noqa: B023
-    world.turn(lambda: len(world.said) > 1)  # other processes of the machine may be exiting, and are waited for
-    assert world.said[1:] == [("gone", process.pid)]
-
-
 def test_a_process_that_the_driver_lists_is_waited_for(world: World) -> None:
     process, write = world.client()
     os.close(write)

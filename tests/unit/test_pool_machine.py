@@ -156,16 +156,18 @@ class Books(RuleBasedStateMachine):
             assert demand.client.id in self.clients, "the end of a demand is to be told to a client that has gone"
             order = self.clients[demand.client.id].orders[demand.request]
             assert order.left == 0, "a demand ended with something left"
-        for member, chunk in served.drops:
-            self.dropped_by_pool(member, chunk)
+        self.dropped_by_pool()
         for demand in served.stalled:
             assert self.clients[demand.client.id].orders[demand.request].left > 0
 
-    def dropped_by_pool(self, member: Client, chunk: Chunk) -> None:
-        client = self.clients[member.id]
-        assert chunk in client.known and chunk not in client.held and chunk not in client.to_drop
-        if client.connected:
-            client.to_drop.append(chunk)
+    def dropped_by_pool(self) -> set[Chunk]:
+        drops = self.pool.take_drops()
+        for member, chunk in drops:
+            client = self.clients[member.id]
+            assert chunk in client.known and chunk not in client.held and chunk not in client.to_drop
+            if client.connected:
+                client.to_drop.append(chunk)
+        return {chunk for _, chunk in drops}
 
     # Members
 
@@ -207,7 +209,8 @@ class Books(RuleBasedStateMachine):
             self.made[chunk] = len(self.made)
             kept.add(chunk)
             client.held.add(chunk)
-        assert not self.pool.keep_only(client.client, {chunk.id for chunk in kept}), "a handle was dropped before"
+        self.pool.keep_only(client.client, {chunk.id for chunk in kept})
+        assert not self.pool.take_drops(), "a handle was dropped before"
         for chunk in client.held - kept:
             self.uncertain.add(chunk)  # it may not have got as far as the grant
             self.returned(client, chunk)
@@ -224,8 +227,8 @@ class Books(RuleBasedStateMachine):
         client = self.clients.pop(number, None)
         if client is not None:
             self.dead |= client.held
-            for member, chunk in self.pool.reclaim(client.client):
-                self.dropped_by_pool(member, chunk)
+            self.pool.reclaim(client.client)
+            self.dropped_by_pool()
 
     @rule(number=clients, taken=st.integers(0, 1))
     def bring_a_chunk_of_another(self, number: int, taken: int) -> None:
@@ -290,15 +293,13 @@ class Books(RuleBasedStateMachine):
             if zeroes:
                 client.foreign -= set(chunks)
                 self.bytes_of |= {chunk: {client.client.id} for chunk in chunks}
-            drops = self.pool.give_back(
+            self.pool.give_back(
                 client.client, [chunk.id for chunk in chunks], {chunk.id for chunk in client.foreign & set(chunks)}
             )
             self.uncertain -= set(chunks) - client.foreign
             for chunk in chunks:
                 self.returned(client, chunk)
-            assert {chunk for _, chunk in drops} == {chunk for chunk in chunks if chunk.file is None}
-            for member, chunk in drops:
-                self.dropped_by_pool(member, chunk)
+            assert self.dropped_by_pool() == {chunk for chunk in chunks if chunk.file is None}
 
     @rule(number=clients, size=st.sampled_from(CLASSES), ends=st.sampled_from(["zeroes", "keeps", "leaves"]))
     def use(self, number: int, size: int, ends: str) -> None:
@@ -331,11 +332,10 @@ class Books(RuleBasedStateMachine):
     @rule(keep=st.sampled_from([0, MEDIUM, LARGE, GIB]))
     def trim(self, keep: int) -> None:
         before = self.pool.idle_bytes
-        gone, drops = self.pool.release_idle(keep)
+        gone = self.pool.release_idle(keep)
         assert (before - gone, min(before, keep)) == (self.pool.idle_bytes, min(before, keep))
         assert self.pool.idle_bytes <= keep
-        for member, chunk in drops:
-            self.dropped_by_pool(member, chunk)
+        self.dropped_by_pool()
 
     # Other events
 

@@ -14,7 +14,6 @@ import memsaver
 from memsaver import _core
 from tests import controls
 from tests.support import (
-    GIB,
     KIB,
     MIB,
     PAGE,
@@ -101,15 +100,6 @@ def test_an_address_belongs_to_the_region_it_lies_in(make: Make) -> None:
     for address in (0, 1, id(elsewhere), (1 << 64) - 1):
         assert memsaver.regions.owning(address) is None
         assert not any(each.owns(address) for each in regions)
-
-
-def test_more_than_the_device_has_is_out_of_memory(make: Make) -> None:
-    region = make()
-    for nbytes in (4 * GIB, 1 << 62):
-        with pytest.raises(memsaver.OutOfMemoryError) as caught:
-            region.empty(nbytes, uint8())
-        assert (caught.value.needed_bytes, caught.value.free_bytes) == (nbytes, free_bytes())
-    assert (region.allocated_bytes, region.mapped_bytes) == (0, 0)
 
 
 # The pool that the process retains

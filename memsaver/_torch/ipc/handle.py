@@ -13,7 +13,7 @@ _MAGIC: Final = b"memsaver-storage\0"
 
 
 class Handle(bytes):
-    """The bytes of a place, with or without an event. Equal handles name the same memory."""
+    """The bytes of a place. Equal handles name the same memory."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return received, (bytes(self),)
@@ -34,7 +34,8 @@ class Place:
     """Where a receiver finds a storage.
 
     ``address``: the name of the owner's socket. ``token``: the secret that the owner asks for. ``offset``: the
-    storage's address in the owner.
+    storage's address in the owner. ``event``: the IPC handle, in hexadecimal digits, of a CUDA event after which the
+    contents are complete.
     """
 
     address: str
@@ -42,20 +43,18 @@ class Place:
     token: str
     device_uuid: str
     tag: str
-    backup: str
     residence: int
     offset: int
     nbytes: int
+    event: str
 
-    def handle(self, event: bytes = b"") -> Handle:
-        """``event``: the IPC handle of a CUDA event after which the contents are complete."""
-        return Handle(_MAGIC + json.dumps([*astuple(self), event.hex()]).encode())
+    def handle(self) -> Handle:
+        return Handle(_MAGIC + json.dumps(astuple(self)).encode())
 
 
-def parsed(handle: object) -> tuple[Place, bytes] | None:
-    """The place and the event of a handle, or None if it is one of torch's own."""
+def parsed(handle: object) -> Place | None:
+    """The place of a handle, or None if it is one of torch's own."""
     # By contents: a serializer other than pickle may have made plain bytes of a handle.
     if not isinstance(handle, bytes) or not handle.startswith(_MAGIC):
         return None
-    *place, event = json.loads(handle[len(_MAGIC) :])
-    return Place(*place), bytes.fromhex(event)
+    return Place(*json.loads(handle[len(_MAGIC) :]))

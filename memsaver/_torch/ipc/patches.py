@@ -62,20 +62,17 @@ def _extend_cuda_storages() -> None:
         region = _region_of(self)
         if region is None:
             return share(self, *args, **kwargs)
-        handle, receipt = _sent(self, region)
-        return self.device.index, handle, self.nbytes(), 0, receipt, 0, b"", False
+        handle = _sent(self, region)
+        return self.device.index, handle, self.nbytes(), 0, handle, 0, b"", False
 
     def _new_shared_cuda(*args: Any, **kwargs: Any) -> Any:
         # args: device, handle, bytes, offset, counter, offset of the counter, event, whether to wait for it
-        known = parsed(args[1]) if len(args) > 4 else None
-        if known is None:
-            return new(*args, **kwargs)
-        _, event = parsed(args[4]) or known
-        return _received(known[0], event)
+        place = parsed(args[1]) if len(args) > 1 else None
+        return new(*args, **kwargs) if place is None else _received(place)
 
     def _release_ipc_counter_cuda(*args: Any, **kwargs: Any) -> Any:
-        known = parsed(args[0]) if args else None
-        return release(*args, **kwargs) if known is None else _received_again(*known)
+        place = parsed(args[0]) if args else None
+        return release(*args, **kwargs) if place is None else _received_again(place)
 
     torch.UntypedStorage._share_cuda_ = _share_cuda_  # type: ignore[assignment,method-assign]
     torch.UntypedStorage._new_shared_cuda = staticmethod(_new_shared_cuda)  # type: ignore[assignment,method-assign]
@@ -90,7 +87,7 @@ def _extend_host_storages() -> None:
 
     def reduce_storage(storage: Any) -> Any:
         region = _region_of(storage) if storage.device.type == "cpu" else None
-        return reduce(storage) if region is None else (receive_host_storage, (_sent(storage, region)[1],))
+        return reduce(storage) if region is None else (receive_host_storage, (_sent(storage, region),))
 
     reductions.reduce_storage = reduce_storage  # for libraries that register all of torch's reductions again
     if ForkingPickler._extra_reducers.get(torch.UntypedStorage) is reduce:  # type: ignore[attr-defined]
@@ -99,15 +96,15 @@ def _extend_host_storages() -> None:
 
 def receive_host_storage(handle: Handle) -> torch.UntypedStorage:
     """The storage of a handle: that of an earlier receipt if it still exists."""
-    known = parsed(handle)
-    if known is None:
+    place = parsed(handle)
+    if place is None:
         raise ValueError(f"handle is {handle!r}, expected the handle of a storage in a region")
     storage = reductions.storage_from_cache(torch.UntypedStorage, handle)
     if storage is None:
-        storage = _received(*known)
+        storage = _received(place)
         reductions.shared_cache[handle] = reductions.StorageWeakRef(storage)
     else:
-        _received_again(*known)
+        _received_again(place)
     return storage
 
 
@@ -123,51 +120,29 @@ def _region_of(storage: torch.UntypedStorage) -> regions.Region | None:
     return regions.owning(storage.data_ptr())
 
 
-def _sent(storage: torch.UntypedStorage, region: regions.Region) -> tuple[Handle, Handle]:
-    """The handle of the storage, equal for all of its sends, and that of this send, which has the event."""
+def _sent(storage: torch.UntypedStorage, region: regions.Region) -> Handle:
+    """The handle of the storage, equal for all of its sends."""
     address = _sender.address()
-    event, event_handle = _event_on(region.device)
-    sent, is_kept = _sender.sent.add(storage, region, event)
-    if not is_kept:
-        _wait_for_stream(region.device)
-        event_handle = b""
-    place = Place(
+    sent = _sender.sent.add(storage, region)
+    if sent.event is None and region.device != "cpu":  # receivers could not wait for this process's work
+        torch.cuda.current_stream(region.device).synchronize()
+    return Place(
         address,
         os.getpid(),
         sent.token,
         _core.device_uuid(region.device),
         region.tag,
-        region.backup,
         sent.residence,
         sent.address,
         sent.nbytes,
-    )
-    return place.handle(), place.handle(event_handle)
+        sent.event_handle.hex(),
+    ).handle()
 
 
-def _event_on(device: str) -> tuple[Any, bytes]:
-    """An event after the work that the current stream has, for receivers to wait for."""
-    if device == "cpu":
-        return None, b""
-    with torch.cuda.device(device):
-        try:
-            event = torch.cuda.Event(interprocess=True)
-            event.record()
-            return event, bytes(event.ipc_handle())
-        except RuntimeError:  # the device has no events left
-            _wait_for_stream(device)
-            return None, b""
-
-
-def _wait_for_stream(device: str) -> None:
-    """Completes the contents at the send: receivers get no event."""
-    torch.cuda.current_stream(device).synchronize()
-
-
-def _received(place: Place, event: bytes) -> torch.UntypedStorage:
+def _received(place: Place) -> torch.UntypedStorage:
     if not _sender.is_own(place.address):
-        return _receiver.receive(place, event)
-    sent = _sender.sent.claim(place.token, place.backup, place.tag, place.residence)  # its own
+        return _receiver.receive(place)
+    sent = _sender.sent.claim(place.token, place.device_uuid, place.tag, place.residence)  # its own
     try:
         storage = sent.storage
         assert storage is not None  # since it is claimed
@@ -176,8 +151,8 @@ def _received(place: Place, event: bytes) -> torch.UntypedStorage:
         _sender.sent.unclaim(sent)
 
 
-def _received_again(place: Place, event: bytes) -> None:
+def _received_again(place: Place) -> None:
     if _sender.is_own(place.address):
-        _received(place, event)
+        _received(place)
     else:
-        _receiver.acknowledge(place, event)
+        _receiver.acknowledge(place)

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
 import queue
 import secrets
 import threading
-import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from memsaver import _core, errors
+from memsaver._results import daemon
 from memsaver._torch.ipc.handle import Place
 from memsaver._torch.pools import keep_forever
 from memsaver.broker import pool_client
-from memsaver.broker.caller import Caller, CallError
-from memsaver.broker.protocol import MOST_DESCRIPTORS, Message
+from memsaver.broker.caller import Caller
+from memsaver.broker.protocol import MOST_DESCRIPTORS, Message, RefusedError
 from memsaver.errors import Error, ReceiveError
 
 log = logging.getLogger("memsaver")
 
 ANSWER_S = 10.0  # for an answer of the sender
-_EXIT_S = 1.0  # for the thread's end at the interpreter's exit
 _BRIEFLY_S = 0.05  # for a thread that asks the same owner, before the releases for other owners
 _AGAIN_S = 0.05  # between two tries of a release
-_CAPTURE_S = 0.02  # between two looks for the end of a capture, in which no wait for the device is possible
 
 
 class Owner:
@@ -49,7 +47,7 @@ class Owner:
         """
         try:
             if not self.lock.acquire(timeout=ANSWER_S if wait_s is None else wait_s):
-                raise CallError("timeout", f"did not answer another thread within {ANSWER_S:g} s")
+                raise RefusedError(f"did not answer another thread within {ANSWER_S:g} s", "timeout")
             try:
                 if self._caller is None or self._caller.has_ended:
                     self._caller = self._connected()
@@ -57,13 +55,20 @@ class Owner:
                 yield self._caller
             finally:
                 self.lock.release()
-        except CallError as error:
+        except RefusedError as error:
             raise self._error(error) from None
 
-    def borrow(self, claim: int, place: Place, is_ready: bool, device: str) -> Any:
-        """Claims a storage, and maps its chunks."""
+    def receive(self, claim: int, place: Place) -> tuple[int, int, int]:
+        """Claims a storage. Returns the offset of the first chunk, the bytes from there on, and the count of chunks."""
+        names = "\n".join((place.token, place.device_uuid, place.tag))
         with self.turn() as caller:
-            first, span, count = _received(caller, claim, place, is_ready).words[1:]
+            _, first, span, count = caller.call("receive", claim, place.residence, text=names, answer="lent").words
+        return first, span, count
+
+    def borrow(self, claim: int, place: Place, device: str) -> Any:
+        """Claims a storage, and maps its chunks."""
+        first, span, count = self.receive(claim, place)
+        with self.turn() as caller:
             memory = _core.borrow(device, first, span)
             try:
                 at = 0
@@ -105,23 +110,18 @@ class Owner:
             message.close()
         return caller
 
-    def _error(self, error: CallError) -> Error:
-        if error.reason != "failed":
+    def _error(self, error: RefusedError) -> Error:
+        if error.code != "failed":
             text = f"the sender, process {self._pid}, {error}"
-            if error.reason == "exited":
+            if error.code == "exited":
                 text += ", expected the process that sent the tensor to run, in the same network namespace"
-            return ReceiveError(text, reason=error.reason, pid=self._pid)
+            return ReceiveError(text, reason=error.code, pid=self._pid)
         message = json.loads(str(error))
         kind = getattr(errors, message["error"], Error)
         found: Error = kind(message["text"], **message["fields"])
         if isinstance(found, ReceiveError):
             found.pid = self._pid
         return found
-
-
-def _received(caller: Caller, claim: int, place: Place, is_ready: bool) -> Message:
-    names = "\n".join((place.token, place.backup, place.tag))
-    return caller.call("receive", claim, place.residence, int(is_ready), text=names, answer="lent")
 
 
 class _Use:
@@ -135,7 +135,6 @@ class _Use:
         self.memory: Any = None  # None: nothing was mapped
         self.cdata = 0  # of the storage
         self.has_ended = False
-        self.has_failed = False  # its release, at least once
 
     def end(self) -> None:
         # The thread that drops a tensor may hold the GIL, torch's locks or a capture: another one waits and unmaps.
@@ -144,11 +143,6 @@ class _Use:
             self.receiver.ended(self)
 
     __del__ = end
-
-    def warn_once(self, error: Exception) -> None:
-        if not self.has_failed:
-            self.has_failed = True
-            log.warning("the use of a received tensor has not ended yet, and is tried again: %s", error)
 
 
 class Receiver:
@@ -162,15 +156,16 @@ class Receiver:
         self._ended: queue.SimpleQueue[_Use | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def receive(self, place: Place, event: bytes) -> torch.UntypedStorage:
+    def receive(self, place: Place) -> torch.UntypedStorage:
         """Maps a storage of another process.
 
         Raises ReceiveError, RegionPausedError, DriverError, and memsaver.Error in a forked child.
         """
-        owner, is_ready = self._begin(place, event)
+        _core.regions()  # raises in a forked child
         use = _Use(self, place, device_of(place))
         try:
-            use.memory = owner.borrow(use.claim, place, is_ready, use.device)
+            use.memory = self._owner(place).borrow(use.claim, place, use.device)
+            wait_for(use.device, place)
             with torch._C.DisableTorchFunction():
                 storage = torch.from_dlpack(use.memory.array(place.offset, place.nbytes, use)).untyped_storage()
         except BaseException:
@@ -180,11 +175,11 @@ class Receiver:
         self._received.add(use.cdata)
         return storage
 
-    def acknowledge(self, place: Place, event: bytes) -> None:
+    def acknowledge(self, place: Place) -> None:
         """Tells the owner that one more send of a storage was received, which this process has already."""
-        owner, is_ready = self._begin(place, event)
-        with owner.turn() as caller:
-            _received(caller, 0, place, is_ready)
+        _core.regions()  # raises in a forked child
+        self._owner(place).receive(0, place)
+        wait_for(device_of(place), place)
 
     def has(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._received
@@ -203,36 +198,17 @@ class Receiver:
         keep_forever(dict(self.__dict__))
         for owner in self._owners.values():
             owner.close()
-        if self._thread is not None:
-            atexit.unregister(self._stop)
         self.__init__()  # type: ignore[misc]
-
-    def _begin(self, place: Place, event: bytes) -> tuple[Owner, bool]:
-        """The owner, and whether this process waits for the owner's work by itself."""
-        _core.regions()  # raises in a forked child
-        is_ready = wait_for(device_of(place), event)
-        owner = self._owner(place)
-        with owner.turn():  # connects before there is a claim to release
-            pass
-        return owner, is_ready
 
     def _owner(self, place: Place) -> Owner:
         """The connection to an owner. A slow owner does not delay requests to other owners."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._end_leases, name="memsaver-leases", daemon=True)
-                self._thread.start()
-                atexit.register(self._stop)
+                self._thread = daemon(self._end_leases, "memsaver-leases", partial(self._ended.put, None))
             # Of all owners: the address of an owner that has exited is not requested again.
             for address in [address for address, each in self._owners.items() if each.has_ended()]:
                 del self._owners[address]
             return self._owners.setdefault(place.address, Owner(place))
-
-    def _stop(self) -> None:
-        """Leases end with the process."""
-        self._ended.put(None)
-        if self._thread is not None:
-            self._thread.join(_EXIT_S)
 
     def _end_leases(self) -> None:
         is_stopping = False
@@ -257,33 +233,21 @@ class Receiver:
         for use in uses:
             try:
                 if use.memory is not None:
-                    if not self._unmap(use, use.device in idle):
-                        continue
+                    if not use.memory.leave(use.device in idle):
+                        raise Error("the driver refuses to unmap it")
                     idle.add(use.device)
                     use.memory = None
-                if use.place.address in late or not self._release(use):
-                    late.add(use.place.address)
-                    again.append(use)
             except Exception as error:
-                use.warn_once(error)
+                if _core.capturing():  # no wait for the device is possible
+                    again.append(use)
+                else:  # it may still be mapped, so the lease lasts as long as the process
+                    log.warning("the memory of a received tensor stays mapped: %s", error)
+                    self._mapped.append(use.memory)
+                continue
+            if use.place.address in late or not self._release(use):
+                late.add(use.place.address)
                 again.append(use)
         return again
-
-    def _unmap(self, use: _Use, is_idle: bool) -> bool:
-        while True:
-            try:
-                if use.memory.leave(is_idle):
-                    return True
-                why = "the driver refuses to unmap it"
-            except Error as error:
-                if _core.capturing():
-                    time.sleep(_CAPTURE_S)
-                    continue
-                why = str(error)
-            # It may still be mapped, so the lease lasts as long as the process.
-            log.warning("the memory of a received tensor stays mapped: %s", why)
-            self._mapped.append(use.memory)
-            return False
 
     def _release(self, use: _Use) -> bool:
         """Sends a release. False: it has to be sent later. An owner that has exited needs none."""
@@ -293,22 +257,17 @@ class Receiver:
                 caller.tell("release", use.claim, timeout_s=0.0)
         except ReceiveError as error:
             return error.reason not in ("timeout", "exhausted")
-        except Error as error:  # this process lacks descriptors, for instance
-            use.warn_once(error)
+        except Exception as error:  # this process lacks descriptors, for instance
+            log.debug("the use of a received tensor has not ended yet, and is tried again: %s", error)
             return False
         return True
 
 
-def wait_for(device: str, event: bytes) -> bool:
-    """Lets the current stream wait for the sender's work on the contents. False: only the sender can wait for it."""
-    if not event:
-        return True
-    with torch.cuda.device(device):
-        try:
-            torch.cuda.Event.from_ipc_handle(torch.device(device), event).wait()
-        except RuntimeError:  # the sender has dropped it: the handle was received more often than it was sent
-            return False
-    return True
+def wait_for(device: str, place: Place) -> None:
+    """Lets the current stream wait for the sender's work on the contents."""
+    if place.event:
+        with torch.cuda.device(device):
+            torch.cuda.Event.from_ipc_handle(torch.device(device), bytes.fromhex(place.event)).wait()
 
 
 def device_of(place: Place) -> str:

@@ -6,18 +6,21 @@ of the region, a storage that was sent and not received is no longer kept, and i
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memsaver import _core
 from memsaver.errors import ReceiveError, RegionPausedError
 from memsaver.regions import Region, all_regions
 
-_EVENTS = 64  # of one storage: sends whose receivers may still have to wait for the sender's work
+log = logging.getLogger("memsaver")
+
 _LEAST = 128  # entries before the first search for dead ones
 
 
@@ -34,7 +37,8 @@ class Sent:
     storage: torch.UntypedStorage | None = None  # set while it is kept alive
     pending: int = 0  # sends without a receipt
     claims: int = 0  # receivers
-    events: list[Any] = field(default_factory=list)
+    event: Any = None  # of CUDA, after the work of all sends. None on the host, and if the device has no events left
+    event_handle: bytes = b""
 
     def alive(self) -> torch.UntypedStorage | None:
         """The storage, or None if it was freed."""
@@ -49,6 +53,22 @@ class Sent:
     def place(self) -> tuple[Region, int, int, int]:
         return self.region, self.residence, self.address, self.nbytes
 
+    def record(self, is_first: bool) -> None:
+        """Lets the event cover the work that the current stream has, beside that of earlier sends."""
+        if self.region.device == "cpu":
+            return
+        with torch.cuda.device(self.region.device):
+            if is_first:
+                try:
+                    event = torch.cuda.Event(interprocess=True)
+                    self.event_handle = bytes(event.ipc_handle())
+                    self.event = event
+                except RuntimeError:
+                    log.debug("the device has no event left for a sent tensor")
+            if self.event is not None:
+                self.event.wait()
+                self.event.record()
+
 
 class SentStorages:
     """All of them. Storages are dropped without the lock, because their end may run any code."""
@@ -59,37 +79,26 @@ class SentStorages:
         self._by_place: dict[tuple[Region, int, int, int], Sent] = {}
         self._limit = _LEAST
 
-    def add(self, storage: torch.UntypedStorage, region: Region, event: Any) -> tuple[Sent, bool]:
-        """Counts one send. The same storage has the same token during a residence.
-
-        ``event``: a CUDA event to keep until receivers have opened it, or None. The second value is False if it is not
-        kept, since too many are.
-        """
+    def add(self, storage: torch.UntypedStorage, region: Region) -> Sent:
+        """Counts one send. The same storage has the same token during a residence."""
         region._check_fillable("send its tensors to another process")
         place = region, region.residence, storage.data_ptr(), storage.nbytes()
         with self._lock:
             self._remove_dead()
             sent = self._by_place.get(place)
-            # An expired one had the same place by chance: its memory was freed and allocated again.
-            if sent is None or sent.weak.expired():
-                if sent is not None:
-                    del self._by_token[sent.token]
+            if sent is not None and sent.weak.expired():  # its memory was freed and allocated again
+                self._remove(sent)
+                sent = None
+            is_first = sent is None
+            if sent is None:
                 sent = Sent(secrets.token_hex(16), *place, weak=StorageWeakRef(storage))
-                self._by_place[place] = self._by_token[sent.token] = sent
+            sent.record(is_first)
+            self._by_place[place] = self._by_token[sent.token] = sent
             sent.storage = storage
-            # Receivers open an event before they claim. Only the next send drops the events: until then a handle can be
-            # received repeatedly.
-            opened = [] if sent.pending else sent.events
-            if not sent.pending:
-                sent.events = []
             sent.pending += 1
-            is_kept = event is None or len(sent.events) < _EVENTS
-            if event is not None and is_kept:
-                sent.events.append(event)
-        del opened
-        return sent, is_kept
+        return sent
 
-    def claim(self, token: str, backup: str, tag: str, residence: int) -> Sent:
+    def claim(self, token: str, device_uuid: str, tag: str, residence: int) -> Sent:
         """Counts one receiver.
 
         Raises RegionPausedError if the region is paused, and ReceiveError if the storage cannot be received any more.
@@ -102,7 +111,7 @@ class SentStorages:
                 sent.pending = max(0, sent.pending - 1)
                 sent.claims += 1
                 return sent
-        raise _refusal(tag, backup, residence)
+        raise _refusal(tag, device_uuid, residence)
 
     def unclaim(self, sent: Sent) -> None:
         """Ends a claim."""
@@ -121,8 +130,7 @@ class SentStorages:
                 self._remove(each)
         for each in withdrawn:
             each.pending = 0
-            each.storage = None
-            each.events.clear()
+            each.storage = each.event = None
 
     def devices(self) -> set[str]:
         with self._lock:
@@ -141,9 +149,9 @@ class SentStorages:
         self._limit = max(_LEAST, 2 * len(self._by_token))
 
 
-def _refusal(tag: str, backup: str, residence: int) -> ReceiveError | RegionPausedError:
+def _refusal(tag: str, device_uuid: str, residence: int) -> ReceiveError | RegionPausedError:
     for region in all_regions():
-        if (region.tag, region.backup) != (tag, backup) or region._handle.closed:
+        if region.tag != tag or region._handle.closed or _core.device_uuid(region.device) != device_uuid:
             continue
         if region.state != "active":
             return RegionPausedError(

@@ -6,33 +6,29 @@ any more (memsaver/broker/monitor.py). The end of its socket alone ends no lease
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
 import os
 import secrets
-import socket
 import threading
 import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from memsaver import _core
+from memsaver._results import daemon
 from memsaver._torch.ipc.sent import Sent, SentStorages
 from memsaver._torch.pools import keep_forever
 from memsaver.broker import pool_client, protocol
 from memsaver.broker.monitor import Process
 from memsaver.broker.protocol import MalformedError, Message
 from memsaver.broker.server import Connection, Server
-from memsaver.errors import Error, ReceiveError
+from memsaver.errors import Error
 
 log = logging.getLogger("memsaver")
 
 CHUNKS_AT_ONCE = protocol.MOST_DESCRIPTORS  # in an answer
-_EXIT_S = 1.0  # for the thread's end at the interpreter's exit
 _AFTER_FAILURE_S = 0.05
 
 
@@ -45,37 +41,61 @@ class _Claim:
     chunks: list[tuple[int, int, int]]
 
 
-class Owner:
-    """The service of the sent storages of this process: see csrc/pool/wire.h for the messages."""
+class Sender:
+    """The storages that this process has sent, and their service: see csrc/pool/wire.h for the messages."""
 
-    def __init__(self, sent: SentStorages) -> None:
-        self._sent = sent
-        self.address = f"memsaver-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}"
-        listener = protocol.new_socket()
-        listener.bind(f"\0{self.address}")  # in the system's abstract namespace, which leaves no file behind
-        listener.listen(1024)
+    def __init__(self) -> None:
+        self.sent = SentStorages()
         self.claims: dict[int, _Claim] = {}
+        self.thread: threading.Thread | None = None  # from the first send on
+        self._lock = threading.Lock()
+        self._address = ""
+        self._server: Server
         self._memories: dict[str, Any] = {}
         self._is_stopping = False
-        self._server = Server(listener, self, self._compute_pids)
-        self._thread = threading.Thread(target=self._serve, name="memsaver-ipc", daemon=True)
-        self._thread.start()
-        atexit.register(self.stop)
+
+    def address(self) -> str:
+        """The name of the socket. The first call starts the service."""
+        with self._lock:
+            if self.thread is None:
+                pool_client.open_sentinel()
+                address = f"memsaver-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}"
+                listener = protocol.new_socket()
+                listener.bind(f"\0{address}")  # in the system's abstract namespace, which leaves no file behind
+                listener.listen(1024)
+                self._server = Server(listener, self, self._compute_pids)
+                self.thread = daemon(self._serve, "memsaver-ipc", self.stop)
+                self._address = address
+            return self._address
+
+    def is_own(self, address: str) -> bool:
+        """Whether an address is that of this process. A pid would not do: each container of a pod has a pid 1."""
+        return address == self._address
 
     def stop(self) -> None:
-        """Ends the thread at the interpreter's exit. Leases end with the process."""
+        """Ends the thread. Leases end with the process."""
         self._is_stopping = True
         with contextlib.suppress(OSError):
             self._server.waker.send(b"1")
-        self._thread.join(_EXIT_S)
 
-    def channels(self) -> list[socket.socket]:
-        return self._server.channels()
+    def reset_in_child(self) -> None:
+        """A forked child serves nothing. The locks are new, since another thread may have held them.
+
+        The child keeps the parent's objects forever. The end of a storage would need a lock of torch's allocator, which
+        another thread may have held as well.
+        """
+        keep_forever(dict(self.__dict__))
+        if self.thread is not None:
+            # Receivers must see the end of this process, and not of its children. The selector stays as it is: it is
+            # shared with the parent.
+            for channel in self._server.channels():
+                channel.close()
+        self.__init__()  # type: ignore[misc]
 
     def _compute_pids(self) -> list[int]:
         """The processes that the driver lists on the devices of sent storages."""
         pids: list[int] = []
-        for device in self._sent.devices() | self._memories.keys():
+        for device in self.sent.devices() | self._memories.keys():
             if device not in self._memories:
                 ordinal = int(device.partition(":")[2] or -1)
                 self._memories[device] = _core.open_cuda_memory(ordinal) if ordinal >= 0 else None
@@ -136,20 +156,18 @@ class Owner:
         return claim
 
     def _lend(self, process: Process, message: Message) -> tuple[int, int, int]:
-        _, number, residence, is_ready = message.words
+        _, number, residence = message.words
         if number in self.claims or message.text.count("\n") < 2:
-            raise MalformedError(f"claim {number} exists already, or has no token, policy and tag")
-        token, backup, tag = message.text.split("\n", 2)
-        sent = self._sent.claim(token, backup, tag, residence)
+            raise MalformedError(f"claim {number} exists already, or has no token, device and tag")
+        token, device_uuid, tag = message.text.split("\n", 2)
+        sent = self.sent.claim(token, device_uuid, tag, residence)
+        if not number:  # a receipt of a storage that the receiver has already
+            self.sent.unclaim(sent)
+            return 0, 0, 0
         try:
-            if not is_ready:
-                _wait_for_work(sent.region.device)
-            if not number:  # a receipt of a storage that the receiver has already
-                self._sent.unclaim(sent)
-                return 0, 0, 0
             chunks = _core.lend(sent.region._core, (sent.address, sent.nbytes), sent.residence, number, process.pid)
         except BaseException:
-            self._sent.unclaim(sent)
+            self.sent.unclaim(sent)
             raise
         self._server.monitor.retain(process)
         self.claims[number] = _Claim(sent, process, chunks)
@@ -170,58 +188,5 @@ class Owner:
     def _release(self, number: int) -> None:
         claim = self.claims.pop(number)
         _core.end_lease(claim.sent.region._core, number)
-        self._sent.unclaim(claim.sent)
+        self.sent.unclaim(claim.sent)
         self._server.monitor.release(claim.process)
-
-
-def _wait_for_work(device: str) -> None:
-    """Waits for this process's work in the place of a receiver, which has no event."""
-    if device == "cpu":
-        return
-    why = "captures a graph"
-    if not _core.capturing():  # a wait would end the capture
-        try:
-            torch.cuda.synchronize(device)
-            return
-        except RuntimeError as error:
-            why = str(error)
-    raise ReceiveError(
-        f"the event of the tensor is gone, since the tensor was received more often than it was sent, and the sender "
-        f"cannot wait for {device} instead ({why}): send it again",
-        reason="event",
-    )
-
-
-class Sender:
-    """The storages that this process has sent, and their service, made at the first send."""
-
-    def __init__(self) -> None:
-        self.sent = SentStorages()
-        self._lock = threading.Lock()
-        self.owner: Owner | None = None
-
-    def address(self) -> str:
-        with self._lock:
-            if self.owner is None:
-                pool_client.open_sentinel()
-                self.owner = Owner(self.sent)
-            return self.owner.address
-
-    def is_own(self, address: str) -> bool:
-        """Whether an address is that of this process. A pid would not do: each container of a pod has a pid 1."""
-        return self.owner is not None and self.owner.address == address
-
-    def reset_in_child(self) -> None:
-        """A forked child serves nothing. The locks are new, since another thread may have held them.
-
-        The child keeps the parent's objects forever. The end of a storage would need a lock of torch's allocator, which
-        another thread may have held as well.
-        """
-        keep_forever(dict(self.__dict__))
-        if self.owner is not None:
-            atexit.unregister(self.owner.stop)
-            # Receivers must see the end of this process, and not of its children. The selector stays as it is: it is
-            # shared with the parent.
-            for channel in self.owner.channels():
-                channel.close()
-        self.__init__()  # type: ignore[misc]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,31 +25,19 @@ class _Store:
     def __init__(self, store: Any) -> None:
         from memsaver.guests.store import StoreLink
 
-        self.store, self._link = store, StoreLink(store, _PREFIX)
+        self.store, self.link = store, StoreLink(store, _PREFIX)
         self.has_published = self.was_checked = False
-
-    def set(self, key: str, text: str) -> None:
-        self._call(lambda keys: keys.set(key, text))
-
-    def get(self, key: str) -> str | None:
-        found = self._call(lambda keys: keys.get(key) if keys.check([key]) else None)
-        return None if found is None else str(found.decode())
-
-    def delete(self, key: str) -> None:
-        self._call(lambda keys: keys.delete_key(key))
-
-    def _call(self, function: Callable[[Any], Any]) -> Any:
-        return self._link.call(function, time.monotonic() + _STORE_S)
 
 
 def _store() -> _Store:
-    """The store of torch.distributed. Another process group has another one."""
+    """The store of torch.distributed, for calls within a bound. Another process group has another one."""
     global _last
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()
     if _last is None or _last.store is not store:
         _last = _Store(store)
+    _last.link.until = time.monotonic() + _STORE_S
     return _last
 
 
@@ -69,7 +57,7 @@ def publish() -> None:
     """Write this rank's drop-in into the store. A no-op where there is one rank."""
     world = _world()
     if world is not None and not (store := _store()).has_published:
-        store.set(str(world[0]), _own())
+        store.link.set(str(world[0]), _own())
         store.has_published = True
 
 
@@ -86,7 +74,7 @@ def check() -> None:
     rank, ranks = world
     for other in ranks:
         # Each rank publishes when it allocates its weights, long before the first sleep.
-        theirs, ours = store.get(str(other)), _own()
+        theirs, ours = store.link.get(str(other)), _own()
         if theirs is None:
             raise DropInError(f"rank {other} has no drop-in: set {drop_in.VARIABLE} in its environment too", rank=other)
         if theirs != ours:
@@ -131,7 +119,7 @@ def settle(worker: Any, call: str, error: Exception | None, logger: logging.Logg
     worker._memsaver_calls = number = getattr(worker, "_memsaver_calls", 0) + 1
     keys = [f"{parallel.data_parallel_rank}/{number}/{rank}" for rank in range(last)]
     if worker.rank != last:
-        store.set(keys[worker.rank], text)
+        store.link.set(keys[worker.rank], text)
         if error is not None:
             logger.error("memsaver: %s failed; rank %d raises the error", call, first + last, exc_info=error)
         return
@@ -156,11 +144,11 @@ def _answer(store: _Store, key: str, rank: int, call: str, deadline: float) -> s
 
     since = time.monotonic()
     try:
-        while (text := store.get(key)) is None:
+        while (text := store.link.get(key)) is None:
             if time.monotonic() >= deadline:
                 return f"rank {rank} has not ended its {call} within {_ANSWER_S:.0f} s after the last rank"
             sleep(since)
-        store.delete(key)
+        store.link.call(lambda keys: keys.delete_key(key), deadline + _STORE_S)  # no rank reads it again
         return text
     except Error as error:
         return f"the result of {call} on rank {rank} is unknown: {error}"
