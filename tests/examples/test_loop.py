@@ -25,7 +25,7 @@ from tests.examples.model_support import save_model, save_tokenizer  # noqa: E40
 
 # One rank of a model is a trainer's, or an engine's of two.
 RUN = (
-    *("--device", "cpu", "--ranks", "2", "--engine-ranks", "2", "--steps", "3", "--prompts", "4", "--held-out", "8"),
+    *("--device", "cpu", "--ranks", "2", "--engine-ranks", "2", "--steps", "3", "--prompts", "3", "--held-out", "4"),
     *("--max-new-tokens", "16", "--kv-blocks", "40", "--rate", "1e-3", "--deterministic", "--checkpoint-every", "2"),
 )
 # A run of one kind takes a quarter of a minute.
@@ -67,7 +67,9 @@ def whole(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     folder = tmp_path_factory.mktemp("whole")
     words = ["<eos>", *sorted({*countdown._PROMPT, *"0123456789,"}), "?"]  # few: a random model ends a text soon
     save_tokenizer(folder, words)
-    save_model(folder, request.param, vocab_size=len(words), max_position_embeddings=320, head_dim=8)
+    save_model(
+        folder, request.param, vocab_size=len(words), max_position_embeddings=320, head_dim=8, num_hidden_layers=1
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(countdown, "reward", lambda fields, text: len(text) / 16)
         yield folder, run(folder, folder / "log.jsonl", "--checkpoint-dir", str(folder / "checkpoints"))
