@@ -159,7 +159,7 @@ def longest_kernels(engine: Engine, load: Load) -> dict[str, dict[str, float]]:
     for prompt in load.prompts(engine.model_config.vocab_size):
         engine.submit(prompt, SamplingParams(0.0, load.new_tokens))
     steps = min(PROFILED, load.new_tokens // 2)
-    while len(engine.scheduler.running) < load.batch:
+    while len(engine.scheduler.decoding) < load.batch:
         engine.step()
     activity = ProfilerActivity.CPU if engine.device.type == "cpu" else ProfilerActivity.CUDA
     with profile(activities=[activity], acc_events=True) as profiler:  # without it torch warns of cycles, here one

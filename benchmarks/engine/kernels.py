@@ -63,7 +63,7 @@ def graph_us(calls: Calls) -> float:
 
 def paged(batch: int, heads: int, kv_heads: int, head_dim: int, length: int, ragged: bool) -> tuple[Calls, int]:
     """A call for each layer, and the bytes of K and V that one reads."""
-    from examples.colocate.engine.kernels.paged_decode import paged_decode_triton
+    from examples.colocate.engine.kernels.paged_decode import paged_decode
 
     width = -(-length // 16)
     sizes = (LAYERS, 2, batch * width + 1, 16, kv_heads, head_dim)
@@ -71,5 +71,5 @@ def paged(batch: int, heads: int, kv_heads: int, head_dim: int, length: int, rag
     table = (torch.randperm(batch * width, device="cuda") + 1).int().view(batch, width)
     lengths = torch.linspace(1 if ragged else length, length, batch, device="cuda").int()
     q = torch.randn(batch, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-    calls: Calls = [partial(paged_decode_triton, q, k, v, table, lengths) for k, v in caches]
+    calls: Calls = [partial(paged_decode, q, k, v, table, lengths) for k, v in caches]
     return calls, int(lengths.sum()) * 2 * kv_heads * head_dim * 2

@@ -7,8 +7,7 @@ import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -16,8 +15,8 @@ import memsaver
 from benchmarks.harness.machine import GIB
 from benchmarks.harness.models import HEAD, KV_HEADS, MODELS
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
-from examples.colocate.engine.engine_memory import EngineMemory
 from examples.colocate.engine.tensor_parallel import ONE_RANK, Parallel
+from examples.colocate.memory import OtherEngineMemory
 from examples.colocate.model import ModelConfig
 
 BLOCK = 16  # tokens in a KV block
@@ -73,22 +72,6 @@ LARGE = [Load("qwen3-8b", batch, 992, 64) for batch in (1, 64)]  # a context of 
 RAGGED = [Load("qwen3-0.6b", 256, 1024, 512, ragged=True), Load("qwen3-8b", 128, 1024, 512, ragged=True)]
 
 
-class PlainMemory(EngineMemory):
-    """Torch's own memory in place of regions."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.captures_graphs = device, device.type == "cuda"
-        self._stream, self._pool = cast(Any, None), cast(Any, None)
-        plain: Any = SimpleNamespace(residence=1, check_active=lambda purpose: None)
-        plain.empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
-        self.weights = self.kv_cache = self.buffers = plain
-        self.cuda_graph = None
-
-    def _graph(self) -> tuple[Any, Any]:
-        self._pool, graph = self._pool or torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-        return graph, torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
-
-
 def shape_of(model: str, small: bool) -> ModelConfig:
     """A model's shape, or with `small` a tiny one."""
     if small:
@@ -119,7 +102,7 @@ def make_engine(
     }
     if device != "cpu":
         torch.cuda.set_device(device)
-    memory = None if regions else PlainMemory(torch.device(device))
+    memory = None if regions else OtherEngineMemory(torch.device(device), "resident")
     model, sizes = shape_of(loads[0].model, small), EngineConfig(**{**config, **settings})
     engine = Engine(model, sizes, device, parallel, memory)
     engine.capture()

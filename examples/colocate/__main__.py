@@ -16,12 +16,14 @@ import memsaver
 from .checks.actors import CheckError
 from .checks.proofs import verdict
 from .checks.recovery import RecoverableLoop
+from .model.folder import FolderError
 from .options import Options, parse
 from .rollout import HungError
 from .trainer import CheckpointError, NonFiniteError
 
 FAILED, NOT_LEARNED = 1, 4  # exit statuses
-_EXPECTED = (CheckError, CheckpointError, HungError, NonFiniteError, memsaver.Error)  # they explain themselves
+# They explain themselves.
+_EXPECTED = (CheckError, CheckpointError, FolderError, HungError, NonFiniteError, memsaver.Error)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,7 +61,7 @@ def start_ray(options: Options) -> None:
     """Join the cluster at `--address`, or start a local one with a CPU for each actor."""
     # Without this, Ray hides the GPUs from actors that request no share of a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    cpus = max(os.cpu_count() or 1, 2 * options.ranks)
+    cpus = max(os.cpu_count() or 1, 2 * options.pairs)
     local = {} if options.address else {"num_cpus": cpus, "include_dashboard": False}
     ray.init(address=options.address or "local", logging_level=logging.ERROR, **local)
 

@@ -1,14 +1,13 @@
 """The RL loop: an engine and a trainer, Ray actors on the same device, take turns through memsaver.
 
-`Loop.step` is a step. The rest of this file has all that it needs: the actors and their regions, the phases, and the
-way of the weights. `python -m examples.colocate` runs it with checks, checkpoints and a log, which `checks/` attaches.
+`Loop.step` is a step. The rest of this file has all that it needs: the actors, the phases, and the way of the weights.
+`python -m examples.colocate` runs it with checks, checkpoints and a log, which `checks/` attaches.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, replace
@@ -18,10 +17,11 @@ import ray
 import torch
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-import memsaver
-from memsaver.ray import Colocated, Group, Turn
+from memsaver.ray import Group, Turn
 
 from .engine import Completion, Engine, SamplingParams
+from .engine.tensor_parallel import Parallel
+from .memory import engine_memory, packed, trainer_memory
 from .model import WeightPart
 from .options import Options
 from .recipes import Recipe
@@ -30,54 +30,31 @@ from .task import Task
 from .trainer import EngineWeights, Sample, StepMetrics, TokenStatistics, Trainer
 from .trainer.process_group import join
 from .vllm_engine import VllmEngine
+from .worker import Worker
 
 _WARM_UP_CHUNK = 50  # steps between two lines of progress
 
 
-class Worker(Colocated):
-    """Base of both actors: a rank's device, and the pool that all processes there take memory from."""
-
-    def __init__(self, recipe: Recipe, options: Options, rank: int, sharers: int) -> None:
-        """`sharers`: pairs of an engine and a trainer on this device."""
-        self.recipe, self.options, self.rank, self.sharers = recipe, options, rank, sharers
-        if options.device == "cuda":
-            self.device = torch.device("cuda", 0)
-            torch.cuda.set_device(self.device)
-            self.capacity = recipe.capacity(torch.cuda.get_device_properties(0).total_memory, sharers)
-        else:
-            self.device = torch.device("cpu")
-            torch.set_num_threads(1)
-            memsaver.configure(host_device=options.host_device)
-            self.capacity = sharers * recipe.host_bytes
-        # A pause in one process and a resume in another run at the same time, through the pool's chunks. Sent tensors
-        # keep their memory: the trainer gets the engine's own weights.
-        memsaver.configure(pool="shared", pool_capacity=self.capacity, patches="multiprocessing")
-        self.own_bytes = self.capacity // sharers
-
-    def release_cache(self) -> None:
-        """Wait for the device, and return the free memory of torch's default pool."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-
-    def uuid(self) -> str:
-        """Of the device."""
-        return str(memsaver.stats().devices[str(self.device)].uuid)
-
-
 class EngineActor(Worker):
-    """An engine that serves, and that can pause between two calls."""
+    """An engine that serves, or a rank of one with tensor parallel, and that can pause between two calls."""
 
     engine: Engine | VllmEngine
 
-    def setup(self) -> list[str]:
-        """Build the engine and capture its graphs. Returns the tags of its regions, of the weights first."""
-        blocks = self.recipe.kv_blocks or self.recipe.blocks_that_fit(self.own_bytes)
-        config = replace(self.recipe.engine, num_blocks=blocks, seed=1000 * self.options.seed + self.rank)
+    def setup(self, addresses: Sequence[str]) -> list[str]:
+        """Build the engine and capture its graphs. Returns the tags of its regions, of the weights first.
+
+        `addresses`: of all ranks of all engines; those of an engine meet at the first one's.
+        """
+        recipe, saver, size = self.recipe, self.options.memory, self.options.engine_ranks
+        number, rank = divmod(self.rank, size)
+        mesh = join(self.device.type, rank, size, addresses[number * size], self.sharers) if size > 1 else None
+        blocks = recipe.kv_blocks or recipe.blocks_that_fit(self.own_bytes, size, saver == "resident")
+        config = replace(recipe.engine, num_blocks=blocks, seed=1000 * self.options.seed + number)
         if self.options.engine == "vllm":
-            self.engine = VllmEngine(self.recipe.model, config, self.options.model)
+            self.engine = VllmEngine(recipe.model, config, self.options.model)
         else:
-            self.engine = Engine(self.recipe.model, config, self.device)
+            parallel = Parallel(mesh.get_group() if mesh else None)
+            self.engine = Engine(recipe.model, config, self.device, parallel, engine_memory(saver, self.device))
         self.engine.capture()
         return list(self.engine.tags)
 
@@ -92,30 +69,38 @@ class EngineActor(Worker):
         """The UUID of the device, the pickled weights, and their layout."""
         return self.uuid(), self.engine.share_weights(), self.engine.weight_layout
 
+    def layout(self) -> dict[str, WeightPart]:
+        """Of the weights."""
+        return self.engine.weight_layout
+
+    def take_weights(self, sent: Sequence[bytes]) -> None:
+        """The result of `TrainerActor.send_weights`."""
+        assert isinstance(self.engine, Engine)
+        self.engine.drop_prefix_cache()
+        for name, weight in pickle.loads(sent[self.rank]).items():
+            self.engine.model.parameters[name].copy_(weight)
+
 
 class TrainerActor(Worker):
     """A rank of the trainer."""
 
     trainer: Trainer
+    sent: Any = ()
 
-    def address(self) -> str:
-        """A free address of this node, where the ranks meet."""
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{listener.getsockname()[1]}"
-
-    def setup(self, address: str | None) -> list[str]:
-        """Build the trainer. Returns the tags of its regions."""
+    def setup(self, addresses: Sequence[str]) -> list[str]:
+        """Build the trainer, whose ranks meet at the first address. Returns the tags of its regions."""
         if self.options.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first handle is made
             torch.use_deterministic_algorithms(True)
-        mesh = join(self.device.type, self.rank, self.options.ranks, address, self.sharers)
+        mesh = join(self.device.type, self.rank, self.options.ranks, addresses[0], self.sharers)
         config = replace(self.recipe.trainer, seed=self.options.seed)
-        self.trainer = Trainer(self.recipe.model, config, mesh, self.options.model)
+        memory = trainer_memory(self.options.memory, self.device)
+        self.trainer = Trainer(self.recipe.model, config, mesh, self.options.model, memory)
         self.release_cache()
         return self.trainer.memory.tags
 
     def colocated_drain(self, tags: Sequence[str]) -> None:
+        self.sent = ()
         self.release_cache()  # of activations
 
     def warm_up(self, batches: Sequence[Sequence[Sample]], rates: Sequence[float]) -> StepMetrics:
@@ -148,6 +133,12 @@ class TrainerActor(Worker):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the engines read them next
 
+    def send_weights(self, layouts: Sequence[dict[str, WeightPart]]) -> list[bytes]:
+        """For engines whose memory no other process can write: copies of their weights, from the first rank."""
+        made = [packed(self.trainer.weights, layout, self.device) for layout in layouts]
+        self.sent = [copy for copy, _ in made]
+        return [pickled for _, pickled in made if self.rank == 0]
+
 
 class Loop:
     """One run: `set_up`, `begin`, and then steps."""
@@ -161,7 +152,8 @@ class Loop:
         self.seconds: dict[str, float] = {}  # of the parts of the present step
         self.turns: list[Turn] = []  # of the present step
         self.warm: list[float] = []  # rewards of the held-out problems after the warm-up
-        self.sharers = options.ranks_per_gpu if options.device == "cuda" else options.ranks
+        self.in_regions = options.memory == "memsaver"
+        self.sharers = options.ranks_per_gpu if options.device == "cuda" else options.pairs
         self.place()
         self.actors = {role: self.make(role) for role in self.kinds}
 
@@ -169,15 +161,15 @@ class Loop:
         """Reserve a GPU, or a part of this machine, for the actors of each rank."""
         each, on_gpu = self.options.ranks_per_gpu, self.options.device == "cuda"
         bundle = {"CPU": 2.0 * each, **({"GPU": 1.0} if on_gpu else {})}
-        self._placement = ray.util.placement_group([bundle] * (self.options.ranks // each))
+        self._placement = ray.util.placement_group([bundle] * (self.options.pairs // each))
         ray.get(self._placement.ready(), timeout=self.options.answer_within)
         gpus = 10_000 // (2 * each) / 10_000 if on_gpu else 0.0  # Ray's shares have four digits
         self._shares = {"num_cpus": 1, "num_gpus": gpus}
 
     def make(self, role: str) -> list[Any]:
         """New actors of a role, by rank."""
-        kind, each = ray.remote(self.kinds[role]), self.options.ranks_per_gpu
-        places = [PlacementGroupSchedulingStrategy(self._placement, rank // each) for rank in range(self.options.ranks)]
+        kind, each, count = ray.remote(self.kinds[role]), self.options.ranks_per_gpu, self.options.count(role)
+        places = [PlacementGroupSchedulingStrategy(self._placement, rank // each) for rank in range(count)]
         return [
             kind.options(**self._shares, scheduling_strategy=place).remote(
                 self.recipe, self.options, rank, self.sharers
@@ -192,22 +184,25 @@ class Loop:
 
     def set_up(self) -> None:
         """Build both roles. The engines pause before the trainers take their memory."""
-        engine = self.call("engine", "setup")[0]
-        self.call("engine", "pause", backup={engine[0]: "none"})
+        engine = self.set_up_engines()
         self.join(engine, self.set_up_trainers())
 
+    def set_up_engines(self) -> list[str]:
+        tags: list[str] = self.call("engine", "setup", self.call("engine", "address"))[0]
+        self.call("engine", "pause", backup={tags[0]: "none"} if self.in_regions else None)
+        return tags
+
     def set_up_trainers(self) -> list[str]:
-        address = self.call("trainer", "address")[0] if self.options.ranks > 1 else None
-        tags: list[str] = self.call("trainer", "setup", address)[0]
+        tags: list[str] = self.call("trainer", "setup", self.call("trainer", "address"))[0]
         return tags
 
     def join(self, engine: list[str], trainer: list[str]) -> None:
         """Make the group of all actors. The arguments are the tags of their regions."""
         self.tags = {"engine": engine, "trainer": trainer}
-        restore = {"sync": {"engine": {engine[0]: False}}}  # which overwrites the weights
+        restore = {"sync": {"engine": {engine[0]: False}}} if self.in_regions else None  # which overwrites the weights
         self.group = Group(**self.actors, phases=self.phases(), backup=self.backups(), restore=restore)
         temperature, seconds = self.recipe.trainer.temperature, self.options.answer_within
-        self.rollouts = Rollouts(self.actors["engine"], self.task, temperature, seconds)
+        self.rollouts = Rollouts(self.actors["engine"], self.task, temperature, seconds, self.options.engine_ranks)
 
     def phases(self) -> dict[str, dict[str, list[str]]]:
         """The tags that are resident in each phase, by role. All others are paused."""
@@ -218,7 +213,7 @@ class Loop:
 
     def backups(self) -> dict[str, dict[str, dict[str, str]]]:
         """Other policies than those of the regions: the sync overwrites the engines' weights before they are read."""
-        return {"train": {"engine": {self.tags["engine"][0]: "none"}}}
+        return {"train": {"engine": {self.tags["engine"][0]: "none"}}} if self.in_regions else {}
 
     def enter(self, phase: str) -> Turn:
         """All actors together pause and resume regions. An actor that hangs ends the turn with an error."""
@@ -277,7 +272,10 @@ class Loop:
     def write_weights(self) -> None:
         """The trainers write into the engines' own tensors, in the phase "sync"."""
         began = time.perf_counter()
-        self.call("trainer", "write_weights", self.call("engine", "share_weights"))
+        if self.in_regions:
+            self.call("trainer", "write_weights", self.call("engine", "share_weights"))
+        else:
+            self.call("engine", "take_weights", self.call("trainer", "send_weights", self.call("engine", "layout"))[0])
         self.seconds["sync"] = time.perf_counter() - began
 
     def report(self, rollout: Rollout, metrics: StepMetrics, statistics: TokenStatistics) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from .arithmetic import arithmetic
 from .countdown import countdown
+from .memory import OTHERS, SaverError, import_saver
 from .prompts import TextTokenizer, prompts
 from .recipes import MIB, RECIPES, Recipe, of_folder
 from .task import Task
@@ -33,7 +34,10 @@ class Options:
     """The choices of a run beside its recipe."""
 
     device: str
-    ranks: int = 1
+    memory: str = "memsaver"
+    ranks: int = 1  # of the trainer
+    engines: int = 1
+    engine_ranks: int = 1  # of each engine, which shares its model by tensor parallel
     ranks_per_gpu: int = 1
     seed: int = 0
     zero_advantages: bool = False
@@ -51,6 +55,15 @@ class Options:
     # Processes that name the same size share a device of the host driver: each run has its own.
     host_device: int = 0
 
+    def count(self, role: str) -> int:
+        """Actors of a role."""
+        return self.ranks if role == "trainer" else self.engines * self.engine_ranks
+
+    @property
+    def pairs(self) -> int:
+        """Places for an actor of each role."""
+        return max(map(self.count, ("engine", "trainer")))
+
 
 def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     """Wrong arguments end the program, before it starts its work."""
@@ -63,12 +76,16 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     add("--engine", choices=("own", "vllm"), default="own", help="vllm needs --model and a GPU")
     add("--task", metavar="FILE", help="JSON lines with prompts; by default arithmetic, or countdown with --model")
     add("--reward", type=Path, metavar="FILE", help="Python file with reward(fields, completion), for --task")
-    add("--ranks", type=_number(int, 1), default=1, help="engines and trainers, a pair for each GPU")
+    add("--memory", choices=("memsaver", *OTHERS), default="memsaver", help="the memory of both; see memory.py")
+    add("--ranks", type=_number(int, 1), default=1, help="of the trainer, one for each GPU")
+    add("--engines", type=_number(int, 1), help="by default as many as there are ranks for")
+    add("--engine-ranks", type=_number(int, 1), default=1, help="of each engine, by tensor parallel")
     add("--ranks-per-gpu", type=_number(int, 1), default=1, help="pairs that share a GPU")
     add("--engine-dtype", choices=("float32", "bfloat16"), help="by default the recipe's")
     for name, kind in (("steps", int), ("warm_up_steps", int), ("prompts", int), ("held_out", int), ("rate", float)):
         add(f"--{name.replace('_', '-')}", type=_number(kind, 0), help="by default the recipe's")
     add("--max-new-tokens", type=_number(int, 1), help="of a completion; by default the recipe's")
+    add("--kv-blocks", type=_number(int, 2), help="of each engine; by default the recipe's, or all that fit")
     add("--seed", type=int, default=0)
     add("--zero-advantages", action="store_true", help="control: no weight changes")
     add("--deterministic", action="store_true", help="the trainers use torch's deterministic algorithms")
@@ -83,31 +100,39 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     found = parser.parse_args(arguments)
     if found.device == "cuda" and not on_gpu and found.address is None:
         parser.error("--device is 'cuda' and this machine has no CUDA device; expected 'cpu', or --address")
+    found.engines = found.engines or max(1, found.ranks // found.engine_ranks)
     if found.ranks % found.ranks_per_gpu:
         parser.error(f"--ranks-per-gpu is {found.ranks_per_gpu}; expected a divisor of --ranks, {found.ranks}")
+    if found.device == "cuda" and found.engines * found.engine_ranks > found.ranks:
+        parser.error(f"--ranks is {found.ranks}; expected as many as ranks of engines: a trainer writes on its own GPU")
     if bool(found.task) != bool(found.reward) or (found.task and not found.model):
         parser.error("--task needs --reward and --model")
+    if found.engine == "vllm" and (found.memory != "memsaver" or found.engine_ranks > 1):
+        parser.error("--engine is 'vllm'; expected it with --memory memsaver and one rank of each engine")
     if found.engine == "vllm" and (found.device != "cuda" or found.model is None or found.checkpoint_dir is not None):
         parser.error("--engine is 'vllm'; expected it with --device cuda and --model, and without --checkpoint-dir")
     for name in ("resume", "stop_after", "kill"):
         if getattr(found, name) and found.checkpoint_dir is None:
             parser.error(f"--{name.replace('_', '-')} needs --checkpoint-dir")
     try:
+        if found.memory == "torch_memory_saver":
+            import_saver(found.device)
         recipe = _recipe(found)
         task = _task(found, recipe)
-    except ValueError as error:
+    except (ValueError, SaverError) as error:
         parser.error(str(error))
     late = [kill for kill in found.kill if kill.step > recipe.steps]
     if late:
         parser.error(f"--kill: {late[0].role}:{late[0].step}; expected a step of the run, 1 to {recipe.steps}")
     chosen = {each.name: getattr(found, each.name) for each in fields(Options) if hasattr(found, each.name)}
-    size = 2 * found.ranks * recipe.host_bytes + os.getpid() % 64 * 2 * MIB
-    return Options(**chosen, host_device=size), recipe, task
+    options = Options(**chosen)
+    size = 2 * options.pairs * recipe.host_bytes + os.getpid() % 64 * 2 * MIB
+    return replace(options, host_device=size), recipe, task
 
 
 def _recipe(found: argparse.Namespace) -> Recipe:
     recipe = of_folder(found.model) if found.model else RECIPES[found.recipe or ("gpu", "cpu")[found.device == "cpu"]]
-    names = ("steps", "warm_up_steps", "prompts", "held_out", "rate", "max_new_tokens")
+    names = ("steps", "warm_up_steps", "prompts", "held_out", "rate", "max_new_tokens", "kv_blocks")
     if found.engine_dtype is not None:
         recipe = replace(recipe, model=replace(recipe.model, dtype=getattr(torch, found.engine_dtype)))
     return replace(recipe, **{name: getattr(found, name) for name in names if getattr(found, name) is not None})

@@ -10,8 +10,8 @@ import torch
 
 from .arithmetic import VOCABULARY
 from .engine import EngineConfig
-from .engine.loader import load_config
 from .model import ModelConfig, parameter_shapes
+from .model.folder import load_config
 from .trainer import TrainerConfig
 
 MIB = 1 << 20
@@ -69,17 +69,25 @@ class Recipe:
         available = max(device_bytes - sharers * self.outside_bytes, device_bytes // 2)
         return available - available % (2 * MIB)
 
-    def blocks_that_fit(self, nbytes: int) -> int:
-        """KV blocks of an engine that may take so many bytes. A tenth is left for buffers and graphs."""
-        model = self.model
-        values = 2 * model.num_layers * self.engine.block_size * model.num_kv_heads * model.head_dim
-        weights = sum(math.prod(shape) for shape in parameter_shapes(model).values())
-        return (9 * nbytes // 10 - weights * model.dtype.itemsize) // (values * model.dtype.itemsize)
+    def blocks_that_fit(self, nbytes: int, ranks: int = 1, beside_trainer: bool = False) -> int:
+        """KV blocks of one of an engine's ranks that may take so many bytes. A tenth is left for buffers and graphs.
+
+        `beside_trainer`: of all parameters in fp32, with gradients and moments, and a quarter more for activations.
+        """
+        model, weights = self.model, num_parameters(self.model)
+        values = 2 * model.num_layers * self.engine.block_size * model.num_kv_heads * model.head_dim // ranks
+        left = 9 * nbytes // 10 - weights // ranks * model.dtype.itemsize - (20 * weights if beside_trainer else 0)
+        return left // (values * model.dtype.itemsize)
+
+
+def num_parameters(model: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in parameter_shapes(model).values())
 
 
 def of_folder(folder: Path) -> Recipe:
     """For a model in a Hugging Face folder: bf16 on both sides, fp32 parameters, no warm-up."""
     model = load_config(folder, torch.bfloat16)
+    trainer_bytes = 16 * num_parameters(model)  # fp32: parameters, gradients, moments
     return Recipe(
         model=replace(model, max_position=min(model.max_position, 4096)),
         engine=EngineConfig(max_batch_size=256),
@@ -89,7 +97,7 @@ def of_folder(folder: Path) -> Recipe:
         steps=50,
         prompts=64,
         rate=1e-6,
-        host_bytes=4 * GIB,
+        host_bytes=64 * MIB + trainer_bytes * 5 // 4 // (2 * MIB) * (2 * MIB),
         outside_bytes=8 * GIB,
     )
 

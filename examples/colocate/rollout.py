@@ -54,10 +54,12 @@ class Rollout:
 class Rollouts:
     """All engines together: each gets a part of the problems."""
 
-    def __init__(self, engines: Sequence[Any], task: Task, temperature: float, answer_within: float = 600.0) -> None:
-        """`temperature`: of sampled completions. `answer_within`: seconds."""
+    def __init__(
+        self, engines: Sequence[Any], task: Task, temperature: float, answer_within: float = 600.0, ranks: int = 1
+    ) -> None:
+        """`temperature`: of sampled completions. `answer_within`: seconds. `ranks`: of each engine, side by side."""
         self.engines, self.task, self.temperature = list(engines), task, temperature
-        self.answer_within = answer_within
+        self.answer_within, self.ranks = answer_within, ranks
 
     def sampling(self, greedy: bool) -> SamplingParams:
         temperature = 0.0 if greedy else self.temperature
@@ -69,15 +71,15 @@ class Rollouts:
     def complete(self, problems: Sequence[Problem], group: int = 1, greedy: bool = False) -> list[Completion]:
         """`group` completions of each problem, side by side, in the order of the problems.
 
-        An engine gets whole groups, and so computes a prompt once.
+        An engine gets whole groups, and so computes a prompt once. All ranks of an engine get the same call.
         """
-        count, sampling = len(self.engines), self.sampling(greedy)
-        prompts = self.prompts(problems)
+        count, sampling = len(self.engines) // self.ranks, self.sampling(greedy)
+        prompts = [[prompt] * group for prompt in self.prompts(problems)]
         calls = [
-            engine.generate.remote([prompt for prompt in prompts[rank::count] for _ in range(group)], sampling)
-            for rank, engine in enumerate(self.engines)
+            actor.generate.remote(sum(prompts[index // self.ranks :: count], []), sampling)
+            for index, actor in enumerate(self.engines)
         ]
-        dealt = answers(calls, "engine.generate", self.answer_within)
+        dealt = answers(calls, "engine.generate", self.answer_within)[:: self.ranks]
         return [
             dealt[index % count][index // count * group + each]
             for index in range(len(prompts))

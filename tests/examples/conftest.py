@@ -9,15 +9,8 @@ import pytest
 
 from tests.examples.engine_support import MakeEngine, engine_maker
 
-# In processes of their own: `test_kernels` runs the first, `test_loop` the second.
-collect_ignore = [
-    name
-    for name, variable in (
-        ("test_interpreted_kernels.py", "TRITON_INTERPRET"),
-        ("test_faults.py", "MEMSAVER_HOST_DEVICE"),
-    )
-    if variable not in os.environ
-]
+# `test_kernels` runs it in a process of its own.
+collect_ignore = [] if "TRITON_INTERPRET" in os.environ else ["test_interpreted_kernels.py"]
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
-from examples.colocate.engine.batches import PrefillBatch
 from examples.colocate.engine.engine_memory import EngineMemory
 from examples.colocate.engine.scheduler import Chunk, Step
 from examples.colocate.engine.sequence import Sequence
@@ -131,7 +130,7 @@ def graph_differences(engine: Engine) -> dict[str, float]:
         outcomes = []
         for step in (runner.decode_graphs[size].replay, lambda size=size: runner.decode_step(size)):
             runner.batch.latest.copy_(torch.arange(len(runner.batch.latest)) % engine.model_config.vocab_size)
-            runner.sampler.state.zero_()
+            engine.random_state.zero_()
             step()
             outcomes.append(torch.tensor(runner.batch.read_back().wait(size), dtype=torch.float64))
         found[f"decode {size}"] = (outcomes[0] - outcomes[1]).abs().max().item()  # max() keeps NaN
@@ -142,8 +141,7 @@ def graph_differences(engine: Engine) -> dict[str, float]:
             chunks = [Chunk(each, 0, each.num_computed, True) for each in random_sequences(engine, lengths)]
             states = []
             for use_graphs in (True, False):
-                batch = PrefillBatch.build(Step(chunks, prefill=True), size, len(chunks), 0, runner.kv_caches)
-                state = runner.prefill_graphs.run(batch.tokens_T, batch.positions_T, batch.attention, use_graphs)
+                state = runner.hidden(Step(chunks, prefill=True), size, len(chunks), use_graphs)[0]
                 states.append(state[:count].float().clone())
             found[f"prefill {count} of {size}"] = (
                 ((states[0] - states[1]).norm(dim=1) / states[1].norm(dim=1)).max().item()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from examples.colocate.engine import ops
-from examples.colocate.engine.attention import Chunks
 from examples.colocate.model.layers import rotary_tables
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -28,21 +27,9 @@ PAGED_TOLERANCE = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 1.6e-2}
 
 
 def paged_inputs(name: str) -> dict[str, Tensor]:
-    """Random queries and a cache whose unused slots are NaN, with blocks in random order.
-
-    As in the engine, queries are a part of a product's rows, lengths and block table of the rows of a step's inputs.
-    """
-    dtype_name, heads, kv_heads, head_dim, block_size, lengths = PAGED_CASES[name]
-    q, k_cache, v_cache, chunks = prefill_inputs(
-        dtype_name, heads, kv_heads, head_dim, block_size, [(1, length) for length in lengths]
-    )
-    bounds = chunks.table_bounds.tolist()
-    width = max(1, max(end - begin for begin, end in pairwise(bounds)))
-    rows = torch.full((len(lengths), 2 + width), len(k_cache) - 1, dtype=torch.int32)
-    rows[:, 1] = torch.tensor(lengths)
-    for row, (begin, end) in zip(rows, pairwise(bounds)):
-        row[2 : 2 + end - begin] = chunks.blocks_M[begin:end]
-    return {"q_BHD": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": rows[:, 2:], "lengths_B": rows[:, 1]}
+    """Arguments of `attention.paged_decode`: each sequence has one query, or is padding."""
+    found = prefill_inputs(*PAGED_CASES[name][:5], [(1, length) for length in PAGED_CASES[name][5]])
+    return {"q_BHD": found.pop("q_THD"), **{key: found[key] for key in ("k_cache", "v_cache", *ROWS)}}
 
 
 def dense_decode(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor) -> Tensor:
@@ -65,6 +52,9 @@ PREFILL_CASES: dict[str, tuple[str, int, int, int, int, list[tuple[int, int]]]] 
 }
 
 
+ROWS = ("block_table", "lengths_B")
+
+
 def prefill_inputs(
     dtype_name: str,
     heads: int,
@@ -73,34 +63,42 @@ def prefill_inputs(
     block_size: int,
     chunks: list[tuple[int, int]],
     device: str = "cpu",
-) -> tuple[Tensor, Tensor, Tensor, Chunks]:
-    """Arguments of `attention.paged_prefill`: unused slots of the cache are NaN, blocks are in random order."""
+) -> dict[str, Any]:
+    """Arguments of `attention.paged_prefill`: unused slots of the cache are NaN, blocks are in random order.
+
+    As in the engine, queries are a part of a product's rows, lengths and block table of the rows of a step's inputs.
+    """
     generator = torch.Generator().manual_seed(len(chunks))
     counts = [-(-context // block_size) for _, context in chunks]
-    blocks = torch.randperm(sum(counts), generator=generator) + 1
+    blocks = iter(torch.randperm(sum(counts), generator=generator) + 1)
     caches = torch.full((2, sum(counts) + 1, block_size, kv_heads, head_dim), float("nan"))
-    queries = [new for new, _ in chunks]
-    query_bounds, context_bounds, table_bounds = (
-        torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device)
-        for each in (queries, [context for _, context in chunks], counts)
-    )
-    for (_, context), (begin, end) in zip(chunks, pairwise(table_bounds.tolist())):
-        slots = (blocks[begin:end, None] * block_size + torch.arange(block_size)).flatten()[:context]
+    rows = torch.full((len(chunks), 2 + max(1, *counts)), sum(counts), dtype=torch.int32)
+    for row, count, (_, context) in zip(rows, counts, chunks):
+        row[1] = context
+        row[2 : 2 + count] = torch.tensor([int(next(blocks)) for _ in range(count)])
+        slots = (row[2 : 2 + count, None] * block_size + torch.arange(block_size)).flatten()[:context]
         caches.flatten(1, 2)[:, slots] = torch.randn(2, context, kv_heads, head_dim, generator=generator)
-    total, whole = sum(queries), all(new == context for new, context in chunks)
-    q = torch.randn(total, heads + 1, head_dim, generator=generator).to(device, DTYPES[dtype_name])[:, :heads]
+    queries = [new for new, _ in chunks]
+    q = torch.randn(sum(queries), heads + 1, head_dim, generator=generator).to(device, DTYPES[dtype_name])[:, :heads]
     k_cache, v_cache = caches.to(device, DTYPES[dtype_name])
-    blocks_M = blocks.int().to(device)
-    paged = Chunks(query_bounds, context_bounds, table_bounds, blocks_M, total, max(queries), whole)
-    return q, k_cache, v_cache, paged
+    rows, bounds = rows.to(device), torch.tensor([0, *accumulate(queries)], dtype=torch.int32, device=device)
+    paged = {"q_THD": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": rows[:, 2:], "lengths_B": rows[:, 1]}
+    return {**paged, "bounds": bounds, "longest": max(queries)}
 
 
-def dense_prefill(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, chunks: Chunks) -> Tensor:
+def dense_prefill(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    lengths_B: Tensor,
+    bounds: Tensor,
+    longest: int,
+) -> Tensor:
     """Each chunk by itself in fp64."""
     out = torch.zeros(q_THD.shape, dtype=torch.float64, device=q_THD.device)
-    bounds = (pairwise(each.tolist()) for each in (chunks.query_bounds, chunks.context_bounds, chunks.table_bounds))
-    for (begin, end), (first, last), (start, stop) in zip(*bounds):
-        out[begin:end] = _dense(q_THD[begin:end], k_cache, v_cache, chunks.blocks_M[start:stop], last - first)
+    for (begin, end), blocks, length in zip(pairwise(bounds.tolist()), block_table, lengths_B.tolist()):
+        out[begin:end] = _dense(q_THD[begin:end], k_cache, v_cache, blocks, length)
     return out
 
 
@@ -157,11 +155,10 @@ Make = Callable[..., Tensor]
 
 
 def _rotation(make: Make, tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool) -> tuple[Any, ...]:
-    """Queries and keys as parts of one product, positions as a column of a table."""
-    q, k, _ = make(tokens, heads + 2 * kv_heads, head_dim).split((heads, kv_heads, kv_heads), dim=1)
-    norms = (make(head_dim), make(head_dim)) if norm else None
+    """Queries and keys as a part of a product, positions as a column of a table."""
+    qk, norms = make(tokens, heads + 2 * kv_heads, head_dim)[:, : heads + kv_heads], (make(head_dim), make(head_dim))
     positions = torch.tensor([[7, 3 * token] for token in range(tokens)], dtype=torch.int64).view(tokens, 2)[:, 1]
-    return "rotate", q, k, norms, rotary_tables(3 * tokens + 1, head_dim, 1e4), positions, 1e-6
+    return "rotate", qk, heads, norms if norm else None, rotary_tables(3 * tokens + 1, head_dim, 1e4), positions, 1e-6
 
 
 def _written(make: Make, tokens: int, kv_heads: int, head_dim: int) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from examples.colocate.engine.block_manager import SCRATCH_BLOCK, BlockManager
+from examples.colocate.engine.block_manager import BlockManager
 from examples.colocate.engine.scheduler import Counts, Scheduler, Step
 from examples.colocate.engine.sequence import SamplingParams, Sequence
 
@@ -20,22 +20,6 @@ def allocated(blocks: BlockManager, tokens: list[int]) -> Sequence:
     assert blocks.allocate(made)
     blocks.publish(made, len(tokens))
     return made
-
-
-def test_blocks_are_handed_out_once_or_not_at_all() -> None:
-    blocks = BlockManager(num_blocks=8, block_size=4)
-    first, second = allocated(blocks, [1] * 9), allocated(blocks, [2] * 12)
-    assert sorted(first.blocks + second.blocks) == list(range(1, 7)) and SCRATCH_BLOCK == 0
-    big, small = sequence([3] * 5), sequence([4] * 4)
-    assert not blocks.allocate(big) and not blocks.allocate(small, reserve=1)
-    assert big.blocks == small.blocks == [] and blocks.num_free == 1
-    first.in_flight = second.in_flight = 4
-    assert not blocks.append([first, second])  # one block for the two of them
-    assert [len(each.blocks) for each in (first, second)] == [3, 3] and blocks.num_free == 1
-    assert blocks.append([second]) and blocks.append([second])  # room is made once
-    assert len(second.blocks) == 4 and blocks.num_free == 0
-    blocks.free(first)
-    assert blocks.num_free == 3 and first.blocks == [] and first.num_computed == 0
 
 
 def test_full_blocks_are_shared_and_counted() -> None:
@@ -89,25 +73,6 @@ def chunks(step: Step) -> list[tuple[Sequence, int, int]]:
 def queued(scheduler: Scheduler, *requests: Sequence) -> None:
     for request in requests:
         scheduler.add(request)
-
-
-def test_admission_by_batch_size_blocks_and_prefill_budget() -> None:
-    scheduler = Scheduler(BlockManager(12, 4), 3, 20, Counts())
-    long, short = sequence([1] * 19, new=4), [sequence([token, 7]) for token in range(4)]
-    queued(scheduler, long, *short)
-    step = scheduler.schedule()
-    assert step.prefill and chunks(step) == [(long, 0, 19), (short[0], 0, 1)]  # the budget is used up
-    assert step.sampling == [long]
-    run(scheduler, step)
-    step = scheduler.schedule()
-    assert not step.prefill and step.sampling == [long]  # prompts do not keep others waiting for two steps
-    run(scheduler, step)
-    step = scheduler.schedule()
-    assert step.prefill and chunks(step) == [(short[0], 1, 2), (short[1], 0, 2)]  # the batch is full
-    run(scheduler, step)
-    step = scheduler.schedule()
-    assert not step.prefill and step.sampling == [long, *short[:2]]
-    assert list(scheduler.waiting) == short[2:]
 
 
 def test_a_long_prompt_comes_in_chunks_between_decode_steps() -> None:
@@ -176,24 +141,6 @@ def test_an_admitted_request_leaves_a_block_for_each_running_one() -> None:
     assert second.finish_reason == "length" and scheduler.counts.preemptions == 0
 
 
-def test_requests_that_are_put_back_keep_their_order() -> None:
-    scheduler = Scheduler(BlockManager(33, 2), 3, 4, Counts())
-    each = [sequence([token] * 3) for token in range(4)]
-    queued(scheduler, *each)
-    run(scheduler, scheduler.schedule())
-    assert scheduler.running == each[:1] and scheduler.prefilling == each[1:2]
-    scheduler.put_back_all()
-    assert list(scheduler.waiting) == each and scheduler.blocks.num_free == 32
-    assert (scheduler.counts.recomputed, scheduler.counts.preemptions) == (2, 0)
-
-
-def test_a_request_that_can_never_fit_is_refused() -> None:
-    scheduler = Scheduler(BlockManager(4, 2), 1, 64, Counts())
-    queued(scheduler, sequence([1, 1, 1], new=4))
-    with pytest.raises(ValueError, match="up to 8 tokens needs 4 KV blocks; expected at most the cache's 3"):
-        scheduler.add(sequence([1, 1, 1, 1], new=4))
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_random_requests_end_with_all_blocks_and_rows_free(seed: int) -> None:
     """Few blocks, prompts that begin alike, cancels, and results that come a step late."""
@@ -202,13 +149,13 @@ def test_random_requests_end_with_all_blocks_and_rows_free(seed: int) -> None:
     requests = [sequence([draw.randrange(2) for _ in range(draw.randint(1, 9))], new=1 + at % 7) for at in range(40)]
     queued(scheduler, *requests)
     cancelled, late = draw.sample(requests, 4), Step([], prefill=False)
-    while scheduler.waiting or scheduler.active:
+    while scheduler.waiting or scheduler.running:
         step = scheduler.schedule()
         assert step.chunks or late.chunks
-        for request in scheduler.active:
+        for request in scheduler.running:
             assert 0 not in request.blocks and len(set(request.blocks)) == len(request.blocks)
             assert len(request.blocks) * 2 >= request.num_computed
-        assert len({request.row for request in scheduler.active}) == len(scheduler.active) <= 3
+        assert len({request.row for request in scheduler.running}) == len(scheduler.running) <= 3
         if cancelled and draw.random() < 0.1:
             scheduler.cancel(cancelled.pop())
         run(scheduler, late, token=draw.randrange(2))

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import math
 import os
-import shutil
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,8 +29,9 @@ from examples.colocate.options import parse  # noqa: E402
 from examples.colocate.recipes import RECIPES  # noqa: E402
 from examples.colocate.trainer import NonFiniteError, Sample, Trainer, trainer  # noqa: E402
 from examples.colocate.trainer.weights import WeightWriter  # noqa: E402
-from memsaver import regions  # noqa: E402
+from memsaver import _guests, regions  # noqa: E402
 from memsaver.config import parse_size  # noqa: E402
+from tests.examples.model_support import save_model, save_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.alone  # the loop turns its process into a client of a small shared pool
 
@@ -72,10 +72,8 @@ def run(monkeypatch: Patch) -> Iterator[Run]:
 
     def run(*arguments: str, **recipe: Any) -> LocalLoop:
         options, chosen, task = parse(["--device", "cpu", "--recipe", "tiny", *arguments])
-        if (
-            chosen.warm_up_steps == RECIPES["tiny"].warm_up_steps
-        ):  # nothing is learned, and hardly a completion is right
-            task.reward = lambda fields, text: float("1" in text)
+        if chosen.warm_up_steps == RECIPES["tiny"].warm_up_steps:  # hardly a completion is right
+            task.reward = lambda fields, text: text.count("1") / max(1, len(text))
         options = dataclasses.replace(options, host_device=DEVICE_BYTES)
         made.append(LocalLoop(options, dataclasses.replace(chosen, **recipe), task))
         try:
@@ -91,6 +89,8 @@ def run(monkeypatch: Patch) -> Iterator[Run]:
     gc.collect()
     for region in regions.all_regions():
         region.close()
+    for entry in list(_guests._entries.values()):
+        memsaver.unregister(entry.guest)
 
 
 def test_the_loop_runs_without_checks(run: Run) -> None:
@@ -104,23 +104,40 @@ def test_the_loop_runs_without_checks(run: Run) -> None:
     assert loop.seconds.keys() == {"rollout", "train", "sync", "step"}
 
 
+HONEST = {
+    "the engines' memory is free": 3,
+    "weights are the trainer's": 3,  # after the warm-up, and after each step
+    "addresses are the same": 5,
+    "weights outlast a pause": 5,
+    "tokens are the same after a pause": 2,
+    "advantages are of the group": 2,
+    "parameters and moments outlast a pause": 2,
+    "log-probabilities agree": 2,
+    "tokens are the policy's": 2,
+    "each update is applied once": 2,
+    "prefix_hit_tokens above zero": 1,
+    "preemptions above zero": 1,
+    "recomputed above zero": 1,
+}
+
+
 def test_an_honest_run_passes_its_checks(run: Run) -> None:
-    loop = run()
-    assert dict(loop.passed) == {
-        "the engines' memory is free": 3,
-        "weights are the trainer's": 3,  # after the warm-up, and after each step
-        "addresses are the same": 5,
-        "weights outlast a pause": 5,
-        "tokens are the same after a pause": 2,
-        "advantages are of the group": 2,
-        "parameters and moments outlast a pause": 2,
-        "log-probabilities agree": 2,
-        "tokens are the policy's": 2,
-        "each update is applied once": 2,
-        "prefix_hit_tokens above zero": 1,
-        "preemptions above zero": 1,
-        "recomputed above zero": 1,
-    }
+    assert dict(run().passed) == HONEST
+
+
+@pytest.mark.parametrize("saver", ["resident", "to-cpu"])
+def test_the_checks_hold_with_each_saver(run: Run, saver: str) -> None:
+    found, void = (
+        run("--memory", saver),
+        {"resident": "the engines' memory is free", "to-cpu": "addresses are the same"},
+    )
+    assert found.passed == {name: count for name, count in HONEST.items() if name != void[saver]}
+
+
+def test_torch_memory_saver_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--device", "cpu", "--memory", "torch_memory_saver"])
+    assert "--memory torch_memory_saver needs a GPU and the package torch_memory_saver" in capsys.readouterr().err
 
 
 def times(tensors: Any, factor: float) -> None:
@@ -343,52 +360,31 @@ def test_a_verdict_counts_in_standard_errors() -> None:
     assert not learned and "0.500 -> 0.000, -0.500 with a standard error of 0.050: NOT learned" in text
 
 
-def test_a_run_learns_and_one_of_the_wrong_sign_does_not(run: Run, monkeypatch: Patch, tmp_path: Path) -> None:
-    loop = run("--recipe", "cpu", "--steps", "4", "--prompts", "24", "--checkpoint-dir", str(tmp_path))
-    assert verdict(loop.warm, loop.rollouts.held_out_rewards())[0]
-    shutil.rmtree(tmp_path / "step-00000004")
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_run_learns_and_one_of_the_wrong_sign_does_not(run: Run, monkeypatch: Patch, sign: int) -> None:
     loss = trainer.policy_loss
 
-    def wrong(*arguments: Any) -> Any:
+    def signed(*arguments: Any) -> Any:
         total, clipped = loss(*arguments)
-        return -total, clipped
+        return sign * total, clipped
 
-    monkeypatch.setattr(trainer, "policy_loss", wrong)
-    loop.goes_back = True
-    loop.run()
-    assert loop.steps_done == 4
-    assert not verdict(loop.warm, loop.rollouts.held_out_rewards())[0]
+    monkeypatch.setattr(trainer, "policy_loss", signed)
+    loop = run("--steps", "5", "--rate", "1e-2", "--prompts", "16", group=8)
+    assert verdict(loop.warm, loop.rollouts.held_out_rewards())[0] == (sign == 1)
 
 
 @pytest.mark.parametrize("kind", ["Qwen3", "Qwen2"])
 def test_a_model_of_a_folder_runs_with_the_users_prompts(run: Run, tmp_path: Path, kind: str) -> None:
     """bf16 on both sides. The model is random: the reward is for any completion that ends."""
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     words = ["<eos>", *"0123456789+=?"]
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(zip(words, range(len(words)))), unk_token="?"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>").save_pretrained(tmp_path)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": len(words)}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    settings = getattr(transformers, f"{kind}Config")(**sizes, **heads, head_dim=8)
-    getattr(transformers, f"{kind}ForCausalLM")(settings).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, words)
+    save_model(tmp_path, kind, vocab_size=len(words), max_position_embeddings=64, head_dim=8)
     (tmp_path / "prompts").write_text("\n".join(f'{{"prompt": "{a}+{b}="}}' for a in range(9) for b in range(9)))
     (tmp_path / "reward.py").write_text("def reward(fields, text): return 1 - len(text) / 16")
     task = ("--task", str(tmp_path / "prompts"), "--reward", str(tmp_path / "reward.py"), "--held-out", "9")
-    small = {"engine": EngineConfig(max_batch_size=16, block_size=2), "kv_blocks": 80, "host_bytes": 16 << 20}
+    sizes = ("--steps", "3", "--rate", "1e-3", "--prompts", "8", "--max-new-tokens", "16")
     loop = run(
-        "--model",
-        str(tmp_path),
-        *task,
-        "--steps",
-        "3",
-        "--rate",
-        "1e-3",
-        "--prompts",
-        "8",
-        "--max-new-tokens",
-        "16",
-        **small,
+        "--model", str(tmp_path), *task, *sizes, engine=EngineConfig(max_batch_size=16, block_size=2), kv_blocks=80
     )
     assert loop.recipe.model.dtype == loop.recipe.trainer.dtype == torch.bfloat16
     assert loop.passed["weights are the trainer's"] == 4 and loop.statistics.mean("gap") > 0

@@ -50,8 +50,8 @@ def test_paged_decode_equals_dense(name: str, splits: int, monkeypatch: pytest.M
     monkeypatch.setattr(paged_decode, "_TILE_BYTES", 1024)
     monkeypatch.setattr(paged_decode, "_MAX_SPLITS", splits)
     inputs = paged_inputs(name)
-    for way in (paged_decode.paged_decode_triton, attention.paged_decode_torch):
-        out = way(**inputs)
+    for way in (paged_decode.paged_decode, attention.paged_decode):
+        out = way(*inputs.values())
         tolerance = PAGED_TOLERANCE[PAGED_CASES[name][0]]
         torch.testing.assert_close(out.double(), dense_decode(**inputs), rtol=0, atol=tolerance)
         assert not out[inputs["lengths_B"] == 0].any()
@@ -62,11 +62,11 @@ def test_paged_decode_equals_dense(name: str, splits: int, monkeypatch: pytest.M
 )
 def test_paged_prefill_equals_dense(name: str, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if tiles == "small":  # than contexts and chunks, so that there are tiles of all kinds: seen by all, masked, ragged
-        monkeypatch.setattr(paged_prefill, "tiling", lambda *_: paged_prefill.Tiling(16, 16, 2, 4))
+        monkeypatch.setattr(paged_prefill, "tiling", lambda *_: (16, 16, 2, 4))
     inputs = prefill_inputs(*PREFILL_CASES[name])
-    for way in (paged_prefill.paged_prefill_triton, attention.paged_prefill_torch):
+    for way in (paged_prefill.paged_prefill, attention.paged_prefill):
         tolerance = PAGED_TOLERANCE[PREFILL_CASES[name][0]]
-        torch.testing.assert_close(way(*inputs).double(), dense_prefill(*inputs), rtol=0, atol=tolerance)
+        torch.testing.assert_close(way(*inputs.values()).double(), dense_prefill(**inputs), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(("splits", "kernels"), [(1, ["_attend_part"]), (2, ["_attend_part", "_join_parts"])])
@@ -89,7 +89,7 @@ def test_the_launches_do_not_depend_on_the_context(
     inputs, seen = paged_inputs("grouped"), []
     for length in (1, 90):
         launches.clear()
-        paged_decode.paged_decode_triton(**{**inputs, "lengths_B": torch.full_like(inputs["lengths_B"], length)})
+        paged_decode.paged_decode(**{**inputs, "lengths_B": torch.full_like(inputs["lengths_B"], length)})
         seen.append(list(launches))
     assert seen[0] == seen[1] and [name for name, _ in seen[0]] == kernels
 

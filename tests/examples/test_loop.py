@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,24 +17,19 @@ import torch
 ray = pytest.importorskip("ray", reason="needs ray")
 
 from examples.colocate import __main__ as command  # noqa: E402
+from examples.colocate import countdown  # noqa: E402
 from examples.colocate.model import parameter_shapes  # noqa: E402
-from examples.colocate.recipes import RECIPES  # noqa: E402
+from examples.colocate.model.folder import load_config  # noqa: E402
 from examples.colocate.rollout import HungError, answers  # noqa: E402
+from tests.examples.model_support import save_model, save_tokenizer  # noqa: E402
 
+# One rank of a model is a trainer's, or an engine's of two.
 RUN = (
-    "--recipe",
-    "tiny",
-    "--device",
-    "cpu",
-    "--ranks",
-    "2",
-    "--steps",
-    "3",
-    "--prompts",
-    "8",
-    "--warm-up-steps",
-    "100",
+    *("--device", "cpu", "--ranks", "2", "--engine-ranks", "2", "--steps", "3", "--prompts", "4", "--held-out", "8"),
+    *("--max-new-tokens", "16", "--kv-blocks", "40", "--rate", "1e-3", "--deterministic", "--checkpoint-every", "2"),
 )
+# A run of one kind takes a quarter of a minute.
+KINDS = ("Qwen3", "Qwen2") if os.environ.get("MEMSAVER_TEST_MODELS") == "all" else ("Qwen3",)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,24 +56,28 @@ class Run:
         return [[row[name] for name in names] for row in self.steps]
 
 
-def run(log: Path, *arguments: str) -> Run:
-    status = command.main([*RUN, "--log", str(log), *arguments])
+def run(folder: Path, log: Path, *arguments: str) -> Run:
+    status = command.main([*RUN, "--model", str(folder), "--log", str(log), *arguments])
     return Run(status, [json.loads(line) for line in log.read_text().splitlines()])
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """Two ranks, three steps, with checkpoints."""
+@pytest.fixture(scope="module", params=KINDS)
+def whole(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Run]]:
+    """A model, beside it checkpoints, and a run that learns countdown, by a reward that a random model gets."""
     folder = tmp_path_factory.mktemp("whole")
-    kept = ("--checkpoint-dir", str(folder / "checkpoints"), "--checkpoint-every", "2", "--deterministic")
-    return folder / "checkpoints", run(folder / "log.jsonl", *kept)
+    words = ["<eos>", *sorted({*countdown._PROMPT, *"0123456789,"}), "?"]  # few: a random model ends a text soon
+    save_tokenizer(folder, words)
+    save_model(folder, request.param, vocab_size=len(words), max_position_embeddings=320, head_dim=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(countdown, "reward", lambda fields, text: len(text) / 16)
+        yield folder, run(folder, folder / "log.jsonl", "--checkpoint-dir", str(folder / "checkpoints"))
 
 
 def test_a_run_passes_its_checks_and_says_whether_it_learned(whole: tuple[Path, Run]) -> None:
     _, found = whole
     assert len(found.steps) == 3 and len({row["loss"] for row in found.steps}) > 1
     assert all(row["prefix_hit_tokens"] > 0 and row["recomputed"] > 0 for row in found.steps)
-    assert sum(row["preemptions"] for row in found.steps) > 0
+    assert sum(row["grad_norm"] > 0 for row in found.steps) > 1
     end = found.lines[-1]
     assert end["after"] == "end"
     assert found.status == (0 if end["learned"] else command.NOT_LEARNED)
@@ -93,7 +90,7 @@ def test_the_turns_move_no_more_than_they_must(whole: tuple[Path, Run]) -> None:
         return -(-4 * values // 512) * 512
 
     params = moments = 0
-    for shape in parameter_shapes(RECIPES["tiny"].model).values():
+    for shape in parameter_shapes(load_config(whole[0])).values():
         rows, row = shape[0], torch.Size(shape[1:]).numel()
         shards = [nbytes(min(-(-rows // 2), rows - first) * row) for first in (0, -(-rows // 2))]
         params += sum(shards)
@@ -112,33 +109,24 @@ def test_two_ranks_that_die_are_replaced_and_give_the_identical_curve_also_when_
     whole: tuple[Path, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, undisturbed = whole
-    assert sorted(each.name for each in folder.iterdir()) == ["step-00000002", "step-00000003"]
-    kept = ("--checkpoint-dir", str(tmp_path), "--checkpoint-every", "2", "--deterministic")
-    shutil.copytree(folder / "step-00000002", tmp_path / "step-00000002")
+    made = folder / "checkpoints"
+    assert sorted(each.name for each in made.iterdir()) == ["step-00000002", "step-00000003"]
+    kept = ("--checkpoint-dir", str(tmp_path))
+    shutil.copytree(made / "step-00000002", tmp_path / "step-00000002")
     (tmp_path / "step-00000003.partial").mkdir()  # never taken
     for other, text in (
         ((), "step-00000002' already; expected"),
         (("--resume", "--seed", "1"), "seed is '0'; expected '1'"),
     ):
-        assert command.main([*RUN, *kept, *other]) == command.FAILED
+        assert command.main([*RUN, "--model", str(folder), *kept, *other]) == command.FAILED
         assert text in capsys.readouterr().err
     # The engine dies in the rollout, the trainer when the step is done again: neither update is applied twice.
-    resumed = run(tmp_path / "log", *kept, "--kill", "trainer:3,engine:3", "--resume")
+    resumed = run(folder, tmp_path / "log", *kept, "--kill", "trainer:3,engine:3", "--resume")
     assert resumed.status == undisturbed.status
     assert [line["lost"] for line in resumed.lines if "lost" in line] == [["engine"], ["trainer"]]
     assert [line["went_back_to"] for line in resumed.lines if "went_back_to" in line] == [2, 2, 2]
     assert resumed.curve() == undisturbed.curve()[2:]
     assert resumed.lines[-1] == undisturbed.lines[-1]
-
-
-def test_wrong_changes_end_a_run() -> None:
-    """In a process of its own, with a device of its own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_faults.py"]
-    variables = {**os.environ, "MEMSAVER_HOST_DEVICE": "96MiB", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=Path(__file__).parent, env=variables, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_an_actor_that_hangs_is_named_after_a_bound() -> None:

@@ -15,6 +15,7 @@ from examples.colocate.arithmetic import arithmetic
 from examples.colocate.countdown import countdown
 from examples.colocate.prompts import TextTokenizer, load_reward, prompts
 from examples.colocate.task import CharacterTokenizer, Task, TaskError
+from tests.examples.model_support import save_tokenizer
 
 CHARACTERS = CharacterTokenizer("".join(map(chr, range(32, 127))) + "\n")
 
@@ -115,28 +116,14 @@ def test_countdown_has_a_solution_for_each_problem() -> None:
         assert str(problem.fields["numbers"]) in problem.prompt and str(problem.fields["target"]) in problem.prompt
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of words, as a Hugging Face folder has it."""
-    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
-    words = ["<pad>", "<eos>", "<bos>", "two", "plus", "is", "four", "?"]
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(zip(words, range(len(words)))), unk_token="?"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    core.post_processor = tokenizers.processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
-    path = tmp_path_factory.mktemp("model")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", bos_token="<bos>").save_pretrained(
-        path
-    )
-    return path
-
-
-def test_a_text_tokenizer_adds_special_tokens_where_they_belong(folder: Path) -> None:
-    tokenizer = TextTokenizer(folder)
-    assert tokenizer.encode_prompt("two plus two is") == [2, 3, 4, 3, 5]
-    assert tokenizer.encode_completion("four") == [6, 1] and tokenizer.stop_tokens == (1,)
-    assert tokenizer.decode([6, 1]) == "four"
+def test_a_text_tokenizer_adds_special_tokens_where_they_belong(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, ["<eos>", "two", "plus", "is", "four", "?"], between=" ")
+    tokenizer = TextTokenizer(tmp_path)
+    assert tokenizer.encode_prompt("two plus two is") == [1, 2, 1, 3]
+    assert tokenizer.encode_completion("four") == [4, 0] and tokenizer.stop_tokens == (0,)
+    assert tokenizer.decode([4, 0]) == "four"
     with pytest.raises(TaskError, match="expected a folder with a tokenizer"):
-        TextTokenizer(folder / "nowhere")
+        TextTokenizer(tmp_path / "nowhere")
 
 
 def written(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
 from examples.colocate.engine.tensor_parallel import Parallel
-from examples.colocate.model import ModelConfig, bit_sum, parameter_shapes, weight_layout
+from examples.colocate.model import ModelConfig, parameter_shapes, weight_layout
 from tests.examples.engine_support import QWEN, random_weights
 from tests.ranks_support import ranks
 
@@ -60,23 +58,13 @@ def check_model(model: ModelConfig) -> None:
     # A process has one region for a tag, so the two are made, and used, beside each other.
     alone, shared = engines
     whole = {name: tensor.clone() for name, tensor in alone.model.parameters.items()}
-    assert shared.differing_weights(whole.items()) == []
+    for name, part in shared.weight_layout.items():
+        assert torch.equal(shared.model.parameters[name], part.of(whole[name]))
     held = sum(weight.numel() for weight in shared.model.weights.values())
     assert held < 0.7 * sum(weight.numel() for weight in whole.values())
     weights = random_weights(model, seed=1)
-    alone.load_weights(weights.items())
-    parts = pickle.loads(shared.share_weights())  # as the process that writes them gets them
-    for name, part in shared.weight_layout.items():
-        parts[name].copy_(part.of(weights[name]))
-    del parts
-    check_checksums(shared, {name: int(bit_sum(weight)) for name, weight in weights.items()})
-    assert shared.differing_weights(weights.items()) == []
-    changed = {name: weight.clone() for name, weight in weights.items()}
-    row = 16 * dist.get_rank()  # of this rank's query heads, and of the columns of the output's projection
-    changed["model.layers.0.self_attn.o_proj.weight"][3, 2 * row] += 1
-    changed["model.layers.1.self_attn.q_proj.weight"][2 * row] += 1
-    expected = ["model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.q_proj.weight"]
-    assert sorted(shared.differing_weights(changed.items())) == expected
+    for engine in engines:
+        engine.load_weights(weights.items())
     mine, theirs = (engine.generate(PROMPTS, GREEDY) for engine in (shared, alone))
     for one, other in zip(mine, theirs):
         if model.dtype == torch.float32:
@@ -88,19 +76,9 @@ def check_model(model: ModelConfig) -> None:
         engine.close()
 
 
-def check_checksums(engine: Engine, full: dict[str, int]) -> None:
-    """Parts of the two ranks add up to the whole; weights that each rank has whole are equal."""
-    sums = list(engine.checksums().values())
-    both = torch.tensor([sums, sums])
-    dist.all_reduce(both[1])
-    for (name, part), (mine, total) in zip(engine.weight_layout.items(), both.T.tolist()):
-        assert (mine if part.shape == part.full_shape else total) == full[name]
-
-
 def check_rank(rank: int, meeting: str) -> None:
     # All configurations in one process group: most of the time goes into starting the processes.
     torch.set_num_threads(1)
-    memsaver.configure(patches="multiprocessing")
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     for model in CONFIGS.values():
         check_model(model)

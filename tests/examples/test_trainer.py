@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
 from examples.colocate.model import ModelConfig, parameter_shapes
+from examples.colocate.model.folder import FolderError
 from examples.colocate.trainer import (
     CheckpointError,
     NonFiniteError,
@@ -32,6 +33,7 @@ from examples.colocate.trainer.checkpoint import tensors
 from examples.colocate.trainer.memory import local
 from examples.colocate.trainer.process_group import join
 from examples.colocate.trainer.token_logprobs import token_logprobs
+from tests.examples.model_support import save_model
 from tests.examples.trainer_support import MODEL, PLAIN, TAGS, addresses, samples, weights
 
 QWEN2 = replace(MODEL, qk_norm=False, qkv_bias=True, tie_word_embeddings=True)
@@ -96,23 +98,12 @@ def test_gradients_from_before_a_step_are_ignored(trainer: Trainer) -> None:
         assert all(torch.isfinite(tensor).all() for tensor in weights(trainer).values())
 
 
-def test_zero_advantages_change_nothing(trainer: Trainer) -> None:
-    trainer.warm_up(samples(), 1e-3)
-    trainer.reset_optimizer()
-    before = weights(trainer)
-    for _ in range(3):
-        dealt = trainer.deal([replace(each, advantage=0.0) for each in samples()])
-        assert trainer.train_step(dealt, 1e-2).grad_norm == 0.0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
-
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "rows of one sequence": {"micro_batch_tokens": 1},
     "rows of two or three": {"micro_batch_tokens": 20},
     "chunks of logits": {"logit_chunk": 3},
     "layers computed again": {"checkpoint_layers": True},
-    "one reduction": {"micro_batch_tokens": 20, "reduce_once": True},
-    "all": {"micro_batch_tokens": 20, "reduce_once": True, "checkpoint_layers": True, "logit_chunk": 2},
+    "all": {"micro_batch_tokens": 20, "checkpoint_layers": True, "logit_chunk": 2},
 }
 
 
@@ -287,9 +278,7 @@ def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(trainer: Train
 def test_the_engine_agrees_about_tokens_it_sampled(temperature: float) -> None:
     trainer = Trainer(MODEL, replace(PLAIN, temperature=temperature, seed=2), join("cpu"))
     engine = Engine(MODEL, EngineConfig(max_batch_size=32, block_size=4, num_blocks=320))
-    for bucket in trainer.weights.buckets(2000):
-        engine.load_weights(bucket.items(), partial=True)
-    engine.load_weights(())
+    engine.load_weights(weights(trainer).items())
     prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]] * 8
     done = engine.generate(prompts, SamplingParams(temperature, max_new_tokens=12))
     _, statistics = trainer.recompute([Sample(each.prompt, each.tokens, each.logprobs) for each in done])
@@ -338,34 +327,18 @@ def test_a_sample_that_is_too_long_or_incomplete_is_refused(trainer: Trainer) ->
         Sample([1], [2, 3], [0.0])
 
 
-def transformers_model(config: ModelConfig) -> Any:
-    """A random model of `transformers`, with biases and norms that are not those of an initialisation."""
-    transformers = pytest.importorskip("transformers")
+def saved(config: ModelConfig, folder: Path, **saving: Any) -> Any:
+    """A model of `transformers`, in a folder."""
     kind = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
-    settings = getattr(transformers, f"{kind}Config")(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        max_position_embeddings=config.max_position,
-        rope_theta=config.rope_theta,
-        tie_word_embeddings=config.tie_word_embeddings,
-        rms_norm_eps=config.norm_eps,
-    )
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(settings)
-    for parameter in model.parameters():
-        parameter.data += 0.2 * torch.randn(parameter.shape)
-    return model
+    same = ("vocab_size", "hidden_size", "head_dim", "intermediate_size", "rope_theta", "tie_word_embeddings")
+    sizes = {name: getattr(config, name) for name in same}
+    sizes |= {"max_position_embeddings": config.max_position, "rms_norm_eps": config.norm_eps}
+    return save_model(folder, kind, saving, **sizes)
 
 
 @pytest.mark.parametrize("config", [MODEL, QWEN2, LLAMA], ids=["qwen3", "qwen2.5, tied", "llama"])
 def test_a_model_of_transformers_computes_and_learns_the_same(config: ModelConfig, tmp_path: Path) -> None:
-    reference = transformers_model(config)
-    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    reference = saved(config, tmp_path, max_shard_size="20KB")
     assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 10
     trainer = Trainer(config, PLAIN, join("cpu"), tmp_path)
     given = samples()
@@ -388,12 +361,12 @@ def test_a_model_of_transformers_computes_and_learns_the_same(config: ModelConfi
 
 
 def test_a_folder_without_the_models_parameters_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="expected the model's parameters in safetensors"):
+    with pytest.raises(FolderError, match="expected the model's parameters in safetensors"):
         Trainer(MODEL, PLAIN, join("cpu"), tmp_path)
-    transformers_model(MODEL).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="model.layers.2"):
+    saved(MODEL, tmp_path)
+    with pytest.raises(FolderError, match="model.layers.2"):
         Trainer(replace(MODEL, num_layers=3), PLAIN, join("cpu"), tmp_path)
-    with pytest.raises(CheckpointError, match="embed_tokens.weight has shape"):
+    with pytest.raises(FolderError, match="embed_tokens.weight has shape"):
         Trainer(replace(MODEL, vocab_size=17), PLAIN, join("cpu"), tmp_path)
 
 

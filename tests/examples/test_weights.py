@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 from examples.colocate.engine.decoder import Decoder
 from examples.colocate.model import ModelConfig, bit_sum, parameter_shapes
 from examples.colocate.trainer import EngineWeights, Trainer
+from examples.colocate.trainer import weights as weights_module
 from examples.colocate.trainer.process_group import join
 from examples.colocate.trainer.weights import WeightWriter
-from tests.examples.trainer_support import MODEL, PLAIN, samples
+from tests.examples.trainer_support import MODEL, PLAIN, samples, weights
 
 MODELS = {
     "qwen3": MODEL,
@@ -57,7 +58,7 @@ def test_every_tensor_is_that_of_a_checkpoint_load(model: ModelConfig, size: int
     trainer.warm_up(samples(), 1e-2)  # biases are not zero any more
     for dtype in DTYPES:
         writer, typed = WeightWriter(trainer.model, dtype), replace(model, dtype=dtype)
-        full = {name: tensor for bucket in writer.buckets(4000) for name, tensor in bucket.items()}
+        full = {name: tensor.to(dtype) for name, tensor in weights(trainer).items()}
         assert {name: tuple(tensor.shape) for name, tensor in full.items()} == parameter_shapes(model)
         expected = decoders(typed, size)
         for each in expected:
@@ -94,6 +95,21 @@ def test_writing_weights_allocates_no_staging_memory(trainer: Trainer, size: int
     with Made() as made:
         writer.write(engines)
     assert (made.calls, made.numel) == (calls, 0)  # one grouped copy for all, and one for slices of columns
+
+
+def test_gathered_weights_are_cast_before_they_are_sent(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    gather = weights_module.all_gather_tensor
+
+    def counting(gathered: Tensor, mine: Tensor, group: Any) -> None:
+        sent.append(mine.nbytes)
+        gather(gathered, mine, group)
+
+    monkeypatch.setattr(weights_module, "all_gather_tensor", counting)
+    WeightWriter(trainer.model, torch.bfloat16).write(
+        shared(decoders(replace(MODEL, dtype=torch.bfloat16))), gather=True
+    )
+    assert sum(sent) == sum(2 * torch.Size(shape).numel() for shape in parameter_shapes(MODEL).values())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""An engine of two ranks and a trainer of two, each rank a process, on one host device: weights without a copy.
+"""An engine of two ranks, and trainers of two and of one, each rank a process, on one host device: no copy between.
 
 Beside it each process of the engine has an engine of one rank.
 """
@@ -24,7 +24,7 @@ from examples.colocate.model import ModelConfig, weight_layout
 from examples.colocate.trainer import EngineWeights, Trainer
 from examples.colocate.trainer.process_group import join
 from tests.broker_support import Running
-from tests.examples.trainer_support import PLAIN, samples
+from tests.examples.trainer_support import PLAIN, samples, weights
 from tests.pool_support import Worker
 
 # Of 17 rows the trainer's ranks have 9 and 8. Of 36 and 46 columns the engine's ranks have halves.
@@ -74,11 +74,11 @@ class EngineSide:
 
 
 class TrainerSide:
-    """The part of one of two ranks, in a process of its own."""
+    """The part of one of some ranks, in a process of its own."""
 
-    def __init__(self, rank: int, meeting: str) -> None:
+    def __init__(self, rank: int, meeting: str, count: int = 2) -> None:
         torch.set_num_threads(1)
-        self.trainer = Trainer(MODEL, replace(PLAIN, seed=5), join("cpu", rank, 2, meeting))
+        self.trainer = Trainer(MODEL, replace(PLAIN, seed=5), join("cpu", rank, count, meeting))
 
     def train(self) -> None:
         self.trainer.warm_up([each for each in samples() if each.length < 16], 1e-2)
@@ -88,7 +88,7 @@ class TrainerSide:
         return self.trainer.weights.write([EngineWeights(pickle.loads(one), layout) for one, layout in shared], gather)
 
     def save(self, path: str) -> None:
-        whole = {name: tensor for bucket in self.trainer.weights.buckets(900) for name, tensor in bucket.items()}
+        whole = weights(self.trainer)
         layouts = [weight_layout(MODEL, rank, size) for rank, size in ((0, 2), (1, 2), (0, 1))]
         checksums = [self.trainer.weights.checksums(layout) for layout in layouts]
         if self.trainer.rank == 0:
@@ -108,9 +108,10 @@ def both(ranks: list[Worker], *statements: str) -> list[str]:
     return [rank.answer() for rank in ranks]
 
 
-def test_two_ranks_write_the_weights_of_their_checkpoint(broker: Running, tmp_path: Path) -> None:
+def test_one_and_two_ranks_write_the_weights_of_their_checkpoint(broker: Running, tmp_path: Path) -> None:
+    """Into an engine of two ranks, and engines of one."""
     meetings = []
-    for _ in range(2):
+    for _ in range(3):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             meetings.append(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
@@ -129,7 +130,16 @@ def test_two_ranks_write_the_weights_of_their_checkpoint(broker: Running, tmp_pa
                 one, other = map(int, both(ranks, f"print(side.write({tokens[0] + tokens[1]!r}, False))"))
                 assert one > other > 0  # the first has the odd rows
             both(ranks, f"side.save({path!r})")
-            for engine in engines:
-                engine.run(f"side.check({path!r})")
-                engine.run("memsaver.pause(); memsaver.resume()")  # no process is attached any more
-                engine.run(f"side.check({path!r})")
+            check(engines, path)
+        alone, path = stack.enter_context(Worker(broker, HERE)), f"{tmp_path}/alone.pt"
+        alone.run(f"side = TrainerSide(0, {meetings[2]!r}, 1); side.train(); side.train(); side.train()")
+        tokens = [engine.run("print(*side.tokens())").split() for engine in engines]
+        alone.run(f"side.write({tokens[0] + tokens[1]!r}, False); side.save({path!r})")
+        check(engines, path)
+
+
+def check(engines: list[Worker], path: str) -> None:
+    for engine in engines:
+        engine.run(f"side.check({path!r})")
+        engine.run("memsaver.pause(); memsaver.resume()")  # no process is attached any more
+        engine.run(f"side.check({path!r})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from examples.colocate.model import ModelConfig
 from examples.colocate.trainer import Sample, Trainer, TrainerConfig
@@ -46,4 +47,12 @@ def addresses(trainer: Trainer) -> dict[str, int]:
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
     """Full, by name, in the model's dtype."""
-    return {name: tensor for bucket in trainer.weights.buckets(4000) for name, tensor in bucket.items()}
+    return {
+        name: whole(parameter).to(trainer.model_config.dtype) for name, parameter in trainer.model.named_parameters()
+    }
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Of all ranks. A collective."""
+    assert isinstance(parameter, DTensor)
+    return parameter.full_tensor().detach()

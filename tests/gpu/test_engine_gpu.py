@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from inspect import unwrap
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ MODEL = ModelConfig(
 TAGS = ["weights", "kv_cache", "buffers", "cuda_graph"]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=64)
 TOLERANCE = {**PAGED_TOLERANCE, "fp32": 5e-6}
+paged_decode_torch = unwrap(attention.paged_decode)
 # The interpreter runs the kernels with other sizes and types (tests/examples). Compiling one takes seconds.
 SIZES = [  # dtype, heads, kv heads, head dimension, tokens in a block
     ("bf16", 16, 8, 128, 16),
@@ -69,7 +71,7 @@ def test_paged_decode_equals_torch(dtype_name: str, heads: int, kv_heads: int, h
         v_cache.flatten(0, 1)[slots[length:]] = float("nan")
     q = torch.randn(len(lengths), heads, head_dim, generator=generator, device="cuda").to(DTYPES[dtype_name])
     out = attention.paged_decode(q, k_cache, v_cache, table, lengths_B)
-    expected = attention.paged_decode_torch(q.float(), k_cache.float(), v_cache.float(), table, lengths_B)
+    expected = paged_decode_torch(q.float(), k_cache.float(), v_cache.float(), table, lengths_B)
     torch.testing.assert_close(out.float(), expected, rtol=0, atol=TOLERANCE[dtype_name])
     assert not out[0].any()
 
@@ -78,10 +80,10 @@ def test_paged_decode_equals_torch(dtype_name: str, heads: int, kv_heads: int, h
 def test_paged_prefill_equals_dense(dtype_name: str, heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
     chunks = [(1, 1), (1, 700), (70, 70), (127, 128), (128, 1000), (129, 129), (300, 2048), (513, 1025)]
     inputs = prefill_inputs(dtype_name, heads, kv_heads, head_dim, block_size, chunks, "cuda")
-    out = attention.paged_prefill(*inputs)
+    out = attention.paged_prefill(*inputs.values())
     tolerance = TOLERANCE[dtype_name]
-    torch.testing.assert_close(out.double(), dense_prefill(*inputs), rtol=0, atol=tolerance)
-    gathered = attention.paged_prefill_torch(*inputs)
+    torch.testing.assert_close(out.double(), dense_prefill(**inputs), rtol=0, atol=tolerance)
+    gathered = unwrap(attention.paged_prefill)(*inputs.values())
     torch.testing.assert_close(gathered.double(), out.double(), rtol=0, atol=2 * tolerance)
 
 
@@ -110,7 +112,7 @@ def test_caches_beyond_32_bit_indices_are_addressed_correctly() -> None:
     lengths_B = torch.tensor([2], dtype=torch.int32, device="cuda")
     out = attention.paged_decode(q[:1], k_cache, v_cache, table, lengths_B)
     k_part, v_part = (cache[last:].float() for cache in (k_cache, v_cache))
-    expected = attention.paged_decode_torch(q[:1].float(), k_part, v_part, torch.zeros_like(table), lengths_B)
+    expected = paged_decode_torch(q[:1].float(), k_part, v_part, torch.zeros_like(table), lengths_B)
     torch.testing.assert_close(out.float(), expected, rtol=0, atol=1.6e-2)
 
 

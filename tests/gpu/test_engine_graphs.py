@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import memsaver
 from examples.colocate.engine import Engine, SamplingParams
-from examples.colocate.engine.attention import Chunks, PrefillAttention
+from examples.colocate.engine.attention import Chunks, PagedAttention
 from examples.colocate.model import ModelConfig
 from tests.examples.engine_support import MakeEngine, engine_maker, fill_with_random_context, graph_differences
 
@@ -122,9 +122,9 @@ def test_flash_attention_agrees_with_one_call_for_each_sequence() -> None:
     bounds = [0, 1, 71, 327, 330]
     q, k, v = draw(340, 8, 64), draw(340, 2, 64), draw(340, 2, 64)  # with padding
     on_device, slots = torch.tensor(bounds, dtype=torch.int32, device="cuda"), torch.zeros(340, device="cuda").int()
-    chunks = Chunks(on_device, on_device, on_device, slots, total=330, longest=256, whole=True)
+    chunks, table = Chunks(on_device, total=330, longest=256, whole=True), torch.zeros(4, 1, device="cuda").int()
     cache = torch.zeros(1, 16, 2, 64, device="cuda", dtype=torch.bfloat16)
-    out = PrefillAttention([(cache, cache.clone())], slots, chunks)(0, q, k, v)
+    out = PagedAttention([(cache, cache.clone())], slots, table, on_device.diff(), chunks)(0, q, k, v)
     assert len(out) == 330
     for begin, end in zip(bounds, bounds[1:]):
         q_HTD, k_HTD, v_HTD = (each[begin:end].float().transpose(0, 1) for each in (q, k, v))

@@ -13,9 +13,10 @@ import torch
 import memsaver
 
 from ..engine import Completion, Engine, SamplingParams
-from ..loop import EngineActor, TrainerActor, Worker
+from ..loop import EngineActor, TrainerActor
 from ..model import WeightPart
 from ..trainer import RankBatch, Sample, StepMetrics, TokenStatistics
+from ..worker import Worker
 
 _POLL_S = 0.05
 _IN_FLIGHT = 4  # steps of requests before the pause in which they are running
@@ -29,12 +30,16 @@ class Memory(Worker):
     """Figures of the device, for both roles."""
 
     def mapped_bytes(self, tags: Sequence[str]) -> int:
-        """That the regions of these tags hold."""
-        regions = memsaver.stats().devices[str(self.device)].regions
-        return sum(region.mapped_bytes for region in regions if region.tag in tags)
+        """That the regions of these tags hold, or the guests of another saver."""
+        stats = memsaver.stats()
+        regions = stats.devices[str(self.device)].regions if str(self.device) in stats.devices else []
+        held = sum(region.mapped_bytes for region in regions if region.tag in tags)
+        return held + sum(guest.nbytes or 0 for guest in stats.guests if guest.name in tags)
 
     def free_bytes(self) -> int:
-        """That the pool has left."""
+        """That the pool has left. Other savers have none."""
+        if not self.in_regions:
+            return 0
         memsaver.region("overwrite", device=str(self.device))  # the first region joins the pool
         pool = memsaver.stats().devices[str(self.device)].pool
         return pool.available_bytes or 0 if pool else 0
@@ -42,12 +47,14 @@ class Memory(Worker):
     def await_memory(self, seconds: float) -> None:
         """Wait until all memory is free, as dead processes' is after a while; no longer than this."""
         until = time.monotonic() + seconds
-        while self.free_bytes() < self.capacity and time.monotonic() < until:
+        while self.in_regions and self.free_bytes() < self.capacity and time.monotonic() < until:
             time.sleep(_POLL_S)
 
     def overwrite(self) -> int:
         """Make all free memory NaN in every floating type. One rank of a device does. Returns the bytes."""
         count = self.free_bytes() if self.rank % self.sharers == 0 else 0
+        if count == 0:
+            return 0
         taken = memsaver.region("overwrite", device=str(self.device)).empty((count,), torch.uint8)
         taken.fill_(0xFF)
         del taken
@@ -60,9 +67,6 @@ class CheckedEngine(EngineActor, Memory):
 
     def addresses(self) -> dict[str, int]:
         return self.engine.addresses()
-
-    def layout(self) -> dict[str, WeightPart]:
-        return self.engine.weight_layout
 
     def checksums(self) -> dict[str, int]:
         """Of the weights."""
@@ -90,13 +94,13 @@ class CheckedEngine(EngineActor, Memory):
     def random_state(self) -> list[int]:
         """The sampler's: its seed, and the number of its calls."""
         assert isinstance(self.engine, Engine)
-        state: list[int] = self.engine.runner.sampler.state.tolist()
+        state: list[int] = self.engine.random_state.tolist()
         return state
 
     def set_random_state(self, states: Sequence[list[int]]) -> None:
         """To that of this rank."""
         assert isinstance(self.engine, Engine)
-        self.engine.runner.sampler.state.copy_(torch.tensor(states[self.rank]))
+        self.engine.random_state.copy_(torch.tensor(states[self.rank]))
 
 
 class CheckedTrainer(TrainerActor, Memory):

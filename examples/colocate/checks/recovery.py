@@ -31,7 +31,7 @@ class RecoverableLoop(CheckedLoop):
         """Raises CheckpointError, before any actor is made, if the run cannot continue from the checkpoints."""
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         # What the curve depends on. Steps and their number do not matter to those that are done, but for the rates.
-        names = ("device", "ranks", "ranks_per_gpu", "seed", "zero_advantages", "model")
+        names = ("device", "ranks", "engines", "engine_ranks", "ranks_per_gpu", "seed", "zero_advantages", "model")
         self._settings = {name: str(getattr(options, name)) for name in names} | settings_of(recipe, "recipe.")
         if self.checkpoints is not None:
             self.checkpoints.check_start(self._settings, options.resume)
@@ -69,12 +69,11 @@ class RecoverableLoop(CheckedLoop):
         tags: dict[str, list[str]] = getattr(self, "tags", {})
         for role in {"engine", "trainer"} - self._missing:
             self.call(role, "colocated_abort")  # of a turn that failed
-            self.call(role, "pause", backup={tags[role][0]: "none"} if role == "engine" else None)
+            self.call(role, "pause", backup={tags[role][0]: "none"} if role == "engine" and self.in_regions else None)
         for role in self._missing if tags else ():
             self.call(role, "await_memory", _RETURN_S)
         if "engine" in self._missing:
-            tags = {**tags, "engine": self.call("engine", "setup")[0]}
-            self.call("engine", "pause", backup={tags["engine"][0]: "none"})
+            tags = {**tags, "engine": self.set_up_engines()}
         if "trainer" in self._missing:
             tags = {**tags, "trainer": self.set_up_trainers()}
         self._missing = set()
@@ -87,7 +86,7 @@ class RecoverableLoop(CheckedLoop):
             return super().call(role, method, *arguments, **named)
         self._kills.remove(kill)  # type: ignore[arg-type]
         calls = [getattr(actor, method).remote(*arguments, **named) for actor in self.actors[role]]
-        self.say(f"drill: killing {role} {self.options.ranks - 1} in step {self.steps_done + 1}")
+        self.say(f"drill: killing {role} {len(calls) - 1} in step {self.steps_done + 1}")
         ray.kill(self.actors[role][-1])
         return answers(calls, f"{role}.{method}", self.options.answer_within)
 

@@ -9,11 +9,7 @@
     block_manager    the blocks of the KV cache by sequence, and the prefix cache
     model_runner     a step on the device; `batches` are its inputs
     decoder          weights by name, and the forward pass in pieces; `tensor_parallel` over several processes
-    loader           models from a Hugging Face folder
-    ops              operations between matrix products
-    attention        over the paged KV cache
-    sampling         the next token and its log-probability
-    kernels          the last three in Triton
+    ops, attention, sampling   operations between matrix products, in torch; `kernels`, in Triton
     engine_memory    the regions, and captures of graphs
     prefill_graphs   graphs of the parts of a prefill between attentions
     warm_up          every kind of step once, before the first request

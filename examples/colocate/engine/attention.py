@@ -1,9 +1,10 @@
 """Attention over a paged KV cache: writing it, decoding from it, and prefill.
 
 Shape suffixes: B sequences, T tokens, H query heads, K key-value heads, G query heads per key-value head, D head
-dimension, L tokens of context, N blocks of the cache, P tokens in a block, M blocks of all contexts of a step.
+dimension, L tokens of context, N blocks of the cache, P tokens in a block, M blocks of the longest sequence.
 
 A token's slot is block * P + its place in the block. Slots of block 0 belong to padding (see `block_manager`).
+A block table (int32 [B, M]) names the blocks of each sequence in order; entries beyond its length mean nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,60 +25,43 @@ from . import ops
 Caches = list[tuple[Tensor, Tensor]]  # of K and V, each [N, P, K, D], by layer
 
 
-@dataclass(frozen=True, eq=False)  # torch.compile hashes it before its fields are there
-class DecodeAttention:
-    """One new token for each sequence. Its slot in the cache and its context are read on the device."""
+class Chunks(NamedTuple):
+    """The queries of a prefill: chunks laid end to end, each the last tokens of its own context."""
 
-    kv_caches: Caches
-    slots_B: Tensor  # padding points into block 0
-    block_table: Tensor  # int32 [B, blocks of the longest sequence]
-    lengths_B: Tensor  # int32, the new token included; 0 is padding
-
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """See `decoder.Attention`; T is B."""
-        k_cache, v_cache = self.kv_caches[layer]
-        ops.write_kv(k_cache, v_cache, k_TKD, v_TKD, self.slots_B)
-        return paged_decode(q_THD, k_cache, v_cache, self.block_table, self.lengths_B)
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """Chunks of queries laid end to end, each the last tokens of its own context, and the contexts' blocks.
-
-    The bounds, int32 [B + 1], are where each chunk's queries, context and blocks begin and end.
-    """
-
-    query_bounds: Tensor
-    context_bounds: Tensor
-    table_bounds: Tensor
-    blocks_M: Tensor  # int32, one context's after the other's, in order
-    total: int  # queries
-    longest: int  # queries of the longest chunk
+    bounds: Tensor  # int32 [B + 1]: where each begins and ends
+    total: int
+    longest: int
     whole: bool  # no context is longer than its chunk
 
 
-@dataclass(frozen=True)
-class PrefillAttention:
-    """Causal attention of a step's chunks.
+@dataclass(frozen=True, eq=False)  # torch.compile hashes it before its fields are there
+class PagedAttention:
+    """Causal attention of a step's tokens to their contexts in the cache: one new token of each sequence, or chunks.
 
     All of a step's K and V are written before any is read: a chunk may share blocks that another of this step fills.
-    There may be more tokens than the chunks have: the rest is padding.
     """
 
     kv_caches: Caches
     slots_T: Tensor  # of padding 0
-    chunks: Chunks
+    block_table: Tensor
+    lengths_B: Tensor  # int32, of contexts, the step's tokens included; 0 is padding
+    chunks: Chunks | None = None
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """See `decoder.Attention`; [T, H, D] without padding. Whole prompts go through torch's own kernel, on CUDA."""
+        """See `decoder.Attention`. Of chunks [T, H, D] without padding, which may stand at the end of the tokens.
+
+        Whole prompts go through torch's own kernel, on CUDA.
+        """
         k_cache, v_cache = self.kv_caches[layer]
         ops.write_kv(k_cache, v_cache, k_TKD, v_TKD, self.slots_T)
-        chunks = self.chunks
-        q_THD, k_TKD, v_TKD = (each[: chunks.total] for each in (q_THD, k_TKD, v_TKD))
-        if chunks.whole and q_THD.is_cuda and q_THD.dtype != torch.float32 and (flash := _flash_attention()):
-            out_THD: Tensor = flash(q_THD, k_TKD, v_TKD, *[chunks.query_bounds] * 2, *[chunks.longest] * 2)
+        if self.chunks is None:
+            return paged_decode(q_THD, k_cache, v_cache, self.block_table, self.lengths_B)
+        bounds, total, longest, whole = self.chunks
+        q_THD, k_TKD, v_TKD = (each[:total] for each in (q_THD, k_TKD, v_TKD))
+        if whole and q_THD.is_cuda and q_THD.dtype != torch.float32 and (flash := _flash_attention()):
+            out_THD: Tensor = flash(q_THD, k_TKD, v_TKD, bounds, bounds, longest, longest)
             return out_THD
-        return paged_prefill(q_THD, k_cache, v_cache, chunks)
+        return paged_prefill(q_THD, k_cache, v_cache, self.block_table, self.lengths_B, bounds, longest)
 
 
 @cache
@@ -94,51 +78,38 @@ def _flash_attention() -> Callable[..., Any] | None:
     return partial(varlen_attn, **options)
 
 
-def paged_prefill(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, chunks: Chunks) -> Tensor:
+@ops.triton_on_cuda("paged_prefill")
+def paged_prefill(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    lengths_B: Tensor,
+    bounds: Tensor,
+    longest: int,
+) -> Tensor:
     """Causal attention of each chunk over its context in the cache: [T, H, D].
 
-    k_cache and v_cache are [N, P, K, D]. Values in the cache beyond a context are never used, NaN included.
-    Triton on CUDA, which reads the blocks where they are; elsewhere torch.
+    k_cache and v_cache are [N, P, K, D]; `bounds` and `longest` are those of `Chunks`. Values in the cache beyond a
+    context are never used, NaN included.
     """
-    if ops.in_triton(q_THD):
-        from .kernels.paged_prefill import paged_prefill_triton
-
-        return paged_prefill_triton(q_THD, k_cache, v_cache, chunks)
-    return paged_prefill_torch(q_THD, k_cache, v_cache, chunks)
-
-
-def paged_prefill_torch(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, chunks: Chunks) -> Tensor:
-    """`paged_prefill` in torch, chunk by chunk. Every context is gathered first."""
-    out_THD = torch.empty_like(q_THD)
-    bounds = (pairwise(each.tolist()) for each in (chunks.query_bounds, chunks.context_bounds, chunks.table_bounds))
-    for (begin, end), (first, last), (start, stop) in zip(*bounds):
-        blocks, queries, context = chunks.blocks_M[start:stop], end - begin, last - first
-        k_LKD, v_LKD = (cache[blocks].flatten(0, 1)[:context] for cache in (k_cache, v_cache))
-        seen_TL = torch.ones(queries, context, dtype=torch.bool, device=q_THD.device).tril(context - queries)
+    out_THD, size = torch.empty_like(q_THD), k_cache.shape[1]
+    for (begin, end), blocks, context in zip(pairwise(bounds.tolist()), block_table, lengths_B.tolist()):
+        k_LKD, v_LKD = (cache[blocks[: -(-context // size)]].flatten(0, 1)[:context] for cache in (k_cache, v_cache))
+        seen_TL = torch.ones(end - begin, context, dtype=torch.bool, device=q_THD.device).tril(context - end + begin)
         q_HTD, k_KLD, v_KLD = (each.transpose(0, 1)[None] for each in (q_THD[begin:end], k_LKD, v_LKD))
         out = F.scaled_dot_product_attention(q_HTD, k_KLD, v_KLD, attn_mask=seen_TL, enable_gqa=True)
         out_THD[begin:end] = out[0].transpose(0, 1)
     return out_THD
 
 
+@ops.triton_on_cuda("paged_decode")
 def paged_decode(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor) -> Tensor:
     """Each sequence's one query over its cached context; [B, H, D] in q's dtype, computed in fp32.
 
-    k_cache and v_cache are [N, P, K, D]; block_table (int32 [B, M]) names the blocks of each sequence in order;
-    lengths_B (int32) counts its tokens. A row of length 0 is padding: its result is zero. Values in the
-    cache beyond a sequence's length are never used, NaN included. Triton on CUDA; torch elsewhere.
+    k_cache and v_cache are [N, P, K, D]; lengths_B (int32) counts a sequence's tokens. A row of length 0 is padding:
+    its result is zero. Values in the cache beyond a sequence's length are never used, NaN included.
     """
-    if ops.in_triton(q_BHD):
-        from .kernels.paged_decode import paged_decode_triton
-
-        return paged_decode_triton(q_BHD, k_cache, v_cache, block_table, lengths_B)
-    return paged_decode_torch(q_BHD, k_cache, v_cache, block_table, lengths_B)
-
-
-def paged_decode_torch(
-    q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor
-) -> Tensor:
-    """`paged_decode` in plain torch: the reference of the kernel's tests, and the CPU's implementation."""
     batch, heads, head_dim = q_BHD.shape
     block_size, kv_heads = k_cache.shape[1:3]
     # Entries beyond a sequence's length are arbitrary, so they are kept inside the cache and their values hidden.

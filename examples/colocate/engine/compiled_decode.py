@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 
 BACKEND = "inductor"
-_MOST = 8  # variants of one function, after which torch.compile gives up
 DecodeLogits = Callable[[Any, int], Tensor]  # of a runner and a batch size
 
 
 def compiled(decode_logits: DecodeLogits, sizes: tuple[int, ...]) -> DecodeLogits:
     """The function, compiled anew for each of these sizes when it is first called with it.
 
-    Raises ValueError for more than 8 sizes.
+    Raises ValueError for more than 8 sizes: torch.compile gives up after as many variants of a function.
     """
-    if not sizes:
-        return decode_logits
-    if len(sizes) > _MOST:
-        raise ValueError(f"compile_batch_sizes has {len(sizes)} sizes; expected at most {_MOST}")
-    fast = torch.compile(decode_logits, backend=BACKEND, fullgraph=True, dynamic=False)
+    if len(sizes) > 8:
+        raise ValueError(f"compile_batch_sizes has {len(sizes)} sizes; expected at most 8")
+    fast = torch.compile(decode_logits, backend=BACKEND, fullgraph=True, dynamic=False) if sizes else decode_logits
     return lambda runner, size: (fast if size in sizes else decode_logits)(runner, size)

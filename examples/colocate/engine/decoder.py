@@ -61,7 +61,6 @@ class Decoder:
         self._head_VC = self.parameters.get(_HEAD, self.parameters[_EMBEDDING])
         if config.tie_word_embeddings and self._shares_vocabulary:
             self._head_VC = self._head_VC.chunk(parallel.size)[parallel.rank]
-        self._awaited = set(self.layout)
 
     def embed(self, tokens_T: Tensor) -> State:
         """The first state, of tokens laid end to end."""
@@ -73,12 +72,13 @@ class Decoder:
         attention = prefix + "self_attn."
         normed_TC, residual_TC = self._norm(state, prefix + "input_layernorm.weight")
         qkv = F.linear(normed_TC, weights[attention + "qkv.weight"], weights.get(attention + "qkv.bias"))
-        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        q_THD, k_TKD, v_TKD = qkv.unflatten(1, (-1, self.config.head_dim)).split(heads, dim=1)
+        heads = self.num_heads, self.num_kv_heads
+        qk_THD, v_TKD = qkv.unflatten(1, (-1, self.config.head_dim)).tensor_split([sum(heads)], dim=1)
         norms_D = None
         if self.config.qk_norm:
             norms_D = weights[attention + "q_norm.weight"], weights[attention + "k_norm.weight"]
-        q_THD, k_TKD = ops.rotate(q_THD, k_TKD, norms_D, self.tables, positions_T, self.config.norm_eps)
+        qk_THD = ops.rotate(qk_THD, self.num_heads, norms_D, self.tables, positions_T, self.config.norm_eps)
+        q_THD, k_TKD = qk_THD.split(heads, dim=1)
         return q_THD, k_TKD, v_TKD, residual_TC
 
     def after_attention(self, layer: int, residual_TC: Tensor, out_THD: Tensor) -> State:
@@ -114,28 +114,24 @@ class Decoder:
 
         The full model is the same for every number of ranks.
         """
-        generator = torch.Generator(self._head_VC.device)
+        device = self._head_VC.device
         for index, (name, part) in enumerate(self.layout.items()):
-            parameter = self.parameters[name]
-            if len(part.shape) == 1:
-                parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
-                continue
-            generator.manual_seed((seed * 1_000_003 + index) % 2**32)
-            if part.shape == part.full_shape:
-                parameter.normal_(0.0, _DEVIATION, generator=generator)
+            full = torch.empty(part.full_shape, dtype=self.config.dtype, device=device)
+            if full.dim() == 1:
+                full.fill_(0.0 if name.endswith(".bias") else 1.0)
             else:
-                full = torch.empty(part.full_shape, dtype=parameter.dtype, device=parameter.device)
-                parameter.copy_(part.of(full.normal_(0.0, _DEVIATION, generator=generator)))
+                generator = torch.Generator(device).manual_seed((seed * 1_000_003 + index) % 2**32)
+                full.normal_(0.0, _DEVIATION, generator=generator)
+            self.parameters[name].copy_(part.of(full))
 
     @torch.no_grad()
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool = False) -> None:
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy tensors in by Hugging Face name, each checked before its first byte is written.
 
-        The tensors are full ones, on any device; a rank takes its part of them. With `partial` more calls follow, and
-        only the last one, without it, asks that every name has come. Raises ValueError for a name that is unknown,
-        comes twice or is missing, and for another shape or dtype than the config's; after that the load starts over.
+        The tensors are full ones, on any device; a rank takes its part of them. Raises ValueError for a name that is
+        unknown, comes twice or is missing, and for another shape or dtype than the config's.
         """
-        awaited, self._awaited = self._awaited, set(self.layout)
+        awaited = set(self.layout)
         for name, tensor in named_tensors:
             if name not in awaited:
                 known = (
@@ -149,9 +145,7 @@ class Decoder:
                 )
             self.parameters[name].copy_(part.of(tensor))
             awaited.remove(name)
-        if partial:
-            self._awaited = awaited
-        elif awaited:
+        if awaited:
             raise ValueError(f"weights are missing: {', '.join(sorted(awaited)[:4])}; {len(awaited)} in all")
 
     def _norm(self, state: State, name: str) -> tuple[Tensor, Tensor]:

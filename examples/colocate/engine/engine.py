@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 import torch
 import torch.multiprocessing  # registers the reducers of tensors
@@ -48,8 +46,10 @@ class Engine:
         """
         self.model_config, self.config = model, config
         self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
+        if self.device.type == "cuda":  # where kernels are launched and events recorded
             self.device = torch.device("cuda", torch.cuda.current_device())
+            if torch.device(device).index not in (None, self.device.index):
+                raise ValueError(f"device is {str(device)!r}; expected {str(self.device)!r}, the current one")
         self.max_model_len = model.max_position if config.max_model_len is None else config.max_model_len
         if self.max_model_len > model.max_position:
             raise ValueError(f"max_model_len is {self.max_model_len}; expected at most {model.max_position}")
@@ -76,6 +76,11 @@ class Engine:
     def captured_batch_sizes(self) -> tuple[int, ...]:
         """Batch sizes that have a graph, ascending; none on the CPU."""
         return tuple(sorted(self.runner.decode_graphs))
+
+    @property
+    def random_state(self) -> Tensor:
+        """Of sampling: see `sampling.sample`. An engine that gets another's draws the same numbers next."""
+        return self.runner.batch.random_state
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams, use_graphs: bool = True) -> list[Completion]:
         """Complete prompts of token ids, in their order.
@@ -129,19 +134,16 @@ class Engine:
         with new ones.
         """
         self.memory.check_active(use_graphs)
-        with self._on_device():
-            try:
-                advanced = self._follow_kv_cache()
-                step = self.scheduler.schedule(admit)
-                readback = self.runner.launch(step, use_graphs)
-                advanced += self.settle()
-                self._in_flight = None if readback is None else (step, readback)
-            except BaseException:
-                self._in_flight = None
-                self.scheduler.abort()
-                with suppress(RuntimeError):  # of a device that is lost: the reason is on its way
-                    self._synchronize()  # copies from buffers that are filled anew may still be queued
-                raise
+        try:
+            advanced = self._follow_kv_cache()
+            step = self.scheduler.schedule(admit)
+            readback = self.runner.launch(step, use_graphs)
+            advanced += self.settle()
+            self._in_flight = None if readback is None else (step, readback)
+        except BaseException:
+            self._in_flight = None
+            self.scheduler.abort()
+            raise
         return advanced
 
     def settle(self) -> list[Sequence]:
@@ -162,7 +164,7 @@ class Engine:
         self.settle()
         if not finish:
             self.scheduler.put_back_all()
-        while self.scheduler.active:
+        while self.scheduler.running:
             self.step(admit=False)
         self.settle()
         self._synchronize()
@@ -171,14 +173,13 @@ class Engine:
         """Drop the contents of the KV cache. Raises RuntimeError while requests are running."""
         self.blocks.drop_prefix_cache()
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool = False) -> None:
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite the weights by Hugging Face name (see `Decoder.load_weights`), and drop the prefix cache.
 
-        With `partial` the last call, without it, checks that all names came. Needs the weights' region alone, and
-        no running requests.
+        Needs the weights' region alone, and no running requests.
         """
         self._prepare_for_weights("take weights")
-        self.model.load_weights(named_tensors, partial)
+        self.model.load_weights(named_tensors)
 
     def share_weights(self) -> bytes:
         """Offer the weights to a process that writes new ones; drop the prefix cache.
@@ -189,10 +190,6 @@ class Engine:
         """
         self._prepare_for_weights("be shared")
         return bytes(ForkingPickler.dumps(self.model.parameters))
-
-    def differing_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of those full tensors whose part is not, bit for bit, the weight that this rank has."""
-        return [name for name, tensor in named_tensors if not self._has(name, tensor)]
 
     def checksums(self) -> dict[str, int]:
         """The `bit_sum` of this rank's part of each parameter, by Hugging Face name."""
@@ -213,16 +210,15 @@ class Engine:
             return
         self.settle()
         runner = self.runner
-        with self._on_device():
-            sampler_state = runner.sampler.state.clone()
-            try:
-                runner.capture(self.memory)
-                warm_up(runner)
-                self._synchronize()
-            except BaseException:
-                runner.release_graphs()
-                raise
-            runner.sampler.state.copy_(sampler_state)
+        random_state = self.random_state.clone()
+        try:
+            runner.capture(self.memory)
+            warm_up(runner)
+            self._synchronize()
+        except BaseException:
+            runner.release_graphs()
+            raise
+        self.random_state.copy_(random_state)
         self.counts.decode_replays = self.counts.prefill_replays = 0  # none was of a request
         self._warm = True
 
@@ -253,17 +249,6 @@ class Engine:
         self.memory.weights.check_active(purpose)
         self.settle()
         self.drop_prefix_cache()
-
-    def _has(self, name: str, tensor: Tensor) -> bool:
-        part = self.model.layout.get(name)
-        if part is None or tensor.shape != part.full_shape or tensor.dtype != self.model_config.dtype:
-            return False
-        mine = self.model.parameters[name]
-        return torch.equal(*(each.contiguous().view(torch.uint8) for each in (mine, part.of(tensor).to(mine.device))))
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        """Makes the engine's GPU the current one, where kernels are launched and events recorded."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -29,10 +29,10 @@ class EngineConfig:
         check_integer("seed", self.seed, least=-(1 << 63), most=(1 << 63) - 1)
         if self.max_model_len is not None:
             check_integer("max_model_len", self.max_model_len, least=2)
-        limits = {"graph_batch_sizes": self.max_batch_size, "prefill_graph_sizes": self.max_prefill_tokens}
-        for name, most in limits.items():
-            for size in getattr(self, name) or ():
-                check_integer(f"a size in {name}", size, most=most)
+        for size in self.graph_batch_sizes or ():
+            check_integer("a size in graph_batch_sizes", size, most=self.max_batch_size)
+        for size in self.prefill_graph_sizes or ():
+            check_integer("a size in prefill_graph_sizes", size, most=self.max_prefill_tokens)
         if not set(self.compile_batch_sizes) <= set(self.batch_sizes()):
             raise ValueError(
                 f"compile_batch_sizes are {self.compile_batch_sizes}; expected some of {self.batch_sizes()}"
@@ -47,15 +47,14 @@ class EngineConfig:
 
     def batch_sizes(self) -> tuple[int, ...]:
         """The sizes of decode steps that graphs are captured for, ascending. Smaller batches are padded to them."""
-        if self.graph_batch_sizes is not None:
-            return tuple(sorted(set(self.graph_batch_sizes)))
-        limit = self.max_batch_size
-        return tuple(sorted({*range(1, min(32, limit) + 1), *range(64, limit + 1, 32), limit}))
+        limit, chosen = self.max_batch_size, self.graph_batch_sizes
+        if chosen is None:
+            chosen = (*range(1, min(32, limit) + 1), *range(64, limit + 1, 32), limit)
+        return tuple(sorted(set(chosen)))
 
     def padded_batch_sizes(self) -> tuple[int, ...]:
-        """The sizes that decode steps are padded to, ascending: those of graphs, and a few beyond the largest."""
-        largest, limit = max(self.batch_sizes(), default=0), self.max_batch_size
-        return (*self.batch_sizes(), *(size for size in sorted({*range(32, limit, 32), limit}) if size > largest))
+        """The sizes that decode steps are padded to, ascending: those of graphs, and the largest batch."""
+        return tuple(sorted({*self.batch_sizes(), self.max_batch_size}))
 
 
 def padded_to(count: int, sizes: tuple[int, ...]) -> int:

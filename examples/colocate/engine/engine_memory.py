@@ -31,11 +31,13 @@ class EngineMemory:
     Graphs of one pool never run at the same time, so they share its memory: the largest is captured first.
     """
 
+    region: Any = staticmethod(memsaver.region)
+
     def __init__(self, device: torch.device) -> None:
         self.device, self.captures_graphs = device, device.type == "cuda"
-        self.weights = memsaver.region("weights", device=str(device), backup="host")
-        self.kv_cache = memsaver.region("kv_cache", device=str(device))
-        self.buffers = memsaver.region("buffers", device=str(device), backup="host")
+        self.weights: Any = self.region("weights", device=str(device), backup="host")
+        self.kv_cache: Any = self.region("kv_cache", device=str(device))
+        self.buffers: Any = self.region("buffers", device=str(device), backup="host")
         self.cuda_graph: Any = None
         self._stream: Any = None
 
@@ -48,11 +50,17 @@ class EngineMemory:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Around warm-up and captures. If this raises, drop the graphs captured inside."""
-        with torch.cuda.device(self.device), _garbage_frozen():
-            # One stream for all: cuBLAS keeps a workspace for each stream for good, so the capture's has to be made by
-            # the warm-up, outside any region.
-            self._stream = self._stream or torch.cuda.Stream()
+        # One stream for all: cuBLAS keeps a workspace for each stream for good, so the capture's has to be made by the
+        # warm-up, outside any region.
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # a collection in the middle of a capture could free CUDA memory and break it
+        try:
             yield
+        finally:
+            gc.enable()
+            gc.unfreeze()
 
     def warm_up(self, functions: list[Callable[[], object]]) -> None:
         """Run each twice: the first run compiles kernels, loads libraries, and makes allocations that last."""
@@ -70,41 +78,25 @@ class EngineMemory:
 
         Raises the function's error, or the error that ended the capture.
         """
-        reason: BaseException | None = None
-        graph, context = self._graph()
+        reasons: list[BaseException] = []
+        graph, context = self.graph()
         try:
             with context:
                 try:
                     return graph, function()
                 except BaseException as error:
-                    reason = error
+                    reasons.append(error)
                     raise
-        except BaseException:
-            if reason is not None:
-                raise reason from None  # the end of a broken capture raises as well; the first error is the cause
-            raise
+        except BaseException as end:
+            # The end of a broken capture raises as well; the first error is the cause.
+            raise (*reasons, end)[0] from None
 
-    def _graph(self) -> tuple[Any, AbstractContextManager[Any]]:
+    def graph(self) -> tuple[Any, AbstractContextManager[Any]]:
         """A graph, and the context that captures it: its memory comes from the region, its replays need all regions."""
         if self.cuda_graph is None:
             self.cuda_graph = memsaver.region("cuda_graph", device=str(self.device), backup=_GRAPH_BACKUP)
         graph, needs = memsaver.CUDAGraph(), [self.weights, self.kv_cache, self.buffers]
         return graph, memsaver.graph(graph, region=self.cuda_graph, needs=needs, stream=self._stream)
-
-
-@contextmanager
-def _garbage_frozen() -> Iterator[None]:
-    """No collection inside: one in the middle of a capture could free CUDA memory and break it."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if enabled:
-            gc.enable()
 
 
 def borrowed(tensor: Tensor) -> Tensor:

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from .attention import Caches, DecodeAttention
-from .batches import DecodeBatch, PrefillBatch, Readback
+from .attention import Caches, PagedAttention
+from .batches import Batch, Readback
 from .compiled_decode import compiled
 from .decoder import Decoder
 from .engine_config import EngineConfig, padded_to
 from .engine_memory import EngineMemory, borrowed
 from .prefill_graphs import PrefillGraphs
-from .sampling import Sampler
+from .sampling import sample
 from .scheduler import Counts, Step
 from .sequence import Sequence
 
@@ -35,8 +35,7 @@ class ModelRunner:
         # several that a kernel writes to in one storage, torch.compile copies all but the first.
         self.kv_caches: Caches = [(borrowed(layer[0]), borrowed(layer[1])) for layer in self.kv_cache]
         max_blocks = -(-max_model_len // config.block_size)
-        self.batch = DecodeBatch(config.max_batch_size, max_blocks, config.block_size, memory.buffers)
-        self.sampler = Sampler(config.seed, memory.buffers)
+        self.batch = Batch(config.max_batch_size, max_blocks, config.block_size, config.seed, memory.buffers)
         prefill_sizes = config.prefill_sizes(self.kv_cache.is_cuda)
         self.prefill_graphs = PrefillGraphs(model, prefill_sizes, memory.buffers)
         self.max_prefill_tokens = prefill_sizes[-1] if prefill_sizes else config.max_prefill_tokens
@@ -56,14 +55,25 @@ class ModelRunner:
         """K and V of the chunks' tokens, and a token for each sequence that samples."""
         num_tokens = padded_to(sum(chunk.stop - chunk.start for chunk in step.chunks), self.prefill_graphs.sizes)
         num_samples = padded_to(len(step.sampling), self.padded_sizes) if step.sampling else 0
-        batch = PrefillBatch.build(step, num_tokens, num_samples, self.batch.padding_row, self.kv_caches)
         use_graphs = use_graphs and num_tokens in self.prefill_graphs.pieces
         self.counts.prefill_replays += use_graphs
-        hidden_TC = self.prefill_graphs.run(batch.tokens_T, batch.positions_T, batch.attention, use_graphs)
-        if step.sampling:
-            self.batch.start(step.sampling)
-            logits_BV = self.model.logits(hidden_TC.index_select(0, batch.last_B))
-            self.batch.store(batch.rows_B, *self.sampler(logits_BV, batch.temperatures_B))
+        hidden_TC, last_B = self.hidden(step, num_tokens, num_samples, use_graphs)
+        if num_samples:
+            # The row after the samples may be of a chunk that does not end its prompt. It is sampled as padding is: its
+            # sequence gets its token with its last chunk.
+            self._sample(self.model.logits(hidden_TC.index_select(0, last_B)))
+
+    def hidden(self, step: Step, num_tokens: int, num_samples: int, use_graphs: bool) -> tuple[Tensor, Tensor]:
+        """Hidden states of the tokens of a prefill, padded to so many, and where those are that samples follow from."""
+        sequences = [chunk.sequence for chunk in step.chunks]
+        size = max(len(sequences), num_samples)
+        self.batch.start(sequences)
+        self.batch.fill(sequences, size)
+        tokens = self.batch.lay_out(step.chunks, num_tokens, num_samples)
+        inputs = self.batch.columns(size)
+        attention = PagedAttention(self.kv_caches, tokens.slots_T, inputs.block_table, inputs.lengths_B, tokens.chunks)
+        states_TC = self.prefill_graphs.run(tokens.tokens_T, tokens.positions_T, attention, use_graphs)
+        return states_TC, tokens.last_B
 
     def decode(self, sequences: list[Sequence], size: int, use_graphs: bool) -> None:
         """One token of each sequence, padded to `size` of them."""
@@ -76,13 +86,12 @@ class ModelRunner:
 
     def decode_step(self, size: int) -> None:
         """The work of a graph of this size: from the static inputs to the static outputs of `batch`."""
-        columns = self.batch.columns(size)
-        self.batch.store(columns.rows_B, *self.sampler(self._decode_logits(self, size), columns.temperatures_B))
+        self._sample(self._decode_logits(self, size))
 
     def decode_logits(self, size: int) -> Tensor:
         """The part of `decode_step` that may go through torch.compile: logits [size, V]."""
         inputs = self.batch.columns(size)
-        attention = DecodeAttention(self.kv_caches, inputs.slots_B, inputs.block_table, inputs.lengths_B)
+        attention = PagedAttention(self.kv_caches, inputs.slots_B, inputs.block_table, inputs.lengths_B)
         tokens_B = self.batch.latest.index_select(0, inputs.rows_B)
         return self.model.logits(self.model.forward(tokens_B, inputs.positions_B, attention))
 
@@ -104,6 +113,10 @@ class ModelRunner:
     def static_tensors(self) -> dict[str, Tensor]:
         """All tensors in `buffers` and the KV cache, which graphs use by their addresses."""
         batch, (cos, sin) = self.batch, self.model.tables
-        own = {"kv_cache": self.kv_cache, "sampler": self.sampler.state, "cos": cos, "sin": sin}
+        own = {"kv_cache": self.kv_cache, "random_state": batch.random_state, "cos": cos, "sin": sin}
         own |= {"inputs": batch.inputs, "outputs": batch.outputs, "latest": batch.latest}
         return own | self.prefill_graphs.inputs
+
+    def _sample(self, logits_BV: Tensor) -> None:
+        inputs = self.batch.columns(len(logits_BV))
+        self.batch.store(inputs.rows_B, *sample(logits_BV, inputs.temperatures_B, self.batch.random_state))

@@ -30,10 +30,10 @@ class PrefillGraphs:
         self.pieces: dict[int, list[_Piece]] = {}
         self.inputs: dict[str, Tensor] = {}
         if sizes:
-            heads, dtype = (model.num_heads, model.config.head_dim), model.config.dtype
+            attended = (sizes[-1], model.num_heads, model.config.head_dim)
             self.inputs["tokens_T"] = buffers.empty((sizes[-1],), torch.int32).zero_()
             self.inputs["positions_T"] = buffers.empty((sizes[-1],), torch.int32).zero_()
-            self.inputs["attended_THD"] = buffers.empty((sizes[-1], *heads), dtype).zero_()
+            self.inputs["attended_THD"] = buffers.empty(attended, model.config.dtype).zero_()
 
     def run(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, use_graphs: bool) -> Tensor:
         """Hidden states of the tokens, with graphs if those of their number are there. Padding's mean nothing."""
@@ -53,7 +53,7 @@ class PrefillGraphs:
     def capture(self, memory: EngineMemory) -> None:
         """Capture every size, the largest first."""
         sizes = self.sizes[::-1]
-        memory.warm_up([partial(self._call_pieces, size) for size in sizes])
+        memory.warm_up([partial(self._forward, size) for size in sizes])
         for size in sizes:
             pieces: list[_Piece] = []
             residual_TC: Tensor | None = None
@@ -64,10 +64,10 @@ class PrefillGraphs:
                 pieces.append((graph, tuple(borrowed(each) for each in kept[:3])))
             self.pieces[size] = pieces
 
-    def _call_pieces(self, size: int) -> None:
-        residual_TC: Tensor | None = None
-        for index in range(self.model.config.num_layers + 1):
-            residual_TC = self._piece(index, size, residual_TC)[-1]
+    def _forward(self, size: int) -> None:
+        """The work of all pieces."""
+        tokens_T, positions_T, attended_THD = (each[:size] for each in self.inputs.values())
+        self.model.forward(tokens_T, positions_T, lambda *_: attended_THD)
 
     def _piece(self, index: int, size: int, residual_TC: Tensor | None) -> tuple[Tensor, ...]:
         """(q, k, v, residual), or (hidden,) for the last one."""
@@ -84,5 +84,4 @@ class PrefillGraphs:
 def _attend_padded(attention: Attention, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
     """Attention over real tokens. The rows of padding are zero."""
     out_THD = attention(layer, q_THD, k_TKD, v_TKD)
-    padding = len(q_THD) - len(out_THD)
-    return F.pad(out_THD, (0, 0, 0, 0, 0, padding)) if padding else out_THD
+    return F.pad(out_THD, (0, 0, 0, 0, 0, len(q_THD) - len(out_THD))) if len(out_THD) < len(q_THD) else out_THD

@@ -50,21 +50,23 @@ class Counts:
 
 
 class Scheduler:
-    """Requests wait, prefill, run, and leave when finished; one that is put back waits again, first in line."""
+    """Requests wait, run, and leave when finished; one that is put back waits again, first in line.
+
+    One that runs holds blocks. Its prompt comes first, perhaps in chunks; then it decodes.
+    """
 
     def __init__(self, blocks: BlockManager, max_batch_size: int, max_prefill_tokens: int, counts: Counts) -> None:
         self.blocks, self.counts = blocks, counts
         self.max_batch_size, self.max_prefill_tokens = max_batch_size, max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
-        self.prefilling: list[Sequence] = []  # in the middle of their prompts
         self.running: list[Sequence] = []  # oldest first
         self._rows = list(range(max_batch_size))  # free ones, see Sequence.row
         self._prefilled = False  # in the last step
 
     @property
-    def active(self) -> list[Sequence]:
-        """The requests that hold blocks."""
-        return self.running + self.prefilling
+    def decoding(self) -> list[Sequence]:
+        """The requests whose prompts are computed."""
+        return [sequence for sequence in self.running if sequence.is_prefilled]
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request. One that could not finish alone in the whole cache is a ValueError."""
@@ -83,7 +85,7 @@ class Scheduler:
         Prompts go first, but no two steps of them in turn while others decode. A step without chunks has no work before
         the results in flight are read back.
         """
-        chunks = [] if self._prefilled and self.running else self._prefill(admit)
+        chunks = [] if self._prefilled and self.decoding else self._prefill(admit)
         self._prefilled = bool(chunks)
         for chunk in chunks or (chunks := self._decode()):
             chunk.sequence.num_computed = chunk.stop
@@ -109,37 +111,40 @@ class Scheduler:
 
     def cancel(self, sequence: Sequence, reason: FinishReason = "cancelled") -> None:
         """Finish a request with its tokens so far. No effect if the scheduler does not have it."""
-        for holders in (self.running, self.prefilling, self.waiting):
-            if sequence in holders:
-                holders.remove(sequence)
-                if holders is not self.waiting:
-                    self._release(sequence)
-                sequence.finish_reason = reason
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._release(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            return
+        sequence.finish_reason = reason
 
     def put_back_all(self) -> None:
         """Take all blocks back; requests wait again in their order. Nothing may be in flight."""
-        while self.active:
+        while self.running:
             self._put_back_youngest()
 
     def abort(self) -> None:
         """Drop every request and the prefix cache, after a step that failed half-way."""
-        for sequence in [*self.active, *self.waiting]:
+        for sequence in [*self.running, *self.waiting]:
             self.cancel(sequence, "failed")
         self.blocks.drop_prefix_cache()
 
     def _prefill(self, admit: bool) -> list[Chunk]:
         chunks: list[Chunk] = []
         budget = self.max_prefill_tokens
-        for sequence in list(self.prefilling):
-            budget -= self._next_chunk(sequence, budget, chunks)
-        while admit and budget and self.waiting and len(self.active) < self.max_batch_size:
+        for sequence in self.running:
+            if not sequence.is_prefilled:
+                budget -= self._next_chunk(sequence, budget, chunks)
+        while admit and budget and self.waiting and len(self.running) < self.max_batch_size:
             sequence = self.waiting[0]
             # A block stays free for each that runs: a new request must not take the block that they need next.
-            if not self.blocks.allocate(sequence, reserve=len(self.active)):
+            if not self.blocks.allocate(sequence, reserve=len(self.running)):
                 break
             self.counts.prefix_hit_tokens += sequence.num_computed
             sequence.row = self._rows.pop()
-            self.prefilling.append(self.waiting.popleft())
+            self.running.append(self.waiting.popleft())
             budget -= self._next_chunk(sequence, budget, chunks)
         return chunks
 
@@ -152,13 +157,11 @@ class Scheduler:
         chunks.append(Chunk(sequence, start, stop, samples=stop == length))
         # Published before they are computed: a step writes them before any of its sequences reads them.
         self.blocks.publish(sequence, stop)
-        if stop == length:
-            self.prefilling.remove(sequence)
-            self.running.append(sequence)
+        sequence.is_prefilled = stop == length
         return stop - start
 
     def _decode(self) -> list[Chunk]:
-        decoding = [sequence for sequence in self.running if sequence.length < sequence.max_tokens]
+        decoding = [sequence for sequence in self.decoding if sequence.length < sequence.max_tokens]
         while not self.blocks.append(decoding):
             if any(sequence.in_flight for sequence in self.running):
                 return []  # recomputing needs the tokens, and one of them may end its sequence
@@ -169,7 +172,7 @@ class Scheduler:
         return [Chunk(sequence, sequence.length - 1, sequence.length, samples=True) for sequence in decoding]
 
     def _put_back_youngest(self) -> Sequence:
-        victim = (self.prefilling or self.running).pop()
+        victim = self.running.pop()
         self._release(victim)
         self.waiting.appendleft(victim)
         self.counts.recomputed += 1
@@ -179,3 +182,4 @@ class Scheduler:
         # A step in flight may still write there. The next owner of the blocks writes in a later step, hence after it.
         self.blocks.free(sequence)
         self._rows.append(sequence.row)
+        sequence.is_prefilled = False

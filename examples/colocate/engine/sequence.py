@@ -62,6 +62,7 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)  # of full blocks of tokens, as far as they were computed
     num_published: int = 0  # blocks that others may share
     num_computed: int = 0  # a step that is launched counts as done
+    is_prefilled: bool = False  # all tokens of when it was admitted are computed
     in_flight: int = 0
     row: int = -1  # its place in the device's tensors, while it holds blocks
     finish_reason: FinishReason | None = None

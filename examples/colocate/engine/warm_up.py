@@ -21,37 +21,31 @@ def warm_up(runner: ModelRunner) -> None:
     Only padding's block, row and outputs are written, so requests and the prefix cache do not change. The largest
     steps come first, since smaller ones fit into the memory that those free.
     """
-    longest, block_size = runner.max_model_len - 1, runner.config.block_size
-    counts = _token_counts(runner)
-    steps = []
-    for count in counts:
-        steps.append(_step(runner, count, context=0))
-        if longest > 1:  # room for a context and a token after it
-            steps.append(_step(runner, count, context=min(block_size + 1, longest - 1)))
+    counts, longest = _token_counts(runner), runner.max_model_len - 1
+    prefills = [(count, 0, 1) for count in counts]
+    if longest > 1:  # room for a context and a token after it
+        prefills += [(count, min(runner.config.block_size + 1, longest - 1), 1) for count in counts]
     for size in reversed(runner.padded_sizes):
         runner.decode([], size, use_graphs=True)
         runner.batch.read_back().wait(0)
-        steps.append(_step(runner, min(size, counts[0]), context=0, sequences=size))
-    for step in steps:
-        runner.prefill(step, use_graphs=True)
-        runner.batch.read_back().wait(0)
+        prefills.append((min(size, counts[0]), 0, size))
+    for count, context, sequences in prefills:
+        readback = runner.launch(_prefill(runner, count, context, sequences), use_graphs=True)
+        assert readback is not None
+        readback.wait(0)
 
 
 def _token_counts(runner: ModelRunner) -> list[int]:
     """Of prefill steps, descending: those that fill each size as far as a batch can, or powers of two without sizes."""
     sizes, config = runner.prefill_graphs.sizes, runner.config
-    most = min(
-        runner.max_prefill_tokens,
-        config.max_batch_size * (runner.max_model_len - 1),
-        (config.num_blocks - 1) * config.block_size,
-    )
+    room = (config.max_batch_size * (runner.max_model_len - 1), (config.num_blocks - 1) * config.block_size)
+    most = min(runner.max_prefill_tokens, *room)
     if not sizes:
         return [most, *(1 << bits for bits in reversed(range((most - 1).bit_length())))]
-    reached = [size for size, below in zip(sizes, (0, *sizes)) if below < most]
-    return [min(size, most) for size in reversed(reached)]
+    return [min(size, most) for size, below in reversed([*zip(sizes, (0, *sizes))]) if below < most]
 
 
-def _step(runner: ModelRunner, count: int, context: int, sequences: int = 1) -> Step:
+def _prefill(runner: ModelRunner, count: int, context: int, sequences: int) -> Step:
     """A prefill of `count` tokens, or as many as a batch has room for, by `sequences` or more that all sample.
 
     Each is `context` tokens into its prompt. All of their blocks are the one of padding, and so is their row.
@@ -62,7 +56,7 @@ def _step(runner: ModelRunner, count: int, context: int, sequences: int = 1) -> 
     chunks = []
     for index in range(sequences):
         end = context + count // sequences + (index < count % sequences)
-        sequence = Sequence([0] * end, SamplingParams(0.0), end + 1, row=runner.batch.padding_row)
+        sequence = Sequence([0] * end, SamplingParams(0.0), end + 1, row=runner.batch.padding_row, num_computed=end)
         sequence.blocks = [0] * -(-end // runner.config.block_size)
         chunks.append(Chunk(sequence, context, end, samples=True))
     return Step(chunks, prefill=True)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,6 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 
+from ..model import folder as folders
 from .memory import own_rows
 
 METADATA = ".metadata"  # the last file that is written
@@ -46,27 +44,15 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
 def load_pretrained(model: nn.Module, folder: Path) -> None:
     """Overwrite the parameters with those of a Hugging Face folder, in place. Each rank reads its rows of each tensor.
 
-    Raises CheckpointError for files that cannot be read, and for parameters that are missing or have another shape.
+    Raises FolderError for files that cannot be read, and for parameters that are missing or have another shape.
     """
-    # Imported when first needed: a run with random weights needs no such package.
-    from safetensors import SafetensorError, safe_open
-
-    index = folder / "model.safetensors.index.json"
-    try:
-        files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
-        with ExitStack() as stack:
-            opened: dict[str, Any] = {}
-            for name, parameter in model.named_parameters():
-                file = files[name] if files else "model.safetensors"
-                if file not in opened:
-                    opened[file] = stack.enter_context(safe_open(folder / file, framework="pt", device="cpu"))
-                stored, (rows, first) = opened[file].get_slice(name), own_rows(parameter)
-                if stored.get_shape() != list(parameter.shape):
-                    raise ValueError(f"{name} has shape {stored.get_shape()}, expected {list(parameter.shape)}")
-                if len(rows):
-                    rows.copy_(stored[first : first + len(rows)])
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{str(folder)!r}: {error!r}; expected the model's parameters in safetensors") from error
+    with folders.parameters(folder) as stored:
+        for name, parameter in model.named_parameters():
+            shape, (rows, first) = stored[name].get_shape(), own_rows(parameter)
+            if shape != list(parameter.shape):
+                raise folders.FolderError(f"{folder}: {name} has shape {shape}; expected {list(parameter.shape)}")
+            if len(rows):
+                rows.copy_(stored[name][first : first + len(rows)])
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -25,7 +25,6 @@ class TrainerConfig:
     micro_batch_tokens: int = 16384  # that pass through the model at once; a longer sequence passes alone
     logit_chunk: int = 1024  # tokens whose logits are in memory at once
     checkpoint_layers: bool = True  # keep a layer's input alone, and compute the rest again in the backward pass
-    reduce_once: bool = False  # gradients, at the end of a step: less traffic, and memory for whole ones on each rank
 
     def __post_init__(self) -> None:
         for beta in self.betas:

@@ -6,6 +6,7 @@ same way on every device, and keeps temporaries of torch's initialisers out of t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,13 +25,18 @@ class TrainerMemory:
     torch      on a GPU: torch's default pool, with activations and gathered parameters
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.tags = ["params", "optimizer", "grads"]
-        if device.type == "cuda":  # before torch's first allocation there
-            self.tags.append(memsaver.default_pool(device=device).tag)
-        self.params: Any = memsaver.region("params", device=str(device), backup="host")
-        self.optimizer: Any = memsaver.region("optimizer", device=str(device), backup="host")
-        self.grads: Any = memsaver.region("grads", device=str(device))
+    BACKUPS = {"params": "host", "optimizer": "host", "grads": "none"}
+
+    def __init__(self, device: torch.device, others: Mapping[str, Any] | None = None) -> None:
+        """`others`: objects in the place of memsaver's regions, by tag."""
+        regions = dict(others or {})
+        if others is None:
+            if device.type == "cuda":  # before torch's first allocation there
+                regions["torch"] = memsaver.default_pool(device=device)
+            for tag, backup in self.BACKUPS.items():
+                regions[tag] = memsaver.region(tag, device=str(device), backup=backup)
+        self.tags = list(regions)
+        self.params, self.optimizer, self.grads = (regions[tag] for tag in self.BACKUPS)
 
     def place_params(self, model: nn.Module) -> None:
         """Give a sharded model on the meta device its memory. Tied weights share it, and have to be tied again."""

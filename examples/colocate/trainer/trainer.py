@@ -53,24 +53,32 @@ class Trainer:
     addresses. Only these and the rotary tables outlast a call. `weights` brings the parameters to engines.
     """
 
-    def __init__(self, model: ModelConfig, config: TrainerConfig, mesh: DeviceMesh, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: TrainerConfig,
+        mesh: DeviceMesh,
+        folder: Path | None = None,
+        memory: TrainerMemory | None = None,
+    ) -> None:
         """`mesh` has one dimension; its process group has to exist (see `process_group`).
 
-        `folder`: of a Hugging Face checkpoint with the initial parameters; None: random ones.
+        `folder`: of a Hugging Face checkpoint with the initial parameters; None: random ones. `memory`: by default in
+        memsaver's regions.
         """
         self.model_config, self.config = model, config
         self.device = torch.device(mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
-        self.memory = TrainerMemory(self.device)
+        self.memory = memory or TrainerMemory(self.device)
         with torch.device("meta"):
             self.model = CausalLM(model, config.checkpoint_layers)
         # Inputs are not cast: the rotary tables stay in fp32, as those of the engine.
         precision = MixedPrecisionPolicy(config.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in self.model.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
-        self._sharded = fully_shard(self.model, mesh=mesh, mp_policy=precision)
+        fully_shard(self.model, mesh=mesh, mp_policy=precision)
         self.memory.place_params(self.model)
         self.model.tie()
         if folder is None:
@@ -146,12 +154,6 @@ class Trainer:
         sums = torch.stack([bit_sum(local(tensor)) for tensor in tensors.values()])
         return dict(zip(tensors, sums.tolist()))
 
-    def release_activations(self) -> None:
-        """Wait for the device, and release the free memory of torch's default pool."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-
     def _forward(self, batch: MicroBatch, temperature: float, with_statistics: bool = False) -> Tensor:
         """Log-probabilities of a micro-batch, and statistics: see `token_logprobs`."""
         on_device, chunk = batch.to(self.device), self.config.logit_chunk
@@ -172,9 +174,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=False)  # in place, and needed: a resume left them undefined
         sums_R3 = torch.zeros(self.world_size, 3, device=self.device)  # of each rank: loss, clipped tokens, not finite
         loss, clipped, wrong = sums_R3[self.rank]
-        for index, part in enumerate(batch.micro_batches):
-            is_last = index + 1 == len(batch.micro_batches)
-            self._sharded.set_requires_gradient_sync(is_last or not self.config.reduce_once)
+        for part in batch.micro_batches:
             part = part.to(self.device)
             part_loss, part_clipped = loss_of(part, self._forward(part, temperature)[0])
             # FSDP averages over ranks, but the loss is the mean over all tokens.

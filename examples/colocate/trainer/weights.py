@@ -1,8 +1,8 @@
-"""The weights for engines: written into their tensors, slice by slice, or sent in buckets of bounded size."""
+"""The weights for engines, written into their tensors slice by slice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ class WeightWriter:
     """Brings a model's parameters, which FSDP2 shards, to engines of one dtype."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self._parameters, self._dtype = dict(model.named_parameters()), dtype
+        self._parameters, self.dtype = dict(model.named_parameters()), dtype
         self._rows = {name: own_rows(parameter) for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
@@ -57,24 +57,9 @@ class WeightWriter:
     def checksums(self, layout: Mapping[str, WeightPart]) -> dict[str, int]:
         """The `bit_sum` of each slice of a layout, in the engines' dtype, by the parameter's name. A collective."""
         parts = [_common(self._rows[name], part)[0] for name, part in layout.items()]
-        sums = torch.stack([bit_sum(part.to(self._dtype)) for part in parts])
+        sums = torch.stack([bit_sum(part.to(self.dtype)) for part in parts])
         dist.all_reduce(sums)
         return dict(zip(layout, sums.tolist()))
-
-    @torch.no_grad()
-    def buckets(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Full tensors on the CPU by name, at most `max_bytes` at a time or one larger tensor. A collective.
-
-        For engines whose memory no other process can write.
-        """
-        bucket: dict[str, Tensor] = {}
-        for name in self._parameters:
-            full = self._gathered(name).cpu()
-            if bucket and sum(each.nbytes for each in bucket.values()) + full.nbytes > max_bytes:
-                yield bucket
-                bucket = {}
-            bucket[name] = full
-        yield bucket
 
     def _gathered(self, name: str) -> Tensor:
         """The full parameter, cast before it is sent: 16 bits halve the traffic of 32."""
@@ -84,7 +69,7 @@ class WeightWriter:
         ranks = dist.get_world_size(group)
         # Ranks that share a GPU: gloo's gathering on CUDA ended the process (torch 2.11), on the CPU it works.
         device = torch.device("cpu") if dist.get_backend(group) == "gloo" else rows.device
-        mine = torch.zeros((-(-len(parameter) // ranks), *parameter.shape[1:]), dtype=self._dtype, device=device)
+        mine = torch.zeros((-(-len(parameter) // ranks), *parameter.shape[1:]), dtype=self.dtype, device=device)
         mine[: len(rows)] = rows
         everyone = mine.new_empty((ranks * len(mine), *parameter.shape[1:]))
         all_gather_tensor(everyone, mine, group)
@@ -98,7 +83,7 @@ class WeightWriter:
         for name, tensor in engine.tensors.items():
             part = engine.layout[name]
             found = tuple(part.full_shape), tuple(tensor.shape), tensor.dtype, tensor.device
-            if found != (right := (tuple(self._parameters[name].shape), part.shape, self._dtype, device)):
+            if found != (right := (tuple(self._parameters[name].shape), part.shape, self.dtype, device)):
                 raise ValueError(f"an engine's {name!r} is a slice of {found}; expected {right}")
 
 

@@ -41,21 +41,20 @@ def add_rms_norm(delta_TC: Tensor, residual_TC: Tensor | None, weight_C: Tensor,
 
 
 def rotate(
-    q_THD: Tensor, k_TKD: Tensor, norms_D: Pair | None, tables_PD: Pair, positions_T: Tensor, eps: float
-) -> Pair:
-    """`ops.rotate`: a program for several heads of one token, which share its angles; queries first, then keys."""
+    qk_THD: Tensor, num_heads: int, norms_D: Pair | None, tables_PD: Pair, positions_T: Tensor, eps: float
+) -> Tensor:
+    """`ops.rotate`: a program for several heads of one token, which share its angles."""
     (q_norm_D, k_norm_D), (cos_PD, sin_PD) = norms_D or (None, None), tables_PD
-    tokens, heads, head_dim = q_THD.shape
-    kv_heads = k_TKD.shape[1]
-    q_out, k_out = torch.empty_like(q_THD), torch.empty_like(k_TKD)
+    tokens, heads, head_dim = qk_THD.shape
+    out_THD = qk_THD.new_empty(qk_THD.shape)
     half_pad = pad(head_dim // 2)
-    _rotate[(tokens, _parts(heads, _HEADS) + _parts(kv_heads, _HEADS))](
-        q_THD, k_TKD, q_norm_D, k_norm_D, cos_PD, sin_PD, positions_T, q_out, k_out,
-        row_stride(q_THD, head_dim), row_stride(k_TKD, head_dim), positions_T.stride(0),
-        EPS=eps, HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, HALF_PAD=half_pad, PROGRAM_HEADS=_HEADS,
+    _rotate[(tokens, _parts(heads, _HEADS))](
+        qk_THD, q_norm_D, k_norm_D, cos_PD, sin_PD, positions_T, out_THD,
+        row_stride(qk_THD, head_dim), positions_T.stride(0),
+        EPS=eps, Q_HEADS=num_heads, HEADS=heads, HALF=head_dim // 2, HALF_PAD=half_pad, PROGRAM_HEADS=_HEADS,
         num_warps=_warps(_HEADS * half_pad),
     )  # fmt: skip
-    return q_out, k_out
+    return out_THD
 
 
 def swiglu(gate_up_TF: Tensor) -> Tensor:
@@ -126,56 +125,37 @@ def _add_rms_norm(
 
 @triton.jit
 def _rotate(
-    q_ptr, k_ptr,
+    x_ptr,
     q_norm_ptr, k_norm_ptr,  # None: heads are not normed
-    cos_ptr, sin_ptr, positions_ptr, q_out_ptr, k_out_ptr, q_stride, k_stride, positions_stride,
-    EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    cos_ptr, sin_ptr, positions_ptr, out_ptr, stride, positions_stride,
+    EPS: tl.constexpr, Q_HEADS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     PROGRAM_HEADS: tl.constexpr,
 ):  # fmt: skip
+    """The halves of a head form the pairs. The first Q_HEADS heads are queries, the others keys."""
     token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    Q_PARTS: tl.constexpr = (HEADS + PROGRAM_HEADS - 1) // PROGRAM_HEADS
+    head = tl.program_id(1) * PROGRAM_HEADS + tl.arange(0, PROGRAM_HEADS)[:, None]
     position = tl.load(positions_ptr + token * positions_stride).to(tl.int64)
     # Values that all heads share are loaded for each head: equal loads of the lanes of a warp cost nothing, while
     # spreading a row of values over the heads would go through shared memory.
-    head = tl.arange(0, PROGRAM_HEADS)[:, None]
-    angle = position * HALF + head * 0 + tl.arange(0, HALF_PAD)[None, :]
-    seen = (head >= 0) & (tl.arange(0, HALF_PAD)[None, :] < HALF)
-    cos = tl.load(cos_ptr + angle, mask=seen, other=0.0)
-    sin = tl.load(sin_ptr + angle, mask=seen, other=0.0)
-    if part < Q_PARTS:
-        first_head = part * PROGRAM_HEADS
-        _rotate_heads(
-            q_ptr + token * q_stride, q_norm_ptr, q_out_ptr + token * HEADS * HALF * 2, cos, sin,
-            first_head, EPS, HEADS, HALF, HALF_PAD, PROGRAM_HEADS,
-        )  # fmt: skip
-    else:
-        first_head = (part - Q_PARTS) * PROGRAM_HEADS
-        _rotate_heads(
-            k_ptr + token * k_stride, k_norm_ptr, k_out_ptr + token * KV_HEADS * HALF * 2, cos, sin,
-            first_head, EPS, KV_HEADS, HALF, HALF_PAD, PROGRAM_HEADS,
-        )  # fmt: skip
-
-
-@triton.jit
-def _rotate_heads(
-    x_ptr, norm_ptr, out_ptr, cos, sin, first_head,
-    EPS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, PROGRAM_HEADS: tl.constexpr,
-):  # fmt: skip
-    """Heads [first_head, first_head + PROGRAM_HEADS) of one token's x; the halves of a head form the pairs."""
-    dtype = x_ptr.dtype.element_ty
-    head = first_head + tl.arange(0, PROGRAM_HEADS)[:, None]
     column = head * 0 + tl.arange(0, HALF_PAD)[None, :]
-    offset = head * (2 * HALF) + column
     mask = (head < HEADS) & (column < HALF)
+    cos = tl.load(cos_ptr + position * HALF + column, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + position * HALF + column, mask=mask, other=0.0)
+    dtype = x_ptr.dtype.element_ty
+    x_ptr += token * stride
+    offset = head * (2 * HALF) + column
     first = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x_ptr + offset + HALF, mask=mask, other=0.0).to(tl.float32)
-    if norm_ptr is not None:
-        first_weight = tl.load(norm_ptr + column, mask=mask, other=0.0).to(tl.float32)
-        second_weight = tl.load(norm_ptr + HALF + column, mask=mask, other=0.0).to(tl.float32)
+    if q_norm_ptr is not None:
+        q_mask, k_mask = mask & (head < Q_HEADS), mask & (head >= Q_HEADS)
+        first_weight = tl.load(q_norm_ptr + column, mask=q_mask, other=0.0).to(tl.float32)
+        first_weight += tl.load(k_norm_ptr + column, mask=k_mask, other=0.0).to(tl.float32)
+        second_weight = tl.load(q_norm_ptr + HALF + column, mask=q_mask, other=0.0).to(tl.float32)
+        second_weight += tl.load(k_norm_ptr + HALF + column, mask=k_mask, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * HALF) + EPS)[:, None]
         first = ((first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
         second = ((second * scale).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
+    out_ptr += token * (HEADS * HALF * 2)
     tl.store(out_ptr + offset, (first * cos - second * sin).to(dtype), mask=mask)
     tl.store(out_ptr + offset + HALF, (second * cos + first * sin).to(dtype), mask=mask)
 

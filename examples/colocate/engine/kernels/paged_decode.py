@@ -37,9 +37,7 @@ def num_splits(batch: int, kv_heads: int) -> int:
     return splits
 
 
-def paged_decode_triton(
-    q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor
-) -> Tensor:
+def paged_decode(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor) -> Tensor:
     """`attention.paged_decode` on the GPU; shapes as there. The caches have no gaps, nor do rows of q and table."""
     batch, heads, head_dim = q_BHD.shape
     block_size, kv_heads = k_cache.shape[1:3]

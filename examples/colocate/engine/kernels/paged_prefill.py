@@ -9,59 +9,58 @@ Grids depend on the numbers of chunks and tokens, the compiled kernel on shapes 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from ..attention import Chunks
 from .fused import pad, row_stride
 
 _LOG2_E = 1.4426950408889634
 
 
-class Tiling(NamedTuple):
-    """Tokens of a program, tokens of K and V in a round of its loop, rounds under way at once, and its warps."""
+def tiling(head_dim: int, element_size: int) -> tuple[int, int, int, int]:
+    """Queries of a program, keys in a round of its loop, rounds under way at once, and its warps.
 
-    queries: int
-    keys: int
-    stages: int
-    warps: int
-
-
-def tiling(head_dim: int, element_size: int) -> Tiling:
-    """Chosen by registers and shared memory."""
+    Chosen by registers and shared memory.
+    """
     if element_size > 2:  # products are no matter of tensor cores, which round otherwise; larger tiles spill registers
-        return Tiling(16, 16, 2, 4)
+        return 16, 16, 2, 4
     # 128 queries make 128 operations of each byte of K and V, as a GPU's L2 cache needs them.
-    return Tiling(128, 64, 3, 8) if head_dim <= 128 else Tiling(64, 32, 2, 4)
+    return (128, 64, 3, 8) if head_dim <= 128 else (64, 32, 2, 4)
 
 
-def paged_prefill_triton(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, chunks: Chunks) -> Tensor:
-    """`attention.paged_prefill` on the GPU; shapes as there. The caches have no gaps, nor do rows of q.
+def paged_prefill(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    lengths_B: Tensor,
+    bounds: Tensor,
+    longest: int,
+) -> Tensor:
+    """`attention.paged_prefill` on the GPU; shapes as there. The caches have no gaps, nor do rows of q and table.
 
     Raises ValueError for heads of more than 256 elements.
     """
     tokens, heads, head_dim = q_THD.shape
     block_size, kv_heads = k_cache.shape[1:3]
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or head_dim > 256:
-        raise ValueError(f"head_dim is {head_dim}; expected at most 256, and caches without gaps")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or block_table.stride(1) != 1 or head_dim > 256:
+        raise ValueError(f"head_dim is {head_dim}; expected at most 256, and caches and rows of blocks without gaps")
     out_THD = q_THD.new_empty((tokens, heads, head_dim))
-    tile = tiling(head_dim, k_cache.element_size())
-    _attend_chunk[(-(-chunks.longest // tile.queries), heads, len(chunks.query_bounds) - 1)](
-        q_THD, k_cache, v_cache, chunks.blocks_M, chunks.table_bounds, chunks.query_bounds, chunks.context_bounds,
-        out_THD, row_stride(q_THD, head_dim),
+    queries, keys, stages, warps = tiling(head_dim, k_cache.element_size())
+    _attend_chunk[(-(-longest // queries), heads, len(bounds) - 1)](
+        q_THD, k_cache, v_cache, block_table, lengths_B, bounds, out_THD,
+        row_stride(q_THD, head_dim), block_table.stride(0), lengths_B.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, SCALE_LOG2=head_dim**-0.5 * _LOG2_E, DIM=head_dim,
-        DIM_PAD=max(16, pad(head_dim)), BLOCK_SIZE=block_size, QUERIES=tile.queries, KEYS=tile.keys,
-        STAGES=tile.stages, num_warps=tile.warps,
+        DIM_PAD=max(16, pad(head_dim)), BLOCK_SIZE=block_size, QUERIES=queries, KEYS=keys,
+        STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return out_THD
 
 
 @triton.jit
 def _attend_chunk(
-    q_ptr, k_ptr, v_ptr, blocks_ptr, table_bounds_ptr, query_bounds_ptr, context_bounds_ptr, out_ptr, q_stride,
+    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, bounds_ptr, out_ptr, q_stride, table_stride, lengths_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SCALE_LOG2: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -70,14 +69,14 @@ def _attend_chunk(
     tile = tl.program_id(0)
     head = tl.program_id(1)
     chunk = tl.program_id(2)
-    begin = tl.load(query_bounds_ptr + chunk)
-    count = tl.load(query_bounds_ptr + chunk + 1) - begin
+    begin = tl.load(bounds_ptr + chunk)
+    count = tl.load(bounds_ptr + chunk + 1) - begin
     # The last queries attend to most keys: they go first, so that the shortest programs run at the end.
     first_query = (tl.cdiv(count, QUERIES) - 1 - tile) * QUERIES
     if first_query < 0:
         return
-    context = tl.load(context_bounds_ptr + chunk + 1) - tl.load(context_bounds_ptr + chunk)
-    blocks_ptr += tl.load(table_bounds_ptr + chunk)
+    context = tl.load(lengths_ptr + chunk * lengths_stride)
+    blocks_ptr = table_ptr + chunk * table_stride
 
     query = first_query + tl.arange(0, QUERIES)
     dim = tl.arange(0, DIM_PAD)
@@ -89,53 +88,21 @@ def _attend_chunk(
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mean = tl.zeros([QUERIES, DIM_PAD], tl.float32)
-    # Keys before `seen_by_all` need no mask, those from `stop` on no query sees.
-    seen_by_all = (context - count + first_query + 1) // KEYS * KEYS
-    stop = tl.minimum(context - count + first_query + QUERIES, context)
     kv_head = head // (HEADS // KV_HEADS)
-    peak, total, mean = _attend_keys(
-        q, position, peak, total, mean, k_ptr, v_ptr, blocks_ptr, kv_head, 0, seen_by_all,
-        False, KV_HEADS, SCALE_LOG2, DIM, DIM_PAD, BLOCK_SIZE, KEYS, STAGES,
-    )  # fmt: skip
-    peak, total, mean = _attend_keys(
-        q, position, peak, total, mean, k_ptr, v_ptr, blocks_ptr, kv_head, seen_by_all, stop,
-        True, KV_HEADS, SCALE_LOG2, DIM, DIM_PAD, BLOCK_SIZE, KEYS, STAGES,
-    )  # fmt: skip
-    # Every query sees the first key at least, also one beyond the chunk, so no sum is zero.
-    mean = mean / total[:, None]
-    out = out_ptr + row[:, None] * (HEADS * DIM) + head * DIM + dim[None, :]
-    tl.store(out, mean.to(out_ptr.dtype.element_ty), mask=q_mask)
-
-
-@triton.jit
-def _attend_keys(
-    q, position, peak, total, mean, k_ptr, v_ptr, blocks_ptr, kv_head, start, stop,
-    MASKED: tl.constexpr, KV_HEADS: tl.constexpr, SCALE_LOG2: tl.constexpr, DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Keys [start, stop), of which without MASKED all queries see all; `start` is a multiple of KEYS."""
+    stop = tl.minimum(context - count + first_query + QUERIES, context)  # no query sees a key from here on
     key = tl.arange(0, KEYS)
-    dim = tl.arange(0, DIM_PAD)
     # The blocks of a tile are looked up one round ahead, so that its K and V are not a second wait.
-    block = tl.load(blocks_ptr + (start + key) // BLOCK_SIZE, mask=start + key < stop, other=0)
-    for first in tl.range(start, stop, KEYS, num_stages=STAGES):
+    block = tl.load(blocks_ptr + key // BLOCK_SIZE, mask=key < stop, other=0)
+    for first in tl.range(0, stop, KEYS, num_stages=STAGES):
         at = first + key
         slot = block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
         block = tl.load(blocks_ptr + (at + KEYS) // BLOCK_SIZE, mask=at + KEYS < stop, other=0)
         offset = ((slot * KV_HEADS + kv_head) * DIM)[:, None] + dim[None, :]
-        if MASKED:
-            kv_mask = (at[:, None] < stop) & (dim[None, :] < DIM)
-            k = tl.load(k_ptr + offset, mask=kv_mask, other=0.0)
-            v = tl.load(v_ptr + offset, mask=kv_mask, other=0.0)
-        elif DIM == DIM_PAD:
-            k = tl.load(k_ptr + offset)
-            v = tl.load(v_ptr + offset)
-        else:
-            k = tl.load(k_ptr + offset, mask=dim[None, :] < DIM, other=0.0)
-            v = tl.load(v_ptr + offset, mask=dim[None, :] < DIM, other=0.0)
+        kv_mask = (at[:, None] < stop) & (dim[None, :] < DIM)
+        k = tl.load(k_ptr + offset, mask=kv_mask, other=0.0)
+        v = tl.load(v_ptr + offset, mask=kv_mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if MASKED:
-            scores = tl.where((at[None, :] <= position[:, None]) & (at[None, :] < stop), scores, float("-inf"))
+        scores = tl.where((at[None, :] <= position[:, None]) & (at[None, :] < stop), scores, float("-inf"))
         # Scaled here, where it is one operation with the difference.
         new_peak = tl.maximum(peak, tl.max(scores, 1) * SCALE_LOG2)
         shrink = tl.exp2(peak - new_peak)
@@ -143,4 +110,7 @@ def _attend_keys(
         total = total * shrink + tl.sum(weights, 1)
         mean = tl.dot(weights.to(v.dtype), v, mean * shrink[:, None], input_precision="ieee")
         peak = new_peak
-    return peak, total, mean
+    # Every query sees the first key at least, also one beyond the chunk, so no sum is zero.
+    mean = mean / total[:, None]
+    out = out_ptr + row[:, None] * (HEADS * DIM) + head * DIM + dim[None, :]
+    tl.store(out, mean.to(out_ptr.dtype.element_ty), mask=q_mask)

@@ -18,7 +18,7 @@ _PART = 4096  # logits of a program: 64 rows of 150,000 make over two thousand p
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """`Sampler`'s tokens (int64 [B]) and log-probabilities (fp32 [B]). `state` (int64 [2]): seed, and calls so far."""
+    """`sampling.sample` on the GPU."""
     batch, vocab = logits_BV.shape
     if logits_BV.stride(1) != 1:
         raise ValueError(

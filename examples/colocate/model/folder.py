@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..model import ModelConfig, RopeScaling
+from .config import ModelConfig, RopeScaling
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _MODEL_TYPES = ("qwen2", "qwen3", "llama")
@@ -25,24 +26,24 @@ _FIXED = {
 }
 
 
-class CheckpointError(ValueError):
-    """A folder that is no checkpoint, is broken, or is of a model that the engine does not compute."""
+class FolderError(ValueError):
+    """A folder has no checkpoint, a broken one, or that of a model that is not built here."""
 
 
-def load_config(folder: Path | str, dtype: torch.dtype | None = None) -> ModelConfig:
+def load_config(folder: Path, dtype: torch.dtype | None = None) -> ModelConfig:
     """The configuration that config.json describes, in its dtype or the one given.
 
-    Reads the spellings of transformers 4 and 5. Raises CheckpointError for a missing setting, and for each one that
-    would change the arithmetic in a way that is not built here.
+    Reads the spellings of transformers 4 and 5. Raises FolderError for a missing setting, and for each one that would
+    change the arithmetic in a way that is not built here.
     """
-    path = Path(folder) / "config.json"
+    path = folder / "config.json"
     values = {name: value for name, value in _json(path).items() if value is not None}
     try:
         return _config(values, dtype)
     except KeyError as error:
-        raise CheckpointError(f"{path}: {error.args[0]} is missing; expected a value") from None
+        raise FolderError(f"{path}: {error.args[0]} is missing; expected a value") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise FolderError(f"{path}: {error}") from error
 
 
 def _config(values: dict[str, Any], dtype: torch.dtype | None) -> ModelConfig:
@@ -92,55 +93,44 @@ def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
     return RopeScaling(*(rope[name] for name in names))
 
 
-def named_tensors(folder: Path | str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Full parameters by Hugging Face name, one at a time, each on the CPU and mapped from its file.
+@contextmanager
+def parameters(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """The parameters by Hugging Face name: each has `get_shape()`, and reads the part that it is indexed with.
 
-    From model.safetensors, or the files that model.safetensors.index.json names; converted to `dtype` where one is
-    given. An output matrix that is tied to the embedding is left out. Raises CheckpointError at the call for a folder
-    or a file that is not there.
+    Raises FolderError, at the begin or inside, for files that are missing or broken.
     """
-    folder = Path(folder)
-    tied, index = _json(folder / "config.json").get("tie_word_embeddings"), folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.exists():
-        names = set(_json(index).get("weight_map", {}).values())
-    missing = sorted(name for name in names if not (folder / name).exists())
-    if missing or not names:
-        raise CheckpointError(f"{folder}: {missing or 'weight_map'} is missing; expected all weights in safetensors")
-    return _read([folder / name for name in sorted(names)], bool(tied), dtype)
-
-
-def _read(files: list[Path], tied: bool, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    # Imported when first needed: with random weights the engine runs without it.
+    # Imported when first needed: with random weights no such package is.
     from safetensors import SafetensorError, safe_open
 
-    for path in files:
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118 no dictionary
-                    if not (tied and name == "lm_head.weight"):
-                        tensor = file.get_tensor(name)
-                        yield name, tensor if dtype is None else tensor.to(dtype)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: {error}; expected a safetensors file") from error
+    index = folder / "model.safetensors.index.json"
+    try:
+        names = set(_json(index)["weight_map"].values()) if index.exists() else {"model.safetensors"}
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(folder / name, "pt", device="cpu")) for name in sorted(names)]
+            yield {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 no dictionary
+    except (OSError, KeyError, SafetensorError) as error:
+        raise FolderError(f"{folder}: {error!r}; expected the model's parameters in safetensors") from error
 
 
-def eos_tokens(folder: Path | str) -> tuple[int, ...]:
-    """Tokens that end a text, by generation_config.json or else config.json; there may be none."""
-    for path in (Path(folder) / "generation_config.json", Path(folder) / "config.json"):
-        tokens = _json(path).get("eos_token_id") if path.exists() else None
-        if tokens is not None:
-            return tuple(tokens) if isinstance(tokens, list) else (tokens,)
-    return ()
+def named_tensors(folder: Path, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Full parameters by Hugging Face name, one at a time, on the CPU; converted to `dtype` where one is given.
+
+    An output matrix that is tied to the embedding is left out. Raises FolderError.
+    """
+    tied = load_config(folder, dtype).tie_word_embeddings
+    with parameters(folder) as stored:
+        for name, each in stored.items():
+            if not (tied and name == "lm_head.weight"):
+                yield name, each[:].to(dtype)
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; expected a Hugging Face checkpoint's file") from error
+        raise FolderError(f"{path}: {error.strerror}; expected a Hugging Face checkpoint's file") from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: {error}; expected JSON") from error
+        raise FolderError(f"{path}: {error}; expected JSON") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: holds a {type(values).__name__}; expected an object")
+        raise FolderError(f"{path}: holds a {type(values).__name__}; expected an object")
     return values

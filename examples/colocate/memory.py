@@ -1,0 +1,177 @@
+"""The memory of both actors, by `--memory`: memsaver's regions, or one of the ways of programs without it.
+
+memsaver            regions of a pool that both share; the trainer writes into the engine's weights
+torch_memory_saver  its tags: tensors keep their addresses, also in graphs
+to-cpu              torch's own memory, which is copied to the host and freed: addresses change, so there are no graphs
+resident            torch's own memory, which stays: the KV cache gets what both leave
+
+The last three take part in the same turns as guests of memsaver, which have the tags of its regions. Each pause copies
+what it keeps and ends before a resume begins, and no other process can write into the memory: the trainer sends a copy
+of the weights, which the engine takes in.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.multiprocessing  # registers the reducers of tensors
+from torch import Tensor
+
+import memsaver
+
+from .engine.engine_memory import EngineMemory
+from .model import WeightPart
+from .trainer import EngineWeights
+from .trainer.memory import TrainerMemory
+from .trainer.weights import WeightWriter
+
+
+class SaverError(RuntimeError):
+    """A saver cannot be used here."""
+
+
+class Resident(memsaver.Guest):
+    """The tensors of a tag in torch's own memory, which stays. Of memsaver.Region it has what the actors use."""
+
+    def __init__(self, tag: str, device: str, backup: str = "none") -> None:
+        super().__init__(tag, tag)
+        self.device, self.backup = device, backup
+        self.is_active, self.residence = True, 1  # how often the contents may have become others
+        memsaver.register(self)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with self:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def placed(self) -> AbstractContextManager[None]:
+        """Around allocations."""
+        return nullcontext()
+
+    def __enter__(self) -> None:
+        self._inside = self.placed()
+        self._inside.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._inside.__exit__(*raised)
+
+    def check_active(self, purpose: str) -> None:
+        if not self.is_active:
+            raise SaverError(f"{self.name!r} is paused, and cannot {purpose}")
+
+    def leave(self) -> None: ...
+    def come_back(self) -> None: ...
+
+
+class ToCpu(Resident):
+    """Its storages are copied to the host and freed; tensors and views keep them. A shard that FSDP2 pads stays."""
+
+    def __init__(self, tag: str, device: str, backup: str = "none") -> None:
+        super().__init__(tag, device, backup)
+        self._tensors: list[Tensor] = []
+        self._kept: list[tuple[int, Tensor | None]] = []  # bytes of each, and contents
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self._tensors.append(super().empty(shape, dtype))
+        return self._tensors[-1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors)
+
+    def leave(self) -> None:
+        self.is_active = False
+        for tensor in self._tensors:
+            storage, contents = tensor.untyped_storage(), tensor.detach().to("cpu", copy=True)
+            self._kept.append((storage.nbytes(), contents if self.backup == "host" else None))
+            storage.resize_(0)
+
+    def come_back(self) -> None:
+        for tensor, (nbytes, contents) in zip(self._tensors, self._kept):
+            tensor.untyped_storage().resize_(nbytes)
+            if contents is not None:
+                tensor.detach().copy_(contents)
+        self._kept.clear()
+        self.is_active, self.residence = True, self.residence + 1
+
+
+class Tagged(Resident):
+    """A tag of torch_memory_saver."""
+
+    def __init__(self, tag: str, device: str, backup: str = "none") -> None:
+        self.saver = import_saver(device)
+        super().__init__(tag, device, backup)
+
+    def placed(self) -> AbstractContextManager[None]:
+        return self.saver.region(tag=self.name, enable_cpu_backup=self.backup == "host")
+
+    def leave(self) -> None:
+        self.is_active = False
+        self.saver.pause(self.name)
+
+    def come_back(self) -> None:
+        self.saver.resume(self.name)
+        self.is_active, self.residence = True, self.residence + 1
+
+
+def import_saver(device: str) -> Any:
+    """The object of torch_memory_saver. Raises SaverError."""
+    needs = "--memory torch_memory_saver needs a GPU and the package torch_memory_saver"
+    if not device.startswith("cuda"):
+        raise SaverError(f"{needs}; the device is {device!r}")
+    try:
+        from torch_memory_saver import torch_memory_saver  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise SaverError(f"{needs}: {error}") from error
+    return torch_memory_saver
+
+
+OTHERS: dict[str, type[Resident]] = {"torch_memory_saver": Tagged, "to-cpu": ToCpu, "resident": Resident}
+
+
+def engine_memory(saver: str, device: torch.device) -> EngineMemory:
+    """Of an engine."""
+    return EngineMemory(device) if saver == "memsaver" else OtherEngineMemory(device, saver)
+
+
+def trainer_memory(saver: str, device: torch.device) -> TrainerMemory:
+    """Of a rank of the trainer."""
+    if saver == "memsaver":
+        return TrainerMemory(device)
+    made = {tag: OTHERS[saver](tag, str(device), kept) for tag, kept in TrainerMemory.BACKUPS.items()}
+    return TrainerMemory(device, made)
+
+
+class OtherEngineMemory(EngineMemory):
+    """That of an engine with another saver."""
+
+    def __init__(self, device: torch.device, saver: str) -> None:
+        self.region: Any = OTHERS[saver]
+        super().__init__(device)
+        self.captures_graphs = device.type == "cuda" and saver != "to-cpu"
+        self._pool: Any = None
+
+    def graph(self) -> tuple[Any, AbstractContextManager[Any]]:
+        graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
+        if self.cuda_graph is None:
+            self.cuda_graph = self.region("cuda_graph", str(self.device), "host")
+        options: dict[str, Any] = {"pool": self._pool, "stream": self._stream}
+        if isinstance(self.cuda_graph, Tagged):
+            options |= {"tag": "cuda_graph", "enable_cpu_backup": True}
+            return graph, self.cuda_graph.saver.cuda_graph(graph, **options)
+        return graph, torch.cuda.graph(graph, **options)
+
+
+def packed(writer: WeightWriter, layout: Mapping[str, WeightPart], device: torch.device) -> tuple[Any, bytes]:
+    """A copy of an engine's weights, and its pickled form: handles of its memory on a GPU, elsewhere the contents.
+
+    The copy has to live until the engine has read it. A collective.
+    """
+    copy = {name: torch.empty(part.shape, dtype=writer.dtype, device=device) for name, part in layout.items()}
+    writer.write([EngineWeights(copy, layout)], gather=True)
+    dumps: Callable[..., Any] = ForkingPickler.dumps if device.type == "cuda" else pickle.dumps
+    return copy, bytes(dumps(copy))
