@@ -68,6 +68,11 @@ class Rewrite:
             built = Path(_core.__file__).parent
             for library in built.rglob("*.so"):
                 (folder / "memsaver" / library.relative_to(built)).symlink_to(library)
+            # The library of tests/device has a name by its sources: one compilation serves all copies.
+            shared = ROOT / "build" / "device"
+            shared.mkdir(parents=True, exist_ok=True)
+            (folder / "build").mkdir()
+            (folder / "build" / "device").symlink_to(shared)
             (folder / "sitecustomize.py").write_text(_REDIRECT.format(folder=name))
             if self.file:
                 (folder / self.file).write_text(self.text())
