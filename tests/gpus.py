@@ -217,9 +217,8 @@ class GpuBroker:
         return caller.status(self.path)
 
     def held_bytes(self) -> int:
-        """Of this process."""
-        [row] = [each for each in self.status()["clients"] if each["pid"] == os.getpid()]
-        return int(row["held_bytes"])
+        """Of this process; 0 while it is no client."""
+        return sum(int(each["held_bytes"]) for each in self.status()["clients"] if each["pid"] == os.getpid())
 
     def __enter__(self) -> GpuBroker:
         return self

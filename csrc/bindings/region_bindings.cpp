@@ -120,6 +120,9 @@ void release_unused(Region& region, std::optional<double> timeout) {
   region.device.wait_idle(timeout ? deadline_in(*timeout) : kNever);
   region.device.resting.reap(freed);
   region.sweep_all();  // also those that the driver refused to unmap before
+  {
+    const Region::Remapping last(region);  // a thread that is unmapping chunks meanwhile ends first
+  }
   region.device.source().settle();
 }
 
