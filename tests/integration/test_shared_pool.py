@@ -158,7 +158,9 @@ def test_a_wait_that_times_out_gives_its_chunks_back(broker: Local) -> None:
         assert one.answer() == "OutOfMemoryError"
         assert settled(broker, 20)["idle_bytes"] >= 32 * MIB
         assert held(broker, one) == 0
-        with Worker(broker, "held = hold('c', 30 * MIB)") as three:
+        with Worker(broker, f"held = hold('c', {CAPACITY} - 32 * MIB)") as three:
+            one.run("raised(lambda: memsaver.resume(memory_timeout=0.2))")  # gets nothing
+            assert not is_waiting(broker, one)  # the broker knows the end of the demand
             three.run("held.check()")
             three.run("memsaver.pause()")
         two.run("held.check(); memsaver.pause()")
