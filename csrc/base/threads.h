@@ -1,4 +1,4 @@
-// One thread of an object. It is detached: at the end of the process it may be blocked in a driver call.
+// Threads of the library. They are detached: at the end of the process they may be blocked in a driver call.
 #pragma once
 
 #include <functional>
@@ -10,6 +10,7 @@
 
 namespace memsaver {
 
+// One thread of an object.
 class Worker {
  public:
   // Runs `run`, which must not throw, in a thread, once. Objects that it uses must live as long as the process. Throws
@@ -27,5 +28,10 @@ class Worker {
  private:
   std::future<void> ended_;
 };
+
+// Runs `task`, a call that may never return, in a thread that is reused, because the first driver call in a new thread
+// takes some 0.1 ms longer. Does not wait for it. `task` must not throw. Objects that it uses must live as long as
+// the process, because a driver call in it may never return. Throws std::system_error.
+void run_in_spare_thread(std::function<void()> task);
 
 }  // namespace memsaver

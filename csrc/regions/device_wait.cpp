@@ -6,8 +6,9 @@
 #include <exception>
 #include <memory>
 #include <system_error>
-#include <thread>
 #include <utility>
+
+#include "base/threads.h"
 
 namespace memsaver {
 namespace {
@@ -114,7 +115,7 @@ void wait_idle(Driver& driver, CaptureGate& gate, Deadline deadline, bool looks)
   bool inline_wait = clock_is_virtual();
   if (!inline_wait) {
     try {
-      std::thread([wait, &driver, pass] { run(driver, *pass, *wait, kNever); }).detach();
+      run_in_spare_thread([wait, &driver, pass] { run(driver, *pass, *wait, kNever); });
     } catch (const std::system_error&) {
       inline_wait = true;  // no thread is available
     }
