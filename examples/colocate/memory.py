@@ -36,7 +36,10 @@ class SaverError(RuntimeError):
 
 
 class Resident(memsaver.Guest):
-    """The tensors of a tag in torch's own memory, which stays. Of memsaver.Region it has what the actors use."""
+    """The tensors of a tag, in torch's own memory. A pause leaves the memory as it is.
+
+    The class has the methods of memsaver.Region that the actors call.
+    """
 
     def __init__(self, tag: str, device: str, backup: str = "none") -> None:
         super().__init__(tag, tag)

@@ -136,7 +136,7 @@ def test_an_allocation_gets_what_others_cache(broker: Local, engine: Worker, tra
     for work in ("", f"; {WORK.format(MOST, 0.2)}"):
 
         def gets(work: str = work) -> bool:
-            trainer.run(CACHED + work)  # what an attempt before has asked for has come back
+            trainer.run(CACHED + work)  # an earlier request of the engine has freed the former cache
             return engine.run(f"print(address := more.alloc({128 * MIB}))") != "None"
 
         until(gets, within_s=20)
