@@ -9,17 +9,15 @@ A block table (int32 [B, M]) names the blocks of each sequence in order; entries
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..model.layers import flash_attention
 from . import ops
 
 Caches = list[tuple[Tensor, Tensor]]  # of K and V, each [N, P, K, D], by layer
@@ -58,24 +56,10 @@ class PagedAttention:
             return paged_decode(q_THD, k_cache, v_cache, self.block_table, self.lengths_B)
         bounds, total, longest, whole = self.chunks
         q_THD, k_TKD, v_TKD = (each[:total] for each in (q_THD, k_TKD, v_TKD))
-        if whole and q_THD.is_cuda and q_THD.dtype != torch.float32 and (flash := _flash_attention()):
+        if whole and q_THD.is_cuda and q_THD.dtype != torch.float32 and (flash := flash_attention()):
             out_THD: Tensor = flash(q_THD, k_TKD, v_TKD, bounds, bounds, longest, longest)
             return out_THD
         return paged_prefill(q_THD, k_cache, v_cache, self.block_table, self.lengths_B, bounds, longest)
-
-
-@cache
-def _flash_attention() -> Callable[..., Any] | None:
-    """Torch's attention of sequences laid end to end, causal and of grouped queries; None in a version without it."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters  # they differ between versions
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" in known:
-        options["enable_gqa"] = True
-    return partial(varlen_attn, **options)
 
 
 @ops.triton_on_cuda("paged_prefill")

@@ -12,11 +12,9 @@ from collections import OrderedDict
 
 from .sequence import Sequence
 
-SCRATCH_BLOCK = 0  # never handed out: padding writes here
-
 
 class BlockManager:
-    """Hands out blocks 1 to num_blocks - 1, each holding K and V of `block_size` tokens."""
+    """Hands out blocks 1 to num_blocks - 1, of K and V of `block_size` tokens each. Padding writes into block 0."""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
         self.num_usable, self.block_size, self.prefix_cache = num_blocks - 1, block_size, prefix_cache

@@ -5,7 +5,10 @@ Shape suffixes: T tokens, H heads, D head dimension, C hidden size, P positions;
 
 from __future__ import annotations
 
+import inspect
 import math
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,3 +57,20 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU of the gate times the other half, elementwise."""
     return F.silu(gate) * up
+
+
+@cache
+def flash_attention() -> partial[Any] | None:
+    """Torch's attention of sequences laid end to end, causal and of grouped queries; None in a version without it.
+
+    The import takes a second, and so comes with the first use.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters  # they differ between versions
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = True
+    return partial(varlen_attn, **options)

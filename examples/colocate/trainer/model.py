@@ -6,7 +6,6 @@ hidden size, P positions of the tables.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, cast
 
 import torch
@@ -15,16 +14,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..model.config import ModelConfig
-from ..model.layers import apply_rotary, rms_norm, swiglu
+from ..model.layers import apply_rotary, flash_attention, rms_norm, swiglu
 from .batch import MicroBatch
 from .token_logprobs import token_logprobs
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # before torch 2.10
-    _HAS_VARLEN = False
-else:  # the first versions know neither name
-    _HAS_VARLEN = {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+_NEEDED = {"window_size", "enable_gqa"}  # options of torch's attention that its first versions lack
 
 
 class RMSNorm(nn.Module):
@@ -65,10 +59,11 @@ def packed_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, batch: MicroBa
 
     Flash attention over the packed row for half precision on CUDA; elsewhere over sequences padded to the longest.
     """
-    if _HAS_VARLEN and q_THD.is_cuda and q_THD.dtype != torch.float32:
-        bounds, longest = (batch.bounds, batch.bounds), (batch.longest, batch.longest)
-        packed = varlen_attn(q_THD, k_TKD, v_TKD, *bounds, *longest, window_size=(-1, 0), enable_gqa=True)
-        return cast(Tensor, packed)
+    if q_THD.is_cuda and q_THD.dtype != torch.float32:
+        flash = flash_attention()
+        if flash is not None and flash.keywords.keys() >= _NEEDED:
+            bounds, longest = batch.bounds, batch.longest
+            return cast(Tensor, flash(q_THD, k_TKD, v_TKD, bounds, bounds, longest, longest))
 
     def padded(x_TKD: Tensor) -> Tensor:
         rows = x_TKD.new_zeros((len(batch.bounds) - 1) * batch.longest, *x_TKD.shape[1:])
