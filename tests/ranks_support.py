@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -88,3 +89,9 @@ def _run(environment: dict[str, str], call: bytes) -> None:
         traceback.print_exc()
         leave(1)
     leave()
+
+
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import memsaver
 from examples.colocate.trainer import NonFiniteError, Trainer
 from examples.colocate.trainer.process_group import join
 from tests.examples.trainer_support import MODEL, PLAIN, TAGS, samples, weights
-from tests.ranks_support import ranks
+from tests.ranks_support import free_address, ranks
 
 RANKS = 2
 # Nine samples in rows of 14 tokens: one rank has a row more than the other.
@@ -67,10 +66,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, stored: dict[str, Tensor]) -
     save_file = pytest.importorskip("safetensors.torch").save_file
     folder = tmp_path_factory.mktemp("ranks")
     save_file(stored, folder / "model.safetensors")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        meeting = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-    with ranks(rank_side, RANKS, meeting, folder):
+    with ranks(rank_side, RANKS, free_address(), folder):
         pass
     return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import pickle
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,6 +25,7 @@ from examples.colocate.trainer.process_group import join
 from tests.broker_support import Running
 from tests.examples.trainer_support import PLAIN, samples, weights
 from tests.pool_support import Worker
+from tests.ranks_support import free_address
 
 # Of 17 rows the trainer's ranks have 9 and 8. Of 36 and 46 columns the engine's ranks have halves.
 MODEL = ModelConfig(
@@ -110,11 +110,7 @@ def both(ranks: list[Worker], *statements: str) -> list[str]:
 
 def test_one_and_two_ranks_write_the_weights_of_their_checkpoint(broker: Running, tmp_path: Path) -> None:
     """Into an engine of two ranks, and engines of one."""
-    meetings = []
-    for _ in range(3):
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            meetings.append(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+    meetings = [free_address() for _ in range(3)]
     with ExitStack() as stack:
         engines = [stack.enter_context(Worker(broker, HERE, MEMSAVER_PATCHES="multiprocessing")) for _ in range(2)]
         ranks = [stack.enter_context(Worker(broker, HERE)) for _ in range(2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +20,7 @@ from memsaver.distributed import Colocated, Group
 from memsaver.guests import ProcessGroups
 from memsaver.guests import process_groups as module
 from memsaver.guests.meeting import Meeting
-from tests.ranks_support import leave, ranks
+from tests.ranks_support import free_address, leave, ranks
 
 TAG = "train"
 SHORT_S = 0.3
@@ -312,12 +311,6 @@ def fail_in_the_last_group(rank: int, address: str) -> None:
         memsaver.resume(TAG)
         check_open(guest)
         check_open(guest, group)
-
-
-def free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
 
 
 def test_rank_that_fails_in_its_last_group_closes_the_groups_of_all_ranks() -> None:
