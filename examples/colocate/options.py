@@ -16,7 +16,7 @@ from .arithmetic import arithmetic
 from .countdown import countdown
 from .memory import OTHERS, SaverError, import_saver
 from .prompts import TextTokenizer, prompts
-from .recipes import MIB, RECIPES, Recipe, of_folder
+from .recipes import GIB, MIB, RECIPES, Recipe, of_folder
 from .task import Task
 
 _DESCRIPTION = "The RL loop: an engine and a trainer, two Ray actors on one device, take turns through memsaver."
@@ -126,7 +126,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
         parser.error(f"--kill: {late[0].role}:{late[0].step}; expected a step of the run, 1 to {recipe.steps}")
     chosen = {each.name: getattr(found, each.name) for each in fields(Options) if hasattr(found, each.name)}
     options = Options(**chosen)
-    size = 2 * options.pairs * recipe.host_bytes + os.getpid() % 64 * 2 * MIB
+    # Other than those of earlier runs, whose broker may live for a moment yet: its pool may have another capacity.
+    size = 2 * options.pairs * recipe.host_bytes + 4 * options.pairs * GIB + os.getpid() % 1000 * 2 * MIB
     return replace(options, host_device=size), recipe, task
 
 
