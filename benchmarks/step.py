@@ -33,7 +33,7 @@ CHECK = "away"  # a turn that only the checks of the example need
 
 
 def options(parser: Options) -> None:
-    parser.add_argument("--model", type=Path, metavar="DIR", help="by default the example's own recipe")
+    parser.add_argument("--model", metavar="DIR", help="by default the example's own recipe")
     parser.add_argument("--steps", type=count, default=3, help="of each run, the first of which is left out")
     parser.add_argument("--with", dest="more", default="", metavar="TEXT", help="further options of the example")
     parser.choice("--only", WAYS, "the ways")
@@ -53,7 +53,7 @@ def ran(run: Run, way: str) -> tuple[Mapping[str, Any], list[Any]]:
     with tempfile.TemporaryDirectory() as folder:
         log, command = Path(folder, "log"), [sys.executable, "-m", "examples.colocate", *WAYS[way], "--log"]
         command += [str(log), "--device", run.options.device, "--steps", str(run.options.steps)]
-        command += ["--model", str(run.options.model)] if run.options.model else []
+        command += ["--model", run.options.model] if run.options.model else []
         command += ["--recipe", "tiny"] if run.small and not run.options.model else []
         before = least = status("/proc/meminfo")["MemAvailable"]
         with Path(folder, "output").open("w+") as output:
