@@ -44,6 +44,7 @@ def measure(run: Run) -> None:
     for way in run.options.only:
         if (found := run.attempt(way, partial(ran, run, way))) is not None:
             rows[way], lines[way] = found
+            run.say(f"{way}: {rows[way]}")
     run.table("a step", rows)
     run.keep(lines=lines)
 
