@@ -20,8 +20,8 @@ ray = pytest.importorskip("ray", reason="needs ray")
 
 from examples.colocate import __main__ as command  # noqa: E402
 from examples.colocate import countdown  # noqa: E402
-from examples.colocate.model import parameter_shapes  # noqa: E402
 from examples.colocate.loop import TrainerActor  # noqa: E402
+from examples.colocate.model import parameter_shapes  # noqa: E402
 from examples.colocate.model.folder import load_config  # noqa: E402
 from examples.colocate.rollout import HungError, answers  # noqa: E402
 from examples.colocate.trainer import EngineWeights  # noqa: E402
