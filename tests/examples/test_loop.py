@@ -140,11 +140,11 @@ def test_ranks_gather_if_an_engine_is_on_another_device_than_a_rank(engines: str
     actor: Any = object.__new__(TrainerActor)
     actor.device, actor.uuid, written = torch.device("cpu"), lambda: "a", list[Any]()
     actor.trainer = SimpleNamespace(weights=SimpleNamespace(write=lambda *given: written.append(given)))
-    actor.write_weights([(uuid, pickle.dumps(uuid), {}) for uuid in engines], {"a"})
-    assert written == [([EngineWeights(uuid, {}) for uuid in engines if uuid == "a"], gathers)]
+    actor.write_weights([(uuid, pickle.dumps({}), {}) for uuid in engines], {"a"})
+    assert written == [([EngineWeights({}, {})] * engines.count("a"), gathers)]
     written.clear()
-    actor.write_weights([("a", pickle.dumps("a"), {})], {"a", "b"})  # a rank without an engine
-    assert written == [([EngineWeights("a", {})], True)]
+    actor.write_weights([("a", pickle.dumps({}), {})], {"a", "b"})  # a rank without an engine
+    assert written == [([EngineWeights({}, {})], True)]
 
 
 def test_an_actor_that_hangs_is_named_after_a_bound() -> None:
