@@ -161,7 +161,9 @@ def go_on(call: str) -> None:
 def check_stops() -> None:
     """Fails if a call has gone on because its time was over: something waited for the call."""
     overdue: bytes = _call("overdue")
-    assert not overdue, f"{overdue.decode()} was stopped for 20 seconds: the test, or a thread of it, waits for the call"
+    assert not overdue, (
+        f"{overdue.decode()} was stopped for 20 seconds: the test, or a thread of it, waits for the call"
+    )
 
 
 @contextmanager
