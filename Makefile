@@ -47,7 +47,7 @@ CORE := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 
 # The C++ tests need cmake and doctest (Debian and Ubuntu: doctest-dev), no Python.
 CMAKE ?= $(or $(shell command -v cmake),.venv/bin/cmake)
-CPP_OPTIONS := -DMEMSAVER_PYTHON=OFF -DMEMSAVER_TESTS=ON -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g1"
+CPP_OPTIONS := -DMEMSAVER_PYTHON=OFF -DMEMSAVER_TESTS=ON -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_CXX_FLAGS_DEBUG=-O0 -g1"
 CPP_JOBS := $(shell nproc)
 # The build joins the sources of a folder, which hides an include that is missing. So each is compiled alone as well, but
 # for those that need nanobind.

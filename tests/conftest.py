@@ -221,3 +221,4 @@ def nothing_left_behind() -> Iterator[None]:
     memsaver.configure(retain=0, host_limit=None, memory_timeout=0)
     if "MEMSAVER_TEST_GPUS" in os.environ:
         close_regions()
+    controls.check_stops()

@@ -31,8 +31,8 @@ _TYPES = {
 }  # fmt: skip
 _FUNCTIONS = {
     "install": "v p", "install_cuda": "i p", "arm": "v uis", "calls": "u ", "fail": "v siuu", "delay": "v sd",
-    "hold": "v si", "stopped": "i s", "count": "u s", "disarm": "v ", "system_files": "v s", "device": "i z",
-    "stream": "u i", "write": "v uuzid", "touch": "v uuzd", "read": "v uuzdpp", "release": "v u",
+    "hold": "v si", "stopped": "i s", "overdue": "s ", "count": "u s", "disarm": "v ", "system_files": "v s",
+    "device": "i z", "stream": "u i", "write": "v uuzid", "touch": "v uuzd", "read": "v uuzdpp", "release": "v u",
     "delay_marks": "v d", "delay_copies": "v d", "keep_busy": "v d", "support_record": "v i", "begin_capture": "v ",
     "end_capture": "i ", "broken": "s ", "kill": "v i", "is_lost": "i i", "reset": "v ", "pinned": "z ",
     "use_virtual_clock": "v i", "now": "d ", "pass": "v d",
@@ -149,12 +149,21 @@ def delay(call: str, seconds: float) -> None:
 
 
 def hold(call: str) -> None:
-    """Calls of this name stop before they are made, until :func:`go_on`."""
+    """Calls of this name stop before they are made, until :func:`go_on`, at most for 20 seconds."""
     _call("hold", call.encode(), 1)
 
 
 def go_on(call: str) -> None:
     _call("hold", call.encode(), 0)
+    check_stops()
+
+
+def check_stops() -> None:
+    """Fails if a call has gone on because its time was over: something waited for the call."""
+    overdue: bytes = _call("overdue")
+    assert not overdue, (
+        f"{overdue.decode()} was stopped for 20 seconds: the test, or a thread of it, waits for the call"
+    )
 
 
 @contextmanager

@@ -289,6 +289,14 @@ REWRITES = [
         "            raise\n",
         ["integration/test_distributed.py::test_a_rank_that_is_interrupted_while_it_waits_follows_the_decision"],
     ),
+    Rewrite(
+        "ended_preparations_are_ended_again",
+        "processes: members that have committed or aborted count as prepared, and are aborted after the turn",
+        "memsaver/distributed/processes.py",
+        "self._prepared = [each for each in self._prepared if each is not rank]",
+        "pass",
+        ["integration/test_distributed.py::test_an_interrupted_rank_is_named_and_the_others_abort"],
+    ),
     # The ledger
     Rewrite(
         "idle_chunks_of_the_dead_count_twice",
@@ -314,6 +322,14 @@ REWRITES = [
         "memory_timeout=_SHARED_POOL_S if shares() else 0.0",
         "memory_timeout=0.0",
         ["drop_in/test_shared_pools.py::test_engine_wakes_with_zeros_where_it_kept_no_contents[vllm]"],
+    ),
+    Rewrite(
+        "weights_are_the_only_tensor_of_their_storage",
+        "vLLM: a weight that is a part of a larger tensor is copied from the begin of that",
+        "memsaver/drop_in/vllm/weights.py",
+        "weight.storage_offset() + piece.offset",
+        "piece.offset",
+        ["drop_in/test_vllm_weights.py::test_write_equals_load_weights"],
     ),
     Rewrite(
         "a_failed_check_of_ranks_counts",

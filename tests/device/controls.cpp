@@ -34,6 +34,8 @@ constexpr Result kInvalidValue = 1, kOutOfMemory = 2, kIllegalAddress = 700, kAl
                  kNotRegistered = 713, kUnknownError = 999;
 constexpr std::size_t kPage = std::size_t{2} << 20;
 constexpr auto kLook = std::chrono::milliseconds(1);  // a virtual clock and a dead context notify no thread
+// In real time. A test that waits for a stopped call, with the GIL or a lock that the call needs, would never end.
+constexpr auto kLongestStop = std::chrono::seconds(20);
 
 host::Calls* table = nullptr;  // of the host devices
 host::Calls device;            // its entries before they were replaced
@@ -364,6 +366,7 @@ struct Faults {
   std::uint64_t fail_at = 0;  // 0: disarmed
   Kind kind = kError;
   std::string only;
+  std::string overdue;  // a call that was stopped for too long
 };
 
 Faults& faults() {
@@ -394,7 +397,11 @@ Failure failure_of(const char* name, bool is_counted) {
   }
   call.stopped += call.is_held;
   const bool was_held = call.is_held;
-  all.changed.wait(lock, [&] { return !call.is_held; });
+  if (!all.changed.wait_for(lock, kLongestStop, [&] { return !call.is_held; })) {
+    call.is_held = false;
+    all.overdue = name;
+    all.changed.notify_all();
+  }
   call.stopped -= was_held;
   if (call.times > 0 && call.after == 0) {
     --call.times;
@@ -571,6 +578,13 @@ void controls_hold(const char* name, int on) {
 int controls_stopped(const char* name) {
   const std::lock_guard lock(faults().mutex);
   return call_of(faults(), name).stopped;
+}
+
+const char* controls_overdue() {
+  static std::string found;
+  const std::lock_guard lock(faults().mutex);
+  found = std::exchange(faults().overdue, {});
+  return found.c_str();
 }
 
 std::uint64_t controls_count(const char* name) {

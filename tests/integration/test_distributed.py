@@ -200,6 +200,10 @@ def test_an_interrupted_rank_is_named_and_the_others_abort(job: Job) -> None:
         assert "rank 1 left the turn: KeyboardInterrupt" in str(error)
     assert job.seen()[0][-1] == "abort"
     job.enter("train")
+    job.seen()
+    job.members[1].errors["prepare"] = KeyboardInterrupt()
+    job.fails("rollout")
+    assert job.members[1].seen() == ["prepare"]  # the pause of the turn before is not taken back
 
 
 @pytest.mark.parametrize("decided", [False, True])
