@@ -21,7 +21,7 @@ import memsaver  # noqa: E402
 from examples.colocate import loop as example  # noqa: E402
 from examples.colocate import rollout  # noqa: E402
 from examples.colocate.checks.actors import CheckError  # noqa: E402
-from examples.colocate.checks.proofs import verdict  # noqa: E402
+from examples.colocate.checks.proofs import CheckedLoop, verdict  # noqa: E402
 from examples.colocate.checks.recovery import RecoverableLoop  # noqa: E402
 from examples.colocate.engine import EngineConfig  # noqa: E402
 from examples.colocate.options import parse  # noqa: E402
@@ -139,7 +139,7 @@ def test_torch_memory_saver_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> N
     assert "--memory torch_memory_saver needs a GPU and the package torch_memory_saver" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", {each.change: each for each in FAULTS}.values(), ids=lambda fault: fault.name)
 def test_a_wrong_change_ends_the_run(run: Run, monkeypatch: Patch, fault: Fault) -> None:
     fault.plant(monkeypatch)
     with pytest.raises((CheckError, memsaver.Error), match=f"{fault.check}: "):
@@ -164,8 +164,16 @@ def test_a_step_that_is_not_finite_ends_the_run(run: Run, monkeypatch: Patch) ->
         run()
 
 
-def test_zero_advantages_leave_the_weights_as_they_are(run: Run) -> None:
+def test_zero_advantages_leave_the_weights_as_they_are(run: Run, monkeypatch: Patch) -> None:
+    write, written = CheckedLoop.write_weights, list[list[dict[str, int]]]()
+
+    def recorded(self: CheckedLoop) -> None:
+        write(self)
+        written.append(self._written)  # checksums
+
+    monkeypatch.setattr(CheckedLoop, "write_weights", recorded)
     loop = run("--zero-advantages")
+    assert len(written) == 3 and written[1] == written[2] == written[0]
     rewards = loop.rollouts.held_out_rewards()
     assert rewards == loop.warm and verdict(loop.warm, rewards)[0] is False
 
