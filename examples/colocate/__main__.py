@@ -16,6 +16,7 @@ import memsaver
 from .checks.actors import CheckError
 from .checks.proofs import verdict
 from .checks.recovery import RecoverableLoop
+from .memory import variables
 from .model.folder import FolderError
 from .options import Options, parse
 from .rollout import HungError
@@ -63,7 +64,8 @@ def start_ray(options: Options) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     cpus = max(os.cpu_count() or 1, 2 * options.pairs)
     local = {} if options.address else {"num_cpus": cpus, "include_dashboard": False}
-    ray.init(address=options.address or "local", logging_level=logging.ERROR, **local)
+    set_for_actors = {"env_vars": variables(options.memory)}
+    ray.init(address=options.address or "local", logging_level=logging.ERROR, runtime_env=set_for_actors, **local)
 
 
 if __name__ == "__main__":

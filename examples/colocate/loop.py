@@ -121,13 +121,13 @@ class TrainerActor(Worker):
         mean = StepMetrics(*(sum(column) / len(metrics) for column in zip(*map(astuple, metrics))))
         return mean, TokenStatistics.joined([statistics for _, statistics in prepared])
 
-    def write_weights(self, shared: Sequence[tuple[str, bytes, dict[str, WeightPart]]]) -> None:
+    def write_weights(self, shared: Sequence[tuple[str, bytes, dict[str, WeightPart]]], trainers: set[str]) -> None:
         """Write this rank's shards into the tensors of the engines.
 
-        `shared`: of all engines. A rank reaches the engines on its own device alone: if there are others, the ranks
-        gather each parameter first.
+        `shared`: of all engines. `trainers`: the UUIDs of the devices of all ranks. A rank reaches the engines on its
+        own device alone: if there are other devices, the ranks gather each parameter first.
         """
-        gather = len({uuid for uuid, *_ in shared}) > 1
+        gather = len(trainers.union(uuid for uuid, *_ in shared)) > 1
         here = [EngineWeights(pickle.loads(weights), layout) for uuid, weights, layout in shared if uuid == self.uuid()]
         self.trainer.weights.write(here, gather)
         if self.device.type == "cuda":
@@ -273,7 +273,8 @@ class Loop:
         """The trainers write into the engines' own tensors, in the phase "sync"."""
         began = time.perf_counter()
         if self.in_regions:
-            self.call("trainer", "write_weights", self.call("engine", "share_weights"))
+            devices = set(self.call("trainer", "uuid"))
+            self.call("trainer", "write_weights", self.call("engine", "share_weights"), devices)
         else:
             self.call("engine", "take_weights", self.call("trainer", "send_weights", self.call("engine", "layout"))[0])
         self.seconds["sync"] = time.perf_counter() - began

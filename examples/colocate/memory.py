@@ -92,6 +92,8 @@ class ToCpu(Resident):
             storage, contents = tensor.untyped_storage(), tensor.detach().to("cpu", copy=True)
             self._kept.append((storage.nbytes(), contents if self.backup == "host" else None))
             storage.resize_(0)
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.empty_cache()
 
     def come_back(self) -> None:
         for tensor, (nbytes, contents) in zip(self._tensors, self._kept):
@@ -107,6 +109,7 @@ class Tagged(Resident):
 
     def __init__(self, tag: str, device: str, backup: str = "none") -> None:
         self.saver = import_saver(device)
+        self.saver.retain_cpu_backup = True  # else each pause pins its backup anew, which takes seconds
         super().__init__(tag, device, backup)
 
     def placed(self) -> AbstractContextManager[None]:
@@ -134,6 +137,15 @@ def import_saver(device: str) -> Any:
 
 
 OTHERS: dict[str, type[Resident]] = {"torch_memory_saver": Tagged, "to-cpu": ToCpu, "resident": Resident}
+
+
+def variables(saver: str) -> dict[str, str]:
+    """Of the environment of the actors, which torch_memory_saver needs for graphs."""
+    if saver != "torch_memory_saver":
+        return {}
+    from torch_memory_saver.utils import get_binary_path_from_package  # type: ignore[import-not-found]
+
+    return {"LD_PRELOAD": str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))}
 
 
 def engine_memory(saver: str, device: torch.device) -> EngineMemory:

@@ -56,7 +56,7 @@ class VllmEngine:
 
         from memsaver.drop_in.vllm.weights import make_plan
 
-        self.model_config, self._vllm = model, vllm
+        self.model_config, self.config, self._vllm = model, config, vllm
         token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 2
         self._llm = vllm.LLM(
             str(folder),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +20,11 @@ ray = pytest.importorskip("ray", reason="needs ray")
 
 from examples.colocate import __main__ as command  # noqa: E402
 from examples.colocate import countdown  # noqa: E402
+from examples.colocate.loop import TrainerActor  # noqa: E402
 from examples.colocate.model import parameter_shapes  # noqa: E402
 from examples.colocate.model.folder import load_config  # noqa: E402
 from examples.colocate.rollout import HungError, answers  # noqa: E402
+from examples.colocate.trainer import EngineWeights  # noqa: E402
 from tests.examples.model_support import save_model, save_tokenizer  # noqa: E402
 
 # One rank of a model is a trainer's, or an engine's of two.
@@ -129,6 +133,18 @@ def test_two_ranks_that_die_are_replaced_and_give_the_identical_curve_also_when_
     assert [line["went_back_to"] for line in resumed.lines if "went_back_to" in line] == [2, 2, 2]
     assert resumed.curve() == undisturbed.curve()[2:]
     assert resumed.lines[-1] == undisturbed.lines[-1]
+
+
+@pytest.mark.parametrize(("engines", "gathers"), [("a", False), ("b", True), ("ab", True)])
+def test_ranks_gather_if_an_engine_is_on_another_device_than_a_rank(engines: str, gathers: bool) -> None:
+    actor: Any = object.__new__(TrainerActor)
+    actor.device, actor.uuid, written = torch.device("cpu"), lambda: "a", list[Any]()
+    actor.trainer = SimpleNamespace(weights=SimpleNamespace(write=lambda *given: written.append(given)))
+    actor.write_weights([(uuid, pickle.dumps({}), {}) for uuid in engines], {"a"})
+    assert written == [([EngineWeights({}, {})] * engines.count("a"), gathers)]
+    written.clear()
+    actor.write_weights([("a", pickle.dumps({}), {})], {"a", "b"})  # a rank without an engine
+    assert written == [([EngineWeights({}, {})], True)]
 
 
 def test_an_actor_that_hangs_is_named_after_a_bound() -> None:

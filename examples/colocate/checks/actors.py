@@ -78,6 +78,10 @@ class CheckedEngine(EngineActor, Memory):
         """Since the engine was made."""
         return asdict(self.engine.counts)
 
+    def kv_tokens(self) -> int:
+        """That the KV cache has room for."""
+        return self.engine.config.num_blocks * self.engine.config.block_size
+
     def start(self, prompts: list[list[int]], sampling: SamplingParams) -> None:
         """Begin requests, and leave them running."""
         self._requests = [self.engine.submit(prompt, sampling) for prompt in prompts]

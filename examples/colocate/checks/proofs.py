@@ -137,7 +137,7 @@ class CheckedLoop(Loop):
                 "largest_gap": statistics.largest_gap,
                 "tokens": statistics.tokens,
                 "z": self.statistics.z,
-                "seconds": {**self.seconds, "turns": sum(turn.seconds for turn in self.turns)},
+                "seconds": {**self.seconds, "turns": {turn.phase: turn.seconds for turn in self.turns}},
                 "tokens_per_second": rollout.num_tokens / self.seconds["rollout"],
                 "moved": moved,  # by phase: bytes out and in of the turn into it
                 **{name: counts[name] for name in COUNTS},

@@ -57,7 +57,8 @@ class RecoverableLoop(CheckedLoop):
             self._go_back()
         elif self.steps_done == 0:
             self.begin()
-            self.write_log({"held_out": sum(self.warm) / len(self.warm), "after": "warm-up"})
+            tokens = sum(self.call("engine", "kv_tokens")[:: self.options.engine_ranks])
+            self.write_log({"held_out": sum(self.warm) / len(self.warm), "after": "warm-up", "kv_tokens": tokens})
             self._commit()
         while self.steps_done < self.last:
             self.step()

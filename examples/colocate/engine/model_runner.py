@@ -32,8 +32,10 @@ class ModelRunner:
         shape = (model.config.num_layers, 2, config.num_blocks, config.block_size, model.num_kv_heads)
         self.kv_cache: Tensor = memory.kv_cache.empty((*shape, model.config.head_dim), model.config.dtype)
         # Taken apart once: to index a tensor costs as much as to launch a kernel. Each with a storage of its own: of
-        # several that a kernel writes to in one storage, torch.compile copies all but the first.
-        self.kv_caches: Caches = [(borrowed(layer[0]), borrowed(layer[1])) for layer in self.kv_cache]
+        # several that a kernel writes to in one storage, torch.compile copies all but the first. Such a tensor has its
+        # address for good: without graphs the memory may move.
+        taken = borrowed if memory.captures_graphs else Tensor.detach
+        self.kv_caches: Caches = [(taken(layer[0]), taken(layer[1])) for layer in self.kv_cache]
         max_blocks = -(-max_model_len // config.block_size)
         self.batch = Batch(config.max_batch_size, max_blocks, config.block_size, config.seed, memory.buffers)
         prefill_sizes = config.prefill_sizes(self.kv_cache.is_cuda)
