@@ -121,7 +121,7 @@ RECIPES = {
     # For tests: little is learned.
     "tiny": replace(
         _CPU,
-        model=_model(32, 1, 4, 2, 8, 64),
+        model=_model(32, 2, 4, 2, 8, 64),
         engine=EngineConfig(max_batch_size=16, block_size=2, graph_batch_sizes=(1, 2, 4, 8, 16)),
         kv_blocks=64,
         largest=9,

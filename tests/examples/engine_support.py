@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,17 +60,32 @@ class HostGraphs(EngineMemory):
         for function in functions:
             function()
 
+    def graph(self) -> tuple[Any, AbstractContextManager[Any]]:
+        return SimpleNamespace(), broken_at_its_end()
+
     def capture(self, function: Callable[[], Any]) -> tuple[Any, Any]:
-        if self.captures == self.fails_at:
-            raise RuntimeError("a synchronisation inside")
+        graph, outputs = super().capture(synchronise if self.captures == self.fails_at else function)
         self.captures += 1
-        outputs = function()
 
         def replay() -> None:
             for kept, new in zip(outputs or (), function() or ()):
                 kept.copy_(new)
 
-        return SimpleNamespace(replay=replay), outputs
+        graph.replay = replay
+        return graph, outputs
+
+
+@contextmanager
+def broken_at_its_end() -> Iterator[None]:
+    """As a capture is whose function failed."""
+    try:
+        yield
+    except RuntimeError:
+        raise RuntimeError("the capture was invalidated") from None
+
+
+def synchronise() -> None:
+    raise RuntimeError("a synchronisation inside")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from examples.colocate.engine import ops
+from examples.colocate.engine.attention import Chunks
 from examples.colocate.model.layers import rotary_tables
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -83,21 +84,15 @@ def prefill_inputs(
     k_cache, v_cache = caches.to(device, DTYPES[dtype_name])
     rows, bounds = rows.to(device), torch.tensor([0, *accumulate(queries)], dtype=torch.int32, device=device)
     paged = {"q_THD": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": rows[:, 2:], "lengths_B": rows[:, 1]}
-    return {**paged, "bounds": bounds, "longest": max(queries)}
+    return {**paged, "chunks": Chunks(bounds, len(q), max(queries), whole=False)}
 
 
 def dense_prefill(
-    q_THD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    lengths_B: Tensor,
-    bounds: Tensor,
-    longest: int,
+    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor, chunks: Chunks
 ) -> Tensor:
     """Each chunk by itself in fp64."""
     out = torch.zeros(q_THD.shape, dtype=torch.float64, device=q_THD.device)
-    for (begin, end), blocks, length in zip(pairwise(bounds.tolist()), block_table, lengths_B.tolist()):
+    for (begin, end), blocks, length in zip(pairwise(chunks.bounds.tolist()), block_table, lengths_B.tolist()):
         out[begin:end] = _dense(q_THD[begin:end], k_cache, v_cache, blocks, length)
     return out
 

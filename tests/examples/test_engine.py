@@ -132,6 +132,7 @@ def test_generation_ends_at_a_stop_token_or_the_length(make_engine: MakeEngine) 
 def test_prefix_hits_give_the_same_tokens(make_engine: MakeEngine) -> None:
     prefix = [5, 4, 3, 2, 1, 0, 1, 2, 3]
     prompts = [[*prefix, token] for token in range(3)] + [prefix]
+    prompts += [[7, 7, 7, 7, 1], [7, 7, 7, 7, *prefix[4:]]]  # the last one has a block of the others, after another one
     expected = tokens_of(make_engine(prefix_cache=False), prompts)
     engine, hits = make_engine(), []
     for _ in range(2):  # shared within one prefill, then also from the cache
@@ -140,7 +141,7 @@ def test_prefix_hits_give_the_same_tokens(make_engine: MakeEngine) -> None:
     engine.drop_prefix_cache()
     engine.runner.kv_cache.fill_(float("nan"))  # as a resume without a backup may leave it
     assert tokens_of(engine, prompts) == expected
-    assert [*hits, engine.counts.prefix_hit_tokens] == [24, 24 + 32, 24 + 32 + 24]
+    assert [*hits, engine.counts.prefix_hit_tokens] == [28, 28 + 44, 28 + 44 + 28]
 
 
 def test_new_weights_drop_the_prefix_cache(make_engine: MakeEngine) -> None:

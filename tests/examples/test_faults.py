@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -20,17 +20,16 @@ pytest.importorskip("ray", reason="needs ray")
 import memsaver  # noqa: E402
 from examples.colocate import loop as example  # noqa: E402
 from examples.colocate import rollout  # noqa: E402
-from examples.colocate.checks.actors import CheckedEngine, CheckedTrainer, CheckError  # noqa: E402
+from examples.colocate.checks.actors import CheckError  # noqa: E402
 from examples.colocate.checks.proofs import CheckedLoop, verdict  # noqa: E402
 from examples.colocate.checks.recovery import RecoverableLoop  # noqa: E402
-from examples.colocate.engine import Engine, EngineConfig, SamplingParams  # noqa: E402
-from examples.colocate.engine.block_manager import BlockManager  # noqa: E402
+from examples.colocate.engine import EngineConfig  # noqa: E402
 from examples.colocate.options import parse  # noqa: E402
 from examples.colocate.recipes import RECIPES  # noqa: E402
-from examples.colocate.trainer import NonFiniteError, Sample, Trainer, trainer  # noqa: E402
-from examples.colocate.trainer.weights import WeightWriter  # noqa: E402
+from examples.colocate.trainer import NonFiniteError, Sample  # noqa: E402
 from memsaver import _guests, regions  # noqa: E402
 from memsaver.config import parse_size  # noqa: E402
+from tests.examples.faults import FAULTS, Fault  # noqa: E402
 from tests.examples.model_support import save_model, save_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.alone  # the loop turns its process into a client of a small shared pool
@@ -140,192 +139,11 @@ def test_torch_memory_saver_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> N
     assert "--memory torch_memory_saver needs a GPU and the package torch_memory_saver" in capsys.readouterr().err
 
 
-def times(tensors: Any, factor: float) -> None:
-    for tensor in tensors:
-        tensor.mul_(factor)
-
-
-def old_weights(patch: Patch) -> None:
-    """The engine gets the weights of the step before."""
-    write, last = WeightWriter.write, dict[str, torch.Tensor]()
-
-    def wrong(self: WeightWriter, engines: Any, gather: bool = False) -> int:
-        nbytes = write(self, engines, gather)
-        new = {name: tensor.clone() for name, tensor in engines[0].tensors.items()}
-        for name, tensor in last.items():
-            engines[0].tensors[name].copy_(tensor)
-        last.update(new)
-        return nbytes
-
-    patch.setattr(WeightWriter, "write", wrong)
-
-
-def no_weights(patch: Patch) -> None:
-    """The engine gets the first ones alone."""
-    write, calls = WeightWriter.write, list[int]()
-
-    def wrong(self: WeightWriter, engines: Any, gather: bool = False) -> int:
-        calls.append(1)
-        return write(self, engines, gather) if len(calls) == 1 else 0
-
-    patch.setattr(WeightWriter, "write", wrong)
-
-
-def old_cache(patch: Patch) -> None:
-    """The KV cache and the prefix cache outlast pauses and new weights."""
-    patch.setattr(Engine, "_follow_kv_cache", lambda self: [])
-    patch.setattr(BlockManager, "drop_prefix_cache", lambda self: None)
-
-
-def cold_sampler(patch: Patch) -> None:
-    generate = CheckedEngine.generate
-
-    def wrong(self: CheckedEngine, prompts: list[list[int]], sampling: SamplingParams) -> Any:
-        return generate(self, prompts, dataclasses.replace(sampling, temperature=sampling.temperature / 2))
-
-    patch.setattr(CheckedEngine, "generate", wrong)
-
-
-def cold_sampler_that_hides(patch: Patch) -> None:
-    """It says that the tokens have the log-probabilities of temperature 1."""
-    cold_sampler(patch)
-    train = CheckedTrainer.train
-
-    def wrong(self: CheckedTrainer, samples: Sequence[Sample], rate: float) -> Any:
-        hidden = []
-        for each in samples:
-            (part,) = self.trainer.recompute([each])[0].micro_batches
-            hidden.append(dataclasses.replace(each, logprobs=part.behaviour_N.tolist()))
-        return train(self, hidden, rate)
-
-    patch.setattr(CheckedTrainer, "train", wrong)
-
-
-def wrong_groups(patch: Patch) -> None:
-    """Each completion has the advantage of one of another group."""
-    right = rollout.group_advantages
-    patch.setattr(rollout, "group_advantages", lambda rewards, zero: right(rewards, zero).roll(1, 0))
-
-
-def warm_trainer(patch: Patch) -> None:
-    forward = Trainer._forward
-    patch.setattr(Trainer, "_forward", lambda self, batch, T, *rest: forward(self, batch, 0.9 * T, *rest))
-
-
-def not_a_number(patch: Patch) -> None:
-    """What the engine says of the tokens."""
-    train = CheckedTrainer.train
-
-    def wrong(self: CheckedTrainer, samples: Sequence[Sample], rate: float) -> Any:
-        return train(
-            self, [dataclasses.replace(each, logprobs=[math.nan] * len(each.completion)) for each in samples], rate
-        )
-
-    patch.setattr(CheckedTrainer, "train", wrong)
-    patch.setattr(Trainer, "train_step", lambda self, batch, rate: trainer.StepMetrics(0.0, 0.0, 0.0))
-
-
-def inverted_weights(patch: Patch) -> None:
-    right = trainer.importance_weights
-    patch.setattr(trainer, "importance_weights", lambda policy, sampler, cap: right(sampler, policy, cap))
-
-
-def lost_moments(patch: Patch) -> None:
-    """They are zero after each resume."""
-    resume = CheckedTrainer.resume
-
-    def wrong(self: CheckedTrainer, *arguments: Any, **named: Any) -> Any:
-        done = resume(self, *arguments, **named)
-        if "optimizer" in done.resumed:
-            times((state["exp_avg"] for state in self.trainer.optimizer.state.values()), 0.0)
-        return done
-
-    patch.setattr(CheckedTrainer, "resume", wrong)
-
-
-def forgotten_moments(patch: Patch) -> None:
-    """They are zero at the begin of each turn of the trainer."""
-    train = example.TrainerActor.train
-
-    def wrong(self: example.TrainerActor, samples: Sequence[Sample], rate: float) -> Any:
-        times((state["exp_avg_sq"] for state in self.trainer.optimizer.state.values()), 0.0)
-        return train(self, samples, rate)
-
-    patch.setattr(example.TrainerActor, "train", wrong)
-
-
-def change_backups(patch: Patch, phase: str, backup: dict[str, dict[str, str]]) -> None:
-    backups = CheckedLoop.backups
-    patch.setattr(CheckedLoop, "backups", lambda self: {**backups(self), phase: backup})
-
-
-def no_backup_of_moments(patch: Patch) -> None:
-    change_backups(patch, "sync", {"trainer": {"optimizer": "none"}})
-
-
-def no_backup_of_weights(patch: Patch) -> None:
-    """In the pause that no sync follows."""
-    change_backups(patch, "away", {"engine": {"weights": "none"}})
-
-
-def two_updates(patch: Patch) -> None:
-    step = Trainer.train_step
-
-    def wrong(self: Trainer, batch: Any, rate: float) -> Any:
-        step(self, batch, rate)
-        return step(self, batch, rate)
-
-    patch.setattr(Trainer, "train_step", wrong)
-
-
-def moved_tensors(patch: Patch) -> None:
-    resume = CheckedEngine.resume
-
-    def wrong(self: CheckedEngine, *arguments: Any, **named: Any) -> Any:
-        done = resume(self, *arguments, **named)
-        weights = cast(Any, self.engine).model.weights
-        weights["model.norm.weight"] = weights["model.norm.weight"].clone()
-        return done
-
-    patch.setattr(CheckedEngine, "resume", wrong)
-
-
-def resident_engine(patch: Patch) -> None:
-    phases = LocalLoop.phases
-
-    def wrong(self: LocalLoop) -> Any:
-        return {**phases(self), "train": {"engine": ["kv_cache"], "trainer": self.tags["trainer"]}}
-
-    patch.setattr(LocalLoop, "phases", wrong)
-
-
-FAULTS: list[tuple[Callable[[Patch], None], str]] = [
-    (old_weights, "weights are the trainer's: engine 0 has others: "),
-    (no_weights, "weights are the trainer's: "),
-    (old_cache, "tokens are the same after a pause: "),
-    (cold_sampler, "log-probabilities agree: "),
-    (cold_sampler_that_hides, "tokens are the policy's: "),
-    (wrong_groups, "advantages are of the group: "),
-    (warm_trainer, "log-probabilities agree: "),
-    (not_a_number, "log-probabilities agree: they differ by nan"),
-    (inverted_weights, "importance weights: "),
-    (lost_moments, "parameters and moments outlast a pause: trainer 0 has others: optimizer"),
-    (forgotten_moments, "moments are those of the last step: "),
-    (no_backup_of_moments, "optimizer"),
-    (no_backup_of_weights, "weights"),
-    (two_updates, "each update is applied once: "),
-    (moved_tensors, "addresses are the same: "),
-    (resident_engine, "the engines' memory is free: "),
-]
-
-
-@pytest.mark.parametrize(("plant", "text"), FAULTS, ids=lambda each: getattr(each, "__name__", ""))
-def test_a_wrong_change_ends_the_run(run: Run, monkeypatch: Patch, plant: Callable[[Patch], None], text: str) -> None:
-    plant(monkeypatch)
-    dtype = "float32" if plant in (warm_trainer, cold_sampler) else "bfloat16"  # the dtype that hides more
-    with pytest.raises((CheckError, memsaver.Error)) as ended:
-        run("--engine-dtype", dtype)
-    assert text in str(ended.value)
+@pytest.mark.parametrize("fault", {each.change: each for each in FAULTS}.values(), ids=lambda fault: fault.name)
+def test_a_wrong_change_ends_the_run(run: Run, monkeypatch: Patch, fault: Fault) -> None:
+    fault.plant(monkeypatch)
+    with pytest.raises((CheckError, memsaver.Error), match=f"{fault.check}: "):
+        run(*fault.arguments)
 
 
 @pytest.mark.parametrize("name", ["prefix_hit_tokens", "preemptions"])
@@ -346,8 +164,16 @@ def test_a_step_that_is_not_finite_ends_the_run(run: Run, monkeypatch: Patch) ->
         run()
 
 
-def test_zero_advantages_leave_the_weights_as_they_are(run: Run) -> None:
+def test_zero_advantages_leave_the_weights_as_they_are(run: Run, monkeypatch: Patch) -> None:
+    write, written = CheckedLoop.write_weights, list[list[dict[str, int]]]()
+
+    def recorded(self: CheckedLoop) -> None:
+        write(self)
+        written.append(self._written)  # checksums
+
+    monkeypatch.setattr(CheckedLoop, "write_weights", recorded)
     loop = run("--zero-advantages")
+    assert len(written) == 3 and written[1] == written[2] == written[0]
     rewards = loop.rollouts.held_out_rewards()
     assert rewards == loop.warm and verdict(loop.warm, rewards)[0] is False
 
@@ -360,17 +186,10 @@ def test_a_verdict_counts_in_standard_errors() -> None:
     assert not learned and "0.500 -> 0.000, -0.500 with a standard error of 0.050: NOT learned" in text
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_a_run_learns_and_one_of_the_wrong_sign_does_not(run: Run, monkeypatch: Patch, sign: int) -> None:
-    loss = trainer.policy_loss
-
-    def signed(*arguments: Any) -> Any:
-        total, clipped = loss(*arguments)
-        return sign * total, clipped
-
-    monkeypatch.setattr(trainer, "policy_loss", signed)
-    loop = run("--steps", "5", "--rate", "1e-2", "--prompts", "16", group=8)
-    assert verdict(loop.warm, loop.rollouts.held_out_rewards())[0] == (sign == 1)
+@pytest.mark.parametrize("rate", [1e-2, -1e-2])
+def test_a_run_learns_and_one_of_the_wrong_sign_does_not(run: Run, rate: float) -> None:
+    loop = run("--steps", "5", "--prompts", "16", group=8, rate=rate)
+    assert verdict(loop.warm, loop.rollouts.held_out_rewards())[0] == (rate > 0)
 
 
 @pytest.mark.parametrize("kind", ["Qwen3", "Qwen2"])

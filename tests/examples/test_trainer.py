@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
-from examples.colocate.model import ModelConfig, parameter_shapes
+from examples.colocate.model import ModelConfig, RopeScaling, parameter_shapes
 from examples.colocate.model.folder import FolderError
 from examples.colocate.trainer import (
     CheckpointError,
@@ -37,7 +37,7 @@ from tests.examples.model_support import save_model
 from tests.examples.trainer_support import MODEL, PLAIN, TAGS, addresses, samples, weights
 
 QWEN2 = replace(MODEL, qk_norm=False, qkv_bias=True, tie_word_embeddings=True)
-LLAMA = replace(MODEL, qk_norm=False)
+LLAMA = replace(MODEL, qk_norm=False, rope_theta=50.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 24))
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +261,9 @@ def poisoned(given: list[Sample], row: int) -> list[Sample]:
     return [replace(each, advantage=math.nan) if index == row else each for index, each in enumerate(given)]
 
 
-def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(trainer: Trainer) -> None:
+def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer.reset_optimizer()
     trainer.warm_up(samples(), 1e-3)
     before = trainer.checksums()
@@ -269,6 +271,9 @@ def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(trainer: Train
         trainer.train_step(trainer.deal(poisoned(samples(), 0)), 1e-3)
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
     assert [math.isnan(loss) for loss in raised.value.args[2]] == [True]
+    with monkeypatch.context() as patch, pytest.raises(NonFiniteError, match="the gradient norm is inf, the losses"):
+        patch.setattr(torch.nn.utils, "get_total_norm", lambda *_, **__: torch.tensor(math.inf))
+        trainer.train_step(trainer.deal(samples()), 1e-3)
     assert trainer.checksums() == before
     trainer.warm_up(samples(), 1e-3)  # goes on
     assert trainer.steps_taken == 2
@@ -330,8 +335,13 @@ def test_a_sample_that_is_too_long_or_incomplete_is_refused(trainer: Trainer) ->
 def saved(config: ModelConfig, folder: Path, **saving: Any) -> Any:
     """A model of `transformers`, in a folder."""
     kind = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
-    same = ("vocab_size", "hidden_size", "head_dim", "intermediate_size", "rope_theta", "tie_word_embeddings")
+    same = ("vocab_size", "hidden_size", "head_dim", "intermediate_size", "tie_word_embeddings")
     sizes = {name: getattr(config, name) for name in same}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling is not None:
+        rope |= asdict(config.rope_scaling) | {"rope_type": "llama3"}
+        rope["original_max_position_embeddings"] = rope.pop("original_max_position")
+    sizes["rope_parameters"] = rope
     sizes |= {"max_position_embeddings": config.max_position, "rms_norm_eps": config.norm_eps}
     return save_model(folder, kind, saving, **sizes)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import memsaver
 
@@ -16,6 +17,7 @@ from ..engine import Completion, Engine, SamplingParams
 from ..loop import EngineActor, TrainerActor
 from ..model import WeightPart
 from ..trainer import RankBatch, Sample, StepMetrics, TokenStatistics
+from ..trainer.batch import MicroBatch
 from ..worker import Worker
 
 _POLL_S = 0.05
@@ -121,30 +123,42 @@ class CheckedTrainer(TrainerActor, Memory):
         return self.trainer.steps_taken
 
     def train(self, samples: Sequence[Sample], rate: float) -> tuple[StepMetrics, TokenStatistics]:
-        """The first update finds the parameters and moments of now, and importance weights of the samples' own."""
-        trainer, cap, before = self.trainer, self.recipe.trainer.weight_cap, self.trainer.checksums()
-        recompute, train_step = trainer.recompute, trainer.train_step
-        patched: Any = trainer
+        """The first update starts from the parameters and moments of now, and has the gradients of the samples.
 
-        def checked_recompute(samples: Sequence[Sample]) -> tuple[RankBatch, TokenStatistics]:
-            batch, statistics = recompute(samples)
-            for found, dealt in zip(batch.micro_batches, trainer.deal(samples).micro_batches):
-                expected = (found.behaviour_N - dealt.behaviour_N).exp().clamp(max=cap)
-                if not torch.allclose(found.weights_N, expected, atol=1e-6, equal_nan=True):
-                    raise CheckError("importance weights: they are not min(exp(trainer - engine), cap)")
-            return batch, statistics
+        Of the loss by a token's log-probability: -advantage x min(exp(trainer - engine), cap) x ratio, over the number
+        of tokens. The ratio of the first update is 1 but for rounding.
+        """
+        trainer, cap, before = self.trainer, self.recipe.trainer.weight_cap, self.trainer.checksums()
+        forward, train_step = trainer._forward, trainer.train_step
+        patched: Any = trainer
 
         def checked_step(batch: RankBatch, rate: float) -> StepMetrics:
             if trainer.checksums() != before:
                 raise CheckError("moments are those of the last step: they changed before the first update")
-            del patched.train_step
-            return train_step(batch, rate)
+            dealt = iter(trainer.deal(samples[:: self.recipe.minibatches]).micro_batches)
 
-        patched.recompute, patched.train_step = checked_recompute, checked_step
-        try:
-            return super().train(samples, rate)
-        finally:
-            del patched.recompute
+            def checked_forward(part: MicroBatch, *rest: Any) -> Tensor:
+                output, own = forward(part, *rest), next(dealt)
+                weights_N = (part.behaviour_N.cpu() - own.behaviour_N).exp().clamp(max=cap)
+                ratio_N = (output[0].detach() - part.behaviour_N).exp().cpu()
+                expected_N = -own.advantages_N * weights_N * ratio_N * trainer.world_size / batch.num_targets
+
+                def check(gradients: Tensor) -> None:
+                    off_N = (gradients[0].cpu() - expected_N).abs() > 1e-3 * expected_N.abs() + 1e-8
+                    if off_N.any():  # not of NaN: the step refuses it
+                        raise CheckError("gradients are those of the samples: they are not -advantage x weight")
+
+                output.register_hook(check)
+                return output
+
+            patched._forward = checked_forward
+            try:
+                return train_step(batch, rate)
+            finally:
+                del patched._forward, patched.train_step
+
+        patched.train_step = checked_step
+        return super().train(samples, rate)
 
     def save(self, folder: Path) -> None:
         self.trainer.save(folder)

@@ -158,19 +158,21 @@ class CheckedLoop(Loop):
 
     def _check_probes(self, probes: Sequence[tuple[Completion, int, Completion]]) -> None:
         """Each is a completion without a pause, the number of its tokens at the pause, and the one with the pause.
+        One that had ended before the pause says nothing.
 
         In fp32 all tokens are the same. Recomputing in bf16 rounds otherwise, which can choose between two tokens: the
         first token after the pause is the same for half of the requests, and all before the first difference agree.
         """
-        same, gaps = 0, []
-        for one, kept, other in probes:
+        running = [probe for probe in probes if probe[1] < len(probe[0].tokens)]
+        same, gaps = 0, [0.0]
+        for one, kept, other in running:
             pairs = zip(zip(one.tokens, one.logprobs), zip(other.tokens, other.logprobs))
             agree = list(takewhile(lambda pair: pair[0][0] == pair[1][0], pairs))
             gaps += [abs(ours[1] - theirs[1]) for ours, theirs in agree]
-            same += one.tokens == other.tokens if self.exact else len(agree) > kept or one.tokens == other.tokens
-        gap = float(torch.tensor(gaps).max()) if gaps else math.nan  # NaN if one is
-        needed = len(probes) if self.exact else len(probes) / 2
-        text = f"{same} of {len(probes)} completions are the same, log-probabilities differ by {gap:.2g}"
+            same += one.tokens == other.tokens if self.exact else len(agree) > kept
+        gap = float(torch.tensor(gaps).max())  # NaN if one is
+        needed = len(running) if self.exact else len(running) / 2
+        text = f"{same} of {len(running)} completions are the same, log-probabilities differ by {gap:.2g}"
         self.check("tokens are the same after a pause", same >= needed and gap <= self.bounds[0], text)
 
     def write_log(self, line: Mapping[str, Any]) -> None:

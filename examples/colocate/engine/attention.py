@@ -56,29 +56,22 @@ class PagedAttention:
             return paged_decode(q_THD, k_cache, v_cache, self.block_table, self.lengths_B)
         bounds, total, longest, whole = self.chunks
         q_THD, k_TKD, v_TKD = (each[:total] for each in (q_THD, k_TKD, v_TKD))
-        if whole and q_THD.is_cuda and q_THD.dtype != torch.float32 and (flash := flash_attention()):
+        if whole and ops.in_triton(q_THD) and q_THD.dtype != torch.float32 and (flash := flash_attention()):
             out_THD: Tensor = flash(q_THD, k_TKD, v_TKD, bounds, bounds, longest, longest)
             return out_THD
-        return paged_prefill(q_THD, k_cache, v_cache, self.block_table, self.lengths_B, bounds, longest)
+        return paged_prefill(q_THD, k_cache, v_cache, self.block_table, self.lengths_B, self.chunks)
 
 
 @ops.triton_on_cuda("paged_prefill")
 def paged_prefill(
-    q_THD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    lengths_B: Tensor,
-    bounds: Tensor,
-    longest: int,
+    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor, chunks: Chunks
 ) -> Tensor:
     """Causal attention of each chunk over its context in the cache: [T, H, D].
 
-    k_cache and v_cache are [N, P, K, D]; `bounds` and `longest` are those of `Chunks`. Values in the cache beyond a
-    context are never used, NaN included.
+    k_cache and v_cache are [N, P, K, D]. Values in the cache beyond a context are never used, NaN included.
     """
     out_THD, size = torch.empty_like(q_THD), k_cache.shape[1]
-    for (begin, end), blocks, context in zip(pairwise(bounds.tolist()), block_table, lengths_B.tolist()):
+    for (begin, end), blocks, context in zip(pairwise(chunks.bounds.tolist()), block_table, lengths_B.tolist()):
         k_LKD, v_LKD = (cache[blocks[: -(-context // size)]].flatten(0, 1)[:context] for cache in (k_cache, v_cache))
         seen_TL = torch.ones(end - begin, context, dtype=torch.bool, device=q_THD.device).tril(context - end + begin)
         q_HTD, k_KLD, v_KLD = (each.transpose(0, 1)[None] for each in (q_THD[begin:end], k_LKD, v_LKD))

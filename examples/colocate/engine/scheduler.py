@@ -182,4 +182,3 @@ class Scheduler:
         # A step in flight may still write there. The next owner of the blocks writes in a later step, hence after it.
         self.blocks.free(sequence)
         self._rows.append(sequence.row)
-        sequence.is_prefilled = False
