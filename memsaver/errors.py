@@ -262,7 +262,7 @@ def gib(nbytes: int) -> str:
 
 
 def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
-    """Builds an exception for the core (see ``translate`` in csrc/bindings/error_bindings.cpp)."""
+    """Builds an exception for the core (see ``translate`` in csrc/bindings/module.cpp)."""
     if kind == "ValueError":
         return ValueError(message)
     if kind == "DriverError":

@@ -1,4 +1,4 @@
-// The exceptions of the core. error_bindings.cpp translates each into a class of memsaver/errors.py.
+// The exceptions of the core. module.cpp translates each into a class of memsaver/errors.py.
 #pragma once
 
 #include <cstddef>
