@@ -91,7 +91,7 @@ def test_links_and_names_of_tests_and_files_exist(page: str) -> None:
 
 
 @each_page
-def test_commands_that_are_named_exist(page: str) -> None:
+def test_commands_that_are_named_exist(page: str, tmp_path: Path) -> None:
     text = PAGES[page]
     if page not in PAST:
         assert "python benchmarks/" not in text
@@ -102,7 +102,7 @@ def test_commands_that_are_named_exist(page: str) -> None:
                 module = importlib.import_module(f"benchmarks.{name}")
                 parser = Options(name, module)
                 module.options(parser)
-                parser.parse_args([each for each in options if each not in ("--save", "DIR")])
+                parser.parse_args([str(tmp_path) if each == "DIR" else each for each in options])
     for module in re.findall(r"-m (examples(?:\.\w+)+)", text):
         path = ROOT / module.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").is_file(), module
