@@ -19,7 +19,7 @@ def test_two_actors_take_turns_and_learn(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "examples.two_actors", "--steps", "12"],
         cwd=Path(__file__).resolve().parents[2],
-        env={**os.environ, "MEMSAVER_HOST_DEVICE": str(size), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "MEMSAVER_HOST_DEVICE": str(size), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
