@@ -409,6 +409,18 @@ def test_what_was_sent_and_not_received_is_kept_until_a_pause(owner: Worker, oth
     assert other.run("print(error.reason)") == "stale"
 
 
+def test_a_receipt_that_fails_does_not_keep_the_storage(owner: Worker, other: Worker) -> None:
+    before = owner.run("print(region.allocated_bytes)")
+    owner.run("block = region.empty((1 << 20,), torch.float32).fill_(3)")
+    send(owner, other, "block")
+    # As after a pause and a resume between the claim and the loan.
+    owner.run("lend = _core.lend; _core.lend = lambda core, span, residence, *of: lend(core, span, residence + 1, *of)")
+    text = other.fails("pickle.loads(sent)")
+    assert "was paused and resumed since the tensor was sent" in text
+    owner.run("_core.lend = lend; del block; gc.collect()")
+    assert owner.run("print(region.allocated_bytes)") == before
+
+
 def test_nothing_is_left_of_many_receipts(owner: Worker, other: Worker) -> None:
     def state() -> tuple[int, ...]:
         return tuple(look(each.pid) for each in (owner, other) for look in (descriptors_of, chunks_of, mappings_of))
