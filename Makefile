@@ -34,7 +34,9 @@ WHEEL_TORCH ?= torch==2.13.0
 VERSIONS ?= 2.11.0 2.13.0
 WHEEL_VERSIONS ?= 2.13.0
 
-# Tests wait for other processes half of the time, hence more workers than cores, and one thread in each. A GPU serves one process.
+# Tests wait for other processes half of the time, hence more workers than cores, and one thread of torch in each. A GPU
+# serves one process.
+test test-fast: export OMP_NUM_THREADS := 1
 JOBS ?= $(if $(GPU),0,$(shell cores=$$(nproc); echo $$((cores < 8 ? cores + (cores + 1) / 2 : 12))))
 # A file's tests share a device of the file's own size, hence loadfile. In the order of the folders, the long files come
 # first. With SYSTEM=1 the interpreter may lack xdist.
@@ -81,7 +83,7 @@ demo: $(READY)
 	$(RUN) -m examples.colocate $(ARGS)
 
 test: $(READY)
-	$(if $(ASYNC),MEMSAVER_TEST_ASYNC=1) OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) $(ARGS)
+	$(if $(ASYNC),MEMSAVER_TEST_ASYNC=1) $(RUN) -m pytest $(WORKERS) $(ARGS)
 
 test-fast: $(READY)
 	$(RUN) -m pytest -q $(WORKERS) tests/unit $(LONG:%=--ignore=tests/unit/test_%.py) $(ARGS)

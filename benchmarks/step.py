@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ WAYS = {
     "resident": ("--memory", "resident"),
 }
 CHECK = "away"  # a turn that only the checks of the example need
+NOT_LEARNED = 4  # exit status of the example, as of most short runs
 
 
 def options(parser: Options) -> None:
@@ -61,11 +63,8 @@ def ran(run: Run, way: str) -> tuple[Mapping[str, Any], list[Any]]:
             process = subprocess.Popen([*command, *run.options.more.split()], stdout=output, stderr=subprocess.STDOUT)
             while process.poll() is None:
                 least = min(least, status("/proc/meminfo")["MemAvailable"])
-                try:
-                    process.wait(0.2)
-                except subprocess.TimeoutExpired:
-                    continue
-            if process.returncode not in (0, 4):
+                time.sleep(0.2)
+            if process.returncode not in (0, NOT_LEARNED):
                 output.seek(0)
                 raise RuntimeError(f"status {process.returncode}: {output.read()[-2000:]}")
         lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -76,9 +75,13 @@ def ran(run: Run, way: str) -> tuple[Mapping[str, Any], list[Any]]:
         sum(seconds for phase, seconds in step["seconds"]["turns"].items() if phase != CHECK) for step in steps
     )
     moved = [sum(sum(both) for phase, both in step["moved"].items() if phase != CHECK) for step in steps]
-    row = {f"{part}, s": seconds for part, seconds in parts.items()}
-    row |= {"all, s": (whole := sum(parts.values())), "turns, %": 100 * parts["turns"] / whole}
-    row["KV tokens"] = tokens
-    row |= {"copied, GiB": statistics.median(moved) / GIB if way.startswith("memsaver") else None}
-    tokens_per_second = statistics.median(step["tokens"] for step in steps) / whole
-    return {**row, "tokens/s": tokens_per_second, "host, GiB": (before - least) / GIB}, lines
+    whole = sum(parts.values())
+    return {
+        **{f"{part}, s": seconds for part, seconds in parts.items()},
+        "all, s": whole,
+        "turns, %": 100 * parts["turns"] / whole,
+        "KV tokens": tokens,
+        "copied, GiB": statistics.median(moved) / GIB if way.startswith("memsaver") else None,
+        "tokens/s": statistics.median(step["tokens"] for step in steps) / whole,
+        "host, GiB": (before - least) / GIB,
+    }, lines

@@ -84,14 +84,6 @@ UNCHANGED = Rewrite("none", "", "", "", "", ())
 REWRITES = [
     # The broker
     Rewrite(
-        "a_loan_that_fails_keeps_its_claim",
-        "sent tensors: a storage is kept for its receivers alone",
-        "memsaver/_torch/ipc/server.py",
-        "        except BaseException:\n            self.sent.unclaim(sent)\n",
-        "        except BaseException:\n",
-        ["integration/test_sent_tensors.py::test_a_receipt_that_fails_does_not_keep_the_storage"],
-    ),
-    Rewrite(
         "bytes_of_several_clients_are_the_last_ones",
         "shared pool: a chunk that was returned with bytes of others counts as written by the client that returned it",
         "memsaver/broker/pool.py",
@@ -364,6 +356,14 @@ REWRITES = [
         ["drop_in/test_tms_preload.py::test_error_leaves_no_region_aside"],
     ),
     # Tensors in other processes
+    Rewrite(
+        "a_loan_that_fails_keeps_its_claim",
+        "sent tensors: a storage is kept for its receivers alone",
+        "memsaver/_torch/ipc/server.py",
+        "        except BaseException:\n            self.sent.unclaim(sent)\n",
+        "        except BaseException:\n",
+        ["integration/test_sent_tensors.py::test_a_receipt_that_fails_does_not_keep_the_storage"],
+    ),
     Rewrite(
         "late_answers_are_taken_for_the_next",
         "sent tensors: an answer that came after its bound counts for the next question",

@@ -18,7 +18,7 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot  # noqa: E402
 
-OTHER = "outside of regions"  # contexts, libraries, and what torch holds itself
+OTHER, IDLE = "outside of regions", "idle in the pool"  # the first: CUDA contexts, libraries, torch's own memory
 
 
 def read(file: Path) -> list[tuple[float, dict[str, float]]]:
@@ -32,7 +32,7 @@ def read(file: Path) -> list[tuple[float, dict[str, float]]]:
         for pool in json.loads(text)["pools"] if text else ():
             for row in pool["ledger"]["rows"]:
                 owner = f"{row['name'].removeprefix('ray::Checked').partition('.')[0].lower()}: {row['label']}"
-                kinds = {"region": owner, "pool idle": "idle in the pool"}
+                kinds = {"region": owner, "pool idle": IDLE}
                 gib[kinds.get(row["kind"], OTHER)] += row["bytes"] / 2**30
         found.append((float(time) - first, gib))
     return found
@@ -43,19 +43,17 @@ def draw(samples: list[tuple[float, dict[str, float]]], file: Path) -> None:
     for _, gib in samples:
         for owner, each in gib.items():
             total[owner] += each
-    engine = sorted((each for each in total if each.startswith("engine")), key=lambda each: -total[each])
-    trainer = sorted((each for each in total if each.startswith("trainer")), key=lambda each: -total[each])
-    owners = [OTHER, *engine, *trainer, "idle in the pool"]
-    shades = {name: matplotlib.colormaps[name] for name in ("Blues", "Oranges")}
-    colors = ["#888888"]
-    for name, group in (("Blues", engine), ("Oranges", trainer)):
-        colors += [shades[name](0.85 - 0.6 * at / max(1, len(group))) for at in range(len(group))]
-    colors.append("#f2f2f2")
+    colors: dict[str, object] = {OTHER: "#888888"}
+    for role, shades in (("engine", "Blues"), ("trainer", "Oranges")):
+        group = sorted((each for each in total if each.startswith(role)), key=lambda each: -total[each])
+        for at, owner in enumerate(group):
+            colors[owner] = matplotlib.colormaps[shades](0.85 - 0.6 * at / len(group))
+    colors[IDLE] = "#f2f2f2"
     pyplot.rcParams["svg.hashsalt"] = "memsaver"  # the same file from the same samples
     _, axes = pyplot.subplots(figsize=(9, 4))
     times = [time - samples[0][0] for time, _ in samples]
-    rows = [[gib.get(owner, 0.0) for _, gib in samples] for owner in owners]
-    axes.stackplot(times, rows, labels=owners, colors=colors, step="post", linewidth=0)
+    rows = [[gib.get(owner, 0.0) for _, gib in samples] for owner in colors]
+    axes.stackplot(times, rows, labels=list(colors), colors=list(colors.values()), step="post", linewidth=0)
     axes.set(xlabel="s", ylabel="GiB", xlim=(0, times[-1]), ylim=(0, None))
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

@@ -128,7 +128,8 @@ class TrainerActor(Worker):
         own device alone: if there are other devices, the ranks gather each parameter first.
         """
         gather = len(trainers.union(uuid for uuid, *_ in shared)) > 1
-        here = [EngineWeights(pickle.loads(weights), layout) for uuid, weights, layout in shared if uuid == self.uuid()]
+        own = self.uuid()
+        here = [EngineWeights(pickle.loads(weights), layout) for uuid, weights, layout in shared if uuid == own]
         self.trainer.weights.write(here, gather)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the engines read them next
@@ -194,6 +195,7 @@ class Loop:
 
     def set_up_trainers(self) -> list[str]:
         tags: list[str] = self.call("trainer", "setup", self.call("trainer", "address"))[0]
+        self.trainers_on = set(self.call("trainer", "uuid")) if self.in_regions else set[str]()
         return tags
 
     def join(self, engine: list[str], trainer: list[str]) -> None:
@@ -273,8 +275,7 @@ class Loop:
         """The trainers write into the engines' own tensors, in the phase "sync"."""
         began = time.perf_counter()
         if self.in_regions:
-            devices = set(self.call("trainer", "uuid"))
-            self.call("trainer", "write_weights", self.call("engine", "share_weights"), devices)
+            self.call("trainer", "write_weights", self.call("engine", "share_weights"), self.trainers_on)
         else:
             self.call("engine", "take_weights", self.call("trainer", "send_weights", self.call("engine", "layout"))[0])
         self.seconds["sync"] = time.perf_counter() - began

@@ -273,7 +273,7 @@ def test_a_segment_ends_in_a_transition(device: str, region: memsaver.Region, st
             region.resume()
         else:
             prepared.abort()
-        assert closed == 0  # only now: what follows a test waits for its transitions
+        assert closed == 0  # after the end of the transition, for which the fixtures wait if the test fails
     assert region.state == "active" and kept.read(0) == 7
     assert region.mapped_bytes == used_bytes(device) == kept.piece
     assert controls.count("cuMemAddressFree") == frees

@@ -158,12 +158,14 @@ class CheckedLoop(Loop):
 
     def _check_probes(self, probes: Sequence[tuple[Completion, int, Completion]]) -> None:
         """Each is a completion without a pause, the number of its tokens at the pause, and the one with the pause.
-        One that had ended before the pause says nothing.
+        One that had ended before the pause proves nothing; a step without others does not count.
 
         In fp32 all tokens are the same. Recomputing in bf16 rounds otherwise, which can choose between two tokens: the
         first token after the pause is the same for half of the requests, and all before the first difference agree.
         """
         running = [probe for probe in probes if probe[1] < len(probe[0].tokens)]
+        if not running:
+            return
         same, gaps = 0, [0.0]
         for one, kept, other in running:
             pairs = zip(zip(one.tokens, one.logprobs), zip(other.tokens, other.logprobs))
