@@ -11,6 +11,7 @@ namespace {
 
 constexpr auto kFirstLook = std::chrono::microseconds(50);
 constexpr auto kLastLook = std::chrono::milliseconds(5);
+constexpr auto kSweep = std::chrono::seconds(1);  // in real time: calls of the driver, and a thread that gets its turn
 
 }  // namespace
 
@@ -91,8 +92,7 @@ bool Resting::collect(std::uint64_t waited) {
 }
 
 bool Resting::reclaim(Deadline deadline, std::uint64_t seen) {
-  // The sweep of another thread takes real time, also where the clock is virtual.
-  const Deadline swept = Clock::now() + (deadline - now());
+  Deadline swept = kNever;  // when the wait for sweeps of other threads ends
   Clock::duration pause = kFirstLook;
   for (;;) {
     const Deadline at = now();  // before the look: the last one comes when the deadline has passed
@@ -103,6 +103,8 @@ bool Resting::reclaim(Deadline deadline, std::uint64_t seen) {
       sweeps = rests_.empty();
       if (sweeps && sweeps_ == 0) return given_back_ != seen;  // the last sweep may have ended just now
     }
+    // The device no longer needs this memory: the deadline of its work does not end the wait.
+    if (sweeps && swept == kNever) swept = Clock::now() + std::max<Clock::duration>(deadline - at, kSweep);
     if ((sweeps ? Clock::now() >= swept : at >= deadline) || waiting_is_over || gate_.capturing()) return false;
     if (sweeps) {
       std::this_thread::sleep_for(std::min<Clock::duration>(pause, swept - Clock::now()));
