@@ -50,8 +50,9 @@ class Move:
         bounds: Bounds,
         backup: Mapping[str, str],
         restore: Mapping[str, bool],
+        lazy: Mapping[str, bool],
     ) -> None:
-        """``backup`` and ``restore`` are by tag. The default of ``backup`` is the region's own policy."""
+        """``backup``, ``restore`` and ``lazy`` are by tag. Default of ``backup``: the region's own policy."""
         self._pause, self._pause_guests = set(pause.regions), pause.guests
         self._thread, self._backup, self._restore = thread, backup, restore
         until = None if bounds.timeout is None else time.monotonic() + bounds.timeout
@@ -71,6 +72,7 @@ class Move:
             bounds.timeout,
             bounds.memory_timeout,
             bounds.reader_timeout,
+            [each._handle for each in pause.regions if lazy.get(each.tag, False)],
         )
 
     def run(self) -> Transition:

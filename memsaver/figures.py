@@ -27,6 +27,7 @@ class RegionStats:
         frozen: Whether its contents do not change after the first pause.
         allocated_bytes: Bytes of the segments in use.
         mapped_bytes: Bytes of device memory that it holds now.
+        offered_bytes: Bytes of device memory that a lazy pause has left to whoever needs it.
         backup_bytes: Bytes of contents in host memory or on disk now.
     """
 
@@ -36,6 +37,7 @@ class RegionStats:
     frozen: bool
     allocated_bytes: int
     mapped_bytes: int
+    offered_bytes: int
     backup_bytes: int
 
 

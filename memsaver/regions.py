@@ -103,6 +103,11 @@ class Region:
         return int(self._core.mapped_bytes)
 
     @property
+    def offered_bytes(self) -> int:
+        """Bytes of device memory that a lazy pause has left to whoever needs it."""
+        return int(self._core.offered_bytes)
+
+    @property
     def backup_bytes(self) -> int:
         """Bytes of contents in host memory or on disk now. A frozen region has them from its first pause on."""
         return int(self._core.backup_bytes)
@@ -145,6 +150,7 @@ class Region:
         self,
         *,
         backup: Backup = None,
+        lazy: bool = False,
         timeout: float | None = None,
         reader_timeout: float = READERS_S,
     ) -> Transition:
@@ -152,6 +158,7 @@ class Region:
 
         Args:
             backup: The policy of this pause. None: the region's own.
+            lazy: As for ``memsaver.pause()``.
             timeout: Seconds for the whole call up to its commit. None: no bound.
             reader_timeout: Seconds to wait for other processes that are attached to the region.
 
@@ -168,7 +175,7 @@ class Region:
 
         bounds = Bounds(timeout, reader_timeout=reader_timeout)
         _ = self._core  # raises if the region was closed
-        return transition(Chosen([self]), NOTHING, bounds, backup=backup)
+        return transition(Chosen([self]), NOTHING, bounds, backup=backup, lazy=lazy)
 
     def resume(
         self,

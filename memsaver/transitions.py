@@ -14,7 +14,7 @@ from memsaver._moves import Move, active
 from memsaver._results import Transition as Transition
 from memsaver._results import TransitionFuture as TransitionFuture
 from memsaver._results import in_thread as in_thread
-from memsaver.policies import READERS_S, Backup, Bounds, Restore, check_backup
+from memsaver.policies import READERS_S, Backup, Bounds, Lazy, Restore, check_backup
 from memsaver.regions import NOTHING, Chosen, Region, Selection, choose, find
 
 
@@ -22,6 +22,7 @@ def pause(
     tags: Selection = None,
     *,
     backup: Backup = None,
+    lazy: Lazy = False,
     timeout: float | None = None,
     reader_timeout: float = READERS_S,
 ) -> Transition:
@@ -36,6 +37,8 @@ def pause(
         backup: Another policy than the regions' own: one for all tags, or ``{tag: policy}``. With ``"none"`` the
             contents are undefined after the resume, and ``Region.discarded`` is True until then if the region's own
             policy keeps them.
+        lazy: True leaves chunks and contents where they are, not mapped, until a resume or an allocation lacks memory.
+            One value for all tags, or ``{tag: bool}``. A pause without it of such a region copies and releases the rest.
         timeout: Seconds for the whole call up to its commit, with all of its waits. None: no bound.
         reader_timeout: Seconds to wait for other processes that have tensors of the regions. Of two bounds the earlier
             one ends the wait.
@@ -60,7 +63,7 @@ def pause(
         ('weights', 'kv_cache')
     """
     bounds = Bounds(timeout, reader_timeout=reader_timeout)
-    return transition(choose(tags), NOTHING, bounds, backup=backup)
+    return transition(choose(tags), NOTHING, bounds, backup=backup, lazy=lazy)
 
 
 def resume(
@@ -108,6 +111,7 @@ def switch(
     pause: Selection = (),
     resume: Selection = (),
     backup: Backup = None,
+    lazy: Lazy = False,
     restore: Restore = True,
     timeout: float | None = None,
     memory_timeout: float | None = None,
@@ -122,6 +126,7 @@ def switch(
         pause: The regions to pause: a tag, a Region, several of either, or None for all regions.
         resume: The regions to resume, in the same forms.
         backup: As for ``pause()``.
+        lazy: As for ``pause()``. Chunks that the resume lacks are copied out at once.
         restore: As for ``resume()``.
         timeout: Seconds for the whole call up to its commit. None: no bound.
         memory_timeout: As for ``resume()``.
@@ -144,7 +149,7 @@ def switch(
     """
     bounds = Bounds(timeout, memory_timeout, reader_timeout)
     leaving, coming = choose(pause, "pause"), choose(resume, "resume")
-    return transition(leaving, coming, bounds, backup=backup, restore=restore)
+    return transition(leaving, coming, bounds, backup=backup, lazy=lazy, restore=restore)
 
 
 def start(
@@ -152,6 +157,7 @@ def start(
     pause: Selection = (),
     resume: Selection = (),
     backup: Backup = None,
+    lazy: Lazy = False,
     restore: Restore = True,
     timeout: float | None = None,
     memory_timeout: float | None = None,
@@ -165,6 +171,7 @@ def start(
         pause: As for ``switch()``.
         resume: As for ``switch()``.
         backup: As for ``switch()``.
+        lazy: As for ``switch()``.
         restore: As for ``switch()``.
         timeout: As for ``switch()``. The seconds begin with this call.
         memory_timeout: As for ``switch()``.
@@ -186,7 +193,7 @@ def start(
     leaving, coming = choose(pause, "pause"), choose(resume, "resume")
     future = TransitionFuture()
     # To be taken once: after an interrupt its thread may run or not.
-    queued = [_queued(leaving, coming, bounds, backup, restore, thread=None)]
+    queued = [_queued(leaving, coming, bounds, backup, restore, thread=None, lazy=lazy)]
     try:
         in_thread(lambda: _run(queued.pop()), "memsaver transition", future)
     except BaseException as error:
@@ -203,10 +210,11 @@ def transition(
     bounds: Bounds,
     *,
     backup: Backup = None,
+    lazy: Lazy = False,
     restore: Restore = True,
 ) -> Transition:
     """Changes the state of regions. See ``switch()``. A tag of guests moves only if it is among those of a side."""
-    move = _queued(pause, resume, bounds, backup, restore, threading.get_ident())
+    move = _queued(pause, resume, bounds, backup, restore, threading.get_ident(), lazy)
     try:
         return _run(move)
     except BaseException as error:
@@ -222,6 +230,7 @@ def _queued(
     backup: Backup,
     restore: Restore,
     thread: int | None,
+    lazy: Lazy = False,
 ) -> Move | None:
     """Checks the arguments, and queues the transition at its regions. None: there is nothing to move.
 
@@ -229,6 +238,7 @@ def _queued(
     """
     kept = policies.backups(backup, pause.tags)
     restored = policies.restores(restore, resume.tags)
+    lazily = policies.lazies(lazy, pause.tags)
     coming = set(resume.regions)
     both = [each.tag for each in pause.regions if each in coming] + sorted(pause.guests & resume.guests)
     if both:
@@ -237,7 +247,7 @@ def _queued(
         return None
     if (torch := loaded()) is not None:  # an early error; prepare() checks again
         torch.check_pausable(active(pause.regions), thread)
-    return Move(pause, resume, thread, bounds, kept, restored)
+    return Move(pause, resume, thread, bounds, kept, restored, lazily)
 
 
 def _run(move: Move | None) -> Transition:
@@ -282,6 +292,7 @@ def prepare_pause(
     tags: Selection = None,
     *,
     backup: Backup = None,
+    lazy: Lazy = False,
     timeout: float | None = None,
     reader_timeout: float = READERS_S,
 ) -> Prepared:
@@ -290,7 +301,7 @@ def prepare_pause(
     The arguments and the errors are those of ``pause()`` up to its commit.
     """
     bounds = Bounds(timeout, reader_timeout=reader_timeout)
-    move = _queued(choose(tags), NOTHING, bounds, backup, True, threading.get_ident())
+    move = _queued(choose(tags), NOTHING, bounds, backup, True, threading.get_ident(), lazy)
     if move is not None:
         try:
             move.prepare()
@@ -345,6 +356,7 @@ def phase(
     name: str,
     *,
     backup: Backup = None,
+    lazy: Lazy = False,
     restore: Restore = True,
     timeout: float | None = None,
     memory_timeout: float | None = None,
@@ -358,6 +370,7 @@ def phase(
     Args:
         name: The name of a phase that ``define_phase()`` has defined.
         backup: As for ``memsaver.switch()``, of the regions that pause.
+        lazy: As for ``memsaver.switch()``, of the regions that pause.
         restore: As for ``memsaver.switch()``, of the regions that resume.
         timeout: Seconds for the transition up to its commit. None: no bound.
         memory_timeout: Seconds to wait for memory that others hold, as for ``memsaver.resume()``.
@@ -385,7 +398,7 @@ def phase(
     bounds = Bounds(timeout, memory_timeout, reader_timeout)
     if isinstance(backup, str):
         check_backup(backup)
-    return _entered_phase(name, bounds, backup=backup, restore=restore)
+    return _entered_phase(name, bounds, backup=backup, lazy=lazy, restore=restore)
 
 
 @contextmanager

@@ -10,6 +10,8 @@
 
 namespace memsaver {
 
+constexpr std::size_t kCopyBatch = 64 * kMiB;  // copies of this size reach 99 % of the bus
+
 // Copies out. Batches are ranges of addresses, in order. The destructor ends copies under way.
 class Saver {
  public:
@@ -39,6 +41,7 @@ class Backup {
   const Ranges& parts() const { return parts_; }
   const Ranges& runs() const { return runs_; }  // touching parts joined: thousands of tensors move as one
   std::size_t bytes() const { return bytes_; }
+  virtual std::size_t kept_bytes() const { return bytes_; }  // in host memory or on disk
   bool complete() const { return saved.covers(parts_); }
   RangeSet saved;  // ranges that have arrived; the contents of all others exist in the region alone
 

@@ -27,6 +27,23 @@ Ranges joined(const Ranges& ranges) {
   return found;
 }
 
+std::vector<Ranges> in_batches(const Ranges& ranges, std::size_t least) {
+  std::vector<Ranges> batches;
+  for (const Range& range : ranges) {
+    const bool joins =
+        !batches.empty() && batches.back().back().end() == range.offset && bytes_of(batches.back()) < least;
+    if (!joins) batches.emplace_back();
+    batches.back().push_back(range);
+  }
+  return batches;
+}
+
+Ranges spans_of(const std::vector<Ranges>& batches) {
+  Ranges spans;
+  for (const Ranges& batch : batches) spans.push_back({batch.front().offset, bytes_of(batch)});
+  return spans;
+}
+
 Ranges intersect(const Ranges& one, const Ranges& other) {
   Ranges found;
   if (one.empty() || other.empty()) return found;

@@ -23,6 +23,9 @@ using Ranges = std::vector<Range>;  // by offset, without overlaps, unless said 
 std::size_t bytes_of(const Ranges& ranges);
 Ranges sorted(Ranges ranges);
 Ranges joined(const Ranges& ranges);  // those that touch
+// Neighbouring ranges together, up to the first that reaches `least` bytes; and the spans of these.
+std::vector<Ranges> in_batches(const Ranges& ranges, std::size_t least);
+Ranges spans_of(const std::vector<Ranges>& batches);
 // The intersection. Borders of both are kept: ranges that touch are not joined.
 Ranges intersect(const Ranges& one, const Ranges& other);
 

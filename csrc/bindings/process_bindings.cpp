@@ -30,7 +30,8 @@ std::vector<nb::dict> region_rows(const Device& device) {
   for (const Region* region : core().regions_of(device))
     found.push_back(dict_of("tag", region->tag, "backup", region->policy, "state", region->state(), "frozen",
                             region->frozen, "allocated_bytes", region->allocated_bytes(), "mapped_bytes",
-                            region->mapped_bytes(), "backup_bytes", region->backup_bytes()));
+                            region->mapped_bytes(), "offered_bytes", region->offered_bytes(), "backup_bytes",
+                            region->backup_bytes()));
   return found;
 }
 

@@ -2,6 +2,7 @@
 #include <nanobind/ndarray.h>
 
 #include "bindings/bindings.h"
+#include "regions/eviction.h"
 #include "regions/tagged.h"
 #include "torch/default_pools.h"
 #include "torch/torch_hooks.h"
@@ -43,6 +44,7 @@ void thaw(Region& region) {
 class Reading {
  public:
   Reading(Region& region, Range range) : region_(region) {
+    copy_offered(range);
     std::lock_guard lock(core().mutex);
     backup = region.backup();
     // After the death of the context the backup has the only contents, also for a frozen region that was active.
@@ -64,6 +66,15 @@ class Reading {
   std::shared_ptr<Backup> backup;
 
  private:
+  // Copies offered contents out, of the allocation as a whole: a view needs it in one piece.
+  void copy_offered(Range range) {
+    const std::shared_ptr<Backup> found = region_.backup();
+    if (found == nullptr) return;
+    for (const Range& part : found->parts())
+      if (part.offset <= range.offset && part.end() >= range.end()) range = part;
+    evict_within(region_, range);
+  }
+
   const std::lock_guard<std::mutex> one_at_a_time_{core().viewing};
   Region& region_;
 };
@@ -196,6 +207,7 @@ void bind_regions(nb::module_& module) {
       .def_prop_ro("closed", &looked<&Region::closed>)
       .def_prop_ro("allocated_bytes", &looked<&Region::allocated_bytes>)
       .def_prop_ro("mapped_bytes", &looked<&Region::mapped_bytes>)
+      .def_prop_ro("offered_bytes", &looked<&Region::offered_bytes>)
       .def_prop_ro("reserved_bytes", &looked<&Region::reserved_bytes>)
       .def_prop_ro("residence", &looked<&Region::residence>)
       .def_prop_ro("sealed", &looked<&Region::sealed>)

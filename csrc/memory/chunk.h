@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
@@ -93,6 +94,7 @@ class ChunkRequest {
   // for export to libraries, which returns to the driver; the driver's source alone has such. Throws ChunkUnavailable
   // if there is none. Called without a lock.
   virtual Chunk next(std::size_t limit, std::size_t fresh, WaitFor wait) = 0;
+  virtual std::uint64_t number() const { return 0; }  // by which a broker knows it; 0: by none
 };
 
 // Removes and returns the largest of these pieces up to `limit`, the first one of equal ones.

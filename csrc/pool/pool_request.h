@@ -32,6 +32,7 @@ class PoolRequest final : public ChunkRequest {
   PoolRequest(SharedPool& pool, const Needs& needs, Deadline deadline);
   ~PoolRequest() override;
   Chunk next(std::size_t limit, std::size_t fresh, WaitFor wait) override;
+  std::uint64_t number() const override { return number_; }
 
   // Called by the pool's thread.
   void granted_locked(Grant grant);

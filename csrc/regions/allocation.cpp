@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "regions/eviction.h"
 #include "regions/region.h"
 
 namespace memsaver {
@@ -12,6 +13,7 @@ constexpr std::size_t kLeastRange = std::size_t{1} << 30;
 constexpr int kTries = 8;                                   // of an allocation, if other threads change its layout
 constexpr std::size_t kNoneAllowed = std::size_t{1} << 61;  // exceeds every allowance, so that no chunk has slack
 constexpr auto kNextWait = std::chrono::milliseconds(2);    // after one in which others took the memory
+constexpr auto kNextLook = std::chrono::milliseconds(100);  // at offered chunks, during a wait
 
 // While it lives, an allocation waits for other processes.
 struct Waiting {
@@ -74,10 +76,20 @@ std::vector<Chunk> Region::take(const Needs& needs, Deadline deadline, WaitFor w
   return chunks;
 }
 
-void Region::find_more(std::size_t wanted, Deadline shortage, Deadline memory, Deadline began, std::uint64_t seen,
-                       WaitFor& wait) {
+void Region::find_more(std::size_t wanted, std::size_t needed, Deadline shortage, Deadline memory, Deadline began,
+                       std::uint64_t seen, WaitFor& wait) {
+  Evicted evicted = Evicted::none;
   if (device.resting.reclaim(shortage, seen)) {
     device.source().settle();
+    return;
+  }
+  if (!device.pooled && device.offered > 0) {  // a broker asks for offered chunks by itself
+    const std::size_t free = device.source().look().free;
+    evicted = evict(device, std::max(kPage, needed - std::min(needed, free)), {}, kNever, true);
+  }
+  if (evicted == Evicted::some) return;
+  if (evicted == Evicted::busy && now() < shortage) {
+    sleep_for(kNextWait);
   } else if (now() < memory && !waiting_is_over) {
     if (std::exchange(wait, WaitFor::memory) == WaitFor::memory) {  // others have taken the memory meanwhile
       WaitsEndWith::look();
@@ -100,7 +112,9 @@ void Region::with_chunks(std::size_t wanted, Deadline shortage, Deadline memory,
     const std::uint64_t seen = device.resting.given_back();
     const Needs needs = needs_of(snug);
     try {
-      if (use(take(needs, wait == WaitFor::memory ? memory : shortage, wait), snug)) return;
+      Deadline until = wait == WaitFor::memory ? memory : shortage;
+      if (!device.pooled && device.offered > 0) until = std::min(until, now() + kNextLook);
+      if (use(take(needs, until, wait), snug)) return;
       if (++tries < kTries) continue;
     } catch (const ChunkNeverAvailable&) {
       if (wait == WaitFor::memory) memory = Deadline::min();  // more than a shared pool has in all
@@ -108,7 +122,7 @@ void Region::with_chunks(std::size_t wanted, Deadline shortage, Deadline memory,
       // The exact layout may need less memory.
     }
     if (std::exchange(snug, true) || bytes_of(needs_of(true)) == bytes_of(needs))
-      find_more(wanted, shortage, memory, began, seen, wait);
+      find_more(wanted, bytes_of(needs_of(true)), shortage, memory, began, seen, wait);
   }
 }
 
@@ -234,11 +248,19 @@ bool Region::drop(Range segment) {
       case State::resuming: freed_meanwhile_.push_back(segment.offset); break;
       case State::active: is_active = true; [[fallthrough]];
       case State::paused:
-      case State::lost: forget_locked(segment.offset); break;
+      case State::lost:
+        if (evicting_)
+          freed_meanwhile_.push_back(segment.offset);
+        else
+          forget_locked(segment.offset);
+        break;
     }
   }
   device.parts.addresses.remove(segment);
-  if (is_active) sweep_with_lock();
+  if (is_active)
+    sweep_with_lock();
+  else
+    sweep_offered();
   return true;
 }
 
@@ -272,10 +294,12 @@ Layout Region::layout_locked(Ranges wanted, Ranges segments, std::size_t live, s
                       .allowance = allowance(live)};
   if (input.wanted.empty()) return Layout(std::move(input));
   const Address begin = round_down(input.wanted.front().offset, kPage), end = input.wanted.back().end();
-  const auto within = overlapping(chunks_, {begin, end - begin});
-  for (const auto& [at, chunk] : within) input.chunks.push_back({at, chunk.size()});
-  if (const auto border = within.end(); border != chunks_.end())  // of the last gap
-    input.chunks.push_back({border->first, border->second.size()});
+  input.chunks = present_locked({begin, end - begin});
+  std::optional<Range> border;  // of the last gap
+  for (const auto* chunks : {&chunks_, &offered_})
+    if (const auto next = chunks->lower_bound(end); next != chunks->end() && (!border || next->first < border->offset))
+      border = {next->first, next->second.size()};
+  if (border) input.chunks.push_back(*border);
   input.reserved = placed ? input.wanted : reserved_;
   return Layout(std::move(input));
 }
@@ -297,18 +321,25 @@ std::size_t Region::largest_chunk() const {
 
 std::size_t Region::unmapped_within(Address begin, Address end) const {
   std::size_t bytes = end - begin;
-  for (const auto& [at, chunk] : overlapping(chunks_, {begin, end - begin}))
-    bytes -= std::min(end, at + chunk.size()) - std::max(begin, at);
+  for (const Range& chunk : present_locked({begin, end - begin}))
+    bytes -= std::min(end, chunk.end()) - std::max(begin, chunk.offset);
   return bytes;
+}
+
+Ranges Region::present_locked(Range range) const {
+  Ranges found;
+  for (const auto* chunks : {&chunks_, &offered_})
+    for (const auto& [at, chunk] : overlapping(*chunks, range)) found.push_back({at, chunk.size()});
+  return offered_.empty() ? found : sorted(std::move(found));
 }
 
 Layout Region::layout(bool snug) const {
   std::lock_guard lock(device.mutex);
   std::size_t slack = 0;
-  for (const auto& [begin, chunk] : chunks_) {
-    std::size_t unused = chunk.size();
-    for (const Range& segment : segments_.between(begin, begin + chunk.size()))
-      unused -= std::min<Address>(segment.end(), begin + chunk.size()) - std::max<Address>(segment.offset, begin);
+  for (const Range& chunk : present_locked({0, kAnySlack})) {
+    std::size_t unused = chunk.size;
+    for (const Range& segment : segments_.between(chunk.offset, chunk.end()))
+      unused -= std::min<Address>(segment.end(), chunk.end()) - std::max<Address>(segment.offset, chunk.offset);
     slack += unused;
   }
   const bool apart = one_handle || placed;

@@ -17,6 +17,7 @@ Region::Remapping::~Remapping() {
 }
 
 void Region::sweep() {
+  sweep_offered();
   for (;;) {
     {
       std::lock_guard lock(device.mutex);
@@ -59,7 +60,7 @@ void Region::sweep_with_lock() {
     }
   }
   std::vector<Chunk> freed;
-  if (unmap(empty, freed)) strand();
+  if (unmap(empty, &freed)) strand();
   freed.clear();  // returned to their source now
   if (had_dirty) device.resting.sweep_ended();
 }
@@ -143,7 +144,7 @@ void Region::allow_again() {
   stale_ = false;
 }
 
-std::optional<DriverError> Region::unmap(const std::vector<Slot>& slots, std::vector<Chunk>& freed) {
+std::optional<DriverError> Region::unmap(const std::vector<Slot>& slots, std::vector<Chunk>* freed) {
   std::optional<DriverError> refusal;
   for (const Range& run : runs(slots)) {
     std::optional<DriverError> error;
@@ -164,7 +165,13 @@ std::optional<DriverError> Region::unmap(const std::vector<Slot>& slots, std::ve
     for (const Address chunk : gone) {
       auto found = chunks_.find(chunk);
       mapped_ -= found->second.size();
-      freed.push_back(std::move(found->second));
+      if (freed != nullptr) {
+        freed->push_back(std::move(found->second));
+      } else {
+        offered_bytes_ += found->second.size();
+        device.offered += found->second.size();
+        offered_[chunk] = std::move(found->second);
+      }
       chunks_.erase(found);
     }
   }
@@ -185,6 +192,61 @@ std::vector<Region::Placed> Region::chunks_under(Range range) const {
   return found;
 }
 
+std::vector<Slot> Region::offered_slots() const {
+  std::lock_guard lock(device.mutex);
+  std::vector<Slot> found;
+  for (const auto& [begin, chunk] : offered_) found.push_back({begin, chunk.size()});
+  return found;
+}
+
+void Region::take_offered(const std::vector<Slot>& slots, std::vector<Chunk>& freed) {
+  std::lock_guard lock(device.mutex);
+  for (const Slot& slot : slots) {
+    const auto found = offered_.find(slot.offset);
+    if (found == offered_.end()) continue;
+    offered_bytes_ -= slot.size;
+    device.offered -= slot.size;
+    freed.push_back(std::move(found->second));
+    offered_.erase(found);
+  }
+}
+
+void Region::map_offered(const std::vector<Slot>& slots) {
+  for (const Slot& slot : slots) {
+    Handle handle = 0;
+    {
+      std::lock_guard lock(device.mutex);
+      const auto found = offered_.find(slot.offset);
+      if (found == offered_.end()) continue;
+      handle = found->second.handle();
+    }
+    map_or_not(*device.driver, slot.offset, slot.size, handle);  // if it throws, the chunk is offered still
+    std::lock_guard lock(device.mutex);
+    chunks_.insert(offered_.extract(slot.offset));
+    mapped_ += slot.size;
+    offered_bytes_ -= slot.size;
+    device.offered -= slot.size;
+  }
+}
+
+void Region::sweep_offered() {
+  std::vector<Chunk> freed;  // returned to their source without the lock
+  {
+    std::lock_guard lock(device.mutex);
+    if (state_ != State::paused || evicting_) return;
+    for (auto at = offered_.begin(); at != offered_.end();) {
+      const auto next = std::next(at);
+      if (!segments_.any_within(at->first, at->first + at->second.size())) {
+        offered_bytes_ -= at->second.size();
+        device.offered -= at->second.size();
+        freed.push_back(std::move(at->second));
+        offered_.erase(at);
+      }
+      at = next;
+    }
+  }
+}
+
 void Region::end_stranded() {
   if (!stranded_) return;
   sweep_with_lock();
@@ -195,7 +257,7 @@ void Region::end_stranded() {
 
 void Mapping::undo() {
   std::vector<Chunk> freed;  // returned to their source at the end of the scope
-  if (region_->unmap(std::exchange(slots_, {}), freed)) region_->strand();
+  if (region_->unmap(std::exchange(slots_, {}), &freed)) region_->strand();
 }
 
 void Mapping::add(Slot slot, Chunk chunk) {

@@ -34,6 +34,7 @@ void Region::settle(State next) {
     ++residence_;
   }
   state_ = device.lost || state_ == State::lost ? State::lost : next;
+  claimed_ = false;
   if (chunks_.empty() && !std::exchange(dirty_, {}).empty()) device.resting.sweep_ended();
   for (const Address begin : std::exchange(freed_meanwhile_, {})) {
     if (state_ == State::active && !placed) {
@@ -78,15 +79,21 @@ void Region::free(Address begin) {
       case State::resuming: freed_meanwhile_.push_back(begin); return;
       case State::paused:
       case State::lost:
-        if (segments_.contains(begin)) forget_locked(begin);
-        return;
+        if (evicting_)
+          freed_meanwhile_.push_back(begin);
+        else if (segments_.contains(begin))
+          forget_locked(begin);
+        break;
       case State::active:
         if (!segments_.rest(begin)) return;
         device.resting.add_locked(*this, begin);
         break;
     }
   }
-  device.resting.reap();
+  if (state_ == State::active)
+    device.resting.reap();
+  else
+    sweep_offered();
 }
 
 // The end

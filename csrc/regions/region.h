@@ -64,7 +64,7 @@ class Region : public RegionOptions {
   //
   // A paused region that still has chunks after a refusal can drain again. "lost" is final.
   State state() const { return state_; }
-  bool is_at_rest() const { return state_ == State::active || state_ == State::paused; }
+  bool is_at_rest() const { return (state_ == State::active || state_ == State::paused) && !evicting_; }
   void write_state(State state);  // any but active and paused, into which settle() brings it
   void settle(State next);        // the transition has ended; "active" after "resuming": the resumed memory stays
   void discard();                 // committed: this pause keeps no contents
@@ -81,6 +81,25 @@ class Region : public RegionOptions {
   void begin_use() { ++users_; }
   void end_use() { --users_; }
   bool in_use() const { return users_ > 0; }
+  // A lazy pause offers the chunks: they are unmapped, and keep their contents until a demand needs them. The owning
+  // transition takes them by map_offered(), and an eviction (eviction.h) by copying their contents out.
+  //
+  // An eviction owns the chunks and the backup like a transition, but the state stays as it is. It may begin while the
+  // region is paused, or while its resume waits for memory and has not claimed the offered chunks. Core::mutex is held.
+  bool may_evict() const;
+  bool evicting() const { return evicting_; }
+  void begin_eviction();
+  void end_eviction();  // without the lock
+  void claim(bool claimed) { claimed_ = claimed; }
+  std::size_t offered_bytes() const { return offered_bytes_; }
+  std::vector<Slot> offered_slots() const;
+  void map_offered(const std::vector<Slot>& slots);  // those of them that are offered
+  // Takes such chunks, whose contents are not needed or saved, for their return.
+  void take_offered(const std::vector<Slot>& slots, std::vector<Chunk>& freed);
+  // The demand for whose memory the resume of this region waits: see ChunkRequest::number().
+  std::uint64_t demand() const { return demand_; }
+  void set_demand(std::uint64_t number) { demand_ = number; }
+
   // The pids of processes that are attached to the memory, by lease: pauses wait for them. Core::mutex is held.
   const std::map<std::uint64_t, int>& leases() const { return leases_; }
   void lend(std::uint64_t lease, int pid) { leases_[lease] = pid; }
@@ -92,7 +111,7 @@ class Region : public RegionOptions {
   }
   std::size_t backup_bytes() const {
     const std::shared_ptr<Backup> held = backup();
-    return held != nullptr ? held->bytes() : 0;
+    return held != nullptr ? held->kept_bytes() : 0;
   }
   std::shared_ptr<Backup> replace_backup(std::shared_ptr<Backup> backup);  // returns the former
   // Frozen with a copy: it takes no allocations, since the copy would lack them.
@@ -166,9 +185,9 @@ class Region : public RegionOptions {
   // Queued with the copies in. Returns whether anything was queued. After all of this, declare_clean().
   bool clean(const std::vector<Slot>& slots, const Ranges& contents);
   void declare_clean(const std::vector<Slot>& slots);
-  // Unmaps these chunks and appends them to `freed`. Chunks that the driver refuses to unmap stay mapped. Returns the
-  // first refusal.
-  std::optional<DriverError> unmap(const std::vector<Slot>& slots, std::vector<Chunk>& freed);
+  // Unmaps these chunks and appends them to `freed`; null: offers them. Chunks that the driver refuses to unmap stay
+  // mapped. Returns the first refusal.
+  std::optional<DriverError> unmap(const std::vector<Slot>& slots, std::vector<Chunk>* freed);
   std::vector<Slot> slots() const;  // of all mapped chunks
   struct Placed {                   // a chunk, and its place
     std::size_t offset, size;
@@ -202,9 +221,9 @@ class Region : public RegionOptions {
   template <typename NeedsOf, typename Use>
   void with_chunks(std::size_t wanted, Deadline shortage, Deadline memory, NeedsOf needs_of, Use use);
   // Makes the next attempt more likely to succeed than one that saw `seen`. `wait`: of this attempt, and then of the
-  // next one. Throws OutOfMemoryError for `wanted` bytes where nothing is left to try.
-  void find_more(std::size_t wanted, Deadline shortage, Deadline memory, Deadline began, std::uint64_t seen,
-                 WaitFor& wait);
+  // next one. `needed`: bytes of chunks. Throws OutOfMemoryError for `wanted` bytes where nothing is left to try.
+  void find_more(std::size_t wanted, std::size_t needed, Deadline shortage, Deadline memory, Deadline began,
+                 std::uint64_t seen, WaitFor& wait);
   void end_stranded();  // before new mappings: unmaps these chunks, or gives access to them, which may be missing
   Layout layout_locked(Ranges wanted, Ranges segments, std::size_t live, std::size_t slack, bool snug) const;
   Layout layout_of_new_locked(Range segment, bool snug) const;
@@ -212,7 +231,9 @@ class Region : public RegionOptions {
   // Maps a segment. False: its layout needs other chunks. `cleaned`: the mark of zeros under it, if there are any.
   bool map_new(Range segment, std::vector<Chunk> chunks, bool snug, Driver::Ticket& cleaned);
   Driver::Ticket clean_new(const std::vector<Slot>& slots);
-  std::size_t unmapped_within(Address begin, Address end) const;  // bytes without a chunk
+  Ranges present_locked(Range range) const;                       // chunks that are mapped or offered
+  std::size_t unmapped_within(Address begin, Address end) const;  // bytes without such a chunk
+  void sweep_offered();  // returns offered chunks that no segment needs
   void sweep_with_lock();
   void add_dirty_locked(Range range);
   Ranges runs(const std::vector<Slot>& slots) const;
@@ -230,13 +251,18 @@ class Region : public RegionOptions {
   FreeRanges addresses_;  // those of them without a segment
   Segments segments_;
   std::map<Address, Chunk> chunks_;       // mapped
-  std::vector<Address> freed_meanwhile_;  // while a transition owned the region
+  std::map<Address, Chunk> offered_;      // not mapped
+  std::vector<Address> freed_meanwhile_;  // while a transition or an eviction owned the region
   std::set<Address> seams_;               // of a placed region: segments that may begin a reservation
   Ranges dirty_;                          // ranges in which chunks may have become empty
   bool stale_ = false;                    // see mark_stale()
   std::atomic<bool> stranded_ = false;    // see strand()
   std::atomic<bool> closed_ = false;
   std::atomic<std::size_t> mapped_ = 0;
+  std::atomic<std::size_t> offered_bytes_ = 0;
+  std::atomic<bool> evicting_ = false;
+  bool claimed_ = false;                   // by its resume: no eviction can begin. Guarded by Core::mutex
+  std::atomic<std::uint64_t> demand_ = 0;
 };
 
 // Chunks mapped by an operation that may still fail. Without commit() the destructor unmaps and returns them.

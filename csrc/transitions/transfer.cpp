@@ -8,17 +8,25 @@
 
 #include "backup/disk_backup.h"
 #include "backup/host_backup.h"
+#include "backup/pieced_backup.h"
 #include "regions/device_wait.h"
+#include "regions/eviction.h"
 
 namespace memsaver {
 namespace {
 
-constexpr std::size_t kBatch = 64 * kMiB;  // copies of this size reach 99 % of the bus
 constexpr auto kRetry = std::chrono::milliseconds(2);
+constexpr auto kSlice = std::chrono::milliseconds(100);  // of a wait, until offered chunks are tried again
 constexpr Range kEverywhere{0, std::numeric_limits<std::size_t>::max()};
 constexpr unsigned char kPoison = 0xff;  // NaN in the usual floating-point types
 
 Range range_of(const std::vector<Slot>& neighbours) { return {neighbours.front().offset, bytes_of(neighbours)}; }
+
+// In the directory; without one, or without contents, in host memory.
+std::shared_ptr<Backup> new_backup(Device& device, const std::string& directory, Ranges contents) {
+  if (directory.empty() || contents.empty()) return std::make_shared<HostBackup>(device.arena, std::move(contents));
+  return std::make_shared<DiskBackup>(device.arena, device.files, directory, std::move(contents));
+}
 
 }  // namespace
 
@@ -35,12 +43,43 @@ struct Transfer::Inventory : std::multiset<std::size_t> {
 };
 
 void Transfer::add_coming(Region& region, bool restore) {
-  Ranges wanted;
-  const std::shared_ptr<Backup> backup = region.backup();
-  if (restore && backup != nullptr) wanted = intersect(backup->saved.within(kEverywhere), region.live());
   // Chunks that a refused pause left mapped and not saved have their contents: they are neither copied in nor filled.
-  const bool fills = (region.fill == Fill::zero || region.fill == Fill::poison) && (!restore || backup == nullptr);
-  coming_.push_back({.region = &region, .wanted = std::move(wanted), .fills = fills, .mapping = Mapping(region)});
+  const bool fills =
+      (region.fill == Fill::zero || region.fill == Fill::poison) && (!restore || region.backup() == nullptr);
+  coming_.push_back(
+      {.region = &region, .wanted = {}, .fills = fills, .mapping = Mapping(region), .restores = restore});
+  if (region.offered_bytes() == 0) claim(coming_.back());
+}
+
+// From here on no demand takes the offered chunks. Waits for the one that takes them now.
+void Transfer::claim(Coming& coming) {
+  if (coming.claimed) return;
+  Region& region = *coming.region;
+  {
+    std::unique_lock lock(core().mutex);
+    if (!wait_until(lock, core().changed, kNever, [&] { return !region.evicting(); }))
+      throw Error("the interpreter exits: no transition can begin");
+    region.claim(true);
+  }
+  coming.claimed = true;
+  coming.wanted = {};
+  if (const std::shared_ptr<Backup> backup = region.backup(); coming.restores && backup != nullptr) {
+    RangeSet there;
+    for (const Slot& slot : region.offered_slots()) there.add(slot);
+    coming.wanted = there.missing_from(intersect(backup->saved.within(kEverywhere), region.live()));
+  }
+}
+
+// Waits for memory with the chunks still offered: two resumes that wait could else each hold what the other one lacks.
+// The first chunk shows that it is this demand's turn.
+Chunk Transfer::claim_offered(ChunkRequest& request, bool snug) {
+  Chunk first;
+  if (std::all_of(coming_.begin(), coming_.end(), [](const Coming& coming) { return coming.claimed; })) return first;
+  for (Coming& coming : coming_) coming.region->set_demand(request.number());
+  if (const Needs wanted = needs(snug); !wanted.empty())
+    first = request.next(wanted.front().limit, wanted.front().fresh, WaitFor::memory);
+  for (Coming& coming : coming_) claim(coming);
+  return first;
 }
 
 // Chooses the backup of a region. It exists already if the region is sealed, or if an earlier pause saved a part of the
@@ -61,21 +100,50 @@ void Transfer::save_where(Leaving& leaving) {
           "' is frozen, and its copy lacks some of its allocations: call thaw(), and the next pause makes a new copy");
   } else if (leaving.live.empty()) {
     // There are none.
-  } else if (leaving.policy == Policy::host) {
-    leaving.backup = std::make_shared<HostBackup>(device_.arena, leaving.live);
+  } else if (const std::string directory = leaving.policy == Policy::disk ? core().disk_directory() : ""; leaving.lazy) {
+    leaving.backup =
+        std::make_shared<PiecedBackup>(leaving.live, [&device = device_, directory](Ranges contents) {
+          return new_backup(device, directory, std::move(contents));
+        });
   } else {
-    leaving.backup = std::make_shared<DiskBackup>(device_.arena, device_.files, core().disk_directory(), leaving.live);
+    leaving.backup = new_backup(device_, directory, leaving.live);
   }
 }
 
+// Of a lazy pause only the chunks move that an incoming region needs: see give_more().
 void Transfer::make_batches(Leaving& leaving) {
-  const std::size_t least = leaving.copies() ? kBatch : std::numeric_limits<std::size_t>::max();
-  for (const Slot& slot : leaving.region->slots()) {
-    const bool joins = !leaving.batches.empty() && range_of(leaving.batches.back()).end() == slot.offset &&
-                       bytes_of(leaving.batches.back()) < least;
-    if (!joins) leaving.batches.emplace_back();
-    leaving.batches.back().push_back(slot);
+  const std::size_t least = leaving.copies() ? kCopyBatch : std::numeric_limits<std::size_t>::max();
+  std::vector<Slot> moving = leaving.region->slots();
+  if (leaving.lazy) leaving.offers = std::exchange(moving, {});
+  leaving.batches = in_batches(moving, least);
+}
+
+bool Transfer::may_give() const {
+  return !coming_.empty() &&
+         std::any_of(leaving_.begin(), leaving_.end(), [](const Leaving& each) { return !each.offers.empty(); });
+}
+
+// Moves more chunks of lazy pauses, for incoming regions. Returns whether there were any.
+bool Transfer::give_more(std::size_t bytes) {
+  if (!may_give()) return false;
+  for (Leaving& leaving : leaving_) {
+    if (leaving.offers.empty() || bytes == 0) continue;
+    Ranges moving;
+    for (const Ranges& batch : leaving.batches) moving.insert(moving.end(), batch.begin(), batch.end());
+    for (const Slot& slot : enough_of(leaving.offers, bytes)) {
+      bytes -= std::min(bytes, slot.size);
+      std::erase_if(leaving.offers, [&](const Slot& each) { return each.offset == slot.offset; });
+      moving.push_back(slot);
+    }
+    leaving.batches = in_batches(sorted(std::move(moving)), kCopyBatch);
   }
+  return true;
+}
+
+// The bytes that a demand needs beyond what its source has; at least a page, since the attempt has failed.
+std::size_t Transfer::lacking(bool snug) const {
+  const std::size_t needed = bytes_of(needs(snug)), free = device_.source().look().free;
+  return std::max(kPage, needed - std::min(needed, free));
 }
 
 void Transfer::wait_idle() {
@@ -108,7 +176,7 @@ void Transfer::check_backups() {
   std::size_t host_bytes = 0;
   for (Leaving& leaving : leaving_) {
     leaving.live = leaving.region->parts(leaving.live);
-    if (leaving.policy == Policy::host && !leaving.continues && !leaving.region->sealed())
+    if (leaving.policy == Policy::host && !leaving.continues && !leaving.lazy && !leaving.region->sealed())
       host_bytes += bytes_of(leaving.live);
   }
   device_.arena.check(host_bytes);  // for all regions together, before one of them takes memory
@@ -121,20 +189,24 @@ void Transfer::reserve_and_start(bool chunks) {
   leaving_.sort([](const Leaving& a, const Leaving& b) { return !a.copies() && b.copies(); });
   coming_.sort([](const Coming& a, const Coming& b) { return !a.wanted.empty() && b.wanted.empty(); });
   under_way_ = true;
-  for (Coming& coming : coming_) open(coming);  // reserves threads and memory for reading
+  for (Coming& coming : coming_)
+    if (coming.claimed) open(coming);  // reserves threads and memory for reading
   if (chunks) {
     const auto use = [&](Coming& coming, Slot slot, Chunk chunk) {
       places_.push_back({&coming, slot, std::move(chunk)});
     };
-    with_chunks([&](ChunkRequest& request, bool snug) { lay_out(request, snug, use); }, [&] { places_.clear(); });
+    const auto give_back = [&] {
+      places_.clear();
+      for (Coming& coming : coming_) release(coming);
+    };
+    with_chunks([&](ChunkRequest& request, bool snug) { lay_out(request, snug, use); }, give_back);
+    for (Coming& coming : coming_) open(coming);
   }
   for (Leaving& leaving : leaving_) {
-    if (!leaving.copies()) continue;
+    if (!leaving.copies() || leaving.batches.empty()) continue;
     stages_.enter("backup");
     leaving.saved_before = leaving.backup->saved.bytes();
-    Ranges batches;
-    for (const auto& batch : leaving.batches) batches.push_back(range_of(batch));
-    leaving.saver = leaving.backup->saver(*device_.driver, std::move(batches));
+    leaving.saver = leaving.backup->saver(*device_.driver, spans_of(leaving.batches));
     const Deadline late = std::max(bounds_.whole, now() + kOneLook);
     leaving.saver->start();  // may wait until host memory is made
     if (now() >= late)
@@ -149,24 +221,31 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
   std::size_t needed = 0, going_out = 0;
   for (const Coming& coming : coming_) needed += coming.region->missing_bytes();
   for (const Leaving& leaving : leaving_) going_out += leaving.region->mapped_bytes();
+  const auto is_own = [this](const Region& region) {
+    return std::any_of(coming_.begin(), coming_.end(), [&](const Coming& each) { return each.region == &region; });
+  };
   if (needed > 0) stages_.enter("memory");
   const Deadline deadline = std::min(bounds_.whole, deadline_in(bounds_.memory_s));
   const Deadline began = now();  // after it, so that a wait of 0 s has passed at its begin
   if (!device_.pooled && deadline > began && device_.driver->memory().free + device_.retained.idle_bytes() < needed)
     device_.reclaimer.request(false);  // a broker asks this process as it asks the others
-  bool reclaims = true;
+  bool reclaims = true, looks = true;
+  std::optional<Deadline> gone;  // the end of the wait for a reader or a capture at offered chunks, once `deadline` is over
   for (bool snug = false;;) {
     bool never = false;
     const std::uint64_t seen = device_.resting.given_back();
+    // Offered chunks are taken before a wait, and tried again within it. A broker asks for them by itself.
+    const bool offers = !device_.pooled && device_.offered > 0, gives = may_give();
+    const Deadline until = gives || (offers && looks) ? now() : offers ? std::min(deadline, now() + kSlice) : deadline;
     try {
-      const auto request = device_.source().ask(needs(snug), deadline);
+      const auto request = device_.source().ask(needs(snug), until);
       attempt(*request, snug);
       return;
     } catch (const ChunkNeverAvailable&) {
       never = true;
       reclaims = false;
     } catch (const ChunkUnavailable&) {
-      never = now() >= deadline || waiting_is_over;
+      never = gives || now() >= deadline || waiting_is_over;
     }
     give_back();
     if (never && !snug) {  // the exact layout needs less memory; wait only if that is short too
@@ -181,10 +260,21 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
       device_.source().settle();
       continue;
     }
+    if (gives) {
+      give_more(lacking(snug));
+      continue;
+    }
     if (never && std::exchange(reclaims, false)) {
       device_.reclaimer.finish(std::min(bounds_.whole, now() + kShortageWait));
       device_.source().settle();
       continue;
+    }
+    if (offers) {
+      const Evicted evicted = evict(device_, lacking(snug), is_own, bounds_.whole, true);
+      looks = evicted == Evicted::some;
+      if (looks) continue;
+      if (never && !gone) gone = std::min(bounds_.whole, now() + kShortageWait);
+      never = never && (evicted == Evicted::none || now() >= *gone || waiting_is_over);
     }
     if (never) {
       const std::chrono::duration<double> waited = deadline > began ? now() - began : Clock::duration::zero();
@@ -199,7 +289,8 @@ Transfer::Inventory Transfer::inventory() const {
   Inventory found;
   for (const Leaving& leaving : leaving_) {
     if (leaving.region->one_handle) continue;  // its chunks return to the driver
-    for (const Slot& slot : leaving.region->slots()) found.insert(slot.size);
+    for (const Ranges& batch : leaving.batches)
+      for (const Slot& slot : batch) found.insert(slot.size);
   }
   return found;
 }
@@ -225,13 +316,16 @@ Needs Transfer::needs(bool snug) const {
 template <typename Use>
 void Transfer::lay_out(ChunkRequest& request, bool snug, Use use) {
   Inventory promised = inventory();
+  Chunk first = claim_offered(request, snug);
   for (Coming& coming : coming_) {
     const Region& region = *coming.region;
     Layout layout = region.layout(snug);
     while (const auto gap = layout.next()) {
       std::size_t size = promised.take_for(region, gap->limit);
       Chunk chunk;
-      if (size == 0 && !promised.empty() && !region.one_handle) {
+      if (size == 0 && first && (region.one_handle ? first.size() == gap->limit : first.size() <= gap->limit))
+        chunk = std::move(first);
+      if (size == 0 && !chunk && !promised.empty() && !region.one_handle) {
         try {
           chunk = request.next(gap->limit, region.largest_chunk(), WaitFor::none);
         } catch (const ChunkUnavailable&) {
@@ -259,7 +353,7 @@ void Transfer::run() noexcept {
     if (leaving_.empty() && places_.empty()) {
       with_chunks([&](ChunkRequest& request, bool snug) { come_in_alone(request, snug); }, [&] { undo(); });
     } else {
-      for (Coming& coming : coming_) use_left_mapped(coming);
+      for (Coming& coming : coming_) use_kept(coming);
       for (Place& place : places_) {
         ++place.coming->to_come;
         if (!place.chunk) waiting_[place.slot.size].push_back(&place);
@@ -286,13 +380,15 @@ void Transfer::let_go(Leaving& leaving) {
     std::vector<Chunk> freed;
     try {
       if (leaving.saver != nullptr) leaving.saver->wait(batch);
-      if (const auto error = leaving.region->unmap(leaving.batches[batch], freed); error && !refused_)
+      if (const auto error = leaving.region->unmap(leaving.batches[batch], &freed); error && !refused_)
         refused_ = std::make_exception_ptr(*error);
     } catch (...) {
       if (!refused_) refused_ = std::current_exception();
     }
     for (Chunk& chunk : freed) hand_on(std::move(chunk));
   }
+  if (const auto error = leaving.region->unmap(leaving.offers, nullptr); error && !refused_)
+    refused_ = std::make_exception_ptr(*error);
   if (leaving.saver == nullptr) return;
   leaving.saver.reset();  // its threads write to `saved`
   moved_.copied_bytes += leaving.backup->saved.bytes() - leaving.saved_before;
@@ -313,13 +409,17 @@ void Transfer::hand_on(Chunk chunk) {
 
 // For a resume alone: it can be undone without loss, so chunks are used one after the other.
 void Transfer::come_in_alone(ChunkRequest& request, bool snug) {
-  for (Coming& coming : coming_) {
+  const auto begin = [&](Coming& coming) {
+    if (std::exchange(coming.to_come, std::numeric_limits<std::size_t>::max()) != 0) return;  // not known yet
     open(coming);
-    use_left_mapped(coming);
-    coming.to_come = std::numeric_limits<std::size_t>::max();  // not known yet
-  }
-  lay_out(request, snug, [&](Coming& coming, Slot slot, Chunk chunk) { put(coming, slot, std::move(chunk)); });
+    use_kept(coming);
+  };
+  lay_out(request, snug, [&](Coming& coming, Slot slot, Chunk chunk) {
+    begin(coming);
+    put(coming, slot, std::move(chunk));
+  });
   for (Coming& coming : coming_) {
+    begin(coming);
     give_access(coming);
     coming.to_come = 0;
   }
@@ -332,12 +432,34 @@ void Transfer::open(Coming& coming) {
     coming.loader = region.backup()->loader(*device_.driver, coming.wanted);
 }
 
-// Uses chunks that a refused unmap or a failed copy left mapped. Their access is unknown.
-void Transfer::use_left_mapped(Coming& coming) {
-  const std::vector<Slot> left_mapped = coming.region->slots();
-  coming.had_chunks = !left_mapped.empty();
-  coming.region->allow(left_mapped);
-  for (const Slot& slot : left_mapped) write_into(coming, {slot});
+// Uses offered chunks, and those that a refused unmap or a failed copy left mapped. The access of these is unknown.
+void Transfer::use_kept(Coming& coming) {
+  Region& region = *coming.region;
+  coming.offered = region.offered_slots();
+  region.map_offered(coming.offered);
+  coming.kept = region.slots();
+  region.allow(coming.kept);
+  for (const Slot& slot : coming.kept) {
+    fills_ |= region.clean({slot}, coming.wanted);
+    if (coming.loader != nullptr) coming.loader->add(slot);
+  }
+}
+
+// Their contents are not needed any more: nothing undoes the resume from here on.
+void Transfer::fill_kept() noexcept {
+  try {
+    for (Coming& coming : coming_) {
+      if (!coming.fills || coming.kept.empty()) continue;
+      for (const Slot& slot : coming.kept) fill(coming, slot);
+      device_.driver->wait(device_.driver->mark(Direction::in));
+    }
+  } catch (...) {
+    if (!refused_) refused_ = std::current_exception();
+  }
+}
+
+void Transfer::fill(const Coming& coming, Range range) {
+  device_.driver->fill(range.offset, range.size, coming.region->fill == Fill::zero ? 0 : kPoison);
 }
 
 void Transfer::put(Coming& coming, Slot slot, Chunk chunk) {
@@ -345,7 +467,7 @@ void Transfer::put(Coming& coming, Slot slot, Chunk chunk) {
   if (!coming.run.empty() && range_of(coming.run).end() != slot.offset) give_access(coming);
   coming.run.push_back(slot);
   --coming.to_come;
-  const bool waits_for_more = coming.loader == nullptr || bytes_of(coming.run) < kBatch;
+  const bool waits_for_more = coming.loader == nullptr || bytes_of(coming.run) < kCopyBatch;
   if (coming.to_come == 0 || !waits_for_more) give_access(coming);
 }
 
@@ -358,7 +480,7 @@ void Transfer::give_access(Coming& coming) {
 void Transfer::write_into(Coming& coming, const std::vector<Slot>& neighbours) {
   Region& region = *coming.region;
   const Range range = range_of(neighbours);
-  if (coming.fills) device_.driver->fill(range.offset, range.size, region.fill == Fill::zero ? 0 : kPoison);
+  if (coming.fills) fill(coming, range);
   fills_ |= coming.fills || region.clean(neighbours, coming.wanted);
   if (coming.loader != nullptr) coming.loader->add(range);
 }
@@ -382,15 +504,25 @@ void Transfer::keep() {
   for (Coming& coming : coming_) {
     moved_.restored_bytes += coming.mapping.commit();
     Region& region = *coming.region;
-    if (coming.had_chunks) region.sweep_all();  // once the region is active
+    if (!coming.kept.empty()) region.sweep_all();  // once the region is active
     std::shared_ptr<Backup> backup = region.replace_backup(nullptr);
-    const bool kept = region.frozen && backup != nullptr && backup->complete() && !coming.wanted.empty() &&
+    const bool kept = region.frozen && backup != nullptr && backup->complete() && coming.restores &&
                       backup.use_count() == 1;  // no view exists through which it could change
     if (kept)
       region.replace_backup(std::move(backup));
     else
       dropped_.push_back(std::move(backup));
   }
+}
+
+// Demands may take the offered chunks again.
+void Transfer::release(Coming& coming) noexcept {
+  Region& region = *coming.region;
+  region.unmap(std::exchange(coming.offered, {}), nullptr);
+  if (region.offered_bytes() == 0 || !std::exchange(coming.claimed, false)) return;
+  coming.loader.reset();
+  std::lock_guard lock(core().mutex);
+  region.claim(false);
 }
 
 void Transfer::undo() noexcept {
@@ -402,6 +534,7 @@ void Transfer::undo() noexcept {
     coming.mapping.undo();
     coming.run.clear();
     coming.to_come = 0;
+    release(coming);
   }
 }
 

@@ -33,6 +33,7 @@ struct Pause {
   Region* region;
   Policy policy;  // of this pause
   Ranges live;    // the contents to keep
+  bool lazy = false;  // offer the chunks, see Region::may_evict(), and copy nothing
 };
 
 // The stages of a transition, with the times of their begins. Any thread may call both methods. The parts of a
@@ -73,7 +74,10 @@ class Transfer {
   Transfer& operator=(const Transfer&) = delete;
 
   // `continues`: the region is paused, and has chunks left from a refusal.
-  void add_leaving(const Pause& pause, bool continues) { leaving_.push_back({pause, continues}); }
+  void add_leaving(const Pause& pause, bool continues) {
+    leaving_.push_back({pause, continues});
+    leaving_.back().lazy &= !continues;
+  }
   void add_coming(Region& region, bool restore);
 
   // Checks that there is room for the outgoing contents, and waits for the device. Called in the caller's thread,
@@ -89,6 +93,8 @@ class Transfer {
   void run() noexcept;
   const std::exception_ptr& refused() const { return refused_; }  // an outgoing region kept some chunks
   const std::exception_ptr& failed() const { return failed_; }    // the incoming regions cannot resume
+  // Fills memory whose contents were kept until now. Called once no device has failed.
+  void fill_kept() noexcept;
   // Either keeps the incoming chunks, or unmaps and returns them.
   void keep();
   void undo() noexcept;
@@ -101,7 +107,8 @@ class Transfer {
   struct Leaving : Pause {
     bool continues;
     std::shared_ptr<Backup> backup = nullptr;     // null: the contents are discarded
-    std::vector<std::vector<Slot>> batches = {};  // neighbouring chunks
+    std::vector<Ranges> batches = {};             // neighbouring chunks, which move
+    std::vector<Slot> offers = {};                // the other chunks of a lazy pause
     std::unique_ptr<Saver> saver = nullptr;       // null: nothing to copy
     std::size_t saved_before = 0;
     bool copies() const { return backup != nullptr && !backup->complete(); }
@@ -114,7 +121,10 @@ class Transfer {
     std::unique_ptr<Loader> loader = nullptr;
     std::vector<Slot> run = {};  // mapped slots without access yet
     std::size_t to_come = 0;     // chunks still to be mapped
-    bool had_chunks = false;     // left from a refusal in an earlier pause
+    std::vector<Slot> kept = {};  // chunks with their contents: offered, or left from a refusal in an earlier pause
+    std::vector<Slot> offered = {};  // those of them that go back to the offers if it fails
+    bool restores = false;
+    bool claimed = false;  // the chunks that it offered
   };
   struct Place {
     Coming* coming;
@@ -128,7 +138,14 @@ class Transfer {
   void reserve_and_start(bool chunks);
   void save_where(Leaving& leaving);
   void make_batches(Leaving& leaving);
+  bool give_more(std::size_t bytes);
+  bool may_give() const;
+  std::size_t lacking(bool snug) const;
   Inventory inventory() const;
+  Chunk claim_offered(ChunkRequest& request, bool snug);
+  void claim(Coming& coming);
+  void release(Coming& coming) noexcept;
+  void fill(const Coming& coming, Range range);
   Needs needs(bool snug) const;
   template <typename Use>
   void lay_out(ChunkRequest& request, bool snug, Use use);
@@ -137,7 +154,7 @@ class Transfer {
   void let_go(Leaving& leaving);
   void come_in_alone(ChunkRequest& request, bool snug);
   void open(Coming& coming);
-  void use_left_mapped(Coming& coming);
+  void use_kept(Coming& coming);
   void put(Coming& coming, Slot slot, Chunk chunk);
   void give_access(Coming& coming);
   void write_into(Coming& coming, const std::vector<Slot>& neighbours);

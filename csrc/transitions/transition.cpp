@@ -12,6 +12,8 @@
 #include <thread>
 #include <utility>
 
+#include "regions/eviction.h"
+
 namespace memsaver {
 namespace {
 
@@ -69,8 +71,8 @@ void side_by_side(const Things& things, bool together, Act act) {
 
 }  // namespace
 
-Transition::Transition(Regions pause, Regions resume, Bounds bounds)
-    : bounds_(bounds), wanted_out_(std::move(pause)), wanted_in_(std::move(resume)) {
+Transition::Transition(Regions pause, Regions resume, Bounds bounds, Regions lazy)
+    : bounds_(bounds), wanted_out_(std::move(pause)), wanted_in_(std::move(resume)), lazy_(std::move(lazy)) {
   std::lock_guard lock(core().mutex);
   for (auto* wanted : {&wanted_out_, &wanted_in_}) {
     std::erase_if(*wanted, [](const Region* region) { return region->closed(); });  // since the caller selected it
@@ -110,24 +112,36 @@ void Transition::wait_for_attached(std::unique_lock<std::mutex>& lock) const {
   }
 }
 
-// Marks the regions that do not have the wanted state yet. Waits for threads that map memory in them.
+// Marks the regions that do not have the wanted state yet. Waits for threads that map memory in them, and for evictions.
 void Transition::mark() {
+  const auto begin = [this](Region& region, auto mark_locked) {
+    for (bool marked = false; !marked;) {
+      {
+        std::unique_lock lock(core().mutex);
+        if (!wait(lock, bounds_.whole, [&] { return !region.evicting(); }))
+          throw_late("queue", "offered chunks were copied out for another demand");
+      }
+      const Region::Remapping remapping(region);  // the wait above was without it: a thread with the GIL may take it
+      std::lock_guard lock(core().mutex);
+      if (marked = !region.evicting(); marked) mark_locked();
+    }
+  };
   for (Region* region : wanted_out_) {
-    const Region::Remapping remapping(*region);
-    std::lock_guard lock(core().mutex);
+   begin(*region, [&] {
     // A paused region with chunks left from a refusal pauses again, to return them.
     const bool continues = region->state() == State::paused && region->mapped_bytes() > 0;
-    if (region->state() != State::active && !continues) continue;
+    if (region->state() != State::active && !continues) return;
     if (continues) continued_.push_back(region);
     pausing_.push_back(region);
     region->write_state(State::draining);
+   });
   }
   for (Region* region : wanted_in_) {
-    const Region::Remapping remapping(*region);
-    std::lock_guard lock(core().mutex);
-    if (region->state() != State::paused) continue;
+   begin(*region, [&] {
+    if (region->state() != State::paused) return;
     resuming_.push_back(region);
     region->write_state(State::resuming);
+   });
   }
 }
 
@@ -157,6 +171,8 @@ void Transition::begin() {
       }))
     throw Error(
         "a CUDA graph is being captured, and a pause would break it by its wait for the device: end the capture first");
+  for (Region* region : wanted_out_)
+    if (!contains(lazy_, region)) evict_within(*region, kAllAddresses);  // offered by an earlier, lazy pause
   mark();
   stages_.enter("readers");
   std::unique_lock lock(all.mutex);
@@ -179,7 +195,10 @@ void Transition::prepare(std::vector<Pause> pauses, const std::vector<bool>& res
       if (transfer == nullptr) transfer = std::make_unique<Transfer>(region.device, bounds_, stages_);
       return *transfer;
     };
-    for (const Pause& pause : pauses_) on(*pause.region).add_leaving(pause, contains(continued_, pause.region));
+    for (Pause& pause : pauses_) {
+      pause.lazy = contains(lazy_, pause.region);
+      on(*pause.region).add_leaving(pause, contains(continued_, pause.region));
+    }
     for (std::size_t i = 0; i < resuming_.size(); ++i) on(*resuming_[i]).add_coming(*resuming_[i], restore.at(i));
     for (auto& [device, transfer] : by_device) transfers_.push_back(std::move(transfer));
     for (const auto& transfer : transfers_) transfer->wait_idle();  // in all as long as the longest
@@ -219,6 +238,7 @@ Transition::Outcome Transition::run(const std::function<void()>& arrived) {
   Outcome outcome;
   std::set<Device*> devices;
   if (!failed) {
+    for (const auto& transfer : transfers_) transfer->fill_kept();
     std::lock_guard lock(core().mutex);
     for (const auto& transfer : transfers_) transfer->keep();
     arrived_ = true;

@@ -27,7 +27,8 @@ class Transition {
     double seconds = 0;  // from begin()
   };
 
-  Transition(Regions pause, Regions resume, Bounds bounds);
+  // `lazy`: of the regions to pause, those that offer their chunks.
+  Transition(Regions pause, Regions resume, Bounds bounds, Regions lazy = {});
   ~Transition() { abort(); }
 
   // Waits for earlier transitions on these regions, for processes that are attached to outgoing regions, and for
@@ -63,6 +64,7 @@ class Transition {
   const Deadline began_ = now();
   Deadline begun_at_;  // begin()
   Regions wanted_out_, wanted_in_;
+  const Regions lazy_;
   Regions pausing_, resuming_;  // marked
   Regions continued_;           // of pausing_, those that were paused with chunks left from a refusal
   Regions discarded_;

@@ -47,7 +47,7 @@ class PoolTotal:
 
 
 Own = tuple[Device, Report]  # the driver's figures, and the report of this process
-_COUNTED = {"region", "retained", "pool held", "pool idle"}  # kinds of rows that memsaver counts itself
+_COUNTED = {"region", "offered", "retained", "pool held", "pool idle"}  # kinds of rows that memsaver counts itself
 
 
 def account(device: Device, reports: Iterable[Report], pool: PoolTotal | None) -> Ledger:

@@ -24,7 +24,7 @@ _LONGEST_TEXT = 100  # characters of a kind, a label or a state in a message
 _LARGEST = 1 << 62
 _LONGEST_REPORT = _core.LONGEST_PACKET // 2  # characters of a message
 # Of a region in a message.
-REGION_FIELDS = ("tag", "state", "backup", "allocated_bytes", "mapped_bytes", "backup_bytes")
+REGION_FIELDS = ("tag", "state", "backup", "allocated_bytes", "mapped_bytes", "offered_bytes", "backup_bytes")
 
 
 def own(device: str) -> Own:
@@ -32,6 +32,7 @@ def own(device: str) -> Own:
     figures = _core.ledger_figures(device)
     pid, holdings = os.getpid(), figures["holdings"]
     parts: list[Part] = [("region", row["tag"], row["state"], row["mapped_bytes"]) for row in figures["regions"]]
+    parts += [("offered", row["tag"], "", row["offered_bytes"]) for row in figures["regions"]]
     parts.append(("retained", "", "", figures["retained_bytes"]))
     parts.append(("torch", "", "", _torch_bytes(device, sum(row["allocated_bytes"] for row in figures["regions"]))))
     if _core.device_names() == [device]:  # a guest does not tell the device of its bytes

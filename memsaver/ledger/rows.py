@@ -18,7 +18,7 @@ class LedgerRow:
     Attributes:
         pid: The process. None for memory of no process that is known.
         name: Its name, or ``"?"`` if the system does not return it. Empty without a process.
-        kind: ``"region"``, ``"retained"``, ``"torch"`` (its memory outside of regions), ``"guest"``, ``"unknown"`` (the
+        kind: ``"region"``, ``"offered"`` (by a lazy pause, to whoever needs it), ``"retained"``, ``"torch"`` (its memory outside of regions), ``"guest"``, ``"unknown"`` (the
             rest of a process: its context, graphs, NCCL), ``"process"`` (all of a process that reports nothing),
             ``"pool held"`` (chunks of a client of the pool that reports nothing, or that has exited), ``"pool idle"``
             or ``"unlisted"``.

@@ -1,0 +1,72 @@
+#include "backup/pieced_backup.h"
+
+#include <limits>
+#include <utility>
+
+namespace memsaver {
+namespace {
+
+constexpr Range kEverywhere{0, std::numeric_limits<std::size_t>::max()};
+
+}  // namespace
+
+class PiecedBackup::PieceSaver final : public Saver {
+ public:
+  PieceSaver(PiecedBackup& whole, std::shared_ptr<Backup> piece, std::unique_ptr<Saver> saver)
+      : whole_(whole), piece_(std::move(piece)), saver_(std::move(saver)) {}
+  ~PieceSaver() override {
+    saver_.reset();  // its threads write to `saved` of the piece
+    const Ranges saved = piece_->saved.within(kEverywhere);
+    if (saved.empty()) return;
+    for (const Range& range : saved) whole_.saved.add(range);
+    whole_.kept_ += piece_->bytes();
+    whole_.pieces_.push_back(std::move(piece_));
+  }
+  void start() override { saver_->start(); }
+  void wait(std::size_t batch) override { saver_->wait(batch); }
+
+ private:
+  PiecedBackup& whole_;
+  std::shared_ptr<Backup> piece_;
+  std::unique_ptr<Saver> saver_;
+};
+
+class PiecedBackup::PiecesLoader final : public Loader {
+ public:
+  void add(Range memory) override {
+    for (const auto& each : loaders_) each->add(memory);
+  }
+  void finish() override {
+    for (const auto& each : loaders_) each->finish();
+  }
+  std::vector<std::unique_ptr<Loader>> loaders_;
+};
+
+std::unique_ptr<Saver> PiecedBackup::saver(Driver& driver, Ranges batches) {
+  pieces_.reserve(pieces_.size() + 1);  // so that the end of the saver cannot fail
+  std::shared_ptr<Backup> piece = make_(saved.missing_from(intersect(parts(), joined(batches))));
+  std::unique_ptr<Saver> saver = piece->saver(driver, std::move(batches));
+  return std::make_unique<PieceSaver>(*this, std::move(piece), std::move(saver));
+}
+
+std::unique_ptr<Loader> PiecedBackup::loader(Driver& driver, Ranges wanted) {
+  auto all = std::make_unique<PiecesLoader>();
+  for (const auto& piece : pieces_)
+    if (Ranges part = intersect(piece->saved.within(kEverywhere), wanted); !part.empty())
+      all->loaders_.push_back(piece->loader(driver, std::move(part)));
+  return all;
+}
+
+std::byte* PiecedBackup::view(Range range) {
+  for (const auto& piece : pieces_)
+    if (piece->saved.covers(range)) return piece->view(range);
+  throw BackupError("these " + std::to_string(range.size) + " bytes were copied in several parts: use clone=True",
+                    range.size, kept_, 0);
+}
+
+void PiecedBackup::read(Range range, std::byte* to) {
+  for (const auto& piece : pieces_)
+    for (const Range& part : piece->saved.within(range)) piece->read(part, to + (part.offset - range.offset));
+}
+
+}  // namespace memsaver

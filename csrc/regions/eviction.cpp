@@ -1,0 +1,200 @@
+#include "regions/eviction.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "regions/core.h"
+
+namespace memsaver {
+namespace {
+
+constexpr std::size_t kAtOnce = std::size_t{1} << 30;  // then the thread checks for signals, and others get their turn
+
+struct Given {
+  std::size_t bytes = 0;
+  std::exception_ptr error = nullptr;  // why the rest stays
+};
+
+// The region is marked. Saves the contents of offered chunks, and returns the chunks to their source.
+Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots) {
+  Driver& driver = *region.device.driver;
+  Given given;
+  std::unique_ptr<Saver> saver;
+  try {
+    region.map_offered(slots);
+    region.allow(slots);
+    const std::vector<Ranges> batches = in_batches(slots, kCopyBatch);
+    saver = backup.saver(driver, spans_of(batches));
+    saver->start();
+    for (std::size_t batch = 0; batch < batches.size(); ++batch) {
+      saver->wait(batch);
+      std::vector<Chunk> freed;
+      const auto refusal = region.unmap(batches[batch], &freed);
+      for (const Chunk& chunk : freed) given.bytes += chunk.size();
+      if (refusal) throw DriverError(*refusal);
+    }
+  } catch (...) {
+    given.error = std::current_exception();
+  }
+  saver.reset();
+  if (!given.error) return given;
+  if (!drain_copies(driver)) core().mark_lost(region.device);
+  std::vector<Slot> left;
+  for (const Slot& slot : region.slots())
+    if (!intersect(slots, {slot}).empty()) left.push_back(slot);
+  region.unmap(left, nullptr);
+  return given;
+}
+
+Given give(Region& region, const std::vector<Slot>& chosen) {
+  const std::shared_ptr<Backup> backup = region.backup();
+  Ranges lacking;
+  if (backup != nullptr) lacking = backup->saved.missing_from(intersect(backup->parts(), region.parts(chosen)));
+  std::vector<Slot> plain, with_contents;
+  for (const Slot& slot : chosen) {
+    const auto next = std::partition_point(lacking.begin(), lacking.end(),
+                                           [&](const Range& range) { return range.end() <= slot.offset; });
+    (next == lacking.end() || next->offset >= slot.end() ? plain : with_contents).push_back(slot);
+  }
+  std::vector<Chunk> freed;
+  region.take_offered(plain, freed);
+  Given given{bytes_of(plain)};
+  freed.clear();  // returned to their source
+  for (std::size_t count = with_contents.size(); count > 0 && !with_contents.empty();) {
+    count = std::min(count, with_contents.size());
+    const auto end = with_contents.begin() + static_cast<std::ptrdiff_t>(count);
+    const Given part = copy_out(region, *backup, {with_contents.begin(), end});
+    given.bytes += part.bytes;
+    given.error = part.error;
+    if (!part.error) {
+      with_contents.erase(with_contents.begin(), end);
+      continue;
+    }
+    try {
+      std::rethrow_exception(part.error);
+    } catch (const BackupError&) {
+      count /= 2;  // there may be host memory or space for a part of them
+    } catch (...) {
+      return given;
+    }
+  }
+  return given;
+}
+
+// The mark of an eviction. Core::mutex is held at the construction.
+class Evicting {
+ public:
+  explicit Evicting(Region& region) : region_(region) { region.begin_eviction(); }
+  ~Evicting() { region_.end_eviction(); }
+  Evicting(const Evicting&) = delete;
+  Evicting& operator=(const Evicting&) = delete;
+
+ private:
+  Region& region_;
+};
+
+}  // namespace
+
+bool Region::may_evict() const {
+  if (evicting_ || in_use() || offered_bytes_ == 0) return false;
+  return state_ == State::paused || (state_ == State::resuming && !claimed_);
+}
+
+void Region::begin_eviction() {
+  std::lock_guard lock(device.mutex);
+  evicting_ = true;
+}
+
+void Region::end_eviction() {
+  {
+    std::lock_guard lock(core().mutex);
+    {
+      std::lock_guard bookkeeping(device.mutex);
+      evicting_ = false;
+    }
+    if (state_ == State::paused) settle(State::paused);
+    core().changed.notify_all();
+  }
+  sweep_offered();
+}
+
+std::vector<Slot> enough_of(std::vector<Slot> chunks, std::size_t bytes) {
+  std::sort(chunks.begin(), chunks.end(),
+            [](const Slot& a, const Slot& b) { return std::pair(a.size, a.offset) < std::pair(b.size, b.offset); });
+  std::vector<Slot> chosen;
+  while (bytes > 0 && !chunks.empty()) {
+    auto best = std::partition_point(chunks.begin(), chunks.end(), [&](const Slot& slot) { return slot.size < bytes; });
+    if (best == chunks.end()) --best;
+    bytes -= std::min(bytes, best->size);
+    chosen.push_back(*best);
+    chunks.erase(best);
+  }
+  return sorted(std::move(chosen));
+}
+
+Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const Region&)>& spares, Deadline deadline,
+              bool looks) {
+  Evicted result = Evicted::none;
+  while (bytes > 0 && device.offered > 0) {
+    std::size_t given = 0;
+    bool busy = false;
+    {
+      std::unique_lock only(device.evictions, std::try_to_lock);
+      if (!only) {
+        while (!only.try_lock_for(kBetweenLooks)) {
+          if (now() >= deadline || waiting_is_over) return result;
+          if (looks) WaitsEndWith::look();
+        }
+        return Evicted::some;
+      }
+      const CaptureGate::Pass pass(device.parts.gate);
+      if (!pass) return result == Evicted::none ? Evicted::busy : result;
+      std::vector<Region*> regions = core().regions_of(device);
+      std::stable_partition(regions.begin(), regions.end(), [](const Region* region) {
+        return region->backup() == nullptr || region->sealed();  // these are given without a copy
+      });
+      const std::size_t wanted = std::min(bytes, kAtOnce);
+      for (Region* region : regions) {
+        std::unique_lock lock(core().mutex);
+        if (given >= wanted) break;
+        if (region->offered_bytes() == 0 || (spares && spares(*region))) continue;
+        if (!region->may_evict()) {
+          busy = true;
+          continue;
+        }
+        const Evicting mark(*region);
+        lock.unlock();
+        const Given part = give(*region, enough_of(region->offered_slots(), wanted - given));
+        given += part.bytes;
+      }
+    }
+    if (given == 0) return result == Evicted::none && busy ? Evicted::busy : result;
+    device.source().settle();
+    result = Evicted::some;
+    bytes -= std::min(bytes, given);
+    if (looks) WaitsEndWith::look();
+  }
+  return result;
+}
+
+void evict_within(Region& region, Range range) {
+  if (region.offered_bytes() == 0 && !region.evicting()) return;
+  const CaptureGate::Pass pass(region.device.parts.gate);
+  if (!pass)
+    throw Error("a CUDA graph is being captured, and the contents of region '" + region.tag +
+                "' are in device memory until a copy: end the capture first");
+  std::unique_lock lock(core().mutex);
+  wait_until(lock, core().changed, kNever, [&] { return !region.evicting(); });
+  if (region.state() != State::paused || !region.may_evict()) return;
+  const Evicting mark(region);
+  lock.unlock();
+  std::vector<Slot> chosen;
+  for (const Slot& slot : region.offered_slots())
+    if (slot.end() > range.offset && slot.offset < range.end()) chosen.push_back(slot);
+  const Given given = give(region, chosen);
+  if (given.error) std::rethrow_exception(given.error);
+  region.device.source().settle();
+}
+
+}  // namespace memsaver

@@ -1,0 +1,30 @@
+// Takes chunks that lazy pauses offer, for a demand that lacks memory. Contents are copied out first, and a chunk returns
+// to its source as soon as its copy has arrived. A chunk whose contents cannot be copied stays offered.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <vector>
+
+#include "regions/region.h"
+
+namespace memsaver {
+
+// The fewest bytes of chunks that suffice, or all. Appends nothing beyond one chunk that is larger than the rest.
+std::vector<Slot> enough_of(std::vector<Slot> chunks, std::size_t bytes);
+
+// `some`: memory has returned, and the demand asks its source again. `busy`: none has, and a reader, a capture or the
+// beginning of a transition is in the way.
+enum class Evicted { none, some, busy };
+
+// Evicts up to `bytes`, and at most one chunk more for each region, from the regions of a device but those that
+// `spares` names. One thread does this at a time: another one waits for its end, up to the deadline, and then returns
+// `some`. `looks`: calls WaitsEndWith::look(). Called without a lock of the library.
+Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const Region&)>& spares, Deadline deadline,
+              bool looks);
+
+constexpr Range kAllAddresses{0, static_cast<std::size_t>(-1)};
+// Evicts the chunks of a paused region that overlap a range. Throws the error of a copy, and Error during a capture.
+void evict_within(Region& region, Range range);
+
+}  // namespace memsaver
