@@ -84,7 +84,7 @@ class RetainedPool::Request final : public ChunkRequest {
   const Deadline deadline_;
 };
 
-std::unique_ptr<ChunkRequest> RetainedPool::ask(const Needs& needs, Deadline deadline) {
+std::unique_ptr<ChunkRequest> RetainedPool::ask(const Needs& needs, Deadline deadline, Deadline) {
   return std::make_unique<Request>(*this, bytes_of(needs), deadline);
 }
 

@@ -122,7 +122,8 @@ class ChunkSource {
   virtual ~ChunkSource() = default;
   // Opens a demand. `needs`: the expected calls of next(), as far as they are known. This function and look() are
   // called without a lock.
-  virtual std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline) = 0;
+  // `whole`: ends the wait for chunks that others offer as well, which `deadline` does not end.
+  virtual std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline, Deadline whole) = 0;
   virtual void take_back(Chunk chunk) noexcept = 0;    // called by the destructor of a chunk; `chunk` has no source
   virtual std::size_t give_up(std::size_t bytes) = 0;  // releases idle chunks to the driver; returns their bytes
   virtual std::size_t idle_bytes() const = 0;          // of idle chunks in this process
@@ -147,7 +148,7 @@ class RetainedPool final : public ChunkSource {
   RetainedPool(Driver& driver, RetainBudget& budget) : driver_(driver), budget_(budget) {}
   ~RetainedPool() override { give_up(static_cast<std::size_t>(-1)); }
 
-  std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline) override;
+  std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline, Deadline whole) override;
   void take_back(Chunk chunk) noexcept override;
   std::size_t give_up(std::size_t bytes) override;
   std::size_t idle_bytes() const override;

@@ -32,7 +32,8 @@ Needs merged(const Needs& needs) {
 
 }  // namespace
 
-PoolRequest::PoolRequest(SharedPool& pool, const Needs& needs, Deadline deadline) : pool_(pool), deadline_(deadline) {
+PoolRequest::PoolRequest(SharedPool& pool, const Needs& needs, Deadline deadline, Deadline whole)
+    : pool_(pool), deadline_(deadline), whole_(whole) {
   if (needs.empty()) return;
   std::lock_guard lock(pool_.mutex_);
   number_ = pool_.open_locked(*this);
@@ -69,7 +70,8 @@ Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, WaitFor wait) {
     }
     if (stalled_locked()) {
       if (give_back_largest_locked()) continue;  // the broker may replace it by smaller chunks
-      if (Clock::now() >= deadline_ || waiting_is_over || (wait == WaitFor::caches && is_hopeless_))
+      if (waiting_is_over || (!expects_offers_locked() &&
+                              (Clock::now() >= deadline_ || (wait == WaitFor::caches && is_hopeless_))))
         throw ChunkUnavailable("ask", "the shared pool has no free chunk");
     }
     if (wait_locked(lock)) continue;
@@ -81,14 +83,26 @@ Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, WaitFor wait) {
 
 void PoolRequest::granted_locked(Grant grant) {
   nothing_since_exchange_ = is_hopeless_ = false;
+  heard_ = Clock::now();
   grants_.push_back(grant);
 }
 
-void PoolRequest::update_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining, bool stalled) {
+void PoolRequest::update_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining) {
   answered_ = Clock::now();
   answered_messages_ = messages;  // fewer than were sent: another answer follows
   remaining_ = std::move(remaining);
-  if (stalled && !remaining_.empty()) stalled_messages_ = messages;
+}
+
+void PoolRequest::stalled_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining, bool offers) {
+  update_locked(messages, std::move(remaining));
+  if (!remaining_.empty()) stalled_messages_ = messages;
+  offers_ = offers;
+  heard_ = Clock::now();
+}
+
+bool PoolRequest::expects_offers_locked() const {
+  const Clock::time_point at = Clock::now();
+  return offers_ && !is_hopeless_ && at < whole_ && at < heard_ + kAnswerTimeout;
 }
 
 void PoolRequest::disconnected_locked() {

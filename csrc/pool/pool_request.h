@@ -29,7 +29,7 @@ class SharedPool;
 class PoolRequest final : public ChunkRequest {
  public:
   // Opens a demand for these needs, if there are any. Throws BrokerError.
-  PoolRequest(SharedPool& pool, const Needs& needs, Deadline deadline);
+  PoolRequest(SharedPool& pool, const Needs& needs, Deadline deadline, Deadline whole);
   ~PoolRequest() override;
   Chunk next(std::size_t limit, std::size_t fresh, WaitFor wait) override;
   std::uint64_t number() const override { return number_; }
@@ -38,11 +38,15 @@ class PoolRequest final : public ChunkRequest {
   void granted_locked(Grant grant);
   // Records the bytes that the broker has still to grant, by their limit, after it received so many messages of this
   // demand.
-  void update_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining, bool stalled);
+  void update_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining);
+  void stalled_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining, bool offers);
   void refused_locked() { refused_ = true; }
   void disconnected_locked();
   // The broker has named the holders. `more`: some of them will return memory by themselves.
-  void holders_locked(bool more) { is_hopeless_ = !more; }
+  void holders_locked(bool more) {
+    is_hopeless_ = !more;
+    heard_ = Clock::now();
+  }
   // For reports: bytes that are still to be granted, 0 if the request does not wait, and the seconds since its begin.
   std::size_t waiting_locked() const;
   double seconds_locked() const { return std::chrono::duration<double>(Clock::now() - began_).count(); }
@@ -56,10 +60,11 @@ class PoolRequest final : public ChunkRequest {
   bool expects_locked(std::size_t limit) const {
     return answered_messages_ != sent_messages_ || (!remaining_.empty() && remaining_.begin()->first <= limit);
   }
+  bool expects_offers_locked() const;  // the broker asks clients for the chunks that they offer
   bool wait_locked(std::unique_lock<std::mutex>& lock);
 
   SharedPool& pool_;
-  const Deadline deadline_;
+  const Deadline deadline_, whole_;
   std::uint64_t number_ = 0;                      // 0: no demand was opened
   std::map<std::size_t, std::size_t> remaining_;  // bytes to be granted, by their limit, at the broker's last answer
   std::uint64_t sent_messages_ = 0;               // of this demand
@@ -68,6 +73,8 @@ class PoolRequest final : public ChunkRequest {
   Clock::time_point answered_;                    // time of the last answer; at first, of the last message
   const Clock::time_point began_ = Clock::now();
   bool is_hopeless_ = false;  // others have returned their cached memory, since the last grant and the last message
+  bool offers_ = false;       // clients offered chunks at the last stall
+  Clock::time_point heard_ = {};  // the last grant, stall or report of the holders
   bool is_long_ = false;      // and a thread of Python was told
   std::vector<Grant> grants_;
   bool nothing_since_exchange_ = false;  // no chunk was granted since the last `exchange`

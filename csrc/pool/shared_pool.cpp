@@ -24,7 +24,7 @@ std::uint64_t drawn_number() {
 
 }  // namespace
 
-SharedPool::SharedPool(Driver& driver, std::function<void()> reclaim)
+SharedPool::SharedPool(Driver& driver, ReclaimFrom reclaim)
     : driver_(driver),
       reclaim_(std::move(reclaim)),
       client_(drawn_number()),
@@ -82,8 +82,8 @@ void SharedPool::send_locked(Message message) {
   if (!link_->flush()) wake();
 }
 
-std::unique_ptr<ChunkRequest> SharedPool::ask(const Needs& needs, Deadline deadline) {
-  return std::make_unique<PoolRequest>(*this, needs, deadline);
+std::unique_ptr<ChunkRequest> SharedPool::ask(const Needs& needs, Deadline deadline, Deadline whole) {
+  return std::make_unique<PoolRequest>(*this, needs, deadline, whole);
 }
 
 void SharedPool::take_back(Chunk chunk) noexcept {
@@ -236,6 +236,11 @@ void SharedPool::send_report(const std::string& text) { send(message_of(Kind::re
 
 void SharedPool::send_reclaimed(bool more, std::size_t unused, const std::string& why) {
   send(message_of(Kind::reclaimed, {more ? 1U : 0U, unused}, why));
+}
+
+void SharedPool::send_offers(std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  if (std::exchange(offers_, bytes) != bytes) send_locked(message_of(Kind::offers, {bytes}));
 }
 
 std::size_t SharedPool::used_bytes() {

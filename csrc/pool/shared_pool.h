@@ -34,16 +34,17 @@ namespace memsaver {
 
 class SharedPool final : public ChunkSource {
  public:
-  // `reclaim`: called by the pool's thread if the broker asks for cached memory. It returns at once, and
-  // send_reclaimed() follows.
-  SharedPool(Driver& driver, std::function<void()> reclaim);
+  // `reclaim`: called by the pool's thread if the broker asks for cached memory, or for so many bytes of offered chunks
+  // for a demand. It returns at once, and send_reclaimed() follows.
+  using ReclaimFrom = std::function<void(std::size_t bytes, std::uint64_t demand)>;
+  SharedPool(Driver& driver, ReclaimFrom reclaim);
 
   // Connects to the broker at this path, unless there is a connection. Throws BrokerError.
   void join(const std::string& path);
   bool joined();
   void stop(Deadline deadline);  // waits for the thread's end. waiting_is_over has to be set
 
-  std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline) override;
+  std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline, Deadline whole) override;
   void take_back(Chunk chunk) noexcept override;
   std::size_t give_up(std::size_t) override { return 0; }
   std::size_t idle_bytes() const override { return 0; }
@@ -58,6 +59,7 @@ class SharedPool final : public ChunkSource {
   std::string status(Clock::duration timeout);                                 // of the broker: JSON
   void send_report(const std::string& text);                                   // answers the broker's `query`
   void send_reclaimed(bool more, std::size_t unused, const std::string& why);  // answers the broker's `reclaim`
+  void send_offers(std::size_t bytes);  // unless the broker has this figure
   // The calls of this process that wait for memory, and from whom, as far as the broker has told.
   struct Wait {
     std::size_t bytes;
@@ -120,7 +122,7 @@ class SharedPool final : public ChunkSource {
                             const std::vector<std::uint64_t>& words = {});
 
   Driver& driver_;
-  const std::function<void()> reclaim_;
+  const ReclaimFrom reclaim_;
   const std::uint64_t client_;
   const File bell_;        // an eventfd that wakes the thread
   std::mutex connecting_;  // held by the one thread that connects; taken before `mutex_`
@@ -135,6 +137,7 @@ class SharedPool final : public ChunkSource {
   std::unordered_map<Handle, std::uint64_t> numbers_;
   std::vector<Chunk> released_;          // handles that the thread is to release
   std::vector<std::uint64_t> returned_;  // words of the next `give_back`
+  std::size_t offers_ = 0;               // of the last `offers`
   std::map<std::uint64_t, PoolRequest*> requests_;
   std::map<std::uint64_t, Call> calls_;
   std::vector<Holder> holders_;                 // of the last `holders`; empty while no request waits

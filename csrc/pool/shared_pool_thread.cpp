@@ -73,6 +73,7 @@ void SharedPool::restore_state(std::unique_ptr<Link> connected) {
   send_sentinel(*connected);
   std::lock_guard lock(mutex_);
   send_inventory_locked(*connected);
+  if (offers_ > 0) connected->send(message_of(Kind::offers, {offers_}));
   path_ = connected->path;
   link_ = std::move(connected);
   ++connections_;
@@ -199,14 +200,14 @@ void SharedPool::handle(Message message) {
     case Kind::grant: return handle_grant(std::move(message));
     case Kind::drop: return handle_drop(message.words);
     case Kind::query: queries().note("report", driver_.name); return;
-    case Kind::reclaim: return reclaim_();
+    case Kind::reclaim: return reclaim_(message.words.at(0), message.words.at(1));
     default: break;
   }
   std::lock_guard lock(mutex_);
   if (message.kind == Kind::stalled) {
     const auto found = requests_.find(message.words.at(0));
     if (found != requests_.end())
-      found->second->update_locked(message.words.at(1), parts_of(message.words, 2, message.words.size()), true);
+      found->second->stalled_locked(message.words.at(1), parts_of(message.words, 3, message.words.size()), message.words.at(2) > 0);
   } else if (message.kind == Kind::holders) {
     handle_holders_locked(message);
   } else if (message.kind == Kind::refused) {
@@ -269,7 +270,7 @@ void SharedPool::handle_grant(Message message) {
       give_back_locked(grant);
   }
   if (found != requests_.end())
-    found->second->update_locked(message.words.at(1), parts_of(message.words, 3, chunks_at), false);
+    found->second->update_locked(message.words.at(1), parts_of(message.words, 3, chunks_at));
   changed_.notify_all();
 }
 

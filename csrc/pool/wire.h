@@ -41,6 +41,7 @@
 //                                                  could be returned without a wait has been given back. `more`: 1 if
 //                                                  more comes by itself. `unused`: bytes that no tensor uses and that
 //                                                  stay; text: their parts and the reasons
+//   offers    bytes                                of the chunks that this client holds, those that lazy pauses offer
 //   descriptors serial, chunk...                   requests a descriptor of each of these chunks, at most
 //                                                  kMostDescriptors, which this client holds, to lend them itself
 //                                                  -> descriptors
@@ -60,13 +61,14 @@
 //                                                  exchange) that the broker has received. Then `remaining` bytes are
 //                                                  still to be granted in chunks of at most `limit`, in so many
 //                                                  `parts`. 0: the next grant of this demand has these numbers
-//   stalled   request, messages, {limit, remaining}...   nothing can be granted now. Without parts: the demand is
-//                                                  complete
+//   stalled   request, messages, offers, {limit, remaining}...   nothing can be granted now. `offers`: bytes that
+//                                                  clients offer. Without parts: the demand is complete
 //   drop      chunk...                             requests the release of the handles of these chunks, which the
 //                                                  client does not hold -> dropped
 //   query                                          -> report
-//   reclaim   bytes                                a demand waits for so many bytes: requests the memory that the
-//                                                  client caches and does not use -> reclaimed
+//   reclaim   bytes, request                       a demand waits. 0 bytes: requests the memory that the client
+//                                                  caches and does not use. Else requests so many bytes of its offered
+//                                                  chunks; `request`: of the demand, if it is the client's own -> reclaimed
 //   holders   request, more, {pid, held, unused}...   who holds the memory that a demand waits for, as far as it is
 //                                                  known; `unused` as in reclaimed, or kUnknown. Text: a line for each,
 //                                                  with the reasons. `more`: 1 if some of them will return memory by
@@ -98,7 +100,7 @@
 
 namespace memsaver::wire {
 
-constexpr std::uint64_t kVersion = 11;
+constexpr std::uint64_t kVersion = 12;
 constexpr std::uint64_t kUnknown = ~std::uint64_t{0};         // bytes that are not known
 constexpr std::size_t kLongestPacket = std::size_t{1} << 16;  // bytes
 constexpr std::size_t kMostDescriptors = 250;                 // in one packet; the kernel allows 253
@@ -108,7 +110,7 @@ constexpr std::size_t kMostChunks = 250;                      // in one packet
 #define MEMSAVER_MESSAGES(define)                                                                                     \
   define(hello, 1) define(sentinel, 2) define(inventory, 3) define(demand, 4) define(exchange, 5) define(close, 6)    \
       define(give_back, 7) define(dropped, 8) define(usage, 9) define(status, 10) define(report, 11) define(trim, 12) \
-          define(reclaimed, 13) define(descriptors, 14) define(receive, 21) define(chunks, 22) define(release, 23)    \
+          define(reclaimed, 13) define(descriptors, 14) define(offers, 15) define(receive, 21) define(chunks, 22) define(release, 23)    \
               define(welcome, 101) define(refused, 102) define(grant, 103) define(stalled, 104) define(drop, 105)     \
                   define(query, 106) define(reclaim, 107) define(holders, 108) define(lent, 121) define(slots, 122)
 

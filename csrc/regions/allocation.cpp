@@ -67,7 +67,7 @@ Address Region::take_addresses(std::size_t size) {
 std::vector<Chunk> Region::take(const Needs& needs, Deadline deadline, WaitFor wait) {
   const Waiting counted(device.waiting_allocations, wait != WaitFor::none);
   std::vector<Chunk> chunks;  // outlives the demand, which would get the chunks again that return while it is open
-  const auto request = device.source().ask(needs, deadline);
+  const auto request = device.source().ask(needs, deadline, kNever);
   for (const Need& each : needs)
     for (std::size_t left = each.bytes; left > 0; left -= chunks.back().size()) {
       const std::size_t limit = std::min(each.limit, left);

@@ -45,8 +45,14 @@ struct Device {
 
   // The shared pool, made at first use. Core::mutex is held.
   SharedPool& shared_pool() {
-    if (shared == nullptr) shared = std::make_unique<SharedPool>(*driver, [this] { reclaimer.request(true); });
+    if (shared == nullptr)
+      shared = std::make_unique<SharedPool>(*driver, [this](std::size_t bytes, std::uint64_t demand) {
+        bytes > 0 ? reclaimer.request_offered(bytes, demand) : reclaimer.request(true);
+      });
     return *shared;
+  }
+  void tell_offers() {  // to the broker. Without a lock
+    if (pooled) shared->send_offers(offered);
   }
   // The source of new chunks. Chunks of the other source return to it.
   ChunkSource& source() { return pooled ? static_cast<ChunkSource&>(*shared) : retained; }

@@ -193,8 +193,9 @@ void evict_within(Region& region, Range range) {
   for (const Slot& slot : region.offered_slots())
     if (slot.end() > range.offset && slot.offset < range.end()) chosen.push_back(slot);
   const Given given = give(region, chosen);
-  if (given.error) std::rethrow_exception(given.error);
   region.device.source().settle();
+  region.device.tell_offers();
+  if (given.error) std::rethrow_exception(given.error);
 }
 
 }  // namespace memsaver

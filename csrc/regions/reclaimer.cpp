@@ -8,6 +8,7 @@
 
 #include "pool/queries.h"
 #include "regions/core.h"
+#include "regions/eviction.h"
 
 namespace memsaver {
 namespace {
@@ -15,6 +16,7 @@ namespace {
 constexpr auto kLook = std::chrono::milliseconds(2);
 constexpr auto kFreedLooks = std::chrono::milliseconds(5);  // at freed memory, without a request
 constexpr auto kFreedLooksAtMost = std::chrono::milliseconds(40);
+constexpr std::size_t kTold = 128 * kMiB;  // of evicted chunks, between two reports
 constexpr auto kWaitWithoutMarks = std::chrono::milliseconds(100);
 
 std::string text_of(std::size_t bytes) {
@@ -58,6 +60,19 @@ void Reclaimer::request(bool tells) {
   if (tells) device_.shared->send_reclaimed(false, 0, "");
 }
 
+void Reclaimer::request_offered(std::size_t bytes, std::uint64_t demand) {
+  {
+    std::lock_guard lock(mutex_);
+    if (worker_.started()) {
+      offered_ = bytes;
+      demand_ = demand;
+      changed_.notify_all();
+      return;
+    }
+  }
+  device_.shared->send_reclaimed(false, 0, "");
+}
+
 bool Reclaimer::finish(Deadline deadline) {
   std::unique_lock lock(mutex_);
   if (!worker_.started()) return false;
@@ -87,6 +102,20 @@ void Reclaimer::pass() {
   device_.retained.give_up(static_cast<std::size_t>(-1));
   for (Region* region : core().regions_of(device_))
     if (region->state() == State::active) region->sweep_all();
+}
+
+void Reclaimer::evict_offered(std::size_t bytes, std::uint64_t demand) {
+  const auto spares = [demand](const Region& region) {
+    return demand != 0 && region.demand() == demand && region.state() == State::resuming;
+  };
+  for (std::size_t left = bytes; left > 0 && !waiting_is_over;) {
+    const std::size_t part = std::min(left, kTold), before = device_.offered;
+    if (evict(device_, part, spares, kNever, false) != Evicted::some) break;
+    left -= std::min(left, std::max(before - std::min<std::size_t>(before, device_.offered), kPage));
+    if (left > 0) device_.shared->send_reclaimed(true, 0, "");
+  }
+  device_.tell_offers();
+  tell(false, false);
 }
 
 bool Reclaimer::rests() {
@@ -131,7 +160,7 @@ void Reclaimer::tell(bool asks_python, bool is_resting) {
 }
 
 void Reclaimer::run() {
-  const auto is_asked = [this] { return stop_ || requested_ != ended_; };
+  const auto is_asked = [this] { return stop_ || requested_ != ended_ || offered_ > 0; };
   Clock::duration pause = kFreedLooks;
   std::unique_lock lock(mutex_);
   while (!stop_) {
@@ -150,6 +179,13 @@ void Reclaimer::run() {
       continue;
     }
     if (stop_) return;
+    if (const std::size_t bytes = std::exchange(offered_, 0); bytes > 0) {
+      const std::uint64_t demand = demand_;
+      lock.unlock();
+      evict_offered(bytes, demand);
+      lock.lock();
+      continue;
+    }
     const std::uint64_t number = requested_;
     const bool tells = std::exchange(tells_, false);
     // A capture allows no mark, and Python frees nothing then. The broker asks again.

@@ -1,6 +1,6 @@
 // Returns the memory of a device that this process caches and does not use, when a process waits for memory: retained
 // chunks, chunks without a segment, free segments of torch's pools, and freed segments once the device has passed their
-// mark. Nothing during a capture, nothing of a region that is not active, no chunk under a segment in use.
+// mark; and offered chunks, as many as a broker asks for. Nothing during a capture, nothing of a region that is not active, no chunk under a segment in use.
 //
 // A thread does this, because a sweep may wait for a driver call of another thread. Between the requests it returns
 // freed segments whose mark the device has passed. torch's pools are freed by a thread of Python
@@ -30,6 +30,9 @@ class Reclaimer {
   // finish(): waits for the end, up to the deadline; the caller holds no lock, torch's included. Returns whether the
   // pass has ended.
   void request(bool tells);
+  // Begins to evict so many bytes of offered chunks: see eviction.h. `demand`: its own regions are spared. Tells the
+  // broker the progress and the end.
+  void request_offered(std::size_t bytes, std::uint64_t demand);
   bool finish(Deadline deadline);
   // Called by the thread of Python, once for each query. `cached`: bytes of free blocks that torch keeps, and `why`.
   void python_is_done(std::size_t cached, const std::string& why);
@@ -40,6 +43,7 @@ class Reclaimer {
  private:
   void run();
   void pass();
+  void evict_offered(std::size_t bytes, std::uint64_t demand);
   bool rests();  // frees what can be freed now. Returns whether the device still works on some
   void tell(bool asks_python, bool is_resting);
 
@@ -47,6 +51,8 @@ class Reclaimer {
   std::mutex mutex_;  // taken under Device::mutex too. No other lock is taken under it but that of the queries
   std::condition_variable changed_;
   bool tells_ = false;                       // at the end of the next pass
+  std::size_t offered_ = 0;                  // bytes to be evicted next
+  std::uint64_t demand_ = 0;
   std::uint64_t requested_ = 0, ended_ = 0;  // passes
   bool asks_python_ = false;                 // and it has not answered yet
   std::size_t cached_ = 0;                   // of its last answer

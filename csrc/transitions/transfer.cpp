@@ -238,7 +238,7 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
     const bool offers = !device_.pooled && device_.offered > 0, gives = may_give();
     const Deadline until = gives || (offers && looks) ? now() : offers ? std::min(deadline, now() + kSlice) : deadline;
     try {
-      const auto request = device_.source().ask(needs(snug), until);
+      const auto request = device_.source().ask(needs(snug), until, bounds_.whole);
       attempt(*request, snug);
       return;
     } catch (const ChunkNeverAvailable&) {
@@ -440,7 +440,8 @@ void Transfer::use_kept(Coming& coming) {
   coming.kept = region.slots();
   region.allow(coming.kept);
   for (const Slot& slot : coming.kept) {
-    fills_ |= region.clean({slot}, coming.wanted);
+    if (coming.fills && region.backup() == nullptr) fill(coming, slot);
+    fills_ |= coming.fills || region.clean({slot}, coming.wanted);
     if (coming.loader != nullptr) coming.loader->add(slot);
   }
 }
@@ -449,7 +450,7 @@ void Transfer::use_kept(Coming& coming) {
 void Transfer::fill_kept() noexcept {
   try {
     for (Coming& coming : coming_) {
-      if (!coming.fills || coming.kept.empty()) continue;
+      if (!coming.fills || coming.kept.empty() || coming.region->backup() == nullptr) continue;
       for (const Slot& slot : coming.kept) fill(coming, slot);
       device_.driver->wait(device_.driver->mark(Direction::in));
     }
@@ -507,7 +508,7 @@ void Transfer::keep() {
     if (!coming.kept.empty()) region.sweep_all();  // once the region is active
     std::shared_ptr<Backup> backup = region.replace_backup(nullptr);
     const bool kept = region.frozen && backup != nullptr && backup->complete() && coming.restores &&
-                      backup.use_count() == 1;  // no view exists through which it could change
+                      !(coming.wanted.empty() && coming.offered.empty()) && backup.use_count() == 1;  // no view exists through which it could change
     if (kept)
       region.replace_backup(std::move(backup));
     else

@@ -282,6 +282,7 @@ void Transition::finish() {
       }
       devices.insert(&region->device);
     }
+  for (Device* device : devices) device->tell_offers();
   for (Device* device : devices) device->resting.reap();  // sets marks for segments that were freed meanwhile
 }
 

@@ -34,6 +34,7 @@ class Client:
     held: dict[int, Chunk] = field(default_factory=dict)
     imported: dict[int, Chunk] = field(default_factory=dict)  # chunks of which it has a handle, held or not
     name: str = ""  # of its process, when it was last read
+    offered_bytes: int = 0  # of its chunks, those that lazy pauses offer
     inventory: set[int] | None = field(default_factory=set)  # ids in its `inventory` so far; None: it is complete
     is_user: bool = False  # of memory, unlike an admin client
     report: dict[str, Any] | None = None  # its last one: see memsaver/ledger/messages.py

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from memsaver.broker import protocol
-from memsaver.broker.clients import Chunk, Client
+from memsaver.broker.clients import Chunk, Client, Clients
 from memsaver.broker.pool import Pool
 from memsaver.broker.protocol import MOST_CHUNKS, MOST_DESCRIPTORS, MalformedError, Message
 from memsaver.broker.queue import Demand, OverCapacityError
@@ -19,8 +19,8 @@ _OF_AN_EARLIER_BROKER = (
 class Lending:
     """Lends the chunks of a pool to clients."""
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+    def __init__(self, pool: Pool, clients: Clients) -> None:
+        self._pool, self._clients = pool, clients
 
     def serve(self) -> tuple[bool, bool]:
         """Performs one step of the pool. Returns whether another step is due now, and whether one is due soon."""
@@ -28,7 +28,8 @@ class Lending:
         for demand, grants in itertools.groupby(result.grants, key=lambda grant: grant[0]):
             _send_grants(demand, [(chunk, flags) for _, chunk, flags in grants])
         for demand in (*result.completed, *result.stalled):
-            words = (demand.request, demand.messages, *demand.remaining_by_limit)
+            offers = sum(each.offered_bytes for each in self._clients.values() if each.is_connected)
+            words = (demand.request, demand.messages, offers, *demand.remaining_by_limit)
             demand.client.send(Message("stalled", words))
         self._send_drops()
         return result.has_more, result.retry

@@ -46,7 +46,7 @@ class BrokerLoop:
         self._clients: Clients = {}
         self._pool = Pool(device, capacity)
         self._server = Server(listener.channel, self, device.compute_pids)
-        self._lending = lending = Lending(self._pool)
+        self._lending = lending = Lending(self._pool, self._clients)
         self._reclaim = Reclaim(self._pool, self._clients)
         self._status = status = StatusReporter(
             self._pool, self._clients, self._server.monitor, device, name, self._uuid, self._reclaim
@@ -57,7 +57,7 @@ class BrokerLoop:
         self._of_users: dict[str, Callable[[Client, Message], None]] = {
             "demand": lending.demand, "exchange": lending.exchange, "close": lending.close,
             "give_back": lending.give_back, "dropped": lending.dropped, "report": status.report,
-            "reclaimed": self._reclaim.reclaimed, "descriptors": lending.descriptors,
+            "reclaimed": self._reclaim.reclaimed, "offers": self._reclaim.offers, "descriptors": lending.descriptors,
         }  # fmt: skip
 
     def stop_on_signals(self) -> None:

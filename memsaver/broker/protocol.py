@@ -32,7 +32,7 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(_KERNEL_MOST_DESCRIPTORS * array.array("i")
 _SHAPES = {
     "hello": (3, 0, 0), "sentinel": (0, 0, 0), "inventory": (0, 2, 0), "demand": (1, 3, 1), "exchange": (1, 3, 1),
     "close": (1, 0, 0), "give_back": (0, 2, 0), "dropped": (0, 1, 0), "usage": (1, 0, 0), "status": (1, 0, 0),
-    "report": (0, 0, 0), "trim": (2, 0, 0), "reclaimed": (2, 0, 0), "descriptors": (1, 1, 1),
+    "report": (0, 0, 0), "trim": (2, 0, 0), "reclaimed": (2, 0, 0), "offers": (1, 0, 0), "descriptors": (1, 1, 1),
     "receive": (3, 0, 0), "chunks": (3, 0, 0), "release": (1, 0, 0),
 }  # fmt: skip
 _WITH_TEXT = {"hello", "report", "reclaimed", "receive"}

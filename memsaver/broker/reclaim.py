@@ -1,8 +1,9 @@
 """Reclaim on demand: while a demand waits, the clients return the memory that they cache and do not use.
 
 A round asks every client, that of the demand included, and ends when all have answered, or have left, or are late. Then
-the broker sends the holders of the rest to the client of the first demand. The next round follows after a pause, since
-caches fill again, captures end, and threads leave their regions.
+the broker asks one client after the other for chunks that it offers (lazy pauses), for as many bytes as the demand
+still lacks. At last it sends the holders of the rest to the client of the first demand. The next round follows after a
+pause, since caches fill again, captures end, and threads leave their regions.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from memsaver.broker.queue import Demand
 UNKNOWN: int = _core.UNKNOWN_BYTES
 FIRST_PAUSE_S = 0.02  # between the end of a round and the next one
 LONGEST_ROUND_S = 2.0  # for clients that do not answer, or whose device works for long; the next round asks them again
+LONGEST_COPY_S = 10.0  # of the offered chunks of a client, between two reports
 LONGEST_PAUSE_S = 2.0  # doubled after each round for the same demand, up to this
 _LONGEST_TEXT = 300  # characters of a client's reasons
 _MOST_HOLDERS = 100  # in a message
@@ -40,6 +42,8 @@ class Reclaim:
         self._pool = pool
         self._clients = clients
         self._asked: dict[int, Client] = {}  # of the round under way, without their last answer; by id
+        self._offering: tuple[Client, int] | None = None  # asked for offered chunks, and its offers before
+        self._exhausted: set[int] = set()  # clients that could give none in this round, by id
         self._begun_at = self._ended_at = 0.0  # the last round
         self._answered_at = 0.0  # the last client
         self._next_at: float | None = None  # the next step
@@ -53,7 +57,7 @@ class Reclaim:
     def step(self, now: float) -> None:
         """Begins and ends rounds. Called after each step of the pool."""
         self._next_at = None
-        is_over = now >= self._begun_at + LONGEST_ROUND_S
+        is_over = now >= self._begun_at + self._longest_s
         self._asked = {number: each for number, each in self._asked.items() if each.is_connected and not is_over}
         waiting = self._pool.queue.waiting
         self._told = {demand: told for demand, told in self._told.items() if demand in waiting}
@@ -70,6 +74,7 @@ class Reclaim:
             self._head = (head, head.messages)
             self._pause_s = FIRST_PAUSE_S
             self._has_round = bool(self._asked)
+            self._exhausted.clear()
             self._told.pop(head, None)
         is_told = self._told.get(head) == (head.messages, False)
         if not self._asked and (is_told or not self._has_round) and now >= self._ended_at + self._pause_s:
@@ -79,12 +84,12 @@ class Reclaim:
             # Memory that the clients have returned may still be on its way through the pool, or through the driver.
             is_late = now < self._answered_at + 2 * RETRY_S and self._pool.lacks_memory
             is_stalled = head.stall_reported == head.messages and not self._pool.may_proceed
-            more = bool(self._asked) or is_late or not is_stalled
+            more = bool(self._asked) or is_late or not is_stalled or self._ask_for_offers(head, now)
             self._tell(head, more)
             if not more:
                 self._ended_at = now
         if self._asked:
-            self._next_at = self._begun_at + LONGEST_ROUND_S
+            self._next_at = self._begun_at + self._longest_s
         elif self._told.get(head) == (head.messages, False):
             self._next_at = self._ended_at + self._pause_s
         else:
@@ -97,11 +102,33 @@ class Reclaim:
         self._begun_at = now
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._has_round = True
+        self._exhausted.clear()
         self._told.pop(head, None)
         for client in self._clients.values():
             if client.is_user and client.is_connected:
                 self._asked[client.id] = client
-                client.send(Message("reclaim", (head.remaining,)))
+                client.send(Message("reclaim", (0, 0)))
+
+    @property
+    def _longest_s(self) -> float:
+        return LONGEST_ROUND_S if self._offering is None else LONGEST_COPY_S
+
+    def _ask_for_offers(self, head: Demand, now: float) -> bool:
+        """Asks the next client for what the demand lacks. False: none has anything left to give."""
+        if self._offering is not None:
+            client, before = self._offering
+            if client.offered_bytes >= before:
+                self._exhausted.add(client.id)
+            self._offering = None
+        for client in self._clients.values():
+            if client.is_connected and client.offered_bytes and client.id not in self._exhausted:
+                self._begun_at = now
+                self._offering = client, client.offered_bytes
+                self._asked[client.id] = client
+                own = head.request if client is head.client else 0
+                client.send(Message("reclaim", (head.remaining, own)))
+                return True
+        return False
 
     def _tell(self, demand: Demand, more: bool) -> None:
         """Sends the holders and their bytes to the client of a demand, unless it has them."""
@@ -124,8 +151,14 @@ class Reclaim:
             raise MalformedError(f"'more' of 'reclaimed' is {more}, expected 0 or 1")
         self.answers[client.id] = Answer(unused, " ".join(message.text[:_LONGEST_TEXT].split()))
         # The client of the demand is not waited for: the others may wait for one of its threads that allocates.
-        if not more or (self._head is not None and self._head[0].client is client):
+        offers = self._offering is not None and self._offering[0] is client
+        if not more or (self._head is not None and self._head[0].client is client and not offers):
             self._asked.pop(client.id, None)
         self._answered_at = time.monotonic()
+        if offers:
+            self._begun_at = self._answered_at
         if self._head is not None and self._told.get(self._head[0], (0, False))[1]:
             del self._told[self._head[0]]  # the client has the holders as they were
+
+    def offers(self, client: Client, message: Message) -> None:
+        client.offered_bytes = message.words[0]

@@ -24,7 +24,7 @@ _LONGEST_TEXT = 100  # characters of a kind, a label or a state in a message
 _LARGEST = 1 << 62
 _LONGEST_REPORT = _core.LONGEST_PACKET // 2  # characters of a message
 # Of a region in a message.
-REGION_FIELDS = ("tag", "state", "backup", "allocated_bytes", "mapped_bytes", "offered_bytes", "backup_bytes")
+REGION_FIELDS = ("tag", "state", "backup", "allocated_bytes", "mapped_bytes", "backup_bytes")
 
 
 def own(device: str) -> Own:

@@ -386,7 +386,7 @@ def test_stats_are_ready_for_json_and_a_table_for_readers(make: Make) -> None:
     row = next(row for row in device["regions"] if row["tag"] == region.tag)
     assert row == {
         "tag": region.tag, "backup": "host", "state": "paused", "frozen": False, "allocated_bytes": 3 * MIB,
-        "mapped_bytes": 0, "backup_bytes": 3 * MIB,
+        "mapped_bytes": 0, "offered_bytes": 0, "backup_bytes": 3 * MIB,
     }  # fmt: skip
     rows = [line.split() for line in str(memsaver.stats()).splitlines()]
     assert [region.tag, "paused", "host", "3.0", "MiB", "0.0", "MiB", "3.0", "MiB"] in rows

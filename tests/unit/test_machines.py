@@ -167,6 +167,7 @@ class Model:
     sealed: bool = False
     partial: bool = False  # paused, and a fault left chunks mapped
     users: int = 0  # guarded launches
+    lazy: bool = False  # paused so: demands copy some of its contents
 
     @property
     def writable(self) -> bool:
@@ -191,11 +192,11 @@ class Model:
             for window in each.windows:
                 window.expected = None
 
-    def leave(self, policy: str) -> None:
+    def leave(self, policy: str, lazy: bool) -> None:
         """A pause with this policy has gone through."""
         if self.paused:
             return
-        self.paused = True
+        self.paused, self.lazy = True, lazy
         self.copied = policy != "none" and (self.sealed or bool(self.segments))
         self.backup_bytes = 0 if not self.copied else self.backup_bytes if self.sealed else self.allocated
         self.sealed = False
@@ -213,8 +214,10 @@ class Model:
                     for window in each.windows:
                         window.expected = np.full(each.window_bytes, FILL_BYTES[self.region.fill], np.uint8)
         self.sealed = self.region.frozen and kept and bool(self.segments)
+        if self.lazy and self.sealed:  # a copy is kept if all of the contents were copied meanwhile
+            self.sealed = bool(self.region._core.sealed)
         self.backup_bytes = self.backup_bytes if self.sealed else 0
-        self.paused = self.copied = self.partial = False
+        self.paused = self.copied = self.partial = self.lazy = False
 
 
 @dataclass(eq=False)
@@ -316,6 +319,8 @@ class Device(RuleBasedStateMachine):
         finally:
             self.was_hit = armed is not None and controls.calls() >= armed[0]
             self.ever_hit |= self.was_hit
+            for model in self.models:  # a chunk that could not be unmapped after its copy
+                model.partial |= model.paused and model.region._handle.mapped_bytes > 0
             controls.disarm()
 
     def catch_up(self) -> None:
@@ -410,9 +415,12 @@ class Device(RuleBasedStateMachine):
         segment.write(next(self.seeds))
         model.segments.append(segment)
 
-    @staticmethod
-    def memory_is_short(needed: int) -> bool:
-        return free_bytes() < needed
+    def memory_is_short(self, needed: int) -> bool:
+        """Whether a demand may fail. During a capture nothing is copied, and a copy needs host memory."""
+        offered = sum(model.region.offered_bytes for model in self.models)
+        if self.captures or self.limited:
+            offered = 0
+        return free_bytes() + offered < needed
 
     @rule(index=indices, which=indices)
     def free(self, index: int, which: int) -> None:
@@ -438,10 +446,15 @@ class Device(RuleBasedStateMachine):
         try:
             contents = memsaver.cpu_backup(segment.tensor, clone=True)
         except memsaver.Error:
-            assert not model.paused or not model.copied or model.partial
+            assert not model.paused or not model.copied or model.partial or (model.lazy and self.may_refuse_copies)
             return
         assert model.paused and model.copied
         assert segment.holds_at(contents.data_ptr()), "the backup differs"
+
+    @property
+    def may_refuse_copies(self) -> bool:
+        """Of contents that a lazy pause has left on the device."""
+        return bool(self.captures or self.limited)
 
     @rule(index=indices, which=indices, keep=st.booleans())
     def write_backup(self, index: int, which: int, keep: bool) -> None:
@@ -454,7 +467,10 @@ class Device(RuleBasedStateMachine):
             with self.fault():
                 view = memsaver.cpu_backup(segment.tensor)
         except memsaver.BackupError as error:
-            assert "in a file" in str(error) or self.was_hit or self.limited, error
+            assert "in a file" in str(error) or self.was_hit or self.limited or model.lazy, error
+            return
+        except memsaver.Error as error:
+            assert self.was_hit or (model.lazy and self.captures), error
             return
         assert segment.holds_at(view.data_ptr()), "the backup differs"
         segment.write_at(view.data_ptr(), next(self.seeds))
@@ -481,7 +497,7 @@ class Device(RuleBasedStateMachine):
             assert model.paused
             return
         assert not model.paused
-        model.sealed = False
+        model.sealed, model.backup_bytes = False, 0
 
     # Work
 
@@ -583,8 +599,10 @@ class Device(RuleBasedStateMachine):
         restore: bool,
         timeout: float | None,
         memory_timeout: float,
+        lazy: bool = False,
     ) -> None:
         leaving = [model for model in out if not model.paused or model.partial]
+        offered = [model for model in out if model.paused and model.region.offered_bytes and not lazy]
         coming = [model for model in back if model.paused]
         captured = bool(self.captures and leaving)
         if not captured:
@@ -604,6 +622,7 @@ class Device(RuleBasedStateMachine):
                     pause=[model.region.tag for model in out],
                     resume=[model.region.tag for model in back],
                     backup=backup,
+                    lazy=lazy,
                     restore=restore,
                     timeout=timeout,
                     memory_timeout=memory_timeout,
@@ -614,15 +633,18 @@ class Device(RuleBasedStateMachine):
         if self.was_hit:
             for model in leaving:
                 if states[model] == "paused":
-                    model.leave(policies[model])
+                    model.leave(policies[model], lazy)
                     model.partial = model.region.mapped_bytes > 0
             for model in coming:
                 if states[model] == "active":
+                    kept = model.region.fill is not None and model.copied and not restore
                     model.come(restore)
+                    if error is not None and kept:
+                        model.undefine()  # the fill of kept memory failed, after the resume
                 else:
                     model.partial = model.region.mapped_bytes > 0
             return
-        if captured:
+        if captured or (self.captures and offered):
             assert error is not None and "being captured" in str(error), "a pause during a capture"
             return
         if leaving:
@@ -641,21 +663,23 @@ class Device(RuleBasedStateMachine):
         assert (done.paused, done.resumed) == tuple(
             tuple(each.region.tag for each in side) for side in (leaving, coming)
         )
-        if not any(model.partial for model in leaving + coming):
+        if lazy and leaving and not coming:
+            assert done.copied_bytes == 0 or any(model.partial for model in leaving)
+        elif not lazy and not any(model.partial or model.lazy for model in leaving + coming):
             assert done.copied_bytes == sum(model.allocated for model in saved + restored)
             assert done.released_bytes == released
             assert done.restored_bytes == sum(model.region.mapped_bytes for model in coming)
         for model in leaving:
-            model.leave(policies[model])
+            model.leave(policies[model], lazy)
             model.partial = False
         for model in coming:
             model.come(restore)
 
     policies = st.sampled_from([None, None, None, "none", "host", "disk"])
 
-    @rule(chosen=chosen_regions, backup=policies, timeout=bounds)
-    def pause(self, chosen: set[int], backup: str | None, timeout: float | None) -> None:
-        self.move([self.models[number] for number in sorted(chosen)], [], backup, True, timeout, 0.0)
+    @rule(chosen=chosen_regions, backup=policies, timeout=bounds, lazy=st.booleans())
+    def pause(self, chosen: set[int], backup: str | None, timeout: float | None, lazy: bool) -> None:
+        self.move([self.models[number] for number in sorted(chosen)], [], backup, True, timeout, 0.0, lazy)
 
     @rule(
         chosen=chosen_regions,
@@ -671,10 +695,13 @@ class Device(RuleBasedStateMachine):
         backup=policies,
         timeout=bounds,
         memory_timeout=st.sampled_from([0.0, 0.2]),
+        lazy=st.booleans(),
     )
-    def switch(self, sides: list[str], backup: str | None, timeout: float | None, memory_timeout: float) -> None:
+    def switch(
+        self, sides: list[str], backup: str | None, timeout: float | None, memory_timeout: float, lazy: bool
+    ) -> None:
         out, back = ([model for model, at in zip(self.models, sides) if at == side] for side in ("out", "back"))
-        self.move(out, back, backup, True, timeout, memory_timeout)
+        self.move(out, back, backup, True, timeout, memory_timeout, lazy)
 
     @rule(chosen=chosen_regions, timeout=bounds)
     def trim(self, chosen: set[int], timeout: float | None) -> None:
@@ -731,7 +758,9 @@ class Device(RuleBasedStateMachine):
         for model in self.models:
             region = model.region
             assert region.state == ("paused" if model.paused else "active")
-            assert (region.allocated_bytes, region.backup_bytes) == (model.allocated, model.backup_bytes)
+            assert region.allocated_bytes == model.allocated
+            assert region.backup_bytes <= model.backup_bytes
+            assert model.lazy or (region.backup_bytes, region.offered_bytes) == (model.backup_bytes, 0)
             assert region._core.sealed == (model.copied and region.frozen if model.paused else model.sealed)
             held = segments(region)
             for each in model.segments:
@@ -760,7 +789,7 @@ class Device(RuleBasedStateMachine):
     def unknown_bytes(self) -> int:
         """Memory of the device that is in use, and neither a region's nor taken by this test."""
         free, total = _core.open_driver("cpu").memory()
-        mapped = sum(region.mapped_bytes for region in memsaver.regions.all_regions())
+        mapped = sum(region.mapped_bytes + region.offered_bytes for region in memsaver.regions.all_regions())
         taken = sum(each.nbytes for each in self.others)
         retained = int(memsaver.stats().devices["cpu"].retained_bytes)
         return int(total - free - mapped - taken - retained)
