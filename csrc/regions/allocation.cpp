@@ -83,7 +83,7 @@ void Region::find_more(std::size_t wanted, std::size_t needed, Deadline shortage
     device.source().settle();
     return;
   }
-  if (!device.pooled && device.offered > 0) {  // a broker asks for offered chunks by itself
+  if (!device.pooled && device.may_offer()) {  // a broker asks for offered chunks by itself
     const std::size_t free = device.source().look().free;
     evicted = evict(device, std::max(kPage, needed - std::min(needed, free)), {}, kNever, true);
   }
@@ -113,7 +113,7 @@ void Region::with_chunks(std::size_t wanted, Deadline shortage, Deadline memory,
     const Needs needs = needs_of(snug);
     try {
       Deadline until = wait == WaitFor::memory ? memory : shortage;
-      if (!device.pooled && device.offered > 0) until = std::min(until, now() + kNextLook);
+      if (!device.pooled && device.may_offer()) until = std::min(until, now() + kNextLook);
       if (use(take(needs, until, wait), snug)) return;
       if (++tries < kTries) continue;
     } catch (const ChunkNeverAvailable&) {

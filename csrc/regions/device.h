@@ -83,6 +83,8 @@ struct Device {
   DiskStore files;
   std::atomic<bool> lost = false;  // its context died
   std::atomic<std::size_t> offered = 0;  // bytes of chunks that lazy pauses offer
+  std::atomic<std::size_t> evicting = 0;  // regions
+  bool may_offer() const { return offered > 0 || evicting > 0; }
   std::timed_mutex evictions;            // held by the thread that takes them. It takes neither the GIL nor torch's mutex
 
   // Guards the bookkeeping of all regions on this device: segments, addresses, the lists of chunks. Never held over a

@@ -104,6 +104,8 @@ bool Region::may_evict() const {
 void Region::begin_eviction() {
   std::lock_guard lock(device.mutex);
   evicting_ = true;
+  ++device.evicting;
+  device.resting.sweep_begins();  // for demands that look meanwhile
 }
 
 void Region::end_eviction() {
@@ -117,6 +119,8 @@ void Region::end_eviction() {
     core().changed.notify_all();
   }
   sweep_offered();
+  device.resting.sweep_ended();
+  --device.evicting;
 }
 
 std::vector<Slot> enough_of(std::vector<Slot> chunks, std::size_t bytes) {
@@ -136,7 +140,7 @@ std::vector<Slot> enough_of(std::vector<Slot> chunks, std::size_t bytes) {
 Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const Region&)>& spares, Deadline deadline,
               bool looks) {
   Evicted result = Evicted::none;
-  while (bytes > 0 && device.offered > 0) {
+  while (bytes > 0 && device.may_offer()) {
     std::size_t given = 0;
     bool busy = false;
     {

@@ -235,7 +235,7 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
     bool never = false;
     const std::uint64_t seen = device_.resting.given_back();
     // Offered chunks are taken before a wait, and tried again within it. A broker asks for them by itself.
-    const bool offers = !device_.pooled && device_.offered > 0, gives = may_give();
+    const bool offers = !device_.pooled && device_.may_offer(), gives = may_give();
     const Deadline until = gives || (offers && looks) ? now() : offers ? std::min(deadline, now() + kSlice) : deadline;
     try {
       const auto request = device_.source().ask(needs(snug), until, bounds_.whole);

@@ -1,68 +1,312 @@
-"""Lazy pauses in one process: what is copied, and when, and what stays after failures."""
+"""Lazy pauses in one process: what is copied, and when, and what stays after failures. See also test_machines.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import memsaver
 from memsaver import _core
 from tests import controls
-from tests.support import GIB, MIB, PAGE, Fill, blocks, free_bytes, host_held_bytes, host_used_bytes, until
+from tests.support import MIB, Block, Fill, blocks, free_bytes, host_held_bytes, host_used_bytes, until
 
 Make = Callable[..., memsaver.Region]
 CHUNK = 32 * MIB
 
 
-def copied(act: Callable[[], object], *regions: memsaver.Region) -> int:
-    """The bytes of contents that a call moves to backups."""
-    before = sum(each.backup_bytes for each in regions)
-    act()
-    return sum(each.backup_bytes for each in regions) - before
+@pytest.fixture(autouse=True)
+def disk(tmp_path: Path) -> None:
+    memsaver.configure(disk_dir=tmp_path)
 
 
-def offered(region: memsaver.Region) -> int:
-    assert (region.state, region.mapped_bytes) == ("paused", 0)
-    return region.offered_bytes
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def lazily(make: Make, backup: str = "host", chunks: int = 4, **options: object) -> tuple[memsaver.Region, list[Block]]:
+    """A region with some chunks and their blocks, which is paused lazily."""
+    region = make(backup, **options)
+    held = [Block(region, CHUNK, seed) for seed in range(chunks)]
+    region.pause(lazy=True)
+    assert (region.state, region.mapped_bytes, region.offered_bytes) == ("paused", 0, chunks * CHUNK)
+    return region, held
+
+
+def check(held: list[Block]) -> None:
+    for block in held:
+        block.check()
 
 
 def test_turns_of_sides_that_both_fit_copy_nothing(make: Make) -> None:
-    one, two = make("host"), make("none")
-    held = blocks(one, [40 * MIB, 100, 70 * MIB]) + blocks(two, [64 * MIB])
-    two.pause(lazy=True)
+    one, held = lazily(make)
+    two = make("none")
+    other = blocks(two, [64 * MIB])
     memory, free = host_used_bytes(), free_bytes()
     for turn in range(20):
-        out, back = (one, two) if turn % 2 == 0 else (two, one)
+        out, back = (one, two) if turn % 2 else (two, one)
         done = memsaver.switch(pause=out.tag, resume=back.tag, lazy={out.tag: True})
         assert (done.copied_bytes, done.released_bytes, done.restored_bytes) == (0, 0, 0)
+        assert (out.mapped_bytes, back.offered_bytes) == (0, 0)
         with pytest.raises(memsaver.RegionPausedError):
             out.empty(1)
-        assert controls.resident_bytes(held[0].data.ctypes.data) == 0 if False else not _core.capturing()
     assert (host_used_bytes(), free_bytes()) == (memory, free)
-    for block in held[:3]:
-        block.check()
+    one.resume()
+    check(held)
+    del other
 
 
-def test_a_demand_takes_what_it_lacks(make: Make) -> None:
-    """A resume, an allocation, and a switch whose own lazy pause gives the chunks."""
-    one, two, other = make("host"), make("host"), make("none")
-    held, more = blocks(one, [200 * MIB]), blocks(two, [100 * MIB])
+def test_a_demand_takes_what_it_lacks_and_a_resume_copies_only_that_back(make: Make) -> None:
+    one, held = lazily(make)
+    two = make("host")
+    more = blocks(two, [3 * CHUNK])
     two.pause()
-    one.pause(lazy=True)
-    with Fill(leave=60 * MIB):
-        assert copied(lambda: two.resume(), one) == 64 * MIB  # 40 MiB in chunks of 32 MiB
-        assert offered(one) == 136 * MIB + 0 * PAGE
-        taken = copied(lambda: more.extend(blocks(other, [30 * MIB])), one)
-        assert taken <= 30 * MIB + CHUNK
-        two.pause(lazy=True)
-        assert memsaver.resume(one.tag).copied_bytes == 64 * MIB + taken
-        assert copied(lambda: memsaver.switch(pause=one, resume=two, lazy=True), one) <= two.backup_bytes + CHUNK
-    for region in (one, two):
+    with Fill(leave=CHUNK + 10 * MIB):
+        two.resume()
+        assert (one.backup_bytes, one.offered_bytes) == (2 * CHUNK, 2 * CHUNK)  # 54 MiB are lacking
+        more += blocks(two, [20 * MIB])
+        assert one.offered_bytes == CHUNK  # 10 MiB were free
+        more += blocks(two, [5 * MIB])
+        assert one.offered_bytes == CHUNK
+        done = memsaver.switch(pause=two.tag, resume=one.tag, lazy=True)
+        assert done.copied_bytes <= 3 * CHUNK + two.backup_bytes
+        assert two.backup_bytes <= 3 * CHUNK
+    two.resume()
+    check(held + more)
+
+
+def test_offers_are_in_the_figures_and_no_reason_for_out_of_memory(make: Make) -> None:
+    region, held = lazily(make)
+    [stats] = [each for each in memsaver.stats().devices["cpu"].regions if each.tag == region.tag]
+    assert (stats.mapped_bytes, stats.offered_bytes, stats.backup_bytes) == (0, 4 * CHUNK, 0)
+    ledger = memsaver.stats().devices["cpu"].ledger
+    [row] = [each for each in ledger.rows if each.label == region.tag]
+    assert (row.kind, row.bytes) == ("offered", 4 * CHUNK)
+    assert sum(each.bytes for each in ledger.rows) == ledger.used_bytes
+    assert f"offered {region.tag}" in str(memsaver.stats())
+    with Fill(leave=0):
+        with pytest.raises(memsaver.OutOfMemoryError):
+            make("none").empty(20 * CHUNK, torch.uint8)
+        assert region.offered_bytes == 0  # it was given, and did not suffice
+    region.resume()
+    check(held)
+
+
+def test_a_pause_that_is_not_lazy_copies_the_rest(make: Make) -> None:
+    region, held = lazily(make)
+    free = free_bytes()
+    region.pause(lazy=True)
+    assert region.offered_bytes == 4 * CHUNK
+    region.pause()
+    assert (region.offered_bytes, region.backup_bytes, free_bytes()) == (0, 4 * CHUNK, free + 4 * CHUNK)
+    region.resume()
+    check(held)
+
+
+def test_contents_that_are_not_kept_are_given_without_a_copy(make: Make) -> None:
+    for backup, options in (("none", {}), ("host", {"frozen": True})):
+        region, held = lazily(make, backup, **options)
         region.resume()
-    for block in held + more:
-        block.check()
+        region.pause()  # a frozen region has its copy from here on
+        region.resume()
+        region.pause(lazy=True)
+        used = host_used_bytes()
+        controls.disarm()
+        with Fill(leave=0):
+            controls.arm(1, "error", "cuMemcpyDtoHAsync")
+            blocks(make("none"), [CHUNK])
+            assert controls.calls() == 0
+            controls.disarm()
+        assert (host_used_bytes(), region.offered_bytes) == (used, 3 * CHUNK)
+        del held
+
+
+def test_a_frozen_copy_serves_the_next_pause_after_a_lazy_one(make: Make) -> None:
+    region = make("host", frozen=True)
+    held = blocks(region, [CHUNK])
+    region.pause()
+    region.resume()
+    region.pause(lazy=True)
+    assert region.resume().copied_bytes == 0
+    assert region.pause().copied_bytes == 0
+    region.resume()
+    check(held)
+
+
+@pytest.mark.parametrize("backup", ["host", "disk"])
+def test_freed_and_missing_parts_are_not_read(make: Make, backup: str) -> None:
+    """Blocks of a file hold several allocations. Those that were freed meanwhile may have no memory."""
+    region = make(backup)
+    held = blocks(region, [CHUNK, 3 * MIB, CHUNK, 100, CHUNK, 5 * MIB])
+    region.pause(lazy=True)
+    before = free_bytes()
+    del held[2], held[0]
+    assert free_bytes() > before  # chunks that no tensor needs were returned
+    with Fill(leave=0):
+        more = blocks(make("none"), [CHUNK])
+        assert not controls.context_lost()
+        del more
+    region.resume()
+    check(held)
+    region.pause(lazy=True)
+    held.clear()
+    assert region.offered_bytes == 0
+    region.close()
+
+
+@pytest.mark.parametrize("fill", ["zero", "poison"])
+def test_a_failed_resume_that_discards_has_not_written_to_offered_contents(make: Make, fill: str) -> None:
+    region, held = lazily(make, "host", chunks=1, fill=fill)
+    other, _ = lazily(make, "host", chunks=1)
+    other.pause()
+    failures = 0
+    for nth in range(1, 100):
+        controls.arm(nth, "error")
+        error = None
+        try:
+            memsaver.resume([region, other], restore=False)
+        except memsaver.Error as raised:
+            error = raised
+        controls.disarm()
+        if region.state == "paused":
+            failures += 1
+            region.resume()
+            check(held)
+            region.pause(lazy=True)
+        elif error is None:
+            break
+        else:  # the fill failed, after the resume
+            for block in held:
+                block.fill(nth)
+            memsaver.pause([region, other], lazy={region.tag: True})
+    assert failures > 3
+    assert set(held[0].tensor[:100].tolist()) == {0 if fill == "zero" else 0xFF}
+
+
+def test_a_resume_that_waits_leaves_its_offers_to_others(make: Make, thread: ThreadPoolExecutor) -> None:
+    one, held = lazily(make)
+    two, more = lazily(make, chunks=2)
+    two.pause()
+    with Fill(leave=0) as fill:
+        blocks(make("none"), [2 * CHUNK])  # freed at once: idle memory
+        one_half = blocks(make("none"), [2 * CHUNK])
+        assert one.offered_bytes == 2 * CHUNK
+        waits = thread.submit(lambda: one.resume(memory_timeout=60))
+        until(lambda: one.state == "resuming")
+        two.resume()  # without a wait
+        check(more)
+        assert (one.state, one.offered_bytes) == ("resuming", 0)
+        fill.close()
+        waits.result(60)
+    check(held)
+    del one_half
+
+
+def test_a_demand_waits_for_the_eviction_of_another_one(make: Make, thread: ThreadPoolExecutor) -> None:
+    region, held = lazily(make, chunks=1)
+    one, two = make("none"), make("none")
+    with Fill(leave=0):
+        with controls.held("cuMemcpyDtoHAsync"):
+            first = thread.submit(lambda: one.empty(CHUNK // 2, torch.uint8))
+            until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
+            with ThreadPoolExecutor(1) as pool:
+                second = pool.submit(lambda: two.empty(CHUNK // 2, torch.uint8))
+                with pytest.raises(TimeoutError):
+                    second.result(0.2)
+                controls.go_on("cuMemcpyDtoHAsync")
+                kept = first.result(60), second.result(60)
+        del kept, first, second
+    region.resume()
+    check(held)
+
+
+def test_a_shortage_of_host_memory_keeps_the_other_chunks(make: Make) -> None:
+    memsaver.release_host_memory()
+    region, held = lazily(make)
+    memsaver.configure(host_limit=host_held_bytes() + 2 * CHUNK)
+    try:
+        with Fill(leave=0):
+            more = blocks(make("none"), [CHUNK])
+            assert region.backup_bytes == CHUNK
+            with pytest.raises(memsaver.OutOfMemoryError):
+                make("none").empty(3 * CHUNK, torch.uint8)
+            assert (region.backup_bytes, region.offered_bytes) == (2 * CHUNK, 2 * CHUNK)
+            with pytest.raises(memsaver.BackupError):
+                region.pause()
+            assert region.offered_bytes == 2 * CHUNK
+            del more
+        region.resume()
+    finally:
+        memsaver.configure(host_limit=None)
+    check(held)
+
+
+def test_offers_are_tried_again_when_a_capture_ends(make: Make, thread: ThreadPoolExecutor) -> None:
+    region, held = lazily(make)
+    other, more = lazily(make, chunks=1)
+    other.pause()
+    with Fill(leave=0):
+        _core.capture_begins()
+        waits = thread.submit(lambda: other.resume(memory_timeout=60))
+        with pytest.raises(TimeoutError):
+            waits.result(0.2)
+        with pytest.raises(memsaver.Error, match="captured"):
+            memsaver.cpu_backup(held[0].tensor, clone=True)
+        assert region.offered_bytes == 4 * CHUNK
+        _core.capture_ends()
+        waits.result(60)
+    region.resume()
+    check(held + more)
+
+
+@pytest.mark.parametrize("backup", ["host", "disk"])
+def test_contents_of_an_offered_region_can_be_read_and_written(make: Make, backup: str) -> None:
+    region, held = lazily(make, backup)
+    for block in held[:2]:
+        found = memsaver.cpu_backup(block.tensor, clone=True)
+        assert torch.equal(found, torch.from_numpy(block.expected))
+    assert (region.backup_bytes, region.offered_bytes) == (2 * CHUNK, 2 * CHUNK)
+    if backup == "host":
+        for block in held[1:3]:
+            memsaver.cpu_backup(block.tensor)[:5] = 9  # also of a chunk that was offered
+            block.expected[:5] = 9
+    region.resume()
+    check(held)
+
+
+def test_one_handle_stays_with_its_segment(make: Make) -> None:
+    region = make("host", one_handle=True)
+    held = blocks(region, [5 * MIB, CHUNK])
+    chunks = region._core.chunks
+    region.pause(lazy=True)
+    with Fill(leave=0):
+        more = blocks(make("none"), [3 * MIB])
+        assert region.backup_bytes == 6 * MIB  # whole pages
+        del more
+    region.resume()
+    assert region._core.chunks == chunks
+    check(held)
+
+
+@pytest.mark.isolated
+def test_after_the_death_of_the_context_copied_contents_can_be_read() -> None:
+    region = memsaver.region("lost", device="cpu", backup="host")
+    held = [Block(region, CHUNK, seed) for seed in range(2)]
+    region.pause(lazy=True)
+    with Fill(leave=0):
+        memsaver.region("other", device="cpu").empty(CHUNK, torch.uint8)
+    controls.kill_context()
+    with pytest.raises(memsaver.Error):
+        region.resume()
+    assert region.state == "lost"
+    readable = []
+    for block in held:
+        with suppress(memsaver.BackupError):
+            readable.append(torch.equal(memsaver.cpu_backup(block.tensor, clone=True), torch.from_numpy(block.expected)))
+    assert readable == [True]
