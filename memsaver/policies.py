@@ -104,6 +104,9 @@ None: the group's policies for the phase.
 TurnRestore = bool | Mapping[str, bool | Mapping[str, bool]] | None
 """Whether a group's turn restores contents, in the forms of TurnBackup. None: the group's values for the phase."""
 
+TurnLazy = bool | Mapping[str, bool | Mapping[str, bool]] | None
+"""Whether pauses of a group's turn are lazy, in the forms of TurnBackup. None: the group's values for the phase."""
+
 _V = TypeVar("_V", str, bool)
 _Check = Callable[[object, str], None]
 _ByTag = dict[str, _V]
@@ -143,6 +146,11 @@ def lazies(lazy: Lazy, tags: Sequence[str]) -> _ByTag[bool]:
 def turn_backups(backup: TurnBackup, leaving: Mapping[str, Sequence[str]], option: str = "backup") -> _ByRole[str]:
     """By role and tag, the policies in a turn. ``leaving``: the tags that pause in it, by role. Raises as backups()."""
     return {} if backup is None else _by_role(option, backup, leaving, check_backup)
+
+
+def turn_lazies(lazy: TurnLazy, leaving: Mapping[str, Sequence[str]], option: str = "lazy") -> _ByRole[bool]:
+    """By role and tag, whether a pause in a turn is lazy. Arguments and errors as of turn_backups()."""
+    return {} if lazy is None else _by_role(option, lazy, leaving, check_restore)
 
 
 def turn_restores(restore: TurnRestore, coming: Mapping[str, Sequence[str]], option: str = "restore") -> _ByRole[bool]:

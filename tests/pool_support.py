@@ -349,13 +349,14 @@ def moves(seed: int, until_path: str = "", names: str = "") -> str:
                     region.thaw()
                 blocks.pop(name).free()
             elif move == "pause":
-                region.pause()
+                region.pause(lazy=choose.random() < 0.5)
             elif move == "resume":
                 _resumed(region, blocks, lambda: region.resume(memory_timeout=choose.choice((0, 0.02, 0.5))))  # noqa: B023
             elif move == "switch":
                 other = choose.choice([each for each in regions.values() if each is not region] or [region])
                 if other is not region:
                     switch = functools.partial(memsaver.switch, pause=other.tag, resume=region.tag, memory_timeout=0.02)
+                    switch = functools.partial(switch, lazy=choose.random() < 0.5)
                     _resumed(region, blocks, switch)
             counts[move] += 1
         except (memsaver.OutOfMemoryError, memsaver.BrokerError, MemoryError) as error:
@@ -466,7 +467,7 @@ def sweep(move: str, backup: str, kind: str) -> int:
 def _in_books(*regions: memsaver.Region) -> bool:
     """Whether the bytes that the broker counts for this process equal the bytes that its regions map."""
     [row] = [row for row in own_status()["clients"] if row["pid"] == os.getpid()]
-    return bool(row["held_bytes"] == sum(each.mapped_bytes for each in regions))
+    return bool(row["held_bytes"] == sum(each.mapped_bytes + each.offered_bytes for each in regions))
 
 
 def take_turns(held: Held, turns: int) -> None:

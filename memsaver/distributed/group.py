@@ -15,7 +15,7 @@ from memsaver.distributed.processes import Processes
 from memsaver.errors import Error
 from memsaver.guests.agreement import Agreement
 from memsaver.guests.store import StoreError, StoreLink
-from memsaver.policies import READERS_S, TurnBackup, TurnRestore, seconds
+from memsaver.policies import READERS_S, TurnBackup, TurnLazy, TurnRestore, seconds
 from memsaver.turns.plan import Phases, Plan
 from memsaver.turns.ranks import check_member
 from memsaver.turns.reports import Responder
@@ -37,6 +37,7 @@ class Group:
     Args:
         phases: The tags that are resident in each phase: name -> role -> tags. The same in all processes.
         backup: As for ``memsaver.ray.Group``. The same in all processes.
+        lazy: As for ``memsaver.ray.Group``. The same in all processes.
         restore: As for ``memsaver.ray.Group``. The same in all processes.
         store: A store that all processes of the group reach. None: that of ``torch.distributed.init_process_group()``.
         rank: The rank of this process. None: that of torch.distributed. Needed with ``store``.
@@ -70,6 +71,7 @@ class Group:
         *,
         phases: Phases,
         backup: Mapping[str, TurnBackup] | None = None,
+        lazy: Mapping[str, TurnLazy] | None = None,
         restore: Mapping[str, TurnRestore] | None = None,
         store: Store | None = None,
         rank: int | None = None,
@@ -79,7 +81,7 @@ class Group:
         **roles: Any,
     ) -> None:
         members = {role: _members_of(role, given) for role, given in roles.items()}
-        self._plan = Plan(phases, None, backup, restore)
+        self._plan = Plan(phases, None, backup, restore, lazy)
         silence = seconds(heartbeat_timeout, "heartbeat_timeout")
         store, process, count = _joined(store, rank, world_size)
         until = time.monotonic() + _STORE_S
@@ -122,6 +124,7 @@ class Group:
         name: str,
         *,
         backup: TurnBackup = None,
+        lazy: TurnLazy = None,
         restore: TurnRestore = None,
         timeout: float | None = None,
         memory_timeout: float | None = None,
@@ -137,6 +140,7 @@ class Group:
         Args:
             name: The phase.
             backup: As for ``memsaver.ray.Group.enter()``.
+            lazy: As for ``memsaver.ray.Group.enter()``.
             restore: As for ``memsaver.ray.Group.enter()``.
             timeout: As there. It also bounds the wait for processes that have not called ``enter()``.
             memory_timeout: As for ``memsaver.ray.Group.enter()``.
@@ -164,7 +168,7 @@ class Group:
             ('weights',)
             >>> group.close()
         """
-        options = self._plan.options(name, backup, restore, timeout, memory_timeout, reader_timeout)
+        options = self._plan.options(name, backup, restore, lazy, timeout, memory_timeout, reader_timeout)
         if not self._stop.alive:
             raise Error("this group is closed, expected a new one")
         if self._broken is not None:

@@ -68,7 +68,9 @@ class Processes:
         self._agreement.link.until = options.until
         self._watch.forget_silence()
         given = {**asdict(options.bounds), "backup": options.backup, "restore": options.restore}
+        given["lazy"] = options.lazy
         plan = {"phases": self._plan.phases, "backup": self._plan.backup, "restore": self._plan.restore}
+        plan["lazy"] = self._plan.lazy
         came = {
             "same": {"phase": phase, "options": given, **plan},
             "members": {role: len(found) for role, found in self._members.items()},

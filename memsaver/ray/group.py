@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from memsaver.policies import READERS_S, TurnBackup, TurnRestore
+from memsaver.policies import READERS_S, TurnBackup, TurnLazy, TurnRestore
 from memsaver.ray.ranks import Caller, MemberRank
 from memsaver.ray.reports import Collector
 from memsaver.turns.plan import Phases, Plan
@@ -25,6 +25,7 @@ class Group:
         phases: The tags that are resident in each phase: name -> role -> tags.
         backup: Policies with which tags pause in the turn into a phase, if they are not the regions' own: name of the
             phase -> role -> tag -> policy. A policy in the place of the tags, or of the roles, is for all of them.
+        lazy: True for tags that pause lazily, as by ``memsaver.pause(lazy=True)``, in the same forms.
         restore: False for tags whose contents the phase overwrites: name of the phase -> role -> tag -> bool, with the
             same short forms.
         roles: The members of each role, one or a list in the order of their ranks: Ray actors, or objects of this
@@ -61,13 +62,14 @@ class Group:
         *,
         phases: Phases,
         backup: Mapping[str, TurnBackup] | None = None,
+        lazy: Mapping[str, TurnLazy] | None = None,
         restore: Mapping[str, TurnRestore] | None = None,
         **roles: Any,
     ) -> None:
         if not roles:
             raise ValueError("no roles, expected at least one, such as engine=[actor]")
         ranks = [rank for role, given in roles.items() for rank in _of_role(role, given)]
-        self._plan = Plan(phases, roles, backup, restore)
+        self._plan = Plan(phases, roles, backup, restore, lazy)
         self._reports = Collector()
         self._caller = Caller(ranks, self._reports.collect)
         self._turns = Turns(self._plan, self._caller)
@@ -102,6 +104,7 @@ class Group:
         name: str,
         *,
         backup: TurnBackup = None,
+        lazy: TurnLazy = None,
         restore: TurnRestore = None,
         timeout: float | None = None,
         memory_timeout: float | None = None,
@@ -121,6 +124,7 @@ class Group:
             name: The phase.
             backup: The policy of the tags that pause, for this turn: one for all roles, ``{role: policy}`` or
                 ``{role: {tag: policy}}``. None: the group's policy for this phase, else that of the regions.
+            lazy: True for tags that pause lazily, in the same forms. None: the group's value for this phase, else False.
             restore: False for contents that the phase overwrites: for all roles, ``{role: bool}`` or
                 ``{role: {tag: bool}}``. None: the group's value for this phase, else True.
             timeout: Seconds for the whole turn, up to the commit of the last rank. If a rank has not prepared by then,
@@ -151,7 +155,7 @@ class Group:
             ...     print(turn.unrestored, weights.state)  # overwrite the weights here
             {'engine': ['weights']} active
         """
-        options = self._plan.options(name, backup, restore, timeout, memory_timeout, reader_timeout)
+        options = self._plan.options(name, backup, restore, lazy, timeout, memory_timeout, reader_timeout)
         if options.completes_until is not None:  # the actors look a little longer than the turn waits
             seconds = options.completes_until - time.monotonic() + _LOOK_LONGER_S
             self._reports.watch(self._caller.ranks, seconds)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import memsaver
 from memsaver import _core, _guests, regions
 from memsaver.errors import Error
-from memsaver.policies import READERS_S, Backup, Bounds, Restore
+from memsaver.policies import READERS_S, Backup, Bounds, Lazy, Restore
 from memsaver.regions import Selection as Tags
 from memsaver.transitions import Prepared, Transition, in_thread, prepare_pause
 
@@ -80,6 +80,7 @@ class Colocated:
         tags: Tags = None,
         *,
         backup: Backup = None,
+        lazy: Lazy = False,
         timeout: float | None = None,
         reader_timeout: float = READERS_S,
     ) -> Transition:
@@ -88,6 +89,7 @@ class Colocated:
         Args:
             tags: A tag, a Region, several of either, or None for all regions.
             backup: Another policy than the regions' own: one for all tags, or ``{tag: policy}``.
+            lazy: As for ``memsaver.pause()``.
             timeout: Seconds for the whole call up to its commit. The time of the drain counts, but the bound does not
                 interrupt the drain. None: no bound.
             reader_timeout: Seconds to wait for attached processes.
@@ -98,7 +100,7 @@ class Colocated:
         since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
         names = list(regions.choose(tags).tags)
         _drain(self, names)
-        return memsaver.pause(names, backup=backup, **_pause_options(bounds.left(since)))
+        return memsaver.pause(names, backup=backup, lazy=lazy, **_pause_options(bounds.left(since)))
 
     def resume(
         self,
@@ -136,6 +138,7 @@ class Colocated:
         coming: Sequence[str] = (),
         *,
         backup: Backup = None,
+        lazy: Lazy = False,
         timeout: float | None = None,
         reader_timeout: float = READERS_S,
     ) -> Ready:
@@ -145,6 +148,7 @@ class Colocated:
             tags: The tags to pause. Tags without regions are left out.
             coming: The tags that will resume in the same turn. A tag without a region is a ValueError.
             backup: As for ``pause()``.
+            lazy: As for ``pause()``.
             timeout: As for ``pause()``.
             reader_timeout: As for ``pause()``.
 
@@ -156,10 +160,12 @@ class Colocated:
         turn = halves.begin()
         ready, names = _ready(tags, coming), _existing(tags)
         _drain(self, names)
+        missing = set(tags) - set(names)  # they have no regions yet
         if isinstance(backup, Mapping):
-            missing = set(tags) - set(names)  # they have no regions yet
             backup = {tag: policy for tag, policy in backup.items() if tag not in missing} or None
-        halves.prepare(turn, names, backup, bounds.left(since))
+        if isinstance(lazy, Mapping):
+            lazy = {tag: value for tag, value in lazy.items() if tag not in missing}
+        halves.prepare(turn, names, backup, lazy, bounds.left(since))
         return ready
 
     def colocated_commit(self) -> Transition:
@@ -239,11 +245,11 @@ class _Halves:
             self._abort()
             return self._turn
 
-    def prepare(self, turn: int, names: Sequence[str], backup: Backup, bounds: Bounds) -> None:
+    def prepare(self, turn: int, names: Sequence[str], backup: Backup, lazy: Lazy, bounds: Bounds) -> None:
         with self._lock:
             if turn != self._turn:
                 raise Error("this turn was taken back while the actor drained")
-            self._prepared = prepare_pause(names, backup=backup, **_pause_options(bounds))
+            self._prepared = prepare_pause(names, backup=backup, lazy=lazy, **_pause_options(bounds))
 
     def commit(self) -> Transition:
         with self._lock:

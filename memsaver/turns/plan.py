@@ -11,16 +11,19 @@ from memsaver.policies import (
     READERS_S,
     Bounds,
     TurnBackup,
+    TurnLazy,
     TurnRestore,
     joined,
     several,
     turn_backups,
+    turn_lazies,
     turn_restores,
 )
 
 Phases = Mapping[str, Mapping[str, Iterable[str]]]
 Backups = dict[str, dict[str, str]]  # by role and tag
 Restores = dict[str, dict[str, bool]]  # by role and tag
+Lazies = dict[str, dict[str, bool]]  # by role and tag
 _HANDOVER_S = 60.0  # default bound of a resume's wait for memory that another rank releases in the same turn
 _COMPLETE_S = 30.0  # after a turn's timeout, ranks that have committed may take this long to complete their calls
 _ANSWER_S = 1.0  # after a turn's timeout, the ranks' own errors may take this long to arrive
@@ -33,6 +36,7 @@ class TurnOptions:
     bounds: Bounds
     backup: Backups
     restore: Restores
+    lazy: Lazies
     since: float
 
     @property
@@ -51,7 +55,10 @@ class TurnOptions:
     def of_pauses(self, role: str, tags: Sequence[str]) -> dict[str, Any]:
         bounds, chosen = self.bounds.left(self.since), self.backup.get(role, {})
         backup = {tag: chosen[tag] for tag in tags if tag in chosen} or None
-        return {"backup": backup, "timeout": bounds.timeout, "reader_timeout": bounds.reader_timeout}
+        given = self.lazy.get(role, {})
+        lazy = {tag: given[tag] for tag in tags if given.get(tag)}
+        options = {"backup": backup, "timeout": bounds.timeout, "reader_timeout": bounds.reader_timeout}
+        return {**options, "lazy": lazy} if lazy else options
 
     def of_resumes(self, role: str, tags: Sequence[str], handover: bool) -> dict[str, Any]:
         """``handover``: another rank may release the memory in the same turn."""
@@ -66,8 +73,8 @@ class Plan:
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: A phase has unknown roles, no phase has tags, or ``backup`` or ``restore`` has unknown phases, roles
-            or policies, or tags that do not pause or resume in the phase.
+        ValueError: A phase has unknown roles, no phase has tags, or ``backup``, ``restore`` or ``lazy`` has unknown
+            phases, roles or policies, or tags that do not pause or resume in the phase.
     """
 
     def __init__(
@@ -76,6 +83,7 @@ class Plan:
         roles: Collection[str] | None,
         backup: Mapping[str, TurnBackup] | None = None,
         restore: Mapping[str, TurnRestore] | None = None,
+        lazy: Mapping[str, TurnLazy] | None = None,
     ) -> None:
         self.phases = _checked_phases(phases, roles)
         self.roles = list(
@@ -83,6 +91,7 @@ class Plan:
         )
         self.backup: dict[str, Backups] = self._by_phase("backup", backup, turn_backups, 0)
         self.restore: dict[str, Restores] = self._by_phase("restore", restore, turn_restores, 1)
+        self.lazy: dict[str, Lazies] = self._by_phase("lazy", lazy, turn_lazies, 0)
 
     def moves(self, name: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         """The tags that pause, and the tags that resume, by role."""
@@ -100,6 +109,7 @@ class Plan:
         name: str,
         backup: TurnBackup = None,
         restore: TurnRestore = None,
+        lazy: TurnLazy = None,
         timeout: float | None = None,
         memory_timeout: float | None = None,
         reader_timeout: float = READERS_S,
@@ -109,7 +119,8 @@ class Plan:
         bounds = Bounds(timeout, memory_timeout, reader_timeout)
         backups = joined(self.backup.get(name, {}), turn_backups(backup, pauses))
         restores = joined(self.restore.get(name, {}), turn_restores(restore, resumes))
-        return TurnOptions(bounds, backups, restores, time.monotonic())
+        lazies = joined(self.lazy.get(name, {}), turn_lazies(lazy, pauses))
+        return TurnOptions(bounds, backups, restores, lazies, time.monotonic())
 
     def _by_phase(self, option: str, given: Any, checked: Callable[..., Any], side: int) -> dict[str, Any]:
         """By phase, the checked values. ``side``: 0 for the tags that pause, 1 for those that resume."""

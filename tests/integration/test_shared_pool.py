@@ -200,6 +200,48 @@ def test_two_processes_that_wait_for_each_other_both_finish(broker: Local) -> No
         one.run("memsaver.resume(memory_timeout=30)")
 
 
+def figures(worker: Worker) -> list[int]:
+    """Of its regions, in MiB: mapped, offered, backed up."""
+    figure = "sum(each.{}_bytes for each in memsaver.regions.all_regions()) >> 20"
+    return [int(worker.run(f"print({figure.format(name)})")) for name in ("mapped", "offered", "backup")]
+
+
+def test_offered_chunks_go_to_a_process_that_lacks_them() -> None:
+    """An allocation, and a resume without a wait. Turns of sides that both fit copy nothing."""
+    with Local(128 * MIB) as broker, Worker(broker) as one, Worker(broker) as two:
+        for worker in (one, two):
+            worker.run(f"held = hold('a', {64 * MIB}, 'host', {worker.pid})")
+            for _ in range(10):
+                worker.run("memsaver.pause(lazy=True)")
+                assert worker.run("print(memsaver.resume().copied_bytes)") == "0"
+        one.run("memsaver.pause(lazy=True)")
+        assert [row[0] for row in broker.row(one.pid)["ledger"]["rows"]] == ["offered"]
+        two.run(f"more = hold('b', {10 * MIB}, 'host', 3)")
+        assert figures(one) == [0, 32, 32]
+        two.run("memsaver.pause(lazy=True)")
+        one.run("memsaver.resume(memory_timeout=0)")  # 22 MiB are free at most
+        mapped, offered, copied = figures(two)
+        assert (mapped, copied) == (0, 32) and offered >= 42
+        error = one.fails(f"memsaver.region('d', 'cpu')._core.allocate_array({100 * MIB})")
+        assert error.startswith("OutOfMemoryError")
+        one.run("held.check(); memsaver.pause()")
+        two.run("memsaver.resume(memory_timeout=0); held.check(); more.check()")
+
+
+def test_a_resume_that_waits_gets_chunks_that_are_offered_later_and_those_of_the_dead() -> None:
+    with Local(128 * MIB) as broker, Worker(broker) as one, Worker(broker) as two:
+        one.run(f"held = hold('a', {64 * MIB}, 'host', 1); memsaver.pause(lazy=True)")
+        two.run(f"held = hold('a', {96 * MIB}, 'host', 2)")
+        assert figures(one) == [0, 32, 32]
+        one.send("memsaver.resume(memory_timeout=60); held.check()")
+        until(lambda: is_waiting(broker, one))
+        two.run("memsaver.pause(lazy=True)")
+        one.answer()
+        assert figures(two) == [0, 64, 32]
+        two.kill()
+        one.run(f"memsaver.configure(memory_timeout=60); hold('b', {64 * MIB}, 'host', 2).check()")
+
+
 def test_an_allocation_beyond_the_pool_is_out_of_memory_and_names_the_holders(broker: Local) -> None:
     with Worker(broker, f"held = hold('a', {LARGE})") as one, Worker(broker, "region = memsaver.region('b')") as two:
         assert two.run("hooks = Hooks(region); print(hooks.alloc(32 * MIB))") == "None"

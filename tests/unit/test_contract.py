@@ -51,7 +51,7 @@ VERBS: dict[Call, list[str]] = {
 for actors in (Colocated, AsyncColocated) if HAS_RAY else ():
     VERBS |= {actors.pause: READERS, actors.colocated_prepare: READERS, actors.resume: MEMORY}
 BY_POSITION = {"self", "tags", "coming", "name", "resident"}
-ORDER = ["backup", "restore", *ALL]
+ORDER = ["backup", "lazy", "restore", *ALL]
 
 
 def options(verb: Call) -> list[str]:

@@ -118,6 +118,23 @@ def test_a_group_copies_only_the_contents_that_its_policies_keep(pair: Pair) -> 
         pair.check()
 
 
+def test_pauses_are_lazy_by_phase_role_and_tag(make: Make) -> None:
+    pair = Pair(make, lazy={"train": {"engine": {"weights": True}}, "none": True})
+    assert pair.enter("train")[0] == 2 * MIB  # the graphs
+    assert (pair.weights.offered_bytes > 0, pair.graphs.offered_bytes) == (True, 0)
+    assert pair.enter("rollout", lazy={"trainer": True}) == (0, 2 * MIB)
+    assert pair.params.offered_bytes > 0
+    assert pair.enter("none") == (0, 0)
+    assert pair.enter("rollout") == (0, 0)
+    pair.check()
+    with pytest.raises(ValueError, match="lazy of 'trainer' names the tag"):
+        pair.enter("train", lazy={"trainer": {"params": True}})
+    with pytest.raises(TypeError, match="expected True or False"):
+        pair.enter("train", lazy={"engine": "host"})
+    with pytest.raises(ValueError, match="lazy names the phase 'other'"):
+        Pair(make, lazy={"other": True})
+
+
 def test_discarded_contents_are_not_restored_by_other_phases_or_groups(pair: Pair) -> None:
     pair.enter("train")
     error = pair.refuses(
