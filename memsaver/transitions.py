@@ -38,7 +38,7 @@ def pause(
             contents are undefined after the resume, and ``Region.discarded`` is True until then if the region's own
             policy keeps them.
         lazy: True leaves chunks and contents where they are, not mapped, until a resume or an allocation lacks memory.
-            One value for all tags, or ``{tag: bool}``. A pause without it of such a region copies and releases the rest.
+            One value for all tags, or ``{tag: bool}``. A pause without it of such a region copies and returns the rest.
         timeout: Seconds for the whole call up to its commit, with all of its waits. None: no bound.
         reader_timeout: Seconds to wait for other processes that have tensors of the regions. Of two bounds the earlier
             one ends the wait.

@@ -1,5 +1,5 @@
-// The contents of a region that was paused lazily. Nothing is taken at first. Each copy out makes a backup, a piece, for
-// the contents that it copies: so it reads and reserves nothing else.
+// The contents of a region that was paused lazily. Nothing is taken at first. Each copy out makes a backup, a piece,
+// for the contents that it copies: so it reads and reserves nothing else.
 #pragma once
 
 #include <atomic>

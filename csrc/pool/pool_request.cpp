@@ -70,8 +70,8 @@ Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, WaitFor wait) {
     }
     if (stalled_locked()) {
       if (give_back_largest_locked()) continue;  // the broker may replace it by smaller chunks
-      if (waiting_is_over || (!expects_offers_locked() &&
-                              (Clock::now() >= deadline_ || (wait == WaitFor::caches && is_hopeless_))))
+      if (waiting_is_over ||
+          (!expects_offers_locked() && (Clock::now() >= deadline_ || (wait == WaitFor::caches && is_hopeless_))))
         throw ChunkUnavailable("ask", "the shared pool has no free chunk");
     }
     if (wait_locked(lock)) continue;

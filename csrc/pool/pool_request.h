@@ -72,10 +72,10 @@ class PoolRequest final : public ChunkRequest {
   std::uint64_t stalled_messages_ = 0;            // of these, received before the broker reported a stall
   Clock::time_point answered_;                    // time of the last answer; at first, of the last message
   const Clock::time_point began_ = Clock::now();
-  bool is_hopeless_ = false;  // others have returned their cached memory, since the last grant and the last message
-  bool offers_ = false;       // clients offered chunks at the last stall
+  bool is_hopeless_ = false;      // others have returned their cached memory, since the last grant and the last message
+  bool offers_ = false;           // clients offered chunks at the last stall
   Clock::time_point heard_ = {};  // the last grant, stall or report of the holders
-  bool is_long_ = false;      // and a thread of Python was told
+  bool is_long_ = false;          // and a thread of Python was told
   std::vector<Grant> grants_;
   bool nothing_since_exchange_ = false;  // no chunk was granted since the last `exchange`
   bool refused_ = false, disconnected_ = false;

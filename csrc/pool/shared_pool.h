@@ -59,7 +59,7 @@ class SharedPool final : public ChunkSource {
   std::string status(Clock::duration timeout);                                 // of the broker: JSON
   void send_report(const std::string& text);                                   // answers the broker's `query`
   void send_reclaimed(bool more, std::size_t unused, const std::string& why);  // answers the broker's `reclaim`
-  void send_offers(std::size_t bytes);  // unless the broker has this figure
+  void send_offers(std::size_t bytes);                                         // unless the broker has this figure
   // The calls of this process that wait for memory, and from whom, as far as the broker has told.
   struct Wait {
     std::size_t bytes;

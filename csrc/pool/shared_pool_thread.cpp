@@ -207,7 +207,8 @@ void SharedPool::handle(Message message) {
   if (message.kind == Kind::stalled) {
     const auto found = requests_.find(message.words.at(0));
     if (found != requests_.end())
-      found->second->stalled_locked(message.words.at(1), parts_of(message.words, 3, message.words.size()), message.words.at(2) > 0);
+      found->second->stalled_locked(message.words.at(1), parts_of(message.words, 3, message.words.size()),
+                                    message.words.at(2) > 0);
   } else if (message.kind == Kind::holders) {
     handle_holders_locked(message);
   } else if (message.kind == Kind::refused) {

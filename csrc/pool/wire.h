@@ -68,7 +68,8 @@
 //   query                                          -> report
 //   reclaim   bytes, request                       a demand waits. 0 bytes: requests the memory that the client
 //                                                  caches and does not use. Else requests so many bytes of its offered
-//                                                  chunks; `request`: of the demand, if it is the client's own -> reclaimed
+//                                                  chunks; `request`: of the demand, if it is the client's own ->
+//                                                  reclaimed
 //   holders   request, more, {pid, held, unused}...   who holds the memory that a demand waits for, as far as it is
 //                                                  known; `unused` as in reclaimed, or kUnknown. Text: a line for each,
 //                                                  with the reasons. `more`: 1 if some of them will return memory by
@@ -110,9 +111,10 @@ constexpr std::size_t kMostChunks = 250;                      // in one packet
 #define MEMSAVER_MESSAGES(define)                                                                                     \
   define(hello, 1) define(sentinel, 2) define(inventory, 3) define(demand, 4) define(exchange, 5) define(close, 6)    \
       define(give_back, 7) define(dropped, 8) define(usage, 9) define(status, 10) define(report, 11) define(trim, 12) \
-          define(reclaimed, 13) define(descriptors, 14) define(offers, 15) define(receive, 21) define(chunks, 22) define(release, 23)    \
-              define(welcome, 101) define(refused, 102) define(grant, 103) define(stalled, 104) define(drop, 105)     \
-                  define(query, 106) define(reclaim, 107) define(holders, 108) define(lent, 121) define(slots, 122)
+          define(reclaimed, 13) define(descriptors, 14) define(offers, 15) define(receive, 21) define(chunks, 22)     \
+              define(release, 23) define(welcome, 101) define(refused, 102) define(grant, 103) define(stalled, 104)   \
+                  define(drop, 105) define(query, 106) define(reclaim, 107) define(holders, 108) define(lent, 121)    \
+                      define(slots, 122)
 
 #define MEMSAVER_REFUSALS(define)                                                                                      \
   define(version, 1) define(malformed, 2) define(user, 3) define(device, 4) define(over_capacity, 5) define(failed, 6) \

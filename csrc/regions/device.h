@@ -81,11 +81,11 @@ struct Device {
   std::atomic<bool> pooled = false;
   HostArena arena;
   DiskStore files;
-  std::atomic<bool> lost = false;  // its context died
-  std::atomic<std::size_t> offered = 0;  // bytes of chunks that lazy pauses offer
+  std::atomic<bool> lost = false;         // its context died
+  std::atomic<std::size_t> offered = 0;   // bytes of chunks that lazy pauses offer
   std::atomic<std::size_t> evicting = 0;  // regions
   bool may_offer() const { return offered > 0 || evicting > 0; }
-  std::timed_mutex evictions;            // held by the thread that takes them. It takes neither the GIL nor torch's mutex
+  std::timed_mutex evictions;  // held by the thread that takes them. It takes neither the GIL nor torch's mutex
 
   // Guards the bookkeeping of all regions on this device: segments, addresses, the lists of chunks. Never held over a
   // call of the driver or of a source, since threads that hold the GIL take it.

@@ -1,5 +1,5 @@
-// Takes chunks that lazy pauses offer, for a demand that lacks memory. Contents are copied out first, and a chunk returns
-// to its source as soon as its copy has arrived. A chunk whose contents cannot be copied stays offered.
+// Takes chunks that lazy pauses offer, for a demand that lacks memory. Contents are copied out first, and a chunk
+// returns to its source as soon as its copy has arrived. A chunk whose contents cannot be copied stays offered.
 #pragma once
 
 #include <cstddef>

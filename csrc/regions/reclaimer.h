@@ -1,6 +1,7 @@
 // Returns the memory of a device that this process caches and does not use, when a process waits for memory: retained
 // chunks, chunks without a segment, free segments of torch's pools, and freed segments once the device has passed their
-// mark; and offered chunks, as many as a broker asks for. Nothing during a capture, nothing of a region that is not active, no chunk under a segment in use.
+// mark; and offered chunks, as many as a broker asks for. Nothing during a capture, nothing of a region that is not
+// active, no chunk under a segment in use.
 //
 // A thread does this, because a sweep may wait for a driver call of another thread. Between the requests it returns
 // freed segments whose mark the device has passed. torch's pools are freed by a thread of Python
@@ -50,8 +51,8 @@ class Reclaimer {
   Device& device_;
   std::mutex mutex_;  // taken under Device::mutex too. No other lock is taken under it but that of the queries
   std::condition_variable changed_;
-  bool tells_ = false;                       // at the end of the next pass
-  std::size_t offered_ = 0;                  // bytes to be evicted next
+  bool tells_ = false;       // at the end of the next pass
+  std::size_t offered_ = 0;  // bytes to be evicted next
   std::uint64_t demand_ = 0;
   std::uint64_t requested_ = 0, ended_ = 0;  // passes
   bool asks_python_ = false;                 // and it has not answered yet

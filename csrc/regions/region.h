@@ -233,7 +233,7 @@ class Region : public RegionOptions {
   Driver::Ticket clean_new(const std::vector<Slot>& slots);
   Ranges present_locked(Range range) const;                       // chunks that are mapped or offered
   std::size_t unmapped_within(Address begin, Address end) const;  // bytes without such a chunk
-  void sweep_offered();  // returns offered chunks that no segment needs
+  void sweep_offered();                                           // returns offered chunks that no segment needs
   void sweep_with_lock();
   void add_dirty_locked(Range range);
   Ranges runs(const std::vector<Slot>& slots) const;
@@ -261,7 +261,7 @@ class Region : public RegionOptions {
   std::atomic<std::size_t> mapped_ = 0;
   std::atomic<std::size_t> offered_bytes_ = 0;
   std::atomic<bool> evicting_ = false;
-  bool claimed_ = false;                   // by its resume: no eviction can begin. Guarded by Core::mutex
+  bool claimed_ = false;  // by its resume: no eviction can begin. Guarded by Core::mutex
   std::atomic<std::uint64_t> demand_ = 0;
 };
 

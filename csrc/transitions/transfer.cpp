@@ -46,8 +46,7 @@ void Transfer::add_coming(Region& region, bool restore) {
   // Chunks that a refused pause left mapped and not saved have their contents: they are neither copied in nor filled.
   const bool fills =
       (region.fill == Fill::zero || region.fill == Fill::poison) && (!restore || region.backup() == nullptr);
-  coming_.push_back(
-      {.region = &region, .wanted = {}, .fills = fills, .mapping = Mapping(region), .restores = restore});
+  coming_.push_back({.region = &region, .wanted = {}, .fills = fills, .mapping = Mapping(region), .restores = restore});
   if (region.offered_bytes() == 0) claim(coming_.back());
 }
 
@@ -100,11 +99,11 @@ void Transfer::save_where(Leaving& leaving) {
           "' is frozen, and its copy lacks some of its allocations: call thaw(), and the next pause makes a new copy");
   } else if (leaving.live.empty()) {
     // There are none.
-  } else if (const std::string directory = leaving.policy == Policy::disk ? core().disk_directory() : ""; leaving.lazy) {
-    leaving.backup =
-        std::make_shared<PiecedBackup>(leaving.live, [&device = device_, directory](Ranges contents) {
-          return new_backup(device, directory, std::move(contents));
-        });
+  } else if (const std::string directory = leaving.policy == Policy::disk ? core().disk_directory() : "";
+             leaving.lazy) {
+    leaving.backup = std::make_shared<PiecedBackup>(leaving.live, [&device = device_, directory](Ranges contents) {
+      return new_backup(device, directory, std::move(contents));
+    });
   } else {
     leaving.backup = new_backup(device_, directory, leaving.live);
   }
@@ -230,7 +229,8 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
   if (!device_.pooled && deadline > began && device_.driver->memory().free + device_.retained.idle_bytes() < needed)
     device_.reclaimer.request(false);  // a broker asks this process as it asks the others
   bool reclaims = true, looks = true;
-  std::optional<Deadline> gone;  // the end of the wait for a reader or a capture at offered chunks, once `deadline` is over
+  std::optional<Deadline>
+      gone;  // the end of the wait for a reader or a capture at offered chunks, once `deadline` is over
   for (bool snug = false;;) {
     bool never = false;
     const std::uint64_t seen = device_.resting.given_back();
@@ -508,7 +508,8 @@ void Transfer::keep() {
     if (!coming.kept.empty()) region.sweep_all();  // once the region is active
     std::shared_ptr<Backup> backup = region.replace_backup(nullptr);
     const bool kept = region.frozen && backup != nullptr && backup->complete() && coming.restores &&
-                      !(coming.wanted.empty() && coming.offered.empty()) && backup.use_count() == 1;  // no view exists through which it could change
+                      !(coming.wanted.empty() && coming.offered.empty()) &&
+                      backup.use_count() == 1;  // no view exists through which it could change
     if (kept)
       region.replace_backup(std::move(backup));
     else

@@ -31,8 +31,8 @@ struct Bounds {
 // A region to pause.
 struct Pause {
   Region* region;
-  Policy policy;  // of this pause
-  Ranges live;    // the contents to keep
+  Policy policy;      // of this pause
+  Ranges live;        // the contents to keep
   bool lazy = false;  // offer the chunks, see Region::may_evict(), and copy nothing
 };
 
@@ -106,10 +106,10 @@ class Transfer {
   struct Inventory;
   struct Leaving : Pause {
     bool continues;
-    std::shared_ptr<Backup> backup = nullptr;     // null: the contents are discarded
-    std::vector<Ranges> batches = {};             // neighbouring chunks, which move
-    std::vector<Slot> offers = {};                // the other chunks of a lazy pause
-    std::unique_ptr<Saver> saver = nullptr;       // null: nothing to copy
+    std::shared_ptr<Backup> backup = nullptr;  // null: the contents are discarded
+    std::vector<Ranges> batches = {};          // neighbouring chunks, which move
+    std::vector<Slot> offers = {};             // the other chunks of a lazy pause
+    std::unique_ptr<Saver> saver = nullptr;    // null: nothing to copy
     std::size_t saved_before = 0;
     bool copies() const { return backup != nullptr && !backup->complete(); }
   };
@@ -119,9 +119,9 @@ class Transfer {
     bool fills;       // zeros or poison are written to all memory, since no contents are copied in
     Mapping mapping;  // unmaps unless committed
     std::unique_ptr<Loader> loader = nullptr;
-    std::vector<Slot> run = {};  // mapped slots without access yet
-    std::size_t to_come = 0;     // chunks still to be mapped
-    std::vector<Slot> kept = {};  // chunks with their contents: offered, or left from a refusal in an earlier pause
+    std::vector<Slot> run = {};      // mapped slots without access yet
+    std::size_t to_come = 0;         // chunks still to be mapped
+    std::vector<Slot> kept = {};     // chunks with their contents: offered, or left from a refusal in an earlier pause
     std::vector<Slot> offered = {};  // those of them that go back to the offers if it fails
     bool restores = false;
     bool claimed = false;  // the chunks that it offered

@@ -112,7 +112,8 @@ void Transition::wait_for_attached(std::unique_lock<std::mutex>& lock) const {
   }
 }
 
-// Marks the regions that do not have the wanted state yet. Waits for threads that map memory in them, and for evictions.
+// Marks the regions that do not have the wanted state yet. Waits for threads that map memory in them, and for
+// evictions.
 void Transition::mark() {
   const auto begin = [this](Region& region, auto mark_locked) {
     for (bool marked = false; !marked;) {
@@ -127,21 +128,21 @@ void Transition::mark() {
     }
   };
   for (Region* region : wanted_out_) {
-   begin(*region, [&] {
-    // A paused region with chunks left from a refusal pauses again, to return them.
-    const bool continues = region->state() == State::paused && region->mapped_bytes() > 0;
-    if (region->state() != State::active && !continues) return;
-    if (continues) continued_.push_back(region);
-    pausing_.push_back(region);
-    region->write_state(State::draining);
-   });
+    begin(*region, [&] {
+      // A paused region with chunks left from a refusal pauses again, to return them.
+      const bool continues = region->state() == State::paused && region->mapped_bytes() > 0;
+      if (region->state() != State::active && !continues) return;
+      if (continues) continued_.push_back(region);
+      pausing_.push_back(region);
+      region->write_state(State::draining);
+    });
   }
   for (Region* region : wanted_in_) {
-   begin(*region, [&] {
-    if (region->state() != State::paused) return;
-    resuming_.push_back(region);
-    region->write_state(State::resuming);
-   });
+    begin(*region, [&] {
+      if (region->state() != State::paused) return;
+      resuming_.push_back(region);
+      region->write_state(State::resuming);
+    });
   }
 }
 

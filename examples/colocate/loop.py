@@ -202,7 +202,7 @@ class Loop:
         """Make the group of all actors. The arguments are the tags of their regions."""
         self.tags = {"engine": engine, "trainer": trainer}
         restore = {"sync": {"engine": {engine[0]: False}}} if self.in_regions else None  # which overwrites the weights
-        self.group = Group(**self.actors, phases=self.phases(), backup=self.backups(), restore=restore)
+        self.group = Group(**self.actors, phases=self.phases(), backup=self.backups(), restore=restore, lazy=None)
         temperature, seconds = self.recipe.trainer.temperature, self.options.answer_within
         self.rollouts = Rollouts(self.actors["engine"], self.task, temperature, seconds, self.options.engine_ranks)
 

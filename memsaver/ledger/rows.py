@@ -18,10 +18,10 @@ class LedgerRow:
     Attributes:
         pid: The process. None for memory of no process that is known.
         name: Its name, or ``"?"`` if the system does not return it. Empty without a process.
-        kind: ``"region"``, ``"offered"`` (by a lazy pause, to whoever needs it), ``"retained"``, ``"torch"`` (its memory outside of regions), ``"guest"``, ``"unknown"`` (the
-            rest of a process: its context, graphs, NCCL), ``"process"`` (all of a process that reports nothing),
-            ``"pool held"`` (chunks of a client of the pool that reports nothing, or that has exited), ``"pool idle"``
-            or ``"unlisted"``.
+        kind: ``"region"``, ``"offered"`` (by a lazy pause), ``"retained"``, ``"torch"`` (its memory beside regions),
+            ``"guest"``, ``"unknown"`` (the rest of a process: its context, graphs, NCCL), ``"process"`` (all of a
+            process that reports nothing), ``"pool held"`` (chunks of a client of the pool that reports nothing, or that
+            has exited), ``"pool idle"`` or ``"unlisted"``.
         label: The tag of the region, or the name of the guest. Else empty.
         state: The state of the region or guest. Else empty.
         bytes: Bytes of device memory.

@@ -124,7 +124,7 @@ class Group:
             name: The phase.
             backup: The policy of the tags that pause, for this turn: one for all roles, ``{role: policy}`` or
                 ``{role: {tag: policy}}``. None: the group's policy for this phase, else that of the regions.
-            lazy: True for tags that pause lazily, in the same forms. None: the group's value for this phase, else False.
+            lazy: True for tags that pause lazily, in the same forms. None: the group's values for this phase.
             restore: False for contents that the phase overwrites: for all roles, ``{role: bool}`` or
                 ``{role: {tag: bool}}``. None: the group's value for this phase, else True.
             timeout: Seconds for the whole turn, up to the commit of the last rank. If a rank has not prepared by then,

@@ -308,5 +308,7 @@ def test_after_the_death_of_the_context_copied_contents_can_be_read() -> None:
     readable = []
     for block in held:
         with suppress(memsaver.BackupError):
-            readable.append(torch.equal(memsaver.cpu_backup(block.tensor, clone=True), torch.from_numpy(block.expected)))
+            readable.append(
+                torch.equal(memsaver.cpu_backup(block.tensor, clone=True), torch.from_numpy(block.expected))
+            )
     assert readable == [True]
