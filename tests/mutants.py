@@ -80,8 +80,8 @@ MUTANTS = [
         "chunks_return_to_a_demand_that_failed",
         "shared pool: an allocation that fails returns chunks while its demand is open, and gets them again",
         "csrc/regions/allocation.cpp",
-        "  const auto request = device.source().ask(needs, deadline);\n",
-        "  const auto request = device.source().ask(needs, deadline);\n"
+        "  const auto request = device.source().ask(needs, deadline, kNever);\n",
+        "  const auto request = device.source().ask(needs, deadline, kNever);\n"
         "  struct Returned {\n"
         "    std::vector<Chunk>& chunks;\n"
         "    ~Returned() {\n"
@@ -283,8 +283,8 @@ MUTANTS = [
         "a_free_in_a_transition_is_lost",
         "region: memory freed during a transition is never returned",
         "csrc/regions/region.cpp",
-        "freed_meanwhile_.push_back(begin);",
-        "if (!MUTANT) freed_meanwhile_.push_back(begin);",
+        "State::resuming: freed_meanwhile_.push_back(begin);",
+        "State::resuming: if (!MUTANT) freed_meanwhile_.push_back(begin);",
         ["unit/test_transitions.py::test_memory_freed_during_a_pause_is_released_by_it"],
     ),
     Mutant(
@@ -430,6 +430,38 @@ MUTANTS = [
         "if (!region->touches({address, size})) continue;",
         "if (!region->touches({address, size}) || MUTANT) continue;",
         ["unit/test_default_pool.py::test_a_segment_ends_in_a_transition"],
+    ),
+    Mutant(
+        "a_resume_fills_offered_contents_before_it_can_fail",
+        "lazy pauses: a resume without contents fills memory that a failure would need",
+        "csrc/transitions/transfer.cpp",
+        "if (coming.fills && region.backup() == nullptr) fill",
+        "if (coming.fills && (region.backup() == nullptr || MUTANT)) fill",
+        ["unit/test_lazy.py::test_a_failed_resume_that_discards_has_not_written_to_offered_contents[zero]"],
+    ),
+    Mutant(
+        "a_resume_that_waits_keeps_its_offers",
+        "lazy pauses: others cannot have the chunks of a resume that waits for memory",
+        "csrc/regions/eviction.cpp",
+        "(state_ == State::resuming && !claimed_)",
+        "(state_ == State::resuming && !claimed_ && !MUTANT)",
+        ["unit/test_lazy.py::test_a_resume_that_waits_leaves_its_offers_to_others"],
+    ),
+    Mutant(
+        "a_copy_reserves_and_reads_the_whole_region",
+        "lazy pauses: the copy of one chunk takes host memory for all contents, and reads unmapped parts",
+        "csrc/backup/pieced_backup.cpp",
+        "intersect(parts(), joined(batches))",
+        "MUTANT ? parts() : intersect(parts(), joined(batches))",
+        ["unit/test_lazy.py::test_a_shortage_of_host_memory_keeps_the_other_chunks"],
+    ),
+    Mutant(
+        "without_a_wait_nobody_is_asked_for_offers",
+        "lazy pauses: a resume without a wait fails while other processes offer memory",
+        "csrc/pool/pool_request.cpp",
+        "return offers_ &&",
+        "return offers_ && !MUTANT &&",
+        ["integration/test_shared_pool.py::test_offered_chunks_go_to_a_process_that_lacks_them"],
     ),
 ]
 
