@@ -71,7 +71,9 @@ class RetainedPool::Request final : public ChunkRequest {
   // other.
   void wait_for_all() {
     auto poll = std::chrono::duration_cast<Clock::duration>(kShortestPoll);
-    while (now() < deadline_ && !waiting_is_over && pool_.driver_.memory().free + pool_.idle_bytes() < missing_) {
+    const std::size_t offered = pool_.offered_;
+    while (now() < deadline_ && !waiting_is_over && pool_.offered_ <= offered &&
+           pool_.driver_.memory().free + pool_.idle_bytes() < missing_) {
       WaitsEndWith::look();
       sleep_for(std::min(poll, deadline_ - now()));
       poll = std::min<Clock::duration>(poll * 2, kLongestPoll);

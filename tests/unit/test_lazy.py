@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -206,6 +208,42 @@ def test_a_resume_that_waits_leaves_its_offers_to_others(make: Make, thread: Thr
         waits.result(60)
     check(held)
     del one_half
+
+
+def test_a_resume_that_waits_gets_what_is_offered_later(make: Make, thread: ThreadPoolExecutor) -> None:
+    region, held = lazily(make, chunks=1)
+    other, more = lazily(make, chunks=1)
+    other.pause()
+    region.resume()
+    with Fill(leave=0):
+        waits = thread.submit(lambda: other.resume(memory_timeout=3600))
+        until(lambda: other.state == "resuming")
+        with pytest.raises(TimeoutError):
+            waits.result(0.1)
+        region.pause(lazy=True)
+        waits.result(60)
+    region.resume()
+    check(held + more)
+
+
+def test_an_interrupt_of_an_eviction_loses_nothing(make: Make, thread: ThreadPoolExecutor) -> None:
+    region, held = lazily(make)
+    other, more = lazily(make, chunks=2)
+    other.pause()
+
+    def interrupt() -> None:
+        until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
+        os.kill(os.getpid(), signal.SIGINT)
+        controls.go_on("cuMemcpyDtoHAsync")
+
+    with Fill(leave=0), controls.held("cuMemcpyDtoHAsync"):
+        done = thread.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            other.resume()
+        done.result(60)
+        assert (region.state, other.state, region.offered_bytes) == ("paused", "paused", 2 * CHUNK)
+    memsaver.resume([region, other])
+    check(held + more)
 
 
 def test_a_demand_waits_for_the_eviction_of_another_one(make: Make, thread: ThreadPoolExecutor) -> None:
