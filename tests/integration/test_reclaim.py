@@ -282,6 +282,39 @@ def test_the_holders_are_named_when_all_have_answered(broker: Local) -> None:
     assert two.take(CAPACITY)
 
 
+def test_clients_are_asked_for_offers_one_after_the_other_and_for_what_is_lacking(broker: Local) -> None:
+    one, two, three = broker.client(), broker.client(), broker.client()
+    held = one.borrow(CAPACITY // 2, 32 * MIB)
+    two.borrow(CAPACITY // 2, 32 * MIB)
+    one.say("offers", CAPACITY // 2)
+    two.say("offers", CAPACITY // 2)
+    one.look()
+    two.look()
+    request = three.want(CAPACITY, 32 * MIB)
+    assert three.hear("stalled").words[2] == CAPACITY
+    for client in (one, two, three):
+        answer(client)
+    assert list(heard(one, "reclaim").words) == [CAPACITY, 0]
+    one.give(held[:3])
+    one.say("reclaimed", 1, 0)  # more comes
+    three.take(96 * MIB)
+    one.give(held[3:])
+    one.say("offers", 0)
+    one.say("reclaimed", 0, 0)
+    three.take(32 * MIB)
+    assert list(heard(two, "reclaim").words) == [CAPACITY // 2, 0]
+    two.say("reclaimed", 0, 0, text="no host memory")  # it can give none
+    while (message := heard(three, "holders")).words[1]:
+        pass
+    assert message.words[0] == request
+    three.say("offers", PAGE)  # of its own regions
+    for client in (one, two, three):
+        answer(client)  # the next round
+    assert list(heard(two, "reclaim").words) == [CAPACITY // 2, 0]
+    two.say("reclaimed", 0, 0)
+    assert list(heard(three, "reclaim").words) == [CAPACITY // 2, request]
+
+
 def test_what_comes_back_is_for_the_first_demand(broker: Local) -> None:
     one, two, three = broker.client(), broker.client(), broker.client()
     one.borrow(CAPACITY)
