@@ -477,4 +477,5 @@ def take_turns(held: Held, turns: int) -> None:
         held.check()
         if turn % 16 == 0:
             held.fill(turn)
-        held.region.pause()
+        held.region.pause(lazy=turn % 3 > 0)
+    held.region.pause()

@@ -58,7 +58,10 @@ Given give(Region& region, const std::vector<Slot>& chosen) {
     (next == lacking.end() || next->offset >= slot.end() ? plain : with_contents).push_back(slot);
   }
   std::vector<Chunk> freed;
-  region.take_offered(plain, freed);
+  {
+    std::lock_guard lock(region.device.mutex);
+    region.take_offered_locked(plain, freed);
+  }
   Given given{bytes_of(plain)};
   freed.clear();  // returned to their source
   for (std::size_t count = with_contents.size(); count > 0 && !with_contents.empty();) {

@@ -199,8 +199,7 @@ std::vector<Slot> Region::offered_slots() const {
   return found;
 }
 
-void Region::take_offered(const std::vector<Slot>& slots, std::vector<Chunk>& freed) {
-  std::lock_guard lock(device.mutex);
+void Region::take_offered_locked(const std::vector<Slot>& slots, std::vector<Chunk>& freed) {
   for (const Slot& slot : slots) {
     const auto found = offered_.find(slot.offset);
     if (found == offered_.end()) continue;
@@ -230,21 +229,13 @@ void Region::map_offered(const std::vector<Slot>& slots) {
 }
 
 void Region::sweep_offered() {
+  std::vector<Slot> unused;
   std::vector<Chunk> freed;  // returned to their source without the lock
-  {
-    std::lock_guard lock(device.mutex);
-    if (state_ != State::paused || evicting_) return;
-    for (auto at = offered_.begin(); at != offered_.end();) {
-      const auto next = std::next(at);
-      if (!segments_.any_within(at->first, at->first + at->second.size())) {
-        offered_bytes_ -= at->second.size();
-        device.offered -= at->second.size();
-        freed.push_back(std::move(at->second));
-        offered_.erase(at);
-      }
-      at = next;
-    }
-  }
+  std::lock_guard lock(device.mutex);
+  if (state_ != State::paused || evicting_) return;
+  for (const auto& [begin, chunk] : offered_)
+    if (!segments_.any_within(begin, begin + chunk.size())) unused.push_back({begin, chunk.size()});
+  take_offered_locked(unused, freed);
 }
 
 void Region::end_stranded() {

@@ -94,8 +94,8 @@ class Region : public RegionOptions {
   std::size_t offered_bytes() const { return offered_bytes_; }
   std::vector<Slot> offered_slots() const;
   void map_offered(const std::vector<Slot>& slots);  // those of them that are offered
-  // Takes such chunks, whose contents are not needed or saved, for their return.
-  void take_offered(const std::vector<Slot>& slots, std::vector<Chunk>& freed);
+  // Takes such chunks, whose contents are not needed or saved, for their return. Device::mutex is held.
+  void take_offered_locked(const std::vector<Slot>& slots, std::vector<Chunk>& freed);
   // The demand for whose memory the resume of this region waits: see ChunkRequest::number().
   std::uint64_t demand() const { return demand_; }
   void set_demand(std::uint64_t number) { demand_ = number; }

@@ -229,8 +229,7 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
   if (!device_.pooled && deadline > began && device_.driver->memory().free + device_.retained.idle_bytes() < needed)
     device_.reclaimer.request(false);  // a broker asks this process as it asks the others
   bool reclaims = true, looks = true;
-  std::optional<Deadline>
-      gone;  // the end of the wait for a reader or a capture at offered chunks, once `deadline` is over
+  std::optional<Deadline> gone;  // the end of the wait for obstacles at offered chunks, after `deadline`
   for (bool snug = false;;) {
     bool never = false;
     const std::uint64_t seen = device_.resting.given_back();
