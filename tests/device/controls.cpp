@@ -158,6 +158,8 @@ void launch(Stream stream, Deadline due, std::function<void()> act) {
   Context context = nullptr;
   if (device.cuCtxPopCurrent(&context) != kSuccess) return;
   device.cuCtxPushCurrent(context);
+  static std::mutex order;  // numbers are in the order of the stream: advance_to() waits for the lowest one
+  const std::lock_guard in_order(order);
   std::uint64_t number = 0;
   {
     const std::lock_guard lock(mutex);
